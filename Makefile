@@ -1,0 +1,44 @@
+# Every target sets up its own virtual environment: a fresh clone needs a Python and `make`, nothing else.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# torch is pinned in constraints.txt, so every install goes through it: a bare torch brings gigabytes of CUDA.
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+.PHONY: venv demo test nightly check format bench clean
+
+venv: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else \
+	    "Python 3.11 to 3.13 is needed, this is %d.%d: try make PYTHON=python3.12" % v)'
+	$(PYTHON) -m venv --clear $(VENV)
+	$(INSTALL) pip setuptools
+	$(INSTALL) --no-build-isolation --editable '.[torch,jax,testing,viz]' --group dev
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python -m planner demo $(DEMO)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(TESTS)
+
+nightly: $(READY)
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest $(TESTS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict -p planner
+	$(BIN)/python -m pytest --quiet tests/test_imports.py
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python -m planner.bench $(BENCH)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,315 @@
+"""What all backends share: checked index arrays, the stock rows of a table, and the loop that runs a program."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from planner.backends.protocol import Lowering, Table
+from planner.backends.stock import ArrayOps, evaluate
+from planner.cost import StepCost, itemsize
+from planner.device import Device
+from planner.errors import IndexRangeError, PlannerError
+from planner.lower import Op, joint_elements, product_form, spec_flops
+from planner.program import Program
+from planner.spec import Gather, Spec, Term, term_axes
+
+__all__ = ["Prepared", "check_index_dtype", "copied_bytes", "picoseconds", "prepare_numpy", "range_error",
+           "run_program", "stock_kind", "stock_rows"]  # fmt: skip
+
+
+class Prepared(dict[Gather, Any]):
+    """Index arrays by gather, with values in [0, size]; `size` stands for "no row".
+
+    Attributes:
+        guarded: whether that value can occur.
+        orders: sorted orders, shared by the steps of one call.
+    """
+
+    def __init__(self, guarded: bool) -> None:
+        super().__init__()
+        self.guarded = guarded
+        self.orders: dict[Any, Any] = {}
+
+
+class PreparedIndex:
+    """An index array that `planner.group` checked, for use in many calls.
+
+    Attributes:
+        values: the index array with values in [0, size].
+        size: size of the dimension that it indexes.
+        mode: the index mode that it was checked under.
+    """
+
+    prepared_framework = "numpy"
+
+    def __init__(self, values: Any, size: int, mode: str) -> None:
+        self.values, self.size, self.mode = values, size, mode
+
+    @property
+    def shape(self) -> Any:
+        """Shape of the index array."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the prepared values."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> Any:
+        """Device of the prepared values."""
+        return self.values.device
+
+    def check(self, gather: Gather, mode: str) -> None:
+        """Refuse to serve for another size or mode than it was prepared for."""
+        if self.size != gather.size or self.mode != mode:
+            raise PlannerError(
+                f"index array {gather.array!r} was prepared by group for size {self.size} and index_mode "
+                f"{self.mode!r}, but {gather} has size {gather.size} and the call index_mode {mode!r}"
+            )
+
+
+def _term_mask(ops: ArrayOps, valid: Any, gather: Gather, term: Term, spec: Spec) -> Any:
+    """Shape a mask over a bracket's axes so that it broadcasts over a term that has all of them."""
+    axes = list(gather.axes)
+    while len(axes) > len(set(axes)):
+        first, second = next((i, j) for i in range(len(axes)) for j in range(i) if axes[i] == axes[j])
+        valid = ops.diagonal(valid, second, first)
+        axes = [a for d, a in enumerate(axes) if d not in (first, second)] + [axes[first]]
+    sizes = dict(spec.sizes)
+    valid = ops.permute(valid, [axes.index(e) for e in term if e in axes])  # type: ignore[arg-type]
+    return valid.reshape([sizes[e] if e in axes else 1 for e in term])  # type: ignore[index]
+
+
+def mask_term(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: Prepared) -> Any:
+    """Zero the entries of an operand or a result that only dropped indices would meet, whatever they hold.
+
+    The one-hot row of a dropped index is zero, but zero times NaN is not: where a term has all axes of a bracket,
+    entries whose index is dropped are set to zero by selection.
+    """
+    if not index.guarded:
+        return x
+    plain = [e for e in term if isinstance(e, str)]
+    for gather, values in index.items():
+        if gather.axes and gather not in term and set(gather.axes) <= set(plain) and len(plain) == len(set(plain)):
+            x = ops.select(_term_mask(ops, values < gather.size, gather, term, spec), x, 0)
+    return x
+
+
+def mask_operands(ops: ArrayOps, operands: Sequence[Any], spec: Spec, index: Prepared) -> list[Any]:
+    """Apply `mask_term` to every operand."""
+    return [mask_term(ops, x, term, spec, index) for x, term in zip(operands, spec.inputs, strict=True)]
+
+
+def check_index_dtype(name: str, dtype: str) -> None:
+    """Refuse index arrays that are not of an integer dtype."""
+    if not dtype.startswith(("int", "uint")):
+        raise PlannerError(
+            f"index array {name!r} has dtype {dtype}: it must be an integer array; cast it, or for a mask use where()"
+        )
+
+
+def range_error(gather: Gather, position: tuple[int, ...], value: int) -> IndexRangeError:
+    """Return the error for a bad index under ``index_mode="raise"``."""
+    place = f"[{', '.join(map(str, position))}]" if position else ""
+    return IndexRangeError(
+        f"index array {gather.array!r}{place} is {value}, outside of [-{gather.size}, {gather.size}), the size of the dimension "
+        f"{gather}; to ignore such entries pass index_mode='drop', to clamp them index_mode='clip'"
+    )
+
+
+def clip_error(gather: Gather) -> IndexRangeError:
+    """Return the error for clipping into a dimension of size 0."""
+    return IndexRangeError(f"index array {gather.array!r} cannot be clipped: the dimension {gather} has size 0")
+
+
+def prepare_numpy(raw: np.ndarray[Any, Any], gather: Gather, mode: str) -> np.ndarray[Any, Any]:
+    """Bring a concrete index array into [0, size], or [0, size) unless the mode is "drop"."""
+    check_index_dtype(gather.array, raw.dtype.name)
+    size = gather.size
+    assert size is not None
+    if raw.size == 0:
+        return raw.astype(np.int64)
+    low, high = int(raw.min()), int(raw.max())
+    if mode == "raise":
+        if low < -size or high >= size:
+            bad = (raw < -size) if low < -size else (raw >= size)
+            position = tuple(int(i) for i in np.argwhere(bad)[0]) if raw.ndim else ()
+            raise range_error(gather, position, int(raw[position]))
+        wide = raw.astype(np.int64)
+        return np.where(wide < 0, wide + size, wide) if low < 0 else wide
+    if mode == "clip":
+        if size == 0:
+            raise clip_error(gather)
+        # Clamp before narrowing: a uint64 may exceed int64.
+        return np.clip(raw, 0, min(size - 1, np.iinfo(raw.dtype).max)).astype(np.int64)
+    if low < 0 or high >= size:
+        fits = (raw >= 0) & (raw < size)
+        return np.where(fits, raw, 0).astype(np.int64) + np.where(fits, 0, size)
+    return raw.astype(np.int64)
+
+
+def run_program(
+    table: Table, program: Program, values: dict[int, Any], index: Prepared
+) -> tuple[Any, ...]:
+    """Run a program's steps over a dictionary of variables; each is dropped after its last use.
+
+    Args:
+        table: implementations.
+        program: what to run.
+        values: the given variables; it is emptied of what dies, and holds what was kept at the end.
+        index: prepared index arrays.
+
+    Returns:
+        The program's results.
+    """
+    for step in program.steps:
+        results = table.run(step.choice.lowering, step.op, [values[v] for v in step.inputs], index)
+        values.update(zip(step.outputs, results, strict=True))
+        del results
+        for variable in step.releases:
+            values.pop(variable, None)
+    return tuple(values[v] for v in program.results)
+
+
+# -- the stock rows ------------------------------------------------------------------------------------
+
+
+def stock_kind(op: Op) -> str:
+    """Name the stock row that runs an op."""
+    spec = op.spec
+    if op.pair:
+        return "none"
+    if op.source_dtype is not None:
+        return "cast"
+    reads = any(isinstance(e, Gather) for term in spec.inputs for e in term)
+    writes = any(isinstance(e, Gather) for e in spec.output)
+    if len(spec.inputs) == 2:
+        form = product_form(spec)
+        if form is None:
+            return "take, multiply, add" if reads or writes else "multiply, sum"
+        return "matmul" if form.contracted else "multiply"
+    if reads or writes:
+        return "take, segment sum" if reads and writes else "take" if reads else "segment sum"
+    (term,), out = spec.inputs, spec.output
+    if len(set(out)) < len(out):
+        return "diagonal"
+    if not set(out) <= set(term):
+        return "broadcast"
+    return "view" if set(out) == set(term) else "sum"
+
+
+KINDS = ("view", "cast", "sum", "broadcast", "diagonal", "take", "segment sum", "take, segment sum", "matmul",
+         "multiply", "multiply, sum", "take, multiply, add")  # fmt: skip
+
+
+def copied_bytes(term: Term, groups: Sequence[Sequence[str]], sizes: Mapping[str, int], size: int) -> int:
+    """Bytes copied to bring a row-major operand into groups of axes that are each flat."""
+    axes = [e for e in term if isinstance(e, str) and sizes[e] != 1]
+    for group in groups:
+        wide = [axis for axis in group if sizes[axis] != 1]
+        if wide and axes[(at := axes.index(wide[0])) : at + len(wide)] != wide:
+            return math.prod(sizes[axis] for axis in axes) * size
+    return 0
+
+
+def picoseconds(seconds: float) -> int:
+    """Round to the unit in which the search adds times up."""
+    return round(seconds * 1e12)
+
+
+def _rows(spec: Spec) -> int:
+    """Number of rows that the takes and segment sums of a spec address, added up."""
+    sizes = dict(spec.sizes)
+    count = 0
+    for term in spec.terms:
+        if gathers := tuple(e for e in term if isinstance(e, Gather)):
+            count += math.prod(sizes[axis] for axis in term_axes(gathers))
+    return count
+
+
+def stock_cost(op: Op, device: Device) -> StepCost:
+    """Cost of the stock evaluation of an op."""
+    spec, size = op.spec, itemsize(op.dtype)
+    kind = stock_kind(op)
+    result = math.prod(spec.output_shape) * size
+    touched = op.bytes_touched()
+    if kind == "view":
+        return StepCost(picoseconds=picoseconds(device.launch_seconds))
+    if kind == "cast":
+        return StepCost(0, touched, result, 0, picoseconds(device.seconds(0, touched, result, 1)))
+    if kind in ("sum", "broadcast", "diagonal"):
+        flops = spec_flops(spec) if kind == "sum" else 0
+        return StepCost(flops, touched, 0, 0, picoseconds(device.seconds(0, touched, result, 1)))
+    rows = _rows(spec)
+    if kind in ("take", "segment sum", "take, segment sum"):
+        wide = joint_elements(spec) * size
+        plain = wide == result and kind == "take"
+        scratch = 0 if plain else wide if kind != "segment sum" else 0
+        moved = touched if plain else touched + 2 * wide
+        seconds = device.seconds(0, moved, result + scratch, 1) + rows * device.row_seconds
+        return StepCost(0 if plain else spec_flops(spec), moved, 0, scratch, picoseconds(seconds))
+    if kind in ("matmul", "multiply"):
+        return _product_cost(op, device, spec, result)
+    # Takes of both operands, then their product, then the segment sum: all of it in memory.
+    sizes = dict(spec.sizes)
+    taken, axes_of = 0, []
+    for term in spec.inputs:
+        axes_of.append(term_axes(term))
+        if any(isinstance(e, Gather) for e in term):
+            taken += math.prod(sizes[axis] for axis in axes_of[-1]) * size
+    needed = term_axes(spec.output)
+    before = math.prod(sizes[axis] for axis in needed) * size
+    scatter = before if any(isinstance(e, Gather) for e in spec.output) else 0
+    flops, moved, scratch = spec_flops(spec), touched + 2 * taken + 2 * scatter, taken + scatter
+    seconds = device.seconds(flops, moved, scratch + result, 4) + 2 * rows * device.row_seconds
+    batch = math.prod(sizes[a] for a in needed if all(a in axes for axes in axes_of))
+    return StepCost(flops, moved, 0, scratch, picoseconds(seconds + batch * device.matrix_seconds))
+
+
+def _product_cost(op: Op, device: Device, spec: Spec, result: int) -> StepCost:
+    form = product_form(spec)
+    assert form is not None
+    sizes, size = dict(spec.sizes), itemsize(op.dtype)
+    batch, m, n, k = form.sizes
+    flops, moved = spec_flops(spec), op.bytes_touched()
+    if not form.contracted:
+        return StepCost(flops, moved, 0, 0, picoseconds(device.seconds(0, moved, result, 1)))
+    copied = copied_bytes(spec.inputs[0], (form.batch, form.left, form.contracted), sizes, size)
+    copied += copied_bytes(spec.inputs[1], (form.batch, form.contracted, form.right), sizes, size)
+    moved += 2 * copied
+    rate = device.skinny_rate if min(m, n, k) < 8 else device.flop_rate
+    seconds = max(flops / rate, moved / device.bandwidth) + (copied + result) / device.fresh_bandwidth
+    seconds += device.launch_seconds + (batch * device.matrix_seconds if batch > 1 else 0)
+    return StepCost(flops, moved, copied, copied, picoseconds(seconds))
+
+
+def stock_rows(
+    ops: ArrayOps, cast: Callable[[Any, str], Any], views: bool = True, skip: Sequence[str] = ()
+) -> list[Lowering]:
+    """Return the rows that every backend starts from; between them they run every op.
+
+    Args:
+        ops: the framework's array functions.
+        cast: converts an array to a dtype.
+        views: whether permuting and diagonals share storage.
+        skip: kinds for which the backend has rows of its own.
+    """
+
+    def run(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+        if op.source_dtype is not None:
+            return (cast(inputs[0], op.dtype),)
+        return (evaluate(ops, op.spec, inputs, index, getattr(index, "guarded", True)),)
+
+    def supporting(kind: str) -> Callable[[Op], str | None]:
+        return lambda op: None if stock_kind(op) == kind else f"the step is not a {kind}"
+
+    return [
+        Lowering(kind, supporting(kind), stock_cost, run, is_view=views and kind == "view", stock=True)
+        for kind in KINDS
+        if kind not in skip
+    ]

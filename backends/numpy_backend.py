@@ -1,0 +1,137 @@
+"""NumPy: the plain runner, each step in its simplest form. Forward only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from planner.backends.common import (
+    Prepared,
+    PreparedIndex,
+    check_index_dtype,
+    mask_operands,
+    mask_term,
+    prepare_numpy,
+    run_program,
+    stock_rows,
+)
+from planner.backends.protocol import Table
+from planner.errors import PlannerError
+from planner.spec import Gather, Operand
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
+
+__all__ = ["NumpyBackend", "NumpyOps", "backend"]
+
+
+def _accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Half types accumulate in float32."""
+    return np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
+
+
+class NumpyOps:
+    """`ArrayOps` in NumPy."""
+
+    def permute(self, x: Any, dims: Sequence[int]) -> Any:
+        return x.transpose(tuple(dims))
+
+    def diagonal(self, x: Any, first: int, second: int) -> Any:
+        return np.diagonal(x, axis1=first, axis2=second)
+
+    def expand(self, x: Any, shape: Sequence[int]) -> Any:
+        return np.broadcast_to(x, tuple(shape))
+
+    def sum(self, x: Any, dims: Sequence[int]) -> Any:
+        return np.asarray(x.sum(axis=tuple(dims), dtype=_accumulator(x.dtype))).astype(x.dtype, copy=False)
+
+    def matmul(self, a: Any, b: Any) -> Any:
+        wide = _accumulator(a.dtype)
+        return np.matmul(a.astype(wide, copy=False), b.astype(wide, copy=False)).astype(a.dtype, copy=False)
+
+    def iota(self, size: int, like: Any) -> Any:
+        return np.arange(size)
+
+    def take(self, x: Any, index: Sequence[Any]) -> Any:
+        return x[tuple(index)]
+
+    def add_at(self, shape: Sequence[int], index: Sequence[Any], values: Any) -> Any:
+        out = np.zeros(shape, _accumulator(values.dtype))
+        np.add.at(out, tuple(index), values.astype(out.dtype, copy=False))
+        return out.astype(values.dtype, copy=False)
+
+    def select(self, mask: Any, x: Any, otherwise: float) -> Any:
+        return np.where(mask, x, np.asarray(otherwise, x.dtype))
+
+    def zeros(self, shape: Sequence[int], like: Any) -> Any:
+        return np.zeros(shape, like.dtype)
+
+
+OPS = NumpyOps()
+
+
+class NumpyBackend:
+    """Runs plans on numpy arrays."""
+
+    name = "numpy"
+
+    def __init__(self) -> None:
+        self.table = Table(stock_rows(OPS, cast=lambda x, dtype: x.astype(dtype)))
+
+    def operand(self, array: Any) -> Operand:
+        """Describe a numpy array."""
+        return Operand(array.shape, array.dtype.name)
+
+    def result_dtype(self, dtypes: Sequence[str]) -> str:
+        """Promote as numpy does."""
+        return str(np.result_type(*map(np.dtype, dtypes)))
+
+    def signature(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
+        """All that a plan depends on, cheaply."""
+        key: list[Any] = []
+        for x in operands:
+            key += (type(x), x.shape, x.dtype)
+        for name, q in indices.items():
+            key += (name, type(q), q.shape, q.dtype)
+        return tuple(key)
+
+    def check_index(self, name: str, index: Any) -> None:
+        """Refuse an index array that is not of integers."""
+        check_index_dtype(name, index.dtype.name)
+
+    def check_devices(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
+        """Numpy has one device."""
+
+    def group(self, q: Any, size: int, index_mode: str) -> PreparedIndex:
+        """Check an index array."""
+        values = prepare_numpy(np.asarray(q), Gather("q", (), size), index_mode)
+        return PreparedIndex(values, size, index_mode)
+
+    def bind(self, plan: Plan) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
+        """Return the function that runs a plan."""
+        if plan.programs.backward is not None:
+            raise PlannerError("numpy computes no gradients: plan without requires_grad, or use torch or jax")
+        resolved = plan.resolved
+        shapes = dict(resolved.index_shapes)
+
+        def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
+            index = Prepared(plan.index_mode == "drop")
+            for gather in resolved.spec.gathers:
+                raw = indices[gather.array]
+                if isinstance(raw, PreparedIndex):
+                    raw.check(gather, plan.index_mode)
+                    values = raw.values
+                else:
+                    values = prepare_numpy(np.asarray(raw), gather, plan.index_mode)
+                index[gather] = values.reshape(shapes[gather.array])
+            values = [np.asarray(x).reshape(s) for x, s in zip(operands, resolved.shapes, strict=True)]
+            masked = mask_operands(OPS, values, resolved.spec, index)
+            (result,) = run_program(self.table, plan.programs.forward, dict(enumerate(masked)), index)
+            return mask_term(OPS, result, resolved.spec.output, resolved.spec, index)
+
+        return run
+
+
+backend = NumpyBackend()

@@ -1,0 +1,94 @@
+"""What a backend must provide, as laws, and the rows of its table of implementations.
+
+Laws, held by the tests for every backend:
+
+- ``run`` of every row that supports an op equals the stock evaluation of its spec, bitwise on small integers.
+- A row's ``cost`` counts its scratch: running it allocates at most its results and ``scratch_bytes``.
+- A row changes no input and keeps none alive; a retained value dies with the result's graph.
+- Values of prepared index arrays lie in [0, size]; `size` itself means "no row": it reads zero and adds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from planner.cost import StepCost
+from planner.device import Device
+from planner.lower import Choice, Op
+from planner.spec import Gather, Operand
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
+
+__all__ = ["Backend", "Lowering", "Table"]
+
+Indices = Mapping[Gather, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """One row: an implementation of some ops.
+
+    Attributes:
+        name: as the printed plan shows it.
+        supports: returns None if it can run the op, else the reason why not.
+        cost: predicted cost on a device, scratch included.
+        run: computes the results from the inputs and the prepared index arrays.
+        is_view: whether the result shares its input's storage.
+        stock: whether it is the framework's own way, what a user would write: the naive plan is made of these.
+    """
+
+    name: str
+    supports: Callable[[Op], str | None]
+    cost: Callable[[Op, Device], StepCost]
+    run: Callable[[Op, Sequence[Any], Indices], tuple[Any, ...]]
+    is_view: bool = False
+    stock: bool = False
+
+
+class Table:
+    """Rows of one backend on one device; a new kernel, or a user's own, is one more row."""
+
+    def __init__(self, rows: Sequence[Lowering]) -> None:
+        self.rows = {row.name: row for row in rows}
+        self._choices: dict[tuple[Op, Device], tuple[Choice, ...]] = {}
+
+    def choices(self, op: Op, device: Device) -> tuple[Choice, ...]:
+        """Return all implementations of an op with their costs; none for a pair means: one by one."""
+        known = self._choices.get((op, device))
+        if known is None:
+            known = tuple(
+                Choice(row.name, row.cost(op, device), row.is_view)
+                for row in self.rows.values()
+                if row.supports(op) is None
+            )
+            if len(self._choices) > 100_000:
+                self._choices.clear()
+            self._choices[op, device] = known
+        return known
+
+    def reasons(self, op: Op) -> dict[str, str]:
+        """Return why each row that cannot run an op refuses it."""
+        return {name: reason for name, row in self.rows.items() if (reason := row.supports(op)) is not None}
+
+    def run(self, lowering: str, op: Op, inputs: Sequence[Any], indices: Indices) -> tuple[Any, ...]:
+        """Run an op in the named implementation."""
+        return self.rows[lowering].run(op, inputs, indices)
+
+
+class Backend(Protocol):
+    """What `planner` asks of a framework."""
+
+    name: str
+    table: Table
+
+    def operand(self, array: Any) -> Operand:
+        """Describe an array."""
+
+    def result_dtype(self, dtypes: Sequence[str]) -> str:
+        """Promote dtypes by the framework's rules."""
+
+    def bind(self, plan: Plan) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
+        """Return the function that runs a plan on operands and index arrays."""

@@ -1,0 +1,196 @@
+"""Any step, from a framework's ordinary array functions: take, multiply, sum, add at.
+
+This is what every backend falls back on, and the NumPy backend's only way. It builds gathered operands; the special rows
+of a table exist to avoid that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from planner.lower import ProductForm, product_form
+from planner.spec import Gather, Spec, Term, term_axes
+
+__all__ = ["ArrayOps", "evaluate", "product", "put_term", "take_term"]
+
+
+class ArrayOps(Protocol):
+    """The array functions that the stock evaluation is written in."""
+
+    def permute(self, x: Any, dims: Sequence[int]) -> Any:
+        """Reorder dimensions; a view."""
+
+    def diagonal(self, x: Any, first: int, second: int) -> Any:
+        """Diagonal of two dimensions, moved to the end; a view where the framework has views."""
+
+    def expand(self, x: Any, shape: Sequence[int]) -> Any:
+        """Broadcast to a shape."""
+
+    def sum(self, x: Any, dims: Sequence[int]) -> Any:
+        """Sum over dimensions, in the dtype of x, half types accumulated in float32."""
+
+    def matmul(self, a: Any, b: Any) -> Any:
+        """[batch, m, k] times [batch, k, n], half types accumulated in float32."""
+
+    def iota(self, size: int, like: Any) -> Any:
+        """0, 1, ..., size - 1 as indices on the device of `like`."""
+
+    def take(self, x: Any, index: Sequence[Any]) -> Any:
+        """x[index] over the leading dimensions; the index arrays broadcast with each other."""
+
+    def add_at(self, shape: Sequence[int], index: Sequence[Any], values: Any) -> Any:
+        """Zeros of a shape with `values` added at leading indices, duplicates added up in order."""
+
+    def select(self, mask: Any, x: Any, otherwise: float) -> Any:
+        """X where the mask holds, else a constant."""
+
+    def zeros(self, shape: Sequence[int], like: Any) -> Any:
+        """Zeros of the dtype and device of `like`."""
+
+
+def _broadcast_shape(letters: Sequence[str], rows: Sequence[str], sizes: Mapping[str, int]) -> list[int]:
+    return [sizes[axis] if axis in letters else 1 for axis in rows]
+
+
+def _indices(
+    ops: ArrayOps, term: Term, dims: Sequence[int], rows: tuple[str, ...], spec: Spec,
+    index: Mapping[Gather, Any], like: Any, guarded: bool,
+) -> tuple[list[Any], Any]:  # fmt: skip
+    """Index arrays of some dimensions of a term, shaped over the row axes, and where all of them are in range."""
+    sizes = dict(spec.sizes)
+    arrays, valid = [], None
+    for dim in dims:
+        entry = term[dim]
+        if isinstance(entry, Gather):
+            own = tuple(dict.fromkeys(entry.axes))
+            q = index[entry]
+            letters = list(entry.axes)
+            while len(letters) > len(set(letters)):  # a repeated axis in a bracket: the diagonal
+                axis = next(a for a in letters if letters.count(a) > 1)
+                i, j = [d for d, a in enumerate(letters) if a == axis][:2]
+                q = ops.diagonal(q, i, j)
+                letters = [a for d, a in enumerate(letters) if d not in (i, j)] + [axis]
+            order = [letters.index(axis) for axis in rows if axis in own]
+            q = ops.permute(q, order).reshape(_broadcast_shape(own, rows, sizes))
+            if guarded:  # a value equal to the size means: no row
+                here = q < entry.size
+                q = ops.select(here, q, 0)
+                valid = here if valid is None else valid & here
+        else:
+            q = ops.iota(sizes[entry], like).reshape(_broadcast_shape((entry,), rows, sizes))
+        arrays.append(q)
+    return arrays, valid
+
+
+def take_term(
+    ops: ArrayOps, x: Any, term: Term, spec: Spec, index: Mapping[Gather, Any], guarded: bool
+) -> tuple[Any, tuple[str, ...]]:
+    """Read an operand through its term: gathers taken, diagonals of repeated axes; returns distinct axes."""
+    entries = list(term)
+    plain = [e for e in entries if isinstance(e, str)]
+    while len(plain) > len(set(plain)):
+        axis = next(e for e in plain if plain.count(e) > 1)
+        i, j = [d for d, e in enumerate(entries) if e == axis][:2]
+        x = ops.diagonal(x, i, j)
+        entries = [e for d, e in enumerate(entries) if d not in (i, j)] + [axis]
+        plain = [e for e in entries if isinstance(e, str)]
+    gathers = [e for e in entries if isinstance(e, Gather)]
+    if not gathers:
+        return x, tuple(plain)
+    rows = term_axes(tuple(gathers))
+    indexed = [d for d, e in enumerate(entries) if isinstance(e, Gather) or e in rows]
+    rest = [d for d in range(len(entries)) if d not in indexed]
+    x = ops.permute(x, [*indexed, *rest])
+    sizes = dict(spec.sizes)
+    axes = (*rows, *(str(entries[d]) for d in rest))
+    if math.prod(x.shape) == 0 or any(sizes[axis] == 0 for axis in axes):
+        return ops.zeros([sizes[axis] for axis in axes], x), axes
+    arrays, valid = _indices(ops, tuple(entries), indexed, rows, spec, index, x, guarded)
+    x = ops.take(x, arrays)
+    if guarded:
+        x = ops.select(valid.reshape([*valid.shape, *[1] * len(rest)]), x, 0)
+    return x, axes
+
+
+def put_term(
+    ops: ArrayOps, x: Any, axes: tuple[str, ...], term: Term, spec: Spec, index: Mapping[Gather, Any], guarded: bool
+) -> Any:
+    """Write a value with distinct axes into a result: scatters add, repeated axes go on the diagonal."""
+    sizes = dict(spec.sizes)
+    rows_all = term_axes(tuple(e for e in term if isinstance(e, Gather)))
+    plain = [e for e in term if isinstance(e, str)]
+    wanted = tuple(dict.fromkeys([*rows_all, *plain]))
+    if missing := [axis for axis in wanted if axis not in axes]:
+        x = ops.expand(x, [*(sizes[a] for a in missing), *x.shape])
+        axes = (*missing, *axes)
+    repeated = {e for e in plain if plain.count(e) > 1}
+    indexed = [d for d, e in enumerate(term) if isinstance(e, Gather) or e in repeated or e in rows_all]
+    if not indexed:
+        return ops.permute(x, [axes.index(str(e)) for e in term])
+    rest = [d for d in range(len(term)) if d not in indexed]
+    rows = tuple(dict.fromkeys([*rows_all, *(e for e in plain if e in repeated)]))
+    x = ops.permute(x, [axes.index(a) for a in (*rows, *(str(term[d]) for d in rest))])
+    shape = spec.shape(tuple(term[d] for d in (*indexed, *rest)))
+    if math.prod(x.shape) == 0 or math.prod(shape) == 0:
+        out = ops.zeros(shape, x)
+    else:
+        arrays, valid = _indices(ops, term, indexed, rows, spec, index, x, guarded)
+        if guarded and valid is not None:
+            x = ops.select(valid.reshape([*valid.shape, *[1] * len(rest)]), x, 0)
+        out = ops.add_at(shape, arrays, x)
+    back = [0] * len(term)
+    for position, dim in enumerate((*indexed, *rest)):
+        back[dim] = position
+    return ops.permute(out, back)
+
+
+def product(ops: ArrayOps, form: ProductForm, a: Any, b: Any, spec: Spec) -> Any:
+    """Multiply two arrays as one batched matrix product, or element by element where nothing is summed."""
+    sizes = dict(spec.sizes)
+    letters_a, letters_b, out = (tuple(str(e) for e in term) for term in spec.terms)
+    order = (*form.batch, *form.left, *form.right)
+
+    def arranged(x: Any, letters: tuple[str, ...], groups: tuple[tuple[str, ...], ...], shape: Sequence[int]) -> Any:
+        dims = [letters.index(axis) for group in groups for axis in group]
+        return ops.permute(x, dims).reshape(shape)
+
+    if not form.contracted:
+        a = arranged(a, letters_a, (form.batch, form.left),
+                     [*(sizes[x] for x in (*form.batch, *form.left)), *[1] * len(form.right)])  # fmt: skip
+        b = arranged(b, letters_b, (form.batch, form.right),
+                     [*(sizes[x] for x in form.batch), *[1] * len(form.left), *(sizes[x] for x in form.right)])  # fmt: skip
+        result = a * b
+    else:
+        batch, m, n, k = form.sizes
+        a = arranged(a, letters_a, (form.batch, form.left, form.contracted), (batch, m, k))
+        b = arranged(b, letters_b, (form.batch, form.contracted, form.right), (batch, k, n))
+        result = ops.matmul(a, b).reshape([sizes[axis] for axis in order])
+    return ops.permute(result, [order.index(axis) for axis in out])
+
+
+def evaluate(
+    ops: ArrayOps, spec: Spec, inputs: Sequence[Any], index: Mapping[Gather, Any], guarded: bool = True
+) -> Any:
+    """Compute any unary or binary spec: take, sum what is private, multiply, put."""
+    needed = set(term_axes(spec.output))
+    values = []
+    for term, x in zip(spec.inputs, inputs, strict=True):
+        values.append(take_term(ops, x, term, spec, index, guarded))
+    axes_of = [set(axes) for _, axes in values]
+    for i, (x, axes) in enumerate(values):
+        others = needed.union(*(axes_of[:i] + axes_of[i + 1 :]))
+        if private := [d for d, axis in enumerate(axes) if axis not in others]:
+            kept = tuple(axis for axis in axes if axis in others)
+            values[i] = (ops.sum(x, private), kept)
+    if len(values) == 1:
+        x, axes = values[0]
+    else:
+        (a, axes_a), (b, axes_b) = values
+        axes = tuple(axis for axis in dict.fromkeys((*axes_a, *axes_b)) if axis in needed)
+        inner = Spec((axes_a, axes_b), axes, spec.sizes)
+        form = product_form(inner)
+        assert form is not None
+        x = product(ops, form, a, b, inner)
+    return put_term(ops, x, axes, spec.output, spec, index, guarded)

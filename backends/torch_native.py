@@ -1,0 +1,129 @@
+"""Plans as a few native torch calls: what runs when no gather, cast or copy is in the way.
+
+Each step becomes a small function over views; autograd then keeps exactly what the plan says, since `mm`, `bmm` and
+`mul` save their operands as they read them. A step that would have to copy an operand into another layout makes the
+plan not native under autograd, because the copy would be kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.backends.common import stock_kind
+from planner.backends.stock import evaluate
+from planner.backends.torch_rows import OPS
+from planner.lower import Op, product_form
+from planner.program import Leaf, Tree
+
+__all__ = ["compile_native"]
+
+Run = Callable[[Sequence[Tensor]], Tensor]
+
+NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum")
+
+
+def compile_native(tree: Tree, operands: Sequence[Tensor], copies: bool) -> Run | None:
+    """Return a function from operands to the result, or None if the tree needs more than native calls.
+
+    Args:
+        tree: the plan's tree.
+        operands: stand-ins on the meta device, with the true strides.
+        copies: whether steps may copy operands into another layout.
+    """
+    made = _compile(tree, operands, copies)
+    return None if made is None else made[0]
+
+
+def _compile(tree: Tree, operands: Sequence[Tensor], copies: bool) -> tuple[Run, Tensor] | None:
+    """Also the stand-in of the result."""
+    if isinstance(tree, Leaf):
+        number = tree.operand
+        return (lambda xs: xs[number]), operands[number]
+    if tree.op.source_dtype is not None or stock_kind(tree.op) not in NATIVE:
+        return None
+    children = [_compile(child, operands, copies) for child in tree.children]
+    if any(child is None for child in children):
+        return None
+    parts = [child for child in children if child is not None]
+    standins = [standin for _, standin in parts]
+    step = _matmul_step(tree.op, standins, copies) if stock_kind(tree.op) == "matmul" else _stock_step(tree.op)
+    if step is None:
+        return None
+    result = step(*standins)
+    if len(parts) == 1:
+        (inner, _) = parts[0]
+        return (lambda xs: step(inner(xs))), result
+    (left, _), (right, _) = parts
+    if all(isinstance(child, Leaf) for child in tree.children):
+        i, j = (child.operand for child in tree.children if isinstance(child, Leaf))
+        return (lambda xs: step(xs[i], xs[j])), result
+    return (lambda xs: step(left(xs), right(xs))), result
+
+
+def _stock_step(op: Op) -> Callable[..., Tensor]:
+    return lambda *inputs: evaluate(OPS, op.spec, inputs, {}, False)
+
+
+def _matmul_step(op: Op, standins: Sequence[Tensor], copies: bool) -> Callable[..., Tensor] | None:
+    spec, form = op.spec, product_form(op.spec)
+    assert form is not None
+    letters = [tuple(str(e) for e in term) for term in spec.inputs]
+    out = tuple(str(e) for e in spec.output)
+    if not form.batch and all(len(g) == 1 for g in (form.left, form.right, form.contracted)):
+        # A product of two matrices: at most three transposes, and none for the result.
+        if out == (form.right[0], form.left[0]):
+            first, second = 1, 0
+        else:
+            first, second = 0, 1
+        flip_a = letters[first][1] != form.contracted[0]
+        flip_b = letters[second][0] != form.contracted[0]
+        mm = torch.mm
+        if (first, flip_a, flip_b) == (0, False, False):
+            return mm
+        if first == 0:
+            return lambda a, b: mm(a.t() if flip_a else a, b.t() if flip_b else b)
+        return lambda a, b: mm(b.t() if flip_a else b, a.t() if flip_b else a)
+    b_, m, n, k = form.sizes
+    groups = ((form.batch, form.left, form.contracted), (form.batch, form.contracted, form.right))
+    shapes = ((b_, m, k), (b_, k, n))
+    dims = []
+    for x, axes, parts, shape in zip(standins, letters, groups, shapes, strict=True):
+        dims.append(tuple(axes.index(axis) for group in parts for axis in group))
+        if not copies and not _viewable(x.permute(dims[-1]), shape):
+            return None
+    sizes = dict(spec.sizes)
+    order = (*form.batch, *form.left, *form.right)
+    final = [sizes[axis] for axis in order]
+    back = tuple(order.index(axis) for axis in out)
+    flat = not form.batch
+    shape_a, shape_b = (shapes[0][1:], shapes[1][1:]) if flat else shapes
+    multiply = torch.mm if flat else torch.bmm
+    dims_a, dims_b = dims
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        product = multiply(a.permute(dims_a).reshape(shape_a), b.permute(dims_b).reshape(shape_b))
+        return product.view(final).permute(back)
+
+    return run
+
+
+def _viewable(x: Tensor, shape: Sequence[int]) -> bool:
+    if math.prod(shape) == 0:
+        return True
+    try:
+        x.view(tuple(shape))
+    except RuntimeError:
+        return False
+    return True
+
+
+def standin(shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype) -> Any:
+    """Return a tensor without data."""
+    if strides is None:
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
+    return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device="meta")

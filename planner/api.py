@@ -1,0 +1,267 @@
+"""`contract` and `plan`: what users call."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from planner.cost import itemsize
+from planner.device import CPU, Device
+from planner.dispatch import framework_of, load_backend, operands_framework
+from planner.errors import PlannerError, SpecError
+from planner.parse import parse, parse_sublists
+from planner.plan import Options, Plan
+from planner.planning import make_plan
+from planner.resolve import resolve_shapes, shape_of
+from planner.spec import Operand, Spec
+
+__all__ = ["contract", "plan"]
+
+INDEX_MODES = ("raise", "drop", "clip")
+
+# Warm calls find their runner here: spec, options and what the backend says of the arrays, to a function.
+_RUNNERS: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], Any]] = {}
+_SIGNATURES: dict[type, Callable[[Sequence[Any], Mapping[str, Any]], Any]] = {}
+_CACHE_LIMIT = 4096
+
+
+def contract(
+    spec: Any,
+    *operands: Any,
+    sizes: Mapping[str, int] | Sequence[int] | None = None,
+    optimize: Any = "auto",
+    minimize: Any = "time",
+    memory_limit: int | str | None = None,
+    retain_limit: int | str | None = None,
+    index_mode: str = "raise",
+    dtype: Any = None,
+    precision: Any = None,
+    **indices: Any,
+) -> Any:
+    """Contract arrays by an einsum spec that may gather and scatter through index arrays.
+
+    Example:
+        >>> import numpy as np
+        >>> import planner
+        >>> a, c, q = np.ones((4, 1, 2)), np.arange(6.0).reshape(3, 2, 1), np.array([2, 0, 0, 1])
+        >>> planner.contract("nij, q[n]jk -> nik", a, c, q=q).ravel()
+        array([9., 1., 1., 5.])
+
+    Args:
+        spec: the spec; or the operands in numpy's sublist form, ``contract(a, [0, 1], b, [1, 2], [0, 2])``.
+        *operands: torch tensors, jax arrays or numpy arrays, never mixed.
+        sizes: sizes of output axes that no input has and of scattered dimensions (by the index array's letter), or
+            the whole output shape.
+        optimize: "auto", "optimal", "greedy", another opt_einsum name, an explicit path, or a `PathOptimizer`.
+        minimize: "time", "flops", "peak", "retained", "bytes", or a function of the plan's cost.
+        memory_limit: most bytes that either program may newly allocate; an int or such as ``"2 GiB"``.
+        retain_limit: most bytes that may stay alive for the backward program.
+        index_mode: what an index outside of its dimension does: "raise" (negative ones count from the end), "drop" (it
+            contributes nothing) or "clip".
+        dtype: dtype of the computation and the result; the framework's promotion by default.
+        precision: precision of matrix products, for jax; torch has a global setting of its own.
+        **indices: index arrays of any integer dtype, by letter.
+
+    Returns:
+        The result, of the operands' framework, on their device.
+
+    Raises:
+        SpecError: the spec is malformed, or an index array is missing or unknown.
+        ShapeError: shapes do not fit.
+        IndexRangeError: an index is out of range under ``index_mode="raise"``.
+        PlannerLimitError: no plan is within the limits.
+        PlannerError: frameworks are mixed, an index array is not of integers, or an option is unknown.
+
+    Source:
+        The seminal notation is numpy's einsum; index arrays as one-hot factors: DESIGN, section 2.
+    """
+    key = None
+    try:
+        key = (
+            spec, optimize, minimize, index_mode, dtype, sizes, memory_limit, retain_limit, precision,
+            _SIGNATURES[type(operands[0])](operands, indices),
+        )  # fmt: skip
+        run = _RUNNERS[key]
+    except (KeyError, IndexError, TypeError, AttributeError):
+        return _contract(
+            key, spec, operands, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype,
+            precision, indices,
+        )  # fmt: skip
+    return run(operands, indices)
+
+
+def _contract(
+    key: Any, spec: Any, operands: Sequence[Any], sizes: Any, optimize: Any, minimize: Any, memory_limit: Any,
+    retain_limit: Any, index_mode: str, dtype: Any, precision: Any, indices: Mapping[str, Any],
+) -> Any:  # fmt: skip
+    """The first call of its kind: plan it, remember how to run it, run it."""
+    if not isinstance(spec, (str, Spec)):
+        if framework_of(spec) is None or not operands:
+            raise SpecError(f"the spec must be a string, not {type(spec).__name__}; an example is 'ij, jk -> ik'")
+        spec, operands = parse_sublists((spec, *operands))
+        return contract(
+            spec, *operands, sizes=sizes, optimize=optimize, minimize=minimize, memory_limit=memory_limit,
+            retain_limit=retain_limit, index_mode=index_mode, dtype=dtype, precision=precision, **indices,
+        )  # fmt: skip
+    if isinstance(spec, str):
+        parse(spec)
+    framework = operands_framework(operands, indices)
+    made = _make(
+        spec, operands, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, framework, None,
+        indices, precision,
+    )  # fmt: skip
+    backend = load_backend(framework)
+    run = backend.bind(made)
+    with contextlib.suppress(AttributeError, TypeError):
+        _SIGNATURES.setdefault(type(operands[0]), backend.signature)
+        if key is None:
+            key = (
+                spec, optimize, minimize, index_mode, dtype, sizes, memory_limit, retain_limit, precision,
+                backend.signature(operands, indices),
+            )  # fmt: skip
+        while len(_RUNNERS) >= _CACHE_LIMIT:
+            _RUNNERS.pop(next(iter(_RUNNERS)), None)
+        _RUNNERS[key] = run
+    return run(operands, indices)
+
+
+def plan(
+    spec: Any,
+    *operands: Any,
+    sizes: Mapping[str, int] | Sequence[int] | None = None,
+    optimize: Any = "auto",
+    minimize: Any = "time",
+    memory_limit: int | str | None = None,
+    retain_limit: int | str | None = None,
+    index_mode: str = "raise",
+    dtype: Any = None,
+    backend: str | None = None,
+    device: Device | None = None,
+    **indices: Any,
+) -> Plan:
+    """Choose how a contraction would be done, without doing it.
+
+    Example:
+        >>> import planner
+        >>> p = planner.plan("ij, jk, kl -> il", (2, 30), (30, 40), (40, 5), backend="numpy")
+        >>> p.cost.flops
+        5600
+
+    Args:
+        spec: as in `contract`.
+        *operands: arrays, `Operand` stand-ins, or shapes (float32).
+        sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype: as in `contract`.
+        backend: "torch", "jax" or "numpy"; by default the arrays' framework, else one that is imported already.
+        device: rates of the machine that times are predicted for.
+        **indices: index arrays or their shapes, by letter.
+
+    Returns:
+        The plan: call it on arrays, print it, or look at `cost`, `steps`, `path` and `alternatives()`.
+
+    Raises:
+        SpecError, ShapeError, PlannerLimitError, SearchLimitError, PlannerError: as in `contract`.
+    """
+    if not isinstance(spec, (str, Spec)):
+        spec, operands = parse_sublists((spec, *operands))
+    if backend is None:
+        arrays = [x for x in (*operands, *indices.values()) if framework_of(x) is not None]
+        if arrays:
+            backend = operands_framework(arrays, {})
+        else:
+            backend = next((name for name in ("torch", "jax") if name in sys.modules), "numpy")
+    return _make(
+        spec, operands, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, backend, device,
+        indices, None,
+    )  # fmt: skip
+
+
+def _make(
+    spec: str | Spec, operands: Sequence[Any], sizes: Any, optimize: Any, minimize: Any, memory_limit: Any,
+    retain_limit: Any, index_mode: str, dtype: Any, framework: str, device: Device | None,
+    indices: Mapping[str, Any], precision: Any,
+) -> Plan:  # fmt: skip
+    if index_mode not in INDEX_MODES:
+        raise PlannerError(f"index_mode={index_mode!r} is unknown: take one of {', '.join(map(repr, INDEX_MODES))}")
+    if precision is not None and framework != "jax":
+        raise PlannerError(f"precision= is for jax; {framework} has no setting per call")
+    backend = load_backend(framework)
+    described = tuple(_describe(backend, operand, number) for number, operand in enumerate(operands))
+    index_shapes = {}
+    for name, index in indices.items():
+        if not isinstance(index, (tuple, list)):
+            backend.check_index(name, index)
+        index_shapes[name] = shape_of(index)
+    resolved = resolve_shapes(spec, [operand.shape for operand in described], index_shapes, sizes)
+    compute = dtype_name(dtype) if dtype is not None else backend.result_dtype([o.dtype for o in described])
+    itemsize(compute)
+    backend.check_devices(operands, indices)
+    options = Options(
+        tuple(map(tuple, optimize)) if isinstance(optimize, list) else optimize,
+        minimize,
+        parse_bytes(memory_limit, "memory_limit"),
+        parse_bytes(retain_limit, "retain_limit"),
+    )
+    # A gradient exists only for floats that stay floats.
+    if not compute.startswith(("float", "bfloat", "complex")):
+        described = tuple(
+            Operand(o.shape, o.dtype, o.strides, False) if o.requires_grad else o for o in described
+        )
+    text = spec if isinstance(spec, str) else str(spec)
+    return make_plan(text, resolved, described, compute, index_mode, framework, device or CPU, options)
+
+
+def _describe(backend: Any, operand: Any, number: int) -> Operand:
+    if isinstance(operand, Operand):
+        return operand
+    if isinstance(operand, (tuple, list)):
+        try:
+            return Operand(tuple(int(n) for n in operand))
+        except (TypeError, ValueError):
+            raise PlannerError(f"operand {number} is neither an array nor a shape: {operand!r:.80}") from None
+    if framework_of(operand) != backend.name:
+        raise PlannerError(
+            f"operand {number} is a {type(operand).__name__}, which is no {backend.name} array: convert it"
+        )
+    described: Operand = backend.operand(operand)
+    return described
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype given as a name or as a framework's dtype object.
+
+    Raises:
+        PlannerError: it is no dtype that contractions compute in.
+    """
+    if isinstance(dtype, str):
+        name = dtype
+    elif str(dtype).startswith("torch."):
+        name = str(dtype).removeprefix("torch.")
+    else:
+        name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    name = {"float": "float32", "double": "float64", "half": "float16"}.get(name, name)
+    itemsize(name)
+    return name
+
+
+_UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
+
+
+def parse_bytes(limit: Any, name: str) -> int | None:
+    """Read a limit: bytes as an int, or a string such as ``"2 GiB"``.
+
+    Raises:
+        PlannerError: it is neither.
+    """
+    if limit is None:
+        return None
+    if isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0:
+        return limit
+    if isinstance(limit, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", limit)
+        if found and found[2] in _UNITS:
+            return int(float(found[1]) * _UNITS[found[2]])
+    raise PlannerError(f"{name}={limit!r} is no number of bytes: give an int or a string such as '2 GiB'")

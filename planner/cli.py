@@ -1,0 +1,58 @@
+"""``python -m planner``: explain a plan, run the demo."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from planner.api import plan
+from planner.errors import PlannerError
+from planner.spec import Operand
+
+__all__ = ["main"]
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split("x")) if text not in ("", "-") else ()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["demo"]:
+        from planner import demo
+
+        return demo.main(arguments[1:])
+    parser = argparse.ArgumentParser(prog="python -m planner", description="Plan contractions with gather indices.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    explain = commands.add_parser("explain", help="print the plan of a spec")
+    explain.add_argument("spec", help="such as 'nij, q[n]jk -> nik'")
+    explain.add_argument("shapes", nargs="*", type=_shape, help="a shape for each operand, such as 128x1x64")
+    explain.add_argument("--index", action="append", default=[], metavar="q=128", help="shape of an index array")
+    explain.add_argument("--size", action="append", default=[], metavar="d=100", help="size of an axis or scattered dimension")
+    explain.add_argument("--backend", default="numpy", choices=("torch", "jax", "numpy"))
+    explain.add_argument("--minimize", default="time")
+    explain.add_argument("--dtype", default="float32")
+    explain.add_argument("--grad", action="store_true", help="plan the gradients of all operands too")
+    explain.add_argument("--json", action="store_true", help="print the plan as JSON")
+    explain.add_argument("--alternatives", action="store_true", help="also print the plans that were not taken")
+    commands.add_parser("demo", help="run the seed workloads against what their authors wrote")
+    options = parser.parse_args(arguments)
+    try:
+        indices = {name: _shape(text) for name, _, text in (entry.partition("=") for entry in options.index)}
+        sizes = {name: int(text) for name, _, text in (entry.partition("=") for entry in options.size)}
+        operands = [Operand(shape, options.dtype, requires_grad=options.grad) for shape in options.shapes]
+        made = plan(
+            options.spec, *operands, sizes=sizes or None, minimize=options.minimize, backend=options.backend,
+            **indices,
+        )  # fmt: skip
+    except PlannerError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    print(made.to_json() if options.json else made)
+    if options.alternatives:
+        print("alternatives")
+        for alternative in made.alternatives():
+            print(f"  {alternative}")
+    return 0

@@ -1,0 +1,113 @@
+"""Which framework an array belongs to, and the backend that runs it. Never imports an unused framework."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from planner.errors import PlannerError, ShapeError
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
+
+__all__ = ["framework_of", "load_backend", "operands_framework", "run_plan"]
+
+BACKENDS = ("torch", "jax", "numpy")
+
+
+@lru_cache(maxsize=8)
+def load_backend(name: str) -> Any:
+    """Import a backend by name.
+
+    Raises:
+        PlannerError: there is no such backend, or its framework is not installed.
+    """
+    if name not in BACKENDS:
+        raise PlannerError(f"backend {name!r} is unknown: take one of {', '.join(BACKENDS)}")
+    if importlib.util.find_spec(name) is None:
+        raise PlannerError(f"{name} is not installed: pip install 'contraction-planner[{name}]'")
+    return importlib.import_module(f"planner.backends.{name}_backend").backend
+
+
+_FRAMEWORKS: dict[type, str | None] = {}
+
+
+def framework_of(array: Any) -> str | None:
+    """Return "torch", "jax" or "numpy" for an array of that framework, else None."""
+    kind = type(array)
+    if kind not in _FRAMEWORKS:
+        _FRAMEWORKS[kind] = _find_framework(array)
+    return _FRAMEWORKS[kind]
+
+
+def _find_framework(array: Any) -> str | None:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return "torch"
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(array, (jax.Array, jax.core.Tracer)):
+        return "jax"
+    numpy = sys.modules["numpy"]
+    if isinstance(array, (numpy.ndarray, numpy.generic)):
+        return "numpy"
+    prepared = getattr(type(array), "prepared_framework", None)
+    return prepared if isinstance(prepared, str) else None
+
+
+def operands_framework(operands: Sequence[Any], indices: Mapping[str, Any]) -> str:
+    """Return the one framework of all operands and index arrays.
+
+    Raises:
+        PlannerError: something is no array, or frameworks are mixed; the message names it.
+    """
+    first: str | None = None
+    for label, array in (
+        *((f"operand {number}", operand) for number, operand in enumerate(operands)),
+        *((f"index array {name!r}", index) for name, index in indices.items()),
+    ):
+        found = framework_of(array)
+        if found is None:
+            raise PlannerError(
+                f"{label} is a {type(array).__name__}, not an array of torch, jax or numpy; "
+                "unknown options are read as index arrays, so also check the spelling of keywords"
+            )
+        if first is not None and found != first:
+            raise PlannerError(f"{label} is a {found} array, but operand 0 is of {first}: convert one of them")
+        first = first or found
+    if first is None:
+        raise PlannerError("no operands were given")
+    return first
+
+
+def run_plan(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
+    """Run a plan on arrays, after checking that they are what it was made for."""
+    framework = operands_framework(operands, indices)
+    if framework != plan.backend:
+        raise PlannerError(f"the plan was made for {plan.backend}, but operand 0 is a {framework} array")
+    if len(operands) != len(plan.operands):
+        raise ShapeError(f"the plan takes {len(plan.operands)} operands, but {len(operands)} were given")
+    backend = load_backend(framework)
+    for number, (array, wanted) in enumerate(zip(operands, plan.operands, strict=True)):
+        have = backend.operand(array)
+        if have.shape != wanted.shape or have.dtype != wanted.dtype:
+            raise ShapeError(
+                f"operand {number} is {have.dtype}{list(have.shape)}, but the plan was made for "
+                f"{wanted.dtype}{list(wanted.shape)}: make a new plan"
+            )
+    wanted_indices = dict(plan.resolved.index_shapes)
+    for name in wanted_indices:
+        if name not in indices:
+            raise PlannerError(f"the index array {name!r} is missing: pass it as the keyword {name}=...")
+    for name, index in indices.items():
+        if name not in wanted_indices:
+            raise PlannerError(f"unknown index array {name!r}: the plan has {', '.join(wanted_indices) or 'none'}")
+        squeezed = tuple(n for n in index.shape if n != 1)
+        if squeezed != tuple(n for n in wanted_indices[name] if n != 1):
+            raise ShapeError(
+                f"index array {name!r} has shape {tuple(index.shape)}, but the plan was made for {wanted_indices[name]}"
+            )
+    return backend.bind(plan)(operands, indices)

@@ -1,0 +1,54 @@
+"""Every error the library raises on purpose, all of them `PlannerError`.
+
+The two classes that Python users already catch for the same fault are bases too: a bad value is a
+`ValueError`, an index out of range an `IndexError`.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "IndexRangeError",
+    "PlannerError",
+    "PlannerLimitError",
+    "SearchLimitError",
+    "ShapeError",
+    "SpecError",
+    "UnsupportedError",
+]
+
+
+class PlannerError(ValueError):
+    """Base of all errors of this library; raised itself for bad options, dtypes and mixed frameworks."""
+
+
+class SpecError(PlannerError):
+    """The spec string is malformed; the message shows it with a caret under the place."""
+
+    def __init__(self, message: str, spec: str = "", position: int | None = None) -> None:
+        self.spec, self.position = spec, position
+        if position is not None:
+            # A window around the place, so that a spec of 10^5 characters stays readable.
+            start = max(0, position - 60)
+            window = spec[start : position + 60].replace("\n", " ").replace("\r", " ").replace("\t", " ")
+            message = f"{message}\n    {window}\n    {' ' * (position - start)}^"
+        super().__init__(message)
+
+
+class ShapeError(PlannerError):
+    """The operands' or index arrays' shapes do not fit the spec or each other."""
+
+
+class IndexRangeError(PlannerError, IndexError):
+    """An index array holds a value outside of the dimension that it reads or adds into."""
+
+
+class PlannerLimitError(PlannerError):
+    """No plan satisfies the given limits; the message names a value that would succeed."""
+
+
+class SearchLimitError(PlannerError):
+    """The problem is beyond any search or any addressable size."""
+
+
+class UnsupportedError(PlannerError):
+    """No implementation can run a step; the message holds the reason of each."""

@@ -1,0 +1,44 @@
+"""`group`: an index array prepared once and used in many calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.dispatch import framework_of, load_backend
+from planner.errors import PlannerError
+
+__all__ = ["group"]
+
+
+def group(q: Any, size: int, index_mode: str = "raise") -> Any:
+    """Prepare an index array: check its range and sort its rows by group, once for many calls.
+
+    Example:
+        >>> import numpy as np
+        >>> import planner
+        >>> q = planner.group(np.array([1, 0, 1]), 2)
+        >>> planner.contract("nj, q[n]j -> n", np.ones((3, 2)), np.ones((2, 2)), q=q)
+        array([2., 2., 2.])
+
+    Args:
+        q: an index array of any integer dtype and shape.
+        size: size of the dimension that it will index.
+        index_mode: as in `contract`, and the same as in the calls that will use it.
+
+    Returns:
+        A prepared index, passed to `contract` or to a plan in place of `q`; in JAX a pytree.
+
+    Raises:
+        IndexRangeError: an index is out of range under ``index_mode="raise"``.
+        PlannerError: `q` is no array of integers.
+    """
+    framework = framework_of(q)
+    if framework is None:
+        raise PlannerError(f"group takes an index array of torch, jax or numpy, not a {type(q).__name__}")
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise PlannerError(f"group needs the size of the indexed dimension as a non-negative int, not {size!r}")
+    if index_mode not in ("raise", "drop", "clip"):
+        raise PlannerError(f"index_mode={index_mode!r} is unknown: take 'raise', 'drop' or 'clip'")
+    backend = load_backend(framework)
+    backend.check_index("q", q)
+    return backend.group(q, size, index_mode)

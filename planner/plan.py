@@ -1,0 +1,170 @@
+"""The plan: what was chosen for one contraction, why, at what cost; immutable, callable, printable."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from planner.cost import PlanCost
+from planner.device import Device
+from planner.errors import PlannerError
+from planner.program import Keep, Programs, Step, Tree
+from planner.resolve import Resolved
+from planner.search.paths import path_of
+from planner.spec import Operand
+
+__all__ = ["Alternative", "Options", "Plan"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """What the caller asked for, besides the problem itself."""
+
+    optimize: Any = "auto"
+    minimize: Any = "time"
+    memory_limit: int | None = None
+    retain_limit: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Alternative:
+    """A plan that was considered and not taken.
+
+    Attributes:
+        plan: the plan, as runnable as the chosen one.
+        origin: where it comes from.
+        loses: why it was not taken, in figures.
+    """
+
+    plan: Plan
+    origin: str
+    loses: str
+
+    def __str__(self) -> str:
+        steps = "; ".join(str(step.op.spec) for step in self.plan.programs.forward.steps)
+        return f"{self.origin}: {steps or 'no steps'} ({self.loses})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """How one contraction will be done.
+
+    Example:
+        >>> import planner
+        >>> p = planner.plan("ij, jk, kl -> il", (2, 30), (30, 40), (40, 5), backend="numpy")
+        >>> p.path, p.cost.flops
+        (((0, 1), (0, 1)), 5600)
+
+    Attributes:
+        text: the spec as it was given.
+        resolved: the resolved spec and the views that fit the operands to it.
+        operands: shapes, dtypes, strides and gradient flags that the plan was made for.
+        dtype: dtype of the computation and the result.
+        index_mode: what out-of-range indices do.
+        backend: "torch", "jax" or "numpy".
+        device: the rates by which time was predicted.
+        options: what was asked for.
+        tree: the chosen contraction tree.
+        keep: "all" or "inputs": what the forward program leaves to the backward program.
+        programs: the forward and the backward program.
+        naive_cost: cost of taking the gathered operands first and contracting pairwise in the framework's way.
+        proven: whether no better plan exists in the space that was searched.
+        origin: how the tree was found.
+    """
+
+    text: str
+    resolved: Resolved
+    operands: tuple[Operand, ...]
+    dtype: str
+    index_mode: str
+    backend: str
+    device: Device
+    options: Options
+    tree: Tree
+    keep: Keep
+    programs: Programs
+    naive_cost: PlanCost
+    proven: bool
+    origin: str
+
+    @property
+    def cost(self) -> PlanCost:
+        """Predicted cost of both programs."""
+        return self.programs.cost
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Steps of the forward program, then those of the backward program."""
+        backward = self.programs.backward
+        return self.programs.forward.steps + (backward.steps if backward else ())
+
+    @property
+    def path(self) -> tuple[tuple[int, ...], ...]:
+        """The order of contraction in opt_einsum's form."""
+        return path_of(self.tree, len(self.operands))
+
+    def __call__(self, *operands: Any, **indices: Any) -> Any:
+        """Run the plan.
+
+        Args:
+            *operands: arrays of the shapes and dtypes that the plan was made for.
+            **indices: index arrays, by letter.
+
+        Returns:
+            The result, an array of the same framework on the same device.
+
+        Raises:
+            ShapeError: an operand or index array does not fit the plan.
+            IndexRangeError: an index is out of range.
+        """
+        from planner.dispatch import run_plan
+
+        return run_plan(self, operands, indices)
+
+    def alternatives(self, most: int = 5) -> tuple[Alternative, ...]:
+        """Return the best plans that were not taken, with why each loses."""
+        from planner.planning import alternatives
+
+        return alternatives(self, most)
+
+    def to_json(self) -> str:
+        """Return the plan as JSON; `from_json` gives an equal plan back."""
+        from planner.serial import encode
+
+        return json.dumps(encode(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan that `to_json` wrote.
+
+        Raises:
+            PlannerError: the text is no such plan.
+        """
+        from planner.serial import decode
+
+        try:
+            plan = decode(json.loads(text))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PlannerError(f"this is no plan written by to_json: {error}") from None
+        if not isinstance(plan, cls):
+            raise PlannerError("this is no plan written by to_json")
+        return plan
+
+    def __str__(self) -> str:
+        from planner.show.text import plan_text
+
+        return plan_text(self)
+
+    def __repr__(self) -> str:
+        cost = self.cost
+        return (
+            f"<Plan '{self.text}' {self.backend}/{self.device.name} {len(self.steps)} steps, {cost.flops} FLOPs, "
+            f"peak {cost.peak_bytes} B, retained {cost.retained_bytes} B>"
+        )
+
+
+def requires(operands: Sequence[Operand]) -> tuple[bool, ...]:
+    """Which operands need a gradient."""
+    return tuple(operand.requires_grad for operand in operands)

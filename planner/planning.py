@@ -1,0 +1,283 @@
+"""From a resolved problem to a plan: run the searches, compare what they found, build the programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from planner.cost import PlanCost
+from planner.device import Device
+from planner.dispatch import load_backend
+from planner.errors import PlannerError, PlannerLimitError, SearchLimitError
+from planner.lower import Choice, Op
+from planner.network import Network
+from planner.objective import OBJECTIVES, check_objective, plan_key, step_key
+from planner.plan import Alternative, Options, Plan
+from planner.program import Keep, Leaf, Lowerer, Node, Programs, Tree, Variable, build
+from planner.resolve import Resolved
+from planner.search.dynamic import Found, Search
+from planner.search.paths import checked_path, external_path, left_to_right, path_names, splits_of
+from planner.spec import Operand
+
+__all__ = ["alternatives", "make_plan"]
+
+AUTO_WORK, OPTIMAL_WORK = 60_000, 3_000_000
+
+
+class _Problem:
+    """One resolved problem on one device, and the searches that can be run on it."""
+
+    def __init__(
+        self, resolved: Resolved, operands: Sequence[Operand], dtype: str, backend: str, device: Device
+    ) -> None:
+        self.resolved, self.operands, self.dtype, self.device = resolved, tuple(operands), dtype, device
+        self.table = load_backend(backend).table
+        self.backend = backend
+        self.network = Network(resolved.spec)
+        self.requires = tuple(operand.requires_grad for operand in operands)
+        self.casts = tuple(o.dtype if o.dtype != dtype else None for o in operands)
+        self.variables = tuple(
+            Variable(shape, operand.dtype, number)
+            for number, (shape, operand) in enumerate(zip(resolved.shapes, operands, strict=True))
+        )
+        self._paths: dict[Any, Any] = {}
+
+    def choices(self, op: Op) -> Sequence[Choice]:
+        return self.table.choices(op, self.device)
+
+    def stock_choices(self, op: Op) -> Sequence[Choice]:
+        """Only what a user would write by hand: the framework's own take, einsum and scatter."""
+        return [choice for choice in self.choices(op) if self.table.rows[choice.lowering].stock]
+
+    def keeps(self) -> tuple[Keep, ...]:
+        return ("all", "inputs") if any(self.requires) else ("all",)
+
+    def search(
+        self, objective: str, keep: Keep, work: int, path: Any = None, naive: bool = False
+    ) -> tuple[Found, Lowerer]:
+        lower = Lowerer(self.stock_choices if naive else self.choices, step_key(objective))
+        search = Search(
+            self.network, self.requires, self.casts, self.dtype, lower, objective, keep, work, naive
+        )  # fmt: skip
+        return (search.run() if path is None else search.run(splits_of(path, len(self.operands)))), lower
+
+    def path(self, optimize: Any) -> Any:
+        if isinstance(optimize, str) or callable(optimize):
+            if optimize not in self._paths:
+                self._paths[optimize] = external_path(self.network, optimize)
+            return self._paths[optimize]
+        return checked_path(optimize, len(self.operands))
+
+    def programs(self, tree: Tree, lower: Lowerer, keep: Keep) -> Programs:
+        return build(tree, self.variables, self.requires, lower, keep, self.dtype)
+
+    def naive(self) -> Programs:
+        """What `einsum` on materialised gathers would do, by opt_einsum's path."""
+        found, lower = self.search("flops", "all", OPTIMAL_WORK, self.path("auto"), naive=True)
+        return self.programs(found.tree, lower, "all")
+
+    def exact_work(self) -> int:
+        """Roughly the steps that the exact search would score."""
+        return 3 ** len(self.operands) // 2 * 3 ** len(self.network.gathers)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Candidate:
+    programs: Programs
+    tree: Tree
+    keep: Keep
+    proven: bool
+    origin: str
+
+    @property
+    def cost(self) -> PlanCost:
+        return self.programs.cost
+
+
+def make_plan(
+    text: str,
+    resolved: Resolved,
+    operands: Sequence[Operand],
+    dtype: str,
+    index_mode: str,
+    backend: str,
+    device: Device,
+    options: Options,
+) -> Plan:
+    """Choose the plan of a resolved problem.
+
+    Raises:
+        PlannerLimitError: no plan that was found satisfies the limits.
+        SearchLimitError: the problem is beyond any search.
+        PlannerError: an option is unknown.
+    """
+    check_objective(options.minimize)
+    problem = _Problem(resolved, operands, dtype, backend, device)
+    candidates = list(_candidates(problem, options))
+    key = plan_key(options.minimize)
+    allowed = [c for c in candidates if _within(c.cost, options)]
+    if not allowed:
+        raise _limit_error(candidates, options)
+    best = min(allowed, key=lambda c: key(c.cost))
+    best = _ordered(problem, best, options)
+    return _plan(problem, best, text, index_mode, options, problem.naive().cost)
+
+
+def _plan(
+    problem: _Problem, candidate: _Candidate, text: str, index_mode: str, options: Options, naive: PlanCost
+) -> Plan:
+    return Plan(
+        text, problem.resolved, problem.operands, problem.dtype, index_mode, problem.backend, problem.device,
+        options, candidate.tree, candidate.keep, candidate.programs, naive, candidate.proven, candidate.origin,
+    )  # fmt: skip
+
+
+def _objectives(options: Options) -> tuple[str, ...]:
+    """Objectives whose best trees are candidates."""
+    if callable(options.minimize):
+        return OBJECTIVES
+    if options.memory_limit is None and options.retain_limit is None:
+        return (options.minimize,)
+    return tuple(dict.fromkeys((options.minimize, "peak", "retained")))
+
+
+def _candidates(problem: _Problem, options: Options) -> Iterator[_Candidate]:
+    limited = options.memory_limit is not None or options.retain_limit is not None
+    for objective in _objectives(options):
+        keeps = problem.keeps()
+        if objective in ("time", "flops", "bytes") and not limited and not callable(options.minimize):
+            keeps = ("all",)  # recomputing never saves time
+        for keep in keeps:
+            for found, lower, origin in _found(problem, options.optimize, objective, keep):
+                programs = problem.programs(found.tree, lower, keep)
+                proven = found.exact and origin == "exact" and not limited and not callable(options.minimize)
+                yield _Candidate(programs, found.tree, keep, proven, f"{origin}, {objective}")
+
+
+def _found(
+    problem: _Problem, optimize: Any, objective: str, keep: Keep
+) -> Iterator[tuple[Found, Lowerer, str]]:
+    if isinstance(optimize, str) and optimize in ("auto", "optimal"):
+        work = AUTO_WORK if optimize == "auto" else OPTIMAL_WORK
+        if problem.exact_work() <= 20 * work:
+            try:
+                yield (*problem.search(objective, keep, work), "exact")
+                return
+            except SearchLimitError:
+                pass
+        names = ("greedy",) if len(problem.operands) > 40 else ("greedy", "auto")
+        for name in names:
+            yield (*problem.search(objective, keep, OPTIMAL_WORK, problem.path(name)), f"opt_einsum {name}")
+        return
+    if isinstance(optimize, str) and optimize not in path_names():
+        known = ", ".join(map(repr, ("auto", "optimal", *path_names())))
+        raise PlannerError(f"optimize={optimize!r} is unknown: take one of {known}, a path or a PathOptimizer")
+    origin = f"opt_einsum {optimize}" if isinstance(optimize, str) else "given path"
+    yield (*problem.search(objective, keep, OPTIMAL_WORK, problem.path(optimize)), origin)
+
+
+def _within(cost: PlanCost, options: Options) -> bool:
+    return (options.memory_limit is None or cost.peak_bytes <= options.memory_limit) and (
+        options.retain_limit is None or cost.retained_bytes <= options.retain_limit
+    )
+
+
+def _limit_error(candidates: Sequence[_Candidate], options: Options) -> PlannerLimitError:
+    peak = min(candidates, key=lambda c: c.cost.peak_bytes).cost
+    return PlannerLimitError(
+        f"no plan was found within memory_limit={options.memory_limit} and retain_limit={options.retain_limit}; "
+        f"memory_limit={peak.peak_bytes} with retain_limit={peak.retained_bytes} succeeds"
+    )
+
+
+def _ordered(problem: _Problem, best: _Candidate, options: Options) -> _Candidate:
+    """Evaluate children in the order that needs the least memory, where the objective left it open."""
+    if options.minimize == "peak":
+        return best
+    lower = Lowerer(problem.choices, step_key(options.minimize if not callable(options.minimize) else "time"))
+    nodes = _binary_nodes(best.tree)
+    if len(nodes) > 12:
+        return best
+    for path in nodes:
+        for field in ("order", "backward_order"):
+            tree = _flipped(best.tree, path, field)
+            programs = problem.programs(tree, lower, best.keep)
+            if programs.cost.peak_bytes < best.cost.peak_bytes:
+                best = dataclasses.replace(best, tree=tree, programs=programs)
+    return best
+
+
+def _binary_nodes(tree: Tree, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+    if isinstance(tree, Leaf):
+        return []
+    own = [path] if sum(isinstance(c, Node) for c in tree.children) == 2 else []
+    return own + [p for i, child in enumerate(tree.children) for p in _binary_nodes(child, (*path, i))]
+
+
+def _flipped(tree: Tree, path: tuple[int, ...], field: str) -> Tree:
+    assert isinstance(tree, Node)
+    if not path:
+        return dataclasses.replace(tree, **{field: tuple(reversed(getattr(tree, field)))})  # type: ignore[arg-type]
+    children = list(tree.children)
+    children[path[0]] = _flipped(children[path[0]], path[1:], field)
+    return dataclasses.replace(tree, children=tuple(children))
+
+
+def alternatives(plan: Plan, most: int) -> tuple[Alternative, ...]:
+    """Return the best other plans: other objectives, other keep settings, other paths, the naive way."""
+    problem = _Problem(plan.resolved, plan.operands, plan.dtype, plan.backend, plan.device)
+    seen = {_signature(plan.programs)}
+    key = plan_key(plan.options.minimize)
+    found: list[tuple[Any, Plan, str]] = []
+
+    def consider(make: Callable[[], tuple[Found, Lowerer]], keep: Keep, origin: str) -> None:
+        try:
+            tree, lower = make()
+        except SearchLimitError:
+            return
+        programs = problem.programs(tree.tree, lower, keep)
+        if _signature(programs) not in seen:
+            seen.add(_signature(programs))
+            candidate = _Candidate(programs, tree.tree, keep, False, origin)
+            other = _plan(problem, candidate, plan.text, plan.index_mode, plan.options, plan.naive_cost)
+            found.append((key(programs.cost), other, origin))
+
+    exact = problem.exact_work() <= 20 * AUTO_WORK
+    for keep in problem.keeps():
+        for objective in OBJECTIVES:
+            if exact:
+                consider(lambda o=objective, k=keep: problem.search(o, k, AUTO_WORK), keep, f"least {objective}")  # type: ignore[misc]
+        for name in ("greedy", "left to right"):
+            path = left_to_right(len(plan.operands)) if name == "left to right" else problem.path(name)
+            consider(lambda p=path, k=keep: problem.search("time", k, OPTIMAL_WORK, p), keep, f"{name} path")  # type: ignore[misc]
+    consider(
+        lambda: problem.search("flops", "all", OPTIMAL_WORK, problem.path("auto"), naive=True),
+        "all",
+        "naive: takes first",
+    )
+    found.sort(key=lambda entry: entry[0])
+    return tuple(Alternative(p, origin, _why(plan, p)) for _, p, origin in found[:most])
+
+
+def _signature(programs: Programs) -> tuple[Any, ...]:
+    steps = programs.forward.steps + (programs.backward.steps if programs.backward else ())
+    return tuple((step.op, step.choice.lowering) for step in steps)
+
+
+def _why(plan: Plan, other: Plan) -> str:
+    """Figures by which another plan is worse, and better, than the chosen one."""
+    parts = []
+    for name, chosen, value in (
+        ("seconds", plan.cost.seconds, other.cost.seconds),
+        ("FLOPs", plan.cost.flops, other.cost.flops),
+        ("peak", plan.cost.peak_bytes, other.cost.peak_bytes),
+        ("retained", plan.cost.retained_bytes, other.cost.retained_bytes),
+        ("moves", plan.cost.bytes_moved, other.cost.bytes_moved),
+    ):
+        if chosen == value:
+            continue
+        parts.append(f"{value / chosen:.3g}x {name}" if chosen else f"{value} bytes {name} instead of 0")
+    return ", ".join(parts) or "a tie, later in canonical order"
+
+

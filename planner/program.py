@@ -1,0 +1,363 @@
+"""Forward and backward as two programs of one form, and the one liveness loop that prices both.
+
+A tree says which steps are done; `build` turns it into a `Program`, a list of steps in SSA form. The backward
+program is derived from the same tree: each step's gradients are its transposed specs. What the two share is what
+is kept: with ``keep="all"`` every value that a gradient step reads, with ``keep="inputs"`` nothing but the operands,
+and the backward program begins by computing those values again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from planner.cost import Cost, PlanCost, StepCost, itemsize
+from planner.derive import transpose
+from planner.lower import Choice, Op
+
+__all__ = ["Keep", "Leaf", "Lowerer", "Node", "Program", "Programs", "Step", "Tree", "Variable", "build",
+           "live_bytes", "read_by_gradients"]  # fmt: skip
+
+Keep = Literal["all", "inputs"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """An operand, by number."""
+
+    operand: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """A step of the contraction tree.
+
+    Attributes:
+        op: what it computes.
+        children: what it reads.
+        order: children in the order in which the forward program evaluates them.
+        backward_order: children in the order in which the backward program descends into them.
+    """
+
+    op: Op
+    children: tuple[Tree, ...]
+    order: tuple[int, ...] = (0, 1)
+    backward_order: tuple[int, ...] = (0, 1)
+
+
+Tree = Leaf | Node
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Variable:
+    """A value of a program: its shape, dtype, and the variable whose storage it shares (itself, if its own)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    base: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a program: an op in one implementation, from variables to variables.
+
+    Attributes:
+        op: what it computes.
+        choice: the implementation and its cost.
+        inputs, outputs: numbers of variables.
+        releases: variables that no later step reads; their storage may go.
+        live_bytes: bytes newly allocated while it runs, scratch included.
+        keeps: variables among its inputs that stay alive for the backward program.
+    """
+
+    op: Op
+    choice: Choice
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    releases: tuple[int, ...] = ()
+    live_bytes: int = 0
+    keeps: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """Steps, with the variables given to it and the ones it leaves."""
+
+    steps: tuple[Step, ...]
+    given: tuple[int, ...]
+    results: tuple[int, ...]
+    peak_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Programs:
+    """Both programs of a plan over one table of variables.
+
+    Attributes:
+        variables: operands first, then in the order in which they are made.
+        forward: gives `result` from the operands.
+        backward: gives the operands' gradients from `output_gradient`; None if none needs one.
+        kept: variables that the forward program leaves to the backward program, operands not counted.
+        gradients: for each operand the variable of its gradient, or None.
+    """
+
+    variables: tuple[Variable, ...]
+    forward: Program
+    backward: Program | None
+    result: int
+    kept: tuple[int, ...]
+    output_gradient: int
+    gradients: tuple[int | None, ...]
+    cost: PlanCost
+
+
+class Lowerer:
+    """Chooses the implementation of each op by the key of the objective; ties keep the table's order.
+
+    Args:
+        choices: the backend's offers for an op, at least one.
+        key: what to minimise, of a step's cost.
+    """
+
+    def __init__(self, choices: Callable[[Op], Sequence[Choice]], key: Callable[[StepCost], object]) -> None:
+        self.choices, self.key = choices, key
+        self._chosen: dict[Op, Choice] = {}
+        self._gradients: dict[tuple[Op, tuple[bool, ...]], tuple[tuple[Op, Choice, tuple[int, ...]], ...]] = {}
+
+    def __call__(self, op: Op) -> Choice:
+        """Return the best implementation of an op."""
+        choice = self._chosen.get(op)
+        if choice is None:
+            choice = min(self.choices(op), key=lambda c: self.key(c.cost))  # type: ignore[arg-type,return-value]
+            self._chosen[op] = choice
+        return choice
+
+    def gradients(self, op: Op, wanted: tuple[bool, ...]) -> tuple[tuple[Op, Choice, tuple[int, ...]], ...]:
+        """Return the steps that give the wanted children's gradients: op, implementation, children served."""
+        known = self._gradients.get((op, wanted))
+        if known is None:
+            known = self._gradients[op, wanted] = self._choose_gradients(op, wanted)
+        return known
+
+    def _choose_gradients(
+        self, op: Op, wanted: tuple[bool, ...]
+    ) -> tuple[tuple[Op, Choice, tuple[int, ...]], ...]:
+        if op.source_dtype is not None:
+            back = dataclasses.replace(op, dtype=op.source_dtype, source_dtype=op.dtype)
+            return ((back, self(back), (0,)),) if wanted[0] else ()
+        single = []
+        for child, want in enumerate(wanted):
+            if want:
+                gradient = dataclasses.replace(op, spec=transpose(op.spec, child))
+                single.append((gradient, self(gradient), (child,)))
+        if len(single) == 2:
+            pair = dataclasses.replace(op, pair=True)
+            if self.choices(pair):
+                choice = self(pair)
+                apart = single[0][1].cost + single[1][1].cost
+                if self.key(choice.cost) < self.key(apart):  # type: ignore[operator]
+                    return ((pair, choice, (0, 1)),)
+        return tuple(single)
+
+
+def read_by_gradients(needs: Sequence[bool]) -> tuple[bool, ...]:
+    """Which children's values a step's gradients read: each whose sibling needs a gradient."""
+    return tuple(any(needs[:i]) or any(needs[i + 1 :]) for i in range(len(needs)))
+
+
+class _Builder:
+    def __init__(self, operands: Sequence[Variable], requires: Sequence[bool], lower: Lowerer) -> None:
+        self.variables = list(operands)
+        self.requires, self.lower = requires, lower
+        self.needs: dict[int, bool] = {}
+
+    def needs_gradient(self, tree: Tree) -> bool:
+        if isinstance(tree, Leaf):
+            return self.requires[tree.operand]
+        known = self.needs.get(id(tree))
+        if known is None:
+            known = self.needs[id(tree)] = any(self.needs_gradient(child) for child in tree.children)
+        return known
+
+    def child_needs(self, node: Node) -> tuple[bool, ...]:
+        return tuple(self.needs_gradient(child) for child in node.children)
+
+    def variable(self, shape: tuple[int, ...], dtype: str, base: int | None = None) -> int:
+        number = len(self.variables)
+        self.variables.append(Variable(shape, dtype, number if base is None else base))
+        return number
+
+    def emit(self, op: Op, choice: Choice, inputs: tuple[int, ...], steps: list[Step]) -> tuple[int, ...]:
+        base = self.variables[inputs[0]].base if choice.view else None
+        outputs = tuple(self.variable(shape, op.dtype, base) for shape in op.output_shapes)
+        steps.append(Step(op, choice, inputs, outputs))
+        return outputs
+
+    def forward(self, tree: Tree, steps: list[Step], values: dict[int, int], wanted: bool = True) -> int | None:
+        """Emit the steps that compute a tree and note its values; unwanted ones only as far as kept."""
+        if isinstance(tree, Leaf):
+            return tree.operand
+        reads = read_by_gradients(self.child_needs(tree)) if not wanted else (True,) * len(tree.children)
+        for child in tree.order[: len(tree.children)]:
+            number = self.forward(tree.children[child], steps, values, reads[child])
+            if number is not None:
+                values[id(tree.children[child])] = number
+        if not wanted:
+            return None
+        inputs = tuple(self._value(child, values) for child in tree.children)
+        values[id(tree)] = self.emit(tree.op, self.lower(tree.op), inputs, steps)[0]
+        return values[id(tree)]
+
+    @staticmethod
+    def _value(tree: Tree, values: dict[int, int]) -> int:
+        return tree.operand if isinstance(tree, Leaf) else values[id(tree)]
+
+    def kept(self, tree: Tree, values: dict[int, int]) -> list[int]:
+        """Variables, other than operands, that the gradient steps of a tree read."""
+        if isinstance(tree, Leaf):
+            return []
+        found = []
+        for child, read in zip(tree.children, read_by_gradients(self.child_needs(tree)), strict=True):
+            if read and isinstance(child, Node):
+                found.append(values[id(child)])
+            found.extend(self.kept(child, values))
+        return found
+
+    def backward(
+        self, tree: Tree, gradient: int, steps: list[Step], values: dict[int, int], into: dict[int, int]
+    ) -> None:
+        if isinstance(tree, Leaf):
+            into[tree.operand] = gradient
+            return
+        needs = self.child_needs(tree)
+        gradients: dict[int, int] = {}
+        for op, choice, served in self.lower.gradients(tree.op, needs):
+            if op.pair:
+                inputs = (gradient, *(self._value(child, values) for child in tree.children))
+            else:
+                inputs = tuple(
+                    gradient if i == served[0] else self._value(child, values)
+                    for i, child in enumerate(tree.children)
+                )
+            gradients.update(zip(served, self.emit(op, choice, inputs, steps), strict=True))
+        for child in tree.backward_order[: len(tree.children)]:
+            if needs[child]:
+                self.backward(tree.children[child], gradients[child], steps, values, into)
+
+
+def live_bytes(
+    steps: Sequence[Step], variables: Sequence[Variable], given: Sequence[int], held: Sequence[int], start: int = 0
+) -> tuple[list[Step], int]:
+    """Price a program: what is alive while each step runs, and the most of it.
+
+    Storage is alive from the step that makes it to the last that reads it or a view of it; what is `held` never
+    dies. Given variables cost nothing.
+
+    Args:
+        steps: the program.
+        variables: the table of variables.
+        given: variables that the caller owns.
+        held: variables that outlive the program.
+        start: bytes that are alive all the time.
+
+    Returns:
+        The steps with `releases` and `live_bytes` filled in, and the peak.
+    """
+    free = {variables[v].base for v in given}
+    forever = {variables[v].base for v in held}
+    last: dict[int, int] = {}
+    for number, step in enumerate(steps):
+        for variable in (*step.inputs, *step.outputs):
+            last[variables[variable].base] = number
+    dying: dict[int, list[int]] = {}
+    for base, number in last.items():
+        if base not in forever:
+            dying.setdefault(number, []).append(base)
+    live = peak = start
+    priced = []
+    for number, step in enumerate(steps):
+        live += sum(variables[v].bytes for v in step.outputs if variables[v].base == v and v not in free)
+        now = live + step.choice.cost.scratch_bytes
+        peak = max(peak, now)
+        gone = dying.get(number, [])
+        live -= sum(variables[base].bytes for base in gone if base not in free)
+        releases = tuple(
+            v
+            for v in dict.fromkeys((*step.inputs, *step.outputs))
+            if variables[v].base in gone and variables[v].base not in free
+        )
+        priced.append(dataclasses.replace(step, releases=releases, live_bytes=now))
+    return priced, peak
+
+
+def _cost(steps: Sequence[Step], peak: int, retained: int) -> Cost:
+    costs = [step.choice.cost for step in steps]
+    return Cost(
+        flops=sum(c.flops for c in costs),
+        bytes_moved=sum(c.bytes_moved for c in costs),
+        copied_bytes=sum(c.copied_bytes for c in costs),
+        peak_bytes=peak,
+        retained_bytes=retained,
+        seconds=sum(c.picoseconds for c in costs) / 1e12,
+    )
+
+
+def build(
+    tree: Tree,
+    operands: Sequence[Variable],
+    requires: Sequence[bool],
+    lower: Lowerer,
+    keep: Keep,
+    dtype: str,
+) -> Programs:
+    """Turn a tree into its two programs and their cost.
+
+    Args:
+        tree: the contraction tree.
+        operands: the operands as variables, numbered by position.
+        requires: which operands need a gradient.
+        lower: chooses each step's implementation.
+        keep: what the forward program leaves to the backward program.
+        dtype: dtype of the result.
+    """
+    builder = _Builder(operands, requires, lower)
+    count = len(operands)
+    steps: list[Step] = []
+    values: dict[int, int] = {}
+    result = builder.forward(tree, steps, values)
+    assert result is not None
+    differentiable = builder.needs_gradient(tree)
+    reads = builder.kept(tree, values) if differentiable else []
+    kept = tuple(dict.fromkeys(reads)) if keep == "all" else ()
+    variables = builder.variables
+    steps, peak = live_bytes(steps, variables, range(count), (result, *kept))
+    bases = {variables[v].base for v in kept} - {variables[result].base} - set(range(count))
+    retained = sum(variables[base].bytes for base in bases)
+    steps = [dataclasses.replace(s, keeps=tuple(v for v in s.inputs if v in kept)) for s in steps]
+    forward = Program(tuple(steps), tuple(range(count)), (result,), peak)
+    forward_cost = _cost(steps, peak, retained)
+
+    gradients: dict[int, int] = {}
+    output_gradient = builder.variable(variables[result].shape, dtype)
+    backward, backward_cost = None, None
+    if differentiable:
+        back: list[Step] = []
+        if keep == "inputs":
+            values = {}
+            builder.forward(tree, back, values, wanted=False)
+        builder.backward(tree, output_gradient, back, values, gradients)
+        given = (*range(count), output_gradient, *kept)
+        back, back_peak = live_bytes(back, variables, given, tuple(gradients.values()), retained)
+        backward = Program(tuple(back), given, tuple(gradients.values()), back_peak)
+        backward_cost = _cost(back, back_peak, retained)
+    return Programs(
+        tuple(variables), forward, backward, result, kept, output_gradient,
+        tuple(gradients.get(i) for i in range(count)), PlanCost.of(forward_cost, backward_cost),
+    )  # fmt: skip

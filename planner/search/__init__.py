@@ -1,0 +1,1 @@
+"""Search: exact dynamic programming, and paths from opt_einsum above its size."""

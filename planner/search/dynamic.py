@@ -1,0 +1,405 @@
+"""Exact dynamic programming over sets of operands and the status of each one-hot factor.
+
+For every set of operands and every status (see `planner.network`) the best ways to get there are kept: one way for an
+objective that adds up over steps, a Pareto front where it does not (the peak). Every quantity of a larger tree is a
+nondecreasing function of the same quantities of its subtrees, so a dominated way is never part of a best tree.
+
+How the quantities of a step S with children A, B follow from the children's. `held` is what a subtree leaves allocated,
+`kept` the part of it that the backward program will read, `out` a value's bytes, g its gradient's bytes:
+
+    forward peak   F(S) = max(F(first), held(first) + F(second), held(A) + held(B) + scratch + out(S))
+    kept(S)             = kept(A) + kept(B) + [out(A) if B needs a gradient] + [out(B) if A does]
+    backward peak  G(S) = max(g(S) + g(A) + g(B) + scratch, g(other) + G(first), done(first) + G(second))
+
+where `done` is the bytes of the operands' gradients below. With ``keep="all"`` the retained bytes are alive all the
+time; with ``keep="inputs"`` the kept values are computed at the start of the backward program and freed one by one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from planner.cost import StepCost, itemsize
+from planner.errors import SearchLimitError
+from planner.lower import Choice, Op
+from planner.network import ROWS, Network, Status, Value
+from planner.program import Keep, Leaf, Lowerer, Node, Tree, read_by_gradients
+
+__all__ = ["Found", "Search", "all_splits"]
+
+Key = tuple[int, ...]
+Vector = tuple[Any, ...]
+Splits = Callable[[int], Iterable[tuple[int, int]]]
+
+FRONT_LIMIT = 128
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """One way to compute a value: its tree and the quantities that larger trees need."""
+
+    tree: Tree
+    vector: Vector
+    tie: Key
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """The best tree, the objective's value for it, and whether no better one exists in the space searched."""
+
+    tree: Tree
+    score: Vector
+    exact: bool
+
+
+def all_splits(operands: int) -> Iterable[tuple[int, int]]:
+    """All ways to part a set of operands in two, each once."""
+    low = operands & -operands
+    rest = operands ^ low
+    part = (rest - 1) & rest
+    while True:
+        yield part | low, rest ^ part
+        if not part:
+            return
+        part = (part - 1) & rest
+
+
+def _zero() -> Key:
+    return (0, 0, 0, 0)
+
+
+def _add(*keys: Key) -> Key:
+    return tuple(map(sum, zip(*keys, strict=True)))
+
+
+class Search:
+    """One search: a network, who needs gradients, how steps are lowered and what is minimised.
+
+    Args:
+        network: the one-hot network.
+        requires: which operands need a gradient.
+        casts: for each operand the dtype that it must be cast from, or None.
+        dtype: dtype of the computation.
+        lower: chooses implementations, by the objective's key.
+        objective: one of `planner.objective.OBJECTIVES`.
+        keep: the setting whose trees are scored.
+        work_limit: number of steps that may be scored.
+        takes_first: only trees that take every operand's gathers before anything else: the naive way.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        requires: Sequence[bool],
+        casts: Sequence[str | None],
+        dtype: str,
+        lower: Lowerer,
+        objective: str,
+        keep: Keep,
+        work_limit: int,
+        takes_first: bool = False,
+    ) -> None:
+        self.network, self.requires, self.casts, self.dtype = network, requires, casts, dtype
+        self.lower, self.objective, self.keep = lower, objective, keep
+        self.work, self.work_limit, self.exact = 0, work_limit, True
+        self.itemsize = itemsize(dtype)
+        self.takes_first = takes_first
+        self._needs = 0
+        for operand, needed in enumerate(requires):
+            self._needs |= needed << operand
+        self._ways: dict[int, dict[Status, list[Way]]] = {}
+        self._fixed: dict[int, tuple[str, ...] | None] = {}
+        self.final = Value(network.everything, network.final)
+        # Whether the final value lacks axes of the result, or the result repeats some. A plain spec of one
+        # operand is one step in any case.
+        self.one_step = len(network.leaves) == 1 and not network.gathers
+        self.needs_finish = not self.one_step and (
+            len(set(network.result)) < len(network.result)
+            or network.mask(network.result) != network.value_axes(self.final)
+        )
+
+    def run(self, splits: Splits = all_splits) -> Found:
+        """Return the best tree over the given splits of the operands."""
+        ways = self.ways(self.network.everything, splits).get(self.network.final, [])
+        if not ways:
+            raise SearchLimitError(f"no tree was found for '{self.network.spec}': please report this spec")
+        best = min((self.finish(way) for way in ways), key=lambda way: (self.score(way), way.tie))
+        return Found(best.tree, self.score(best), self.exact)
+
+    # -- states --------------------------------------------------------------------------------------
+
+    def ways(self, operands: int, splits: Splits) -> dict[Status, list[Way]]:
+        """Best ways to each status of a set of operands."""
+        known = self._ways.get(operands)
+        if known is not None:
+            return known
+        found: dict[Status, list[Way]] = {}
+        if operands & (operands - 1) == 0:
+            self.leaf(operands, found)
+        else:
+            for left, right in splits(operands):
+                self.products(left, right, splits, found)
+        # Unary steps only ever raise a status, so ascending order visits each source before its targets.
+        for status in self._ascending(operands, found):
+            for target in self.network.advances(Value(operands, status)):
+                self.unary(Value(operands, status), target, found)
+        if self.takes_first and operands != self.network.everything:
+            naive = max(found, key=lambda status: (sum(s == ROWS for s in status), [-s for s in status]))
+            found = {naive: found[naive]}
+        self._ways[operands] = found
+        return found
+
+    def _ascending(self, operands: int, found: dict[Status, list[Way]]) -> Iterable[Status]:
+        done: set[Status] = set()
+        while pending := [status for status in found if status not in done]:
+            status = min(pending, key=lambda s: (sum(s), s))
+            done.add(status)
+            yield status
+
+    def leaf(self, operands: int, found: dict[Status, list[Way]]) -> None:
+        network, operand = self.network, operands.bit_length() - 1
+        value = Value(operands, network.open)
+        term = network.leaves[operand]
+        way = Way(Leaf(operand), self.leaf_vector(), _zero(), 0)
+        shape_only = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=term))
+        if (source := self.casts[operand]) is not None:
+            (way,) = self.extend(Op(shape_only, self.dtype, source), (way,), self.count(term), (operands,))
+        mask = network.value_axes(value)
+        fixed: tuple[str, ...] | None = term
+        output = network.result if self.one_step else network.term(mask)
+        if (term != output) if self.one_step else (len(set(term)) < len(term) or network.mask(term) != mask):
+            spec = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=output))
+            (way,) = self.extend(Op(spec, self.dtype), (way,), self.count(output), (operands,), self.one_step)
+            fixed = None
+        self._fixed[operands] = fixed
+        found[network.open] = [way]
+
+    def count(self, term: Iterable[str]) -> int:
+        """Bytes of a value with these axes."""
+        product = self.itemsize
+        for axis in term:
+            product *= self.network.sizes[axis]
+        return product
+
+    def products(self, left: int, right: int, splits: Splits, found: dict[Status, list[Way]]) -> None:
+        network = self.network
+        for status_a, ways_a in self.ways(left, splits).items():
+            a = Value(left, status_a)
+            for status_b, ways_b in self.ways(right, splits).items():
+                b = Value(right, status_b)
+                for status in network.merges(a, b):
+                    if self.takes_first and status != tuple(map(max, status_a, status_b)):
+                        continue
+                    result = Value(left | right, status)
+                    spec = network.step_spec(
+                        ((a, self.order_of(a)), (b, self.order_of(b))), result
+                    )
+                    self.offer(found, status, Op(spec, self.dtype), (ways_a, ways_b), (left, right), result)
+
+    def unary(self, value: Value, target: Status, found: dict[Status, list[Way]]) -> None:
+        result = Value(value.operands, target)
+        spec = self.network.step_spec(((value, self.order_of(value)),), result)
+        self.offer(found, target, Op(spec, self.dtype), (found[value.status],), (value.operands,), result)
+
+    def order_of(self, value: Value) -> tuple[str, ...] | None:
+        """Axis order of a value where it is not the network's own: an operand's."""
+        if value.status == self.network.open:
+            return self._fixed.get(value.operands)
+        return None
+
+    def offer(
+        self,
+        found: dict[Status, list[Way]],
+        status: Status,
+        op: Op,
+        fronts: tuple[list[Way], ...],
+        parts: tuple[int, ...],
+        result: Value,
+    ) -> None:
+        """Extend each combination of the children's ways by a step and keep what is not dominated."""
+        front = found.setdefault(status, [])
+        size = self.network.elements(self.network.value_axes(result)) * self.itemsize
+        is_root = result == self.final and not self.needs_finish
+        for children in itertools.product(*fronts):
+            self.work += 1
+            if self.work > self.work_limit:
+                raise SearchLimitError(
+                    f"the exact search needs more than {self.work_limit} steps: "
+                    "pass optimize='greedy' or an explicit path"
+                )
+            for way in self.extend(op, children, size, parts, is_root):
+                self.insert(front, way)
+
+    def insert(self, front: list[Way], way: Way) -> None:
+        for other in front:
+            if all(o <= w for o, w in zip(other.vector, way.vector, strict=True)) and (
+                other.vector != way.vector or other.tie <= way.tie
+            ):
+                return
+        front[:] = [o for o in front if not all(w <= v for w, v in zip(way.vector, o.vector, strict=True))]
+        front.append(way)
+        if len(front) > FRONT_LIMIT:
+            self.exact = False
+            front.sort(key=lambda w: (w.vector, w.tie))
+            del front[FRONT_LIMIT:]
+
+    def finish(self, way: Way) -> Way:
+        """Add the last step where the result repeats axes or has ones that no input has."""
+        if not self.needs_finish:
+            return way
+        network = self.network
+        spec = network.restricted(
+            dataclasses.replace(
+                network.spec,
+                inputs=(network.term(network.value_axes(self.final)),),
+                output=network.result,
+            )
+        )
+        size, everything = self.count(network.result), network.everything
+        return min(
+            self.extend(Op(spec, self.dtype), (way,), size, (everything,), True),
+            key=lambda finished: (self.score(finished), finished.tie),
+        )
+
+    # -- quantities ----------------------------------------------------------------------------------
+
+    def needs(self, operands: int) -> bool:
+        """Whether any of these operands needs a gradient."""
+        return bool(self._needs & operands)
+
+    def leaf_vector(self) -> Vector:
+        """Quantities of an operand: it costs nothing."""
+        if self.objective == "peak":
+            return (0, 0, 0, 0, 0)
+        if self.objective == "retained" and self.keep == "inputs":
+            return (_zero(), _zero())
+        return (_zero(),)
+
+    def score(self, way: Way) -> Vector:
+        """Return what is minimised, of a complete way."""
+        if self.objective == "peak":
+            kept, all_peak, none_peak, again, back = way.vector
+            return (max(all_peak, kept + back) if self.keep == "all" else max(none_peak, again, back),)
+        if self.objective == "retained" and self.keep == "inputs":
+            return (way.vector[1],)
+        return way.vector
+
+    def extend(
+        self, op: Op, children: tuple[Way, ...], size: int, parts: tuple[int, ...], is_root: bool = False
+    ) -> Iterator[Way]:
+        """Yield the ways that add one step to its children's ways."""
+        needs = tuple(self.needs(part) for part in parts)
+        choice = self.lower(op)
+        gradients = self.lower.gradients(op, needs) if any(needs) else ()
+        reads = read_by_gradients(needs)
+        trees = tuple(way.tree for way in children)
+        own = children[0].bytes if choice.view else size
+        step = _add(self.key(choice.cost), *(self.key(c.cost) for _, c, _ in gradients))
+        if self.objective == "peak":
+            tie = _add(step, *(way.tie for way in children))
+            for order in _orders(len(children)):
+                vector, backward_order = self._peaks(
+                    op, choice, gradients, children, needs, reads, order, 0 if is_root else size
+                )
+                yield Way(Node(op, trees, order, backward_order), vector, tie, own)
+            return
+        kept = sum(way.bytes for way, read in zip(children, reads, strict=True) if read)
+        if self.objective == "retained" and self.keep == "all":
+            step = (kept, *step[:3])
+        vector = (_add(step, *(way.vector[0] for way in children)),)
+        if self.objective == "retained" and self.keep == "inputs":
+            # With and without this step in the recomputation that begins the backward program.
+            partly = [way.vector[0 if read else 1] for way, read in zip(children, reads, strict=True)]
+            vector = (_add(*vector, self.key(choice.cost)), _add(step, *partly))
+        yield Way(Node(op, trees), vector, _zero(), own)
+
+    def key(self, cost: StepCost) -> Key:
+        """Return the additive part of a step's score."""
+        return self.lower.key(cost)  # type: ignore[return-value]
+
+    def _peaks(
+        self,
+        op: Op,
+        choice: Choice,
+        gradients: Sequence[tuple[Op, Choice, tuple[int, ...]]],
+        children: tuple[Way, ...],
+        needs: tuple[bool, ...],
+        reads: tuple[bool, ...],
+        order: tuple[int, ...],
+        gradient_here: int,
+    ) -> tuple[Vector, tuple[int, ...]]:
+        """Return the peak vector of a step, and the best order of descent in the backward program.
+
+        The vector: kept bytes; forward peak with everything kept; forward peak with nothing kept; peak of
+        computing only the kept values again; backward peak (less the retained bytes, if those are kept).
+        """
+        kept_below = [way.vector[0] for way in children]
+        bytes_below = [way.bytes for way in children]
+        last = choice.cost.scratch_bytes + (0 if choice.view else self._output_bytes(op))
+
+        def climb(peaks: Sequence[int], held: Sequence[int], last: int) -> int:
+            before = top = 0
+            for child in order:
+                top = max(top, before + peaks[child])
+                before += held[child]
+            return max(top, before + last)
+
+        held = [k + b for k, b in zip(kept_below, bytes_below, strict=True)]
+        all_peak = climb([way.vector[1] for way in children], held, last)
+        none_peak = climb([way.vector[2] for way in children], bytes_below, last)
+        again = climb(
+            [way.vector[1 if read else 3] for way, read in zip(children, reads, strict=True)],
+            [k + (b if r else 0) for k, b, r in zip(kept_below, bytes_below, reads, strict=True)],
+            0,
+        )
+        here = [b if read else 0 for b, read in zip(bytes_below, reads, strict=True)]
+        kept = sum(kept_below) + sum(here)
+        # Kept values count in the backward peak only where they die one by one.
+        counted = self.keep == "inputs"
+        held_kept, below_kept = (kept, kept_below) if counted else (0, [0] * len(children))
+        produced = [self._input_bytes(op, i) if need else 0 for i, need in enumerate(needs)]
+        back, so_far = 0, gradient_here
+        for gradient, chosen, served in gradients:
+            so_far += sum(produced[i] for i in served)
+            back = max(back, so_far + chosen.cost.scratch_bytes + held_kept)
+            if counted and not gradient.pair:
+                held_kept -= sum(b for i, b in enumerate(here) if i not in served)
+        best: tuple[int, tuple[int, ...]] | None = None
+        for backward_order in _orders(len(children)):
+            pending, waiting, top = sum(produced), sum(below_kept), 0
+            for child in backward_order:
+                if needs[child]:
+                    pending -= produced[child]
+                    waiting -= below_kept[child]
+                    below = children[child].vector[4] if isinstance(children[child].tree, Node) else produced[child]
+                    top = max(top, pending + waiting + below)
+                    pending += self._done_bytes(children[child].tree)
+            if best is None or top < best[0]:
+                best = (top, backward_order)
+        assert best is not None
+        return (kept, all_peak, none_peak, again, max(back, best[0])), best[1]
+
+    def _output_bytes(self, op: Op) -> int:
+        return math.prod(op.spec.output_shape) * itemsize(op.dtype)
+
+    def _input_bytes(self, op: Op, child: int) -> int:
+        return math.prod(op.spec.shape(op.spec.inputs[child])) * itemsize(op.source_dtype or op.dtype)
+
+    def _done_bytes(self, tree: Tree) -> int:
+        """Bytes of the operands' gradients below a tree."""
+        if isinstance(tree, Node):
+            return sum(self._done_bytes(child) for child in tree.children)
+        if not self.requires[tree.operand]:
+            return 0
+        sizes = self.network.sizes
+        elements = math.prod(sizes[axis] for axis in self.network.leaves[tree.operand])
+        return elements * itemsize(self.casts[tree.operand] or self.dtype)
+
+
+def _orders(children: int) -> tuple[tuple[int, ...], ...]:
+    return ((0,),) if children == 1 else ((0, 1), (1, 0))

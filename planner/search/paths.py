@@ -1,0 +1,125 @@
+"""Paths from outside: opt_einsum's names and optimizers, explicit paths, and the splits they allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import opt_einsum
+
+from planner.errors import PlannerError
+from planner.network import Network, bits
+from planner.program import Leaf, Tree
+from planner.search.dynamic import Splits, all_splits
+
+__all__ = ["external_path", "path_names", "path_of", "splits_of"]
+
+Path = tuple[tuple[int, ...], ...]
+
+
+def path_names() -> tuple[str, ...]:
+    """Names of opt_einsum's path algorithms that `optimize=` takes."""
+    return ("auto-hq", "branch-1", "branch-2", "branch-all", "dp", "eager", "optimal", "opportunistic",
+            "random-greedy", "random-greedy-128", "greedy")  # fmt: skip
+
+
+def external_path(network: Network, optimize: Any) -> Path:
+    """Ask opt_einsum, or an optimizer object of its interface, for a path over the operands.
+
+    It sees each operand with its gathers taken: row axes in place of pool axes.
+
+    Args:
+        network: the network to contract.
+        optimize: an opt_einsum name or a callable `(inputs, output, size_dict, memory_limit) -> path`.
+
+    Returns:
+        The path in opt_einsum's form.
+    """
+    terms = []
+    for term in network.leaves:
+        axes: set[str] = set()
+        for axis in term:
+            rows = next((g.axes for g, p in zip(network.gathers, network.pools, strict=True)
+                         if network.mask((axis,)) == p), None)  # fmt: skip
+            axes.update(rows if rows is not None else (axis,))
+        terms.append(frozenset(axes))
+    output: set[str] = set()
+    for entry in network.spec.output:
+        output.update(entry if isinstance(entry, str) else entry.axes)
+    # Bracket-only and broadcast axes are no operand's business.
+    sizes = {axis: max(1, size) for axis, size in network.sizes.items()}
+    output &= set().union(*terms)
+    algorithm = opt_einsum.paths.get_path_fn(optimize) if isinstance(optimize, str) else optimize
+    return checked_path(algorithm(list(terms), frozenset(output), sizes, None), len(terms))
+
+
+def checked_path(path: Any, operands: int) -> Path:
+    """Check an explicit path: tuples of positions, as opt_einsum's, that contract everything."""
+    try:
+        steps = tuple(tuple(int(i) for i in step) for step in path)
+    except (TypeError, ValueError):
+        raise PlannerError(f"optimize={path!r} is no path: a path is a list of tuples of operand positions") from None
+    left = operands
+    for number, step in enumerate(steps):
+        if not step or len(set(step)) < len(step) or not all(0 <= i < left for i in step):
+            raise PlannerError(
+                f"path step {number} is {step}, but there are {left} operands left: give distinct positions below {left}"
+            )
+        left -= len(step) - 1
+    if left != 1:
+        raise PlannerError(f"the path leaves {left} operands uncontracted: add steps until one is left")
+    return steps
+
+
+def splits_of(path: Path, operands: int) -> Splits:
+    """Return the splits that a path allows; a step over more than two operands allows every order within it."""
+    groups = [1 << i for i in range(operands)]
+    parts: dict[int, tuple[int, ...]] = {}
+    for step in path:
+        members = tuple(groups[i] for i in step)
+        for i in sorted(step, reverse=True):
+            del groups[i]
+        whole = sum(members)
+        if len(members) > 1:
+            parts[whole] = members
+        groups.append(whole)
+
+    def within(mask: int) -> Iterable[tuple[int, int]]:
+        members = parts.get(mask)
+        if members is None:  # part of a step over several operands
+            whole = min((w for w in parts if w & mask == mask), key=int.bit_count)
+            members = tuple(m for m in parts[whole] if m & mask)
+        for left, right in all_splits((1 << len(members)) - 1):
+            yield sum(members[i] for i in bits(left)), sum(members[i] for i in bits(right))
+
+    return within
+
+
+def path_of(tree: Tree, operands: int) -> Path:
+    """Return a tree's path over the operands in opt_einsum's form; steps on one operand are left out."""
+    steps: list[tuple[int, ...]] = []
+    positions: list[object] = list(range(operands))
+
+    def visit(node: Tree) -> object:
+        if isinstance(node, Leaf):
+            return node.operand
+        names = [visit(child) for child in node.children]
+        if len(names) == 1:
+            return names[0]
+        places = sorted(positions.index(name) for name in names)
+        for place in reversed(places):
+            del positions[place]
+        made = object()
+        positions.append(made)
+        steps.append(tuple(places))
+        return made
+
+    visit(tree)
+    return tuple(steps) or ((0,),)
+
+
+def left_to_right(operands: int) -> Sequence[tuple[int, ...]]:
+    """Return the path that takes operands in the order in which they are written."""
+    if operands == 1:
+        return ((0,),)
+    return ((0, 1), *((0, left - 1) for left in range(operands - 1, 1, -1)))

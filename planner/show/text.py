@@ -1,0 +1,121 @@
+"""A plan as text: a summary against the naive plan, then a row for each step of both programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from planner.cost import Cost, itemsize
+from planner.program import Program, Step
+from planner.spec import Gather
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
+
+__all__ = ["bytes_text", "count_text", "plan_text", "seconds_text"]
+
+MOST_ROWS = 40
+
+
+def count_text(count: float) -> str:
+    """Write a count with three digits and a decimal prefix: 1.07 G."""
+    for unit in ("", "k", "M", "G", "T", "P", "E"):
+        if count < 999.5 or unit == "E":
+            return f"{count:.3g} {unit}".rstrip() if unit else f"{count:.0f}"
+        count /= 1000
+    raise AssertionError
+
+
+def bytes_text(count: int) -> str:
+    """Write bytes with three digits and a decimal prefix: 33.6 MB."""
+    text = count_text(count)
+    return f"{text}B" if " " in text else f"{text} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """Write a time with three digits: 1.07 ms."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+        if seconds * factor >= 0.9995 or unit == "us":
+            return f"{seconds * factor:.3g} {unit}"
+    raise AssertionError
+
+
+def _table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
+    lines = []
+    for row in rows:
+        if len(row) == 1:
+            lines.append(row[0])
+            continue
+        cells = [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=False))]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines
+
+
+def plan_text(plan: Plan) -> str:
+    """Return what `print(plan)` shows."""
+    wanted = [str(n) for n, operand in enumerate(plan.operands) if operand.requires_grad]
+    gradients = f"gradients of operands {', '.join(wanted)}" if wanted else "no gradients"
+    head = f"{plan.text}        {plan.backend} · {plan.device.name} · {plan.dtype} · {gradients}"
+    summary = [["", "FLOPs", "moves", "peak", "retained", "time"]]
+    for name, cost in (("naive", plan.naive_cost), ("this plan", plan.cost)):
+        summary.append([name, *_figures(cost), seconds_text(cost.seconds)])
+    summary[1].append("take the gathered operands, then contract pairwise")
+    how = f"{plan.origin} search" if plan.origin.startswith("exact") else plan.origin
+    keep = "" if not wanted else "; keeps all intermediates" if plan.keep == "all" else "; keeps only the inputs"
+    summary[2].append(f"{how}, {'proven' if plan.proven else 'not proven'}{keep}")
+    lines = [head, *_table(summary, (0, 6))]
+    rows: list[Sequence[str]] = [["#", "step", "lowered to", "FLOPs", "moves", "live", "time", "keeps"]]
+    backward = plan.programs.backward
+    rows += _rows(plan, plan.programs.forward, 0)
+    if backward is not None:
+        rows.append([f"  backward, needs {bytes_text(plan.cost.backward.peak_bytes)} at most" if plan.cost.backward else ""])
+        rows += _rows(plan, backward, len(plan.programs.forward.steps))
+    if len(rows) > MOST_ROWS:
+        cut = len(rows) - MOST_ROWS
+        rows = [*rows[: MOST_ROWS // 2], [f"  ... {cut} more rows, see plan.steps"], *rows[-MOST_ROWS // 2 :]]
+    if not plan.programs.forward.steps:
+        rows = [["  no steps: the result is the operand"]]
+    return "\n".join([*lines, *_table(rows, (0, 1, 2, 7))])
+
+
+def _figures(cost: Cost) -> list[str]:
+    return [
+        count_text(cost.flops), bytes_text(cost.bytes_moved), bytes_text(cost.peak_bytes),
+        bytes_text(cost.retained_bytes),
+    ]  # fmt: skip
+
+
+def _rows(plan: Plan, program: Program, first: int) -> list[list[str]]:
+    rows = []
+    for number, step in enumerate(program.steps, first):
+        cost = step.choice.cost
+        rows.append([
+            str(number), _equation(step), step.choice.lowering, count_text(cost.flops), bytes_text(cost.bytes_moved),
+            bytes_text(step.live_bytes), seconds_text(cost.picoseconds / 1e12), _keeps(plan, step),
+        ])  # fmt: skip
+    return rows
+
+
+def _equation(step: Step) -> str:
+    spec = step.op.spec
+    if not step.op.pair:
+        return str(spec)
+    terms = ["".join(map(str, term)) for term in (spec.output, *spec.inputs)]
+    outputs = ["".join(map(str, term)) for term in spec.inputs]
+    return f"{', '.join(terms)} -> {'; '.join(outputs)}"
+
+
+def _keeps(plan: Plan, step: Step) -> str:
+    """What stays alive for the backward program because a gradient reads it as this step's input."""
+    variables = plan.programs.variables
+    parts = []
+    for position, number in enumerate(step.inputs):
+        if number in step.keeps:
+            base = variables[variables[number].base]
+            term = step.op.spec.inputs[position]
+            text = "".join(e.array if isinstance(e, Gather) else e for e in term)
+            free = variables[number].base < len(plan.operands)
+            size = 0 if free else base.bytes or itemsize(plan.dtype)
+            parts.append(f"{text}, {bytes_text(size)}")
+    return "; ".join(parts)

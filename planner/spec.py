@@ -1,0 +1,161 @@
+"""The nouns of the language: `Gather`, `Spec` and the stand-in `Operand`.
+
+A *parsed* spec may hold ``"..."`` and knows no sizes. A *resolved* spec (see `planner.resolve`) has neither
+ellipsis nor size-1 broadcasting; it carries the size of every axis, and every gather carries the size of the
+dimension that it reads or adds into. All work after the parser is done on resolved specs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import unicodedata
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+
+__all__ = ["ELLIPSIS", "Gather", "Operand", "Spec", "Term", "is_letter", "term_axes", "unused_letters"]
+
+ELLIPSIS = "..."
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gather:
+    """One dimension addressed through an index array: ``q[n]``.
+
+    Attributes:
+        array: letter of the index array, passed to `contract` as the keyword of that name.
+        axes: axes of the index array, one for each of its dimensions.
+        size: size of the dimension that is read (in an input) or added into (in the output);
+            None until the spec is resolved.
+    """
+
+    array: str
+    axes: tuple[str, ...]
+    size: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.array}[{''.join(self.axes)}]"
+
+
+Term = tuple["str | Gather", ...]
+
+
+def is_letter(character: str) -> bool:
+    """Whether the character can name an axis: a letter that Python's keyword normalisation leaves alone."""
+    return (
+        character.isidentifier() and character != "_" and unicodedata.normalize("NFKC", character) == character
+    )
+
+
+def term_axes(term: Term) -> tuple[str, ...]:
+    """Return all axes of a term, those in brackets included, each once, in order of appearance."""
+    seen: dict[str, None] = {}
+    for entry in term:
+        for axis in entry.axes if isinstance(entry, Gather) else (entry,):
+            seen[axis] = None
+    return tuple(seen)
+
+
+def _letters() -> Iterator[str]:
+    yield from "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    yield from (chr(code) for code in range(0x3B1, 0x110000) if is_letter(chr(code)))
+
+
+@lru_cache(maxsize=8)
+def _first_letters(count: int) -> tuple[str, ...]:
+    return tuple(letter for letter, _ in zip(_letters(), range(count), strict=False))
+
+
+def unused_letters(used: Iterable[str], count: int) -> tuple[str, ...]:
+    """Return `count` letters that are not in `used`, latin ones first."""
+    taken = set(used)
+    # Rounded up to a power of two, so that the cache serves all counts.
+    enough = 1 << (len(taken) + count).bit_length()
+    return tuple(letter for letter in _first_letters(enough) if letter not in taken)[:count]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spec:
+    """An einsum with gathers: input terms, an output term and, once resolved, the size of each axis.
+
+    Example:
+        >>> import planner
+        >>> spec = planner.resolve("nij, q[n]jk -> nik", (5, 1, 2), (3, 2, 4), q=(5,))
+        >>> print(spec)
+        nij, q[n]jk -> nik
+        >>> spec.size("n"), spec.output_shape
+        (5, (5, 1, 4))
+
+    Attributes:
+        inputs: a term for each operand; an entry is an axis or a `Gather`.
+        output: the term of the result.
+        sizes: pairs of axis and size, sorted by axis; empty until resolved.
+    """
+
+    inputs: tuple[Term, ...]
+    output: Term
+    sizes: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        inputs = ", ".join("".join(map(str, term)) for term in self.inputs)
+        return f"{inputs} -> {''.join(map(str, self.output))}"
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """All terms, the output last."""
+        return (*self.inputs, self.output)
+
+    @property
+    def gathers(self) -> tuple[Gather, ...]:
+        """All distinct gathers, in order of appearance."""
+        return tuple(dict.fromkeys(e for term in self.terms for e in term if isinstance(e, Gather)))
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """Letters of the index arrays, in order of appearance."""
+        return tuple(dict.fromkeys(gather.array for gather in self.gathers))
+
+    def size(self, entry: str | Gather) -> int:
+        """Size of a dimension: of an axis, or of what a gather reads or adds into."""
+        if isinstance(entry, Gather):
+            assert entry.size is not None, "spec is not resolved"
+            return entry.size
+        return dict(self.sizes)[entry]
+
+    def shape(self, term: Term) -> tuple[int, ...]:
+        """Return the shape of an array that has this term."""
+        sizes = dict(self.sizes)
+        return tuple(self.size(e) if isinstance(e, Gather) else sizes[e] for e in term)
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """The result's shape."""
+        return self.shape(self.output)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operand:
+    """A stand-in for an array: all that a plan depends on, and no data.
+
+    Example:
+        >>> import planner
+        >>> a = planner.Operand((5, 1, 2), requires_grad=True)
+        >>> planner.plan("nij, q[n]jk -> nik", a, (3, 2, 4), q=(5,), backend="numpy").cost.flops
+        80
+
+    Attributes:
+        shape: sizes of the dimensions.
+        dtype: a dtype name that NumPy or the backend knows, such as ``"float32"`` or ``"bfloat16"``.
+        strides: elements (not bytes) between neighbours along each dimension; None for row-major.
+        requires_grad: whether the backward program must produce this operand's gradient.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    strides: tuple[int, ...] | None = None
+    requires_grad: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)

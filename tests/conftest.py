@@ -1,0 +1,33 @@
+"""Hypothesis profiles and the little that every test file shares."""
+
+import importlib.util
+import os
+
+import hypothesis
+
+# torch and JAX may share one device: JAX must not take most of its memory at the first call.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+# Plans, compilations and first touches of memory make single examples slow: no deadline. A failure prints
+# the blob that replays it. The seed is free, so that every run tries new examples; a failure found is pinned
+# with @example.
+_COMMON = {
+    "deadline": None,
+    "print_blob": True,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+}
+hypothesis.settings.register_profile("ci", max_examples=100, **_COMMON)
+hypothesis.settings.register_profile("nightly", max_examples=1_000, **_COMMON)
+
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+hypothesis.settings.load_profile(PROFILE)
+
+
+def examples(ci: int, nightly: int) -> int:
+    """The number of examples for the profile in force: ``@settings(max_examples=examples(500, 10_000))``."""
+    return {"ci": ci, "nightly": nightly}[PROFILE]
+
+
+def installed_frameworks() -> tuple[str, ...]:
+    """NumPy, and which of torch and JAX this machine has; nothing is imported."""
+    return ("numpy", *(name for name in ("torch", "jax") if importlib.util.find_spec(name)))

@@ -1,0 +1,104 @@
+"""Scores against a pool in stock XLA, both ways, against a loop over the keys; small integers, so exact."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+
+from planner.kernels import jax_pooled  # noqa: E402
+
+DTYPES = ("float32", "bfloat16", "int32", "complex64")
+# (batch, queries, pool, D, keys): a handful, since each compiles once per dtype and way.
+SHAPES = ((2, 5, 4, 3, 6), (1, 1, 1, 1, 1), (0, 2, 3, 2, 2), (2, 0, 3, 2, 2), (2, 3, 0, 2, 2),
+          (2, 3, 4, 0, 2), (2, 3, 4, 2, 0))  # fmt: skip
+WAYS = ("pooled", "gathered")
+STATIC = {"scores": "dropped", "query_gradient": (), "pool_gradient": "size", "gradients": ()}
+RUN = {
+    f"{way}_{kind}": jax.jit(getattr(jax_pooled, f"{way}_{kind}"), static_argnames=static)
+    for way in WAYS
+    for kind, static in STATIC.items()
+}
+
+
+def device(dtype, array):
+    return jnp.asarray(array).astype(dtype)
+
+
+def same(result, expected, dtype):
+    """Whether an array has this dtype, this shape, and these values once rounded to the dtype."""
+    assert result.dtype == jnp.dtype(dtype)
+    assert result.shape == expected.shape
+    np.testing.assert_array_equal(np.asarray(result), np.asarray(device(dtype, expected)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=20)
+@given(
+    shape=st.sampled_from(SHAPES),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**32 - 1),
+    repeated=st.booleans(),
+)
+def test_scores_and_gradients(way, shape, dtype, seed, repeated):
+    batch, queries, pool_size, size_d, keys = shape
+    random = np.random.default_rng(seed)
+    query = random.integers(-3, 4, (batch, queries, size_d))
+    pool = random.integers(-3, 4, (batch, pool_size, size_d))
+    g = random.integers(-3, 4, (batch, queries, keys))
+    index = random.integers(0, pool_size + 1, (batch, queries, keys))
+    if repeated:
+        index[:] = pool_size // 2
+    scores, query_gradient = np.zeros(g.shape, int), np.zeros(query.shape, int)
+    pool_gradient = np.zeros(pool.shape, int)
+    for b, q, k in np.ndindex(g.shape):
+        if (m := index[b, q, k]) < pool_size:
+            scores[b, q, k] = query[b, q] @ pool[b, m]
+            query_gradient[b, q] += g[b, q, k] * pool[b, m]
+            pool_gradient[b, m] += g[b, q, k] * query[b, q]
+    query, pool, g = (device(dtype, part) for part in (query, pool, g))
+    index = jnp.asarray(index, jnp.int32)
+    same(RUN[f"{way}_scores"](query, pool, index), scores, dtype)
+    same(RUN[f"{way}_query_gradient"](g, pool, index), query_gradient, dtype)
+    same(RUN[f"{way}_pool_gradient"](g, query, index, size=pool_size), pool_gradient, dtype)
+    both = RUN[f"{way}_gradients"](g, query, pool, index)
+    same(both[0], query_gradient, dtype)
+    same(both[1], pool_gradient, dtype)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("pool_size", [0, 2])
+def test_dropped_scores_hold_what_the_caller_asks_for(way, pool_size):
+    index = jnp.array([[[0, pool_size]]])
+    query, pool = jnp.ones((1, 1, 3)), jnp.ones((1, pool_size, 3))
+    result = RUN[f"{way}_scores"](query, pool, index, dropped=float("nan"))
+    np.testing.assert_array_equal(result, [[[3.0 if pool_size else np.nan, np.nan]]])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_dropped_key_does_not_leak(way):
+    # The pool's last row and the dropped gradient are NaN; nothing reads either.
+    pool = jnp.ones((1, 3, 2)).at[0, 2].set(jnp.nan)
+    index, g = jnp.array([[[0, 3, 1]]]), jnp.array([[[1.0, jnp.nan, 1.0]]])
+    np.testing.assert_array_equal(RUN[f"{way}_scores"](jnp.ones((1, 1, 2)), pool, index), [[[2.0, 0.0, 2.0]]])
+    result = RUN[f"{way}_pool_gradient"](g, jnp.ones((1, 1, 2)), index, size=3)
+    np.testing.assert_array_equal(result, [[[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]])
+    pool = jnp.nan_to_num(pool)
+    np.testing.assert_array_equal(RUN[f"{way}_query_gradient"](g, pool, index), [[[2.0, 2.0]]])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_temporaries_stay_under_the_bound(way):
+    batch, queries, pool_size, size_d, keys = sizes = 4, 100, 120, 16, 30
+    query, pool = jnp.ones((batch, queries, size_d)), jnp.ones((batch, pool_size, size_d))
+    index, g = jnp.zeros((batch, queries, keys), jnp.int32), jnp.ones((batch, queries, keys))
+    bound = getattr(jax_pooled, f"{way}_scratch_bytes")(*sizes, "float32")
+    for name, operands in (
+        (f"{way}_scores", (query, pool, index)),
+        (f"{way}_gradients", (g, query, pool, index)),
+    ):
+        used = RUN[name].lower(*operands).compile().memory_analysis().temp_size_in_bytes
+        assert used <= bound

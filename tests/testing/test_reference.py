@@ -1,0 +1,472 @@
+"""The oracle against Python loops, numpy.einsum and hand-written indexing."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import math
+import re
+import subprocess
+import sys
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+
+import planner.testing.reference  # noqa: F401  (the attribute must stay the function)
+from planner.testing import Problem, index_arrays, problems, specs
+from planner.testing import reference as contract
+from planner.testing.reference import (
+    exact_bound,
+    exact_range,
+    magnitude,
+    output_shape,
+    reference,
+    reference_gradients,
+)
+
+MODES = ("raise", "drop", "clip")
+oracle = sys.modules["planner.testing.reference"]
+
+
+# --- the meaning, once more, as nested loops over points ----------------------------------------
+
+
+def loops(problem: Problem) -> tuple[Any, list[Any]]:
+    """Result and gradients, one multiplication at a time."""
+    operands, gout = problem.operands(), problem.output_gradient()
+    indices = problem.indices
+    left, arrow, right = problem.spec.replace(" ", "").partition("->")
+    terms = left.split(",")
+
+    def expand(term: str, ndim: int) -> list[str]:
+        term = re.sub(
+            r"(\w)\[(.*?)\]",
+            lambda m: f"{m[1]}[{''.join(expand(m[2], indices[m[1]].ndim))}]",
+            term,
+        )
+        rank = ndim - len(re.findall(r"\w\[.*?\]|\w", term))
+        outside = re.sub(r"\[.*?\]", lambda m: "[" + m[0][1:-1].replace("...", "") + "]", term)
+        return re.findall(r"\w\[.*?\]|\w", outside.replace("...", "WXYZ"[4 - rank :] if rank else ""))
+
+    inputs = [expand(t, x.ndim) for t, x in zip(terms, operands, strict=True)]
+    if not arrow:
+        flat = "".join("".join(t) for t in inputs)
+        right = "".join(sorted(c for c in set(flat) if flat.count(c) == 1 and c not in "WXYZ"))
+        right = "..." * ("..." in left) + right
+    output = expand(right, gout.ndim)
+
+    extents: dict[str, int] = {}
+    dims = [
+        (item, n) for t, x in zip(inputs, operands, strict=True) for item, n in zip(t, x.shape, strict=True)
+    ]
+    dims += [(item, n) for item, n in zip(output, gout.shape, strict=True) if len(item) == 1]
+    for item in [*itertools.chain(*inputs), *output]:
+        if len(item) > 1:
+            dims += zip(item[2:-1], indices[item[0]].shape, strict=True)
+    for item, n in dims:
+        if len(item) == 1 and extents.get(item, 1) == 1:
+            extents[item] = n
+
+    def place(term: list[str], shape: tuple[int, ...], point: dict[str, int]) -> tuple[int, ...] | None:
+        found = []
+        for item, n in zip(term, shape, strict=True):
+            if len(item) == 1:
+                found.append(point[item] if n > 1 else 0)
+                continue
+            q = indices[item[0]]
+            i = int(q[tuple(point[a] if d > 1 else 0 for a, d in zip(item[2:-1], q.shape, strict=True))])
+            if problem.index_mode == "raise":
+                assert -n <= i < n
+                i %= n
+            elif problem.index_mode == "clip":
+                i = min(max(i, 0), n - 1)
+            elif not 0 <= i < n:
+                return None
+            found.append(i)
+        return tuple(found)
+
+    result = np.zeros(gout.shape)
+    gradients = [np.zeros(x.shape) for x in operands]
+    for values in itertools.product(*map(range, extents.values())):
+        point = dict(zip(extents, values, strict=True))
+        places = [place(t, x.shape, point) for t, x in zip(inputs, operands, strict=True)]
+        target = place(output, gout.shape, point)
+        if target is None or None in places:
+            continue
+        factors = [float(x[p]) for x, p in zip(operands, places, strict=True)]
+        result[target] += math.prod(factors)
+        for i, p in enumerate(places):
+            gradients[i][p] += float(gout[target]) * math.prod(factors[:i] + factors[i + 1 :])
+    return result, gradients
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(max_operands=5, max_size=3, index_modes=MODES))
+@example(Problem("i -> ii", ((3,),)))
+@example(Problem("ij -> jkk", ((2, 3),), sizes={"k": 2}))
+@example(Problem("ab, b -> a", ((2, 0), (0,))))
+@example(Problem("q[] j -> j", ((4, 2),), indices={"q": np.array(-1)}))
+@example(Problem("i -> q[i]", ((3,),), {"q": 0}, {"q": np.array([0, 1, -1])}, "drop"))
+@example(Problem("q[n]q[n] -> q[n]", ((3, 2),), {"q": 4}, {"q": np.array([0, 1, 1])}))
+def test_reference_equals_loops(problem: Problem) -> None:
+    result, gradients = loops(problem)
+    got = problem.expected()
+    assert got.shape == result.shape == problem.output_shape()
+    assert (got == result).all()
+    for g, expected, x in zip(problem.expected_gradients(), gradients, problem.operands(), strict=True):
+        assert g.shape == x.shape
+        assert (g == expected).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(max_operands=5, max_size=3, index_modes=MODES))
+def test_many_points_and_few_are_summed_alike(problem: Problem) -> None:
+    whole, gradients = problem.expected(), problem.expected_gradients()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(oracle, "BLOCK_POINTS", 7)
+        assert (problem.expected() == whole).all()
+        patch.setattr(oracle, "SMALL_POINTS", -1)
+        assert (problem.expected() == whole).all()
+        for pairwise, g in zip(problem.expected_gradients(), gradients, strict=True):
+            assert (pairwise == g).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(index_modes=MODES, dtypes=("int32", "float16", "complex64"), mixed_dtypes=True))
+def test_gradients_are_the_transpose(problem: Problem) -> None:
+    operands, gout = problem.operands(), problem.output_gradient()
+    for i, g in enumerate(problem.expected_gradients()):
+        v = np.random.default_rng(problem.seed + 7).integers(-3, 4, g.shape)
+        swapped = [*operands[:i], v, *operands[i + 1 :]]
+        y = contract(problem.spec, *swapped, **problem.arguments())
+        assert (gout.astype(np.complex128) * y).sum() == (g * v).sum()
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(gathers=False, without={"broadcast output", "repeated output", "sizes tuple"}))
+def test_ordinary_specs_equal_numpy(problem: Problem) -> None:
+    operands = [x.astype(np.float64) for x in problem.operands()]
+    left, arrow, right = problem.spec.partition("->")
+    if arrow and "..." in left and "..." not in right:  # numpy refuses; then sum by hand
+        y = np.einsum(f"{left}->...{right.strip()}", *operands)
+        y = y.sum(tuple(range(y.ndim - len(right.strip()))))
+    else:
+        y = np.einsum(problem.spec, *operands)
+    got = problem.expected()
+    assert got.shape == y.shape
+    assert (got == y).all()
+
+
+# --- hand-written examples ----------------------------------------------------------------------
+
+random = np.random.default_rng(0)
+
+
+def integers(*shape: int) -> Any:
+    return random.integers(-3, 4, shape).astype(np.float32)
+
+
+def test_gathered_matmul() -> None:
+    a, c, q = integers(5, 2, 3), integers(4, 3, 2), np.array([3, 0, 0, -1, 2])
+    y = np.einsum("nij,njk->nik", a, c[q])
+    assert (contract("nij, q[n]jk -> nik", a, c, q=q) == y).all()
+    gout = integers(*y.shape)
+    ga, gc = reference_gradients("nij, q[n]jk -> nik", gout, a, c, q=q)
+    assert (ga == np.einsum("nik,njk->nij", gout, c[q])).all()
+    expected = np.zeros_like(c)
+    np.add.at(expected, q, np.einsum("nij,nik->njk", a, gout))
+    assert (gc == expected).all()
+
+
+def test_gathered_keys() -> None:
+    query, pool, i = integers(2, 1, 3, 4), integers(2, 1, 5, 4), random.integers(0, 5, (2, 1, 3, 6))
+    rows = np.stack([[pool[b, h][i[b, h]] for h in range(1)] for b in range(2)])  # b h q k d
+    y = np.einsum("bhqd,bhqkd->bhqk", query, rows)
+    assert (contract("bhqd, b h i[bhqk] d -> bhqk", query, pool, i=i) == y).all()
+
+
+def test_sparse_convolution() -> None:
+    x, w = integers(7, 2), integers(3, 2, 4)
+    p, o = random.integers(0, 7, (3, 5)), random.integers(0, 6, (3, 5))
+    expected = np.zeros((6, 4))
+    for f, i in itertools.product(range(3), range(5)):
+        expected[o[f, i]] += x[p[f, i]] @ w[f]
+    for sizes in ({"o": 6}, (6, 4)):
+        assert (contract("p[fi]c, fcm -> o[fi]m", x, w, p=p, o=o, sizes=sizes) == expected).all()
+
+
+def test_experts_and_lora() -> None:
+    x, w, weight, e = integers(4, 3), integers(5, 3, 2), integers(4, 2), random.integers(0, 5, (4, 2))
+    y = np.einsum("ti,tkio,tk->to", x, w[e], weight)
+    assert (contract("ti, e[tk]io, tk -> to", x, w, weight, e=e) == y).all()
+    down, up, q = integers(6, 3, 2), integers(6, 2, 4), random.integers(0, 6, 4)
+    y = np.einsum("ti,tir,tro->to", x, down[q], up[q])
+    assert (contract("ti, q[t]ir, q[t]ro -> to", x, down, up, q=q) == y).all()
+
+
+def test_message_passing() -> None:
+    features, weight = integers(4, 3), integers(6)
+    s, d = random.integers(0, 4, 6), random.integers(0, 4, 6)
+    expected = np.zeros((4, 3))
+    for e in range(6):
+        expected[d[e]] += features[s[e]] * weight[e]
+    assert (contract("s[e]c, e -> d[e]c", features, weight, s=s, d=d, sizes={"d": 4}) == expected).all()
+
+
+def test_equivariant() -> None:
+    x, u, w, z = integers(5, 2, 3), integers(3, 2, 2, 4), integers(6, 4, 2), random.integers(0, 6, 5)
+    y = np.einsum("nci,ijkp,npc->ncjk", x, u, w[z])
+    assert (contract("nci, ijkp, z[n]pc -> ncjk", x, u, w, z=z) == y).all()
+
+
+def test_scatter_size_comes_from_the_gathered_dim() -> None:
+    y = contract("q[n]j, n -> q[n]j", np.ones((5, 2)), np.ones(3), q=[0, 4, 4])
+    assert y.tolist() == [[1, 1], [0, 0], [0, 0], [0, 0], [2, 2]]
+    assert contract("q[n]j -> q[n]j", np.ones((5, 2)), q=[0, 4], sizes={"q": 6}).shape == (6, 2)
+    with pytest.raises(ValueError, match="scatters into is not known"):
+        contract("q[n]q[n] -> q[n]", np.ones((5, 2)), q=[0, 1])
+
+
+def test_sizes_give_broadcast_axes() -> None:
+    for sizes in ({"k": 2}, (3, 2)):
+        assert (contract("i -> ik", np.arange(3), sizes=sizes) == [[0, 0], [1, 1], [2, 2]]).all()
+    with pytest.raises(ValueError, match="no input has output axis 'k'"):
+        contract("i -> ik", np.arange(3))
+    with pytest.raises(ValueError, match="has size 3, and sizes says 1"):
+        contract("i -> i", np.arange(3), sizes={"i": 1})
+    with pytest.raises(ValueError, match="which the spec does not"):
+        contract("i -> i", np.arange(3), sizes={"z": 1})
+
+
+def test_ellipsis() -> None:
+    x, q = integers(3, 4), random.integers(0, 3, (2, 5))
+    assert (contract("q[...]d -> ...d", x, q=q) == x[q]).all()
+    assert (contract("q[...]d, ... -> d", x, np.ones(5), q=q) == x[q].sum((0, 1))).all()
+    assert contract("...i, ...i", np.ones((2, 1, 3)), np.ones((4, 3))).tolist() == [[3] * 4] * 2
+
+
+def test_sublist_form() -> None:
+    a, b = integers(2, 3), integers(3, 4)
+    assert (contract(a, [0, 1], b, [1, 2], [2, 0]) == (a @ b).T).all()
+    assert (contract(a, [0, 1], b, [1, 2]) == a @ b).all()
+    assert (contract(a, [..., 1], b, [1, 2], [..., 2]) == a @ b).all()
+
+
+def test_rows_that_no_index_names_do_not_matter() -> None:
+    c = np.array([[1.0, 2.0], [np.nan, np.inf]])
+    assert contract("q[n]j -> n", c, q=[0, 0]).tolist() == [3, 3]
+    (g,) = reference_gradients("q[n]j -> n", np.ones(2), c, q=[0, 0])
+    assert g.tolist() == [[2, 2], [0, 0]]
+    assert np.isnan(contract("q[n]j -> n", c, q=[0, 1])).tolist() == [False, True]
+
+
+def test_dropped_points_are_zero_whatever_the_other_factors_are() -> None:
+    x, w = np.array([np.nan, 2.0, np.inf]), np.ones(2)
+    arguments: dict[str, Any] = {"q": [5, 1, -1], "index_mode": "drop"}
+    assert contract("n, q[n] -> n", x, w, **arguments).tolist() == [0, 2, 0]
+    gx, gw = reference_gradients("n, q[n] -> n", x, x, w, **arguments)
+    assert gx.tolist() == [0, 2, 0]
+    assert gw.tolist() == [0, 4]
+    assert contract("n -> q[n]", x, sizes={"q": 2}, **arguments).tolist() == [0, 2]
+
+
+def test_index_modes_out_of_range() -> None:
+    x = np.arange(3.0)
+    assert contract("q[n] -> n", x, q=[-3, 2]).tolist() == [0, 2]
+    assert contract("q[n] -> n", x, q=[-3, 7], index_mode="clip").tolist() == [0, 2]
+    for bad in (3, -4, np.uint64(2**64 - 1)):
+        with pytest.raises(IndexError, match="'q' is out of range for size 3"):
+            contract("q[n] -> n", x, q=np.array([bad]))
+        assert contract("q[n] -> n", x, q=np.array([bad]), index_mode="drop").tolist() == [0]
+    with pytest.raises(IndexError, match="size 0"):
+        contract("q[n] -> n", np.ones(0), q=[0], index_mode="clip")
+    assert contract("q[n] -> n", np.ones(0), q=np.zeros(0, int), index_mode="clip").shape == (0,)
+    assert contract("q[n] -> n", np.ones(0), q=[0], index_mode="drop").tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "indices", "match"),
+    [
+        ("ij", [(2,)], {}, "does not fit 1 dims"),
+        ("ij,jk", [(2, 3), (4, 5)], {}, r"axis 'j' has sizes \[3, 4\]"),
+        ("ii", [(1, 3)], {}, "in one term"),
+        ("i,j", [(1,)], {}, "2 terms but 1 operands"),
+        ("q[n]", [(1,)], {"q": [0]}, "output written"),
+        ("q[n]->n", [(1,)], {}, "uses index arrays"),
+        ("q[n]q->n", [(1, 1)], {"q": [0]}, "both axes and index arrays"),
+        ("i->j->k", [(1,)], {}, "cannot read"),
+        ("p[q[n]]->n", [(1,)], {"p": [0], "q": [0]}, "cannot read"),
+        ("......", [(1,)], {}, "two ellipses"),
+        ("\N{MICRO SIGN}", [(1,)], {}, "NFKC"),
+    ],
+)
+def test_errors(spec: str, shapes: list[tuple[int, ...]], indices: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        contract(spec, *map(np.ones, shapes), **indices)
+
+
+def test_higher_precision_and_wrapping() -> None:
+    assert contract("i,i", np.full(2, 2.0**13, np.float16), np.full(2, 2.0**13, np.float16)) == 2**27
+    assert contract("i,i", np.full(2, 100, np.int8), np.full(2, 100, np.int8)) == 20_000
+    assert contract("i->i", np.ones(2, np.complex64)).dtype == np.complex128
+    assert contract("i->i", np.array([0.1]), dtype="float32") == np.float32(0.1)
+    huge = np.full(1, 2**62, np.int64)
+    assert contract("i,i", huge, np.full(1, 2, np.int64)) == -(2**63)
+
+
+def test_more_letters_than_numpy_has_dims() -> None:
+    letters = [chr(0x4E00 + k) for k in range(100)]
+    spec = ",".join(map("".join, itertools.pairwise(letters)))
+    chain = [integers(2, 2) for _ in range(99)]
+    signs = [np.sign(x) for x in chain[:20]] + [np.eye(2)] * 79
+    expected = np.linalg.multi_dot(signs)
+    assert (contract(f"{spec}->{letters[0]}{letters[-1]}", *signs) == expected).all()
+
+
+def test_bounds() -> None:
+    x, y = np.array([[1.0, -2.0], [3.0, 0.0]]), np.array([[-1.0], [2.0]])
+    assert magnitude("ij,jk->ik", x, y).tolist() == [[5], [3]]
+    assert magnitude("i->", np.array([3 - 4j])) == 7
+    assert exact_bound("ij,jk->ik", x, y) == 3 * 2 * 4
+    assert exact_bound("ij,jk->ik", x, y, gout=np.full((2, 1), 5.0)) == 3 * 2 * 4 * 5
+    assert exact_range("float16") == 2**11
+    assert exact_range(np.int8) == 127
+    assert output_shape("ij,jk->ik", x, y) == (2, 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(index_modes=MODES))
+def test_bounds_hold(problem: Problem) -> None:
+    operands, arguments = problem.operands(), problem.arguments()
+    y, largest = problem.expected(), magnitude(problem.spec, *operands, **arguments)
+    assert (np.abs(y) <= largest).all()
+    assert largest.max(initial=0) <= exact_bound(problem.spec, *operands, **arguments)
+    for g in problem.expected_gradients():
+        assert np.abs(g).max(initial=0) <= problem.exact_bound()
+
+
+# --- the strategies -----------------------------------------------------------------------------
+
+
+def test_floors() -> None:
+    """What the random problems must contain to test anything, over 300 draws."""
+    counts: Counter[str] = Counter()
+
+    @settings(max_examples=300, deadline=None, database=None, derandomize=True)
+    @given(problems(max_operands=5, index_modes=MODES))
+    def count(problem: Problem) -> None:
+        left, _, right = problem.spec.partition("->")
+        names = re.findall(r"(\w)\[", left)
+        brackets = re.findall(r"\[(.*?)\]", problem.spec)
+        terms = [re.sub(r"\w\[.*?\]", "", t) for t in left.split(",")]
+        letters = [t.replace("...", "").replace(" ", "") for t in terms]
+        q = [a for a in problem.indices.values() if a.size]
+        plain = re.sub(r"\w\[.*?\]|\.\.\.| ", "", right)
+        sizes = [n for shape in problem.shapes for n in shape]
+        counts["draws"] += 1
+        counts["at least 3 operands"] += len(problem.shapes) >= 3
+        counts["index array"] += bool(problem.indices)
+        counts["gather"] += bool(names)
+        counts["array used twice"] += len(names) > len(set(names))
+        counts["two arrays"] += len(problem.indices) == 2
+        counts["scatter"] += "[" in right
+        counts["gather and scatter by one"] += bool(set(names) & set(re.findall(r"(\w)\[", right)))
+        counts["bracket of two"] += any(len(b.replace("...", "")) == 2 for b in brackets)
+        counts["empty bracket"] += "" in brackets
+        counts["ellipsis in bracket"] += any("..." in b for b in brackets)
+        counts["ellipsis"] += "..." in problem.spec
+        counts["implicit"] += "->" not in problem.spec
+        counts["repeated axis"] += any(len(set(t)) < len(t) for t in letters)
+        counts["repeated output axis"] += len(set(plain)) < len(plain)
+        counts["broadcast axis"] += any(a not in left for a in plain)
+        counts["sizes tuple"] += isinstance(problem.sizes, tuple)
+        counts["size 0"] += 0 in sizes
+        counts["size 1"] += 1 in sizes
+        counts["0-d operand"] += () in problem.shapes
+        counts["duplicates"] += any(len(np.unique(a)) < a.size for a in q)
+        counts["negative"] += problem.index_mode == "raise" and any((a < 0).any() for a in q)
+        counts["beyond the range"] += problem.index_mode != "raise" and any((a < 0).any() for a in q)
+        counts["nonzero result"] += bool(problem.expected().any())
+        counts["exact in float32"] += problem.exact_bound() <= exact_range("float32")
+        counts["some gradient"] += any(problem.requires_grad)
+
+    count()
+    assert counts["draws"] >= 300
+    for name in ("at least 3 operands", "index array", "gather", "nonzero result", "some gradient"):
+        assert counts[name] >= counts["draws"] / 2, (name, counts)
+    assert counts["exact in float32"] >= 0.95 * counts["draws"], counts
+    for name, number in counts.items():
+        assert number >= 5, (name, counts)
+
+
+@given(problems(dtypes=("float32", "int64", "complex64", "bfloat16"), mixed_dtypes=True))
+@settings(max_examples=50, deadline=None)
+def test_operands_are_reproducible_and_strided_ones_equal(problem: Problem) -> None:
+    for x, again, strided in zip(
+        problem.operands(), problem.operands(), problem.strided_operands(), strict=True
+    ):
+        assert (x == again).all()
+        assert (x == strided).all()
+        assert x.shape == strided.shape
+        assert x.dtype == strided.dtype
+        assert all(step >= 0 for step in strided.strides)
+
+
+def test_strided_operands_are_mostly_not_contiguous() -> None:
+    found = [Problem("ij", ((3, 4),), seed=seed).strided_operands()[0] for seed in range(20)]
+    assert sum(x.flags.c_contiguous for x in found) <= 2
+    assert any(x.strides[0] < x.strides[1] for x in found)
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems(without={"gather", "ellipsis", "size zero", "size one"}, min_operands=2, max_operands=2))
+def test_features_can_be_left_out(problem: Problem) -> None:
+    assert len(problem.shapes) == 2
+    left = problem.spec.split("->")[0]
+    assert "[" not in left
+    assert "..." not in problem.spec
+    assert all(0 not in shape for shape in problem.shapes)
+
+
+@settings(max_examples=50, deadline=None)
+@given(specs(gathers=True))
+def test_specs_are_strings(spec: str) -> None:
+    assert re.search(r"\w\[", spec)
+
+
+@settings(max_examples=50, deadline=None)
+@given(index_arrays(3, (2, 2), "raise", dtypes=("int8",)), index_arrays(3, (4,), "drop"))
+def test_index_arrays(q: Any, p: Any) -> None:
+    assert q.dtype == np.int8
+    assert q.shape == (2, 2)
+    assert ((q >= -3) & (q < 3)).all()
+    assert ((p >= -2) & (p <= 4)).all()
+
+
+def test_the_oracle_needs_numpy_alone() -> None:
+    code = (
+        "import sys; sys.modules['hypothesis'] = None\n"
+        "from planner.testing import reference\n"
+        "assert reference('i,i', [1, 2], [3, 4]) == 11\n"
+        "assert not {'torch', 'jax'} & set(sys.modules)\n"
+        "import planner.testing.reference\n"
+        "assert callable(planner.testing.reference)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_oracle_imports_nothing_that_it_judges() -> None:
+    tree = ast.parse(inspect.getsource(oracle))
+    imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+    modules = {n.module or "" for n in imports if isinstance(n, ast.ImportFrom)}
+    modules |= {alias.name for n in imports if isinstance(n, ast.Import) for alias in n.names}
+    outside = {name.split(".")[0] for name in modules} - set(sys.stdlib_module_names)
+    assert outside == {"numpy"}
+
+
+def test_attribute_stays_the_function() -> None:
+    assert planner.testing.reference is reference is contract
