@@ -18,8 +18,10 @@ from planner.backends.common import (
     stock_rows,
 )
 from planner.backends.protocol import Table
+from planner.backends.stock import matmul_product
 from planner.errors import PlannerError
-from planner.spec import Gather, Operand
+from planner.lower import ProductForm
+from planner.spec import Gather, Operand, Spec
 
 if TYPE_CHECKING:
     from planner.plan import Plan
@@ -50,6 +52,9 @@ class NumpyOps:
     def matmul(self, a: Any, b: Any) -> Any:
         wide = _accumulator(a.dtype)
         return np.matmul(a.astype(wide, copy=False), b.astype(wide, copy=False)).astype(a.dtype, copy=False)
+
+    def product(self, form: ProductForm, a: Any, b: Any, spec: Spec) -> Any:
+        return matmul_product(self.matmul, self.permute, form, a, b, spec)
 
     def iota(self, size: int, like: Any) -> Any:
         return np.arange(size)

@@ -7,13 +7,13 @@ of a table exist to avoid that.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from planner.lower import ProductForm, product_form
 from planner.spec import Gather, Spec, Term, term_axes
 
-__all__ = ["ArrayOps", "evaluate", "product", "put_term", "take_term"]
+__all__ = ["ArrayOps", "evaluate", "matmul_product", "put_term", "take_term"]
 
 
 class ArrayOps(Protocol):
@@ -31,8 +31,8 @@ class ArrayOps(Protocol):
     def sum(self, x: Any, dims: Sequence[int]) -> Any:
         """Sum over dimensions, in the dtype of x, half types accumulated in float32."""
 
-    def matmul(self, a: Any, b: Any) -> Any:
-        """[batch, m, k] times [batch, k, n], half types accumulated in float32."""
+    def product(self, form: ProductForm, a: Any, b: Any, spec: Spec) -> Any:
+        """A binary step without gathers; `matmul_product` does it from `permute` and a batched product."""
 
     def iota(self, size: int, like: Any) -> Any:
         """0, 1, ..., size - 1 as indices on the device of `like`."""
@@ -146,15 +146,26 @@ def put_term(
     return ops.permute(out, back)
 
 
-def product(ops: ArrayOps, form: ProductForm, a: Any, b: Any, spec: Spec) -> Any:
-    """Multiply two arrays as one batched matrix product, or element by element where nothing is summed."""
+def matmul_product(
+    matmul: Callable[[Any, Any], Any], permute: Callable[[Any, Sequence[int]], Any], form: ProductForm, a: Any, b: Any,
+    spec: Spec,
+) -> Any:  # fmt: skip
+    """Multiply two arrays as one batched matrix product, or element by element where nothing is summed.
+
+    Args:
+        matmul: [batch, m, k] times [batch, k, n], half types accumulated in float32.
+        permute: reorders dimensions.
+        form: the groups of axes.
+        a, b: the operands.
+        spec: the step's spec.
+    """
     sizes = dict(spec.sizes)
     letters_a, letters_b, out = (tuple(str(e) for e in term) for term in spec.terms)
     order = (*form.batch, *form.left, *form.right)
 
     def arranged(x: Any, letters: tuple[str, ...], groups: tuple[tuple[str, ...], ...], shape: Sequence[int]) -> Any:
         dims = [letters.index(axis) for group in groups for axis in group]
-        return ops.permute(x, dims).reshape(shape)
+        return permute(x, dims).reshape(shape)
 
     if not form.contracted:
         a = arranged(a, letters_a, (form.batch, form.left),
@@ -166,8 +177,8 @@ def product(ops: ArrayOps, form: ProductForm, a: Any, b: Any, spec: Spec) -> Any
         batch, m, n, k = form.sizes
         a = arranged(a, letters_a, (form.batch, form.left, form.contracted), (batch, m, k))
         b = arranged(b, letters_b, (form.batch, form.contracted, form.right), (batch, k, n))
-        result = ops.matmul(a, b).reshape([sizes[axis] for axis in order])
-    return ops.permute(result, [order.index(axis) for axis in out])
+        result = matmul(a, b).reshape([sizes[axis] for axis in order])
+    return permute(result, [order.index(axis) for axis in out])
 
 
 def evaluate(
@@ -192,5 +203,5 @@ def evaluate(
         inner = Spec((axes_a, axes_b), axes, spec.sizes)
         form = product_form(inner)
         assert form is not None
-        x = product(ops, form, a, b, inner)
+        x = ops.product(form, a, b, inner)
     return put_term(ops, x, axes, spec.output, spec, index, guarded)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from planner.backends.common import Prepared, picoseconds, stock_rows
 from planner.backends.protocol import Lowering, Table
+from planner.backends.stock import matmul_product
 from planner.cost import StepCost, itemsize
 from planner.device import Device
 from planner.kernels import torch_grouped, torch_grouping, torch_pooled
-from planner.lower import GroupedForm, Op, PooledForm, grouped_form, pooled_form, spec_flops
+from planner.lower import GroupedForm, Op, PooledForm, ProductForm, grouped_form, pooled_form, spec_flops
 from planner.spec import Gather, Spec, Term
 
 __all__ = ["OPS", "TorchOps", "make_table", "torch_dtype"]
@@ -52,6 +53,9 @@ class TorchOps:
         if a.dtype == torch.bool:
             return torch.matmul(a.int(), b.int()).bool()
         return torch.matmul(a, b)
+
+    def product(self, form: ProductForm, a: Tensor, b: Tensor, spec: Spec) -> Tensor:
+        return matmul_product(self.matmul, self.permute, form, a, b, spec)  # type: ignore[no-any-return]
 
     def iota(self, size: int, like: Tensor) -> Tensor:
         return torch.arange(size, device=like.device)

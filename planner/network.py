@@ -125,7 +125,7 @@ class Network:
                 if pool & outside:  # the factor will be used again, on the others or on the result
                     needed |= rows
             else:
-                here |= pool
+                here |= pool | rows  # the factor brings its row axes where others need them
         known = here & needed
         self._axes_cache[key] = known
         return known

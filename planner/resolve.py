@@ -81,8 +81,14 @@ def resolve_shapes(
     named, output_shape = _given_sizes(parsed, sizes)
 
     inputs, input_shapes = [], []
+    # One view of an index array serves all its brackets, so a dimension of size 1 goes if any axis on it is larger.
     kept_dims = {
-        name: tuple(d for d, n in enumerate(shape) if n != 1) for name, shape in index_shapes.items()
+        name: tuple(
+            d
+            for d, n in enumerate(shape)
+            if n != 1 or all(axis_sizes[g.axes[d]] == 1 for g in parsed.gathers if g.array == name)
+        )
+        for name, shape in index_shapes.items()
     }
 
     def squeezed(gather: Gather, size: int) -> Gather:

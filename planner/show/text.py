@@ -41,7 +41,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
+    widths = [max((len(row[i]) for row in rows if 1 < len(row) > i), default=0) for i in range(max(map(len, rows)))]
     lines = []
     for row in rows:
         if len(row) == 1:
