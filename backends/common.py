@@ -222,14 +222,18 @@ def picoseconds(seconds: float) -> int:
     return round(seconds * 1e12)
 
 
-def _rows(spec: Spec) -> int:
-    """Number of rows that the takes and segment sums of a spec address, added up."""
+def _row_seconds(spec: Spec, device: Device) -> float:
+    """Time that the rows addressed by a spec's takes and segment sums cost, besides their bytes."""
     sizes = dict(spec.sizes)
-    count = 0
-    for term in spec.terms:
+    seconds = 0.0
+    for number, term in enumerate(spec.terms):
         if gathers := tuple(e for e in term if isinstance(e, Gather)):
-            count += math.prod(sizes[axis] for axis in term_axes(gathers))
-    return count
+            rows = term_axes(gathers)
+            count = math.prod(sizes[axis] for axis in rows)
+            width = math.prod(sizes[e] for e in term if isinstance(e, str) and e not in rows)
+            adds = number == len(spec.inputs) and width > 1
+            seconds += count * (device.add_row_seconds if adds else device.take_row_seconds)
+    return seconds
 
 
 def stock_cost(op: Op, device: Device) -> StepCost:
@@ -245,13 +249,13 @@ def stock_cost(op: Op, device: Device) -> StepCost:
     if kind in ("sum", "broadcast", "diagonal"):
         flops = spec_flops(spec) if kind == "sum" else 0
         return StepCost(flops, touched, 0, 0, picoseconds(device.seconds(0, touched, result, 1)))
-    rows = _rows(spec)
+    rows = _row_seconds(spec, device)
     if kind in ("take", "segment sum", "take, segment sum"):
         wide = joint_elements(spec) * size
         plain = wide == result and kind == "take"
         scratch = 0 if plain else wide if kind != "segment sum" else 0
         moved = touched if plain else touched + 2 * wide
-        seconds = device.seconds(0, moved, result + scratch, 1) + rows * device.row_seconds
+        seconds = device.seconds(0, moved, result, 1) + device.fresh_seconds(scratch) + rows
         return StepCost(0 if plain else spec_flops(spec), moved, 0, scratch, picoseconds(seconds))
     if kind in ("matmul", "multiply"):
         return _product_cost(op, device, spec, result)
@@ -266,7 +270,7 @@ def stock_cost(op: Op, device: Device) -> StepCost:
     before = math.prod(sizes[axis] for axis in needed) * size
     scatter = before if any(isinstance(e, Gather) for e in spec.output) else 0
     flops, moved, scratch = spec_flops(spec), touched + 2 * taken + 2 * scatter, taken + scatter
-    seconds = device.seconds(flops, moved, scratch + result, 4) + 2 * rows * device.row_seconds
+    seconds = device.seconds(flops, moved, result, 4) + device.fresh_seconds(scratch) + rows
     batch = math.prod(sizes[a] for a in needed if all(a in axes for axes in axes_of))
     return StepCost(flops, moved, 0, scratch, picoseconds(seconds + batch * device.matrix_seconds))
 
@@ -283,7 +287,7 @@ def _product_cost(op: Op, device: Device, spec: Spec, result: int) -> StepCost:
     copied += copied_bytes(spec.inputs[1], (form.batch, form.contracted, form.right), sizes, size)
     moved += 2 * copied
     rate = device.skinny_rate if min(m, n, k) < 8 else device.flop_rate
-    seconds = max(flops / rate, moved / device.bandwidth) + (copied + result) / device.fresh_bandwidth
+    seconds = max(flops / rate, moved / device.bandwidth) + device.fresh_seconds(copied) + device.fresh_seconds(result)
     seconds += device.launch_seconds + (batch * device.matrix_seconds if batch > 1 else 0)
     return StepCost(flops, moved, copied, copied, picoseconds(seconds))
 

@@ -129,7 +129,7 @@ def pieces(groups: Groups, cutting: Cutting) -> Iterator[Piece]:
     groups are empty, all of the others are named in that way.
     """
     sizes = np.diff(groups.ends)
-    starts = torch.from_numpy(groups.ends)
+    starts = groups.ends[:-1]
     alone = np.ones(groups.size, bool)  # Those that no range holds.
     filled = int(np.count_nonzero(sizes))
     if 2 * filled > groups.size:
@@ -140,7 +140,7 @@ def pieces(groups: Groups, cutting: Cutting) -> Iterator[Piece]:
             grid.reshape(-1)[: groups.size] = sizes
             pads = _pads(grid, cutting)
             alone = (sizes > pads.repeat(width)[: groups.size]) | (pads.repeat(width)[: groups.size] == 0)
-            inside = torch.from_numpy(np.where(alone, 0, sizes))
+            inside = np.where(alone, 0, sizes)
             for block in np.flatnonzero(pads).tolist():
                 span = slice(block * width, min((block + 1) * width, groups.size))
                 yield _rectangle(groups, span, starts[span], inside[span], int(pads[block]), not alone[span].any())
@@ -154,9 +154,8 @@ def pieces(groups: Groups, cutting: Cutting) -> Iterator[Piece]:
         waste = (height - lengths[position : position + width]).cumsum()
         width = int(np.searchsorted(waste * cutting.row_seconds, cutting.piece_seconds, side="right"))
         if width > 1:
-            chosen = torch.from_numpy(names[position : position + width])
-            real = torch.from_numpy(lengths[position : position + width])
-            yield _rectangle(groups, chosen, starts[chosen], real, height, False)
+            chosen, real = names[position : position + width], lengths[position : position + width]
+            yield _rectangle(groups, torch.from_numpy(chosen), starts[chosen], real, height, False)
         else:
             yield from _parts(groups, int(names[position]), cutting.rows)
         position += width
@@ -167,21 +166,21 @@ def pieces(groups: Groups, cutting: Cutting) -> Iterator[Piece]:
 
 
 def _rectangle(
-    groups: Groups, span: slice | Tensor, starts: Tensor, sizes: Tensor, pad: int, together: bool
+    groups: Groups, span: slice | Tensor, starts: np.ndarray, sizes: np.ndarray, pad: int, together: bool
 ) -> Piece:
     """A piece whose groups have these first rows and sizes; `together`: their rows are one stretch of the order."""
-    count, real = len(sizes), int(sizes.sum())
-    positions = (starts[:, None] + torch.arange(pad)).view(-1).clamp_(max=len(groups.order) - 1)
-    padded = groups.order.index_select(0, positions)
+    order, count, real = groups.order, len(sizes), int(sizes.sum())
+    positions = (starts[:, None] + np.arange(pad)).reshape(-1)
+    if starts[-1] + pad > len(order) or not together:
+        np.minimum(positions, len(order) - 1, out=positions)
+    padded = order.index_select(0, torch.from_numpy(positions))
     if real == len(padded):
         return Piece(span, count, pad, padded, None, padded)
     # The r-th real row moves on by the padding of the groups before its own.
-    moved = torch.arange(count) * pad - (sizes.cumsum(0) - sizes)
-    kept = torch.repeat_interleave(moved, sizes, output_size=real) + torch.arange(real)
-    if together:
-        first = int(starts[0])
-        return Piece(span, count, pad, padded, kept, groups.order[first : first + real])
-    return Piece(span, count, pad, padded, kept, padded.index_select(0, kept))
+    moved = np.arange(count) * pad - (sizes.cumsum() - sizes)
+    kept = torch.from_numpy(moved.repeat(sizes) + np.arange(real))
+    rows = order[int(starts[0]) : int(starts[0]) + real] if together else padded.index_select(0, kept)
+    return Piece(span, count, pad, padded, kept, rows)
 
 
 def _parts(groups: Groups, name: int, capacity: int) -> Iterator[Piece]:

@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -431,7 +432,7 @@ def markdown(results: Sequence[Result], about: Mapping[str, Any]) -> str:
             "Written by `make bench`; the figures behind it are in the JSON file beside this page.",
             "",
             f"- {about['date']}, commit {about['commit']}",
-            f"- {about['processor']}, {about['cores']} cores, {about.get('torch_threads', '?')} torch threads",
+            f"- {about['processor']}, {about['cores']} cores, {about.get('torch_threads')} torch threads",
             f"- Python {about['python']}, {versions}",
             f"- medians of up to {about['rounds']} interleaved runs, a pause before each: {pauses}",
             f"- opt_einsum {active} in `torch.einsum`; THP_MEM_ALLOC_ENABLE {about['THP_MEM_ALLOC_ENABLE']}",
@@ -469,7 +470,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/benchmarks"), metavar="FOLDER")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
     options = parser.parse_args(argv)
-    frameworks: tuple[Framework, ...] = (options.framework,) if options.framework else ("torch", "jax")
+    asked: tuple[Framework, ...] = (options.framework,) if options.framework else ("torch", "jax")
+    frameworks = [framework for framework in asked if importlib.util.find_spec(framework)]
+    for missing in set(asked) - set(frameworks):
+        print(f"{missing} is not installed: its targets are left out", file=sys.stderr)
     # The targets are a CPU's, and a GPU would make JAX alone run elsewhere.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     refusal = _refusal(frameworks)
@@ -487,7 +491,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print("  ".join(_cells(result)), flush=True)
     missed = sum(not result.met for result in results)
     print(f"{len(results) - missed} of {len(results)} targets met")
-    if not options.only and not options.framework:
+    if not options.only and len(frameworks) == 2:
         about = circumstances(settings)
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / f"{about['machine']}.json").write_text(_as_json(results, about))

@@ -25,7 +25,7 @@ __all__ = ["alternatives", "make_plan"]
 AUTO_WORK, OPTIMAL_WORK = 60_000, 3_000_000
 
 
-class _Problem:
+class Problem:
     """One resolved problem on one device, and the searches that can be run on it."""
 
     def __init__(
@@ -113,7 +113,7 @@ def make_plan(
         PlannerError: an option is unknown.
     """
     check_objective(options.minimize)
-    problem = _Problem(resolved, operands, dtype, backend, device)
+    problem = Problem(resolved, operands, dtype, backend, device)
     candidates = list(_candidates(problem, options))
     key = plan_key(options.minimize)
     allowed = [c for c in candidates if _within(c.cost, options)]
@@ -125,7 +125,7 @@ def make_plan(
 
 
 def _plan(
-    problem: _Problem, candidate: _Candidate, text: str, index_mode: str, options: Options, naive: PlanCost
+    problem: Problem, candidate: _Candidate, text: str, index_mode: str, options: Options, naive: PlanCost
 ) -> Plan:
     return Plan(
         text, problem.resolved, problem.operands, problem.dtype, index_mode, problem.backend, problem.device,
@@ -142,7 +142,7 @@ def _objectives(options: Options) -> tuple[str, ...]:
     return tuple(dict.fromkeys((options.minimize, "peak", "retained")))
 
 
-def _candidates(problem: _Problem, options: Options) -> Iterator[_Candidate]:
+def _candidates(problem: Problem, options: Options) -> Iterator[_Candidate]:
     limited = options.memory_limit is not None or options.retain_limit is not None
     for objective in _objectives(options):
         keeps = problem.keeps()
@@ -156,7 +156,7 @@ def _candidates(problem: _Problem, options: Options) -> Iterator[_Candidate]:
 
 
 def _found(
-    problem: _Problem, optimize: Any, objective: str, keep: Keep
+    problem: Problem, optimize: Any, objective: str, keep: Keep
 ) -> Iterator[tuple[Found, Lowerer, str]]:
     if isinstance(optimize, str) and optimize in ("auto", "optimal"):
         work = AUTO_WORK if optimize == "auto" else OPTIMAL_WORK
@@ -191,7 +191,7 @@ def _limit_error(candidates: Sequence[_Candidate], options: Options) -> PlannerL
     )
 
 
-def _ordered(problem: _Problem, best: _Candidate, options: Options) -> _Candidate:
+def _ordered(problem: Problem, best: _Candidate, options: Options) -> _Candidate:
     """Evaluate children in the order that needs the least memory, where the objective left it open."""
     if options.minimize == "peak":
         return best
@@ -226,7 +226,7 @@ def _flipped(tree: Tree, path: tuple[int, ...], field: str) -> Tree:
 
 def alternatives(plan: Plan, most: int) -> tuple[Alternative, ...]:
     """Return the best other plans: other objectives, other keep settings, other paths, the naive way."""
-    problem = _Problem(plan.resolved, plan.operands, plan.dtype, plan.backend, plan.device)
+    problem = Problem(plan.resolved, plan.operands, plan.dtype, plan.backend, plan.device)
     seen = {_signature(plan.programs)}
     key = plan_key(plan.options.minimize)
     found: list[tuple[Any, Plan, str]] = []

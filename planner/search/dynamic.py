@@ -169,7 +169,7 @@ class Search:
         shape_only = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=term))
         if (source := self.casts[operand]) is not None:
             (way,) = self.extend(Op(shape_only, self.dtype, source), (way,), self.count(term), (operands,))
-        mask = network.value_axes(value)
+        raw, mask = way, network.value_axes(value)
         fixed: tuple[str, ...] | None = term
         output = network.result if self.one_step else network.term(mask)
         if (term != output) if self.one_step else (len(set(term)) < len(term) or network.mask(term) != mask):
@@ -178,6 +178,11 @@ class Search:
             fixed = None
         self._fixed[operands] = fixed
         found[network.open] = [way]
+        if fixed is None and not self.one_step:
+            # A take of few rows comes before the sums over axes of its own, not after: one step does both.
+            for target in network.advances(value):
+                spec = network.step_spec(((value, term),), Value(operands, target))
+                self.offer(found, target, Op(spec, self.dtype), ([raw],), (operands,), Value(operands, target))
 
     def count(self, term: Iterable[str]) -> int:
         """Bytes of a value with these axes."""

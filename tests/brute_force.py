@@ -1,0 +1,146 @@
+"""The search's judge: every tree there is, by plain recursion, and what each costs.
+
+Only the *legal steps* are `Network`'s own, since they define the space; no tree is dropped for being worse than another,
+and each is priced whole, through `planner.program.build`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from planner.lower import Op
+from planner.network import Network, Status, Value
+from planner.planning import Problem
+from planner.program import Leaf, Lowerer, Node, Programs, Tree
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A tree for some operands, the status that it reaches and the axis order of its value."""
+
+    tree: Tree
+    status: Status
+    order: tuple[str, ...]
+
+
+def every_tree(problem: Problem) -> list[Tree]:
+    """All trees of a problem, each in its plain order of evaluation."""
+    network, dtype = problem.network, problem.dtype
+
+    def leaf(operand: int) -> Iterator[Grown]:
+        term = network.leaves[operand]
+        tree: Tree = Leaf(operand)
+        if (source := problem.casts[operand]) is not None:
+            tree = Node(Op(step((term,), term), dtype, source), (tree,))
+        if len(network.leaves) == 1 and not network.gathers:  # one operand, no index array: one step, if any
+            if term != network.result:
+                tree = Node(Op(step((term,), network.result), dtype), (tree,))
+            yield Grown(tree, network.open, network.result)
+            return
+        tidy = network.term(network.value_axes(Value(1 << operand, network.open)))
+        if sorted(term) == sorted(tidy):
+            yield Grown(tree, network.open, term)
+            return
+        # Private and repeated axes go in a step of their own, or in the one that takes.
+        yield Grown(Node(Op(step((term,), tidy), dtype), (tree,)), network.open, tidy)
+        yield Grown(tree, network.open, term)
+
+    def step(terms, output):
+        return network.restricted(dataclasses.replace(network.spec, inputs=tuple(terms), output=output))
+
+    def value(operands: int, grown: Grown) -> Value:
+        return Value(operands, grown.status)
+
+    def made(operands: int, status: Status, parts: Sequence[tuple[int, Grown]]) -> Grown:
+        result = Value(operands, status)
+        spec = network.step_spec(tuple((value(o, g), g.order) for o, g in parts), result)
+        return Grown(Node(Op(spec, dtype), tuple(g.tree for _, g in parts)), status, network.term(network.value_axes(result)))
+
+    def alone(operands: int, grown: Grown) -> Iterator[Grown]:
+        """The value itself, and all that steps on it alone lead to."""
+        yield grown
+        for status in network.advances(value(operands, grown)):
+            yield from alone(operands, made(operands, status, [(operands, grown)]))
+
+    def is_tidy(operands: int, grown: Grown) -> bool:
+        return sorted(grown.order) == sorted(network.term(network.value_axes(value(operands, grown))))
+
+    known: dict[int, list[Grown]] = {}
+
+    def grow(operands: int) -> list[Grown]:
+        if operands in known:
+            return known[operands]
+        numbers = [i for i in range(len(network.leaves)) if operands >> i & 1]
+        found = []
+        if len(numbers) == 1:
+            starts = [grown for start in leaf(numbers[0]) for grown in alone(operands, start)]
+            # A raw operand joins nothing: products see distinct axes only.
+            one_step = len(network.leaves) == 1 and not network.gathers
+            found = [g for g in starts if one_step or is_tidy(operands, g)]
+        for count in range(1, len(numbers)):
+            for chosen in itertools.combinations(numbers, count):
+                if numbers[0] not in chosen:
+                    continue
+                left = sum(1 << i for i in chosen)
+                right = operands ^ left
+                for a, b in itertools.product(grow(left), grow(right)):
+                    for status in network.merges(value(left, a), value(right, b)):
+                        found += alone(operands, made(operands, status, [(left, a), (right, b)]))
+        known[operands] = found
+        return found
+
+    everything = (1 << len(network.leaves)) - 1
+    return [finished(network, g, dtype) for g in grow(everything) if g.status == network.final]
+
+
+def finished(network: Network, grown: Grown, dtype: str) -> Tree:
+    """Add the step that writes a diagonal, or axes that no input has."""
+    if set(grown.order) == set(network.result) and len(network.result) == len(set(network.result)):
+        return grown.tree
+    if len(network.leaves) == 1 and not network.gathers:
+        return grown.tree
+    spec = dataclasses.replace(network.spec, inputs=(grown.order,), output=network.result)
+    return Node(Op(network.restricted(spec), dtype), (grown.tree,))
+
+
+def every_order(tree: Tree) -> Iterator[Tree]:
+    """The tree with its children evaluated, and descended into, in every order that makes a difference."""
+    if isinstance(tree, Leaf):
+        yield tree
+        return
+    free = sum(isinstance(child, Node) for child in tree.children) == 2
+    orders = ((0, 1), (1, 0)) if free else ((0, 1),)
+    for children in itertools.product(*(tuple(every_order(child)) for child in tree.children)):
+        for order, backward_order in itertools.product(orders, orders):
+            yield dataclasses.replace(tree, children=children, order=order, backward_order=backward_order)
+
+
+def leasts(problem: Problem, trees: Sequence[Tree], lowerers: dict[str, Lowerer]) -> dict[str, int]:
+    """The least of each objective over all trees, orders and keep settings; times in picoseconds."""
+    best: dict[str, int] = {}
+
+    def note(objective: str, programs: Programs) -> None:
+        cost = programs.cost
+        figure = {
+            "time": round(cost.seconds * 1e12),
+            "flops": cost.flops,
+            "peak": cost.peak_bytes,
+            "retained": cost.retained_bytes,
+            "bytes": cost.bytes_moved,
+        }[objective]
+        best[objective] = min(figure, best.get(objective, figure))
+
+    for tree in trees:
+        for keep in problem.keeps():
+            for number, ordered in enumerate(every_order(tree)):
+                built: dict[int, Programs] = {}
+                for objective, lower in lowerers.items():
+                    if number and objective != "peak":  # only the peak depends on the order
+                        continue
+                    if id(lower) not in built:
+                        built[id(lower)] = problem.programs(ordered, lower, keep)
+                    note(objective, built[id(lower)])
+    return best
