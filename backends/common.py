@@ -81,8 +81,8 @@ def _term_mask(ops: ArrayOps, valid: Any, gather: Gather, term: Term, spec: Spec
         valid = ops.diagonal(valid, second, first)
         axes = [a for d, a in enumerate(axes) if d not in (first, second)] + [axes[first]]
     sizes = dict(spec.sizes)
-    valid = ops.permute(valid, [axes.index(e) for e in term if e in axes])  # type: ignore[arg-type]
-    return valid.reshape([sizes[e] if e in axes else 1 for e in term])  # type: ignore[index]
+    valid = ops.permute(valid, [axes.index(str(e)) for e in term if e in axes])
+    return valid.reshape([sizes[str(e)] if e in axes else 1 for e in term])
 
 
 def mask_term(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: Prepared) -> Any:
@@ -117,8 +117,8 @@ def range_error(gather: Gather, position: tuple[int, ...], value: int) -> IndexR
     """Return the error for a bad index under ``index_mode="raise"``."""
     place = f"[{', '.join(map(str, position))}]" if position else ""
     return IndexRangeError(
-        f"index array {gather.array!r}{place} is {value}, outside of [-{gather.size}, {gather.size}), the size of the dimension "
-        f"{gather}; to ignore such entries pass index_mode='drop', to clamp them index_mode='clip'"
+        f"index array {gather.array!r}{place} is {value}, outside of [-{gather.size}, {gather.size}), the range of "
+        f"the dimension {gather}; to ignore such entries pass index_mode='drop', to clamp them index_mode='clip'"
     )
 
 

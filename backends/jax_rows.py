@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from planner.backends.common import Prepared, picoseconds, stock_rows
-from planner.backends.protocol import Lowering, Table
+from planner.backends.common import picoseconds, stock_rows
+from planner.backends.kernel_rows import POOL_FUNCTIONS, Kernels, PoolKernels, group_sizes, kernel_rows
+from planner.backends.protocol import Table
 from planner.cost import StepCost, itemsize
 from planner.device import Device
 from planner.kernels import jax_grouped, jax_grouping, jax_pooled
 from planner.lower import GroupedForm, Op, PooledForm, ProductForm, grouped_form, pooled_form, spec_flops
-from planner.spec import Gather, Spec, Term
+from planner.spec import Spec
 
 __all__ = ["OPS", "JaxOps", "make_table"]
 
@@ -90,126 +91,10 @@ def _spread(x: Any, axes: Sequence[int], order: Sequence[int]) -> Any:
 OPS = JaxOps()
 
 
-def _flat(x: Any, term: Term, groups: Sequence[Sequence[str | Gather]]) -> Any:
-    """Permute an operand into groups of axes and flatten each group."""
-    dims = [term.index(entry) for group in groups for entry in group]
-    shape = [math.prod(x.shape[term.index(entry)] for entry in group) for group in groups]
-    return jnp.transpose(x, dims).reshape(shape)
-
-
-def _unflat(x: Any, term: Term, groups: Sequence[Sequence[str | Gather]], spec: Spec) -> Any:
-    """The inverse of `_flat`."""
-    order = [entry for group in groups for entry in group]
-    return jnp.transpose(x.reshape(spec.shape(tuple(order))), [order.index(entry) for entry in term])
-
-
-def _sizes(spec: Spec, *groups: Sequence[str]) -> tuple[int, ...]:
-    sizes = dict(spec.sizes)
-    return tuple(math.prod(sizes[axis] for axis in group) for group in groups)
-
-
-def _row_map(gather: Gather, rows: Sequence[str], spec: Spec) -> Any:
-    """For each row the flat position over some of the row axes; None where that is the row itself."""
-    if tuple(rows) == gather.axes:
-        return None
-    sizes = dict(spec.sizes)
-    position: Any = jnp.zeros((), jnp.int32)
-    for dim, axis in enumerate(gather.axes):
-        if axis in rows:
-            shape = [1] * len(gather.axes)
-            shape[dim] = sizes[axis]
-            position = position * sizes[axis] + jnp.arange(sizes[axis], dtype=jnp.int32).reshape(shape)
-    return jnp.broadcast_to(position, [sizes[axis] for axis in gather.axes]).reshape(-1)
-
-
-def _groups(gather: Gather, index: Prepared) -> Any:
-    known = index.orders.get(gather)
-    if known is None:
-        known = index.orders[gather] = jax_grouping.group_rows(index[gather].reshape(-1), gather.size or 0)
-    return known
-
-
-def run_grouped_matmul(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    """Run a grouped matmul."""
-    spec, form = op.spec, grouped_form(op.spec)
-    assert isinstance(form, GroupedForm)
-    a = _flat(inputs[1 - form.matrix], spec.inputs[1 - form.matrix], (form.rows_a, form.inner, form.left))
-    c = _flat(inputs[form.matrix], spec.inputs[form.matrix], ((form.gather,), form.left, form.right))
-    target = _row_map(form.gather, form.rows_out, spec)
-    out = jax_grouped.grouped_matmul(
-        a, c, _groups(form.gather, index), _row_map(form.gather, form.rows_a, spec), target,
-        None if target is None else _sizes(spec, form.rows_out)[0],
-    )  # fmt: skip
-    return (_unflat(out, spec.output, (form.rows_out, form.inner, form.right), spec),)
-
-
-def run_grouped_outer(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    """Run a grouped outer product."""
-    spec, form = op.spec, grouped_form(op.spec)
-    assert isinstance(form, GroupedForm)
-    a = _flat(inputs[0], spec.inputs[0], (form.rows_a, form.inner, form.left))
-    b = _flat(inputs[1], spec.inputs[1], (form.rows_b, form.inner, form.right))
-    out = jax_grouped.grouped_outer(
-        a, b, _groups(form.gather, index), form.gather.size or 0, _row_map(form.gather, form.rows_a, spec),
-        _row_map(form.gather, form.rows_b, spec),
-    )  # fmt: skip
-    return (_unflat(out, spec.output, ((form.gather,), form.left, form.right), spec),)
-
-
-def run_grouped_pair(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    """Run both gradients of a grouped matmul."""
-    spec, form = op.spec, grouped_form(op.spec)
-    assert isinstance(form, GroupedForm)
-    gout, operands = inputs[0], inputs[1:]
-    rows_term, matrix_term = spec.inputs[1 - form.matrix], spec.inputs[form.matrix]
-    a = _flat(operands[1 - form.matrix], rows_term, (form.rows_a, form.inner, form.left))
-    c = _flat(operands[form.matrix], matrix_term, ((form.gather,), form.left, form.right))
-    g = _flat(gout, spec.output, (form.rows_out, form.inner, form.right))
-    grad_a, grad_c = jax_grouped.grouped_gradients(g, a, c, _groups(form.gather, index))
-    rows = _unflat(grad_a, rows_term, (form.rows_a, form.inner, form.left), spec)
-    matrix = _unflat(grad_c, matrix_term, ((form.gather,), form.left, form.right), spec)
-    return (rows, matrix) if form.matrix == 1 else (matrix, rows)
-
-
-def run_pooled(op: Op, inputs: Sequence[Any], index: Any, names: str) -> tuple[Any, ...]:
-    """Run a pooled dot or its gradients."""
-    spec, form = op.spec, pooled_form(op.spec)
-    assert isinstance(form, PooledForm)
-    query_groups = (form.batch, form.queries, form.depth)
-    pool_groups: tuple[Any, ...] = (form.batch, (form.gather,), form.depth)
-    score_groups = (form.batch, form.queries, form.chosen)
-    q = _flat(index[form.gather], form.gather.axes, score_groups)
-    if op.pair:
-        at = 1 - form.place
-        query = _flat(inputs[1 + at], spec.inputs[at], query_groups)
-        pool = _flat(inputs[1 + form.place], spec.inputs[form.place], pool_groups)
-        g = _flat(inputs[0], spec.output, score_groups)
-        both = getattr(jax_pooled, f"{names}_gradients")(g, query, pool, q)
-        grad_query = _unflat(both[0], spec.inputs[at], query_groups, spec)
-        grad_pool = _unflat(both[1], spec.inputs[form.place], pool_groups, spec)
-        return (grad_query, grad_pool) if at == 0 else (grad_pool, grad_query)
-    if form.scores == 2:
-        at = 1 - form.place
-        out = getattr(jax_pooled, f"{names}_scores")(
-            _flat(inputs[at], spec.inputs[at], query_groups),
-            _flat(inputs[form.place], spec.inputs[form.place], pool_groups),
-            q,
-        )
-        return (_unflat(out, spec.output, score_groups, spec),)
-    g = _flat(inputs[form.scores], spec.inputs[form.scores], score_groups)
-    if form.place == 2:
-        query = _flat(inputs[1 - form.scores], spec.inputs[1 - form.scores], query_groups)
-        out = getattr(jax_pooled, f"{names}_pool_gradient")(g, query, q, form.gather.size)
-        return (_unflat(out, spec.output, pool_groups, spec),)
-    pool = _flat(inputs[form.place], spec.inputs[form.place], pool_groups)
-    out = getattr(jax_pooled, f"{names}_query_gradient")(g, pool, q)
-    return (_unflat(out, spec.output, query_groups, spec),)
-
-
 def _grouped_cost(op: Op, device: Device) -> StepCost:
     form = grouped_form(op.spec)
     assert isinstance(form, GroupedForm)
-    n, i, j, k = _sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
+    n, i, j, k = group_sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
     g = form.gather.size or 0
     scratch = {
         (True, False): jax_grouped.gradients_scratch_bytes,
@@ -229,10 +114,10 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     return StepCost(flops, moved, 0, scratch, picoseconds(seconds))
 
 
-def _pooled_cost(op: Op, device: Device, names: str) -> StepCost:
+def _pooled_cost(names: str, op: Op, device: Device) -> StepCost:
     form = pooled_form(op.spec)
     assert isinstance(form, PooledForm)
-    b, q, k, d = _sizes(op.spec, form.batch, form.queries, form.chosen, form.depth)
+    b, q, k, d = group_sizes(op.spec, form.batch, form.queries, form.chosen, form.depth)
     m = form.gather.size or 0
     products = 2 if op.pair else 1
     scores = not op.pair and form.scores == 2
@@ -250,52 +135,24 @@ def _pooled_cost(op: Op, device: Device, names: str) -> StepCost:
     return StepCost(flops, moved, 0, scratch, picoseconds(seconds + 10 * device.launch_seconds))
 
 
-def _grouped_reason(op: Op, pair: bool, outer: bool) -> str | None:
-    """Why a step is no grouped product of the wanted kind."""
-    if op.source_dtype is not None or len(op.spec.inputs) != 2 or op.pair != pair:
-        return "the step is of another kind"
-    form = grouped_form(op.spec)
-    if isinstance(form, str):
-        return form
-    if len(set(form.gather.axes)) < len(form.gather.axes):
-        return "an axis repeats in the bracket"
-    if form.outer != outer:
-        return "the gathered dimension is in another term"
-    if pair and (form.rows_out != form.gather.axes or form.rows_a != form.gather.axes):
-        return "rows are shared or summed"
-    return None
+def _pool(names: str) -> PoolKernels:
+    functions = {what: getattr(jax_pooled, f"{names}_{what}") for what in POOL_FUNCTIONS}
+    return PoolKernels(**functions, cost=partial(_pooled_cost, names))
 
 
-def _pooled_reason(op: Op) -> str | None:
-    """Why a step is no pooled dot."""
-    if op.source_dtype is not None or len(op.spec.inputs) != 2:
-        return "the step is of another kind"
-    form = pooled_form(op.spec)
-    if isinstance(form, str):
-        return form
-    if op.pair and (form.place == 2 or form.scores != 2):
-        return "the step is a gradient itself"
-    return None
+def _cast(x: Any, dtype: str) -> Any:
+    return jax.lax.convert_element_type(x, jnp.dtype(dtype))
 
 
 def make_table() -> Table:
     """Return the table of the JAX backend."""
-    rows = stock_rows(OPS, lambda x, dtype: jax.lax.convert_element_type(x, jnp.dtype(dtype)), views=False)
-    rows += [
-        Lowering("grouped matmul", lambda op: _grouped_reason(op, False, False), _grouped_cost, run_grouped_matmul),
-        Lowering("grouped outer", lambda op: _grouped_reason(op, False, True), _grouped_cost, run_grouped_outer),
-        Lowering("both grouped gradients", lambda op: _grouped_reason(op, True, False), _grouped_cost, run_grouped_pair),
-        Lowering(
-            "whole pool, then take",
-            _pooled_reason,
-            lambda op, device: _pooled_cost(op, device, "pooled"),
-            lambda op, inputs, index: run_pooled(op, inputs, index, "pooled"),
-        ),
-        Lowering(
-            "take, then dot",
-            _pooled_reason,
-            lambda op, device: _pooled_cost(op, device, "gathered"),
-            lambda op, inputs, index: run_pooled(op, inputs, index, "gathered"),
-        ),
-    ]
-    return Table(rows)
+    kernels = Kernels(
+        OPS,
+        jax_grouping.group_rows,
+        jax_grouped.grouped_matmul,
+        jax_grouped.grouped_outer,
+        jax_grouped.grouped_gradients,
+        _grouped_cost,
+        {"whole pool, then take": _pool("pooled"), "take, then dot": _pool("gathered")},
+    )
+    return Table([*stock_rows(OPS, _cast, views=False), *kernel_rows(kernels)])

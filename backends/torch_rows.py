@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from planner.backends.common import Prepared, picoseconds, stock_rows
-from planner.backends.protocol import Lowering, Table
+from planner.backends.common import picoseconds, stock_rows
+from planner.backends.kernel_rows import POOL_FUNCTIONS, Kernels, PoolKernels, group_sizes, kernel_rows
+from planner.backends.protocol import Table
 from planner.backends.stock import matmul_product
 from planner.cost import StepCost, itemsize
 from planner.device import Device
 from planner.kernels import torch_grouped, torch_grouping, torch_pooled
 from planner.lower import GroupedForm, Op, PooledForm, ProductForm, grouped_form, pooled_form, spec_flops
-from planner.spec import Gather, Spec, Term
+from planner.spec import Spec
 
 __all__ = ["OPS", "TorchOps", "make_table", "torch_dtype"]
 
@@ -103,143 +103,18 @@ def cast(x: Tensor, dtype: str) -> Tensor:
     return x.to(wanted)
 
 
-# -- grouped rows --------------------------------------------------------------------------------------
-
-
-def _flat(x: Tensor, term: Term, groups: Sequence[Sequence[str | Gather]]) -> Tensor:
-    """Permute an operand into groups of axes and flatten each group."""
-    dims = [term.index(entry) for group in groups for entry in group]
-    shape = [math.prod(x.shape[term.index(entry)] for entry in group) for group in groups]
-    return x.permute(dims).reshape(shape)
-
-
-def _unflat(x: Tensor, term: Term, groups: Sequence[Sequence[str | Gather]], spec: Spec) -> Tensor:
-    """The inverse of `_flat`: give a result the axes and the order of its term."""
-    order = [entry for group in groups for entry in group]
-    return x.reshape(spec.shape(tuple(order))).permute([order.index(entry) for entry in term])
-
-
-def _row_map(gather: Gather, rows: Sequence[str], spec: Spec, device: torch.device) -> Tensor | None:
-    """For each row (over all row axes) the flat position over some of them; None where that is the row itself."""
-    if tuple(rows) == gather.axes:
-        return None
-    sizes = dict(spec.sizes)
-    position: Any = torch.zeros((), dtype=torch.int64, device=device)
-    for dim, axis in enumerate(gather.axes):
-        if axis in rows:
-            shape = [1] * len(gather.axes)
-            shape[dim] = sizes[axis]
-            position = position * sizes[axis] + torch.arange(sizes[axis], device=device).reshape(shape)
-    return position.expand([sizes[axis] for axis in gather.axes]).reshape(-1)  # type: ignore[no-any-return]
-
-
-def _groups(gather: Gather, index: Prepared) -> torch_grouping.Groups:
-    """The sorted order of an index array, made once per call."""
-    known = index.orders.get(gather)
-    if known is None:
-        known = index.orders[gather] = torch_grouping.group_rows(index[gather].reshape(-1), gather.size or 0)
-    return known  # type: ignore[no-any-return]
-
-
-def _sizes(spec: Spec, *groups: Sequence[str]) -> tuple[int, ...]:
-    sizes = dict(spec.sizes)
-    return tuple(math.prod(sizes[axis] for axis in group) for group in groups)
-
-
-def _grouped(op: Op, outer: bool) -> GroupedForm | str:
-    if len(op.spec.inputs) != 2 or op.source_dtype is not None:
-        return "the step is no product"
-    form = grouped_form(op.spec)
-    if isinstance(form, str):
-        return form
-    if len(set(form.gather.axes)) < len(form.gather.axes):
-        return "an axis repeats in the bracket"
-    if form.outer != outer:
-        return "the gathered dimension is the result's" if form.outer else "the gathered dimension is an operand's"
-    return form
-
-
-def _supports_matmul(op: Op) -> str | None:
-    if op.pair:
-        return "the step is a pair of gradients"
-    form = _grouped(op, outer=False)
-    return form if isinstance(form, str) else None
-
-
-def _supports_outer(op: Op) -> str | None:
-    if op.pair:
-        return "the step is a pair of gradients"
-    form = _grouped(op, outer=True)
-    return form if isinstance(form, str) else None
-
-
-def _supports_pair(op: Op) -> str | None:
-    if not op.pair:
-        return "the step is no pair of gradients"
-    form = _grouped(op, outer=False)
-    if isinstance(form, str):
-        return form
-    if form.rows_out != form.gather.axes or form.rows_a != form.gather.axes:
-        return "rows are shared or summed"
-    return None
-
-
-def _run_matmul(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    spec, form = op.spec, grouped_form(op.spec)
-    assert isinstance(form, GroupedForm)
-    rows_term, matrix_term = spec.inputs[1 - form.matrix], spec.inputs[form.matrix]
-    a = _flat(inputs[1 - form.matrix], rows_term, (form.rows_a, form.inner, form.left))
-    c = _flat(inputs[form.matrix], matrix_term, ((form.gather,), form.left, form.right))
-    source = _row_map(form.gather, form.rows_a, spec, a.device)
-    target = _row_map(form.gather, form.rows_out, spec, a.device)
-    targets = _sizes(spec, form.rows_out)[0]
-    out = torch_grouped.grouped_matmul(
-        a, c, _groups(form.gather, index), source, target, None if target is None else targets
-    )
-    return (_unflat(out, spec.output, (form.rows_out, form.inner, form.right), spec),)
-
-
-def _run_outer(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    spec, form = op.spec, grouped_form(op.spec)
-    assert isinstance(form, GroupedForm)
-    a = _flat(inputs[0], spec.inputs[0], (form.rows_a, form.inner, form.left))
-    b = _flat(inputs[1], spec.inputs[1], (form.rows_b, form.inner, form.right))
-    out = torch_grouped.grouped_outer(
-        a, b, _groups(form.gather, index), _row_map(form.gather, form.rows_a, spec, a.device),
-        _row_map(form.gather, form.rows_b, spec, a.device),
-    )  # fmt: skip
-    return (_unflat(out, spec.output, ((form.gather,), form.left, form.right), spec),)
-
-
-def _run_pair(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    spec, form = op.spec, grouped_form(op.spec)
-    assert isinstance(form, GroupedForm)
-    gout, operands = inputs[0], inputs[1:]
-    rows_term, matrix_term = spec.inputs[1 - form.matrix], spec.inputs[form.matrix]
-    # The kernel conjugates; the program hands over operands that are conjugated already.
-    rows, matrix = operands[1 - form.matrix].conj(), operands[form.matrix].conj()
-    a = _flat(rows, rows_term, (form.rows_a, form.inner, form.left))
-    c = _flat(matrix, matrix_term, ((form.gather,), form.left, form.right))
-    g = _flat(gout, spec.output, (form.rows_out, form.inner, form.right))
-    grad_a, grad_c = torch_grouped.grouped_gradients(g, a, c, _groups(form.gather, index))
-    grad_rows = _unflat(grad_a, rows_term, (form.rows_a, form.inner, form.left), spec)
-    grad_matrix = _unflat(grad_c, matrix_term, ((form.gather,), form.left, form.right), spec)
-    return (grad_rows, grad_matrix) if form.matrix == 1 else (grad_matrix, grad_rows)
-
-
-def _grouped_shape(op: Op) -> tuple[GroupedForm, tuple[int, int, int, int, int, int]]:
-    """The form, and rows N, groups G, I, J, K, and rows of the left operand."""
-    form = grouped_form(op.spec)
-    assert isinstance(form, GroupedForm)
-    n, i, j, k, na = _sizes(op.spec, form.gather.axes, form.inner, form.left, form.right, form.rows_a)
-    return form, (n, form.gather.size or 0, i, j, k, na)
+# -- kernels: what they cost, and the table ------------------------------------------------------------
 
 
 def _grouped_cost(op: Op, device: Device) -> StepCost:
-    form, (n, g, i, j, k, _) = _grouped_shape(op)
+    form = grouped_form(op.spec)
+    assert isinstance(form, GroupedForm)
+    n, i, j, k = group_sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
+    g = form.gather.size or 0
     size = itemsize(op.dtype)
     dtype = torch_dtype(op.dtype)
-    maps = sum(8 * n for rows in (form.rows_a, form.rows_b if form.outer else form.rows_out) if rows != form.gather.axes)
+    mapped = (form.rows_a, form.rows_b if form.outer else form.rows_out)
+    maps = sum(8 * n for rows in mapped if rows != form.gather.axes)
     order = torch_grouping.group_bytes(n, g)
     cut = torch_grouped.cutting(i, j, k, n, dtype)
     scratch = 2 * cut.rows * i * max(j, k) * torch_grouped.accumulator(dtype).itemsize
@@ -257,69 +132,11 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     return StepCost(flops, moved + 16 * n, 0, scratch + order + maps, picoseconds(seconds))
 
 
-# -- pooled rows ---------------------------------------------------------------------------------------
-
-
-def _pooled(op: Op) -> PooledForm | str:
-    if len(op.spec.inputs) != 2 or op.source_dtype is not None:
-        return "the step is no product"
-    form = pooled_form(op.spec)
-    if isinstance(form, str):
-        return form
-    if op.pair and form.place == 2:
-        return "the pool is the result's"
-    if op.pair and form.scores != 2:
-        return "the step is a gradient itself"
-    return form
-
-
-def _supports_pooled(op: Op) -> str | None:
-    form = _pooled(op)
-    return form if isinstance(form, str) else None
-
-
-def _run_pooled(op: Op, inputs: Sequence[Any], index: Any, dense: bool) -> tuple[Any, ...]:
-    spec, form = op.spec, pooled_form(op.spec)
-    assert isinstance(form, PooledForm)
-    query_groups = (form.batch, form.queries, form.depth)
-    pool_groups: tuple[Any, ...] = (form.batch, (form.gather,), form.depth)
-    score_groups = (form.batch, form.queries, form.chosen)
-    q = _flat(index[form.gather], form.gather.axes, score_groups)
-    names = "pooled" if dense else "gathered"
-    if op.pair:
-        query_at = 1 - form.place
-        query = _flat(inputs[1 + query_at].conj(), spec.inputs[query_at], query_groups)
-        pool = _flat(inputs[1 + form.place].conj(), spec.inputs[form.place], pool_groups)
-        g = _flat(inputs[0], spec.output, score_groups)
-        both = getattr(torch_pooled, f"{names}_gradients")(g, query, pool, q)
-        grad_query = _unflat(both[0], spec.inputs[query_at], query_groups, spec)
-        grad_pool = _unflat(both[1], spec.inputs[form.place], pool_groups, spec)
-        return (grad_query, grad_pool) if query_at == 0 else (grad_pool, grad_query)
-    if form.scores == 2:
-        query_at = 1 - form.place
-        out = getattr(torch_pooled, f"{names}_scores")(
-            _flat(inputs[query_at], spec.inputs[query_at], query_groups),
-            _flat(inputs[form.place], spec.inputs[form.place], pool_groups),
-            q,
-        )
-        return (_unflat(out, spec.output, score_groups, spec),)
-    g = _flat(inputs[form.scores], spec.inputs[form.scores], score_groups)
-    if form.place == 2:
-        query_at = 1 - form.scores
-        # The gradient kernels conjugate the operand; ours comes conjugated where it must be.
-        query = _flat(inputs[query_at].conj(), spec.inputs[query_at], query_groups)
-        out = getattr(torch_pooled, f"{names}_pool_gradient")(g, query, q, form.gather.size)
-        return (_unflat(out, spec.output, pool_groups, spec),)
-    pool = _flat(inputs[form.place].conj(), spec.inputs[form.place], pool_groups)
-    out = getattr(torch_pooled, f"{names}_query_gradient")(g, pool, q)
-    return (_unflat(out, spec.output, query_groups, spec),)
-
-
-def _pooled_cost(op: Op, device: Device, dense: bool) -> StepCost:
+def _pooled_cost(dense: bool, op: Op, device: Device) -> StepCost:
     form = pooled_form(op.spec)
     assert isinstance(form, PooledForm)
     size, dtype = itemsize(op.dtype), torch_dtype(op.dtype)
-    b, q, k, d = _sizes(op.spec, form.batch, form.queries, form.chosen, form.depth)
+    b, q, k, d = group_sizes(op.spec, form.batch, form.queries, form.chosen, form.depth)
     m = form.gather.size or 0
     products = 2 if op.pair else 1
     kind = "both" if op.pair else "scores" if form.scores == 2 else "pool" if form.place == 2 else "query"
@@ -341,24 +158,23 @@ def _pooled_cost(op: Op, device: Device, dense: bool) -> StepCost:
     return StepCost(flops, moved, 0, scratch, picoseconds(seconds))
 
 
+def _pool(dense: bool) -> PoolKernels:
+    names = "pooled" if dense else "gathered"
+    functions = {what: getattr(torch_pooled, f"{names}_{what}") for what in POOL_FUNCTIONS}
+    return PoolKernels(**functions, cost=partial(_pooled_cost, dense))
+
+
 def make_table() -> Table:
     """Return the table of the torch backend."""
-    rows = stock_rows(OPS, cast)
-    rows += [
-        Lowering("grouped matmul", _supports_matmul, _grouped_cost, _run_matmul),
-        Lowering("grouped outer", _supports_outer, _grouped_cost, _run_outer),
-        Lowering("both grouped gradients", _supports_pair, _grouped_cost, _run_pair),
-        Lowering(
-            "whole pool, then take",
-            _supports_pooled,
-            lambda op, device: _pooled_cost(op, device, True),
-            lambda op, inputs, index: _run_pooled(op, inputs, index, True),
-        ),
-        Lowering(
-            "take in chunks",
-            _supports_pooled,
-            lambda op, device: _pooled_cost(op, device, False),
-            lambda op, inputs, index: _run_pooled(op, inputs, index, False),
-        ),
-    ]
-    return Table(rows)
+    kernels = Kernels(
+        OPS,
+        torch_grouping.group_rows,
+        torch_grouped.grouped_matmul,
+        lambda a, b, groups, size, source_a, source_b: torch_grouped.grouped_outer(a, b, groups, source_a, source_b),
+        torch_grouped.grouped_gradients,
+        _grouped_cost,
+        {"whole pool, then take": _pool(True), "take in chunks": _pool(False)},
+        # The gradient kernels conjugate, but the programs hand over operands that are conjugated already.
+        hand_over=torch.conj,
+    )
+    return Table([*stock_rows(OPS, cast), *kernel_rows(kernels)])

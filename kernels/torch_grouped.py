@@ -18,12 +18,12 @@ from torch import Tensor
 
 from planner.kernels.torch_grouping import Cutting, Groups, Piece, pieces
 
-# Bytes of each of the two buffers: 5120 rows of 64 floats. Smaller ones pay more calls, larger ones leave the L2 cache.
-BUFFER_BYTES = 5120 * 64 * 4
+# Bytes of each of the two buffers. Smaller ones pay more calls; larger ones are no faster and cost memory.
+BUFFER_BYTES = 1 << 20
 # A matrix product of fewer rows does not pay for reading its matrix.
 FEWEST_ROWS = 512
 # Bytes of a block of matrices that must be copied before use: half types, and groups picked from many.
-MATRIX_BYTES = 1 << 20
+MATRIX_BYTES = 1 << 19
 # Measured on a 2-core AMD EPYC 7003 (AVX2), torch 2.13: flop/s of a small product, bytes/s of a gather, seconds of a piece.
 FLOPS, GATHER, PIECE = 90e9, 8e9, 60e-6
 

@@ -94,7 +94,7 @@ def spec_flops(spec: Spec) -> int:
 class ProductForm:
     """A binary step without gathers as a batched matrix product; letters and sizes of each group.
 
-        a: [batch, left, contracted]    b: [batch, contracted, right]    result: [batch, left, right]
+    a: [batch, left, contracted]    b: [batch, contracted, right]    result: [batch, left, right]
     """
 
     batch: tuple[str, ...]

@@ -1,0 +1,225 @@
+"""The table rows that fit a step to a grouped or pooled kernel: axes into groups, the call, and back.
+
+Both frameworks share them; a backend gives its kernels (`Kernels`) and what they cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from planner.backends.common import Prepared
+from planner.backends.protocol import Lowering
+from planner.backends.stock import ArrayOps
+from planner.cost import StepCost
+from planner.device import Device
+from planner.lower import GroupedForm, Op, PooledForm, grouped_form, pooled_form
+from planner.spec import Gather, Spec, Term
+
+__all__ = ["POOL_FUNCTIONS", "Kernels", "PoolKernels", "group_sizes", "kernel_rows"]
+
+Groups = Sequence[Sequence[str | Gather]]
+CostOf = Callable[[Op, Device], StepCost]
+
+
+# The functions of `PoolKernels`, as the kernel modules name them after a prefix.
+POOL_FUNCTIONS = ("scores", "query_gradient", "pool_gradient", "gradients")
+
+
+def as_given(x: Any) -> Any:
+    """Return x."""
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class PoolKernels:
+    """One way to compute pooled dots and their gradients; see `planner.kernels.torch_pooled` for the contracts."""
+
+    scores: Callable[..., Any]
+    query_gradient: Callable[..., Any]
+    pool_gradient: Callable[..., Any]
+    gradients: Callable[..., Any]
+    cost: CostOf
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """A framework's kernels over flat operands; see `planner.kernels.torch_grouped` for the contracts.
+
+    Attributes:
+        ops: the framework's array functions.
+        group_rows: index array and number of groups to the sorted order.
+        matmul: (a, c, groups, source, target, targets) to the rows' products.
+        outer: (a, b, groups, size, source_a, source_b) to the groups' sums.
+        gradients: (gradient, a, c, groups) to both gradients of `matmul`.
+        grouped_cost: what these three cost.
+        pools: ways to compute pooled dots, by the name of their row.
+        hand_over: applied to the operands of gradient kernels, which conjugate them in torch.
+    """
+
+    ops: ArrayOps
+    group_rows: Callable[[Any, int], Any]
+    matmul: Callable[..., Any]
+    outer: Callable[..., Any]
+    gradients: Callable[..., Any]
+    grouped_cost: CostOf
+    pools: dict[str, PoolKernels]
+    hand_over: Callable[[Any], Any] = as_given
+
+    def flat(self, x: Any, term: Term, groups: Groups) -> Any:
+        """Permute an operand into groups of axes and flatten each group."""
+        dims = [term.index(entry) for group in groups for entry in group]
+        shape = [math.prod(x.shape[term.index(entry)] for entry in group) for group in groups]
+        return self.ops.permute(x, dims).reshape(shape)
+
+    def unflat(self, x: Any, term: Term, groups: Groups, spec: Spec) -> Any:
+        """Give a flat result the axes and the order of its term: the inverse of `flat`."""
+        order = [entry for group in groups for entry in group]
+        return self.ops.permute(x.reshape(spec.shape(tuple(order))), [order.index(entry) for entry in term])
+
+    def row_map(self, gather: Gather, rows: Sequence[str], spec: Spec, like: Any) -> Any:
+        """For each row (over all row axes) the flat position over some of them; None where that is the row itself."""
+        if tuple(rows) == gather.axes:
+            return None
+        sizes = dict(spec.sizes)
+        position: Any = 0
+        for dim, axis in enumerate(gather.axes):
+            if axis in rows:
+                shape = [1] * len(gather.axes)
+                shape[dim] = sizes[axis]
+                position = position * sizes[axis] + self.ops.iota(sizes[axis], like).reshape(shape)
+        if not rows:
+            position = self.ops.iota(1, like).reshape([1] * len(gather.axes))
+        return self.ops.expand(position, [sizes[axis] for axis in gather.axes]).reshape(-1)
+
+    def groups(self, gather: Gather, index: Prepared) -> Any:
+        """The sorted order of an index array, made once per call."""
+        known = index.orders.get(gather)
+        if known is None:
+            known = index.orders[gather] = self.group_rows(index[gather].reshape(-1), gather.size or 0)
+        return known
+
+
+def group_sizes(spec: Spec, *groups: Sequence[str]) -> tuple[int, ...]:
+    """Sizes of groups of axes."""
+    sizes = dict(spec.sizes)
+    return tuple(math.prod(sizes[axis] for axis in group) for group in groups)
+
+
+def kernel_rows(kernels: Kernels) -> list[Lowering]:
+    """Return the rows of a backend's table that run its kernels."""
+    cost = kernels.grouped_cost
+    rows = [
+        Lowering("grouped matmul", partial(_not_grouped, False, False), cost, partial(_run_matmul, kernels)),
+        Lowering("grouped outer", partial(_not_grouped, False, True), cost, partial(_run_outer, kernels)),
+        Lowering("both grouped gradients", partial(_not_grouped, True, False), cost, partial(_run_pair, kernels)),
+    ]
+    for name, pool in kernels.pools.items():
+        rows.append(Lowering(name, _not_pooled, pool.cost, partial(_run_pooled, kernels, pool)))
+    return rows
+
+
+def _not_grouped(pair: bool, outer: bool, op: Op) -> str | None:
+    """Why a step is no grouped product of the wanted kind."""
+    if op.source_dtype is not None or len(op.spec.inputs) != 2 or op.pair != pair:
+        return "the step is of another kind"
+    form = grouped_form(op.spec)
+    if isinstance(form, str):
+        return form
+    if len(set(form.gather.axes)) < len(form.gather.axes):
+        return "an axis repeats in the bracket"
+    if form.outer != outer:
+        return "the gathered dimension is in another term"
+    if pair and (form.rows_out != form.gather.axes or form.rows_a != form.gather.axes):
+        return "rows are shared or summed"
+    return None
+
+
+def _run_matmul(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    spec, form = op.spec, grouped_form(op.spec)
+    assert isinstance(form, GroupedForm)
+    rows = 1 - form.matrix
+    a = kernels.flat(inputs[rows], spec.inputs[rows], (form.rows_a, form.inner, form.left))
+    c = kernels.flat(inputs[form.matrix], spec.inputs[form.matrix], ((form.gather,), form.left, form.right))
+    source = kernels.row_map(form.gather, form.rows_a, spec, a)
+    target = kernels.row_map(form.gather, form.rows_out, spec, a)
+    targets = None if target is None else group_sizes(spec, form.rows_out)[0]
+    out = kernels.matmul(a, c, kernels.groups(form.gather, index), source, target, targets)
+    return (kernels.unflat(out, spec.output, (form.rows_out, form.inner, form.right), spec),)
+
+
+def _run_outer(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    spec, form = op.spec, grouped_form(op.spec)
+    assert isinstance(form, GroupedForm)
+    a = kernels.flat(inputs[0], spec.inputs[0], (form.rows_a, form.inner, form.left))
+    b = kernels.flat(inputs[1], spec.inputs[1], (form.rows_b, form.inner, form.right))
+    sources = (kernels.row_map(form.gather, rows, spec, a) for rows in (form.rows_a, form.rows_b))
+    out = kernels.outer(a, b, kernels.groups(form.gather, index), form.gather.size, *sources)
+    return (kernels.unflat(out, spec.output, ((form.gather,), form.left, form.right), spec),)
+
+
+def _run_pair(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    spec, form = op.spec, grouped_form(op.spec)
+    assert isinstance(form, GroupedForm)
+    gradient, operands = inputs[0], [kernels.hand_over(x) for x in inputs[1:]]
+    rows = 1 - form.matrix
+    row_groups = (form.rows_a, form.inner, form.left)
+    matrix_groups: Groups = ((form.gather,), form.left, form.right)
+    a = kernels.flat(operands[rows], spec.inputs[rows], row_groups)
+    c = kernels.flat(operands[form.matrix], spec.inputs[form.matrix], matrix_groups)
+    g = kernels.flat(gradient, spec.output, (form.rows_out, form.inner, form.right))
+    grad_a, grad_c = kernels.gradients(g, a, c, kernels.groups(form.gather, index))
+    to_rows = kernels.unflat(grad_a, spec.inputs[rows], row_groups, spec)
+    to_matrix = kernels.unflat(grad_c, spec.inputs[form.matrix], matrix_groups, spec)
+    return (to_rows, to_matrix) if form.matrix == 1 else (to_matrix, to_rows)
+
+
+def _not_pooled(op: Op) -> str | None:
+    """Why a step is no pooled dot."""
+    if op.source_dtype is not None or len(op.spec.inputs) != 2:
+        return "the step is of another kind"
+    form = pooled_form(op.spec)
+    if isinstance(form, str):
+        return form
+    if op.pair and (form.place == 2 or form.scores != 2):
+        return "the step is a gradient itself"
+    return None
+
+
+def _run_pooled(kernels: Kernels, pool: PoolKernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    spec, form = op.spec, pooled_form(op.spec)
+    assert isinstance(form, PooledForm)
+    query_groups = (form.batch, form.queries, form.depth)
+    pool_groups: Groups = (form.batch, (form.gather,), form.depth)
+    score_groups = (form.batch, form.queries, form.chosen)
+    terms = spec.terms
+    query_place = 3 - form.place - form.scores
+    q = kernels.flat(index[form.gather], form.gather.axes, score_groups)
+    # Inputs by the place of their term; of a pair the output gradient, in the place of the scores, comes first.
+    given = dict(zip((2, 0, 1) if op.pair else (0, 1), inputs, strict=True))
+    differentiates = op.pair or form.scores != 2
+
+    def flat(place: int, groups: Groups) -> Any:
+        x = given[place]
+        if differentiates and place != form.scores:
+            x = kernels.hand_over(x)
+        return kernels.flat(x, terms[place], groups)
+
+    if op.pair:
+        scores = flat(form.scores, score_groups)
+        both = pool.gradients(scores, flat(query_place, query_groups), flat(form.place, pool_groups), q)
+        to_query = kernels.unflat(both[0], terms[query_place], query_groups, spec)
+        to_pool = kernels.unflat(both[1], terms[form.place], pool_groups, spec)
+        return (to_query, to_pool) if query_place == 0 else (to_pool, to_query)
+    if form.scores == 2:
+        out = pool.scores(flat(query_place, query_groups), flat(form.place, pool_groups), q)
+        return (kernels.unflat(out, spec.output, score_groups, spec),)
+    scores = flat(form.scores, score_groups)
+    if form.place == 2:
+        out = pool.pool_gradient(scores, flat(query_place, query_groups), q, form.gather.size)
+        return (kernels.unflat(out, spec.output, pool_groups, spec),)
+    out = pool.query_gradient(scores, flat(form.place, pool_groups), q)
+    return (kernels.unflat(out, spec.output, query_groups, spec),)
