@@ -55,7 +55,7 @@ class TorchOps:
         return torch.matmul(a, b)
 
     def product(self, form: ProductForm, a: Tensor, b: Tensor, spec: Spec) -> Tensor:
-        return matmul_product(self.matmul, self.permute, form, a, b, spec)  # type: ignore[no-any-return]
+        return matmul_product(self.matmul, self.permute, form, a, b, spec)
 
     def iota(self, size: int, like: Tensor) -> Tensor:
         return torch.arange(size, device=like.device)
