@@ -264,16 +264,16 @@ def _step_transpose(cotangents: Any, *arguments: Any, op: Op, lowering: str, mod
 
 
 def _axis_front(x: Any, dim: Any) -> Any:
-    return x if dim is batching.not_mapped else jnp.moveaxis(x, dim, 0)
+    return x if dim is None else jnp.moveaxis(x, dim, 0)
 
 
 def _step_batch(arguments: Any, dims: Any, *, op: Op, lowering: str, mode: str, views: Any) -> Any:
     count = _count(op)
     size = next(
-        x.shape[d] for x, d in zip(arguments, dims, strict=True) if d is not batching.not_mapped
+        x.shape[d] for x, d in zip(arguments, dims, strict=True) if d is not None
     )
     moved = [_axis_front(x, d) for x, d in zip(arguments, dims, strict=True)]
-    mapped = [d is not batching.not_mapped for d in dims]
+    mapped = [d is not None for d in dims]
     if op.pair:
         gradient, a, b = moved[:3]
         outputs = []
@@ -375,9 +375,9 @@ def _tangent_transpose(
 
 
 def _tangent_batch(arguments: Any, dims: Any, *, op: Op, lowering: str | None, mode: str, views: Any) -> Any:
-    size = next(x.shape[d] for x, d in zip(arguments, dims, strict=True) if d is not batching.not_mapped)
+    size = next(x.shape[d] for x, d in zip(arguments, dims, strict=True) if d is not None)
     moved = [_axis_front(x, d) for x, d in zip(arguments, dims, strict=True)]
-    mapped = [d is not batching.not_mapped for d in dims]
+    mapped = [d is not None for d in dims]
     parts = []
     for places in ((2, 1), (0, 3)):
         parts.append(

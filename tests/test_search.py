@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from brute_force import every_order, every_tree, leasts
+from brute_force import every_order, every_tree, figure, leasts
 from conftest import examples
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import planner
@@ -16,7 +16,8 @@ from planner.planning import Problem
 from planner.program import Lowerer
 from planner.resolve import resolve_shapes
 
-MOST_TREES = 12_000
+ORDERS = ("order", "backward_order")
+MOST_TREES = examples(2_500, 20_000)
 
 
 @st.composite
@@ -34,8 +35,9 @@ def networks(draw, most_nodes=6, sizes=(1, 2, 3, 5, 8, 13, 40), most_letters=6):
         for i in range(gathers)
     ]
     pools = [draw(st.sampled_from(sizes)) for _ in brackets]
-    terms = [list(draw(st.lists(st.sampled_from(letters), max_size=3))) for _ in range(operands)]
-    output = list(draw(st.lists(st.sampled_from(letters), max_size=3)))
+    entries = st.lists(st.sampled_from(letters), max_size=3, unique=draw(st.sampled_from([True, True, False])))
+    terms = [list(draw(entries)) for _ in range(operands)]
+    output = list(draw(entries))
     for number in range(gathers):
         places = draw(st.lists(st.integers(0, operands), min_size=1, max_size=3))
         for place in places:
@@ -79,22 +81,11 @@ def lowerers(problem, backend):
     return {objective: Lowerer(problem.choices, step_key(objective)) for objective in OBJECTIVES}
 
 
-def figure(cost, objective):
-    return {
-        "time": round(cost.seconds * 1e12),
-        "flops": cost.flops,
-        "peak": cost.peak_bytes,
-        "retained": cost.retained_bytes,
-        "bytes": cost.bytes_moved,
-    }[objective]
-
-
 def assert_least(network, backend, most_trees):
     spec, operands, indices, output = network
     problem = problem_of(network, backend)
     trees = every_tree(problem)
-    if sum(1 for tree in trees for _ in every_order(tree)) > most_trees:
-        return 0
+    assume(sum(1 for tree in trees for field in ORDERS for _ in every_order(tree, field)) <= most_trees)
     least = leasts(problem, trees, lowerers(problem, backend))
     for objective in OBJECTIVES:
         plan = planner.plan(
@@ -102,10 +93,25 @@ def assert_least(network, backend, most_trees):
         )
         assert plan.proven
         assert figure(plan.cost, objective) == least[objective], (objective, str(plan))
-    return len(trees)
 
 
 @settings(max_examples=examples(100, 1000))
 @given(networks())
 def test_search_finds_the_least_of_all_trees(network):
     assert_least(network, "numpy", MOST_TREES)
+
+
+def assert_score_is_the_cost(network, backend):
+    problem = problem_of(network, backend)
+    for objective in OBJECTIVES:
+        for keep in problem.keeps():
+            found, lower = problem.search(objective, keep, 10**6)
+            cost = problem.programs(found.tree, lower, keep).cost
+            score = found.score[0] if objective == "peak" else found.score[0][0]
+            assert score == figure(cost, objective), (objective, keep)
+
+
+@settings(max_examples=examples(200, 2000))
+@given(networks(most_nodes=5))
+def test_scores_are_the_costs_of_the_programs(network):
+    assert_score_is_the_cost(network, "numpy")

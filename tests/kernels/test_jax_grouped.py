@@ -282,7 +282,7 @@ def test_float64_stays_float64():
 
 @pytest.mark.parametrize("groups", [16, 512])
 def test_temporaries_stay_under_the_bound(groups):
-    rows, size = 8192, 32
+    rows, size = 32768, 32
     a, c = jnp.ones((rows, 1, size)), jnp.ones((groups, size, size))
     plan = Groups(jnp.arange(rows, dtype=jnp.int32), jnp.full(groups + 1, rows, jnp.int32))
     sizes = (rows, 1, groups, size, size, "float32")
