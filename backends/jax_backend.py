@@ -33,7 +33,7 @@ from planner.backends.common import (
 )
 from planner.backends.jax_rows import OPS, make_table
 from planner.derive import batched, transpose
-from planner.device import CPU
+from planner.device import CPU, GPU, Device
 from planner.errors import PlannerError
 from planner.lower import Op
 from planner.objective import step_key
@@ -443,6 +443,10 @@ class JaxBackend:
     def result_dtype(self, dtypes: Sequence[str]) -> str:
         """Promote as JAX does."""
         return jnp.result_type(*map(jnp.dtype, dtypes)).name
+
+    def device(self, operands: Sequence[Any]) -> Device:
+        """Rates of the machine that JAX runs on."""
+        return CPU if jax.default_backend() == "cpu" else GPU
 
     def check_index(self, name: str, index: Any) -> None:
         """Refuse an index array that is not of integers."""

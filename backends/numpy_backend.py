@@ -19,6 +19,7 @@ from planner.backends.common import (
 )
 from planner.backends.protocol import Table
 from planner.backends.stock import matmul_product
+from planner.device import CPU, Device
 from planner.errors import PlannerError
 from planner.lower import ProductForm
 from planner.spec import Gather, Operand, Spec
@@ -101,6 +102,10 @@ class NumpyBackend:
         for name, q in indices.items():
             key += (name, type(q), q.shape, q.dtype)
         return tuple(key)
+
+    def device(self, operands: Sequence[Any]) -> Device:
+        """Rates of the machine that the operands are on."""
+        return CPU
 
     def check_index(self, name: str, index: Any) -> None:
         """Refuse an index array that is not of integers."""

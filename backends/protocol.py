@@ -38,6 +38,7 @@ class Lowering:
         run: computes the results from the inputs and the prepared index arrays.
         is_view: whether the result shares its input's storage.
         stock: whether it is the framework's own way, what a user would write: the naive plan is made of these.
+        kinds: kinds of device that it runs on; None for all.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Lowering:
     run: Callable[[Op, Sequence[Any], Indices], tuple[Any, ...]]
     is_view: bool = False
     stock: bool = False
+    kinds: tuple[str, ...] | None = None
 
 
 class Table:
@@ -62,7 +64,7 @@ class Table:
             known = tuple(
                 Choice(row.name, row.cost(op, device), row.is_view)
                 for row in self.rows.values()
-                if row.supports(op) is None
+                if (row.kinds is None or device.kind in row.kinds) and row.supports(op) is None
             )
             if len(self._choices) > 100_000:
                 self._choices.clear()
@@ -86,6 +88,9 @@ class Backend(Protocol):
 
     def operand(self, array: Any) -> Operand:
         """Describe an array."""
+
+    def device(self, operands: Sequence[Any]) -> Device:
+        """Rates of the machine that the operands are on."""
 
     def result_dtype(self, dtypes: Sequence[str]) -> str:
         """Promote dtypes by the framework's rules."""

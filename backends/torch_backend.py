@@ -29,6 +29,7 @@ from planner.backends.stock import evaluate
 from planner.backends.torch_native import compile_native, standin
 from planner.backends.torch_rows import OPS, cast, make_table, torch_dtype
 from planner.derive import batched, transpose
+from planner.device import CPU, GPU, Device
 from planner.errors import PlannerError
 from planner.kernels import torch_grouping
 from planner.program import Leaf, Tree
@@ -382,6 +383,11 @@ class TorchBackend:
         for name in dtypes[1:]:
             result = torch.promote_types(result, torch_dtype(name))
         return str(result).removeprefix("torch.")
+
+    def device(self, operands: Sequence[Any]) -> Device:
+        """Rates of the machine that the operands are on."""
+        first = next((x.device.type for x in operands if isinstance(x, Tensor)), "cpu")
+        return CPU if first == "cpu" else GPU
 
     def check_index(self, name: str, index: Any) -> None:
         """Refuse an index array that is not of integers."""

@@ -176,5 +176,6 @@ def make_table() -> Table:
         {"whole pool, then take": _pool(True), "take in chunks": _pool(False)},
         # The gradient kernels conjugate, but the programs hand over operands that are conjugated already.
         hand_over=torch.conj,
+        kinds=("cpu",),  # loops over host offsets and reused host buffers
     )
     return Table([*stock_rows(OPS, cast), *kernel_rows(kernels)])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from planner.cost import itemsize
-from planner.device import CPU, Device
+from planner.device import Device
 from planner.dispatch import framework_of, load_backend, operands_framework
 from planner.errors import PlannerError, SpecError
 from planner.parse import parse, parse_sublists
@@ -210,7 +210,7 @@ def _make(
             Operand(o.shape, o.dtype, o.strides, False) if o.requires_grad else o for o in described
         )
     text = spec if isinstance(spec, str) else str(spec)
-    return make_plan(text, resolved, described, compute, index_mode, framework, device or CPU, options)
+    return make_plan(text, resolved, described, compute, index_mode, framework, device or backend.device(operands), options)
 
 
 def _describe(backend: Any, operand: Any, number: int) -> Operand:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["CPU", "DEVICES", "Device"]
+__all__ = ["CPU", "DEVICES", "GPU", "Device"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class Device:
         take_row_seconds: overhead of each row of a take.
         add_row_seconds: overhead of each row of a segment sum; rows of one element cost as in a take.
         skinny_rate: FLOP/s where a product has fewer than 8 rows, columns or terms of its sums.
+        kind: "cpu" or "cuda": which implementations can run.
         source: where the figures come from.
     """
 
@@ -42,6 +43,7 @@ class Device:
     take_row_seconds: float = 0.0
     add_row_seconds: float = 0.0
     skinny_rate: float = float("inf")
+    kind: str = "cpu"
     source: str = "given"
 
     def seconds(self, flops: float = 0, moved: float = 0, fresh: int = 0, launches: float = 0) -> float:
@@ -72,4 +74,13 @@ CPU = Device(
     source="measured on a 2-core cloud CPU (AMD EPYC 7003), 2026-11-21",
 )
 
-DEVICES = {device.name: device for device in (CPU,)}
+GPU = Device(
+    "gpu",
+    flop_rate=5.0e13,
+    bandwidth=4.3e12,
+    launch_seconds=5e-6,
+    kind="cuda",
+    source="an H200's measured bandwidth; its float32 rate as published",
+)
+
+DEVICES = {device.name: device for device in (CPU, GPU)}

@@ -108,6 +108,9 @@ def assert_score_is_the_cost(network, backend):
             found, lower = problem.search(objective, keep, 10**6)
             cost = problem.programs(found.tree, lower, keep).cost
             score = found.score[0] if objective == "peak" else found.score[0][0]
+            if objective == "retained" and keep == "inputs":
+                assert cost.retained_bytes == 0
+                objective = "time"  # nothing is retained: the tie is broken by time
             assert score == figure(cost, objective), (objective, keep)
 
 

@@ -9,10 +9,13 @@ How the quantities of a step S with children A, B follow from the children's. `h
 
     forward peak   F(S) = max(F(first), held(first) + F(second), held(A) + held(B) + scratch + out(S))
     kept(S)             = kept(A) + kept(B) + [out(A) if B needs a gradient] + [out(B) if A does]
-    backward peak  G(S) = max(g(S) + g(A) + g(B) + scratch, g(other) + G(first), done(first) + G(second))
+    backward peak  G(S) = max(g(S) + alive(S), after(S))
+                alive(S) = g(A) + g(B) + scratch                                           while g(S) is there
+                after(S) = max(g(other) + G(first), done(first) + G(second))               once it is gone
 
-where `done` is the bytes of the operands' gradients below. With ``keep="all"`` the retained bytes are alive all the
-time; with ``keep="inputs"`` the kept values are computed at the start of the backward program and freed one by one.
+where `done` is the bytes of the operands' gradients below. Where a gradient step is a view, g(S) lives on in the child's
+gradient. With ``keep="all"`` the retained bytes are alive all the time; with ``keep="inputs"`` the kept values are
+computed at the start of the backward program and freed one by one.
 """
 
 from __future__ import annotations
@@ -165,7 +168,7 @@ class Search:
         network, operand = self.network, operands.bit_length() - 1
         value = Value(operands, network.open)
         term = network.leaves[operand]
-        way = Way(Leaf(operand), self.leaf_vector(), _zero(), 0)
+        way = Way(Leaf(operand), self.leaf_vector(operand), _zero(), 0)
         shape_only = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=term))
         if (source := self.casts[operand]) is not None:
             (way,) = self.extend(Op(shape_only, self.dtype, source), (way,), self.count(term), (operands,))
@@ -174,7 +177,7 @@ class Search:
         output = network.result if self.one_step else network.term(mask)
         if (term != output) if self.one_step else (len(set(term)) < len(term) or network.mask(term) != mask):
             spec = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=output))
-            (way,) = self.extend(Op(spec, self.dtype), (way,), self.count(output), (operands,), self.one_step)
+            (way,) = self.extend(Op(spec, self.dtype), (way,), self.count(output), (operands,))
             fixed = None
         self._fixed[operands] = fixed
         found[network.open] = [way]
@@ -229,7 +232,6 @@ class Search:
         """Extend each combination of the children's ways by a step and keep what is not dominated."""
         front = found.setdefault(status, [])
         size = self.network.elements(self.network.value_axes(result)) * self.itemsize
-        is_root = result == self.final and not self.needs_finish
         for children in itertools.product(*fronts):
             self.work += 1
             if self.work > self.work_limit:
@@ -237,7 +239,7 @@ class Search:
                     f"the exact search needs more than {self.work_limit} steps: "
                     "pass optimize='greedy' or an explicit path"
                 )
-            for way in self.extend(op, children, size, parts, is_root):
+            for way in self.extend(op, children, size, parts):
                 self.insert(front, way)
 
     def insert(self, front: list[Way], way: Way) -> None:
@@ -267,7 +269,7 @@ class Search:
         )
         size, everything = self.count(network.result), network.everything
         return min(
-            self.extend(Op(spec, self.dtype), (way,), size, (everything,), True),
+            self.extend(Op(spec, self.dtype), (way,), size, (everything,)),
             key=lambda finished: (self.score(finished), finished.tie),
         )
 
@@ -277,25 +279,22 @@ class Search:
         """Whether any of these operands needs a gradient."""
         return bool(self._needs & operands)
 
-    def leaf_vector(self) -> Vector:
-        """Quantities of an operand: it costs nothing."""
+    def leaf_vector(self, operand: int) -> Vector:
+        """Quantities of an operand: it costs nothing; its gradient stays."""
         if self.objective == "peak":
-            return (0, 0, 0, 0, 0)
-        if self.objective == "retained" and self.keep == "inputs":
-            return (_zero(), _zero())
-        return (_zero(),)
+            return (0, 0, 0, 0, 0, 0, 0, int(self.requires[operand]))
+        return (_zero(),) if self.keep == "all" else (_zero(), _zero())
 
     def score(self, way: Way) -> Vector:
         """Return what is minimised, of a complete way."""
         if self.objective == "peak":
-            kept, all_peak, none_peak, again, back = way.vector
+            kept, all_peak, none_peak, again, alive, after, _, _ = way.vector
+            back = max(alive, after)  # the output's gradient is the caller's
             return (max(all_peak, kept + back) if self.keep == "all" else max(none_peak, again, back),)
-        if self.objective == "retained" and self.keep == "inputs":
-            return (way.vector[1],)
-        return way.vector
+        return way.vector if self.keep == "all" else (way.vector[1],)
 
     def extend(
-        self, op: Op, children: tuple[Way, ...], size: int, parts: tuple[int, ...], is_root: bool = False
+        self, op: Op, children: tuple[Way, ...], size: int, parts: tuple[int, ...]
     ) -> Iterator[Way]:
         """Yield the ways that add one step to its children's ways."""
         needs = tuple(self.needs(part) for part in parts)
@@ -308,16 +307,13 @@ class Search:
         if self.objective == "peak":
             tie = _add(step, *(way.tie for way in children))
             for order in _orders(len(children)):
-                vector, backward_order = self._peaks(
-                    op, choice, gradients, children, needs, reads, order, 0 if is_root else size
-                )
+                vector, backward_order = self._peaks(op, choice, gradients, children, needs, reads, order)
                 yield Way(Node(op, trees, order, backward_order), vector, tie, own)
             return
-        kept = sum(way.bytes for way, read in zip(children, reads, strict=True) if read)
         if self.objective == "retained" and self.keep == "all":
-            step = (kept, *step[:3])
+            step = (sum(way.bytes for way, read in zip(children, reads, strict=True) if read), *step[:3])
         vector = (_add(step, *(way.vector[0] for way in children)),)
-        if self.objective == "retained" and self.keep == "inputs":
+        if self.keep == "inputs":
             # With and without this step in the recomputation that begins the backward program.
             partly = [way.vector[0 if read else 1] for way, read in zip(children, reads, strict=True)]
             vector = (_add(*vector, self.key(choice.cost)), _add(step, *partly))
@@ -336,15 +332,18 @@ class Search:
         needs: tuple[bool, ...],
         reads: tuple[bool, ...],
         order: tuple[int, ...],
-        gradient_here: int,
     ) -> tuple[Vector, tuple[int, ...]]:
         """Return the peak vector of a step, and the best order of descent in the backward program.
 
-        The vector: kept bytes; forward peak with everything kept; forward peak with nothing kept; peak of
-        computing only the kept values again; backward peak (less the retained bytes, if those are kept).
+        The vector: kept bytes; forward peak with everything kept; forward peak with nothing kept; peak of computing only
+        the kept values again; backward peak while the step's own gradient is alive, that one not counted; backward peak
+        from then on; bytes of the operands' gradients made below; whether the step's own gradient is one of these
+        in the end. Retained bytes are not part of the backward peaks.
         """
         kept_below = [way.vector[0] for way in children]
         bytes_below = [way.bytes for way in children]
+        here = [b if read else 0 for b, read in zip(bytes_below, reads, strict=True)]
+        kept = sum(kept_below) + sum(here)
         last = choice.cost.scratch_bytes + (0 if choice.view else self._output_bytes(op))
 
         def climb(peaks: Sequence[int], held: Sequence[int], last: int) -> int:
@@ -354,56 +353,50 @@ class Search:
                 before += held[child]
             return max(top, before + last)
 
-        held = [k + b for k, b in zip(kept_below, bytes_below, strict=True)]
-        all_peak = climb([way.vector[1] for way in children], held, last)
-        none_peak = climb([way.vector[2] for way in children], bytes_below, last)
-        again = climb(
-            [way.vector[1 if read else 3] for way, read in zip(children, reads, strict=True)],
-            [k + (b if r else 0) for k, b, r in zip(kept_below, bytes_below, reads, strict=True)],
-            0,
-        )
-        here = [b if read else 0 for b, read in zip(bytes_below, reads, strict=True)]
-        kept = sum(kept_below) + sum(here)
+        all_peaks = [way.vector[1] for way in children]
+        all_peak = climb(all_peaks, [k + b for k, b in zip(kept_below, bytes_below, strict=True)], last)
+        none_peak = again = 0
+        if self.keep == "inputs":
+            none_peak = climb([way.vector[2] for way in children], bytes_below, last)
+            again = climb(
+                [way.vector[1 if read else 3] for way, read in zip(children, reads, strict=True)],
+                [k + b for k, b in zip(kept_below, here, strict=True)],
+                0,
+            )
         # Kept values count in the backward peak only where they die one by one.
-        counted = self.keep == "inputs"
-        held_kept, below_kept = (kept, kept_below) if counted else (0, [0] * len(children))
+        waiting = kept_below if self.keep == "inputs" else [0] * len(children)
+        held = kept if self.keep == "inputs" else 0
+        if len(gradients) == 1 and gradients[0][1].view:
+            (child,) = children
+            alive = max(child.vector[4], gradients[0][1].cost.scratch_bytes + held)
+            return (kept, all_peak, none_peak, again, alive, *child.vector[5:]), (0,)
         produced = [self._input_bytes(op, i) if need else 0 for i, need in enumerate(needs)]
-        back, so_far = 0, gradient_here
+        alive = so_far = 0
         for gradient, chosen, served in gradients:
             so_far += sum(produced[i] for i in served)
-            back = max(back, so_far + chosen.cost.scratch_bytes + held_kept)
-            if counted and not gradient.pair:
-                held_kept -= sum(b for i, b in enumerate(here) if i not in served)
+            alive = max(alive, so_far + chosen.cost.scratch_bytes + held)
+            if self.keep == "inputs" and not gradient.pair:
+                held -= sum(b for i, b in enumerate(here) if i not in served)
+        done = [way.vector[6] + way.vector[7] * g for way, g in zip(children, produced, strict=True)]
         best: tuple[int, tuple[int, ...]] | None = None
         for backward_order in _orders(len(children)):
-            pending, waiting, top = sum(produced), sum(below_kept), 0
+            rest, after = sum(produced) + sum(waiting), 0
             for child in backward_order:
                 if needs[child]:
-                    pending -= produced[child]
-                    waiting -= below_kept[child]
-                    below = children[child].vector[4] if isinstance(children[child].tree, Node) else produced[child]
-                    top = max(top, pending + waiting + below)
-                    pending += self._done_bytes(children[child].tree)
-            if best is None or top < best[0]:
-                best = (top, backward_order)
+                    rest -= produced[child] + waiting[child]
+                    child_alive, child_after = children[child].vector[4:6]
+                    after = max(after, rest + max(produced[child] + child_alive, child_after))
+                    rest += done[child]
+            if best is None or after < best[0]:
+                best = (after, backward_order)
         assert best is not None
-        return (kept, all_peak, none_peak, again, max(back, best[0])), best[1]
+        return (kept, all_peak, none_peak, again, alive, best[0], sum(done), 0), best[1]
 
     def _output_bytes(self, op: Op) -> int:
         return math.prod(op.spec.output_shape) * itemsize(op.dtype)
 
     def _input_bytes(self, op: Op, child: int) -> int:
         return math.prod(op.spec.shape(op.spec.inputs[child])) * itemsize(op.source_dtype or op.dtype)
-
-    def _done_bytes(self, tree: Tree) -> int:
-        """Bytes of the operands' gradients below a tree."""
-        if isinstance(tree, Node):
-            return sum(self._done_bytes(child) for child in tree.children)
-        if not self.requires[tree.operand]:
-            return 0
-        sizes = self.network.sizes
-        elements = math.prod(sizes[axis] for axis in self.network.leaves[tree.operand])
-        return elements * itemsize(self.casts[tree.operand] or self.dtype)
 
 
 def _orders(children: int) -> tuple[tuple[int, ...], ...]:
