@@ -138,9 +138,15 @@ def _poisoned(x: Any, term: Term, spec: Spec, index: Prepared) -> Any:
         bad = bad.any(axis=tuple(d for d, axis in enumerate(axes) if axis not in plain))
         axes = [axis for axis in axes if axis in plain]
         sizes = dict(spec.sizes)
-        order = [axes.index(e) for e in plain if e in axes]
-        shape = [sizes[e] if e in axes else 1 for e in term]  # type: ignore[index]
-        masks.append(jnp.transpose(bad, order).reshape(shape))
+        distinct = tuple(dict.fromkeys(plain))
+        mask = jnp.transpose(bad, [axes.index(e) for e in distinct if e in axes])
+        first = {e: term.index(e) for e in distinct}
+        mask = mask.reshape([sizes[str(e)] if e in axes and first[str(e)] == d else 1 for d, e in enumerate(term)])
+        for dim, e in enumerate(term):
+            if e in axes and dim != first[str(e)]:  # a repeated axis: only the diagonal is the index's
+                one, other = ([sizes[str(e)] if d == at else 1 for d in range(len(term))] for at in (first[str(e)], dim))
+                mask = mask & (jnp.arange(sizes[str(e)]).reshape(one) == jnp.arange(sizes[str(e)]).reshape(other))
+        masks.append(mask)
 
     def poison(x: Any) -> Any:
         for mask in masks:

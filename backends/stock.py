@@ -1,7 +1,7 @@
 """Any step, from a framework's ordinary array functions: take, multiply, sum, add at.
 
-This is what every backend falls back on, and the NumPy backend's only way. It builds gathered operands; the special rows
-of a table exist to avoid that.
+This is what every backend falls back on, and the NumPy backend's only way. It builds gathered operands; the special
+rows of a table exist to avoid that.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Rows meet the matrix of their group, `n i j, g[n] j k -> n i k`, and both its gradients, without building `c[g]`.
 
-Rows are walked in sorted order, a rectangle of some 32 to 64 groups at a time, through two buffers that every
-step uses again: fresh memory is dear on a CPU (33 MB of new pages cost 11 ms, refilling them 0.9 ms).
+Rows are walked in sorted order, one piece of some 50 groups at a time, through two buffers that every step uses
+again: fresh memory is dear on a CPU (33 MB of new pages cost 11 ms, refilling them 0.9 ms).
 
-    a  ──gather──►  left (groups, pad, J)  ──bmm with c──►  right (groups, pad, K)  ──► left, packed ──►  out[rows]
+    a  --take rows-->  left (groups, pad, J)  --@ c-->  right (groups, pad, K)  --pack-->  left  --put-->  out[rows]
+
+Loops run on the host, so these serve tensors on a CPU. No gradients are recorded: call them without autograd.
 """
 
 from __future__ import annotations
@@ -22,18 +24,14 @@ from planner.kernels.torch_grouping import Cutting, Groups, Piece, pieces
 BUFFER_BYTES = 1 << 20
 # A matrix product of fewer rows does not pay for reading its matrix.
 FEWEST_ROWS = 512
-# Bytes of a block of matrices that must be copied before use: half types, and groups picked from many.
+# Bytes of the matrices that a piece may copy: those of half types, and those of groups that it names.
 MATRIX_BYTES = 1 << 19
-# Measured on a 2-core AMD EPYC 7003 (AVX2), torch 2.13: flop/s of a small product, bytes/s of a gather, seconds of a piece.
-FLOPS, GATHER, PIECE = 90e9, 8e9, 60e-6
-
-
+# Measured on a 2-core AMD EPYC 7003 (AVX2), torch 2.13: flop/s of small products, bytes/s of taken rows, seconds
+# of the calls of one piece.
+FLOPS, TAKEN, PIECE = 90e9, 8e9, 60e-6
 # Whether large results ask for huge pages, see `fresh`.
 HUGE_PAGES = sys.platform == "linux"
 HUGE_PAGE = 1 << 21
-if HUGE_PAGES:
-    _madvise = ctypes.CDLL(None).madvise
-    _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -42,14 +40,14 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def cutting(i: int, j: int, k: int, n: int, dtype: torch.dtype) -> Cutting:
-    """How N rows of shape `(i, j)` are cut for matrices `(j, k)`: by shapes alone, so that a plan can foretell memory."""
+    """How N rows of shape `(i, j)` are cut for matrices `(j, k)`; shapes alone decide, so a plan can foretell memory."""
     itemsize = accumulator(dtype).itemsize
     rows = max(BUFFER_BYTES // max(1, i * max(j, k) * itemsize), FEWEST_ROWS // max(1, i))
     rows = max(1, min(rows, n))
     picked = max(1, MATRIX_BYTES // max(1, j * k * itemsize))
     matrices = picked if accumulator(dtype) != dtype else rows
-    seconds = 2 * i * j * k / FLOPS + i * (j + k) * itemsize / GATHER
-    return Cutting(rows, matrices, picked, seconds, 2 * j * k * itemsize / GATHER, PIECE)
+    seconds = 2 * i * j * k / FLOPS + i * (j + k) * itemsize / TAKEN
+    return Cutting(rows, matrices, picked, seconds, 2 * j * k * itemsize / TAKEN, PIECE)
 
 
 def grouped_matmul(
@@ -76,48 +74,36 @@ def grouped_matmul(
     Returns:
         `(N, I, K)`, or `(targets, I, K)` with `target`.
     """
-    dtype, out_dtype = a.dtype, out_dtype or a.dtype
-    wide = accumulator(dtype)
+    out_dtype = out_dtype or a.dtype
+    wide = accumulator(a.dtype)
     n, (i, j), k = len(groups.order), a.shape[1:], c.shape[2]
     a, c = a.resolve_conj(), c.resolve_conj()
-    add = target is not None
-    if target is not None:
-        assert targets is not None
-        sums = torch.promote_types(wide, out_dtype) if out_dtype in (torch.float16, torch.bfloat16) else out_dtype
-        out = torch.zeros((targets, i, k), dtype=sums)
-        partial = bool((target == targets).any())
-    else:
+    rows_left_out = False
+    if target is None:
         out = fresh((n, i, k), out_dtype)
-        dropped = groups.order[int(groups.ends[-1]) :]
-        if len(dropped):
-            out.index_fill_(0, dropped, 0)
-        partial = False
-    if not out.numel():
-        return out if out.dtype == out_dtype else out.to(out_dtype)
-    if not j:
-        return torch.zeros(out.shape, dtype=out_dtype)
-    cut = cutting(i, j, k, n, dtype)
+        out.index_fill_(0, groups.order[int(groups.ends[-1]) :], 0)
+    else:
+        assert targets is not None
+        out = torch.zeros((targets, i, k), dtype=accumulator(out_dtype))
+        rows_left_out = bool((target == targets).any())
+    if not (out.numel() and j):
+        return out.zero_().to(out_dtype)
+    cut = cutting(i, j, k, n, a.dtype)
     left, right = _buffers(cut.rows * i * max(j, k), wide)
     for piece, matrices in _walk(groups, cut, c, wide):
         if not piece.pad:
             continue
-        x = _gather(a, piece.padded, source, left)
-        y = _multiply(x.view(piece.count, piece.pad * i, j), matrices, right)
-        y = y.view(piece.count * piece.pad, i, k)
-        if piece.kept is not None:
-            packed = _shaped(left, (len(piece.kept), i, k))
-            y = torch.index_select(y, 0, piece.kept, out=packed)
-        if y.dtype != out.dtype:
-            y = y.to(out.dtype)
+        x = _take(a, piece.padded, source, left).view(piece.count, piece.pad * i, j)
+        y = _packed(piece, _multiply(x, matrices, right).view(-1, i, k), left).to(out.dtype)
         if target is None:
-            _wide(out).index_copy_(0, piece.rows, _wide(y))
+            _put(out, piece.rows, y)
             continue
         rows = target.index_select(0, piece.rows)
-        if partial:
-            kept = (rows < targets).nonzero().reshape(-1)
+        if rows_left_out:
+            kept = (rows < out.shape[0]).nonzero().view(-1)
             rows, y = rows.index_select(0, kept), y.index_select(0, kept)
         out.index_add_(0, rows, y)
-    return out if not add or out.dtype == out_dtype else out.to(out_dtype)
+    return out.to(out_dtype)
 
 
 def grouped_outer(
@@ -148,9 +134,9 @@ def grouped_outer(
     left, right = _buffers(cut.rows * i * max(j, k), sums.wide)
     for piece, _ in _walk(groups, cut, None, sums.wide):
         blank = piece.blank()
-        x = _gather(a, piece.padded, source_a, left, blank)
-        y = _gather(b, piece.padded, source_b, right, blank)
-        sums.add(piece, x.view(piece.count, piece.pad * i, j), y.view(piece.count, piece.pad * i, k))
+        x = _take(a, piece.padded, source_a, left, blank).view(piece.count, piece.pad * i, j)
+        y = _take(b, piece.padded, source_b, right, blank).view(piece.count, piece.pad * i, k)
+        sums.add(piece, x, y)
     return sums.result()
 
 
@@ -175,9 +161,7 @@ def grouped_gradients(
     gout, a, c = gout.resolve_conj(), a.resolve_conj(), c.resolve_conj()
     (i, j), k, n = a.shape[1:], c.shape[2], len(groups.order)
     grad_rows = fresh((n, i, j), a.dtype)
-    dropped = groups.order[int(groups.ends[-1]) :]
-    if len(dropped):
-        grad_rows.index_fill_(0, dropped, 0)
+    grad_rows.index_fill_(0, groups.order[int(groups.ends[-1]) :], 0)
     sums = _Sums(groups, j, k, a.dtype)
     if not (sums.out.numel() and i and n):
         return grad_rows.zero_(), sums.out.zero_()
@@ -185,19 +169,47 @@ def grouped_gradients(
     left, right = _buffers(cut.rows * i * max(j, k), sums.wide)
     for piece, matrices in _walk(groups, cut, c.transpose(1, 2), sums.wide):
         blank = piece.blank()
-        x = _gather(a, piece.padded, source, left, blank)
-        g = _gather(gout, piece.padded, None, right, blank)
-        x, g = x.view(piece.count, piece.pad * i, j), g.view(piece.count, piece.pad * i, k)
+        x = _take(a, piece.padded, source, left, blank).view(piece.count, piece.pad * i, j)
+        g = _take(gout, piece.padded, None, right, blank).view(piece.count, piece.pad * i, k)
         sums.add(piece, x.conj(), g)
-        if not piece.pad:
-            continue
-        y = _multiply(g, matrices.conj(), left).view(piece.count * piece.pad, i, j)  # Its rows of a are done with.
-        if piece.kept is not None:
-            y = torch.index_select(y, 0, piece.kept, out=_shaped(right, (len(piece.kept), i, j)))
-        if y.dtype != a.dtype:
-            y = y.to(a.dtype)
-        _wide(grad_rows).index_copy_(0, piece.rows, _wide(y))
+        if piece.pad:
+            y = _multiply(g, matrices.conj(), left).view(-1, i, j)  # The rows of a are done with.
+            _put(grad_rows, piece.rows, _packed(piece, y, right).to(a.dtype))
     return grad_rows, sums.result()
+
+
+def matmul_scratch_bytes(
+    rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: torch.dtype, sourced: bool = False
+) -> int:
+    """Upper bound of what `grouped_matmul` allocates beside its result.
+
+    A half-precision result that is added into targets is summed in float32: add its bytes in that dtype.
+    """
+    cut = cutting(size_i, size_j, size_k, rows, dtype)
+    wide = accumulator(dtype).itemsize
+    width = cut.rows * size_i * max(size_j, size_k)
+    numbers = 2 * width * wide + min(cut.picked, groups) * size_j * size_k * wide
+    if accumulator(dtype) != dtype:
+        # Rows taken and put in the half type, and named matrices before they are converted.
+        numbers += width * dtype.itemsize + min(cut.picked, groups) * size_j * size_k * dtype.itemsize
+    # Six index arrays of a piece; those of the cut are a few for each group.
+    return numbers + (6 + sourced) * 8 * cut.rows + 64 * groups
+
+
+def outer_scratch_bytes(
+    rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: torch.dtype, sourced: bool = False
+) -> int:
+    """Upper bound of what `grouped_outer` allocates beside its result."""
+    return matmul_scratch_bytes(rows, size_i, groups, size_j, size_k, dtype, sourced)
+
+
+def gradients_scratch_bytes(
+    rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: torch.dtype, sourced: bool = False
+) -> int:
+    """Upper bound of what `grouped_gradients` allocates beside its results."""
+    cut = cutting(size_i, size_j, size_k, rows, dtype)
+    sums = min(cut.picked, groups) * size_j * size_k * accumulator(dtype).itemsize
+    return matmul_scratch_bytes(rows, size_i, groups, size_j, size_k, dtype, sourced) + sums
 
 
 class _Sums:
@@ -272,14 +284,16 @@ def _pick(c: Tensor, names: Tensor) -> Tensor:
 def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """An uninitialised array; a large one asks the kernel for huge pages.
 
-    Rows written in random order touch a new page almost each time: 33 MB cost 20 ms so, and 5 ms in huge pages
-    (2-core AMD EPYC 7003, Linux, transparent huge pages by `madvise`). Elsewhere this is `torch.empty`.
+    Rows that are put in random order touch a new page almost each time: 33 MB cost 25 ms so, 13 ms in huge pages, and
+    10 ms where the pages are not new (2-core AMD EPYC 7003, Linux with transparent huge pages by `madvise`, torch
+    2.13). Elsewhere this is `torch.empty`.
     """
     out = torch.empty(shape, dtype=dtype)
     if HUGE_PAGES and out.nbytes >= 2 * HUGE_PAGE:
         first = -(-out.data_ptr() // HUGE_PAGE) * HUGE_PAGE
         last = (out.data_ptr() + out.nbytes) // HUGE_PAGE * HUGE_PAGE
-        _madvise(first, last - first, 14)  # MADV_HUGEPAGE. It is advice: a refusal changes nothing.
+        # 14 is MADV_HUGEPAGE. Whole pages inside the array, and advice only: a refusal changes nothing.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), 14)
     return out
 
 
@@ -287,7 +301,7 @@ def _buffers(numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype)
 
 
-def _gather(x: Tensor, rows: Tensor, source: Tensor | None, buffer: Tensor, blank: Tensor | None = None) -> Tensor:
+def _take(x: Tensor, rows: Tensor, source: Tensor | None, buffer: Tensor, blank: Tensor | None = None) -> Tensor:
     """`x[source[rows]]` in the buffer, zero at `blank`."""
     if source is not None:
         rows = source.index_select(0, rows)
@@ -311,16 +325,24 @@ def _multiply(x: Tensor, matrices: Tensor, buffer: Tensor) -> Tensor:
     return out
 
 
+def _packed(piece: Piece, y: Tensor, buffer: Tensor) -> Tensor:
+    """The real rows of a piece, in the buffer where some are not."""
+    if piece.kept is None:
+        return y
+    return torch.index_select(y, 0, piece.kept, out=_shaped(buffer, (len(piece.kept), *y.shape[1:])))
+
+
+def _put(out: Tensor, rows: Tensor, y: Tensor) -> None:
+    """`out[rows] = y`, both contiguous, in the widest elements that divide a row: they are moved one by one."""
+    row = prod(out.shape[1:]) * out.itemsize
+    out, y = out.view(len(out), -1), y.view(len(y), -1)
+    for dtype in (torch.complex128, torch.int64, torch.int32):
+        if row % dtype.itemsize == 0:
+            out, y = out.view(dtype), y.view(dtype)
+            break
+    out.index_copy_(0, rows, y)
+
+
 def _shaped(buffer: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
     """The first elements of a flat buffer, as an array of that shape."""
     return buffer[: prod(shape)].view(shape)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """A contiguous array's rows, in the widest elements that divide them: a copy by index moves them one by one."""
-    row = prod(x.shape[1:]) * x.itemsize
-    flat = x.view(x.shape[0], prod(x.shape[1:]))
-    for dtype in (torch.complex128, torch.int64, torch.int32):
-        if row and row % dtype.itemsize == 0 and x.storage_offset() * x.itemsize % dtype.itemsize == 0:
-            return flat.view(dtype)
-    return flat

@@ -52,8 +52,8 @@ class Op:
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """Letters of the index arrays that the step reads."""
-        return self.spec.arrays
+        """Letters of the index arrays that the step reads, sorted: transposing changes their order of appearance."""
+        return tuple(sorted(self.spec.arrays))
 
     def bytes_touched(self) -> int:
         """Bytes of all inputs, index arrays and results: what the step moves at least."""

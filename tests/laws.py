@@ -26,7 +26,7 @@ def exact_problems(dtypes=("float32",), slack: int = 1, **options) -> st.SearchS
     `slack` leaves room for sums of that many results, as directional derivatives make.
     """
     for dtype in dtypes:
-        options = {**LIMITS.get(dtype, {}), **options}
+        options = {**options, **LIMITS.get(dtype, {})}
 
     def is_exact(problem: Problem) -> bool:
         return slack * problem.exact_bound() <= min(map(exact_range, problem.dtypes))
