@@ -11,6 +11,7 @@ that what the backward pass holds is the caller's own array wherever possible.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["JaxBackend", "backend"]
 
 Shape = tuple[int, ...]
+Mode = tuple[str, str | None]
 
 
 # -- index arrays --------------------------------------------------------------------------------------
@@ -84,8 +86,8 @@ jax.tree_util.register_pytree_node(
 
 
 # -- the step primitive --------------------------------------------------------------------------------
-# Parameters: op, lowering, mode, and `views`, the shapes of the results as the caller sees them. Arguments are the op's
-# inputs, then its index arrays in the order of `op.arrays`.
+# Parameters: op, lowering, mode (the index mode and the precision of products), and `views`, the shapes of the results
+# as the caller sees them. Arguments are the op's inputs, then its index arrays in the order of `op.arrays`.
 
 step_p = Primitive("planner_step")
 step_p.multiple_results = True
@@ -107,17 +109,18 @@ def _count(op: Op) -> int:
     return 1 if op.source_dtype is not None else len(op.spec.inputs) + op.pair
 
 
-def _evaluate(*arguments: Any, op: Op, lowering: str, mode: str, views: tuple[Shape, ...]) -> list[Any]:
+def _evaluate(*arguments: Any, op: Op, lowering: str, mode: Mode, views: tuple[Shape, ...]) -> list[Any]:
     """Compute a step; this is what the primitive lowers to."""
-    count = _count(op)
+    count, (index_mode, precision) = _count(op), mode
     inputs = [x.reshape(shape) for x, shape in zip(arguments[:count], op.input_shapes, strict=True)]
     raw = dict(zip(op.arrays, arguments[count:], strict=True))
-    index = Prepared(mode in ("raise", "drop"))
+    index = Prepared(index_mode in ("raise", "drop"))
     for gather in op.spec.gathers:
-        values = _normalised(raw[gather.array], gather, mode)
+        values = _normalised(raw[gather.array], gather, index_mode)
         index[gather] = values.reshape(_index_shape(op.spec, gather.array))
-    results = backend_table.run(lowering, op, inputs, index)
-    if mode == "raise":
+    with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
+        results = backend_table.run(lowering, op, inputs, index)
+    if index_mode == "raise":
         terms = op.spec.inputs if op.pair else (op.spec.output,)
         results = tuple(_poisoned(x, term, op.spec, index) for x, term in zip(results, terms, strict=True))
     return [x.reshape(view) for x, view in zip(results, views, strict=True)]
@@ -157,12 +160,12 @@ def _poisoned(x: Any, term: Term, spec: Spec, index: Prepared) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _compiled(op: Op, lowering: str, mode: str, views: tuple[Shape, ...]) -> Callable[..., list[Any]]:
+def _compiled(op: Op, lowering: str, mode: Mode, views: tuple[Shape, ...]) -> Callable[..., list[Any]]:
     return jax.jit(partial(_evaluate, op=op, lowering=lowering, mode=mode, views=views))
 
 
 def _step(
-    op: Op, arguments: Sequence[Any], mode: str, views: tuple[Shape, ...], lowering: str | None = None
+    op: Op, arguments: Sequence[Any], mode: Mode, views: tuple[Shape, ...], lowering: str | None = None
 ) -> list[Any]:
     """Bind a step; the implementation is the fastest one unless the plan chose another."""
     found: list[Any] = step_p.bind(
@@ -193,7 +196,7 @@ def _instantiated(tangent: Any) -> bool:
     return not isinstance(tangent, ad.Zero)
 
 
-def _step_jvp(primals: Any, tangents: Any, *, op: Op, lowering: str, mode: str, views: Any) -> Any:
+def _step_jvp(primals: Any, tangents: Any, *, op: Op, lowering: str, mode: Mode, views: Any) -> Any:
     results = _step(op, primals, mode, views, lowering)
     count = _count(op)
     active = [i for i in range(count) if _instantiated(tangents[i])]
@@ -219,7 +222,7 @@ def _step_jvp(primals: Any, tangents: Any, *, op: Op, lowering: str, mode: str, 
 
 
 def _multilinear(
-    op: Op, primals: Any, tangents: Any, active: Sequence[int], mode: str, views: Any, lowering: str | None
+    op: Op, primals: Any, tangents: Any, active: Sequence[int], mode: Mode, views: Any, lowering: str | None
 ) -> Any:
     """The tangent of a step: the sum over operands of the step with a tangent in that operand's place."""
     count = _count(op)
@@ -242,7 +245,7 @@ def _joint(op: Op) -> bool:
     return len(op.spec.inputs) == 2 and any(g.pair for g, _, _ in _lower.gradients(op, (True, True)))
 
 
-def _step_transpose(cotangents: Any, *arguments: Any, op: Op, lowering: str, mode: str, views: Any) -> Any:
+def _step_transpose(cotangents: Any, *arguments: Any, op: Op, lowering: str, mode: Mode, views: Any) -> Any:
     count = _count(op)
     linear = [i for i in range(count) if ad.is_undefined_primal(arguments[i])]
     results: list[Any] = [None] * len(arguments)
@@ -273,7 +276,7 @@ def _axis_front(x: Any, dim: Any) -> Any:
     return x if dim is None else jnp.moveaxis(x, dim, 0)
 
 
-def _step_batch(arguments: Any, dims: Any, *, op: Op, lowering: str, mode: str, views: Any) -> Any:
+def _step_batch(arguments: Any, dims: Any, *, op: Op, lowering: str, mode: Mode, views: Any) -> Any:
     count = _count(op)
     size = next(
         x.shape[d] for x, d in zip(arguments, dims, strict=True) if d is not None
@@ -296,7 +299,7 @@ def _step_batch(arguments: Any, dims: Any, *, op: Op, lowering: str, mode: str, 
 
 
 def _batched_step(
-    op: Op, arguments: Sequence[Any], mapped: Sequence[bool], count: int, size: int, mode: str, view: Shape
+    op: Op, arguments: Sequence[Any], mapped: Sequence[bool], count: int, size: int, mode: Mode, view: Shape
 ) -> Any:
     """One step with a leading batch axis; broadcast where nothing of this step is batched."""
     operands = [i for i in range(count) if mapped[i]]
@@ -317,7 +320,7 @@ batching.primitive_batchers[step_p] = _step_batch
 # -- the joint tangent of a binary step: f(da, b) + f(a, db) -------------------------------------------
 
 
-def _tangent_parts(arguments: Any, op: Op, mode: str, views: Any, lowering: str | None) -> Any:
+def _tangent_parts(arguments: Any, op: Op, mode: Mode, views: Any, lowering: str | None) -> Any:
     a, b, da, db, *indices = arguments
     (left,) = _step(op, (da, b, *indices), mode, views, lowering)
     (right,) = _step(op, (a, db, *indices), mode, views, lowering)
@@ -325,7 +328,7 @@ def _tangent_parts(arguments: Any, op: Op, mode: str, views: Any, lowering: str 
 
 
 @tangent_p.def_impl
-def _tangent_impl(*arguments: Any, op: Op, lowering: str | None, mode: str, views: Any) -> Any:
+def _tangent_impl(*arguments: Any, op: Op, lowering: str | None, mode: Mode, views: Any) -> Any:
     return _tangent_parts(arguments, op, mode, views, lowering)
 
 
@@ -343,7 +346,7 @@ mlir.register_lowering(
 )
 
 
-def _tangent_jvp(primals: Any, tangents: Any, *, op: Op, lowering: str | None, mode: str, views: Any) -> Any:
+def _tangent_jvp(primals: Any, tangents: Any, *, op: Op, lowering: str | None, mode: Mode, views: Any) -> Any:
     result = tangent_p.bind(*primals, op=op, lowering=lowering, mode=mode, views=views)
     total = None
     a, b, da, db, *indices = primals
@@ -359,7 +362,7 @@ def _tangent_jvp(primals: Any, tangents: Any, *, op: Op, lowering: str | None, m
 
 
 def _tangent_transpose(
-    cotangent: Any, *arguments: Any, op: Op, lowering: str | None, mode: str, views: Any
+    cotangent: Any, *arguments: Any, op: Op, lowering: str | None, mode: Mode, views: Any
 ) -> Any:
     results: list[Any] = [None] * len(arguments)
     a, b, da, db, *indices = arguments
@@ -380,7 +383,7 @@ def _tangent_transpose(
     return results
 
 
-def _tangent_batch(arguments: Any, dims: Any, *, op: Op, lowering: str | None, mode: str, views: Any) -> Any:
+def _tangent_batch(arguments: Any, dims: Any, *, op: Op, lowering: str | None, mode: Mode, views: Any) -> Any:
     size = next(x.shape[d] for x, d in zip(arguments, dims, strict=True) if d is not None)
     moved = [_axis_front(x, d) for x, d in zip(arguments, dims, strict=True)]
     mapped = [d is not None for d in dims]
@@ -494,7 +497,7 @@ class JaxBackend:
                     x = x.real
                 return jax.lax.convert_element_type(x, jnp.dtype(op.dtype))
             used = tuple(indices[name] for name in op.arrays)
-            return _step(op, (*inputs, *used), mode, op.output_shapes, lowerings[op])[0]
+            return _step(op, (*inputs, *used), (mode, plan.options.precision), op.output_shapes, lowerings[op])[0]
 
         def run_tree(leaves: tuple[Any, ...], index_values: tuple[Any, ...], mode: str) -> Any:
             indices = dict(zip(arrays, index_values, strict=True))

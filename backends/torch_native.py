@@ -25,6 +25,9 @@ __all__ = ["compile_native"]
 Run = Callable[[Sequence[Tensor]], Tensor]
 
 NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum")
+# Made of several native calls, of which autograd keeps more than the step's operands: the positions of the diagonal,
+# sums that the step makes itself.
+COMPOSED = ("diagonal", "multiply, sum")
 
 
 def compile_native(tree: Tree, operands: Sequence[Tensor], copies: bool) -> Run | None:
@@ -33,7 +36,7 @@ def compile_native(tree: Tree, operands: Sequence[Tensor], copies: bool) -> Run 
     Args:
         tree: the plan's tree.
         operands: stand-ins on the meta device, with the true strides.
-        copies: whether steps may copy operands into another layout.
+        copies: whether steps may copy: no gradient is asked for, so that nothing is kept.
     """
     made = _compile(tree, operands, copies)
     return None if made is None else made[0]
@@ -45,6 +48,8 @@ def _compile(tree: Tree, operands: Sequence[Tensor], copies: bool) -> tuple[Run,
         number = tree.operand
         return (lambda xs: xs[number]), operands[number]
     if tree.op.source_dtype is not None or stock_kind(tree.op) not in NATIVE:
+        return None
+    if not copies and stock_kind(tree.op) in COMPOSED:
         return None
     children = [_compile(child, operands, copies) for child in tree.children]
     if any(child is None for child in children):

@@ -40,7 +40,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def cutting(i: int, j: int, k: int, n: int, dtype: torch.dtype) -> Cutting:
-    """How N rows of shape `(i, j)` are cut for matrices `(j, k)`; shapes alone decide, so a plan can foretell memory."""
+    """How N rows `(i, j)` are cut for matrices `(j, k)`; shapes alone decide, so that a plan can foretell memory."""
     itemsize = accumulator(dtype).itemsize
     rows = max(BUFFER_BYTES // max(1, i * max(j, k) * itemsize), FEWEST_ROWS // max(1, i))
     rows = max(1, min(rows, n))
@@ -94,15 +94,15 @@ def grouped_matmul(
         if not piece.pad:
             continue
         x = _take(a, piece.padded, source, left).view(piece.count, piece.pad * i, j)
-        y = _packed(piece, _multiply(x, matrices, right).view(-1, i, k), left).to(out.dtype)
+        y = _packed(piece, _multiply(x, matrices, right).view(-1, i, k), left)
         if target is None:
-            _put(out, piece.rows, y)
+            _put(out, piece.rows, y.to(out.dtype))
             continue
         rows = target.index_select(0, piece.rows)
         if rows_left_out:
             kept = (rows < out.shape[0]).nonzero().view(-1)
             rows, y = rows.index_select(0, kept), y.index_select(0, kept)
-        out.index_add_(0, rows, y)
+        out.index_add_(0, rows, y.to(out.dtype))
     return out.to(out_dtype)
 
 
@@ -127,10 +127,10 @@ def grouped_outer(
     """
     a, b = a.resolve_conj(), b.resolve_conj()
     (i, j), k, n = a.shape[1:], b.shape[2], len(groups.order)
-    sums = _Sums(groups, j, k, a.dtype)
+    cut = cutting(i, j, k, n, a.dtype)
+    sums = _Sums(groups, min(cut.picked, groups.size), j, k, a.dtype)
     if not (sums.out.numel() and i):
         return sums.out.zero_()
-    cut = cutting(i, j, k, n, a.dtype)
     left, right = _buffers(cut.rows * i * max(j, k), sums.wide)
     for piece, _ in _walk(groups, cut, None, sums.wide):
         blank = piece.blank()
@@ -145,7 +145,8 @@ def grouped_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Both gradients of `grouped_matmul` without target, in one walk.
 
-        out[r] = a[s(r)] @ c[g(r)]   gives   da[r] = gout[r] @ c[g(r)]^H,   dc[g] = sum over its rows of a[s(r)]^H @ gout[r]
+        out[r] = a[s(r)] @ c[g(r)]   gives
+        da[r] = gout[r] @ c[g(r)]^H,   dc[g] = sum of a[s(r)]^H @ gout[r] over its rows
 
     Args:
         gout: `(N, I, K)`, any strides.
@@ -162,10 +163,10 @@ def grouped_gradients(
     (i, j), k, n = a.shape[1:], c.shape[2], len(groups.order)
     grad_rows = fresh((n, i, j), a.dtype)
     grad_rows.index_fill_(0, groups.order[int(groups.ends[-1]) :], 0)
-    sums = _Sums(groups, j, k, a.dtype)
+    cut = cutting(i, j, k, n, a.dtype)
+    sums = _Sums(groups, min(cut.picked, groups.size), j, k, a.dtype)
     if not (sums.out.numel() and i and n):
         return grad_rows.zero_(), sums.out.zero_()
-    cut = cutting(i, j, k, n, a.dtype)
     left, right = _buffers(cut.rows * i * max(j, k), sums.wide)
     for piece, matrices in _walk(groups, cut, c.transpose(1, 2), sums.wide):
         blank = piece.blank()
@@ -188,12 +189,19 @@ def matmul_scratch_bytes(
     cut = cutting(size_i, size_j, size_k, rows, dtype)
     wide = accumulator(dtype).itemsize
     width = cut.rows * size_i * max(size_j, size_k)
-    numbers = 2 * width * wide + min(cut.picked, groups) * size_j * size_k * wide
+    needed = 2 * width * wide + _matrix_bytes(cut, groups, size_j, size_k, dtype)
     if accumulator(dtype) != dtype:
-        # Rows taken and put in the half type, and named matrices before they are converted.
-        numbers += width * dtype.itemsize + min(cut.picked, groups) * size_j * size_k * dtype.itemsize
-    # Six index arrays of a piece; those of the cut are a few for each group.
-    return numbers + (6 + sourced) * 8 * cut.rows + 64 * groups
+        # Rows in the half type, or named matrices before they are converted.
+        needed += max(width, min(cut.picked, groups) * size_j * size_k) * dtype.itemsize
+    # Six index arrays of a piece; those that decide the cut are a few for each group.
+    return needed + (6 + sourced) * 8 * cut.rows + 64 * groups + 1024
+
+
+def _matrix_bytes(cut: Cutting, groups: int, size_j: int, size_k: int, dtype: torch.dtype) -> int:
+    """Bytes of the matrices that are copied: none where a group is always alone and needs no conversion."""
+    if cut.picked == 1 and accumulator(dtype) == dtype:
+        return 0
+    return min(cut.picked, groups) * size_j * size_k * accumulator(dtype).itemsize
 
 
 def outer_scratch_bytes(
@@ -208,23 +216,25 @@ def gradients_scratch_bytes(
 ) -> int:
     """Upper bound of what `grouped_gradients` allocates beside its results."""
     cut = cutting(size_i, size_j, size_k, rows, dtype)
-    sums = min(cut.picked, groups) * size_j * size_k * accumulator(dtype).itemsize
+    sums = _matrix_bytes(cut, groups, size_j, size_k, dtype)
     return matmul_scratch_bytes(rows, size_i, groups, size_j, size_k, dtype, sourced) + sums
 
 
 class _Sums:
-    """The sums of outer products, filled piece by piece; `held` are those of the latest first piece."""
+    """The sums of outer products, filled piece by piece; `held` are those of the latest first piece, at most `most`."""
 
-    def __init__(self, groups: Groups, j: int, k: int, dtype: torch.dtype) -> None:
+    def __init__(self, groups: Groups, most: int, j: int, k: int, dtype: torch.dtype) -> None:
         self.wide = accumulator(dtype)
         self.out = fresh((groups.size, j, k), dtype)
         self.held = self.out[:0]
         self.place: slice | Tensor = slice(0, 0)
-        self.scratch = torch.empty(0, dtype=self.wide)
+        self.most = most
+        self.scratch: Tensor | None = None
 
     def add(self, piece: Piece, x: Tensor, y: Tensor) -> None:
         """Add `x^T @ y`, `(count, rows, J)` and `(count, rows, K)`, to the groups of a piece."""
         if not piece.pad:
+            assert isinstance(piece.groups, Tensor)
             self.out.index_fill_(0, piece.groups, 0)
             return
         if piece.first:
@@ -245,10 +255,9 @@ class _Sums:
         if isinstance(piece.groups, slice) and self.out.dtype == self.wide:
             self.held = self.out[piece.groups]
             return
-        shape = (piece.count, *self.out.shape[1:])
-        if self.scratch.numel() < prod(shape):
-            self.scratch = torch.empty(prod(shape), dtype=self.wide)
-        self.held = _shaped(self.scratch, shape)
+        if self.scratch is None:
+            self.scratch = torch.empty(self.most * prod(self.out.shape[1:]), dtype=self.wide)
+        self.held = _shaped(self.scratch, (piece.count, *self.out.shape[1:]))
 
     def _store(self) -> None:
         if isinstance(self.place, Tensor):
@@ -259,26 +268,28 @@ class _Sums:
 
 def _walk(groups: Groups, cut: Cutting, c: Tensor | None, wide: torch.dtype) -> Iterator[tuple[Piece, Tensor]]:
     """Every piece with the matrices of its groups, in the accumulator's dtype."""
-    scratch = torch.empty(0, dtype=wide)
-    matrices = scratch
+    held = torch.empty(0, dtype=wide)
+    matrices = held
     for piece in pieces(groups, cut):
         if c is not None and piece.pad and piece.first:
-            if isinstance(piece.groups, slice):
+            by_range = isinstance(piece.groups, slice)
+            if by_range and c.dtype == wide:
                 matrices = c[piece.groups]
             else:
-                matrices = _pick(c, piece.groups)
-            if matrices.dtype != wide:
-                if scratch.numel() < matrices.numel():
-                    scratch = torch.empty(matrices.numel(), dtype=wide)
-                matrices = _shaped(scratch, matrices.shape).copy_(matrices)
+                if not held.numel():
+                    held = torch.empty(min(cut.picked, groups.size) * prod(c.shape[1:]), dtype=wide)
+                matrices = _pick(c, piece.groups, held)
         yield piece, matrices
 
 
-def _pick(c: Tensor, names: Tensor) -> Tensor:
-    """`c[names]`, in the layout of `c`: a copy that also transposes is several times slower."""
+def _pick(c: Tensor, groups: slice | Tensor, buffer: Tensor) -> Tensor:
+    """`c[groups]` in the buffer, in the layout of `c`: a copy that also transposes is several times slower."""
     if c.stride(1) < c.stride(2):
-        return c.transpose(1, 2).index_select(0, names).transpose(1, 2)
-    return c.index_select(0, names)
+        return _pick(c.transpose(1, 2), groups, buffer).transpose(1, 2)
+    if isinstance(groups, slice):
+        return _shaped(buffer, c[groups].shape).copy_(c[groups])
+    out = _shaped(buffer, (len(groups), *c.shape[1:]))
+    return torch.index_select(c, 0, groups, out=out) if c.dtype == out.dtype else out.copy_(c.index_select(0, groups))
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

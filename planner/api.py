@@ -15,12 +15,14 @@ from planner.errors import PlannerError, SpecError
 from planner.parse import parse, parse_sublists
 from planner.plan import Options, Plan
 from planner.planning import make_plan
+from planner.search.paths import explicit_path
 from planner.resolve import resolve_shapes, shape_of
 from planner.spec import Operand, Spec
 
 __all__ = ["contract", "plan"]
 
 INDEX_MODES = ("raise", "drop", "clip")
+PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
 
 # Warm calls find their runner here: spec, options and what the backend says of the arrays, to a function.
 _RUNNERS: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], Any]] = {}
@@ -187,6 +189,9 @@ def _make(
         raise PlannerError(f"index_mode={index_mode!r} is unknown: take one of {', '.join(map(repr, INDEX_MODES))}")
     if precision is not None and framework != "jax":
         raise PlannerError(f"precision= is for jax; {framework} has no setting per call")
+    precision = str(getattr(precision, "name", precision)).lower() if precision is not None else None
+    if precision not in (None, *PRECISIONS):
+        raise PlannerError(f"precision={precision!r} is unknown: take one of {', '.join(map(repr, PRECISIONS))}")
     backend = load_backend(framework)
     described = tuple(_describe(backend, operand, number) for number, operand in enumerate(operands))
     index_shapes = {}
@@ -199,10 +204,11 @@ def _make(
     itemsize(compute)
     backend.check_devices(operands, indices)
     options = Options(
-        tuple(map(tuple, optimize)) if isinstance(optimize, list) else optimize,
+        optimize if optimize is None or isinstance(optimize, str) or callable(optimize) else explicit_path(optimize),
         minimize,
         parse_bytes(memory_limit, "memory_limit"),
         parse_bytes(retain_limit, "retain_limit"),
+        precision,
     )
     # A gradient exists only for floats that stay floats.
     if not compute.startswith(("float", "bfloat", "complex")):

@@ -26,6 +26,7 @@ class Options:
     minimize: Any = "time"
     memory_limit: int | None = None
     retain_limit: int | None = None
+    precision: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

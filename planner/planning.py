@@ -56,11 +56,14 @@ class Problem:
     def search(
         self, objective: str, keep: Keep, work: int, path: Any = None, naive: bool = False
     ) -> tuple[Found, Lowerer]:
+        """Search over the trees of a path, or over all; then the greedy path's score bounds what is followed."""
         lower = Lowerer(self.stock_choices if naive else self.choices, step_key(objective))
-        search = Search(
-            self.network, self.requires, self.casts, self.dtype, lower, objective, keep, work, naive
-        )  # fmt: skip
-        return (search.run() if path is None else search.run(splits_of(path, len(self.operands)))), lower
+        known = (self.network, self.requires, self.casts, self.dtype, lower, objective, keep, work)
+        count = len(self.operands)
+        if path is not None:
+            return Search(*known, naive).run(splits_of(path, count)), lower
+        bound = Search(*known).run(splits_of(self.path("greedy"), count)).score if count > 2 else None
+        return Search(*known, bound=bound).run(), lower
 
     def path(self, optimize: Any) -> Any:
         if isinstance(optimize, str) or callable(optimize):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 
 import numpy as np
 from hypothesis import strategies as st
@@ -91,9 +90,9 @@ def note_language(floors: Floors, problem: Problem, **facts: object) -> None:
     )
 
 
-def in_turn(values):
-    """An endless round of values, one an example: settings that need not be drawn."""
-    return itertools.cycle(values).__next__
+def pick(problem: Problem, values):
+    """One of the values, settled by the problem, so that a replay takes the same; the first for simple ones."""
+    return values[problem.seed % len(values)]
 
 
 # Out-of-range indices, as (values, size, position of the first bad one, its value).

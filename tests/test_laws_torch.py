@@ -14,8 +14,8 @@ from laws import (
     assert_equal,
     directional,
     exact_problems,
-    in_turn,
     note_language,
+    pick,
     tangents_of,
     wide_index,
 )
@@ -93,12 +93,12 @@ def check_gradients(problem, strided, **options):
 
 
 def test_values_and_gradients():
-    floors, objective = Floors(), in_turn(OBJECTIVES)
+    floors = Floors()
 
     @settings(max_examples=examples(500, 10_000))
     @given(exact_problems())
     def law(problem):
-        minimize = objective()
+        minimize = pick(problem, OBJECTIVES)
         for strided in (False, True):
             check_values(problem, strided, minimize=minimize)
             check_gradients(problem, strided, minimize=minimize)

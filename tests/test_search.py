@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import time
+
 import numpy as np
+import opt_einsum
 import pytest
 from brute_force import every_order, every_tree, figure, leasts
 from conftest import examples
@@ -10,11 +15,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import planner
+from planner.cost import itemsize
 from planner.device import CPU
 from planner.objective import OBJECTIVES, step_key
 from planner.planning import Problem
 from planner.program import Lowerer
 from planner.resolve import resolve_shapes
+from planner.spec import unused_letters
+from planner.testing import problems
 
 ORDERS = ("order", "backward_order")
 MOST_TREES = examples(2_500, 20_000)
@@ -118,3 +126,227 @@ def assert_score_is_the_cost(network, backend):
 @given(networks(most_nodes=5))
 def test_scores_are_the_costs_of_the_programs(network):
     assert_score_is_the_cost(network, "numpy")
+
+
+@settings(max_examples=examples(30, 300))
+@given(networks(most_nodes=4))
+def test_torch_search_finds_the_least_of_all_trees(network):
+    pytest.importorskip("torch")
+    assert_least(network, "torch", MOST_TREES // 4)
+
+
+@settings(max_examples=examples(30, 300))
+@given(networks(most_nodes=4))
+def test_torch_scores_are_the_costs_of_the_programs(network):
+    pytest.importorskip("torch")
+    assert_score_is_the_cost(network, "torch")
+
+
+# -- every tree computes the same ------------------------------------------------------------------------
+
+
+@settings(max_examples=examples(60, 600))
+@given(problems(max_operands=4, max_size=3, index_modes=("raise", "drop", "clip")))
+def test_every_tree_gives_the_oracles_values(random_problem):
+    case = random_problem
+    operands = case.operands()
+    sizes = case.output_shape()
+    plan = planner.plan(
+        case.spec, *operands, sizes=sizes, index_mode=case.index_mode, backend="numpy", **case.indices
+    )
+    problem = Problem(plan.resolved, plan.operands, plan.dtype, "numpy", CPU)
+    assume(3 ** len(operands) * 4 ** len(problem.network.gathers) <= 1500)
+    assume(case.exact_bound() < 2**24)
+    lower = Lowerer(problem.choices, step_key("time"))
+    expected = case.expected()
+    for tree in every_tree(problem)[:: examples(3, 1)]:
+        programs = problem.programs(tree, lower, "all")
+        found = dataclasses.replace(plan, tree=tree, programs=programs)(*operands, **case.indices)
+        np.testing.assert_array_equal(found, expected, str(tree))
+
+
+# -- liveness --------------------------------------------------------------------------------------------
+
+
+def simulated_peak(steps, variables, given, held, start):
+    """Allocate and free step by step, looking ahead through all later steps for readers."""
+    storage = {number: variable.base for number, variable in enumerate(variables)}
+    memory = {}
+    peak = start
+    caller = {storage[v] for v in given}
+    for number, step in enumerate(steps):
+        for output in step.outputs:
+            base = storage[output]
+            if base not in caller:
+                memory[base] = math.prod(variables[base].shape) * itemsize(variables[base].dtype)
+        now = start + sum(memory.values()) + step.choice.cost.scratch_bytes
+        assert step.live_bytes == now
+        peak = max(peak, now)
+        later = {storage[v] for s in steps[number + 1 :] for v in s.inputs} | {storage[v] for v in held}
+        gone = {base for base in memory if base not in later}
+        released = {storage[v] for v in step.releases}
+        assert released == gone & {storage[v] for v in (*step.inputs, *step.outputs)}
+        assert gone == released
+        for base in gone:
+            del memory[base]
+    return peak
+
+
+@settings(max_examples=examples(200, 2000))
+@given(networks(most_nodes=5), st.sampled_from(["all", "inputs"]), st.sampled_from(OBJECTIVES))
+def test_liveness_is_that_of_a_simulated_allocator(network, keep, objective):
+    problem = problem_of(network, "numpy")
+    found, lower = problem.search(objective, keep, 10**6)
+    programs = problem.programs(found.tree, lower, keep)
+    variables, forward = programs.variables, programs.forward
+    bases = {variables[v].base for v in programs.kept}
+    own = bases - {variables[programs.result].base} - set(range(len(problem.operands)))
+    retained = sum(math.prod(variables[b].shape) * itemsize(variables[b].dtype) for b in own)
+    assert programs.cost.retained_bytes == retained
+    held = (programs.result, *programs.kept)
+    assert simulated_peak(forward.steps, variables, forward.given, held, 0) == forward.peak_bytes
+    if programs.backward is not None:
+        backward = programs.backward
+        peak = simulated_peak(backward.steps, variables, backward.given, backward.results, retained)
+        assert peak == backward.peak_bytes
+        wanted = [operand.requires_grad for operand in problem.operands]
+        assert [g is not None for g in programs.gradients] == wanted
+
+
+# -- paths -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=examples(100, 1000))
+@given(problems(max_operands=6, gathers=False, without=["repeated output", "broadcast output"], max_size=9))
+def test_flops_are_at_most_opt_einsums(case):
+    """opt_einsum counts a step as the size of its joint space, doubled where it sums; so do we, per product."""
+    shapes = case.shapes
+    plan = planner.plan(case.spec, *shapes, minimize="flops", optimize="optimal", backend="numpy")
+    terms = plan.resolved.spec
+    sizes = dict(terms.sizes)
+    assume(0 not in sizes.values())
+    path = opt_einsum.contract_path(
+        ",".join("".join(t) for t in terms.inputs) + "->" + "".join(terms.output),
+        *plan.resolved.shapes, shapes=True, optimize="optimal",
+    )[0]  # fmt: skip
+    theirs = planner.plan(case.spec, *shapes, minimize="flops", optimize=path, backend="numpy")
+    assert plan.cost.flops <= theirs.cost.flops
+
+
+def opt_einsum_flops(spec, shapes, path):
+    """FLOPs by opt_einsum's own count."""
+    return opt_einsum.contract_path(spec, *shapes, shapes=True, optimize=path)[1].opt_cost
+
+
+@settings(max_examples=examples(60, 600))
+@given(st.integers(2, 6), st.randoms(use_true_random=False))
+def test_flops_of_pure_products_equal_opt_einsums(count, random):
+    """Where every axis is shared by two terms, or by one and the result, both count alike."""
+    size = {}
+    terms = [""] * count
+    for letter in "abcdefghij":
+        size[letter] = random.randint(2, 9)
+        first, second = random.sample(range(count + 1), 2)
+        for place in (first, second):
+            if place < count:
+                terms[place] += letter
+    output = "".join(letter for letter in size if sum(letter in t for t in terms) == 1)
+    spec = f"{','.join(terms)}->{output}"
+    shapes = [tuple(size[a] for a in term) for term in terms]
+    plan = planner.plan(spec, *shapes, minimize="flops", optimize="optimal", backend="numpy")
+    best = opt_einsum.contract_path(spec, *shapes, shapes=True, optimize="optimal")[0]
+    ours, theirs = (opt_einsum_flops(spec, shapes, path) for path in (plan.path, best))
+    assert plan.cost.flops <= theirs
+    assert ours <= theirs
+
+
+CHAIN = ("ab,bc,cd,de->ae", (3, 4), (4, 5), (5, 6), (6, 2))
+
+
+@pytest.mark.parametrize(
+    "optimize",
+    [
+        "auto", "optimal", "greedy", "dp", "branch-1", "branch-2", "branch-all", "auto-hq", "eager",
+        opt_einsum.DynamicProgramming(), opt_einsum.RandomGreedy(max_repeats=4), [(0, 1), (0, 2), (0, 1)],
+        ((0, 1, 2, 3),), [(1, 2), (0, 1, 2)],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_paths_of_every_kind(optimize):
+    plan = planner.plan(*CHAIN, optimize=optimize, backend="numpy")
+    again = planner.plan(*CHAIN, optimize=plan.path, backend="numpy")
+    assert again.tree == plan.tree
+    assert again.path == plan.path
+    operands = [np.arange(float(math.prod(s)), dtype="float32").reshape(s) for s in CHAIN[1:]]
+    np.testing.assert_array_equal(plan(*operands), np.linalg.multi_dot(operands))
+
+
+@settings(max_examples=examples(100, 500))
+@given(networks(most_nodes=5), st.sampled_from(OBJECTIVES))
+def test_a_path_fed_back_gives_the_same_tree(network, objective):
+    spec, operands, indices, output = network
+    options = {"sizes": output, "minimize": objective, "backend": "numpy", **indices}
+    plan = planner.plan(spec, *operands, **options)
+    again = planner.plan(spec, *operands, optimize=plan.path, **options)
+    assert figure(again.cost, objective) == figure(plan.cost, objective)
+    assert again.path == plan.path
+    if not any(o.requires_grad for o in operands):
+        assert again.tree == plan.tree
+
+
+@pytest.mark.parametrize(
+    ("optimize", "message"),
+    [
+        ("fastest", "'fastest' is unknown"),
+        ([(0, 5)], r"path step 0 is \(0, 5\), but there are 4 operands left"),
+        ([(0, 0)], r"path step 0 is \(0, 0\)"),
+        ([()], r"path step 0 is \(\)"),
+        ([(0, 1)], "leaves 3 operands uncontracted"),
+        ([("a", 1)], "is no path"),
+        (7, "is no path"),
+        ([7], "is no path"),
+    ],
+)
+def test_wrong_paths_say_what_is_wrong(optimize, message):
+    with pytest.raises(planner.PlannerError, match=message):
+        planner.plan(*CHAIN, optimize=optimize, backend="numpy")
+
+
+def test_ten_nodes_are_planned_exactly_in_seconds():
+    """Six operands and four gathers, gradients of all."""
+    letters = "abcdefg"
+    terms = [f"q[n]{letters[0]}{letters[1]}", f"p[n]{letters[1]}{letters[2]}", *(letters[i : i + 2] for i in (2, 3, 4, 5))]
+    spec = f"{','.join(terms)}->s[n]a t[m]g"
+    shapes = [(50, 4, 5), (60, 5, 6), (6, 7), (7, 8), (8, 9), (9, 3)]
+    operands = [planner.Operand(shape, requires_grad=True) for shape in shapes]
+    start = time.process_time()
+    plan = planner.plan(
+        spec, *operands, q=(100,), p=(100,), s=(100,), t=(20,), sizes={"s": 30, "t": 40},
+        optimize="optimal", backend="numpy",
+    )  # fmt: skip
+    assert plan.proven
+    assert time.process_time() - start < 10
+
+
+@pytest.mark.parametrize("operands", [10, 12])
+def test_plain_networks_of_ten_and_more_are_exact(operands):
+    letters = "abcdefghijklmn"
+    spec = ",".join(letters[i : i + 2] for i in range(operands)) + f"->{letters[0]}{letters[operands]}"
+    shapes = [(i % 5 + 2, (i + 1) % 5 + 2) for i in range(operands)]
+    start = time.process_time()
+    plan = planner.plan(spec, *shapes, minimize="flops", optimize="optimal", backend="numpy")
+    assert plan.proven
+    assert time.process_time() - start < 10
+    best = opt_einsum.contract_path(spec, *shapes, shapes=True, optimize="dp")[0]
+    assert plan.cost.flops <= opt_einsum_flops(spec, shapes, best)
+
+
+@pytest.mark.parametrize("operands", [30, 100, 200])
+def test_long_chains_are_planned_by_paths(operands):
+    letters = unused_letters((), operands + 1)
+    spec = ",".join(f"{letters[i]}{letters[i + 1]}" for i in range(operands)) + f"->{letters[0]}{letters[operands]}"
+    start = time.process_time()
+    plan = planner.plan(spec, *[(3, 3)] * operands, backend="numpy")
+    assert not plan.proven
+    assert len(plan.path) == operands - 1
+    assert time.process_time() - start < 5

@@ -93,6 +93,7 @@ class Search:
         keep: the setting whose trees are scored.
         work_limit: number of steps that may be scored.
         takes_first: only trees that take every operand's gathers before anything else: the naive way.
+        bound: score of a tree that is known already; what exceeds it in part is not followed.
     """
 
     def __init__(
@@ -106,12 +107,13 @@ class Search:
         keep: Keep,
         work_limit: int,
         takes_first: bool = False,
+        bound: Vector | None = None,
     ) -> None:
         self.network, self.requires, self.casts, self.dtype = network, requires, casts, dtype
         self.lower, self.objective, self.keep = lower, objective, keep
         self.work, self.work_limit, self.exact = 0, work_limit, True
         self.itemsize = itemsize(dtype)
-        self.takes_first = takes_first
+        self.takes_first, self.bound = takes_first, bound
         self._needs = 0
         for operand, needed in enumerate(requires):
             self._needs |= needed << operand
@@ -200,14 +202,35 @@ class Search:
             a = Value(left, status_a)
             for status_b, ways_b in self.ways(right, splits).items():
                 b = Value(right, status_b)
+                if self.hopeless(ways_a, ways_b, network.value_axes(a) | network.value_axes(b)):
+                    continue
                 for status in network.merges(a, b):
                     if self.takes_first and status != tuple(map(max, status_a, status_b)):
                         continue
                     result = Value(left | right, status)
-                    spec = network.step_spec(
-                        ((a, self.order_of(a)), (b, self.order_of(b))), result
-                    )
+                    spec = network.step_spec(((a, self.order_of(a)), (b, self.order_of(b))), result)
                     self.offer(found, status, Op(spec, self.dtype), (ways_a, ways_b), (left, right), result)
+
+    def hopeless(self, ways_a: list[Way], ways_b: list[Way], axes: int) -> bool:
+        """Whether no product of these ways can be part of a tree as good as the one that is known."""
+        if self.bound is None:
+            return False
+        if not ways_a or not ways_b:
+            return True
+        least = [min(self.part(way) for way in ways) for ways in (ways_a, ways_b)]
+        if self.objective == "peak":
+            return max(least) > self.bound
+        so_far = _add(*least)
+        if self.objective == "flops" and not self.network.gathers:
+            # Every implementation multiplies each element of the joint space at least.
+            so_far = (so_far[0] + self.network.elements(axes), *so_far[1:])
+        return so_far > self.bound[0]
+
+    def part(self, way: Way) -> Vector:
+        """Return what a way adds to the score of any tree that it is part of, at least."""
+        if self.objective == "peak":
+            return (way.vector[1 if self.keep == "all" else 2],)
+        return way.vector[-1]
 
     def unary(self, value: Value, target: Status, found: dict[Status, list[Way]]) -> None:
         result = Value(value.operands, target)
@@ -240,7 +263,8 @@ class Search:
                     "pass optimize='greedy' or an explicit path"
                 )
             for way in self.extend(op, children, size, parts):
-                self.insert(front, way)
+                if self.bound is None or self.part(way) <= (self.bound if self.objective == "peak" else self.bound[0]):
+                    self.insert(front, way)
 
     def insert(self, front: list[Way], way: Way) -> None:
         for other in front:

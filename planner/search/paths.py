@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -53,12 +54,27 @@ def external_path(network: Network, optimize: Any) -> Path:
     return checked_path(algorithm(list(terms), frozenset(output), sizes, None), len(terms))
 
 
-def checked_path(path: Any, operands: int) -> Path:
-    """Check an explicit path: tuples of positions, as opt_einsum's, that contract everything."""
+def explicit_path(path: Any) -> Path:
+    """Read an explicit path: tuples of positions.
+
+    Raises:
+        PlannerError: it is none.
+    """
     try:
-        steps = tuple(tuple(int(i) for i in step) for step in path)
-    except (TypeError, ValueError):
-        raise PlannerError(f"optimize={path!r} is no path: a path is a list of tuples of operand positions") from None
+        return tuple(tuple(operator.index(i) for i in step) for step in path)
+    except TypeError:
+        raise PlannerError(
+            f"optimize={path!r:.80} is no path: a path is a list of tuples of operand positions, such as [(0, 1), (0, 1)]"
+        ) from None
+
+
+def checked_path(path: Any, operands: int) -> Path:
+    """Return an explicit path after checking that it contracts that many operands to one.
+
+    Raises:
+        PlannerError: it does not.
+    """
+    steps = explicit_path(path)
     left = operands
     for number, step in enumerate(steps):
         if not step or len(set(step)) < len(step) or not all(0 <= i < left for i in step):
@@ -89,8 +105,10 @@ def splits_of(path: Path, operands: int) -> Splits:
         if members is None:  # part of a step over several operands
             whole = min((w for w in parts if w & mask == mask), key=int.bit_count)
             members = tuple(m for m in parts[whole] if m & mask)
-        for left, right in all_splits((1 << len(members)) - 1):
-            yield sum(members[i] for i in bits(left)), sum(members[i] for i in bits(right))
+        for parts_of_step in all_splits((1 << len(members)) - 1):
+            left, right = (sum(members[i] for i in bits(part)) for part in parts_of_step)
+            # As the exact search orders them: the lowest operand first.
+            yield (left, right) if left & -left < right & -right else (right, left)
 
     return within
 

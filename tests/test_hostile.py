@@ -1,0 +1,228 @@
+"""Whatever comes in, an error of ours goes out: named culprit, bounded time, bounded memory."""
+
+from __future__ import annotations
+
+import random
+import resource
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from conftest import examples
+
+import planner
+from planner.parse import parse
+from planner.spec import is_letter
+
+ALPHABET = [
+    *"abcijkqpXY", *"[[]]", ".", "...", ",", ",", "->", "-", ">", " ", " ", "\t", "\n", "\0", "_", "1", "é", "ß",
+    "ﬁ", "²", "µ", "Ω", "K", "\u0301", "\u200b", "\ud800", "\udfff", "𝒜", "漢", "→", "(", "{", "'", "\\", "%", "q[", "]",
+]  # fmt: skip
+
+
+def test_random_strings_parse_or_raise_spec_errors():
+    rng = random.Random(0)
+    parsed = 0
+    for _ in range(examples(100_000, 1_000_000)):
+        text = "".join(rng.choices(ALPHABET, k=rng.randrange(24)))
+        try:
+            spec = parse.__wrapped__(text)
+        except planner.SpecError as error:
+            assert str(error)  # noqa: PT017
+        else:
+            parsed += 1
+            assert parse.__wrapped__(str(spec)) == spec
+    assert parsed > 1000
+
+
+def test_random_calls_raise_planner_errors():
+    """Whole calls with random specs, shapes and index arrays: a result or a PlannerError."""
+    rng = random.Random(1)
+    results = 0
+    for _ in range(examples(4_000, 40_000)):
+        terms = ["".join(rng.choices(["a", "b", "c", "q[a]", "q[b]", "..."], k=rng.randrange(4))) for _ in range(2)]
+        output = "".join(rng.choices(["a", "b", "d", "q[a]", "..."], k=rng.randrange(3)))
+        shapes = [tuple(rng.choice([0, 1, 2, 2, 3]) for _ in range(rng.randrange(4))) for _ in range(2)]
+        index = np.array([rng.randrange(-4, 4) for _ in range(2)])
+        index = rng.choice([index, index[:1], index.astype(float), index[:, None], index > 0, index[:0]])
+        options = {}
+        if rng.random() < 0.3:
+            options["sizes"] = rng.choice([{"d": 2}, {"q": 3}, (2,), (2, 3), {"z": 1}, {"d": -1}, "ab"])
+        options["index_mode"] = rng.choice(["raise", "drop", "clip"])
+        try:
+            planner.contract(f"{','.join(terms)}->{output}", *[np.ones(s) for s in shapes], q=index, **options)
+            results += 1
+        except planner.PlannerError as error:
+            assert str(error)  # noqa: PT017
+    assert results > 50
+
+
+# -- size ------------------------------------------------------------------------------------------------
+
+CASES = {
+    "sizes of 2^62": "planner.plan('ij,jk->ik', (2**62, 2), (2, 2**62), backend='numpy')",
+    "joint space of 2^120": "planner.plan('ij,jk->', (2**60, 2), (2, 2**60), backend='numpy')",
+    "a scatter into 2^62": "planner.plan('n->q[n]', (3,), q=(3,), sizes={'q': 2**62}, backend='numpy')",
+    "a broadcast to 2^80": "planner.plan('->abcd', (), sizes=(2**20,)*4, backend='numpy')",
+    "huge axes that only meet": "planner.plan('ia,ib,ic->i', (2**20,2**30),(2**20,2**30),(2**20,2**30), backend='numpy')",
+    "beyond Python's floats": "planner.plan(','.join(L[:40])+'->', *[(2**61,)]*40, backend='numpy')",
+    "a term of 10^5 letters": "planner.plan('a'*10**5, (2,)*10, backend='numpy')",
+    "10^5 blanks": "planner.plan(' '*10**5, (), backend='numpy')",
+    "10^5 open brackets": "planner.plan('q['*50_000, (2,), backend='numpy')",
+    "10^5 commas": "planner.plan(','*10**5, *[()]*10, backend='numpy')",
+    "10^5 distinct letters": "planner.plan(''.join(L[:50_000]), (2,)*10, backend='numpy')",
+    "a bracket of 10^5 letters": "planner.plan('q['+'a'*10**5+']->', (2,), q=(2,), backend='numpy')",
+    "chain of 200": "planner.plan(','.join(L[i]+L[i+1] for i in range(200))+'->'+L[0]+L[200], *[(3,3)]*200, backend='numpy')",
+    "star of 200": "planner.plan(','.join('a'+L[i+2] for i in range(200))+'->a', *[(3,2)]*200, backend='numpy')",
+    "outer product of 200": "planner.plan(','.join(L[:200])+'->'+''.join(L[:200]), *[(2,)]*200, backend='numpy')",
+    "outer product of 60": "planner.plan(','.join(L[:60])+'->'+''.join(L[:60]), *[(2,)]*60, backend='numpy')",
+    "200 in one sum": "planner.plan(','.join(['a']*200)+'->', *[(5,)]*200, backend='numpy')",
+    "200 scalars": "planner.plan(','.join(['']*200)+'->', *[()]*200, backend='numpy')",
+    "200 with gradients": "planner.plan(','.join(L[i]+L[i+1] for i in range(200))+'->', *[planner.Operand((3,3), requires_grad=True)]*200, backend='numpy', minimize='peak')",
+    "200 gathers through one index": "planner.plan(','.join(f'q[n]{L[i+30]}' for i in range(200))+'->n', *[(9,2)]*200, q=(4,), backend='numpy')",
+    "8 index arrays in one operand": "planner.plan(''.join(f'{x}[n]' for x in 'abcdefgh')+'->n', (3,)*8, **{x: (4,) for x in 'abcdefgh'}, backend='numpy')",
+    "8 index arrays, one an operand": "planner.plan(','.join(f'{x}[n]k' for x in 'abcdefgh')+'->nk', *[(3, 2)]*8, **{x: (4,) for x in 'abcdefgh'}, backend='numpy')",
+    "12 index arrays, scattered too": "planner.plan(','.join(f'{x}[n]k' for x in 'abcdefghijlm')+'->a[n]b[n]k', *[(3, 2)]*12, **{x: (4,) for x in 'abcdefghijlm'}, backend='numpy', sizes=(3,3,2))",
+    "40 index arrays": "planner.plan(','.join(f'{L[i+1]}[a]' for i in range(40))+'->a', *[(3,)]*40, **{L[i+1]: (4,) for i in range(40)}, backend='numpy')",
+    "20 index arrays in one operand": "planner.plan(''.join(f'{L[i+1]}[a]' for i in range(20))+'->a', (3,)*20, **{L[i+1]: (4,) for i in range(20)}, backend='numpy')",
+    "20 scattered index arrays": "planner.plan('a->'+''.join(f'{L[i+1]}[a]' for i in range(20)), (4,), **{L[i+1]: (4,) for i in range(20)}, sizes=(2,)*20, backend='numpy')",
+    "10 operands at the peak": "planner.plan(','.join(L[i]+L[(i*3+1)%7] for i in range(10))+'->a', *[(3,3)]*10, backend='numpy', minimize='peak')",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hostile_sizes_end_in_time_and_memory(name):
+    program = textwrap.dedent(f"""
+        import resource, time
+        import planner
+        from planner.spec import unused_letters
+        planner.plan("ij,jk->ik", (2, 2), (2, 2), backend="numpy")
+        L = unused_letters((), 50_000)
+        resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+        before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+        try:
+            result = {CASES[name]}
+            print(result)
+        except (planner.SpecError, planner.ShapeError, planner.SearchLimitError) as error:
+            assert len(str(error)) < 1000, len(str(error))
+        seconds = time.process_time() - start
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+        assert seconds < 5, seconds
+        assert grown < 512 * 2**20, grown
+    """)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert resource  # the module exists on this system: the limits above were in force
+
+
+# -- wrong arguments -------------------------------------------------------------------------------------
+
+A, B = np.ones((2, 3)), np.ones((3, 4))
+C, Q = np.ones((5, 3)), np.array([0, 4, -1])
+GATHER = "q[n]j->nj"
+
+WRONG = [
+    ("ij,jk->ik", (A,), {}, planner.ShapeError, "2 input terms, but 1 operands"),
+    ("ij,jk->ik", (A, B, B), {}, planner.ShapeError, "2 input terms, but 3 operands"),
+    ("ij,jk->ik", (), {}, planner.PlannerError, "no operands were given"),
+    ("ij,jk->ik", (A, np.ones((5, 4))), {}, planner.ShapeError, "'j' has size 3 in operand 0 but 5 in operand 1"),
+    ("ij,jk->ik", (A, np.ones(3)), {}, planner.ShapeError, "operand 1 has 1 dimensions, but its axes are jk"),
+    ("ii->i", (A,), {}, planner.ShapeError, "'i' repeats within operand 0 with sizes 2 and 3"),
+    ("i->ij", (np.ones(2),), {}, planner.ShapeError, r"pass sizes=\{'j': N\}"),
+    ("n->q[n]", (np.ones(3),), {"q": Q}, planner.ShapeError, r"pass sizes=\{'q': N\}"),
+    ("ij->ij", (A,), {"sizes": {"i": 7}}, planner.ShapeError, "sizes= says 7 for axis 'i', but the inputs say 2"),
+    ("ij->ij", (A,), {"sizes": (2, 4)}, planner.ShapeError, "says 4 for axis 'j', but the inputs say 3"),
+    ("ij->ij", (A,), {"sizes": (2,)}, planner.ShapeError, "has 1 entries, but the output 'ij' has 2"),
+    ("ij->ij", (A,), {"sizes": {"z": 2}}, planner.ShapeError, "'z', which is no axis or index array"),
+    ("i->ij", (np.ones(2),), {"sizes": {"j": -1}}, planner.ShapeError, "'j' must be a non-negative integer, not -1"),
+    ("i->ij", (np.ones(2),), {"sizes": {"j": 1.5}}, planner.ShapeError, "not 1.5"),
+    ("i->ij", (np.ones(2),), {"sizes": {"j": True}}, planner.ShapeError, "not True"),
+    ("i->ij", (np.ones(2),), {"sizes": "ij"}, planner.ShapeError, "not str"),
+    ("i->ij", (np.ones(2),), {"sizes": 3}, planner.ShapeError, "not int"),
+    (GATHER, (C,), {}, planner.SpecError, "'q' is missing: pass it as the keyword q="),
+    (GATHER, (C,), {"q": Q, "p": Q}, planner.SpecError, "'p'.*has the index arrays q"),
+    ("ij->ij", (A,), {"minimise": "time"}, planner.PlannerError, "'minimise'.*check the spelling"),
+    (GATHER, (C,), {"q": Q.astype(float)}, planner.PlannerError, "'q' has dtype float64"),
+    (GATHER, (C,), {"q": Q > 0}, planner.PlannerError, "'q' has dtype bool"),
+    (GATHER, (C,), {"q": Q[None]}, planner.ShapeError, "'q' has 2 dimensions, but its axes are n"),
+    (GATHER, (C,), {"q": [0, 1]}, planner.PlannerError, "'q' is a list"),
+    (GATHER, (C,), {"q": 3}, planner.PlannerError, "'q' is a int"),
+    (GATHER, (C,), {"q": None}, planner.PlannerError, "'q' is a NoneType"),
+    (GATHER, (C,), {"q": np.array([0, 5])}, planner.IndexRangeError, r"'q'\[1\] is 5, outside of \[-5, 5\)"),
+    (GATHER, (C,), {"q": np.array([-6])}, planner.IndexRangeError, r"'q'\[0\] is -6"),
+    (GATHER, (C[:0],), {"q": np.array([0]), "index_mode": "clip"}, planner.IndexRangeError, "size 0"),
+    (GATHER, (C,), {"q": Q, "index_mode": "wrap"}, planner.PlannerError, "index_mode='wrap' is unknown"),
+    (GATHER, (C,), {"q": Q, "index_mode": ["raise"]}, planner.PlannerError, "index_mode=.* is unknown"),
+    ("ij->ij", ([[1.0]],), {}, planner.PlannerError, "operand 0 is a list"),
+    ("ij,jk->ik", (A, None), {}, planner.PlannerError, "operand 1 is a NoneType"),
+    ("ij->ij", ("ab",), {}, planner.PlannerError, "operand 0 is a str"),
+    ("ij->ij", (A,), {"minimize": "speed"}, planner.PlannerError, "minimize='speed' is unknown"),
+    ("ij->ij", (A,), {"minimize": None}, planner.PlannerError, "minimize=None is unknown"),
+    ("ij->ij", (A,), {"minimize": ["time"]}, planner.PlannerError, "minimize=.*is unknown"),
+    ("ij->ij", (A,), {"optimize": "speed"}, planner.PlannerError, "optimize='speed' is unknown"),
+    ("ij->ij", (A,), {"optimize": None}, planner.PlannerError, "optimize=None is no path"),
+    ("ij->ij", (A,), {"optimize": True}, planner.PlannerError, "optimize=True is no path"),
+    ("ij->ij", (A,), {"memory_limit": "2 parsecs"}, planner.PlannerError, "memory_limit='2 parsecs'"),
+    ("ij->ij", (A,), {"memory_limit": -1}, planner.PlannerError, "memory_limit=-1"),
+    ("ij->ij", (A,), {"memory_limit": 1.5}, planner.PlannerError, "memory_limit=1.5"),
+    ("ij->ij", (A,), {"retain_limit": True}, planner.PlannerError, "retain_limit=True"),
+    ("ij->ij", (A,), {"dtype": "float13"}, planner.PlannerError, "'float13'"),
+    ("ij->ij", (A,), {"dtype": object()}, planner.PlannerError, "dtype"),
+    ("ij->ij", (A,), {"precision": "high"}, planner.PlannerError, "precision= is for jax"),
+    ("ij->ij", (np.array([["a"]]),), {}, planner.PlannerError, "dtype"),
+    ("ij->ij", (np.array([[None]]),), {}, planner.PlannerError, "dtype"),
+    (3, (A,), {}, planner.SpecError, "the spec must be a string, not int"),
+    (None, (A,), {}, planner.SpecError, "the spec must be a string, not NoneType"),
+    (b"ij->ij", (A,), {}, planner.SpecError, "the spec must be a string, not bytes"),
+    (A, ([0, 1], B), {}, planner.SpecError, "list of labels"),
+    (A, (0, B, [1, 2]), {}, planner.SpecError, "argument 1 must be a list of labels, not int"),
+    (A, ([0, "a"],), {}, planner.SpecError, "labels must be hashable and of one sortable type"),
+    (A, ([0, [1]],), {}, planner.SpecError, "labels must be hashable"),
+    (A, ([..., ...],), {}, planner.SpecError, "at most one Ellipsis"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "operands", "options", "kind", "message"), WRONG)
+def test_wrong_calls_name_the_culprit(spec, operands, options, kind, message):
+    for _ in range(2):  # the second time too, when caches are warm
+        with pytest.raises(planner.PlannerError, match=f"(?s){message}") as caught:
+            planner.contract(spec, *operands, **options)
+        assert type(caught.value) is kind
+        assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+def test_mixed_frameworks_name_the_operand():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(planner.PlannerError, match="operand 1 is a torch array, but operand 0 is of numpy"):
+        planner.contract("ij,jk->ik", A, torch.ones(3, 4))
+    with pytest.raises(planner.PlannerError, match="index array 'q' is a torch array, but operand 0 is of numpy"):
+        planner.contract(GATHER, C, q=torch.tensor([0]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "kind", "message"),
+    [
+        (("ij->ij", (2, -3)), {}, planner.ShapeError, "operand 0.*-3"),
+        (("ij->ij", (2, 2.5)), {}, planner.PlannerError, "operand 0"),
+        (("ij->ij", "ab"), {}, planner.PlannerError, "operand 0"),
+        (("ij->ij", 3), {}, planner.PlannerError, "operand 0"),
+        (("q[n]->n", (3,)), {"q": (2.5,)}, planner.PlannerError, "'q'"),
+        (("q[n]->n", (3,)), {"q": (-2,)}, planner.PlannerError, "'q'"),
+        (("q[n]->n", (3,)), {"q": 7}, planner.PlannerError, "'q'"),
+        (("ij->ij", (2, 3)), {"backend": "tensorflow"}, planner.PlannerError, "backend 'tensorflow' is unknown"),
+        (("ij->ij", planner.Operand((2, 3), "float13")), {}, planner.PlannerError, "float13"),
+        (("ij->ij", (2, 3)), {"device": "cpu"}, planner.PlannerError, "device"),
+    ],
+)
+def test_wrong_plans_name_the_culprit(arguments, options, kind, message):
+    with pytest.raises(planner.PlannerError, match=message) as caught:
+        planner.plan(*arguments, **{"backend": "numpy", **options})
+    assert type(caught.value) is kind
+
+
+def test_letters_are_letters():
+    assert is_letter("漢")
+    assert is_letter("é")
+    assert not any(map(is_letter, ("_", "1", "²", "\ud800", " ", "->", "", "ﬁ", "K")))

@@ -1,0 +1,285 @@
+"""What a plan predicts of memory against what is measured: retained bytes exactly, peaks within 10% at the median."""
+
+import statistics
+
+import numpy as np
+import pytest
+from conftest import examples
+from hypothesis import assume, given, settings
+from laws import Floors, exact_problems, pick
+
+import planner
+from planner.parse import parse
+from planner.spec import Gather
+from planner.testing import measure
+from planner.workloads import WORKLOADS
+
+# Sizes at which the arrays hold megabytes, so that the few hundred bytes which a framework adds do not count.
+MODERATE = {
+    "seed-gathered-matmul": {"n": 8192, "q": 128},
+    "seed-sliced-einsum": {"i": 4, "j": 512, "k": 256, "l": 128},
+    "seed-sliced-einsum/strided": {"i": 4, "j": 512, "k": 256, "l": 128},
+    "seed-sliced-einsum/overlap": {"i": 4, "j": 512, "k": 256, "l": 128},
+    "seed-sliced-einsum/k-major": {"i": 4, "j": 512, "k": 256, "l": 128},
+    "seed-two-by-matrices": {},
+    "seed-layout": {"i": 32, "l": 32, "p": 16},
+    "seed-outer-and-matmul": {"i": 500},
+    "seed-outer-and-matmul/outer": {"i": 100},
+    "seed-outer-and-matmul/large": {"i": 5000},
+    "seed-outer-and-matmul/outer-large": {"i": 200},
+    "seed-separate-keys": {"b": 4, "q": 200},
+    "seed-gathered-keys": {"b": 4, "q": 400, "i": 400},
+    "seed-gathered-keys/k10": {"b": 4, "i": 400},
+    "seed-gathered-keys/k30": {"b": 4, "i": 400},
+    "seed-gathered-keys/k1000": {"b": 4, "q": 400, "i": 400},
+    "seed-shared-keys": {},
+    "seed-shared-keys/all": {"b": 2},
+    "three-way-batch": {"b": 8, "k": 512},
+    "gathered-heads": {"b": 2048},
+    "sparse-convolution": {"p": 400, "i": 27, "x": 8000, "o": 8000},
+    "experts": {"t": 256, "i": 64, "o": 64, "e": 16},
+    "experts/8": {"t": 256, "i": 64, "o": 64},
+    "lora": {"t": 512, "i": 256, "o": 256, "q": 16},
+    "message-passing": {"e": 20000, "s": 2000, "d": 2000},
+    "equivariant": {"n": 64},
+}
+
+
+def moderate(name):
+    """A workload at megabytes; those that are not listed at sizes of some tens."""
+    workload = WORKLOADS[name]
+    listed = MODERATE.get(name)
+    if listed is None:
+        listed = {axis: min(size, 24) for axis, size in workload.sizes}
+        listed |= {array: min(size, 24) for array, size in workload.pools}
+    return workload.resized(**listed)
+
+
+KEEPING = ("time", "flops", "bytes", "peak")  # objectives that may keep intermediates
+PLAIN = ("size one", "size zero", "ellipsis", "implicit", "sizes tuple", "scalar")
+
+
+def scaled(problem, largest=48):
+    """A larger call of a drawn spec: shapes, index shapes, pools and sizes, with axes of some tens."""
+    spec = parse(problem.spec)
+    random = np.random.default_rng([problem.seed, 3])
+    letters = sorted({a for term in spec.terms for e in term for a in (e.axes if isinstance(e, Gather) else e)})
+    sizes = {axis: int(random.integers(8, largest)) for axis in letters}
+    pools = {array: int(random.integers(8, 4 * largest)) for array in spec.arrays}
+
+    def shape(term):
+        return tuple(pools[e.array] if isinstance(e, Gather) else sizes[e] for e in term)
+
+    given = {name: pools.get(name, sizes.get(name)) for name in problem.sizes or ()}
+    given |= {e.array: pools[e.array] for e in spec.output if isinstance(e, Gather)}
+    indices = {
+        g.array: random.integers(0, pools[g.array], tuple(sizes[a] for a in g.axes)) for g in spec.gathers
+    }
+    operands = [random.integers(-2, 3, shape(term)).astype(np.float32) for term in spec.inputs]
+    return operands, {"sizes": given or None, **indices}
+
+
+def torch_retained(torch, spec, operands, options, minimize):
+    """Predicted, measured by the allocator, and measured by the saved-tensor hooks."""
+    plan = planner.plan(spec, *operands, minimize=minimize, **options)
+
+    def call():
+        return planner.contract(spec, *operands, minimize=minimize, **options)
+
+    call()  # plans and caches
+    _, measured = measure.torch_memory(call)
+    tensors = [*operands, *(x for x in options.values() if isinstance(x, torch.Tensor))]
+    return plan, measured.retained_bytes, measure.saved_tensor_bytes(call, tensors)
+
+
+def assert_retained(plan, allocated, saved=None):
+    predicted = plan.cost.retained_bytes
+    assert allocated == predicted, f"{allocated} B retained, {predicted} B predicted\n{plan}"
+    assert saved in (None, predicted), f"{saved} B saved by the hooks, {predicted} B predicted\n{plan}"
+
+
+# -- retained ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("minimize", ["time", "flops", "retained"])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_torch_retains_what_the_plan_says(name, minimize):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    tiny = WORKLOADS[name].tiny()
+    operands = tiny.operands("torch", requires_grad=True)
+    options = {**tiny.options, **tiny.indices("torch")}
+    plan, allocated, saved = torch_retained(torch, tiny.spec, operands, options, minimize)
+    assert_retained(plan, allocated, saved)
+    if minimize == "retained":
+        assert allocated == 0
+
+
+def test_torch_retains_what_the_plan_says_of_random_specs():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    floors = Floors()
+
+    @settings(max_examples=examples(200, 2_000))
+    @given(exact_problems(min_operands=3, without=("size zero", "scalar")))
+    def law(problem):
+        arrays = problem.strided_operands() if problem.seed % 2 else problem.operands()
+        operands = [
+            torch.from_numpy(x).requires_grad_(need)
+            for x, need in zip(arrays, problem.requires_grad, strict=True)
+        ]
+        options = problem.arguments() | {n: torch.from_numpy(q) for n, q in problem.indices.items()}
+        plan, allocated, saved = torch_retained(torch, problem.spec, operands, options, pick(problem, KEEPING))
+        assert_retained(plan, allocated, saved)
+        floors.note(nonzero=allocated, gather=bool(problem.indices))
+
+    law()
+    floors.at_least(examples(200, 2_000), nonzero=0.5, gather=0.5)
+
+
+@settings(max_examples=examples(50, 500))
+@given(exact_problems(min_operands=2))
+def test_torch_least_retained_is_nothing_and_gives_equal_gradients(problem):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    operands = [torch.from_numpy(x).requires_grad_() for x in problem.operands()]
+    options = problem.arguments() | {n: torch.from_numpy(q) for n, q in problem.indices.items()}
+    plan, allocated, saved = torch_retained(torch, problem.spec, operands, options, "retained")
+    assert allocated == saved == plan.cost.retained_bytes == 0
+    result = planner.contract(problem.spec, *operands, minimize="retained", **options)
+    gradients = torch.autograd.grad(result, operands, torch.from_numpy(problem.output_gradient()))
+    for found, expected in zip(gradients, problem.expected_gradients(), strict=True):
+        assert (found.numpy() == expected).all()
+
+
+def jax_retained(spec, operands, wanted, options, minimize):
+    """Predicted, and what the pullback holds."""
+    stand_ins = [
+        planner.Operand(x.shape, x.dtype.name, requires_grad=need)
+        for x, need in zip(operands, wanted, strict=True)
+    ]
+    plan = planner.plan(spec, *stand_ins, minimize=minimize, backend="jax", **options)
+
+    def call(*chosen):
+        given = iter(chosen)
+        full = [next(given) if need else x for x, need in zip(operands, wanted, strict=True)]
+        return planner.contract(spec, *full, minimize=minimize, **options)
+
+    chosen = [x for x, need in zip(operands, wanted, strict=True) if need]
+    held = (operands, {n: x for n, x in options.items() if hasattr(x, "dtype")})
+    return plan, measure.jax_retained(call, *chosen, held=held)
+
+
+@pytest.mark.parametrize("minimize", ["time", "retained"])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_jax_retains_what_the_plan_says(name, minimize):
+    pytest.importorskip("jax", reason="jax is not installed")
+    tiny = WORKLOADS[name].tiny()
+    operands = tiny.operands("jax")
+    options = {**tiny.options, **tiny.indices("jax")}
+    plan, held = jax_retained(tiny.spec, operands, [True] * len(operands), options, minimize)
+    assert_retained(plan, held)
+    if minimize == "retained":
+        assert held == 0
+
+
+def test_jax_retains_what_the_plan_says_of_random_specs():
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    floors = Floors()
+
+    @settings(max_examples=examples(200, 2_000))
+    @given(
+        exact_problems(
+            min_operands=3, max_operands=examples(3, 4), max_axes=4, max_size=3, without=("size zero", "scalar")
+        )
+    )
+    def law(problem):
+        assume(any(problem.requires_grad))
+        operands = [jax.numpy.asarray(x) for x in problem.operands()]
+        options = problem.arguments() | {n: jax.numpy.asarray(q) for n, q in problem.indices.items()}
+        plan, held = jax_retained(problem.spec, operands, problem.requires_grad, options, pick(problem, KEEPING))
+        assert_retained(plan, held)
+        floors.note(nonzero=held, gather=bool(problem.indices))
+
+    law()
+    floors.at_least(examples(200, 2_000), nonzero=0.5, gather=0.5)
+
+
+# -- peaks ---------------------------------------------------------------------------------------
+
+
+def ratios_within(found, share=0.1):
+    """The median of measured over predicted; shown with the spread when it is too far off."""
+    values = sorted(ratio for _, ratio in found)
+    median = statistics.median(values)
+    worst = sorted(found, key=lambda pair: abs(np.log(pair[1])))[-8:]
+    assert abs(median - 1) <= share, f"median {median:.3f} of {len(values)}, worst {worst}"
+
+
+def torch_peaks(spec, operands, options):
+    """Measured over predicted, forward and backward, and the lowerings that made them."""
+    plan = planner.plan(spec, *operands, **options)
+
+    def call():
+        return planner.contract(spec, *operands, **options)
+
+    wanted = list({id(x): x for x in operands if x.requires_grad}.values())
+    result = call()
+    if wanted:
+        result.sum().backward()
+    _, forward = measure.torch_memory(call)
+    found = [(forward.peak_bytes, plan.cost.forward.peak_bytes, plan.programs.forward)]
+    if wanted:
+        _, backward = measure.torch_backward_memory(call, wanted)
+        found.append((backward.peak_bytes, plan.cost.backward.peak_bytes, plan.programs.backward))
+    return found
+
+
+def label(name, program):
+    return name, ", ".join(step.choice.lowering for step in program.steps)
+
+
+def test_torch_peaks():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    forward, backward = [], []
+    for name in WORKLOADS:
+        workload = moderate(name)
+        operands = workload.operands("torch", requires_grad=True)
+        peaks = torch_peaks(workload.spec, operands, {**workload.options, **workload.indices("torch")})
+        for into, (measured, predicted, program) in zip((forward, backward), peaks, strict=True):
+            if predicted:
+                into.append((label(name, program), measured / predicted))
+    assert len(forward) == len(WORKLOADS)
+
+    @settings(max_examples=examples(60, 600))
+    @given(exact_problems(min_operands=2, max_axes=4, without=PLAIN, index_modes=("raise", "drop", "clip")))
+    def law(problem):
+        arrays, options = scaled(problem)
+        plan = planner.plan(problem.spec, *arrays, **options)
+        assume(plan.cost.flops < 10**9 and 10**5 < plan.cost.peak_bytes < 10**8)
+        operands = [
+            torch.from_numpy(x).requires_grad_(need)
+            for x, need in zip(arrays, problem.requires_grad, strict=True)
+        ]
+        options = {n: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+        peaks = torch_peaks(problem.spec, operands, options)
+        for into, (measured, predicted, program) in zip((forward, backward), peaks, strict=False):
+            if predicted > 10**4:
+                into.append((label(problem.spec, program), measured / predicted))
+
+    law()
+    ratios_within(forward)
+    ratios_within(backward)
+
+
+def test_numpy_peaks():
+    found = []
+    for name in WORKLOADS:
+        workload = moderate(name)
+        operands, options = workload.operands("numpy"), {**workload.options, **workload.indices("numpy")}
+        plan = planner.plan(workload.spec, *operands, **options)
+        planner.contract(workload.spec, *operands, **options)
+        _, measured = measure.numpy_memory(
+            lambda w=workload, xs=operands, options=options: planner.contract(w.spec, *xs, **options)
+        )
+        assert measured.retained_bytes == 0
+        found.append((label(name, plan.programs.forward), measured.peak_bytes / plan.cost.peak_bytes))
+    assert len(found) == len(WORKLOADS)
+    ratios_within(found)
