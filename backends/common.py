@@ -153,9 +153,7 @@ def prepare_numpy(raw: np.ndarray[Any, Any], gather: Gather, mode: str) -> np.nd
     return raw.astype(np.int64)
 
 
-def run_program(
-    table: Table, program: Program, values: dict[int, Any], index: Prepared
-) -> tuple[Any, ...]:
+def run_program(table: Table, program: Program, values: dict[int, Any], index: Prepared) -> tuple[Any, ...]:
     """Run a program's steps over a dictionary of variables; each is dropped after its last use.
 
     Args:

@@ -28,7 +28,6 @@ from planner.backends.common import (
     PreparedIndex,
     check_index_dtype,
     clip_error,
-    mask_operands,
     mask_term,
     prepare_numpy,
 )
@@ -38,7 +37,7 @@ from planner.device import CPU, GPU, Device
 from planner.errors import PlannerError
 from planner.lower import Op
 from planner.objective import step_key
-from planner.program import Leaf, Lowerer, Tree
+from planner.program import Leaf, Lowerer, Node, Tree
 from planner.spec import Gather, Operand, Spec, Term
 
 if TYPE_CHECKING:
@@ -98,6 +97,12 @@ backend_table = make_table()
 _lower = Lowerer(lambda op: backend_table.choices(op, CPU), step_key("time"))
 
 
+def _is_masked(term: Term, spec: Spec) -> bool:
+    """Whether `mask_term` would do anything to a term."""
+    plain = {e for e in term if isinstance(e, str)}
+    return any(g.axes and g not in term and plain.issuperset(g.axes) for g in spec.gathers)
+
+
 def _index_shape(spec: Spec, array: str) -> Shape:
     sizes = dict(spec.sizes)
     gather = next(g for g in spec.gathers if g.array == array)
@@ -147,7 +152,9 @@ def _poisoned(x: Any, term: Term, spec: Spec, index: Prepared) -> Any:
         mask = mask.reshape([sizes[str(e)] if e in axes and first[str(e)] == d else 1 for d, e in enumerate(term)])
         for dim, e in enumerate(term):
             if e in axes and dim != first[str(e)]:  # a repeated axis: only the diagonal is the index's
-                one, other = ([sizes[str(e)] if d == at else 1 for d in range(len(term))] for at in (first[str(e)], dim))
+                one, other = (
+                    [sizes[str(e)] if d == at else 1 for d in range(len(term))] for at in (first[str(e)], dim)
+                )
                 mask = mask & (jnp.arange(sizes[str(e)]).reshape(one) == jnp.arange(sizes[str(e)]).reshape(other))
         masks.append(mask)
 
@@ -168,9 +175,7 @@ def _step(
     op: Op, arguments: Sequence[Any], mode: Mode, views: tuple[Shape, ...], lowering: str | None = None
 ) -> list[Any]:
     """Bind a step; the implementation is the fastest one unless the plan chose another."""
-    found: list[Any] = step_p.bind(
-        *arguments, op=op, lowering=lowering or _lower(op).lowering, mode=mode, views=views
-    )
+    found: list[Any] = step_p.bind(*arguments, op=op, lowering=lowering or _lower(op).lowering, mode=mode, views=views)
     return found
 
 
@@ -214,9 +219,7 @@ def _step_jvp(primals: Any, tangents: Any, *, op: Op, lowering: str, mode: Mode,
         inner_tangents = [tangents[i] for i in order]
         here = [i for i in (0, 1) if _instantiated(inner_tangents[i])]
         outputs.append(
-            _multilinear(single, inner, inner_tangents, here, mode, (views[child],), None)
-            if here
-            else zeros[child]
+            _multilinear(single, inner, inner_tangents, here, mode, (views[child],), None) if here else zeros[child]
         )
     return results, outputs
 
@@ -278,9 +281,7 @@ def _axis_front(x: Any, dim: Any) -> Any:
 
 def _step_batch(arguments: Any, dims: Any, *, op: Op, lowering: str, mode: Mode, views: Any) -> Any:
     count = _count(op)
-    size = next(
-        x.shape[d] for x, d in zip(arguments, dims, strict=True) if d is not None
-    )
+    size = next(x.shape[d] for x, d in zip(arguments, dims, strict=True) if d is not None)
     moved = [_axis_front(x, d) for x, d in zip(arguments, dims, strict=True)]
     mapped = [d is not None for d in dims]
     if op.pair:
@@ -361,9 +362,7 @@ def _tangent_jvp(primals: Any, tangents: Any, *, op: Op, lowering: str | None, m
     return result, total
 
 
-def _tangent_transpose(
-    cotangent: Any, *arguments: Any, op: Op, lowering: str | None, mode: Mode, views: Any
-) -> Any:
+def _tangent_transpose(cotangent: Any, *arguments: Any, op: Op, lowering: str | None, mode: Mode, views: Any) -> Any:
     results: list[Any] = [None] * len(arguments)
     a, b, da, db, *indices = arguments
     linear = [i for i in (0, 1, 2, 3) if ad.is_undefined_primal(arguments[i])]
@@ -479,48 +478,56 @@ class JaxBackend:
         spec, arrays = plan.resolved.spec, plan.resolved.spec.arrays
         gathers = {name: [g for g in spec.gathers if g.array == name] for name in arrays}
         lowerings = {step.op: step.choice.lowering for step in plan.programs.forward.steps}
-        shapes = plan.resolved.shapes
         inexact = jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact)
         if plan.index_mode == "clip":
             for gather in spec.gathers:
                 if gather.size == 0 and math.prod(_index_shape(spec, gather.array)):
                     raise clip_error(gather)
 
-        def value(tree: Tree, leaves: Sequence[Any], indices: Mapping[str, Any], mode: str) -> Any:
-            if isinstance(tree, Leaf):
-                return leaves[tree.operand]
-            inputs = [value(child, leaves, indices, mode) for child in tree.children]
-            op = tree.op
-            if op.source_dtype is not None:
-                x = inputs[0]
-                if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(op.dtype, jnp.complexfloating):
-                    x = x.real
-                return jax.lax.convert_element_type(x, jnp.dtype(op.dtype))
-            used = tuple(indices[name] for name in op.arrays)
-            return _step(op, (*inputs, *used), (mode, plan.options.precision), op.output_shapes, lowerings[op])[0]
+        dropping = plan.index_mode == "drop"
 
-        def run_tree(leaves: tuple[Any, ...], index_values: tuple[Any, ...], mode: str) -> Any:
-            indices = dict(zip(arrays, index_values, strict=True))
-            if mode == "drop":
-                leaves = _masked(leaves, indices)
-            result = value(plan.tree, leaves, indices, mode)
-            if isinstance(plan.tree, Leaf):
-                result = result.reshape(spec.output_shape)
-            if mode == "drop":
-                result = mask_term(OPS, result, spec.output, spec, _prepared(indices))
-            return result
-
-        def _prepared(indices: Mapping[str, Any]) -> Prepared:
+        def masked(x: Any, term: Term, indices: Mapping[str, Any]) -> Any:
             index = Prepared(True)
             for gather in spec.gathers:
                 values = _normalised(indices[gather.array], gather, "drop")
                 index[gather] = values.reshape(_index_shape(spec, gather.array))
-            return index
+            return mask_term(OPS, x.reshape(spec.shape(term)), term, spec, index)
 
-        def _masked(leaves: Sequence[Any], indices: Mapping[str, Any]) -> tuple[Any, ...]:
-            index = _prepared(indices)
-            views = [x.reshape(shape) for x, shape in zip(leaves, shapes, strict=True)]
-            return tuple(mask_operands(OPS, views, spec, index))
+        def node(tree: Node, root: bool, mode: str, inputs: Sequence[Any], indices: Mapping[str, Any]) -> Any:
+            """One step, with the entries that only dropped indices meet set to zero in operands and result."""
+            op = tree.op
+            inputs = [
+                masked(x, spec.inputs[child.operand], indices)
+                if dropping and isinstance(child, Leaf) and _is_masked(spec.inputs[child.operand], spec)
+                else x
+                for x, child in zip(inputs, tree.children, strict=True)
+            ]
+            if op.source_dtype is not None:
+                (x,) = inputs
+                if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(op.dtype, jnp.complexfloating):
+                    x = x.real
+                result = jax.lax.convert_element_type(x, jnp.dtype(op.dtype))
+            else:
+                used = tuple(indices[name] for name in op.arrays)
+                (result,) = _step(op, (*inputs, *used), (mode, plan.options.precision), op.output_shapes, lowerings[op])
+            return masked(result, spec.output, indices) if root and dropping else result
+
+        def value(tree: Tree, leaves: Sequence[Any], indices: Mapping[str, Any], mode: str, root: bool) -> Any:
+            if isinstance(tree, Leaf):
+                return leaves[tree.operand]
+            inputs = [value(child, leaves, indices, mode, False) for child in tree.children]
+            terms = [spec.inputs[child.operand] for child in tree.children if isinstance(child, Leaf)]
+            run = partial(node, tree, root, mode)
+            if dropping and any(_is_masked(term, spec) for term in (*terms, *[spec.output] * root)):
+                # Else masks and masked copies would be kept for the backward pass, where operands and index arrays do.
+                run = jax.checkpoint(run)
+            return run(inputs, indices)
+
+        def run_tree(leaves: tuple[Any, ...], index_values: tuple[Any, ...], mode: str) -> Any:
+            indices = dict(zip(arrays, index_values, strict=True))
+            if isinstance(plan.tree, Leaf):
+                return leaves[plan.tree.operand].reshape(spec.output_shape)
+            return value(plan.tree, leaves, indices, mode, True)
 
         recompute = plan.keep == "inputs" and plan.programs.backward is not None
         whole = jax.checkpoint(run_tree, static_argnums=(2,)) if recompute else run_tree
@@ -547,7 +554,12 @@ class JaxBackend:
                             "index with: pass index_mode='drop' or 'clip'"
                         )
                     for gather in gathers[name]:
-                        raw = check_p.bind(raw, gather=gather, mode=mode)
+                        # A constant under jit is checked here, while its values can be seen; a primitive would be staged.
+                        raw = (
+                            check_p.bind(raw, gather=gather, mode=mode)
+                            if traced
+                            else _check_impl(raw, gather=gather, mode=mode)
+                        )
                 values[name] = raw
             if mode == "raise" and concrete:
                 mode = "checked"

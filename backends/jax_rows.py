@@ -68,9 +68,7 @@ class JaxOps:
 
     def add_at(self, shape: Sequence[int], index: Sequence[Any], values: Any) -> Any:
         out = jnp.zeros(tuple(shape), _wide(values.dtype))
-        out = out.at[tuple(index)].add(
-            values.astype(out.dtype), mode="promise_in_bounds", wrap_negative_indices=False
-        )
+        out = out.at[tuple(index)].add(values.astype(out.dtype), mode="promise_in_bounds", wrap_negative_indices=False)
         return out.astype(values.dtype)
 
     def select(self, mask: Any, x: Any, otherwise: float) -> Any:

@@ -26,7 +26,7 @@ from planner.backends.common import (
     run_program,
 )
 from planner.backends.stock import evaluate
-from planner.backends.torch_native import compile_native, standin
+from planner.backends.torch_native import NATIVE, compile_native, standin
 from planner.backends.torch_rows import OPS, cast, make_table, torch_dtype
 from planner.derive import batched, transpose
 from planner.device import CPU, GPU, Device
@@ -94,9 +94,7 @@ class _Bound:
 
     def views(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """Operands without their broadcast dimensions."""
-        return [
-            x if shape is None else x.reshape(shape) for x, shape in zip(operands, self.reshape, strict=True)
-        ]
+        return [x if shape is None else x.reshape(shape) for x, shape in zip(operands, self.reshape, strict=True)]
 
     def prepare(self, indices: Mapping[str, Any]) -> Prepared:
         """Check index arrays and shape them as the spec sees them."""
@@ -294,9 +292,7 @@ class _Gradient(torch.autograd.Function):
             swapped[number] = gradient
             swapped_dims = list(dims)
             swapped_dims[number] = in_dims[2]
-            conjugated = [
-                x.conj() if i != number and x.is_complex() else x for i, x in enumerate(swapped)
-            ]
+            conjugated = [x.conj() if i != number and x.is_complex() else x for i, x in enumerate(swapped)]
             found = _batched_contract(
                 info.batch_size, bound, transpose(bound.resolved.spec, number), conjugated, indices, swapped_dims
             )
@@ -415,7 +411,8 @@ class TorchBackend:
                 standin(o.shape, o.strides, torch_dtype(o.dtype)).reshape(shape)
                 for o, shape in zip(plan.operands, bound.shapes, strict=True)
             ]
-            native = compile_native(plan.tree, metas, copies=not requires)
+            stock = all(step.choice.lowering in NATIVE for step in plan.programs.forward.steps)
+            native = compile_native(plan.tree, metas, copies=not requires) if stock else None
             if isinstance(plan.tree, Leaf):
                 return lambda operands, indices: bound.views(operands)[0].view_as(bound.views(operands)[0])
             if native is not None:

@@ -20,7 +20,7 @@ from planner.backends.torch_rows import OPS
 from planner.lower import Op, product_form
 from planner.program import Leaf, Tree
 
-__all__ = ["compile_native"]
+__all__ = ["NATIVE", "compile_native", "standin"]
 
 Run = Callable[[Sequence[Tensor]], Tensor]
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from planner.backends.common import picoseconds, stock_rows
+from planner.backends.common import copied_bytes, picoseconds, stock_rows
 from planner.backends.kernel_rows import POOL_FUNCTIONS, Kernels, PoolKernels, group_sizes, kernel_rows
-from planner.backends.protocol import Table
+from planner.backends.protocol import Lowering, Table
 from planner.backends.stock import matmul_product
 from planner.cost import StepCost, itemsize
 from planner.device import Device
 from planner.kernels import torch_grouped, torch_grouping, torch_pooled
-from planner.lower import GroupedForm, Op, PooledForm, ProductForm, grouped_form, pooled_form, spec_flops
-from planner.spec import Spec
+from planner.lower import GroupedForm, Op, PooledForm, ProductForm, grouped_form, pooled_form, product_form, spec_flops
+from planner.spec import Spec, Term
 
 __all__ = ["OPS", "TorchOps", "make_table", "torch_dtype"]
 
@@ -158,6 +159,79 @@ def _pooled_cost(dense: bool, op: Op, device: Device) -> StepCost:
     return StepCost(flops, moved, 0, scratch, picoseconds(seconds))
 
 
+def _sliced(op: Op) -> tuple[str, ProductForm] | None:
+    """The axis over which a product can go slice by slice without copying an operand, and a slice's product.
+
+    Slices over a summed axis are accumulated, those over a row or column axis are parts of the result.
+    """
+    if op.pair or op.source_dtype is not None:
+        return None
+    form, sizes = product_form(op.spec), dict(op.spec.sizes)
+    if form is None or form.batch or not form.contracted or not _copies(form, op.spec.inputs, sizes):
+        return None
+    for axis in sorted((*form.contracted, *form.left, *form.right), key=lambda axis: (sizes[axis], axis)):
+        left, right, summed = (tuple(e for e in g if e != axis) for g in (form.left, form.right, form.contracted))
+        m, n, k = (math.prod(sizes[e] for e in g) for g in (left, right, summed))
+        part = ProductForm((), left, right, summed, (1, m, n, k))
+        terms = [tuple(e for e in term if e != axis) for term in op.spec.inputs]
+        if part.contracted and not _copies(part, terms, sizes):
+            return axis, part
+    return None
+
+
+def _copies(form: ProductForm, terms: Sequence[Term], sizes: Mapping[str, int]) -> bool:
+    groups = ((form.left, form.contracted), (form.contracted, form.right))
+    return any(copied_bytes(term, group, sizes, 1) for term, group in zip(terms, groups, strict=True))
+
+
+def _not_sliced(op: Op) -> str | None:
+    if op.dtype in ("float16", "bfloat16", "bool"):
+        return f"{op.dtype} would be rounded between the slices"
+    return "no one axis parts operands that cannot be viewed flat" if _sliced(op) is None else None
+
+
+def _sliced_cost(op: Op, device: Device) -> StepCost:
+    found = _sliced(op)
+    assert found is not None
+    axis, part = found
+    slices = dict(op.spec.sizes)[axis]
+    _, m, n, k = part.sizes
+    flops, result = spec_flops(op.spec), math.prod(op.spec.output_shape) * itemsize(op.dtype)
+    moved = op.bytes_touched()
+    if axis not in op.spec.output:
+        moved += 2 * slices * result
+    rate = device.skinny_rate if min(m, n, k) < 8 else device.flop_rate
+    seconds = max(flops / rate, moved / device.bandwidth) + device.fresh_seconds(result)
+    return StepCost(flops, moved, 0, 0, picoseconds(seconds + slices * device.launch_seconds))
+
+
+def _run_sliced(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    found = _sliced(op)
+    assert found is not None
+    axis, part = found
+    sizes, (_, m, n, k) = dict(op.spec.sizes), part.sizes
+    slices = []
+    for x, term, groups, shape in zip(
+        inputs, op.spec.inputs, ((part.left, part.contracted), (part.contracted, part.right)), ((m, k), (k, n)), strict=True
+    ):  # fmt: skip
+        rest = [e for e in term if e != axis]
+        views = x.movedim(term.index(axis), 0).unbind(0) if axis in term else [x] * sizes[axis]
+        dims = [rest.index(e) for group in groups for e in group]
+        slices.append([view.permute(dims).reshape(shape) for view in views])
+    if axis in op.spec.output:
+        out = inputs[0].new_empty((sizes[axis], m, n))
+        for into, a, b in zip(out, *slices, strict=True):
+            torch.mm(a, b, out=into)
+        order = (axis, *part.left, *part.right)
+    else:
+        out = inputs[0].new_zeros((m, n))
+        for a, b in zip(*slices, strict=True):
+            out.addmm_(a, b)
+        order = (*part.left, *part.right)
+    shaped = out.view([sizes[e] for e in order])
+    return (shaped.permute([order.index(str(e)) for e in op.spec.output]),)
+
+
 def _pool(dense: bool) -> PoolKernels:
     names = "pooled" if dense else "gathered"
     functions = {what: getattr(torch_pooled, f"{names}_{what}") for what in POOL_FUNCTIONS}
@@ -178,4 +252,5 @@ def make_table() -> Table:
         hand_over=torch.conj,
         kinds=("cpu",),  # loops over host offsets and reused host buffers
     )
-    return Table([*stock_rows(OPS, cast), *kernel_rows(kernels)])
+    sliced = Lowering("matmul by slices", _not_sliced, _sliced_cost, _run_sliced)
+    return Table([*stock_rows(OPS, cast), sliced, *kernel_rows(kernels)])

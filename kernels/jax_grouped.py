@@ -217,9 +217,7 @@ def tiling(rows: int, size_i: int, groups: int, size_j: int, size_k: int) -> Til
     return Tiling(tile_rows, tiles)
 
 
-def matmul_scratch_bytes(
-    rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: DTypeLike
-) -> int:
+def matmul_scratch_bytes(rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: DTypeLike) -> int:
     """Upper bound of what `grouped_matmul` allocates beside its result.
 
     A half-precision result that is added into targets is summed in float32: add its bytes in that dtype.
@@ -227,18 +225,12 @@ def matmul_scratch_bytes(
     return _scratch_bytes(rows, size_i, groups, size_j, size_k, dtype)
 
 
-def outer_scratch_bytes(
-    rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: DTypeLike
-) -> int:
+def outer_scratch_bytes(rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: DTypeLike) -> int:
     """Upper bound of what `grouped_outer` allocates beside its result."""
-    return _scratch_bytes(rows, size_i, groups, size_j, size_k, dtype) + _float32_sum(
-        groups * size_j * size_k, dtype
-    )
+    return _scratch_bytes(rows, size_i, groups, size_j, size_k, dtype) + _float32_sum(groups * size_j * size_k, dtype)
 
 
-def gradients_scratch_bytes(
-    rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: DTypeLike
-) -> int:
+def gradients_scratch_bytes(rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: DTypeLike) -> int:
     """Upper bound of what `grouped_gradients` allocates beside its results."""
     return outer_scratch_bytes(rows, size_i, groups, size_j, size_k, dtype)
 
@@ -275,9 +267,7 @@ def _loop(tiles: _Tiles, cut: Tiling, step: Callable[[jax.Array, Carry], Carry],
     return lax.fori_loop(jnp.int32(0), steps, step, carry)
 
 
-def _step_rows(
-    tiles: _Tiles, order: jax.Array, number: jax.Array, cut: Tiling
-) -> tuple[jax.Array, jax.Array]:
+def _step_rows(tiles: _Tiles, order: jax.Array, number: jax.Array, cut: Tiling) -> tuple[jax.Array, jax.Array]:
     """Groups of the step's tiles, and the rows of all of them; lanes without a row hold N."""
     first = number * cut.tiles
     group, start, stop = (lax.dynamic_slice(part, (first,), (cut.tiles,)) for part in tiles[:3])

@@ -46,9 +46,7 @@ def group_rows(index: jax.Array, size: int) -> Groups:
         raise ValueError(f"at most 2**31 - 1 rows can be grouped, got {rows}")
     if fits_packed(rows, size):
         return _group_packed(index, size)
-    key, order = lax.sort(
-        (index.astype(_key_dtype(size)), lax.iota(jnp.int32, rows)), num_keys=1, is_stable=True
-    )
+    key, order = lax.sort((index.astype(_key_dtype(size)), lax.iota(jnp.int32, rows)), num_keys=1, is_stable=True)
     return Groups(order, _first_position(key, jnp.arange(size + 1, dtype=key.dtype)))
 
 

@@ -55,19 +55,13 @@ def pooled_pool_gradient(g: jax.Array, query: jax.Array, index: jax.Array, size:
     return _each_entry(entry, g, query, index)
 
 
-def pooled_gradients(
-    g: jax.Array, query: jax.Array, pool: jax.Array, index: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def pooled_gradients(g: jax.Array, query: jax.Array, pool: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Gradients of the query and of the pool; the dense matrix is built once for both."""
     dtype = jnp.result_type(g, query, pool)
 
-    def entry(
-        g: jax.Array, query: jax.Array, pool: jax.Array, index: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def entry(g: jax.Array, query: jax.Array, pool: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
         dense = _dense(g, index, pool.shape[0], dtype)
-        return _matmul("qm,md->qd", dense, pool).astype(dtype), _matmul("qm,qd->md", dense, query).astype(
-            dtype
-        )
+        return _matmul("qm,md->qd", dense, pool).astype(dtype), _matmul("qm,qd->md", dense, query).astype(dtype)
 
     return _each_entry(entry, g, query, pool, index)
 
@@ -108,22 +102,16 @@ def gathered_gradients(
     """Gradients of the query and of the pool."""
     dtype = jnp.result_type(g, query, pool)
     g = g.astype(dtype)
-    return gathered_query_gradient(g, pool, index), gathered_pool_gradient(
-        g, query, index, pool.shape[1]
-    ).astype(dtype)
+    return gathered_query_gradient(g, pool, index), gathered_pool_gradient(g, query, index, pool.shape[1]).astype(dtype)
 
 
-def pooled_scratch_bytes(
-    batch: int, queries: int, pool: int, size_d: int, keys: int, dtype: DTypeLike
-) -> int:
+def pooled_scratch_bytes(batch: int, queries: int, pool: int, size_d: int, keys: int, dtype: DTypeLike) -> int:
     """Upper bound of what each `pooled_*` function allocates beside its results."""
     entry = 2 * queries * pool + 2 * queries * keys + 3 * (queries + pool) * size_d
     return entry * max(_accumulator(dtype).itemsize, 4) + 3 * 4 * queries * keys + 2**14
 
 
-def gathered_scratch_bytes(
-    batch: int, queries: int, pool: int, size_d: int, keys: int, dtype: DTypeLike
-) -> int:
+def gathered_scratch_bytes(batch: int, queries: int, pool: int, size_d: int, keys: int, dtype: DTypeLike) -> int:
     """Upper bound of what each `gathered_*` function allocates beside its results."""
     scores = batch * queries * keys
     numbers = scores * (2 * size_d + 3) + batch * (queries + pool) * size_d

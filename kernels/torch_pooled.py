@@ -133,8 +133,8 @@ def gathered_pool_gradient(g: Tensor, query: Tensor, index: Tensor, size: int) -
         chosen = index[b, q].long()
         terms = _shaped(buffer, (*chosen.shape, d))
         torch.mul(g[b, q, :, None].to(wide), query[b, q, None, :].conj().to(wide), out=terms)
-        rows, terms = (chosen + first[b]).view(-1), terms.view(-1, d)
-        dropped = (chosen == size).view(-1).nonzero().view(-1)
+        rows, terms = (chosen + first[b]).reshape(-1), terms.view(-1, d)
+        dropped = (chosen == size).reshape(-1).nonzero().view(-1)
         if len(dropped):  # They add zero somewhere.
             rows.index_fill_(0, dropped, 0)
             terms.index_fill_(0, dropped, 0)

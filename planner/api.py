@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +12,12 @@ from typing import Any
 from planner.cost import itemsize
 from planner.device import Device
 from planner.dispatch import framework_of, load_backend, operands_framework
-from planner.errors import PlannerError, SpecError
+from planner.errors import PlannerError, ShapeError, SpecError
 from planner.parse import parse, parse_sublists
 from planner.plan import Options, Plan
 from planner.planning import make_plan
 from planner.search.paths import explicit_path
-from planner.resolve import resolve_shapes, shape_of
+from planner.resolve import cut, resolve_shapes, shape_of
 from planner.spec import Operand, Spec
 
 __all__ = ["contract", "plan"]
@@ -80,7 +81,7 @@ def contract(
     Source:
         The seminal notation is numpy's einsum; index arrays as one-hot factors: DESIGN, section 2.
     """
-    key = None
+    key = run = None
     try:
         key = (
             spec, optimize, minimize, index_mode, dtype, sizes, memory_limit, retain_limit, precision,
@@ -88,6 +89,8 @@ def contract(
         )  # fmt: skip
         run = _RUNNERS[key]
     except (KeyError, IndexError, TypeError, AttributeError):
+        pass  # planned below, outside of the handler: what is raised there has no other error as its context
+    if run is None:
         return _contract(
             key, spec, operands, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype,
             precision, indices,
@@ -196,12 +199,18 @@ def _make(
     described = tuple(_describe(backend, operand, number) for number, operand in enumerate(operands))
     index_shapes = {}
     for name, index in indices.items():
-        if not isinstance(index, (tuple, list)):
+        if framework_of(index) is not None:
             backend.check_index(name, index)
-        index_shapes[name] = shape_of(index)
-    resolved = resolve_shapes(spec, [operand.shape for operand in described], index_shapes, sizes)
+        index_shapes[name] = shape_of(index, f"index array {name!r}")
+    shapes = [operand.shape for operand in described]
+    try:
+        resolved = resolve_shapes(spec, shapes, index_shapes, sizes)
+    except ShapeError as error:
+        raise type(error)(f"{error}\n    in {_call_text(spec, shapes, index_shapes, sizes)}") from None
     compute = dtype_name(dtype) if dtype is not None else backend.result_dtype([o.dtype for o in described])
     itemsize(compute)
+    if device is not None and not isinstance(device, Device):
+        raise PlannerError(f"device={device!r:.80} is no planner.Device: it holds the rates that times are predicted by")
     backend.check_devices(operands, indices)
     options = Options(
         optimize if optimize is None or isinstance(optimize, str) or callable(optimize) else explicit_path(optimize),
@@ -219,19 +228,29 @@ def _make(
     return make_plan(text, resolved, described, compute, index_mode, framework, device or backend.device(operands), options)
 
 
+def _call_text(spec: str | Spec, shapes: Sequence[Any], index_shapes: Mapping[str, Any], sizes: Any) -> str:
+    """Write a call with shapes in place of arrays, cut to a readable length."""
+    given = [cut(repr(str(spec))), *map(str, shapes[:20]), *["..."] * (len(shapes) > 20)]
+    given += [f"{name}={shape}" for name, shape in [*index_shapes.items()][:20]]
+    given += [f"sizes={sizes!r:.80}"] if sizes is not None else []
+    return ", ".join(given)[:600]
+
+
 def _describe(backend: Any, operand: Any, number: int) -> Operand:
-    if isinstance(operand, Operand):
-        return operand
+    """Describe an array, or read a stand-in or a shape."""
+    what = f"operand {number}"
     if isinstance(operand, (tuple, list)):
-        try:
-            return Operand(tuple(int(n) for n in operand))
-        except (TypeError, ValueError):
-            raise PlannerError(f"operand {number} is neither an array nor a shape: {operand!r:.80}") from None
-    if framework_of(operand) != backend.name:
-        raise PlannerError(
-            f"operand {number} is a {type(operand).__name__}, which is no {backend.name} array: convert it"
-        )
-    described: Operand = backend.operand(operand)
+        operand = Operand(tuple(operand))
+    if isinstance(operand, Operand):
+        described = dataclasses.replace(operand, shape=shape_of(operand.shape, what))
+    elif framework_of(operand) != backend.name:
+        raise PlannerError(f"{what} is a {type(operand).__name__}, which is no {backend.name} array: convert it")
+    else:
+        described = backend.operand(operand)
+    try:
+        itemsize(described.dtype)
+    except PlannerError as error:
+        raise PlannerError(f"{what}: {error}") from None
     return described
 
 

@@ -36,6 +36,21 @@ class Value:
     status: Status
 
 
+def _targets(options: list[tuple[int, ...]], few: bool) -> Iterator[Status]:
+    """Statuses to try: every combination, or only one factor at a time and all of them at once."""
+    if not few:
+        yield from itertools.product(*options)
+        return
+    stay = tuple(choices[0] for choices in options)
+    tried = dict.fromkeys([stay])
+    for factor, choices in enumerate(options):
+        for target in choices[1:]:
+            tried[(*stay[:factor], target, *stay[factor + 1 :])] = None
+    for level in (ROWS, SCATTER):
+        tried[tuple(max((c for c in choices if c <= level), default=choices[0]) for choices in options)] = None
+    yield from tried
+
+
 def bits(mask: int) -> Iterator[int]:
     """Numbers of the set bits, ascending."""
     while mask:
@@ -47,13 +62,19 @@ def bits(mask: int) -> Iterator[int]:
 class Network:
     """The one-hot network of a resolved spec.
 
+    Args:
+        spec: a resolved spec.
+        few: leave most combinations of statuses out, for specs with many index arrays: then a step changes one factor's
+            status, or all.
+
     Attributes:
         spec: the spec, with the sizes of the pool axes added.
         leaves: each operand's term with pool axes in place of gathers.
         result: the output's term, likewise.
     """
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Spec, few: bool = False) -> None:
+        self.few = few
         gathers = spec.gathers
         used = {axis for axis, _ in spec.sizes} | set(spec.arrays)
         pools = dict(zip(gathers, unused_letters(used, len(gathers)), strict=True))
@@ -134,9 +155,9 @@ class Network:
 
     def closable(self, operands: int, factor: int, status: Status) -> bool:
         """Whether a factor may become a segment sum on this set of operands."""
-        pool, rows = self.pools[factor], self.rows[factor]
+        rows = self.rows[factor]
         outside = self.union(self.everything ^ operands) | self.result_mask
-        if not pool & outside:
+        if not self._open(operands, factor):
             return False
         if operands == self.everything:
             return True
@@ -155,16 +176,21 @@ class Network:
             targets = [status]
             if status == POOL and axes & self.pools[f]:
                 targets.append(ROWS)
-            if status != SCATTER and (status == ROWS or axes & (self.pools[f] | self.rows[f]) or self._alone(f)):
+            meets = status == ROWS or axes & (self.pools[f] | self.rows[f]) or self._alone(f)
+            if status != SCATTER and meets and self._open(value.operands, f):
                 targets.append(SCATTER)
             options.append(tuple(targets))
-        for status in itertools.product(*options):
+        for status in _targets(options, self.few):
             if status != value.status and self._closing_legal(value.operands, value.status, status):
                 yield status
 
     def _alone(self, factor: int) -> bool:
         """Whether no operand has any axis of the factor, so that the result must bring it in."""
         return not self.union(self.everything) & (self.pools[factor] | self.rows[factor])
+
+    def _open(self, operands: int, factor: int) -> bool:
+        """Whether the outside of a set of operands has a factor's pool axis."""
+        return bool(self.pools[factor] & (self.union(self.everything ^ operands) | self.result_mask))
 
     def _closing_legal(self, operands: int, before: Status, after: Status) -> bool:
         return all(
@@ -175,6 +201,7 @@ class Network:
     def merges(self, a: Value, b: Value) -> Iterator[Status]:
         """Statuses that the product of two values can have."""
         axes_a, axes_b = self.value_axes(a), self.value_axes(b)
+        operands = a.operands | b.operands
         options: list[tuple[int, ...]] = []
         for f, (left, right) in enumerate(zip(a.status, b.status, strict=True)):
             pool = self.pools[f]
@@ -182,18 +209,17 @@ class Network:
                 targets = [POOL]
                 if (axes_a | axes_b) & pool:
                     targets.append(ROWS)
-                if (axes_a | axes_b) & (pool | self.rows[f]):
+                if (axes_a | axes_b) & (pool | self.rows[f]) and self._open(operands, f):
                     targets.append(SCATTER)
             elif SCATTER in (left, right):
                 if ROWS in (left, right) or left == right:
                     return
                 targets = [SCATTER]
             else:
-                targets = [ROWS, SCATTER]
+                targets = [ROWS, SCATTER] if self._open(operands, f) else [ROWS]
             options.append(tuple(targets))
         before = tuple(max(pair) for pair in zip(a.status, b.status, strict=True))
-        operands = a.operands | b.operands
-        for status in itertools.product(*options):
+        for status in _targets(options, self.few):
             if self._closing_legal(operands, before, status):
                 yield status
 

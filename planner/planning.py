@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,7 +23,10 @@ from planner.spec import Operand
 
 __all__ = ["alternatives", "make_plan"]
 
-AUTO_WORK, OPTIMAL_WORK = 60_000, 3_000_000
+# Steps that a search may score; each takes 50 to 250 us.
+AUTO_WORK, OPTIMAL_WORK, PATH_WORK = 20_000, 3_000_000, 4_000
+# With more distinct gathers than this a path's search does not try every combination of their placements.
+MOST_FACTORS = 5
 
 
 class Problem:
@@ -35,6 +39,7 @@ class Problem:
         self.table = load_backend(backend).table
         self.backend = backend
         self.network = Network(resolved.spec)
+        self.few = Network(resolved.spec, few=True)
         self.requires = tuple(operand.requires_grad for operand in operands)
         self.casts = tuple(o.dtype if o.dtype != dtype else None for o in operands)
         self.variables = tuple(
@@ -56,14 +61,29 @@ class Problem:
     def search(
         self, objective: str, keep: Keep, work: int, path: Any = None, naive: bool = False
     ) -> tuple[Found, Lowerer]:
-        """Search over the trees of a path, or over all; then the greedy path's score bounds what is followed."""
+        """Search over the trees of a path, or over all; then the greedy path's score bounds what is followed.
+
+        Raises:
+            SearchLimitError: the search over all trees needs more work. One over a path then looks at fewer placements.
+        """
         lower = Lowerer(self.stock_choices if naive else self.choices, step_key(objective))
-        known = (self.network, self.requires, self.casts, self.dtype, lower, objective, keep, work)
+
+        def over(network: Network, **options: Any) -> Search:
+            return Search(
+                network, self.requires, self.casts, self.dtype, lower, objective, keep, work, **options
+            )  # fmt: skip
+
         count = len(self.operands)
         if path is not None:
-            return Search(*known, naive).run(splits_of(path, count)), lower
-        bound = Search(*known).run(splits_of(self.path("greedy"), count)).score if count > 2 else None
-        return Search(*known, bound=bound).run(), lower
+            splits = splits_of(path, count)
+            if not naive and len(self.network.gathers) <= MOST_FACTORS:
+                with contextlib.suppress(SearchLimitError):
+                    return over(self.network).run(splits), lower
+            return over(self.few, takes_first=naive).run(splits), lower
+        bound = None
+        if count > 2:
+            bound = over(self.few).run(splits_of(self.path("greedy"), count)).score
+        return over(self.network, bound=bound).run(), lower
 
     def path(self, optimize: Any) -> Any:
         if isinstance(optimize, str) or callable(optimize):
@@ -77,7 +97,7 @@ class Problem:
 
     def naive(self) -> Programs:
         """What `einsum` on materialised gathers would do, by opt_einsum's path."""
-        found, lower = self.search("flops", "all", OPTIMAL_WORK, self.path("auto"), naive=True)
+        found, lower = self.search("flops", "all", PATH_WORK, self.path("auto"), naive=True)
         return self.programs(found.tree, lower, "all")
 
     def exact_work(self) -> int:
@@ -171,13 +191,13 @@ def _found(
                 pass
         names = ("greedy",) if len(problem.operands) > 40 else ("greedy", "auto")
         for name in names:
-            yield (*problem.search(objective, keep, OPTIMAL_WORK, problem.path(name)), f"opt_einsum {name}")
+            yield (*problem.search(objective, keep, PATH_WORK, problem.path(name)), f"opt_einsum {name}")
         return
     if isinstance(optimize, str) and optimize not in path_names():
         known = ", ".join(map(repr, ("auto", "optimal", *path_names())))
         raise PlannerError(f"optimize={optimize!r} is unknown: take one of {known}, a path or a PathOptimizer")
     origin = f"opt_einsum {optimize}" if isinstance(optimize, str) else "given path"
-    yield (*problem.search(objective, keep, OPTIMAL_WORK, problem.path(optimize)), origin)
+    yield (*problem.search(objective, keep, PATH_WORK, problem.path(optimize)), origin)
 
 
 def _within(cost: PlanCost, options: Options) -> bool:
@@ -253,9 +273,9 @@ def alternatives(plan: Plan, most: int) -> tuple[Alternative, ...]:
                 consider(lambda o=objective, k=keep: problem.search(o, k, AUTO_WORK), keep, f"least {objective}")  # type: ignore[misc]
         for name in ("greedy", "left to right"):
             path = left_to_right(len(plan.operands)) if name == "left to right" else problem.path(name)
-            consider(lambda p=path, k=keep: problem.search("time", k, OPTIMAL_WORK, p), keep, f"{name} path")  # type: ignore[misc]
+            consider(lambda p=path, k=keep: problem.search("time", k, PATH_WORK, p), keep, f"{name} path")  # type: ignore[misc]
     consider(
-        lambda: problem.search("flops", "all", OPTIMAL_WORK, problem.path("auto"), naive=True),
+        lambda: problem.search("flops", "all", PATH_WORK, problem.path("auto"), naive=True),
         "all",
         "naive: takes first",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,14 +56,27 @@ def resolve(
         SpecError: the spec is malformed, or an index array is missing or not in the spec.
         ShapeError: shapes contradict the spec or each other.
     """
-    shapes = tuple(shape_of(operand) for operand in operands)
-    index_shapes = {name: shape_of(index) for name, index in indices.items()}
+    shapes = tuple(shape_of(operand, f"operand {number}") for number, operand in enumerate(operands))
+    index_shapes = {name: shape_of(index, f"index array {name!r}") for name, index in indices.items()}
     return resolve_shapes(spec, shapes, index_shapes, sizes).spec
 
 
-def shape_of(array: Any) -> Shape:
-    """Return the shape of an array, a stand-in or a shape itself."""
-    return tuple(int(n) for n in (array if isinstance(array, (tuple, list)) else array.shape))
+def shape_of(array: Any, what: str = "an operand") -> Shape:
+    """Return the shape of an array, a stand-in or a shape itself.
+
+    Raises:
+        ShapeError: it has none, or one with an entry that is no size.
+    """
+    shape = array if isinstance(array, (tuple, list)) else getattr(array, "shape", None)
+    if shape is None:
+        raise ShapeError(f"{what} is neither an array nor a shape: {array!r:.80}")
+    try:
+        sizes = tuple(operator.index(n) for n in shape)
+    except TypeError:
+        raise ShapeError(f"{what} has the shape {shape!r:.80}: sizes are integers") from None
+    if any(n < 0 for n in sizes):
+        raise ShapeError(f"{what} has the shape {shape!r:.80}: sizes are not negative")
+    return sizes
 
 
 def resolve_shapes(
@@ -137,7 +151,7 @@ def resolve_shapes(
         if letter in axis_sizes and axis_sizes[letter] != size:
             raise ShapeError(f"sizes= says {size} for axis {letter!r}, but the inputs say {axis_sizes[letter]}")
         if letter not in axis_sizes and letter not in index_shapes:
-            raise ShapeError(f"sizes= names {letter!r}, which is no axis or index array of '{parsed}'")
+            raise ShapeError(f"sizes= names {letter!r}, which is no axis or index array of '{cut(str(parsed))}'")
 
     resolved = Spec(tuple(inputs), tuple(output), tuple(sorted(axis_sizes.items())))
     _check_addressable(resolved)
@@ -151,7 +165,7 @@ def _already_resolved(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping
     sizes = dict(spec.sizes)
     for number, (term, shape) in enumerate(zip(spec.inputs, shapes, strict=True)):
         if tuple(shape) != spec.shape(term):
-            raise ShapeError(f"operand {number} has shape {tuple(shape)}, but '{spec}' needs {spec.shape(term)}")
+            raise ShapeError(f"operand {number} has shape {tuple(shape)}, but '{cut(str(spec))}' needs {spec.shape(term)}")
     for gather in spec.gathers:
         wanted = tuple(sizes[axis] for axis in gather.axes)
         if tuple(index_shapes[gather.array]) != wanted:
@@ -162,7 +176,7 @@ def _already_resolved(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping
 def _check_counts(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[str, Shape]) -> None:
     if len(spec.inputs) != len(shapes):
         raise ShapeError(
-            f"'{_short(spec)}' has {len(spec.inputs)} input terms, but {len(shapes)} operands were given"
+            f"'{cut(str(spec))}' has {len(spec.inputs)} input terms, but {len(shapes)} operands were given"
         )
     arrays = spec.arrays
     for name in arrays:
@@ -171,14 +185,14 @@ def _check_counts(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[str
     for name in index_shapes:
         if name not in arrays:
             raise SpecError(
-                f"unknown option or index array {name!r}: '{_short(spec)}' "
+                f"unknown option or index array {name!r}: '{cut(str(spec))}' "
                 + (f"has the index arrays {', '.join(arrays)}" if arrays else "has no index arrays")
             )
 
 
-def _short(spec: Spec) -> str:
-    text = str(spec)
-    return text if len(text) <= 200 else text[:197] + "..."
+def cut(text: str, most: int = 200) -> str:
+    """Cut a text for a message: specs may have 10^5 characters."""
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _expand_ellipses(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[str, Shape]) -> Spec:
@@ -187,7 +201,7 @@ def _expand_ellipses(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[
     def span(entries: Sequence[Any], dims: int, what: str) -> int:
         written = len(entries) - (ELLIPSIS in entries)
         if dims < written or (dims > written and ELLIPSIS not in entries):
-            text = "".join(map(str, entries)) or "''"
+            text = cut("".join(map(str, entries)), 100) or "''"
             raise ShapeError(f"{what} has {dims} dimensions, but its axes are {text}")
         return dims - written
 
@@ -278,7 +292,7 @@ def _given_sizes(
     shape = tuple(checked(size, f"entry {number}") for number, size in enumerate(sizes))
     if len(shape) != len(spec.output):
         raise ShapeError(
-            f"sizes= has {len(shape)} entries, but the output '{''.join(map(str, spec.output))}' "
+            f"sizes= has {len(shape)} entries, but the output '{cut(''.join(map(str, spec.output)))}' "
             f"has {len(spec.output)} dimensions"
         )
     return {}, shape

@@ -7,7 +7,7 @@ import collections
 import numpy as np
 from hypothesis import strategies as st
 
-from planner.testing.reference import exact_range, reference
+from planner.testing.reference import exact_range, reference, reference_gradients
 from planner.testing.strategies import Problem, problems
 
 MODES = ("raise", "drop", "clip")
@@ -93,6 +93,16 @@ def note_language(floors: Floors, problem: Problem, **facts: object) -> None:
 def pick(problem: Problem, values):
     """One of the values, settled by the problem, so that a replay takes the same; the first for simple ones."""
     return values[problem.seed % len(values)]
+
+
+def with_unread_nan(problem: Problem) -> tuple[list, bool]:
+    """The operands with NaN wherever no point of the sum reads them; also whether there is such a place."""
+    operands = problem.operands()
+    ones = [np.ones_like(x) for x in operands]
+    counts = reference_gradients(problem.spec, np.ones(problem.output_shape()), *ones, **problem.arguments())
+    for x, count in zip(operands, counts, strict=True):
+        x[count == 0] = np.nan
+    return operands, any((count == 0).any() for count in counts)
 
 
 # Out-of-range indices, as (values, size, position of the first bad one, its value).

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import resource
 import subprocess
 import sys
 import textwrap
@@ -18,7 +17,7 @@ from planner.spec import is_letter
 
 ALPHABET = [
     *"abcijkqpXY", *"[[]]", ".", "...", ",", ",", "->", "-", ">", " ", " ", "\t", "\n", "\0", "_", "1", "é", "ß",
-    "ﬁ", "²", "µ", "Ω", "K", "\u0301", "\u200b", "\ud800", "\udfff", "𝒜", "漢", "→", "(", "{", "'", "\\", "%", "q[", "]",
+    "ﬁ", "²", "µ", "Ω", "\u212a", "\u2126", "\u0301", "\u200b", "\ud800", "\udfff", "𝒜", "漢", "→", "(", "{", "'", "\\", "%", "q[", "]",
 ]  # fmt: skip
 
 
@@ -114,7 +113,6 @@ def test_hostile_sizes_end_in_time_and_memory(name):
     """)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert resource  # the module exists on this system: the limits above were in force
 
 
 # -- wrong arguments -------------------------------------------------------------------------------------
@@ -205,12 +203,12 @@ def test_mixed_frameworks_name_the_operand():
     ("arguments", "options", "kind", "message"),
     [
         (("ij->ij", (2, -3)), {}, planner.ShapeError, "operand 0.*-3"),
-        (("ij->ij", (2, 2.5)), {}, planner.PlannerError, "operand 0"),
+        (("ij->ij", (2, 2.5)), {}, planner.ShapeError, "operand 0"),
         (("ij->ij", "ab"), {}, planner.PlannerError, "operand 0"),
         (("ij->ij", 3), {}, planner.PlannerError, "operand 0"),
-        (("q[n]->n", (3,)), {"q": (2.5,)}, planner.PlannerError, "'q'"),
-        (("q[n]->n", (3,)), {"q": (-2,)}, planner.PlannerError, "'q'"),
-        (("q[n]->n", (3,)), {"q": 7}, planner.PlannerError, "'q'"),
+        (("q[n]->n", (3,)), {"q": (2.5,)}, planner.ShapeError, "'q'"),
+        (("q[n]->n", (3,)), {"q": (-2,)}, planner.ShapeError, "'q'"),
+        (("q[n]->n", (3,)), {"q": 7}, planner.ShapeError, "'q'"),
         (("ij->ij", (2, 3)), {"backend": "tensorflow"}, planner.PlannerError, "backend 'tensorflow' is unknown"),
         (("ij->ij", planner.Operand((2, 3), "float13")), {}, planner.PlannerError, "float13"),
         (("ij->ij", (2, 3)), {"device": "cpu"}, planner.PlannerError, "device"),
@@ -225,4 +223,4 @@ def test_wrong_plans_name_the_culprit(arguments, options, kind, message):
 def test_letters_are_letters():
     assert is_letter("漢")
     assert is_letter("é")
-    assert not any(map(is_letter, ("_", "1", "²", "\ud800", " ", "->", "", "ﬁ", "K")))
+    assert not any(map(is_letter, ("_", "1", "²", "\ud800", " ", "->", "", "ﬁ", "\u212a")))

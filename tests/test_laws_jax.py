@@ -1,6 +1,7 @@
 """JAX against the oracle: values, gradients, transforms and kernels, eager and jitted, on exact integers."""
 
 import contextlib
+import dataclasses
 
 import numpy as np
 import pytest
@@ -329,10 +330,20 @@ def test_under_jit_a_bad_row_is_nan_and_no_other(matrix):
     out = np.asarray(jit(call)(a, c, q))
     assert np.isnan(out[bad]).all()
     assert (out[~bad] == matrix).all()
-    ga, gc = jit(jax.grad(lambda a, c: jnp.where(bad[:, None, None], 0, call(a, c, q)).sum(), (0, 1)))(a, c)
+
+    def loss(a, c, q):
+        return jnp.where(bad[:, None, None], 0, call(a, c, q)).sum()
+
+    ga, gc = jit(jax.grad(loss, (0, 1)))(a, c, q)
     assert np.isnan(np.asarray(ga)[bad]).all()
     assert (np.asarray(ga)[~bad] == matrix).all()
     assert np.isnan(np.asarray(gc)).all(), "a bad index could have meant every row"
+
+
+def test_under_jit_a_bad_constant_is_named():
+    x, q = jnp.ones((3, 2)), jnp.array([0, 3])
+    with pytest.raises(planner.IndexRangeError, match=r"'q'\[1\] is 3"):
+        jit(lambda x: planner.contract("q[n]c -> nc", x, q=q))(x)
 
 
 def test_under_jit_a_bad_scatter_is_nan_in_every_target():
@@ -454,18 +465,18 @@ def test_calls_repeat_bitwise(spec, shapes, sizes):
 
 
 def test_the_grouped_kernels_run(monkeypatch):
-    from planner.kernels import jax_grouped
+    from planner.backends.jax_backend import backend
     from planner.testing.measure import jax_temp_bytes
 
     calls = []
-    for name in ("grouped_matmul", "grouped_gradients"):
-        original = getattr(jax_grouped, name)
+    for name in ("grouped matmul", "both grouped gradients"):
+        row = backend.table.rows[name]
 
-        def counted(*args, original=original, name=name, **kwargs):
-            calls.append(name)
-            return original(*args, **kwargs)
+        def counted(*args, row=row):
+            calls.append(row.name)
+            return row.run(*args)
 
-        monkeypatch.setattr(jax_grouped, name, counted)
+        monkeypatch.setitem(backend.table.rows, name, dataclasses.replace(row, run=counted))
     workload = WORKLOADS["seed-gathered-matmul"].resized(n=4112, q=64)  # sizes that no other test traces
     a, c = workload.operands("jax")
     q = workload.indices("jax")["q"]
@@ -479,7 +490,7 @@ def test_the_grouped_kernels_run(monkeypatch):
         return result, *pullback(gout)
 
     out, ga, gc = jax.jit(run)(a, c, q, gout)
-    assert set(calls) == {"grouped_matmul", "grouped_gradients"}
+    assert set(calls) == {"grouped matmul", "both grouped gradients"}
     gathered = 4 * q.size * c.shape[1] * c.shape[2]
     assert jax_temp_bytes(run, a, c, q, gout) < gathered / 2
     arrays, rows = (np.asarray(a), np.asarray(c)), {"q": np.asarray(q)}

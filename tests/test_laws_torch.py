@@ -1,5 +1,7 @@
 """torch against the oracle: values, gradients, transforms and kernels, on integers that make every sum exact."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from conftest import examples
@@ -488,18 +490,18 @@ def test_calls_repeat_bitwise(spec, shapes, sizes):
 
 
 def test_the_grouped_kernels_run(monkeypatch):
-    from planner.kernels import torch_grouped
+    from planner.backends.torch_backend import backend
     from planner.testing.measure import torch_memory
 
     calls = []
-    for name in ("grouped_matmul", "grouped_gradients"):
-        original = getattr(torch_grouped, name)
+    for name in ("grouped matmul", "both grouped gradients"):
+        row = backend.table.rows[name]
 
-        def counted(*args, original=original, name=name, **kwargs):
-            calls.append(name)
-            return original(*args, **kwargs)
+        def counted(*args, row=row):
+            calls.append(row.name)
+            return row.run(*args)
 
-        monkeypatch.setattr(torch_grouped, name, counted)
+        monkeypatch.setitem(backend.table.rows, name, dataclasses.replace(row, run=counted))
     workload = WORKLOADS["seed-gathered-matmul"].resized(n=4096, q=64)
     a, c = workload.operands("torch", requires_grad=True)
     q = workload.indices("torch")["q"]
@@ -513,7 +515,7 @@ def test_the_grouped_kernels_run(monkeypatch):
     run()
     calls.clear()
     (ga, gc), measured = torch_memory(run)
-    assert calls == ["grouped_matmul", "grouped_gradients"]
+    assert calls == ["grouped matmul", "both grouped gradients"]
     gathered = 4 * q.numel() * c.shape[1] * c.shape[2]
     assert measured.peak_bytes < gathered / 4
     arrays = {"q": q.numpy()}

@@ -39,6 +39,7 @@ Vector = tuple[Any, ...]
 Splits = Callable[[int], Iterable[tuple[int, int]]]
 
 FRONT_LIMIT = 128
+FEW_STATUSES = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,12 +151,17 @@ class Search:
             for left, right in splits(operands):
                 self.products(left, right, splits, found)
         # Unary steps only ever raise a status, so ascending order visits each source before its targets.
-        for status in self._ascending(operands, found):
+        for status in tuple(found) if self.network.few else self._ascending(operands, found):
             for target in self.network.advances(Value(operands, status)):
                 self.unary(Value(operands, status), target, found)
         if self.takes_first and operands != self.network.everything:
             naive = max(found, key=lambda status: (sum(s == ROWS for s in status), [-s for s in status]))
             found = {naive: found[naive]}
+        elif self.network.few and operands != self.network.everything and len(found) > FEW_STATUSES:
+            # The best so far, and the one from which every tree can be finished.
+            taken = max(found, key=lambda status: (sum(s == ROWS for s in status), [-s for s in status]))
+            order = sorted((s for s in found if found[s]), key=lambda s: min((self.part(w), w.tie) for w in found[s]))
+            found = {status: found[status] for status in dict.fromkeys((taken, *order[:FEW_STATUSES]))}
         self._ways[operands] = found
         return found
 

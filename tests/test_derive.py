@@ -1,0 +1,72 @@
+"""The language is closed: transposes and batches of specs are specs, of the right values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import planner
+from planner.resolve import resolve_shapes
+from planner.testing import problems, reference
+
+
+def resolved_call(case):
+    shapes = {name: q.shape for name, q in case.indices.items()}
+    resolved = resolve_shapes(case.spec, case.shapes, shapes, case.sizes)
+    views = [x.reshape(s) for x, s in zip(case.operands(), resolved.shapes, strict=True)]
+    index_shapes = dict(resolved.index_shapes)
+    indices = {name: q.reshape(index_shapes[name]) for name, q in case.indices.items()}
+    return resolved.spec, views, indices
+
+
+MODES = {"index_modes": ("raise", "drop", "clip"), "max_size": 3, "max_operands": 3}
+
+
+@settings(max_examples=examples(200, 2000))
+@given(problems(**MODES), st.data())
+def test_transposes_give_the_oracles_gradients(case, data):
+    spec, operands, indices = resolved_call(case)
+    wanted = case.expected_gradients()
+    number = data.draw(st.integers(0, len(operands) - 1))
+    transposed = planner.transpose(spec, number)
+    operands[number] = case.output_gradient()
+    found = planner.contract(transposed, *operands, index_mode=case.index_mode, **indices)
+    # Broadcast dimensions were taken out by resolving, so their gradients come without them.
+    np.testing.assert_array_equal(found.reshape(wanted[number].shape), wanted[number])
+    assert planner.transpose(transposed, number) == spec
+    assert planner.transpose(spec, number - len(operands)) == transposed
+
+
+@settings(max_examples=examples(100, 1000))
+@given(problems(**MODES), st.data())
+def test_batched_is_a_loop(case, data):
+    spec, operands, indices = resolved_call(case)
+    size = data.draw(st.integers(1, 3))
+    chosen = data.draw(st.sets(st.integers(0, len(operands) - 1)))
+    arrays = data.draw(st.sets(st.sampled_from(sorted(indices)))) if indices else set()
+    batched = planner.batched(spec, size, chosen, arrays)
+    many = [np.stack([x + b for b in range(size)]) if i in chosen else x for i, x in enumerate(operands)]
+    index = {name: np.stack([q] * size) if name in arrays else q for name, q in indices.items()}
+    found = planner.contract(batched, *many, index_mode=case.index_mode, **index)
+    for b in range(size):
+        single = [x[b] if i in chosen else x for i, x in enumerate(many)]
+        sizes = spec.output_shape
+        wanted = reference(str(spec), *single, sizes=sizes, index_mode=case.index_mode, **indices)
+        np.testing.assert_array_equal(found[b], wanted)
+
+
+def test_what_does_not_derive():
+    spec = planner.resolve("nij,q[n]jk->nik", (5, 1, 2), (3, 2, 4), q=(5,))
+    with pytest.raises(planner.ShapeError, match="has 2 operands, so there is no operand 2"):
+        planner.transpose(spec, 2)
+    with pytest.raises(planner.ShapeError, match="there is no operand 7"):
+        planner.batched(spec, 2, [0, 7])
+    with pytest.raises(planner.ShapeError, match="no index array 'p'"):
+        planner.batched(spec, 2, arrays=["p"])
+    with pytest.raises(planner.ShapeError, match="'n' is in use"):
+        planner.batched(spec, 2, letter="n")
+    with pytest.raises(planner.ShapeError, match="size"):
+        planner.batched(spec, -1)

@@ -1,0 +1,94 @@
+"""Resolving: ellipses, broadcasting and sizes, by the rules of numpy and of our own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import examples
+from hypothesis import given, settings
+
+import planner
+from planner.resolve import resolve_shapes
+from planner.testing import problems
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes", "options", "printed", "output_shape"),
+    [
+        ("...j,jk", [(2, 3, 4), (4, 5)], {}, "abj, jk -> abk", (2, 3, 5)),
+        ("...,...", [(3, 1), (2, 1, 4)], {}, "b, ac -> abc", (2, 3, 4)),
+        ("i...->i", [(2, 3)], {}, "ia -> i", (2,)),
+        ("ij,ij->ij", [(1, 3), (2, 1)], {}, "j, i -> ij", (2, 3)),
+        ("ij,ij->ij", [(1, 0), (1, 1)], {}, "ij, i -> ij", (1, 0)),
+        ("ii,i->i", [(3, 3), (1,)], {}, "ii,  -> i", (3,)),
+        ("->ij", [()], {"sizes": {"i": 2, "j": 3}}, " -> ij", (2, 3)),
+        ("->ij", [()], {"sizes": (2, 3)}, " -> ij", (2, 3)),
+        ("i->i...", [(2,)], {}, "i -> i", (2,)),
+        ("q[n]j->nj", [(5, 2)], {"q": (3,)}, "q[n]j -> nj", (3, 2)),
+        ("q[n]j->nj", [(1, 2)], {"q": (3,)}, "q[n]j -> nj", (3, 2)),
+        ("nj,q[n]->nj", [(3, 2), (4,)], {"q": (1,)}, "nj, q[] -> nj", (3, 2)),
+        ("n->q[n]", [(3,)], {"q": (3,), "sizes": {"q": 7}}, "n -> q[n]", (7,)),
+        ("q[n]->q[n]", [(5,)], {"q": (3,)}, "q[n] -> q[n]", (5,)),
+        ("q[n]->q[n]", [(5,)], {"q": (3,), "sizes": {"q": 8}}, "q[n] -> q[n]", (8,)),
+        ("q[...]j->...j", [(5, 2)], {"q": (3, 4)}, "q[ab]j -> abj", (3, 4, 2)),
+        ("...j,q[...]->...", [(3, 4, 2), (6,)], {"q": (4,)}, "abj, q[b] -> ab", (3, 4)),
+    ],
+)
+def test_what_specs_resolve_to(text, shapes, options, printed, output_shape):
+    spec = planner.resolve(text, *shapes, **options)
+    assert str(spec) == printed
+    assert spec.output_shape == output_shape
+
+
+@settings(max_examples=examples(200, 2000))
+@given(problems())
+def test_resolved_specs_agree_with_the_oracle_and_resolve_to_themselves(case):
+    shapes = {name: q.shape for name, q in case.indices.items()}
+    resolved = resolve_shapes(case.spec, case.shapes, shapes, case.sizes)
+    assert resolved.spec.output_shape == case.output_shape()
+    again = resolve_shapes(resolved.spec, resolved.shapes, dict(resolved.index_shapes))
+    assert again == resolved
+
+
+@settings(max_examples=examples(100, 1000))
+@given(problems(max_size=3))
+def test_resolved_specs_give_the_same_values(case):
+    shapes = {name: q.shape for name, q in case.indices.items()}
+    resolved = resolve_shapes(case.spec, case.shapes, shapes, case.sizes)
+    views = [x.reshape(s) for x, s in zip(case.operands(), resolved.shapes, strict=True)]
+    index_shapes = dict(resolved.index_shapes)
+    indices = {name: q.reshape(index_shapes[name]) for name, q in case.indices.items()}
+    found = planner.contract(resolved.spec, *views, index_mode=case.index_mode, **indices)
+    np.testing.assert_array_equal(found, case.expected())
+
+
+ERRORS = [
+    ("ij,jk->ik", [(2, 3), (4, 5)], {}, "axis 'j' has size 3 in operand 0 but 4 in operand 1"),
+    ("ii->i", [(2, 1)], {}, "axis 'i' repeats within operand 0 with sizes 2 and 1"),
+    ("ij->i", [(2,)], {}, "operand 0 has 1 dimensions, but its axes are ij"),
+    ("...ij->i", [(2,)], {}, r"operand 0 has 1 dimensions, but its axes are \.\.\.ij"),
+    ("...,...->...", [(2,), (3,)], {}, "axis 'a' has size 2 in operand 0 but 3 in operand 1"),
+    ("nj,q[n]->j", [(3, 2), (5,)], {"q": (4,)}, "axis 'n' has size 3 in operand 0 but 4 in index array 'q'"),
+    ("q[n]->n", [(5,)], {"q": (2, 2)}, "index array 'q' has 2 dimensions, but its axes are n"),
+    ("i->ij", [(2,)], {}, "no input has the output's axis 'j'.*pass sizes"),
+    ("n->q[n]", [(2,)], {"q": (2,)}, r"output's dimension q\[n\] is not known: pass sizes"),
+    ("i,j->ij", [(2,)], {}, "2 input terms, but 1 operands"),
+]
+
+
+@pytest.mark.parametrize(("text", "shapes", "options", "message"), ERRORS)
+def test_shape_errors_name_axis_place_and_sizes(text, shapes, options, message):
+    with pytest.raises(planner.ShapeError, match=message):
+        planner.resolve(text, *shapes, **options)
+
+
+def test_plan_shows_the_whole_call_with_a_shape_error():
+    with pytest.raises(planner.ShapeError, match=r"in 'ij,jk->ik', \(2, 3\), \(4, 5\)"):
+        planner.plan("ij,jk->ik", (2, 3), (4, 5), backend="numpy")
+
+
+def test_results_beyond_any_address_space():
+    with pytest.raises(planner.SearchLimitError, match="the result would have more than 2\\^62 elements"):
+        planner.resolve("i,j->ij", (2**40,), (2**40,))
+    with pytest.raises(planner.SearchLimitError, match="operand 1 would have"):
+        planner.resolve("i,jk->i", (2,), (2**40, 2**40))
