@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from planner.program import Program
 from planner.spec import Gather, Spec, Term, term_axes
 
 __all__ = ["Prepared", "check_index_dtype", "copied_bytes", "picoseconds", "prepare_numpy", "range_error",
-           "run_program", "stock_kind", "stock_rows"]  # fmt: skip
+           "run_program", "stock_kind", "stock_rows", "widened"]  # fmt: skip
 
 
 class Prepared(dict[Gather, Any]):
@@ -103,6 +104,37 @@ def mask_term(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: Prepared) ->
 def mask_operands(ops: ArrayOps, operands: Sequence[Any], spec: Spec, index: Prepared) -> list[Any]:
     """Apply `mask_term` to every operand."""
     return [mask_term(ops, x, term, spec, index) for x, term in zip(operands, spec.inputs, strict=True)]
+
+
+def widened(
+    ops: ArrayOps, operands: Sequence[Any], spec: Spec, index: Prepared, finite: Callable[[Any], bool]
+) -> tuple[Spec, list[Any]] | None:
+    """Rewrite a contraction in which dropped indices meet infinities or NaN that `mask_term` cannot reach.
+
+    An operand without some of a bracket's axes stands for terms that are dropped and terms that are not. Given those
+    axes, it can be masked like any other. Returns None where nothing has to be rewritten.
+
+    Args:
+        ops: the framework's array functions.
+        operands: arrays as the spec sees them.
+        spec: the resolved spec.
+        index: prepared index arrays.
+        finite: whether an array holds finite numbers only.
+    """
+    sizes = dict(spec.sizes)
+    terms, values = list(spec.inputs), list(operands)
+    for gather, rows in index.items():
+        if not bool((rows == gather.size).any()):
+            continue
+        for number, term in enumerate(terms):
+            missing = tuple(axis for axis in dict.fromkeys(gather.axes) if axis not in term)
+            if gather not in term and missing and not finite(values[number]):
+                values[number] = ops.expand(values[number], [*(sizes[axis] for axis in missing), *values[number].shape])
+                terms[number] = (*missing, *term)
+    if tuple(terms) == spec.inputs:
+        return None
+    wide = dataclasses.replace(spec, inputs=tuple(terms))
+    return wide, mask_operands(ops, values, wide, index)
 
 
 def check_index_dtype(name: str, dtype: str) -> None:

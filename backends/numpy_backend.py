@@ -16,6 +16,7 @@ from planner.backends.common import (
     prepare_numpy,
     run_program,
     stock_rows,
+    widened,
 )
 from planner.backends.protocol import Table
 from planner.backends.stock import matmul_product
@@ -137,6 +138,13 @@ class NumpyBackend:
                     values = prepare_numpy(np.asarray(raw), gather, plan.index_mode)
                 index[gather] = values.reshape(shapes[gather.array])
             values = [np.asarray(x).reshape(s) for x, s in zip(operands, resolved.shapes, strict=True)]
+            if index.guarded and (
+                wide := widened(OPS, values, resolved.spec, index, lambda x: bool(np.isfinite(x).all()))
+            ):
+                from planner.api import contract
+
+                arrays = {gather.array: index[gather] for gather in index}
+                return contract(wide[0], *wide[1], index_mode="drop", dtype=plan.dtype, **arrays)
             masked = mask_operands(OPS, values, resolved.spec, index)
             (result,) = run_program(self.table, plan.programs.forward, dict(enumerate(masked)), index)
             return mask_term(OPS, result, resolved.spec.output, resolved.spec, index)

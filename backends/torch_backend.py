@@ -24,6 +24,7 @@ from planner.backends.common import (
     mask_term,
     range_error,
     run_program,
+    widened,
 )
 from planner.backends.stock import evaluate
 from planner.backends.torch_native import NATIVE, compile_native, standin
@@ -95,6 +96,12 @@ class _Bound:
     def views(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """Operands without their broadcast dimensions."""
         return [x if shape is None else x.reshape(shape) for x, shape in zip(operands, self.reshape, strict=True)]
+
+    def index_views(self, indices: Mapping[str, Any]) -> dict[str, Any]:
+        """Index arrays as the spec sees them."""
+        return {
+            name: q if isinstance(q, TorchIndex) else q.reshape(self.index_shapes[name]) for name, q in indices.items()
+        }
 
     def prepare(self, indices: Mapping[str, Any]) -> Prepared:
         """Check index arrays and shape them as the spec sees them."""
@@ -421,6 +428,12 @@ class TorchBackend:
                 return lambda operands, indices: native(operands)
 
         def run(operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+            if plan.index_mode == "drop" and not _in_functorch():
+                wide = widened(
+                    OPS, bound.views(operands), bound.spec, bound.prepare(indices), lambda x: bool(x.isfinite().all())
+                )
+                if wide is not None:
+                    return bound.contract(*wide, bound.index_views(indices))
             if forward_ad._current_level >= 0:
                 return bound.stock(operands, indices)
             if not requires:

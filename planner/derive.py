@@ -73,8 +73,10 @@ def batched(
         The batched spec; its output has the new axis in front.
 
     Raises:
-        ShapeError: there is no such operand or index array, or the letter is in use.
+        ShapeError: there is no such operand or index array, the letter is in use, or the size is negative.
     """
+    if size < 0:
+        raise ShapeError(f"the size of the new axis must not be negative, but is {size}")
     chosen = set(range(len(spec.inputs)) if operands is None else operands)
     used = {axis for axis, _ in spec.sizes} | set(spec.arrays)
     axis = letter or unused_letters(used, 1)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -96,7 +97,7 @@ class _Parser:
         self.position += 1
         axes: list[str] = []
         while (character := self.peek()) != "]":
-            if not character:
+            if not character or character in ",-":
                 raise self.fail("this bracket is never closed: add ']'", opened)
             if character == ".":
                 self.ellipsis(axes)
@@ -118,7 +119,10 @@ class _Parser:
         if character == ">":
             return "'>' must follow '-': write '->' before the output"
         if character.isalpha():
-            return f"{where}{character!r} changes under NFKC normalisation, so it cannot be a keyword: take another"
+            normal = unicodedata.normalize("NFKC", character)
+            return (
+                f"{character!r} becomes {normal!r} by the NFKC normalisation of Python's keywords: take another letter"
+            )
         return f"{where}{character!r} is no letter: axes and index arrays are single letters"
 
 

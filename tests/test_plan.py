@@ -1,0 +1,279 @@
+"""The plan: written and read back, printed, run, compared with what was not taken, held to its limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import planner
+from planner.objective import OBJECTIVES, plan_key
+from planner.testing import problems
+from planner.workloads import WORKLOADS
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def plan_of(case, **options):
+    operands = [
+        planner.Operand(shape, dtype, requires_grad=wanted)
+        for shape, dtype, wanted in zip(case.shapes, case.dtypes, case.requires_grad, strict=True)
+    ]
+    indices = {name: q.shape for name, q in case.indices.items()}
+    return planner.plan(
+        case.spec, *operands, sizes=case.sizes, index_mode=case.index_mode, backend="numpy", **options, **indices
+    )
+
+
+@settings(max_examples=examples(100, 1000))
+@given(problems(), st.sampled_from(OBJECTIVES))
+def test_json_gives_an_equal_plan_back(case, objective):
+    plan = plan_of(case, minimize=objective)
+    again = planner.Plan.from_json(plan.to_json())
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert again.to_json() == plan.to_json()
+    assert str(again) == str(plan)
+
+
+def test_a_plan_from_json_runs():
+    a, b = np.ones((2, 3)), np.ones((3, 4))
+    plan = planner.plan("ij,jk->ik", a, b)
+    np.testing.assert_array_equal(planner.Plan.from_json(plan.to_json())(a, b), a @ b)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "1", "null", '{"type": "Nope"}', '{"type": "Operand", "shape": [2]}', '{"a": 1}', '"x"'],
+)
+def test_what_is_no_plan_is_refused(text):
+    with pytest.raises(planner.PlannerError, match="no plan written by to_json"):
+        planner.Plan.from_json(text)
+
+
+def test_damaged_plans_are_refused():
+    good = json.loads(planner.plan("ij->i", (2, 3), backend="numpy").to_json())
+    for change in ({"version": 99}, {"programs": None}, {"extra": 1}, {"tree": 7}, {"resolved": []}, {"operands": 3}):
+        with pytest.raises(planner.PlannerError):
+            planner.Plan.from_json(json.dumps(good | change))
+
+
+def test_a_plan_is_immutable_and_hashable():
+    plan = planner.plan("ij,jk->ik", (2, 3), (3, 4), backend="numpy")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.keep = "inputs"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.cost.flops = 0
+    assert {plan: 1}[planner.plan("ij,jk->ik", (2, 3), (3, 4), backend="numpy")] == 1
+
+
+def test_repr_is_short():
+    spec = ",".join("ab" for _ in range(100)) + "->"
+    plan = planner.plan(spec, *[(2, 2)] * 100, backend="numpy")
+    assert len(repr(plan)) < 250
+    assert "numpy" in repr(plan)
+
+
+@settings(max_examples=examples(40, 400))
+@given(problems(max_operands=4, max_size=9), st.sampled_from(OBJECTIVES))
+def test_alternatives_differ_and_lose(case, objective):
+    plan = plan_of(case, minimize=objective)
+    key = plan_key(objective)
+    others = plan.alternatives()
+    assert len(others) <= 5
+    assert [key(o.plan.cost) for o in others] == sorted(key(o.plan.cost) for o in others)
+    for other in others:
+        if plan.proven:
+            assert key(other.plan.cost)[0] >= key(plan.cost)[0]
+        assert other.plan.programs != plan.programs
+        assert other.loses
+        assert str(other)
+
+
+@settings(max_examples=examples(40, 400))
+@given(problems(max_operands=4, max_size=3))
+def test_alternatives_run(case):
+    operands = case.operands()
+    plan = planner.plan(case.spec, *operands, **case.arguments())
+    expected = case.expected()
+    for chosen in (plan, *(other.plan for other in plan.alternatives())):
+        np.testing.assert_array_equal(chosen(*operands, **case.indices), expected)
+
+
+def test_minimize_may_be_a_function_of_the_cost():
+    def mostly_peak(cost):
+        return cost.peak_bytes + cost.seconds
+
+    shapes = [(20, 3), (3, 30), (30, 4), (4, 9)]
+    plan = planner.plan("ab,bc,cd,de->ae", *shapes, minimize=mostly_peak, backend="numpy")
+    least = planner.plan("ab,bc,cd,de->ae", *shapes, minimize="peak", backend="numpy")
+    assert plan.cost.peak_bytes == least.cost.peak_bytes
+    assert not plan.proven
+    operands = [np.ones(shape) for shape in shapes]
+    found = planner.contract("ab,bc,cd,de->ae", *operands, minimize=mostly_peak)
+    np.testing.assert_array_equal(found, np.linalg.multi_dot(operands))
+    assert plan.to_json()  # a function is written by its name
+
+
+# -- limits ----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=examples(100, 1000))
+@given(problems(max_operands=4, max_size=8), st.floats(0, 1.2), st.sampled_from(["memory", "retain", "both"]))
+def test_a_limit_holds_or_the_error_names_one_that_does(case, share, which):
+    free = plan_of(case)
+    limits = {}
+    if which != "retain":
+        limits["memory_limit"] = int(free.cost.peak_bytes * share)
+    if which != "memory":
+        limits["retain_limit"] = int(free.cost.retained_bytes * share)
+    try:
+        plan = plan_of(case, **limits)
+    except planner.PlannerLimitError as error:
+        named = dict(part.split("=") for part in str(error).split("; ")[1].split() if "=" in part)
+        assert set(named) == set(limits)
+        plan = plan_of(case, **{name: int(value) for name, value in named.items()})
+        limits = {name: int(value) for name, value in named.items()}
+    assert plan.cost.peak_bytes <= limits.get("memory_limit", plan.cost.peak_bytes)
+    assert plan.cost.retained_bytes <= limits.get("retain_limit", plan.cost.retained_bytes)
+
+
+@pytest.mark.parametrize(
+    ("limit", "parsed"),
+    [(7, 7), ("7", 7), ("2 GiB", 2**31), ("2GiB", 2**31), ("1.5 MB", 1_500_000), ("3 kB", 3000), ("8 B", 8), (None, None)],
+)
+def test_limits_are_bytes_or_words(limit, parsed):
+    plan = planner.plan("ij->i", (2, 3), memory_limit=2**40 if limit is None else None, retain_limit=limit, backend="numpy")
+    assert plan.options.retain_limit == parsed
+
+
+# -- running ---------------------------------------------------------------------------------------------
+
+
+def test_a_plan_refuses_what_it_was_not_made_for():
+    plan = planner.plan("q[n]j->nj", np.ones((5, 2)), q=np.array([0, 1]))
+    c, q = np.ones((5, 2)), np.array([4, 0])
+    np.testing.assert_array_equal(plan(c, q=q), c[q])
+    for operands, indices, message in (
+        ((c, c), {"q": q}, "takes 1 operands, but 2 were given"),
+        ((c[:4],), {"q": q}, r"operand 0 is float64\[4, 2\]"),
+        ((c.astype("float32"),), {"q": q}, r"operand 0 is float32"),
+        ((c,), {}, "'q' is missing"),
+        ((c,), {"q": q, "p": q}, "unknown index array 'p'"),
+        ((c,), {"q": q[:1]}, "'q' has shape"),
+        ((c,), {"q": [0, 1]}, "'q' is a list"),
+        ((c,), {"q": q > 0}, "'q' has dtype bool"),
+        ((c,), {"q": q + 4}, r"'q'\[0\] is 8"),
+        (([1.0],), {"q": q}, "operand 0 is a list"),
+        ((), {"q": q}, "takes 1 operands, but 0 were given"),
+    ):
+        with pytest.raises(planner.PlannerError, match=message):
+            plan(*operands, **indices)
+
+
+def test_import_loads_no_framework():
+    code = "import sys, planner; sys.exit(bool({'torch', 'jax', 'hypothesis', 'matplotlib'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# -- printing --------------------------------------------------------------------------------------------
+
+PRINTED = {
+    "gathered-matmul": lambda: planner.plan(
+        "nij, q[n]jk -> nik",
+        planner.Operand((128, 1, 64), requires_grad=True),
+        planner.Operand((32, 64, 64), requires_grad=True),
+        q=(128,), backend="numpy",
+    ),
+    "chain": lambda: planner.plan("ij, jk, kl -> il", (200, 300), (300, 40), (40, 50), backend="numpy"),
+    "peak": lambda: planner.plan(
+        "ij, jk, kl -> il", *[planner.Operand((64, 64), requires_grad=True)] * 3, minimize="peak", backend="numpy"
+    ),
+    "message-passing": lambda: planner.plan(
+        "q[e]f, e, fg -> p[e]g", (1000, 32), (5000,), (32, 16), q=(5000,), p=(5000,), sizes={"p": 1000},
+        backend="numpy",
+    ),
+    "no-steps": lambda: planner.plan("ij -> ij", (2, 3), backend="numpy"),
+    "long": lambda: planner.plan(",".join(["ab", "bc"] * 30) + "->", *[(2, 2)] * 60, backend="numpy"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_printed_plans_are_those_on_file(name):
+    """Written anew by ``UPDATE_GOLDEN=1``; then read the difference before it is committed."""
+    printed = str(PRINTED[name]()) + "\n"
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(printed, encoding="utf-8")
+    assert printed == path.read_text(encoding="utf-8")
+    assert all(len(line) < 240 for line in printed.splitlines())
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_workload_is_planned_and_printed(name):
+    workload = WORKLOADS[name].cpu()
+    operands = [planner.Operand(tuple(shape), requires_grad=True) for shape in workload.shapes]
+    plan = planner.plan(
+        workload.spec, *operands, sizes=workload.output_shape, backend="numpy", **workload.index_shapes
+    )
+    text = str(plan)
+    assert all(word in text for word in ("naive", "this plan", "FLOPs", "moves", "peak", "retained", "backward"))
+    # A table of the numpy backend has the stock rows only: the plan is never worse than the naive one.
+    assert plan.cost.seconds <= plan.naive_cost.seconds
+
+
+# -- the command line ------------------------------------------------------------------------------------
+
+
+def run_cli(*arguments):
+    from planner.cli import main
+
+    return main(list(arguments))
+
+
+def test_explain_prints_the_plan(capsys):
+    assert run_cli("explain", "nij, q[n]jk -> nik", "8x1x4", "3x4x5", "--index", "q=8", "--grad") == 0
+    out = capsys.readouterr().out
+    assert "nij, q[n]jk -> nik" in out
+    assert "backward" in out
+
+
+def test_explain_as_json_and_with_alternatives(capsys):
+    assert run_cli("explain", "ij, jk, kl -> il", "8x9", "9x4", "4x3", "--json") == 0
+    assert planner.Plan.from_json(capsys.readouterr().out).path
+    assert run_cli("explain", "ij, jk, kl -> il", "8x9", "9x4", "4x3", "--alternatives") == 0
+    assert "alternatives" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("ij, jk -> ik", "8x9", "4x3"), "ShapeError: axis 'j'"),
+        (("i] -> i", "8"), "SpecError"),
+        (("i -> i", "8", "--minimize", "luck"), "minimize='luck'"),
+        (("q[n] -> n", "8"), "'q' is missing"),
+    ],
+)
+def test_errors_go_to_stderr(arguments, message, capsys):
+    assert run_cli("explain", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [("ij -> i", "8xz"), ("i -> ij", "8", "--size", "j=many"), ("q[n] -> n", "8", "--index", "q=x2")])
+def test_malformed_shapes_are_usage_errors(arguments, capsys):
+    try:
+        status = run_cli("explain", *arguments)
+    except SystemExit as stopped:
+        status = stopped.code
+    assert status == 2
+    assert "is no" in capsys.readouterr().err
