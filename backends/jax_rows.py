@@ -102,13 +102,13 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     scratch += jax_grouping.scratch_bytes(n, g) + 4 * (n + g + 1)
     flops = spec_flops(op.spec) * (2 if op.pair else 1)
     moved = op.bytes_touched()
-    rows = n * i * (j + k) * itemsize(op.dtype)
+    # Measured on seed 000: a row's sort and addresses, filling the result, products on padded lanes, lanes moved.
+    lanes = 1.28 * n * i
     seconds = (
-        max(flops / (0.4 * device.flop_rate), (moved + 2 * rows) / device.bandwidth)
-        + n * 5e-8 * (2 if op.pair else 1)
-        + min(g, n) * 1e-6
-        + 20 * device.launch_seconds
+        70e-9 * n + 1.8e-9 * n * i * k + lanes * (2 * j * k / 46e9 + 0.8e-9 * (j + k)) + 20 * device.launch_seconds
     )
+    if op.pair:
+        seconds *= 1.8
     return StepCost(flops, moved, 0, scratch, picoseconds(seconds))
 
 
@@ -120,15 +120,17 @@ def _pooled_cost(names: str, op: Op, device: Device) -> StepCost:
     products = 2 if op.pair else 1
     scores = not op.pair and form.scores == 2
     chosen, moved, size = b * q * k, op.bytes_touched(), itemsize(op.dtype)
+    # Nanoseconds measured on seed 003; gradients are of both operands, half of that is one's.
     if names == "pooled":
-        flops = products * 2 * b * q * m * d
-        seconds = flops / (0.6 * device.flop_rate) + chosen * (1.5e-9 if scores else 4e-9)
+        flops, dense = products * 2 * b * q * m * d, b * q * m * d / 32
+        seconds = 0.8e-9 * dense + 1.4e-9 * chosen if scores else products * (0.55e-9 * dense + 0.7e-9 * chosen)
         scratch = jax_pooled.pooled_scratch_bytes(b, q, m, d, k, op.dtype)
     else:
-        flops = products * 2 * chosen * d
-        moved += chosen * d * size
-        per_byte = 5e-11 if scores or (form.place != 2 and not op.pair) else 2e-10
-        seconds = chosen * d * size * per_byte * products
+        flops, taken = products * 2 * chosen * d, chosen * d
+        moved += taken * size
+        fits = (1 if scores else 2) * taken * size < device.fresh_bytes
+        each = (0.55e-9 if fits else 3.2e-9) if scores else products * (0.6e-9 if fits else 1.4e-9)
+        seconds = taken * each
         scratch = jax_pooled.gathered_scratch_bytes(b, q, m, d, k, op.dtype)
     return StepCost(flops, moved, 0, scratch, picoseconds(seconds + 10 * device.launch_seconds))
 

@@ -14,7 +14,26 @@ __all__ = ["main"]
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in text.split("x")) if text not in ("", "-") else ()
+    """Read ``128x1x64``; ``-`` is a single number."""
+    try:
+        return tuple(int(size) for size in text.split("x")) if text not in ("", "-") else ()
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape: write 128x1x64, or - for a single number") from None
+
+
+def _named_shape(text: str) -> tuple[str, tuple[int, ...]]:
+    """Read ``q=128``."""
+    name, _, shape = text.partition("=")
+    return name, _shape(shape)
+
+
+def _named_size(text: str) -> tuple[str, int]:
+    """Read ``d=100``."""
+    name, _, size = text.partition("=")
+    try:
+        return name, int(size)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write d=100") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain = commands.add_parser("explain", help="print the plan of a spec")
     explain.add_argument("spec", help="such as 'nij, q[n]jk -> nik'")
     explain.add_argument("shapes", nargs="*", type=_shape, help="a shape for each operand, such as 128x1x64")
-    explain.add_argument("--index", action="append", default=[], metavar="q=128", help="shape of an index array")
-    explain.add_argument("--size", action="append", default=[], metavar="d=100", help="size of an axis or scattered dimension")
+    explain.add_argument("--index", action="append", default=[], type=_named_shape, metavar="q=128", help="shape of an index array")
+    explain.add_argument("--size", action="append", default=[], type=_named_size, metavar="d=100", help="size of an axis or scattered dimension")
     explain.add_argument("--backend", default="numpy", choices=("torch", "jax", "numpy"))
     explain.add_argument("--minimize", default="time")
     explain.add_argument("--dtype", default="float32")
@@ -40,12 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("demo", help="run the seed workloads against what their authors wrote")
     options = parser.parse_args(arguments)
     try:
-        indices = {name: _shape(text) for name, _, text in (entry.partition("=") for entry in options.index)}
-        sizes = {name: int(text) for name, _, text in (entry.partition("=") for entry in options.size)}
         operands = [Operand(shape, options.dtype, requires_grad=options.grad) for shape in options.shapes]
         made = plan(
-            options.spec, *operands, sizes=sizes or None, minimize=options.minimize, backend=options.backend,
-            **indices,
+            options.spec, *operands, sizes=dict(options.size) or None, minimize=options.minimize,
+            backend=options.backend, **dict(options.index),
         )  # fmt: skip
     except PlannerError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

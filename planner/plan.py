@@ -10,8 +10,8 @@ from typing import Any
 from planner.cost import PlanCost
 from planner.device import Device
 from planner.errors import PlannerError
-from planner.program import Keep, Programs, Step, Tree
-from planner.resolve import Resolved
+from planner.program import Keep, Leaf, Node, Programs, Step, Tree
+from planner.resolve import Resolved, cut
 from planner.search.paths import path_of
 from planner.spec import Operand
 
@@ -149,8 +149,13 @@ class Plan:
             plan = decode(json.loads(text))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlannerError(f"this is no plan written by to_json: {error}") from None
+        parts = {"resolved": Resolved, "operands": tuple, "device": Device, "options": Options, "tree": (Leaf, Node),
+                 "programs": Programs, "naive_cost": PlanCost}  # fmt: skip
         if not isinstance(plan, cls):
-            raise PlannerError("this is no plan written by to_json")
+            raise PlannerError(f"this is no plan written by to_json, but a {type(plan).__name__}")
+        for name, kind in parts.items():
+            if not isinstance(getattr(plan, name), kind):
+                raise PlannerError(f"this is no plan written by to_json: {name!r} is damaged")
         return plan
 
     def __str__(self) -> str:
@@ -161,11 +166,6 @@ class Plan:
     def __repr__(self) -> str:
         cost = self.cost
         return (
-            f"<Plan '{self.text}' {self.backend}/{self.device.name} {len(self.steps)} steps, {cost.flops} FLOPs, "
+            f"<Plan '{cut(self.text, 80)}' {self.backend}/{self.device.name} {len(self.steps)} steps, {cost.flops} FLOPs, "
             f"peak {cost.peak_bytes} B, retained {cost.retained_bytes} B>"
         )
-
-
-def requires(operands: Sequence[Operand]) -> tuple[bool, ...]:
-    """Which operands need a gradient."""
-    return tuple(operand.requires_grad for operand in operands)

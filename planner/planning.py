@@ -207,11 +207,27 @@ def _within(cost: PlanCost, options: Options) -> bool:
 
 
 def _limit_error(candidates: Sequence[_Candidate], options: Options) -> PlannerLimitError:
-    peak = min(candidates, key=lambda c: c.cost.peak_bytes).cost
-    return PlannerLimitError(
-        f"no plan was found within memory_limit={options.memory_limit} and retain_limit={options.retain_limit}; "
-        f"memory_limit={peak.peak_bytes} with retain_limit={peak.retained_bytes} succeeds"
+    """Name limits that succeed: one of them raised and the other held where that is possible, else both."""
+    memory, retain = options.memory_limit, options.retain_limit
+    costs = [candidate.cost for candidate in candidates]
+    least_peak = min((c for c in costs if retain is None or c.retained_bytes <= retain),
+                     key=lambda c: c.peak_bytes, default=None)  # fmt: skip
+    least_retained = min((c for c in costs if memory is None or c.peak_bytes <= memory),
+                         key=lambda c: c.retained_bytes, default=None)  # fmt: skip
+    asked = {"memory_limit": memory, "retain_limit": retain}
+    enough = dict(asked)
+    if memory is not None and least_peak is not None:
+        enough["memory_limit"] = least_peak.peak_bytes
+    elif retain is not None and least_retained is not None:
+        enough["retain_limit"] = least_retained.retained_bytes
+    else:
+        pair = min(costs, key=lambda c: (c.peak_bytes, c.retained_bytes))
+        enough = {"memory_limit": pair.peak_bytes, "retain_limit": pair.retained_bytes}
+    tried, given = (
+        " with ".join(f"{name}={limit}" for name, limit in limits.items() if limit is not None)
+        for limits in (asked, enough)
     )
+    return PlannerLimitError(f"no plan was found within {tried}; {given} succeeds")
 
 
 def _ordered(problem: Problem, best: _Candidate, options: Options) -> _Candidate:

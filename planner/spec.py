@@ -140,8 +140,9 @@ class Operand:
     Example:
         >>> import planner
         >>> a = planner.Operand((5, 1, 2), requires_grad=True)
-        >>> planner.plan("nij, q[n]jk -> nik", a, (3, 2, 4), q=(5,), backend="numpy").cost.flops
-        80
+        >>> cost = planner.plan("nij, q[n]jk -> nik", a, (3, 2, 4), q=(5,), backend="numpy").cost
+        >>> cost.forward.flops, cost.backward.flops
+        (80, 80)
 
     Attributes:
         shape: sizes of the dimensions.
