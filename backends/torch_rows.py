@@ -116,12 +116,19 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     dtype = torch_dtype(op.dtype)
     mapped = (form.rows_a, form.rows_b if form.outer else form.rows_out)
     maps = sum(8 * n for rows in mapped if rows != form.gather.axes)
-    order = torch_grouping.group_bytes(n, g)
-    cut = torch_grouped.cutting(i, j, k, n, dtype)
-    scratch = 2 * cut.rows * i * max(j, k) * torch_grouped.accumulator(dtype).itemsize
+    scratch_of = (
+        torch_grouped.gradients_scratch_bytes
+        if op.pair
+        else torch_grouped.outer_scratch_bytes
+        if form.outer
+        else torch_grouped.matmul_scratch_bytes
+    )
     flops = spec_flops(op.spec) * (2 if op.pair else 1)
     moved = op.bytes_touched()
     results = sum(math.prod(shape) for shape in op.output_shapes) * size
+    # Sorting is over before the results are made; the order stays for the call.
+    kernel = scratch_of(n, i, g, j, k, dtype, form.rows_a != form.gather.axes)
+    scratch = max(8 * (n + g + 1) + maps + kernel, torch_grouping.group_bytes(n, g) + maps - results)
     rows = n * i * (j + k) * size
     seconds = (
         max(flops / device.flop_rate, (moved + 2 * rows) / device.bandwidth)
@@ -130,7 +137,7 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
         + min(g, n) * 2 * device.matrix_seconds
         + 40 * device.launch_seconds
     )
-    return StepCost(flops, moved + 16 * n, 0, scratch + order + maps, picoseconds(seconds))
+    return StepCost(flops, moved + 16 * n, 0, scratch, picoseconds(seconds))
 
 
 def _pooled_cost(dense: bool, op: Op, device: Device) -> StepCost:
@@ -141,8 +148,8 @@ def _pooled_cost(dense: bool, op: Op, device: Device) -> StepCost:
     m = form.gather.size or 0
     products = 2 if op.pair else 1
     kind = "both" if op.pair else "scores" if form.scores == 2 else "pool" if form.place == 2 else "query"
-    wide = torch_grouped.accumulator(dtype).itemsize
-    scratch = min(b * q * m * wide, torch_pooled.DENSE_BYTES) if dense else torch_pooled.FETCHED_BYTES
+    scratch_of = torch_pooled.pooled_scratch_bytes if dense else torch_pooled.gathered_scratch_bytes
+    scratch = scratch_of(b, q, m, d, k, dtype)
     results = sum(math.prod(shape) for shape in op.output_shapes) * size
     moved = op.bytes_touched()
     chosen = b * q * k

@@ -20,6 +20,7 @@ from laws import (
     pick,
     tangents_of,
     wide_index,
+    with_unread_nan,
 )
 
 import planner
@@ -398,17 +399,56 @@ def test_a_uint64_beyond_int64_is_out_of_range():
     assert planner.contract("q[n] -> n", x, q=q, index_mode="clip").tolist() == [1, 2, 2]
 
 
-@pytest.mark.parametrize("kernel", [2, 100])
-def test_rows_that_no_index_names_never_matter(kernel):
-    c = torch.ones(4, kernel, 3)
+UNREAD = (
+    "where the plan contracts with the whole pool and takes afterwards, the gradient of the take is zero in the rows that "
+    "no index names, and zero times the pool's NaN is NaN: such pools need their unread rows masked"
+)
+
+
+@pytest.mark.parametrize("matrix", [2, 100])
+def test_rows_that_no_index_names_never_matter(matrix):
+    c = torch.ones(4, matrix, 3)
+    c[1], c[3] = torch.nan, torch.inf
+    got = planner.contract("nij, q[n]jk -> nik", torch.ones(3, 1, matrix), c, q=torch.tensor([0, 2, -2]))
+    assert (got == matrix).all()
+
+
+@pytest.mark.parametrize(
+    ("n", "matrix"),
+    [pytest.param(3, 2, marks=pytest.mark.xfail(reason=UNREAD, strict=True)), (2000, 32)],
+)
+def test_rows_that_no_index_names_never_matter_to_gradients(n, matrix):
+    c = torch.ones(64, matrix, matrix)
     c[1], c[3] = torch.nan, torch.inf
     c.requires_grad_()
-    a = torch.ones(3, 1, kernel, requires_grad=True)
-    got = planner.contract("nij, q[n]jk -> nik", a, c, q=torch.tensor([0, 2, -2]))
-    assert (got == kernel).all()
+    a = torch.ones(n, 1, matrix, requires_grad=True)
+    q = torch.arange(n) % 30 * 2
+    got = planner.contract("nij, q[n]jk -> nik", a, c, q=q)
     got.sum().backward()
-    assert (a.grad == 3).all()
-    assert c.grad[:, 0, 0].tolist() == [1, 0, 2, 0]
+    assert (a.grad == matrix).all()
+    assert torch.equal(c.grad[:, 0, 0], torch.bincount(q, minlength=64).float())
+
+
+@pytest.mark.xfail(reason=UNREAD, strict=True)
+def test_rows_that_no_index_names_never_matter_in_any_spec():
+    floors = Floors()
+
+    @settings(max_examples=examples(100, 2_000))
+    @given(exact_problems(gathers=True, index_modes=("raise", "clip"), without=("size zero",)))
+    def law(problem):
+        operands, unread = with_unread_nan(problem)
+        operands = [torch.from_numpy(x).requires_grad_() for x in operands]
+        got = planner.contract(
+            problem.spec, *operands, minimize=pick(problem, OBJECTIVES), **arguments(problem)
+        )
+        assert_equal(described(got), problem.expected(), "float32")
+        gradients = torch.autograd.grad(got, operands, to_torch(problem.output_gradient()))
+        for found, expected in zip(gradients, problem.expected_gradients(), strict=True):
+            assert_equal(described(found), expected, "float32", "gradient")
+        floors.note(unread=unread)
+
+    law()
+    floors.at_least(examples(90, 1_800), unread=0.5)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -5,13 +5,14 @@ import statistics
 import numpy as np
 import pytest
 from conftest import examples
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from laws import Floors, exact_problems, pick
 
 import planner
 from planner.parse import parse
 from planner.spec import Gather
 from planner.testing import measure
+from planner.testing.strategies import Problem
 from planner.workloads import WORKLOADS
 
 # Sizes at which the arrays hold megabytes, so that the few hundred bytes which a framework adds do not count.
@@ -118,7 +119,17 @@ def test_torch_retains_what_the_plan_says_of_random_specs():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     floors = Floors()
 
+    # The diagonal's positions were kept by native operators.
     @settings(max_examples=examples(200, 2_000))
+    @example(
+        Problem(
+            "...a, aa..., a, a... -> aa",
+            ((4,), (4, 4, 1), (4,), (4, 2)),
+            index_mode="drop",
+            requires_grad=(True, False, True, True),
+            seed=212,
+        )
+    )
     @given(exact_problems(min_operands=3, without=("size zero", "scalar")))
     def law(problem):
         arrays = problem.strided_operands() if problem.seed % 2 else problem.operands()
@@ -184,7 +195,19 @@ def test_jax_retains_what_the_plan_says_of_random_specs():
     jax = pytest.importorskip("jax", reason="jax is not installed")
     floors = Floors()
 
+    # Masks of dropped indices, and masked copies of operands, were kept.
     @settings(max_examples=examples(200, 2_000))
+    @example(
+        Problem(
+            "p[ba] b, ab, p[ba] ab -> q[ba]  p[ba] ba",
+            ((2, 3), (2, 3), (2, 2, 3)),
+            sizes={"q": 2},
+            indices={"q": np.array([[-1, -2], [-2, 3], [2, 2]]), "p": np.array([[2, 3], [0, 3], [2, 1]])},
+            index_mode="drop",
+            requires_grad=(False, False, True),
+            seed=731,
+        )
+    )
     @given(
         exact_problems(
             min_operands=3, max_operands=examples(3, 4), max_axes=4, max_size=3, without=("size zero", "scalar")
