@@ -156,12 +156,12 @@ def _pooled_cost(dense: bool, op: Op, device: Device) -> StepCost:
     if dense:
         # Measured: 6.4 ms for 0.5 GFLOP of depth 32; half a nanosecond for each score taken, one for each added.
         flops = products * 2 * b * q * m * d + (0 if kind == "scores" else chosen)
-        seconds = flops / (0.75 * device.flop_rate) + chosen * (0.5e-9 if kind == "scores" else 1e-9)
+        seconds = flops / (0.85 * device.flop_rate) + chosen * (0.5e-9 if kind == "scores" else 1e-9)
     else:
         # Measured per element of the taken rows, buffers reused.
         flops = products * 2 * chosen * d
         moved += chosen * d * size
-        seconds = chosen * d * {"scores": 1.7e-9, "query": 0.9e-9, "pool": 1.1e-9, "both": 2.2e-9}[kind]
+        seconds = chosen * d * {"scores": 0.5e-9, "query": 0.5e-9, "pool": 0.75e-9, "both": 1.25e-9}[kind] + 2e-4
     seconds += device.fresh_seconds(results) + (10 + b) * device.launch_seconds
     return StepCost(flops, moved, 0, scratch, picoseconds(seconds))
 

@@ -16,8 +16,8 @@ from planner.errors import PlannerError, ShapeError, SpecError
 from planner.parse import parse, parse_sublists
 from planner.plan import Options, Plan
 from planner.planning import make_plan
-from planner.search.paths import explicit_path
 from planner.resolve import cut, resolve_shapes, shape_of
+from planner.search.paths import explicit_path
 from planner.spec import Operand, Spec
 
 __all__ = ["contract", "plan"]
@@ -79,7 +79,7 @@ def contract(
         PlannerError: frameworks are mixed, an index array is not of integers, or an option is unknown.
 
     Source:
-        The seminal notation is numpy's einsum; index arrays as one-hot factors: DESIGN, section 2.
+        The notation is that of numpy's einsum; why an index array may stand anywhere in it: `planner.derive`.
     """
     key = run = None
     try:
@@ -158,7 +158,13 @@ def plan(
     Args:
         spec: as in `contract`.
         *operands: arrays, `Operand` stand-ins, or shapes (float32).
-        sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype: as in `contract`.
+        sizes: as in `contract`, and so are the next six.
+        optimize: how the tree is found.
+        minimize: what the plan minimises.
+        memory_limit: most bytes that either program may newly allocate.
+        retain_limit: most bytes that may stay alive for the backward program.
+        index_mode: what an index outside of its dimension does.
+        dtype: dtype of the computation and the result.
         backend: "torch", "jax" or "numpy"; by default the arrays' framework, else one that is imported already.
         device: rates of the machine that times are predicted for.
         **indices: index arrays or their shapes, by letter.
@@ -167,7 +173,11 @@ def plan(
         The plan: call it on arrays, print it, or look at `cost`, `steps`, `path` and `alternatives()`.
 
     Raises:
-        SpecError, ShapeError, PlannerLimitError, SearchLimitError, PlannerError: as in `contract`.
+        SpecError: the spec is malformed, or an index array is missing or unknown.
+        ShapeError: shapes do not fit.
+        PlannerLimitError: no plan is within the limits; the message names limits that succeed.
+        SearchLimitError: the problem is beyond any search, or any address space.
+        PlannerError: an option is unknown, or the backend's framework is not installed.
     """
     if not isinstance(spec, (str, Spec)):
         spec, operands = parse_sublists((spec, *operands))
@@ -210,7 +220,9 @@ def _make(
     compute = dtype_name(dtype) if dtype is not None else backend.result_dtype([o.dtype for o in described])
     itemsize(compute)
     if device is not None and not isinstance(device, Device):
-        raise PlannerError(f"device={device!r:.80} is no planner.Device: it holds the rates that times are predicted by")
+        raise PlannerError(
+            f"device={device!r:.80} is no planner.Device: it holds the rates that times are predicted by"
+        )
     backend.check_devices(operands, indices)
     options = Options(
         optimize if optimize is None or isinstance(optimize, str) or callable(optimize) else explicit_path(optimize),
@@ -221,11 +233,11 @@ def _make(
     )
     # A gradient exists only for floats that stay floats.
     if not compute.startswith(("float", "bfloat", "complex")):
-        described = tuple(
-            Operand(o.shape, o.dtype, o.strides, False) if o.requires_grad else o for o in described
-        )
+        described = tuple(Operand(o.shape, o.dtype, o.strides, False) if o.requires_grad else o for o in described)
     text = spec if isinstance(spec, str) else str(spec)
-    return make_plan(text, resolved, described, compute, index_mode, framework, device or backend.device(operands), options)
+    return make_plan(
+        text, resolved, described, compute, index_mode, framework, device or backend.device(operands), options
+    )
 
 
 def _call_text(spec: str | Spec, shapes: Sequence[Any], index_shapes: Mapping[str, Any], sizes: Any) -> str:

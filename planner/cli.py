@@ -48,8 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain = commands.add_parser("explain", help="print the plan of a spec")
     explain.add_argument("spec", help="such as 'nij, q[n]jk -> nik'")
     explain.add_argument("shapes", nargs="*", type=_shape, help="a shape for each operand, such as 128x1x64")
-    explain.add_argument("--index", action="append", default=[], type=_named_shape, metavar="q=128", help="shape of an index array")
-    explain.add_argument("--size", action="append", default=[], type=_named_size, metavar="d=100", help="size of an axis or scattered dimension")
+    explain.add_argument(
+        "--index", action="append", default=[], type=_named_shape, metavar="q=128", help="shape of an index array"
+    )
+    explain.add_argument(
+        "--size",
+        action="append",
+        default=[],
+        type=_named_size,
+        metavar="d=100",
+        help="size of an axis or scattered dimension",
+    )
     explain.add_argument("--backend", default="numpy", choices=("torch", "jax", "numpy"))
     explain.add_argument("--minimize", default="time")
     explain.add_argument("--dtype", default="float32")

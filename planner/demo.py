@@ -305,17 +305,17 @@ def cases(framework: Framework, quick: bool = False) -> Iterator[Case]:
         spec = WORKLOADS[name].spec
         peer = Way("opt_einsum.contract", _opt_einsum(spec))
         yield case("003", name, Way("einsum", _einsum(spec)), Way("matmul", product), peer)
-    for name in _POOLED.values():
+    for name in _POOLED:
         yield case("003", name, Way("gather, einsum", gather_then_einsum))
 
 
 _THREE_SLICES = "seed-sliced-einsum, three slices"
-_POOLED = {
-    10: "seed-gathered-keys/k10",
-    30: "seed-gathered-keys/k30",
-    100: "seed-gathered-keys",
-    1000: "seed-gathered-keys/k1000",
-}
+_POOLED = (
+    "seed-gathered-keys/k10",
+    "seed-gathered-keys/k30",
+    "seed-gathered-keys",
+    "seed-gathered-keys/k1000",
+)
 
 
 def _three_slices_workload(quick: bool) -> Workload:
@@ -641,8 +641,9 @@ def table(rows: Sequence[Row]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Seen:
-    """The figures of one case, ours apart."""
+    """The figures of one case, ours apart, and the sizes that were run."""
 
+    sizes: dict[str, int]
     ours: Figures
     theirs: dict[str, Figures]
 
@@ -659,7 +660,8 @@ def _seen(rows: Sequence[Row], framework: str) -> dict[str, _Seen]:
         if any(row.differs for row in of_case):
             continue
         ours = next(row.figures for row in of_case if row.way.label == OURS)
-        found[name] = _Seen(ours, {r.way.label: r.figures for r in of_case if r.way.label != OURS})
+        theirs = {row.way.label: row.figures for row in of_case if row.way.label != OURS}
+        found[name] = _Seen(dict(of_case[0].case.workload.sizes), ours, theirs)
     return found
 
 
@@ -784,7 +786,7 @@ def _answer_003(seen: dict[str, _Seen]) -> _Answers:
             "003, why do separate keys take longer at the same FLOPs?",
             f"einsum takes {ratio:.2g}x the time with separate keys; {reason}",
         )
-    pooled = [(k, seen[name]) for k, name in _POOLED.items() if name in seen]
+    pooled = [(seen[name].sizes["k"], seen[name]) for name in _POOLED if name in seen]
     if not pooled:
         return
     forward, both = (

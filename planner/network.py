@@ -1,8 +1,8 @@
 """A resolved spec as a network in which each index array is a one-hot factor, and the legal steps on it.
 
 Each distinct gather ``q[n]`` of size M is a factor E[n, m] = 1 where q[n] = m, with a *pool axis* m of its own.
-Two uses of one gather share E, since E[n, m] E[n, m'] = E[n, m] where m = m', else 0. So E may be used in one place, after
-the operands that hold m were joined on m, or in several, on each operand before they meet.
+Two uses of one gather share E, since E[n, m] E[n, m'] = E[n, m] where m = m', else 0. So E may be used in one place,
+after the operands that hold m were joined on m, or in several, on each operand before they meet.
 
 A value in the search is a set of operands, multiplied and summed as far as the outside allows, and for each E
 a *status*:
@@ -246,9 +246,7 @@ class Network:
         terms = tuple(self.input_term(value, tuple(after), fixed) for value, fixed in inputs)
         scattered = {
             self.axes[pool.bit_length() - 1]: gather
-            for pool, gather, before, new in zip(
-                self.pools, self.gathers, joined, result.status, strict=True
-            )
+            for pool, gather, before, new in zip(self.pools, self.gathers, joined, result.status, strict=True)
             if before != SCATTER and new == SCATTER
         }
         axes = self.value_axes(result)

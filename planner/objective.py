@@ -19,7 +19,8 @@ def check_objective(minimize: Objective) -> None:
     """Refuse an unknown objective."""
     if not callable(minimize) and minimize not in OBJECTIVES:
         raise PlannerError(
-            f"minimize={minimize!r} is unknown: take one of {', '.join(map(repr, OBJECTIVES))}, or a function of the cost"
+            f"minimize={minimize!r} is unknown: take one of {', '.join(map(repr, OBJECTIVES))}, "
+            "or a function of the cost"
         )
 
 

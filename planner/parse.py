@@ -132,9 +132,7 @@ def _implicit_output(inputs: tuple[Term, ...], text: str) -> Term:
     for term in inputs:
         for entry in term:
             if isinstance(entry, Gather):
-                raise SpecError(
-                    "with a gather the output must be written: add '->' and its term", text, len(text)
-                )
+                raise SpecError("with a gather the output must be written: add '->' and its term", text, len(text))
             counts[entry] = counts.get(entry, 0) + 1
     dots = (ELLIPSIS,) if counts.pop(ELLIPSIS, 0) else ()
     return (*dots, *sorted(axis for axis, count in counts.items() if count == 1))

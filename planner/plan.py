@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from planner.cost import PlanCost
@@ -149,7 +148,7 @@ class Plan:
             plan = decode(json.loads(text))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlannerError(f"this is no plan written by to_json: {error}") from None
-        parts = {"resolved": Resolved, "operands": tuple, "device": Device, "options": Options, "tree": (Leaf, Node),
+        parts: dict[str, Any] = {"resolved": Resolved, "operands": tuple, "device": Device, "options": Options, "tree": (Leaf, Node),
                  "programs": Programs, "naive_cost": PlanCost}  # fmt: skip
         if not isinstance(plan, cls):
             raise PlannerError(f"this is no plan written by to_json, but a {type(plan).__name__}")
@@ -166,6 +165,6 @@ class Plan:
     def __repr__(self) -> str:
         cost = self.cost
         return (
-            f"<Plan '{cut(self.text, 80)}' {self.backend}/{self.device.name} {len(self.steps)} steps, {cost.flops} FLOPs, "
-            f"peak {cost.peak_bytes} B, retained {cost.retained_bytes} B>"
+            f"<Plan '{cut(self.text, 80)}' {self.backend}/{self.device.name} {len(self.steps)} steps, "
+            f"{cost.flops} FLOPs, peak {cost.peak_bytes} B, retained {cost.retained_bytes} B>"
         )

@@ -49,7 +49,8 @@ class Problem:
         self._paths: dict[Any, Any] = {}
 
     def choices(self, op: Op) -> Sequence[Choice]:
-        return self.table.choices(op, self.device)
+        choices: Sequence[Choice] = self.table.choices(op, self.device)
+        return choices
 
     def stock_choices(self, op: Op) -> Sequence[Choice]:
         """Only what a user would write by hand: the framework's own take, einsum and scatter."""
@@ -61,7 +62,7 @@ class Problem:
     def search(
         self, objective: str, keep: Keep, work: int, path: Any = None, naive: bool = False
     ) -> tuple[Found, Lowerer]:
-        """Search over the trees of a path, or over all; then the greedy path's score bounds what is followed.
+        """Search over the trees of a path, or over all of them; then the greedy path's score bounds what is followed.
 
         Raises:
             SearchLimitError: the search over all trees needs more work. One over a path then looks at fewer placements.
@@ -102,7 +103,7 @@ class Problem:
 
     def exact_work(self) -> int:
         """Roughly the steps that the exact search would score."""
-        return 3 ** len(self.operands) // 2 * 3 ** len(self.network.gathers)
+        return int(3 ** len(self.operands) // 2 * 3 ** len(self.network.gathers))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,9 +179,7 @@ def _candidates(problem: Problem, options: Options) -> Iterator[_Candidate]:
                 yield _Candidate(programs, found.tree, keep, proven, f"{origin}, {objective}")
 
 
-def _found(
-    problem: Problem, optimize: Any, objective: str, keep: Keep
-) -> Iterator[tuple[Found, Lowerer, str]]:
+def _found(problem: Problem, optimize: Any, objective: str, keep: Keep) -> Iterator[tuple[Found, Lowerer, str]]:
     if isinstance(optimize, str) and optimize in ("auto", "optimal"):
         work = AUTO_WORK if optimize == "auto" else OPTIMAL_WORK
         if problem.exact_work() <= 20 * work:
@@ -318,5 +317,3 @@ def _why(plan: Plan, other: Plan) -> str:
             continue
         parts.append(f"{value / chosen:.3g}x {name}" if chosen else f"{value} bytes {name} instead of 0")
     return ", ".join(parts) or "a tie, later in canonical order"
-
-

@@ -146,9 +146,7 @@ class Lowerer:
             known = self._gradients[op, wanted] = self._choose_gradients(op, wanted)
         return known
 
-    def _choose_gradients(
-        self, op: Op, wanted: tuple[bool, ...]
-    ) -> tuple[tuple[Op, Choice, tuple[int, ...]], ...]:
+    def _choose_gradients(self, op: Op, wanted: tuple[bool, ...]) -> tuple[tuple[Op, Choice, tuple[int, ...]], ...]:
         if op.source_dtype is not None:
             back = dataclasses.replace(op, dtype=op.source_dtype, source_dtype=op.dtype)
             return ((back, self(back), (0,)),) if wanted[0] else ()
@@ -243,8 +241,7 @@ class _Builder:
                 inputs = (gradient, *(self._value(child, values) for child in tree.children))
             else:
                 inputs = tuple(
-                    gradient if i == served[0] else self._value(child, values)
-                    for i, child in enumerate(tree.children)
+                    gradient if i == served[0] else self._value(child, values) for i, child in enumerate(tree.children)
                 )
             gradients.update(zip(served, self.emit(op, choice, inputs, steps), strict=True))
         for child in tree.backward_order[: len(tree.children)]:

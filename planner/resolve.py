@@ -128,9 +128,7 @@ def resolve_shapes(
     for position, entry in enumerate(parsed.output):
         given = output_shape[position] if output_shape is not None else None
         if isinstance(entry, Gather):
-            size = next(
-                (s for s in (given, named.get(entry.array), gathered.get(entry.array)) if s is not None), None
-            )
+            size = next((s for s in (given, named.get(entry.array), gathered.get(entry.array)) if s is not None), None)
             if size is None:
                 raise ShapeError(
                     f"the size of the output's dimension {entry} is not known: pass sizes={{{entry.array!r}: N}}"
@@ -155,9 +153,7 @@ def resolve_shapes(
 
     resolved = Spec(tuple(inputs), tuple(output), tuple(sorted(axis_sizes.items())))
     _check_addressable(resolved)
-    index_views = tuple(
-        (name, tuple(index_shapes[name][d] for d in kept_dims[name])) for name in resolved.arrays
-    )
+    index_views = tuple((name, tuple(index_shapes[name][d] for d in kept_dims[name])) for name in resolved.arrays)
     return Resolved(resolved, tuple(input_shapes), index_views)
 
 
@@ -165,7 +161,9 @@ def _already_resolved(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping
     sizes = dict(spec.sizes)
     for number, (term, shape) in enumerate(zip(spec.inputs, shapes, strict=True)):
         if tuple(shape) != spec.shape(term):
-            raise ShapeError(f"operand {number} has shape {tuple(shape)}, but '{cut(str(spec))}' needs {spec.shape(term)}")
+            raise ShapeError(
+                f"operand {number} has shape {tuple(shape)}, but '{cut(str(spec))}' needs {spec.shape(term)}"
+            )
     for gather in spec.gathers:
         wanted = tuple(sizes[axis] for axis in gather.axes)
         if tuple(index_shapes[gather.array]) != wanted:
@@ -271,9 +269,7 @@ def _axis_sizes(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[str, 
     return sizes
 
 
-def _given_sizes(
-    spec: Spec, sizes: Mapping[str, int] | Sequence[int] | None
-) -> tuple[dict[str, int], Shape | None]:
+def _given_sizes(spec: Spec, sizes: Mapping[str, int] | Sequence[int] | None) -> tuple[dict[str, int], Shape | None]:
     """Split `sizes=` into sizes by letter and a whole output shape."""
     if sizes is None:
         return {}, None
@@ -286,9 +282,7 @@ def _given_sizes(
     if isinstance(sizes, Mapping):
         return {str(name): checked(size, repr(name)) for name, size in sizes.items()}, None
     if isinstance(sizes, str) or not isinstance(sizes, Sequence):
-        raise ShapeError(
-            f"sizes= takes a mapping of letters or the output's shape, not {type(sizes).__name__}"
-        )
+        raise ShapeError(f"sizes= takes a mapping of letters or the output's shape, not {type(sizes).__name__}")
     shape = tuple(checked(size, f"entry {number}") for number, size in enumerate(sizes))
     if len(shape) != len(spec.output):
         raise ShapeError(

@@ -42,9 +42,7 @@ Term = tuple["str | Gather", ...]
 
 def is_letter(character: str) -> bool:
     """Whether the character can name an axis: a letter that Python's keyword normalisation leaves alone."""
-    return (
-        character.isidentifier() and character != "_" and unicodedata.normalize("NFKC", character) == character
-    )
+    return character.isidentifier() and character != "_" and unicodedata.normalize("NFKC", character) == character
 
 
 def term_axes(term: Term) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The search's judge: every tree there is, by plain recursion, and what each costs.
 
-Only the *legal steps* are `Network`'s own, since they define the space; no tree is dropped for being worse than another,
-and each is priced whole, through `planner.program.build`.
+Only the *legal steps* are `Network`'s own, since they define the space; no tree is dropped for being worse than
+another, and each is priced whole, through `planner.program.build`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,16 @@ class Grown:
     order: tuple[str, ...]
 
 
-def every_tree(problem: Problem) -> list[Tree]:
-    """All trees of a problem, each in its plain order of evaluation."""
+class TooManyTreesError(Exception):
+    """There are more trees than a test wants to price."""
+
+
+def every_tree(problem: Problem, most: int = 10**9) -> list[Tree]:
+    """All trees of a problem, each in its plain order of evaluation.
+
+    Raises:
+        TooManyTreesError: some set of operands has more than `most` trees.
+    """
     network, dtype = problem.network, problem.dtype
 
     def leaf(operand: int) -> Iterator[Grown]:
@@ -58,7 +66,9 @@ def every_tree(problem: Problem) -> list[Tree]:
     def made(operands: int, status: Status, parts: Sequence[tuple[int, Grown]]) -> Grown:
         result = Value(operands, status)
         spec = network.step_spec(tuple((value(o, g), g.order) for o, g in parts), result)
-        return Grown(Node(Op(spec, dtype), tuple(g.tree for _, g in parts)), status, network.term(network.value_axes(result)))
+        return Grown(
+            Node(Op(spec, dtype), tuple(g.tree for _, g in parts)), status, network.term(network.value_axes(result))
+        )
 
     def alone(operands: int, grown: Grown) -> Iterator[Grown]:
         """The value itself, and all that steps on it alone lead to."""
@@ -90,6 +100,8 @@ def every_tree(problem: Problem) -> list[Tree]:
                 for a, b in itertools.product(grow(left), grow(right)):
                     for status in network.merges(value(left, a), value(right, b)):
                         found += alone(operands, made(operands, status, [(left, a), (right, b)]))
+            if len(found) > most:
+                raise TooManyTreesError
         known[operands] = found
         return found
 

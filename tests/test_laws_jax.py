@@ -103,9 +103,7 @@ def check(problem, eager_gradients=True, **options):
             return call(operands, indices), ()
         return value_and_gradients(call, operands, indices, gout, wanted)
 
-    gradients = reference_gradients(
-        problem.spec, problem.output_gradient(), *problem.operands(), **problem.arguments()
-    )
+    gradients = reference_gradients(problem.spec, problem.output_gradient(), *problem.operands(), **problem.arguments())
     runs = [jit(both), both] if eager_gradients and wanted else [jit(both)]
     for run in runs:
         result, found = run(operands, indices, gout)
@@ -129,14 +127,10 @@ def test_values_and_gradients():
         note_language(floors, problem, gradient=any(problem.requires_grad))
 
     law()
-    floors.at_least(
-        examples(450, 9_000), three_operands=0.5, gather=0.5, scatter=0.1, nonzero=0.3, gradient=0.8
-    )
+    floors.at_least(examples(450, 9_000), three_operands=0.5, gather=0.5, scatter=0.1, nonzero=0.3, gradient=0.8)
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float64", "float16", "bfloat16", "int64", "int32", "complex64", "complex128"]
-)
+@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "int64", "int32", "complex64", "complex128"])
 def test_values_and_gradients_in_each_dtype(dtype):
     @settings(max_examples=examples(10, 400))
     @given(exact_problems((dtype,), max_axes=4, max_size=3, max_operands=3))
@@ -216,9 +210,7 @@ def test_jvp(problem, jitted):
         return jax.jvp(some, primals, tangents)
 
     primals = tuple(operands[i] for i in wanted)
-    value, tangent = (jit(run) if jitted else run)(
-        primals, tuple(jnp.asarray(tangents[i]) for i in wanted)
-    )
+    value, tangent = (jit(run) if jitted else run)(primals, tuple(jnp.asarray(tangents[i]) for i in wanted))
     assert_equal(described(value), problem.expected(), "float32")
     assert_equal(described(tangent), directional(problem, problem.operands(), tangents), "float32", "tangent")
 
@@ -380,7 +372,7 @@ def test_rows_that_no_index_names_never_matter(jitted):
 
 
 @pytest.mark.xfail(
-    reason="a pool that the plan contracts with as a whole leaks its unread rows' NaN into gradients, see the torch laws",
+    reason="a pool that is contracted as a whole leaks its unread rows' NaN into gradients, see the torch laws",
     strict=True,
 )
 @pytest.mark.parametrize("jitted", [False, True])
@@ -430,10 +422,7 @@ def test_prepared_indices_give_the_same_values_and_gradients(problem, jitted):
     for gather in spec.gathers:
         sizes.setdefault(gather.array, set()).add(gather.size)
     assume(all(len(found) == 1 for found in sizes.values()))
-    prepared = {
-        name: planner.group(q, min(sizes[name]), problem.index_mode)
-        for name, q in indices_of(problem).items()
-    }
+    prepared = {name: planner.group(q, min(sizes[name]), problem.index_mode) for name, q in indices_of(problem).items()}
     call, operands = call_of(problem), arrays_of(problem)
     gout = jnp.asarray(problem.output_gradient())
 

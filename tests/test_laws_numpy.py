@@ -85,14 +85,10 @@ def test_every_plan_gives_the_same_values(problem):
 def resolved_problem(problem):
     """The spec without ellipsis, size-1 dims and mixed sizes, and operands in its shapes."""
     shapes = {name: q.shape for name, q in problem.indices.items()}
-    spec = planner.resolve(
-        problem.spec, *(x.shape for x in problem.operands()), sizes=problem.sizes, **shapes
-    )
+    spec = planner.resolve(problem.spec, *(x.shape for x in problem.operands()), sizes=problem.sizes, **shapes)
     operands = [x.reshape(spec.shape(t)) for x, t in zip(problem.operands(), spec.inputs, strict=True)]
     sizes = dict(spec.sizes)
-    arrays = {
-        g.array: problem.indices[g.array].reshape([sizes[axis] for axis in g.axes]) for g in spec.gathers
-    }
+    arrays = {g.array: problem.indices[g.array].reshape([sizes[axis] for axis in g.axes]) for g in spec.gathers}
     return spec, operands, arrays
 
 
@@ -128,9 +124,7 @@ def test_transpose_is_the_oracles_gradient(problem):
     gout = problem.output_gradient()
     for number, expected in enumerate(problem.expected_gradients()):
         swapped = [*operands[:number], gout.reshape(spec.output_shape), *operands[number + 1 :]]
-        got = planner.contract(
-            planner.transpose(spec, number), *swapped, index_mode=problem.index_mode, **arrays
-        )
+        got = planner.contract(planner.transpose(spec, number), *swapped, index_mode=problem.index_mode, **arrays)
         assert_equal(described(got.reshape(expected.shape)), expected, "int64", f"gradient {number}")
 
 
@@ -257,6 +251,4 @@ def test_sums_of_duplicates_repeat_bitwise():
     x = random.standard_normal((5000, 8)).astype(np.float32)
     q = random.integers(0, 7, 5000)
     first = planner.contract("nc -> q[n]c", x, sizes={"q": 7}, q=q)
-    assert all(
-        np.array_equal(first, planner.contract("nc -> q[n]c", x, sizes={"q": 7}, q=q)) for _ in range(3)
-    )
+    assert all(np.array_equal(first, planner.contract("nc -> q[n]c", x, sizes={"q": 7}, q=q)) for _ in range(3))

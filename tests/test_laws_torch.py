@@ -77,8 +77,7 @@ def check_values(problem, strided, **options):
 def check_gradients(problem, strided, **options):
     """Gradients of the operands that need one, by torch's convention: the other operands are conjugated."""
     operands = [
-        x.requires_grad_(need)
-        for x, need in zip(tensors(problem, strided), problem.requires_grad, strict=True)
+        x.requires_grad_(need) for x, need in zip(tensors(problem, strided), problem.requires_grad, strict=True)
     ]
     got = planner.contract(problem.spec, *operands, **arguments(problem), **options)
     assert_equal(described(got), problem.expected(), promoted(problem))
@@ -108,9 +107,7 @@ def test_values_and_gradients():
         note_language(floors, problem, gradient=any(problem.requires_grad))
 
     law()
-    floors.at_least(
-        examples(450, 9_000), three_operands=0.5, gather=0.5, scatter=0.1, nonzero=0.3, gradient=0.8
-    )
+    floors.at_least(examples(450, 9_000), three_operands=0.5, gather=0.5, scatter=0.1, nonzero=0.3, gradient=0.8)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "complex64", "complex128"])
@@ -135,9 +132,7 @@ def test_values_of_integers(dtype):
 
 
 @settings(max_examples=examples(100, 1_000))
-@given(
-    exact_problems(("float32", "float64", "float16", "int32", "complex64"), mixed_dtypes=True), st.booleans()
-)
+@given(exact_problems(("float32", "float64", "float16", "int32", "complex64"), mixed_dtypes=True), st.booleans())
 def test_mixed_dtypes_promote_as_torch_does(problem, strided):
     check_gradients(problem, strided)
 
@@ -145,9 +140,7 @@ def test_mixed_dtypes_promote_as_torch_does(problem, strided):
 @settings(max_examples=examples(60, 1_000))
 @given(exact_problems())
 def test_dtype_is_the_dtype_of_the_result(problem):
-    operands = [
-        x.requires_grad_(need) for x, need in zip(tensors(problem), problem.requires_grad, strict=True)
-    ]
+    operands = [x.requires_grad_(need) for x, need in zip(tensors(problem), problem.requires_grad, strict=True)]
     got = planner.contract(problem.spec, *operands, **arguments(problem), dtype=torch.float64)
     assert_equal(described(got), problem.expected(), "float64")
     if any(problem.requires_grad):
@@ -162,22 +155,17 @@ def test_dtype_is_the_dtype_of_the_result(problem):
 @given(exact_problems())
 def test_every_plan_gives_the_same_values_and_gradients(problem):
     operands = [
-        x.requires_grad_(need)
-        for x, need in zip(tensors(problem, strided=True), problem.requires_grad, strict=True)
+        x.requires_grad_(need) for x, need in zip(tensors(problem, strided=True), problem.requires_grad, strict=True)
     ]
     indices = {name: to_torch(q) for name, q in problem.indices.items()}
     plan = planner.plan(problem.spec, *operands, **arguments(problem))
     wanted = [x for x in operands if x.requires_grad]
-    expected = [
-        g for g, need in zip(problem.expected_gradients(), problem.requires_grad, strict=True) if need
-    ]
+    expected = [g for g, need in zip(problem.expected_gradients(), problem.requires_grad, strict=True) if need]
     gout = to_torch(problem.output_gradient())
     for other in (plan, *(alternative.plan for alternative in plan.alternatives())):
         got = other(*operands, **indices)
         assert_equal(described(got), problem.expected(), "float32", str(other))
-        for found, gradient in zip(
-            torch.autograd.grad(got, wanted, gout) if wanted else (), expected, strict=True
-        ):
+        for found, gradient in zip(torch.autograd.grad(got, wanted, gout) if wanted else (), expected, strict=True):
             assert_equal(described(found), gradient, "float32", f"gradient by {other}")
 
 
@@ -237,9 +225,7 @@ def test_second_derivatives():
     )  # fmt: skip
     def law(problem):
         assume(any(problem.requires_grad))
-        operands = [
-            x.requires_grad_(need) for x, need in zip(tensors(problem), problem.requires_grad, strict=True)
-        ]
+        operands = [x.requires_grad_(need) for x, need in zip(tensors(problem), problem.requires_grad, strict=True)]
 
         def call(*operands):
             return planner.contract(problem.spec, *operands, **arguments(problem))
@@ -263,9 +249,7 @@ def test_forward_mode(problem, strided):
     tangents = tangents_of(problem, wanted)
     expected = directional(problem, problem.operands(), tangents)
     with fwd.dual_level():
-        duals = [
-            x if t is None else fwd.make_dual(x, to_torch(t)) for x, t in zip(operands, tangents, strict=True)
-        ]
+        duals = [x if t is None else fwd.make_dual(x, to_torch(t)) for x, t in zip(operands, tangents, strict=True)]
         value, tangent = fwd.unpack_dual(planner.contract(problem.spec, *duals, **arguments(problem)))
     assert_equal(described(value), problem.expected(), "float32")
     tangent = torch.zeros_like(value) if tangent is None else tangent
@@ -293,9 +277,7 @@ def test_func_jvp_and_grad(problem):
     expected = directional(problem, problem.operands(), tangents)
     assert_equal(described(tangent), expected, "float32", "tangent")
 
-    gradients = torch.func.grad(lambda *some: (call(*some) * gout).sum(), argnums=tuple(range(len(chosen))))(
-        *primals
-    )
+    gradients = torch.func.grad(lambda *some: (call(*some) * gout).sum(), argnums=tuple(range(len(chosen))))(*primals)
     for number, gradient in zip(chosen, gradients, strict=True):
         assert_equal(described(gradient), problem.expected_gradients()[number], "float32", f"grad {number}")
 
@@ -338,8 +320,7 @@ def test_vmap_is_a_loop(problem, size, data):
 
     gout = to_torch(problem.output_gradient())
     slices = [
-        [x if dim is None else x.select(dim, b) for x, dim in zip(batch, in_dims, strict=True)]
-        for b in range(size)
+        [x if dim is None else x.select(dim, b) for x, dim in zip(batch, in_dims, strict=True)] for b in range(size)
     ]
     got = torch.func.vmap(call, in_dims)(*batch)
     assert torch.equal(got, torch.stack([call(*one) for one in slices]))
@@ -384,9 +365,7 @@ def test_the_width_of_an_index_never_matters(dtype, size):
             got = planner.contract(spec, tensor, q=torch.from_numpy(q), **options)
             assert_equal(described(got), expected, "float64")
             got.backward(torch.ones_like(got))
-            (gradient,) = reference_gradients(
-                spec, np.ones_like(expected), operand, q=q.astype(np.int64), **options
-            )
+            (gradient,) = reference_gradients(spec, np.ones_like(expected), operand, q=q.astype(np.int64), **options)
             assert_equal(described(tensor.grad), gradient, "float64", "gradient")
 
 
@@ -400,8 +379,8 @@ def test_a_uint64_beyond_int64_is_out_of_range():
 
 
 UNREAD = (
-    "where the plan contracts with the whole pool and takes afterwards, the gradient of the take is zero in the rows that "
-    "no index names, and zero times the pool's NaN is NaN: such pools need their unread rows masked"
+    "where the plan contracts with the whole pool and takes afterwards, the gradient of the take is zero in the rows "
+    "that no index names, and zero times the pool's NaN is NaN: such pools need their unread rows masked"
 )
 
 
@@ -438,9 +417,7 @@ def test_rows_that_no_index_names_never_matter_in_any_spec():
     def law(problem):
         operands, unread = with_unread_nan(problem)
         operands = [torch.from_numpy(x).requires_grad_() for x in operands]
-        got = planner.contract(
-            problem.spec, *operands, minimize=pick(problem, OBJECTIVES), **arguments(problem)
-        )
+        got = planner.contract(problem.spec, *operands, minimize=pick(problem, OBJECTIVES), **arguments(problem))
         assert_equal(described(got), problem.expected(), "float32")
         gradients = torch.autograd.grad(got, operands, to_torch(problem.output_gradient()))
         for found, expected in zip(gradients, problem.expected_gradients(), strict=True):
@@ -483,8 +460,7 @@ def test_prepared_indices_give_the_same_values_and_gradients(problem):
         sizes.setdefault(gather.array, set()).add(gather.size)
     assume(all(len(found) == 1 for found in sizes.values()))
     prepared = {
-        name: planner.group(to_torch(q), min(sizes[name]), problem.index_mode)
-        for name, q in problem.indices.items()
+        name: planner.group(to_torch(q), min(sizes[name]), problem.index_mode) for name, q in problem.indices.items()
     }
     operands = [x.requires_grad_() for x in tensors(problem)]
     gout = to_torch(problem.output_gradient())
@@ -559,9 +535,7 @@ def test_the_grouped_kernels_run(monkeypatch):
     gathered = 4 * q.numel() * c.shape[1] * c.shape[2]
     assert measured.peak_bytes < gathered / 4
     arrays = {"q": q.numpy()}
-    expected = reference_gradients(
-        workload.spec, gout.numpy(), *(x.detach().numpy() for x in (a, c)), **arrays
-    )
+    expected = reference_gradients(workload.spec, gout.numpy(), *(x.detach().numpy() for x in (a, c)), **arrays)
     assert_equal(described(ga), expected[0], "float32")
     assert_equal(described(gc), expected[1], "float32")
 

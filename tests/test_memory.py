@@ -73,9 +73,7 @@ def scaled(problem, largest=48):
 
     given = {name: pools.get(name, sizes.get(name)) for name in problem.sizes or ()}
     given |= {e.array: pools[e.array] for e in spec.output if isinstance(e, Gather)}
-    indices = {
-        g.array: random.integers(0, pools[g.array], tuple(sizes[a] for a in g.axes)) for g in spec.gathers
-    }
+    indices = {g.array: random.integers(0, pools[g.array], tuple(sizes[a] for a in g.axes)) for g in spec.gathers}
     operands = [random.integers(-2, 3, shape(term)).astype(np.float32) for term in spec.inputs]
     return operands, {"sizes": given or None, **indices}
 
@@ -134,8 +132,7 @@ def test_torch_retains_what_the_plan_says_of_random_specs():
     def law(problem):
         arrays = problem.strided_operands() if problem.seed % 2 else problem.operands()
         operands = [
-            torch.from_numpy(x).requires_grad_(need)
-            for x, need in zip(arrays, problem.requires_grad, strict=True)
+            torch.from_numpy(x).requires_grad_(need) for x, need in zip(arrays, problem.requires_grad, strict=True)
         ]
         options = problem.arguments() | {n: torch.from_numpy(q) for n, q in problem.indices.items()}
         plan, allocated, saved = torch_retained(torch, problem.spec, operands, options, pick(problem, KEEPING))
@@ -163,8 +160,7 @@ def test_torch_least_retained_is_nothing_and_gives_equal_gradients(problem):
 def jax_retained(spec, operands, wanted, options, minimize):
     """Predicted, and what the pullback holds."""
     stand_ins = [
-        planner.Operand(x.shape, x.dtype.name, requires_grad=need)
-        for x, need in zip(operands, wanted, strict=True)
+        planner.Operand(x.shape, x.dtype.name, requires_grad=need) for x, need in zip(operands, wanted, strict=True)
     ]
     plan = planner.plan(spec, *stand_ins, minimize=minimize, backend="jax", **options)
 
@@ -278,8 +274,7 @@ def test_torch_peaks():
         plan = planner.plan(problem.spec, *arrays, **options)
         assume(plan.cost.flops < 10**9 and 10**5 < plan.cost.peak_bytes < 10**8)
         operands = [
-            torch.from_numpy(x).requires_grad_(need)
-            for x, need in zip(arrays, problem.requires_grad, strict=True)
+            torch.from_numpy(x).requires_grad_(need) for x, need in zip(arrays, problem.requires_grad, strict=True)
         ]
         options = {n: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
         peaks = torch_peaks(problem.spec, operands, options)

@@ -149,10 +149,21 @@ def test_a_limit_holds_or_the_error_names_one_that_does(case, share, which):
 
 @pytest.mark.parametrize(
     ("limit", "parsed"),
-    [(7, 7), ("7", 7), ("2 GiB", 2**31), ("2GiB", 2**31), ("1.5 MB", 1_500_000), ("3 kB", 3000), ("8 B", 8), (None, None)],
+    [
+        (7, 7),
+        ("7", 7),
+        ("2 GiB", 2**31),
+        ("2GiB", 2**31),
+        ("1.5 MB", 1_500_000),
+        ("3 kB", 3000),
+        ("8 B", 8),
+        (None, None),
+    ],
 )
 def test_limits_are_bytes_or_words(limit, parsed):
-    plan = planner.plan("ij->i", (2, 3), memory_limit=2**40 if limit is None else None, retain_limit=limit, backend="numpy")
+    plan = planner.plan(
+        "ij->i", (2, 3), memory_limit=2**40 if limit is None else None, retain_limit=limit, backend="numpy"
+    )
     assert plan.options.retain_limit == parsed
 
 
@@ -223,9 +234,7 @@ def test_printed_plans_are_those_on_file(name):
 def test_every_workload_is_planned_and_printed(name):
     workload = WORKLOADS[name].cpu()
     operands = [planner.Operand(tuple(shape), requires_grad=True) for shape in workload.shapes]
-    plan = planner.plan(
-        workload.spec, *operands, sizes=workload.output_shape, backend="numpy", **workload.index_shapes
-    )
+    plan = planner.plan(workload.spec, *operands, sizes=workload.output_shape, backend="numpy", **workload.index_shapes)
     text = str(plan)
     assert all(word in text for word in ("naive", "this plan", "FLOPs", "moves", "peak", "retained", "backward"))
     # A table of the numpy backend has the stock rows only: the plan is never worse than the naive one.
@@ -269,7 +278,9 @@ def test_errors_go_to_stderr(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [("ij -> i", "8xz"), ("i -> ij", "8", "--size", "j=many"), ("q[n] -> n", "8", "--index", "q=x2")])
+@pytest.mark.parametrize(
+    "arguments", [("ij -> i", "8xz"), ("i -> ij", "8", "--size", "j=many"), ("q[n] -> n", "8", "--index", "q=x2")]
+)
 def test_malformed_shapes_are_usage_errors(arguments, capsys):
     try:
         status = run_cli("explain", *arguments)

@@ -13,8 +13,8 @@ How the quantities of a step S with children A, B follow from the children's. `h
                 alive(S) = g(A) + g(B) + scratch                                           while g(S) is there
                 after(S) = max(g(other) + G(first), done(first) + G(second))               once it is gone
 
-where `done` is the bytes of the operands' gradients below. Where a gradient step is a view, g(S) lives on in the child's
-gradient. With ``keep="all"`` the retained bytes are alive all the time; with ``keep="inputs"`` the kept values are
+where `done` is the bytes of the operands' gradients below. Where a gradient step is a view, g(S) lives on in the
+child's gradient. With ``keep="all"`` the retained bytes are alive all the time; with ``keep="inputs"`` the kept values are
 computed at the start of the backward program and freed one by one.
 """
 
@@ -173,6 +173,7 @@ class Search:
             yield status
 
     def leaf(self, operands: int, found: dict[Status, list[Way]]) -> None:
+        """Offer an operand: as it is, cast, and with its repeated and private axes gone."""
         network, operand = self.network, operands.bit_length() - 1
         value = Value(operands, network.open)
         term = network.leaves[operand]
@@ -203,6 +204,7 @@ class Search:
         return product
 
     def products(self, left: int, right: int, splits: Splits, found: dict[Status, list[Way]]) -> None:
+        """Offer every product of a value of one set of operands with one of the other."""
         network = self.network
         for status_a, ways_a in self.ways(left, splits).items():
             a = Value(left, status_a)
@@ -236,9 +238,10 @@ class Search:
         """Return what a way adds to the score of any tree that it is part of, at least."""
         if self.objective == "peak":
             return (way.vector[1 if self.keep == "all" else 2],)
-        return way.vector[-1]
+        return tuple(way.vector[-1])
 
     def unary(self, value: Value, target: Status, found: dict[Status, list[Way]]) -> None:
+        """Offer the step from a value alone to another status of it."""
         result = Value(value.operands, target)
         spec = self.network.step_spec(((value, self.order_of(value)),), result)
         self.offer(found, target, Op(spec, self.dtype), (found[value.status],), (value.operands,), result)
@@ -273,6 +276,7 @@ class Search:
                     self.insert(front, way)
 
     def insert(self, front: list[Way], way: Way) -> None:
+        """Put a way into a Pareto front, unless another is as good; drop those that it beats."""
         for other in front:
             if all(o <= w for o, w in zip(other.vector, way.vector, strict=True)) and (
                 other.vector != way.vector or other.tie <= way.tie
@@ -323,9 +327,7 @@ class Search:
             return (max(all_peak, kept + back) if self.keep == "all" else max(none_peak, again, back),)
         return way.vector if self.keep == "all" else (way.vector[1],)
 
-    def extend(
-        self, op: Op, children: tuple[Way, ...], size: int, parts: tuple[int, ...]
-    ) -> Iterator[Way]:
+    def extend(self, op: Op, children: tuple[Way, ...], size: int, parts: tuple[int, ...]) -> Iterator[Way]:
         """Yield the ways that add one step to its children's ways."""
         needs = tuple(self.needs(part) for part in parts)
         choice = self.lower(op)
@@ -365,8 +367,8 @@ class Search:
     ) -> tuple[Vector, tuple[int, ...]]:
         """Return the peak vector of a step, and the best order of descent in the backward program.
 
-        The vector: kept bytes; forward peak with everything kept; forward peak with nothing kept; peak of computing only
-        the kept values again; backward peak while the step's own gradient is alive, that one not counted; backward peak
+        The vector: kept bytes; forward peak with everything kept; forward peak with nothing kept; peak of computing
+        only the kept values again; backward peak while the step's own gradient is alive, that one not counted; backward peak
         from then on; bytes of the operands' gradients made below; whether the step's own gradient is one of these
         in the end. Retained bytes are not part of the backward peaks.
         """
@@ -397,9 +399,9 @@ class Search:
         waiting = kept_below if self.keep == "inputs" else [0] * len(children)
         held = kept if self.keep == "inputs" else 0
         if len(gradients) == 1 and gradients[0][1].view:
-            (child,) = children
-            alive = max(child.vector[4], gradients[0][1].cost.scratch_bytes + held)
-            return (kept, all_peak, none_peak, again, alive, *child.vector[5:]), (0,)
+            below = children[0].vector
+            alive = max(below[4], gradients[0][1].cost.scratch_bytes + held)
+            return (kept, all_peak, none_peak, again, alive, *below[5:]), (0,)
         produced = [self._input_bytes(op, i) if need else 0 for i, need in enumerate(needs)]
         alive = so_far = 0
         for gradient, chosen, served in gradients:

@@ -64,7 +64,8 @@ def explicit_path(path: Any) -> Path:
         return tuple(tuple(operator.index(i) for i in step) for step in path)
     except TypeError:
         raise PlannerError(
-            f"optimize={path!r:.80} is no path: a path is a list of tuples of operand positions, such as [(0, 1), (0, 1)]"
+            f"optimize={path!r:.80} is no path: "
+            "a path is a list of tuples of operand positions, such as [(0, 1), (0, 1)]"
         ) from None
 
 
@@ -79,7 +80,8 @@ def checked_path(path: Any, operands: int) -> Path:
     for number, step in enumerate(steps):
         if not step or len(set(step)) < len(step) or not all(0 <= i < left for i in step):
             raise PlannerError(
-                f"path step {number} is {step}, but there are {left} operands left: give distinct positions below {left}"
+                f"path step {number} is {step}, but there are {left} operands left: "
+                f"give distinct positions below {left}"
             )
         left -= len(step) - 1
     if left != 1:

@@ -69,7 +69,9 @@ def plan_text(plan: Plan) -> str:
     backward = plan.programs.backward
     rows += _rows(plan, plan.programs.forward, 0)
     if backward is not None:
-        rows.append([f"  backward, needs {bytes_text(plan.cost.backward.peak_bytes)} at most" if plan.cost.backward else ""])
+        rows.append(
+            [f"  backward, needs {bytes_text(plan.cost.backward.peak_bytes)} at most" if plan.cost.backward else ""]
+        )
         rows += _rows(plan, backward, len(plan.programs.forward.steps))
     if len(rows) > MOST_ROWS:
         cut = len(rows) - MOST_ROWS
