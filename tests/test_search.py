@@ -9,8 +9,8 @@ import time
 import numpy as np
 import opt_einsum
 import pytest
-from brute_force import TooManyTreesError, every_order, every_tree, figure, leasts
-from conftest import examples
+from brute_force import TooManyTreesError, every_order, every_tree, figure, leasts, ops
+from conftest import examples, installed_frameworks
 from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
@@ -21,6 +21,7 @@ from planner.objective import OBJECTIVES, step_key
 from planner.planning import Problem
 from planner.program import Lowerer
 from planner.resolve import resolve_shapes
+from planner.search.dynamic import Search
 from planner.spec import unused_letters
 from planner.testing import problems
 
@@ -136,6 +137,19 @@ def assert_score_is_the_cost(network, backend):
                 assert cost.retained_bytes == 0
                 objective = "time"  # nothing is retained: the tie is broken by time
             assert score == figure(cost, objective), (objective, keep)
+
+
+@settings(max_examples=examples(40, 400))
+@given(networks(most_nodes=4, sizes=(0, 1, 2, 40)), st.sampled_from(installed_frameworks()))
+def test_no_product_costs_less_than_what_the_search_takes_for_the_least(network, backend):
+    problem = problem_of(network, backend)
+    assume(len(problem.operands) > 1)
+    for objective in ("time", "flops", "bytes", "retained"):
+        lower = Lowerer(problem.choices, step_key(objective))
+        known = (problem.network, problem.requires, problem.casts, problem.dtype, lower, objective, "inputs", 10**6)
+        least = Search(*known, bound=((10**30,) * 4,)).least[0]
+        products = {op for tree in every_tree(problem)[:200] for op in ops(tree) if len(op.spec.inputs) == 2}
+        assert all(lower.key(lower(op).cost)[0] >= least for op in products)
 
 
 @settings(max_examples=examples(200, 2000))

@@ -31,6 +31,7 @@ from planner.errors import SearchLimitError
 from planner.lower import Choice, Op
 from planner.network import ROWS, Network, Status, Value
 from planner.program import Keep, Leaf, Lowerer, Node, Tree, read_by_gradients
+from planner.spec import Spec
 
 __all__ = ["Found", "Search", "all_splits"]
 
@@ -115,6 +116,7 @@ class Search:
         self.work, self.work_limit, self.exact = 0, work_limit, True
         self.itemsize = itemsize(dtype)
         self.takes_first, self.bound = takes_first, bound
+        self.least = _zero() if bound is None else self._least()
         self._needs = 0
         for operand, needed in enumerate(requires):
             self._needs |= needed << operand
@@ -128,6 +130,14 @@ class Search:
             len(set(network.result)) < len(network.result)
             or network.mask(network.result) != network.value_axes(self.final)
         )
+
+    def _least(self) -> Key:
+        """Return what any product adds to the score at least: as much as the cheapest one of almost nothing."""
+        if self.objective == "peak":
+            return _zero()
+        empty = [_product(terms, size) for terms in (("", "", ""), ("a", "a", "a"), ("a", "a", "")) for size in (0, 1)]
+        first = min(self.key(self.lower(Op(spec, self.dtype)).cost)[0] for spec in empty)
+        return (0, first, 0, 0) if self.objective == "retained" and self.keep == "all" else (first, 0, 0, 0)
 
     def run(self, splits: Splits = all_splits) -> Found:
         """Return the best tree over the given splits of the operands."""
@@ -210,7 +220,7 @@ class Search:
             a = Value(left, status_a)
             for status_b, ways_b in self.ways(right, splits).items():
                 b = Value(right, status_b)
-                if self.hopeless(ways_a, ways_b, network.value_axes(a) | network.value_axes(b)):
+                if self.hopeless(ways_a, ways_b, left, right, network.value_axes(a) | network.value_axes(b)):
                     continue
                 for status in network.merges(a, b):
                     if self.takes_first and status != tuple(map(max, status_a, status_b)):
@@ -219,7 +229,7 @@ class Search:
                     spec = network.step_spec(((a, self.order_of(a)), (b, self.order_of(b))), result)
                     self.offer(found, status, Op(spec, self.dtype), (ways_a, ways_b), (left, right), result)
 
-    def hopeless(self, ways_a: list[Way], ways_b: list[Way], axes: int) -> bool:
+    def hopeless(self, ways_a: list[Way], ways_b: list[Way], left: int, right: int, axes: int) -> bool:
         """Whether no product of these ways can be part of a tree as good as the one that is known."""
         if self.bound is None:
             return False
@@ -228,11 +238,24 @@ class Search:
         least = [min(self.part(way) for way in ways) for ways in (ways_a, ways_b)]
         if self.objective == "peak":
             return max(least) > self.bound
-        so_far = _add(*least)
+        so_far = _add(*least, self.least, self.ahead(left | right))
         if self.objective == "flops" and not self.network.gathers:
             # Every implementation multiplies each element of the joint space at least.
             so_far = (so_far[0] + self.network.elements(axes), *so_far[1:])
         return so_far > self.bound[0]
+
+    def beaten(self, way: Way, operands: int) -> bool:
+        """Whether a way cannot be part of a tree as good as the one that is known."""
+        if self.bound is None:
+            return False
+        if self.objective == "peak":
+            return self.part(way) > self.bound
+        return bool(_add(self.part(way), self.ahead(operands)) > self.bound[0])
+
+    def ahead(self, operands: int) -> Key:
+        """Return what the products with all other operands cost at least."""
+        left = len(self.network.leaves) - operands.bit_count()
+        return tuple(left * part for part in self.least)
 
     def part(self, way: Way) -> Vector:
         """Return what a way adds to the score of any tree that it is part of, at least."""
@@ -272,7 +295,7 @@ class Search:
                     "pass optimize='greedy' or an explicit path"
                 )
             for way in self.extend(op, children, size, parts):
-                if self.bound is None or self.part(way) <= (self.bound if self.objective == "peak" else self.bound[0]):
+                if not self.beaten(way, result.operands):
                     self.insert(front, way)
 
     def insert(self, front: list[Way], way: Way) -> None:
@@ -429,6 +452,12 @@ class Search:
 
     def _input_bytes(self, op: Op, child: int) -> int:
         return math.prod(op.spec.shape(op.spec.inputs[child])) * itemsize(op.source_dtype or op.dtype)
+
+
+def _product(terms: tuple[str, str, str], size: int) -> Spec:
+    """Return the spec of a product of two terms, all axes of one size."""
+    a, b, output = (tuple(term) for term in terms)
+    return Spec((a, b), output, tuple((axis, size) for axis in sorted({*a, *b})))
 
 
 def _orders(children: int) -> tuple[tuple[int, ...], ...]:
