@@ -12,7 +12,6 @@ that what the backward pass holds is the caller's own array wherever possible.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -481,7 +480,7 @@ class JaxBackend:
         inexact = jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact)
         if plan.index_mode == "clip":
             for gather in spec.gathers:
-                if gather.size == 0 and math.prod(_index_shape(spec, gather.array)):
+                if gather.size == 0 and 0 not in _index_shape(spec, gather.array):
                     raise clip_error(gather)
 
         dropping = plan.index_mode == "drop"
@@ -517,7 +516,7 @@ class JaxBackend:
                 return leaves[tree.operand]
             inputs = [value(child, leaves, indices, mode, False) for child in tree.children]
             terms = [spec.inputs[child.operand] for child in tree.children if isinstance(child, Leaf)]
-            run = partial(node, tree, root, mode)
+            run: Callable[..., Any] = partial(node, tree, root, mode)
             if dropping and any(_is_masked(term, spec) for term in (*terms, *[spec.output] * root)):
                 # Else masks and masked copies would be kept for the backward pass, where operands and index arrays do.
                 run = jax.checkpoint(run)
@@ -550,11 +549,12 @@ class JaxBackend:
                 if mode == "raise":
                     if traced and not inexact:
                         raise PlannerError(
-                            f"index array {name!r} is traced and the result is {plan.dtype}, which has no NaN to mark a bad "
-                            "index with: pass index_mode='drop' or 'clip'"
+                            f"index array {name!r} is traced and the result is {plan.dtype}, which has no NaN to "
+                            "mark a bad index with: pass index_mode='drop' or 'clip'"
                         )
                     for gather in gathers[name]:
-                        # A constant under jit is checked here, while its values can be seen; a primitive would be staged.
+                        # A constant under jit is checked here, where its values can be seen; a primitive would
+                        # be staged.
                         raw = (
                             check_p.bind(raw, gather=gather, mode=mode)
                             if traced

@@ -156,7 +156,8 @@ def matmul_product(
         matmul: [batch, m, k] times [batch, k, n], half types accumulated in float32.
         permute: reorders dimensions.
         form: the groups of axes.
-        a, b: the operands.
+        a: the first operand.
+        b: the second operand.
         spec: the step's spec.
     """
     sizes = dict(spec.sizes)
@@ -168,10 +169,9 @@ def matmul_product(
         return permute(x, dims).reshape(shape)
 
     if not form.contracted:
-        a = arranged(a, letters_a, (form.batch, form.left),
-                     [*(sizes[x] for x in (*form.batch, *form.left)), *[1] * len(form.right)])  # fmt: skip
-        b = arranged(b, letters_b, (form.batch, form.right),
-                     [*(sizes[x] for x in form.batch), *[1] * len(form.left), *(sizes[x] for x in form.right)])  # fmt: skip
+        batch_shape, left, right = ([sizes[x] for x in g] for g in (form.batch, form.left, form.right))
+        a = arranged(a, letters_a, (form.batch, form.left), [*batch_shape, *left, *[1] * len(right)])
+        b = arranged(b, letters_b, (form.batch, form.right), [*batch_shape, *[1] * len(left), *right])
         result = a * b
     else:
         batch, m, n, k = form.sizes

@@ -174,9 +174,9 @@ class _Bound:
             inputs = [value(child) for child in tree.children]
             if tree.op.source_dtype is not None:
                 return cast(inputs[0], tree.op.dtype)
-            return evaluate(OPS, tree.op.spec, inputs, index, index.guarded)  # type: ignore[no-any-return]
+            return evaluate(OPS, tree.op.spec, inputs, index, index.guarded)
 
-        return mask_term(OPS, value(self.plan.tree), self.spec.output, self.spec, index)  # type: ignore[no-any-return]
+        return mask_term(OPS, value(self.plan.tree), self.spec.output, self.spec, index)
 
 
 class _Contract(torch.autograd.Function):
@@ -440,7 +440,7 @@ class TorchBackend:
                 return bound.forward(operands, bound.prepare(indices))[0]
             prepared = {n: q for n, q in indices.items() if isinstance(q, TorchIndex)}
             loose = (indices[n] for n in bound.arrays if n not in prepared)
-            return _Contract.apply(bound, prepared, *operands, *loose)[0]  # type: ignore[no-any-return,no-untyped-call]
+            return _Contract.apply(bound, prepared, *operands, *loose)[0]
 
         return run
 

@@ -218,9 +218,8 @@ def _run_sliced(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     axis, part = found
     sizes, (_, m, n, k) = dict(op.spec.sizes), part.sizes
     slices = []
-    for x, term, groups, shape in zip(
-        inputs, op.spec.inputs, ((part.left, part.contracted), (part.contracted, part.right)), ((m, k), (k, n)), strict=True
-    ):  # fmt: skip
+    groups_of = ((part.left, part.contracted), (part.contracted, part.right))
+    for x, term, groups, shape in zip(inputs, op.spec.inputs, groups_of, ((m, k), (k, n)), strict=True):
         rest = [e for e in term if e != axis]
         views = x.movedim(term.index(axis), 0).unbind(0) if axis in term else [x] * sizes[axis]
         dims = [rest.index(e) for group in groups for e in group]

@@ -48,19 +48,19 @@ class Tiling(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """The tiles of a grouping; entries from `count` on are empty tiles.
+    """The tiles of a grouping; entries from `total` on are empty tiles.
 
     Attributes:
         group: Group of each tile, `(T,)`.
         start: First sorted position, `(T,)`.
         stop: Sorted position behind the tile's group, `(T,)`.
-        count: How many tiles there are.
+        total: How many tiles there are.
     """
 
     group: jax.Array
     start: jax.Array
     stop: jax.Array
-    count: jax.Array
+    total: jax.Array
 
 
 def grouped_matmul(
@@ -263,7 +263,7 @@ def _cut(groups: Groups, cut: Tiling) -> _Tiles:
 
 
 def _loop(tiles: _Tiles, cut: Tiling, step: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
-    steps = (tiles.count + (cut.tiles - 1)) // cut.tiles
+    steps = (tiles.total + (cut.tiles - 1)) // cut.tiles
     return lax.fori_loop(jnp.int32(0), steps, step, carry)
 
 

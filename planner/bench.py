@@ -59,9 +59,7 @@ class Settings:
 
     rounds: int = 11
     budget_seconds: float = 30.0
-    pause_seconds: Mapping[str, float] = dataclasses.field(
-        default_factory=lambda: {"torch": 0.05, "jax": 0.6}
-    )
+    pause_seconds: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"torch": 0.05, "jax": 0.6})
     calls: int = 2000
 
 
@@ -119,9 +117,7 @@ def _medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {label: statistics.median(seconds) for label, seconds in times.items()}
 
 
-def _runs(
-    framework: Framework, workload: Workload, ways: Sequence[Way], skew: Skew = "uniform"
-) -> dict[str, Run]:
+def _runs(framework: Framework, workload: Workload, ways: Sequence[Way], skew: Skew = "uniform") -> dict[str, Run]:
     """Prepare all ways, see that their values and gradients are equal, and warm them."""
     runs: dict[str, Run] = {}
     expected = None
@@ -138,9 +134,7 @@ def _runs(
     return runs
 
 
-def _timed(
-    runs: Mapping[Any, Run], mode: Mode, framework: Framework, settings: Settings
-) -> dict[str, list[float]]:
+def _timed(runs: Mapping[Any, Run], mode: Mode, framework: Framework, settings: Settings) -> dict[str, list[float]]:
     programs = {label: run.forward if mode == "f" else run.both for label, run in runs.items()}
     return interleaved(programs, framework, settings)
 
@@ -208,9 +202,7 @@ def _skew(part: str, framework: Framework, workload: Workload, settings: Setting
             ratio = medians[skew] / medians["uniform"]
             target = 1.5 if framework == "torch" else 2.0
             what = f"{mode_words}, {about}: times the balanced time"
-            yield Result(
-                part, framework, what, target, ratio, at_most=True, medians=medians, rounds=len(times[skew])
-            )
+            yield Result(part, framework, what, target, ratio, at_most=True, medians=medians, rounds=len(times[skew]))
 
 
 def _gather_then_matmul(xp: Any, queries: Any, keys: Any, i: Any) -> Any:
@@ -340,9 +332,7 @@ PARTS: dict[str, Callable[[Framework, Settings], Iterator[Result]]] = {
 def _git(*arguments: str) -> str:
     root = pathlib.Path(__file__).resolve().parent.parent
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=root, capture_output=True, text=True, check=True, timeout=10
-        )
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()

@@ -328,9 +328,7 @@ def _three_slices_workload(quick: bool) -> Workload:
 # --- running ------------------------------------------------------------------------------------
 
 
-def run_case(
-    case: Case, tick: Callable[[str], None] = lambda label: None, *, quick: bool = False
-) -> list[Row]:
+def run_case(case: Case, tick: Callable[[str], None] = lambda label: None, *, quick: bool = False) -> list[Row]:
     """Run every way of a case: check its values and gradients against the first way's, and measure it."""
     rows = []
     expected: dict[Workload, list[np.ndarray[Any, Any]]] = {}
@@ -410,9 +408,7 @@ def _median_seconds(run: Callable[[], Any], framework: Framework, quick: bool) -
         return first
     calls = max(1, min(100, int(_BLOCK_SECONDS / _block_seconds(run, 1))))
     times: list[float] = []
-    while not times or (
-        len(times) < (_MOST_QUICK_RUNS if quick else _MOST_RUNS) and sum(times) < _TIMING_SECONDS
-    ):
+    while not times or (len(times) < (_MOST_QUICK_RUNS if quick else _MOST_RUNS) and sum(times) < _TIMING_SECONDS):
         time.sleep(0 if quick else _BETWEEN_SECONDS)
         times.append(_block_seconds(run, calls))
     return statistics.median(times) / calls
@@ -474,9 +470,7 @@ class TorchRun(Run):
 
     framework = "torch"
 
-    def __init__(
-        self, way: Way, workload: Workload, gradients: tuple[bool, ...], skew: Skew = "uniform"
-    ) -> None:
+    def __init__(self, way: Way, workload: Workload, gradients: tuple[bool, ...], skew: Skew = "uniform") -> None:
         import torch
 
         self.way, self.torch = way, torch
@@ -515,9 +509,7 @@ class JaxRun(Run):
 
     framework = "jax"
 
-    def __init__(
-        self, way: Way, workload: Workload, gradients: tuple[bool, ...], skew: Skew = "uniform"
-    ) -> None:
+    def __init__(self, way: Way, workload: Workload, gradients: tuple[bool, ...], skew: Skew = "uniform") -> None:
         import jax
         import jax.numpy as jnp
 
@@ -566,9 +558,7 @@ class JaxRun(Run):
 
         wanted, fixed, indices = self.arguments
         forward, both = self.temporary_bytes()
-        retained = jax_retained(
-            lambda *w: self.traced_forward(w, fixed, indices), *wanted, held=(fixed, indices)
-        )
+        retained = jax_retained(lambda *w: self.traced_forward(w, fixed, indices), *wanted, held=(fixed, indices))
         result_bytes = int(self.cotangent.nbytes)
         gradient_bytes = sum(int(x.nbytes) for x in wanted)
         return forward + result_bytes, both + result_bytes + gradient_bytes, retained
@@ -732,12 +722,8 @@ def _answer_001(seen: dict[str, _Seen]) -> _Answers:
         for quantity, slack in (("retained_bytes", 1.0), ("gradient_seconds", 1.1))
     )
     verdict = "Not everywhere" if keeps_more or slower else "Yes"
-    least = (
-        f"more than the best way on {', '.join(keeps_more)}" if keeps_more else "no more than any other way"
-    )
-    pace = (
-        f"slower than the fastest on {', '.join(slower)}" if slower else "as fast as the fastest everywhere"
-    )
+    least = f"more than the best way on {', '.join(keeps_more)}" if keeps_more else "no more than any other way"
+    pace = f"slower than the fastest on {', '.join(slower)}" if slower else "as fast as the fastest everywhere"
     name = _THREE_SLICES if _THREE_SLICES in layouts else next(iter(layouts))
     ours, einsum, two_step = (
         layouts[name].ours,
@@ -772,13 +758,10 @@ def _answer_003(seen: dict[str, _Seen]) -> _Answers:
     separate, shared = seen.get("seed-separate-keys"), seen.get("seed-shared-keys")
     if separate and shared:
         ratio = separate.theirs["einsum"].seconds / shared.theirs["einsum"].seconds
-        keys = [
-            4 * math.prod(WORKLOADS[name].shapes[1]) for name in ("seed-separate-keys", "seed-shared-keys")
-        ]
+        keys = [4 * math.prod(WORKLOADS[name].shapes[1]) for name in ("seed-separate-keys", "seed-shared-keys")]
         times = f"{keys[0] // keys[1]}x the bytes at full size"
         reason = (
-            "the FLOPs are the same, the keys to read are not: "
-            f"{_bytes(keys[0])} against {_bytes(keys[1])}, {times}."
+            f"the FLOPs are the same, the keys to read are not: {_bytes(keys[0])} against {_bytes(keys[1])}, {times}."
             if ratio > 1.5
             else f"although there are more keys to read, {times}."
         )
@@ -834,9 +817,7 @@ class _Progress:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     about = (__doc__ or "").split("\n\n")[1]
     parser = argparse.ArgumentParser("python -m planner demo", description=about)
-    parser.add_argument(
-        "--quick", action="store_true", help="small sizes, a minute at most; the times say little"
-    )
+    parser.add_argument("--quick", action="store_true", help="small sizes, a minute at most; the times say little")
     parser.add_argument("--framework", choices=("torch", "jax"), help="one framework instead of both")
     parser.add_argument("--only", default="", metavar="NAME", help="only the cases whose name begins so")
     return parser.parse_args(argv)

@@ -180,9 +180,9 @@ class Network:
             if status != SCATTER and meets and self._open(value.operands, f):
                 targets.append(SCATTER)
             options.append(tuple(targets))
-        for status in _targets(options, self.few):
-            if status != value.status and self._closing_legal(value.operands, value.status, status):
-                yield status
+        for after in _targets(options, self.few):
+            if after != value.status and self._closing_legal(value.operands, value.status, after):
+                yield after
 
     def _alone(self, factor: int) -> bool:
         """Whether no operand has any axis of the factor, so that the result must bring it in."""

@@ -148,8 +148,15 @@ class Plan:
             plan = decode(json.loads(text))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlannerError(f"this is no plan written by to_json: {error}") from None
-        parts: dict[str, Any] = {"resolved": Resolved, "operands": tuple, "device": Device, "options": Options, "tree": (Leaf, Node),
-                 "programs": Programs, "naive_cost": PlanCost}  # fmt: skip
+        parts: dict[str, Any] = {
+            "resolved": Resolved,
+            "operands": tuple,
+            "device": Device,
+            "options": Options,
+            "tree": (Leaf, Node),
+            "programs": Programs,
+            "naive_cost": PlanCost,
+        }
         if not isinstance(plan, cls):
             raise PlannerError(f"this is no plan written by to_json, but a {type(plan).__name__}")
         for name, kind in parts.items():

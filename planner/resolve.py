@@ -128,12 +128,12 @@ def resolve_shapes(
     for position, entry in enumerate(parsed.output):
         given = output_shape[position] if output_shape is not None else None
         if isinstance(entry, Gather):
-            size = next((s for s in (given, named.get(entry.array), gathered.get(entry.array)) if s is not None), None)
-            if size is None:
+            known = [s for s in (given, named.get(entry.array), gathered.get(entry.array)) if s is not None]
+            if not known:
                 raise ShapeError(
                     f"the size of the output's dimension {entry} is not known: pass sizes={{{entry.array!r}: N}}"
                 )
-            output.append(squeezed(entry, size))
+            output.append(squeezed(entry, known[0]))
             continue
         wanted = given if given is not None else named.get(entry)
         if entry not in axis_sizes:
@@ -281,7 +281,8 @@ def _given_sizes(spec: Spec, sizes: Mapping[str, int] | Sequence[int] | None) ->
 
     if isinstance(sizes, Mapping):
         return {str(name): checked(size, repr(name)) for name, size in sizes.items()}, None
-    if isinstance(sizes, str) or not isinstance(sizes, Sequence):
+    text: object = sizes
+    if isinstance(text, str) or not isinstance(sizes, Sequence):
         raise ShapeError(f"sizes= takes a mapping of letters or the output's shape, not {type(sizes).__name__}")
     shape = tuple(checked(size, f"entry {number}") for number, size in enumerate(sizes))
     if len(shape) != len(spec.output):

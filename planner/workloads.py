@@ -147,8 +147,7 @@ class Workload:
     def tiny(self) -> Workload:
         """Return the workload at sizes for tests: a few elements along each axis, neighbours unequal."""
         sizes = {
-            axis: min(size, _TINY_SIZES[number % len(_TINY_SIZES)])
-            for number, (axis, size) in enumerate(self.sizes)
+            axis: min(size, _TINY_SIZES[number % len(_TINY_SIZES)]) for number, (axis, size) in enumerate(self.sizes)
         }
         terms = self.parsed.inputs
         for number, original in enumerate(self.same_as):
@@ -202,9 +201,7 @@ class Workload:
             arrays.append(base[view.slices(shape)] if view else base)
         return tuple(arrays)
 
-    def cotangent(
-        self, framework: Framework, seed: int = 0, *, magnitude: int = 2, dtype: str = "float32"
-    ) -> Any:
+    def cotangent(self, framework: Framework, seed: int = 0, *, magnitude: int = 2, dtype: str = "float32") -> Any:
         """Make a gradient of the output, of random integers."""
         rng = np.random.default_rng([seed, 1])
         return _to(framework, _random(rng, self.output_shape, "integers", magnitude), dtype)
@@ -319,9 +316,7 @@ _ROWS = (
         {"n": 131072, "i": 1, "j": 64, "k": 64},
         pools={"q": 2048},
     ),
-    _row(
-        "seed-sliced-einsum", "ijk, ikl -> jl", _SLICED_EINSUM, _SLICED, views=(_HEAD, None), cpu=_SLICED_CPU
-    ),
+    _row("seed-sliced-einsum", "ijk, ikl -> jl", _SLICED_EINSUM, _SLICED, views=(_HEAD, None), cpu=_SLICED_CPU),
     _row(
         "seed-sliced-einsum/strided",
         "ijk, ikl -> jl",
@@ -367,9 +362,7 @@ _ROWS = (
     _row("seed-gathered-keys", _GATHERED_KEYS, _ATTENTION_KEYS, _KEYS, pools={"i": 1000}),
     _row("seed-gathered-keys/k10", _GATHERED_KEYS, _ATTENTION_KEYS, {**_KEYS, "k": 10}, pools={"i": 1000}),
     _row("seed-gathered-keys/k30", _GATHERED_KEYS, _ATTENTION_KEYS, {**_KEYS, "k": 30}, pools={"i": 1000}),
-    _row(
-        "seed-gathered-keys/k1000", _GATHERED_KEYS, _ATTENTION_KEYS, {**_KEYS, "k": 1000}, pools={"i": 1000}
-    ),
+    _row("seed-gathered-keys/k1000", _GATHERED_KEYS, _ATTENTION_KEYS, {**_KEYS, "k": 1000}, pools={"i": 1000}),
     _row("seed-shared-keys", "bhqd, bhkd -> bhqk", _ATTENTION_KEYS, _KEYS),
     _row("seed-shared-keys/all", "bhqd, bhkd -> bhqk", _ATTENTION_KEYS, {**_KEYS, "k": 1000}),
     _row("three-way-batch", "bgk, bkd, bk -> bgd", "opt_einsum #254", {"b": 64, "g": 8, "k": 4096, "d": 128}),

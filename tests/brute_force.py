@@ -178,3 +178,11 @@ def leasts(problem: Problem, trees: Sequence[Tree], lowerers: dict[str, Lowerer]
                 found = figure(built[id(lower)], objective)
             best[objective] = min(found, best.get(objective, found))
     return best
+
+
+def ops(tree: Tree) -> Iterator[Op]:
+    """All steps of a tree."""
+    if isinstance(tree, Node):
+        yield tree.op
+        for child in tree.children:
+            yield from ops(child)

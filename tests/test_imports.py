@@ -99,9 +99,7 @@ def violations(path: pathlib.Path, tree: ast.Module) -> list[str]:
         if layer == "planner" and _within(name, "planner.backends", "planner.kernels"):
             # The protocol is a type that planner's signatures may name; it loads nothing.
             if not (name == "planner.backends.protocol" and line in typing_only):
-                bad.append(
-                    f"{where}:{line} imports {name}: planner reaches a backend by name only, in dispatch"
-                )
+                bad.append(f"{where}:{line} imports {name}: planner reaches a backend by name only, in dispatch")
         elif layer == "kernels" and _within(name, "planner"):
             if not _within(name, "planner.kernels", "planner.errors"):
                 bad.append(f"{where}:{line} imports {name}: kernels know planner.kernels and planner.errors")
@@ -119,9 +117,7 @@ def violations(path: pathlib.Path, tree: ast.Module) -> list[str]:
 def dangerous(path: pathlib.Path, tree: ast.Module) -> list[str]:
     """eval, exec, pickle and the like, and imports by name outside dispatch."""
     where = path.relative_to(ROOT).as_posix()
-    bad = [
-        f"{where}:{line} imports {name}" for line, name in _imports(tree) if _within(name, *BANNED_MODULES)
-    ]
+    bad = [f"{where}:{line} imports {name}" for line, name in _imports(tree) if _within(name, *BANNED_MODULES)]
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue

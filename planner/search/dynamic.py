@@ -14,8 +14,8 @@ How the quantities of a step S with children A, B follow from the children's. `h
                 after(S) = max(g(other) + G(first), done(first) + G(second))               once it is gone
 
 where `done` is the bytes of the operands' gradients below. Where a gradient step is a view, g(S) lives on in the
-child's gradient. With ``keep="all"`` the retained bytes are alive all the time; with ``keep="inputs"`` the kept values are
-computed at the start of the backward program and freed one by one.
+child's gradient. With ``keep="all"`` the retained bytes are alive all the time; with ``keep="inputs"`` the kept values
+are computed at the start of the backward program and freed one by one.
 """
 
 from __future__ import annotations
@@ -137,6 +137,8 @@ class Search:
             return _zero()
         empty = [_product(terms, size) for terms in (("", "", ""), ("a", "a", "a"), ("a", "a", "")) for size in (0, 1)]
         first = min(self.key(self.lower(Op(spec, self.dtype)).cost)[0] for spec in empty)
+        if all(self.requires):  # its gradients are products too; a fused pair of them needs a gather
+            first *= 2 if self.network.gathers else 3
         return (0, first, 0, 0) if self.objective == "retained" and self.keep == "all" else (first, 0, 0, 0)
 
     def run(self, splits: Splits = all_splits) -> Found:
@@ -242,7 +244,7 @@ class Search:
         if self.objective == "flops" and not self.network.gathers:
             # Every implementation multiplies each element of the joint space at least.
             so_far = (so_far[0] + self.network.elements(axes), *so_far[1:])
-        return so_far > self.bound[0]
+        return bool(so_far > self.bound[0])
 
     def beaten(self, way: Way, operands: int) -> bool:
         """Whether a way cannot be part of a tree as good as the one that is known."""
@@ -391,9 +393,9 @@ class Search:
         """Return the peak vector of a step, and the best order of descent in the backward program.
 
         The vector: kept bytes; forward peak with everything kept; forward peak with nothing kept; peak of computing
-        only the kept values again; backward peak while the step's own gradient is alive, that one not counted; backward peak
-        from then on; bytes of the operands' gradients made below; whether the step's own gradient is one of these
-        in the end. Retained bytes are not part of the backward peaks.
+        only the kept values again; backward peak while the step's own gradient is alive, that one not counted;
+        backward peak from then on; bytes of the operands' gradients made below; whether the step's own
+        gradient is one of these in the end. Retained bytes are not part of the backward peaks.
         """
         kept_below = [way.vector[0] for way in children]
         bytes_below = [way.bytes for way in children]

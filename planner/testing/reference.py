@@ -256,9 +256,7 @@ def _add_block(
         _add_at(result, positions, product.sum(summed, keepdims=True))
 
 
-def _add_pairwise(
-    problem: _Problem, sources: list[tuple[_Term, Array]], target: _Term, result: Array
-) -> None:
+def _add_pairwise(problem: _Problem, sources: list[tuple[_Term, Array]], target: _Term, result: Array) -> None:
     """The same for many points and finite numbers: join the two factors with the smallest product."""
     factors: list[tuple[tuple[Axis, ...], Array]] = []
     for term, array in sources:
@@ -287,16 +285,12 @@ def _add_pairwise(
     axes, product = factors[0]
     order = [axes.index(a) for a in kept if a in axes]
     product = product.transpose(order).reshape([problem.extents[a] if a in axes else 1 for a in kept])
-    positions, inside = _positions(
-        problem, target, result.shape, {a: range(problem.extents[a]) for a in kept}
-    )
+    positions, inside = _positions(problem, target, result.shape, {a: range(problem.extents[a]) for a in kept})
     product = np.where(inside, product, result.dtype.type(0))
     _add_at(result, positions, np.broadcast_to(product, [problem.extents[a] for a in kept]))
 
 
-def _joined(
-    factors: list[tuple[tuple[Axis, ...], Array]], i: int, j: int, kept: tuple[Axis, ...]
-) -> tuple[Axis, ...]:
+def _joined(factors: list[tuple[tuple[Axis, ...], Array]], i: int, j: int, kept: tuple[Axis, ...]) -> tuple[Axis, ...]:
     """Axes of the product of factors i and j: those that the target or another factor still needs."""
     needed = set(kept).union(*(f[0] for k, f in enumerate(factors) if k not in (i, j)))
     return tuple(a for a in dict.fromkeys((*factors[i][0], *factors[j][0])) if a in needed)
@@ -391,10 +385,7 @@ def _resolve(
     inputs = tuple(_expand(t, x.ndim, ranks) for t, x in zip(inputs, arrays, strict=True))
     brackets = [_expand_gather(g, ranks) for t in (*inputs, output) for g in t if isinstance(g, _Gather)]
     joint_ellipsis = [
-        axis[1] + 1
-        for dims in (*inputs, *(g.axes for g in brackets))
-        for axis in dims
-        if isinstance(axis, tuple)
+        axis[1] + 1 for dims in (*inputs, *(g.axes for g in brackets)) for axis in dims if isinstance(axis, tuple)
     ]
     rank = max(joint_ellipsis, default=0) - 1 if ... in output else 0
     output = _expand(output, len(output) + rank, ranks)

@@ -258,11 +258,7 @@ def problems(
     extents: dict[Any, int] = {a: draw(st.sampled_from(sizes)) for a in letters}
     if happens("size zero", 1, 12):
         extents[draw(st.sampled_from(letters))] = 0
-    ellipsis = (
-        tuple(draw(st.lists(st.sampled_from(sizes), min_size=1, max_size=2)))
-        if happens("ellipsis", 2)
-        else ()
-    )
+    ellipsis = tuple(draw(st.lists(st.sampled_from(sizes), min_size=1, max_size=2))) if happens("ellipsis", 2) else ()
     implicit = not gathers and happens("implicit", 3)
 
     # A term is a list of letters, of (index array, bracket) pairs and of `...`.
@@ -343,11 +339,7 @@ def problems(
 
     indices = {}
     for name in arrays:
-        kinds = (
-            ("int64", "int32", "int16", "int8", "uint8", "uint32")
-            if "index dtypes" in features
-            else ("int64",)
-        )
+        kinds = ("int64", "int32", "int16", "int8", "uint8", "uint32") if "index dtypes" in features else ("int64",)
         indices[name] = draw(
             index_arrays(
                 min(dims[name]),

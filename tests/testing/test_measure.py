@@ -21,9 +21,7 @@ from planner.testing.measure import (
 
 
 def test_import_loads_no_framework() -> None:
-    code = (
-        "import sys, planner.testing.measure\nassert not {'torch', 'jax', 'hypothesis'} & set(sys.modules)\n"
-    )
+    code = "import sys, planner.testing.measure\nassert not {'torch', 'jax', 'hypothesis'} & set(sys.modules)\n"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -60,9 +60,7 @@ def loops(problem: Problem) -> tuple[Any, list[Any]]:
     output = expand(right, gout.ndim)
 
     extents: dict[str, int] = {}
-    dims = [
-        (item, n) for t, x in zip(inputs, operands, strict=True) for item, n in zip(t, x.shape, strict=True)
-    ]
+    dims = [(item, n) for t, x in zip(inputs, operands, strict=True) for item, n in zip(t, x.shape, strict=True)]
     dims += [(item, n) for item, n in zip(output, gout.shape, strict=True) if len(item) == 1]
     for item in [*itertools.chain(*inputs), *output]:
         if len(item) > 1:
@@ -406,9 +404,7 @@ def test_floors() -> None:
 @given(problems(dtypes=("float32", "int64", "complex64", "bfloat16"), mixed_dtypes=True))
 @settings(max_examples=50, deadline=None)
 def test_operands_are_reproducible_and_strided_ones_equal(problem: Problem) -> None:
-    for x, again, strided in zip(
-        problem.operands(), problem.operands(), problem.strided_operands(), strict=True
-    ):
+    for x, again, strided in zip(problem.operands(), problem.operands(), problem.strided_operands(), strict=True):
         assert (x == again).all()
         assert (x == strided).all()
         assert x.shape == strided.shape
