@@ -8,6 +8,7 @@ In forward mode the plan is run with out-of-place stock operators, which torch d
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,14 @@ class TorchIndex(PreparedIndex):
         super().__init__(values, size, mode)
         self.guarded = guarded
         self.groups = torch_grouping.group_rows(values.reshape(-1), size)
+
+    def reshape(self, shape: Sequence[int]) -> TorchIndex:
+        """The same rows in another shape."""
+        if tuple(shape) == tuple(self.shape):
+            return self
+        view = copy.copy(self)
+        view.values = self.values.reshape(tuple(shape))
+        return view
 
 
 def _checked(raw: Tensor, gather: Gather, mode: str) -> tuple[Tensor, bool]:
@@ -102,6 +111,10 @@ class _Bound:
         return {
             name: q if isinstance(q, TorchIndex) else q.reshape(self.index_shapes[name]) for name, q in indices.items()
         }
+
+    def index_views(self, indices: Mapping[str, Any]) -> dict[str, Any]:
+        """Index arrays without their broadcast dimensions, as derived specs take them."""
+        return {name: q.reshape(self.index_shapes[name]) for name, q in indices.items()}
 
     def prepare(self, indices: Mapping[str, Any]) -> Prepared:
         """Check index arrays and shape them as the spec sees them."""
@@ -253,7 +266,7 @@ class _Gradient(torch.autograd.Function):
         operands, indices = _split(bound, prepared, arrays)
         blank = (None,) * (len(bound.arrays) - len(prepared) + ctx.kept)
         spec: Spec = bound.resolved.spec
-        views = bound.views(operands)
+        views, indices = bound.views(operands), bound.index_views(indices)
         count = len(views)
         needs_gradient, *needs = ctx.needs_input_grad[2 : 3 + count]
         wanted = [number for number, v in enumerate(bound.programs.gradients) if v is not None]
@@ -349,7 +362,7 @@ def _batched_contract(
         dim = None if isinstance(raw, TorchIndex) else next(loose, None)
         shape = bound.index_shapes[name]
         if dim is None:
-            moved[name] = raw if isinstance(raw, TorchIndex) else raw.reshape(shape)
+            moved[name] = raw.reshape(shape)
         else:
             arrays.append(name)
             moved[name] = raw.movedim(dim, 0).reshape((size, *shape))

@@ -17,7 +17,7 @@ from planner.objective import OBJECTIVES, check_objective, plan_key, step_key
 from planner.plan import Alternative, Options, Plan
 from planner.program import Keep, Leaf, Lowerer, Node, Programs, Tree, Variable, build
 from planner.resolve import Resolved
-from planner.search.dynamic import Found, Search
+from planner.search.dynamic import Found, Search, Vector
 from planner.search.paths import checked_path, external_path, left_to_right, path_names, splits_of
 from planner.spec import Operand
 
@@ -27,6 +27,8 @@ __all__ = ["alternatives", "make_plan"]
 AUTO_WORK, OPTIMAL_WORK, PATH_WORK = 20_000, 3_000_000, 4_000
 # With more distinct gathers than this a path's search does not try every combination of their placements.
 MOST_FACTORS = 5
+# The score of a tree that retains nothing and takes any time.
+RETAINS_NOTHING: Vector = ((0, 2**200, 0, 0),)
 
 
 class Problem:
@@ -60,7 +62,13 @@ class Problem:
         return ("all", "inputs") if any(self.requires) else ("all",)
 
     def search(
-        self, objective: str, keep: Keep, work: int, path: Any = None, naive: bool = False
+        self,
+        objective: str,
+        keep: Keep,
+        work: int,
+        path: Any = None,
+        naive: bool = False,
+        ceiling: Vector | None = None,
     ) -> tuple[Found, Lowerer]:
         """Search over the trees of a path, or over all of them; then the greedy path's score bounds what is followed.
 
@@ -81,10 +89,14 @@ class Problem:
                 with contextlib.suppress(SearchLimitError):
                     return over(self.network).run(splits), lower
             return over(self.few, takes_first=naive).run(splits), lower
-        bound = None
-        if count > 2:
-            bound = over(self.few).run(splits_of(self.path("greedy"), count)).score
-        return over(self.network, bound=bound).run(), lower
+        if count <= 2:
+            return over(self.network).run(), lower
+        greedy = over(self.few).run(splits_of(self.path("greedy"), count))
+        if ceiling is None or greedy.score <= ceiling:
+            return over(self.network, bound=greedy.score).run(), lower
+        # Nothing need be below the ceiling; then the greedy tree is as good as any above it.
+        search = over(self.network, bound=ceiling)
+        return (search.run() if search.has_tree() else dataclasses.replace(greedy, exact=True)), lower
 
     def path(self, optimize: Any) -> Any:
         if isinstance(optimize, str) or callable(optimize):
@@ -173,18 +185,23 @@ def _candidates(problem: Problem, options: Options) -> Iterator[_Candidate]:
         if objective in ("time", "flops", "bytes") and not limited and not callable(options.minimize):
             keeps = ("all",)  # recomputing never saves time
         for keep in keeps:
-            for found, lower, origin in _found(problem, options.optimize, objective, keep):
+            # Recomputing retains nothing, so trees that keep values compete only if they retain nothing either.
+            rival = objective == "retained" and keep == "all" and "inputs" in keeps and not limited
+            ceiling = RETAINS_NOTHING if rival and not callable(options.minimize) else None
+            for found, lower, origin in _found(problem, options.optimize, objective, keep, ceiling):
                 programs = problem.programs(found.tree, lower, keep)
                 proven = found.exact and origin == "exact" and not limited and not callable(options.minimize)
                 yield _Candidate(programs, found.tree, keep, proven, f"{origin}, {objective}")
 
 
-def _found(problem: Problem, optimize: Any, objective: str, keep: Keep) -> Iterator[tuple[Found, Lowerer, str]]:
+def _found(
+    problem: Problem, optimize: Any, objective: str, keep: Keep, ceiling: Vector | None
+) -> Iterator[tuple[Found, Lowerer, str]]:
     if isinstance(optimize, str) and optimize in ("auto", "optimal"):
         work = AUTO_WORK if optimize == "auto" else OPTIMAL_WORK
         if problem.exact_work() <= 20 * work:
             try:
-                yield (*problem.search(objective, keep, work), "exact")
+                yield (*problem.search(objective, keep, work, ceiling=ceiling), "exact")
                 return
             except SearchLimitError:
                 pass

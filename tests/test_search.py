@@ -26,7 +26,7 @@ from planner.spec import unused_letters
 from planner.testing import problems
 
 ORDERS = ("order", "backward_order")
-MOST_TREES = examples(1_000, 20_000)  # that a random network may have, orders of evaluation included
+MOST_TREES = examples(600, 20_000)  # that a random network may have, orders of evaluation included
 
 
 @st.composite

@@ -117,6 +117,10 @@ class Search:
         self.itemsize = itemsize(dtype)
         self.takes_first, self.bound = takes_first, bound
         self.least = _zero() if bound is None else self._least()
+        self.least_ahead = self.least
+        if keep == "inputs" and all(requires):
+            # Every product but the last is computed twice: one for each that is still to come.
+            self.least_ahead = _add(self.least, tuple(part // self._steps() for part in self.least))
         self._needs = 0
         for operand, needed in enumerate(requires):
             self._needs |= needed << operand
@@ -137,9 +141,12 @@ class Search:
             return _zero()
         empty = [_product(terms, size) for terms in (("", "", ""), ("a", "a", "a"), ("a", "a", "")) for size in (0, 1)]
         first = min(self.key(self.lower(Op(spec, self.dtype)).cost)[0] for spec in empty)
-        if all(self.requires):  # its gradients are products too; a fused pair of them needs a gather
-            first *= 2 if self.network.gathers else 3
+        first *= self._steps()
         return (0, first, 0, 0) if self.objective == "retained" and self.keep == "all" else (first, 0, 0, 0)
+
+    def _steps(self) -> int:
+        """Return how many products a product brings at least, its gradients counted; a fused pair needs a gather."""
+        return (2 if self.network.gathers else 3) if all(self.requires) else 1
 
     def run(self, splits: Splits = all_splits) -> Found:
         """Return the best tree over the given splits of the operands."""
@@ -148,6 +155,10 @@ class Search:
             raise SearchLimitError(f"no tree was found for '{self.network.spec}': please report this spec")
         best = min((self.finish(way) for way in ways), key=lambda way: (self.score(way), way.tie))
         return Found(best.tree, self.score(best), self.exact)
+
+    def has_tree(self) -> bool:
+        """Whether any tree over all splits is within the bound."""
+        return bool(self.ways(self.network.everything, all_splits).get(self.network.final))
 
     # -- states --------------------------------------------------------------------------------------
 
@@ -255,9 +266,9 @@ class Search:
         return bool(_add(self.part(way), self.ahead(operands)) > self.bound[0])
 
     def ahead(self, operands: int) -> Key:
-        """Return what the products with all other operands cost at least."""
+        """Return what the products with all other operands add to the score at least."""
         left = len(self.network.leaves) - operands.bit_count()
-        return tuple(left * part for part in self.least)
+        return tuple(left * part for part in self.least_ahead)
 
     def part(self, way: Way) -> Vector:
         """Return what a way adds to the score of any tree that it is part of, at least."""
