@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -209,6 +210,7 @@ def run_program(table: Table, program: Program, values: dict[int, Any], index: P
 # -- the stock rows ------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=65536)
 def stock_kind(op: Op) -> str:
     """Name the stock row that runs an op."""
     spec = op.spec

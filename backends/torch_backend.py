@@ -107,12 +107,6 @@ class _Bound:
         return [x if shape is None else x.reshape(shape) for x, shape in zip(operands, self.reshape, strict=True)]
 
     def index_views(self, indices: Mapping[str, Any]) -> dict[str, Any]:
-        """Index arrays as the spec sees them."""
-        return {
-            name: q if isinstance(q, TorchIndex) else q.reshape(self.index_shapes[name]) for name, q in indices.items()
-        }
-
-    def index_views(self, indices: Mapping[str, Any]) -> dict[str, Any]:
         """Index arrays without their broadcast dimensions, as derived specs take them."""
         return {name: q.reshape(self.index_shapes[name]) for name, q in indices.items()}
 

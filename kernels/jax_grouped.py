@@ -98,7 +98,7 @@ def grouped_matmul(
     if target is None:
         out = _filled((rows, size_i, size_k), dtype, groups, 1) + jnp.asarray(dropped, dtype)
     else:
-        out = _filled((targets, size_i, size_k), _accumulator(dtype), groups, 1)
+        out = _filled((targets or 0, size_i, size_k), _accumulator(dtype), groups, 1)
     if 0 in (rows, *a.shape[:2], c.shape[0], *out.shape):
         return out.astype(dtype)
     if size_j == 0:
@@ -211,9 +211,9 @@ def tiling(rows: int, size_i: int, groups: int, size_j: int, size_k: int) -> Til
     """
     average = rows / max(groups, 1)
     whole_group = math.ceil((average + 2 * math.sqrt(average)) / LANES) * LANES
-    tile_rows = max(1, min(whole_group, max(TILE_ROWS // size_i, 1), rows))
+    tile_rows = max(1, min(whole_group, max(TILE_ROWS // max(size_i, 1), 1), rows))
     tile_numbers = tile_rows * size_i * (size_j + size_k) + size_j * size_k
-    tiles = max(1, min(STEP_NUMBERS // tile_numbers, MAX_TILES, -(-rows // tile_rows)))
+    tiles = max(1, min(STEP_NUMBERS // max(tile_numbers, 1), MAX_TILES, -(-rows // tile_rows)))
     return Tiling(tile_rows, tiles)
 
 

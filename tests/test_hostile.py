@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Whatever comes in, an error of ours goes out: named culprit, bounded time, bounded memory."""
 
 from __future__ import annotations

@@ -67,17 +67,20 @@ def scaled(problem, largest=48):
     random = np.random.default_rng([problem.seed, 3])
     letters = sorted({a for term in spec.terms for e in term for a in (e.axes if isinstance(e, Gather) else e)})
     sizes = {axis: int(random.integers(8, largest)) for axis in letters}
+    # Brackets of one index array may differ in their letters, not in their sizes: one size for all of them.
+    rows = int(random.integers(8, largest))
+    sizes |= {axis: rows for gather in spec.gathers for axis in gather.axes}
     pools = {array: int(random.integers(8, 4 * largest)) for array in spec.arrays}
 
     def shape(term):
         return tuple(pools[e.array] if isinstance(e, Gather) else sizes[e] for e in term)
 
-    given = {name: pools.get(name, sizes.get(name)) for name in problem.sizes or ()}
-    given |= {e.array: pools[e.array] for e in spec.output if isinstance(e, Gather)}
-    indices = {g.array: random.integers(0, pools[g.array], tuple(sizes[a] for a in g.axes)) for g in spec.gathers}
     while max(math.prod(shape(term)) for term in spec.terms) > 10**7:
         sizes = {axis: max(n // 2, 2) for axis, n in sizes.items()}
         pools = {array: max(n // 2, 2) for array, n in pools.items()}
+    given = {name: pools.get(name, sizes.get(name)) for name in problem.sizes or ()}
+    given |= {e.array: pools[e.array] for e in spec.output if isinstance(e, Gather)}
+    indices = {g.array: random.integers(0, pools[g.array], tuple(sizes[a] for a in g.axes)) for g in spec.gathers}
     operands = [random.integers(-2, 3, shape(term)).astype(np.float32) for term in spec.inputs]
     return operands, {"sizes": given or None, **indices}
 
@@ -292,9 +295,12 @@ def test_torch_peaks():
     @settings(max_examples=examples(120, 1_200))
     @given(exact_problems(min_operands=2, max_axes=4, without=PLAIN, index_modes=("raise", "drop", "clip")))
     def law(problem):
-        arrays, options = scaled(problem)
-        plan = planner.plan(problem.spec, *arrays, **options)
-        fits = plan.cost.flops < 10**9 and 10**5 < plan.cost.peak_bytes < 10**8
+        for largest in (96, 48, 24, 12):
+            arrays, options = scaled(problem, largest)
+            cost = planner.plan(problem.spec, *arrays, **options, backend="numpy").cost
+            if cost.flops < 3 * 10**8 and cost.peak_bytes < 3 * 10**7:
+                break
+        fits = cost.peak_bytes > 2 * 10**4 and cost.flops < 10**9
         floors.note(fits=fits)
         if not fits:
             return
@@ -308,7 +314,7 @@ def test_torch_peaks():
                 into.append((label(problem.spec, program), measured / predicted))
 
     law()
-    floors.at_least(examples(100, 1_000), fits=0.2)
+    floors.at_least(examples(100, 1_000), fits=0.3)
     report_peaks("torch forward", forward)
     report_peaks("torch backward", backward)
     ratios_within(forward)
