@@ -21,8 +21,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python -m planner demo $(DEMO)
 
+# Two processes, for two cores: most of the time goes into JAX's compiler, which uses one.
 test: $(READY)
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(TESTS)
 
 nightly: $(READY)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest $(TESTS)
