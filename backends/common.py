@@ -16,11 +16,15 @@ from planner.cost import StepCost, itemsize
 from planner.device import Device
 from planner.errors import IndexRangeError, PlannerError
 from planner.lower import Op, joint_elements, product_form, spec_flops
-from planner.program import Program
+from planner.program import Leaf, Node, Program, Step, Tree
 from planner.spec import Gather, Spec, Term, term_axes
 
 __all__ = ["Prepared", "check_index_dtype", "copied_bytes", "picoseconds", "prepare_numpy", "range_error",
            "run_program", "stock_kind", "stock_rows", "widened"]  # fmt: skip
+
+
+# The row that contracts a whole pool, read or not.
+WHOLE_POOL = "whole pool, then take"
 
 
 class Prepared(dict[Gather, Any]):
@@ -105,6 +109,38 @@ def mask_term(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: Prepared) ->
 def mask_operands(ops: ArrayOps, operands: Sequence[Any], spec: Spec, index: Prepared) -> list[Any]:
     """Apply `mask_term` to every operand."""
     return [mask_term(ops, x, term, spec, index) for x, term in zip(operands, spec.inputs, strict=True)]
+
+
+def exposed(tree: Tree, spec: Spec, steps: Sequence[Step]) -> tuple[int, ...]:
+    """Operands of which a plan multiplies rows that no index may name: contracted before the take, or as a whole pool.
+
+    Such a row's product is never taken, but the backward program multiplies the row by a zero, and zero times NaN is not.
+    """
+    found = set()
+    if any(step.choice.lowering == WHOLE_POOL for step in steps):
+        found = {i for i, term in enumerate(spec.inputs) if any(isinstance(e, Gather) for e in term)}
+
+    def visit(node: Tree) -> None:
+        if isinstance(node, Node):
+            for child, term in zip(node.children, node.op.spec.inputs, strict=True):
+                if isinstance(child, Leaf):
+                    untaken = set(spec.inputs[child.operand]) - set(term)
+                    found.update([child.operand] * any(isinstance(e, Gather) for e in untaken))
+                visit(child)
+
+    visit(tree)
+    return tuple(sorted(found))
+
+
+def only_read_rows(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: Prepared) -> Any:
+    """Zero the rows of a gathered operand that no index names: the gradient of a take of ones counts the readers."""
+    rows = term_axes(tuple(e for e in term if isinstance(e, Gather) or term.count(e) > 1))
+    addressed = tuple(e for e in term if isinstance(e, Gather) or e in rows)
+    sizes = dict(spec.sizes)
+    ones = ops.zeros([sizes[axis] for axis in rows], x) + 1
+    readers = evaluate(ops, Spec((rows,), addressed, spec.sizes), [ones], index, index.guarded)
+    shape = [spec.size(e) if e in addressed else 1 for e in term]
+    return ops.select((readers > 0).reshape(shape), x, 0)
 
 
 def widened(

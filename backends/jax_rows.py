@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from planner.backends.common import picoseconds, stock_rows
+from planner.backends.common import WHOLE_POOL, picoseconds, stock_rows
 from planner.backends.kernel_rows import POOL_FUNCTIONS, Kernels, PoolKernels, group_sizes, kernel_rows
 from planner.backends.protocol import Table
 from planner.cost import StepCost, itemsize
@@ -153,6 +153,6 @@ def make_table() -> Table:
         jax_grouped.grouped_outer,
         jax_grouped.grouped_gradients,
         _grouped_cost,
-        {"whole pool, then take": _pool("pooled"), "take, then dot": _pool("gathered")},
+        {WHOLE_POOL: _pool("pooled"), "take, then dot": _pool("gathered")},
     )
     return Table([*stock_rows(OPS, _cast, views=False), *kernel_rows(kernels)])

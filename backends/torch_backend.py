@@ -21,8 +21,10 @@ from planner.backends.common import (
     PreparedIndex,
     check_index_dtype,
     clip_error,
+    exposed,
     mask_operands,
     mask_term,
+    only_read_rows,
     range_error,
     run_program,
     widened,
@@ -101,10 +103,20 @@ class _Bound:
         self.dtype = torch_dtype(plan.dtype)
         self.is_complex = self.dtype.is_complex
         self.arrays = tuple(self.index_shapes)
+        self.exposed = exposed(plan.tree, self.spec, plan.steps)
 
     def views(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """Operands without their broadcast dimensions."""
         return [x if shape is None else x.reshape(shape) for x, shape in zip(operands, self.reshape, strict=True)]
+
+    def leaves(self, operands: Sequence[Tensor], index: Prepared) -> list[Tensor]:
+        """Operands as the steps read them: NaN and infinities that no index reads are out of the way."""
+        values = mask_operands(OPS, self.views(operands), self.spec, index)
+        for number in self.exposed:
+            x = values[number]
+            if (x.is_floating_point() or x.is_complex()) and not _finite(x):
+                values[number] = only_read_rows(OPS, x, self.spec.inputs[number], self.spec, index)
+        return values
 
     def index_views(self, indices: Mapping[str, Any]) -> dict[str, Any]:
         """Index arrays without their broadcast dimensions, as derived specs take them."""
@@ -128,7 +140,7 @@ class _Bound:
 
     def forward(self, operands: Sequence[Tensor], index: Prepared) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the forward program: the result and the kept values."""
-        values: dict[int, Any] = dict(enumerate(mask_operands(OPS, self.views(operands), self.spec, index)))
+        values: dict[int, Any] = dict(enumerate(self.leaves(operands, index)))
         (result,) = run_program(self.table, self.programs.forward, values, index)
         result = mask_term(OPS, result, self.spec.output, self.spec, index)
         return result, tuple(values[v] for v in self.programs.kept)
@@ -139,7 +151,7 @@ class _Bound:
         """Run the backward program: a gradient for each operand that needs one."""
         program = self.programs.backward
         assert program is not None
-        views = mask_operands(OPS, self.views(operands), self.spec, index)
+        views = self.leaves(operands, index)
         values: dict[int, Any] = dict(enumerate(views))
         values.update(zip(self.programs.kept, kept, strict=True))
         del views
@@ -173,7 +185,7 @@ class _Bound:
     def stock(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
         """Run the plan's tree with differentiable stock operators."""
         index = self.prepare(indices)
-        leaves = mask_operands(OPS, self.views(operands), self.spec, index)
+        leaves = self.leaves(operands, index)
 
         def value(tree: Tree) -> Tensor:
             if isinstance(tree, Leaf):
@@ -184,6 +196,11 @@ class _Bound:
             return evaluate(OPS, tree.op.spec, inputs, index, index.guarded)
 
         return mask_term(OPS, value(self.plan.tree), self.spec.output, self.spec, index)
+
+
+def _finite(x: Tensor) -> bool:
+    """Whether a sum is finite; one that overflows only costs a needless look at the rows."""
+    return bool(x.detach().abs().sum().isfinite())
 
 
 class _Contract(torch.autograd.Function):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.backends.common import copied_bytes, picoseconds, stock_rows
+from planner.backends.common import WHOLE_POOL, copied_bytes, picoseconds, stock_rows
 from planner.backends.kernel_rows import POOL_FUNCTIONS, Kernels, PoolKernels, group_sizes, kernel_rows
 from planner.backends.protocol import Lowering, Table
 from planner.backends.stock import matmul_product
@@ -253,7 +253,7 @@ def make_table() -> Table:
         lambda a, b, groups, size, source_a, source_b: torch_grouped.grouped_outer(a, b, groups, source_a, source_b),
         torch_grouped.grouped_gradients,
         _grouped_cost,
-        {"whole pool, then take": _pool(True), "take in chunks": _pool(False)},
+        {WHOLE_POOL: _pool(True), "take in chunks": _pool(False)},
         # The gradient kernels conjugate, but the programs hand over operands that are conjugated already.
         hand_over=torch.conj,
         kinds=("cpu",),  # loops over host offsets and reused host buffers

@@ -395,12 +395,6 @@ def test_a_uint64_beyond_int64_is_out_of_range():
     assert planner.contract("q[n] -> n", x, q=q, index_mode="clip").tolist() == [1, 2, 2]
 
 
-UNREAD = (
-    "where the plan contracts with the whole pool and takes afterwards, the gradient of the take is zero in the rows "
-    "that no index names, and zero times the pool's NaN is NaN: such pools need their unread rows masked"
-)
-
-
 @pytest.mark.parametrize("matrix", [2, 100])
 def test_rows_that_no_index_names_never_matter(matrix):
     c = torch.ones(4, matrix, 3)
@@ -422,7 +416,6 @@ def test_rows_that_no_index_names_never_matter_to_gradients(n, matrix):
     assert torch.equal(c.grad[:, 0, 0], torch.bincount(q, minlength=64).float())
 
 
-@pytest.mark.xfail(reason=UNREAD, strict=True)
 def test_rows_that_no_index_names_never_matter_in_any_spec():
     floors = Floors()
 

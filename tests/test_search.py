@@ -301,7 +301,7 @@ CHAIN = ("ab,bc,cd,de->ae", (3, 4), (4, 5), (5, 6), (6, 2))
         opt_einsum.DynamicProgramming(), opt_einsum.RandomGreedy(max_repeats=4), [(0, 1), (0, 2), (0, 1)],
         ((0, 1, 2, 3),), [(1, 2), (0, 1, 2)],
     ],
-    ids=str,
+    ids=lambda optimize: str(optimize).split(" object")[0].strip("<"),
 )  # fmt: skip
 def test_paths_of_every_kind(optimize):
     plan = planner.plan(*CHAIN, optimize=optimize, backend="numpy")
