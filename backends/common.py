@@ -112,9 +112,9 @@ def mask_operands(ops: ArrayOps, operands: Sequence[Any], spec: Spec, index: Pre
 
 
 def exposed(tree: Tree, spec: Spec, steps: Sequence[Step]) -> tuple[int, ...]:
-    """Operands of which a plan multiplies rows that no index may name: contracted before the take, or as a whole pool.
+    """Operands of which a plan multiplies rows that no index names: contracted before the take, or as a whole pool.
 
-    Such a row's product is never taken, but the backward program multiplies the row by a zero, and zero times NaN is not.
+    Such a row's product is never taken, but the backward program multiplies the row by zero, and 0 times NaN is NaN.
     """
     found = set()
     if any(step.choice.lowering == WHOLE_POOL for step in steps):
