@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from planner.backends.common import WHOLE_POOL, copied_bytes, picoseconds, stock_rows
 from planner.backends.kernel_rows import POOL_FUNCTIONS, Kernels, PoolKernels, group_sizes, kernel_rows
@@ -74,7 +75,9 @@ class TorchOps:
         flat, _ = _flat_index(index, shape[:count])
         wide = values.float() if _is_half(values) else values
         out = wide.new_zeros((math.prod(shape[:count]), *shape[count:]))
-        out = out.index_add(0, flat, wide.reshape(flat.shape[0], *shape[count:]))
+        # Out of place where a transform must see it: that copies the zeros once more.
+        add = out.index_add if _transformed() else out.index_add_
+        out = add(0, flat, wide.reshape(flat.shape[0], *shape[count:]))
         return out.reshape(tuple(shape)).to(values.dtype)
 
     def select(self, mask: Tensor, x: Tensor, otherwise: float) -> Tensor:
@@ -82,6 +85,11 @@ class TorchOps:
 
     def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
         return like.new_zeros(tuple(shape))
+
+
+def _transformed() -> bool:
+    """Whether `torch.func` or forward mode is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _flat_index(index: Sequence[Tensor], shape: Sequence[int]) -> tuple[Tensor, torch.Size]:
