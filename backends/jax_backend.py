@@ -71,14 +71,22 @@ def _normalised(raw: Any, gather: Gather, mode: str) -> Any:
 
 
 class JaxIndex(PreparedIndex):
-    """A prepared index: a pytree whose leaf is the index array with values in [0, size]."""
+    """A prepared index: a pytree whose leaf is the index array with values in [0, size].
+
+    Attributes:
+        checked: whether its values were seen, so that none of them is out of range.
+    """
 
     prepared_framework = "jax"
+
+    def __init__(self, values: Any, size: int, mode: str, checked: bool) -> None:
+        super().__init__(values, size, mode)
+        self.checked = checked
 
 
 jax.tree_util.register_pytree_node(
     JaxIndex,
-    lambda q: ((q.values,), (q.size, q.mode)),
+    lambda q: ((q.values,), (q.size, q.mode, q.checked)),
     lambda aux, children: JaxIndex(children[0], *aux),
 )
 
@@ -468,9 +476,9 @@ class JaxBackend:
         if isinstance(q, jax.core.Tracer):
             if index_mode == "raise":
                 q = check_p.bind(q, gather=gather, mode=index_mode)
-            return JaxIndex(_normalised(q, gather, index_mode), size, index_mode)
+            return JaxIndex(_normalised(q, gather, index_mode), size, index_mode, False)
         values = prepare_numpy(np.asarray(q), gather, index_mode)
-        return JaxIndex(jnp.asarray(values.astype(np.int32 if size < 2**31 else np.int64)), size, index_mode)
+        return JaxIndex(jnp.asarray(values.astype(np.int32 if size < 2**31 else np.int64)), size, index_mode, True)
 
     def bind(self, plan: Plan) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan."""
@@ -531,6 +539,13 @@ class JaxBackend:
         recompute = plan.keep == "inputs" and plan.programs.backward is not None
         whole = jax.checkpoint(run_tree, static_argnums=(2,)) if recompute else run_tree
 
+        def refuse_integers(name: str) -> None:
+            if not inexact:
+                raise PlannerError(
+                    f"index array {name!r} is traced and the result is {plan.dtype}, which has no NaN to mark a bad "
+                    "index with: pass index_mode='drop' or 'clip'"
+                )
+
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
             mode = plan.index_mode
             values = {}
@@ -541,17 +556,15 @@ class JaxBackend:
                     for gather in gathers[name]:
                         raw.check(gather, mode)
                     values[name] = raw.values
-                    if mode == "raise":
-                        concrete = concrete and not isinstance(raw.values, jax.core.Tracer)
+                    concrete = concrete and raw.checked
+                    if mode == "raise" and not raw.checked:
+                        refuse_integers(name)
                     continue
                 traced = isinstance(raw, jax.core.Tracer)
                 concrete = concrete and not traced
                 if mode == "raise":
-                    if traced and not inexact:
-                        raise PlannerError(
-                            f"index array {name!r} is traced and the result is {plan.dtype}, which has no NaN to "
-                            "mark a bad index with: pass index_mode='drop' or 'clip'"
-                        )
+                    if traced:
+                        refuse_integers(name)
                     for gather in gathers[name]:
                         # A constant under jit is checked here, where its values can be seen; a primitive would
                         # be staged.

@@ -29,9 +29,6 @@ def _wide(dtype: Any) -> Any:
 class JaxOps:
     """`ArrayOps` in JAX."""
 
-    def __init__(self, precision: Any = None) -> None:
-        self.precision = precision
-
     def permute(self, x: Any, dims: Sequence[int]) -> Any:
         return jnp.transpose(x, tuple(dims))
 
@@ -54,10 +51,8 @@ class JaxOps:
                 _spread(a, terms[0], [names[x] for x in order]) * _spread(b, terms[1], [names[x] for x in order]),
                 [order.index(str(e)) for e in spec.output],
             )
-        out = jnp.einsum(
-            a, terms[0], b, terms[1], terms[2], precision=self.precision,
-            preferred_element_type=None if a.dtype == jnp.bool_ else wide,
-        )  # fmt: skip
+        kind = None if a.dtype == jnp.bool_ else wide
+        out = jnp.einsum(a, terms[0], b, terms[1], terms[2], preferred_element_type=kind)
         return out.astype(a.dtype)
 
     def iota(self, size: int, like: Any) -> Any:

@@ -71,10 +71,6 @@ class Table:
             self._choices[op, device] = known
         return known
 
-    def reasons(self, op: Op) -> dict[str, str]:
-        """Return why each row that cannot run an op refuses it."""
-        return {name: reason for name, row in self.rows.items() if (reason := row.supports(op)) is not None}
-
     def run(self, lowering: str, op: Op, inputs: Sequence[Any], indices: Indices) -> tuple[Any, ...]:
         """Run an op in the named implementation."""
         return self.rows[lowering].run(op, inputs, indices)

@@ -102,6 +102,7 @@ class _Bound:
         self.index_shapes = dict(self.resolved.index_shapes)
         self.dtype = torch_dtype(plan.dtype)
         self.is_complex = self.dtype.is_complex
+        self.inexact = self.is_complex or self.dtype.is_floating_point
         self.arrays = tuple(self.index_shapes)
         self.exposed = exposed(plan.tree, self.spec, plan.steps)
 
@@ -461,6 +462,11 @@ class TorchBackend:
             if forward_ad._current_level >= 0:
                 return bound.stock(operands, indices)
             if not requires:
+                if torch.is_grad_enabled() and bound.inexact and any(x.requires_grad for x in operands):
+                    raise PlannerError(
+                        "the plan was made without gradients, but an operand requires one: plan with such operands, or "
+                        "with Operand(..., requires_grad=True), or call it under torch.no_grad()"
+                    )
                 return bound.forward(operands, bound.prepare(indices))[0]
             prepared = {n: q for n, q in indices.items() if isinstance(q, TorchIndex)}
             loose = (indices[n] for n in bound.arrays if n not in prepared)

@@ -56,7 +56,8 @@ def _compile(tree: Tree, operands: Sequence[Tensor], copies: bool) -> tuple[Run,
         return None
     parts = [child for child in children if child is not None]
     standins = [standin for _, standin in parts]
-    step = _matmul_step(tree.op, standins, copies) if stock_kind(tree.op) == "matmul" else _stock_step(tree.op)
+    direct = stock_kind(tree.op) == "matmul" and tree.op.dtype != "bool"  # torch multiplies no bool matrices
+    step = _matmul_step(tree.op, standins, copies) if direct else _stock_step(tree.op)
     if step is None:
         return None
     result = step(*standins)

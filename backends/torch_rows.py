@@ -94,7 +94,7 @@ def _transformed() -> bool:
 
 def _flat_index(index: Sequence[Tensor], shape: Sequence[int]) -> tuple[Tensor, torch.Size]:
     """One index over flattened leading dimensions, and the shape of the rows that it addresses."""
-    flat = index[0]
+    flat = index[0] if len(index) == 1 else index[0].long()
     for size, more in zip(shape[1:], index[1:], strict=True):
         flat = flat * size + more
     rows = torch.broadcast_shapes(*(q.shape for q in index))

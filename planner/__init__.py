@@ -18,7 +18,6 @@ from planner.errors import (
     SearchLimitError,
     ShapeError,
     SpecError,
-    UnsupportedError,
 )
 from planner.groups import group
 from planner.plan import Plan
@@ -41,7 +40,6 @@ __all__ = [
     "ShapeError",
     "Spec",
     "SpecError",
-    "UnsupportedError",
     "batched",
     "contract",
     "group",

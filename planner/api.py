@@ -7,6 +7,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from planner.cost import itemsize
@@ -81,7 +82,7 @@ def contract(
     Source:
         The notation is that of numpy's einsum; why an index array may stand anywhere in it: `planner.derive`.
     """
-    key = run = None
+    run = None
     try:
         key = (
             spec, optimize, minimize, index_mode, dtype, sizes, memory_limit, retain_limit, precision,
@@ -92,14 +93,13 @@ def contract(
         pass  # planned below, outside of the handler: what is raised there has no other error as its context
     if run is None:
         return _contract(
-            key, spec, operands, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype,
-            precision, indices,
-        )  # fmt: skip
+            spec, operands, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, precision, indices
+        )
     return run(operands, indices)
 
 
 def _contract(
-    key: Any, spec: Any, operands: Sequence[Any], sizes: Any, optimize: Any, minimize: Any, memory_limit: Any,
+    spec: Any, operands: Sequence[Any], sizes: Any, optimize: Any, minimize: Any, memory_limit: Any,
     retain_limit: Any, index_mode: str, dtype: Any, precision: Any, indices: Mapping[str, Any],
 ) -> Any:  # fmt: skip
     """The first call of its kind: plan it, remember how to run it, run it."""
@@ -114,19 +114,27 @@ def _contract(
     if isinstance(spec, str):
         parse(spec)
     framework = operands_framework(operands, indices)
+    backend = load_backend(framework)
+    key = known = None
+    with contextlib.suppress(AttributeError, TypeError):
+        # Dictionaries and lists are no keys: such calls find their runner here.
+        hashable_sizes = tuple(sorted(sizes.items())) if isinstance(sizes, dict) else sizes
+        hashable_path = tuple(map(tuple, optimize)) if isinstance(optimize, list) else optimize
+        _SIGNATURES.setdefault(type(operands[0]), backend.signature)
+        candidate = (
+            spec, hashable_path, minimize, index_mode, dtype, hashable_sizes, memory_limit, retain_limit, precision,
+            backend.signature(operands, indices),
+        )  # fmt: skip
+        known = _RUNNERS.get(candidate)
+        key = candidate
+    if known is not None:
+        return known(operands, indices)
     made = _make(
         spec, operands, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, framework, None,
         indices, precision,
     )  # fmt: skip
-    backend = load_backend(framework)
     run = backend.bind(made)
-    with contextlib.suppress(AttributeError, TypeError):
-        _SIGNATURES.setdefault(type(operands[0]), backend.signature)
-        if key is None:
-            key = (
-                spec, optimize, minimize, index_mode, dtype, sizes, memory_limit, retain_limit, precision,
-                backend.signature(operands, indices),
-            )  # fmt: skip
+    if key is not None:
         while len(_RUNNERS) >= _CACHE_LIMIT:
             _RUNNERS.pop(next(iter(_RUNNERS)), None)
         _RUNNERS[key] = run
@@ -278,7 +286,9 @@ def dtype_name(dtype: Any) -> str:
         name = str(dtype).removeprefix("torch.")
     else:
         name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
-    name = {"float": "float32", "double": "float64", "half": "float16"}.get(name, name)
+    name = {"float": "float64", "double": "float64", "half": "float16", "complex": "complex128", "int": "int64"}.get(
+        name, name
+    )
     itemsize(name)
     return name
 
@@ -300,5 +310,5 @@ def parse_bytes(limit: Any, name: str) -> int | None:
     if isinstance(limit, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", limit)
         if found and found[2] in _UNITS:
-            return int(float(found[1]) * _UNITS[found[2]])
+            return int(Fraction(found[1]) * _UNITS[found[2]])
     raise PlannerError(f"{name}={limit!r} is no number of bytes: give an int or a string such as '2 GiB'")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["CPU", "DEVICES", "GPU", "Device"]
+__all__ = ["CPU", "GPU", "Device"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,5 +82,3 @@ GPU = Device(
     kind="cuda",
     source="an H200's measured bandwidth; its float32 rate as published",
 )
-
-DEVICES = {device.name: device for device in (CPU, GPU)}

@@ -13,7 +13,6 @@ __all__ = [
     "SearchLimitError",
     "ShapeError",
     "SpecError",
-    "UnsupportedError",
 ]
 
 
@@ -48,7 +47,3 @@ class PlannerLimitError(PlannerError):
 
 class SearchLimitError(PlannerError):
     """The problem is beyond any search or any addressable size."""
-
-
-class UnsupportedError(PlannerError):
-    """No implementation can run a step; the message holds the reason of each."""

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from planner.cost import StepCost, itemsize
-from planner.derive import transpose
 from planner.spec import Gather, Spec, term_axes
 
 __all__ = ["Choice", "GroupedForm", "Op", "PooledForm", "ProductForm", "grouped_form", "joint_elements",
@@ -258,8 +257,3 @@ def pooled_form(spec: Spec) -> PooledForm | str:
     if not depth or query_axes != {*batch, *queries, *depth}:
         return "the query must have the batch, the query axes and the depth of the pool"
     return PooledForm(gather, place, scores, batch, queries, chosen, depth)
-
-
-def gradient_specs(spec: Spec) -> tuple[Spec, ...]:
-    """Specs of the gradients of each operand, the output gradient in that operand's place."""
-    return tuple(transpose(spec, i) for i in range(len(spec.inputs)))

@@ -372,7 +372,7 @@ def test_rows_that_no_index_names_never_matter(jitted):
 
 
 @pytest.mark.xfail(
-    reason="a pool that is contracted as a whole leaks its unread rows' NaN into gradients, see the torch laws",
+    reason="a pool that is contracted as a whole leaks its unread rows' NaN into gradients, see docs/how-it-works.md",
     strict=True,
 )
 @pytest.mark.parametrize("jitted", [False, True])
