@@ -432,7 +432,8 @@ class TorchBackend:
     def group(self, q: Tensor, size: int, index_mode: str) -> TorchIndex:
         """Check and sort an index array."""
         values, guarded = _checked(q, Gather("q", (), size), index_mode)
-        return TorchIndex(values, size, index_mode, guarded)
+        # A copy: the sorted order must not outlive the values that it was made from.
+        return TorchIndex(values.clone(), size, index_mode, guarded)
 
     def bind(self, plan: Plan) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan."""
@@ -461,12 +462,14 @@ class TorchBackend:
                     return bound.contract(*wide, bound.index_views(indices))
             if forward_ad._current_level >= 0:
                 return bound.stock(operands, indices)
+            if bound.inexact and torch.is_grad_enabled():
+                for number, (x, gradient) in enumerate(zip(operands, plan.programs.gradients, strict=True)):
+                    if x.requires_grad and gradient is None:
+                        raise PlannerError(
+                            f"the plan was made without the gradient of operand {number}, which requires one: plan "
+                            "with such operands, with Operand(..., requires_grad=True), or call it under torch.no_grad()"
+                        )
             if not requires:
-                if torch.is_grad_enabled() and bound.inexact and any(x.requires_grad for x in operands):
-                    raise PlannerError(
-                        "the plan was made without gradients, but an operand requires one: plan with such operands, or "
-                        "with Operand(..., requires_grad=True), or call it under torch.no_grad()"
-                    )
                 return bound.forward(operands, bound.prepare(indices))[0]
             prepared = {n: q for n, q in indices.items() if isinstance(q, TorchIndex)}
             loose = (indices[n] for n in bound.arrays if n not in prepared)

@@ -105,6 +105,7 @@ def run_plan(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) ->
     for name, index in indices.items():
         if name not in wanted_indices:
             raise PlannerError(f"unknown index array {name!r}: the plan has {', '.join(wanted_indices) or 'none'}")
+        backend.check_index(name, index)
         squeezed = tuple(n for n in index.shape if n != 1)
         if squeezed != tuple(n for n in wanted_indices[name] if n != 1):
             raise ShapeError(
