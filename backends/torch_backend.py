@@ -466,8 +466,9 @@ class TorchBackend:
                 for number, (x, gradient) in enumerate(zip(operands, plan.programs.gradients, strict=True)):
                     if x.requires_grad and gradient is None:
                         raise PlannerError(
-                            f"the plan was made without the gradient of operand {number}, which requires one: plan "
-                            "with such operands, with Operand(..., requires_grad=True), or call it under torch.no_grad()"
+                            f"the plan was made without the gradient of operand {number}, which requires one: "
+                            "plan with such operands, with Operand(..., requires_grad=True), "
+                            "or call it under torch.no_grad()"
                         )
             if not requires:
                 return bound.forward(operands, bound.prepare(indices))[0]
