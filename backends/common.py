@@ -27,18 +27,39 @@ __all__ = ["Prepared", "check_index_dtype", "copied_bytes", "picoseconds", "prep
 WHOLE_POOL = "whole pool, then take"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Given:
+    """An index array as the caller gave it.
+
+    Attributes:
+        values: the array.
+        normal: brings it into range.
+        bad: tells which values are out of range and could not be refused: a kernel that writes NaN there spares the
+            caller a look at all of them. None where there are none.
+    """
+
+    values: Any
+    normal: Callable[[Any], Any]
+    bad: Callable[[Any], Any] | None
+
+
 class Prepared(dict[Gather, Any]):
     """Index arrays by gather, with values in [0, size]; `size` stands for "no row".
 
     Attributes:
         guarded: whether that value can occur.
         orders: sorted orders, shared by the steps of one call.
+        given: for kernels that read an index piece by piece and need no copy of it in range; empty where ranges were
+            checked beforehand.
+        shown: whether the kernel that ran showed the bad indices that could not be refused, see `Given.bad`.
     """
 
     def __init__(self, guarded: bool) -> None:
         super().__init__()
         self.guarded = guarded
         self.orders: dict[Any, Any] = {}
+        self.given: dict[Gather, Given] = {}
+        self.shown = False
 
 
 class PreparedIndex:

@@ -12,6 +12,8 @@ that what the backward pass holds is the caller's own array wherever possible.
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -19,10 +21,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from planner.backends.common import (
+    Given,
     Prepared,
     PreparedIndex,
     check_index_dtype,
@@ -52,7 +56,10 @@ Mode = tuple[str, str | None]
 
 
 def _normalised(raw: Any, gather: Gather, mode: str) -> Any:
-    """Bring an index array into [0, size]; out-of-range values become `size` unless the mode clips them."""
+    """Bring an index array into [0, size]; out-of-range values become `size` unless the mode clips them.
+
+    Besides the index modes there are "checked", which trusts that values are in range, and "wrapped", which clips.
+    """
     size = gather.size
     assert size is not None
     info = jnp.iinfo(raw.dtype)
@@ -62,12 +69,19 @@ def _normalised(raw: Any, gather: Gather, mode: str) -> Any:
     wide = raw.astype(wide_dtype)
     if mode == "clip":
         return jnp.where(above, size - 1, jnp.where(below, 0, wide))
-    if mode in ("raise", "checked"):
+    if mode in ("raise", "checked", "wrapped"):
         wide = jnp.where(below, wide + size, wide)
         if mode == "checked":
             return wide
+        if mode == "wrapped":
+            return jnp.where(above, size - 1, jnp.maximum(wide, 0))
         below = raw < jnp.asarray(-size, raw.dtype) if -size >= info.min else jnp.zeros(raw.shape, bool)
     return jnp.where(above | below, size, wide)
+
+
+def _is_bad(raw: Any, gather: Gather) -> Any:
+    """Which entries of an index array are out of range, negative ones counting from the end."""
+    return _normalised(raw, gather, "raise") == gather.size
 
 
 class JaxIndex(PreparedIndex):
@@ -126,13 +140,17 @@ def _evaluate(*arguments: Any, op: Op, lowering: str, mode: Mode, views: tuple[S
     count, (index_mode, precision) = _count(op), mode
     inputs = [x.reshape(shape) for x, shape in zip(arguments[:count], op.input_shapes, strict=True)]
     raw = dict(zip(op.arrays, arguments[count:], strict=True))
-    index = Prepared(index_mode in ("raise", "drop"))
+    # A bad index that cannot be refused puts NaN wherever it had a say, so until then it may read any row.
+    poisons = index_mode == "raise" and jnp.issubdtype(op.dtype, jnp.inexact) and all(g.size for g in op.spec.gathers)
+    index = Prepared(index_mode in ("raise", "drop") and not poisons)
     for gather in op.spec.gathers:
-        values = _normalised(raw[gather.array], gather, index_mode)
-        index[gather] = values.reshape(_index_shape(op.spec, gather.array))
+        given = raw[gather.array].reshape(_index_shape(op.spec, gather.array))
+        normal = partial(_normalised, gather=gather, mode="wrapped" if poisons else index_mode)
+        index[gather] = normal(given)
+        index.given[gather] = Given(given, normal, partial(_is_bad, gather=gather) if poisons else None)
     with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
         results = backend_table.run(lowering, op, inputs, index)
-    if index_mode == "raise":
+    if index_mode == "raise" and not index.shown:
         terms = op.spec.inputs if op.pair else (op.spec.output,)
         results = tuple(_poisoned(x, term, op.spec, index) for x, term in zip(results, terms, strict=True))
     return [x.reshape(view) for x, view in zip(results, views, strict=True)]
@@ -142,35 +160,35 @@ def _poisoned(x: Any, term: Term, spec: Spec, index: Prepared) -> Any:
     """Put NaN where a bad index had a say: its own rows, or every target that it could have meant."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
-    plain = [e for e in term if isinstance(e, str)]
-    masks, anywhere = [], None
-    for gather, values in index.items():
-        bad = values == gather.size
-        axes = list(gather.axes)
-        if not axes or len(axes) > len(set(axes)) or not set(axes) & set(plain):
-            anywhere = bad.any() if anywhere is None else anywhere | bad.any()
-            continue
-        bad = bad.any(axis=tuple(d for d, axis in enumerate(axes) if axis not in plain))
-        axes = [axis for axis in axes if axis in plain]
-        sizes = dict(spec.sizes)
-        distinct = tuple(dict.fromkeys(plain))
-        mask = jnp.transpose(bad, [axes.index(e) for e in distinct if e in axes])
-        first = {e: term.index(e) for e in distinct}
-        mask = mask.reshape([sizes[str(e)] if e in axes and first[str(e)] == d else 1 for d, e in enumerate(term)])
-        for dim, e in enumerate(term):
-            if e in axes and dim != first[str(e)]:  # a repeated axis: only the diagonal is the index's
-                one, other = (
-                    [sizes[str(e)] if d == at else 1 for d in range(len(term))] for at in (first[str(e)], dim)
-                )
-                mask = mask & (jnp.arange(sizes[str(e)]).reshape(one) == jnp.arange(sizes[str(e)]).reshape(other))
-        masks.append(mask)
 
     def poison(x: Any) -> Any:
-        for mask in masks:
-            x = jnp.where(mask, jnp.nan, x)
-        return x if anywhere is None else jnp.where(anywhere, jnp.asarray(jnp.nan, x.dtype), x)
+        for gather, given in index.given.items():  # brought into range here, so that no such copy waits
+            x = jnp.where(_bad_mask(gather, _is_bad(given.values, gather), term, spec), jnp.nan, x)
+        return x
 
-    return poison(x)
+    bad = [_is_bad(given.values, gather).any() for gather, given in index.given.items()]
+    # The usual case reads the index arrays, and leaves the result where it is.
+    return lax.cond(functools.reduce(operator.or_, bad), poison, lambda x: x, x) if bad else x
+
+
+def _bad_mask(gather: Gather, bad: Any, term: Term, spec: Spec) -> Any:
+    """Where bad entries of an index array have a say in a result, broadcastable to its term."""
+    plain = [e for e in term if isinstance(e, str)]
+    axes = list(gather.axes)
+    if len(axes) > len(set(axes)) or not set(axes) & set(plain):
+        return bad.any()
+    bad = bad.any(axis=tuple(d for d, axis in enumerate(axes) if axis not in plain))
+    axes = [axis for axis in axes if axis in plain]
+    sizes = dict(spec.sizes)
+    distinct = tuple(dict.fromkeys(plain))
+    mask = jnp.transpose(bad, [axes.index(e) for e in distinct if e in axes])
+    first = {e: term.index(e) for e in distinct}
+    mask = mask.reshape([sizes[str(e)] if e in axes and first[str(e)] == d else 1 for d, e in enumerate(term)])
+    for dim, e in enumerate(term):
+        if e in axes and dim != first[str(e)]:  # a repeated axis: only the diagonal is the index's
+            one, other = ([sizes[str(e)] if d == at else 1 for d in range(len(term))] for at in (first[str(e)], dim))
+            mask = mask & (jnp.arange(sizes[str(e)]).reshape(one) == jnp.arange(sizes[str(e)]).reshape(other))
+    return mask
 
 
 @lru_cache(maxsize=4096)

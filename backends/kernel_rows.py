@@ -199,7 +199,11 @@ def _run_pooled(kernels: Kernels, pool: PoolKernels, op: Op, inputs: Sequence[An
     score_groups = (form.batch, form.queries, form.chosen)
     terms = spec.terms
     query_place = 3 - form.place - form.scores
-    q = kernels.flat(index[form.gather], form.gather.axes, score_groups)
+    values, options = index[form.gather], dict[str, Any]()
+    raw = index.given.get(form.gather)
+    if raw is not None:
+        values, options = raw.values, {"normal": raw.normal, "marked": index.guarded}
+    q = kernels.flat(values, form.gather.axes, score_groups)
     # Inputs by the place of their term; of a pair the output gradient, in the place of the scores, comes first.
     given = dict(zip((2, 0, 1) if op.pair else (0, 1), inputs, strict=True))
     differentiates = op.pair or form.scores != 2
@@ -212,16 +216,19 @@ def _run_pooled(kernels: Kernels, pool: PoolKernels, op: Op, inputs: Sequence[An
 
     if op.pair:
         scores = flat(form.scores, score_groups)
-        both = pool.gradients(scores, flat(query_place, query_groups), flat(form.place, pool_groups), q)
+        both = pool.gradients(scores, flat(query_place, query_groups), flat(form.place, pool_groups), q, **options)
         to_query = kernels.unflat(both[0], terms[query_place], query_groups, spec)
         to_pool = kernels.unflat(both[1], terms[form.place], pool_groups, spec)
         return (to_query, to_pool) if query_place == 0 else (to_pool, to_query)
     if form.scores == 2:
-        out = pool.scores(flat(query_place, query_groups), flat(form.place, pool_groups), q)
+        if raw is not None and raw.bad is not None:
+            options["bad"] = raw.bad
+            index.shown = True
+        out = pool.scores(flat(query_place, query_groups), flat(form.place, pool_groups), q, **options)
         return (kernels.unflat(out, spec.output, score_groups, spec),)
     scores = flat(form.scores, score_groups)
     if form.place == 2:
-        out = pool.pool_gradient(scores, flat(query_place, query_groups), q, form.gather.size)
+        out = pool.pool_gradient(scores, flat(query_place, query_groups), q, form.gather.size, **options)
         return (kernels.unflat(out, spec.output, pool_groups, spec),)
-    out = pool.query_gradient(scores, flat(form.place, pool_groups), q)
+    out = pool.query_gradient(scores, flat(form.place, pool_groups), q, **options)
     return (kernels.unflat(out, spec.output, query_groups, spec),)

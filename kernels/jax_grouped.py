@@ -70,8 +70,6 @@ def grouped_matmul(
     source: jax.Array | None = None,
     target: jax.Array | None = None,
     targets: int | None = None,
-    *,
-    dropped: float = 0.0,
 ) -> jax.Array:
     """Multiply each row by the matrix of its group.
 
@@ -83,7 +81,6 @@ def grouped_matmul(
         target: Which result a row is added to, `(N,)`, values in `[0, targets]`; `targets` means that it is
             dropped. Without it, row r is `out[r]`.
         targets: Number of results; given exactly when `target` is.
-        dropped: Value of rows without a group; only without `target`.
 
     Returns:
         `(N, I, K)`, or `(targets, I, K)` with `target`.
@@ -96,7 +93,7 @@ def grouped_matmul(
     rows, (_, size_i, size_j), (_, _, size_k) = groups.order.shape[0], a.shape, c.shape
     dtype = jnp.result_type(a, c)
     if target is None:
-        out = _filled((rows, size_i, size_k), dtype, groups, 1) + jnp.asarray(dropped, dtype)
+        out = _filled((rows, size_i, size_k), dtype, groups, 1)
     else:
         out = _filled((targets or 0, size_i, size_k), _accumulator(dtype), groups, 1)
     if 0 in (rows, *a.shape[:2], c.shape[0], *out.shape):

@@ -5,8 +5,10 @@ time, and takes the wanted scores; its gradients add into a dense `(Q, M)` matri
 way takes the keys first. Pooled multiplies `Q M D` numbers however few keys are asked for, gathered builds
 `(B, Q, K, D)`.
 
-Shapes: query `(B, Q, D)`, pool `(B, M, D)`, index and scores `(B, Q, K)`. An index equal to `M` is dropped:
-its score is `dropped` and it receives no gradient.
+Shapes: query `(B, Q, D)`, pool `(B, M, D)`, index and scores `(B, Q, K)`. An index equal to `M` is dropped: its score
+is 0 and it receives no gradient. All take `normal`, which brings an index into `[0, M]` block by block (a whole
+copy in range would be as large as the scores), and `marked`, whether it may then hold M; scores are NaN where `bad`, a
+function of the index as given, says so.
 """
 
 from collections.abc import Callable
@@ -19,43 +21,62 @@ from jax import lax
 from jax.typing import DTypeLike
 
 Result = TypeVar("Result")
+Normal = Callable[[jax.Array], jax.Array]
 
 
-def pooled_scores(query: jax.Array, pool: jax.Array, index: jax.Array, dropped: float = 0.0) -> jax.Array:
+def as_given(index: jax.Array) -> jax.Array:
+    """Return an index whose values are in range already."""
+    return index
+
+
+def pooled_scores(
+    query: jax.Array,
+    pool: jax.Array,
+    index: jax.Array,
+    normal: Normal = as_given,
+    marked: bool = True,
+    bad: Normal | None = None,
+) -> jax.Array:
     """Score each query against its keys, by scoring it against the whole pool."""
     dtype = jnp.result_type(query, pool)
     if pool.shape[1] == 0:
-        return jnp.full(index.shape, dropped, dtype)
+        return _shown(jnp.zeros(index.shape, dtype), index, bad)
 
     def entry(query: jax.Array, pool: jax.Array, index: jax.Array) -> jax.Array:
-        dense = _matmul("qd,md->qm", query, pool)
-        taken = jnp.take_along_axis(dense, index, axis=1, mode="clip")
-        return jnp.where(index < pool.shape[0], taken, jnp.asarray(dropped, taken.dtype)).astype(dtype)
+        dense, rows = _matmul("qd,md->qm", query, pool), normal(index)
+        taken = jnp.take_along_axis(dense, rows, axis=1, mode="clip")
+        return _shown(_kept(taken, rows, pool.shape[0], marked).astype(dtype), index, bad)
 
-    return _each_entry(entry, query, pool, index)
+    return _each_entry(entry, as_given, query, pool, index)
 
 
-def pooled_query_gradient(g: jax.Array, pool: jax.Array, index: jax.Array) -> jax.Array:
+def pooled_query_gradient(
+    g: jax.Array, pool: jax.Array, index: jax.Array, normal: Normal = as_given, marked: bool = True
+) -> jax.Array:
     """Gradient `(B, Q, D)` of the query, from the gradient `g` of the scores."""
     dtype = jnp.result_type(g, pool)
 
     def entry(g: jax.Array, pool: jax.Array, index: jax.Array) -> jax.Array:
         return _matmul("qm,md->qd", _dense(g, index, pool.shape[0], dtype), pool).astype(dtype)
 
-    return _each_entry(entry, g, pool, index)
+    return _each_entry(entry, normal, g, pool, index)
 
 
-def pooled_pool_gradient(g: jax.Array, query: jax.Array, index: jax.Array, size: int) -> jax.Array:
+def pooled_pool_gradient(
+    g: jax.Array, query: jax.Array, index: jax.Array, size: int, normal: Normal = as_given, marked: bool = True
+) -> jax.Array:
     """Gradient `(B, size, D)` of the pool, from the gradient `g` of the scores."""
     dtype = jnp.result_type(g, query)
 
     def entry(g: jax.Array, query: jax.Array, index: jax.Array) -> jax.Array:
         return _matmul("qm,qd->md", _dense(g, index, size, dtype), query).astype(dtype)
 
-    return _each_entry(entry, g, query, index)
+    return _each_entry(entry, normal, g, query, index)
 
 
-def pooled_gradients(g: jax.Array, query: jax.Array, pool: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+def pooled_gradients(
+    g: jax.Array, query: jax.Array, pool: jax.Array, index: jax.Array, normal: Normal = as_given, marked: bool = True
+) -> tuple[jax.Array, jax.Array]:
     """Gradients of the query and of the pool; the dense matrix is built once for both."""
     dtype = jnp.result_type(g, query, pool)
 
@@ -63,32 +84,45 @@ def pooled_gradients(g: jax.Array, query: jax.Array, pool: jax.Array, index: jax
         dense = _dense(g, index, pool.shape[0], dtype)
         return _matmul("qm,md->qd", dense, pool).astype(dtype), _matmul("qm,qd->md", dense, query).astype(dtype)
 
-    return _each_entry(entry, g, query, pool, index)
+    return _each_entry(entry, normal, g, query, pool, index)
 
 
-def gathered_scores(query: jax.Array, pool: jax.Array, index: jax.Array, dropped: float = 0.0) -> jax.Array:
+def gathered_scores(
+    query: jax.Array,
+    pool: jax.Array,
+    index: jax.Array,
+    normal: Normal = as_given,
+    marked: bool = True,
+    bad: Normal | None = None,
+) -> jax.Array:
     """Score each query against its keys, by taking the keys first."""
     dtype = jnp.result_type(query, pool)
     if pool.shape[1] == 0:
-        return jnp.full(index.shape, dropped, dtype)
-    scores = _matmul("bqd,bqkd->bqk", query, _keys(pool, index))
-    return jnp.where(index < pool.shape[1], scores, jnp.asarray(dropped, scores.dtype)).astype(dtype)
+        return _shown(jnp.zeros(index.shape, dtype), index, bad)
+    rows = normal(index)
+    scores = _matmul("bqd,bqkd->bqk", query, _keys(pool, rows))
+    return _shown(_kept(scores, rows, pool.shape[1], marked).astype(dtype), index, bad)
 
 
-def gathered_query_gradient(g: jax.Array, pool: jax.Array, index: jax.Array) -> jax.Array:
+def gathered_query_gradient(
+    g: jax.Array, pool: jax.Array, index: jax.Array, normal: Normal = as_given, marked: bool = True
+) -> jax.Array:
     """Gradient `(B, Q, D)` of the query, from the gradient `g` of the scores."""
     dtype = jnp.result_type(g, pool)
+    index = normal(index)
     if pool.shape[1] == 0:
         return jnp.zeros((*g.shape[:2], pool.shape[2]), dtype)
-    kept = (index < pool.shape[1])[..., None]
     # Both factors are masked: a dropped index reads some key, and zero times a NaN there would be NaN.
-    keys = jnp.where(kept, _keys(pool, index), 0)
-    return _matmul("bqk,bqkd->bqd", jnp.where(kept[..., 0], g, 0), keys).astype(dtype)
+    keys = _kept(_keys(pool, index), index[..., None], pool.shape[1], marked)
+    return _matmul("bqk,bqkd->bqd", _kept(g, index, pool.shape[1], marked), keys).astype(dtype)
 
 
-def gathered_pool_gradient(g: jax.Array, query: jax.Array, index: jax.Array, size: int) -> jax.Array:
+def gathered_pool_gradient(
+    g: jax.Array, query: jax.Array, index: jax.Array, size: int, normal: Normal = as_given, marked: bool = True
+) -> jax.Array:
     """Gradient `(B, size, D)` of the pool, from the gradient `g` of the scores."""
     dtype = jnp.result_type(g, query)
+    index = normal(index)
     exact = _accumulator(dtype)
     terms = g[..., None].astype(exact) * query[:, :, None, :].astype(exact)
     entries = lax.broadcasted_iota(jnp.int32, index.shape, 0)
@@ -97,12 +131,14 @@ def gathered_pool_gradient(g: jax.Array, query: jax.Array, index: jax.Array, siz
 
 
 def gathered_gradients(
-    g: jax.Array, query: jax.Array, pool: jax.Array, index: jax.Array
+    g: jax.Array, query: jax.Array, pool: jax.Array, index: jax.Array, normal: Normal = as_given, marked: bool = True
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of the query and of the pool."""
     dtype = jnp.result_type(g, query, pool)
+    index = normal(index)
     g = g.astype(dtype)
-    return gathered_query_gradient(g, pool, index), gathered_pool_gradient(g, query, index, pool.shape[1]).astype(dtype)
+    to_query = gathered_query_gradient(g, pool, index, marked=marked)
+    return to_query, gathered_pool_gradient(g, query, index, pool.shape[1]).astype(dtype)
 
 
 def pooled_scratch_bytes(batch: int, queries: int, pool: int, size_d: int, keys: int, dtype: DTypeLike) -> int:
@@ -118,8 +154,9 @@ def gathered_scratch_bytes(batch: int, queries: int, pool: int, size_d: int, key
     return numbers * max(_accumulator(dtype).itemsize, 4) + 4 * 4 * scores + 2**14
 
 
-def _each_entry(entry: Callable[..., Result], *operands: jax.Array) -> Result:
-    mapped: Result = lax.map(lambda slices: entry(*slices), operands)
+def _each_entry(entry: Callable[..., Result], normal: Normal, *operands: jax.Array) -> Result:
+    """Apply a function to each batch entry of its operands, of which the last is the index."""
+    mapped: Result = lax.map(lambda slices: entry(*slices[:-1], normal(slices[-1])), operands)
     return mapped
 
 
@@ -142,6 +179,14 @@ def _dense(g: jax.Array, index: jax.Array, size: int, dtype: DTypeLike) -> jax.A
         mode=lax.GatherScatterMode.FILL_OR_DROP,
     )
     return dense.reshape(rows, size)
+
+
+def _kept(x: jax.Array, index: jax.Array, size: int, marked: bool) -> jax.Array:
+    return jnp.where(index < size, x, jnp.zeros((), x.dtype)) if marked else x
+
+
+def _shown(scores: jax.Array, index: jax.Array, bad: Normal | None) -> jax.Array:
+    return scores if bad is None else jnp.where(bad(index), jnp.asarray(jnp.nan, scores.dtype), scores)
 
 
 def _keys(pool: jax.Array, index: jax.Array) -> jax.Array:

@@ -16,7 +16,13 @@ DTYPES = ("float32", "bfloat16", "int32", "complex64")
 SHAPES = ((2, 5, 4, 3, 6), (1, 1, 1, 1, 1), (0, 2, 3, 2, 2), (2, 0, 3, 2, 2), (2, 3, 0, 2, 2),
           (2, 3, 4, 0, 2), (2, 3, 4, 2, 0))  # fmt: skip
 WAYS = ("pooled", "gathered")
-STATIC = {"scores": "dropped", "query_gradient": (), "pool_gradient": "size", "gradients": ()}
+OPTIONS = ("normal", "marked")
+STATIC = {
+    "scores": (*OPTIONS, "bad"),
+    "query_gradient": OPTIONS,
+    "pool_gradient": ("size", *OPTIONS),
+    "gradients": OPTIONS,
+}
 RUN = {
     f"{way}_{kind}": jax.jit(getattr(jax_pooled, f"{way}_{kind}"), static_argnames=static)
     for way in WAYS
@@ -71,11 +77,31 @@ def test_scores_and_gradients(way, shape, dtype, seed, repeated):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pool_size", [0, 2])
-def test_dropped_scores_hold_what_the_caller_asks_for(way, pool_size):
-    index = jnp.array([[[0, pool_size]]])
+def test_bad_indices_show_as_nan(way, pool_size):
+    index = jnp.array([[[0, -7]]])
     query, pool = jnp.ones((1, 1, 3)), jnp.ones((1, pool_size, 3))
-    result = RUN[f"{way}_scores"](query, pool, index, dropped=float("nan"))
+    result = RUN[f"{way}_scores"](
+        query, pool, index, normal=jnp.abs, marked=False, bad=lambda i: (i < 0) | (i >= pool_size)
+    )
     np.testing.assert_array_equal(result, [[[3.0 if pool_size else np.nan, np.nan]]])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_index_is_brought_into_range_by_the_kernel(way):
+    rng = np.random.default_rng(0)
+    query, pool, g = (jnp.asarray(rng.integers(-3, 4, shape), float) for shape in ((2, 3, 4), (2, 5, 4), (2, 3, 6)))
+    index = jnp.asarray(rng.integers(0, 5, (2, 3, 6)))
+    options = {"normal": lambda i: i + 5, "marked": False}
+    for name, arguments in {
+        "scores": (query, pool),
+        "query_gradient": (g, pool),
+        "pool_gradient": (g, query),
+        "gradients": (g, query, pool),
+    }.items():
+        size = {"size": 5} if name == "pool_gradient" else {}
+        run = RUN[f"{way}_{name}"]
+        expected = run(*arguments, index, **size)
+        jax.tree.map(np.testing.assert_array_equal, run(*arguments, index - 5, **size, **options), expected)
 
 
 @pytest.mark.parametrize("way", WAYS)
