@@ -193,7 +193,7 @@ def test_wrong_calls_name_the_culprit(spec, operands, options, kind, message):
 
 
 def test_mixed_frameworks_name_the_operand():
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     with pytest.raises(planner.PlannerError, match="operand 1 is a torch array, but operand 0 is of numpy"):
         planner.contract("ij,jk->ik", A, torch.ones(3, 4))
     with pytest.raises(planner.PlannerError, match="index array 'q' is a torch array, but operand 0 is of numpy"):

@@ -279,12 +279,53 @@ def test_errors_go_to_stderr(arguments, message, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("ij -> i", "8xz"), ("i -> ij", "8", "--size", "j=many"), ("q[n] -> n", "8", "--index", "q=x2")]
+    ("arguments", "message"),
+    [
+        (("explain", "ij -> i", "8xz"), "'8xz' is no shape: write 128x1x64"),
+        (("explain", "ij -> i", "8x"), "'8x' is no shape"),
+        (("explain", "ij -> i", "1.5x2"), "'1.5x2' is no shape"),
+        (("explain", "i -> i", "9" * 5000), "is no shape"),
+        (("explain", "i -> i", "-3"), "sizes are not negative"),
+        (("explain", "ij -> ij", "9" * 30 + "x" + "9" * 30), "more than 2^62 elements"),
+        (("explain", "i -> ij", "8"), "pass sizes={'j': N}"),
+        (("explain", "i -> ij", "8", "--size", "j=many"), "'many' is no size: write d=100"),
+        (("explain", "i -> ij", "8", "--size", "j"), "'j' is no size of a letter: write d=100"),
+        (("explain", "i -> ij", "8", "--size", "=3"), "'=3' is no size of a letter"),
+        (("explain", "i -> ij", "8", "--size", "j=-1"), "must be a non-negative integer, not -1"),
+        (("explain", "i -> i", "8", "--size", "i=9"), "sizes= says 9 for axis 'i'"),
+        (("explain", "i -> i", "8", "--size", "z=9"), "'z', which is no axis or index array"),
+        (("explain", "i -> ij", "8", "--size", "j=1", "--size", "j=2"), "--size gives 'j' twice"),
+        (("explain", "q[n] -> n", "8", "--index", "q=x2"), "'x2' is no shape"),
+        (("explain", "q[n] -> n", "8", "--index", "q"), "'q' is no shape of an index array: write q=128"),
+        (("explain", "q[n] -> n", "8", "--index", "backend=3"), "'backend=3' is no shape of an index array"),
+        (("explain", "q[n] -> n", "8", "--index", "spec=3"), "index arrays are named by single letters"),
+        (("explain", "q[n] -> n", "8", "--index", "_=3"), "index arrays are named by single letters"),
+        (("explain", "q[n] -> n", "8", "--index", "\ufb01=3"), "index arrays are named by single letters"),
+        (("explain", "q[n] -> n", "8", "--index", "q=2", "--index", "q=3"), "--index gives 'q' twice"),
+        (("explain", "q[n] -> n", "8", "--index", "q=2x2"), "'q' has 2 dimensions, but its axes are n"),
+        (("explain", "i -> i", "8", "--index", "q=2"), "unknown option or index array 'q'"),
+        (("explain", ""), "1 input terms, but 0 operands"),
+        (("explain", "", "8"), "operand 0 has 1 dimensions, but its axes are ''"),
+        (("explain", "i"), "1 input terms, but 0 operands"),
+        (("explain", "i -> i", "8", "--dtype", "float13"), "'float13'"),
+        (("explain", "i -> i", "8", "--backend", "tensorflow"), "invalid choice: 'tensorflow'"),
+        (("explain", "i -> i", "8", "--sizes", "i=8", "--no-such-option"), "--no-such-option"),
+        (("explain",), "spec"),
+        ((), "command"),
+        (("explode",), "invalid choice: 'explode'"),
+    ],
 )
-def test_malformed_shapes_are_usage_errors(arguments, capsys):
+def test_hostile_command_lines_end_in_one_line(arguments, message, capsys):
     try:
-        status = run_cli("explain", *arguments)
+        status = run_cli(*arguments)
     except SystemExit as stopped:
         status = stopped.code
+    out, err = capsys.readouterr()
     assert status == 2
-    assert "is no" in capsys.readouterr().err
+    assert message in err
+    assert len(err) < 1000
+    # Only a caret under the place, or the call that it stands for, follows the line.
+    first, *more = err.splitlines()
+    assert message in first or "SpecError" in first
+    assert all(line.startswith("    ") for line in more)
+    assert out == ""
