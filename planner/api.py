@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.cost import itemsize
 from planner.device import Device
@@ -20,6 +20,9 @@ from planner.planning import make_plan
 from planner.resolve import cut, resolve_shapes, shape_of
 from planner.search.paths import explicit_path
 from planner.spec import Operand, Spec
+
+if TYPE_CHECKING:
+    from planner.backends.protocol import Backend
 
 __all__ = ["contract", "plan"]
 
@@ -206,8 +209,7 @@ def _make(
     retain_limit: Any, index_mode: str, dtype: Any, framework: str, device: Device | None,
     indices: Mapping[str, Any], precision: Any,
 ) -> Plan:  # fmt: skip
-    if index_mode not in INDEX_MODES:
-        raise PlannerError(f"index_mode={index_mode!r} is unknown: take one of {', '.join(map(repr, INDEX_MODES))}")
+    check_index_mode(index_mode)
     if precision is not None and framework != "jax":
         raise PlannerError(f"precision= is for jax; {framework} has no setting per call")
     precision = str(getattr(precision, "name", precision)).lower() if precision is not None else None
@@ -248,6 +250,12 @@ def _make(
     )
 
 
+def check_index_mode(index_mode: Any) -> None:
+    """Refuse an unknown index mode."""
+    if index_mode not in INDEX_MODES:
+        raise PlannerError(f"index_mode={index_mode!r:.80} is unknown: take one of {', '.join(map(repr, INDEX_MODES))}")
+
+
 def _call_text(spec: str | Spec, shapes: Sequence[Any], index_shapes: Mapping[str, Any], sizes: Any) -> str:
     """Write a call with shapes in place of arrays, cut to a readable length."""
     given = [cut(repr(str(spec))), *map(str, shapes[:20]), *["..."] * (len(shapes) > 20)]
@@ -256,7 +264,7 @@ def _call_text(spec: str | Spec, shapes: Sequence[Any], index_shapes: Mapping[st
     return ", ".join(given)[:600]
 
 
-def _describe(backend: Any, operand: Any, number: int) -> Operand:
+def _describe(backend: Backend, operand: Any, number: int) -> Operand:
     """Describe an array, or read a stand-in or a shape."""
     what = f"operand {number}"
     if isinstance(operand, (tuple, list)):

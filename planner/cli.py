@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -71,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from planner import demo
 
         return demo.main(arguments[1:])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII only
     parser = _Parser(prog="python -m planner", description="Plan contractions with gather indices.")
     commands = parser.add_subparsers(dest="command", required=True)
     explain = commands.add_parser("explain", help="print the plan of a spec")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from planner.errors import PlannerError, ShapeError
 
 if TYPE_CHECKING:
+    from planner.backends.protocol import Backend
     from planner.plan import Plan
 
 __all__ = ["framework_of", "load_backend", "operands_framework", "run_plan"]
@@ -20,7 +21,7 @@ BACKENDS = ("torch", "jax", "numpy")
 
 
 @lru_cache(maxsize=8)
-def load_backend(name: str) -> Any:
+def load_backend(name: str) -> Backend:
     """Import a backend by name.
 
     Raises:
@@ -30,7 +31,8 @@ def load_backend(name: str) -> Any:
         raise PlannerError(f"backend {name!r} is unknown: take one of {', '.join(BACKENDS)}")
     if importlib.util.find_spec(name) is None:
         raise PlannerError(f"{name} is not installed: pip install 'contraction-planner[{name}]'")
-    return importlib.import_module(f"planner.backends.{name}_backend").backend
+    backend: Backend = importlib.import_module(f"planner.backends.{name}_backend").backend
+    return backend
 
 
 _FRAMEWORKS: dict[type, str | None] = {}

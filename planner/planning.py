@@ -51,8 +51,7 @@ class Problem:
         self._paths: dict[Any, Any] = {}
 
     def choices(self, op: Op) -> Sequence[Choice]:
-        choices: Sequence[Choice] = self.table.choices(op, self.device)
-        return choices
+        return self.table.choices(op, self.device)
 
     def stock_choices(self, op: Op) -> Sequence[Choice]:
         """Only what a user would write by hand: the framework's own take, einsum and scatter."""

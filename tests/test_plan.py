@@ -241,6 +241,25 @@ def test_every_workload_is_planned_and_printed(name):
     assert plan.cost.seconds <= plan.naive_cost.seconds
 
 
+@pytest.mark.parametrize(
+    ("spec", "shapes", "indices", "way"),
+    [
+        ("nij, q[n]jk -> nik", ((4, 1, 2), (3, 2, 5)), {"q": (4,)}, "take the gathered operands, then contract pairwise"),
+        ("ij, jk -> ik", ((2, 3), (3, 4)), {}, "contract pairwise"),
+        ("q[n]j -> nj", ((5, 2),), {"q": (3,)}, "take the gathered operands"),
+        ("n -> q[n]", ((3,),), {"q": (3,)}, "add into the result"),
+        ("na, nb -> q[n]ab", ((3, 2), (3, 2)), {"q": (3,)}, "contract pairwise, then add into the result"),
+        ("q[n] -> p[n]", ((5,),), {"q": (3,), "p": (3,)}, "take the gathered operands, then add into the result"),
+        ("ij -> ji", ((2, 3),), {}, "the framework's own way"),
+    ],
+)
+def test_the_naive_way_is_told_as_it_is(spec, shapes, indices, way):
+    sizes = {"n -> q[n]": (6,), "na, nb -> q[n]ab": (6, 2, 2), "q[n] -> p[n]": (6,)}.get(spec)
+    plan = planner.plan(spec, *shapes, sizes=sizes, backend="numpy", **indices)
+    (line,) = (line for line in str(plan).splitlines() if line.startswith("  naive"))
+    assert line.endswith(f"us  {way}")
+
+
 # -- the command line ------------------------------------------------------------------------------------
 
 
@@ -329,3 +348,12 @@ def test_hostile_command_lines_end_in_one_line(arguments, message, capsys):
     assert message in first or "SpecError" in first
     assert all(line.startswith("    ") for line in more)
     assert out == ""
+
+
+def test_a_plan_is_printed_on_an_ascii_terminal_too():
+    done = subprocess.run(
+        [sys.executable, "-m", "planner", "explain", "q[n] -> n", "8", "--index", "q=2"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "this plan" in done.stdout
