@@ -27,7 +27,9 @@ def _shape(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(size) for size in text.split("x")) if text != "-" else ()
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is no shape: write 128x1x64, or - for a single number") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.80} is no shape: write 128x1x64, or - for a single number"
+        ) from None
 
 
 def _named_shape(text: str) -> tuple[str, tuple[int, ...]]:

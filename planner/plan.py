@@ -60,6 +60,7 @@ class Plan:
     Attributes:
         text: the spec as it was given.
         resolved: the resolved spec and the views that fit the operands to it.
+        index_shapes: shapes of the index arrays that the plan was made for, as they were given.
         operands: shapes, dtypes, strides and gradient flags that the plan was made for.
         dtype: dtype of the computation and the result.
         index_mode: what out-of-range indices do.
@@ -76,6 +77,7 @@ class Plan:
 
     text: str
     resolved: Resolved
+    index_shapes: tuple[tuple[str, tuple[int, ...]], ...]
     operands: tuple[Operand, ...]
     dtype: str
     index_mode: str
@@ -150,6 +152,7 @@ class Plan:
             raise PlannerError(f"this is no plan written by to_json: {error}") from None
         parts: dict[str, Any] = {
             "resolved": Resolved,
+            "index_shapes": tuple,
             "operands": tuple,
             "device": Device,
             "options": Options,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from planner.cost import PlanCost
@@ -133,6 +133,7 @@ class _Candidate:
 def make_plan(
     text: str,
     resolved: Resolved,
+    index_shapes: Mapping[str, tuple[int, ...]],
     operands: Sequence[Operand],
     dtype: str,
     index_mode: str,
@@ -156,15 +157,9 @@ def make_plan(
         raise _limit_error(candidates, options)
     best = min(allowed, key=lambda c: key(c.cost))
     best = _ordered(problem, best, options)
-    return _plan(problem, best, text, index_mode, options, problem.naive().cost)
-
-
-def _plan(
-    problem: Problem, candidate: _Candidate, text: str, index_mode: str, options: Options, naive: PlanCost
-) -> Plan:
     return Plan(
-        text, problem.resolved, problem.operands, problem.dtype, index_mode, problem.backend, problem.device,
-        options, candidate.tree, candidate.keep, candidate.programs, naive, candidate.proven, candidate.origin,
+        text, resolved, tuple(index_shapes.items()), problem.operands, dtype, index_mode, backend, device, options,
+        best.tree, best.keep, best.programs, problem.naive().cost, best.proven, best.origin,
     )  # fmt: skip
 
 
@@ -293,8 +288,7 @@ def alternatives(plan: Plan, most: int) -> tuple[Alternative, ...]:
         programs = problem.programs(tree.tree, lower, keep)
         if _signature(programs) not in seen:
             seen.add(_signature(programs))
-            candidate = _Candidate(programs, tree.tree, keep, False, origin)
-            other = _plan(problem, candidate, plan.text, plan.index_mode, plan.options, plan.naive_cost)
+            other = dataclasses.replace(plan, tree=tree.tree, keep=keep, programs=programs, proven=False, origin=origin)
             found.append((key(programs.cost), other, origin))
 
     exact = problem.exact_work() <= 20 * AUTO_WORK

@@ -241,7 +241,7 @@ def test_backends_are_held_to_the_protocol(name):
         "bind", "check_devices", "check_index", "device", "group", "name", "operand", "result_dtype", "signature", "table",
     }  # fmt: skip
     backend = type(load_backend(name))
-    assert issubclass(backend, Backend)
+    assert Backend in backend.__mro__
     # An inherited body of the protocol would return None; only the signature has one that computes.
     assert all(vars(backend)[method] for method in asked - {"table", "signature"})
 

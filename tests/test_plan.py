@@ -191,6 +191,44 @@ def test_a_plan_refuses_what_it_was_not_made_for():
             plan(*operands, **indices)
 
 
+@pytest.mark.parametrize(
+    ("spec", "shapes", "made_for", "fits", "refused"),
+    [
+        ("q[nm]j, nk, mk -> nmj", [(5, 2), (1, 3), (4, 3)], (1, 4), (), [(4, 1), (4,), (1, 1, 4), (1, 1), (2, 2)]),
+        ("q[nm]j -> nmj", [(5, 2)], (4, 1), (), [(1, 4), (4,), (4, 1, 1)]),
+        ("q[nm]j, nm -> nmj", [(5, 2), (4, 3)], (1, 3), (), [(3, 1), (4, 3), (4, 1), (1, 1)]),
+        ("q[...]j, ...k -> ...jk", [(5, 2), (4, 3)], (4,), (), [(1, 4), (4, 1), (1,), ()]),
+        # Where the ellipsis gets its dimensions from another operand, a leading 1 changes nothing.
+        ("q[...]j, ...k -> ...jk", [(5, 2), (3, 4, 3)], (1, 4), [(4,)], [(4, 1), (3, 4), (1, 1), ()]),
+        ("q[...]j, ...k -> ...jk", [(5, 2), (3, 4, 3)], (4,), [(1, 4)], [(4, 1), (1, 1, 4)]),
+    ],
+)
+def test_a_plan_takes_index_arrays_as_contract_would(spec, shapes, made_for, fits, refused):
+    operands = [np.arange(float(np.prod(shape))).reshape(shape) for shape in shapes]
+
+    def index(shape):
+        return np.arange(np.prod(shape, dtype=int)).reshape(shape) % 5
+
+    plan = planner.plan(spec, *operands, q=index(made_for))
+    for shape in (made_for, *fits):
+        expected = planner.contract(spec, *operands, q=index(shape))
+        np.testing.assert_array_equal(plan(*operands, q=index(shape)), expected)
+        assert plan(*operands, q=index(shape)).shape == expected.shape
+    for shape in refused:
+        with pytest.raises(planner.ShapeError) as caught:
+            plan(*operands, q=index(shape))
+        assert f"'q' has shape {shape}, but the plan was made for {made_for}" in str(caught.value)
+
+
+def test_a_plan_of_a_resolved_spec_takes_its_shapes_only():
+    spec = planner.resolve("q[nm]j, nm -> nmj", (5, 2), (4, 1), q=(4, 1))
+    a, b, q = np.ones((5, 2)), np.ones((4, 1)), np.zeros((4, 1), int)
+    plan = planner.Plan.from_json(planner.plan(spec, a, b, q=q).to_json())
+    np.testing.assert_array_equal(plan(a, b, q=q), np.ones((4, 1, 2)))
+    with pytest.raises(planner.ShapeError, match=r"shape \(1, 4\), but the plan was made for \(4, 1\)"):
+        plan(a, b, q=q.reshape(1, 4))
+
+
 def test_import_loads_no_framework():
     code = "import sys, planner; sys.exit(bool({'torch', 'jax', 'hypothesis', 'matplotlib'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -244,7 +282,7 @@ def test_every_workload_is_planned_and_printed(name):
 @pytest.mark.parametrize(
     ("spec", "shapes", "indices", "way"),
     [
-        ("nij, q[n]jk -> nik", ((4, 1, 2), (3, 2, 5)), {"q": (4,)}, "take the gathered operands, then contract pairwise"),
+        ("ni, q[n]i -> n", ((4, 2), (3, 2)), {"q": (4,)}, "take the gathered operands, then contract pairwise"),
         ("ij, jk -> ik", ((2, 3), (3, 4)), {}, "contract pairwise"),
         ("q[n]j -> nj", ((5, 2),), {"q": (3,)}, "take the gathered operands"),
         ("n -> q[n]", ((3,),), {"q": (3,)}, "add into the result"),
