@@ -51,6 +51,79 @@ def test_a_plan_from_json_runs():
     np.testing.assert_array_equal(planner.Plan.from_json(plan.to_json())(a, b), a @ b)
 
 
+def strict(text):
+    """Read JSON as the standard has it: without NaN and infinities."""
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_infinite_rates_are_null_in_json():
+    infinite = planner.Device("ideal", flop_rate=1e12, bandwidth=float("inf"), launch_seconds=1e-6)
+    for device in (infinite, planner.Device("plain", flop_rate=1e12, bandwidth=1e10)):
+        plan = planner.plan("ij,jk->ik", (2, 3), (3, 4), backend="numpy", device=device)
+        written = strict(plan.to_json())
+        assert written["device"]["skinny_rate"] is None
+        again = planner.Plan.from_json(plan.to_json())
+        assert again == plan
+        assert again.device.seconds(1e12, 1e12, 1) == device.seconds(1e12, 1e12, 1)
+
+
+def test_json_holds_no_nan():
+    good = planner.plan("ij->i", (2, 3), backend="numpy")
+    nan = dataclasses.replace(good, device=dataclasses.replace(good.device, fresh_bandwidth=float("nan")))
+    with pytest.raises(planner.PlannerError, match="nan cannot be written as JSON"):
+        nan.to_json()
+    with pytest.raises(planner.PlannerError, match="no plan written by to_json"):
+        planner.Plan.from_json(good.to_json().replace('"bandwidth": 12000000000.0', '"bandwidth": Infinity'))
+
+
+def by_hand(inputs, output, sizes, memory_limit):
+    return [(0, 2), (0, 1)]
+
+
+class Optimizer:
+    def __call__(self, inputs, output, sizes, memory_limit):
+        return [(1, 2), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "name"),
+    [
+        ({"minimize": lambda cost: cost.flops}, "minimize", "<lambda>"),
+        ({"optimize": by_hand}, "optimize", "by_hand"),
+        ({"optimize": Optimizer()}, "optimize", "Optimizer"),
+    ],
+)
+def test_functions_come_back_from_json_as_names_that_plan_nothing(options, field, name):
+    operands = [np.ones((3, 2)), np.ones((2, 2)), np.ones((2, 5))]
+    plan = planner.plan("ij,jk,kl->il", *operands, **options)
+    strict(plan.to_json())
+    again = planner.Plan.from_json(plan.to_json())
+    # The plan is whole, but for the function.
+    assert dataclasses.replace(again, options=plan.options) == plan
+    assert str(again) == str(plan)
+    assert again.to_json() == plan.to_json()
+    assert planner.Plan.from_json(again.to_json()) == again
+    np.testing.assert_array_equal(again(*operands), np.linalg.multi_dot(operands))
+    forgotten = getattr(again.options, field)
+    assert repr(forgotten) == f"<{name}, not in JSON>"
+    with pytest.raises(planner.PlannerError, match=f"JSON, which holds the name of '{name}' only: plan anew"):
+        planner.plan("ij,jk,kl->il", *operands, **{field: forgotten})
+    if field == "minimize":
+        with pytest.raises(planner.PlannerError, match="plan anew"):
+            again.alternatives()
+    else:
+        assert [str(other) for other in again.alternatives()] == [str(other) for other in plan.alternatives()]
+
+
+def test_an_explicit_path_comes_back_from_json():
+    plan = planner.plan("ij,jk,kl->il", (3, 2), (2, 2), (2, 5), optimize=[(0, 2), (0, 1)], backend="numpy")
+    assert planner.Plan.from_json(plan.to_json()) == plan
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "1", "null", '{"type": "Nope"}', '{"type": "Operand", "shape": [2]}', '{"a": 1}', '"x"'],
@@ -109,6 +182,82 @@ def test_alternatives_run(case):
         np.testing.assert_array_equal(chosen(*operands, **case.indices), expected)
 
 
+CHAIN = ("ab,bc,cd,de->ae", [(20, 3), (3, 30), (30, 4), (4, 9)])
+
+
+def chain(**options):
+    operands = [planner.Operand(shape, requires_grad=True) for shape in CHAIN[1]]
+    return planner.plan(CHAIN[0], *operands, backend="numpy", **options)
+
+
+@pytest.mark.parametrize("limits", [("memory",), ("retain",), ("memory", "retain")])
+def test_alternatives_say_which_limit_they_break(limits):
+    free = chain()
+    assert not any("limit" in other.loses for other in free.alternatives(50))
+    options = {}
+    if "memory" in limits:
+        options["memory_limit"] = chain(minimize="peak").cost.peak_bytes
+    if "retain" in limits:
+        options["retain_limit"] = chain(minimize="retained").cost.retained_bytes
+    plan = chain(**options)
+    others = plan.alternatives(50)
+    assert any("limit" in other.loses for other in others)
+    for other in others:
+        cost = other.plan.cost
+        over_memory = cost.peak_bytes > options.get("memory_limit", cost.peak_bytes)
+        over_retain = cost.retained_bytes > options.get("retain_limit", cost.retained_bytes)
+        assert ("over the memory limit" in other.loses) == over_memory
+        assert ("over the retain limit" in other.loses) == over_retain
+        # A limit that is broken is the first thing said.
+        assert other.loses.startswith("over the") == (over_memory or over_retain)
+
+
+@pytest.mark.parametrize(
+    "path", [[(0, 1), (0, 1), (0, 1)], [(0, 3), (0, 2), (0, 1)], [(1, 2), (0, 1, 2)], [(0, 1, 2, 3)], "greedy", by_hand]
+)
+def test_alternatives_say_that_their_path_is_not_the_given_one(path):
+    if path is by_hand:
+        plan = planner.plan("ab,bc,cd->ad", *CHAIN[1][:3], optimize=by_hand, backend="numpy")
+        given = {0b101, 0b111}
+    else:
+        plan = chain(optimize=path)
+        given = {
+            "[(0, 1), (0, 1), (0, 1)]": {0b1100, 0b0011, 0b1111},
+            "[(0, 3), (0, 2), (0, 1)]": {0b1001, 0b1011, 0b1111},
+            "[(1, 2), (0, 1, 2)]": {0b0110, 0b1111},
+            "[(0, 1, 2, 3)]": {0b1111},
+        }.get(str(path), joined(plan))
+    others = plan.alternatives(50)
+    assert given <= joined(plan)
+    assert any("path" in other.loses for other in others) == (path != [(0, 1, 2, 3)])
+    for other in others:
+        assert ("another path than the given one" in other.loses) == (not given <= joined(other.plan))
+
+
+def joined(plan):
+    """Sets of operands that the path's steps make, as masks."""
+    groups, found = [1 << i for i in range(len(plan.operands))], set()
+    for step in plan.path:
+        found.add(sum(groups[i] for i in step))
+        groups = [group for i, group in enumerate(groups) if i not in step] + [sum(groups[i] for i in step)]
+    return found
+
+
+def test_alternatives_of_a_searched_plan_name_no_path():
+    assert not any("path than" in other.loses for other in chain().alternatives(50))
+
+
+def test_ordering_children_keeps_the_implementations_that_the_search_chose():
+    pytest.importorskip("torch", reason="torch is not installed")
+    shapes = [(512, 4), (8, 4, 4), (512, 16), (8, 16, 4)]
+    operands = [planner.Operand(shape, requires_grad=True) for shape in shapes]
+
+    def least(minimize):
+        return planner.plan("nj, q[n]jk, nl, q[n]lk -> k", *operands, q=(512,), minimize=minimize, backend="torch").cost
+
+    assert least(lambda cost: cost.bytes_moved).bytes_moved == least("bytes").bytes_moved
+
+
 def test_minimize_may_be_a_function_of_the_cost():
     def mostly_peak(cost):
         return cost.peak_bytes + cost.seconds
@@ -121,7 +270,6 @@ def test_minimize_may_be_a_function_of_the_cost():
     operands = [np.ones(shape) for shape in shapes]
     found = planner.contract("ab,bc,cd,de->ae", *operands, minimize=mostly_peak)
     np.testing.assert_array_equal(found, np.linalg.multi_dot(operands))
-    assert plan.to_json()  # a function is written by its name
 
 
 # -- limits ----------------------------------------------------------------------------------------------
