@@ -158,8 +158,9 @@ def make_plan(
         raise _limit_error(candidates, options)
     best = min(allowed, key=lambda c: key(c.cost))
     best = _ordered(problem, best, options)
+    given = tuple((name, index_shapes[name]) for name in resolved.spec.arrays)
     return Plan(
-        text, resolved, tuple(index_shapes.items()), problem.operands, dtype, index_mode, backend, device, options,
+        text, resolved, given, problem.operands, dtype, index_mode, backend, device, options,
         best.tree, best.keep, best.programs, problem.naive().cost, best.proven, best.origin,
     )  # fmt: skip
 

@@ -149,6 +149,12 @@ def test_a_plan_is_immutable_and_hashable():
     assert {plan: 1}[planner.plan("ij,jk->ik", (2, 3), (3, 4), backend="numpy")] == 1
 
 
+def test_the_order_of_keywords_makes_no_other_plan():
+    first, second = ({"q": (4,), "p": (3,)}, {"p": (3,), "q": (4,)})
+    plan = planner.plan("q[n]p[m] -> nm", (5, 6), backend="numpy", **first)
+    assert plan == planner.plan("q[n]p[m] -> nm", (5, 6), backend="numpy", **second)
+
+
 def test_repr_is_short():
     spec = ",".join("ab" for _ in range(100)) + "->"
     plan = planner.plan(spec, *[(2, 2)] * 100, backend="numpy")
