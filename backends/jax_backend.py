@@ -35,6 +35,7 @@ from planner.backends.common import (
     prepare_numpy,
 )
 from planner.backends.jax_rows import OPS, make_table
+from planner.backends.protocol import Backend
 from planner.derive import batched, transpose
 from planner.device import CPU, GPU, Device
 from planner.errors import PlannerError
@@ -451,7 +452,7 @@ batching.primitive_batchers[check_p] = lambda args, dims, **parameters: (
 # -- the backend ---------------------------------------------------------------------------------------
 
 
-class JaxBackend:
+class JaxBackend(Backend):
     """Runs plans on JAX arrays."""
 
     name = "jax"
@@ -463,15 +464,6 @@ class JaxBackend:
         """Describe an array; under differentiation outside of jit it is known that it needs a gradient."""
         traced = type(array).__name__ in ("JVPTracer", "LinearizeTracer")
         return Operand(tuple(array.shape), jnp.dtype(array.dtype).name, None, traced)
-
-    def signature(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
-        """All that a plan depends on, cheaply."""
-        key: list[Any] = []
-        for x in operands:
-            key += (type(x), x.shape, x.dtype)
-        for name, q in indices.items():
-            key += (name, type(q), q.shape, q.dtype)
-        return tuple(key)
 
     def result_dtype(self, dtypes: Sequence[str]) -> str:
         """Promote as JAX does."""

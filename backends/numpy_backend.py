@@ -18,7 +18,7 @@ from planner.backends.common import (
     stock_rows,
     widened,
 )
-from planner.backends.protocol import Table
+from planner.backends.protocol import Backend, Table
 from planner.backends.stock import matmul_product
 from planner.device import CPU, Device
 from planner.errors import PlannerError
@@ -79,7 +79,7 @@ class NumpyOps:
 OPS = NumpyOps()
 
 
-class NumpyBackend:
+class NumpyBackend(Backend):
     """Runs plans on numpy arrays."""
 
     name = "numpy"
@@ -94,15 +94,6 @@ class NumpyBackend:
     def result_dtype(self, dtypes: Sequence[str]) -> str:
         """Promote as numpy does."""
         return str(np.result_type(*map(np.dtype, dtypes)))
-
-    def signature(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
-        """All that a plan depends on, cheaply."""
-        key: list[Any] = []
-        for x in operands:
-            key += (type(x), x.shape, x.dtype)
-        for name, q in indices.items():
-            key += (name, type(q), q.shape, q.dtype)
-        return tuple(key)
 
     def device(self, operands: Sequence[Any]) -> Device:
         """Rates of the machine that the operands are on."""

@@ -10,7 +10,7 @@ Laws, held by the tests for every backend:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -77,19 +77,69 @@ class Table:
 
 
 class Backend(Protocol):
-    """What `planner` asks of a framework."""
+    """What `planner` asks of a framework; a backend inherits it, so that type checkers hold it to all of it.
+
+    Attributes:
+        name: of the framework, as `planner.dispatch` knows it.
+        table: its implementations.
+    """
 
     name: str
     table: Table
 
     def operand(self, array: Any) -> Operand:
         """Describe an array."""
+        ...
 
-    def device(self, operands: Sequence[Any]) -> Device:
-        """Rates of the machine that the operands are on."""
+    def signature(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> Hashable:
+        """Return all of some arrays that a plan depends on, in microseconds: every call asks for it.
+
+        Law: calls of equal signatures and options may run the same plan.
+
+        Raises:
+            AttributeError: something is no array.
+        """
+        key: list[Any] = []
+        for x in operands:
+            key += (type(x), x.shape, x.dtype)
+        for name, q in indices.items():
+            key += (name, type(q), q.shape, q.dtype)
+        return tuple(key)
 
     def result_dtype(self, dtypes: Sequence[str]) -> str:
         """Promote dtypes by the framework's rules."""
+        ...
+
+    def device(self, operands: Sequence[Any]) -> Device:
+        """Return the rates of the machine that the operands are on."""
+        ...
+
+    def check_index(self, name: str, index: Any) -> None:
+        """Refuse an index array that is not of integers.
+
+        Raises:
+            PlannerError: it is not; the message names it.
+        """
+        ...
+
+    def check_devices(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
+        """Refuse arrays on different devices: nothing is moved in silence. Stand-ins are on none.
+
+        Raises:
+            PlannerError: they are; the message names two of them.
+        """
+        ...
+
+    def group(self, q: Any, size: int, index_mode: str) -> Any:
+        """Prepare an index array for many calls.
+
+        Law: a call with it equals the call with `q`, and under "raise" it refuses what that call would refuse.
+
+        Raises:
+            IndexRangeError: an index is out of range under ``index_mode="raise"``, where values can be seen.
+        """
+        ...
 
     def bind(self, plan: Plan) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan on operands and index arrays."""
+        ...

@@ -29,6 +29,7 @@ from planner.backends.common import (
     run_program,
     widened,
 )
+from planner.backends.protocol import Backend
 from planner.backends.stock import evaluate
 from planner.backends.torch_native import NATIVE, compile_native, standin
 from planner.backends.torch_rows import OPS, cast, make_table, torch_dtype
@@ -381,7 +382,7 @@ def _batched_contract(
     return bound.contract(batched(spec, size, batched_operands, arrays), values, moved)
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """Runs plans on torch tensors."""
 
     name = "torch"

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planner.cost import itemsize
 from planner.device import Device
@@ -21,6 +21,9 @@ from planner.resolve import cut, resolve_shapes, shape_of
 from planner.search.paths import explicit_path
 from planner.spec import Operand, Spec
 
+if TYPE_CHECKING:
+    from planner.backends.protocol import Backend
+
 __all__ = ["contract", "plan"]
 
 INDEX_MODES = ("raise", "drop", "clip")
@@ -30,6 +33,31 @@ PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float3
 _RUNNERS: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], Any]] = {}
 _SIGNATURES: dict[type, Callable[[Sequence[Any], Mapping[str, Any]], Any]] = {}
 _CACHE_LIMIT = 4096
+
+
+class Request(NamedTuple):
+    """What a call asks for, besides its arrays; equal to the plain tuple that a warm call looks its runner up by.
+
+    The fields are the arguments of `contract`, in the order in which it puts them.
+    """
+
+    spec: Any
+    sizes: Any
+    optimize: Any
+    minimize: Any
+    memory_limit: Any
+    retain_limit: Any
+    index_mode: Any
+    dtype: Any
+    precision: Any = None
+
+    def hashable(self) -> Request:
+        """Return the request with dictionaries and lists as tuples."""
+        sizes, optimize = self.sizes, self.optimize
+        return self._replace(
+            sizes=tuple(sorted(sizes.items())) if isinstance(sizes, dict) else sizes,
+            optimize=tuple(map(tuple, optimize)) if isinstance(optimize, list) else optimize,
+        )
 
 
 def contract(
@@ -82,62 +110,43 @@ def contract(
     Source:
         The notation is that of numpy's einsum; why an index array may stand anywhere in it: `planner.derive`.
     """
+    asked = (spec, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, precision)
     run = None
     try:
-        key = (
-            spec, optimize, minimize, index_mode, dtype, sizes, memory_limit, retain_limit, precision,
-            _SIGNATURES[type(operands[0])](operands, indices),
-        )  # fmt: skip
-        run = _RUNNERS[key]
+        signature = _SIGNATURES[type(operands[0])](operands, indices)
+        run = _RUNNERS[asked, signature]
     except (KeyError, IndexError, TypeError, AttributeError):
         pass  # planned below, outside of the handler: what is raised there has no other error as its context
     if run is None:
-        return _contract(
-            spec, operands, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, precision, indices
-        )
+        return _contract(Request(*asked), operands, indices)
     return run(operands, indices)
 
 
-def _contract(
-    spec: Any, operands: Sequence[Any], sizes: Any, optimize: Any, minimize: Any, memory_limit: Any,
-    retain_limit: Any, index_mode: str, dtype: Any, precision: Any, indices: Mapping[str, Any],
-) -> Any:  # fmt: skip
+def _contract(request: Request, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
     """The first call of its kind: plan it, remember how to run it, run it."""
+    spec = request.spec
     if not isinstance(spec, (str, Spec)):
         if framework_of(spec) is None or not operands:
             raise SpecError(f"the spec must be a string, not {type(spec).__name__}; an example is 'ij, jk -> ik'")
         spec, operands = parse_sublists((spec, *operands))
-        return contract(
-            spec, *operands, sizes=sizes, optimize=optimize, minimize=minimize, memory_limit=memory_limit,
-            retain_limit=retain_limit, index_mode=index_mode, dtype=dtype, precision=precision, **indices,
-        )  # fmt: skip
+        request = request._replace(spec=spec)
     if isinstance(spec, str):
         parse(spec)
     framework = operands_framework(operands, indices)
     backend = load_backend(framework)
-    key = known = None
+    key = run = None
     with contextlib.suppress(AttributeError, TypeError):
-        # Dictionaries and lists are no keys: such calls find their runner here.
-        hashable_sizes = tuple(sorted(sizes.items())) if isinstance(sizes, dict) else sizes
-        hashable_path = tuple(map(tuple, optimize)) if isinstance(optimize, list) else optimize
+        # Dictionaries, lists and sublists are no keys: such calls find their runner here.
         _SIGNATURES.setdefault(type(operands[0]), backend.signature)
-        candidate = (
-            spec, hashable_path, minimize, index_mode, dtype, hashable_sizes, memory_limit, retain_limit, precision,
-            backend.signature(operands, indices),
-        )  # fmt: skip
-        known = _RUNNERS.get(candidate)
-        key = candidate
-    if known is not None:
-        return known(operands, indices)
-    made = _make(
-        spec, operands, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, framework, None,
-        indices, precision,
-    )  # fmt: skip
-    run = backend.bind(made)
-    if key is not None:
-        while len(_RUNNERS) >= _CACHE_LIMIT:
-            _RUNNERS.pop(next(iter(_RUNNERS)), None)
-        _RUNNERS[key] = run
+        found = (request.hashable(), backend.signature(operands, indices))
+        run = _RUNNERS.get(found)
+        key = found
+    if run is None:
+        run = backend.bind(_plan(request, framework, operands, indices))
+        if key is not None:
+            while len(_RUNNERS) >= _CACHE_LIMIT:
+                _RUNNERS.pop(next(iter(_RUNNERS)), None)
+            _RUNNERS[key] = run
     return run(operands, indices)
 
 
@@ -195,19 +204,20 @@ def plan(
             backend = operands_framework(arrays, {})
         else:
             backend = next((name for name in ("torch", "jax") if name in sys.modules), "numpy")
-    return _make(
-        spec, operands, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, backend, device,
-        indices, None,
-    )  # fmt: skip
+    request = Request(spec, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype)
+    return _plan(request, backend, operands, indices, device)
 
 
-def _make(
-    spec: str | Spec, operands: Sequence[Any], sizes: Any, optimize: Any, minimize: Any, memory_limit: Any,
-    retain_limit: Any, index_mode: str, dtype: Any, framework: str, device: Device | None,
-    indices: Mapping[str, Any], precision: Any,
-) -> Plan:  # fmt: skip
-    if index_mode not in INDEX_MODES:
-        raise PlannerError(f"index_mode={index_mode!r} is unknown: take one of {', '.join(map(repr, INDEX_MODES))}")
+def _plan(
+    request: Request,
+    framework: str,
+    operands: Sequence[Any],
+    indices: Mapping[str, Any],
+    device: Device | None = None,
+) -> Plan:
+    """Read a request, describe the arrays, and choose the plan."""
+    spec, precision = request.spec, request.precision
+    check_index_mode(request.index_mode)
     if precision is not None and framework != "jax":
         raise PlannerError(f"precision= is for jax; {framework} has no setting per call")
     precision = str(getattr(precision, "name", precision)).lower() if precision is not None else None
@@ -222,21 +232,24 @@ def _make(
         index_shapes[name] = shape_of(index, f"index array {name!r}")
     shapes = [operand.shape for operand in described]
     try:
-        resolved = resolve_shapes(spec, shapes, index_shapes, sizes)
+        resolved = resolve_shapes(spec, shapes, index_shapes, request.sizes)
     except ShapeError as error:
-        raise type(error)(f"{error}\n    in {_call_text(spec, shapes, index_shapes, sizes)}") from None
-    compute = dtype_name(dtype) if dtype is not None else backend.result_dtype([o.dtype for o in described])
+        raise type(error)(f"{error}\n    in {_call_text(spec, shapes, index_shapes, request.sizes)}") from None
+    compute = (
+        dtype_name(request.dtype) if request.dtype is not None else backend.result_dtype([o.dtype for o in described])
+    )
     itemsize(compute)
     if device is not None and not isinstance(device, Device):
         raise PlannerError(
             f"device={device!r:.80} is no planner.Device: it holds the rates that times are predicted by"
         )
     backend.check_devices(operands, indices)
+    optimize = request.optimize
     options = Options(
         optimize if optimize is None or isinstance(optimize, str) or callable(optimize) else explicit_path(optimize),
-        minimize,
-        parse_bytes(memory_limit, "memory_limit"),
-        parse_bytes(retain_limit, "retain_limit"),
+        request.minimize,
+        parse_bytes(request.memory_limit, "memory_limit"),
+        parse_bytes(request.retain_limit, "retain_limit"),
         precision,
     )
     # A gradient exists only for floats that stay floats.
@@ -244,8 +257,15 @@ def _make(
         described = tuple(Operand(o.shape, o.dtype, o.strides, False) if o.requires_grad else o for o in described)
     text = spec if isinstance(spec, str) else str(spec)
     return make_plan(
-        text, resolved, described, compute, index_mode, framework, device or backend.device(operands), options
-    )
+        text, resolved, index_shapes, described, compute, request.index_mode, framework,
+        device or backend.device(operands), options,
+    )  # fmt: skip
+
+
+def check_index_mode(index_mode: Any) -> None:
+    """Refuse an unknown index mode."""
+    if index_mode not in INDEX_MODES:
+        raise PlannerError(f"index_mode={index_mode!r:.80} is unknown: take one of {', '.join(map(repr, INDEX_MODES))}")
 
 
 def _call_text(spec: str | Spec, shapes: Sequence[Any], index_shapes: Mapping[str, Any], sizes: Any) -> str:
@@ -256,7 +276,7 @@ def _call_text(spec: str | Spec, shapes: Sequence[Any], index_shapes: Mapping[st
     return ", ".join(given)[:600]
 
 
-def _describe(backend: Any, operand: Any, number: int) -> Operand:
+def _describe(backend: Backend, operand: Any, number: int) -> Operand:
     """Describe an array, or read a stand-in or a shape."""
     what = f"operand {number}"
     if isinstance(operand, (tuple, list)):

@@ -3,37 +3,68 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from planner.api import plan
 from planner.errors import PlannerError
-from planner.spec import Operand
+from planner.spec import Operand, is_letter
 
 __all__ = ["main"]
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as those of the library."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message:.600} (see --help)\n")
 
 
 def _shape(text: str) -> tuple[int, ...]:
     """Read ``128x1x64``; ``-`` is a single number."""
     try:
-        return tuple(int(size) for size in text.split("x")) if text not in ("", "-") else ()
+        return tuple(int(size) for size in text.split("x")) if text != "-" else ()
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape: write 128x1x64, or - for a single number") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.80} is no shape: write 128x1x64, or - for a single number"
+        ) from None
 
 
 def _named_shape(text: str) -> tuple[str, tuple[int, ...]]:
     """Read ``q=128``."""
-    name, _, shape = text.partition("=")
+    name, equals, shape = text.partition("=")
+    if not equals or len(name) != 1 or not is_letter(name):
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.80} is no shape of an index array: write q=128; index arrays are named by single letters"
+        )
     return name, _shape(shape)
 
 
 def _named_size(text: str) -> tuple[str, int]:
     """Read ``d=100``."""
-    name, _, size = text.partition("=")
+    name, equals, size = text.partition("=")
+    if not equals or len(name) != 1 or not is_letter(name):
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no size of a letter: write d=100")
     try:
         return name, int(size)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write d=100") from None
+        raise argparse.ArgumentTypeError(f"{size!r:.80} is no size: write d=100") from None
+
+
+def _by_letter(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Collect what an option gave for each letter.
+
+    Raises:
+        PlannerError: a letter was given twice.
+    """
+    found: dict[str, Any] = {}
+    for letter, value in pairs:
+        if letter in found:
+            raise PlannerError(f"{option} gives {letter!r} twice: {found[letter]} and {value}")
+        found[letter] = value
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from planner import demo
 
         return demo.main(arguments[1:])
-    parser = argparse.ArgumentParser(prog="python -m planner", description="Plan contractions with gather indices.")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII only
+    parser = _Parser(prog="python -m planner", description="Plan contractions with gather indices.")
     commands = parser.add_subparsers(dest="command", required=True)
     explain = commands.add_parser("explain", help="print the plan of a spec")
     explain.add_argument("spec", help="such as 'nij, q[n]jk -> nik'")
@@ -70,15 +103,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         operands = [Operand(shape, options.dtype, requires_grad=options.grad) for shape in options.shapes]
         made = plan(
-            options.spec, *operands, sizes=dict(options.size) or None, minimize=options.minimize,
-            backend=options.backend, **dict(options.index),
+            options.spec, *operands, sizes=_by_letter("--size", options.size) or None, minimize=options.minimize,
+            backend=options.backend, **_by_letter("--index", options.index),
         )  # fmt: skip
+        alternatives = made.alternatives() if options.alternatives else ()
     except PlannerError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     print(made.to_json() if options.json else made)
     if options.alternatives:
         print("alternatives")
-        for alternative in made.alternatives():
+        for alternative in alternatives:
             print(f"  {alternative}")
     return 0

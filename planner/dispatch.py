@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -10,8 +11,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from planner.errors import PlannerError, ShapeError
+from planner.resolve import resolve_shapes
 
 if TYPE_CHECKING:
+    from planner.backends.protocol import Backend
     from planner.plan import Plan
 
 __all__ = ["framework_of", "load_backend", "operands_framework", "run_plan"]
@@ -20,7 +23,7 @@ BACKENDS = ("torch", "jax", "numpy")
 
 
 @lru_cache(maxsize=8)
-def load_backend(name: str) -> Any:
+def load_backend(name: str) -> Backend:
     """Import a backend by name.
 
     Raises:
@@ -30,7 +33,8 @@ def load_backend(name: str) -> Any:
         raise PlannerError(f"backend {name!r} is unknown: take one of {', '.join(BACKENDS)}")
     if importlib.util.find_spec(name) is None:
         raise PlannerError(f"{name} is not installed: pip install 'contraction-planner[{name}]'")
-    return importlib.import_module(f"planner.backends.{name}_backend").backend
+    backend: Backend = importlib.import_module(f"planner.backends.{name}_backend").backend
+    return backend
 
 
 _FRAMEWORKS: dict[type, str | None] = {}
@@ -98,17 +102,28 @@ def run_plan(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) ->
                 f"operand {number} is {have.dtype}{list(have.shape)}, but the plan was made for "
                 f"{wanted.dtype}{list(wanted.shape)}: make a new plan"
             )
-    wanted_indices = dict(plan.resolved.index_shapes)
-    for name in wanted_indices:
+    wanted_shapes = dict(plan.index_shapes)
+    for name in wanted_shapes:
         if name not in indices:
             raise PlannerError(f"the index array {name!r} is missing: pass it as the keyword {name}=...")
     for name, index in indices.items():
-        if name not in wanted_indices:
-            raise PlannerError(f"unknown index array {name!r}: the plan has {', '.join(wanted_indices) or 'none'}")
+        if name not in wanted_shapes:
+            raise PlannerError(f"unknown index array {name!r}: the plan has {', '.join(wanted_shapes) or 'none'}")
         backend.check_index(name, index)
-        squeezed = tuple(n for n in index.shape if n != 1)
-        if squeezed != tuple(n for n in wanted_indices[name] if n != 1):
-            raise ShapeError(
-                f"index array {name!r} has shape {tuple(index.shape)}, but the plan was made for {wanted_indices[name]}"
-            )
+    _check_index_shapes(plan, {name: tuple(index.shape) for name, index in indices.items()})
     return backend.bind(plan)(operands, indices)
+
+
+def _check_index_shapes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse index arrays of other shapes than the plan's, unless the spec broadcasts them to the same contraction."""
+    different = {name: wanted for name, wanted in plan.index_shapes if shapes[name] != wanted}
+    if not different:
+        return
+    with contextlib.suppress(PlannerError):
+        operands = [operand.shape for operand in plan.operands]
+        if resolve_shapes(plan.text, operands, shapes, plan.resolved.spec.output_shape) == plan.resolved:
+            return
+    name, wanted = next(iter(different.items()))
+    raise ShapeError(
+        f"index array {name!r} has shape {shapes[name]}, but the plan was made for {wanted}: make a new plan"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from planner.api import check_index_mode
 from planner.dispatch import framework_of, load_backend
 from planner.errors import PlannerError
 
@@ -37,8 +38,7 @@ def group(q: Any, size: int, index_mode: str = "raise") -> Any:
         raise PlannerError(f"group takes an index array of torch, jax or numpy, not a {type(q).__name__}")
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:
         raise PlannerError(f"group needs the size of the indexed dimension as a non-negative int, not {size!r}")
-    if index_mode not in ("raise", "drop", "clip"):
-        raise PlannerError(f"index_mode={index_mode!r} is unknown: take 'raise', 'drop' or 'clip'")
+    check_index_mode(index_mode)
     backend = load_backend(framework)
     backend.check_index("q", q)
     return backend.group(q, size, index_mode)

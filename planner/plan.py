@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, NoReturn
 
 from planner.cost import PlanCost
 from planner.device import Device
@@ -60,6 +60,7 @@ class Plan:
     Attributes:
         text: the spec as it was given.
         resolved: the resolved spec and the views that fit the operands to it.
+        index_shapes: shapes of the index arrays that the plan was made for, as they were given.
         operands: shapes, dtypes, strides and gradient flags that the plan was made for.
         dtype: dtype of the computation and the result.
         index_mode: what out-of-range indices do.
@@ -76,6 +77,7 @@ class Plan:
 
     text: str
     resolved: Resolved
+    index_shapes: tuple[tuple[str, tuple[int, ...]], ...]
     operands: tuple[Operand, ...]
     dtype: str
     index_mode: str
@@ -130,10 +132,17 @@ class Plan:
         return alternatives(self, most)
 
     def to_json(self) -> str:
-        """Return the plan as JSON; `from_json` gives an equal plan back."""
+        """Return the plan as JSON; `from_json` gives an equal plan back.
+
+        Functions among the options (`minimize`, `optimize`) come back as their names: the plan runs as before, but
+        what would call them raises a `PlannerError`.
+
+        Raises:
+            PlannerError: a rate of the device is NaN.
+        """
         from planner.serial import encode
 
-        return json.dumps(encode(self), indent=1)
+        return json.dumps(encode(self), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -144,12 +153,16 @@ class Plan:
         """
         from planner.serial import decode
 
+        def refuse(name: str) -> NoReturn:
+            raise ValueError(f"{name} is no JSON")
+
         try:
-            plan = decode(json.loads(text))
+            plan = decode(json.loads(text, parse_constant=refuse))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlannerError(f"this is no plan written by to_json: {error}") from None
         parts: dict[str, Any] = {
             "resolved": Resolved,
+            "index_shapes": tuple,
             "operands": tuple,
             "device": Device,
             "options": Options,

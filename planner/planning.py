@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from planner.cost import PlanCost
@@ -18,7 +18,7 @@ from planner.plan import Alternative, Options, Plan
 from planner.program import Keep, Leaf, Lowerer, Node, Programs, Tree, Variable, build
 from planner.resolve import Resolved
 from planner.search.dynamic import Found, Search, Vector
-from planner.search.paths import checked_path, external_path, left_to_right, path_names, splits_of
+from planner.search.paths import checked_path, external_path, joined_by, left_to_right, path_names, splits_of
 from planner.spec import Operand
 
 __all__ = ["alternatives", "make_plan"]
@@ -51,8 +51,7 @@ class Problem:
         self._paths: dict[Any, Any] = {}
 
     def choices(self, op: Op) -> Sequence[Choice]:
-        choices: Sequence[Choice] = self.table.choices(op, self.device)
-        return choices
+        return self.table.choices(op, self.device)
 
     def stock_choices(self, op: Op) -> Sequence[Choice]:
         """Only what a user would write by hand: the framework's own take, einsum and scatter."""
@@ -122,6 +121,7 @@ class Problem:
 class _Candidate:
     programs: Programs
     tree: Tree
+    lower: Lowerer
     keep: Keep
     proven: bool
     origin: str
@@ -134,6 +134,7 @@ class _Candidate:
 def make_plan(
     text: str,
     resolved: Resolved,
+    index_shapes: Mapping[str, tuple[int, ...]],
     operands: Sequence[Operand],
     dtype: str,
     index_mode: str,
@@ -157,15 +158,10 @@ def make_plan(
         raise _limit_error(candidates, options)
     best = min(allowed, key=lambda c: key(c.cost))
     best = _ordered(problem, best, options)
-    return _plan(problem, best, text, index_mode, options, problem.naive().cost)
-
-
-def _plan(
-    problem: Problem, candidate: _Candidate, text: str, index_mode: str, options: Options, naive: PlanCost
-) -> Plan:
+    given = tuple((name, index_shapes[name]) for name in resolved.spec.arrays)
     return Plan(
-        text, problem.resolved, problem.operands, problem.dtype, index_mode, problem.backend, problem.device,
-        options, candidate.tree, candidate.keep, candidate.programs, naive, candidate.proven, candidate.origin,
+        text, resolved, given, problem.operands, dtype, index_mode, backend, device, options,
+        best.tree, best.keep, best.programs, problem.naive().cost, best.proven, best.origin,
     )  # fmt: skip
 
 
@@ -191,7 +187,7 @@ def _candidates(problem: Problem, options: Options) -> Iterator[_Candidate]:
             for found, lower, origin in _found(problem, options.optimize, objective, keep, ceiling):
                 programs = problem.programs(found.tree, lower, keep)
                 proven = found.exact and origin == "exact" and not limited and not callable(options.minimize)
-                yield _Candidate(programs, found.tree, keep, proven, f"{origin}, {objective}")
+                yield _Candidate(programs, found.tree, lower, keep, proven, f"{origin}, {objective}")
 
 
 def _found(
@@ -250,14 +246,13 @@ def _ordered(problem: Problem, best: _Candidate, options: Options) -> _Candidate
     """Evaluate children in the order that needs the least memory, where the objective left it open."""
     if options.minimize == "peak":
         return best
-    lower = Lowerer(problem.choices, step_key(options.minimize if not callable(options.minimize) else "time"))
     nodes = _binary_nodes(best.tree)
     if len(nodes) > 12:
         return best
     for path in nodes:
         for field in ("order", "backward_order"):
             tree = _flipped(best.tree, path, field)
-            programs = problem.programs(tree, lower, best.keep)
+            programs = problem.programs(tree, best.lower, best.keep)
             if programs.cost.peak_bytes < best.cost.peak_bytes:
                 best = dataclasses.replace(best, tree=tree, programs=programs)
     return best
@@ -284,6 +279,7 @@ def alternatives(plan: Plan, most: int) -> tuple[Alternative, ...]:
     problem = Problem(plan.resolved, plan.operands, plan.dtype, plan.backend, plan.device)
     seen = {_signature(plan.programs)}
     key = plan_key(plan.options.minimize)
+    key(plan.cost)  # a function that is not there any more shows here
     found: list[tuple[Any, Plan, str]] = []
 
     def consider(make: Callable[[], tuple[Found, Lowerer]], keep: Keep, origin: str) -> None:
@@ -294,8 +290,7 @@ def alternatives(plan: Plan, most: int) -> tuple[Alternative, ...]:
         programs = problem.programs(tree.tree, lower, keep)
         if _signature(programs) not in seen:
             seen.add(_signature(programs))
-            candidate = _Candidate(programs, tree.tree, keep, False, origin)
-            other = _plan(problem, candidate, plan.text, plan.index_mode, plan.options, plan.naive_cost)
+            other = dataclasses.replace(plan, tree=tree.tree, keep=keep, programs=programs, proven=False, origin=origin)
             found.append((key(programs.cost), other, origin))
 
     exact = problem.exact_work() <= 20 * AUTO_WORK
@@ -321,8 +316,21 @@ def _signature(programs: Programs) -> tuple[Any, ...]:
 
 
 def _why(plan: Plan, other: Plan) -> str:
-    """Figures by which another plan is worse, and better, than the chosen one."""
+    """What rules another plan out, then figures by which it is worse, and better, than the chosen one."""
+    options = plan.options
     parts = []
+    if options.memory_limit is not None and other.cost.peak_bytes > options.memory_limit:
+        parts.append("over the memory limit")
+    if options.retain_limit is not None and other.cost.retained_bytes > options.retain_limit:
+        parts.append("over the retain limit")
+    if options.optimize not in ("auto", "optimal"):
+        # What an optimizer's path was, the plan knows; asked again, it may answer otherwise.
+        given = options.optimize if isinstance(options.optimize, tuple) else plan.path
+        if not joined_by(given, len(plan.operands)) <= joined_by(other.path, len(plan.operands)):
+            parts.append("another path than the given one")
+    key = plan_key(options.minimize)
+    if not parts and key(other.cost)[0] < key(plan.cost)[0]:
+        parts.append("better, but not among the candidates")
     for name, chosen, value in (
         ("seconds", plan.cost.seconds, other.cost.seconds),
         ("FLOPs", plan.cost.flops, other.cost.flops),
@@ -330,7 +338,7 @@ def _why(plan: Plan, other: Plan) -> str:
         ("retained", plan.cost.retained_bytes, other.cost.retained_bytes),
         ("moves", plan.cost.bytes_moved, other.cost.bytes_moved),
     ):
-        if chosen == value:
-            continue
-        parts.append(f"{value / chosen:.3g}x {name}" if chosen else f"{value} bytes {name} instead of 0")
+        if chosen != value:
+            unit = "" if name in ("seconds", "FLOPs") else " bytes"
+            parts.append(f"{value / chosen:.3g}x {name}" if chosen else f"{value:.6g}{unit} {name} instead of 0")
     return ", ".join(parts) or "a tie, later in canonical order"

@@ -13,6 +13,7 @@ import pytest
 from conftest import examples
 
 import planner
+from planner.dispatch import load_backend
 from planner.parse import parse
 from planner.spec import is_letter
 
@@ -193,7 +194,7 @@ def test_wrong_calls_name_the_culprit(spec, operands, options, kind, message):
 
 
 def test_mixed_frameworks_name_the_operand():
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     with pytest.raises(planner.PlannerError, match="operand 1 is a torch array, but operand 0 is of numpy"):
         planner.contract("ij,jk->ik", A, torch.ones(3, 4))
     with pytest.raises(planner.PlannerError, match="index array 'q' is a torch array, but operand 0 is of numpy"):
@@ -219,6 +220,30 @@ def test_wrong_plans_name_the_culprit(arguments, options, kind, message):
     with pytest.raises(planner.PlannerError, match=message) as caught:
         planner.plan(*arguments, **{"backend": "numpy", **options})
     assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("index_mode", ["wrap", None, ["raise"], 0])
+def test_unknown_index_modes_are_refused_alike(index_mode):
+    message = "is unknown: take one of 'raise', 'drop', 'clip'"
+    with pytest.raises(planner.PlannerError, match=message):
+        planner.group(Q, 5, index_mode)
+    with pytest.raises(planner.PlannerError, match=message):
+        planner.plan(GATHER, C, q=Q, index_mode=index_mode)
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch", "jax"])
+def test_backends_are_held_to_the_protocol(name):
+    pytest.importorskip(name, reason=f"{name} is not installed")
+    from planner.backends.protocol import Backend
+
+    asked = {asked for asked in vars(Backend) if not asked.startswith("_")} | {"name", "table"}
+    assert asked == {
+        "bind", "check_devices", "check_index", "device", "group", "name", "operand", "result_dtype", "signature", "table",
+    }  # fmt: skip
+    backend = type(load_backend(name))
+    assert Backend in backend.__mro__
+    # An inherited body of the protocol would return None; only the signature has one that computes.
+    assert all(vars(backend)[method] for method in asked - {"table", "signature"})
 
 
 def test_letters_are_letters():

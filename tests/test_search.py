@@ -164,14 +164,14 @@ def test_scores_are_the_costs_of_the_programs(network):
 @settings(max_examples=examples(30, 300))
 @given(networks(most_nodes=4))
 def test_torch_search_finds_the_least_of_all_trees(network):
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="torch is not installed")
     assert_least(network, "torch", MOST_TREES // 3)
 
 
 @settings(max_examples=examples(30, 300))
 @given(networks(most_nodes=4))
 def test_torch_scores_are_the_costs_of_the_programs(network):
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="torch is not installed")
     assert_score_is_the_cost(network, "torch")
 
 

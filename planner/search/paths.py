@@ -89,6 +89,17 @@ def checked_path(path: Any, operands: int) -> Path:
     return steps
 
 
+def joined_by(path: Path, operands: int) -> frozenset[int]:
+    """Return the sets of operands that a path's steps make, as masks: a path that refines another makes all of its."""
+    groups, made = [1 << i for i in range(operands)], set()
+    for step in path:
+        whole = sum(groups[i] for i in step)
+        groups = [group for i, group in enumerate(groups) if i not in step] + [whole]
+        if len(step) > 1:
+            made.add(whole)
+    return frozenset(made)
+
+
 def splits_of(path: Path, operands: int) -> Splits:
     """Return the splits that a path allows; a step over more than two operands allows every order within it."""
     groups = [1 << i for i in range(operands)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from planner.cost import Cost, itemsize
 from planner.program import Program, Step
-from planner.spec import Gather
+from planner.spec import Gather, Spec
 
 if TYPE_CHECKING:
     from planner.plan import Plan
@@ -60,7 +60,7 @@ def plan_text(plan: Plan) -> str:
     summary = [["", "FLOPs", "moves", "peak", "retained", "time"]]
     for name, cost in (("naive", plan.naive_cost), ("this plan", plan.cost)):
         summary.append([name, *_figures(cost), seconds_text(cost.seconds)])
-    summary[1].append("take the gathered operands, then contract pairwise")
+    summary[1].append(_naive_way(plan.resolved.spec))
     how = f"{plan.origin} search" if plan.origin.startswith("exact") else plan.origin
     keep = "" if not wanted else "; keeps all intermediates" if plan.keep == "all" else "; keeps only the inputs"
     summary[2].append(f"{how}, {'proven' if plan.proven else 'not proven'}{keep}")
@@ -79,6 +79,15 @@ def plan_text(plan: Plan) -> str:
     if not plan.programs.forward.steps:
         rows = [["  no steps: the result is the operand"]]
     return "\n".join([*lines, *_table(rows, (0, 1, 2, 7))])
+
+
+def _naive_way(spec: Spec) -> str:
+    """What the naive plan does."""
+    takes = any(isinstance(e, Gather) for term in spec.inputs for e in term)
+    adds = any(isinstance(e, Gather) for e in spec.output)
+    parts = ["take the gathered operands"] * takes + ["contract pairwise"] * (len(spec.inputs) > 1)
+    *parts, last = [*parts, *["add into the result"] * adds] or ["the framework's own way"]
+    return f"{', '.join(parts)}, then {last}" if parts else last
 
 
 def _figures(cost: Cost) -> list[str]:

@@ -30,7 +30,7 @@ def test_import_loads_no_framework() -> None:
 
 @pytest.fixture
 def torch() -> Any:
-    return pytest.importorskip("torch")
+    return pytest.importorskip("torch", reason="torch is not installed")
 
 
 def test_torch_result_alone(torch: Any) -> None:
@@ -164,7 +164,7 @@ def test_torch_backward(torch: Any) -> None:
 
 
 def test_jax_retained() -> None:
-    jax = pytest.importorskip("jax")
+    jax = pytest.importorskip("jax", reason="jax is not installed")
     jnp = jax.numpy
     a, c, q = jnp.ones((5, 2, 3)), jnp.ones((4, 3, 2)), jnp.array([3, 0, 0, 1, 2], jnp.uint32)
     index = jnp.arange(30)
@@ -189,7 +189,7 @@ def test_jax_retained() -> None:
 
 
 def test_jax_temporaries() -> None:
-    jax = pytest.importorskip("jax")
+    jax = pytest.importorskip("jax", reason="jax is not installed")
     x = jax.numpy.ones((64, 64))
     assert jax_temp_bytes(lambda x: x + 1, x) == 0
     assert jax_temp_bytes(lambda x: (x @ x) @ x, x) >= x.nbytes
