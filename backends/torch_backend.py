@@ -204,6 +204,17 @@ def _finite(x: Tensor) -> bool:
     return bool(x.detach().abs().sum().isfinite())
 
 
+def _owned(result: Tensor, arrays: Sequence[Tensor]) -> Tensor:
+    """A Function's result as no view of what it allocated: torch refuses in-place operations on such views.
+
+    A view of one of its arguments stays one, so that they are refused: a write would reach the argument unseen.
+    """
+    base = result._base
+    if base is None or any(base is x or base is x._base for x in arrays):
+        return result
+    return result.detach()
+
+
 class _Contract(torch.autograd.Function):
     """The forward program; arguments are the bound plan, then operands, then index arrays."""
 
@@ -213,7 +224,7 @@ class _Contract(torch.autograd.Function):
         result, kept = bound.forward(operands, bound.prepare(indices))
         if any(result is x for x in arrays):
             result = result.view_as(result)
-        return (result, *kept)
+        return (_owned(result, arrays), *kept)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -260,7 +271,7 @@ class _Gradient(torch.autograd.Function):
         operands, indices = _split(bound, prepared, saved[: count + arrays])
         kept = saved[count + arrays :]
         found = bound.backward(gradient, operands, bound.prepare(indices), kept)
-        return tuple(g for g in found if g is not None)
+        return tuple(_owned(g, (gradient, *saved)) for g in found if g is not None)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

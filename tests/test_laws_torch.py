@@ -450,6 +450,89 @@ def test_drop_ignores_the_other_factors(bad):
     assert c.grad[:, 0, 0].tolist() == [1, 0]
 
 
+# -- in-place operations --------------------------------------------------------------------------
+
+# Specs, operand shapes and options that between them take each way through the backend.
+CALLS = {
+    "matmul": ("ij, jk -> ik", [(3, 4), (4, 5)], {}),
+    "batched, permuted": ("bij, bjk -> bki", [(2, 3, 4), (2, 4, 5)], {}),
+    "chain": ("ij, jk, kl -> il", [(3, 4), (4, 5), (5, 6)], {}),
+    "kept inputs": ("ij, jk, kl -> il", [(3, 4), (4, 5), (5, 6)], {"minimize": "retained"}),
+    "outer": ("i, j -> ij", [(3,), (4,)], {}),
+    "diagonal put": ("i -> ii", [(3,)], {}),
+    "take": ("q[n]c -> nc", [(3, 2)], {"q": torch.tensor([2, 0, 0, -1])}),
+    "gather": ("nij, q[n]jk -> kni", [(4, 2, 3), (3, 3, 2)], {"q": torch.tensor([2, 0, 0, 1])}),
+    "scatter": ("nc -> cq[n]", [(4, 3)], {"q": torch.tensor([2, 0, 0, 1]), "sizes": {"q": 5}}),
+    "drop": ("nc, q[n]c -> n", [(4, 3), (3, 3)], {"q": torch.tensor([2, 0, 9, 1]), "index_mode": "drop"}),
+}  # fmt: skip
+each_call = pytest.mark.parametrize(("spec", "shapes", "options"), CALLS.values(), ids=CALLS)
+
+
+def integers(*shapes, bound=300):
+    """Operands of integers that bfloat16 does not hold; float32 holds their products and sums."""
+    random = np.random.default_rng(5)
+    return [torch.from_numpy(random.integers(-bound, bound, s).astype(np.float32)).requires_grad_() for s in shapes]
+
+
+def gradients_of(got, operands, **options):
+    return torch.autograd.grad((got * torch.arange(got.numel()).reshape(got.shape)).sum(), operands, **options)
+
+
+def assert_same(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        assert torch.equal(x, y)
+
+
+@each_call
+def test_results_take_in_place_operations(spec, shapes, options):
+    operands = [x.double().detach().requires_grad_() for x in integers(*shapes, bound=4)]
+
+    def in_place(*operands):
+        out = planner.contract(spec, *operands, **options)
+        out += 2
+        return out.mul_(3).square()
+
+    def out_of_place(*operands):
+        return ((planner.contract(spec, *operands, **options) + 2) * 3).square()
+
+    assert_same([in_place(*operands)], [out_of_place(*operands)])
+    firsts = [gradients_of(f(*operands), operands, create_graph=True) for f in (in_place, out_of_place)]
+    assert_same(*firsts)
+    assert_same(*(torch.autograd.grad(sum(g.square().sum() for g in first), operands) for first in firsts))
+    assert torch.autograd.gradgradcheck(in_place, operands)
+    tangents = [torch.ones_like(x) for x in operands]
+    assert_same(*(torch.func.jvp(f, tuple(operands), tuple(tangents)) for f in (in_place, out_of_place)))
+    chosen = tuple(range(len(operands)))
+    assert_same(*(torch.func.grad(lambda *xs, f=f: f(*xs).sum(), chosen)(*operands) for f in (in_place, out_of_place)))
+    stacked = [torch.stack([x, x + 1]).detach() for x in operands]
+    assert_same(*([torch.func.vmap(f)(*stacked)] for f in (in_place, out_of_place)))
+
+
+@pytest.mark.parametrize("name", ["gather", "take", "drop"])
+def test_gradients_take_in_place_operations(name):
+    spec, shapes, options = CALLS[name]
+    operands = [x.double().detach().requires_grad_() for x in integers(*shapes, bound=4)]
+
+    def seconds(step):
+        got = planner.contract(spec, *operands, **options)
+        firsts = [step(g) for g in torch.autograd.grad(got.square().sum(), operands, create_graph=True)]
+        return torch.autograd.grad(sum(g.square().sum() for g in firsts), operands)
+
+    assert_same(seconds(lambda g: g.mul_(2)), seconds(lambda g: g * 2))
+
+
+@pytest.mark.parametrize("name", ["matmul", "chain", "kept inputs", "outer", "gather", "drop"])
+def test_an_operand_that_changed_before_the_backward_is_an_error(name):
+    spec, shapes, options = CALLS[name]
+    operands = integers(*shapes)
+    got = planner.contract(spec, *operands, **options)
+    with torch.no_grad():
+        operands[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        got.sum().backward()
+
+
 # -- prepared indices and determinism ------------------------------------------------------------
 
 
