@@ -3,7 +3,8 @@
 What is kept is the plan's decision. Where native operators keep just that, the plan runs as native calls (see
 `torch_native`). Elsewhere one `autograd.Function` runs the forward program and saves the operands and the kept
 values; its backward is a Function too, whose own derivative is made of transposed specs, so that any order works.
-In forward mode the plan is run with out-of-place stock operators, which torch differentiates itself.
+In forward mode the plan is run with out-of-place stock operators, which torch differentiates itself; so are tensors
+without data.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from planner.backends.common import (
@@ -68,7 +70,9 @@ def _checked(raw: Tensor, gather: Gather, mode: str) -> tuple[Tensor, bool]:
     """Bring an index array into [0, size]; also whether `size`, which means no row, occurs."""
     size = gather.size
     assert size is not None
-    if raw.numel() == 0:
+    if raw.layout != torch.strided:
+        raise PlannerError(f"index array {gather.array!r} {_not_dense(raw)}")
+    if raw.numel() == 0 or _dataless(raw):
         return raw.long(), False
     # A uint64 has no comparisons of its own: values from 2^63 on become negative, far out of any range.
     wide = raw if raw.dtype in (torch.int64, torch.int32) else raw.long()
@@ -88,6 +92,22 @@ def _checked(raw: Tensor, gather: Gather, mode: str) -> tuple[Tensor, bool]:
     if low < 0 or high >= size:
         return torch.where((wide >= 0) & (wide < size), wide, size), True
     return wide, False
+
+
+def _not_dense(x: Tensor) -> str | None:
+    """Why a tensor cannot be contracted and what to do about it, or None if it is dense."""
+    if x.is_nested:
+        return "is a nested tensor, whose rows have no one shape: pad it, as torch.nested.to_padded_tensor(x, 0.0) does"
+    if x.is_quantized:
+        return "is a quantized tensor, and contractions take dense ones: pass it as .dequantize()"
+    if x.layout != torch.strided:
+        return f"is a tensor of layout {x.layout}, and contractions take dense ones: pass it as .to_dense()"
+    return None
+
+
+def _dataless(x: Tensor) -> bool:
+    """Whether a tensor has a shape and a dtype but no values to look at."""
+    return x.is_meta or isinstance(x, FakeTensor)
 
 
 class _Bound:
@@ -201,7 +221,7 @@ class _Bound:
 
 def _finite(x: Tensor) -> bool:
     """Whether a sum is finite; one that overflows only costs a needless look at the rows."""
-    return bool(x.detach().abs().sum().isfinite())
+    return _dataless(x) or bool(x.detach().abs().sum().isfinite())
 
 
 def _owned(result: Tensor, arrays: Sequence[Tensor]) -> Tensor:
@@ -402,6 +422,8 @@ class TorchBackend:
 
     def operand(self, array: Tensor) -> Operand:
         """Describe a tensor; under `torch.func` every float may need a gradient at some level."""
+        if (reason := _not_dense(array)) is not None:
+            raise PlannerError(reason)
         needs = torch.is_grad_enabled() and array.requires_grad
         if _in_functorch():
             needs = array.dtype.is_floating_point or array.dtype.is_complex
@@ -409,11 +431,16 @@ class TorchBackend:
 
     def signature(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
         """All that a plan depends on, cheaply; an AttributeError says that something is no tensor."""
-        key: list[Any] = [torch.is_grad_enabled(), _in_functorch()]
-        for x in operands:
-            key += (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
-        for name, q in indices.items():
-            key += (name, type(q), q.shape, q.dtype, q.device)
+        key: list[Any] = [_grad_enabled(), _peek() is None]
+        try:
+            for x in operands:
+                key.append((x.shape, x.stride(), x.dtype, x.device, x.layout, x.requires_grad))
+            if indices:
+                for name, q in indices.items():
+                    key.append((name, type(q), q.shape, q.dtype, q.device))
+        except RuntimeError:  # some layouts have no shape or strides
+            _refuse(operands, indices)
+            raise
         return tuple(key)
 
     def result_dtype(self, dtypes: Sequence[str]) -> str:
@@ -429,7 +456,9 @@ class TorchBackend:
         return CPU if first == "cpu" else GPU
 
     def check_index(self, name: str, index: Any) -> None:
-        """Refuse an index array that is not of integers."""
+        """Refuse an index array that is not of integers, or not dense."""
+        if isinstance(index, Tensor) and (reason := _not_dense(index)) is not None:
+            raise PlannerError(f"index array {name!r} {reason}")
         check_index_dtype(name, str(index.dtype).removeprefix("torch."))
 
     def check_devices(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
@@ -442,6 +471,8 @@ class TorchBackend:
 
     def group(self, q: Tensor, size: int, index_mode: str) -> TorchIndex:
         """Check and sort an index array."""
+        if _dataless(q):
+            raise PlannerError(f"an index array on the {q.device.type} device or a fake one has no values to group")
         values, guarded = _checked(q, Gather("q", (), size), index_mode)
         # A copy: the sorted order must not outlive the values that it was made from.
         return TorchIndex(values.clone(), size, index_mode, guarded)
@@ -450,21 +481,10 @@ class TorchBackend:
         """Return the function that runs a plan."""
         bound = _Bound(plan, self)
         requires = plan.programs.backward is not None
-        if not bound.gathers and (not requires or plan.keep == "all" or not _has_kept(plan)):
-            metas = [
-                standin(o.shape, o.strides, torch_dtype(o.dtype)).reshape(shape)
-                for o, shape in zip(plan.operands, bound.shapes, strict=True)
-            ]
-            stock = all(step.choice.lowering in NATIVE for step in plan.programs.forward.steps)
-            native = compile_native(plan.tree, metas, copies=not requires) if stock else None
-            if isinstance(plan.tree, Leaf):
-                return lambda operands, indices: bound.views(operands)[0].view_as(bound.views(operands)[0])
-            if native is not None:
-                if any(shape is not None for shape in bound.reshape):
-                    return lambda operands, indices: native(bound.views(operands))
-                return lambda operands, indices: native(operands)
 
         def run(operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+            if _dataless(operands[0]):
+                return bound.stock(operands, indices)
             if plan.index_mode == "drop" and not _in_functorch():
                 wide = widened(
                     OPS, bound.views(operands), bound.spec, bound.prepare(indices), lambda x: bool(x.isfinite().all())
@@ -487,7 +507,29 @@ class TorchBackend:
             loose = (indices[n] for n in bound.arrays if n not in prepared)
             return _Contract.apply(bound, prepared, *operands, *loose)[0]
 
+        steps = plan.programs.forward.steps
+        if not bound.gathers and (not requires or plan.keep == "all" or not _has_kept(plan)):
+            metas = [
+                standin(o.shape, o.strides, torch_dtype(o.dtype)).reshape(shape)
+                for o, shape in zip(plan.operands, bound.shapes, strict=True)
+            ]
+            stock = all(step.choice.lowering in NATIVE for step in steps)
+            native = compile_native(plan.tree, metas, copies=not requires) if stock else None
+            if isinstance(plan.tree, Leaf):
+                return lambda operands, indices: bound.views(operands)[0].view_as(bound.views(operands)[0])
+            if native is not None:
+                if any(shape is not None for shape in bound.reshape):
+                    return lambda operands, indices: native(bound.views(operands))
+                return lambda operands, indices: native(operands)
         return run
+
+
+def _refuse(operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
+    """Name the array that is not dense, if one is."""
+    labels = [*(f"operand {i}" for i in range(len(operands))), *(f"index array {name!r}" for name in indices)]
+    for label, x in zip(labels, (*operands, *indices.values()), strict=True):
+        if isinstance(x, Tensor) and (reason := _not_dense(x)) is not None:
+            raise PlannerError(f"{label} {reason}") from None
 
 
 def _has_kept(plan: Plan) -> bool:
@@ -496,6 +538,7 @@ def _has_kept(plan: Plan) -> bool:
 
 
 _peek = torch._C._functorch.peek_interpreter_stack
+_grad_enabled = torch.is_grad_enabled
 
 
 def _in_functorch() -> bool:

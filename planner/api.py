@@ -266,7 +266,10 @@ def _describe(backend: Any, operand: Any, number: int) -> Operand:
     elif framework_of(operand) != backend.name:
         raise PlannerError(f"{what} is a {type(operand).__name__}, which is no {backend.name} array: convert it")
     else:
-        described = backend.operand(operand)
+        try:
+            described = backend.operand(operand)
+        except PlannerError as error:
+            raise PlannerError(f"{what} {error}") from None
     try:
         itemsize(described.dtype)
     except PlannerError as error:

@@ -450,7 +450,7 @@ def test_drop_ignores_the_other_factors(bad):
     assert c.grad[:, 0, 0].tolist() == [1, 0]
 
 
-# -- in-place operations --------------------------------------------------------------------------
+# -- autocast, in-place, tensors without data or strides, and what surrounds a call ----------------
 
 # Specs, operand shapes and options that between them take each way through the backend.
 CALLS = {
@@ -531,6 +531,127 @@ def test_an_operand_that_changed_before_the_backward_is_an_error(name):
         operands[0].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         got.sum().backward()
+
+
+@each_call
+def test_meta_tensors_have_shapes_and_dtypes(spec, shapes, options):
+    operands = integers(*shapes)
+    expected = planner.contract(spec, *operands, **options)
+    metas = [x.detach().to("meta").requires_grad_() for x in operands]
+    indices = {n: q.to("meta") for n, q in options.items() if isinstance(q, torch.Tensor)}
+    got = planner.contract(spec, *metas, **{**options, **indices})
+    assert (got.device.type, got.shape, got.dtype) == ("meta", expected.shape, expected.dtype)
+    got.sum().backward()
+    assert [x.grad.shape for x in metas] == [x.shape for x in operands]
+    with torch.no_grad():
+        assert planner.contract(spec, *metas, **{**options, **indices}).shape == expected.shape
+    if indices:
+        with pytest.raises(planner.PlannerError, match="'q' is on cpu, but operand 0 on meta"):
+            planner.contract(spec, *metas, **options)
+        with pytest.raises(planner.PlannerError, match="meta.*no values"):
+            planner.group(indices["q"], 3)
+
+
+@each_call
+def test_fake_tensors_have_shapes_and_dtypes(spec, shapes, options):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    expected = planner.contract(spec, *integers(*shapes), **options)
+    with FakeTensorMode() as mode:
+        arrays = {n: mode.from_tensor(q) if isinstance(q, torch.Tensor) else q for n, q in options.items()}
+        got = planner.contract(spec, *(torch.empty(shape, requires_grad=True) for shape in shapes), **arrays)
+        assert (got.device.type, got.shape, got.dtype) == ("cpu", expected.shape, expected.dtype)
+
+
+def laid_out(kind):
+    """A 3 by 4 tensor that is not strided, and what the error advises."""
+    x = torch.ones(3, 4)
+    if kind == "quantized":
+        return torch.quantize_per_tensor(x, 0.1, 0, torch.quint8), r"\.dequantize\(\)"
+    if kind in ("nested", "jagged"):
+        layout = torch.jagged if kind == "jagged" else torch.strided
+        return torch.nested.nested_tensor([x, x[:2]], layout=layout), "to_padded_tensor"
+    return {"coo": x.to_sparse, "csr": x.to_sparse_csr, "csc": x.to_sparse_csc}[kind](), r"\.to_dense\(\)"
+
+
+@pytest.mark.parametrize("kind", ["coo", "csr", "csc", "quantized", "nested", "jagged"])
+@pytest.mark.filterwarnings("ignore")  # torch warns that these are prototypes, or that they will go
+def test_layouts_that_are_not_strided_are_refused(kind):
+    x, advice = laid_out(kind)
+    dense = torch.ones(4, 3)
+    for _ in range(2):  # a dense call of the same shapes must not lend its plan
+        for number, operands in ((0, (x, dense)), (1, (dense, x))):
+            with pytest.raises(planner.PlannerError, match=f"operand {number}.*{advice}") as caught:
+                planner.contract("ij, jk -> ik", *operands)
+            assert caught.value.__suppress_context__ or caught.value.__context__ is None
+            with pytest.raises(planner.PlannerError, match=f"operand {number}.*{advice}"):
+                planner.plan("ij, jk -> ik", *operands)
+        planner.contract("ij, jk -> ik", torch.ones(3, 4), dense)
+        planner.contract("ij, jk -> ik", dense, torch.ones(3, 4))
+
+
+def test_index_arrays_that_are_not_strided_are_refused():
+    q = torch.tensor([0, 2])
+    for _ in range(2):
+        with pytest.raises(planner.PlannerError, match=r"index array 'q'.*to_dense\(\)"):
+            planner.contract("q[n]c -> nc", torch.ones(3, 4), q=q.to_sparse())
+        planner.contract("q[n]c -> nc", torch.ones(3, 4), q=q)
+    with pytest.raises(planner.PlannerError, match=r"index array 'q'.*to_dense\(\)"):
+        planner.group(q.to_sparse(), 3)
+
+
+class Labelled(torch.Tensor):
+    """A subclass of the plainest kind."""
+
+
+@each_call
+@pytest.mark.parametrize("kind", ["parameter", "subclass"])
+def test_subclasses(spec, shapes, options, kind):
+    operands = integers(*shapes)
+    expected = planner.contract(spec, *operands, **options)
+    wrap = torch.nn.Parameter if kind == "parameter" else lambda x: x.as_subclass(Labelled)
+    wrapped = [wrap(x.detach()).requires_grad_() for x in operands]
+    for some in (wrapped, [*operands[:-1], wrapped[-1]], [wrapped[0], *operands[1:]]):
+        got = planner.contract(spec, *some, **options)
+        assert (got.as_subclass(torch.Tensor) == expected).all()
+        found = gradients_of(got, some)
+        assert_same([g.as_subclass(torch.Tensor) for g in found], gradients_of(expected, operands, retain_graph=True))
+
+
+@each_call
+def test_inference_mode_and_no_grad(spec, shapes, options):
+    operands = integers(*shapes)
+    expected = planner.contract(spec, *operands, **options).detach()
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            for some in (operands, [x.clone() for x in operands]):
+                got = planner.contract(spec, *some, **options)
+                assert not got.requires_grad
+                assert_same([got], [expected])
+    with torch.inference_mode():
+        inferred = [x.clone() for x in operands]
+        arrays = {n: q.clone() if isinstance(q, torch.Tensor) else q for n, q in options.items()}
+    assert_same([planner.contract(spec, *inferred, **arrays)], [expected])
+    with torch.inference_mode(), torch.inference_mode(False):
+        got = planner.contract(spec, *operands, **options)
+        assert_same(gradients_of(got, operands), gradients_of(planner.contract(spec, *operands, **options), operands))
+
+
+@each_call
+def test_checkpoint_and_saved_tensor_hooks(spec, shapes, options):
+    operands = integers(*shapes)
+
+    def call(*operands):
+        return planner.contract(spec, *operands, **options).square()
+
+    expected = call(*operands)
+    wanted = gradients_of(expected, operands)
+    for _ in range(2):
+        got = torch.utils.checkpoint.checkpoint(call, *operands, use_reentrant=False)
+        assert_same((got, *gradients_of(got, operands)), (expected, *wanted))
+        with torch.autograd.graph.save_on_cpu():
+            got = call(*operands)
+        assert_same((got, *gradients_of(got, operands)), (expected, *wanted))
 
 
 # -- prepared indices and determinism ------------------------------------------------------------
