@@ -4,7 +4,7 @@ What is kept is the plan's decision. Where native operators keep just that, the 
 `torch_native`). Elsewhere one `autograd.Function` runs the forward program and saves the operands and the kept
 values; its backward is a Function too, whose own derivative is made of transposed specs, so that any order works.
 In forward mode the plan is run with out-of-place stock operators, which torch differentiates itself; so are tensors
-without data.
+without data. Autocast changes no dtype: under it native calls, which torch would cast, give way to the Function.
 """
 
 from __future__ import annotations
@@ -264,7 +264,8 @@ class _Contract(torch.autograd.Function):
         saved = ctx.saved_tensors
         arrays = saved[: count + len(blank)]
         kept = saved[count + len(blank) :]
-        gradients = _Gradient.apply(ctx.bound, ctx.prepared, gradient, *arrays, *kept)
+        with _as_planned():
+            gradients = _Gradient.apply(ctx.bound, ctx.prepared, gradient, *arrays, *kept)
         found = iter(gradients)
         return (
             None, None,
@@ -431,7 +432,7 @@ class TorchBackend:
 
     def signature(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
         """All that a plan depends on, cheaply; an AttributeError says that something is no tensor."""
-        key: list[Any] = [_grad_enabled(), _peek() is None]
+        key: list[Any] = [_grad_enabled(), _peek() is None, _autocasts()]
         try:
             for x in operands:
                 key.append((x.shape, x.stride(), x.dtype, x.device, x.layout, x.requires_grad))
@@ -507,7 +508,13 @@ class TorchBackend:
             loose = (indices[n] for n in bound.arrays if n not in prepared)
             return _Contract.apply(bound, prepared, *operands, *loose)[0]
 
+        def shielded(operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+            with _as_planned():
+                return run(operands, indices)
+
         steps = plan.programs.forward.steps
+        if _autocasts() and not all(step.choice.lowering in ("view", "broadcast") for step in steps):
+            return shielded
         if not bound.gathers and (not requires or plan.keep == "all" or not _has_kept(plan)):
             metas = [
                 standin(o.shape, o.strides, torch_dtype(o.dtype)).reshape(shape)
@@ -520,7 +527,7 @@ class TorchBackend:
             if native is not None:
                 if any(shape is not None for shape in bound.reshape):
                     return lambda operands, indices: native(bound.views(operands))
-                return lambda operands, indices: native(operands)
+                return native
         return run
 
 
@@ -539,6 +546,9 @@ def _has_kept(plan: Plan) -> bool:
 
 _peek = torch._C._functorch.peek_interpreter_stack
 _grad_enabled = torch.is_grad_enabled
+_autocasts = torch._C._is_any_autocast_enabled
+# Plans say what is computed in which dtype.
+_as_planned = torch._C._DisableAutocast
 
 
 def _in_functorch() -> bool:

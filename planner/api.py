@@ -65,7 +65,8 @@ def contract(
         retain_limit: most bytes that may stay alive for the backward program.
         index_mode: what an index outside of its dimension does: "raise" (negative ones count from the end), "drop" (it
             contributes nothing) or "clip".
-        dtype: dtype of the computation and the result; the framework's promotion by default.
+        dtype: dtype of the computation and the result; the framework's promotion by default, which ``torch.autocast``
+            does not change.
         precision: precision of matrix products, for jax; torch has a global setting of its own.
         **indices: index arrays of any integer dtype, by letter.
 

@@ -485,6 +485,56 @@ def assert_same(found, expected):
 
 
 @each_call
+def test_autocast_changes_no_dtype(spec, shapes, options):
+    # Three factors below 40 leave room in float32; 257 and its like are not in bfloat16.
+    operands = integers(*shapes, bound=300 if len(shapes) < 3 else 40)
+    expected = planner.contract(spec, *operands, **options)
+    plan = planner.plan(spec, *operands, **options)
+    indices = {n: q for n, q in options.items() if isinstance(q, torch.Tensor)}
+    wanted = gradients_of(expected, operands, create_graph=True)
+    seconds = torch.autograd.grad(sum(g.sum() for g in wanted), operands, allow_unused=True, materialize_grads=True)
+    for call in (lambda: planner.contract(spec, *operands, **options), lambda: plan(*operands, **indices)):
+        for inside in (True, False):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                got = call()
+                if inside:
+                    found = gradients_of(got, operands, create_graph=True)
+                    again = torch.autograd.grad(
+                        sum(g.sum() for g in found), operands, allow_unused=True, materialize_grads=True
+                    )
+            if not inside:
+                found, again = gradients_of(got, operands), seconds
+            assert_same((got, *found, *again), (expected, *wanted, *seconds))
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        assert_same([planner.contract(spec, *operands, **options)], [expected])
+
+
+@pytest.mark.parametrize("name", ["matmul", "gather"])
+def test_autocast_around_a_network(name):
+    spec, shapes, options = CALLS[name]
+    operands = integers(*shapes, bound=3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = planner.contract(spec, *operands, **options)
+        (got.reshape(-1, 1) @ torch.ones(1, 2)).sum().backward()
+        half = planner.contract(spec, *operands, dtype=torch.bfloat16, **options)
+        half.sum().backward()
+    assert half.dtype == torch.bfloat16
+    assert [x.grad.dtype for x in operands] == [torch.float32] * len(operands)
+    (expected,) = torch.autograd.grad(planner.contract(spec, *operands, **options).sum(), operands[:1])
+    assert torch.equal(operands[0].grad, 3 * expected)
+
+
+def test_a_call_made_outside_of_autocast_may_go_backward_inside():
+    spec, shapes, options = CALLS["gather"]
+    operands = integers(*shapes)
+    expected = gradients_of(planner.contract(spec, *operands, **options), operands)
+    got = planner.contract(spec, *operands, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = gradients_of(got, operands)
+    assert_same(found, expected)
+
+
+@each_call
 def test_results_take_in_place_operations(spec, shapes, options):
     operands = [x.double().detach().requires_grad_() for x in integers(*shapes, bound=4)]
 
