@@ -3,7 +3,8 @@
 What is kept is the plan's decision. Where native operators keep just that, the plan runs as native calls (see
 `torch_native`). Elsewhere one `autograd.Function` runs the forward program and saves the operands and the kept
 values; its backward is a Function too, whose own derivative is made of transposed specs, so that any order works.
-In forward mode the plan is run with out-of-place stock operators, which torch differentiates itself.
+In forward mode the plan is run with out-of-place stock operators, which torch differentiates itself; so are tensors
+without data. Autocast changes no dtype: under it native calls, which torch would cast, give way to the Function.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from planner.backends.common import (
@@ -69,7 +71,9 @@ def _checked(raw: Tensor, gather: Gather, mode: str) -> tuple[Tensor, bool]:
     """Bring an index array into [0, size]; also whether `size`, which means no row, occurs."""
     size = gather.size
     assert size is not None
-    if raw.numel() == 0:
+    if raw.layout != torch.strided:
+        raise PlannerError(f"index array {gather.array!r} {_not_dense(raw)}")
+    if raw.numel() == 0 or _dataless(raw):
         return raw.long(), False
     # A uint64 has no comparisons of its own: values from 2^63 on become negative, far out of any range.
     wide = raw if raw.dtype in (torch.int64, torch.int32) else raw.long()
@@ -89,6 +93,22 @@ def _checked(raw: Tensor, gather: Gather, mode: str) -> tuple[Tensor, bool]:
     if low < 0 or high >= size:
         return torch.where((wide >= 0) & (wide < size), wide, size), True
     return wide, False
+
+
+def _not_dense(x: Tensor) -> str | None:
+    """Why a tensor cannot be contracted and what to do about it, or None if it is dense."""
+    if x.is_nested:
+        return "is a nested tensor, whose rows have no one shape: pad it, as torch.nested.to_padded_tensor(x, 0.0) does"
+    if x.is_quantized:
+        return "is a quantized tensor, and contractions take dense ones: pass it as .dequantize()"
+    if x.layout != torch.strided:
+        return f"is a tensor of layout {x.layout}, and contractions take dense ones: pass it as .to_dense()"
+    return None
+
+
+def _dataless(x: Tensor) -> bool:
+    """Whether a tensor has a shape and a dtype but no values to look at."""
+    return x.is_meta or isinstance(x, FakeTensor)
 
 
 class _Bound:
@@ -202,7 +222,18 @@ class _Bound:
 
 def _finite(x: Tensor) -> bool:
     """Whether a sum is finite; one that overflows only costs a needless look at the rows."""
-    return bool(x.detach().abs().sum().isfinite())
+    return _dataless(x) or bool(x.detach().abs().sum().isfinite())
+
+
+def _owned(result: Tensor, arrays: Sequence[Tensor]) -> Tensor:
+    """A Function's result as no view of what it allocated: torch refuses in-place operations on such views.
+
+    A view of one of its arguments stays one, so that they are refused: a write would reach the argument unseen.
+    """
+    base = result._base
+    if base is None or any(base is x or base is x._base for x in arrays):
+        return result
+    return result.detach()
 
 
 class _Contract(torch.autograd.Function):
@@ -214,7 +245,7 @@ class _Contract(torch.autograd.Function):
         result, kept = bound.forward(operands, bound.prepare(indices))
         if any(result is x for x in arrays):
             result = result.view_as(result)
-        return (result, *kept)
+        return (_owned(result, arrays), *kept)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -234,7 +265,8 @@ class _Contract(torch.autograd.Function):
         saved = ctx.saved_tensors
         arrays = saved[: count + len(blank)]
         kept = saved[count + len(blank) :]
-        gradients = _Gradient.apply(ctx.bound, ctx.prepared, gradient, *arrays, *kept)
+        with _as_planned():
+            gradients = _Gradient.apply(ctx.bound, ctx.prepared, gradient, *arrays, *kept)
         found = iter(gradients)
         return (
             None, None,
@@ -261,7 +293,7 @@ class _Gradient(torch.autograd.Function):
         operands, indices = _split(bound, prepared, saved[: count + arrays])
         kept = saved[count + arrays :]
         found = bound.backward(gradient, operands, bound.prepare(indices), kept)
-        return tuple(g for g in found if g is not None)
+        return tuple(_owned(g, (gradient, *saved)) for g in found if g is not None)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -392,6 +424,8 @@ class TorchBackend(Backend):
 
     def operand(self, array: Tensor) -> Operand:
         """Describe a tensor; under `torch.func` every float may need a gradient at some level."""
+        if (reason := _not_dense(array)) is not None:
+            raise PlannerError(reason)
         needs = torch.is_grad_enabled() and array.requires_grad
         if _in_functorch():
             needs = array.dtype.is_floating_point or array.dtype.is_complex
@@ -399,11 +433,16 @@ class TorchBackend(Backend):
 
     def signature(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
         """All that a plan depends on, cheaply; an AttributeError says that something is no tensor."""
-        key: list[Any] = [torch.is_grad_enabled(), _in_functorch()]
-        for x in operands:
-            key += (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
-        for name, q in indices.items():
-            key += (name, type(q), q.shape, q.dtype, q.device)
+        key: list[Any] = [_grad_enabled(), _peek() is None, _autocasts()]
+        try:
+            for x in operands:
+                key.append((x.shape, x.stride(), x.dtype, x.device, x.layout, x.requires_grad))
+            if indices:
+                for name, q in indices.items():
+                    key.append((name, type(q), q.shape, q.dtype, q.device))
+        except RuntimeError:  # some layouts have no shape or strides
+            _refuse(operands, indices)
+            raise
         return tuple(key)
 
     def result_dtype(self, dtypes: Sequence[str]) -> str:
@@ -419,7 +458,9 @@ class TorchBackend(Backend):
         return CPU if first == "cpu" else GPU
 
     def check_index(self, name: str, index: Any) -> None:
-        """Refuse an index array that is not of integers."""
+        """Refuse an index array that is not of integers, or not dense."""
+        if isinstance(index, Tensor) and (reason := _not_dense(index)) is not None:
+            raise PlannerError(f"index array {name!r} {reason}")
         check_index_dtype(name, str(index.dtype).removeprefix("torch."))
 
     def check_devices(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
@@ -432,6 +473,8 @@ class TorchBackend(Backend):
 
     def group(self, q: Tensor, size: int, index_mode: str) -> TorchIndex:
         """Check and sort an index array."""
+        if _dataless(q):
+            raise PlannerError(f"an index array on the {q.device.type} device or a fake one has no values to group")
         values, guarded = _checked(q, Gather("q", (), size), index_mode)
         # A copy: the sorted order must not outlive the values that it was made from.
         return TorchIndex(values.clone(), size, index_mode, guarded)
@@ -440,21 +483,10 @@ class TorchBackend(Backend):
         """Return the function that runs a plan."""
         bound = _Bound(plan, self)
         requires = plan.programs.backward is not None
-        if not bound.gathers and (not requires or plan.keep == "all" or not _has_kept(plan)):
-            metas = [
-                standin(o.shape, o.strides, torch_dtype(o.dtype)).reshape(shape)
-                for o, shape in zip(plan.operands, bound.shapes, strict=True)
-            ]
-            stock = all(step.choice.lowering in NATIVE for step in plan.programs.forward.steps)
-            native = compile_native(plan.tree, metas, copies=not requires) if stock else None
-            if isinstance(plan.tree, Leaf):
-                return lambda operands, indices: bound.views(operands)[0].view_as(bound.views(operands)[0])
-            if native is not None:
-                if any(shape is not None for shape in bound.reshape):
-                    return lambda operands, indices: native(bound.views(operands))
-                return lambda operands, indices: native(operands)
 
         def run(operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+            if _dataless(operands[0]):
+                return bound.stock(operands, indices)
             if plan.index_mode == "drop" and not _in_functorch():
                 wide = widened(
                     OPS, bound.views(operands), bound.spec, bound.prepare(indices), lambda x: bool(x.isfinite().all())
@@ -477,7 +509,35 @@ class TorchBackend(Backend):
             loose = (indices[n] for n in bound.arrays if n not in prepared)
             return _Contract.apply(bound, prepared, *operands, *loose)[0]
 
+        def shielded(operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+            with _as_planned():
+                return run(operands, indices)
+
+        steps = plan.programs.forward.steps
+        if _autocasts() and not all(step.choice.lowering in ("view", "broadcast") for step in steps):
+            return shielded
+        if not bound.gathers and (not requires or plan.keep == "all" or not _has_kept(plan)):
+            metas = [
+                standin(o.shape, o.strides, torch_dtype(o.dtype)).reshape(shape)
+                for o, shape in zip(plan.operands, bound.shapes, strict=True)
+            ]
+            stock = all(step.choice.lowering in NATIVE for step in steps)
+            native = compile_native(plan.tree, metas, copies=not requires) if stock else None
+            if isinstance(plan.tree, Leaf):
+                return lambda operands, indices: bound.views(operands)[0].view_as(bound.views(operands)[0])
+            if native is not None:
+                if any(shape is not None for shape in bound.reshape):
+                    return lambda operands, indices: native(bound.views(operands))
+                return native
         return run
+
+
+def _refuse(operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
+    """Name the array that is not dense, if one is."""
+    labels = [*(f"operand {i}" for i in range(len(operands))), *(f"index array {name!r}" for name in indices)]
+    for label, x in zip(labels, (*operands, *indices.values()), strict=True):
+        if isinstance(x, Tensor) and (reason := _not_dense(x)) is not None:
+            raise PlannerError(f"{label} {reason}") from None
 
 
 def _has_kept(plan: Plan) -> bool:
@@ -486,6 +546,10 @@ def _has_kept(plan: Plan) -> bool:
 
 
 _peek = torch._C._functorch.peek_interpreter_stack
+_grad_enabled = torch.is_grad_enabled
+_autocasts = torch._C._is_any_autocast_enabled
+# Plans say what is computed in which dtype.
+_as_planned = torch._C._DisableAutocast
 
 
 def _in_functorch() -> bool:

@@ -8,6 +8,7 @@ plan not native under autograd, because the copy would be kept.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,8 @@ from planner.program import Leaf, Tree
 
 __all__ = ["NATIVE", "compile_native", "standin"]
 
-Run = Callable[[Sequence[Tensor]], Tensor]
+# From operands to the result; index arrays, which plans of native calls have none of, may be given as well.
+Run = Callable[..., Tensor]
 
 NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum")
 # Made of several native calls, of which autograd keeps more than the step's operands: the positions of the diagonal,
@@ -45,8 +47,7 @@ def compile_native(tree: Tree, operands: Sequence[Tensor], copies: bool) -> Run 
 def _compile(tree: Tree, operands: Sequence[Tensor], copies: bool) -> tuple[Run, Tensor] | None:
     """Also the stand-in of the result."""
     if isinstance(tree, Leaf):
-        number = tree.operand
-        return (lambda xs: xs[number]), operands[number]
+        return operator.itemgetter(tree.operand), operands[tree.operand]
     if tree.op.source_dtype is not None or stock_kind(tree.op) not in NATIVE:
         return None
     if not copies and stock_kind(tree.op) in COMPOSED:
@@ -63,12 +64,14 @@ def _compile(tree: Tree, operands: Sequence[Tensor], copies: bool) -> tuple[Run,
     result = step(*standins)
     if len(parts) == 1:
         (inner, _) = parts[0]
-        return (lambda xs: step(inner(xs))), result
+        return (lambda xs, _=None: step(inner(xs))), result
     (left, _), (right, _) = parts
     if all(isinstance(child, Leaf) for child in tree.children):
         i, j = (child.operand for child in tree.children if isinstance(child, Leaf))
-        return (lambda xs: step(xs[i], xs[j])), result
-    return (lambda xs: step(left(xs), right(xs))), result
+        if (i, j, len(operands)) == (0, 1, 2):
+            return (lambda xs, _=None: step(*xs)), result
+        return (lambda xs, _=None: step(xs[i], xs[j])), result
+    return (lambda xs, _=None: step(left(xs), right(xs))), result
 
 
 def _stock_step(op: Op) -> Callable[..., Tensor]:

@@ -93,7 +93,8 @@ def contract(
         retain_limit: most bytes that may stay alive for the backward program.
         index_mode: what an index outside of its dimension does: "raise" (negative ones count from the end), "drop" (it
             contributes nothing) or "clip".
-        dtype: dtype of the computation and the result; the framework's promotion by default.
+        dtype: dtype of the computation and the result; the framework's promotion by default, which ``torch.autocast``
+            does not change.
         precision: precision of matrix products, for jax; torch has a global setting of its own.
         **indices: index arrays of any integer dtype, by letter.
 
@@ -286,7 +287,10 @@ def _describe(backend: Backend, operand: Any, number: int) -> Operand:
     elif framework_of(operand) != backend.name:
         raise PlannerError(f"{what} is a {type(operand).__name__}, which is no {backend.name} array: convert it")
     else:
-        described = backend.operand(operand)
+        try:
+            described = backend.operand(operand)
+        except PlannerError as error:
+            raise PlannerError(f"{what} {error}") from None
     try:
         itemsize(described.dtype)
     except PlannerError as error:

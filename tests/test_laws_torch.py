@@ -450,6 +450,260 @@ def test_drop_ignores_the_other_factors(bad):
     assert c.grad[:, 0, 0].tolist() == [1, 0]
 
 
+# -- autocast, in-place, tensors without data or strides, and what surrounds a call ----------------
+
+# Specs, operand shapes and options that between them take each way through the backend.
+CALLS = {
+    "matmul": ("ij, jk -> ik", [(3, 4), (4, 5)], {}),
+    "batched, permuted": ("bij, bjk -> bki", [(2, 3, 4), (2, 4, 5)], {}),
+    "chain": ("ij, jk, kl -> il", [(3, 4), (4, 5), (5, 6)], {}),
+    "kept inputs": ("ij, jk, kl -> il", [(3, 4), (4, 5), (5, 6)], {"minimize": "retained"}),
+    "outer": ("i, j -> ij", [(3,), (4,)], {}),
+    "diagonal put": ("i -> ii", [(3,)], {}),
+    "take": ("q[n]c -> nc", [(3, 2)], {"q": torch.tensor([2, 0, 0, -1])}),
+    "gather": ("nij, q[n]jk -> kni", [(4, 2, 3), (3, 3, 2)], {"q": torch.tensor([2, 0, 0, 1])}),
+    "scatter": ("nc -> cq[n]", [(4, 3)], {"q": torch.tensor([2, 0, 0, 1]), "sizes": {"q": 5}}),
+    "drop": ("nc, q[n]c -> n", [(4, 3), (3, 3)], {"q": torch.tensor([2, 0, 9, 1]), "index_mode": "drop"}),
+}  # fmt: skip
+each_call = pytest.mark.parametrize(("spec", "shapes", "options"), CALLS.values(), ids=CALLS)
+
+
+def integers(*shapes, bound=300):
+    """Operands of integers that bfloat16 does not hold; float32 holds their products and sums."""
+    random = np.random.default_rng(5)
+    return [torch.from_numpy(random.integers(-bound, bound, s).astype(np.float32)).requires_grad_() for s in shapes]
+
+
+def gradients_of(got, operands, **options):
+    return torch.autograd.grad((got * torch.arange(got.numel()).reshape(got.shape)).sum(), operands, **options)
+
+
+def assert_same(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        assert torch.equal(x, y)
+
+
+@each_call
+def test_autocast_changes_no_dtype(spec, shapes, options):
+    # Three factors below 40 leave room in float32; 257 and its like are not in bfloat16.
+    operands = integers(*shapes, bound=300 if len(shapes) < 3 else 40)
+    expected = planner.contract(spec, *operands, **options)
+    plan = planner.plan(spec, *operands, **options)
+    indices = {n: q for n, q in options.items() if isinstance(q, torch.Tensor)}
+    wanted = gradients_of(expected, operands, create_graph=True)
+    seconds = torch.autograd.grad(sum(g.sum() for g in wanted), operands, allow_unused=True, materialize_grads=True)
+    for call in (lambda: planner.contract(spec, *operands, **options), lambda: plan(*operands, **indices)):
+        for inside in (True, False):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                got = call()
+                if inside:
+                    found = gradients_of(got, operands, create_graph=True)
+                    again = torch.autograd.grad(
+                        sum(g.sum() for g in found), operands, allow_unused=True, materialize_grads=True
+                    )
+            if not inside:
+                found, again = gradients_of(got, operands), seconds
+            assert_same((got, *found, *again), (expected, *wanted, *seconds))
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        assert_same([planner.contract(spec, *operands, **options)], [expected])
+
+
+@pytest.mark.parametrize("name", ["matmul", "gather"])
+def test_autocast_around_a_network(name):
+    spec, shapes, options = CALLS[name]
+    operands = integers(*shapes, bound=3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = planner.contract(spec, *operands, **options)
+        (got.reshape(-1, 1) @ torch.ones(1, 2)).sum().backward()
+        half = planner.contract(spec, *operands, dtype=torch.bfloat16, **options)
+        half.sum().backward()
+    assert half.dtype == torch.bfloat16
+    assert [x.grad.dtype for x in operands] == [torch.float32] * len(operands)
+    (expected,) = torch.autograd.grad(planner.contract(spec, *operands, **options).sum(), operands[:1])
+    assert torch.equal(operands[0].grad, 3 * expected)
+
+
+def test_a_call_made_outside_of_autocast_may_go_backward_inside():
+    spec, shapes, options = CALLS["gather"]
+    operands = integers(*shapes)
+    expected = gradients_of(planner.contract(spec, *operands, **options), operands)
+    got = planner.contract(spec, *operands, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = gradients_of(got, operands)
+    assert_same(found, expected)
+
+
+@each_call
+def test_results_take_in_place_operations(spec, shapes, options):
+    operands = [x.double().detach().requires_grad_() for x in integers(*shapes, bound=4)]
+
+    def in_place(*operands):
+        out = planner.contract(spec, *operands, **options)
+        out += 2
+        return out.mul_(3).square()
+
+    def out_of_place(*operands):
+        return ((planner.contract(spec, *operands, **options) + 2) * 3).square()
+
+    assert_same([in_place(*operands)], [out_of_place(*operands)])
+    firsts = [gradients_of(f(*operands), operands, create_graph=True) for f in (in_place, out_of_place)]
+    assert_same(*firsts)
+    assert_same(*(torch.autograd.grad(sum(g.square().sum() for g in first), operands) for first in firsts))
+    assert torch.autograd.gradgradcheck(in_place, operands)
+    tangents = [torch.ones_like(x) for x in operands]
+    assert_same(*(torch.func.jvp(f, tuple(operands), tuple(tangents)) for f in (in_place, out_of_place)))
+    chosen = tuple(range(len(operands)))
+    assert_same(*(torch.func.grad(lambda *xs, f=f: f(*xs).sum(), chosen)(*operands) for f in (in_place, out_of_place)))
+    stacked = [torch.stack([x, x + 1]).detach() for x in operands]
+    assert_same(*([torch.func.vmap(f)(*stacked)] for f in (in_place, out_of_place)))
+
+
+@pytest.mark.parametrize("name", ["gather", "take", "drop"])
+def test_gradients_take_in_place_operations(name):
+    spec, shapes, options = CALLS[name]
+    operands = [x.double().detach().requires_grad_() for x in integers(*shapes, bound=4)]
+
+    def seconds(step):
+        got = planner.contract(spec, *operands, **options)
+        firsts = [step(g) for g in torch.autograd.grad(got.square().sum(), operands, create_graph=True)]
+        return torch.autograd.grad(sum(g.square().sum() for g in firsts), operands)
+
+    assert_same(seconds(lambda g: g.mul_(2)), seconds(lambda g: g * 2))
+
+
+@pytest.mark.parametrize("name", ["matmul", "chain", "kept inputs", "outer", "gather", "drop"])
+def test_an_operand_that_changed_before_the_backward_is_an_error(name):
+    spec, shapes, options = CALLS[name]
+    operands = integers(*shapes)
+    got = planner.contract(spec, *operands, **options)
+    with torch.no_grad():
+        operands[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        got.sum().backward()
+
+
+@each_call
+def test_meta_tensors_have_shapes_and_dtypes(spec, shapes, options):
+    operands = integers(*shapes)
+    expected = planner.contract(spec, *operands, **options)
+    metas = [x.detach().to("meta").requires_grad_() for x in operands]
+    indices = {n: q.to("meta") for n, q in options.items() if isinstance(q, torch.Tensor)}
+    got = planner.contract(spec, *metas, **{**options, **indices})
+    assert (got.device.type, got.shape, got.dtype) == ("meta", expected.shape, expected.dtype)
+    got.sum().backward()
+    assert [x.grad.shape for x in metas] == [x.shape for x in operands]
+    with torch.no_grad():
+        assert planner.contract(spec, *metas, **{**options, **indices}).shape == expected.shape
+    if indices:
+        with pytest.raises(planner.PlannerError, match="'q' is on cpu, but operand 0 on meta"):
+            planner.contract(spec, *metas, **options)
+        with pytest.raises(planner.PlannerError, match="meta.*no values"):
+            planner.group(indices["q"], 3)
+
+
+@each_call
+def test_fake_tensors_have_shapes_and_dtypes(spec, shapes, options):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    expected = planner.contract(spec, *integers(*shapes), **options)
+    with FakeTensorMode() as mode:
+        arrays = {n: mode.from_tensor(q) if isinstance(q, torch.Tensor) else q for n, q in options.items()}
+        got = planner.contract(spec, *(torch.empty(shape, requires_grad=True) for shape in shapes), **arrays)
+        assert (got.device.type, got.shape, got.dtype) == ("cpu", expected.shape, expected.dtype)
+
+
+def laid_out(kind):
+    """A 3 by 4 tensor that is not strided, and what the error advises."""
+    x = torch.ones(3, 4)
+    if kind == "quantized":
+        return torch.quantize_per_tensor(x, 0.1, 0, torch.quint8), r"\.dequantize\(\)"
+    if kind in ("nested", "jagged"):
+        layout = torch.jagged if kind == "jagged" else torch.strided
+        return torch.nested.nested_tensor([x, x[:2]], layout=layout), "to_padded_tensor"
+    return {"coo": x.to_sparse, "csr": x.to_sparse_csr, "csc": x.to_sparse_csc}[kind](), r"\.to_dense\(\)"
+
+
+@pytest.mark.parametrize("kind", ["coo", "csr", "csc", "quantized", "nested", "jagged"])
+@pytest.mark.filterwarnings("ignore")  # torch warns that these are prototypes, or that they will go
+def test_layouts_that_are_not_strided_are_refused(kind):
+    x, advice = laid_out(kind)
+    dense = torch.ones(4, 3)
+    for _ in range(2):  # a dense call of the same shapes must not lend its plan
+        for number, operands in ((0, (x, dense)), (1, (dense, x))):
+            with pytest.raises(planner.PlannerError, match=f"operand {number}.*{advice}") as caught:
+                planner.contract("ij, jk -> ik", *operands)
+            assert caught.value.__suppress_context__ or caught.value.__context__ is None
+            with pytest.raises(planner.PlannerError, match=f"operand {number}.*{advice}"):
+                planner.plan("ij, jk -> ik", *operands)
+        planner.contract("ij, jk -> ik", torch.ones(3, 4), dense)
+        planner.contract("ij, jk -> ik", dense, torch.ones(3, 4))
+
+
+def test_index_arrays_that_are_not_strided_are_refused():
+    q = torch.tensor([0, 2])
+    for _ in range(2):
+        with pytest.raises(planner.PlannerError, match=r"index array 'q'.*to_dense\(\)"):
+            planner.contract("q[n]c -> nc", torch.ones(3, 4), q=q.to_sparse())
+        planner.contract("q[n]c -> nc", torch.ones(3, 4), q=q)
+    with pytest.raises(planner.PlannerError, match=r"index array 'q'.*to_dense\(\)"):
+        planner.group(q.to_sparse(), 3)
+
+
+class Labelled(torch.Tensor):
+    """A subclass of the plainest kind."""
+
+
+@each_call
+@pytest.mark.parametrize("kind", ["parameter", "subclass"])
+def test_subclasses(spec, shapes, options, kind):
+    operands = integers(*shapes)
+    expected = planner.contract(spec, *operands, **options)
+    wrap = torch.nn.Parameter if kind == "parameter" else lambda x: x.as_subclass(Labelled)
+    wrapped = [wrap(x.detach()).requires_grad_() for x in operands]
+    for some in (wrapped, [*operands[:-1], wrapped[-1]], [wrapped[0], *operands[1:]]):
+        got = planner.contract(spec, *some, **options)
+        assert (got.as_subclass(torch.Tensor) == expected).all()
+        found = gradients_of(got, some)
+        assert_same([g.as_subclass(torch.Tensor) for g in found], gradients_of(expected, operands, retain_graph=True))
+
+
+@each_call
+def test_inference_mode_and_no_grad(spec, shapes, options):
+    operands = integers(*shapes)
+    expected = planner.contract(spec, *operands, **options).detach()
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            for some in (operands, [x.clone() for x in operands]):
+                got = planner.contract(spec, *some, **options)
+                assert not got.requires_grad
+                assert_same([got], [expected])
+    with torch.inference_mode():
+        inferred = [x.clone() for x in operands]
+        arrays = {n: q.clone() if isinstance(q, torch.Tensor) else q for n, q in options.items()}
+    assert_same([planner.contract(spec, *inferred, **arrays)], [expected])
+    with torch.inference_mode(), torch.inference_mode(False):
+        got = planner.contract(spec, *operands, **options)
+        assert_same(gradients_of(got, operands), gradients_of(planner.contract(spec, *operands, **options), operands))
+
+
+@each_call
+def test_checkpoint_and_saved_tensor_hooks(spec, shapes, options):
+    operands = integers(*shapes)
+
+    def call(*operands):
+        return planner.contract(spec, *operands, **options).square()
+
+    expected = call(*operands)
+    wanted = gradients_of(expected, operands)
+    for _ in range(2):
+        got = torch.utils.checkpoint.checkpoint(call, *operands, use_reentrant=False)
+        assert_same((got, *gradients_of(got, operands)), (expected, *wanted))
+        with torch.autograd.graph.save_on_cpu():
+            got = call(*operands)
+        assert_same((got, *gradients_of(got, operands)), (expected, *wanted))
+
+
 # -- prepared indices and determinism ------------------------------------------------------------
 
 
