@@ -55,6 +55,14 @@ __all__ = ["JaxBackend", "backend"]
 Shape = tuple[int, ...]
 Mode = tuple[str, str | None]
 
+# What JAX takes in place of 64-bit types, silently, unless they are enabled.
+NARROW = {"float64": "float32", "complex128": "complex64", "int64": "int32", "uint64": "uint32"}
+
+
+def _wide_types() -> bool:
+    """Whether JAX's 64-bit types are on, here and now: there is a context manager for it."""
+    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+
 
 # -- index arrays --------------------------------------------------------------------------------------
 
@@ -567,16 +575,17 @@ class JaxBackend:
 
     def signature(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
         """All that a plan depends on, cheaply."""
-        key: list[Any] = []
+        key: list[Any] = [_wide_types()]
         for x in operands:
-            key += (type(x), x.shape, x.dtype)
+            key += (type(x), x.shape, x.dtype, x.weak_type)
         for name, q in indices.items():
             key += (name, type(q), q.shape, q.dtype)
         return tuple(key)
 
-    def result_dtype(self, dtypes: Sequence[str]) -> str:
-        """Promote as JAX does."""
-        return jnp.result_type(*map(jnp.dtype, dtypes)).name
+    def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any]) -> str:
+        """Promote as JAX does: an array made from a Python number gives way to any other of its kind."""
+        pairs = zip(dtypes, operands, strict=True)
+        return jnp.result_type(*(x if hasattr(x, "weak_type") else jnp.dtype(dtype) for dtype, x in pairs)).name
 
     def device(self, operands: Sequence[Any]) -> Device:
         """Rates of the machine that JAX runs on."""
@@ -604,6 +613,12 @@ class JaxBackend:
         spec, arrays = plan.resolved.spec, plan.resolved.spec.arrays
         gathers = {name: [g for g in spec.gathers if g.array == name] for name in arrays}
         lowerings = {step.op: step.choice.lowering for step in plan.programs.forward.steps}
+        if plan.dtype in NARROW and not _wide_types():
+            raise PlannerError(
+                f"dtype {plan.dtype} is off in jax, which would compute in {NARROW[plan.dtype]}: "
+                "call jax.config.update('jax_enable_x64', True) at the start of the program, or set JAX_ENABLE_X64=1; "
+                f"or pass dtype={NARROW[plan.dtype]!r}"
+            )
         inexact = jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact)
         if plan.index_mode == "clip":
             for gather in spec.gathers:

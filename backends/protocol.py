@@ -88,8 +88,8 @@ class Backend(Protocol):
     def device(self, operands: Sequence[Any]) -> Device:
         """Rates of the machine that the operands are on."""
 
-    def result_dtype(self, dtypes: Sequence[str]) -> str:
-        """Promote dtypes by the framework's rules."""
+    def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any]) -> str:
+        """Promote the operands' dtypes by the framework's rules; operands may be stand-ins or shapes."""
 
     def bind(self, plan: Plan) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan on operands and index arrays."""

@@ -225,7 +225,8 @@ def _make(
         resolved = resolve_shapes(spec, shapes, index_shapes, sizes)
     except ShapeError as error:
         raise type(error)(f"{error}\n    in {_call_text(spec, shapes, index_shapes, sizes)}") from None
-    compute = dtype_name(dtype) if dtype is not None else backend.result_dtype([o.dtype for o in described])
+    dtypes = [operand.dtype for operand in described]
+    compute = dtype_name(dtype) if dtype is not None else backend.result_dtype(dtypes, operands)
     itemsize(compute)
     if device is not None and not isinstance(device, Device):
         raise PlannerError(

@@ -148,6 +148,58 @@ def test_mixed_dtypes_promote_as_jax_does(problem):
     check(problem, eager_gradients=False)
 
 
+def test_weak_types_promote_as_jnp_einsum_does():
+    """An array of a Python number takes the other operand's type; which one is weak is part of what is cached."""
+    half, weak, strong = jnp.ones(3, "float16"), jnp.asarray(2.0), jnp.ones((), "float32")
+    brain, integer = jnp.ones(3, "bfloat16"), jnp.asarray(2)
+    for wrap in (lambda f: f, jit):
+        for pair in (
+            (half, weak),
+            (half, strong),
+            (brain, weak),
+            (half, integer),
+            (integer, weak),
+            (jnp.arange(3), weak),
+        ):
+            spec = "i, -> i" if pair[0].ndim else ", -> "
+            got = wrap(lambda a, b, spec=spec: planner.contract(spec, a, b))(*pair)
+            expected = jnp.einsum(spec.replace(" ", ""), *pair)
+            assert got.dtype == expected.dtype, pair
+            assert (got == expected).all()
+    ga, gb = jax.grad(lambda a, b: planner.contract("i, -> i", a, b).sum(), (0, 1))(half, weak)
+    assert (ga.dtype, gb.dtype) == ("float16", "float32")
+    assert (ga.tolist(), gb.tolist()) == ([2, 2, 2], 3)
+    batches = [
+        jax.vmap(call, (None, 0))(half, jnp.full(2, 2.0))
+        for call in (lambda a, b: planner.contract("i, -> i", a, b), lambda a, b: jnp.einsum("i,->i", a, b))
+    ]
+    assert batches[0].dtype == batches[1].dtype
+    assert jit(lambda a: planner.contract("i, -> i", a, jnp.asarray(3.0)))(half).dtype == "float16"
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", "complex128", float])
+def test_a_64_bit_computation_needs_the_setting(dtype):
+    x = jnp.arange(3)
+    for wrap in (lambda f: f, jit):
+        with pytest.raises(planner.PlannerError, match="jax_enable_x64") as caught:
+            wrap(lambda x: planner.contract("i, i -> i", x, x, dtype=dtype))(x)
+        assert "float32" in str(caught.value) or "int32" in str(caught.value) or "complex64" in str(caught.value)
+    with jax.enable_x64(True):
+        got = planner.contract("i, i -> i", x, x, dtype=dtype)
+        assert got.dtype == dtype
+    with pytest.raises(planner.PlannerError, match="jax_enable_x64"):
+        planner.contract("i, i -> i", x, x, dtype=dtype)
+
+
+def test_the_setting_of_64_bits_is_part_of_what_is_cached():
+    with jax.enable_x64(True):
+        x = jnp.ones(3, "float64")
+        assert planner.contract("i, i -> ", x, x).dtype == "float64"
+    with pytest.raises(planner.PlannerError, match="jax_enable_x64"):
+        planner.contract("i, i -> ", x, x)
+    assert planner.contract("i, i -> ", x, x, dtype="float32").dtype == "float32"
+
+
 @settings(max_examples=examples(15, 400))
 @given(exact_problems(max_size=3, max_axes=4))
 def test_every_plan_gives_the_same_values(problem):
