@@ -13,6 +13,7 @@ import numpy as np
 from planner.backends.protocol import Lowering, Table
 from planner.backends.stock import ArrayOps, evaluate
 from planner.cost import StepCost, itemsize
+from planner.derive import batched
 from planner.device import Device
 from planner.errors import IndexRangeError, PlannerError
 from planner.lower import Op, joint_elements, product_form, spec_flops
@@ -153,15 +154,71 @@ def exposed(tree: Tree, spec: Spec, steps: Sequence[Step]) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def only_read_rows(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: Prepared) -> Any:
-    """Zero the rows of a gathered operand that no index names: the gradient of a take of ones counts the readers."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exposed:
+    """An operand that a step multiplies before the plan takes its rows, so that rows are read which no index names.
+
+    Attributes:
+        spec: a spec with the operand's whole term, brackets included, as its only input.
+        at_once: whether the next step takes the rows of this step's result, so that what an unread row holds is
+            seen in gradients only.
+    """
+
+    spec: Spec
+    at_once: bool
+
+    def batched(self, size: int, operand: bool, arrays: Sequence[str]) -> Exposed:
+        """Return it with a leading axis on the operand, if asked, and on some index arrays."""
+        own = [name for name in arrays if name in self.spec.arrays]
+        return dataclasses.replace(self, spec=batched(self.spec, size, [0] * operand, own))
+
+
+def exposures(tree: Tree, spec: Spec) -> list[tuple[Node, tuple[Exposed | None, ...]]]:
+    """Return the steps of a tree that are no casts, and which of their inputs are exposed, seen through casts."""
+    found: list[tuple[Node, tuple[Exposed | None, ...]]] = []
+
+    def exposed_child(node: Node, child: Tree, term: Term, after: Term | None) -> Exposed | None:
+        if isinstance(child, Node) and child.op.source_dtype is not None:
+            (child,) = child.children
+        if not isinstance(child, Leaf):
+            return None
+        whole = spec.inputs[child.operand]
+        rows = tuple(
+            str(e) for e, entry in zip(term, whole, strict=True) if isinstance(entry, Gather) and isinstance(e, str)
+        )
+        if not rows:
+            return None
+        out = node.op.spec.output
+        taken = {e for e, entry in zip(out, after or (), strict=after is not None) if isinstance(entry, Gather)}
+        return Exposed(Spec((whole,), (), spec.sizes), taken.issuperset(rows))
+
+    def visit(node: Tree, after: Term | None) -> None:
+        if isinstance(node, Node):
+            terms = node.op.spec.inputs
+            if node.op.source_dtype is None:
+                inputs = zip(node.children, terms, strict=True)
+                found.append((node, tuple(exposed_child(node, child, term, after) for child, term in inputs)))
+            for child, term in zip(node.children, terms, strict=True):
+                visit(child, term)
+
+    visit(tree, None)
+    return found
+
+
+def read_rows(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: Prepared) -> Any:
+    """Where some index names a row of a gathered operand: the gradient of a take of ones counts the readers."""
     rows = term_axes(tuple(e for e in term if isinstance(e, Gather) or term.count(e) > 1))
     addressed = tuple(e for e in term if isinstance(e, Gather) or e in rows)
     sizes = dict(spec.sizes)
     ones = ops.zeros([sizes[axis] for axis in rows], x) + 1
     readers = evaluate(ops, Spec((rows,), addressed, spec.sizes), [ones], index, index.guarded)
     shape = [spec.size(e) if e in addressed else 1 for e in term]
-    return ops.select((readers > 0).reshape(shape), x, 0)
+    return (readers > 0).reshape(shape)
+
+
+def only_read_rows(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: Prepared) -> Any:
+    """Zero the rows of a gathered operand that no index names."""
+    return ops.select(read_rows(ops, x, term, spec, index), x, 0)
 
 
 def widened(

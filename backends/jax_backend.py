@@ -5,6 +5,9 @@ an operand's place, or, where the gradients of both operands share a loop, one `
 both tangents together, so that its transpose can be that loop. Transposes are transposed specs, `vmap` is one more
 axis. What is kept follows from that: a step's tangent reads the other operand, and nothing else.
 
+A row of a pool that no index names may hold anything, yet a plan that contracts before it takes multiplies it: `Reads`
+tells such steps and their gradients which index arrays say what is read, and they look whether the operand is finite.
+
 Operands and index arrays come as the caller gave them; reshaping and range handling happen inside of the steps, so
 that what the backward pass holds is the caller's own array wherever possible.
 """
@@ -12,9 +15,10 @@ that what the backward pass holds is the caller's own array wherever possible.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,23 +30,27 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from planner.backends.common import (
+    WHOLE_POOL,
+    Exposed,
     Given,
     Prepared,
     PreparedIndex,
     check_index_dtype,
     clip_error,
+    exposures,
     mask_term,
     prepare_numpy,
+    read_rows,
 )
 from planner.backends.jax_rows import OPS, make_table
 from planner.backends.protocol import Backend
 from planner.derive import batched, transpose
 from planner.device import CPU, GPU, Device
 from planner.errors import PlannerError
-from planner.lower import Op
+from planner.lower import Op, PooledForm, pooled_form
 from planner.objective import step_key
 from planner.program import Leaf, Lowerer, Node, Tree
-from planner.spec import Gather, Operand, Spec, Term
+from planner.spec import Gather, Operand, Spec, Term, term_axes
 
 if TYPE_CHECKING:
     from planner.plan import Plan
@@ -51,6 +59,14 @@ __all__ = ["JaxBackend", "backend"]
 
 Shape = tuple[int, ...]
 Mode = tuple[str, str | None]
+
+# What JAX takes in place of 64-bit types, silently, unless they are enabled.
+NARROW = {"float64": "float32", "complex128": "complex64", "int64": "int32", "uint64": "uint32"}
+
+
+def _wide_types() -> bool:
+    """Whether JAX's 64-bit types are on, here and now: there is a context manager for it."""
+    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
 
 # -- index arrays --------------------------------------------------------------------------------------
@@ -107,8 +123,8 @@ jax.tree_util.register_pytree_node(
 
 
 # -- the step primitive --------------------------------------------------------------------------------
-# Parameters: op, lowering, mode (the index mode and the precision of products), and `views`, the shapes of the results
-# as the caller sees them. Arguments are the op's inputs, then its index arrays in the order of `op.arrays`.
+# Parameters: op, lowering, mode (the index mode and the precision of products), `views`, the shapes of the results as
+# the caller sees them, and `reads`. Arguments are the op's inputs, then index arrays in the order of `reads.arrays`.
 
 step_p = Primitive("planner_step")
 step_p.multiple_results = True
@@ -117,6 +133,37 @@ check_p = Primitive("planner_check")
 
 backend_table = make_table()
 _lower = Lowerer(lambda op: backend_table.choices(op, CPU), step_key("time"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reads:
+    """What a step and those derived from it know of index arrays.
+
+    Attributes:
+        arrays: letters of the index arrays among the step's arguments.
+        exposed: for each operand of the op's spec, whether rows are read of it that no index may name.
+        gradient: whether the step is part of a gradient, no step of a plan.
+    """
+
+    arrays: tuple[str, ...]
+    exposed: tuple[Exposed | None, ...]
+    gradient: bool = False
+
+    @classmethod
+    def of(cls, op: Op, exposed: tuple[Exposed | None, ...]) -> Reads:
+        """Return what a step of a plan reads: the index arrays of its own spec, and of exposed operands."""
+        later = {name for e in exposed if e is not None for name in e.spec.arrays}
+        return cls(tuple(sorted({*op.spec.arrays, *later})), exposed)
+
+    def without(self, *places: int, gradient: bool = True) -> Reads:
+        """With a tangent or a cotangent in some operands' places, whose unread rows are zero."""
+        exposed = tuple(None if i in places else e for i, e in enumerate(self.exposed))
+        return Reads(self.arrays, exposed, self.gradient or gradient)
+
+    def batched(self, size: int, operands: Sequence[int], arrays: Sequence[str]) -> Reads:
+        """With a leading axis on some operands and index arrays."""
+        exposed = tuple(e and e.batched(size, i in operands, arrays) for i, e in enumerate(self.exposed))
+        return Reads(self.arrays, exposed, self.gradient)
 
 
 def _is_masked(term: Term, spec: Spec) -> bool:
@@ -136,19 +183,78 @@ def _count(op: Op) -> int:
     return 1 if op.source_dtype is not None else len(op.spec.inputs) + op.pair
 
 
-def _evaluate(*arguments: Any, op: Op, lowering: str, mode: Mode, views: tuple[Shape, ...]) -> list[Any]:
-    """Compute a step; this is what the primitive lowers to."""
-    count, (index_mode, precision) = _count(op), mode
-    inputs = [x.reshape(shape) for x, shape in zip(arguments[:count], op.input_shapes, strict=True)]
-    raw = dict(zip(op.arrays, arguments[count:], strict=True))
-    # A bad index that cannot be refused puts NaN wherever it had a say, so until then it may read any row.
-    poisons = index_mode == "raise" and jnp.issubdtype(op.dtype, jnp.inexact) and all(g.size for g in op.spec.gathers)
+def _index_arrays(raw: Mapping[str, Any], spec: Spec, index_mode: str, poisons: bool = False) -> Prepared:
+    """Index arrays as a spec has them, in range; `poisons` says that results will be NaN wherever a bad one acts."""
     index = Prepared(index_mode in ("raise", "drop") and not poisons)
-    for gather in op.spec.gathers:
-        given = raw[gather.array].reshape(_index_shape(op.spec, gather.array))
+    for gather in spec.gathers:
+        given = raw[gather.array].reshape(_index_shape(spec, gather.array))
         normal = partial(_normalised, gather=gather, mode="wrapped" if poisons else index_mode)
         index[gather] = normal(given)
         index.given[gather] = Given(given, normal, partial(_is_bad, gather=gather) if poisons else None)
+    return index
+
+
+def _unread(op: Op, lowering: str, reads: Reads) -> list[tuple[int, Spec, Term]]:
+    """Inputs of which this step could carry rows that no index names into what is seen: place, spec and term."""
+    if not jnp.issubdtype(jnp.dtype(op.dtype), jnp.inexact):
+        return []
+    spec, found = op.spec, []
+    for place, e in enumerate(reads.exposed):
+        if e is not None and (op.pair or reads.gradient or not e.at_once):
+            found.append((place + op.pair, e.spec, e.spec.inputs[0]))
+    if lowering == WHOLE_POOL:
+        form = pooled_form(spec)
+        assert isinstance(form, PooledForm)
+        if form.place != 2 and (op.pair or form.scores != 2):
+            found.append((form.place + op.pair, spec, spec.inputs[form.place]))
+    return found
+
+
+def _only_read_rows(x: Any, spec: Spec, term: Term, raw: Mapping[str, Any], index_mode: str) -> Any:
+    """Where an operand holds NaN or infinity, zero the rows that no index names.
+
+    Zero times NaN is NaN, so a row that is multiplied by zeros only must not hold one. Only the mask is made in a
+    branch, as XLA would copy what goes into a whole step and comes out of it. It is made for one position of an index
+    axis after another: memory is set aside for a branch, taken or not.
+    """
+    sizes = dict(spec.sizes)
+    rows = term_axes(tuple(e for e in term if isinstance(e, Gather) or term.count(e) > 1))
+    shape = [n if isinstance(e, Gather) or e in rows else 1 for e, n in zip(term, x.shape, strict=True)]
+    slow = max((axis for axis in rows if axis not in term), key=lambda axis: sizes[axis], default=None)
+    narrow = dataclasses.replace(spec, sizes=tuple((a, 1 if a == slow else size) for a, size in spec.sizes))
+
+    def read() -> Any:
+        def at(position: Any, mask: Any) -> Any:
+            here = {}
+            for gather in spec.gathers:
+                values = raw[gather.array].reshape(_index_shape(spec, gather.array))
+                for dim, axis in enumerate(gather.axes):
+                    if axis == slow:
+                        values = lax.dynamic_slice_in_dim(values, position, 1, dim)
+                here[gather.array] = values
+            return mask | read_rows(OPS, x, term, narrow, _index_arrays(here, narrow, index_mode))
+
+        return lax.fori_loop(0, sizes[slow] if slow else 1, at, jnp.zeros(shape, bool))
+
+    mask = lax.cond(_finite(x), lambda: jnp.ones(shape, bool), read)
+    return OPS.select(mask, x, 0)
+
+
+def _finite(x: Any) -> Any:
+    """Whether an array holds finite numbers only; on CPUs in a half to a quarter of the time of `isfinite(x).all()`."""
+    return jnp.abs(x).max(initial=0) < jnp.inf
+
+
+def _evaluate(*arguments: Any, op: Op, lowering: str, mode: Mode, views: tuple[Shape, ...], reads: Reads) -> list[Any]:
+    """Compute a step; this is what the primitive lowers to."""
+    count, (index_mode, precision) = _count(op), mode
+    inputs = [x.reshape(shape) for x, shape in zip(arguments[:count], op.input_shapes, strict=True)]
+    raw = dict(zip(reads.arrays, arguments[count:], strict=True))
+    # A bad index that cannot be refused puts NaN wherever it had a say, so until then it may read any row of its own.
+    poisons = index_mode == "raise" and jnp.issubdtype(op.dtype, jnp.inexact) and all(g.size for g in op.spec.gathers)
+    index = _index_arrays(raw, op.spec, index_mode, poisons)
+    for place, spec, term in _unread(op, lowering, reads):
+        inputs[place] = _only_read_rows(inputs[place], spec, term, raw, index_mode)
     with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
         results = backend_table.run(lowering, op, inputs, index)
     if index_mode == "raise" and not index.shown:
@@ -193,15 +299,16 @@ def _bad_mask(gather: Gather, bad: Any, term: Term, spec: Spec) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _compiled(op: Op, lowering: str, mode: Mode, views: tuple[Shape, ...]) -> Callable[..., list[Any]]:
-    return jax.jit(partial(_evaluate, op=op, lowering=lowering, mode=mode, views=views))
+def _compiled(**parameters: Any) -> Callable[..., list[Any]]:
+    return jax.jit(partial(_evaluate, **parameters))
 
 
 def _step(
-    op: Op, arguments: Sequence[Any], mode: Mode, views: tuple[Shape, ...], lowering: str | None = None
+    op: Op, arguments: Sequence[Any], mode: Mode, views: tuple[Shape, ...], reads: Reads, lowering: str | None = None
 ) -> list[Any]:
     """Bind a step; the implementation is the fastest one unless the plan chose another."""
-    found: list[Any] = step_p.bind(*arguments, op=op, lowering=lowering or _lower(op).lowering, mode=mode, views=views)
+    lowering = lowering or _lower(op).lowering
+    found: list[Any] = step_p.bind(*arguments, op=op, lowering=lowering, mode=mode, views=views, reads=reads)
     return found
 
 
@@ -227,15 +334,15 @@ def _instantiated(tangent: Any) -> bool:
     return not isinstance(tangent, ad.Zero)
 
 
-def _step_jvp(primals: Any, tangents: Any, *, op: Op, lowering: str, mode: Mode, views: Any) -> Any:
-    results = _step(op, primals, mode, views, lowering)
+def _step_jvp(primals: Any, tangents: Any, *, op: Op, lowering: str, mode: Mode, views: Any, reads: Reads) -> Any:
+    results = _step(op, primals, mode, views, reads, lowering)
     count = _count(op)
     active = [i for i in range(count) if _instantiated(tangents[i])]
     zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
     if not active:
         return results, zeros
     if not op.pair:
-        return results, [_multilinear(op, primals, tangents, active, mode, views, lowering)]
+        return results, [_multilinear(op, primals, tangents, active, mode, views, reads, lowering)]
     # Both gradients: each is a single step, bilinear in the output gradient and the other operand.
     slots = ((0, 2), (1, 0))  # inputs of each single step, by position in (gradient, a, b)
     outputs = []
@@ -244,26 +351,31 @@ def _step_jvp(primals: Any, tangents: Any, *, op: Op, lowering: str, mode: Mode,
         inner = [*(primals[i] for i in order), *primals[count:]]
         inner_tangents = [tangents[i] for i in order]
         here = [i for i in (0, 1) if _instantiated(inner_tangents[i])]
+        rest = reads.without(child)
         outputs.append(
-            _multilinear(single, inner, inner_tangents, here, mode, (views[child],), None) if here else zeros[child]
+            _multilinear(single, inner, inner_tangents, here, mode, (views[child],), rest, None)
+            if here
+            else zeros[child]
         )
     return results, outputs
 
 
 def _multilinear(
-    op: Op, primals: Any, tangents: Any, active: Sequence[int], mode: Mode, views: Any, lowering: str | None
-) -> Any:
+    op: Op, primals: Any, tangents: Any, active: Sequence[int], mode: Mode, views: Any, reads: Reads,
+    lowering: str | None,
+) -> Any:  # fmt: skip
     """The tangent of a step: the sum over operands of the step with a tangent in that operand's place."""
     count = _count(op)
     if len(active) == 2 and _joint(op):
         return tangent_p.bind(
-            *primals[:count], *tangents[:count], *primals[count:], op=op, lowering=lowering, mode=mode, views=views
-        )
+            *primals[:count], *tangents[:count], *primals[count:],
+            op=op, lowering=lowering, mode=mode, views=views, reads=reads,
+        )  # fmt: skip
     total = None
     for i in active:
         swapped = list(primals)
         swapped[i] = tangents[i]
-        (part,) = _step(op, swapped, mode, views, lowering)
+        (part,) = _step(op, swapped, mode, views, reads.without(i, gradient=False), lowering)
         total = part if total is None else ad.add_jaxvals(total, part)
     return total
 
@@ -274,7 +386,9 @@ def _joint(op: Op) -> bool:
     return len(op.spec.inputs) == 2 and any(g.pair for g, _, _ in _lower.gradients(op, (True, True)))
 
 
-def _step_transpose(cotangents: Any, *arguments: Any, op: Op, lowering: str, mode: Mode, views: Any) -> Any:
+def _step_transpose(
+    cotangents: Any, *arguments: Any, op: Op, lowering: str, mode: Mode, views: Any, reads: Reads
+) -> Any:
     count = _count(op)
     linear = [i for i in range(count) if ad.is_undefined_primal(arguments[i])]
     results: list[Any] = [None] * len(arguments)
@@ -290,14 +404,16 @@ def _step_transpose(cotangents: Any, *arguments: Any, op: Op, lowering: str, mod
         _, a, b = arguments[:count]
         ga, gb = (ad.instantiate_zeros(ct) for ct in cotangents)
         forward = Op(op.spec, op.dtype)
-        results[0] = tangent_p.bind(a, b, ga, gb, *indices, op=forward, lowering=None, mode=mode, views=(shape,))
+        results[0] = tangent_p.bind(
+            a, b, ga, gb, *indices, op=forward, lowering=None, mode=mode, views=(shape,), reads=reads
+        )
         return results
     if op.source_dtype is not None:
         raise AssertionError("casts are convert_element_type")
     swapped = list(arguments)
     swapped[i] = cotangents[0]
     # The cotangent has the shape that the caller sees; the step reshapes its inputs itself.
-    results[i] = _step(_single(op, i), swapped, mode, (shape,))[0]
+    results[i] = _step(_single(op, i), swapped, mode, (shape,), reads.without(i))[0]
     return results
 
 
@@ -305,7 +421,7 @@ def _axis_front(x: Any, dim: Any) -> Any:
     return x if dim is None else jnp.moveaxis(x, dim, 0)
 
 
-def _step_batch(arguments: Any, dims: Any, *, op: Op, lowering: str, mode: Mode, views: Any) -> Any:
+def _step_batch(arguments: Any, dims: Any, *, op: Op, lowering: str, mode: Mode, views: Any, reads: Reads) -> Any:
     count = _count(op)
     size = next(x.shape[d] for x, d in zip(arguments, dims, strict=True) if d is not None)
     moved = [_axis_front(x, d) for x, d in zip(arguments, dims, strict=True)]
@@ -317,25 +433,28 @@ def _step_batch(arguments: Any, dims: Any, *, op: Op, lowering: str, mode: Mode,
             outputs.append(
                 _batched_step(
                     _single(op, child), (*inputs, *moved[3:]), [*(mapped[p] for p in places), *mapped[3:]], 2, size,
-                    mode, views[child],
+                    mode, views[child], reads.without(child),
                 )
             )  # fmt: skip
         return outputs, [0, 0]
-    result = _batched_step(op, moved, mapped, count, size, mode, views[0])
+    result = _batched_step(op, moved, mapped, count, size, mode, views[0], reads)
     return [result], [0]
 
 
 def _batched_step(
-    op: Op, arguments: Sequence[Any], mapped: Sequence[bool], count: int, size: int, mode: Mode, view: Shape
-) -> Any:
+    op: Op, arguments: Sequence[Any], mapped: Sequence[bool], count: int, size: int, mode: Mode, view: Shape,
+    reads: Reads,
+) -> Any:  # fmt: skip
     """One step with a leading batch axis; broadcast where nothing of this step is batched."""
     operands = [i for i in range(count) if mapped[i]]
-    arrays = [name for name, hit in zip(op.arrays, mapped[count:], strict=True) if hit]
+    hit = [name for name, is_mapped in zip(reads.arrays, mapped[count:], strict=True) if is_mapped]
+    arrays = [name for name in hit if name in op.arrays]
+    reads = reads.batched(size, operands, hit)
     if not operands and not arrays:
-        (result,) = _step(op, arguments, mode, (view,))
+        (result,) = _step(op, arguments, mode, (view,), reads)
         return jnp.broadcast_to(result, (size, *view))
     spec = batched(op.spec, size, operands, arrays)
-    (result,) = _step(Op(spec, op.dtype), arguments, mode, ((size, *view),))
+    (result,) = _step(Op(spec, op.dtype), arguments, mode, ((size, *view),), reads)
     return result
 
 
@@ -347,16 +466,16 @@ batching.primitive_batchers[step_p] = _step_batch
 # -- the joint tangent of a binary step: f(da, b) + f(a, db) -------------------------------------------
 
 
-def _tangent_parts(arguments: Any, op: Op, mode: Mode, views: Any, lowering: str | None) -> Any:
+def _tangent_parts(arguments: Any, op: Op, mode: Mode, views: Any, reads: Reads, lowering: str | None) -> Any:
     a, b, da, db, *indices = arguments
-    (left,) = _step(op, (da, b, *indices), mode, views, lowering)
-    (right,) = _step(op, (a, db, *indices), mode, views, lowering)
+    (left,) = _step(op, (da, b, *indices), mode, views, reads.without(0, gradient=False), lowering)
+    (right,) = _step(op, (a, db, *indices), mode, views, reads.without(1, gradient=False), lowering)
     return ad.add_jaxvals(left, right)
 
 
 @tangent_p.def_impl
-def _tangent_impl(*arguments: Any, op: Op, lowering: str | None, mode: Mode, views: Any) -> Any:
-    return _tangent_parts(arguments, op, mode, views, lowering)
+def _tangent_impl(*arguments: Any, **parameters: Any) -> Any:
+    return _tangent_parts(arguments, **parameters)
 
 
 @tangent_p.def_abstract_eval
@@ -366,29 +485,32 @@ def _tangent_abstract(*arguments: Any, op: Op, views: tuple[Shape, ...], **_: An
 
 mlir.register_lowering(
     tangent_p,
-    mlir.lower_fun(
-        lambda *arguments, op, lowering, mode, views: _tangent_parts(arguments, op, mode, views, lowering),
-        multiple_results=False,
-    ),
+    mlir.lower_fun(lambda *arguments, **parameters: _tangent_parts(arguments, **parameters), multiple_results=False),
 )
 
 
-def _tangent_jvp(primals: Any, tangents: Any, *, op: Op, lowering: str | None, mode: Mode, views: Any) -> Any:
-    result = tangent_p.bind(*primals, op=op, lowering=lowering, mode=mode, views=views)
+def _tangent_jvp(
+    primals: Any, tangents: Any, *, op: Op, lowering: str | None, mode: Mode, views: Any, reads: Reads
+) -> Any:
+    result = tangent_p.bind(*primals, op=op, lowering=lowering, mode=mode, views=views, reads=reads)
     total = None
     a, b, da, db, *indices = primals
-    for position, (left, right) in ((2, (None, b)), (1, (da, None)), (0, (None, db)), (3, (a, None))):
+    for position, (left, right), free in (
+        (2, (None, b), (0,)), (1, (da, None), (0, 1)), (0, (None, db), (0, 1)), (3, (a, None), (1,)),
+    ):  # fmt: skip
         tangent = tangents[position]
         if _instantiated(tangent):
             pair = (tangent if left is None else left, tangent if right is None else right)
-            (part,) = _step(op, (*pair, *indices), mode, views, lowering)
+            (part,) = _step(op, (*pair, *indices), mode, views, reads.without(*free, gradient=False), lowering)
             total = part if total is None else ad.add_jaxvals(total, part)
     if total is None:
         return result, ad.Zero(jax.typeof(result).to_tangent_aval())
     return result, total
 
 
-def _tangent_transpose(cotangent: Any, *arguments: Any, op: Op, lowering: str | None, mode: Mode, views: Any) -> Any:
+def _tangent_transpose(
+    cotangent: Any, *arguments: Any, op: Op, lowering: str | None, mode: Mode, views: Any, reads: Reads
+) -> Any:
     results: list[Any] = [None] * len(arguments)
     a, b, da, db, *indices = arguments
     linear = [i for i in (0, 1, 2, 3) if ad.is_undefined_primal(arguments[i])]
@@ -399,25 +521,30 @@ def _tangent_transpose(cotangent: Any, *arguments: Any, op: Op, lowering: str | 
     if linear == [2, 3]:
         pair = Op(op.spec, op.dtype, pair=True)
         shapes = (da.aval.shape, db.aval.shape)
-        results[2], results[3] = _step(pair, (cotangent, a, b, *indices), mode, shapes)
+        results[2], results[3] = _step(pair, (cotangent, a, b, *indices), mode, shapes, reads)
         return results
-    for i, child, others in ((2, 0, (None, b)), (3, 1, (a, None)), (0, 0, (None, db)), (1, 1, (da, None))):
+    for i, child, others, free in (
+        (2, 0, (None, b), (0,)), (3, 1, (a, None), (1,)), (0, 0, (None, db), (0, 1)), (1, 1, (da, None), (0, 1)),
+    ):  # fmt: skip
         if i in linear:
             inputs = [cotangent if other is None else other for other in others]
-            results[i] = _step(_single(op, child), (*inputs, *indices), mode, (arguments[i].aval.shape,))[0]
+            shape, rest = arguments[i].aval.shape, reads.without(*free)
+            results[i] = _step(_single(op, child), (*inputs, *indices), mode, (shape,), rest)[0]
     return results
 
 
-def _tangent_batch(arguments: Any, dims: Any, *, op: Op, lowering: str | None, mode: Mode, views: Any) -> Any:
+def _tangent_batch(
+    arguments: Any, dims: Any, *, op: Op, lowering: str | None, mode: Mode, views: Any, reads: Reads
+) -> Any:
     size = next(x.shape[d] for x, d in zip(arguments, dims, strict=True) if d is not None)
     moved = [_axis_front(x, d) for x, d in zip(arguments, dims, strict=True)]
     mapped = [d is not None for d in dims]
     parts = []
-    for places in ((2, 1), (0, 3)):
+    for child, places in enumerate(((2, 1), (0, 3))):
         parts.append(
             _batched_step(
                 op, [*(moved[p] for p in places), *moved[4:]], [*(mapped[p] for p in places), *mapped[4:]], 2, size,
-                mode, views[0],
+                mode, views[0], reads.without(child, gradient=False),
             )
         )  # fmt: skip
     return ad.add_jaxvals(*parts), 0
@@ -465,9 +592,15 @@ class JaxBackend(Backend):
         traced = type(array).__name__ in ("JVPTracer", "LinearizeTracer")
         return Operand(tuple(array.shape), jnp.dtype(array.dtype).name, None, traced)
 
-    def result_dtype(self, dtypes: Sequence[str]) -> str:
-        """Promote as JAX does."""
-        return jnp.result_type(*map(jnp.dtype, dtypes)).name
+    def signature(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> Hashable:
+        """Return all of some arrays that a plan depends on: here also what decides promotion."""
+        weak = tuple(x.weak_type for x in operands)
+        return (super().signature(operands, indices), weak, _wide_types())
+
+    def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any]) -> str:
+        """Promote as JAX does: an array made from a Python number gives way to any other of its kind."""
+        pairs = zip(dtypes, operands, strict=True)
+        return jnp.result_type(*(x if hasattr(x, "weak_type") else jnp.dtype(dtype) for dtype, x in pairs)).name
 
     def device(self, operands: Sequence[Any]) -> Device:
         """Rates of the machine that JAX runs on."""
@@ -495,6 +628,12 @@ class JaxBackend(Backend):
         spec, arrays = plan.resolved.spec, plan.resolved.spec.arrays
         gathers = {name: [g for g in spec.gathers if g.array == name] for name in arrays}
         lowerings = {step.op: step.choice.lowering for step in plan.programs.forward.steps}
+        if plan.dtype in NARROW and not _wide_types():
+            raise PlannerError(
+                f"dtype {plan.dtype} is off in jax, which would compute in {NARROW[plan.dtype]}: "
+                "call jax.config.update('jax_enable_x64', True) at the start of the program, or set JAX_ENABLE_X64=1; "
+                f"or pass dtype={NARROW[plan.dtype]!r}"
+            )
         inexact = jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact)
         if plan.index_mode == "clip":
             for gather in spec.gathers:
@@ -502,6 +641,7 @@ class JaxBackend(Backend):
                     raise clip_error(gather)
 
         dropping = plan.index_mode == "drop"
+        reads = {id(node): Reads.of(node.op, exposed) for node, exposed in exposures(plan.tree, spec)}
 
         def masked(x: Any, term: Term, indices: Mapping[str, Any]) -> Any:
             index = Prepared(True)
@@ -525,8 +665,9 @@ class JaxBackend(Backend):
                     x = x.real
                 result = jax.lax.convert_element_type(x, jnp.dtype(op.dtype))
             else:
-                used = tuple(indices[name] for name in op.arrays)
-                (result,) = _step(op, (*inputs, *used), (mode, plan.options.precision), op.output_shapes, lowerings[op])
+                arguments = (*inputs, *(indices[name] for name in reads[id(tree)].arrays))
+                settings = (mode, plan.options.precision)
+                (result,) = _step(op, arguments, settings, op.output_shapes, reads[id(tree)], lowerings[op])
             return masked(result, spec.output, indices) if root and dropping else result
 
         def value(tree: Tree, leaves: Sequence[Any], indices: Mapping[str, Any], mode: str, root: bool) -> Any:

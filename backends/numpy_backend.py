@@ -91,7 +91,7 @@ class NumpyBackend(Backend):
         """Describe a numpy array."""
         return Operand(array.shape, array.dtype.name)
 
-    def result_dtype(self, dtypes: Sequence[str]) -> str:
+    def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any]) -> str:
         """Promote as numpy does."""
         return str(np.result_type(*map(np.dtype, dtypes)))
 

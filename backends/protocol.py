@@ -106,8 +106,8 @@ class Backend(Protocol):
             key += (name, type(q), q.shape, q.dtype)
         return tuple(key)
 
-    def result_dtype(self, dtypes: Sequence[str]) -> str:
-        """Promote dtypes by the framework's rules."""
+    def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any]) -> str:
+        """Promote the operands' dtypes by the framework's rules; operands may be stand-ins or shapes."""
         ...
 
     def device(self, operands: Sequence[Any]) -> Device:

@@ -445,7 +445,7 @@ class TorchBackend(Backend):
             raise
         return tuple(key)
 
-    def result_dtype(self, dtypes: Sequence[str]) -> str:
+    def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any]) -> str:
         """Promote as torch does tensors of the same category."""
         result = torch_dtype(dtypes[0])
         for name in dtypes[1:]:

@@ -236,9 +236,9 @@ def _plan(
         resolved = resolve_shapes(spec, shapes, index_shapes, request.sizes)
     except ShapeError as error:
         raise type(error)(f"{error}\n    in {_call_text(spec, shapes, index_shapes, request.sizes)}") from None
-    compute = (
-        dtype_name(request.dtype) if request.dtype is not None else backend.result_dtype([o.dtype for o in described])
-    )
+    dtypes = [operand.dtype for operand in described]
+    given = request.dtype
+    compute = dtype_name(given) if given is not None else backend.result_dtype(dtypes, operands)
     itemsize(compute)
     if device is not None and not isinstance(device, Device):
         raise PlannerError(

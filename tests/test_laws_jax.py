@@ -21,6 +21,7 @@ from laws import (
     pick,
     tangents_of,
     wide_index,
+    with_unread_nan,
 )
 
 import planner
@@ -145,6 +146,58 @@ def test_values_and_gradients_in_each_dtype(dtype):
 @given(exact_problems(("float32", "float16", "int32", "complex64"), mixed_dtypes=True, max_size=3, max_axes=4))
 def test_mixed_dtypes_promote_as_jax_does(problem):
     check(problem, eager_gradients=False)
+
+
+def test_weak_types_promote_as_jnp_einsum_does():
+    """An array of a Python number takes the other operand's type; which one is weak is part of what is cached."""
+    half, weak, strong = jnp.ones(3, "float16"), jnp.asarray(2.0), jnp.ones((), "float32")
+    brain, integer = jnp.ones(3, "bfloat16"), jnp.asarray(2)
+    for wrap in (lambda f: f, jit):
+        for pair in (
+            (half, weak),
+            (half, strong),
+            (brain, weak),
+            (half, integer),
+            (integer, weak),
+            (jnp.arange(3), weak),
+        ):
+            spec = "i, -> i" if pair[0].ndim else ", -> "
+            got = wrap(lambda a, b, spec=spec: planner.contract(spec, a, b))(*pair)
+            expected = jnp.einsum(spec.replace(" ", ""), *pair)
+            assert got.dtype == expected.dtype, pair
+            assert (got == expected).all()
+    ga, gb = jax.grad(lambda a, b: planner.contract("i, -> i", a, b).sum(), (0, 1))(half, weak)
+    assert (ga.dtype, gb.dtype) == ("float16", "float32")
+    assert (ga.tolist(), gb.tolist()) == ([2, 2, 2], 3)
+    batches = [
+        jax.vmap(call, (None, 0))(half, jnp.full(2, 2.0))
+        for call in (lambda a, b: planner.contract("i, -> i", a, b), lambda a, b: jnp.einsum("i,->i", a, b))
+    ]
+    assert batches[0].dtype == batches[1].dtype
+    assert jit(lambda a: planner.contract("i, -> i", a, jnp.asarray(3.0)))(half).dtype == "float16"
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", "complex128", float])
+def test_a_64_bit_computation_needs_the_setting(dtype):
+    x = jnp.arange(3)
+    for wrap in (lambda f: f, jit):
+        with pytest.raises(planner.PlannerError, match="jax_enable_x64") as caught:
+            wrap(lambda x: planner.contract("i, i -> i", x, x, dtype=dtype))(x)
+        assert "float32" in str(caught.value) or "int32" in str(caught.value) or "complex64" in str(caught.value)
+    with jax.enable_x64(True):
+        got = planner.contract("i, i -> i", x, x, dtype=dtype)
+        assert got.dtype == dtype
+    with pytest.raises(planner.PlannerError, match="jax_enable_x64"):
+        planner.contract("i, i -> i", x, x, dtype=dtype)
+
+
+def test_the_setting_of_64_bits_is_part_of_what_is_cached():
+    with jax.enable_x64(True):
+        x = jnp.ones(3, "float64")
+        assert planner.contract("i, i -> ", x, x).dtype == "float64"
+    with pytest.raises(planner.PlannerError, match="jax_enable_x64"):
+        planner.contract("i, i -> ", x, x)
+    assert planner.contract("i, i -> ", x, x, dtype="float32").dtype == "float32"
 
 
 @settings(max_examples=examples(15, 400))
@@ -371,10 +424,6 @@ def test_rows_that_no_index_names_never_matter(jitted):
     assert (got == 2).all()
 
 
-@pytest.mark.xfail(
-    reason="a pool that is contracted as a whole leaks its unread rows' NaN into gradients, see docs/how-it-works.md",
-    strict=True,
-)
 @pytest.mark.parametrize("jitted", [False, True])
 def test_rows_that_no_index_names_never_matter_to_gradients(jitted):
     c = jnp.ones((4, 2, 3)).at[1].set(jnp.nan).at[3].set(jnp.inf)
@@ -387,6 +436,71 @@ def test_rows_that_no_index_names_never_matter_to_gradients(jitted):
     ga, gc = (jit if jitted else lambda f: f)(jax.grad(loss, (0, 1)))(a, c)
     assert (ga == 3).all()
     assert gc[:, 0, 0].tolist() == [1, 0, 2, 0]
+
+
+def test_rows_that_no_index_names_never_matter_in_any_spec():
+    floors = Floors()
+
+    @settings(max_examples=examples(100, 2_000))
+    @example(Problem("nj, q[n]jk -> q[n]k", ((9, 2), (4, 2, 3)), indices={"q": np.array([0, 2] * 4 + [0])}))
+    @example(Problem("nj, q[n]jk, mk -> nm", ((3, 2), (4, 2, 3), (2, 3)), indices={"q": np.array([0, 2, 0])}))
+    @given(exact_problems(gathers=True, index_modes=("raise", "clip"), without=("size zero",)))
+    def law(problem):
+        operands, unread = with_unread_nan(problem)
+        call, indices = call_of(problem, minimize=pick(problem, OBJECTIVES)), indices_of(problem)
+        gout, wanted = jnp.asarray(problem.output_gradient()), range(len(operands))
+
+        def both(operands, indices, gout):
+            return value_and_gradients(call, operands, indices, gout, wanted)
+
+        run = both if problem.seed % 8 == 0 else jit(both)
+        value, gradients = run([jnp.asarray(x) for x in operands], indices, gout)
+        assert_equal(described(value), problem.expected(), "float32")
+        for found, expected in zip(gradients, problem.expected_gradients(), strict=True):
+            assert_equal(described(found), expected, "float32", "gradient")
+        floors.note(unread=unread)
+
+    law()
+    floors.at_least(examples(90, 1_800), unread=0.5)
+
+
+@pytest.mark.parametrize("within", ["grad", "vmap", "jvp of grad", "checkpoint", "float16"])
+@pytest.mark.parametrize("lowering", ["matmul", "whole pool, then take"])
+def test_rows_that_no_index_names_never_matter_within(within, lowering):
+    if lowering == "matmul":
+        spec, a, c, q = "nij, q[n]jk -> nik", jnp.ones((3, 1, 2)), jnp.ones((4, 2, 3)), jnp.array([0, 2, -2])
+    else:
+        spec, q = "bqd, b i[bqk] d -> bqk", jnp.zeros((2, 100, 60), int).at[:, ::2, ::3].set(2)
+        a, c = jnp.ones((2, 100, 8)), jnp.ones((2, 40, 8))
+    name = "q" if lowering == "matmul" else "i"
+    dtype = "float16" if within == "float16" else "float32"
+    a, clean = a.astype(dtype), c.astype(dtype)
+    stand_ins = [planner.Operand(x.shape, dtype, requires_grad=True) for x in (a, clean)]
+    plan = planner.plan(spec, *stand_ins, backend="jax", **{name: q})
+    assert lowering in [step.choice.lowering for step in plan.steps]
+    axis = 0 if lowering == "matmul" else 1
+
+    def gradients(a, c, q):
+        def call(a, c):
+            return planner.contract(spec, a, c, **{name: q})
+
+        if within == "checkpoint":
+            call = jax.checkpoint(call)
+        return jax.grad(lambda a, c: (call(a, c) ** 2).sum(), (0, 1))(a, c)
+
+    def run(a, c, q):
+        if within == "jvp of grad":
+            return jax.jvp(lambda a, c: gradients(a, c, q), (a, c), (jnp.ones_like(a), jnp.ones_like(c)))
+        if within == "vmap":
+            return jax.vmap(gradients, (0, None, None))(jnp.stack([a, 2 * a]), c, q)
+        return gradients(a, c, q)
+
+    at = (slice(None),) * axis
+    dirty = clean.at[*at, 1].set(jnp.nan).at[*at, 3].set(-jnp.inf)
+    expected = jax.tree.leaves(run(a, clean, q))
+    for wrap in (jit, lambda f: f):
+        found = jax.tree.leaves(wrap(run)(a, dirty, q))
+        assert all((x == y).all() for x, y in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("jitted", [False, True])
