@@ -363,6 +363,13 @@ def copied_bytes(term: Term, groups: Sequence[Sequence[str]], sizes: Mapping[str
     return 0
 
 
+def _batch_is_innermost(term: Term, groups: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> int:
+    """Elements of an operand whose matrices have no unit stride, as a batch axis has it: they are copied first."""
+    axes = [str(e) for e in term if sizes[str(e)] != 1]
+    matrix = all(any(sizes[axis] != 1 for axis in group) for group in groups[1:])
+    return math.prod(sizes[axis] for axis in axes) if matrix and axes and axes[-1] in groups[0] else 0
+
+
 def picoseconds(seconds: float) -> int:
     """Round to the unit in which the search adds times up."""
     return round(seconds * 1e12)
@@ -429,11 +436,16 @@ def _product_cost(op: Op, device: Device, spec: Spec, result: int) -> StepCost:
     flops, moved = spec_flops(spec), op.bytes_touched()
     if not form.contracted:
         return StepCost(flops, moved, 0, 0, picoseconds(device.seconds(0, moved, result, 1)))
-    copied = copied_bytes(spec.inputs[0], (form.batch, form.left, form.contracted), sizes, size)
-    copied += copied_bytes(spec.inputs[1], (form.batch, form.contracted, form.right), sizes, size)
+    groups_of = ((form.batch, form.left, form.contracted), (form.batch, form.contracted, form.right))
+    copied = 0
+    for term, groups in zip(spec.inputs, groups_of, strict=True):
+        elements = _batch_is_innermost(term, groups, sizes)
+        copied += elements * size if elements else copied_bytes(term, groups, sizes, size)
     moved += 2 * copied
     rate = device.skinny_rate if min(m, n, k) < 8 else device.flop_rate
-    seconds = max(flops / rate, moved / device.bandwidth) + device.fresh_seconds(copied) + device.fresh_seconds(result)
+    seconds = (
+        max(flops / rate, device.moving_seconds(moved)) + device.fresh_seconds(copied) + device.fresh_seconds(result)
+    )
     seconds += device.launch_seconds + (batch * device.matrix_seconds if batch > 1 else 0)
     return StepCost(flops, moved, copied, copied, picoseconds(seconds))
 

@@ -220,19 +220,19 @@ def _only_read_rows(x: Any, spec: Spec, term: Term, raw: Mapping[str, Any], inde
     sizes = dict(spec.sizes)
     rows = term_axes(tuple(e for e in term if isinstance(e, Gather) or term.count(e) > 1))
     shape = [n if isinstance(e, Gather) or e in rows else 1 for e, n in zip(term, x.shape, strict=True)]
-    slow = max((axis for axis in rows if axis not in term), key=lambda axis: sizes[axis], default=None)
+    slow = max((axis for axis in rows if axis not in term and sizes[axis]), key=lambda axis: sizes[axis], default=None)
     narrow = dataclasses.replace(spec, sizes=tuple((a, 1 if a == slow else size) for a, size in spec.sizes))
 
     def read() -> Any:
         def at(position: Any, mask: Any) -> Any:
-            here = {}
+            here = Prepared(index_mode in ("raise", "drop"))
             for gather in spec.gathers:
                 values = raw[gather.array].reshape(_index_shape(spec, gather.array))
                 for dim, axis in enumerate(gather.axes):
                     if axis == slow:
                         values = lax.dynamic_slice_in_dim(values, position, 1, dim)
-                here[gather.array] = values
-            return mask | read_rows(OPS, x, term, narrow, _index_arrays(here, narrow, index_mode))
+                here[gather] = _normalised(values, gather, index_mode)
+            return mask | read_rows(OPS, x, term, narrow, here)
 
         return lax.fori_loop(0, sizes[slow] if slow else 1, at, jnp.zeros(shape, bool))
 

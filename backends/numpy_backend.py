@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,10 +19,12 @@ from planner.backends.common import (
     stock_rows,
     widened,
 )
+from planner.backends.loops import run_loop
 from planner.backends.protocol import Backend, Table
 from planner.backends.stock import matmul_product
 from planner.device import CPU, Device
 from planner.errors import PlannerError
+from planner.loops import accumulator, body_of
 from planner.lower import ProductForm
 from planner.spec import Gather, Operand, Spec
 
@@ -117,6 +120,7 @@ class NumpyBackend(Backend):
             raise PlannerError("numpy computes no gradients: plan without requires_grad, or use torch or jax")
         resolved = plan.resolved
         shapes = dict(resolved.index_shapes)
+        whole = self._program(plan)
 
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
             index = Prepared(plan.index_mode == "drop")
@@ -136,11 +140,35 @@ class NumpyBackend(Backend):
 
                 arrays = {gather.array: index[gather] for gather in index}
                 return contract(wide[0], *wide[1], index_mode="drop", dtype=plan.dtype, **arrays)
-            masked = mask_operands(OPS, values, resolved.spec, index)
-            (result,) = run_program(self.table, plan.programs.forward, dict(enumerate(masked)), index)
-            return mask_term(OPS, result, resolved.spec.output, resolved.spec, index)
+            return whole(values, index)
 
         return run
+
+    def _program(self, plan: Plan) -> Callable[[Sequence[Any], Prepared], Any]:
+        """The function that runs a plan's forward program on operands as the spec sees them."""
+        spec, loop = plan.resolved.spec, plan.loop
+        if loop is None:
+
+            def run(values: Sequence[Any], index: Prepared) -> Any:
+                masked = mask_operands(OPS, values, spec, index)
+                (result,) = run_program(self.table, plan.programs.forward, dict(enumerate(masked)), index)
+                return mask_term(OPS, result, spec.output, spec, index)
+
+            return run
+
+        bodies = lru_cache(lambda *sizes: self._program(body_of(plan, dict(sizes))))
+
+        def run_slices(values: Sequence[Any], index: Prepared) -> Any:
+            assert loop is not None
+            wide = np.dtype(accumulator(plan.dtype))
+            (result,) = run_loop(
+                loop, spec, list(zip(spec.inputs, values, strict=True)), index,
+                lambda part, xs, here: (bodies(*part.sizes.items())(xs, here),),
+                [(spec.output, lambda zero: np.zeros(spec.output_shape, wide))],
+            )  # fmt: skip
+            return result.astype(plan.dtype, copy=False)
+
+        return run_slices
 
 
 backend = NumpyBackend()

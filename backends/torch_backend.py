@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ from planner.backends.common import (
     run_program,
     widened,
 )
+from planner.backends.loops import run_loop
 from planner.backends.protocol import Backend
 from planner.backends.stock import evaluate
 from planner.backends.torch_native import NATIVE, compile_native, standin
@@ -39,8 +41,10 @@ from planner.derive import batched, transpose
 from planner.device import CPU, GPU, Device
 from planner.errors import PlannerError
 from planner.kernels import torch_grouping
+from planner.kernels.torch_grouped import accumulator
+from planner.loops import body_of
 from planner.program import Leaf, Tree
-from planner.spec import Gather, Operand, Spec
+from planner.spec import Gather, Operand, Spec, Term
 
 if TYPE_CHECKING:
     from planner.plan import Plan
@@ -218,6 +222,54 @@ class _Bound:
             return evaluate(OPS, tree.op.spec, inputs, index, index.guarded)
 
         return mask_term(OPS, value(self.plan.tree), self.spec.output, self.spec, index)
+
+
+class _BoundLoop(_Bound):
+    """A plan that goes slice by slice: its programs call those of its body."""
+
+    def __init__(self, plan: Plan, backend: TorchBackend) -> None:
+        super().__init__(plan, backend)
+        self.body = lru_cache(maxsize=64)(lambda *sizes: _Bound(body_of(plan, dict(sizes)), backend))
+
+    def _result(self, term: Term, dtype: torch.dtype, like: Tensor) -> tuple[Term, Callable[[bool], Tensor]]:
+        shape = self.spec.shape(term)
+
+        def allocate(zero: bool) -> Tensor:
+            return like.new_zeros(shape, dtype=accumulator(dtype)) if zero else like.new_empty(shape, dtype=dtype)
+
+        return term, allocate
+
+    def forward(self, operands: Sequence[Tensor], index: Prepared) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Run the forward program of every slice."""
+        assert self.plan.loop is not None
+        (result,) = run_loop(
+            self.plan.loop,
+            self.spec,
+            list(zip(self.spec.inputs, self.views(operands), strict=True)),
+            index,
+            lambda part, xs, here: self.body(*part.sizes.items()).forward(xs, here)[:1],
+            [self._result(self.spec.output, self.dtype, operands[0])],
+        )
+        return result.to(self.dtype), ()
+
+    def backward(
+        self, gradient: Tensor, operands: Sequence[Tensor], index: Prepared, kept: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Run the backward program of every slice."""
+        assert self.plan.loop is not None
+        spec, needs = self.spec, [v is not None for v in self.programs.gradients]
+        found = run_loop(
+            self.plan.loop,
+            spec,
+            list(zip((spec.output, *spec.inputs), (gradient, *self.views(operands)), strict=True)),
+            index,
+            lambda part, xs, here: self.body(*part.sizes.items()).backward(xs[0], xs[1:], here, ()),
+            [
+                self._result(term, x.dtype, x) if need else None
+                for term, x, need in zip(spec.inputs, operands, needs, strict=True)
+            ],
+        )
+        return [None if g is None else g.to(x.dtype).reshape(x.shape) for g, x in zip(found, operands, strict=True)]
 
 
 def _finite(x: Tensor) -> bool:
@@ -481,7 +533,7 @@ class TorchBackend(Backend):
 
     def bind(self, plan: Plan) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan."""
-        bound = _Bound(plan, self)
+        bound = _Bound(plan, self) if plan.loop is None else _BoundLoop(plan, self)
         requires = plan.programs.backward is not None
 
         def run(operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
@@ -516,7 +568,7 @@ class TorchBackend(Backend):
         steps = plan.programs.forward.steps
         if _autocasts() and not all(step.choice.lowering in ("view", "broadcast") for step in steps):
             return shielded
-        if not bound.gathers and (not requires or plan.keep == "all" or not _has_kept(plan)):
+        if plan.loop is None and not bound.gathers and (not requires or plan.keep == "all" or not _has_kept(plan)):
             metas = [
                 standin(o.shape, o.strides, torch_dtype(o.dtype)).reshape(shape)
                 for o, shape in zip(plan.operands, bound.shapes, strict=True)

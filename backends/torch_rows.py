@@ -139,7 +139,7 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     scratch = max(8 * (n + g + 1) + maps + kernel, torch_grouping.group_bytes(n, g) + maps - results)
     rows = n * i * (j + k) * size
     seconds = (
-        max(flops / device.flop_rate, (moved + 2 * rows) / device.bandwidth)
+        max(flops / device.flop_rate, device.moving_seconds(moved + 2 * rows))
         + device.fresh_seconds(results)
         + n * device.take_row_seconds * (4 if op.pair else 3)
         + min(g, n) * 2 * device.matrix_seconds
@@ -216,7 +216,7 @@ def _sliced_cost(op: Op, device: Device) -> StepCost:
     if axis not in op.spec.output:
         moved += 2 * slices * result
     rate = device.skinny_rate if min(m, n, k) < 8 else device.flop_rate
-    seconds = max(flops / rate, moved / device.bandwidth) + device.fresh_seconds(result)
+    seconds = max(flops / rate, device.moving_seconds(moved)) + device.fresh_seconds(result)
     return StepCost(flops, moved, 0, 0, picoseconds(seconds + slices * device.launch_seconds))
 
 

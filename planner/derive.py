@@ -11,12 +11,12 @@ are symmetric in what they tie together, so a gather in the input becomes a scat
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from planner.errors import ShapeError
 from planner.spec import Gather, Spec, Term, unused_letters
 
-__all__ = ["batched", "transpose"]
+__all__ = ["batched", "sliced", "transpose"]
 
 
 def transpose(spec: Spec, operand: int) -> Spec:
@@ -96,3 +96,16 @@ def batched(
     inputs = tuple((axis, *indexed(t)) if i in chosen else indexed(t) for i, t in enumerate(spec.inputs))
     sizes = tuple(sorted((*spec.sizes, (axis, size))))
     return Spec(inputs, (axis, *indexed(spec.output)), sizes)
+
+
+def sliced(spec: Spec, sizes: Mapping[str, int]) -> Spec:
+    """Return the spec of one slice: some axes shorter, all else the same.
+
+    A contraction is the sum of its slices over an axis that is summed, and their concatenation over an axis of the
+    result. An axis in brackets slices the index array, not what it indexes.
+
+    Args:
+        spec: a resolved spec.
+        sizes: the slice's size of each axis that is cut.
+    """
+    return dataclasses.replace(spec, sizes=tuple((axis, sizes.get(axis, size)) for axis, size in spec.sizes))

@@ -23,6 +23,8 @@ class Device:
         fresh_bandwidth: bytes/s of first writes to an allocation of `fresh_bytes` or more (page faults on a CPU).
         reused_bandwidth: bytes/s of first writes to a smaller one, which the allocator serves from memory in use.
         fresh_bytes: size from which the allocator asks the system for new pages.
+        cache_bytes: a step that moves no more than this finds its values in the cache, new ones too.
+        cache_bandwidth: bytes/s there.
         launch_seconds: overhead of one operator.
         matrix_seconds: overhead of each matrix of a batched product.
         take_row_seconds: overhead of each row of a take.
@@ -38,6 +40,8 @@ class Device:
     fresh_bandwidth: float = float("inf")
     reused_bandwidth: float = float("inf")
     fresh_bytes: int = 0
+    cache_bytes: int = 0
+    cache_bandwidth: float = float("inf")
     launch_seconds: float = 0.0
     matrix_seconds: float = 0.0
     take_row_seconds: float = 0.0
@@ -49,13 +53,19 @@ class Device:
     def seconds(self, flops: float = 0, moved: float = 0, fresh: int = 0, launches: float = 0) -> float:
         """Roofline: the larger of computing and moving, then one new allocation and launches."""
         return (
-            max(flops / self.flop_rate, moved / self.bandwidth)
+            max(flops / self.flop_rate, self.moving_seconds(moved))
             + self.fresh_seconds(fresh)
             + launches * self.launch_seconds
         )
 
+    def moving_seconds(self, moved: float) -> float:
+        """Time to read and write so many bytes in one step."""
+        return moved / (self.cache_bandwidth if moved <= self.cache_bytes else self.bandwidth)
+
     def fresh_seconds(self, size: int) -> float:
         """Time that first writes to one new allocation cost beyond writing it."""
+        if size <= self.cache_bytes:
+            return 0.0
         return size / (self.fresh_bandwidth if size >= self.fresh_bytes else self.reused_bandwidth)
 
 
@@ -66,6 +76,8 @@ CPU = Device(
     fresh_bandwidth=3.2e9,
     reused_bandwidth=1.5e10,
     fresh_bytes=2**25,  # glibc maps anew from 32 MiB on, whatever was freed before
+    cache_bytes=2**21,
+    cache_bandwidth=5e10,
     launch_seconds=3e-6,
     matrix_seconds=1.0e-7,
     take_row_seconds=5e-9,

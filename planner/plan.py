@@ -14,7 +14,7 @@ from planner.resolve import Resolved, cut
 from planner.search.paths import path_of
 from planner.spec import Operand
 
-__all__ = ["Alternative", "Options", "Plan"]
+__all__ = ["Alternative", "Loop", "Options", "Plan"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +48,22 @@ class Alternative:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Loop:
+    """A contraction done slice by slice; nothing of a slice outlives it, in the backward program either.
+
+    Attributes:
+        axes: each axis that is cut and the size of its slices (the last may be shorter), the outermost first.
+        body: the plan of one whole slice.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    body: Plan
+
+    def __str__(self) -> str:
+        return "loop over " + ", ".join(f"{axis} by {size}" for axis, size in self.axes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
     """How one contraction will be done.
 
@@ -73,6 +89,7 @@ class Plan:
         naive_cost: cost of taking the gathered operands first and contracting pairwise in the framework's way.
         proven: whether no better plan exists in the space that was searched.
         origin: how the tree was found.
+        loop: the loop over slices, if the plan is one; each program then is that loop, as one step.
     """
 
     text: str
@@ -90,6 +107,7 @@ class Plan:
     naive_cost: PlanCost
     proven: bool
     origin: str
+    loop: Loop | None = None
 
     @property
     def cost(self) -> PlanCost:
@@ -169,6 +187,7 @@ class Plan:
             "tree": (Leaf, Node),
             "programs": Programs,
             "naive_cost": PlanCost,
+            "loop": (Loop, type(None)),
         }
         if not isinstance(plan, cls):
             raise PlannerError(f"this is no plan written by to_json, but a {type(plan).__name__}")

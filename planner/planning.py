@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,22 +13,26 @@ from planner.cost import PlanCost
 from planner.device import Device
 from planner.dispatch import load_backend
 from planner.errors import PlannerError, PlannerLimitError, SearchLimitError
+from planner.loops import loop_programs, resized, slice_counts, slice_operands, sliced_problem
 from planner.lower import Choice, Op
 from planner.network import Network
 from planner.objective import OBJECTIVES, check_objective, plan_key, step_key
-from planner.plan import Alternative, Options, Plan
+from planner.plan import Alternative, Loop, Options, Plan
 from planner.program import Keep, Leaf, Lowerer, Node, Programs, Tree, Variable, build
 from planner.resolve import Resolved
 from planner.search.dynamic import Found, Search, Vector
 from planner.search.paths import checked_path, external_path, joined_by, left_to_right, path_names, splits_of
 from planner.spec import Operand
 
-__all__ = ["alternatives", "make_plan"]
+__all__ = ["alternatives", "looped", "make_plan"]
 
 # Steps that a search may score; each takes 50 to 250 us.
 AUTO_WORK, OPTIMAL_WORK, PATH_WORK = 20_000, 3_000_000, 4_000
 # With more distinct gathers than this a path's search does not try every combination of their placements.
 MOST_FACTORS = 5
+# Without limits, loops over slices are considered where a plan allocates this much beyond its results.
+LARGE_BYTES = 1 << 25
+MOST_LOOPS, MOST_SLICES = 3, 4096
 # The score of a tree that retains nothing and takes any time.
 RETAINS_NOTHING: Vector = ((0, 2**200, 0, 0),)
 
@@ -125,6 +131,7 @@ class _Candidate:
     keep: Keep
     proven: bool
     origin: str
+    loop: Loop | None = None
 
     @property
     def cost(self) -> PlanCost:
@@ -153,6 +160,7 @@ def make_plan(
     problem = Problem(resolved, operands, dtype, backend, device)
     candidates = list(_candidates(problem, options))
     key = plan_key(options.minimize)
+    candidates += _loops(problem, options, candidates, index_mode)
     allowed = [c for c in candidates if _within(c.cost, options)]
     if not allowed:
         raise _limit_error(candidates, options)
@@ -161,7 +169,7 @@ def make_plan(
     given = tuple((name, index_shapes[name]) for name in resolved.spec.arrays)
     return Plan(
         text, resolved, given, problem.operands, dtype, index_mode, backend, device, options,
-        best.tree, best.keep, best.programs, problem.naive().cost, best.proven, best.origin,
+        best.tree, best.keep, best.programs, problem.naive().cost, best.proven, best.origin, best.loop,
     )  # fmt: skip
 
 
@@ -212,6 +220,128 @@ def _found(
     yield (*problem.search(objective, keep, PATH_WORK, problem.path(optimize)), origin)
 
 
+# -- loops over slices -----------------------------------------------------------------------------------
+
+
+def _loops(problem: Problem, options: Options, candidates: Sequence[_Candidate], index_mode: str) -> list[_Candidate]:
+    """Candidates that go slice by slice: where a limit asks for it, or where large intermediates cost time.
+
+    Axes are added one at a time, each time the one whose slices serve best, until nothing gets better. Slices are
+    priced with the trees that were found for the whole, and with trees made for slices of one element.
+    """
+    limited = options.memory_limit is not None or options.retain_limit is not None
+    key = plan_key(options.minimize)
+    allowed = [c for c in candidates if _within(c.cost, options)]
+    rival = min(allowed or candidates, key=lambda c: key(c.cost))
+    if allowed and rival.cost.peak_bytes - _results_bytes(rival.programs) < LARGE_BYTES:
+        return []
+    keys = ("time", "peak") if limited or options.minimize in ("peak", "retained") else ("time",)
+    found: list[_Candidate] = []
+    trees = list(dict.fromkeys(c.tree for c in candidates))
+    axes: tuple[tuple[str, int], ...] = ()
+
+    def rank(c: _Candidate) -> Any:
+        over = max(0, c.cost.peak_bytes - options.memory_limit) if options.memory_limit is not None else 0
+        return (over, *key(c.cost))
+
+    for _ in range(MOST_LOOPS):
+        best: _Candidate | None = None
+        for axis, size in problem.resolved.spec.sizes:
+            if size < 2 or axis in dict(axes):
+                continue
+            pool = list(dict.fromkeys((*trees, *_slice_trees(problem, options, {**dict(axes), axis: 1}))))
+            for step in _ladder(size):
+                cut = (*axes, (axis, step))
+                if math.prod(-(-problem.resolved.spec.size(a) // s) for a, s in cut) > MOST_SLICES:
+                    continue
+                for tree, name in itertools.product(pool, keys):
+                    candidate = _loop_candidate(problem, options, cut, tree, name, index_mode)
+                    if best is None or rank(candidate) < rank(best):
+                        best = candidate
+        if best is None or (found and rank(best) >= rank(found[-1])):
+            break
+        found.append(best)
+        assert best.loop is not None
+        axes = best.loop.axes
+        if _within(best.cost, options) and (not allowed or len(axes) > 1):
+            break
+    return found
+
+
+def _ladder(size: int) -> list[int]:
+    """Sizes of slices to consider: halves, down to one."""
+    steps = [size]
+    while steps[-1] > 1:
+        steps.append(-(-steps[-1] // 2))
+    return steps[1:]
+
+
+def _results_bytes(programs: Programs) -> int:
+    """Bytes that the larger program must allocate whatever it does: the result, or the gradients."""
+    gradients = sum(programs.variables[v].bytes for v in programs.gradients if v is not None)
+    return max(gradients, programs.variables[programs.result].bytes)
+
+
+def _slice_trees(problem: Problem, options: Options, sizes: Mapping[str, int]) -> list[Tree]:
+    """Trees made for a slice, at the sizes of the whole."""
+    resolved = sliced_problem(problem.resolved, sizes)
+    part = Problem(resolved, slice_operands(resolved, problem.operands), problem.dtype, problem.backend, problem.device)
+    whole = dict(problem.resolved.spec.sizes)
+    keep: Keep = "inputs" if any(problem.requires) else "all"
+    try:
+        return [resized(found.tree, whole) for found, _, _ in _found(part, options.optimize, "time", keep, None)]
+    except SearchLimitError:
+        return []
+
+
+def _loop_candidate(
+    problem: Problem,
+    options: Options,
+    axes: tuple[tuple[str, int], ...],
+    tree: Tree,
+    key: str,
+    index_mode: str,
+) -> _Candidate:
+    """Price one loop with one tree."""
+    spec = problem.resolved.spec
+    keep: Keep = "inputs" if any(problem.requires) else "all"
+    lower = Lowerer(problem.choices, step_key(key))
+    bodies, first = [], None
+    for sizes, count in slice_counts(axes, spec):
+        resolved = sliced_problem(problem.resolved, sizes)
+        operands = slice_operands(resolved, problem.operands)
+        variables = [Variable(o.shape, o.dtype, n) for n, o in enumerate(operands)]
+        small = resized(tree, sizes)
+        programs = build(small, variables, problem.requires, lower, keep, problem.dtype)
+        bodies.append((programs.cost, count))
+        if first is None:
+            first = Plan(
+                str(spec), resolved, resolved.index_shapes, operands, problem.dtype, index_mode, problem.backend,
+                problem.device, Options(minimize=key, precision=options.precision), small, keep, programs,
+                programs.cost, False, "slice",
+            )  # fmt: skip
+    assert first is not None
+    programs = loop_programs(
+        spec, axes, bodies, problem.variables, problem.requires, problem.dtype, problem.device
+    )  # fmt: skip
+    return _Candidate(programs, tree, lower, keep, False, "sliced", Loop(axes, first))
+
+
+def looped(plan: Plan, axes: Mapping[str, int]) -> Plan:
+    """Return a plan with the same tree that goes slice by slice, whatever that costs.
+
+    Args:
+        plan: a plan that is no loop.
+        axes: the size of a slice for each axis that is cut, the outermost first.
+    """
+    problem = Problem(plan.resolved, plan.operands, plan.dtype, plan.backend, plan.device)
+    key = plan.options.minimize if isinstance(plan.options.minimize, str) else "time"
+    found = _loop_candidate(problem, plan.options, tuple(axes.items()), plan.tree, key, plan.index_mode)
+    return dataclasses.replace(
+        plan, keep=found.keep, programs=found.programs, proven=False, origin="sliced", loop=found.loop
+    )
+
+
 def _within(cost: PlanCost, options: Options) -> bool:
     return (options.memory_limit is None or cost.peak_bytes <= options.memory_limit) and (
         options.retain_limit is None or cost.retained_bytes <= options.retain_limit
@@ -244,7 +374,7 @@ def _limit_error(candidates: Sequence[_Candidate], options: Options) -> PlannerL
 
 def _ordered(problem: Problem, best: _Candidate, options: Options) -> _Candidate:
     """Evaluate children in the order that needs the least memory, where the objective left it open."""
-    if options.minimize == "peak":
+    if options.minimize == "peak" or best.loop is not None:
         return best
     nodes = _binary_nodes(best.tree)
     if len(nodes) > 12:

@@ -10,7 +10,7 @@ from planner.cost import Cost, PlanCost, StepCost
 from planner.device import Device
 from planner.errors import PlannerError
 from planner.lower import Choice, Op
-from planner.plan import Options, Plan
+from planner.plan import Loop, Options, Plan
 from planner.program import Leaf, Node, Program, Programs, Step, Variable
 from planner.resolve import Resolved
 from planner.spec import Gather, Operand, Spec
@@ -38,8 +38,8 @@ class Forgotten:
 
 _CLASSES = {
     kind.__name__: kind
-    for kind in (Choice, Cost, Device, Forgotten, Gather, Leaf, Node, Op, Operand, Options, Plan, PlanCost, Program,
-                 Programs, Resolved, Spec, Step, StepCost, Variable)
+    for kind in (Choice, Cost, Device, Forgotten, Gather, Leaf, Loop, Node, Op, Operand, Options, Plan, PlanCost,
+                 Program, Programs, Resolved, Spec, Step, StepCost, Variable)
 }  # fmt: skip
 
 

@@ -73,6 +73,13 @@ def plan_text(plan: Plan) -> str:
             [f"  backward, needs {bytes_text(plan.cost.backward.peak_bytes)} at most" if plan.cost.backward else ""]
         )
         rows += _rows(plan, backward, len(plan.programs.forward.steps))
+    if plan.loop is not None:
+        body = plan.loop.body.programs
+        rows.append(["  in each whole slice, forward"])
+        rows += _rows(plan.loop.body, body.forward, 0)
+        if body.backward is not None:
+            rows.append(["  in each whole slice, backward"])
+            rows += _rows(plan.loop.body, body.backward, len(body.forward.steps))
     if len(rows) > MOST_ROWS:
         cut = len(rows) - MOST_ROWS
         rows = [*rows[: MOST_ROWS // 2], [f"  ... {cut} more rows, see plan.steps"], *rows[-MOST_ROWS // 2 :]]

@@ -1,0 +1,211 @@
+"""Slicing: a contraction as a loop over slices of one or more axes, priced as two programs of one step each.
+
+One slice of a contraction is the same spec with some axes shorter (`planner.derive.sliced`), so it has a plan of its
+own, the loop's body. Where a cut axis is in the result, the body's results are its parts; elsewhere they are added up.
+The backward program is a loop too: each slice computes its values again from the operands, and gradients are parts of,
+or are added to, the operands' gradients. So nothing is retained, and the peak is the results and one slice's peak.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from planner.cost import Cost, PlanCost, StepCost, itemsize
+from planner.derive import sliced
+from planner.device import Device
+from planner.dispatch import load_backend
+from planner.lower import Choice, Op
+from planner.objective import step_key
+from planner.plan import Plan
+from planner.program import Leaf, Lowerer, Program, Programs, Step, Tree, Variable, build
+from planner.resolve import Resolved
+from planner.spec import Gather, Operand, Spec, Term
+
+__all__ = ["Part", "accumulator", "body_of", "covers", "loop_programs", "parts", "resized", "slice_counts",
+           "slice_operands", "sliced_problem"]  # fmt: skip
+
+Axes = Sequence[tuple[str, int]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """One slice: where it starts and ends along each axis that is cut."""
+
+    spans: tuple[tuple[str, int, int], ...]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The slice's size of each axis that is cut."""
+        return {axis: stop - start for axis, start, stop in self.spans}
+
+    def of(self, term: Sequence[str | Gather]) -> tuple[slice, ...]:
+        """Return the slices that cut it out of an array with this term, or with a bracket's axes."""
+        spans = {axis: slice(start, stop) for axis, start, stop in self.spans}
+        return tuple(spans.get(e, slice(None)) if isinstance(e, str) else slice(None) for e in term)
+
+
+def parts(axes: Axes, spec: Spec) -> Iterator[Part]:
+    """Yield every slice of a loop, the outermost axis slowest."""
+    spans = [
+        [(axis, start, min(start + size, spec.size(axis))) for start in range(0, spec.size(axis), size)]
+        for axis, size in axes
+    ]
+    for chosen in itertools.product(*spans):
+        yield Part(chosen)
+
+
+def slice_counts(axes: Axes, spec: Spec) -> list[tuple[dict[str, int], int]]:
+    """Return the sizes that slices have, and how many slices have them; the largest first."""
+    kinds = []
+    for axis, size in axes:
+        whole, rest = divmod(spec.size(axis), size)
+        kinds.append([(axis, size, whole)] * (whole > 0) + [(axis, rest, 1)] * (rest > 0))
+    return [
+        ({axis: size for axis, size, _ in chosen}, math.prod(count for _, _, count in chosen))
+        for chosen in itertools.product(*kinds)
+    ]
+
+
+def covers(axes: Axes, term: Term) -> bool:
+    """Whether the slices of an array with this term are disjoint and fill it: it has every cut axis, once."""
+    return all(term.count(axis) == 1 for axis, _ in axes)
+
+
+def accumulator(dtype: str) -> str:
+    """The dtype that slices are added up in: float32 for the half types."""
+    return "float32" if dtype in ("float16", "bfloat16") else dtype
+
+
+def resized(tree: Tree, sizes: Mapping[str, int]) -> Tree:
+    """The same tree for other sizes of some axes."""
+    if isinstance(tree, Leaf):
+        return tree
+    op = dataclasses.replace(tree.op, spec=sliced(tree.op.spec, sizes))
+    return dataclasses.replace(tree, op=op, children=tuple(resized(child, sizes) for child in tree.children))
+
+
+def body_of(plan: Plan, sizes: Mapping[str, int]) -> Plan:
+    """Return the plan of a slice: the loop's body, or the same steps for a shorter slice."""
+    assert plan.loop is not None
+    body = plan.loop.body
+    resolved = sliced_problem(plan.resolved, sizes)
+    if resolved == body.resolved:
+        return body
+    operands = slice_operands(resolved, body.operands)
+    table, key = load_backend(plan.backend).table, step_key(body.options.minimize)
+    tree = resized(body.tree, sizes)
+    programs = build(
+        tree,
+        [Variable(o.shape, o.dtype, n) for n, o in enumerate(operands)],
+        [o.requires_grad for o in operands],
+        Lowerer(lambda op: table.choices(op, plan.device), key),
+        body.keep,
+        body.dtype,
+    )
+    return dataclasses.replace(
+        body, resolved=resolved, index_shapes=resolved.index_shapes, operands=operands, tree=tree, programs=programs
+    )
+
+
+def sliced_problem(resolved: Resolved, sizes: Mapping[str, int]) -> Resolved:
+    """Return the resolved problem of one slice."""
+    spec = sliced(resolved.spec, sizes)
+    lengths = dict(spec.sizes)
+    arrays = {g.array: tuple(lengths[axis] for axis in g.axes) for g in spec.gathers}
+    shapes = tuple(spec.shape(term) for term in spec.inputs)
+    return Resolved(spec, shapes, tuple((name, arrays[name]) for name, _ in resolved.index_shapes))
+
+
+def slice_operands(resolved: Resolved, operands: Sequence[Operand]) -> tuple[Operand, ...]:
+    """Stand-ins for a slice's operands."""
+    pairs = zip(resolved.shapes, operands, strict=True)
+    return tuple(Operand(shape, o.dtype, None, o.requires_grad) for shape, o in pairs)
+
+
+def loop_programs(
+    spec: Spec,
+    axes: Axes,
+    bodies: Sequence[tuple[PlanCost, int]],
+    operands: Sequence[Variable],
+    requires: Sequence[bool],
+    dtype: str,
+    device: Device,
+) -> Programs:
+    """Return both programs of a loop, each a single step.
+
+    Args:
+        spec: the resolved spec of the whole contraction.
+        axes: the axes that are cut and their slices' sizes.
+        bodies: what a slice costs and how many slices cost that, for each of `slice_counts`.
+        operands: the operands as variables.
+        requires: which of them need a gradient.
+        dtype: dtype of the computation.
+        device: rates.
+    """
+    name = "loop over " + ", ".join(f"{axis} by {size}" for axis, size in axes)
+    count = len(operands)
+    result = Variable(spec.output_shape, dtype, count)
+    gradients = tuple(count + 2 + i if need else None for i, need in enumerate(requires))
+    variables = (
+        *operands, result, Variable(spec.output_shape, dtype, count + 1),
+        *(Variable(x.shape, x.dtype, count + 2 + i) for i, x in enumerate(operands)),
+    )  # fmt: skip
+    largest = dict(axes)
+    # Views of a slice are not flat where the cut axis is not the first, so a step may copy them.
+    copied = sum(_slice_bytes(term, x.dtype, spec, largest) for term, x in zip(spec.inputs, operands, strict=True))
+
+    def step(op: Op, costs: Sequence[tuple[Cost, int]], outputs: Sequence[tuple[int, Term]], scratch: int) -> Step:
+        made = sum(variables[v].bytes for v, _ in outputs)
+        flops, moved, seconds = 0, 0, 0.0
+        for cost, times in costs:
+            flops += times * cost.flops
+            moved += times * cost.bytes_moved
+            seconds += times * cost.seconds
+        for v, term in outputs:
+            slices = math.prod(-(-spec.size(axis) // size) for axis, size in axes)
+            elements = math.prod(min(largest.get(e, spec.size(e)), spec.size(e)) if isinstance(e, str) else
+                                 spec.size(e) for e in term)  # fmt: skip
+            written = (2 if covers(axes, term) else 3) * elements * itemsize(accumulator(variables[v].dtype))
+            moved += slices * written
+            flops += 0 if covers(axes, term) else slices * elements
+            seconds += slices * device.seconds(0, written, 0, 1) + device.fresh_seconds(variables[v].bytes)
+            if not covers(axes, term) and accumulator(variables[v].dtype) != variables[v].dtype:
+                scratch += math.prod(variables[v].shape) * 4
+        # Each operand is cut anew in every slice.
+        seconds += sum(times for _, times in costs) * count * device.launch_seconds
+        scratch += max((cost.peak_bytes for cost, _ in costs), default=0)
+        chosen = Choice(name, StepCost(flops, moved, 0, scratch, round(seconds * 1e12)))
+        given = tuple(range(count)) if not op.pair else (count + 1, *range(count))
+        return Step(op, chosen, given, tuple(v for v, _ in outputs), (), made + scratch)
+
+    def program(only: Step, given: tuple[int, ...], results: tuple[int, ...]) -> tuple[Program, Cost]:
+        cost = only.choice.cost
+        whole = Cost(cost.flops, cost.bytes_moved, 0, only.live_bytes, 0, cost.picoseconds / 1e12)
+        return Program((only,), given, results, only.live_bytes), whole
+
+    there = tuple(range(count))
+    ahead = step(Op(spec, dtype), [(cost.forward, n) for cost, n in bodies], [(count, spec.output)], copied)
+    forward, cost = program(ahead, there, (count,))
+    backward, back_cost = None, None
+    if any(requires):
+        outputs = [(v, spec.inputs[i]) for i, v in enumerate(gradients) if v is not None]
+        costs = [(c.backward, n) for c, n in bodies if c.backward is not None]
+        copied += _slice_bytes(spec.output, dtype, spec, largest)
+        back = step(Op(spec, dtype, pair=True), costs, outputs, copied)
+        backward, back_cost = program(back, (*there, count + 1), tuple(v for v, _ in outputs))
+    return Programs(
+        variables, forward, backward, count, (), count + 1, gradients, PlanCost.of(cost, back_cost)
+    )  # fmt: skip
+
+
+def _slice_bytes(term: Term, dtype: str, spec: Spec, largest: Mapping[str, int]) -> int:
+    """Bytes of a slice of an array where it may have to be copied to be flat: some longer axis precedes a cut one."""
+    cut = [d for d, e in enumerate(term) if e in largest]
+    if not cut or all(spec.size(e) == 1 for e in term[: max(cut)] if e not in largest) and len(cut) == 1:
+        return 0
+    return math.prod(largest.get(e, spec.size(e)) if isinstance(e, str) else spec.size(e) for e in term) * itemsize(
+        dtype
+    )

@@ -1,0 +1,181 @@
+"""Loops over slices: the same values and gradients as without, nothing retained, peaks that hold."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+from conftest import examples
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from laws import Floors, assert_equal, exact_problems
+
+import planner
+from planner import Operand, PlannerLimitError
+from planner.derive import sliced
+from planner.loops import covers, parts, slice_counts
+from planner.planning import looped
+from planner.testing.reference import reference, reference_gradients
+
+# Index arrays in range, scalars of checks: beyond the plan's own values.
+SMALL = 4096
+CLIQUE = "ij,ik,il,jk,jl,kl->ij"
+
+
+def resolved(problem):
+    arguments = problem.arguments()
+    del arguments["index_mode"]
+    return planner.resolve(problem.spec, *problem.shapes, **arguments)
+
+
+@st.composite
+def slicings(draw, problem, most=2):
+    """Some of a problem's axes of two and more, each with a slice size below its size."""
+    spec = resolved(problem)
+    axes = [(axis, size) for axis, size in spec.sizes if size > 1]
+    assume(axes)
+    chosen = draw(st.lists(st.sampled_from(axes), min_size=1, max_size=most, unique=True))
+    return {axis: draw(st.integers(1, size - 1)) for axis, size in chosen}
+
+
+def plan_of(problem, backend, requires=None):
+    operands = [
+        Operand(shape, dtype, requires_grad=need)
+        for shape, dtype, need in zip(
+            problem.shapes, problem.dtypes, requires or [False] * len(problem.shapes), strict=True
+        )
+    ]
+    arguments = problem.arguments()
+    indices = {name: np.shape(q) for name, q in problem.indices.items()}
+    return planner.plan(problem.spec, *operands, backend=backend, **{**arguments, **indices})
+
+
+@settings(max_examples=examples(200, 2_000))
+@given(st.data())
+def test_slices_tile_the_iteration_space(data):
+    problem = data.draw(exact_problems())
+    axes = data.draw(slicings(problem, most=3))
+    spec = resolved(problem)
+    seen = list(parts(tuple(axes.items()), spec))
+    counted = slice_counts(tuple(axes.items()), spec)
+    assert sum(count for _, count in counted) == len(seen)
+    for sizes, count in counted:
+        assert sum(part.sizes == sizes for part in seen) == count
+        assert dict(sliced(spec, sizes).sizes).items() >= sizes.items()
+    grid = np.zeros([size for axis, size in spec.sizes], int)
+    for part in seen:
+        grid[part.of([axis for axis, _ in spec.sizes])] += 1
+    assert (grid == 1).all()
+    once = np.zeros(spec.output_shape, int)
+    for part in seen:
+        once[part.of(spec.output)] += 1
+    assert not covers(tuple(axes.items()), spec.output) or (once == 1).all()
+
+
+def test_numpy_values():
+    floors = Floors()
+
+    @settings(max_examples=examples(200, 2_000))
+    @given(st.data())
+    def law(data):
+        problem = data.draw(exact_problems())
+        axes = data.draw(slicings(problem))
+        plan = looped(plan_of(problem, "numpy"), axes)
+        got = plan(*problem.operands(), **problem.indices)
+        assert_equal((got, got.dtype.name), problem.expected(), "float32")
+        floors.note(gather=bool(problem.indices), two=len(axes) > 1, nonzero=problem.expected().any())
+
+    law()
+    floors.at_least(examples(150, 1_500), gather=0.4, two=0.1, nonzero=0.3)
+
+
+def test_torch_values_gradients_and_memory():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from planner.testing.measure import torch_memory
+
+    floors = Floors()
+
+    @settings(max_examples=examples(200, 2_000))
+    @given(st.data())
+    def law(data):
+        problem = data.draw(exact_problems())
+        axes = data.draw(slicings(problem))
+        plan = looped(plan_of(problem, "torch", problem.requires_grad), axes)
+        assert plan.cost.retained_bytes == 0
+        operands = [
+            torch.from_numpy(x.copy()).requires_grad_(need)
+            for x, need in zip(problem.operands(), problem.requires_grad, strict=True)
+        ]
+        indices = {name: torch.from_numpy(np.asarray(q)) for name, q in problem.indices.items()}
+        got, measured = torch_memory(lambda: plan(*operands, **indices))
+        assert measured.peak_bytes <= plan.cost.forward.peak_bytes + SMALL
+        assert_equal((got.detach().numpy(), "float32"), problem.expected(), "float32")
+        if any(problem.requires_grad):
+            gout = problem.output_gradient()
+            expected = reference_gradients(problem.spec, gout, *problem.operands(), **problem.arguments())
+            got.backward(torch.from_numpy(gout))
+            for number, (x, gradient) in enumerate(zip(operands, expected, strict=True)):
+                if x.requires_grad:
+                    assert_equal((x.grad.numpy(), "float32"), gradient, "float32", f"gradient {number}")
+        floors.note(gather=bool(problem.indices), gradient=any(problem.requires_grad))
+
+    law()
+    floors.at_least(examples(150, 1_500), gather=0.4, gradient=0.7)
+
+
+def test_a_loop_goes_to_json_and_back_and_runs():
+    plan = looped(planner.plan("ij, jk -> ik", (4, 6), (6, 5), backend="numpy"), {"j": 4, "i": 3})
+    again = planner.Plan.from_json(plan.to_json())
+    assert again == plan
+    a, b = np.arange(24.0, dtype="float32").reshape(4, 6), np.arange(30.0, dtype="float32").reshape(6, 5)
+    np.testing.assert_array_equal(again(a, b), a @ b)
+    assert "loop over j by 4, i by 3" in str(plan)
+
+
+def test_the_clique_is_sliced_where_that_is_fastest():
+    plan = planner.plan(CLIQUE, *[(256, 256)] * 6, backend="torch")
+    assert plan.loop is not None
+    assert plan.cost.peak_bytes < 5e6
+    trained = planner.plan(CLIQUE, *[Operand((256, 256), requires_grad=True)] * 6, backend="torch")
+    assert trained.cost.retained_bytes == 0
+    assert trained.cost.peak_bytes < 10e6
+
+
+@settings(max_examples=examples(60, 500), deadline=None)
+@given(st.data())
+def test_a_limit_holds_or_the_error_names_one_that_does(data):
+    problem = data.draw(exact_problems(max_size=4))
+    free = plan_of(problem, "torch", problem.requires_grad)
+    limit = data.draw(st.integers(0, max(1, free.cost.peak_bytes)))
+    operands = free.operands
+    indices = {name: np.shape(q) for name, q in problem.indices.items()}
+    arguments = {**problem.arguments(), **indices, "backend": "torch"}
+    try:
+        plan = planner.plan(problem.spec, *operands, memory_limit=limit, **arguments)
+    except PlannerLimitError as error:
+        enough = int(re.search(r"memory_limit=(\d+) succeeds", str(error)).group(1))
+        assert enough > limit
+        plan = planner.plan(problem.spec, *operands, memory_limit=enough, **arguments)
+        limit = enough
+    assert plan.cost.peak_bytes <= limit
+
+
+def test_limits_make_loops():
+    free = planner.plan("ij, jk, kl -> il", (64, 256), (256, 256), (256, 64), backend="numpy", minimize="flops")
+    result = 64 * 64 * 4
+    plan = planner.plan("ij, jk, kl -> il", (64, 256), (256, 256), (256, 64), backend="numpy", memory_limit=2 * result)
+    assert free.loop is None
+    assert plan.loop is not None
+    assert plan.cost.peak_bytes <= 2 * result
+    rng = np.random.default_rng(0)
+    a, b, c = (rng.integers(-2, 3, s).astype("float32") for s in ((64, 256), (256, 256), (256, 64)))
+    np.testing.assert_array_equal(plan(a, b, c), reference("ij, jk, kl -> il", a, b, c))
+
+
+def test_the_steps_of_a_shorter_last_slice_are_its_own():
+    plan = looped(planner.plan("ij, jk -> ik", (5, 7), (7, 3), backend="numpy"), {"j": 3})
+    assert [sizes for sizes, _ in slice_counts(plan.loop.axes, plan.resolved.spec)] == [{"j": 3}, {"j": 1}]
+    flops = 2 * 5 * 7 * 3
+    adds = 3 * 5 * 3
+    assert plan.cost.flops == flops + adds
+    assert dataclasses.replace(plan, loop=None) != plan
