@@ -39,14 +39,13 @@ def run_loop(
         here = Prepared(index.guarded)
         for gather, values in index.items():
             here[gather] = values[part.of(gather.axes)]
-        found = run(part, [x[part.of(term)] for term, x in arrays], here)
-        for value, wanted, into in zip(found, results, outputs, strict=True):
-            if wanted is None:
-                continue
-            term, _ = wanted
-            place = part.of(term)
-            if covers(loop.axes, term):
-                into[place] = value
-            else:
-                into[place] += value
+        found = list(run(part, [x[part.of(term)] for term, x in arrays], here))
+        for number, (wanted, into) in enumerate(zip(results, outputs, strict=True)):
+            if wanted is not None:
+                term, _ = wanted
+                if covers(loop.axes, term):
+                    into[part.of(term)] = found[number]
+                else:
+                    into[part.of(term)] += found[number]
+            found[number] = None  # gone before the next slice begins
     return outputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,7 +59,7 @@ class NumpyOps:
         return np.matmul(a.astype(wide, copy=False), b.astype(wide, copy=False)).astype(a.dtype, copy=False)
 
     def product(self, form: ProductForm, a: Any, b: Any, spec: Spec) -> Any:
-        return matmul_product(self.matmul, self.permute, form, a, b, spec)
+        return matmul_product(self.matmul, partial(np.multiply, order="C"), self.permute, form, a, b, spec)
 
     def iota(self, size: int, like: Any) -> Any:
         return np.arange(size)

@@ -147,13 +147,16 @@ def put_term(
 
 
 def matmul_product(
-    matmul: Callable[[Any, Any], Any], permute: Callable[[Any, Sequence[int]], Any], form: ProductForm, a: Any, b: Any,
-    spec: Spec,
+    matmul: Callable[[Any, Any], Any], multiply: Callable[[Any, Any], Any],
+    permute: Callable[[Any, Sequence[int]], Any], form: ProductForm, a: Any, b: Any, spec: Spec,
 ) -> Any:  # fmt: skip
     """Multiply two arrays as one batched matrix product, or element by element where nothing is summed.
 
+    The result is row-major where the output has the batch first and one operand's axes before the other's.
+
     Args:
         matmul: [batch, m, k] times [batch, k, n], half types accumulated in float32.
+        multiply: product of arrays that broadcast, row-major.
         permute: reorders dimensions.
         form: the groups of axes.
         a: the first operand.
@@ -162,23 +165,31 @@ def matmul_product(
     """
     sizes = dict(spec.sizes)
     letters_a, letters_b, out = (tuple(str(e) for e in term) for term in spec.terms)
-    order = (*form.batch, *form.left, *form.right)
+    if not form.contracted:
+        return multiply(_spread(a, letters_a, out, permute), _spread(b, letters_b, out, permute))
+    left, right = form.left, form.right
+    if out != (*form.batch, *left, *right) and out == (*form.batch, *right, *left):
+        a, letters_a, left, b, letters_b, right = b, letters_b, right, a, letters_a, left
+    order = (*form.batch, *left, *right)
+    batch, m, n, k = (math.prod(sizes[axis] for axis in g) for g in (form.batch, left, right, form.contracted))
 
     def arranged(x: Any, letters: tuple[str, ...], groups: tuple[tuple[str, ...], ...], shape: Sequence[int]) -> Any:
         dims = [letters.index(axis) for group in groups for axis in group]
         return permute(x, dims).reshape(shape)
 
-    if not form.contracted:
-        batch_shape, left, right = ([sizes[x] for x in g] for g in (form.batch, form.left, form.right))
-        a = arranged(a, letters_a, (form.batch, form.left), [*batch_shape, *left, *[1] * len(right)])
-        b = arranged(b, letters_b, (form.batch, form.right), [*batch_shape, *[1] * len(left), *right])
-        result = a * b
-    else:
-        batch, m, n, k = form.sizes
-        a = arranged(a, letters_a, (form.batch, form.left, form.contracted), (batch, m, k))
-        b = arranged(b, letters_b, (form.batch, form.contracted, form.right), (batch, k, n))
-        result = matmul(a, b).reshape([sizes[axis] for axis in order])
+    a = arranged(a, letters_a, (form.batch, left, form.contracted), (batch, m, k))
+    b = arranged(b, letters_b, (form.batch, form.contracted, right), (batch, k, n))
+    result = matmul(a, b).reshape([sizes[axis] for axis in order])
     return permute(result, [order.index(axis) for axis in out])
+
+
+def _spread(
+    x: Any, letters: tuple[str, ...], out: tuple[str, ...], permute: Callable[[Any, Sequence[int]], Any]
+) -> Any:
+    """Permute to an order of axes that holds more of them, size 1 for those that x lacks."""
+    x = permute(x, [letters.index(axis) for axis in out if axis in letters])
+    sizes = iter(x.shape)
+    return x.reshape([next(sizes) if axis in letters else 1 for axis in out])
 
 
 def evaluate(
@@ -199,7 +210,9 @@ def evaluate(
         x, axes = values[0]
     else:
         (a, axes_a), (b, axes_b) = values
-        axes = tuple(axis for axis in dict.fromkeys((*axes_a, *axes_b)) if axis in needed)
+        # In the order of the output as far as that has them: then nothing is permuted afterwards.
+        order = (*(e for e in spec.output if isinstance(e, str)), *axes_a, *axes_b)
+        axes = tuple(axis for axis in dict.fromkeys(order) if axis in needed and axis in {*axes_a, *axes_b})
         inner = Spec((axes_a, axes_b), axes, spec.sizes)
         form = product_form(inner)
         assert form is not None

@@ -57,7 +57,7 @@ class TorchOps:
         return torch.matmul(a, b)
 
     def product(self, form: ProductForm, a: Tensor, b: Tensor, spec: Spec) -> Tensor:
-        return matmul_product(self.matmul, self.permute, form, a, b, spec)
+        return matmul_product(self.matmul, _multiply, self.permute, form, a, b, spec)
 
     def iota(self, size: int, like: Tensor) -> Tensor:
         return torch.arange(size, device=like.device)
@@ -85,6 +85,14 @@ class TorchOps:
 
     def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
         return like.new_zeros(tuple(shape))
+
+
+def _multiply(a: Tensor, b: Tensor) -> Tensor:
+    """Product of tensors that broadcast, row-major unless derivatives are recorded: torch follows their strides."""
+    if _transformed() or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
+        return a * b
+    shape = torch.broadcast_shapes(a.shape, b.shape)
+    return torch.mul(a, b, out=a.new_empty(shape, dtype=torch.promote_types(a.dtype, b.dtype)))
 
 
 def _transformed() -> bool:
