@@ -389,6 +389,23 @@ def _row_seconds(spec: Spec, device: Device) -> float:
     return seconds
 
 
+def _flat_index_bytes(spec: Spec) -> int:
+    """Bytes of the index into flattened dimensions, where a term addresses several at once."""
+    sizes, most = dict(spec.sizes), 0
+    for term in spec.terms:
+        rows = term_axes(tuple(e for e in term if isinstance(e, Gather)))
+        addressed = sum(isinstance(e, Gather) or e in rows for e in term)
+        if rows and addressed > 1:
+            most = max(most, 8 * math.prod(sizes[axis] for axis in rows))
+    return most
+
+
+def flat_stock_cost(op: Op, device: Device) -> StepCost:
+    """Cost of the stock evaluation of an op in a framework that takes by one flat index."""
+    cost = stock_cost(op, device)
+    return cost._replace(scratch_bytes=cost.scratch_bytes + _flat_index_bytes(op.spec))
+
+
 def stock_cost(op: Op, device: Device) -> StepCost:
     """Cost of the stock evaluation of an op."""
     spec, size = op.spec, itemsize(op.dtype)
@@ -439,7 +456,7 @@ def _product_cost(op: Op, device: Device, spec: Spec, result: int) -> StepCost:
     groups_of = ((form.batch, form.left, form.contracted), (form.batch, form.contracted, form.right))
     copied = 0
     for term, groups in zip(spec.inputs, groups_of, strict=True):
-        elements = _batch_is_innermost(term, groups, sizes)
+        elements = _batch_is_innermost(term, groups, sizes) if m > 1 and n > 1 else 0
         copied += elements * size if elements else copied_bytes(term, groups, sizes, size)
     moved += 2 * copied
     rate = device.skinny_rate if min(m, n, k) < 8 else device.flop_rate
@@ -451,7 +468,11 @@ def _product_cost(op: Op, device: Device, spec: Spec, result: int) -> StepCost:
 
 
 def stock_rows(
-    ops: ArrayOps, cast: Callable[[Any, str], Any], views: bool = True, skip: Sequence[str] = ()
+    ops: ArrayOps,
+    cast: Callable[[Any, str], Any],
+    views: bool = True,
+    skip: Sequence[str] = (),
+    cost: Callable[[Op, Device], StepCost] = stock_cost,
 ) -> list[Lowering]:
     """Return the rows that every backend starts from; between them they run every op.
 
@@ -460,6 +481,7 @@ def stock_rows(
         cast: converts an array to a dtype.
         views: whether permuting and diagonals share storage.
         skip: kinds for which the backend has rows of its own.
+        cost: what they cost.
     """
 
     def run(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
@@ -471,7 +493,7 @@ def stock_rows(
         return lambda op: None if stock_kind(op) == kind else f"the step is not a {kind}"
 
     return [
-        Lowering(kind, supporting(kind), stock_cost, run, is_view=views and kind == "view", stock=True)
+        Lowering(kind, supporting(kind), cost, run, is_view=views and kind == "view", stock=True)
         for kind in KINDS
         if kind not in skip
     ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from planner.backends.common import WHOLE_POOL, copied_bytes, picoseconds, stock_rows
+from planner.backends.common import WHOLE_POOL, copied_bytes, flat_stock_cost, picoseconds, stock_rows
 from planner.backends.kernel_rows import POOL_FUNCTIONS, Kernels, PoolKernels, group_sizes, kernel_rows
 from planner.backends.protocol import Lowering, Table
 from planner.backends.stock import matmul_product
@@ -275,4 +275,4 @@ def make_table() -> Table:
         kinds=("cpu",),  # loops over host offsets and reused host buffers
     )
     sliced = Lowering("matmul by slices", _not_sliced, _sliced_cost, _run_sliced)
-    return Table([*stock_rows(OPS, cast), sliced, *kernel_rows(kernels)])
+    return Table([*stock_rows(OPS, cast, cost=flat_stock_cost), sliced, *kernel_rows(kernels)])
