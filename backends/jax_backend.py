@@ -47,6 +47,7 @@ from planner.backends.protocol import Backend
 from planner.derive import batched, transpose
 from planner.device import CPU, GPU, Device
 from planner.errors import PlannerError
+from planner.loops import accumulator, body_of, covers, parts, slice_counts
 from planner.lower import Op, PooledForm, pooled_form
 from planner.objective import step_key
 from planner.program import Leaf, Lowerer, Node, Tree
@@ -133,6 +134,11 @@ check_p = Primitive("planner_check")
 
 backend_table = make_table()
 _lower = Lowerer(lambda op: backend_table.choices(op, CPU), step_key("time"))
+
+
+def _wide_dtype(dtype: str) -> Any:
+    """The dtype in which slices are added up."""
+    return jnp.dtype(accumulator(dtype))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -623,23 +629,12 @@ class JaxBackend(Backend):
         values = prepare_numpy(np.asarray(q), gather, index_mode)
         return JaxIndex(jnp.asarray(values.astype(np.int32 if size < 2**31 else np.int64)), size, index_mode, True)
 
-    def bind(self, plan: Plan) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
-        """Return the function that runs a plan."""
+    def _whole(self, plan: Plan) -> Callable[[tuple[Any, ...], tuple[Any, ...], str], Any]:
+        """The function that runs a plan on operands, index arrays and an index mode."""
+        if plan.loop is not None:
+            return self._slices(plan)
         spec, arrays = plan.resolved.spec, plan.resolved.spec.arrays
-        gathers = {name: [g for g in spec.gathers if g.array == name] for name in arrays}
         lowerings = {step.op: step.choice.lowering for step in plan.programs.forward.steps}
-        if plan.dtype in NARROW and not _wide_types():
-            raise PlannerError(
-                f"dtype {plan.dtype} is off in jax, which would compute in {NARROW[plan.dtype]}: "
-                "call jax.config.update('jax_enable_x64', True) at the start of the program, or set JAX_ENABLE_X64=1; "
-                f"or pass dtype={NARROW[plan.dtype]!r}"
-            )
-        inexact = jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact)
-        if plan.index_mode == "clip":
-            for gather in spec.gathers:
-                if gather.size == 0 and 0 not in _index_shape(spec, gather.array):
-                    raise clip_error(gather)
-
         dropping = plan.index_mode == "drop"
         reads = {id(node): Reads.of(node.op, exposed) for node, exposed in exposures(plan.tree, spec)}
 
@@ -689,6 +684,75 @@ class JaxBackend(Backend):
 
         recompute = plan.keep == "inputs" and plan.programs.backward is not None
         whole = jax.checkpoint(run_tree, static_argnums=(2,)) if recompute else run_tree
+        return whole
+
+    def _slices(self, plan: Plan) -> Callable[[tuple[Any, ...], tuple[Any, ...], str], Any]:
+        """The function that runs a plan slice by slice.
+
+        Operands are closed over and cut inside a checkpointed body, and sums are carried: so nothing of a slice is
+        kept for the backward pass.
+        """
+        spec, loop = plan.resolved.spec, plan.loop
+        assert loop is not None
+        brackets = {name: next(g.axes for g in spec.gathers if g.array == name) for name in spec.arrays}
+        bodies = [(sizes, self._whole(body_of(plan, sizes))) for sizes, _ in slice_counts(loop.axes, spec)]
+        positions: dict[tuple[int, ...], list[list[int]]] = {}
+        for part in parts(loop.axes, spec):
+            positions.setdefault(tuple(part.sizes.values()), []).append([start for _, start, _ in part.spans])
+
+        def whole(leaves: tuple[Any, ...], index_values: tuple[Any, ...], mode: str) -> Any:
+            xs = [x.reshape(spec.shape(term)) for x, term in zip(leaves, spec.inputs, strict=True)]
+            shapes = [_index_shape(spec, name) for name in spec.arrays]
+            indices = [q.reshape(shape) for q, shape in zip(index_values, shapes, strict=True)]
+            out = jnp.zeros(spec.output_shape, _wide_dtype(plan.dtype))
+
+            def cut(x: Any, term: Sequence[Any], sizes: Mapping[str, int], starts: Mapping[str, Any]) -> Any:
+                first = [starts.get(e, 0) if isinstance(e, str) else 0 for e in term]
+                shape = [sizes.get(e, n) if isinstance(e, str) else n for e, n in zip(term, x.shape, strict=True)]
+                return lax.dynamic_slice(x, first, shape)
+
+            for sizes, run in bodies:
+
+                def step(out: Any, position: Any, sizes: Any = sizes, run: Any = run) -> Any:
+                    starts = {axis: position[number] for number, axis in enumerate(sizes)}
+
+                    @jax.checkpoint
+                    def of_slice(xs: Any, indices: Any, starts: Any) -> Any:
+                        pieces = tuple(cut(x, term, sizes, starts) for x, term in zip(xs, spec.inputs, strict=True))
+                        rows = tuple(
+                            cut(q, brackets[name], sizes, starts) for name, q in zip(spec.arrays, indices, strict=True)
+                        )
+                        return run(pieces, rows, mode)
+
+                    value = of_slice(xs, indices, starts).astype(out.dtype)
+                    if not covers(loop.axes, spec.output):
+                        here = cut(out, spec.output, sizes, starts)
+                        value = here | value if value.dtype == bool else here + value
+                    first = [starts.get(e, 0) if isinstance(e, str) else 0 for e in spec.output]
+                    return lax.dynamic_update_slice(out, value, first), None
+
+                out, _ = lax.scan(step, out, jnp.asarray(positions[tuple(sizes.values())], jnp.int32))
+            return out.astype(plan.dtype)
+
+        return jax.jit(whole, static_argnums=(2,))
+
+    def bind(self, plan: Plan) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
+        """Return the function that runs a plan."""
+        spec, arrays = plan.resolved.spec, plan.resolved.spec.arrays
+        gathers = {name: [g for g in spec.gathers if g.array == name] for name in arrays}
+        if plan.dtype in NARROW and not _wide_types():
+            raise PlannerError(
+                f"dtype {plan.dtype} is off in jax, which would compute in {NARROW[plan.dtype]}: "
+                "call jax.config.update('jax_enable_x64', True) at the start of the program, or set JAX_ENABLE_X64=1; "
+                f"or pass dtype={NARROW[plan.dtype]!r}"
+            )
+        inexact = jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact)
+        if plan.index_mode == "clip":
+            for gather in spec.gathers:
+                if gather.size == 0 and 0 not in _index_shape(spec, gather.array):
+                    raise clip_error(gather)
+
+        whole = self._whole(plan)
 
         def refuse_integers(name: str) -> None:
             if not inexact:

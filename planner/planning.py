@@ -22,7 +22,7 @@ from planner.program import Keep, Leaf, Lowerer, Node, Programs, Tree, Variable,
 from planner.resolve import Resolved
 from planner.search.dynamic import Found, Search, Vector
 from planner.search.paths import checked_path, external_path, joined_by, left_to_right, path_names, splits_of
-from planner.spec import Operand
+from planner.spec import Operand, Spec
 
 __all__ = ["alternatives", "looped", "make_plan"]
 
@@ -247,7 +247,7 @@ def _loops(problem: Problem, options: Options, candidates: Sequence[_Candidate],
     for _ in range(MOST_LOOPS):
         best: _Candidate | None = None
         for axis, size in problem.resolved.spec.sizes:
-            if size < 2 or axis in dict(axes):
+            if size < 2 or axis in dict(axes) or not _can_be_cut(problem.resolved.spec, axis):
                 continue
             pool = list(dict.fromkeys((*trees, *_slice_trees(problem, options, {**dict(axes), axis: 1}))))
             for step in _ladder(size):
@@ -266,6 +266,14 @@ def _loops(problem: Problem, options: Options, candidates: Sequence[_Candidate],
         if _within(best.cost, options) and (not allowed or len(axes) > 1):
             break
     return found
+
+
+def _can_be_cut(spec: Spec, axis: str) -> bool:
+    """Whether a slice cuts each index array in one way: not if one is used with other brackets too."""
+    brackets: dict[str, set[tuple[str, ...]]] = {}
+    for gather in spec.gathers:
+        brackets.setdefault(gather.array, set()).add(gather.axes)
+    return all(len(uses) == 1 or all(axis not in axes for axes in uses) for uses in brackets.values())
 
 
 def _ladder(size: int) -> list[int]:

@@ -14,7 +14,7 @@ import planner
 from planner import Operand, PlannerLimitError
 from planner.derive import sliced
 from planner.loops import covers, parts, slice_counts
-from planner.planning import looped
+from planner.planning import _can_be_cut, looped
 from planner.testing.reference import reference, reference_gradients
 
 # Index arrays in range, scalars of checks: beyond the plan's own values.
@@ -121,6 +121,37 @@ def test_torch_values_gradients_and_memory():
 
     law()
     floors.at_least(examples(150, 1_500), gather=0.4, gradient=0.7)
+
+
+def test_jax_values_and_gradients():
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    from planner.testing.measure import jax_retained
+
+    floors = Floors()
+
+    @settings(max_examples=examples(50, 1_000))
+    @given(st.data())
+    def law(data):
+        problem = data.draw(exact_problems(max_operands=3))
+        axes = data.draw(slicings(problem))
+        assume(all(_can_be_cut(resolved(problem), axis) for axis in axes))
+        plan = looped(plan_of(problem, "jax", problem.requires_grad), axes)
+        operands = [jax.numpy.asarray(x) for x in problem.operands()]
+        indices = {name: jax.numpy.asarray(q) for name, q in problem.indices.items()}
+        gout = problem.output_gradient()
+        expected = reference_gradients(problem.spec, gout, *problem.operands(), **problem.arguments())
+        for traced in (True, False):
+            run = jax.jit(lambda xs: plan(*xs, **indices)) if traced else lambda xs: plan(*xs, **indices)
+            got, pull = jax.vjp(run, operands)
+            assert_equal((np.asarray(got), got.dtype.name), problem.expected(), "float32")
+            for number, (x, gradient) in enumerate(zip(pull(jax.numpy.asarray(gout))[0], expected, strict=True)):
+                assert_equal((np.asarray(x), x.dtype.name), gradient, "float32", f"gradient {number}")
+        held = (operands, indices)
+        assert jax_retained(lambda *xs: plan(*xs, **indices), *operands, held=held) <= SMALL
+        floors.note(gather=bool(problem.indices))
+
+    law()
+    floors.at_least(examples(40, 800), gather=0.3)
 
 
 def test_a_loop_goes_to_json_and_back_and_runs():
