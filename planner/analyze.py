@@ -58,9 +58,9 @@ class AnalyzedStep:
             if predicted is None or measured is None or max(predicted, measured) <= least:
                 continue
             # Below what is judged there is no telling how far.
-            low, high = sorted((max(predicted, least), max(measured, least)))
-            if high > FACTOR * low:
-                found.append((name, max(measured, least) / max(predicted, least)))
+            ratio = max(measured, least) / max(predicted, least)
+            if not 1 / FACTOR <= ratio <= FACTOR:
+                found.append((name, ratio))
         return tuple(found)
 
 
@@ -209,7 +209,7 @@ def _warnings(steps: Sequence[AnalyzedStep]) -> tuple[str, ...]:
     for step in steps:
         predicted, measured = step.predicted.seconds, step.measured.seconds
         if predicted and measured and max(predicted, measured) > LEAST_SECONDS:
-            ratios.append(measured / predicted)
+            ratios.append(max(measured, LEAST_SECONDS) / max(predicted, LEAST_SECONDS))
     if not ratios:
         return ()
     median = statistics.median(ratios)

@@ -45,7 +45,7 @@ def _program(analysis: Analysis, program: str) -> list[Sequence[str]]:
 
 
 def _measured(row: AnalyzedStep, label: str) -> list[str]:
-    off = ", ".join(f"{name} x{ratio:.2g}" for name, ratio in row.off)
+    off = ", ".join(f"{name} x{ratio:{'.2g' if ratio < 99.5 else '.0f'}}" for name, ratio in row.off)
     return ["!" if off else "", "", label, *_figures(row.measured), off]
 
 

@@ -428,6 +428,6 @@ def _owned_bytes(result: Any) -> int:
     for array in arrays:
         while isinstance(array, np.ndarray):
             if array.base is None and tracemalloc.get_object_traceback(array) is not None:
-                bases[id(array)] = array.nbytes
+                bases[id(array)] = max(array.nbytes, 1)  # numpy allocates a byte for no elements
             array = array.base
     return sum(bases.values())
