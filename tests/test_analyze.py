@@ -18,7 +18,7 @@ from planner.cli import main
 from planner.dispatch import load_backend
 from planner.testing import measure
 from planner.testing.strategies import Problem
-from planner.workloads import WORKLOADS
+from planner.workloads import WORKLOADS, to_framework
 
 FRAMEWORKS = [name for name in ("torch", "jax", "numpy") if name in installed_frameworks()]
 GATHERED = WORKLOADS["seed-gathered-matmul"].resized(n=256, q=16)
@@ -155,8 +155,7 @@ def test_steps_one_by_one_compute_what_the_call_does(framework):
         assert (result == problem.expected()).all()
         if plan.programs.backward is None:
             return
-        gout = problem.output_gradient()
-        gout = __import__("torch").from_numpy(gout) if framework == "torch" else __import__("jax").numpy.asarray(gout)
+        gout = to_framework(framework, problem.output_gradient(), "float32")
         kept = {v: values[v] for v in plan.programs.kept}
         values = run(backend.stepwise(plan, operands, indices, gout, kept), plan.programs.backward)
         for variable, expected in zip(plan.programs.gradients, problem.expected_gradients(), strict=True):
