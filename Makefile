@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # torch is pinned in constraints.txt, so every install goes through it: a bare torch brings gigabytes of CUDA.
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: venv demo test nightly check format bench clean
+.PHONY: venv demo test nightly check format bench docs clean
 
 venv: $(READY)
 
@@ -40,6 +40,10 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m planner.bench $(BENCH)
+
+# The figures on these pages are measured: build them on a machine with nothing else to do.
+docs: $(READY)
+	$(BIN)/python docs/build.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

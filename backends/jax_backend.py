@@ -43,14 +43,14 @@ from planner.backends.common import (
     read_rows,
 )
 from planner.backends.jax_rows import OPS, make_table
-from planner.backends.protocol import Backend
+from planner.backends.protocol import Backend, Stepwise
 from planner.derive import batched, transpose
 from planner.device import CPU, GPU, Device
 from planner.errors import PlannerError
 from planner.loops import accumulator, body_of, covers, parts, slice_counts
 from planner.lower import Op, PooledForm, pooled_form
 from planner.objective import step_key
-from planner.program import Leaf, Lowerer, Node, Tree
+from planner.program import Leaf, Lowerer, Node, Step, Tree
 from planner.spec import Gather, Operand, Spec, Term, term_axes
 
 if TYPE_CHECKING:
@@ -739,14 +739,12 @@ class JaxBackend(Backend):
     def bind(self, plan: Plan) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan."""
         spec, arrays = plan.resolved.spec, plan.resolved.spec.arrays
-        gathers = {name: [g for g in spec.gathers if g.array == name] for name in arrays}
         if plan.dtype in NARROW and not _wide_types():
             raise PlannerError(
                 f"dtype {plan.dtype} is off in jax, which would compute in {NARROW[plan.dtype]}: "
                 "call jax.config.update('jax_enable_x64', True) at the start of the program, or set JAX_ENABLE_X64=1; "
                 f"or pass dtype={NARROW[plan.dtype]!r}"
             )
-        inexact = jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact)
         if plan.index_mode == "clip":
             for gather in spec.gathers:
                 if gather.size == 0 and 0 not in _index_shape(spec, gather.array):
@@ -754,46 +752,105 @@ class JaxBackend(Backend):
 
         whole = self._whole(plan)
 
-        def refuse_integers(name: str) -> None:
-            if not inexact:
-                raise PlannerError(
-                    f"index array {name!r} is traced and the result is {plan.dtype}, which has no NaN to mark a bad "
-                    "index with: pass index_mode='drop' or 'clip'"
-                )
-
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
-            mode = plan.index_mode
-            values = {}
-            concrete = True
-            for name in arrays:
-                raw = indices[name]
-                if isinstance(raw, JaxIndex):
-                    for gather in gathers[name]:
-                        raw.check(gather, mode)
-                    values[name] = raw.values
-                    concrete = concrete and raw.checked
-                    if mode == "raise" and not raw.checked:
-                        refuse_integers(name)
-                    continue
-                traced = isinstance(raw, jax.core.Tracer)
-                concrete = concrete and not traced
-                if mode == "raise":
-                    if traced:
-                        refuse_integers(name)
-                    for gather in gathers[name]:
-                        # A constant under jit is checked here, where its values can be seen; a primitive would
-                        # be staged.
-                        raw = (
-                            check_p.bind(raw, gather=gather, mode=mode)
-                            if traced
-                            else _check_impl(raw, gather=gather, mode=mode)
-                        )
-                values[name] = raw
-            if mode == "raise" and concrete:
-                mode = "checked"
+            values, mode = _checked_arrays(plan, indices)
             return whole(tuple(operands), tuple(values[name] for name in arrays), mode)
 
         return run
+
+    def refuse_dataless(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
+        """Refuse traced arrays."""
+        arrays = [(f"operand {number}", x) for number, x in enumerate(operands)]
+        arrays += [(f"index array {n!r}", getattr(q, "values", q)) for n, q in indices.items()]
+        for label, x in arrays:
+            if isinstance(x, jax.core.Tracer):
+                raise PlannerError(f"{label} is traced, so nothing can be measured: call it outside of jit and grad")
+
+    def stepwise(
+        self,
+        plan: Plan,
+        operands: Sequence[Any],
+        indices: Mapping[str, Any],
+        gradient: Any = None,
+        kept: Mapping[int, Any] | None = None,
+    ) -> Stepwise:
+        """Return the forward program with what it is given, or the backward program: each step jitted apart."""
+        spec = plan.resolved.spec
+        arrays, mode = _checked_arrays(plan, indices)
+        values = {**dict(enumerate(operands)), **(kept or {})}
+        if gradient is not None:
+            values[plan.programs.output_gradient] = gradient
+        reads = {}
+        for node, exposed in exposures(plan.tree, spec):
+            known = reads[node.op] = Reads.of(node.op, exposed)
+            if gradient is not None and len(node.children) == 2:
+                reads[dataclasses.replace(node.op, pair=True)] = known
+            for child in range(len(node.children)) if gradient is not None else ():
+                reads[_single(node.op, child)] = known.without(child)
+
+        def bind(step: Step, inputs: Sequence[Any]) -> partial[Any]:
+            op = step.op
+            if op.source_dtype is not None:
+                return partial(_compiled_cast(op.dtype), *inputs)
+            own = reads.get(op) or Reads.of(op, (None,) * len(op.spec.inputs))
+            function = _compiled(
+                op=op, lowering=step.choice.lowering, mode=(mode, plan.options.precision), views=op.output_shapes,
+                reads=own,
+            )  # fmt: skip
+            return partial(function, *inputs, *(arrays[name] for name in own.arrays))
+
+        return Stepwise(values, bind, {})
+
+
+@lru_cache(maxsize=64)
+def _compiled_cast(dtype: str) -> Callable[..., list[Any]]:
+    def cast(x: Any) -> list[Any]:
+        if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating):
+            x = x.real
+        return [lax.convert_element_type(x, jnp.dtype(dtype))]
+
+    return jax.jit(cast)
+
+
+def _checked_arrays(plan: Plan, indices: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Index arrays by letter, checked where their values can be seen, and the mode in which the steps read them."""
+    spec, mode = plan.resolved.spec, plan.index_mode
+    inexact = jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact)
+
+    def refuse_integers(name: str) -> None:
+        if not inexact:
+            raise PlannerError(
+                f"index array {name!r} is traced and the result is {plan.dtype}, which has no NaN to mark a bad "
+                "index with: pass index_mode='drop' or 'clip'"
+            )
+
+    values = {}
+    concrete = True
+    for name in spec.arrays:
+        raw = indices[name]
+        gathers = [g for g in spec.gathers if g.array == name]
+        if isinstance(raw, JaxIndex):
+            for gather in gathers:
+                raw.check(gather, mode)
+            values[name] = raw.values
+            concrete = concrete and raw.checked
+            if mode == "raise" and not raw.checked:
+                refuse_integers(name)
+            continue
+        traced = isinstance(raw, jax.core.Tracer)
+        concrete = concrete and not traced
+        if mode == "raise":
+            if traced:
+                refuse_integers(name)
+            for gather in gathers:
+                # A constant under jit is checked here, where its values can be seen; a primitive would be staged.
+                raw = (
+                    check_p.bind(raw, gather=gather, mode=mode)
+                    if traced
+                    else _check_impl(raw, gather=gather, mode=mode)
+                )
+        values[name] = raw
+    return values, "checked" if mode == "raise" and concrete else mode
 
 
 backend = JaxBackend()

@@ -20,12 +20,13 @@ from planner.backends.common import (
     widened,
 )
 from planner.backends.loops import run_loop
-from planner.backends.protocol import Backend, Table
+from planner.backends.protocol import Backend, Stepwise, Table
 from planner.backends.stock import matmul_product
 from planner.device import CPU, Device
 from planner.errors import PlannerError
 from planner.loops import accumulator, body_of
 from planner.lower import ProductForm
+from planner.program import Step
 from planner.spec import Gather, Operand, Spec
 
 if TYPE_CHECKING:
@@ -119,20 +120,10 @@ class NumpyBackend(Backend):
         if plan.programs.backward is not None:
             raise PlannerError("numpy computes no gradients: plan without requires_grad, or use torch or jax")
         resolved = plan.resolved
-        shapes = dict(resolved.index_shapes)
         whole = self._program(plan)
 
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
-            index = Prepared(plan.index_mode == "drop")
-            for gather in resolved.spec.gathers:
-                raw = indices[gather.array]
-                if isinstance(raw, PreparedIndex):
-                    raw.check(gather, plan.index_mode)
-                    values = raw.values
-                else:
-                    values = prepare_numpy(np.asarray(raw), gather, plan.index_mode)
-                index[gather] = values.reshape(shapes[gather.array])
-            values = [np.asarray(x).reshape(s) for x, s in zip(operands, resolved.shapes, strict=True)]
+            index, values = _views(plan, operands, indices)
             if index.guarded and (
                 wide := widened(OPS, values, resolved.spec, index, lambda x: bool(np.isfinite(x).all()))
             ):
@@ -169,6 +160,43 @@ class NumpyBackend(Backend):
             return result.astype(plan.dtype, copy=False)
 
         return run_slices
+
+    def refuse_dataless(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
+        """Numpy's arrays all have values."""
+
+    def stepwise(
+        self,
+        plan: Plan,
+        operands: Sequence[Any],
+        indices: Mapping[str, Any],
+        gradient: Any = None,
+        kept: Mapping[int, Any] | None = None,
+    ) -> Stepwise:
+        """Return the forward program with what it is given."""
+        assert gradient is None, "numpy computes no gradients"
+        index, views = _views(plan, operands, indices)
+        values = dict(enumerate(mask_operands(OPS, views, plan.resolved.spec, index)))
+
+        def bind(step: Step, inputs: Sequence[Any]) -> partial[Any]:
+            return partial(self.table.run, step.choice.lowering, step.op, inputs, index)
+
+        return Stepwise(values, bind, index.orders)
+
+
+def _views(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> tuple[Prepared, list[Any]]:
+    """Index arrays in range and operands without their broadcast dimensions."""
+    resolved = plan.resolved
+    shapes = dict(resolved.index_shapes)
+    index = Prepared(plan.index_mode == "drop")
+    for gather in resolved.spec.gathers:
+        raw = indices[gather.array]
+        if isinstance(raw, PreparedIndex):
+            raw.check(gather, plan.index_mode)
+            values = raw.values
+        else:
+            values = prepare_numpy(np.asarray(raw), gather, plan.index_mode)
+        index[gather] = values.reshape(shapes[gather.array])
+    return index, [np.asarray(x).reshape(s) for x, s in zip(operands, resolved.shapes, strict=True)]
 
 
 backend = NumpyBackend()

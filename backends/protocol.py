@@ -12,17 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from planner.cost import StepCost
 from planner.device import Device
 from planner.lower import Choice, Op
+from planner.program import Step
 from planner.spec import Gather, Operand
 
 if TYPE_CHECKING:
     from planner.plan import Plan
 
-__all__ = ["Backend", "Lowering", "Table"]
+__all__ = ["Backend", "Lowering", "Stepwise", "Table"]
 
 Indices = Mapping[Gather, Any]
 
@@ -74,6 +76,23 @@ class Table:
     def run(self, lowering: str, op: Op, inputs: Sequence[Any], indices: Indices) -> tuple[Any, ...]:
         """Run an op in the named implementation."""
         return self.rows[lowering].run(op, inputs, indices)
+
+
+@dataclass(frozen=True, slots=True)
+class Stepwise:
+    """A program of a plan, ready to be run one step at a time.
+
+    Attributes:
+        values: what the program is given, by variable.
+        bind: from a step and its inputs to a function without arguments that runs it, in JAX a jitted function with
+            its arguments. Autograd does not see it.
+        orders: sorted orders of index arrays, which the steps of one call share: a step that is to run again as it
+            ran at first must find what it found at first.
+    """
+
+    values: dict[int, Any]
+    bind: Callable[[Step, Sequence[Any]], partial[Any]]
+    orders: dict[Any, Any]
 
 
 class Backend(Protocol):
@@ -142,4 +161,33 @@ class Backend(Protocol):
 
     def bind(self, plan: Plan) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan on operands and index arrays."""
+        ...
+
+    def refuse_dataless(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
+        """Refuse arrays without values of their own: traced ones, those of transforms, stand-ins of the framework.
+
+        Raises:
+            PlannerError: one is such; nothing can be measured on it.
+        """
+        ...
+
+    def stepwise(
+        self,
+        plan: Plan,
+        operands: Sequence[Any],
+        indices: Mapping[str, Any],
+        gradient: Any = None,
+        kept: Mapping[int, Any] | None = None,
+    ) -> Stepwise:
+        """Return a plan's forward program with what it is given, or, from an output gradient, the backward program.
+
+        Law: running its steps in order computes what `bind` computes, of finite values.
+
+        Args:
+            plan: the plan.
+            operands: what the plan is called with.
+            indices: what the plan is called with.
+            gradient: the output's gradient; None for the forward program.
+            kept: for the backward program, the kept values by variable.
+        """
         ...

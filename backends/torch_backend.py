@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +33,7 @@ from planner.backends.common import (
     widened,
 )
 from planner.backends.loops import run_loop
-from planner.backends.protocol import Backend
+from planner.backends.protocol import Backend, Stepwise
 from planner.backends.stock import evaluate
 from planner.backends.torch_native import NATIVE, compile_native, standin
 from planner.backends.torch_rows import OPS, cast, make_table, torch_dtype
@@ -43,7 +43,7 @@ from planner.errors import PlannerError
 from planner.kernels import torch_grouping
 from planner.kernels.torch_grouped import accumulator
 from planner.loops import body_of
-from planner.program import Leaf, Tree
+from planner.program import Leaf, Step, Tree
 from planner.spec import Gather, Operand, Spec, Term
 
 if TYPE_CHECKING:
@@ -171,19 +171,23 @@ class _Bound:
         result = mask_term(OPS, result, self.spec.output, self.spec, index)
         return result, tuple(values[v] for v in self.programs.kept)
 
+    def backward_values(
+        self, gradient: Tensor, operands: Sequence[Tensor], index: Prepared, kept: Mapping[int, Tensor]
+    ) -> dict[int, Any]:
+        """What the backward program is given, by variable."""
+        values: dict[int, Any] = {**dict(enumerate(self.leaves(operands, index))), **kept}
+        if self.is_complex:
+            values = {number: value.conj() for number, value in values.items()}
+        values[self.programs.output_gradient] = mask_term(OPS, gradient, self.spec.output, self.spec, index)
+        return values
+
     def backward(
         self, gradient: Tensor, operands: Sequence[Tensor], index: Prepared, kept: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Run the backward program: a gradient for each operand that needs one."""
         program = self.programs.backward
         assert program is not None
-        views = self.leaves(operands, index)
-        values: dict[int, Any] = dict(enumerate(views))
-        values.update(zip(self.programs.kept, kept, strict=True))
-        del views
-        if self.is_complex:
-            values = {number: value.conj() for number, value in values.items()}
-        values[self.programs.output_gradient] = mask_term(OPS, gradient, self.spec.output, self.spec, index)
+        values = self.backward_values(gradient, operands, index, dict(zip(self.programs.kept, kept, strict=True)))
         run_program(self.table, program, values, index)
         gradients: list[Tensor | None] = []
         for number, variable in enumerate(self.programs.gradients):
@@ -582,6 +586,39 @@ class TorchBackend(Backend):
                     return lambda operands, indices: native(bound.views(operands))
                 return native
         return run
+
+    def refuse_dataless(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> None:
+        """Refuse tensors of the meta device, fake ones, and calls under a transform or a compiler."""
+        if _in_functorch() or forward_ad._current_level >= 0 or torch.compiler.is_compiling():
+            raise PlannerError("inside of a transform or a compiled function nothing can be measured: call it outside")
+        arrays = [(f"operand {number}", x) for number, x in enumerate(operands)]
+        arrays += [(f"index array {n!r}", getattr(q, "values", q)) for n, q in indices.items()]
+        for label, x in arrays:
+            if isinstance(x, Tensor) and _dataless(x):
+                raise PlannerError(f"{label} is a meta or fake tensor, on which nothing can be measured: give values")
+
+    def stepwise(
+        self,
+        plan: Plan,
+        operands: Sequence[Tensor],
+        indices: Mapping[str, Any],
+        gradient: Tensor | None = None,
+        kept: Mapping[int, Any] | None = None,
+    ) -> Stepwise:
+        """Return the forward program with what it is given, or the backward program."""
+        bound = _Bound(plan, self)
+        with torch.no_grad(), _as_planned():
+            index = bound.prepare(indices)
+            if gradient is None:
+                values: dict[int, Any] = dict(enumerate(bound.leaves(operands, index)))
+            else:
+                values = bound.backward_values(gradient, operands, index, kept or {})
+
+        def run(step: Step, inputs: Sequence[Tensor]) -> Any:
+            with torch.no_grad(), _as_planned():
+                return self.table.run(step.choice.lowering, step.op, inputs, index)
+
+        return Stepwise(values, lambda step, inputs: partial(run, step, inputs), index.orders)
 
 
 def _refuse(operands: Sequence[Any], indices: Mapping[str, Any]) -> None:

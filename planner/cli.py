@@ -1,4 +1,4 @@
-"""``python -m planner``: explain a plan, run the demo."""
+"""``python -m planner``: explain a plan and measure it, run the demo."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import numpy as np
+
+from planner.analyze import Analysis
 from planner.api import plan
 from planner.errors import PlannerError
+from planner.plan import Plan
 from planner.spec import Operand, is_letter
+from planner.workloads import to_framework
 
 __all__ = ["main"]
 
@@ -67,6 +72,23 @@ def _by_letter(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _analyze(made: Plan) -> Analysis:
+    """Run a plan on small random integers and random indices."""
+    framework: Any = made.backend
+    random = np.random.default_rng(0)
+    operands = [to_framework(framework, random.integers(-2, 3, o.shape), o.dtype) for o in made.operands]
+    sizes: dict[str, int] = {}
+    for gather in made.resolved.spec.gathers:  # an array that reads two dimensions must fit the smaller
+        sizes[gather.array] = min(sizes.get(gather.array, gather.size or 0), gather.size or 0)
+    indices = {}
+    for name, shape in made.index_shapes:
+        if not sizes[name] and 0 not in shape:
+            raise PlannerError(f"no index array {name!r} fits a dimension of size 0, so there is nothing to run")
+        values = random.integers(0, max(sizes[name], 1), shape)
+        indices[name] = to_framework(framework, np.asarray(values), "int64")
+    return made.analyze(*operands, **indices)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -98,6 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain.add_argument("--grad", action="store_true", help="plan the gradients of all operands too")
     explain.add_argument("--json", action="store_true", help="print the plan as JSON")
     explain.add_argument("--alternatives", action="store_true", help="also print the plans that were not taken")
+    explain.add_argument(
+        "--analyze", action="store_true", help="run the plan on random operands: predicted figures beside measured ones"
+    )
     commands.add_parser("demo", help="run the seed workloads against what their authors wrote")
     options = parser.parse_args(arguments)
     try:
@@ -107,10 +132,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             backend=options.backend, **_by_letter("--index", options.index),
         )  # fmt: skip
         alternatives = made.alternatives() if options.alternatives else ()
+        analysis = _analyze(made) if options.analyze else None
     except PlannerError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    print(made.to_json() if options.json else made)
+    if analysis is None or not options.json:
+        print(made.to_json() if options.json else made)
+    if analysis is not None:
+        print(analysis.to_json() if options.json else analysis)
     if options.alternatives:
         print("alternatives")
         for alternative in alternatives:

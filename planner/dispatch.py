@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from planner.backends.protocol import Backend
     from planner.plan import Plan
 
-__all__ = ["framework_of", "load_backend", "operands_framework", "run_plan"]
+__all__ = ["check_call", "framework_of", "load_backend", "operands_framework", "run_plan"]
 
 BACKENDS = ("torch", "jax", "numpy")
 
@@ -89,6 +89,16 @@ def operands_framework(operands: Sequence[Any], indices: Mapping[str, Any]) -> s
 
 def run_plan(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
     """Run a plan on arrays, after checking that they are what it was made for."""
+    return check_call(plan, operands, indices).bind(plan)(operands, indices)
+
+
+def check_call(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> Backend:
+    """Return a plan's backend, after checking that arrays are what the plan was made for.
+
+    Raises:
+        ShapeError: an operand or index array does not fit.
+        PlannerError: an array is of another framework, an index array is missing, unknown or not of integers.
+    """
     framework = operands_framework(operands, indices)
     if framework != plan.backend:
         raise PlannerError(f"the plan was made for {plan.backend}, but operand 0 is a {framework} array")
@@ -111,7 +121,7 @@ def run_plan(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) ->
             raise PlannerError(f"unknown index array {name!r}: the plan has {', '.join(wanted_shapes) or 'none'}")
         backend.check_index(name, index)
     _check_index_shapes(plan, {name: tuple(index.shape) for name, index in indices.items()})
-    return backend.bind(plan)(operands, indices)
+    return backend
 
 
 def _check_index_shapes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> None:

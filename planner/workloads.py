@@ -23,7 +23,7 @@ import numpy as np
 from planner.parse import parse
 from planner.spec import Gather, Spec, Term
 
-__all__ = ["WORKLOADS", "Framework", "Skew", "View", "Workload", "skewed_rows"]
+__all__ = ["WORKLOADS", "Framework", "Skew", "View", "Workload", "skewed_rows", "to_framework"]
 
 Framework = Literal["numpy", "torch", "jax"]
 Values = Literal["integers", "normal"]
@@ -192,7 +192,7 @@ class Workload:
             base_shape = view.base_shape(shape) if view else shape
             order = view.order if view and view.order else tuple(range(len(shape)))
             stored = _random(rng, tuple(base_shape[axis] for axis in order), values, magnitude)
-            base = _to(framework, stored, dtype)
+            base = to_framework(framework, stored, dtype)
             if framework == "torch" and requires_grad and self.takes_gradient[number]:
                 base.requires_grad_()
             back = tuple(order.index(axis) for axis in range(len(order)))
@@ -204,7 +204,7 @@ class Workload:
     def cotangent(self, framework: Framework, seed: int = 0, *, magnitude: int = 2, dtype: str = "float32") -> Any:
         """Make a gradient of the output, of random integers."""
         rng = np.random.default_rng([seed, 1])
-        return _to(framework, _random(rng, self.output_shape, "integers", magnitude), dtype)
+        return to_framework(framework, _random(rng, self.output_shape, "integers", magnitude), dtype)
 
     def indices(
         self, framework: Framework, seed: int = 0, *, skew: Skew = "uniform", dtype: str = "int64"
@@ -226,7 +226,7 @@ class Workload:
             rows = skewed_rows(rng, math.prod(shape), pools[array], skew)
             if array in self.sorted_indices:
                 rows.sort()
-            made[array] = _to(framework, rows.reshape(shape), dtype)
+            made[array] = to_framework(framework, rows.reshape(shape), dtype)
         return made
 
 
@@ -249,7 +249,8 @@ def _random(rng: np.random.Generator, shape: Shape, values: Values, magnitude: i
     return rng.integers(-magnitude, magnitude, shape, np.int8, endpoint=True).astype(np.float32)
 
 
-def _to(framework: Framework, array: np.ndarray[Any, Any], dtype: str) -> Any:
+def to_framework(framework: Framework, array: np.ndarray[Any, Any], dtype: str) -> Any:
+    """Make a framework's array of a dtype; JAX narrows 64-bit types where they are off."""
     if framework == "numpy":
         return array.astype(dtype)
     if framework == "torch":

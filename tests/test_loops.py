@@ -210,3 +210,13 @@ def test_the_steps_of_a_shorter_last_slice_are_its_own():
     adds = 3 * 5 * 3
     assert plan.cost.flops == flops + adds
     assert dataclasses.replace(plan, loop=None) != plan
+
+
+def test_a_loop_is_analyzed_as_a_whole():
+    rng = np.random.default_rng(0)
+    a, b = rng.random((40, 30), "float32"), rng.random((30, 20), "float32")
+    plan = looped(planner.plan("ij, jk -> ik", a, b), {"j": 7})
+    found = plan.analyze(a, b, rounds=1)
+    assert not found.steps
+    (forward,) = found.totals
+    assert forward.measured.live_bytes <= forward.predicted.live_bytes + SMALL

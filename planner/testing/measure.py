@@ -12,6 +12,7 @@ Example:
 from __future__ import annotations
 
 import gc
+import math
 import os
 import tracemalloc
 import weakref
@@ -23,13 +24,24 @@ from typing import Any, TypeVar
 import numpy as np
 
 __all__ = [
+    "Compiled",
+    "Counted",
     "Measured",
+    "jax_buffers",
+    "jax_compiled",
     "jax_retained",
     "jax_temp_bytes",
     "numpy_memory",
+    "numpy_owned",
     "saved_tensor_bytes",
+    "torch_allocations",
     "torch_backward_memory",
+    "torch_counts",
+    "torch_cuda_backward_memory",
+    "torch_cuda_memory",
+    "torch_cuda_peak",
     "torch_memory",
+    "torch_storages",
 ]
 
 T = TypeVar("T")
@@ -46,6 +58,22 @@ class Measured:
 
     peak_bytes: int
     retained_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What a call computed and moved, counted operator by operator; None where nothing says so."""
+
+    flops: int | None
+    bytes_moved: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What XLA says of a compiled function: bytes beside its arguments, results in them, and what it counts."""
+
+    peak_bytes: int | None
+    counted: Counted
 
 
 # --- torch --------------------------------------------------------------------------------------
@@ -66,8 +94,8 @@ def torch_memory(call: Callable[[], T]) -> tuple[T, Measured]:
     Returns:
         The call's result and what was measured. Warm caches by a first run, or they count as retained.
     """
-    result, peak, live = _track(call, {})
-    own = _storages(result)
+    result, peak, live = torch_allocations(call, {})
+    own = torch_storages(result)
     return result, Measured(peak, sum(n for pointer, n in live.items() if pointer not in own))
 
 
@@ -88,12 +116,12 @@ def torch_backward_memory(
     """
     import torch
 
-    result, _, live = _track(call, {})
-    own = _storages(result)
+    result, _, live = torch_allocations(call, {})
+    own = torch_storages(result)
     gout = torch.ones_like(result) if gout is None else gout
     before = {pointer: n for pointer, n in live.items() if pointer not in own}
-    gradients, peak, live = _track(lambda: torch.autograd.grad(result, operands, gout), before)
-    own |= _storages(gradients)
+    gradients, peak, live = torch_allocations(lambda: torch.autograd.grad(result, operands, gout), before)
+    own |= torch_storages(gradients)
     return gradients, Measured(peak, sum(n for pointer, n in live.items() if pointer not in own))
 
 
@@ -117,7 +145,7 @@ def saved_tensor_bytes(call: Callable[[], Any], operands: Iterable[Any] = ()) ->
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
         result = call()
     gc.collect(0)
-    own = _storages(result) | _storages(list(operands))
+    own = torch_storages(result) | torch_storages(list(operands))
     storages = [holder.tensor.untyped_storage() for holder in saved]
     found = {s.data_ptr(): s.nbytes() for s in storages}
     return sum(n for pointer, n in found.items() if pointer not in own)
@@ -130,8 +158,8 @@ class _Saved:
         self.tensor = tensor.detach()  # a saved output with its grad_fn would keep itself alive
 
 
-def _track(call: Callable[[], T], live: Mapping[int, int]) -> tuple[T, int, dict[int, int]]:
-    """Run the call; return its result, the peak, and the size of each allocation alive in the end.
+def torch_allocations(call: Callable[[], T], live: Mapping[int, int]) -> tuple[T, int, dict[int, int]]:
+    """Run a torch CPU call; return its result, the peak, and the size of each allocation alive in the end.
 
     `live` are allocations from an earlier run that count too; frees of any others do not, and the
     profiler reports them only by accident.
@@ -182,12 +210,109 @@ def _collecting_afterwards() -> Iterator[None]:
             gc.enable()
 
 
-def _storages(tree: Any) -> set[int]:
+def torch_storages(tree: Any) -> set[int]:
+    """Addresses of the storages of all tensors in a tree of containers."""
     import torch
     from torch.utils import _pytree
 
     leaves = _pytree.tree_leaves(tree)
     return {leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def torch_cuda_peak(call: Callable[[], T], device: Any) -> tuple[T, int]:
+    """Run a torch CUDA call; return its result and the most bytes that its allocator held at any moment.
+
+    The bytes are all of the device's, not only the call's. The allocator's own record of its peak starts anew.
+    """
+    import torch
+
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    result = call()
+    torch.cuda.synchronize(device)
+    return result, torch.cuda.max_memory_allocated(device)
+
+
+def torch_cuda_memory(call: Callable[[], T], device: Any) -> tuple[T, Measured]:
+    """Run a torch CUDA call and ask the allocator, which rounds each size up to 512 bytes; else as `torch_memory`."""
+    import torch
+
+    with _collecting_afterwards():
+        before = torch.cuda.memory_allocated(device)
+        result, peak = torch_cuda_peak(call, device)
+        gc.collect(0)
+        own = _result_bytes(result)
+        return result, Measured(peak - before, torch.cuda.memory_allocated(device) - before - own)
+
+
+def torch_cuda_backward_memory(
+    call: Callable[[], Any], operands: Sequence[Any], device: Any
+) -> tuple[tuple[Any, ...], Measured]:
+    """Run a torch CUDA call, then its backward from ones, and ask the allocator; else as `torch_backward_memory`."""
+    import torch
+
+    with _collecting_afterwards():
+        before = torch.cuda.memory_allocated(device)
+        result = call()
+        gout = torch.ones_like(result)
+        before += _result_bytes((result, gout))
+        gradients, peak = torch_cuda_peak(lambda: torch.autograd.grad(result, operands, gout), device)
+        gc.collect(0)
+        own = _result_bytes(gradients)
+        return gradients, Measured(peak - before, torch.cuda.memory_allocated(device) - before - own)
+
+
+def _result_bytes(tree: Any) -> int:
+    """Bytes of the storages of all tensors in a tree, rounded up as the CUDA allocator does."""
+    import torch
+    from torch.utils import _pytree
+
+    storages = [leaf.untyped_storage() for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return sum(-(-size // 512) * 512 for size in {s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+def torch_counts(call: Callable[[], Any]) -> Counted:
+    """Run a torch call and count its operators: FLOPs of matrix products, and bytes that each reads and writes.
+
+    FLOPs are None where no matrix is multiplied: nothing else is counted. A view moves nothing; a take reads as many
+    bytes as it writes. What torch reads again because it does not fit a cache is not seen.
+    """
+    import torch
+    from torch.utils import _pytree
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import flop_registry
+
+    in_place = {torch.ops.aten.addmm_: torch.ops.aten.addmm, torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm}
+    flops = moved = 0
+
+    class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal flops, moved
+            kwargs = kwargs or {}
+            result = func(*args, **kwargs)
+            packet = in_place.get(func._overloadpacket, func._overloadpacket)
+            if packet in flop_registry:
+                plain = {name: value for name, value in kwargs.items() if name != "out"}
+                flops += int(flop_registry[packet](*args, **plain, out_val=result))
+            given = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            made = [x for x in _pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+            known = {x.untyped_storage().data_ptr() for x in given}
+            is_view = not func._schema.is_mutable and any(x.untyped_storage().data_ptr() in known for x in made)
+            if not is_view and packet not in (torch.ops.aten.empty, torch.ops.aten.empty_strided):
+                if packet in (torch.ops.aten.index_select, torch.ops.aten.gather, torch.ops.aten.index):
+                    given = [*given[1:], *made]
+                moved += sum(_bytes(x) for x in (*given, *made))
+            return result
+
+    with Counter():  # type: ignore[no-untyped-call]
+        call()
+    return Counted(flops or None, moved)
+
+
+def _bytes(tensor: Any) -> int:
+    """Bytes of a tensor's elements, each counted once."""
+    distinct = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(distinct) * int(tensor.element_size()) if tensor.numel() else 0
 
 
 # --- jax ----------------------------------------------------------------------------------------
@@ -208,10 +333,15 @@ def jax_retained(call: Callable[..., Any], *operands: Any, held: Any = ()) -> in
 
     result, pullback = jax.vjp(call, *operands)
     jax.block_until_ready(result)  # type: ignore[no-untyped-call]
-    leaves = jax.tree.leaves
-    not_counted = {_buffer(x) for x in leaves((operands, held, result)) if _has_buffer(x)}
-    found = {_buffer(x): int(x.nbytes) for x in leaves(pullback) if _has_buffer(x)}
-    return sum(n for pointer, n in found.items() if pointer not in not_counted)
+    not_counted = jax_buffers((operands, held, result))
+    return sum(n for pointer, n in jax_buffers(pullback).items() if pointer not in not_counted)
+
+
+def jax_buffers(tree: Any) -> dict[int, int]:
+    """Addresses and bytes of the buffers of all arrays in a pytree."""
+    import jax
+
+    return {_buffer(x): int(x.nbytes) for x in jax.tree.leaves(tree) if _has_buffer(x)}
 
 
 def jax_temp_bytes(call: Callable[..., Any], *operands: Any) -> int:
@@ -221,6 +351,22 @@ def jax_temp_bytes(call: Callable[..., Any], *operands: Any) -> int:
     analysis = jax.jit(call).lower(*operands).compile().memory_analysis()
     assert analysis is not None, "this platform does not say what it allocates"
     return int(analysis.temp_size_in_bytes)
+
+
+def jax_compiled(call: Callable[..., Any], *operands: Any) -> tuple[Callable[..., Any], Compiled]:
+    """Compile a call for operands; return the compiled function and what XLA says of it.
+
+    A figure is None where the platform does not say. XLA counts the body of a loop once.
+    """
+    import jax
+
+    function: Any = call if hasattr(call, "lower") else jax.jit(call)
+    compiled = function.lower(*operands).compile()
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    peak = None if memory is None else int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
+    cost = cost[0] if isinstance(cost, (list, tuple)) and cost else cost or {}
+    flops, moved = (int(cost[key]) if cost.get(key, -1) >= 0 else None for key in ("flops", "bytes accessed"))
+    return compiled, Compiled(peak, Counted(flops, moved))
 
 
 def _has_buffer(x: Any) -> bool:
@@ -266,12 +412,22 @@ def _traced_arrays(domain: int) -> int:
     return sum(trace.size for trace in snapshot.traces)
 
 
+def numpy_owned(arrays: Iterable[Any]) -> dict[int, int]:
+    """Identity and bytes of the arrays that own the memory of some arrays."""
+    owned = {}
+    for array in arrays:
+        while isinstance(array.base, np.ndarray):
+            array = array.base
+        owned[id(array)] = int(array.nbytes)
+    return owned
+
+
 def _owned_bytes(result: Any) -> int:
     arrays = result if isinstance(result, (list, tuple)) else [result]
     bases = {}
     for array in arrays:
         while isinstance(array, np.ndarray):
             if array.base is None and tracemalloc.get_object_traceback(array) is not None:
-                bases[id(array)] = array.nbytes
+                bases[id(array)] = max(array.nbytes, 1)  # numpy allocates a byte for no elements
             array = array.base
     return sum(bases.values())

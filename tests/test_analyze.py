@@ -1,0 +1,394 @@
+"""`Plan.analyze`: measured is what happens, predicted is what the plan says, and nothing of the caller's changes."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import examples, installed_frameworks
+from hypothesis import assume, example, given, settings
+from laws import exact_problems
+
+import planner
+from planner.analyze import Analysis, AnalyzedStep, Figures
+from planner.cli import main
+from planner.dispatch import load_backend
+from planner.testing import measure
+from planner.testing.strategies import Problem
+from planner.workloads import WORKLOADS, to_framework
+
+FRAMEWORKS = [name for name in ("torch", "jax", "numpy") if name in installed_frameworks()]
+GATHERED = WORKLOADS["seed-gathered-matmul"].resized(n=256, q=16)
+
+
+def arrays_of(framework, problem):
+    """Operands, index arrays and the plan of a problem, with its gradients where the framework has any."""
+    operands, indices = problem.operands(), dict(problem.indices)
+    wanted = problem.requires_grad if framework != "numpy" else (False,) * len(operands)
+    if framework == "torch":
+        torch = pytest.importorskip("torch")
+        operands = [torch.from_numpy(x).requires_grad_(need) for x, need in zip(operands, wanted, strict=True)]
+        indices = {n: torch.from_numpy(q) for n, q in indices.items()}
+    if framework == "jax":
+        jax = pytest.importorskip("jax")
+        operands = [jax.numpy.asarray(x) for x in operands]
+        indices = {n: jax.numpy.asarray(q) for n, q in indices.items()}
+    stand_ins = [
+        planner.Operand(tuple(x.shape), "float32", requires_grad=need) for x, need in zip(operands, wanted, strict=True)
+    ]
+    given_plan = {n: x for n, x in problem.arguments().items() if n not in indices}
+    plan = planner.plan(problem.spec, *stand_ins, backend=framework, **given_plan, **indices)
+    return plan, operands, indices
+
+
+def workload_of(framework, workload, grad=True, **options):
+    """The same of a workload."""
+    operands = workload.operands(framework, **({"requires_grad": grad} if framework == "torch" else {}))
+    indices = workload.indices(framework)
+    wanted = grad and framework != "numpy"
+    stand_ins = [planner.Operand(tuple(x.shape), "float32", requires_grad=wanted) for x in operands]
+    plan = planner.plan(workload.spec, *stand_ins, backend=framework, **workload.options, **options, **indices)
+    return plan, operands, indices
+
+
+def assert_faithful(plan, found):
+    """What holds of every analysis."""
+    assert [row.number for row in found.steps] == list(range(len(plan.steps)))
+    for row, step in zip(found.steps, plan.steps, strict=True):
+        assert row.lowering == step.choice.lowering
+        assert row.predicted.live_bytes == step.live_bytes
+        assert row.predicted.flops == step.choice.cost.flops
+        assert row.measured.seconds > 0
+    forward = [row for row in found.steps if row.program == "forward"]
+    assert len(forward) == len(plan.programs.forward.steps)
+    retained = plan.cost.retained_bytes
+    assert found.total("forward").predicted.retained_bytes == retained
+    assert sum(row.predicted.retained_bytes for row in forward) == retained
+    assert {row.program for row in found.totals} == ({"forward", "backward"} if plan.programs.backward else {"forward"})
+    text = str(found)
+    assert text.startswith(plan.text)
+    values = json.loads(found.to_json())
+    assert values["warnings"] == list(found.warnings)
+    for row, read in zip((*found.steps, *found.totals), (*values["steps"], *values["totals"]), strict=True):
+        assert Figures(**read["predicted"]) == row.predicted
+        assert Figures(**read["measured"]) == row.measured
+        assert read["off"] == dict(row.off)
+
+
+_SHAPE = {"min_operands": 2, "max_axes": 4}
+
+
+def test_torch_measures_retained_as_predicted_and_changes_nothing():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+
+    @settings(max_examples=examples(40, 400))
+    @given(exact_problems(**_SHAPE))
+    def law(problem):
+        plan, operands, indices = arrays_of("torch", problem)
+        before = [x.detach().clone() for x in operands]
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            state = torch.get_rng_state()
+            found = plan.analyze(*operands, rounds=1, **indices)
+            assert torch.equal(state, torch.get_rng_state())
+        assert_faithful(plan, found)
+        retained = plan.cost.retained_bytes
+        assert found.total("forward").measured.retained_bytes == retained
+        kept = sum(row.measured.retained_bytes for row in found.steps if row.program == "forward")
+        assert kept == retained
+        for x, old, need in zip(operands, before, problem.requires_grad, strict=True):
+            assert torch.equal(x, old)
+            assert x.grad is None
+            assert x.requires_grad == need
+
+    law()
+    assert torch.is_grad_enabled()
+
+
+def test_jax_measures_retained_as_predicted():
+    pytest.importorskip("jax", reason="jax is not installed")
+
+    @settings(max_examples=examples(6, 60))
+    @given(exact_problems(max_operands=3, without=("size zero", "scalar"), **_SHAPE))
+    def law(problem):
+        assume(any(problem.requires_grad))
+        plan, operands, indices = arrays_of("jax", problem)
+        found = plan.analyze(*operands, rounds=1, **indices)
+        assert_faithful(plan, found)
+        assert found.total("forward").measured.retained_bytes == plan.cost.retained_bytes
+
+    law()
+
+
+# Of an empty result a byte was left over.
+@settings(max_examples=examples(40, 400))
+@example(Problem("a -> q[]", ((2,),), sizes={"q": 0}, indices={"q": np.array(0)}, index_mode="drop"))
+@given(exact_problems(**_SHAPE))
+def test_numpy_keeps_nothing(problem):
+    plan, operands, indices = arrays_of("numpy", problem)
+    found = plan.analyze(*operands, rounds=1, **indices)
+    assert_faithful(plan, found)
+    assert found.total("forward").measured.retained_bytes == 0
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_steps_one_by_one_compute_what_the_call_does(framework):
+    @settings(max_examples=examples(40, 400) if framework != "jax" else examples(6, 60))
+    @given(exact_problems(max_operands=3, **_SHAPE))
+    def law(problem):
+        plan, operands, indices = arrays_of(framework, problem)
+        backend = load_backend(framework)
+
+        def run(given, program):
+            values = dict(given.values)
+            for step in program.steps:
+                values.update(zip(step.outputs, given.bind(step, [values[v] for v in step.inputs])(), strict=True))
+            return values
+
+        values = run(backend.stepwise(plan, operands, indices), plan.programs.forward)
+        result = np.asarray(
+            values[plan.programs.result].detach() if framework == "torch" else values[plan.programs.result]
+        )
+        assert (result == problem.expected()).all()
+        if plan.programs.backward is None:
+            return
+        gout = to_framework(framework, problem.output_gradient(), "float32")
+        kept = {v: values[v] for v in plan.programs.kept}
+        values = run(backend.stepwise(plan, operands, indices, gout, kept), plan.programs.backward)
+        for variable, expected in zip(plan.programs.gradients, problem.expected_gradients(), strict=True):
+            if variable is not None:
+                found = np.asarray(values[variable])
+                assert (found.reshape(expected.shape) == expected).all()
+
+    law()
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_live_bytes_are_near_what_is_predicted(framework):
+    workload = WORKLOADS["three-way-batch"].resized(b=8, k=512)
+    plan, operands, indices = workload_of(framework, workload)
+    found = plan.analyze(*operands, rounds=1, **indices)
+    assert_faithful(plan, found)
+    for row in found.steps:
+        assert row.measured.live_bytes == pytest.approx(row.predicted.live_bytes, rel=0.3)
+    assert not any("live" in dict(row.off) for row in found.steps)
+    if framework == "torch":
+        products = [row for row in found.steps if row.lowering == "matmul"]
+        assert products
+        assert all(row.measured.flops == row.predicted.flops for row in products)
+        assert all(row.measured.bytes_moved == row.predicted.bytes_moved for row in found.steps)
+    if framework == "jax":
+        assert found.total("forward", "compiled").measured.live_bytes > 0
+        assert "compiled" in str(found)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_false_cost_is_marked(framework):
+    plan, operands, indices = workload_of(framework, WORKLOADS["three-way-batch"].resized(b=8, k=512))
+    first, *rest = plan.programs.forward.steps
+    first = dataclasses.replace(first, live_bytes=10 * first.live_bytes)
+    forward = dataclasses.replace(plan.programs.forward, steps=(first, *rest))
+    plan = dataclasses.replace(plan, programs=dataclasses.replace(plan.programs, forward=forward))
+    found = plan.analyze(*operands, rounds=1, **indices)
+    assert dict(found.steps[0].off)["live"] == pytest.approx(0.1, rel=0.4)
+    assert "  !  " in str(found)
+    assert "off by more than 2x" in str(found)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("factor", [1e-4, 1e4])
+def test_wrong_rates_are_warned_of(framework, factor):
+    wrong = planner.Device(
+        "wrong", flop_rate=1e11 * factor, bandwidth=1e10 * factor, skinny_rate=1e11 * factor, launch_seconds=0.0
+    )
+    plan, operands, indices = workload_of(
+        framework, WORKLOADS["three-way-batch"].resized(b=16, k=1024), grad=False, device=wrong
+    )
+    found = plan.analyze(*operands, rounds=1, **indices)
+    (warning,) = found.warnings
+    assert "the machine's rates look wrong" in warning
+    assert "run `python -m planner calibrate` or pass device=Device(...)" in warning
+    assert f"warning: {warning}" in str(found)
+    assert any("time" in dict(row.off) for row in found.steps)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_prepared_groups(framework):
+    plan, operands, indices = workload_of(framework, GATHERED)
+    indices = {name: planner.group(q, 16) for name, q in indices.items()}
+    assert_faithful(plan, plan.analyze(*operands, rounds=1, **indices))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("spec", "shapes"), [("ij -> ij", [(3, 4)]), ("ij, jk -> ik", [(0, 4), (4, 5)]), ("ij, jk -> ik", [(3, 0), (0, 5)])]
+)
+def test_no_steps_and_no_elements(framework, spec, shapes):
+    make = {"numpy": np.ones}
+    if framework != "numpy":
+        module = pytest.importorskip("jax.numpy" if framework == "jax" else framework)
+        make[framework] = module.ones
+    operands = [make[framework](shape) for shape in shapes]
+    if framework == "torch":
+        operands = [x.requires_grad_() for x in operands]
+    plan = planner.plan(spec, *operands)
+    assert_faithful(plan, plan.analyze(*operands))
+
+
+def test_a_call_that_does_not_fit_is_refused_as_the_plan_does():
+    a, c, q = np.ones((4, 1, 2)), np.ones((3, 2, 1)), np.array([2, 0, 0, 1])
+    plan = planner.plan("nij, q[n]jk -> nik", a, c, q=q)
+    for operands, indices in [
+        ((a, c[:2]), {"q": q}),
+        ((a,), {"q": q}),
+        ((a, c), {"q": q[:2]}),
+        ((a, c), {}),
+        ((a, c), {"q": q, "p": q}),
+        ((a, c), {"q": q + 1}),
+    ]:
+        with pytest.raises(planner.PlannerError) as called:
+            plan(*operands, **indices)
+        with pytest.raises(planner.PlannerError) as analyzed:
+            plan.analyze(*operands, **indices)
+        assert type(analyzed.value) is type(called.value)
+        assert str(analyzed.value) == str(called.value)
+    for rounds in (0, True, 1.5):
+        with pytest.raises(planner.PlannerError, match="no number of runs"):
+            plan.analyze(a, c, q=q, rounds=rounds)
+
+
+def test_torch_without_values_is_refused():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    a, b = torch.ones(3, 4), torch.ones(4, 5)
+    plan = planner.plan("ij, jk -> ik", a, b)
+    with pytest.raises(planner.PlannerError, match="operand 1 is a meta or fake tensor"):
+        plan.analyze(a, b.to("meta"))
+    with pytest.raises(planner.PlannerError, match="nothing can be measured"):
+        torch.func.vmap(lambda x: plan.analyze(x, b) and x)(torch.ones(2, 3, 4))
+    with pytest.raises(planner.PlannerError, match="nothing can be measured"):
+        torch.func.grad(lambda x: plan.analyze(x, b) and x.sum())(a)
+
+
+def test_jax_without_values_is_refused():
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    a, b = jax.numpy.ones((3, 4)), jax.numpy.ones((4, 5))
+    plan = planner.plan("ij, jk -> ik", a, b)
+    for transform in (jax.jit, jax.vmap, jax.grad):
+        x = a[None] if transform is jax.vmap else a
+        with pytest.raises(planner.PlannerError, match="operand 0 is traced"):
+            transform(lambda x: plan.analyze(x, b) and x.sum())(x)
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "enable_grad"])
+def test_torch_settings_are_as_before(mode):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    plan, operands, indices = workload_of("torch", GATHERED)
+    with getattr(torch, mode)():
+        before = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        found = plan.analyze(*operands, rounds=1, **indices)
+        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
+        if mode == "inference_mode":  # operands made there
+            plan.analyze(*(x * 1 for x in operands), rounds=1, **indices)
+    assert_faithful(plan, found)
+    assert found.total("backward").measured.live_bytes > 0
+
+
+def test_torch_counts_operators():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    a, b = torch.ones(3, 4), torch.ones(4, 5)
+    assert measure.torch_counts(lambda: a @ b) == measure.Counted(2 * 3 * 4 * 5, 4 * (12 + 20 + 15))
+    assert measure.torch_counts(lambda: a.t().reshape(2, 6)) == measure.Counted(None, 4 * (12 + 12))
+    assert measure.torch_counts(lambda: a.t().view(4, 3)) == measure.Counted(None, 0)
+    assert measure.torch_counts(lambda: b.expand(7, 4, 5) + 1) == measure.Counted(None, 4 * (20 + 140))
+
+
+def test_the_table():
+    figures = Figures(2e-3, 10**6, 10**6, 10**6, 0)
+    slower = dataclasses.replace(figures, seconds=7e-3, flops=None, retained_bytes=None)
+    steps = (
+        AnalyzedStep("forward", 0, "ij, jk -> ik", "matmul", figures, figures),
+        AnalyzedStep(
+            "backward", 1, "ik, jk -> ij", "matmul", dataclasses.replace(figures, retained_bytes=None), slower
+        ),
+    )
+    totals = tuple(
+        AnalyzedStep(program, None, "", how, figures, found)
+        for program, how, found in [("forward", "", figures), ("forward", "compiled", slower), ("backward", "", slower)]
+    )
+    found = Analysis("ij, jk -> ik", "jax", "cpu", "float32", 3, steps, totals, ("rates",))
+    assert str(found).splitlines() == [
+        "ij, jk -> ik        jax · cpu · float32 · medians of 3 rounds",
+        "  #  step                  lowered to  FLOPs  moves  live  retained  time",
+        "  0  ij, jk -> ik          matmul        1 M   1 MB  1 MB       0 B  2 ms",
+        "                             measured    1 M   1 MB  1 MB       0 B  2 ms",
+        "     the forward program                 1 M   1 MB  1 MB       0 B  2 ms",
+        "                             measured    1 M   1 MB  1 MB       0 B  2 ms",
+        "  !                          compiled      -   1 MB  1 MB         -  7 ms  time x3.5",
+        "  1  ik, jk -> ij          matmul        1 M   1 MB  1 MB         -  2 ms",
+        "  !                          measured      -   1 MB  1 MB         -  7 ms  time x3.5",
+        "     the backward program                1 M   1 MB  1 MB       0 B  2 ms",
+        "  !                          measured      -   1 MB  1 MB         -  7 ms  time x3.5",
+        "  ! time or live bytes are off by more than 2x; under 50 us and 16 KiB they are not judged",
+        "warning: rates",
+    ]
+    with pytest.raises(KeyError):
+        found.total("backward", "compiled")
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_explain_analyze(framework, capsys):
+    grad = ["--grad"] if framework != "numpy" else []
+    line = ["explain", "nij, q[n]jk -> nik", "64x1x8", "4x8x8", "--index", "q=64", "--backend", framework, *grad]
+    assert main([*line, "--analyze"]) == 0
+    shown = capsys.readouterr().out
+    assert "this plan" in shown
+    assert "the forward program" in shown
+    assert main([*line, "--analyze", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == "nij, q[n]jk -> nik"
+
+
+def test_explain_analyze_refuses_what_no_index_fits(capsys):
+    assert main(["explain", "q[n] -> n", "0", "--index", "q=3", "--analyze"]) == 2
+    assert "size 0" in capsys.readouterr().err
+
+
+PAGE = """```python
+import numpy as np
+import planner
+
+a, b = np.ones((20, 30)), np.ones((30, 40))
+print(planner.plan("ij, jk -> ik", a, b).analyze(a, b))
+```
+
+```text
+out of date
+```
+
+After.
+"""
+
+
+def test_the_page_is_built(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    build = Path(__file__).parent.parent / "docs" / "build.py"
+    subprocess.run([sys.executable, build, page], check=True, capture_output=True, timeout=300)
+    text = page.read_text(encoding="utf-8")
+    assert "out of date" not in text
+    assert "```text\nij, jk -> ik        numpy · cpu · float64 · medians of 3 rounds\n" in text
+    assert text.endswith("```\n\nAfter.\n")
+    page.write_text(PAGE.replace("print(", "prunt("))
+    failed = subprocess.run([sys.executable, build, page], check=False, capture_output=True, text=True, timeout=300)
+    assert failed.returncode != 0
+    assert "prunt" in failed.stderr
+    assert "out of date" in page.read_text()
+
+
+def test_the_cost_model_shows_each_seed():
+    page = (Path(__file__).parent.parent / "docs" / "cost-model.md").read_text(encoding="utf-8")
+    names = [name for name in WORKLOADS if name.startswith("seed-") and f'WORKLOADS["{name}"]' in page]
+    assert len({WORKLOADS[name].source for name in names}) == 4
+    assert page.count("the forward program") == 4
