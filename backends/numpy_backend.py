@@ -23,6 +23,7 @@ from planner.backends.stock import matmul_product
 from planner.device import CPU, Device
 from planner.errors import PlannerError
 from planner.lower import ProductForm
+from planner.rates import stored
 from planner.spec import Gather, Operand, Spec
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class NumpyBackend(Backend):
 
     def device(self, operands: Sequence[Any]) -> Device:
         """Rates of the machine that the operands are on."""
-        return CPU
+        return stored(CPU, "numpy", np.__version__)
 
     def check_index(self, name: str, index: Any) -> None:
         """Refuse an index array that is not of integers."""
