@@ -432,8 +432,7 @@ def _product_cost(op: Op, device: Device, spec: Spec, result: int) -> StepCost:
     copied = copied_bytes(spec.inputs[0], (form.batch, form.left, form.contracted), sizes, size)
     copied += copied_bytes(spec.inputs[1], (form.batch, form.contracted, form.right), sizes, size)
     moved += 2 * copied
-    rate = device.skinny_rate if min(m, n, k) < 8 else device.flop_rate
-    seconds = max(flops / rate, moved / device.bandwidth) + device.fresh_seconds(copied) + device.fresh_seconds(result)
+    seconds = max(flops / device.product_rate(m, n, k), moved / device.bandwidth) + device.fresh_seconds(copied) + device.fresh_seconds(result)
     seconds += device.launch_seconds + (batch * device.matrix_seconds if batch > 1 else 0)
     return StepCost(flops, moved, copied, copied, picoseconds(seconds))
 

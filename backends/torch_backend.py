@@ -40,7 +40,7 @@ from planner.device import CPU, GPU, Device, gpu_preset
 from planner.errors import PlannerError
 from planner.kernels import torch_grouping
 from planner.program import Leaf, Tree
-from planner.rates import stored
+from planner.rates import cpu_name, stored
 from planner.spec import Gather, Operand, Spec
 
 if TYPE_CHECKING:
@@ -457,7 +457,7 @@ class TorchBackend(Backend):
         """Rates of the machine that the operands are on."""
         first = next((x.device for x in operands if isinstance(x, Tensor)), None)
         if first is None or first.type == "cpu":
-            return stored(CPU, "torch", str(torch.__version__))
+            return stored(CPU, "torch", str(torch.__version__), cpu_name(torch.get_num_threads()))
         if first.type != "cuda":
             return GPU
         product = torch.cuda.get_device_name(first)

@@ -141,7 +141,7 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     seconds = (
         max(flops / device.flop_rate, (moved + 2 * rows) / device.bandwidth)
         + device.fresh_seconds(results)
-        + n * device.take_row_seconds * (4 if op.pair else 3)
+        + n * (device.take_row_seconds * (4 if op.pair else 3) + device.sort_row_seconds)
         + min(g, n) * 2 * device.matrix_seconds
         + 40 * device.launch_seconds
     )
@@ -215,8 +215,7 @@ def _sliced_cost(op: Op, device: Device) -> StepCost:
     moved = op.bytes_touched()
     if axis not in op.spec.output:
         moved += 2 * slices * result
-    rate = device.skinny_rate if min(m, n, k) < 8 else device.flop_rate
-    seconds = max(flops / rate, moved / device.bandwidth) + device.fresh_seconds(result)
+    seconds = max(flops / device.product_rate(m, n, k), moved / device.bandwidth) + device.fresh_seconds(result)
     return StepCost(flops, moved, 0, 0, picoseconds(seconds + slices * device.launch_seconds))
 
 

@@ -73,16 +73,17 @@ def path_of(key: Key) -> pathlib.Path:
     return cache_folder() / f"rates-{words:.80}-{digest}.json"
 
 
-@functools.lru_cache(maxsize=1)
-def cpu_name() -> str:
-    """Return the processor's name and how many of its threads this process may use."""
+@functools.lru_cache(maxsize=8)
+def cpu_name(threads: int | None = None) -> str:
+    """Return the processor's name and how many threads compute: by default as many as this process may use."""
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         text = pathlib.Path("/proc/cpuinfo").read_text(errors="replace")
         if found := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
             name = found[1].strip()
-    count = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return f"{name}, {count} threads"
+    if threads is None:
+        threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return f"{name}, {threads} thread{'s' * (threads != 1)}"
 
 
 @functools.lru_cache(maxsize=64)
@@ -93,7 +94,7 @@ def stored(preset: Device, framework: str, framework_version: str, machine: str 
         preset: what holds where nothing was measured.
         framework: "torch", "jax" or "numpy".
         framework_version: its version.
-        machine: name of a graphics card; empty for this machine's processor.
+        machine: name of a graphics card, or of this machine's processor as `cpu_name` has it, the default.
     """
     key = Key(machine or cpu_name(), framework, framework_version, preset.kind)
     return read(key) or preset
