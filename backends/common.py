@@ -432,7 +432,11 @@ def _product_cost(op: Op, device: Device, spec: Spec, result: int) -> StepCost:
     copied = copied_bytes(spec.inputs[0], (form.batch, form.left, form.contracted), sizes, size)
     copied += copied_bytes(spec.inputs[1], (form.batch, form.contracted, form.right), sizes, size)
     moved += 2 * copied
-    seconds = max(flops / device.product_rate(m, n, k), moved / device.bandwidth) + device.fresh_seconds(copied) + device.fresh_seconds(result)
+    seconds = (
+        max(flops / device.product_rate(m, n, k), moved / device.bandwidth)
+        + device.fresh_seconds(copied)
+        + device.fresh_seconds(result)
+    )
     seconds += device.launch_seconds + (batch * device.matrix_seconds if batch > 1 else 0)
     return StepCost(flops, moved, copied, copied, picoseconds(seconds))
 

@@ -138,8 +138,10 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     kernel = scratch_of(n, i, g, j, k, dtype, form.rows_a != form.gather.axes)
     scratch = max(8 * (n + g + 1) + maps + kernel, torch_grouping.group_bytes(n, g) + maps - results)
     rows = n * i * (j + k) * size
+    # Rows are gathered, multiplied and put one after the other: the times add up.
     seconds = (
-        max(flops / device.flop_rate, (moved + 2 * rows) / device.bandwidth)
+        flops / device.product_rate(max(1, n * i // max(1, min(g, n))), j, k)
+        + (moved + (3 if op.pair else 2) * rows) / device.bandwidth
         + device.fresh_seconds(results)
         + n * (device.take_row_seconds * (4 if op.pair else 3) + device.sort_row_seconds)
         + min(g, n) * 2 * device.matrix_seconds

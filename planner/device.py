@@ -99,8 +99,8 @@ CPU = Device(
     source="measured on a 2-core cloud CPU (AMD EPYC 7003), 2026-11-21",
 )
 
-# A graphics card's rates are its data sheet's: float32 products without TF32, dense. A large product reaches some 80% of
-# such a figure; `python -m planner calibrate` measures the rest.
+# A graphics card's rates are its data sheet's: dense float32 products without TF32. Real products stay below that;
+# `python -m planner calibrate` measures by how much.
 A100 = Device(
     "a100",
     flop_rate=1.95e13,
