@@ -397,7 +397,7 @@ def check(names: Sequence[str] = (), progress: Callable[[str], None] = lambda wh
     frameworks: list[Framework] = ["numpy"]
     if importlib.util.find_spec("torch") is not None:
         frameworks.insert(0, "torch")
-    found = []
+    found: list[StepTime] = []
     for framework in frameworks:
         for name in names or WORKLOADS:
             progress(f"{framework} {name}")

@@ -1,4 +1,4 @@
-"""Measured rates: the file they live in, what is refused, and that presets and predictions are sane. Nothing is timed."""
+"""Measured rates: the file they live in, what is refused, and that predictions are sane. Nothing is timed."""
 
 import dataclasses
 import json
