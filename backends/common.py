@@ -459,9 +459,10 @@ def _product_cost(op: Op, device: Device, spec: Spec, result: int) -> StepCost:
         elements = _batch_is_innermost(term, groups, sizes) if m > 1 and n > 1 else 0
         copied += elements * size if elements else copied_bytes(term, groups, sizes, size)
     moved += 2 * copied
-    rate = device.skinny_rate if min(m, n, k) < 8 else device.flop_rate
     seconds = (
-        max(flops / rate, device.moving_seconds(moved)) + device.fresh_seconds(copied) + device.fresh_seconds(result)
+        max(flops / device.product_rate(m, n, k), device.moving_seconds(moved))
+        + device.fresh_seconds(copied)
+        + device.fresh_seconds(result)
     )
     seconds += device.launch_seconds + (batch * device.matrix_seconds if batch > 1 else 0)
     return StepCost(flops, moved, copied, copied, picoseconds(seconds))

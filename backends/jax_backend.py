@@ -45,7 +45,7 @@ from planner.backends.common import (
 from planner.backends.jax_rows import OPS, make_table
 from planner.backends.protocol import Backend, Stepwise
 from planner.derive import batched, transpose
-from planner.device import CPU, GPU, Device
+from planner.device import CPU, TPU_V5E, Device, gpu_preset
 from planner.errors import PlannerError
 from planner.loops import accumulator, body_of, covers, parts, slice_counts
 from planner.lower import Op, PooledForm, pooled_form
@@ -610,7 +610,10 @@ class JaxBackend(Backend):
 
     def device(self, operands: Sequence[Any]) -> Device:
         """Rates of the machine that JAX runs on."""
-        return CPU if jax.default_backend() == "cpu" else GPU
+        platform = jax.default_backend()
+        if platform in ("cpu", "tpu"):
+            return CPU if platform == "cpu" else TPU_V5E
+        return gpu_preset(jax.devices()[0].device_kind)
 
     def check_index(self, name: str, index: Any) -> None:
         """Refuse an index array that is not of integers."""

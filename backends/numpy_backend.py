@@ -27,6 +27,7 @@ from planner.errors import PlannerError
 from planner.loops import accumulator, body_of
 from planner.lower import ProductForm
 from planner.program import Step
+from planner.rates import stored
 from planner.spec import Gather, Operand, Spec
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class NumpyBackend(Backend):
 
     def device(self, operands: Sequence[Any]) -> Device:
         """Rates of the machine that the operands are on."""
-        return CPU
+        return stored(CPU, "numpy", np.__version__)
 
     def check_index(self, name: str, index: Any) -> None:
         """Refuse an index array that is not of integers."""

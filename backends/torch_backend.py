@@ -38,12 +38,13 @@ from planner.backends.stock import evaluate
 from planner.backends.torch_native import NATIVE, compile_native, standin
 from planner.backends.torch_rows import OPS, cast, make_table, torch_dtype
 from planner.derive import batched, transpose
-from planner.device import CPU, GPU, Device
+from planner.device import CPU, GPU, Device, gpu_preset
 from planner.errors import PlannerError
 from planner.kernels import torch_grouping
 from planner.kernels.torch_grouped import accumulator
 from planner.loops import body_of
 from planner.program import Leaf, Step, Tree
+from planner.rates import cpu_name, stored
 from planner.spec import Gather, Operand, Spec, Term
 
 if TYPE_CHECKING:
@@ -510,8 +511,13 @@ class TorchBackend(Backend):
 
     def device(self, operands: Sequence[Any]) -> Device:
         """Rates of the machine that the operands are on."""
-        first = next((x.device.type for x in operands if isinstance(x, Tensor)), "cpu")
-        return CPU if first == "cpu" else GPU
+        first = next((x.device for x in operands if isinstance(x, Tensor)), None)
+        if first is None or first.type == "cpu":
+            return stored(CPU, "torch", str(torch.__version__), cpu_name(torch.get_num_threads()))
+        if first.type != "cuda":
+            return GPU
+        product = torch.cuda.get_device_name(first)
+        return stored(gpu_preset(product), "torch", str(torch.__version__), product)
 
     def check_index(self, name: str, index: Any) -> None:
         """Refuse an index array that is not of integers, or not dense."""

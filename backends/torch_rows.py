@@ -146,10 +146,12 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     kernel = scratch_of(n, i, g, j, k, dtype, form.rows_a != form.gather.axes)
     scratch = max(8 * (n + g + 1) + maps + kernel, torch_grouping.group_bytes(n, g) + maps - results)
     rows = n * i * (j + k) * size
+    # Rows are gathered, multiplied and put one after the other: the times add up.
     seconds = (
-        max(flops / device.flop_rate, device.moving_seconds(moved + 2 * rows))
+        flops / device.product_rate(max(1, n * i // max(1, min(g, n))), j, k)
+        + device.moving_seconds(moved + (3 if op.pair else 2) * rows)
         + device.fresh_seconds(results)
-        + n * device.take_row_seconds * (4 if op.pair else 3)
+        + n * (device.take_row_seconds * (4 if op.pair else 3) + device.sort_row_seconds)
         + min(g, n) * 2 * device.matrix_seconds
         + 40 * device.launch_seconds
     )
@@ -223,8 +225,7 @@ def _sliced_cost(op: Op, device: Device) -> StepCost:
     moved = op.bytes_touched()
     if axis not in op.spec.output:
         moved += 2 * slices * result
-    rate = device.skinny_rate if min(m, n, k) < 8 else device.flop_rate
-    seconds = max(flops / rate, device.moving_seconds(moved)) + device.fresh_seconds(result)
+    seconds = max(flops / device.product_rate(m, n, k), device.moving_seconds(moved)) + device.fresh_seconds(result)
     return StepCost(flops, moved, 0, 0, picoseconds(seconds + slices * device.launch_seconds))
 
 

@@ -162,7 +162,7 @@ def plan(
     index_mode: str = "raise",
     dtype: Any = None,
     backend: str | None = None,
-    device: Device | None = None,
+    device: Device | str | None = None,
     **indices: Any,
 ) -> Plan:
     """Choose how a contraction would be done, without doing it.
@@ -184,7 +184,8 @@ def plan(
         index_mode: what an index outside of its dimension does.
         dtype: dtype of the computation and the result.
         backend: "torch", "jax" or "numpy"; by default the arrays' framework, else one that is imported already.
-        device: rates of the machine that times are predicted for.
+        device: rates of the machine that times are predicted for, or the name of a preset such as "h100"; by default
+            what `python -m planner calibrate` measured here, else the preset of the arrays' device.
         **indices: index arrays or their shapes, by letter.
 
     Returns:
@@ -214,7 +215,7 @@ def _plan(
     framework: str,
     operands: Sequence[Any],
     indices: Mapping[str, Any],
-    device: Device | None = None,
+    device: Device | str | None = None,
 ) -> Plan:
     """Read a request, describe the arrays, and choose the plan."""
     spec, precision = request.spec, request.precision
@@ -240,6 +241,8 @@ def _plan(
     given = request.dtype
     compute = dtype_name(given) if given is not None else backend.result_dtype(dtypes, operands)
     itemsize(compute)
+    if isinstance(device, str):
+        device = Device.preset(device)
     if device is not None and not isinstance(device, Device):
         raise PlannerError(
             f"device={device!r:.80} is no planner.Device: it holds the rates that times are predicted by"

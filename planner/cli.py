@@ -1,4 +1,4 @@
-"""``python -m planner``: explain a plan and measure it, run the demo."""
+"""``python -m planner``: explain a plan, run the demo, measure the machine."""
 
 from __future__ import annotations
 
@@ -96,6 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from planner import demo
 
         return demo.main(arguments[1:])
+    if arguments[:1] == ["calibrate"]:
+        from planner import calibrate
+
+        return calibrate.main(arguments[1:])
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII only
     parser = _Parser(prog="python -m planner", description="Plan contractions with gather indices.")
@@ -123,13 +127,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain.add_argument(
         "--analyze", action="store_true", help="run the plan on random operands: predicted figures beside measured ones"
     )
+    explain.add_argument("--device", help="predict times for a preset: cpu, a100, h100, h200, or 'tpu v5e'")
     commands.add_parser("demo", help="run the seed workloads against what their authors wrote")
+    commands.add_parser("calibrate", help="measure this machine's rates and store them for plans to use")
     options = parser.parse_args(arguments)
     try:
         operands = [Operand(shape, options.dtype, requires_grad=options.grad) for shape in options.shapes]
         made = plan(
             options.spec, *operands, sizes=_by_letter("--size", options.size) or None, minimize=options.minimize,
-            backend=options.backend, **_by_letter("--index", options.index),
+            backend=options.backend, device=options.device, **_by_letter("--index", options.index),
         )  # fmt: skip
         alternatives = made.alternatives() if options.alternatives else ()
         analysis = _analyze(made) if options.analyze else None

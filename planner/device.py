@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["CPU", "GPU", "Device"]
+from planner.errors import PlannerError
+
+__all__ = ["A100", "CPU", "GPU", "H100", "H200", "PRESETS", "TPU_V5E", "Device", "gpu_preset"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -15,6 +17,8 @@ class Device:
         >>> import planner
         >>> planner.Device("mine", flop_rate=1e12, bandwidth=1e11).seconds(flops=2e12)
         2.0
+        >>> planner.Device.preset("h100").kind
+        'cuda'
 
     Attributes:
         name: shown in the printed plan.
@@ -29,8 +33,10 @@ class Device:
         matrix_seconds: overhead of each matrix of a batched product.
         take_row_seconds: overhead of each row of a take.
         add_row_seconds: overhead of each row of a segment sum; rows of one element cost as in a take.
-        skinny_rate: FLOP/s where a product has fewer than 8 rows, columns or terms of its sums.
-        kind: "cpu" or "cuda": which implementations can run.
+        skinny_rate: FLOP/s where a product has up to 4 rows, columns or terms of its sums; it grows with the least of
+            them up to `flop_rate`.
+        sort_row_seconds: time to sort one row of an index array into groups.
+        kind: "cpu", "cuda" or "tpu": which implementations can run.
         source: where the figures come from.
     """
 
@@ -47,8 +53,22 @@ class Device:
     take_row_seconds: float = 0.0
     add_row_seconds: float = 0.0
     skinny_rate: float = float("inf")
+    sort_row_seconds: float = 0.0
     kind: str = "cpu"
     source: str = "given"
+
+    @staticmethod
+    def preset(name: str) -> Device:
+        """Return the rates of a machine by its name: "cpu", "a100", "h100", "h200" or "tpu v5e".
+
+        Raises:
+            PlannerError: there is no preset of that name.
+        """
+        found = PRESETS.get(" ".join(name.lower().replace("_", " ").replace("-", " ").split()))
+        if found is None:
+            known = ", ".join(PRESETS)
+            raise PlannerError(f"device {name!r:.80} is no preset: take one of {known}, or give a planner.Device")
+        return found
 
     def seconds(self, flops: float = 0, moved: float = 0, fresh: int = 0, launches: float = 0) -> float:
         """Roofline: the larger of computing and moving, then one new allocation and launches."""
@@ -61,6 +81,10 @@ class Device:
     def moving_seconds(self, moved: float) -> float:
         """Time to read and write so many bytes in one step."""
         return moved / (self.cache_bandwidth if moved <= self.cache_bytes else self.bandwidth)
+
+    def product_rate(self, rows: int, columns: int, terms: int) -> float:
+        """FLOP/s of a matrix product; its time never falls as it grows, for the rate grows no faster than a side."""
+        return min(self.flop_rate, self.skinny_rate * max(1.0, min(rows, columns, terms) / 4))
 
     def fresh_seconds(self, size: int) -> float:
         """Time that first writes to one new allocation cost beyond writing it."""
@@ -83,7 +107,47 @@ CPU = Device(
     take_row_seconds=5e-9,
     add_row_seconds=4e-8,
     skinny_rate=1.2e10,
+    sort_row_seconds=4e-9,
     source="measured on a 2-core cloud CPU (AMD EPYC 7003), 2026-11-21",
+)
+
+# A graphics card's rates are its data sheet's: dense float32 products without TF32. Real products stay below that;
+# `python -m planner calibrate` measures by how much.
+A100 = Device(
+    "a100",
+    flop_rate=1.95e13,
+    bandwidth=2.039e12,
+    launch_seconds=5e-6,
+    kind="cuda",
+    source="published: NVIDIA A100 80GB SXM data sheet, FP32 19.5 TFLOP/s, 2,039 GB/s; launches estimated",
+)
+
+H100 = Device(
+    "h100",
+    flop_rate=6.7e13,
+    bandwidth=3.35e12,
+    launch_seconds=5e-6,
+    kind="cuda",
+    source="published: NVIDIA H100 SXM data sheet, FP32 67 TFLOP/s, 3.35 TB/s; launches estimated",
+)
+
+H200 = Device(
+    "h200",
+    flop_rate=6.7e13,
+    bandwidth=4.8e12,
+    launch_seconds=5e-6,
+    kind="cuda",
+    source="published: NVIDIA H200 SXM data sheet, FP32 67 TFLOP/s, 4.8 TB/s; launches estimated",
+)
+
+# JAX's default precision rounds float32 operands to bfloat16 on a TPU, and the bfloat16 rate is the one published.
+TPU_V5E = Device(
+    "tpu v5e",
+    flop_rate=1.97e14,
+    bandwidth=8.19e11,
+    launch_seconds=5e-6,
+    kind="tpu",
+    source="published: Google Cloud TPU v5e, 197 TFLOP/s in bfloat16, 819 GB/s a chip; launches estimated",
 )
 
 GPU = Device(
@@ -94,3 +158,12 @@ GPU = Device(
     kind="cuda",
     source="an H200's measured bandwidth; its float32 rate as published",
 )
+
+PRESETS = {device.name: device for device in (CPU, A100, H100, H200, TPU_V5E)}
+"""Presets by the name that `Device.preset` takes."""
+
+
+def gpu_preset(product: str) -> Device:
+    """Return the preset of a graphics card by its product name, such as "NVIDIA H200"; `GPU` where there is none."""
+    words = product.lower().replace("-", " ").split()
+    return next((device for device in (A100, H100, H200) if device.name in words), GPU)

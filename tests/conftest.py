@@ -1,12 +1,19 @@
 """Hypothesis profiles and the little that every test file shares."""
 
+import atexit
 import importlib.util
 import os
+import shutil
+import tempfile
 
 import hypothesis
 
 # torch and JAX may share one device: JAX must not take most of its memory at the first call.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+# Plans must not depend on rates that someone measured on this machine; subprocesses inherit the empty folder.
+os.environ["PLANNER_CACHE"] = tempfile.mkdtemp(prefix="planner-tests-")
+atexit.register(shutil.rmtree, os.environ["PLANNER_CACHE"], ignore_errors=True)
 
 # Plans, compilations and first touches of memory make single examples slow: no deadline. A failure prints
 # the blob that replays it. The seed is free, so that every run tries new examples; a failure found is pinned

@@ -213,7 +213,8 @@ def test_mixed_frameworks_name_the_operand():
         (("q[n]->n", (3,)), {"q": 7}, planner.ShapeError, "'q'"),
         (("ij->ij", (2, 3)), {"backend": "tensorflow"}, planner.PlannerError, "backend 'tensorflow' is unknown"),
         (("ij->ij", planner.Operand((2, 3), "float13")), {}, planner.PlannerError, "float13"),
-        (("ij->ij", (2, 3)), {"device": "cpu"}, planner.PlannerError, "device"),
+        (("ij->ij", (2, 3)), {"device": "abacus"}, planner.PlannerError, "device 'abacus' .* take one of cpu"),
+        (("ij->ij", (2, 3)), {"device": 3}, planner.PlannerError, "device=3"),
     ],
 )
 def test_wrong_plans_name_the_culprit(arguments, options, kind, message):

@@ -86,7 +86,9 @@ def plan_text(plan: Plan) -> str:
         rows = [*rows[: MOST_ROWS // 2], [f"  ... {cut} more rows, see plan.steps"], *rows[-MOST_ROWS // 2 :]]
     if not plan.programs.forward.steps:
         rows = [["  no steps: the result is the operand"]]
-    return "\n".join([*lines, *table(rows, (0, 1, 2, 7))])
+    return "\n".join(
+        [*lines, *table(rows, (0, 1, 2, 7)), f"  times by the rates of {plan.device.name}: {plan.device.source}"]
+    )
 
 
 def _naive_way(spec: Spec) -> str:

@@ -1,0 +1,294 @@
+"""Measured rates: the file they live in, what is refused, and that predictions are sane. Nothing is timed."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+import planner
+from planner import calibrate, rates
+from planner.device import CPU, GPU, PRESETS, gpu_preset
+
+ROOT = Path(__file__).parent.parent
+KEY = rates.Key("a processor, 2 threads", "numpy", "2.0", "cpu")
+MEASURED = dataclasses.replace(CPU, flop_rate=3e11, source="measured in a test")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("PLANNER_CACHE", str(tmp_path))
+    rates.stored.cache_clear()
+    yield tmp_path
+    rates.stored.cache_clear()
+
+
+def numpy_key():
+    return calibrate.NumpyLab().key
+
+
+def test_what_is_written_is_read():
+    infinite = dataclasses.replace(MEASURED, fresh_bandwidth=math.inf, reused_bandwidth=math.inf, fresh_bytes=0)
+    for device in (MEASURED, infinite):
+        path = rates.write(device, KEY)
+        assert rates.read(KEY) == device
+        json.loads(path.read_text(), parse_constant=pytest.fail)
+
+
+def test_other_keys_read_nothing():
+    rates.write(MEASURED, KEY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for change in ({"machine": "x"}, {"framework": "torch"}, {"framework_version": "2.1"}, {"kind": "cuda"}):
+            assert rates.read(dataclasses.replace(KEY, **change)) is None
+
+
+def _changed(**changes):
+    def change(text):
+        return json.dumps({**json.loads(text), **changes})
+
+    return change
+
+
+def _rate(name, value):
+    def change(text):
+        found = json.loads(text)
+        found["rates"][name] = value
+        return json.dumps(found)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[" * 60_000,
+        lambda text: " " * 100_000 + text,
+        lambda text: "[]",
+        lambda text: "\udcff",
+        _changed(format="another tool's"),
+        _changed(version=0),
+        _changed(version=2),
+        _changed(key={"machine": "another"}),
+        _changed(rates=None),
+        _changed(rates={}),
+        _changed(source=None),
+        _rate("flop_rate", 0),
+        _rate("flop_rate", None),
+        _rate("flop_rate", "fast"),
+        _rate("flop_rate", True),
+        _rate("bandwidth", -1.0),
+        _rate("bandwidth", math.nan),
+        _rate("launch_seconds", math.inf),
+        _rate("fresh_bytes", 1.5),
+        _rate("speed_of_light", 3e8),
+    ],
+)
+def test_a_file_that_is_no_good_is_ignored_by_name(damage):
+    path = rates.write(MEASURED, KEY)
+    path.write_bytes(damage(path.read_text()).encode(errors="surrogateescape"))
+    with pytest.warns(UserWarning, match="is ignored") as caught:
+        assert rates.read(KEY) is None
+    assert str(path) in str(caught[0].message)
+
+
+def test_a_folder_in_the_place_of_the_file_is_ignored_by_name():
+    rates.path_of(KEY).mkdir(parents=True)
+    with pytest.warns(UserWarning, match="is ignored"):
+        assert rates.read(KEY) is None
+
+
+@pytest.mark.parametrize("failure", [OSError("disk full"), KeyboardInterrupt()])
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(folder, monkeypatch, failure):
+    rates.write(MEASURED, KEY)
+
+    def fail(*arguments):
+        raise failure
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(type(failure)):
+        rates.write(CPU, KEY)
+    assert rates.read(KEY) == MEASURED
+    assert len(list(folder.iterdir())) == 1
+
+
+WRITER = """
+import dataclasses, sys
+from planner import rates
+from planner.device import CPU
+key = rates.Key("a processor, 2 threads", "numpy", "2.0", "cpu")
+for _ in range(100):
+    rates.write(dataclasses.replace(CPU, source=sys.argv[1] * 150), key)
+    assert rates.read(key).source in ("a" * 150, "b" * 150)
+"""
+
+
+def test_two_processes_write_at_once(folder):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+    running = [
+        subprocess.Popen([sys.executable, "-c", WRITER, name], env=environment, stderr=subprocess.PIPE, text=True)
+        for name in "ab"
+    ]
+    for process in running:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    assert len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"PLANNER_CACHE": "/given"}, "/given"),
+        ({"XDG_CACHE_HOME": "/xdg"}, "/xdg/planner"),
+        ({"XDG_CACHE_HOME": "relative"}, None),
+        ({}, None),
+    ],
+)
+def test_the_folder(environment, expected, monkeypatch):
+    for name in ("PLANNER_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if expected is None:
+        assert Path.home() in rates.cache_folder().parents
+    else:
+        assert rates.cache_folder() == Path(expected)
+
+
+def test_plans_use_what_is_stored_and_say_so():
+    shapes = ((200, 300), (300, 400))
+    before = planner.plan("ij,jk->ik", *shapes, backend="numpy")
+    assert before.device == CPU
+    rates.write(MEASURED, numpy_key())
+    after = planner.plan("ij,jk->ik", *shapes, backend="numpy")
+    assert after.device == MEASURED
+    assert "measured in a test" in str(after)
+    assert CPU.source in str(before)
+    assert after.cost.seconds < before.cost.seconds
+
+
+def test_stored_rates_are_read_once(monkeypatch):
+    reads = []
+    monkeypatch.setattr(rates, "read", reads.append)
+    for rows in (2, 3, 4):
+        planner.plan("ij,jk->ik", (rows, 3), (3, 4), backend="numpy")
+    assert reads == [numpy_key()]
+
+
+# -- presets -------------------------------------------------------------------------------------------
+
+
+def test_presets_by_name():
+    assert {planner.Device.preset(name).name for name in ("CPU", "a100", "H100", "h200", "TPU-v5e")} == set(PRESETS)
+    assert {device.kind for device in PRESETS.values()} == {"cpu", "cuda", "tpu"}
+    assert all(device.source != "given" for device in PRESETS.values())
+    with pytest.raises(planner.PlannerError, match="'abacus' is no preset: take one of cpu"):
+        planner.Device.preset("abacus")
+
+
+def test_a_graphics_card_is_known_by_its_product_name():
+    assert gpu_preset("NVIDIA A100-SXM4-80GB").name == "a100"
+    assert gpu_preset("NVIDIA H100 80GB HBM3").name == "h100"
+    assert gpu_preset("NVIDIA H200").name == "h200"
+    assert gpu_preset("Quadro") is GPU
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_larger_problem_is_never_predicted_faster(name):
+    device = planner.Device.preset(name)
+    for backend in ("numpy", "torch", "jax"):
+        try:
+            table = planner.dispatch.load_backend(backend).table
+        except planner.PlannerError:
+            continue
+        for text, shapes, index in (
+            ("ij,jk->ik", [(n, 64, 32) for n in (1, 4, 7, 8, 9, 64, 4096)], None),
+            ("bij,bjk->bik", [(n, 16, 32) for n in (1, 2, 4, 7, 8, 9, 64)], None),
+            ("q[n]j->nj", [(n, 16, 8) for n in (1, 100, 10_000, 1_000_000)], "n"),
+            ("nj->q[n]j", [(n, 16, 8) for n in (1, 100, 10_000, 1_000_000)], "n"),
+        ):
+            last: dict[str, int] = {}
+            for size, j, k in shapes:
+                if index is None:
+                    given = [(size, j), (j, k)] if text[0] == "i" else [(5, size, j), (5, j, k)]
+                    spec = planner.resolve(text, *given)
+                elif text[0] == "q":
+                    spec = planner.resolve(text, (k, j), q=(size,))
+                else:
+                    spec = planner.resolve(text, (size, j), sizes={"q": k}, q=(size,))
+                for choice in table.choices(planner.lower.Op(spec, "float32"), device):
+                    cost = choice.cost.picoseconds
+                    assert cost >= last.get(choice.lowering, 0), (text, size, choice.lowering)
+                    last[choice.lowering] = cost
+
+
+# -- the command ---------------------------------------------------------------------------------------
+
+
+class _Quick(calibrate.NumpyLab):
+    """A lab whose clock is not asked: what is tested is what happens to the figures."""
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(calibrate, "labs", lambda: iter([_Quick()]))
+    monkeypatch.setattr(calibrate, "measure", lambda lab, progress: MEASURED)
+
+
+def test_the_command_stores_and_prints(quick, capsys):
+    assert calibrate.main([]) == 0
+    assert rates.read(numpy_key()) == MEASURED
+    out = capsys.readouterr().out
+    assert "measured in a test" in out
+    assert str(rates.path_of(numpy_key())) in out
+    assert all(name in out for name in rates.rate_fields())
+
+
+def test_a_dry_run_stores_nothing(quick, capsys, folder):
+    assert calibrate.main(["--dry-run", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["path"], found["measured"]["flop_rate"]) == (None, 3e11)
+    assert list(folder.iterdir()) == []
+
+
+def test_an_interrupt_leaves_the_old_file(quick, monkeypatch, capsys):
+    rates.write(MEASURED, numpy_key())
+
+    def interrupted(lab, progress):
+        progress("flop_rate")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibrate, "measure", interrupted)
+    assert calibrate.main([]) == 130
+    assert rates.read(numpy_key()) == MEASURED
+    assert "unchanged" in capsys.readouterr().err
+
+
+def test_measured_rates_are_rates(monkeypatch):
+    """The measurements run, on a clock that only counts: every field is filled in and can be stored."""
+    ticks = iter(range(10**9))
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: float(next(ticks)))
+    lab = calibrate.NumpyLab()
+    stages = []
+    device = calibrate.measure(lab, stages.append)
+    assert len(stages) == calibrate.STAGES
+    rates.write(device, lab.key)
+    assert rates.read(lab.key) == device
+
+
+def test_the_check_times_every_step(monkeypatch):
+    tiny = calibrate.WORKLOADS["equivariant"].tiny()
+    monkeypatch.setitem(calibrate.WORKLOADS, "equivariant", tiny)
+    found = calibrate.check(["equivariant"])
+    assert {t.framework for t in found} >= {"numpy"}
+    assert all(t.predicted > 0 and t.measured > 0 for t in found)
+    assert "within 2x" in calibrate.check_text(found)
+    with pytest.raises(planner.PlannerError, match="no workload 'nothing'"):
+        calibrate.check(["nothing"])
