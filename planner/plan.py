@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from planner.cost import PlanCost
 from planner.device import Device
 from planner.errors import PlannerError
-from planner.program import Keep, Leaf, Node, Programs, Step, Tree
+from planner.program import Keep, Leaf, Node, Programs, Step, Tree, kept_nodes
 from planner.resolve import Resolved, cut
 from planner.search.paths import path_of
 from planner.spec import Operand
@@ -67,8 +67,7 @@ class Plan:
         backend: "torch", "jax" or "numpy".
         device: the rates by which time was predicted.
         options: what was asked for.
-        tree: the chosen contraction tree.
-        keep: "all" or "inputs": what the forward program leaves to the backward program.
+        tree: the chosen contraction tree; its nodes say which values are kept for the backward program.
         programs: the forward and the backward program.
         naive_cost: cost of taking the gathered operands first and contracting pairwise in the framework's way.
         proven: whether no better plan exists in the space that was searched.
@@ -85,7 +84,6 @@ class Plan:
     device: Device
     options: Options
     tree: Tree
-    keep: Keep
     programs: Programs
     naive_cost: PlanCost
     proven: bool
@@ -101,6 +99,20 @@ class Plan:
         """Steps of the forward program, then those of the backward program."""
         backward = self.programs.backward
         return self.programs.forward.steps + (backward.steps if backward else ())
+
+    @property
+    def keep(self) -> Keep:
+        """What the forward program leaves to the backward program: "all" that it needs, "some", or the "inputs" only."""
+        backward = self.programs.backward
+        if backward is None or not any(step.recomputed for step in backward.steps):
+            return "all"
+        bases = {self.programs.variables[v].base for v in self.programs.kept}
+        return "some" if bases - set(range(len(self.operands))) else "inputs"
+
+    @property
+    def kept_nodes(self) -> tuple[Node, ...]:
+        """Nodes of the tree whose values the forward program leaves to the backward program."""
+        return kept_nodes(self.tree, [operand.requires_grad for operand in self.operands])
 
     @property
     def path(self) -> tuple[tuple[int, ...], ...]:
