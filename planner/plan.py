@@ -70,7 +70,8 @@ class Plan:
         tree: the chosen contraction tree; its nodes say which values are kept for the backward program.
         programs: the forward and the backward program.
         naive_cost: cost of taking the gathered operands first and contracting pairwise in the framework's way.
-        proven: whether no better plan exists in the space that was searched.
+        proven: whether no better plan within the limits exists in the space that was searched: all trees and, with
+            limits and for peak and retained bytes, all choices of what is kept; each step done as the objective has it.
         origin: how the tree was found.
     """
 
@@ -102,7 +103,7 @@ class Plan:
 
     @property
     def keep(self) -> Keep:
-        """What the forward program leaves to the backward program: "all" that it needs, "some", or the "inputs" only."""
+        """What the forward program leaves to the backward program: "all" that it needs, "some" or only the "inputs"."""
         backward = self.programs.backward
         if backward is None or not any(step.recomputed for step in backward.steps):
             return "all"

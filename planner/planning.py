@@ -28,7 +28,7 @@ AUTO_WORK, OPTIMAL_WORK, PATH_WORK = 20_000, 3_000_000, 4_000
 # With more distinct gathers than this a path's search does not try every combination of their placements.
 MOST_FACTORS = 5
 # The same where what is kept is chosen too, and the ways that are then kept for one value: most, few, and fewest.
-KEEPING_PATH_WORK, PATH_FRONTS = 16_000, (32, 6, 2)
+KEEPING_PATH_WORK, PATH_FRONTS = 8_000, (32, 6, 2)
 
 
 class Problem:
@@ -184,21 +184,20 @@ def _best(problem: Problem, options: Options) -> _Candidate:
 
     for objective in objectives:
         candidates += _candidates(problem, options, objective)
-    best = least()
-    if limits == NO_LIMITS or (best is not None and best.proven):
-        assert best is not None
+    best = min(candidates, key=lambda c: key(c.cost))
+    if _within(best.cost, limits):
         return best
     for objective in objectives:
         candidates += _candidates(problem, options, objective, limits)
-    best = least()
-    if best is None or not best.proven:
+    allowed = least()
+    if allowed is None or not allowed.proven:
         # Steps with less scratch, or a search that is not over all trees, may do what the objective's own did not.
         candidates += _candidates(problem, options, "retained")
         candidates += _candidates(problem, options, "peak", Limits(None, options.retain_limit))
-        best = least()
-    if best is None:
+        allowed = least()
+    if allowed is None:
         raise _limit_error(candidates, limits)
-    return best
+    return allowed
 
 
 def _candidates(problem: Problem, options: Options, objective: str, limits: Limits = NO_LIMITS) -> Iterator[_Candidate]:

@@ -9,7 +9,8 @@ the forward program (it is kept), or does without. A child's value is needed in 
 needs a gradient, or where the parent is hot; a child that is needed is kept or hot, any other is cold and not kept.
 So the kept values are chosen together with the tree.
 
-How the quantities of a step S with children A, B follow from the children's (`out`: a value's bytes, g: its gradient's):
+How the quantities of a step S with children A, B follow from the children's. There `out` is a value's bytes, g its
+gradient's:
 
     retained       R(S) = R(A) + R(B) + [out(child) for each child that is kept]
     forward peak   F(S) = max(F(first), R(first) + out(first) + F(second), R(A) + out(A) + R(B) + out(B) + last)
