@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -60,6 +61,9 @@ __all__ = ["JaxBackend", "backend"]
 
 Shape = tuple[int, ...]
 Mode = tuple[str, str | None]
+
+# Name of the values that a plan keeps where it does not keep all.
+KEPT = "planner_kept"
 
 # What JAX takes in place of 64-bit types, silently, unless they are enabled.
 NARROW = {"float64": "float32", "complex128": "complex64", "int64": "int32", "uint64": "uint32"}
@@ -677,7 +681,8 @@ class JaxBackend(Backend):
             if dropping and any(_is_masked(term, spec) for term in (*terms, *[spec.output] * root)):
                 # Else masks and masked copies would be kept for the backward pass, where operands and index arrays do.
                 run = jax.checkpoint(run)
-            return run(inputs, indices)
+            result = run(inputs, indices)
+            return checkpoint_name(result, KEPT) if id(tree) in kept else result
 
         def run_tree(leaves: tuple[Any, ...], index_values: tuple[Any, ...], mode: str) -> Any:
             indices = dict(zip(arrays, index_values, strict=True))
@@ -685,8 +690,10 @@ class JaxBackend(Backend):
                 return leaves[plan.tree.operand].reshape(spec.output_shape)
             return value(plan.tree, leaves, indices, mode, True)
 
-        recompute = plan.keep == "inputs" and plan.programs.backward is not None
-        whole = jax.checkpoint(run_tree, static_argnums=(2,)) if recompute else run_tree
+        # Without a checkpoint JAX keeps all that gradients read, and faster than one which names all of it.
+        kept = {id(node) for node in plan.kept_nodes} if plan.keep == "some" else ()
+        policy = jax.checkpoint_policies.save_only_these_names(KEPT) if kept else None
+        whole = run_tree if plan.keep == "all" else jax.checkpoint(run_tree, static_argnums=(2,), policy=policy)
         return whole
 
     def _slices(self, plan: Plan) -> Callable[[tuple[Any, ...], tuple[Any, ...], str], Any]:

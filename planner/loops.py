@@ -102,7 +102,6 @@ def body_of(plan: Plan, sizes: Mapping[str, int]) -> Plan:
         [Variable(o.shape, o.dtype, n) for n, o in enumerate(operands)],
         [o.requires_grad for o in operands],
         Lowerer(lambda op: table.choices(op, plan.device), key),
-        body.keep,
         body.dtype,
     )
     return dataclasses.replace(

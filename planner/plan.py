@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from planner.cost import PlanCost
 from planner.device import Device
 from planner.errors import PlannerError
-from planner.program import Keep, Leaf, Node, Programs, Step, Tree
+from planner.program import Keep, Leaf, Node, Programs, Step, Tree, kept_nodes
 from planner.resolve import Resolved, cut
 from planner.search.paths import path_of
 from planner.spec import Operand
@@ -86,11 +86,11 @@ class Plan:
         backend: "torch", "jax" or "numpy".
         device: the rates by which time was predicted.
         options: what was asked for.
-        tree: the chosen contraction tree.
-        keep: "all" or "inputs": what the forward program leaves to the backward program.
+        tree: the chosen contraction tree; its nodes say which values are kept for the backward program.
         programs: the forward and the backward program.
         naive_cost: cost of taking the gathered operands first and contracting pairwise in the framework's way.
-        proven: whether no better plan exists in the space that was searched.
+        proven: whether no better plan within the limits exists in the space that was searched: all trees and, with
+            limits and for peak and retained bytes, all choices of what is kept; each step done as the objective has it.
         origin: how the tree was found.
         loop: the loop over slices, if the plan is one; each program then is that loop, as one step.
     """
@@ -105,7 +105,6 @@ class Plan:
     device: Device
     options: Options
     tree: Tree
-    keep: Keep
     programs: Programs
     naive_cost: PlanCost
     proven: bool
@@ -122,6 +121,20 @@ class Plan:
         """Steps of the forward program, then those of the backward program."""
         backward = self.programs.backward
         return self.programs.forward.steps + (backward.steps if backward else ())
+
+    @property
+    def keep(self) -> Keep:
+        """What the forward program leaves to the backward program: "all" that it needs, "some" or only the "inputs"."""
+        backward = self.programs.backward
+        if backward is None or not any(step.recomputed for step in backward.steps):
+            return "all"
+        bases = {self.programs.variables[v].base for v in self.programs.kept}
+        return "some" if bases - set(range(len(self.operands))) else "inputs"
+
+    @property
+    def kept_nodes(self) -> tuple[Node, ...]:
+        """Nodes of the tree whose values the forward program leaves to the backward program."""
+        return kept_nodes(self.tree, [operand.requires_grad for operand in self.operands])
 
     @property
     def path(self) -> tuple[tuple[int, ...], ...]:

@@ -18,9 +18,9 @@ from planner.lower import Choice, Op
 from planner.network import Network
 from planner.objective import OBJECTIVES, check_objective, plan_key, step_key
 from planner.plan import Alternative, Loop, Options, Plan
-from planner.program import Keep, Leaf, Lowerer, Node, Programs, Tree, Variable, build
+from planner.program import Leaf, Lowerer, Node, Programs, Tree, Variable, build, keeping
 from planner.resolve import Resolved
-from planner.search.dynamic import Found, Search, Vector
+from planner.search.dynamic import NO_LIMITS, Found, Limits, Search
 from planner.search.paths import checked_path, external_path, joined_by, left_to_right, path_names, splits_of
 from planner.spec import Operand, Spec
 
@@ -30,11 +30,11 @@ __all__ = ["alternatives", "looped", "make_plan"]
 AUTO_WORK, OPTIMAL_WORK, PATH_WORK = 20_000, 3_000_000, 4_000
 # With more distinct gathers than this a path's search does not try every combination of their placements.
 MOST_FACTORS = 5
+# The same where what is kept is chosen too, and the ways that are then kept for one value: most, few, and fewest.
+KEEPING_PATH_WORK, PATH_FRONTS = 8_000, (32, 6, 2)
 # Without limits, loops over slices are considered where a plan allocates this much beyond its results.
 LARGE_BYTES = 1 << 25
 MOST_LOOPS, MOST_SLICES = 3, 4096
-# The score of a tree that retains nothing and takes any time.
-RETAINS_NOTHING: Vector = ((0, 2**200, 0, 0),)
 
 
 class Problem:
@@ -63,45 +63,49 @@ class Problem:
         """Only what a user would write by hand: the framework's own take, einsum and scatter."""
         return [choice for choice in self.choices(op) if self.table.rows[choice.lowering].stock]
 
-    def keeps(self) -> tuple[Keep, ...]:
-        return ("all", "inputs") if any(self.requires) else ("all",)
-
     def search(
         self,
         objective: str,
-        keep: Keep,
         work: int,
         path: Any = None,
         naive: bool = False,
-        ceiling: Vector | None = None,
-    ) -> tuple[Found, Lowerer]:
+        limits: Limits = NO_LIMITS,
+    ) -> tuple[Found | None, Lowerer]:
         """Search over the trees of a path, or over all of them; then the greedy path's score bounds what is followed.
+
+        Where recomputing can serve the objective or a limit, what is kept is chosen with the tree. Nothing is found
+        where no tree is within the limits.
 
         Raises:
             SearchLimitError: the search over all trees needs more work. One over a path then looks at fewer placements.
         """
         lower = Lowerer(self.stock_choices if naive else self.choices, step_key(objective))
+        chooses = any(self.requires) and (limits != NO_LIMITS or objective in ("peak", "retained"))
 
-        def over(network: Network, **options: Any) -> Search:
+        def over(network: Network, work: int = work, **options: Any) -> Search:
             return Search(
-                network, self.requires, self.casts, self.dtype, lower, objective, keep, work, **options
+                network, self.requires, self.casts, self.dtype, lower, objective, "any" if chooses else "all", work,
+                limits, **options,
             )  # fmt: skip
 
-        count = len(self.operands)
+        def along(path: Any) -> Found | None:
+            splits = splits_of(path, len(self.operands))
+            if not chooses and limits == NO_LIMITS:
+                return over(self.few, PATH_WORK, takes_first=naive).run(splits)
+            for front in PATH_FRONTS:
+                with contextlib.suppress(SearchLimitError):
+                    return over(self.few, KEEPING_PATH_WORK, front_limit=front).run(splits)
+            return None
+
         if path is not None:
-            splits = splits_of(path, count)
             if not naive and len(self.network.gathers) <= MOST_FACTORS:
                 with contextlib.suppress(SearchLimitError):
-                    return over(self.network).run(splits), lower
-            return over(self.few, takes_first=naive).run(splits), lower
-        if count <= 2:
+                    return over(self.network).run(splits_of(path, len(self.operands))), lower
+            return along(path), lower
+        if len(self.operands) <= 2:
             return over(self.network).run(), lower
-        greedy = over(self.few).run(splits_of(self.path("greedy"), count))
-        if ceiling is None or greedy.score <= ceiling:
-            return over(self.network, bound=greedy.score).run(), lower
-        # Nothing need be below the ceiling; then the greedy tree is as good as any above it.
-        search = over(self.network, bound=ceiling)
-        return (search.run() if search.has_tree() else dataclasses.replace(greedy, exact=True)), lower
+        greedy = along(self.path("greedy"))
+        return over(self.network, bound=greedy.score if greedy else None).run(), lower
 
     def path(self, optimize: Any) -> Any:
         if isinstance(optimize, str) or callable(optimize):
@@ -110,13 +114,14 @@ class Problem:
             return self._paths[optimize]
         return checked_path(optimize, len(self.operands))
 
-    def programs(self, tree: Tree, lower: Lowerer, keep: Keep) -> Programs:
-        return build(tree, self.variables, self.requires, lower, keep, self.dtype)
+    def programs(self, tree: Tree, lower: Lowerer) -> Programs:
+        return build(tree, self.variables, self.requires, lower, self.dtype)
 
     def naive(self) -> Programs:
         """What `einsum` on materialised gathers would do, by opt_einsum's path."""
-        found, lower = self.search("flops", "all", PATH_WORK, self.path("auto"), naive=True)
-        return self.programs(found.tree, lower, "all")
+        found, lower = self.search("flops", PATH_WORK, self.path("auto"), naive=True)
+        assert found is not None
+        return self.programs(found.tree, lower)
 
     def exact_work(self) -> int:
         """Roughly the steps that the exact search would score."""
@@ -128,7 +133,6 @@ class _Candidate:
     programs: Programs
     tree: Tree
     lower: Lowerer
-    keep: Keep
     proven: bool
     origin: str
     loop: Loop | None = None
@@ -158,66 +162,87 @@ def make_plan(
     """
     check_objective(options.minimize)
     problem = Problem(resolved, operands, dtype, backend, device)
-    candidates = list(_candidates(problem, options))
-    key = plan_key(options.minimize)
-    candidates += _loops(problem, options, candidates, index_mode)
-    allowed = [c for c in candidates if _within(c.cost, options)]
-    if not allowed:
-        raise _limit_error(candidates, options)
-    best = min(allowed, key=lambda c: key(c.cost))
+    best = _best(problem, options, index_mode)
     best = _ordered(problem, best, options)
     given = tuple((name, index_shapes[name]) for name in resolved.spec.arrays)
     return Plan(
         text, resolved, given, problem.operands, dtype, index_mode, backend, device, options,
-        best.tree, best.keep, best.programs, problem.naive().cost, best.proven, best.origin, best.loop,
+        best.tree, best.programs, problem.naive().cost, best.proven, best.origin, best.loop,
     )  # fmt: skip
 
 
-def _objectives(options: Options) -> tuple[str, ...]:
-    """Objectives whose best trees are candidates."""
-    if callable(options.minimize):
-        return OBJECTIVES
-    if options.memory_limit is None and options.retain_limit is None:
-        return (options.minimize,)
-    return tuple(dict.fromkeys((options.minimize, "peak", "retained")))
+def _best(problem: Problem, options: Options, index_mode: str) -> _Candidate:
+    """Return the best candidate within the limits.
+
+    Without a limit, and where no limit binds, the objective's own search decides. Else what is kept is chosen together
+    with the tree, under the limits; where that finds nothing, the least peak within the retain limit may do.
+
+    Raises:
+        PlannerLimitError: no candidate is within the limits.
+    """
+    key = plan_key(options.minimize)
+    limits = Limits(options.memory_limit, options.retain_limit)
+    objectives = OBJECTIVES if callable(options.minimize) else (options.minimize,)
+    candidates: list[_Candidate] = []
+
+    def least() -> _Candidate | None:
+        allowed = [c for c in candidates if _within(c.cost, limits)]
+        return min(allowed, key=lambda c: key(c.cost), default=None)
+
+    for objective in objectives:
+        candidates += _candidates(problem, options, objective)
+    best = min(candidates, key=lambda c: key(c.cost))
+    if _within(best.cost, limits):
+        candidates += _loops(problem, options, candidates, index_mode)
+        return least() or best
+    for objective in objectives:
+        candidates += _candidates(problem, options, objective, limits)
+    allowed = least()
+    if allowed is None or not allowed.proven:
+        # Steps with less scratch, or a search that is not over all trees, may do what the objective's own did not.
+        candidates += _candidates(problem, options, "retained")
+        candidates += _candidates(problem, options, "peak", Limits(None, options.retain_limit))
+    candidates += _loops(problem, options, candidates, index_mode)
+    allowed = least()
+    if allowed is None:
+        raise _limit_error(candidates, limits)
+    return allowed
 
 
-def _candidates(problem: Problem, options: Options) -> Iterator[_Candidate]:
-    limited = options.memory_limit is not None or options.retain_limit is not None
-    for objective in _objectives(options):
-        keeps = problem.keeps()
-        if objective in ("time", "flops", "bytes") and not limited and not callable(options.minimize):
-            keeps = ("all",)  # recomputing never saves time
-        for keep in keeps:
-            # Recomputing retains nothing, so trees that keep values compete only if they retain nothing either.
-            rival = objective == "retained" and keep == "all" and "inputs" in keeps and not limited
-            ceiling = RETAINS_NOTHING if rival and not callable(options.minimize) else None
-            for found, lower, origin in _found(problem, options.optimize, objective, keep, ceiling):
-                programs = problem.programs(found.tree, lower, keep)
-                proven = found.exact and origin == "exact" and not limited and not callable(options.minimize)
-                yield _Candidate(programs, found.tree, lower, keep, proven, f"{origin}, {objective}")
+def _candidates(problem: Problem, options: Options, objective: str, limits: Limits = NO_LIMITS) -> Iterator[_Candidate]:
+    for found, lower, origin in _found(problem, options.optimize, objective, limits):
+        proven = found.exact and origin == "exact" and objective == options.minimize
+        programs = problem.programs(found.tree, lower)
+        yield _Candidate(programs, found.tree, lower, proven, f"{origin}, {objective}")
+        if any(problem.requires) and not (limits == NO_LIMITS and proven):
+            bare = keeping(found.tree, False)
+            yield _Candidate(problem.programs(bare, lower), bare, lower, False, f"{origin}, {objective}")
 
 
-def _found(
-    problem: Problem, optimize: Any, objective: str, keep: Keep, ceiling: Vector | None
-) -> Iterator[tuple[Found, Lowerer, str]]:
+def _found(problem: Problem, optimize: Any, objective: str, limits: Limits) -> Iterator[tuple[Found, Lowerer, str]]:
+    def along(path: Any, origin: str) -> Iterator[tuple[Found, Lowerer, str]]:
+        found, lower = problem.search(objective, PATH_WORK, path, limits=limits)
+        if found is not None:
+            yield found, lower, origin
+
     if isinstance(optimize, str) and optimize in ("auto", "optimal"):
         work = AUTO_WORK if optimize == "auto" else OPTIMAL_WORK
         if problem.exact_work() <= 20 * work:
             try:
-                yield (*problem.search(objective, keep, work, ceiling=ceiling), "exact")
-                return
+                found, lower = problem.search(objective, work, limits=limits)
             except SearchLimitError:
                 pass
-        names = ("greedy",) if len(problem.operands) > 40 else ("greedy", "auto")
-        for name in names:
-            yield (*problem.search(objective, keep, PATH_WORK, problem.path(name)), f"opt_einsum {name}")
+            else:
+                if found is not None:
+                    yield found, lower, "exact"
+                return
+        for name in ("greedy",) if len(problem.operands) > 40 else ("greedy", "auto"):
+            yield from along(problem.path(name), f"opt_einsum {name}")
         return
     if isinstance(optimize, str) and optimize not in path_names():
         known = ", ".join(map(repr, ("auto", "optimal", *path_names())))
         raise PlannerError(f"optimize={optimize!r} is unknown: take one of {known}, a path or a PathOptimizer")
-    origin = f"opt_einsum {optimize}" if isinstance(optimize, str) else "given path"
-    yield (*problem.search(objective, keep, PATH_WORK, problem.path(optimize)), origin)
+    yield from along(problem.path(optimize), f"opt_einsum {optimize}" if isinstance(optimize, str) else "given path")
 
 
 # -- loops over slices -----------------------------------------------------------------------------------
@@ -229,15 +254,16 @@ def _loops(problem: Problem, options: Options, candidates: Sequence[_Candidate],
     Axes are added one at a time, each time the one whose slices serve best, until nothing gets better. Slices are
     priced with the trees that were found for the whole, and with trees made for slices of one element.
     """
-    limited = options.memory_limit is not None or options.retain_limit is not None
+    limits = Limits(options.memory_limit, options.retain_limit)
+    limited = limits != NO_LIMITS
     key = plan_key(options.minimize)
-    allowed = [c for c in candidates if _within(c.cost, options)]
+    allowed = [c for c in candidates if _within(c.cost, limits)]
     rival = min(allowed or candidates, key=lambda c: key(c.cost))
     if allowed and rival.cost.peak_bytes - _results_bytes(rival.programs) < LARGE_BYTES:
         return []
     keys = ("time", "peak") if limited or options.minimize in ("peak", "retained") else ("time",)
     found: list[_Candidate] = []
-    trees = list(dict.fromkeys(c.tree for c in candidates))
+    trees = list(dict.fromkeys(keeping(c.tree, False) for c in candidates))
     axes: tuple[tuple[str, int], ...] = ()
 
     def rank(c: _Candidate) -> Any:
@@ -263,7 +289,7 @@ def _loops(problem: Problem, options: Options, candidates: Sequence[_Candidate],
         found.append(best)
         assert best.loop is not None
         axes = best.loop.axes
-        if _within(best.cost, options) and (not allowed or len(axes) > 1):
+        if _within(best.cost, limits) and (not allowed or len(axes) > 1):
             break
     return found
 
@@ -295,11 +321,11 @@ def _slice_trees(problem: Problem, options: Options, sizes: Mapping[str, int]) -
     resolved = sliced_problem(problem.resolved, sizes)
     part = Problem(resolved, slice_operands(resolved, problem.operands), problem.dtype, problem.backend, problem.device)
     whole = dict(problem.resolved.spec.sizes)
-    keep: Keep = "inputs" if any(problem.requires) else "all"
     try:
-        return [resized(found.tree, whole) for found, _, _ in _found(part, options.optimize, "time", keep, None)]
+        found = [tree for tree, _, _ in _found(part, options.optimize, "time", NO_LIMITS)]
     except SearchLimitError:
         return []
+    return [keeping(resized(f.tree, whole), False) for f in found]
 
 
 def _loop_candidate(
@@ -312,7 +338,7 @@ def _loop_candidate(
 ) -> _Candidate:
     """Price one loop with one tree."""
     spec = problem.resolved.spec
-    keep: Keep = "inputs" if any(problem.requires) else "all"
+    tree = keeping(tree, False)
     lower = Lowerer(problem.choices, step_key(key))
     bodies, first = [], None
     for sizes, count in slice_counts(axes, spec):
@@ -320,19 +346,19 @@ def _loop_candidate(
         operands = slice_operands(resolved, problem.operands)
         variables = [Variable(o.shape, o.dtype, n) for n, o in enumerate(operands)]
         small = resized(tree, sizes)
-        programs = build(small, variables, problem.requires, lower, keep, problem.dtype)
+        programs = build(small, variables, problem.requires, lower, problem.dtype)
         bodies.append((programs.cost, count))
         if first is None:
             first = Plan(
                 str(spec), resolved, resolved.index_shapes, operands, problem.dtype, index_mode, problem.backend,
-                problem.device, Options(minimize=key, precision=options.precision), small, keep, programs,
+                problem.device, Options(minimize=key, precision=options.precision), small, programs,
                 programs.cost, False, "slice",
             )  # fmt: skip
     assert first is not None
     programs = loop_programs(
         spec, axes, bodies, problem.variables, problem.requires, problem.dtype, problem.device
     )  # fmt: skip
-    return _Candidate(programs, tree, lower, keep, False, "sliced", Loop(axes, first))
+    return _Candidate(programs, tree, lower, False, "sliced", Loop(axes, first))
 
 
 def looped(plan: Plan, axes: Mapping[str, int]) -> Plan:
@@ -346,19 +372,19 @@ def looped(plan: Plan, axes: Mapping[str, int]) -> Plan:
     key = plan.options.minimize if isinstance(plan.options.minimize, str) else "time"
     found = _loop_candidate(problem, plan.options, tuple(axes.items()), plan.tree, key, plan.index_mode)
     return dataclasses.replace(
-        plan, keep=found.keep, programs=found.programs, proven=False, origin="sliced", loop=found.loop
+        plan, tree=found.tree, programs=found.programs, proven=False, origin="sliced", loop=found.loop
     )
 
 
-def _within(cost: PlanCost, options: Options) -> bool:
-    return (options.memory_limit is None or cost.peak_bytes <= options.memory_limit) and (
-        options.retain_limit is None or cost.retained_bytes <= options.retain_limit
+def _within(cost: PlanCost, limits: Limits) -> bool:
+    return (limits.memory is None or cost.peak_bytes <= limits.memory) and (
+        limits.retain is None or cost.retained_bytes <= limits.retain
     )
 
 
-def _limit_error(candidates: Sequence[_Candidate], options: Options) -> PlannerLimitError:
+def _limit_error(candidates: Sequence[_Candidate], limits: Limits) -> PlannerLimitError:
     """Name limits that succeed: one of them raised and the other held where that is possible, else both."""
-    memory, retain = options.memory_limit, options.retain_limit
+    memory, retain = limits
     costs = [candidate.cost for candidate in candidates]
     least_peak = min((c for c in costs if retain is None or c.retained_bytes <= retain),
                      key=lambda c: c.peak_bytes, default=None)  # fmt: skip
@@ -390,7 +416,7 @@ def _ordered(problem: Problem, best: _Candidate, options: Options) -> _Candidate
     for path in nodes:
         for field in ("order", "backward_order"):
             tree = _flipped(best.tree, path, field)
-            programs = problem.programs(tree, best.lower, best.keep)
+            programs = problem.programs(tree, best.lower)
             if programs.cost.peak_bytes < best.cost.peak_bytes:
                 best = dataclasses.replace(best, tree=tree, programs=programs)
     return best
@@ -420,30 +446,29 @@ def alternatives(plan: Plan, most: int) -> tuple[Alternative, ...]:
     key(plan.cost)  # a function that is not there any more shows here
     found: list[tuple[Any, Plan, str]] = []
 
-    def consider(make: Callable[[], tuple[Found, Lowerer]], keep: Keep, origin: str) -> None:
+    def consider(make: Callable[[], tuple[Found | None, Lowerer]], origin: str, bare: bool = False) -> None:
         try:
-            tree, lower = make()
+            known, lower = make()
         except SearchLimitError:
             return
-        programs = problem.programs(tree.tree, lower, keep)
+        if known is None:
+            return
+        tree = keeping(known.tree, False) if bare else known.tree
+        programs = problem.programs(tree, lower)
         if _signature(programs) not in seen:
             seen.add(_signature(programs))
-            other = dataclasses.replace(plan, tree=tree.tree, keep=keep, programs=programs, proven=False, origin=origin)
+            other = dataclasses.replace(plan, tree=tree, programs=programs, proven=False, origin=origin)
             found.append((key(programs.cost), other, origin))
 
     exact = problem.exact_work() <= 20 * AUTO_WORK
-    for keep in problem.keeps():
+    for bare in (False, True) if any(problem.requires) else (False,):
         for objective in OBJECTIVES:
             if exact:
-                consider(lambda o=objective, k=keep: problem.search(o, k, AUTO_WORK), keep, f"least {objective}")  # type: ignore[misc]
+                consider(lambda o=objective: problem.search(o, AUTO_WORK), f"least {objective}", bare)  # type: ignore[misc]
         for name in ("greedy", "left to right"):
             path = left_to_right(len(plan.operands)) if name == "left to right" else problem.path(name)
-            consider(lambda p=path, k=keep: problem.search("time", k, PATH_WORK, p), keep, f"{name} path")  # type: ignore[misc]
-    consider(
-        lambda: problem.search("flops", "all", PATH_WORK, problem.path("auto"), naive=True),
-        "all",
-        "naive: takes first",
-    )
+            consider(lambda p=path: problem.search("time", PATH_WORK, p), f"{name} path", bare)  # type: ignore[misc]
+    consider(lambda: problem.search("flops", PATH_WORK, problem.path("auto"), naive=True), "naive: takes first")
     found.sort(key=lambda entry: entry[0])
     return tuple(Alternative(p, origin, _why(plan, p)) for _, p, origin in found[:most])
 

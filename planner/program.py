@@ -2,8 +2,8 @@
 
 A tree says which steps are done; `build` turns it into a `Program`, a list of steps in SSA form. The backward
 program is derived from the same tree: each step's gradients are its transposed specs. What the two share is what
-is kept: with ``keep="all"`` every value that a gradient step reads, with ``keep="inputs"`` nothing but the operands,
-and the backward program begins by computing those values again.
+is kept: of the values that the backward program needs, those whose node says so. The others it computes again, each
+once, where the gradient first reaches a step that reads them, from operands, kept values and what is still there.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from planner.derive import transpose
 from planner.lower import Choice, Op
 
 __all__ = ["Keep", "Leaf", "Lowerer", "Node", "Program", "Programs", "Step", "Tree", "Variable", "build",
-           "live_bytes", "read_by_gradients"]  # fmt: skip
+           "keeping", "kept_nodes", "live_bytes", "read_by_gradients"]  # fmt: skip
 
-Keep = Literal["all", "inputs"]
+Keep = Literal["all", "some", "inputs"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,15 +39,25 @@ class Node:
         children: what it reads.
         order: children in the order in which the forward program evaluates them.
         backward_order: children in the order in which the backward program descends into them.
+        kept: whether its value, where the backward program needs it, is left by the forward program; else it is
+            computed again.
     """
 
     op: Op
     children: tuple[Tree, ...]
     order: tuple[int, ...] = (0, 1)
     backward_order: tuple[int, ...] = (0, 1)
+    kept: bool = True
 
 
 Tree = Leaf | Node
+
+
+def keeping(tree: Tree, kept: bool) -> Tree:
+    """Return a tree of which all values are kept, or none."""
+    if isinstance(tree, Leaf):
+        return tree
+    return dataclasses.replace(tree, children=tuple(keeping(child, kept) for child in tree.children), kept=kept)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,6 +85,7 @@ class Step:
         releases: variables that no later step reads; their storage may go.
         live_bytes: bytes newly allocated while it runs, scratch included.
         keeps: variables among its inputs that stay alive for the backward program.
+        recomputed: whether it computes again, in the backward program, what the forward program did not keep.
     """
 
     op: Op
@@ -84,6 +95,7 @@ class Step:
     releases: tuple[int, ...] = ()
     live_bytes: int = 0
     keeps: tuple[int, ...] = ()
+    recomputed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,6 +182,34 @@ def read_by_gradients(needs: Sequence[bool]) -> tuple[bool, ...]:
     return tuple(any(needs[:i]) or any(needs[i + 1 :]) for i in range(len(needs)))
 
 
+def kept_nodes(tree: Tree, requires: Sequence[bool]) -> tuple[Node, ...]:
+    """Return the nodes below a tree whose values the forward program leaves to the backward program.
+
+    That needs what gradient steps read, and what the values are computed from that are computed again.
+
+    Args:
+        tree: the contraction tree.
+        requires: which operands need a gradient.
+    """
+    found: list[Node] = []
+
+    def needs_gradient(tree: Tree) -> bool:
+        return requires[tree.operand] if isinstance(tree, Leaf) else any(map(needs_gradient, tree.children))
+
+    def visit(node: Node, recomputed: bool) -> None:
+        reads = read_by_gradients([needs_gradient(child) for child in node.children])
+        for child, read in zip(node.children, reads, strict=True):
+            if isinstance(child, Node):
+                needed = read or recomputed
+                if needed and child.kept:
+                    found.append(child)
+                visit(child, needed and not child.kept)
+
+    if isinstance(tree, Node):
+        visit(tree, False)
+    return tuple(found)
+
+
 class _Builder:
     def __init__(self, operands: Sequence[Variable], requires: Sequence[bool], lower: Lowerer) -> None:
         self.variables = list(operands)
@@ -192,41 +232,24 @@ class _Builder:
         self.variables.append(Variable(shape, dtype, number if base is None else base))
         return number
 
-    def emit(self, op: Op, choice: Choice, inputs: tuple[int, ...], steps: list[Step]) -> tuple[int, ...]:
+    def emit(
+        self, op: Op, choice: Choice, inputs: tuple[int, ...], steps: list[Step], again: bool = False
+    ) -> tuple[int, ...]:
         base = self.variables[inputs[0]].base if choice.view else None
         outputs = tuple(self.variable(shape, op.dtype, base) for shape in op.output_shapes)
-        steps.append(Step(op, choice, inputs, outputs))
+        steps.append(Step(op, choice, inputs, outputs, recomputed=again))
         return outputs
 
-    def forward(self, tree: Tree, steps: list[Step], values: dict[int, int], wanted: bool = True) -> int | None:
-        """Emit the steps that compute a tree and note its values; unwanted ones only as far as kept."""
+    def value(self, tree: Tree, steps: list[Step], values: dict[int, int], again: bool = False) -> int:
+        """Return the variable of a tree's value; emit the steps that compute it unless it is there."""
         if isinstance(tree, Leaf):
             return tree.operand
-        reads = read_by_gradients(self.child_needs(tree)) if not wanted else (True,) * len(tree.children)
-        for child in tree.order[: len(tree.children)]:
-            number = self.forward(tree.children[child], steps, values, reads[child])
-            if number is not None:
-                values[id(tree.children[child])] = number
-        if not wanted:
-            return None
-        inputs = tuple(self._value(child, values) for child in tree.children)
-        values[id(tree)] = self.emit(tree.op, self.lower(tree.op), inputs, steps)[0]
+        if id(tree) not in values:
+            for child in tree.order[: len(tree.children)]:
+                self.value(tree.children[child], steps, values, again)
+            inputs = tuple(self.value(child, steps, values) for child in tree.children)
+            values[id(tree)] = self.emit(tree.op, self.lower(tree.op), inputs, steps, again)[0]
         return values[id(tree)]
-
-    @staticmethod
-    def _value(tree: Tree, values: dict[int, int]) -> int:
-        return tree.operand if isinstance(tree, Leaf) else values[id(tree)]
-
-    def kept(self, tree: Tree, values: dict[int, int]) -> list[int]:
-        """Variables, other than operands, that the gradient steps of a tree read."""
-        if isinstance(tree, Leaf):
-            return []
-        found = []
-        for child, read in zip(tree.children, read_by_gradients(self.child_needs(tree)), strict=True):
-            if read and isinstance(child, Node):
-                found.append(values[id(child)])
-            found.extend(self.kept(child, values))
-        return found
 
     def backward(
         self, tree: Tree, gradient: int, steps: list[Step], values: dict[int, int], into: dict[int, int]
@@ -237,12 +260,12 @@ class _Builder:
         needs = self.child_needs(tree)
         gradients: dict[int, int] = {}
         for op, choice, served in self.lower.gradients(tree.op, needs):
+            read = [i for i in tree.order[: len(tree.children)] if op.pair or i != served[0]]
+            found = {i: self.value(tree.children[i], steps, values, again=True) for i in read}
             if op.pair:
-                inputs = (gradient, *(self._value(child, values) for child in tree.children))
+                inputs = (gradient, *(found[i] for i in range(len(tree.children))))
             else:
-                inputs = tuple(
-                    gradient if i == served[0] else self._value(child, values) for i, child in enumerate(tree.children)
-                )
+                inputs = tuple(gradient if i == served[0] else found[i] for i in range(len(tree.children)))
             gradients.update(zip(served, self.emit(op, choice, inputs, steps), strict=True))
         for child in tree.backward_order[: len(tree.children)]:
             if needs[child]:
@@ -311,28 +334,25 @@ def build(
     operands: Sequence[Variable],
     requires: Sequence[bool],
     lower: Lowerer,
-    keep: Keep,
     dtype: str,
 ) -> Programs:
     """Turn a tree into its two programs and their cost.
 
     Args:
-        tree: the contraction tree.
+        tree: the contraction tree; its nodes say what is kept.
         operands: the operands as variables, numbered by position.
         requires: which operands need a gradient.
         lower: chooses each step's implementation.
-        keep: what the forward program leaves to the backward program.
         dtype: dtype of the result.
     """
     builder = _Builder(operands, requires, lower)
     count = len(operands)
     steps: list[Step] = []
     values: dict[int, int] = {}
-    result = builder.forward(tree, steps, values)
-    assert result is not None
+    result = builder.value(tree, steps, values)
     differentiable = builder.needs_gradient(tree)
-    reads = builder.kept(tree, values) if differentiable else []
-    kept = tuple(dict.fromkeys(reads)) if keep == "all" else ()
+    left = kept_nodes(tree, requires)
+    kept = tuple(values[id(node)] for node in left)
     variables = builder.variables
     steps, peak = live_bytes(steps, variables, range(count), (result, *kept))
     bases = {variables[v].base for v in kept} - {variables[result].base} - set(range(count))
@@ -346,9 +366,7 @@ def build(
     backward, backward_cost = None, None
     if differentiable:
         back: list[Step] = []
-        if keep == "inputs":
-            values = {}
-            builder.forward(tree, back, values, wanted=False)
+        values = {id(node): values[id(node)] for node in left}
         builder.backward(tree, output_gradient, back, values, gradients)
         given = (*range(count), output_gradient, *kept)
         back, back_peak = live_bytes(back, variables, given, tuple(gradients.values()), retained)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.cost import Cost
+from planner.cost import Cost, PlanCost
 from planner.lower import Op
 from planner.network import Network, Status, Value
 from planner.planning import Problem
-from planner.program import Keep, Leaf, Lowerer, Node, Programs, Tree
+from planner.program import Leaf, Lowerer, Node, Tree
 
 
 @dataclass(frozen=True)
@@ -141,43 +142,73 @@ def figure(cost: Cost, objective: str) -> int:
     }[objective]
 
 
-def least_peak(problem: Problem, tree: Tree, lower: Lowerer, keep: Keep) -> int:
-    """The least peak of a tree over all orders of evaluation and of descent.
+def every_keep(problem: Problem, tree: Tree) -> Iterator[Tree]:
+    """The tree with every choice of which values are kept, of those that the backward program would need."""
 
-    The order of evaluation decides what is alive until the first gradient step, the order of descent what is alive
-    from there on, and neither has a say in the other's part. So each is varied alone.
+    def needs(tree: Tree) -> bool:
+        return problem.requires[tree.operand] if isinstance(tree, Leaf) else any(map(needs, tree.children))
+
+    def vary(tree: Tree, needed: bool) -> Iterator[Tree]:
+        if isinstance(tree, Leaf):
+            yield tree
+            return
+        for kept in (True, False) if needed else (True,):
+            again = not kept
+            parts = []
+            for child in tree.children:
+                siblings = [c for c in tree.children if c is not child]
+                parts.append(tuple(vary(child, again or any(map(needs, siblings)))))
+            for children in itertools.product(*parts):
+                yield dataclasses.replace(tree, children=children, kept=kept)
+
+    return vary(tree, False)
+
+
+@dataclass(frozen=True)
+class Priced:
+    """What one tree with one choice of kept values costs, evaluated in the order of least peak."""
+
+    tree: Tree
+    cost: PlanCost
+    peak: int
+
+    def within(self, memory: float, retain: float) -> bool:
+        return self.peak <= memory and self.cost.retained_bytes <= retain
+
+
+def price(problem: Problem, tree: Tree, lower: Lowerer, orders: bool = True) -> Iterator[Priced]:
+    """Price a tree with every choice of kept values."""
+    for chosen in every_keep(problem, tree):
+        evaluated = every_order(chosen, "order") if orders else [chosen]
+        costs = [
+            problem.programs(descended, lower).cost
+            for ordered in evaluated
+            for descended in (every_order(ordered, "backward_order") if orders else [ordered])
+        ]
+        yield Priced(chosen, costs[0], min(cost.peak_bytes for cost in costs))
+
+
+def price_all(
+    problem: Problem, trees: Sequence[Tree], lower: Lowerer, most: int = 10**9, orders: bool = True
+) -> list[Priced]:
+    """Price all trees with every choice of kept values.
+
+    Raises:
+        TooManyTreesError: that is more than `most` programs.
     """
-    before, after = [], []
-    for ordered in every_order(tree, "order"):
-        programs = problem.programs(ordered, lower, keep)
-        before.append(max(programs.forward.peak_bytes, _most(programs, descent=False)))
-    for ordered in every_order(tree, "backward_order"):
-        after.append(_most(problem.programs(ordered, lower, keep), descent=True))
-    return max(min(before), min(after))
+    count = 0
+    for tree in trees:
+        choices = sum(1 for _ in every_keep(problem, tree))
+        count += choices * math.prod(sum(1 for _ in every_order(tree, f)) for f in ("order", "backward_order"))
+        if count > most:
+            raise TooManyTreesError
+    return [priced for tree in trees for priced in price(problem, tree, lower, orders)]
 
 
-def _most(programs: Programs, descent: bool) -> int:
-    """Most bytes alive in the backward program from its first gradient step on, or before it."""
-    if programs.backward is None:
-        return 0
-    steps, given = programs.backward.steps, programs.output_gradient
-    first = next((i for i, step in enumerate(steps) if given in step.inputs), len(steps))
-    live = [step.live_bytes for step in (steps[first:] if descent else steps[:first])]
-    return max(live, default=0)
-
-
-def leasts(problem: Problem, trees: Sequence[Tree], lowerers: dict[str, Lowerer]) -> dict[str, int]:
-    """The least of each objective over all trees, orders and keep settings."""
-    best: dict[str, int] = {}
-    for tree, keep in itertools.product(trees, problem.keeps()):
-        built = {id(lower): problem.programs(tree, lower, keep).cost for lower in lowerers.values()}
-        for objective, lower in lowerers.items():
-            if objective == "peak":
-                found = least_peak(problem, tree, lower, keep)
-            else:
-                found = figure(built[id(lower)], objective)
-            best[objective] = min(found, best.get(objective, found))
-    return best
+def least(priced: Sequence[Priced], objective: str, memory: float = math.inf, retain: float = math.inf) -> int | None:
+    """The least of an objective within limits, or None."""
+    allowed = [p for p in priced if p.within(memory, retain)]
+    return min((p.peak if objective == "peak" else figure(p.cost, objective) for p in allowed), default=None)
 
 
 def ops(tree: Tree) -> Iterator[Op]:

@@ -4,18 +4,26 @@ For every set of operands and every status (see `planner.network`) the best ways
 objective that adds up over steps, a Pareto front where it does not (the peak). Every quantity of a larger tree is a
 nondecreasing function of the same quantities of its subtrees, so a dominated way is never part of a best tree.
 
-How the quantities of a step S with children A, B follow from the children's. `held` is what a subtree leaves allocated,
-`kept` the part of it that the backward program will read, `out` a value's bytes, g its gradient's bytes:
+Each way is *cold* or *hot*. The backward program computes the value of a hot way again; that of a cold one it has from
+the forward program (it is kept), or does without. A child's value is needed in the backward program where the sibling
+needs a gradient, or where the parent is hot; a child that is needed is kept or hot, any other is cold and not kept.
+So the kept values are chosen together with the tree.
 
-    forward peak   F(S) = max(F(first), held(first) + F(second), held(A) + held(B) + scratch + out(S))
-    kept(S)             = kept(A) + kept(B) + [out(A) if B needs a gradient] + [out(B) if A does]
+How the quantities of a step S with children A, B follow from the children's. There `out` is a value's bytes, g its
+gradient's:
+
+    retained       R(S) = R(A) + R(B) + [out(child) for each child that is kept]
+    forward peak   F(S) = max(F(first), R(first) + out(first) + F(second), R(A) + out(A) + R(B) + out(B) + last)
+    computing a hot S again
+                   Q(S) = as F(S), over the hot children, with W in place of R
+    what waits     W(S) = W(A) + W(B) + [out(child) for each hot child that a gradient step of S reads]
     backward peak  G(S) = max(g(S) + alive(S), after(S))
-                alive(S) = g(A) + g(B) + scratch                                           while g(S) is there
-                after(S) = max(g(other) + G(first), done(first) + G(second))               once it is gone
+                alive(S) = gradients made so far + scratch + values that wait        while g(S) is there
+                after(S) = max(g(other) + G(first), done(first) + G(second))         once it is gone
 
-where `done` is the bytes of the operands' gradients below. Where a gradient step is a view, g(S) lives on in the
-child's gradient. With ``keep="all"`` the retained bytes are alive all the time; with ``keep="inputs"`` the kept values
-are computed at the start of the backward program and freed one by one.
+where `last` is scratch + out(S), and `done` the bytes of the operands' gradients below. Where S is cold, each gradient
+step first computes the hot children again that it reads, so alive(S) includes their Q. Where a gradient step is a view,
+g(S) lives on in the child's gradient. The retained bytes R of the whole tree are alive all the time.
 """
 
 from __future__ import annotations
@@ -24,16 +32,16 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from planner.cost import StepCost, itemsize
 from planner.errors import SearchLimitError
 from planner.lower import Choice, Op
 from planner.network import ROWS, Network, Status, Value
-from planner.program import Keep, Leaf, Lowerer, Node, Tree, read_by_gradients
+from planner.program import Leaf, Lowerer, Node, Tree, read_by_gradients
 from planner.spec import Spec
 
-__all__ = ["Found", "Search", "all_splits"]
+__all__ = ["NO_LIMITS", "Found", "Limits", "Search", "all_splits"]
 
 Key = tuple[int, ...]
 Vector = tuple[Any, ...]
@@ -43,14 +51,64 @@ FRONT_LIMIT = 128
 FEW_STATUSES = 4
 
 
+class Limits(NamedTuple):
+    """Most bytes that a plan may allocate and retain; None where there is no limit."""
+
+    memory: int | None = None
+    retain: int | None = None
+
+
+NO_LIMITS = Limits()
+
+
+class Peaks(NamedTuple):
+    """Bytes that peaks are made of; retained ones are not part of what concerns the backward program.
+
+    Attributes:
+        forward: peak of the forward program.
+        again: peak of computing a hot value again.
+        waiting: bytes below a hot value that wait for their gradient steps once it is computed again.
+        held: bytes of a hot value that are its own once it is computed again.
+        alive: peak of the backward program while the value's gradient is there, that one not counted.
+        after: peak of the backward program from then on.
+        done: bytes of the operands' gradients made below.
+        stays: whether the value's gradient is one of these in the end.
+    """
+
+    forward: int = 0
+    again: int = 0
+    waiting: int = 0
+    held: int = 0
+    alive: int = 0
+    after: int = 0
+    done: int = 0
+    stays: int = 0
+
+
+NO_PEAKS = Peaks()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Way:
-    """One way to compute a value: its tree and the quantities that larger trees need."""
+    """One way to compute a value: its tree and the quantities that larger trees need.
+
+    Attributes:
+        tree: how it is computed; the root says whether it is kept.
+        key: the objective's additive key of all steps below, in both programs.
+        retained: bytes kept below it.
+        peaks: what its peaks are made of, where the search is about them.
+        bytes: bytes of its own storage: none if it is a view of an operand.
+        hot: whether the backward program computes it again.
+        vector: the quantities that count; of two ways alike hot, one is as good if none of its entries is larger.
+    """
 
     tree: Tree
-    vector: Vector
-    tie: Key
+    key: Key
+    retained: int
+    peaks: Peaks
     bytes: int
+    hot: bool
+    vector: Vector
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,8 +150,10 @@ class Search:
         dtype: dtype of the computation.
         lower: chooses implementations, by the objective's key.
         objective: one of `planner.objective.OBJECTIVES`.
-        keep: the setting whose trees are scored.
+        keep: "all" for trees that keep every value that gradients read, "any" to choose.
         work_limit: number of steps that may be scored.
+        limits: what a tree must not exceed.
+        front_limit: most ways that are kept for one value; where there are more, the search is not exact.
         takes_first: only trees that take every operand's gathers before anything else: the naive way.
         bound: score of a tree that is known already; what exceeds it in part is not followed.
     """
@@ -106,21 +166,34 @@ class Search:
         dtype: str,
         lower: Lowerer,
         objective: str,
-        keep: Keep,
+        keep: Literal["all", "any"],
         work_limit: int,
+        limits: Limits = NO_LIMITS,
+        front_limit: int = FRONT_LIMIT,
         takes_first: bool = False,
         bound: Vector | None = None,
     ) -> None:
         self.network, self.requires, self.casts, self.dtype = network, requires, casts, dtype
         self.lower, self.objective, self.keep = lower, objective, keep
-        self.work, self.work_limit, self.exact = 0, work_limit, True
+        self.work, self.work_limit, self.front_limit, self.exact = 0, work_limit, front_limit, True
+        self.limits = limits
+        self.about_peaks = objective == "peak" or limits.memory is not None
+        self.counts_retained = self.about_peaks or limits.retain is not None
         self.itemsize = itemsize(dtype)
         self.takes_first, self.bound = takes_first, bound
         self.least = _zero() if bound is None else self._least()
-        self.least_ahead = self.least
-        if keep == "inputs" and all(requires):
-            # Every product but the last is computed twice: one for each that is still to come.
-            self.least_ahead = _add(self.least, tuple(part // self._steps() for part in self.least))
+        self.least_again = _zero()
+        if objective == "retained" and keep == "any" and all(requires) and 0 not in network.sizes.values():
+            # What retains nothing computes every product but the last twice.
+            self.least_again = tuple(part // self._steps() for part in self.least)
+        # By the number of products to come, and of those among them that imply that one is computed again.
+        self._ahead = {
+            (left, again): tuple(
+                left * part + again * more for part, more in zip(self.least, self.least_again, strict=True)
+            )
+            for left in range(len(network.leaves))
+            for again in (max(left - 1, 0), left)
+        }
         self._needs = 0
         for operand, needed in enumerate(requires):
             self._needs |= needed << operand
@@ -142,23 +215,22 @@ class Search:
         empty = [_product(terms, size) for terms in (("", "", ""), ("a", "a", "a"), ("a", "a", "")) for size in (0, 1)]
         first = min(self.key(self.lower(Op(spec, self.dtype)).cost)[0] for spec in empty)
         first *= self._steps()
-        return (0, first, 0, 0) if self.objective == "retained" and self.keep == "all" else (first, 0, 0, 0)
+        return (0, first, 0, 0) if self.objective == "retained" else (first, 0, 0, 0)
 
     def _steps(self) -> int:
         """Return how many products a product brings at least, its gradients counted; a fused pair needs a gather."""
         return (2 if self.network.gathers else 3) if all(self.requires) else 1
 
-    def run(self, splits: Splits = all_splits) -> Found:
-        """Return the best tree over the given splits of the operands."""
+    def run(self, splits: Splits = all_splits) -> Found | None:
+        """Return the best tree over the given splits of the operands, or None if limits leave none."""
         ways = self.ways(self.network.everything, splits).get(self.network.final, [])
-        if not ways:
+        whole = [way for unfinished in ways for way in self.finish(unfinished)]
+        if not whole:
+            if self.limits != NO_LIMITS or self.bound is not None:
+                return None
             raise SearchLimitError(f"no tree was found for '{self.network.spec}': please report this spec")
-        best = min((self.finish(way) for way in ways), key=lambda way: (self.score(way), way.tie))
+        best = min(whole, key=lambda way: (self.score(way), way.key))
         return Found(best.tree, self.score(best), self.exact)
-
-    def has_tree(self) -> bool:
-        """Whether any tree over all splits is within the bound."""
-        return bool(self.ways(self.network.everything, all_splits).get(self.network.final))
 
     # -- states --------------------------------------------------------------------------------------
 
@@ -183,7 +255,7 @@ class Search:
         elif self.network.few and operands != self.network.everything and len(found) > FEW_STATUSES:
             # The best so far, and the one from which every tree can be finished.
             taken = max(found, key=lambda status: (sum(s == ROWS for s in status), [-s for s in status]))
-            order = sorted((s for s in found if found[s]), key=lambda s: min((self.part(w), w.tie) for w in found[s]))
+            order = sorted((s for s in found if found[s]), key=lambda s: min((self.part(w), w.key) for w in found[s]))
             found = {status: found[status] for status in dict.fromkeys((taken, *order[:FEW_STATUSES]))}
         self._ways[operands] = found
         return found
@@ -200,24 +272,26 @@ class Search:
         network, operand = self.network, operands.bit_length() - 1
         value = Value(operands, network.open)
         term = network.leaves[operand]
-        way = Way(Leaf(operand), self.leaf_vector(operand), _zero(), 0)
+        peaks = Peaks(stays=int(self.requires[operand]))
+        way = self.way(Leaf(operand), _zero(), 0, peaks, 0, False)
         shape_only = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=term))
+        ways = [way]
         if (source := self.casts[operand]) is not None:
-            (way,) = self.extend(Op(shape_only, self.dtype, source), (way,), self.count(term), (operands,))
-        raw, mask = way, network.value_axes(value)
+            ways = self.extend_all(Op(shape_only, self.dtype, source), (way,), self.count(term), (operands,))
+        raw, mask = ways, network.value_axes(value)
         fixed: tuple[str, ...] | None = term
         output = network.result if self.one_step else network.term(mask)
         if (term != output) if self.one_step else (len(set(term)) < len(term) or network.mask(term) != mask):
             spec = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=output))
-            (way,) = self.extend(Op(spec, self.dtype), (way,), self.count(output), (operands,))
+            ways = self.extend_all(Op(spec, self.dtype), ways, self.count(output), (operands,))
             fixed = None
         self._fixed[operands] = fixed
-        found[network.open] = [way]
+        found[network.open] = ways
         if fixed is None and not self.one_step:
             # A take of few rows comes before the sums over axes of its own, not after: one step does both.
             for target in network.advances(value):
                 spec = network.step_spec(((value, term),), Value(operands, target))
-                self.offer(found, target, Op(spec, self.dtype), ([raw],), (operands,), Value(operands, target))
+                self.offer(found, target, Op(spec, self.dtype), (raw,), (operands,), Value(operands, target))
 
     def count(self, term: Iterable[str]) -> int:
         """Bytes of a value with these axes."""
@@ -251,7 +325,7 @@ class Search:
         least = [min(self.part(way) for way in ways) for ways in (ways_a, ways_b)]
         if self.objective == "peak":
             return max(least) > self.bound
-        so_far = _add(*least, self.least, self.ahead(left | right))
+        so_far = _add(*least, self.least, self.ahead(left | right, False))
         if self.objective == "flops" and not self.network.gathers:
             # Every implementation multiplies each element of the joint space at least.
             so_far = (so_far[0] + self.network.elements(axes), *so_far[1:])
@@ -263,18 +337,33 @@ class Search:
             return False
         if self.objective == "peak":
             return self.part(way) > self.bound
-        return bool(_add(self.part(way), self.ahead(operands)) > self.bound[0])
+        return bool(_add(self.part(way), self.ahead(operands, True)) > self.bound[0])
 
-    def ahead(self, operands: int) -> Key:
-        """Return what the products with all other operands add to the score at least."""
+    def over(self, way: Way) -> bool:
+        """Whether a way exceeds a limit, and so every tree that it is part of."""
+        memory, retain = self.limits
+        if retain is not None and way.retained > retain:
+            return True
+        return memory is not None and self.peak(way) > memory
+
+    def ahead(self, operands: int, there: bool) -> Key:
+        """Return what the products with all other operands add to the score at least.
+
+        Args:
+            operands: the set that a value is of.
+            there: whether the value itself was computed again already, if it has to be.
+        """
         left = len(self.network.leaves) - operands.bit_count()
-        return tuple(left * part for part in self.least_ahead)
+        return self._ahead[left, max(left - there, 0)]
+
+    @staticmethod
+    def peak(way: Way) -> int:
+        """Return the peak of any tree that a way is part of, at least."""
+        return max(way.peaks.forward, way.retained + max(way.peaks.alive, way.peaks.after))
 
     def part(self, way: Way) -> Vector:
         """Return what a way adds to the score of any tree that it is part of, at least."""
-        if self.objective == "peak":
-            return (way.vector[1 if self.keep == "all" else 2],)
-        return tuple(way.vector[-1])
+        return (self.peak(way),) if self.objective == "peak" else way.key
 
     def unary(self, value: Value, target: Status, found: dict[Status, list[Way]]) -> None:
         """Offer the step from a value alone to another status of it."""
@@ -298,7 +387,7 @@ class Search:
         result: Value,
     ) -> None:
         """Extend each combination of the children's ways by a step and keep what is not dominated."""
-        front = found.setdefault(status, [])
+        front, limited = found.setdefault(status, []), self.limits != NO_LIMITS
         size = self.network.elements(self.network.value_axes(result)) * self.itemsize
         for children in itertools.product(*fronts):
             self.work += 1
@@ -308,27 +397,39 @@ class Search:
                     "pass optimize='greedy' or an explicit path"
                 )
             for way in self.extend(op, children, size, parts):
-                if not self.beaten(way, result.operands):
+                if not self.beaten(way, result.operands) and not (limited and self.over(way)):
                     self.insert(front, way)
 
     def insert(self, front: list[Way], way: Way) -> None:
         """Put a way into a Pareto front, unless another is as good; drop those that it beats."""
         for other in front:
-            if all(o <= w for o, w in zip(other.vector, way.vector, strict=True)) and (
-                other.vector != way.vector or other.tie <= way.tie
+            if (
+                other.hot == way.hot
+                and all(o <= w for o, w in zip(other.vector, way.vector, strict=True))
+                and (other.vector != way.vector or other.key <= way.key)
             ):
                 return
-        front[:] = [o for o in front if not all(w <= v for w, v in zip(way.vector, o.vector, strict=True))]
+        front[:] = [
+            o for o in front if o.hot != way.hot or not all(w <= v for w, v in zip(way.vector, o.vector, strict=True))
+        ]
         front.append(way)
-        if len(front) > FRONT_LIMIT:
+        if len(front) > self.front_limit and sum(o.hot == way.hot for o in front) > self.front_limit:
             self.exact = False
-            front.sort(key=lambda w: (w.vector, w.tie))
-            del front[FRONT_LIMIT:]
+            self.thin(front, way.hot)
 
-    def finish(self, way: Way) -> Way:
+    def thin(self, front: list[Way], hot: bool) -> None:
+        """Drop one way of a full front, none that is the least in retained bytes, peak or score."""
+        ways = sorted((o for o in front if o.hot == hot), key=lambda w: (w.vector, w.key))
+        spared = [min(ways, key=figure) for figure in (self.part, self.peak, lambda w: (w.retained, self.peak(w)))]
+        # Neighbours in the order of the vectors are the most alike: one of a close pair goes.
+        free = [i for i in range(1, len(ways)) if not any(ways[i] is way for way in spared)] or [len(ways) - 1]
+        gone = ways[min(free, key=lambda i: abs(ways[i].retained - ways[i - 1].retained))]
+        front[:] = [o for o in front if o is not gone]
+
+    def finish(self, way: Way) -> list[Way]:
         """Add the last step where the result repeats axes or has ones that no input has."""
         if not self.needs_finish:
-            return way
+            return [way]
         network = self.network
         spec = network.restricted(
             dataclasses.replace(
@@ -338,10 +439,7 @@ class Search:
             )
         )
         size, everything = self.count(network.result), network.everything
-        return min(
-            self.extend(Op(spec, self.dtype), (way,), size, (everything,)),
-            key=lambda finished: (self.score(finished), finished.tie),
-        )
+        return [w for w in self.extend(Op(spec, self.dtype), (way,), size, (everything,)) if not self.over(w)]
 
     # -- quantities ----------------------------------------------------------------------------------
 
@@ -349,19 +447,24 @@ class Search:
         """Whether any of these operands needs a gradient."""
         return bool(self._needs & operands)
 
-    def leaf_vector(self, operand: int) -> Vector:
-        """Quantities of an operand: it costs nothing; its gradient stays."""
-        if self.objective == "peak":
-            return (0, 0, 0, 0, 0, 0, 0, int(self.requires[operand]))
-        return (_zero(),) if self.keep == "all" else (_zero(), _zero())
+    def way(self, tree: Tree, key: Key, retained: int, peaks: Peaks, size: int, hot: bool) -> Way:
+        """Return a way with the vector by which it is compared."""
+        vector: Vector = () if self.objective == "peak" else (key,)
+        if self.counts_retained and self.objective != "retained":
+            vector = (*vector, retained)
+        return Way(tree, key, retained, peaks, size, hot, (*vector, *peaks) if self.about_peaks else vector)
 
     def score(self, way: Way) -> Vector:
         """Return what is minimised, of a complete way."""
-        if self.objective == "peak":
-            kept, all_peak, none_peak, again, alive, after, _, _ = way.vector
-            back = max(alive, after)  # the output's gradient is the caller's
-            return (max(all_peak, kept + back) if self.keep == "all" else max(none_peak, again, back),)
-        return way.vector if self.keep == "all" else (way.vector[1],)
+        return (self.peak(way),) if self.objective == "peak" else (way.key,)
+
+    def extend_all(self, op: Op, children: Sequence[Way], size: int, parts: tuple[int, ...]) -> list[Way]:
+        """Return the ways that add one unary step to any of some ways, dominated ones left out."""
+        front: list[Way] = []
+        for child in children:
+            for way in self.extend(op, (child,), size, parts):
+                self.insert(front, way)
+        return front
 
     def extend(self, op: Op, children: tuple[Way, ...], size: int, parts: tuple[int, ...]) -> Iterator[Way]:
         """Yield the ways that add one step to its children's ways."""
@@ -371,21 +474,29 @@ class Search:
         reads = read_by_gradients(needs)
         trees = tuple(way.tree for way in children)
         own = children[0].bytes if choice.view else size
-        step = _add(self.key(choice.cost), *(self.key(c.cost) for _, c, _ in gradients))
-        if self.objective == "peak":
-            tie = _add(step, *(way.tie for way in children))
-            for order in _orders(len(children)):
-                vector, backward_order = self._peaks(op, choice, gradients, children, needs, reads, order)
-                yield Way(Node(op, trees, order, backward_order), vector, tie, own)
+        below = [way.key for way in children]
+        if self.keep == "all" and not self.about_peaks and self.objective != "retained":
+            key = _add(self.key(choice.cost), *(self.key(c.cost) for _, c, _ in gradients), *below)
+            yield Way(Node(op, trees), key, 0, NO_PEAKS, own, False, (key,))
             return
-        if self.objective == "retained" and self.keep == "all":
-            step = (sum(way.bytes for way, read in zip(children, reads, strict=True) if read), *step[:3])
-        vector = (_add(step, *(way.vector[0] for way in children)),)
-        if self.keep == "inputs":
-            # With and without this step in the recomputation that begins the backward program.
-            partly = [way.vector[0 if read else 1] for way, read in zip(children, reads, strict=True)]
-            vector = (_add(*vector, self.key(choice.cost)), _add(step, *partly))
-        yield Way(Node(op, trees), vector, _zero(), own)
+        # The value can be needed in the backward program only if another operand's gradient can.
+        may_be_hot = self.keep == "any" and self.needs(self.network.everything ^ sum(parts))
+        for hot in (False, True) if may_be_hot else (False,):
+            if any(way.hot and not (read or hot) for way, read in zip(children, reads, strict=True)):
+                continue  # what is not needed is not computed again
+            kept = sum(way.bytes for way, read in zip(children, reads, strict=True) if (read or hot) and not way.hot)
+            retained = kept + sum(way.retained for way in children)
+            costs = [choice.cost, *(c.cost for _, c, _ in gradients), *[choice.cost] * hot]
+            step = _add(*map(self.key, costs))
+            if self.objective == "retained":
+                step = (kept, *step[:3])
+            key = _add(step, *below)
+            if not self.about_peaks:
+                yield self.way(Node(op, trees, kept=not hot), key, retained, NO_PEAKS, own, hot)
+                continue
+            for order in _orders(trees):
+                peaks, descent = self._peaks(op, choice, gradients, children, needs, reads, order, hot)
+                yield self.way(Node(op, trees, order, descent, not hot), key, retained, peaks, own, hot)
 
     def key(self, cost: StepCost) -> Key:
         """Return the additive part of a step's score."""
@@ -400,65 +511,63 @@ class Search:
         needs: tuple[bool, ...],
         reads: tuple[bool, ...],
         order: tuple[int, ...],
-    ) -> tuple[Vector, tuple[int, ...]]:
-        """Return the peak vector of a step, and the best order of descent in the backward program.
-
-        The vector: kept bytes; forward peak with everything kept; forward peak with nothing kept; peak of computing
-        only the kept values again; backward peak while the step's own gradient is alive, that one not counted;
-        backward peak from then on; bytes of the operands' gradients made below; whether the step's own
-        gradient is one of these in the end. Retained bytes are not part of the backward peaks.
-        """
-        kept_below = [way.vector[0] for way in children]
-        bytes_below = [way.bytes for way in children]
-        here = [b if read else 0 for b, read in zip(bytes_below, reads, strict=True)]
-        kept = sum(kept_below) + sum(here)
+        hot: bool,
+    ) -> tuple[Peaks, tuple[int, ...]]:
+        """Return the peaks of a step, and the best order of descent in the backward program."""
+        below = [way.peaks for way in children]
         last = choice.cost.scratch_bytes + (0 if choice.view else self._output_bytes(op))
 
-        def climb(peaks: Sequence[int], held: Sequence[int], last: int) -> int:
+        def climb(places: Iterable[int], peaks: Sequence[int], held: Sequence[int]) -> int:
             before = top = 0
-            for child in order:
+            for child in places:
                 top = max(top, before + peaks[child])
                 before += held[child]
             return max(top, before + last)
 
-        all_peaks = [way.vector[1] for way in children]
-        all_peak = climb(all_peaks, [k + b for k, b in zip(kept_below, bytes_below, strict=True)], last)
-        none_peak = again = 0
-        if self.keep == "inputs":
-            none_peak = climb([way.vector[2] for way in children], bytes_below, last)
+        forward = climb(order, [p.forward for p in below], [way.retained + way.bytes for way in children])
+        # Of the children that are computed again: all that waits, and the part that this step's gradients free.
+        here = [p.held if way.hot and read else 0 for p, way, read in zip(below, children, reads, strict=True)]
+        again = waiting = held = 0
+        if hot:
             again = climb(
-                [way.vector[1 if read else 3] for way, read in zip(children, reads, strict=True)],
-                [k + b for k, b in zip(kept_below, here, strict=True)],
-                0,
+                [child for child in order if children[child].hot],
+                [p.again for p in below],
+                [p.waiting + p.held for p in below],
             )
-        # Kept values count in the backward peak only where they die one by one.
-        waiting = kept_below if self.keep == "inputs" else [0] * len(children)
-        held = kept if self.keep == "inputs" else 0
+            waiting = sum(p.waiting for p in below) + sum(here)
+            held = self._output_bytes(op) if not choice.view else below[0].held
+        there = waiting
         if len(gradients) == 1 and gradients[0][1].view:
-            below = children[0].vector
-            alive = max(below[4], gradients[0][1].cost.scratch_bytes + held)
-            return (kept, all_peak, none_peak, again, alive, *below[5:]), (0,)
+            (child,) = below
+            alive = max(child.alive, gradients[0][1].cost.scratch_bytes + there)
+            return Peaks(forward, again, waiting, held, alive, child.after, child.done, child.stays), (0,)
         produced = [self._input_bytes(op, i) if need else 0 for i, need in enumerate(needs)]
         alive = so_far = 0
+        computed = {i for i, way in enumerate(children) if hot or not way.hot}
         for gradient, chosen, served in gradients:
+            read = [i for i in order if reads[i] and (gradient.pair or i != served[0])]
+            for i in read:
+                if i not in computed:
+                    computed.add(i)
+                    alive = max(alive, there + so_far + below[i].again)
+                    there += below[i].waiting + here[i]
             so_far += sum(produced[i] for i in served)
-            alive = max(alive, so_far + chosen.cost.scratch_bytes + held)
-            if self.keep == "inputs" and not gradient.pair:
-                held -= sum(b for i, b in enumerate(here) if i not in served)
-        done = [way.vector[6] + way.vector[7] * g for way, g in zip(children, produced, strict=True)]
+            alive = max(alive, so_far + chosen.cost.scratch_bytes + there)
+            if not gradient.pair:
+                there -= sum(here[i] for i in read)
+        done = [p.done + p.stays * g for p, g in zip(below, produced, strict=True)]
         best: tuple[int, tuple[int, ...]] | None = None
-        for backward_order in _orders(len(children)):
-            rest, after = sum(produced) + sum(waiting), 0
-            for child in backward_order:
-                if needs[child]:
-                    rest -= produced[child] + waiting[child]
-                    child_alive, child_after = children[child].vector[4:6]
-                    after = max(after, rest + max(produced[child] + child_alive, child_after))
-                    rest += done[child]
+        for backward_order in _orders([way.tree for way in children]):
+            rest, after = sum(produced) + sum(p.waiting for p in below), 0
+            for i in backward_order:
+                if needs[i]:
+                    rest -= produced[i] + below[i].waiting
+                    after = max(after, rest + max(produced[i] + below[i].alive, below[i].after))
+                    rest += done[i]
             if best is None or after < best[0]:
                 best = (after, backward_order)
         assert best is not None
-        return (kept, all_peak, none_peak, again, alive, best[0], sum(done), 0), best[1]
+        return Peaks(forward, again, waiting, held, alive, best[0], sum(done), 0), best[1]
 
     def _output_bytes(self, op: Op) -> int:
         return math.prod(op.spec.output_shape) * itemsize(op.dtype)
@@ -473,5 +582,8 @@ def _product(terms: tuple[str, str, str], size: int) -> Spec:
     return Spec((a, b), output, tuple((axis, size) for axis in sorted({*a, *b})))
 
 
-def _orders(children: int) -> tuple[tuple[int, ...], ...]:
-    return ((0,),) if children == 1 else ((0, 1), (1, 0))
+def _orders(children: Sequence[Tree]) -> tuple[tuple[int, ...], ...]:
+    """Orders that can make a difference: an operand costs nothing whenever its turn comes."""
+    if len(children) == 1:
+        return ((0,),)
+    return ((0, 1), (1, 0)) if all(isinstance(child, Node) for child in children) else ((0, 1),)

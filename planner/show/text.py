@@ -63,7 +63,7 @@ def plan_text(plan: Plan) -> str:
         summary.append([name, *_figures(cost), seconds_text(cost.seconds)])
     summary[1].append(_naive_way(plan.resolved.spec))
     how = f"{plan.origin} search" if plan.origin.startswith("exact") else plan.origin
-    keep = "" if not wanted else "; keeps all intermediates" if plan.keep == "all" else "; keeps only the inputs"
+    keep = f"; {_kept(plan)}" if wanted else ""
     summary[2].append(f"{how}, {'proven' if plan.proven else 'not proven'}{keep}")
     lines = [head, *table(summary, (0, 6))]
     rows: list[Sequence[str]] = [["#", "step", "lowered to", "FLOPs", "moves", "live", "time", "keeps"]]
@@ -89,6 +89,15 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(
         [*lines, *table(rows, (0, 1, 2, 7)), f"  times by the rates of {plan.device.name}: {plan.device.source}"]
     )
+
+
+def _kept(plan: Plan) -> str:
+    """What the forward program leaves to the backward program."""
+    if plan.keep != "some":
+        return "keeps all intermediates" if plan.keep == "all" else "keeps only the inputs"
+    kept = len(plan.programs.kept)
+    again = sum(step.recomputed for step in plan.programs.backward.steps) if plan.programs.backward else 0
+    return f"keeps {kept} intermediate{'s' * (kept > 1)}, computes {again} step{'s' * (again > 1)} again"
 
 
 def _naive_way(spec: Spec) -> str:
@@ -131,7 +140,7 @@ def equation(step: Step) -> str:
 def _keeps(plan: Plan, step: Step) -> str:
     """What stays alive for the backward program because a gradient reads it as this step's input."""
     variables = plan.programs.variables
-    parts = []
+    parts = ["computed again"] * step.recomputed
     for position, number in enumerate(step.inputs):
         if number in step.keeps:
             base = variables[variables[number].base]
