@@ -25,6 +25,8 @@ __all__ = ["alternatives", "make_plan"]
 
 # Steps that a search may score; each takes 50 to 250 us.
 AUTO_WORK, OPTIMAL_WORK, PATH_WORK = 20_000, 3_000_000, 4_000
+# Ways to search over all trees; "measure" looks for its candidates as "auto" does.
+SEARCHES = ("auto", "optimal", "measure")
 # With more distinct gathers than this a path's search does not try every combination of their placements.
 MOST_FACTORS = 5
 # The score of a tree that retains nothing and takes any time.
@@ -91,11 +93,14 @@ class Problem:
         if count <= 2:
             return over(self.network).run(), lower
         greedy = over(self.few).run(splits_of(self.path("greedy"), count))
-        if ceiling is None or greedy.score <= ceiling:
-            return over(self.network, bound=greedy.score).run(), lower
-        # Nothing need be below the ceiling; then the greedy tree is as good as any above it.
-        search = over(self.network, bound=ceiling)
-        return (search.run() if search.has_tree() else dataclasses.replace(greedy, exact=True)), lower
+        try:
+            if ceiling is None or greedy.score <= ceiling:
+                return over(self.network, bound=greedy.score).run(), lower
+            # Nothing need be below the ceiling; then the greedy tree is as good as any above it.
+            search = over(self.network, bound=ceiling)
+            return (search.run() if search.has_tree() else dataclasses.replace(greedy, exact=True)), lower
+        except KeyboardInterrupt:
+            return dataclasses.replace(greedy, exact=False, interrupted=True), lower
 
     def path(self, optimize: Any) -> Any:
         if isinstance(optimize, str) or callable(optimize):
@@ -125,6 +130,7 @@ class _Candidate:
     keep: Keep
     proven: bool
     origin: str
+    interrupted: bool = False
 
     @property
     def cost(self) -> PlanCost:
@@ -151,18 +157,36 @@ def make_plan(
     """
     check_objective(options.minimize)
     problem = Problem(resolved, operands, dtype, backend, device)
-    candidates = list(_candidates(problem, options))
+    candidates, interrupted = _so_far(_candidates(problem, options))
     key = plan_key(options.minimize)
     allowed = [c for c in candidates if _within(c.cost, options)]
     if not allowed:
-        raise _limit_error(candidates, options)
+        raise KeyboardInterrupt if interrupted else _limit_error(candidates, options)
     best = min(allowed, key=lambda c: key(c.cost))
-    best = _ordered(problem, best, options)
+    try:
+        best = _ordered(problem, best, options)
+    except KeyboardInterrupt:
+        interrupted = True
+    if interrupted:
+        best = dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}")
     given = tuple((name, index_shapes[name]) for name in resolved.spec.arrays)
     return Plan(
         text, resolved, given, problem.operands, dtype, index_mode, backend, device, options,
         best.tree, best.keep, best.programs, problem.naive().cost, best.proven, best.origin,
     )  # fmt: skip
+
+
+def _so_far(candidates: Iterator[_Candidate]) -> tuple[list[_Candidate], bool]:
+    """Collect candidates until Ctrl-C, and say whether it came; then no further search is begun."""
+    found: list[_Candidate] = []
+    try:
+        for candidate in candidates:
+            found.append(candidate)
+            if candidate.interrupted:
+                return found, True
+    except KeyboardInterrupt:
+        return found, True
+    return found, False
 
 
 def _objectives(options: Options) -> tuple[str, ...]:
@@ -187,14 +211,15 @@ def _candidates(problem: Problem, options: Options) -> Iterator[_Candidate]:
             for found, lower, origin in _found(problem, options.optimize, objective, keep, ceiling):
                 programs = problem.programs(found.tree, lower, keep)
                 proven = found.exact and origin == "exact" and not limited and not callable(options.minimize)
-                yield _Candidate(programs, found.tree, lower, keep, proven, f"{origin}, {objective}")
+                how = f"{origin}, {objective}"
+                yield _Candidate(programs, found.tree, lower, keep, proven, how, found.interrupted)
 
 
 def _found(
     problem: Problem, optimize: Any, objective: str, keep: Keep, ceiling: Vector | None
 ) -> Iterator[tuple[Found, Lowerer, str]]:
-    if isinstance(optimize, str) and optimize in ("auto", "optimal"):
-        work = AUTO_WORK if optimize == "auto" else OPTIMAL_WORK
+    if isinstance(optimize, str) and optimize in SEARCHES:
+        work = OPTIMAL_WORK if optimize == "optimal" else AUTO_WORK
         if problem.exact_work() <= 20 * work:
             try:
                 yield (*problem.search(objective, keep, work, ceiling=ceiling), "exact")
@@ -206,7 +231,7 @@ def _found(
             yield (*problem.search(objective, keep, PATH_WORK, problem.path(name)), f"opt_einsum {name}")
         return
     if isinstance(optimize, str) and optimize not in path_names():
-        known = ", ".join(map(repr, ("auto", "optimal", *path_names())))
+        known = ", ".join(map(repr, (*SEARCHES, *path_names())))
         raise PlannerError(f"optimize={optimize!r} is unknown: take one of {known}, a path or a PathOptimizer")
     origin = f"opt_einsum {optimize}" if isinstance(optimize, str) else "given path"
     yield (*problem.search(objective, keep, PATH_WORK, problem.path(optimize)), origin)
@@ -323,7 +348,7 @@ def _why(plan: Plan, other: Plan) -> str:
         parts.append("over the memory limit")
     if options.retain_limit is not None and other.cost.retained_bytes > options.retain_limit:
         parts.append("over the retain limit")
-    if options.optimize not in ("auto", "optimal"):
+    if options.optimize not in SEARCHES:
         # What an optimizer's path was, the plan knows; asked again, it may answer otherwise.
         given = options.optimize if isinstance(options.optimize, tuple) else plan.path
         if not joined_by(given, len(plan.operands)) <= joined_by(other.path, len(plan.operands)):
