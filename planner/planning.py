@@ -21,7 +21,7 @@ from planner.search.dynamic import Found, Search, Vector
 from planner.search.paths import checked_path, external_path, joined_by, left_to_right, path_names, splits_of
 from planner.spec import Operand
 
-__all__ = ["alternatives", "make_plan"]
+__all__ = ["alternatives", "make_plan", "within"]
 
 # Steps that a search may score; each takes 50 to 250 us.
 AUTO_WORK, OPTIMAL_WORK, PATH_WORK = 20_000, 3_000_000, 4_000
@@ -159,7 +159,7 @@ def make_plan(
     problem = Problem(resolved, operands, dtype, backend, device)
     candidates, interrupted = _so_far(_candidates(problem, options))
     key = plan_key(options.minimize)
-    allowed = [c for c in candidates if _within(c.cost, options)]
+    allowed = [c for c in candidates if within(c.cost, options)]
     if not allowed:
         raise KeyboardInterrupt if interrupted else _limit_error(candidates, options)
     best = min(allowed, key=lambda c: key(c.cost))
@@ -237,7 +237,8 @@ def _found(
     yield (*problem.search(objective, keep, PATH_WORK, problem.path(optimize)), origin)
 
 
-def _within(cost: PlanCost, options: Options) -> bool:
+def within(cost: PlanCost, options: Options) -> bool:
+    """Whether a plan keeps to the limits."""
     return (options.memory_limit is None or cost.peak_bytes <= options.memory_limit) and (
         options.retain_limit is None or cost.retained_bytes <= options.retain_limit
     )

@@ -2,11 +2,16 @@
 
 import importlib.util
 import os
+import tempfile
 
 import hypothesis
 
 # torch and JAX may share one device: JAX must not take most of its memory at the first call.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+# What is measured in tests stays out of the user's cache folder, and what is in there out of tests.
+_CACHE = tempfile.TemporaryDirectory(prefix="planner-cache-")
+os.environ["PLANNER_CACHE"] = _CACHE.name
 
 # Plans, compilations and first touches of memory make single examples slow: no deadline. A failure prints
 # the blob that replays it. The seed is free, so that every run tries new examples; a failure found is pinned
