@@ -12,7 +12,7 @@ from planner.spec import Gather, Spec
 if TYPE_CHECKING:
     from planner.plan import Plan
 
-__all__ = ["bytes_text", "count_text", "plan_text", "seconds_text"]
+__all__ = ["bytes_text", "count_text", "plan_text", "seconds_text", "table_lines"]
 
 MOST_ROWS = 40
 
@@ -40,7 +40,8 @@ def seconds_text(seconds: float) -> str:
     raise AssertionError
 
 
-def _table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+def table_lines(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    """Align the columns of a table, those named in `left` to the left; a row of one cell is a line of its own."""
     widths = [max((len(row[i]) for row in rows if 1 < len(row) > i), default=0) for i in range(max(map(len, rows)))]
     lines = []
     for row in rows:
@@ -64,7 +65,7 @@ def plan_text(plan: Plan) -> str:
     how = f"{plan.origin} search" if plan.origin.startswith("exact") else plan.origin
     keep = "" if not wanted else "; keeps all intermediates" if plan.keep == "all" else "; keeps only the inputs"
     summary[2].append(f"{how}, {'proven' if plan.proven else 'not proven'}{keep}")
-    lines = [head, *_table(summary, (0, 6))]
+    lines = [head, *table_lines(summary, (0, 6))]
     rows: list[Sequence[str]] = [["#", "step", "lowered to", "FLOPs", "moves", "live", "time", "keeps"]]
     backward = plan.programs.backward
     rows += _rows(plan, plan.programs.forward, 0)
@@ -78,7 +79,7 @@ def plan_text(plan: Plan) -> str:
         rows = [*rows[: MOST_ROWS // 2], [f"  ... {cut} more rows, see plan.steps"], *rows[-MOST_ROWS // 2 :]]
     if not plan.programs.forward.steps:
         rows = [["  no steps: the result is the operand"]]
-    return "\n".join([*lines, *_table(rows, (0, 1, 2, 7))])
+    return "\n".join([*lines, *table_lines(rows, (0, 1, 2, 7))])
 
 
 def _naive_way(spec: Spec) -> str:
