@@ -636,6 +636,43 @@ class JaxBackend(Backend):
         values = prepare_numpy(np.asarray(q), gather, index_mode)
         return JaxIndex(jnp.asarray(values.astype(np.int32 if size < 2**31 else np.int64)), size, index_mode, True)
 
+    def trial(self, plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:
+        """Return a function that runs a plan, compiled, with its gradients, and waits for them.
+
+        Eager differentiation shows the arrays that it differentiates at; other tracing shows none.
+        """
+        seen = tuple(_primal(x) for x in operands)
+        arrays = dict(indices)
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((seen, arrays))):
+            return None
+        run = self.bind(plan)
+        needs = [number for number, variable in enumerate(plan.programs.gradients) if variable is not None]
+
+        def whole(values: tuple[Any, ...], arrays: dict[str, Any]) -> Any:
+            def of(*wanted: Any) -> Any:
+                given = dict(zip(needs, wanted, strict=True))
+                return run([given.get(number, x) for number, x in enumerate(values)], arrays)
+
+            if not needs:
+                return of()
+            result, pullback = jax.vjp(of, *(values[number] for number in needs))
+            return result, pullback(jnp.ones_like(result))
+
+        # Where a traced index array would be refused, the plan runs step by step.
+        eager = plan.index_mode == "raise" and not jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact)
+        call: Callable[..., Any] = whole if eager and arrays else jax.jit(whole)
+
+        def once() -> None:
+            with jax.ensure_compile_time_eval():
+                jax.block_until_ready(call(seen, arrays))
+
+        return once
+
+    def environment(self, operands: Sequence[Any]) -> dict[str, str]:
+        """Name the version and the device."""
+        device = jax.devices()[0]
+        return {"jax": jax.__version__, "device": f"{device.platform} {device.device_kind}"}
+
     def _whole(self, plan: Plan) -> Callable[[tuple[Any, ...], tuple[Any, ...], str], Any]:
         """The function that runs a plan on operands, index arrays and an index mode."""
         if plan.loop is not None:
@@ -861,6 +898,13 @@ def _checked_arrays(plan: Plan, indices: Mapping[str, Any]) -> tuple[dict[str, A
                 )
         values[name] = raw
     return values, "checked" if mode == "raise" and concrete else mode
+
+
+def _primal(x: Any) -> Any:
+    """The array at which a tracer of eager differentiation stands; any other array, and tracer, is itself."""
+    while type(x).__name__ in ("JVPTracer", "LinearizeTracer"):
+        x = x.primal
+    return x
 
 
 backend = JaxBackend()

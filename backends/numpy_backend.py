@@ -116,6 +116,19 @@ class NumpyBackend(Backend):
         values = prepare_numpy(np.asarray(q), Gather("q", (), size), index_mode)
         return PreparedIndex(values, size, index_mode)
 
+    def trial(self, plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:
+        """Return a function that runs a plan."""
+        run = self.bind(plan)
+
+        def once() -> None:
+            run(operands, indices)
+
+        return once
+
+    def environment(self, operands: Sequence[Any]) -> dict[str, str]:
+        """Name the version."""
+        return {"numpy": np.__version__}
+
     def bind(self, plan: Plan) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan."""
         if plan.programs.backward is not None:

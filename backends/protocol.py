@@ -191,3 +191,14 @@ class Backend(Protocol):
             kept: for the backward program, the kept values by variable.
         """
         ...
+
+    def trial(self, plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:
+        """Return a function that runs a plan on arrays, with its gradients if it has any, and waits for the end.
+
+        None where the arrays hold no values to run on, as under tracing. It changes nothing of the arrays.
+        """
+        ...
+
+    def environment(self, operands: Sequence[Any]) -> dict[str, str]:
+        """Return what besides the plan decides how fast it runs: versions, hardware, settings."""
+        ...

@@ -541,6 +541,38 @@ class TorchBackend(Backend):
         # A copy: the sorted order must not outlive the values that it was made from.
         return TorchIndex(values.clone(), size, index_mode, guarded)
 
+    def trial(self, plan: Plan, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Callable[[], None] | None:
+        """Return a function that runs a plan with its gradients, which go nowhere, and waits for the device."""
+        values = [q for q in indices.values() if isinstance(q, Tensor)]
+        if _in_functorch() or forward_ad._current_level >= 0 or any(map(_dataless, (*operands, *values))):
+            return None
+        on_gpu = any(x.is_cuda for x in operands)
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            return None
+        needs = [variable is not None for variable in plan.programs.gradients]
+        leaves = [x.detach().requires_grad_(need) for x, need in zip(operands, needs, strict=True)]
+        wanted = [x for x, need in zip(leaves, needs, strict=True) if need]
+        run, ones = self.bind(plan), None
+
+        def once() -> None:
+            nonlocal ones
+            result = run(leaves, indices)
+            if wanted:
+                ones = torch.ones_like(result) if ones is None else ones
+                torch.autograd.grad(result, wanted, ones)
+            if on_gpu:
+                torch.cuda.synchronize(leaves[0].device)
+
+        return once
+
+    def environment(self, operands: Sequence[Any]) -> dict[str, str]:
+        """Name the version, the device, and the settings that decide how products run."""
+        device = next((x.device for x in operands if isinstance(x, Tensor)), torch.device("cpu"))
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        precision = torch.get_float32_matmul_precision()
+        threads = str(torch.get_num_threads())
+        return {"torch": torch.__version__, "device": name, "threads": threads, "precision": precision}
+
     def bind(self, plan: Plan) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan."""
         bound = _Bound(plan, self) if plan.loop is None else _BoundLoop(plan, self)

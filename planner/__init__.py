@@ -23,6 +23,7 @@ from planner.groups import group
 from planner.plan import Plan
 from planner.resolve import resolve
 from planner.spec import Gather, Operand, Spec
+from planner.tradeoff import Tradeoff, tradeoff
 
 __version__ = "0.1.0"
 
@@ -40,10 +41,12 @@ __all__ = [
     "ShapeError",
     "Spec",
     "SpecError",
+    "Tradeoff",
     "batched",
     "contract",
     "group",
     "plan",
     "resolve",
+    "tradeoff",
     "transpose",
 ]

@@ -14,6 +14,7 @@ from planner.cost import itemsize
 from planner.device import Device
 from planner.dispatch import framework_of, load_backend, operands_framework
 from planner.errors import PlannerError, ShapeError, SpecError
+from planner.measure import measured
 from planner.parse import parse, parse_sublists
 from planner.plan import Options, Plan
 from planner.planning import make_plan
@@ -87,7 +88,8 @@ def contract(
         *operands: torch tensors, jax arrays or numpy arrays, never mixed.
         sizes: sizes of output axes that no input has and of scattered dimensions (by the index array's letter), or
             the whole output shape.
-        optimize: "auto", "optimal", "greedy", another opt_einsum name, an explicit path, or a `PathOptimizer`.
+        optimize: "auto", "optimal", "greedy", another opt_einsum name, an explicit path, a `PathOptimizer`, or
+            "measure": the best few plans are timed on these operands, once, and the fastest is remembered on disk.
         minimize: "time", "flops", "peak", "retained", "bytes", or a function of the plan's cost.
         memory_limit: most bytes that either program may newly allocate; an int or such as ``"2 GiB"``.
         retain_limit: most bytes that may stay alive for the backward program.
@@ -177,7 +179,7 @@ def plan(
         spec: as in `contract`.
         *operands: arrays, `Operand` stand-ins, or shapes (float32).
         sizes: as in `contract`, and so are the next six.
-        optimize: how the tree is found.
+        optimize: how the tree is found; "measure" times plans only if all operands and index arrays are arrays.
         minimize: what the plan minimises.
         memory_limit: most bytes that either program may newly allocate.
         retain_limit: most bytes that may stay alive for the backward program.
@@ -260,10 +262,11 @@ def _plan(
     if not compute.startswith(("float", "bfloat", "complex")):
         described = tuple(Operand(o.shape, o.dtype, o.strides, False) if o.requires_grad else o for o in described)
     text = spec if isinstance(spec, str) else str(spec)
-    return make_plan(
+    made = make_plan(
         text, resolved, index_shapes, described, compute, request.index_mode, framework,
         device or backend.device(operands), options,
     )  # fmt: skip
+    return measured(made, operands, indices) if options.optimize == "measure" else made
 
 
 def check_index_mode(index_mode: Any) -> None:

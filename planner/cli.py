@@ -1,4 +1,4 @@
-"""``python -m planner``: explain a plan, run the demo, measure the machine."""
+"""``python -m planner``: explain a plan, show a trade-off, run the demo, measure the machine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from planner.api import plan
 from planner.errors import PlannerError
 from planner.plan import Plan
 from planner.spec import Operand, is_letter
+from planner.tradeoff import Tradeoff, tradeoff
 from planner.workloads import to_framework
 
 __all__ = ["main"]
@@ -89,6 +90,29 @@ def _analyze(made: Plan) -> Analysis:
     return made.analyze(*operands, **indices)
 
 
+def _add_problem(command: argparse.ArgumentParser) -> None:
+    """Add what says which contraction is meant."""
+    command.add_argument("spec", help="such as 'nij, q[n]jk -> nik'")
+    command.add_argument("shapes", nargs="*", type=_shape, help="a shape for each operand, such as 128x1x64")
+    command.add_argument(
+        "--index", action="append", default=[], type=_named_shape, metavar="q=128", help="shape of an index array"
+    )
+    command.add_argument(
+        "--size",
+        action="append",
+        default=[],
+        type=_named_size,
+        metavar="d=100",
+        help="size of an axis or scattered dimension",
+    )
+    command.add_argument("--backend", default="numpy", choices=("torch", "jax", "numpy"))
+    command.add_argument("--dtype", default="float32")
+    command.add_argument("--grad", action="store_true", help="plan the gradients of all operands too")
+    command.add_argument("--memory-limit", metavar="BYTES", help="such as '2 GiB'")
+    command.add_argument("--retain-limit", metavar="BYTES", help="such as '100 MB'")
+    command.add_argument("--device", help="predict times for a preset: cpu, a100, h100, h200, or 'tpu v5e'")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -105,38 +129,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="python -m planner", description="Plan contractions with gather indices.")
     commands = parser.add_subparsers(dest="command", required=True)
     explain = commands.add_parser("explain", help="print the plan of a spec")
-    explain.add_argument("spec", help="such as 'nij, q[n]jk -> nik'")
-    explain.add_argument("shapes", nargs="*", type=_shape, help="a shape for each operand, such as 128x1x64")
-    explain.add_argument(
-        "--index", action="append", default=[], type=_named_shape, metavar="q=128", help="shape of an index array"
-    )
-    explain.add_argument(
-        "--size",
-        action="append",
-        default=[],
-        type=_named_size,
-        metavar="d=100",
-        help="size of an axis or scattered dimension",
-    )
-    explain.add_argument("--backend", default="numpy", choices=("torch", "jax", "numpy"))
+    _add_problem(explain)
     explain.add_argument("--minimize", default="time")
-    explain.add_argument("--dtype", default="float32")
-    explain.add_argument("--grad", action="store_true", help="plan the gradients of all operands too")
     explain.add_argument("--json", action="store_true", help="print the plan as JSON")
     explain.add_argument("--alternatives", action="store_true", help="also print the plans that were not taken")
     explain.add_argument(
         "--analyze", action="store_true", help="run the plan on random operands: predicted figures beside measured ones"
     )
-    explain.add_argument("--device", help="predict times for a preset: cpu, a100, h100, h200, or 'tpu v5e'")
+    front = commands.add_parser("tradeoff", help="print the plans between time, peak and retained bytes")
+    _add_problem(front)
+    front.add_argument("--json", action="store_true", help="print the plans as a JSON list")
+    front.add_argument("--plot", metavar="FILE", help="also draw them to a file")
     commands.add_parser("demo", help="run the seed workloads against what their authors wrote")
     commands.add_parser("calibrate", help="measure this machine's rates and store them for plans to use")
     options = parser.parse_args(arguments)
     try:
         operands = [Operand(shape, options.dtype, requires_grad=options.grad) for shape in options.shapes]
-        made = plan(
-            options.spec, *operands, sizes=_by_letter("--size", options.size) or None, minimize=options.minimize,
-            backend=options.backend, device=options.device, **_by_letter("--index", options.index),
-        )  # fmt: skip
+        problem: dict[str, Any] = {
+            "sizes": _by_letter("--size", options.size) or None, "backend": options.backend,
+            "device": options.device, "memory_limit": options.memory_limit, "retain_limit": options.retain_limit,
+            **_by_letter("--index", options.index),
+        }  # fmt: skip
+        if options.command == "tradeoff":
+            return _tradeoff(tradeoff(options.spec, *operands, **problem), options)
+        made = plan(options.spec, *operands, minimize=options.minimize, **problem)
         alternatives = made.alternatives() if options.alternatives else ()
         analysis = _analyze(made) if options.analyze else None
     except PlannerError as error:
@@ -150,4 +166,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("alternatives")
         for alternative in alternatives:
             print(f"  {alternative}")
+    return 0
+
+
+def _tradeoff(front: Tradeoff, options: argparse.Namespace) -> int:
+    if options.plot:
+        try:
+            front.plot(options.plot)
+        except (OSError, ValueError) as error:
+            raise PlannerError(f"nothing was drawn to {options.plot!r:.80}: {error}") from None
+    print(f"[{', '.join(point.to_json() for point in front)}]" if options.json else front)
     return 0

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from planner.cost import PlanCost
@@ -24,10 +24,12 @@ from planner.search.dynamic import NO_LIMITS, Found, Limits, Search
 from planner.search.paths import checked_path, external_path, joined_by, left_to_right, path_names, splits_of
 from planner.spec import Operand, Spec
 
-__all__ = ["alternatives", "looped", "make_plan"]
+__all__ = ["SEARCHES", "alternatives", "looped", "make_plan", "within"]
 
 # Steps that a search may score; each takes 50 to 250 us.
 AUTO_WORK, OPTIMAL_WORK, PATH_WORK = 20_000, 3_000_000, 4_000
+# Ways to search over all trees; "measure" looks for its candidates as "auto" does.
+SEARCHES = ("auto", "optimal", "measure")
 # With more distinct gathers than this a path's search does not try every combination of their placements.
 MOST_FACTORS = 5
 # The same where what is kept is chosen too, and the ways that are then kept for one value: most, few, and fewest.
@@ -105,7 +107,12 @@ class Problem:
         if len(self.operands) <= 2:
             return over(self.network).run(), lower
         greedy = along(self.path("greedy"))
-        return over(self.network, bound=greedy.score if greedy else None).run(), lower
+        try:
+            return over(self.network, bound=greedy.score if greedy else None).run(), lower
+        except KeyboardInterrupt:
+            if greedy is None:
+                raise
+            return dataclasses.replace(greedy, exact=False, interrupted=True), lower
 
     def path(self, optimize: Any) -> Any:
         if isinstance(optimize, str) or callable(optimize):
@@ -136,6 +143,7 @@ class _Candidate:
     proven: bool
     origin: str
     loop: Loop | None = None
+    interrupted: bool = False
 
     @property
     def cost(self) -> PlanCost:
@@ -163,7 +171,10 @@ def make_plan(
     check_objective(options.minimize)
     problem = Problem(resolved, operands, dtype, backend, device)
     best = _best(problem, options, index_mode)
-    best = _ordered(problem, best, options)
+    try:
+        best = _ordered(problem, best, options)
+    except KeyboardInterrupt:
+        best = dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}")
     given = tuple((name, index_shapes[name]) for name in resolved.spec.arrays)
     return Plan(
         text, resolved, given, problem.operands, dtype, index_mode, backend, device, options,
@@ -184,28 +195,43 @@ def _best(problem: Problem, options: Options, index_mode: str) -> _Candidate:
     limits = Limits(options.memory_limit, options.retain_limit)
     objectives = OBJECTIVES if callable(options.minimize) else (options.minimize,)
     candidates: list[_Candidate] = []
+    interrupted = False
+
+    def consider(more: Iterable[_Candidate]) -> None:
+        """Collect candidates until Ctrl-C; then no further search is begun."""
+        nonlocal interrupted
+        if interrupted:
+            return
+        try:
+            for candidate in more:
+                candidates.append(candidate)
+                interrupted |= candidate.interrupted
+        except KeyboardInterrupt:
+            interrupted = True
 
     def least() -> _Candidate | None:
         allowed = [c for c in candidates if _within(c.cost, limits)]
-        return min(allowed, key=lambda c: key(c.cost), default=None)
+        best = min(allowed, key=lambda c: key(c.cost), default=None)
+        if best is None or not interrupted:
+            return best
+        return dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}", interrupted=True)
 
     for objective in objectives:
-        candidates += _candidates(problem, options, objective)
-    best = min(candidates, key=lambda c: key(c.cost))
-    if _within(best.cost, limits):
-        candidates += _loops(problem, options, candidates, index_mode)
-        return least() or best
-    for objective in objectives:
-        candidates += _candidates(problem, options, objective, limits)
-    allowed = least()
-    if allowed is None or not allowed.proven:
-        # Steps with less scratch, or a search that is not over all trees, may do what the objective's own did not.
-        candidates += _candidates(problem, options, "retained")
-        candidates += _candidates(problem, options, "peak", Limits(None, options.retain_limit))
-    candidates += _loops(problem, options, candidates, index_mode)
+        consider(_candidates(problem, options, objective))
+    best = min(candidates, key=lambda c: key(c.cost), default=None)
+    if best is None or not _within(best.cost, limits):
+        for objective in objectives:
+            consider(_candidates(problem, options, objective, limits))
+        allowed = least()
+        if allowed is None or not allowed.proven:
+            # Steps with less scratch, or a search that is not over all trees, may do what the objective's own did not.
+            consider(_candidates(problem, options, "retained"))
+            consider(_candidates(problem, options, "peak", Limits(None, options.retain_limit)))
+    if candidates:
+        consider(_loops(problem, options, tuple(candidates), index_mode))
     allowed = least()
     if allowed is None:
-        raise _limit_error(candidates, limits)
+        raise KeyboardInterrupt if interrupted else _limit_error(candidates, limits)
     return allowed
 
 
@@ -213,7 +239,8 @@ def _candidates(problem: Problem, options: Options, objective: str, limits: Limi
     for found, lower, origin in _found(problem, options.optimize, objective, limits):
         proven = found.exact and origin == "exact" and objective == options.minimize
         programs = problem.programs(found.tree, lower)
-        yield _Candidate(programs, found.tree, lower, proven, f"{origin}, {objective}")
+        how = f"{origin}, {objective}"
+        yield _Candidate(programs, found.tree, lower, proven, how, interrupted=found.interrupted)
         if any(problem.requires) and not (limits == NO_LIMITS and proven):
             bare = keeping(found.tree, False)
             yield _Candidate(problem.programs(bare, lower), bare, lower, False, f"{origin}, {objective}")
@@ -225,8 +252,8 @@ def _found(problem: Problem, optimize: Any, objective: str, limits: Limits) -> I
         if found is not None:
             yield found, lower, origin
 
-    if isinstance(optimize, str) and optimize in ("auto", "optimal"):
-        work = AUTO_WORK if optimize == "auto" else OPTIMAL_WORK
+    if isinstance(optimize, str) and optimize in SEARCHES:
+        work = OPTIMAL_WORK if optimize == "optimal" else AUTO_WORK
         if problem.exact_work() <= 20 * work:
             try:
                 found, lower = problem.search(objective, work, limits=limits)
@@ -240,7 +267,7 @@ def _found(problem: Problem, optimize: Any, objective: str, limits: Limits) -> I
             yield from along(problem.path(name), f"opt_einsum {name}")
         return
     if isinstance(optimize, str) and optimize not in path_names():
-        known = ", ".join(map(repr, ("auto", "optimal", *path_names())))
+        known = ", ".join(map(repr, (*SEARCHES, *path_names())))
         raise PlannerError(f"optimize={optimize!r} is unknown: take one of {known}, a path or a PathOptimizer")
     yield from along(problem.path(optimize), f"opt_einsum {optimize}" if isinstance(optimize, str) else "given path")
 
@@ -248,7 +275,9 @@ def _found(problem: Problem, optimize: Any, objective: str, limits: Limits) -> I
 # -- loops over slices -----------------------------------------------------------------------------------
 
 
-def _loops(problem: Problem, options: Options, candidates: Sequence[_Candidate], index_mode: str) -> list[_Candidate]:
+def _loops(
+    problem: Problem, options: Options, candidates: Sequence[_Candidate], index_mode: str
+) -> Iterator[_Candidate]:
     """Candidates that go slice by slice: where a limit asks for it, or where large intermediates cost time.
 
     Axes are added one at a time, each time the one whose slices serve best, until nothing gets better. Slices are
@@ -260,7 +289,7 @@ def _loops(problem: Problem, options: Options, candidates: Sequence[_Candidate],
     allowed = [c for c in candidates if _within(c.cost, limits)]
     rival = min(allowed or candidates, key=lambda c: key(c.cost))
     if allowed and rival.cost.peak_bytes - _results_bytes(rival.programs) < LARGE_BYTES:
-        return []
+        return
     keys = ("time", "peak") if limited or options.minimize in ("peak", "retained") else ("time",)
     found: list[_Candidate] = []
     trees = list(dict.fromkeys(keeping(c.tree, False) for c in candidates))
@@ -287,11 +316,11 @@ def _loops(problem: Problem, options: Options, candidates: Sequence[_Candidate],
         if best is None or (found and rank(best) >= rank(found[-1])):
             break
         found.append(best)
+        yield best
         assert best.loop is not None
         axes = best.loop.axes
         if _within(best.cost, limits) and (not allowed or len(axes) > 1):
             break
-    return found
 
 
 def _can_be_cut(spec: Spec, axis: str) -> bool:
@@ -376,6 +405,11 @@ def looped(plan: Plan, axes: Mapping[str, int]) -> Plan:
     )
 
 
+def within(cost: PlanCost, options: Options) -> bool:
+    """Whether a plan keeps to the limits."""
+    return _within(cost, Limits(options.memory_limit, options.retain_limit))
+
+
 def _within(cost: PlanCost, limits: Limits) -> bool:
     return (limits.memory is None or cost.peak_bytes <= limits.memory) and (
         limits.retain is None or cost.retained_bytes <= limits.retain
@@ -457,7 +491,7 @@ def alternatives(plan: Plan, most: int) -> tuple[Alternative, ...]:
         programs = problem.programs(tree, lower)
         if _signature(programs) not in seen:
             seen.add(_signature(programs))
-            other = dataclasses.replace(plan, tree=tree, programs=programs, proven=False, origin=origin)
+            other = dataclasses.replace(plan, tree=tree, programs=programs, proven=False, origin=origin, loop=None)
             found.append((key(programs.cost), other, origin))
 
     exact = problem.exact_work() <= 20 * AUTO_WORK
@@ -486,7 +520,7 @@ def _why(plan: Plan, other: Plan) -> str:
         parts.append("over the memory limit")
     if options.retain_limit is not None and other.cost.retained_bytes > options.retain_limit:
         parts.append("over the retain limit")
-    if options.optimize not in ("auto", "optimal"):
+    if options.optimize not in SEARCHES:
         # What an optimizer's path was, the plan knows; asked again, it may answer otherwise.
         given = options.optimize if isinstance(options.optimize, tuple) else plan.path
         if not joined_by(given, len(plan.operands)) <= joined_by(other.path, len(plan.operands)):

@@ -113,11 +113,15 @@ class Way:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """The best tree, the objective's value for it, and whether no better one exists in the space searched."""
+    """The best tree, the objective's value for it, and whether no better one exists in the space searched.
+
+    `interrupted` says that Ctrl-C ended the search: then it is the best so far.
+    """
 
     tree: Tree
     score: Vector
     exact: bool
+    interrupted: bool = False
 
 
 def all_splits(operands: int) -> Iterable[tuple[int, int]]:
@@ -179,6 +183,7 @@ class Search:
         self.limits = limits
         self.about_peaks = objective == "peak" or limits.memory is not None
         self.counts_retained = self.about_peaks or limits.retain is not None
+        self.interrupted = False
         self.itemsize = itemsize(dtype)
         self.takes_first, self.bound = takes_first, bound
         self.least = _zero() if bound is None else self._least()
@@ -230,7 +235,7 @@ class Search:
                 return None
             raise SearchLimitError(f"no tree was found for '{self.network.spec}': please report this spec")
         best = min(whole, key=lambda way: (self.score(way), way.key))
-        return Found(best.tree, self.score(best), self.exact)
+        return Found(best.tree, self.score(best), self.exact, self.interrupted)
 
     # -- states --------------------------------------------------------------------------------------
 
@@ -243,8 +248,14 @@ class Search:
         if operands & (operands - 1) == 0:
             self.leaf(operands, found)
         else:
-            for left, right in splits(operands):
-                self.products(left, right, splits, found)
+            try:
+                for left, right in splits(operands):
+                    self.products(left, right, splits, found)
+            except KeyboardInterrupt:
+                # Whole trees are enough to answer with; a part of one is not.
+                if operands != self.network.everything or not found.get(self.network.final):
+                    raise
+                self.exact, self.interrupted = False, True
         # Unary steps only ever raise a status, so ascending order visits each source before its targets.
         for status in tuple(found) if self.network.few else self._ascending(operands, found):
             for target in self.network.advances(Value(operands, status)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from planner.show.text import MOST_ROWS, bytes_text, count_text, seconds_text, table
+from planner.show.text import MOST_ROWS, bytes_text, count_text, seconds_text, table_lines
 
 if TYPE_CHECKING:
     from planner.analyze import Analysis, AnalyzedStep
@@ -21,7 +21,7 @@ def analysis_text(analysis: Analysis) -> str:
     rows: list[Sequence[str]] = [["#", "step", "lowered to", "FLOPs", "moves", "live", "retained", "time"]]
     for program in ("forward", "backward"):
         rows += _program(analysis, program)
-    lines = [head, *table(rows, (0, 1, 2, 8))]
+    lines = [head, *table_lines(rows, (0, 1, 2, 8))]
     if any(row.off for row in (*analysis.steps, *analysis.totals)):
         lines.append("  ! time or live bytes are off by more than 2x; under 50 us and 16 KiB they are not judged")
     lines += [f"warning: {warning}" for warning in analysis.warnings]

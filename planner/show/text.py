@@ -12,7 +12,7 @@ from planner.spec import Gather, Spec
 if TYPE_CHECKING:
     from planner.plan import Plan
 
-__all__ = ["bytes_text", "count_text", "equation", "plan_text", "seconds_text", "table"]
+__all__ = ["bytes_text", "count_text", "equation", "plan_text", "seconds_text", "table_lines"]
 
 MOST_ROWS = 40
 
@@ -40,7 +40,7 @@ def seconds_text(seconds: float) -> str:
     raise AssertionError
 
 
-def table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+def table_lines(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
     """Set rows of cells in columns, aligned right but for those in `left`; a row of one cell is a line of its own."""
     widths = [max((len(row[i]) for row in rows if 1 < len(row) > i), default=0) for i in range(max(map(len, rows)))]
     lines = []
@@ -65,7 +65,7 @@ def plan_text(plan: Plan) -> str:
     how = f"{plan.origin} search" if plan.origin.startswith("exact") else plan.origin
     keep = f"; {_kept(plan)}" if wanted else ""
     summary[2].append(f"{how}, {'proven' if plan.proven else 'not proven'}{keep}")
-    lines = [head, *table(summary, (0, 6))]
+    lines = [head, *table_lines(summary, (0, 6))]
     rows: list[Sequence[str]] = [["#", "step", "lowered to", "FLOPs", "moves", "live", "time", "keeps"]]
     backward = plan.programs.backward
     rows += _rows(plan, plan.programs.forward, 0)
@@ -87,7 +87,7 @@ def plan_text(plan: Plan) -> str:
     if not plan.programs.forward.steps:
         rows = [["  no steps: the result is the operand"]]
     return "\n".join(
-        [*lines, *table(rows, (0, 1, 2, 7)), f"  times by the rates of {plan.device.name}: {plan.device.source}"]
+        [*lines, *table_lines(rows, (0, 1, 2, 7)), f"  times by the rates of {plan.device.name}: {plan.device.source}"]
     )
 
 

@@ -1,0 +1,255 @@
+"""`optimize="measure"`: the best few plans timed on the arrays of the call, and the fastest of them remembered.
+
+Predictions choose whom to time. Rounds are interleaved, so that what slows the machine for a while slows all; in each
+a plan first runs once untimed, because a program pays for memory that the one before it gave back. Medians decide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from planner.dispatch import framework_of, load_backend
+from planner.errors import PlannerError
+from planner.objective import plan_key
+from planner.plan import Loop, Plan
+from planner.planning import alternatives, within
+from planner.program import Leaf, Node, Programs
+from planner.remember import damaged, recall, remember
+from planner.serial import decode, encode
+from planner.show.text import seconds_text
+
+__all__ = ["Timings", "candidates", "key_of", "measured", "time_programs"]
+
+MOST_CANDIDATES = 4
+# Predictions are rarely off by more; what is predicted to be slower is not tried, nor what could fill the machine.
+SLOWEST = 8.0
+ROOM_FACTOR, ROOM_BYTES = 4, 2**28
+BUDGET_SECONDS, MOST_ROUNDS, BLOCK_SECONDS = 1.0, 15, 1e-3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timings:
+    """What was measured of programs: seconds a run of each, one for each round, and whether Ctrl-C ended it."""
+
+    seconds: tuple[tuple[float, ...], ...]
+    interrupted: bool = False
+
+    def median(self, number: int) -> float:
+        """Median of a program; infinite where none of its rounds was completed."""
+        return statistics.median(self.seconds[number]) if self.seconds[number] else float("inf")
+
+
+def measured(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> Plan:
+    """Return the plan remembered as the fastest for this problem, else the fastest of a few, timed now and remembered.
+
+    Args:
+        plan: what would be chosen without measuring.
+        operands: arrays to run on; where any is a stand-in, a shape or a tracer, nothing is timed.
+        indices: index arrays, by letter.
+
+    Returns:
+        A plan whose origin tells which of these it is.
+    """
+    if plan.origin.startswith("interrupted"):
+        return plan
+    key = key_of(plan, operands)
+    if key is not None and (known := _recalled(plan, key)) is not None:
+        return known
+    timed = _trial(plan, operands, indices)
+    if timed is None:
+        return dataclasses.replace(plan, origin=f"not measured, no values to time: {plan.origin}")
+    try:
+        others = candidates(plan)
+    except KeyboardInterrupt:
+        return _interrupted(plan)
+    tried, programs = [plan], [timed]
+    for other in others:
+        program = _trial(other, operands, indices)
+        if program is not None:
+            tried.append(other)
+            programs.append(program)
+    if len(tried) == 1:
+        return dataclasses.replace(plan, origin=f"measured: no other plan comes near; {plan.origin}")
+    timings = time_programs(programs)
+    order = sorted(range(len(tried)), key=timings.median)
+    best, medians = tried[order[0]], [timings.median(number) for number in order]
+    counted = sum(median < float("inf") for median in medians)
+    if not counted:
+        return _interrupted(plan)
+    result = f"best of {counted}, {seconds_text(medians[0])}"
+    result += f", next {seconds_text(medians[1])}" if counted > 1 else ""
+    origin = f"{'interrupted: ' * timings.interrupted}measured: {result}"
+    winner = dataclasses.replace(
+        plan, tree=best.tree, programs=best.programs, loop=best.loop, origin=origin, proven=False
+    )
+    if key is not None and not timings.interrupted:
+        value = {"result": result, "tree": winner.tree, "programs": winner.programs, "loop": winner.loop}
+        remember("measured", key, {name: encode(part) for name, part in value.items()})
+    return winner
+
+
+def _interrupted(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, origin=f"interrupted, not measured: {plan.origin}", proven=False)
+
+
+def candidates(plan: Plan) -> list[Plan]:
+    """Return the plans to time beside the chosen one: as good by what is minimised, within limits and reason.
+
+    Time is what predictions are unsure of. Any other objective is known exactly: then only ties are timed.
+    """
+    key, cost = plan_key(plan.options.minimize), plan.cost
+    room = max(ROOM_FACTOR * cost.peak_bytes, ROOM_BYTES)
+    found = []
+    for other in (alternative.plan for alternative in alternatives(plan, 100)):
+        ties = plan.options.minimize == "time" or key(other.cost)[0] == key(cost)[0]
+        near = other.cost.seconds <= SLOWEST * cost.seconds and other.cost.peak_bytes <= room
+        if ties and near and within(other.cost, plan.options):
+            found.append(other)
+    return found[: MOST_CANDIDATES - 1]
+
+
+def _trial(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:
+    """Return the backend's trial of a plan; None where an operand or index array is none at all, but a shape."""
+    if any(framework_of(x) is None for x in (*operands, *indices.values())):
+        return None
+    return load_backend(plan.backend).trial(plan, operands, indices)
+
+
+def time_programs(
+    programs: Sequence[Callable[[], object]],
+    budget_seconds: float = BUDGET_SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Timings:
+    """Time programs in turn, round after round, until the budget is spent; one round is always made.
+
+    Example:
+        >>> timings = time_programs([lambda: sum(range(10)), lambda: sum(range(10_000))], budget_seconds=0.05)
+        >>> timings.median(0) < timings.median(1)
+        True
+
+    Args:
+        programs: each runs once and waits for its end. The first must run; another that runs out of memory is left out.
+        budget_seconds: after which no further round begins.
+        clock: tells the seconds.
+    """
+    seconds: list[list[float]] = [[] for _ in programs]
+    running = list(range(len(programs)))
+    begun = clock()
+    try:
+        for number in tuple(running):
+            try:
+                programs[number]()  # compiles, fills caches
+            except (MemoryError, RuntimeError):
+                if number == 0:
+                    raise
+                running.remove(number)
+        begun = clock()
+        for done in range(MOST_ROUNDS):
+            if done and clock() - begun > budget_seconds:
+                break
+            for number in running:
+                seconds[number].append(_block(programs[number], clock))
+    except KeyboardInterrupt:
+        return Timings(tuple(map(tuple, seconds)), True)
+    return Timings(tuple(map(tuple, seconds)))
+
+
+def _block(program: Callable[[], object], clock: Callable[[], float]) -> float:
+    """Seconds of one run, averaged over as many as last long enough for the clock."""
+    program()
+    calls, begun = 0, clock()
+    while True:
+        program()
+        calls += 1
+        if (spent := clock() - begun) >= BLOCK_SECONDS or calls == 1000:
+            return spent / calls
+
+
+# -- the key ---------------------------------------------------------------------------------------------
+
+
+def key_of(plan: Plan, operands: Sequence[Any]) -> dict[str, Any] | None:
+    """Return all that the choice depends on, as JSON; None where a function is part of it."""
+    from planner import __version__
+
+    options = plan.options
+    if callable(options.minimize):
+        return None
+    backend = load_backend(plan.backend)
+    arrays = [x for x in operands if framework_of(x) is not None]
+    return {
+        "planner": __version__,
+        "spec": plan.text,
+        "resolved": encode(plan.resolved),
+        "index_shapes": encode(plan.index_shapes),
+        "operands": [
+            [list(o.shape), o.dtype, list(_strides(o.shape, o.strides)), o.requires_grad] for o in plan.operands
+        ],
+        "dtype": plan.dtype,
+        "index_mode": plan.index_mode,
+        "options": encode(options),
+        "device": encode(plan.device),
+        "backend": plan.backend,
+        "environment": {**_machine(), **backend.environment(arrays)},
+    }
+
+
+def _strides(shape: Sequence[int], strides: Sequence[int] | None) -> Sequence[int]:
+    """Strides of an operand; a stand-in that names none is row-major, as an array that has none is."""
+    if strides is not None:
+        return strides
+    found, step = [], 1
+    for size in reversed(shape):
+        found.append(step)
+        step *= max(1, size)
+    return found[::-1]
+
+
+def _machine() -> dict[str, str]:
+    """What processor this is: folders of users are shared between machines."""
+    if not _MACHINE:
+        names = (line.partition(":")[2].strip() for line in _processor_lines() if line.startswith("model name"))
+        _MACHINE.update(
+            processor=next(names, "") or platform.processor() or platform.machine(), cores=str(os.cpu_count())
+        )
+    return _MACHINE
+
+
+_MACHINE: dict[str, str] = {}
+
+
+def _processor_lines() -> Iterator[str]:
+    try:
+        yield from pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+
+
+def _recalled(plan: Plan, key: Mapping[str, Any]) -> Plan | None:
+    """Return the remembered plan, after seeing that its steps are still offered, at the price that they had."""
+    value = recall("measured", key)
+    if value is None:
+        return None
+    try:
+        result, (tree, programs, loop) = value["result"], (decode(value[n]) for n in ("tree", "programs", "loop"))
+        if not (isinstance(tree, (Leaf, Node)) and isinstance(programs, Programs) and isinstance(result, str)):
+            raise ValueError("it holds no plan")
+        if not (loop is None or isinstance(loop, Loop)):
+            raise ValueError("its loop is none")
+        table = load_backend(plan.backend).table
+        winner = dataclasses.replace(
+            plan, tree=tree, programs=programs, loop=loop, proven=False, origin=f"remembered: {result}"
+        )
+        steps = winner.steps if loop is None else loop.body.steps
+        offered = all(step.choice in table.choices(step.op, plan.device) for step in steps)
+    except (PlannerError, ValueError, KeyError, TypeError, AttributeError) as error:
+        damaged("measured", key, error)
+        return None
+    return winner if offered else None

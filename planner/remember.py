@@ -1,0 +1,127 @@
+"""What was measured, remembered between processes: one JSON file an entry, in the user's cache folder.
+
+Nothing in a file is ever run: it is JSON, and what it says is held against the program that reads it. A file that is
+damaged is no entry, and neither is one of another key, version or machine. Entries are written whole under a name of
+their own and then renamed, so a reader in another process sees the old one, the new one or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+__all__ = ["cache_folder", "entry_path", "recall", "remember"]
+
+FORMAT = 1
+_WARNED: set[pathlib.Path | None] = set()
+
+
+def cache_folder() -> pathlib.Path | None:
+    """Return the folder that the library may write to: ``PLANNER_CACHE``, or the platform's usual place.
+
+    Example:
+        >>> str(cache_folder()) == os.environ.get("PLANNER_CACHE", str(cache_folder()))
+        True
+
+    Returns:
+        The folder, which need not exist; None where the user has no home.
+    """
+    if given := os.environ.get("PLANNER_CACHE"):
+        return pathlib.Path(given)
+    # By the standard a relative path there is to be ignored.
+    if (given := os.environ.get("XDG_CACHE_HOME")) and os.path.isabs(given):
+        return pathlib.Path(given, "planner")
+    if sys.platform == "win32" and (given := os.environ.get("LOCALAPPDATA")):
+        return pathlib.Path(given, "planner", "Cache")
+    try:
+        home = pathlib.Path.home()
+    except RuntimeError:
+        return None
+    return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "planner"
+
+
+def entry_path(kind: str, key: Mapping[str, Any]) -> pathlib.Path | None:
+    """Return the file of an entry: the kind's folder, and the key's hash."""
+    folder = cache_folder()
+    return None if folder is None else folder / f"{kind}-{FORMAT}" / f"{_digest(key)[:40]}.json"
+
+
+def recall(kind: str, key: Mapping[str, Any]) -> Any:
+    """Return what was remembered under a key, or None.
+
+    Example:
+        >>> remember("example", {"spec": "ij -> ji"}, {"seconds": 1.5})
+        >>> recall("example", {"spec": "ij -> ji"})
+        {'seconds': 1.5}
+        >>> recall("example", {"spec": "ij -> i"})
+
+    A file that cannot be read, or is damaged, is named in a warning, once in a process, and is no entry.
+    """
+    path = entry_path(kind, key)
+    if path is None:
+        return None
+    try:
+        entry = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+        if entry["format"] != FORMAT or entry["key"] != json.loads(_text(key)):
+            return None
+        if entry["checksum"] != _digest(entry["value"]):
+            raise ValueError("its checksum differs")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        damaged(kind, key, error)
+        return None
+    return entry["value"]
+
+
+def damaged(kind: str, key: Mapping[str, Any], why: object) -> None:
+    """Warn that an entry is not what was written, once for each file."""
+    path = entry_path(kind, key)
+    _warn(path, f"ignoring {path}, which is damaged ({why}); deleting it is safe")
+
+
+def remember(kind: str, key: Mapping[str, Any], value: Any) -> None:
+    """Write an entry, in place of an older one; where that is not possible, warn once."""
+    path = entry_path(kind, key)
+    if path is None:
+        return
+    entry = {"format": FORMAT, "key": key, "value": value, "checksum": _digest(value)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, written = tempfile.mkstemp(dir=path.parent, prefix=".writing-", suffix=".tmp")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(entry, file, indent=1, allow_nan=False)
+            os.replace(written, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(written)
+            raise
+    except OSError as error:
+        _warn(path.parent, f"nothing can be remembered in {path.parent} ({error}): PLANNER_CACHE names another folder")
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(_text(value).encode()).hexdigest()
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _warn(about: pathlib.Path | None, message: str) -> None:
+    if about not in _WARNED:
+        _WARNED.add(about)
+        warnings.warn(message, stacklevel=2)

@@ -1,0 +1,196 @@
+"""`tradeoff`: the plans between which nothing but taste decides, by time, peak and retained bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from planner.api import parse_bytes, plan
+from planner.cost import PlanCost
+from planner.device import Device
+from planner.errors import PlannerError, PlannerLimitError
+from planner.objective import OBJECTIVES
+from planner.plan import Plan
+from planner.planning import SEARCHES, alternatives, within
+from planner.resolve import cut
+from planner.show.text import bytes_text, count_text, seconds_text, table_lines
+
+__all__ = ["Tradeoff", "tradeoff"]
+
+# Limits that are tried between the least and the most of a quantity on the front.
+RUNGS = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tradeoff:
+    """Plans of one contraction of which none is better than another in time, peak and retained bytes at once.
+
+    Example:
+        >>> import planner
+        >>> front = planner.tradeoff("ab, bc, cd -> ad", (40, 3), (3, 50), (50, 30), backend="numpy")
+        >>> all(p.cost.seconds >= front[0].cost.seconds for p in front)
+        True
+
+    Attributes:
+        plans: sorted by predicted time; each is a runnable `Plan`.
+    """
+
+    plans: tuple[Plan, ...]
+
+    def __iter__(self) -> Iterator[Plan]:
+        return iter(self.plans)
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def __getitem__(self, number: int) -> Plan:
+        return self.plans[number]
+
+    def __str__(self) -> str:
+        first = self.plans[0]
+        gradients = any(operand.requires_grad for operand in first.operands)
+        rows = [["#", "time", "FLOPs", "peak", "retained", "how"]]
+        for number, point in enumerate(self.plans):
+            cost, keep = point.cost, f"; keeps {point.keep}" if gradients else ""
+            rows.append([
+                str(number), seconds_text(cost.seconds), count_text(cost.flops), bytes_text(cost.peak_bytes),
+                bytes_text(cost.retained_bytes), point.origin + keep,
+            ])  # fmt: skip
+        head = f"{first.text}        {first.backend} · {first.device.name} · {first.dtype}"
+        return "\n".join([head, *table_lines(rows, (0, 5))])
+
+    def __repr__(self) -> str:
+        return f"<Tradeoff '{cut(self.plans[0].text, 80)}' {len(self)} plans>"
+
+    def plot(self, path: Any = None) -> Any:
+        """Draw peak against time, a point for each plan, coloured by what it retains.
+
+        Args:
+            path: where to save the drawing too; the ending tells the format.
+
+        Returns:
+            The matplotlib axes.
+
+        Raises:
+            PlannerError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib import pyplot
+        except ImportError:
+            raise PlannerError("plotting needs matplotlib: pip install 'contraction-planner[viz]'") from None
+        costs = [point.cost for point in self.plans]
+        figure, axes = pyplot.subplots(layout="constrained")
+        points = axes.scatter(
+            [c.seconds for c in costs], [c.peak_bytes for c in costs], c=[c.retained_bytes for c in costs], zorder=2
+        )
+        for number, cost in enumerate(costs):
+            axes.annotate(str(number), (cost.seconds, cost.peak_bytes), xytext=(4, 4), textcoords="offset points")
+        axes.set_xlabel("predicted time")
+        axes.set_ylabel("peak")
+        axes.set_title(cut(self.plans[0].text, 80), parse_math=False)
+        axes.xaxis.set_major_formatter(lambda value, _: seconds_text(value) if value > 0 else "0")
+        axes.yaxis.set_major_formatter(lambda value, _: bytes_text(round(value)))
+        axes.grid(alpha=0.3)
+        figure.colorbar(points, label="retained", format=lambda value, _: bytes_text(round(value)))
+        if path is not None:
+            figure.savefig(path)
+        return axes
+
+
+def tradeoff(
+    spec: Any,
+    *operands: Any,
+    sizes: Mapping[str, int] | Sequence[int] | None = None,
+    optimize: Any = "auto",
+    memory_limit: int | str | None = None,
+    retain_limit: int | str | None = None,
+    index_mode: str = "raise",
+    dtype: Any = None,
+    backend: str | None = None,
+    device: Device | None = None,
+    **indices: Any,
+) -> Tradeoff:
+    """Find the plans that are best for some balance of time, peak and retained bytes.
+
+    Example:
+        >>> import planner
+        >>> a, b, c = (planner.Operand(s, requires_grad=True) for s in ((64, 8), (8, 64), (64, 64)))
+        >>> front = planner.tradeoff("ij, jk, kl -> il", a, b, c, backend="numpy")
+        >>> front[0].cost.retained_bytes > front[-1].cost.retained_bytes
+        True
+
+    Args:
+        spec: as in `plan`, and so are all others.
+        *operands: arrays, `Operand` stand-ins, or shapes (float32).
+        sizes: sizes that the operands do not tell.
+        optimize: how trees are found; a path that is given holds for all plans. Nothing is measured here.
+        memory_limit: only plans whose peak is within it.
+        retain_limit: only plans that retain no more.
+        index_mode: what an index outside of its dimension does.
+        dtype: dtype of the computation and the result.
+        backend: "torch", "jax" or "numpy".
+        device: rates of the machine that times are predicted for.
+        **indices: index arrays or their shapes, by letter.
+
+    Returns:
+        The plans, sorted by time. After Ctrl-C those found so far.
+
+    Raises:
+        PlannerLimitError: no plan is within the limits.
+        PlannerError: as `plan` raises it, or for ``optimize="measure"``.
+    """
+    if isinstance(optimize, str) and optimize == "measure":
+        raise PlannerError("tradeoff compares predictions: pass another optimize=, then time its plans")
+    limits = {
+        "memory_limit": parse_bytes(memory_limit, "memory_limit"),
+        "retain_limit": parse_bytes(retain_limit, "retain_limit"),
+    }
+    options: dict[str, Any] = {"sizes": sizes, "optimize": optimize, "index_mode": index_mode, "dtype": dtype,
+               "backend": backend, "device": device}  # fmt: skip
+
+    def planned(objective: str, **others: int | None) -> Plan:
+        return plan(spec, *operands, minimize=objective, **{**options, **limits, **others}, **indices)
+
+    found: list[Plan] = []
+    try:
+        found.append(planned("time"))
+        first = found[0]
+        found += [planned(objective) for objective in OBJECTIVES if objective != "time"]
+        if isinstance(first.options.optimize, str) and first.options.optimize in SEARCHES:
+            others = (alternative.plan for alternative in alternatives(first, 100))
+            found += [other for other in others if within(other.cost, first.options)]
+        # Under a limit a search may settle for what is best for no single objective.
+        for name, field in (("memory_limit", "peak_bytes"), ("retain_limit", "retained_bytes")):
+            for rung in _rungs(sorted({getattr(point.cost, field) for point in _front(found)})):
+                try:
+                    point = planned("time", **{name: rung})
+                except PlannerLimitError:
+                    continue
+                text = f"{name}={bytes_text(rung)}"
+                found.append(dataclasses.replace(point, origin=f"{point.origin}, {text}"))
+    except KeyboardInterrupt:
+        if not found:
+            raise
+    return Tradeoff(_front(found))
+
+
+def _rungs(values: Sequence[int]) -> list[int]:
+    """Return limits between the least and the most of some values, evenly by ratio, none of them known to be met."""
+    low, high = max(1, values[0]), values[-1]
+    rungs = {round(low * (high / low) ** (step / (RUNGS + 1))) for step in range(1, RUNGS + 1)} if high > low else set()
+    return sorted(rungs - set(values))
+
+
+def _figures(cost: PlanCost) -> tuple[float, int, int]:
+    return cost.seconds, cost.peak_bytes, cost.retained_bytes
+
+
+def _front(plans: Iterable[Plan]) -> tuple[Plan, ...]:
+    """Return the plans that no other beats, one of each tie, sorted by time."""
+    front: list[Plan] = []
+    for point in sorted(plans, key=lambda p: (*_figures(p.cost), p.cost.flops, p.cost.bytes_moved)):
+        own = _figures(point.cost)
+        if not any(all(a <= b for a, b in zip(_figures(other.cost), own, strict=True)) for other in front):
+            front.append(point)
+    return tuple(front)

@@ -1,0 +1,484 @@
+"""`optimize="measure"`: right values, one decision a signature, a memory that no other process or damage can spoil."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import examples
+from hypothesis import given, settings
+from laws import assert_equal, exact_problems
+
+import planner
+from planner import measure, remember
+from planner.backends import protocol
+from planner.objective import plan_key
+
+ROOT = Path(__file__).parent.parent
+# Three paths and two implementations of the take differ: there is something to time.
+SPEC, SHAPES = "ab,bc,cd->ad", ((30, 4), (4, 30), (30, 3))
+OPERANDS = [np.arange(float(np.prod(shape))).reshape(shape) % 4 for shape in SHAPES]
+EXPECTED = np.linalg.multi_dot(OPERANDS)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A folder of its own for each test, and short measurements."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("PLANNER_CACHE", str(folder))
+    monkeypatch.setattr(measure, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(measure, "SLOWEST", float("inf"))
+    monkeypatch.setattr(remember, "_WARNED", set())
+    return folder
+
+
+def measured(**options):
+    return planner.plan(SPEC, *OPERANDS, optimize="measure", **options)
+
+
+def entry(cache):
+    (path,) = cache.rglob("*.json")
+    return path
+
+
+def test_the_winner_is_timed_once_and_remembered(cache, monkeypatch):
+    first = measured()
+    assert first.origin.startswith("measured: best of ")
+    assert ", next " in first.origin
+    assert not first.proven
+    monkeypatch.setattr(measure, "time_programs", None)  # nothing more is timed
+    again = measured()
+    assert again == dataclasses.replace(first, origin=first.origin.replace("measured", "remembered"))
+    for plan in (first, again):
+        np.testing.assert_array_equal(plan(*OPERANDS), EXPECTED)
+        assert plan.origin in str(plan)
+        assert planner.Plan.from_json(plan.to_json()) == plan
+    assert entry(cache)
+
+
+def test_the_fastest_by_the_clock_wins(monkeypatch):
+    plain = planner.plan(SPEC, *OPERANDS)
+    others = measure.candidates(dataclasses.replace(plain, options=measured().options))
+    assert others
+
+    def timings(programs):
+        return measure.Timings(tuple((1.0, 2.0 - 0.1 * number, 9.0) for number in range(len(programs))))
+
+    monkeypatch.setattr(measure, "time_programs", timings)
+    monkeypatch.setenv("PLANNER_CACHE", os.environ["PLANNER_CACHE"] + "-other")
+    plan = measured()
+    assert plan.programs == others[-1].programs
+    count = len(others) + 1
+    assert plan.origin == f"measured: best of {count}, {2.1 - 0.1 * count:.3g} s, next {2.2 - 0.1 * count:.3g} s"
+
+
+def test_contract_measures_once_a_signature(monkeypatch):
+    calls = []
+    plain = measure.time_programs
+    monkeypatch.setattr(measure, "time_programs", lambda programs: calls.append(1) or plain(programs))
+    spec = "ab,bc,cd -> ad"  # written so nowhere else: runners stay for the life of a process
+    for _ in range(3):
+        np.testing.assert_array_equal(planner.contract(spec, *OPERANDS, optimize="measure"), EXPECTED)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("objective", ["flops", "peak", "bytes", lambda cost: cost.flops])
+def test_objectives_that_are_known_exactly_stay_minimal(objective):
+    plan = measured(minimize=objective)
+    key = plan_key(objective)
+    assert key(plan.cost)[0] == key(planner.plan(SPEC, *OPERANDS, minimize=objective).cost)[0]
+
+
+def test_limits_hold_for_what_is_timed():
+    limit = planner.plan(SPEC, *OPERANDS, minimize="peak").cost.peak_bytes
+    plan = measured(memory_limit=limit)
+    assert plan.cost.peak_bytes <= limit
+
+
+def test_functions_are_not_remembered(cache):
+    assert "measured: " in measured(minimize=lambda cost: cost.seconds).origin
+    assert not list(cache.rglob("*.json"))
+
+
+def test_shapes_take_what_is_remembered_or_say_that_nothing_was_measured():
+    shapes = [planner.Operand(x.shape, "float64") for x in OPERANDS]
+
+    def planned():
+        return planner.plan(SPEC, *shapes, optimize="measure", backend="numpy")
+
+    plain = planner.plan(SPEC, *shapes, backend="numpy")
+    assert planned().origin == f"not measured, no values to time: {plain.origin}"
+    assert planned().programs == plain.programs
+    winner = measured()
+    assert planned().origin.startswith("remembered: best of")
+    assert planned().programs == winner.programs
+
+
+def test_a_single_candidate_is_not_timed(monkeypatch):
+    monkeypatch.setattr(measure, "SLOWEST", 0.0)
+    assert measured().origin.startswith("measured: no other plan comes near; exact")
+
+
+@settings(max_examples=examples(25, 300))
+@given(exact_problems(max_operands=3))
+def test_values_are_right_measured_and_remembered(case):
+    operands = case.operands()
+    for _ in range(2):
+        plan = planner.plan(case.spec, *operands, optimize="measure", **case.arguments())
+        assert "measured" in plan.origin or "remembered" in plan.origin
+        got = plan(*operands, **case.indices)
+        assert_equal((got, got.dtype.name), case.expected(), np.result_type(*operands).name)
+
+
+# -- what a decision depends on --------------------------------------------------------------------------
+
+
+def key(spec=SPEC, operands=OPERANDS, **options):
+    return key_of(planner.plan(spec, *operands, **options), operands)
+
+
+def key_of(plan, operands):
+    """The key that measuring this plan would have."""
+    asked = dataclasses.replace(plan.options, optimize="measure")
+    return measure.key_of(dataclasses.replace(plan, options=asked), operands)
+
+
+def test_another_problem_has_another_key(monkeypatch):
+    keys = [
+        key(),
+        key(spec="ab,bc,cd->da"),
+        key(operands=[np.ones((31, 4)), *OPERANDS[1:]]),
+        key(operands=[x.astype("float32") for x in OPERANDS]),
+        key(dtype="float32"),
+        key(index_mode="clip"),
+        key(minimize="flops"),
+        key(memory_limit=10**6),
+        key(retain_limit=10**6),
+        key(device=planner.Device("mine", flop_rate=1e12, bandwidth=1e11)),
+    ]
+    with monkeypatch.context() as patched:
+        patched.setattr(planner, "__version__", "9")
+        keys.append(key())
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "__version__", "9")
+        keys.append(key())
+    with monkeypatch.context() as patched:
+        patched.setattr(measure, "_MACHINE", {"processor": "another", "cores": "3"})
+        keys.append(key())
+    assert len({json.dumps(k, sort_keys=True) for k in keys}) == len(keys)
+    assert key() == keys[0]
+
+
+def test_strides_and_gradients_and_index_shapes_are_in_the_key():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    a, b = torch.ones(4, 4), torch.ones(4, 4)
+    q = torch.tensor([0, 1])
+
+    def of(*operands, spec="q[n]j, jk -> nk", **options):
+        options = {"q": q, **options}
+        return json.dumps(key_of(planner.plan(spec, *operands, **options), operands), sort_keys=True)
+
+    keys = [of(a, b), of(a.T, b), of(a.clone().requires_grad_(), b), of(a, b, q=q[:1]), of(a.double(), b.double())]
+    assert len(set(keys)) == len(keys)
+    # A stand-in without strides is row-major, as this tensor is.
+    assert of(planner.Operand((4, 4)), b) == of(a, b)
+
+
+# -- damage ----------------------------------------------------------------------------------------------
+
+
+def damages(text):
+    whole = json.loads(text)
+    other = json.loads(text)
+    other["value"]["programs"]["forward"]["peak_bytes"] += 1
+    yield "empty", ""
+    yield "truncated", text[: len(text) // 2]
+    yield "no last brace", text[:-1]
+    yield "no object", "[1, 2]"
+    yield "number", "1"
+    yield "null", "null"
+    yield "NaN", text.replace(str(whole["format"]), "NaN", 1)
+    yield "no key", json.dumps({"format": whole["format"]})
+    yield "value", json.dumps(other)
+    yield "nested", "[" * 100_000
+    yield "bytes", b"\xff\xfe\x00"
+
+
+@pytest.mark.parametrize("damage", [name for name, _ in damages(
+    '{"format": 1, "key": {}, "value": {"programs": {"forward": {"peak_bytes": 1}}}}'
+)])  # fmt: skip
+def test_a_damaged_file_is_named_once_and_replaced(cache, damage):
+    measured()
+    path = entry(cache)
+    broken = dict(damages(path.read_text()))[damage]
+    path.write_bytes(broken if isinstance(broken, bytes) else broken.encode())
+    with pytest.warns(UserWarning, match="damaged") as caught:
+        plan = measured()
+    assert [str(path) in str(w.message) for w in caught] == [True]
+    assert plan.origin.startswith("measured")
+    np.testing.assert_array_equal(plan(*OPERANDS), EXPECTED)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert measured().origin.startswith("remembered")
+        path.write_text("")
+        assert measured().origin.startswith("measured")  # said once
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        1, [], {}, {"result": 1}, {"result": "x", "keep": "all", "tree": {"type": "os"}, "programs": 1},
+        {"result": "x", "keep": "all", "tree": {"type": "Leaf", "operand": 0}, "programs": {"type": "Leaf"}},
+    ],
+)  # fmt: skip
+def test_a_whole_entry_that_holds_no_plan_is_damaged_too(value):
+    remember.remember("measured", key(), value)
+    with pytest.warns(UserWarning, match="damaged"):
+        assert measured().origin.startswith("measured")
+
+
+def test_other_keys_formats_and_offers_are_no_entries(cache, monkeypatch):
+    measured()
+    path = entry(cache)
+    text = path.read_text()
+    for field, other in (("format", 0), ("key", {"planner": "0"})):
+        path.write_text(json.dumps({**json.loads(text), field: other}))
+        assert remember.recall("measured", key()) is None
+        assert measured().origin.startswith("measured")
+    # An implementation that is not offered any more, or has another price.
+    plan, asked = planner.plan(SPEC, *OPERANDS), key()
+    assert measure._recalled(plan, asked) is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(protocol.Table, "choices", lambda table, op, device: ())
+        assert measure._recalled(plan, asked) is None
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("PLANNER_CACHE", str(blocked))
+    with pytest.warns(UserWarning, match=r"PLANNER_CACHE names another folder|damaged"):
+        assert measured().origin.startswith("measured")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        measured()
+
+
+def test_nothing_but_whole_entries_is_left(cache, monkeypatch):
+    with monkeypatch.context() as patched:
+
+        def stop(*_):
+            raise KeyboardInterrupt
+
+        patched.setattr(os, "replace", stop)
+        with pytest.raises(KeyboardInterrupt):
+            remember.remember("measured", key(), {})
+    assert [path for path in cache.rglob("*") if path.is_file()] == [] or entry(cache)
+    assert not list(cache.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({"PLANNER_CACHE": "/p", "XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/p"),
+        ({"XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/x/planner"),
+        ({"PLANNER_CACHE": "", "XDG_CACHE_HOME": "relative", "HOME": "/h"}, "/h/.cache/planner"),
+        ({"HOME": "/h"}, "/h/.cache/planner"),
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="the usual place on Linux")
+def test_where_entries_are(variables, folder, monkeypatch):
+    for name in ("PLANNER_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert str(remember.cache_folder()) == folder
+
+
+WRITER = """
+import sys, warnings
+warnings.simplefilter("error")
+from planner.remember import recall, remember
+key, big = {"entry": 1}, list(range(20_000))
+for number in range(60):
+    remember("race", key, {"by": sys.argv[1], "number": number, "big": big})
+    found = recall("race", key)
+    assert found is not None and found["big"] == big and found["by"] in ("one", "two"), found
+"""
+
+
+def test_two_processes_write_and_read_one_entry(cache):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    running = [
+        subprocess.Popen([sys.executable, "-c", WRITER, name], env=environment, stderr=subprocess.PIPE, text=True)
+        for name in ("one", "two")
+    ]
+    for process in running:
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    assert [path.suffix for path in cache.rglob("*") if path.is_file()] == [".json"]
+    assert remember.recall("race", {"entry": 1})["number"] == 59
+
+
+# -- timing ----------------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def program(self, seconds, log, name, error=None):
+        def run():
+            log.append(name)
+            if error is not None:
+                raise error
+            self.now += seconds
+
+        return run
+
+
+def test_rounds_are_interleaved_and_end_with_the_budget(monkeypatch):
+    monkeypatch.setattr(measure, "MOST_ROUNDS", 50)
+    clock, log = Clock(), []
+    programs = [clock.program(0.2, log, "a"), clock.program(0.1, log, "b")]
+    timings = measure.time_programs(programs, budget_seconds=1.0, clock=clock)
+    assert log == ["a", "b", *["a", "a", "b", "b"] * (len(timings.seconds[0]))]
+    assert timings.median(0) == pytest.approx(0.2)
+    assert timings.median(1) == pytest.approx(0.1)
+    assert len(timings.seconds[0]) == 2
+    # However slow, one round is made.
+    slow = measure.time_programs([clock.program(100, log, "c")], budget_seconds=1.0, clock=clock)
+    assert len(slow.seconds[0]) == 1
+
+
+def test_quick_programs_run_in_blocks():
+    clock, log = Clock(), []
+    measure.time_programs([clock.program(1e-4, log, "a")], budget_seconds=0, clock=clock)
+    assert 11 <= len(log) <= 13
+    assert measure.time_programs([lambda: None], budget_seconds=0, clock=Clock()).median(0) == 0
+
+
+def test_what_runs_out_of_memory_is_left_out_unless_it_is_the_first():
+    clock, log = Clock(), []
+    good = clock.program(0.1, log, "a")
+    for error in (MemoryError(), RuntimeError("out of memory")):
+        bad = clock.program(0.1, log, "b", error)
+        timings = measure.time_programs([good, bad], 0.1, clock)
+        assert timings.median(1) == float("inf")
+        assert timings.median(0) == pytest.approx(0.1)
+        with pytest.raises(type(error)):
+            measure.time_programs([bad, good], 0.1, clock)
+    with pytest.raises(planner.IndexRangeError):
+        planner.plan("q[n]j->nj", np.ones((2, 3)), q=np.array([5]), optimize="measure")(
+            np.ones((2, 3)), q=np.array([5])
+        )
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+def test_ctrl_c_gives_the_best_so_far(cache, monkeypatch, at):
+    plain = measure.time_programs
+    runs = []
+
+    def wrapped(program):
+        def run():
+            runs.append(1)
+            if len(runs) == at:
+                raise KeyboardInterrupt
+            program()
+
+        return run
+
+    clock = Clock()
+
+    def counted(programs):
+        return plain([clocked(wrapped(p)) for p in programs], 0.0, clock)
+
+    def clocked(program):
+        def run():
+            program()
+            clock.now += 0.1
+
+        return run
+
+    monkeypatch.setattr(measure, "time_programs", counted)
+    plan = measured()
+    np.testing.assert_array_equal(plan(*OPERANDS), EXPECTED)
+    if len(runs) < at:
+        assert plan.origin.startswith("measured: ")
+        return
+    assert plan.origin.startswith("interrupted")
+    assert not plan.proven
+    assert not list(cache.rglob("*.json"))  # half a measurement is not remembered
+    count = plan.origin.partition("best of ")[2][:1]
+    assert ("not measured" in plan.origin) == (not count)
+
+
+# -- frameworks ------------------------------------------------------------------------------------------
+
+
+def test_torch_times_forward_and_backward_and_touches_no_gradient():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    a = torch.arange(24.0).reshape(8, 3).requires_grad_()
+    c = torch.ones(4, 3, 5, requires_grad=True)
+    q = torch.tensor([0, 1, 3, 3, 1, 2, 0, 1])
+    out = planner.contract("nj, q[n]jk -> nk", a, c, q=q, optimize="measure")
+    assert a.grad is None
+    assert torch.equal(out, torch.einsum("nj,njk->nk", a, c[q]))
+    out.sum().backward()
+    assert torch.equal(a.grad, torch.full((8, 3), 5.0))
+    plan = planner.plan("nj, q[n]jk -> nk", a, c, q=q, optimize="measure")
+    assert plan.origin.startswith("remembered: best of")
+    assert plan.programs.backward is not None
+
+
+def test_torch_transforms_and_dataless_tensors_are_not_timed():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    a, b = torch.ones(3, 4), torch.ones(4, 5)
+    c = torch.ones(5, 2)
+
+    def call(a):
+        origins.append(planner.plan("ij, jk, kl -> il", a, b, c, optimize="measure").origin)
+        return planner.contract("ij, jk, kl -> il", a, b, c, optimize="measure")
+
+    origins: list[str] = []
+    assert torch.equal(torch.func.vmap(call)(a[None])[0], a @ b @ c)
+    torch.func.jvp(call, (a,), (a,))
+    torch.func.grad(lambda a: call(a).sum())(a)
+    meta = planner.plan("ij, jk, kl -> il", *(x.to("meta") for x in (a, b, c)), optimize="measure")
+    assert all(o.startswith("not measured") for o in [*origins, meta.origin])
+
+
+def test_jax_times_eagerly_and_traces_take_what_is_remembered():
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    jnp = jax.numpy
+    a, c = jnp.arange(24.0).reshape(8, 3), jnp.ones((4, 3, 5))
+    q = jnp.array([0, 1, 3, 3, 1, 2, 0, 1])
+    origins = []
+
+    def f(a, c):
+        origins.append(planner.plan("nj, q[n]jk -> nk", a, c, q=q, optimize="measure").origin.split(":")[0])
+        return planner.contract("nj, q[n]jk -> nk", a, c, q=q, optimize="measure").sum()
+
+    expected = float(jnp.einsum("nj,njk->nk", a, c[q]).sum())
+    assert float(jax.jit(f)(a, c)) == expected
+    assert float(f(a, c)) == expected
+    assert float(jax.jit(f)(a, c + 0)) == expected
+    assert float(jax.jit(lambda a, c: f(a, c))(a, c)) == expected
+    assert origins == ["not measured, no values to time", "measured", "remembered"]
+    # Differentiation outside of jit shows its arrays: forward and backward are timed.
+    origins.clear()
+    for _ in range(2):
+        np.testing.assert_array_equal(jax.grad(f, argnums=(0, 1))(a, c)[0], np.full((8, 3), 5.0))
+    assert origins == ["measured", "remembered"]
+    f(jnp.ones((8, 3), int), jnp.ones((4, 3, 5), int))
+    assert origins[-1] == "measured"

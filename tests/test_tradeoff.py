@@ -1,0 +1,225 @@
+"""The trade-off: no point beats another, none is missed that a single objective finds, and each runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import examples
+from hypothesis import given, settings
+from laws import Floors, assert_equal, exact_problems
+
+import planner
+from planner.search.dynamic import Search
+from planner.testing import problems
+
+CHAIN = ("ab,bc,cd,de->ae", [(20, 30), (30, 4), (4, 50), (50, 9)])
+
+
+def figures(plan):
+    return plan.cost.seconds, plan.cost.peak_bytes, plan.cost.retained_bytes
+
+
+def beats(one, other):
+    pairs = list(zip(figures(one), figures(other), strict=True))
+    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+
+
+def chain(**options):
+    operands = [planner.Operand(shape, requires_grad=True) for shape in CHAIN[1]]
+    return planner.tradeoff(CHAIN[0], *operands, backend="numpy", **options)
+
+
+def test_the_laws_of_the_front():
+    floors = Floors()
+
+    @settings(max_examples=examples(15, 300))
+    @given(problems(max_operands=3, max_size=9))
+    def law(case):
+        operands = [
+            planner.Operand(shape, dtype, requires_grad=wanted)
+            for shape, dtype, wanted in zip(case.shapes, case.dtypes, case.requires_grad, strict=True)
+        ]
+        indices = {name: q.shape for name, q in case.indices.items()}
+        options = {"sizes": case.sizes, "index_mode": case.index_mode, "backend": "numpy", **indices}
+        front = planner.tradeoff(case.spec, *operands, **options)
+        assert [figures(p) for p in front] == sorted(figures(p) for p in front)
+        assert not any(beats(one, other) for one in front for other in front)
+        assert len({figures(p) for p in front}) == len(front)
+        for place, objective in enumerate(("time", "peak", "retained")):
+            single = planner.plan(case.spec, *operands, minimize=objective, **options)
+            least = min(figures(p)[place] for p in front)
+            # What one objective finds is on the front, or tied there: a point is as good in every figure.
+            assert least <= figures(single)[place]
+            assert least == figures(single)[place] or not single.proven
+            assert any(figures(p) == figures(single) or beats(p, single) for p in front)
+            for point in front:
+                if single.proven and beats(point, single):
+                    assert figures(point)[place] == figures(single)[place]
+        assert planner.tradeoff(case.spec, *operands, **options) == front
+        assert str(front)
+        floors.note()
+
+    law()
+    assert len(chain()) > 1
+    floors.at_least(10)
+
+
+@settings(max_examples=examples(15, 300))
+@given(exact_problems(max_operands=3))
+def test_each_point_runs(case):
+    operands = case.operands()
+    front = planner.tradeoff(case.spec, *operands, **case.arguments())
+    for point in front:
+        got = point(*operands, **case.indices)
+        assert_equal((got, got.dtype.name), case.expected(), np.result_type(*operands).name)
+
+
+def test_each_point_has_the_right_gradients():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    operands = [(torch.arange(n * m) % 3.0).reshape(n, m).requires_grad_() for n, m in CHAIN[1]]
+    expected = torch.autograd.grad(torch.linalg.multi_dot(operands).sum(), operands)
+    front = planner.tradeoff(CHAIN[0], *operands)
+    assert len(front) > 1
+    assert {p.keep for p in front} == {"all", "inputs"}
+    for point in front:
+        found = torch.autograd.grad(point(*operands).sum(), operands)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_it_is_a_sequence_and_prints_as_a_table():
+    front = chain()
+    assert len(front) == len(list(front)) == len(front.plans) > 1
+    assert front[0] == front.plans[0]
+    head, columns, *rows = str(front).splitlines()
+    assert head.startswith("ab,bc,cd,de->ae        numpy · cpu · float32")
+    assert columns.split() == ["#", "time", "FLOPs", "peak", "retained", "how"]
+    assert len(rows) == len(front)
+    assert "exact, time; keeps all" in rows[0]
+    assert repr(front) == f"<Tradeoff 'ab,bc,cd,de->ae' {len(front)} plans>"
+    with pytest.raises(AttributeError):
+        front.plans = ()
+
+
+def test_limits_bound_the_front():
+    whole = chain()
+    peak = max(p.cost.peak_bytes for p in whole) - 1
+    assert {p.cost.peak_bytes <= peak for p in chain(memory_limit=peak)} == {True}
+    assert {p.cost.retained_bytes for p in chain(retain_limit="0 B")} == {0}
+    with pytest.raises(planner.PlannerLimitError, match="no plan was found within memory_limit=1"):
+        chain(memory_limit=1)
+
+
+def test_a_given_path_holds_for_all_points():
+    path = ((0, 1), (0, 1), (0, 1))
+    assert {p.path for p in chain(optimize=path)} == {path}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimize": "measure"}, "tradeoff compares predictions"),
+        ({"optimize": "luck"}, "optimize='luck' is unknown"),
+        ({"memory_limit": "2 parsecs"}, "memory_limit='2 parsecs' is no number of bytes"),
+        ({"retain_limit": 1.5}, "retain_limit=1.5 is no number of bytes"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(planner.PlannerError, match=message):
+        chain(**options)
+
+
+@pytest.mark.parametrize("at", [1, 200, 400])
+def test_ctrl_c_gives_the_front_so_far(monkeypatch, at):
+    calls = []
+    plain = Search.offer
+
+    def offer(search, *arguments):
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return plain(search, *arguments)
+
+    monkeypatch.setattr(Search, "offer", offer)
+    if at == 1:
+        with pytest.raises(KeyboardInterrupt):
+            chain()
+    else:
+        assert len(chain()) >= 1
+
+
+def test_plot_draws_a_point_for_each_plan(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    from matplotlib import pyplot
+
+    pyplot.switch_backend("Agg")
+    front = chain()
+    axes = front.plot(tmp_path / "front.svg")
+    (points,) = axes.collections
+    np.testing.assert_allclose(points.get_offsets(), [figures(p)[:2] for p in front])
+    assert (tmp_path / "front.svg").stat().st_size > 1000
+    pyplot.close(axes.figure)
+
+
+def test_plot_without_matplotlib_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(planner.PlannerError, match=r"pip install 'contraction-planner\[viz\]'"):
+        chain().plot()
+
+
+# -- the command line ------------------------------------------------------------------------------------
+
+COMMAND = ("tradeoff", "nij, q[n]jk, kl -> nil", "64x1x8", "8x8x8", "8x4", "--index", "q=64", "--grad")
+
+
+def run_cli(*arguments):
+    from planner.cli import main
+
+    return main(list(arguments))
+
+
+def test_the_command_prints_the_table(capsys):
+    assert run_cli(*COMMAND) == 0
+    a, c, w = (planner.Operand(s, requires_grad=True) for s in ((64, 1, 8), (8, 8, 8), (8, 4)))
+    front = planner.tradeoff(COMMAND[1], a, c, w, q=(64,), backend="numpy")
+    assert capsys.readouterr().out == f"{front}\n"
+
+
+def test_the_command_prints_json_and_draws(capsys, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    path = tmp_path / "front.png"
+    assert run_cli(*COMMAND, "--json", "--plot", str(path)) == 0
+    plans = [planner.Plan.from_json(json.dumps(plan)) for plan in json.loads(capsys.readouterr().out)]
+    assert plans
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--memory-limit", "1 B"), "PlannerLimitError: no plan was found within memory_limit=1"),
+        (("--retain-limit", "many"), "retain_limit='many' is no number of bytes"),
+        (("--plot", "/no/such/folder/front.png"), "nothing was drawn to '/no/such/folder/front.png'"),
+        (("--plot", "front.unknown"), "nothing was drawn to 'front.unknown'"),
+    ],
+)
+def test_errors_of_the_command_are_one_line(arguments, message, capsys):
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    assert run_cli(*COMMAND, *arguments) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert not out
+
+
+def test_tradeoff_loads_no_matplotlib_until_it_plots():
+    code = (
+        "import sys, planner; planner.tradeoff('ij,jk->ik', (2, 3), (3, 4), backend='numpy'); "
+        "sys.exit('matplotlib' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
