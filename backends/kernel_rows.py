@@ -57,6 +57,7 @@ class Kernels:
         gradients: (gradient, a, c, groups) to both gradients of `matmul`.
         grouped_cost: what these three cost.
         pools: ways to compute pooled dots, by the name of their row.
+        label: what the names of the grouped rows end in.
         kinds: kinds of device that the kernels run on; None for all.
         hand_over: applied to the operands of gradient kernels, which conjugate them in torch.
     """
@@ -70,6 +71,7 @@ class Kernels:
     pools: dict[str, PoolKernels]
     hand_over: Callable[[Any], Any] = as_given
     kinds: tuple[str, ...] | None = None
+    label: str = ""
 
     def flat(self, x: Any, term: Term, groups: Groups) -> Any:
         """Permute an operand into groups of axes and flatten each group."""
@@ -115,9 +117,14 @@ def kernel_rows(kernels: Kernels) -> list[Lowering]:
     """Return the rows of a backend's table that run its kernels."""
     cost, row = kernels.grouped_cost, partial(Lowering, kinds=kernels.kinds)
     rows = [
-        row("grouped matmul", partial(_not_grouped, False, False), cost, partial(_run_matmul, kernels)),
-        row("grouped outer", partial(_not_grouped, False, True), cost, partial(_run_outer, kernels)),
-        row("both grouped gradients", partial(_not_grouped, True, False), cost, partial(_run_pair, kernels)),
+        row("grouped matmul" + kernels.label, partial(_not_grouped, False, False), cost, partial(_run_matmul, kernels)),
+        row("grouped outer" + kernels.label, partial(_not_grouped, False, True), cost, partial(_run_outer, kernels)),
+        row(
+            "both grouped gradients" + kernels.label,
+            partial(_not_grouped, True, False),
+            cost,
+            partial(_run_pair, kernels),
+        ),
     ]
     for name, pool in kernels.pools.items():
         rows.append(row(name, _not_pooled, pool.cost, partial(_run_pooled, kernels, pool)))

@@ -123,7 +123,7 @@ def cast(x: Tensor, dtype: str) -> Tensor:
 # -- kernels: what they cost, and the table ------------------------------------------------------------
 
 
-def _grouped_cost(op: Op, device: Device) -> StepCost:
+def _grouped_cost(small: bool, op: Op, device: Device) -> StepCost:
     form = grouped_form(op.spec)
     assert isinstance(form, GroupedForm)
     n, i, j, k = group_sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
@@ -143,7 +143,7 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     moved = op.bytes_touched()
     results = sum(math.prod(shape) for shape in op.output_shapes) * size
     # Sorting is over before the results are made; the order stays for the call.
-    kernel = scratch_of(n, i, g, j, k, dtype, form.rows_a != form.gather.axes)
+    kernel = scratch_of(n, i, g, j, k, dtype, form.rows_a != form.gather.axes, small)
     scratch = max(8 * (n + g + 1) + maps + kernel, torch_grouping.group_bytes(n, g) + maps - results)
     rows = n * i * (j + k) * size
     # Rows are gathered, multiplied and put one after the other: the times add up.
@@ -155,6 +155,8 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
         + min(g, n) * 2 * device.matrix_seconds
         + 40 * device.launch_seconds
     )
+    if small:  # measured on seed 000: a third more
+        seconds = 1.33 * seconds + 10 * device.launch_seconds
     return StepCost(flops, moved + 16 * n, 0, scratch, picoseconds(seconds))
 
 
@@ -261,19 +263,29 @@ def _pool(dense: bool) -> PoolKernels:
     return PoolKernels(**functions, cost=partial(_pooled_cost, dense))
 
 
-def make_table() -> Table:
-    """Return the table of the torch backend."""
-    kernels = Kernels(
+def _kernels(small: bool) -> Kernels:
+    """The kernels with large buffers, or with small ones where memory is what counts."""
+
+    def outer(a: Tensor, b: Tensor, groups: Any, size: int, source_a: Tensor | None, source_b: Tensor | None) -> Tensor:
+        return torch_grouped.grouped_outer(a, b, groups, source_a, source_b, small)
+
+    return Kernels(
         OPS,
         torch_grouping.group_rows,
-        torch_grouped.grouped_matmul,
-        lambda a, b, groups, size, source_a, source_b: torch_grouped.grouped_outer(a, b, groups, source_a, source_b),
-        torch_grouped.grouped_gradients,
-        _grouped_cost,
-        {WHOLE_POOL: _pool(True), "take in chunks": _pool(False)},
+        partial(torch_grouped.grouped_matmul, small=small),
+        outer,
+        partial(torch_grouped.grouped_gradients, small=small),
+        partial(_grouped_cost, small),
+        {} if small else {WHOLE_POOL: _pool(True), "take in chunks": _pool(False)},
         # The gradient kernels conjugate, but the programs hand over operands that are conjugated already.
         hand_over=torch.conj,
         kinds=("cpu",),  # loops over host offsets and reused host buffers
+        label=", small buffers" if small else "",
     )
+
+
+def make_table() -> Table:
+    """Return the table of the torch backend."""
     sliced = Lowering("matmul by slices", _not_sliced, _sliced_cost, _run_sliced)
-    return Table([*stock_rows(OPS, cast, cost=flat_stock_cost), sliced, *kernel_rows(kernels)])
+    grouped = [row for small in (False, True) for row in kernel_rows(_kernels(small))]
+    return Table([*stock_rows(OPS, cast, cost=flat_stock_cost), sliced, *grouped])

@@ -155,6 +155,7 @@ def loop_programs(
     largest = dict(axes)
     # Views of a slice are not flat where the cut axis is not the first, so a step may copy them.
     copied = sum(_slice_bytes(term, x.dtype, spec, largest) for term, x in zip(spec.inputs, operands, strict=True))
+    copied += sum(_slice_bytes(gather.axes, "int64", spec, largest) for gather in spec.gathers)
 
     def step(op: Op, costs: Sequence[tuple[Cost, int]], outputs: Sequence[tuple[int, Term]], scratch: int) -> Step:
         made = sum(variables[v].bytes for v, _ in outputs)
