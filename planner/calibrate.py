@@ -284,7 +284,11 @@ def measure(lab: Lab, progress: Callable[[str], None] = lambda what: None) -> De
 
     def device() -> Device:
         """What is known so far; what is not yet counts as free."""
-        blank = Device(lab.preset.name, math.inf, math.inf, kind=lab.preset.kind)
+        # The cache is the preset's: what it spares shows in loops over slices, not in one step that runs alone.
+        blank = Device(
+            lab.preset.name, math.inf, math.inf, kind=lab.preset.kind, cache_bytes=lab.preset.cache_bytes,
+            cache_bandwidth=lab.preset.cache_bandwidth,
+        )  # fmt: skip
         return dataclasses.replace(blank, **found)
 
     for name, run in (

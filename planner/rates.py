@@ -149,7 +149,7 @@ def _device(found: Any, key: Key) -> Device:
     return Device(key.kind, kind=key.kind, source=found["source"][:200], **rates)
 
 
-_MAY_BE_INFINITE = ("fresh_bandwidth", "reused_bandwidth")
+_MAY_BE_INFINITE = ("fresh_bandwidth", "reused_bandwidth", "cache_bandwidth")
 
 
 def rate_fields() -> tuple[str, ...]:

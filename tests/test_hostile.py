@@ -239,7 +239,8 @@ def test_backends_are_held_to_the_protocol(name):
 
     asked = {asked for asked in vars(Backend) if not asked.startswith("_")} | {"name", "table"}
     assert asked == {
-        "bind", "check_devices", "check_index", "device", "group", "name", "operand", "result_dtype", "signature", "table",
+        "bind", "check_devices", "check_index", "device", "environment", "group", "name", "operand", "refuse_dataless",
+        "result_dtype", "signature", "stepwise", "table", "trial",
     }  # fmt: skip
     backend = type(load_backend(name))
     assert Backend in backend.__mro__

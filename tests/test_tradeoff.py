@@ -84,7 +84,7 @@ def test_each_point_has_the_right_gradients():
     expected = torch.autograd.grad(torch.linalg.multi_dot(operands).sum(), operands)
     front = planner.tradeoff(CHAIN[0], *operands)
     assert len(front) > 1
-    assert {p.keep for p in front} == {"all", "inputs"}
+    assert {p.keep for p in front} >= {"all", "inputs"}
     for point in front:
         found = torch.autograd.grad(point(*operands).sum(), operands)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

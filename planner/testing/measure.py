@@ -283,6 +283,7 @@ def torch_counts(call: Callable[[], Any]) -> Counted:
     from torch.utils.flop_counter import flop_registry
 
     in_place = {torch.ops.aten.addmm_: torch.ops.aten.addmm, torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm}
+    allocations = (torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.new_empty)
     flops = moved = 0
 
     class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -290,15 +291,15 @@ def torch_counts(call: Callable[[], Any]) -> Counted:
             nonlocal flops, moved
             kwargs = kwargs or {}
             result = func(*args, **kwargs)
+            plain = {name: value for name, value in kwargs.items() if name != "out"}
             packet = in_place.get(func._overloadpacket, func._overloadpacket)
             if packet in flop_registry:
-                plain = {name: value for name, value in kwargs.items() if name != "out"}
                 flops += int(flop_registry[packet](*args, **plain, out_val=result))
-            given = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            given = [x for x in _pytree.tree_leaves((args, plain)) if isinstance(x, torch.Tensor)]
             made = [x for x in _pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
             known = {x.untyped_storage().data_ptr() for x in given}
             is_view = not func._schema.is_mutable and any(x.untyped_storage().data_ptr() in known for x in made)
-            if not is_view and packet not in (torch.ops.aten.empty, torch.ops.aten.empty_strided):
+            if not is_view and packet not in allocations:
                 if packet in (torch.ops.aten.index_select, torch.ops.aten.gather, torch.ops.aten.index):
                     given = [*given[1:], *made]
                 moved += sum(_bytes(x) for x in (*given, *made))
