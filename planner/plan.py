@@ -126,6 +126,8 @@ class Plan:
     def keep(self) -> Keep:
         """What the forward program leaves to the backward program: "all" that it needs, "some" or only the "inputs"."""
         backward = self.programs.backward
+        if backward is not None and self.loop is not None:
+            return "inputs"
         if backward is None or not any(step.recomputed for step in backward.steps):
             return "all"
         bases = {self.programs.variables[v].base for v in self.programs.kept}
