@@ -29,11 +29,11 @@ def arrays_of(framework, problem):
     operands, indices = problem.operands(), dict(problem.indices)
     wanted = problem.requires_grad if framework != "numpy" else (False,) * len(operands)
     if framework == "torch":
-        torch = pytest.importorskip("torch")
+        torch = pytest.importorskip("torch", reason="torch is not installed")
         operands = [torch.from_numpy(x).requires_grad_(need) for x, need in zip(operands, wanted, strict=True)]
         indices = {n: torch.from_numpy(q) for n, q in indices.items()}
     if framework == "jax":
-        jax = pytest.importorskip("jax")
+        jax = pytest.importorskip("jax", reason="jax is not installed")
         operands = [jax.numpy.asarray(x) for x in operands]
         indices = {n: jax.numpy.asarray(q) for n, q in indices.items()}
     stand_ins = [
@@ -229,7 +229,9 @@ def test_prepared_groups(framework):
 def test_no_steps_and_no_elements(framework, spec, shapes):
     make = {"numpy": np.ones}
     if framework != "numpy":
-        module = pytest.importorskip("jax.numpy" if framework == "jax" else framework)
+        module = pytest.importorskip(
+            "jax.numpy" if framework == "jax" else framework, reason=f"{framework} is not installed"
+        )
         make[framework] = module.ones
     operands = [make[framework](shape) for shape in shapes]
     if framework == "torch":
