@@ -45,7 +45,7 @@ class JaxOps:
         names = {axis: number for number, (axis, _) in enumerate(spec.sizes)}
         terms = [[names[str(e)] for e in term] for term in spec.terms]
         wide = _wide(a.dtype)
-        if not form.contracted:
+        if not form.contracted and set(terms[2]) == {*terms[0], *terms[1]}:
             order = (*form.batch, *form.left, *form.right)
             return jnp.transpose(
                 _spread(a, terms[0], [names[x] for x in order]) * _spread(b, terms[1], [names[x] for x in order]),

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
 from planner.lower import ProductForm, product_form
 from planner.spec import Gather, Spec, Term, term_axes
 
-__all__ = ["ArrayOps", "evaluate", "matmul_product", "put_term", "take_term"]
+__all__ = ["ArrayOps", "View", "evaluate", "matmul_product", "put_term", "take_term"]
 
 
 class ArrayOps(Protocol):
@@ -146,6 +147,68 @@ def put_term(
     return ops.permute(out, back)
 
 
+class View(NamedTuple):
+    """A view of an array: its dimensions reordered, then in another shape; None leaves them as they are."""
+
+    dims: tuple[int, ...] | None
+    shape: tuple[int, ...] | None
+
+    @staticmethod
+    def of(order: Sequence[int], before: Sequence[int], after: Sequence[int]) -> View:
+        """The view of an array of shape `before` that has shape `after`; what changes nothing is left out."""
+        dims, permuted = tuple(order), tuple(before[dim] for dim in order)
+        same = all(a == b for a, b in enumerate(dims))
+        return View(None if same else dims, None if permuted == tuple(after) else tuple(after))
+
+    def take(self, permute: Callable[[Any, Sequence[int]], Any], x: Any) -> Any:
+        """View an array so; it is copied where its strides need that."""
+        if self.dims is not None:
+            x = permute(x, self.dims)
+        return x if self.shape is None else x.reshape(self.shape)
+
+
+class _Layout(NamedTuple):
+    """How two arrays are viewed for a product, and its result for the output."""
+
+    multiplied: bool
+    swapped: bool
+    views: tuple[View, View]
+    result: View
+
+
+@lru_cache(maxsize=16384)
+def _layout(form: ProductForm, spec: Spec) -> _Layout:
+    sizes = dict(spec.sizes)
+    a, b, out = (tuple(str(e) for e in term) for term in spec.terms)
+
+    def view(term: tuple[str, ...], order: Sequence[str], shape: Sequence[int]) -> View:
+        return View.of([term.index(e) for e in order], [sizes[e] for e in term], shape)
+
+    if not form.contracted:
+        # The order of the output, with size 1 for the axes that an operand lacks and none for summed ones of size 1.
+        first, second = (
+            view(t, [*(e for e in out if e in t), *(e for e in t if e not in out)],
+                 [sizes[e] if e in t else 1 for e in out])
+            for t in (a, b)
+        )  # fmt: skip
+        return _Layout(True, False, (first, second), View(None, None))
+    left, right = form.left, form.right
+    swapped = out != (*form.batch, *left, *right) and out == (*form.batch, *right, *left)
+    if swapped:
+        a, left, b, right = b, right, a, left
+    batch, m, n, k = (math.prod(sizes[axis] for axis in g) for g in (form.batch, left, right, form.contracted))
+    order = (*form.batch, *left, *right)
+    shape = tuple(sizes[axis] for axis in order)
+    back = tuple(map(order.index, out))
+    return _Layout(
+        False, swapped,
+        (view(a, (*form.batch, *left, *form.contracted), (batch, m, k)),
+         view(b, (*form.batch, *form.contracted, *right), (batch, k, n))),
+        # Here the shape comes first.
+        View(None if back == tuple(range(len(back))) else back, None if shape == (batch, m, n) else shape),
+    )  # fmt: skip
+
+
 def matmul_product(
     matmul: Callable[[Any, Any], Any], multiply: Callable[[Any, Any], Any],
     permute: Callable[[Any, Sequence[int]], Any], form: ProductForm, a: Any, b: Any, spec: Spec,
@@ -156,46 +219,67 @@ def matmul_product(
 
     Args:
         matmul: [batch, m, k] times [batch, k, n], half types accumulated in float32.
-        multiply: product of arrays that broadcast, row-major.
+        multiply: product of arrays of as many dimensions that broadcast, row-major.
         permute: reorders dimensions.
         form: the groups of axes.
         a: the first operand.
         b: the second operand.
         spec: the step's spec.
     """
-    sizes = dict(spec.sizes)
-    letters_a, letters_b, out = (tuple(str(e) for e in term) for term in spec.terms)
-    if not form.contracted:
-        return multiply(_spread(a, letters_a, out, permute), _spread(b, letters_b, out, permute))
-    left, right = form.left, form.right
-    if out != (*form.batch, *left, *right) and out == (*form.batch, *right, *left):
-        a, letters_a, left, b, letters_b, right = b, letters_b, right, a, letters_a, left
-    order = (*form.batch, *left, *right)
-    batch, m, n, k = (math.prod(sizes[axis] for axis in g) for g in (form.batch, left, right, form.contracted))
-
-    def arranged(x: Any, letters: tuple[str, ...], groups: tuple[tuple[str, ...], ...], shape: Sequence[int]) -> Any:
-        dims = [letters.index(axis) for group in groups for axis in group]
-        return permute(x, dims).reshape(shape)
-
-    a = arranged(a, letters_a, (form.batch, left, form.contracted), (batch, m, k))
-    b = arranged(b, letters_b, (form.batch, form.contracted, right), (batch, k, n))
-    result = matmul(a, b).reshape([sizes[axis] for axis in order])
-    return permute(result, [order.index(axis) for axis in out])
+    multiplied, swapped, (first, second), result = _layout(form, spec)
+    if swapped:
+        a, b = b, a
+    a, b = first.take(permute, a), second.take(permute, b)
+    if multiplied:
+        return multiply(a, b)
+    out = matmul(a, b)
+    if result.shape is not None:
+        out = out.reshape(result.shape)
+    return out if result.dims is None else permute(out, result.dims)
 
 
-def _spread(
-    x: Any, letters: tuple[str, ...], out: tuple[str, ...], permute: Callable[[Any, Sequence[int]], Any]
-) -> Any:
-    """Permute to an order of axes that holds more of them, size 1 for those that x lacks."""
-    x = permute(x, [letters.index(axis) for axis in out if axis in letters])
-    sizes = iter(x.shape)
-    return x.reshape([next(sizes) if axis in letters else 1 for axis in out])
+class _Plain(NamedTuple):
+    """A step without gathers, diagonals and broadcasts: sums of what is private, a product, a permutation."""
+
+    sums: tuple[tuple[int, ...], ...]
+    form: ProductForm | None
+    inner: Spec | None
+    back: tuple[int, ...]
+
+
+@lru_cache(maxsize=16384)
+def _plain(spec: Spec) -> _Plain | None:
+    if spec.gathers or any(len(set(term)) < len(term) for term in spec.terms):
+        return None
+    terms = [term_axes(term) for term in spec.inputs]
+    if not set(spec.output) <= set().union(*terms):
+        return None
+    sums, kept = [], []
+    for number, axes in enumerate(terms):
+        others = set(term_axes(spec.output)).union(*terms[:number], *terms[number + 1 :])
+        sums.append(tuple(dim for dim, axis in enumerate(axes) if axis not in others))
+        kept.append(tuple(axis for axis in axes if axis in others))
+    if len(kept) == 1:
+        return _Plain(tuple(sums), None, None, tuple(map(kept[0].index, term_axes(spec.output))))
+    # In the order of the output: nothing is permuted afterwards.
+    inner = Spec((kept[0], kept[1]), spec.output, spec.sizes)
+    return _Plain(tuple(sums), product_form(inner), inner, ())
 
 
 def evaluate(
     ops: ArrayOps, spec: Spec, inputs: Sequence[Any], index: Mapping[Gather, Any], guarded: bool = True
 ) -> Any:
     """Compute any unary or binary spec: take, sum what is private, multiply, put."""
+    plain = _plain(spec)
+    if plain is None:
+        return _evaluate(ops, spec, inputs, index, guarded)
+    inputs = [ops.sum(x, dims) if dims else x for x, dims in zip(inputs, plain.sums, strict=True)]
+    if plain.inner is None or plain.form is None:
+        return ops.permute(inputs[0], plain.back)
+    return ops.product(plain.form, inputs[0], inputs[1], plain.inner)
+
+
+def _evaluate(ops: ArrayOps, spec: Spec, inputs: Sequence[Any], index: Mapping[Gather, Any], guarded: bool) -> Any:
     needed = set(term_axes(spec.output))
     values = []
     for term, x in zip(spec.inputs, inputs, strict=True):

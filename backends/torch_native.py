@@ -17,7 +17,7 @@ from torch import Tensor
 
 from planner.backends.common import stock_kind
 from planner.backends.stock import evaluate
-from planner.backends.torch_rows import OPS
+from planner.backends.torch_rows import OPS, unit_strided
 from planner.lower import Op, product_form
 from planner.program import Leaf, Tree
 
@@ -105,17 +105,20 @@ def _matmul_step(op: Op, standins: Sequence[Tensor], copies: bool) -> Callable[.
         dims.append(tuple(axes.index(axis) for group in parts for axis in group))
         if not copies and not _viewable(x.permute(dims[-1]), shape):
             return None
+        matrices = x.permute(dims[-1]).reshape(shape)
+        if not copies and form.batch and unit_strided(matrices) is not matrices:
+            return None
     sizes = dict(spec.sizes)
     order = (*form.batch, *form.left, *form.right)
     final = [sizes[axis] for axis in order]
     back = tuple(order.index(axis) for axis in out)
     flat = not form.batch
     shape_a, shape_b = (shapes[0][1:], shapes[1][1:]) if flat else shapes
-    multiply = torch.mm if flat else torch.bmm
     dims_a, dims_b = dims
 
     def run(a: Tensor, b: Tensor) -> Tensor:
-        product = multiply(a.permute(dims_a).reshape(shape_a), b.permute(dims_b).reshape(shape_b))
+        a, b = a.permute(dims_a).reshape(shape_a), b.permute(dims_b).reshape(shape_b)
+        product = torch.mm(a, b) if flat else torch.bmm(unit_strided(a), unit_strided(b))
         return product.view(final).permute(back)
 
     return run

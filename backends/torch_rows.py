@@ -14,12 +14,22 @@ from torch.autograd import forward_ad
 from planner.backends.common import WHOLE_POOL, copied_bytes, flat_stock_cost, picoseconds, stock_rows
 from planner.backends.kernel_rows import POOL_FUNCTIONS, Kernels, PoolKernels, group_sizes, kernel_rows
 from planner.backends.protocol import Lowering, Table
-from planner.backends.stock import matmul_product
+from planner.backends.stock import View, matmul_product
 from planner.cost import StepCost, itemsize
 from planner.device import Device
 from planner.kernels import torch_grouped, torch_grouping, torch_pooled
-from planner.lower import GroupedForm, Op, PooledForm, ProductForm, grouped_form, pooled_form, product_form, spec_flops
-from planner.spec import Spec, Term
+from planner.lower import (
+    GroupedForm,
+    Op,
+    PooledForm,
+    ProductForm,
+    grouped_form,
+    joint_elements,
+    pooled_form,
+    product_form,
+    spec_flops,
+)
+from planner.spec import Spec, Term, term_axes
 
 __all__ = ["OPS", "TorchOps", "make_table", "torch_dtype"]
 
@@ -34,6 +44,11 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def _is_half(x: Tensor) -> bool:
     return x.dtype in (torch.float16, torch.bfloat16)
+
+
+def unit_strided(x: Tensor) -> Tensor:
+    """Matrices one of whose strides is 1, copied if need be: torch multiplies others one by one, each copied."""
+    return x if 1 in x.stride()[-2:] or 1 in x.shape[-2:] or x.shape[0] == 1 else x.contiguous()
 
 
 class TorchOps:
@@ -54,7 +69,7 @@ class TorchOps:
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         if a.dtype == torch.bool:
             return torch.matmul(a.int(), b.int()).bool()
-        return torch.matmul(a, b)
+        return torch.matmul(unit_strided(a), unit_strided(b))
 
     def product(self, form: ProductForm, a: Tensor, b: Tensor, spec: Spec) -> Tensor:
         return matmul_product(self.matmul, _multiply, self.permute, form, a, b, spec)
@@ -88,10 +103,10 @@ class TorchOps:
 
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
-    """Product of tensors that broadcast, row-major unless derivatives are recorded: torch follows their strides."""
+    """Product of tensors of as many dimensions, row-major unless derivatives are recorded: torch follows strides."""
     if _transformed() or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
         return a * b
-    shape = torch.broadcast_shapes(a.shape, b.shape)
+    shape = [n if m == 1 else m for m, n in zip(a.shape, b.shape, strict=True)]
     return torch.mul(a, b, out=a.new_empty(shape, dtype=torch.promote_types(a.dtype, b.dtype)))
 
 
@@ -257,6 +272,60 @@ def _run_sliced(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     return (shaped.permute([order.index(str(e)) for e in op.spec.output]),)
 
 
+def _vectors(op: Op) -> ProductForm | None:
+    """The form of a product in which one operand has no rows or columns of its own."""
+    form = None if op.pair or op.source_dtype is not None else product_form(op.spec)
+    return form if form is not None and form.contracted and 1 in form.sizes[1:3] else None
+
+
+def _not_summed(op: Op) -> str | None:
+    if op.dtype in ("float16", "bfloat16", "bool"):
+        return f"{op.dtype} would be rounded before it is summed"
+    return "both operands have rows or columns of their own" if _vectors(op) is None else None
+
+
+def _summed_cost(op: Op, device: Device) -> StepCost:
+    spec, size = op.spec, itemsize(op.dtype)
+    wide, result = joint_elements(spec) * size, math.prod(spec.output_shape) * size
+    read = op.bytes_touched() - result
+    seconds = device.seconds(0, read + wide, wide, 1) + device.seconds(0, wide + result, result, 1)
+    return StepCost(spec_flops(spec), read + 2 * wide + result, 0, wide, picoseconds(seconds))
+
+
+def _run_summed(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    views, summed, result = _summed_layout(op.spec)
+    wide = _multiply(*(view.take(OPS.permute, x) for view, x in zip(views, inputs, strict=True)))
+    out = wide.sum(summed, dtype=wide.dtype)
+    return (result.take(OPS.permute, out),)
+
+
+@lru_cache(maxsize=16384)
+def _summed_layout(spec: Spec) -> tuple[list[View], tuple[int, ...], View]:
+    """How the operands are multiplied, which dimensions are summed, and how the sums are viewed.
+
+    The product is laid out as the larger operand where that gives a row-major result.
+    """
+    sizes = dict(spec.sizes)
+    *terms, out = (term_axes(term) for term in spec.terms)
+    widest = max(terms, key=lambda term: math.prod(sizes[e] for e in term))
+    order = (*(e for term in terms for e in term if e not in widest), *widest)  # the first ones are of size 1
+    if [e for e in order if e in out and sizes[e] != 1] != [e for e in out if sizes[e] != 1]:
+        order = (*out, *(e for e in widest if e not in out))
+    views = [
+        View.of(
+            [t.index(e) for e in order if e in t], [sizes[e] for e in t], [sizes[e] if e in t else 1 for e in order]
+        )
+        for t in terms
+    ]
+    kept = [e for e in order if e in out]
+    shape = [sizes[e] for e in out]
+    return (
+        views,
+        tuple(dim for dim, e in enumerate(order) if e not in out),
+        View.of([kept.index(e) for e in out], [sizes[e] for e in kept], shape),
+    )
+
+
 def _pool(dense: bool) -> PoolKernels:
     names = "pooled" if dense else "gathered"
     functions = {what: getattr(torch_pooled, f"{names}_{what}") for what in POOL_FUNCTIONS}
@@ -287,5 +356,6 @@ def _kernels(small: bool) -> Kernels:
 def make_table() -> Table:
     """Return the table of the torch backend."""
     sliced = Lowering("matmul by slices", _not_sliced, _sliced_cost, _run_sliced)
+    summed = Lowering("multiply, then sum", _not_summed, _summed_cost, _run_summed)
     grouped = [row for small in (False, True) for row in kernel_rows(_kernels(small))]
-    return Table([*stock_rows(OPS, cast, cost=flat_stock_cost), sliced, *grouped])
+    return Table([*stock_rows(OPS, cast, cost=flat_stock_cost), sliced, summed, *grouped])

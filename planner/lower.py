@@ -105,7 +105,10 @@ class ProductForm:
 
 @lru_cache(maxsize=65536)
 def product_form(spec: Spec) -> ProductForm | None:
-    """Return the step as a batched product; None if it has gathers, repeats or private axes."""
+    """Return the step as a batched product; None if it has gathers, repeats or private axes.
+
+    Summed axes that are all of size 1 are none: such a step multiplies element by element.
+    """
     if len(spec.inputs) != 2 or spec.gathers:
         return None
     a, b = (tuple(str(e) for e in term) for term in spec.inputs)
@@ -124,6 +127,8 @@ def product_form(spec: Spec) -> ProductForm | None:
     )
     sizes = dict(spec.sizes)
     b_, m, n, k = (math.prod(sizes[axis] for axis in group) for group in groups)
+    if k == 1:
+        groups = (*groups[:3], ())
     return ProductForm(*groups, sizes=(b_, m, n, k))
 
 

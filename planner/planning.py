@@ -37,6 +37,8 @@ KEEPING_PATH_WORK, PATH_FRONTS = 8_000, (32, 6, 2)
 # Without limits, loops over slices are considered where a plan allocates this much beyond its results.
 LARGE_BYTES = 1 << 25
 MOST_LOOPS, MOST_SLICES = 3, 4096
+# Loops predicted to take no more than this times the fastest are as fast: no prediction is that exact.
+CLOSE = 1.05
 
 
 class Problem:
@@ -281,7 +283,8 @@ def _loops(
     """Candidates that go slice by slice: where a limit asks for it, or where large intermediates cost time.
 
     Axes are added one at a time, each time the one whose slices serve best, until nothing gets better. Slices are
-    priced with the trees that were found for the whole, and with trees made for slices of one element.
+    priced with the trees that were found for the whole, and with trees made for slices of one element. Of slices
+    that take about the same time, those with the least peak are taken.
     """
     limits = Limits(options.memory_limit, options.retain_limit)
     limited = limits != NO_LIMITS
@@ -300,7 +303,7 @@ def _loops(
         return (over, *key(c.cost))
 
     for _ in range(MOST_LOOPS):
-        best: _Candidate | None = None
+        tried: list[_Candidate] = []
         for axis, size in problem.resolved.spec.sizes:
             if size < 2 or axis in dict(axes) or not _can_be_cut(problem.resolved.spec, axis):
                 continue
@@ -310,10 +313,15 @@ def _loops(
                 if math.prod(-(-problem.resolved.spec.size(a) // s) for a, s in cut) > MOST_SLICES:
                     continue
                 for tree, name in itertools.product(pool, keys):
-                    candidate = _loop_candidate(problem, options, cut, tree, name, index_mode)
-                    if best is None or rank(candidate) < rank(best):
-                        best = candidate
-        if best is None or (found and rank(best) >= rank(found[-1])):
+                    tried.append(_loop_candidate(problem, options, cut, tree, name, index_mode))
+        if not tried:
+            break
+        best = min(tried, key=rank)
+        if options.minimize == "time":
+            over, most = rank(best)[0], CLOSE * best.cost.seconds
+            near = [c for c in tried if rank(c)[0] == over and c.cost.seconds <= most]
+            best = min(near, key=lambda c: (c.cost.peak_bytes, rank(c)))
+        if found and rank(best) >= rank(found[-1]):
             break
         found.append(best)
         yield best
