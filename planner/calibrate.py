@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -211,6 +212,10 @@ def _bandwidth(lab: Lab) -> float:
     return 2 * size / median_seconds(lab, lambda: lab.copy(x, out))
 
 
+def _fill_new(lab: Lab, count: int) -> None:
+    lab.fill(lab.empty(count))
+
+
 def _fresh(lab: Lab) -> dict[str, float]:
     """First writes to new allocations, beyond what writing costs: small ones, large ones, and where they part."""
     if lab.key.kind != "cpu":  # the caching allocator hands out memory that is in use
@@ -220,8 +225,8 @@ def _fresh(lab: Lab) -> dict[str, float]:
     for size in sizes:
         old = lab.empty(size // 4)
         lab.fill(old)
-        first = median_seconds(lab, lambda size=size: lab.fill(lab.empty(size // 4)))  # type: ignore[misc]
-        again = median_seconds(lab, lambda old=old: lab.fill(old))  # type: ignore[misc]
+        first = median_seconds(lab, partial(_fill_new, lab, size // 4))
+        again = median_seconds(lab, partial(lab.fill, old))
         extra.append(max(first - again, 0.02 * again) / size)
     # The split that parts the sizes best: the least sum of squared distances of logarithms to either side's mean.
     logs = [math.log(seconds) for seconds in extra]
@@ -497,13 +502,17 @@ def _check(options: argparse.Namespace) -> int:
     return 0
 
 
+def _report(progress: Progress, lab: Lab, what: str) -> None:
+    progress(f"{lab.framework} {lab.key.kind} {what}")
+
+
 def _calibrate(options: argparse.Namespace) -> int:
     made = list(labs())
     progress = Progress(STAGES * len(made))
     measured = []
     try:
         for lab in made:
-            measured.append(measure(lab, lambda what, lab=lab: progress(f"{lab.framework} {lab.key.kind} {what}")))  # type: ignore[misc]
+            measured.append(measure(lab, partial(_report, progress, lab)))
     finally:
         progress.clear()
     # Stored together at the end, so that an interrupted run changes nothing.

@@ -7,12 +7,9 @@ a plan first runs once untimed, because a program pays for memory that the one b
 from __future__ import annotations
 
 import dataclasses
-import os
-import pathlib
-import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from planner.dispatch import framework_of, load_backend
@@ -21,6 +18,7 @@ from planner.objective import plan_key
 from planner.plan import Loop, Plan
 from planner.planning import alternatives, within
 from planner.program import Leaf, Node, Programs
+from planner.rates import cpu_name
 from planner.remember import damaged, recall, remember
 from planner.serial import decode, encode
 from planner.show.text import seconds_text
@@ -197,7 +195,7 @@ def key_of(plan: Plan, operands: Sequence[Any]) -> dict[str, Any] | None:
         "options": encode(options),
         "device": encode(plan.device),
         "backend": plan.backend,
-        "environment": {**_machine(), **backend.environment(arrays)},
+        "environment": {"processor": cpu_name(), **backend.environment(arrays)},
     }
 
 
@@ -210,26 +208,6 @@ def _strides(shape: Sequence[int], strides: Sequence[int] | None) -> Sequence[in
         found.append(step)
         step *= max(1, size)
     return found[::-1]
-
-
-def _machine() -> dict[str, str]:
-    """What processor this is: folders of users are shared between machines."""
-    if not _MACHINE:
-        names = (line.partition(":")[2].strip() for line in _processor_lines() if line.startswith("model name"))
-        _MACHINE.update(
-            processor=next(names, "") or platform.processor() or platform.machine(), cores=str(os.cpu_count())
-        )
-    return _MACHINE
-
-
-_MACHINE: dict[str, str] = {}
-
-
-def _processor_lines() -> Iterator[str]:
-    try:
-        yield from pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return
 
 
 def _recalled(plan: Plan, key: Mapping[str, Any]) -> Plan | None:

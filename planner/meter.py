@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from planner.program import Program, Step
@@ -109,7 +110,7 @@ class Meter:
         for step in program.steps:
             run, seconds, counted = self._rehearse(given, step, values)
             held = sum(n for key, n in self.buffers(list(values.values())).items() if key not in free)
-            live = self.live(lambda step=step, run=run: self._once(given, step, values, run), held)  # type: ignore[misc]
+            live = self.live(partial(self._once, given, step, values, run), held)
             figures.append(Figures(seconds, counted.flops, counted.bytes_moved, live))
         return figures, values
 

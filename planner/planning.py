@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from planner.cost import PlanCost
@@ -506,10 +507,10 @@ def alternatives(plan: Plan, most: int) -> tuple[Alternative, ...]:
     for bare in (False, True) if any(problem.requires) else (False,):
         for objective in OBJECTIVES:
             if exact:
-                consider(lambda o=objective: problem.search(o, AUTO_WORK), f"least {objective}", bare)  # type: ignore[misc]
+                consider(partial(problem.search, objective, AUTO_WORK), f"least {objective}", bare)
         for name in ("greedy", "left to right"):
             path = left_to_right(len(plan.operands)) if name == "left to right" else problem.path(name)
-            consider(lambda p=path: problem.search("time", PATH_WORK, p), f"{name} path", bare)  # type: ignore[misc]
+            consider(partial(problem.search, "time", PATH_WORK, path), f"{name} path", bare)
     consider(lambda: problem.search("flops", PATH_WORK, problem.path("auto"), naive=True), "naive: takes first")
     found.sort(key=lambda entry: entry[0])
     return tuple(Alternative(p, origin, _why(plan, p)) for _, p, origin in found[:most])

@@ -17,13 +17,13 @@ import pathlib
 import platform
 import re
 import sys
-import tempfile
 import warnings
 from typing import Any
 
+from planner.cache import cache_folder, replace_file
 from planner.device import Device
 
-__all__ = ["Key", "cache_folder", "cpu_name", "path_of", "read", "stored", "write"]
+__all__ = ["Key", "cpu_name", "path_of", "read", "stored", "write"]
 
 FORMAT, VERSION = "planner rates", 1
 # Far above what `write` makes: nothing longer is worth reading.
@@ -45,25 +45,6 @@ class Key:
     framework: str
     framework_version: str
     kind: str
-
-
-def cache_folder() -> pathlib.Path:
-    """Return where rates are kept: PLANNER_CACHE, else a folder `planner` in the user's cache folder.
-
-    Raises:
-        OSError: the user has no home folder.
-    """
-    if given := os.environ.get("PLANNER_CACHE"):
-        return pathlib.Path(given)
-    if (given := os.environ.get("XDG_CACHE_HOME")) and os.path.isabs(given):
-        return pathlib.Path(given, "planner")
-    if sys.platform == "win32" and (given := os.environ.get("LOCALAPPDATA")):
-        return pathlib.Path(given, "planner", "Cache")
-    try:
-        home = pathlib.Path.home()
-    except RuntimeError as error:
-        raise OSError(f"no cache folder: {error}; set PLANNER_CACHE") from None
-    return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "planner"
 
 
 def path_of(key: Key) -> pathlib.Path:
@@ -176,17 +157,6 @@ def write(device: Device, key: Key) -> pathlib.Path:
         indent=1,
         allow_nan=False,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=".rates-", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    replace_file(path, text + "\n")
     stored.cache_clear()
     return path

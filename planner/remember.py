@@ -7,51 +7,27 @@ their own and then renamed, so a reader in another process sees the old one, the
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import pathlib
-import sys
-import tempfile
 import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-__all__ = ["cache_folder", "entry_path", "recall", "remember"]
+from planner.cache import cache_folder, replace_file
+
+__all__ = ["entry_path", "recall", "remember"]
 
 FORMAT = 1
 _WARNED: set[pathlib.Path | None] = set()
 
 
-def cache_folder() -> pathlib.Path | None:
-    """Return the folder that the library may write to: ``PLANNER_CACHE``, or the platform's usual place.
-
-    Example:
-        >>> str(cache_folder()) == os.environ.get("PLANNER_CACHE", str(cache_folder()))
-        True
-
-    Returns:
-        The folder, which need not exist; None where the user has no home.
-    """
-    if given := os.environ.get("PLANNER_CACHE"):
-        return pathlib.Path(given)
-    # By the standard a relative path there is to be ignored.
-    if (given := os.environ.get("XDG_CACHE_HOME")) and os.path.isabs(given):
-        return pathlib.Path(given, "planner")
-    if sys.platform == "win32" and (given := os.environ.get("LOCALAPPDATA")):
-        return pathlib.Path(given, "planner", "Cache")
-    try:
-        home = pathlib.Path.home()
-    except RuntimeError:
-        return None
-    return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "planner"
-
-
 def entry_path(kind: str, key: Mapping[str, Any]) -> pathlib.Path | None:
-    """Return the file of an entry: the kind's folder, and the key's hash."""
-    folder = cache_folder()
-    return None if folder is None else folder / f"{kind}-{FORMAT}" / f"{_digest(key)[:40]}.json"
+    """Return the file of an entry: the kind's folder, and the key's hash; None where the user has no home."""
+    try:
+        return cache_folder() / f"{kind}-{FORMAT}" / f"{_digest(key)[:40]}.json"
+    except OSError:
+        return None
 
 
 def recall(kind: str, key: Mapping[str, Any]) -> Any:
@@ -95,16 +71,7 @@ def remember(kind: str, key: Mapping[str, Any], value: Any) -> None:
         return
     entry = {"format": FORMAT, "key": key, "value": value, "checksum": _digest(value)}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor, written = tempfile.mkstemp(dir=path.parent, prefix=".writing-", suffix=".tmp")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(entry, file, indent=1, allow_nan=False)
-            os.replace(written, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(written)
-            raise
+        replace_file(path, json.dumps(entry, indent=1, allow_nan=False))
     except OSError as error:
         _warn(path.parent, f"nothing can be remembered in {path.parent} ({error}): PLANNER_CACHE names another folder")
 

@@ -142,26 +142,6 @@ def test_two_processes_write_at_once(folder):
     assert len(list(folder.iterdir())) == 1
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"PLANNER_CACHE": "/given"}, "/given"),
-        ({"XDG_CACHE_HOME": "/xdg"}, "/xdg/planner"),
-        ({"XDG_CACHE_HOME": "relative"}, None),
-        ({}, None),
-    ],
-)
-def test_the_folder(environment, expected, monkeypatch):
-    for name in ("PLANNER_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    if expected is None:
-        assert Path.home() in rates.cache_folder().parents
-    else:
-        assert rates.cache_folder() == Path(expected)
-
-
 def test_plans_use_what_is_stored_and_say_so():
     shapes = ((200, 300), (300, 400))
     before = planner.plan("ij,jk->ik", *shapes, backend="numpy")

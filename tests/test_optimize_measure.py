@@ -170,7 +170,7 @@ def test_another_problem_has_another_key(monkeypatch):
         patched.setattr(np, "__version__", "9")
         keys.append(key())
     with monkeypatch.context() as patched:
-        patched.setattr(measure, "_MACHINE", {"processor": "another", "cores": "3"})
+        patched.setattr(measure, "cpu_name", lambda: "another, 3 threads")
         keys.append(key())
     assert len({json.dumps(k, sort_keys=True) for k in keys}) == len(keys)
     assert key() == keys[0]
@@ -282,24 +282,6 @@ def test_nothing_but_whole_entries_is_left(cache, monkeypatch):
             remember.remember("measured", key(), {})
     assert [path for path in cache.rglob("*") if path.is_file()] == [] or entry(cache)
     assert not list(cache.rglob("*.tmp"))
-
-
-@pytest.mark.parametrize(
-    ("variables", "folder"),
-    [
-        ({"PLANNER_CACHE": "/p", "XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/p"),
-        ({"XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/x/planner"),
-        ({"PLANNER_CACHE": "", "XDG_CACHE_HOME": "relative", "HOME": "/h"}, "/h/.cache/planner"),
-        ({"HOME": "/h"}, "/h/.cache/planner"),
-    ],
-)
-@pytest.mark.skipif(sys.platform != "linux", reason="the usual place on Linux")
-def test_where_entries_are(variables, folder, monkeypatch):
-    for name in ("PLANNER_CACHE", "XDG_CACHE_HOME", "HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert str(remember.cache_folder()) == folder
 
 
 WRITER = """
