@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from planner.alternatives import alternatives
 from planner.dispatch import framework_of, load_backend
 from planner.errors import PlannerError
 from planner.objective import plan_key
 from planner.plan import Loop, Plan
-from planner.planning import alternatives, within
+from planner.problem import within
 from planner.program import Leaf, Node, Programs
 from planner.rates import cpu_name
 from planner.remember import damaged, recall, remember

@@ -196,7 +196,7 @@ class Plan:
 
     def alternatives(self, most: int = 5) -> tuple[Alternative, ...]:
         """Return the best plans that were not taken, with why each loses."""
-        from planner.planning import alternatives
+        from planner.alternatives import alternatives
 
         return alternatives(self, most)
 

@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from planner.alternatives import alternatives
 from planner.api import parse_bytes, plan
 from planner.cost import PlanCost
 from planner.device import Device
 from planner.errors import PlannerError, PlannerLimitError
 from planner.objective import OBJECTIVES
 from planner.plan import Plan
-from planner.planning import SEARCHES, alternatives, within
+from planner.problem import SEARCHES, within
 from planner.resolve import cut
 from planner.show.text import bytes_text, count_text, seconds_text, table_lines
 

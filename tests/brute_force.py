@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from planner.cost import Cost, PlanCost
 from planner.lower import Op
 from planner.network import Network, Status, Value
-from planner.planning import Problem
+from planner.problem import Problem
 from planner.program import Leaf, Lowerer, Node, Tree
 
 

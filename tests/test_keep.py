@@ -15,7 +15,7 @@ from laws import Floors, exact_problems
 
 import planner
 from planner.objective import step_key
-from planner.planning import Problem
+from planner.problem import Problem
 from planner.program import Lowerer
 from planner.testing import measure
 

@@ -14,7 +14,7 @@ import planner
 from planner import Operand, PlannerLimitError
 from planner.derive import sliced
 from planner.loops import covers, parts, slice_counts
-from planner.planning import _can_be_cut, looped
+from planner.slicing import can_be_cut, looped
 from planner.testing.reference import reference, reference_gradients
 
 # Index arrays in range, scalars of checks: beyond the plan's own values.
@@ -134,7 +134,7 @@ def test_jax_values_and_gradients():
     def law(data):
         problem = data.draw(exact_problems(max_operands=3))
         axes = data.draw(slicings(problem))
-        assume(all(_can_be_cut(resolved(problem), axis) for axis in axes))
+        assume(all(can_be_cut(resolved(problem), axis) for axis in axes))
         plan = looped(plan_of(problem, "jax", problem.requires_grad), axes)
         operands = [jax.numpy.asarray(x) for x in problem.operands()]
         indices = {name: jax.numpy.asarray(q) for name, q in problem.indices.items()}

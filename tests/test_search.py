@@ -22,7 +22,7 @@ import planner
 from planner.cost import itemsize
 from planner.device import CPU
 from planner.objective import OBJECTIVES, step_key
-from planner.planning import Problem
+from planner.problem import Problem
 from planner.program import Lowerer
 from planner.resolve import resolve_shapes
 from planner.search.dynamic import Search
@@ -78,7 +78,7 @@ def networks(draw, most_nodes=6, sizes=(1, 2, 3, 5, 8, 13, 40), most_letters=6):
 
 
 # Brute force knows trees and what they keep; a loop over slices may do what none of them does.
-WITHOUT_LOOPS = mock.patch("planner.planning._loops", return_value=())
+WITHOUT_LOOPS = mock.patch("planner.planning.loop_candidates", return_value=())
 
 
 def problem_of(network, backend):

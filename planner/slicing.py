@@ -1,0 +1,162 @@
+"""Which axes to cut, and into slices of which size: candidates that go slice by slice."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from planner.errors import SearchLimitError
+from planner.loops import loop_programs, resized, slice_counts, slice_operands, sliced_problem
+from planner.objective import plan_key, step_key
+from planner.plan import Loop, Options, Plan
+from planner.problem import Candidate, Problem, keeps_within, searched
+from planner.program import Lowerer, Programs, Tree, Variable, build, keeping
+from planner.search.dynamic import NO_LIMITS, Limits
+from planner.spec import Spec
+
+__all__ = ["can_be_cut", "loop_candidates", "looped"]
+
+# Without limits, loops over slices are considered where a plan allocates this much beyond its results.
+LARGE_BYTES = 1 << 25
+MOST_LOOPS, MOST_SLICES = 3, 4096
+# Loops predicted to take no more than this times the fastest are as fast: no prediction is that exact.
+CLOSE = 1.05
+
+
+def loop_candidates(
+    problem: Problem, options: Options, candidates: Sequence[Candidate], index_mode: str
+) -> Iterator[Candidate]:
+    """Candidates that go slice by slice: where a limit asks for it, or where large intermediates cost time.
+
+    Axes are added one at a time, each time the one whose slices serve best, until nothing gets better. Slices are
+    priced with the trees that were found for the whole, and with trees made for slices of one element. Of slices
+    that take about the same time, those with the least peak are taken.
+    """
+    limits = Limits(options.memory_limit, options.retain_limit)
+    limited = limits != NO_LIMITS
+    key = plan_key(options.minimize)
+    allowed = [c for c in candidates if keeps_within(c.cost, limits)]
+    rival = min(allowed or candidates, key=lambda c: key(c.cost))
+    if allowed and rival.cost.peak_bytes - _results_bytes(rival.programs) < LARGE_BYTES:
+        return
+    keys = ("time", "peak") if limited or options.minimize in ("peak", "retained") else ("time",)
+    found: list[Candidate] = []
+    trees = list(dict.fromkeys(keeping(c.tree, False) for c in candidates))
+    axes: tuple[tuple[str, int], ...] = ()
+
+    def rank(c: Candidate) -> Any:
+        over = max(0, c.cost.peak_bytes - options.memory_limit) if options.memory_limit is not None else 0
+        return (over, *key(c.cost))
+
+    for _ in range(MOST_LOOPS):
+        tried: list[Candidate] = []
+        for axis, size in problem.resolved.spec.sizes:
+            if size < 2 or axis in dict(axes) or not can_be_cut(problem.resolved.spec, axis):
+                continue
+            pool = list(dict.fromkeys((*trees, *_slice_trees(problem, options, {**dict(axes), axis: 1}))))
+            for step in _ladder(size):
+                cut = (*axes, (axis, step))
+                if math.prod(-(-problem.resolved.spec.size(a) // s) for a, s in cut) > MOST_SLICES:
+                    continue
+                for tree, name in itertools.product(pool, keys):
+                    tried.append(_loop_candidate(problem, options, cut, tree, name, index_mode))
+        if not tried:
+            break
+        best = min(tried, key=rank)
+        if options.minimize == "time":
+            over, most = rank(best)[0], CLOSE * best.cost.seconds
+            near = [c for c in tried if rank(c)[0] == over and c.cost.seconds <= most]
+            best = min(near, key=lambda c: (c.cost.peak_bytes, rank(c)))
+        if found and rank(best) >= rank(found[-1]):
+            break
+        found.append(best)
+        yield best
+        assert best.loop is not None
+        axes = best.loop.axes
+        if keeps_within(best.cost, limits) and (not allowed or len(axes) > 1):
+            break
+
+
+def can_be_cut(spec: Spec, axis: str) -> bool:
+    """Whether a slice cuts each index array in one way: not if one is used with other brackets too."""
+    brackets: dict[str, set[tuple[str, ...]]] = {}
+    for gather in spec.gathers:
+        brackets.setdefault(gather.array, set()).add(gather.axes)
+    return all(len(uses) == 1 or all(axis not in axes for axes in uses) for uses in brackets.values())
+
+
+def _ladder(size: int) -> list[int]:
+    """Sizes of slices to consider: halves, down to one."""
+    steps = [size]
+    while steps[-1] > 1:
+        steps.append(-(-steps[-1] // 2))
+    return steps[1:]
+
+
+def _results_bytes(programs: Programs) -> int:
+    """Bytes that the larger program must allocate whatever it does: the result, or the gradients."""
+    gradients = sum(programs.variables[v].bytes for v in programs.gradients if v is not None)
+    return max(gradients, programs.variables[programs.result].bytes)
+
+
+def _slice_trees(problem: Problem, options: Options, sizes: Mapping[str, int]) -> list[Tree]:
+    """Trees made for a slice, at the sizes of the whole."""
+    resolved = sliced_problem(problem.resolved, sizes)
+    part = Problem(resolved, slice_operands(resolved, problem.operands), problem.dtype, problem.backend, problem.device)
+    whole = dict(problem.resolved.spec.sizes)
+    try:
+        found = [tree for tree, _, _ in searched(part, options.optimize, "time", NO_LIMITS)]
+    except SearchLimitError:
+        return []
+    return [keeping(resized(f.tree, whole), False) for f in found]
+
+
+def _loop_candidate(
+    problem: Problem,
+    options: Options,
+    axes: tuple[tuple[str, int], ...],
+    tree: Tree,
+    key: str,
+    index_mode: str,
+) -> Candidate:
+    """Price one loop with one tree."""
+    spec = problem.resolved.spec
+    tree = keeping(tree, False)
+    lower = Lowerer(problem.choices, step_key(key))
+    bodies, first = [], None
+    for sizes, count in slice_counts(axes, spec):
+        resolved = sliced_problem(problem.resolved, sizes)
+        operands = slice_operands(resolved, problem.operands)
+        variables = [Variable(o.shape, o.dtype, n) for n, o in enumerate(operands)]
+        small = resized(tree, sizes)
+        programs = build(small, variables, problem.requires, lower, problem.dtype)
+        bodies.append((programs.cost, count))
+        if first is None:
+            first = Plan(
+                str(spec), resolved, resolved.index_shapes, operands, problem.dtype, index_mode, problem.backend,
+                problem.device, Options(minimize=key, precision=options.precision), small, programs,
+                programs.cost, False, "slice",
+            )  # fmt: skip
+    assert first is not None
+    programs = loop_programs(
+        spec, axes, bodies, problem.variables, problem.requires, problem.dtype, problem.device
+    )  # fmt: skip
+    return Candidate(programs, tree, lower, False, "sliced", Loop(axes, first))
+
+
+def looped(plan: Plan, axes: Mapping[str, int]) -> Plan:
+    """Return a plan with the same tree that goes slice by slice, whatever that costs.
+
+    Args:
+        plan: a plan that is no loop.
+        axes: the size of a slice for each axis that is cut, the outermost first.
+    """
+    problem = Problem(plan.resolved, plan.operands, plan.dtype, plan.backend, plan.device)
+    key = plan.options.minimize if isinstance(plan.options.minimize, str) else "time"
+    found = _loop_candidate(problem, plan.options, tuple(axes.items()), plan.tree, key, plan.index_mode)
+    return dataclasses.replace(
+        plan, tree=found.tree, programs=found.programs, proven=False, origin="sliced", loop=found.loop
+    )
