@@ -216,7 +216,8 @@ import numpy, opt_einsum
 start = time.perf_counter()
 import planner
 seconds, needed = time.perf_counter() - start, start - begin
-print(json.dumps({"seconds": seconds, "ratio": seconds / needed, "loaded": sorted({m.split(".")[0] for m in sys.modules})}))
+loaded = sorted({m.split(".")[0] for m in sys.modules})
+print(json.dumps({"seconds": seconds, "ratio": seconds / needed, "loaded": loaded}))
 """
 
 
