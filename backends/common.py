@@ -456,7 +456,7 @@ def _product_cost(op: Op, device: Device, spec: Spec, result: int) -> StepCost:
     groups_of = ((form.batch, form.left, form.contracted), (form.batch, form.contracted, form.right))
     copied = 0
     for term, groups in zip(spec.inputs, groups_of, strict=True):
-        elements = _batch_is_innermost(term, groups, sizes) if m > 1 and n > 1 else 0
+        elements = _batch_is_innermost(term, groups, sizes)
         copied += elements * size if elements else copied_bytes(term, groups, sizes, size)
     moved += 2 * copied
     seconds = (

@@ -336,3 +336,17 @@ def test_numpy_peaks():
     assert len(found) == len(WORKLOADS)
     report_peaks("numpy", found)
     ratios_within(found)
+
+
+@pytest.mark.parametrize("objective", ["time", "peak"])
+def test_a_vector_times_matrices_with_the_batch_innermost(objective):
+    """Whichever row runs, its copy or its product is in the predicted peak."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from planner.testing.measure import torch_memory
+
+    x, y = torch.ones(64, 32, 64), torch.ones(32, 64)
+    plan = planner.plan("ijk, jk -> ik", x, y, minimize=objective)
+    plan(x, y)
+    got, measured = torch_memory(lambda: plan(x, y))
+    assert torch.equal(got, torch.full((64, 64), 32.0))
+    assert measured.peak_bytes <= plan.cost.peak_bytes + 1024
