@@ -24,19 +24,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from planner.demo import (
-    OURS,
-    RUNS,
-    JaxRun,
-    Run,
-    TorchRun,
-    Way,
-    contraction,
-    differences,
-    direct,
-    gather_then_einsum,
-    gathered_keys,
-)
+from planner.demo.rows import differences
+from planner.demo.runs import RUNS, JaxRun, Run, TorchRun
+from planner.demo.ways import OURS, Way, contraction, direct, gather_then_einsum, gathered_keys
 from planner.workloads import WORKLOADS, Skew, Workload
 
 __all__ = ["PARTS", "Result", "Settings", "main"]

@@ -117,9 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["demo"]:
-        from planner import demo
+        from planner.demo import command
 
-        return demo.main(arguments[1:])
+        return command.main(arguments[1:])
     if arguments[:1] == ["calibrate"]:
         from planner import calibrate
 
