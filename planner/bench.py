@@ -25,13 +25,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from planner.demo.rows import differences
-from planner.demo.runs import RUNS, JaxRun, Run, TorchRun
-from planner.demo.ways import OURS, Way, contraction, direct, gather_then_einsum, gathered_keys
+from planner.demo.runs import PAUSE_SECONDS, RUNS, JaxRun, Run, TorchRun
+from planner.demo.ways import OURS, Framework, Way, direct, einsum_of, gather_then_einsum, gathered_keys, our_way
 from planner.workloads import WORKLOADS, Skew, Workload
 
 __all__ = ["PARTS", "Result", "Settings", "main"]
 
-Framework = Literal["torch", "jax"]
 Mode = Literal["f", "g"]
 _MODES: tuple[tuple[Mode, str], ...] = (("f", "forward"), ("g", "forward and gradients"))
 
@@ -49,7 +48,7 @@ class Settings:
 
     rounds: int = 11
     budget_seconds: float = 30.0
-    pause_seconds: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"torch": 0.05, "jax": 0.6})
+    pause_seconds: Mapping[str, float] = dataclasses.field(default_factory=PAUSE_SECONDS.copy)
     calls: int = 2000
 
 
@@ -129,14 +128,6 @@ def _timed(runs: Mapping[Any, Run], mode: Mode, framework: Framework, settings: 
     return interleaved(programs, framework, settings)
 
 
-def _ours(workload: Workload) -> Way:
-    return Way(OURS, contraction(workload.spec, **workload.options))
-
-
-def _peer_einsum(spec: str) -> Callable[..., Any]:
-    return lambda xp, *operands: xp.einsum(spec, *operands)
-
-
 # --- the parts ----------------------------------------------------------------------------------
 
 
@@ -153,7 +144,7 @@ def gathered_matmul(framework: Framework, settings: Settings) -> Iterator[Result
     else:
         ways = [Way("einsum(a, c[q])", lambda xp, a, c, q: xp.einsum("nij,njk->nik", a, c[q]))]
         targets = {"einsum(a, c[q])": {"f": 10, "g": 8}}
-    runs = _runs(framework, workload, [*ways, _ours(workload)])
+    runs = _runs(framework, workload, [*ways, our_way(workload)])
     for mode, words in _MODES:
         times = _timed(runs, mode, framework, settings)
         medians = _medians(times)
@@ -184,7 +175,7 @@ def _gathered_matmul_memory(part: str, framework: Framework, ours: Run) -> Itera
 def _skew(part: str, framework: Framework, workload: Workload, settings: Settings) -> Iterator[Result]:
     skews: tuple[Skew, ...] = ("uniform", "half", "zipf", "one")
     words: dict[Skew, str] = {"half": "half of the rows in one group", "zipf": "Zipf", "one": "all in one"}
-    runs = {skew: _runs(framework, workload, [_ours(workload)], skew)[OURS] for skew in skews}
+    runs = {skew: _runs(framework, workload, [our_way(workload)], skew)[OURS] for skew in skews}
     for mode, mode_words in _MODES:
         times = _timed(runs, mode, framework, settings)
         medians = _medians(times)
@@ -229,7 +220,7 @@ def gathered_keys_part(framework: Framework, settings: Settings) -> Iterator[Res
                 Way("gather, multiply, sum", _gather_then_sum),
                 Way("all scores, take", _scores_then_take),
             ]
-        runs = _runs(framework, workload, [*ways, _ours(workload)])
+        runs = _runs(framework, workload, [*ways, our_way(workload)])
         for mode, words in _MODES:
             times = _timed(runs, mode, framework, settings)
             medians = _medians(times)
@@ -248,8 +239,8 @@ def three_way_batch(framework: Framework, settings: Settings) -> Iterator[Result
         return
     part = "three-way-batch"
     workload = WORKLOADS[part]
-    peer = Way("torch.einsum", _peer_einsum(workload.spec))
-    runs = _runs(framework, workload, [peer, _ours(workload)])
+    peer = Way("torch.einsum", einsum_of(workload.spec))
+    runs = _runs(framework, workload, [peer, our_way(workload)])
     times = _timed(runs, "f", framework, settings)
     medians = _medians(times)
     ratio = medians["torch.einsum"] / medians[OURS]

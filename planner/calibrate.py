@@ -28,6 +28,7 @@ from planner.device import Device
 from planner.dispatch import load_backend
 from planner.errors import PlannerError
 from planner.lower import Op
+from planner.progress import Progress
 from planner.resolve import resolve
 from planner.show.text import seconds_text
 from planner.spec import Gather
@@ -434,30 +435,6 @@ def check_text(times: Sequence[StepTime]) -> str:
 
 
 # -- the command -----------------------------------------------------------------------------------------
-
-
-class Progress:
-    """One line on stderr that is written over; nothing where stderr is no terminal."""
-
-    def __init__(self, stages: int) -> None:
-        self.stages, self.done = stages, 0
-
-    def __call__(self, what: str) -> None:
-        self.show(what)
-        self.done += 1
-
-    def show(self, what: str) -> None:
-        """Draw the bar."""
-        if sys.stderr.isatty():
-            filled = 24 * self.done // max(1, self.stages)
-            sys.stderr.write(f"\r[{'#' * filled}{'.' * (24 - filled)}] {what:.50}\033[K")
-            sys.stderr.flush()
-
-    def clear(self) -> None:
-        """Take the bar away."""
-        if sys.stderr.isatty():
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()
 
 
 def rates_text(device: Device, preset: Device) -> str:

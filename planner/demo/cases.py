@@ -15,6 +15,7 @@ from planner.demo.ways import (
     flattened_gemm,
     gather_then_einsum,
     opt_einsum_of,
+    our_way,
     permute_flatten_matmul,
     separate_matmul,
     shared_matmul,
@@ -82,9 +83,8 @@ def cases(framework: Framework, quick: bool = False) -> Iterator[Case]:
 
     def case(seed: str, name: str, *ways: Way, title: str = "", gradients: tuple[bool, ...] = ()) -> Case:
         workload = _sized(name, quick)
-        ours = Way(OURS, contraction(workload.spec, **workload.options))
         wanted = gradients or workload.takes_gradient
-        return Case(seed, title or name, framework, workload, (*ways, ours), wanted)
+        return Case(seed, title or name, framework, workload, (*ways, our_way(workload)), wanted)
 
     gathered = "seed-gathered-matmul"
     rows = _sized(gathered, quick).output_shape[0]

@@ -1,4 +1,4 @@
-"""The command `python -m planner demo`: its options, its progress bar, and what it prints."""
+"""The command `python -m planner demo`: its options and what it prints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib.util
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import TextIO
 
 from planner import demo
 from planner.demo.answers import answers
@@ -15,31 +14,9 @@ from planner.demo.cases import cases
 from planner.demo.rows import run_case
 from planner.demo.table import table
 from planner.demo.ways import Framework
+from planner.progress import Progress
 
 __all__ = ["main"]
-
-
-class _Progress:
-    """A bar on a terminal, nothing elsewhere."""
-
-    def __init__(self, total: int, stream: TextIO) -> None:
-        self.total, self.done, self.stream = total, 0, stream
-        self.shown = stream.isatty()
-
-    def tick(self, label: str) -> None:
-        """Show what begins now."""
-        if self.shown:
-            filled = 24 * self.done // max(self.total, 1)
-            bar = "#" * filled + "." * (24 - filled)
-            self.stream.write(f"\r\033[K[{bar}] {self.done}/{self.total}  {label}"[:110])
-            self.stream.flush()
-        self.done += 1
-
-    def clear(self) -> None:
-        """Take the bar away."""
-        if self.shown:
-            self.stream.write("\r\033[K")
-            self.stream.flush()
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -67,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not chosen:
         print("nothing to run", file=sys.stderr)
         return 2
-    progress = _Progress(sum(len(case.ways) for case in chosen), sys.stderr)
-    rows = [row for case in chosen for row in run_case(case, progress.tick, quick=options.quick)]
+    progress = Progress(sum(len(case.ways) for case in chosen), "{done}/{total}  {what:.70}")
+    rows = [row for case in chosen for row in run_case(case, progress, quick=options.quick)]
     progress.clear()
     print(table(rows))
     print()

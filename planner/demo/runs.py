@@ -14,11 +14,11 @@ from planner.demo.figures import Figures
 from planner.demo.ways import Framework, Way
 from planner.workloads import Skew, Workload
 
-__all__ = ["RUNS", "JaxRun", "Run", "TorchRun"]
+__all__ = ["PAUSE_SECONDS", "RUNS", "JaxRun", "Run", "TorchRun"]
 
 # A program pays for the memory that the one before it gave back: without a pause equal code differs by 1.7x
 # in torch, by up to 3x in JAX (on 2 cores). So there is one before each program, a short one between runs.
-_PAUSE_SECONDS = {"torch": 0.05, "jax": 0.6}
+PAUSE_SECONDS = {"torch": 0.05, "jax": 0.6}
 _BETWEEN_SECONDS = 0.05
 # A run this long is not repeated.
 _LONG_SECONDS = 2.0
@@ -29,7 +29,7 @@ _MOST_RUNS, _MOST_QUICK_RUNS = 5, 2
 
 def _median_seconds(run: Callable[[], Any], framework: Framework, quick: bool) -> float:
     """Time a program; a short one in blocks, so that waking threads after a pause is not what is timed."""
-    time.sleep(0 if quick else _PAUSE_SECONDS[framework])
+    time.sleep(0 if quick else PAUSE_SECONDS[framework])
     first = _block_seconds(run, 1)
     if first > _TIMING_SECONDS:
         return first

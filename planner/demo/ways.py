@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
+from planner.workloads import Workload
+
 __all__ = [
     "OURS",
     "Framework",
@@ -17,6 +19,7 @@ __all__ = [
     "gather_then_einsum",
     "gathered_keys",
     "opt_einsum_of",
+    "our_way",
     "permute_flatten_matmul",
     "separate_matmul",
     "shared_matmul",
@@ -56,6 +59,11 @@ def contraction(spec: str, **options: Any) -> Callable[..., Any]:
         return planner.contract(spec, *operands, **options, **indices)
 
     return call
+
+
+def our_way(workload: Workload) -> Way:
+    """Return `planner.contract` of a workload."""
+    return Way(OURS, contraction(workload.spec, **workload.options))
 
 
 def einsum_of(spec: str) -> Callable[..., Any]:

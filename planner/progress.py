@@ -1,0 +1,35 @@
+"""A progress bar, for commands that take minutes."""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """One line on stderr that is written over; nothing where stderr is no terminal.
+
+    Args:
+        total: how often it will be called.
+        beside: what stands beside the bar: a format of `done` and `total`, the calls before and in all, and of
+            `what` begins now.
+    """
+
+    def __init__(self, total: int, beside: str = "{what:.50}") -> None:
+        self.total, self.done, self.beside = total, 0, beside
+
+    def __call__(self, what: str) -> None:
+        """Show what begins now."""
+        if sys.stderr.isatty():
+            filled = 24 * self.done // max(1, self.total)
+            text = self.beside.format(done=self.done, total=self.total, what=what)
+            sys.stderr.write(f"\r[{'#' * filled}{'.' * (24 - filled)}] {text}\033[K")
+            sys.stderr.flush()
+        self.done += 1
+
+    def clear(self) -> None:
+        """Take the bar away."""
+        if sys.stderr.isatty():
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
