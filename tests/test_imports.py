@@ -237,7 +237,7 @@ def test_import_planner_is_fast():
 def test_tools_load_no_framework():
     """The workload table, the demo and the benchmark can be imported, and listed, without any framework."""
     code = (
-        "import json, sys; import planner.workloads, planner.demo.command, planner.bench; "
+        "import json, sys; import planner.workloads, planner.demo.command, planner.bench.command; "
         "print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"
     )
     assert set(_fresh_process(code)) & set(FRAMEWORKS) == set()

@@ -130,6 +130,12 @@ class TorchRun(Run):
         _, both = torch_memory(self.both)
         return forward.peak_bytes, both.peak_bytes, kept.retained_bytes
 
+    def backward_peak_bytes(self) -> int:
+        """Count what the backward alone has at most: what is retained, what it allocates, and the gradients."""
+        from planner.testing.measure import torch_backward_memory
+
+        return torch_backward_memory(self.forward_kept, self.wanted, self.cotangent)[1].peak_bytes
+
 
 class JaxRun(Run):
     """One way in JAX, jitted."""

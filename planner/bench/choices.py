@@ -1,0 +1,117 @@
+"""Every plan that the planner knew of a workload, timed: was the one it took the fastest?"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from planner.alternatives import alternatives
+from planner.bench.timing import Result, Settings
+from planner.demo.runs import PAUSE_SECONDS
+from planner.demo.ways import OURS, Framework
+from planner.dispatch import load_backend
+from planner.plan import Plan
+from planner.program import Program, Step
+from planner.workloads import WORKLOADS, Workload
+
+__all__ = ["known_plans", "lowerings"]
+
+# What would fill the machine is left out, and after one run what takes so much longer than the fastest.
+_MOST_BYTES = 6 * 10**9
+_HOPELESS = 1.5
+
+
+def lowerings(framework: Framework, settings: Settings) -> Iterator[Result]:
+    """Every named workload: the chosen plan's time against the best of all that the planner knew."""
+    for name, workload in WORKLOADS.items():
+        workload = workload.cpu()
+        operands, indices = workload.operands(framework), workload.indices(framework)
+        plan = _plan(workload, framework)
+        trial = load_backend(framework).trial
+        plans = {OURS: plan, **known_plans(plan)}
+        programs = {label: run for label, p in plans.items() if (run := trial(p, operands, indices)) is not None}
+        times = _best_rounds(programs, settings, PAUSE_SECONDS[framework])
+        medians = {label: statistics.median(seconds) for label, seconds in times.items() if len(seconds) > 2}
+        fastest = min(medians, key=lambda label: medians[label])
+        what = f"{name}: of the time of the fastest of {len(times)} plans, {fastest}"
+        shown = {label: medians[label] for label in dict.fromkeys((OURS, fastest))}
+        ratio = medians[OURS] / medians[fastest]
+        yield Result(
+            "lowerings", framework, what, 1.15, ratio, at_most=True, medians=shown, rounds=len(times[OURS])
+        )  # fmt: skip
+
+
+def _plan(workload: Workload, framework: Framework) -> Plan:
+    import planner
+
+    operands = [
+        dataclasses.replace(load_backend(framework).operand(x), requires_grad=takes)
+        for x, takes in zip(workload.operands(framework), workload.takes_gradient, strict=True)
+    ]
+    return planner.plan(
+        workload.spec, *operands, backend=framework, **workload.options, **workload.indices(framework)
+    )  # fmt: skip
+
+
+def known_plans(plan: Plan) -> dict[str, Plan]:
+    """Return by label other paths and objectives, and the plan with one of its steps done in another way."""
+    found = {
+        a.plan.origin: a.plan for a in alternatives(plan, 100) if a.plan.cost.peak_bytes <= _MOST_BYTES
+    }  # fmt: skip
+    if plan.loop is not None:
+        return found
+    table, (forward, backward) = load_backend(plan.backend).table, (plan.programs.forward, plan.programs.backward)
+    for number, step in enumerate(plan.steps):
+        for choice in table.choices(step.op, plan.device):
+            fits = choice.cost.scratch_bytes <= _MOST_BYTES
+            if choice.lowering == step.choice.lowering or choice.view != step.choice.view or not fits:
+                continue
+            other = dataclasses.replace(step, choice=choice)
+            first = len(forward.steps)
+            programs = dataclasses.replace(
+                plan.programs,
+                forward=_with_step(forward, number, other) if number < first else forward,
+                backward=_with_step(backward, number - first, other) if backward and number >= first else backward,
+            )
+            label = f"step {number} as {choice.lowering}"
+            found[label] = dataclasses.replace(plan, programs=programs, proven=False, origin=label)
+    return found
+
+
+def _with_step(program: Program, number: int, step: Step) -> Program:
+    steps = (*program.steps[:number], step, *program.steps[number + 1 :])
+    return dataclasses.replace(program, steps=steps)
+
+
+def _best_rounds(
+    programs: dict[str, Callable[[], None]], settings: Settings, pause: float
+) -> dict[str, Sequence[float]]:
+    """Time all programs in one round, then in further rounds those that may yet be the fastest, and the first."""
+    times: dict[str, list[float]] = {}
+    ours = next(iter(programs))
+    for label, program in programs.items():
+        program()
+        times[label] = [_seconds(program, pause)]
+    begun = time.perf_counter()
+    for done in range(1, settings.rounds):
+        if done >= 3 and time.perf_counter() - begun > settings.budget_seconds / 3:
+            break
+        least = min(min(seconds) for seconds in times.values())
+        for label, program in programs.items():
+            if label == ours or min(times[label]) <= _HOPELESS * least:
+                times[label].append(_seconds(program, pause))
+    return {label: tuple(seconds) for label, seconds in times.items()}
+
+
+def _seconds(program: Callable[[], None], pause: float, least: float = 2e-3) -> float:
+    """Seconds of a run, averaged over as many as last long enough for the clock, after a pause and one run more."""
+    time.sleep(pause)
+    program()
+    calls, begun = 0, time.perf_counter()
+    while True:
+        program()
+        calls += 1
+        if (spent := time.perf_counter() - begun) >= least:
+            return spent / calls

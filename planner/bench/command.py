@@ -1,0 +1,83 @@
+"""The command `python -m planner.bench`: its parts and options."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from planner import bench
+from planner.bench.choices import lowerings
+from planner.bench.dense import clique, sliced_einsum, three_way_batch, warm_call
+from planner.bench.gathers import gathered_keys_part, gathered_matmul, limited_matmul
+from planner.bench.report import as_json, cells, circumstances, markdown
+from planner.bench.timing import Result, Settings
+from planner.demo.ways import Framework
+
+__all__ = ["PARTS", "main"]
+
+PARTS: dict[str, Callable[[Framework, Settings], Iterator[Result]]] = {
+    "seed-gathered-matmul": gathered_matmul,
+    "seed-gathered-keys": gathered_keys_part,
+    "seed-gathered-matmul-limited": limited_matmul,
+    "seed-sliced-einsum": sliced_einsum,
+    "three-way-batch": three_way_batch,
+    "clique": clique,
+    "warm-call": warm_call,
+    "lowerings": lowerings,
+}
+
+
+def _refusal(frameworks: Sequence[Framework]) -> str:
+    """Say what would make the figures mean something else, "" if nothing would."""
+    if os.environ.get("THP_MEM_ALLOC_ENABLE"):
+        return "THP_MEM_ALLOC_ENABLE is set: it makes allocation cheaper for some programs only; unset it"
+    if "torch" in frameworks:
+        import torch
+
+        opt_einsum: Any = torch.backends.opt_einsum
+        if not (opt_einsum.is_available() and opt_einsum.enabled):
+            return "torch.einsum does not use opt_einsum here, so it is not the peer that users have"
+    return ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, and write it after a whole run; 1 if `--strict` and a target is missed."""
+    parser = argparse.ArgumentParser("python -m planner.bench", description=(bench.__doc__ or "").split("\n\n")[1])
+    parser.add_argument("--only", choices=PARTS, help="one part; nothing is written")
+    parser.add_argument("--framework", choices=("torch", "jax"), help="one framework; nothing is written")
+    parser.add_argument("--rounds", type=int, default=Settings().rounds, help="runs of each program, at most")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/benchmarks"), metavar="FOLDER")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
+    options = parser.parse_args(argv)
+    asked: tuple[Framework, ...] = (options.framework,) if options.framework else ("torch", "jax")
+    frameworks = [framework for framework in asked if importlib.util.find_spec(framework)]
+    for missing in set(asked) - set(frameworks):
+        print(f"{missing} is not installed: its targets are left out", file=sys.stderr)
+    # The targets are a CPU's, and a GPU would make JAX alone run elsewhere.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    refusal = _refusal(frameworks)
+    if refusal:
+        print(refusal, file=sys.stderr)
+        return 2
+    settings = Settings(rounds=options.rounds)
+    results: list[Result] = []
+    for name, part in PARTS.items():
+        if options.only not in (None, name):
+            continue
+        for framework in frameworks:
+            for result in part(framework, settings):
+                results.append(result)
+                print("  ".join(cells(result)), flush=True)
+    missed = sum(not result.met for result in results)
+    print(f"{len(results) - missed} of {len(results)} targets met")
+    if not options.only and len(frameworks) == 2:
+        about = circumstances(settings)
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / f"{about['machine']}.json").write_text(as_json(results, about))
+        (options.out / f"{about['machine']}.md").write_text(markdown(results, about))
+    return 1 if options.strict and missed else 0

@@ -1,0 +1,140 @@
+"""Products without gathers, against torch's own ways to write them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from planner.bench.timing import MODES, Result, Settings, block_of, interleaved, medians_of, prepared, timed
+from planner.demo.runs import TorchRun
+from planner.demo.ways import OURS, Framework, Way, einsum_of, flattened_gemm, our_way, two_step_sum
+from planner.workloads import WORKLOADS
+
+__all__ = ["clique", "sliced_einsum", "three_way_batch", "warm_call"]
+
+
+def three_way_batch(framework: Framework, settings: Settings) -> Iterator[Result]:
+    """opt_einsum #254: the (b, k) weight belongs on the small operand first."""
+    if framework != "torch":
+        return
+    part = "three-way-batch"
+    workload = WORKLOADS[part]
+    peer = Way("torch.einsum", einsum_of(workload.spec))
+    runs = prepared(framework, workload, [peer, our_way(workload)])
+    times = timed(runs, "f", framework, settings)
+    medians = medians_of(times)
+    ratio = medians["torch.einsum"] / medians[OURS]
+    what = "forward: times faster than torch.einsum"
+    yield Result(part, framework, what, 5, ratio, medians=medians, rounds=len(times[OURS]))
+
+
+def warm_call(framework: Framework, settings: Settings) -> Iterator[Result]:
+    """A call on small matrices is overhead alone: the plan must be found in a few microseconds."""
+    if framework != "torch":
+        return
+    import torch
+
+    import planner
+
+    small = WORKLOADS["seed-outer-and-matmul"]
+    chain = "ab,bc,cd,de->ae"
+    matrices = tuple(torch.randn(8, 8) for _ in range(4))
+    lines: tuple[tuple[str, str, tuple[Any, ...], float], ...] = (
+        ("5 x 784 by 784 x 10: of a torch.einsum call", small.spec, small.operands("torch"), 0.7),
+        (
+            "5 x 784 by 784 x 10, operands that take gradients: of a torch.einsum call",
+            small.spec,
+            small.operands("torch", requires_grad=True),
+            0.85,
+        ),
+        ("a chain of four 8 x 8: of a torch.einsum call", chain, matrices, 0.15),
+    )
+    for what, spec, operands, target in lines:
+        programs = {
+            "torch.einsum": block_of(functools.partial(torch.einsum, spec, *operands), settings.calls),
+            OURS: block_of(functools.partial(planner.contract, spec, *operands), settings.calls),
+        }
+        for program in programs.values():
+            program()
+        times = interleaved(programs, framework, settings)
+        medians = {label: seconds / settings.calls for label, seconds in medians_of(times).items()}
+        ratio = medians[OURS] / medians["torch.einsum"]
+        yield Result(
+            "warm-call",
+            framework,
+            what,
+            target,
+            ratio,
+            at_most=True,
+            medians=medians,
+            rounds=len(times[OURS]),
+        )
+
+
+# Variant of the workload, and what may be taken of the fastest peer's time, forward alone and with gradients. A
+# tenth is left to noise where nothing is to be won over a plain product.
+_SLICED = (
+    ("seed-sliced-einsum", "X[:8]", 0.97, 1.1),
+    ("seed-sliced-einsum/strided", "X[:8, ::2]", 0.97, 1.1),
+    ("seed-sliced-einsum/overlap", "X[4:12]", 1.1, 1.1),
+    ("seed-sliced-einsum/k-major", "X k-major", 1.1, 1.1),
+    ("seed-two-by-matrices", "two by matrices", 1.1, 1.1),
+    ("seed-sliced-einsum", "X contiguous", 1.1, 1.1),
+)
+
+
+def sliced_einsum(framework: Framework, settings: Settings) -> Iterator[Result]:
+    """Seed 001: slices and strides of one array, against einsum, the two-step sum and a GEMM made by hand."""
+    if framework != "torch":
+        return
+    for name, title, *targets in _SLICED:
+        workload = WORKLOADS[name].cpu()
+        if title == "X contiguous":
+            workload = dataclasses.replace(workload, views=())
+        peers = [
+            Way("torch.einsum", einsum_of(workload.spec)),
+            Way("(x @ y).sum(0)", two_step_sum),
+            Way("flattened GEMM", flattened_gemm),
+        ]
+        runs = prepared(framework, workload, [*peers, our_way(workload)])
+        for (mode, words), target in zip(MODES, targets, strict=True):
+            times = timed(runs, mode, framework, settings)
+            medians = medians_of(times)
+            ratio = medians[OURS] / min(medians[peer.label] for peer in peers)
+            what = f"{title}, {words}: of the fastest other way's time"
+            yield Result(
+                "seed-sliced-einsum", framework, what, target, ratio, at_most=True, medians=medians,
+                rounds=len(times[OURS]),
+            )  # fmt: skip
+
+
+def clique(framework: Framework, settings: Settings) -> Iterator[Result]:
+    """Jax #24915: fastest slice by slice; einsum, which takes half a minute and 17 GB, is run once."""
+    if framework != "torch":
+        return
+    part = "clique"
+    workload = WORKLOADS[part].cpu()
+    ours = TorchRun(our_way(workload), workload, workload.takes_gradient)
+    ours.both(), ours.forward()
+    programs = {"forward": ours.forward, "with gradients": ours.both}
+    times = interleaved(programs, framework, settings)
+    medians = medians_of(times)
+    peer = TorchRun(Way("torch.einsum", einsum_of(workload.spec)), workload, workload.takes_gradient)
+    once = medians_of(interleaved({"torch.einsum": peer.forward}, framework, dataclasses.replace(settings, rounds=1)))
+    rounds = len(times["forward"])
+    yield Result(
+        part, framework, "forward: times faster than torch.einsum, which is run once", 150,
+        once["torch.einsum"] / medians["forward"], medians={**once, OURS: medians["forward"]}, rounds=rounds,
+    )  # fmt: skip
+    what = "with gradients: of the forward's time"
+    ratio = medians["with gradients"] / medians["forward"]
+    yield Result(part, framework, what, 6, ratio, at_most=True, medians=medians, rounds=rounds)
+    forward, both, retained = ours.memory()
+    for what, limit, count in (
+        ("newly allocated in the forward", 2, forward),
+        ("newly allocated with gradients", 5, both),
+        ("retained", 0, retained),
+    ):
+        yield Result(part, framework, what, limit, count / 1e6, "MB", at_most=True, medians={OURS: count})

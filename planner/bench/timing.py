@@ -1,0 +1,124 @@
+"""Programs timed in turn, and the line of a target that comes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from planner.demo.rows import differences
+from planner.demo.runs import PAUSE_SECONDS, RUNS, Run
+from planner.demo.ways import Framework, Way
+from planner.workloads import Skew, Workload
+
+__all__ = ["MODES", "Mode", "Result", "Settings", "block_of", "interleaved", "medians_of", "prepared", "timed"]
+
+Mode = Literal["f", "g"]
+MODES: tuple[tuple[Mode, str], ...] = (("f", "forward"), ("g", "forward and gradients"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """How to measure.
+
+    Attributes:
+        rounds: runs of each program, at most.
+        budget_seconds: time for one comparison, after which no further round begins (three are always run).
+        pause_seconds: the pause before each run: a program pays for the memory that the one before gave back.
+        calls: calls in a block when a single call's overhead is measured.
+    """
+
+    rounds: int = 11
+    budget_seconds: float = 30.0
+    pause_seconds: Mapping[str, float] = dataclasses.field(default_factory=PAUSE_SECONDS.copy)
+    calls: int = 2000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """One target line.
+
+    Attributes:
+        part: name in `PARTS`.
+        framework: where it ran.
+        what: the comparison in words.
+        target: the number to reach.
+        measured: the number reached.
+        unit: "x" for a ratio of medians, "MB" for bytes.
+        at_most: whether the target is an upper bound.
+        medians: median seconds (or bytes) of each program, by label.
+        rounds: runs behind each median.
+    """
+
+    part: str
+    framework: Framework
+    what: str
+    target: float
+    measured: float
+    unit: Literal["x", "MB"] = "x"
+    at_most: bool = False
+    medians: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    rounds: int = 1
+
+    @property
+    def met(self) -> bool:
+        """Whether the target is reached."""
+        return self.measured <= self.target if self.at_most else self.measured >= self.target
+
+
+def interleaved(
+    programs: Mapping[str, Callable[[], Any]], framework: Framework, settings: Settings
+) -> dict[str, list[float]]:
+    """Time programs in turn, round after round, with a pause before each run; they must be warm."""
+    times: dict[str, list[float]] = {label: [] for label in programs}
+    begun = time.perf_counter()
+    for done in range(settings.rounds):
+        if done >= 3 and time.perf_counter() - begun > settings.budget_seconds:
+            break
+        for label, program in programs.items():
+            time.sleep(settings.pause_seconds[framework])
+            start = time.perf_counter()
+            result = program()
+            times[label].append(time.perf_counter() - start)
+            del result
+    return times
+
+
+def medians_of(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the median of each program."""
+    return {label: statistics.median(seconds) for label, seconds in times.items()}
+
+
+def prepared(framework: Framework, workload: Workload, ways: Sequence[Way], skew: Skew = "uniform") -> dict[str, Run]:
+    """Prepare all ways, see that their values and gradients are equal, and warm them."""
+    runs: dict[str, Run] = {}
+    expected = None
+    for way in ways:
+        run = RUNS[framework](way, workload, workload.takes_gradient, skew)
+        results = run.results()
+        expected = expected or results
+        wrong = differences(results, expected)
+        if wrong:
+            raise AssertionError(f"{workload.name}, {framework}: {way.label} differs in {wrong}")
+        del results
+        run.forward()
+        runs[way.label] = run
+    return runs
+
+
+def timed(runs: Mapping[Any, Run], mode: Mode, framework: Framework, settings: Settings) -> dict[str, list[float]]:
+    """Time runs, forward alone or with gradients."""
+    programs = {label: run.forward if mode == "f" else run.both for label, run in runs.items()}
+    return interleaved(programs, framework, settings)
+
+
+def block_of(call: Callable[[], Any], calls: int) -> Callable[[], None]:
+    """Return a program of that many calls."""
+
+    def block() -> None:
+        for _ in range(calls):
+            call()
+
+    return block
