@@ -1,0 +1,89 @@
+"""What a step computes: an op in a named implementation, on arrays as the caller gave them.
+
+Operands and index arrays are reshaped and brought into range in here, so that what a backward pass holds is the
+caller's own array wherever possible.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from planner.backends.common import Given, Prepared
+from planner.backends.jax_index import index_shape, is_bad, normalised
+from planner.backends.jax_poison import poisoned
+from planner.backends.jax_reads import Reads, only_read_rows, unread
+from planner.backends.jax_rows import make_table
+from planner.lower import Op
+from planner.spec import Spec
+
+__all__ = ["TABLE", "Mode", "Shape", "cast", "compiled", "compiled_cast", "evaluate", "input_count"]
+
+Shape = tuple[int, ...]
+# The index mode, in which index arrays are read, and the precision of products.
+Mode = tuple[str, str | None]
+
+TABLE = make_table()
+
+
+def input_count(op: Op) -> int:
+    """Number of array inputs of an op, index arrays not counted."""
+    return 1 if op.source_dtype is not None else len(op.spec.inputs) + op.pair
+
+
+def _index_arrays(raw: Mapping[str, Any], spec: Spec, index_mode: str, poisons: bool = False) -> Prepared:
+    """Index arrays as a spec has them, in range; `poisons` says that results will be NaN wherever a bad one acts."""
+    index = Prepared(index_mode in ("raise", "drop") and not poisons)
+    for gather in spec.gathers:
+        given = raw[gather.array].reshape(index_shape(spec, gather.array))
+        normal = partial(normalised, gather=gather, mode="wrapped" if poisons else index_mode)
+        index[gather] = normal(given)
+        index.given[gather] = Given(given, normal, partial(is_bad, gather=gather) if poisons else None)
+    return index
+
+
+def evaluate(*arguments: Any, op: Op, lowering: str, mode: Mode, views: tuple[Shape, ...], reads: Reads) -> list[Any]:
+    """Compute a step; this is what the primitive lowers to."""
+    count, (index_mode, precision) = input_count(op), mode
+    inputs = [x.reshape(shape) for x, shape in zip(arguments[:count], op.input_shapes, strict=True)]
+    raw = dict(zip(reads.arrays, arguments[count:], strict=True))
+    # A bad index that cannot be refused puts NaN wherever it had a say, so until then it may read any row of its own.
+    poisons = index_mode == "raise" and jnp.issubdtype(op.dtype, jnp.inexact) and all(g.size for g in op.spec.gathers)
+    index = _index_arrays(raw, op.spec, index_mode, poisons)
+    for place, spec, term in unread(op, lowering, reads):
+        inputs[place] = only_read_rows(inputs[place], spec, term, raw, index_mode)
+    with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
+        results = TABLE.run(lowering, op, inputs, index)
+    if index_mode == "raise" and not index.shown:
+        terms = op.spec.inputs if op.pair else (op.spec.output,)
+        results = tuple(poisoned(x, term, op.spec, index) for x, term in zip(results, terms, strict=True))
+    return [x.reshape(view) for x, view in zip(results, views, strict=True)]
+
+
+def cast(x: Any, dtype: str) -> Any:
+    """Compute a cast; of a complex array the real part where the dtype is real."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating):
+        x = x.real
+    return lax.convert_element_type(x, jnp.dtype(dtype))
+
+
+@lru_cache(maxsize=4096)
+def compiled(**parameters: Any) -> Callable[..., list[Any]]:
+    """Return `evaluate` with these parameters, jitted."""
+    return jax.jit(partial(evaluate, **parameters))
+
+
+@lru_cache(maxsize=64)
+def compiled_cast(dtype: str) -> Callable[..., list[Any]]:
+    """Return a cast, jitted, with its result in a list as a step has them."""
+
+    def as_step(x: Any) -> list[Any]:
+        return [cast(x, dtype)]
+
+    return jax.jit(as_step)
