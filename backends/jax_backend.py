@@ -40,6 +40,7 @@ class JaxBackend(Backend):
     """Runs plans on JAX arrays."""
 
     name = "jax"
+    compiles = True
 
     def __init__(self) -> None:
         self.table = TABLE
@@ -136,6 +137,36 @@ class JaxBackend(Backend):
 
         return run
 
+    def compiled_bytes(self, plan: Plan) -> int | None:
+        """Compile both programs for stand-ins, and ask XLA; None where the plan is for another kind of device."""
+        if plan.device.kind != self.device(()).kind or (plan.dtype in NARROW and not _wide_types()):
+            return None
+        run = plan_run(plan)
+        integers = jnp.int64 if _wide_types() else jnp.int32
+        shapes = dict(plan.index_shapes)
+        arrays = tuple(jax.ShapeDtypeStruct(shapes[name], integers) for name in plan.resolved.spec.arrays)
+        operands = [
+            jax.ShapeDtypeStruct(o.shape, jax.dtypes.canonicalize_dtype(o.dtype)) for o in plan.operands
+        ]  # fmt: skip
+        # Traced integers have no NaN to mark a bad index with, so under "raise" only values that were seen are taken.
+        marks = plan.index_mode != "raise" or jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact)
+        mode = plan.index_mode if marks else "checked"
+        peaks = [_peak_bytes(lambda xs, qs: run(xs, qs, mode), tuple(operands), arrays)]
+        needs = [number for number, variable in enumerate(plan.programs.gradients) if variable is not None]
+        if needs:
+
+            def pullback(xs: tuple[Any, ...], qs: tuple[Any, ...]) -> Any:
+                def of(*wanted: Any) -> Any:
+                    given = dict(zip(needs, wanted, strict=True))
+                    return run(tuple(given.get(number, x) for number, x in enumerate(xs)), qs, mode)
+
+                return jax.vjp(of, *(xs[number] for number in needs))
+
+            result, back = jax.eval_shape(pullback, tuple(operands), arrays)
+            backward = _peak_bytes(lambda back, gradient: back(gradient), back, result)
+            peaks.append(None if backward is None else backward + plan.cost.retained_bytes)
+        return None if None in peaks else max(peak for peak in peaks if peak is not None)
+
     def refuse_dataless(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
         """Refuse traced arrays."""
         arrays = [(f"operand {number}", x) for number, x in enumerate(operands)]
@@ -178,6 +209,12 @@ class JaxBackend(Backend):
             return partial(function, *inputs, *(arrays[name] for name in own.arrays))
 
         return Stepwise(values, bind, {})
+
+
+def _peak_bytes(function: Callable[..., Any], *stand_ins: Any) -> int | None:
+    """What a compiled function allocates at most, its results counted; None where the platform does not say."""
+    memory = jax.jit(function).lower(*stand_ins).compile().memory_analysis()
+    return None if memory is None else int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
 
 
 def _primal(x: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from jax import lax
 
 from planner.backends.jax_index import index_shape
 from planner.backends.jax_tree import Run, tree_run
-from planner.loops import accumulator, body_of, covers, parts, slice_counts
+from planner.loops import accumulator, body_of, covers, slice_counts
 from planner.spec import Gather
 
 if TYPE_CHECKING:
@@ -25,29 +25,28 @@ def plan_run(plan: Plan) -> Run:
     """Return the function that runs a plan, slice by slice where it is a loop."""
     if plan.loop is None:
         return tree_run(plan)
-    sliced: Run = jax.jit(_SliceLoop(plan).whole, static_argnums=(2,))
+    # Only counters are kept of a loop whose body is checkpointed; a checkpoint around it computes them anew instead.
+    sliced: Run = jax.jit(jax.checkpoint(_SliceLoop(plan).whole, static_argnums=(2,)), static_argnums=(2,))
     return sliced
 
 
 class _SliceLoop:
     """A plan's loop.
 
-    Operands are closed over and cut inside a checkpointed body, and sums are carried: so nothing of a slice is
-    kept for the backward pass.
+    Operands are cut inside a checkpointed body, and sums are carried: so nothing of a slice is kept for the backward
+    pass.
 
     Attributes:
-        bodies: sizes that slices have, and the function that runs a slice of them.
-        starts: where the slices of some sizes start, along each axis that is cut.
+        bodies: sizes that slices have, how many have them, and the function that runs one.
         brackets: the axes of each index array.
     """
 
     def __init__(self, plan: Plan) -> None:
         assert plan.loop is not None
         self.axes, self.spec, self.dtype = plan.loop.axes, plan.resolved.spec, plan.dtype
-        self.bodies = [(sizes, plan_run(body_of(plan, sizes))) for sizes, _ in slice_counts(self.axes, self.spec)]
-        self.starts: dict[tuple[int, ...], list[list[int]]] = {}
-        for part in parts(self.axes, self.spec):
-            self.starts.setdefault(tuple(part.sizes.values()), []).append([start for _, start, _ in part.spans])
+        self.bodies = [
+            (sizes, count, plan_run(body_of(plan, sizes))) for sizes, count in slice_counts(self.axes, self.spec)
+        ]
         self.brackets = [next(g.axes for g in self.spec.gathers if g.array == name) for name in self.spec.arrays]
 
     def whole(self, leaves: tuple[Any, ...], index_values: tuple[Any, ...], mode: str) -> Any:
@@ -57,33 +56,40 @@ class _SliceLoop:
         shapes = [index_shape(spec, name) for name in spec.arrays]
         indices = [q.reshape(shape) for q, shape in zip(index_values, shapes, strict=True)]
         out = jnp.zeros(spec.output_shape, jnp.dtype(accumulator(self.dtype)))
-        for sizes, body in self.bodies:
+        for sizes, count, body in self.bodies:
+            of_slice = jax.checkpoint(partial(self._with_slice, sizes, body, mode))
 
-            def step(out: Any, position: Any, sizes: Mapping[str, int] = sizes, body: Run = body) -> Any:
-                starts = {axis: position[number] for number, axis in enumerate(sizes)}
-                of_slice = jax.checkpoint(partial(self._of_slice, sizes, body, mode))
-                return self._placed(of_slice(xs, indices, starts), out, sizes, starts), None
+            def step(out: Any, number: Any, of_slice: Callable[..., Any] = of_slice) -> Any:
+                return of_slice(out, number, xs, indices), None
 
-            out, _ = lax.scan(step, out, jnp.asarray(self.starts[tuple(sizes.values())], jnp.int32))
+            out, _ = lax.scan(step, out, jnp.arange(count, dtype=jnp.int32))
         return out.astype(self.dtype)
 
-    def _of_slice(
-        self, sizes: Mapping[str, int], body: Run, mode: str, xs: Sequence[Any], indices: Sequence[Any],
-        starts: Mapping[str, Any],
+    def _with_slice(
+        self, sizes: Mapping[str, int], body: Run, mode: str, out: Any, number: Any, xs: Sequence[Any],
+        indices: Sequence[Any],
     ) -> Any:  # fmt: skip
-        """What a slice computes, cut from the whole operands and index arrays."""
+        """The result so far with that of a slice: it is a part of it, or is added to it."""
+        starts, term = self._starts(sizes, number), self.spec.output
         pieces = tuple(_cut(x, term, sizes, starts) for x, term in zip(xs, self.spec.inputs, strict=True))
         rows = tuple(_cut(q, axes, sizes, starts) for q, axes in zip(indices, self.brackets, strict=True))
-        return body(pieces, rows, mode)
-
-    def _placed(self, value: Any, out: Any, sizes: Mapping[str, int], starts: Mapping[str, Any]) -> Any:
-        """The result so far with that of a slice: it is a part of it, or is added to it."""
-        term = self.spec.output
-        value = value.astype(out.dtype)
+        value = body(pieces, rows, mode).astype(out.dtype)
         if not covers(self.axes, term):
             here = _cut(out, term, sizes, starts)
             value = here | value if value.dtype == bool else here + value
         return lax.dynamic_update_slice(out, value, _corner(term, starts))
+
+    def _starts(self, sizes: Mapping[str, int], number: Any) -> dict[str, Any]:
+        """Where the slice of a number starts, among those of the same sizes: the last axis is cut fastest."""
+        starts: dict[str, Any] = {}
+        for axis, size in reversed(self.axes):
+            whole = self.spec.size(axis) // size
+            if sizes[axis] < size:  # the one that is left over
+                starts[axis] = whole * size
+            else:
+                starts[axis] = lax.rem(number, jnp.int32(whole)) * size
+                number = lax.div(number, jnp.int32(whole))
+        return starts
 
 
 def _cut(x: Any, term: Sequence[str | Gather], sizes: Mapping[str, int], starts: Mapping[str, Any]) -> Any:

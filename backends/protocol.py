@@ -101,10 +101,12 @@ class Backend(Protocol):
     Attributes:
         name: of the framework, as `planner.dispatch` knows it.
         table: its implementations.
+        compiles: whether calls may run programs that the framework made of a plan's steps as it liked.
     """
 
     name: str
     table: Table
+    compiles: bool = False
 
     def operand(self, array: Any) -> Operand:
         """Describe an array."""
@@ -162,6 +164,13 @@ class Backend(Protocol):
     def bind(self, plan: Plan) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan on operands and index arrays."""
         ...
+
+    def compiled_bytes(self, plan: Plan) -> int | None:
+        """Compile both programs of a plan, and return the peak of the larger; None where nothing can be said of it.
+
+        The backward program's counts what is retained. Nothing is compiled where `compiles` is false.
+        """
+        return None
 
     def refuse_dataless(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
         """Refuse arrays without values of their own: traced ones, those of transforms, stand-ins of the framework.

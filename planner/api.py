@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from planner.acceptance import accepted
 from planner.cost import itemsize
 from planner.device import Device
 from planner.dispatch import framework_of, load_backend, operands_framework
@@ -262,10 +264,11 @@ def _plan(
     if not compute.startswith(("float", "bfloat", "complex")):
         described = tuple(Operand(o.shape, o.dtype, o.strides, False) if o.requires_grad else o for o in described)
     text = spec if isinstance(spec, str) else str(spec)
-    made = make_plan(
-        text, resolved, index_shapes, described, compute, request.index_mode, framework,
-        device or backend.device(operands), options,
+    make = functools.partial(
+        make_plan, text, resolved, index_shapes, described, compute, request.index_mode, framework,
+        device or backend.device(operands),
     )  # fmt: skip
+    made = accepted(make, options, framework)
     return measured(made, operands, indices) if options.optimize == "measure" else made
 
 

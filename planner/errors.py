@@ -6,6 +6,8 @@ The two classes that Python users already catch for the same fault are bases too
 
 from __future__ import annotations
 
+from typing import Self
+
 __all__ = [
     "IndexRangeError",
     "PlannerError",
@@ -42,7 +44,25 @@ class IndexRangeError(PlannerError, IndexError):
 
 
 class PlannerLimitError(PlannerError):
-    """No plan satisfies the given limits; the message names a value that would succeed."""
+    """No plan satisfies the given limits; the message names a value that would succeed.
+
+    Attributes:
+        memory_limit, retain_limit: limits in bytes that succeed, given together; None for no limit.
+    """
+
+    def __init__(self, message: str, memory_limit: int | None = None, retain_limit: int | None = None) -> None:
+        self.memory_limit, self.retain_limit = memory_limit, retain_limit
+        super().__init__(message)
+
+    @classmethod
+    def naming(cls, why: str, asked: tuple[int | None, int | None], enough: tuple[int | None, int | None]) -> Self:
+        """Say why limits cannot be met, and name limits that succeed; both as memory and retain limit."""
+
+        def text(limits: tuple[int | None, int | None]) -> str:
+            named = zip(("memory_limit", "retain_limit"), limits, strict=True)
+            return " with ".join(f"{name}={limit}" for name, limit in named if limit is not None)
+
+        return cls(f"{why} within {text(asked)}; {text(enough)} succeeds", *enough)
 
 
 class SearchLimitError(PlannerError):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from planner.acceptance import fits_compiled
 from planner.alternatives import alternatives
 from planner.dispatch import framework_of, load_backend
 from planner.errors import PlannerError
@@ -111,7 +112,7 @@ def candidates(plan: Plan) -> list[Plan]:
         near = other.cost.seconds <= SLOWEST * cost.seconds and other.cost.peak_bytes <= room
         if ties and near and within(other.cost, plan.options):
             found.append(other)
-    return found[: MOST_CANDIDATES - 1]
+    return [other for other in found[: MOST_CANDIDATES - 1] if fits_compiled(other)]
 
 
 def _trial(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:

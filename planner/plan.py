@@ -93,6 +93,7 @@ class Plan:
             limits and for peak and retained bytes, all choices of what is kept; each step done as the objective has it.
         origin: how the tree was found.
         loop: the loop over slices, if the plan is one; each program then is that loop, as one step.
+        compiled_bytes: peak of the larger program as the framework compiled it, where a memory limit had it compiled.
     """
 
     text: str
@@ -110,6 +111,7 @@ class Plan:
     proven: bool
     origin: str
     loop: Loop | None = None
+    compiled_bytes: int | None = None
 
     @property
     def cost(self) -> PlanCost:

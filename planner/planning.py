@@ -123,20 +123,15 @@ def _limit_error(candidates: Sequence[Candidate], limits: Limits) -> PlannerLimi
                      key=lambda c: c.peak_bytes, default=None)  # fmt: skip
     least_retained = min((c for c in costs if memory is None or c.peak_bytes <= memory),
                          key=lambda c: c.retained_bytes, default=None)  # fmt: skip
-    asked = {"memory_limit": memory, "retain_limit": retain}
-    enough = dict(asked)
+    enough = Limits(memory, retain)
     if memory is not None and least_peak is not None:
-        enough["memory_limit"] = least_peak.peak_bytes
+        enough = enough._replace(memory=least_peak.peak_bytes)
     elif retain is not None and least_retained is not None:
-        enough["retain_limit"] = least_retained.retained_bytes
+        enough = enough._replace(retain=least_retained.retained_bytes)
     else:
         pair = min(costs, key=lambda c: (c.peak_bytes, c.retained_bytes))
-        enough = {"memory_limit": pair.peak_bytes, "retain_limit": pair.retained_bytes}
-    tried, given = (
-        " with ".join(f"{name}={limit}" for name, limit in limits.items() if limit is not None)
-        for limits in (asked, enough)
-    )
-    return PlannerLimitError(f"no plan was found within {tried}; {given} succeeds")
+        enough = Limits(pair.peak_bytes, pair.retained_bytes)
+    return PlannerLimitError.naming("no plan was found", limits, enough)
 
 
 def _ordered(problem: Problem, best: Candidate, options: Options) -> Candidate:

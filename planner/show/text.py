@@ -53,6 +53,15 @@ def table_lines(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]
     return lines
 
 
+def _compiled(plan: Plan) -> str:
+    """What was seen of a plan under a memory limit where the framework compiles it."""
+    if plan.options.memory_limit is None or plan.backend != "jax":
+        return ""
+    if plan.compiled_bytes is None:
+        return "; limit unverified"
+    return f"; compiled {bytes_text(plan.compiled_bytes)}, inside another jit unverified"
+
+
 def plan_text(plan: Plan) -> str:
     """Return what `print(plan)` shows."""
     wanted = [str(n) for n, operand in enumerate(plan.operands) if operand.requires_grad]
@@ -64,7 +73,7 @@ def plan_text(plan: Plan) -> str:
     summary[1].append(_naive_way(plan.resolved.spec))
     how = f"{plan.origin} search" if plan.origin.startswith("exact") else plan.origin
     keep = f"; {_kept(plan)}" if wanted else ""
-    summary[2].append(f"{how}, {'proven' if plan.proven else 'not proven'}{keep}")
+    summary[2].append(f"{how}, {'proven' if plan.proven else 'not proven'}{keep}{_compiled(plan)}")
     lines = [head, *table_lines(summary, (0, 6))]
     rows: list[Sequence[str]] = [["#", "step", "lowered to", "FLOPs", "moves", "live", "time", "keeps"]]
     backward = plan.programs.backward
