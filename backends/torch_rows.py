@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from planner.backends.common import WHOLE_POOL, copied_bytes, flat_stock_cost, picoseconds, stock_rows
 from planner.backends.kernel_rows import POOL_FUNCTIONS, Kernels, PoolKernels, group_sizes, kernel_rows
 from planner.backends.protocol import Lowering, Table
 from planner.backends.stock import View, matmul_product
+from planner.backends.torch_modes import transformed
 from planner.cost import StepCost, itemsize
 from planner.device import Device
 from planner.kernels import torch_grouped, torch_grouping, torch_pooled
@@ -91,7 +91,7 @@ class TorchOps:
         wide = values.float() if _is_half(values) else values
         out = wide.new_zeros((math.prod(shape[:count]), *shape[count:]))
         # Out of place where a transform must see it: that copies the zeros once more.
-        add = out.index_add if _transformed() else out.index_add_
+        add = out.index_add if transformed() else out.index_add_
         out = add(0, flat, wide.reshape(flat.shape[0], *shape[count:]))
         return out.reshape(tuple(shape)).to(values.dtype)
 
@@ -104,15 +104,10 @@ class TorchOps:
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
     """Product of tensors of as many dimensions, row-major unless derivatives are recorded: torch follows strides."""
-    if _transformed() or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
+    if transformed() or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
         return a * b
     shape = [n if m == 1 else m for m, n in zip(a.shape, b.shape, strict=True)]
     return torch.mul(a, b, out=a.new_empty(shape, dtype=torch.promote_types(a.dtype, b.dtype)))
-
-
-def _transformed() -> bool:
-    """Whether `torch.func` or forward mode is at work."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _flat_index(index: Sequence[Tensor], shape: Sequence[int]) -> tuple[Tensor, torch.Size]:
