@@ -13,7 +13,7 @@ from torch import Tensor
 from planner.backends.common import WHOLE_POOL, copied_bytes, flat_stock_cost, picoseconds, stock_rows
 from planner.backends.kernel_rows import POOL_FUNCTIONS, Kernels, PoolKernels, group_sizes, kernel_rows
 from planner.backends.protocol import Lowering, Table
-from planner.backends.stock import View, matmul_product
+from planner.backends.stock import Product, matmul_product, viewing
 from planner.backends.torch_modes import transformed
 from planner.cost import StepCost, itemsize
 from planner.device import Device
@@ -71,8 +71,8 @@ class TorchOps:
             return torch.matmul(a.int(), b.int()).bool()
         return torch.matmul(unit_strided(a), unit_strided(b))
 
-    def product(self, form: ProductForm, a: Tensor, b: Tensor, spec: Spec) -> Tensor:
-        return matmul_product(self.matmul, _multiply, self.permute, form, a, b, spec)
+    def product(self, form: ProductForm, spec: Spec) -> Product:
+        return matmul_product(self.matmul, _multiply, self.permute, form, spec)
 
     def iota(self, size: int, like: Tensor) -> Tensor:
         return torch.arange(size, device=like.device)
@@ -288,15 +288,12 @@ def _summed_cost(op: Op, device: Device) -> StepCost:
 
 
 def _run_summed(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    views, summed, result = _summed_layout(op.spec)
-    wide = _multiply(*(view.take(OPS.permute, x) for view, x in zip(views, inputs, strict=True)))
-    out = wide.sum(summed, dtype=wide.dtype)
-    return (result.take(OPS.permute, out),)
+    return (_summed_product(op.spec)(*inputs),)
 
 
 @lru_cache(maxsize=16384)
-def _summed_layout(spec: Spec) -> tuple[list[View], tuple[int, ...], View]:
-    """How the operands are multiplied, which dimensions are summed, and how the sums are viewed.
+def _summed_product(spec: Spec) -> Product:
+    """What multiplies two operands and sums.
 
     The product is laid out as the larger operand where that gives a row-major result.
     """
@@ -306,19 +303,24 @@ def _summed_layout(spec: Spec) -> tuple[list[View], tuple[int, ...], View]:
     order = (*(e for term in terms for e in term if e not in widest), *widest)  # the first ones are of size 1
     if [e for e in order if e in out and sizes[e] != 1] != [e for e in out if sizes[e] != 1]:
         order = (*out, *(e for e in widest if e not in out))
-    views = [
-        View.of(
-            [t.index(e) for e in order if e in t], [sizes[e] for e in t], [sizes[e] if e in t else 1 for e in order]
+    first, second = (
+        viewing(
+            OPS.permute,
+            [t.index(e) for e in order if e in t],
+            [sizes[e] for e in t],
+            [sizes[e] if e in t else 1 for e in order],
         )
         for t in terms
-    ]
-    kept = [e for e in order if e in out]
-    shape = [sizes[e] for e in out]
-    return (
-        views,
-        tuple(dim for dim, e in enumerate(order) if e not in out),
-        View.of([kept.index(e) for e in out], [sizes[e] for e in kept], shape),
     )
+    summed = tuple(dim for dim, e in enumerate(order) if e not in out)
+    kept = [e for e in order if e in out]
+    back = viewing(OPS.permute, [kept.index(e) for e in out], [sizes[e] for e in kept], [sizes[e] for e in out])
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        wide = _multiply(first(a), second(b))
+        return back(wide.sum(summed, dtype=wide.dtype))
+
+    return product
 
 
 def _pool(dense: bool) -> PoolKernels:
