@@ -48,7 +48,9 @@ def _is_half(x: Tensor) -> bool:
 
 def unit_strided(x: Tensor) -> Tensor:
     """Matrices one of whose strides is 1, copied if need be: torch multiplies others one by one, each copied."""
-    return x if 1 in x.stride()[-2:] or 1 in x.shape[-2:] or x.shape[0] == 1 else x.contiguous()
+    if x.is_contiguous() or 1 in x.stride()[-2:] or 1 in x.shape[-2:] or x.shape[0] == 1:
+        return x
+    return x.contiguous()
 
 
 class TorchOps:
@@ -68,8 +70,8 @@ class TorchOps:
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         if a.dtype == torch.bool:
-            return torch.matmul(a.int(), b.int()).bool()
-        return torch.matmul(unit_strided(a), unit_strided(b))
+            return torch.bmm(a.int(), b.int()).bool()
+        return torch.bmm(unit_strided(a), unit_strided(b))
 
     def product(self, form: ProductForm, spec: Spec) -> Product:
         return matmul_product(self.matmul, _multiply, self.permute, form, spec)
@@ -104,6 +106,11 @@ class TorchOps:
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
     """Product of tensors of as many dimensions, row-major unless derivatives are recorded: torch follows strides."""
+    if a.is_contiguous() and b.is_contiguous():
+        product = a * b
+        if product.is_contiguous():  # but for odd strides of dimensions of size 1 it is
+            return product
+        del product
     if transformed() or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
         return a * b
     shape = [n if m == 1 else m for m, n in zip(a.shape, b.shape, strict=True)]
@@ -115,8 +122,7 @@ def _flat_index(index: Sequence[Tensor], shape: Sequence[int]) -> tuple[Tensor, 
     flat = index[0] if len(index) == 1 else index[0].long()
     for size, more in zip(shape[1:], index[1:], strict=True):
         flat = flat * size + more
-    rows = torch.broadcast_shapes(*(q.shape for q in index))
-    return flat.expand(rows).reshape(-1), rows
+    return flat.reshape(-1), flat.shape
 
 
 OPS = TorchOps()
