@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from planner.backends.protocol import Lowering, Table
-from planner.backends.stock import ArrayOps, evaluate
+from planner.backends.stock import ArrayOps, diagonals, evaluate
 from planner.cost import StepCost, itemsize
 from planner.derive import batched
 from planner.device import Device
@@ -103,13 +103,9 @@ class PreparedIndex:
 
 def _term_mask(ops: ArrayOps, valid: Any, gather: Gather, term: Term, spec: Spec) -> Any:
     """Shape a mask over a bracket's axes so that it broadcasts over a term that has all of them."""
-    axes = list(gather.axes)
-    while len(axes) > len(set(axes)):
-        first, second = next((i, j) for i in range(len(axes)) for j in range(i) if axes[i] == axes[j])
-        valid = ops.diagonal(valid, second, first)
-        axes = [a for d, a in enumerate(axes) if d not in (first, second)] + [axes[first]]
+    diagonal, axes = diagonals(ops, gather.axes)
     sizes = dict(spec.sizes)
-    valid = ops.permute(valid, [axes.index(str(e)) for e in term if e in axes])
+    valid = ops.permute(diagonal(valid), [axes.index(str(e)) for e in term if e in axes])
     return valid.reshape([sizes[str(e)] if e in axes else 1 for e in term])
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from planner.backends.common import WHOLE_POOL, picoseconds, stock_rows
 from planner.backends.kernel_rows import POOL_FUNCTIONS, Kernels, PoolKernels, group_sizes, kernel_rows
 from planner.backends.protocol import Table
+from planner.backends.stock import Product
 from planner.cost import StepCost, itemsize
 from planner.device import Device
 from planner.kernels import jax_grouped, jax_grouping, jax_pooled
@@ -41,19 +42,20 @@ class JaxOps:
     def sum(self, x: Any, dims: Sequence[int]) -> Any:
         return jnp.sum(x, axis=tuple(dims), dtype=_wide(x.dtype)).astype(x.dtype)
 
-    def product(self, form: ProductForm, a: Any, b: Any, spec: Spec) -> Any:
+    def product(self, form: ProductForm, spec: Spec) -> Product:
         names = {axis: number for number, (axis, _) in enumerate(spec.sizes)}
         terms = [[names[str(e)] for e in term] for term in spec.terms]
-        wide = _wide(a.dtype)
-        if not form.contracted and set(terms[2]) == {*terms[0], *terms[1]}:
-            order = (*form.batch, *form.left, *form.right)
-            return jnp.transpose(
-                _spread(a, terms[0], [names[x] for x in order]) * _spread(b, terms[1], [names[x] for x in order]),
-                [order.index(str(e)) for e in spec.output],
-            )
-        kind = None if a.dtype == jnp.bool_ else wide
-        out = jnp.einsum(a, terms[0], b, terms[1], terms[2], preferred_element_type=kind)
-        return out.astype(a.dtype)
+        order = [names[e] for e in (*form.batch, *form.left, *form.right)]
+        back = [order.index(axis) for axis in terms[2]]
+
+        def multiplied(a: Any, b: Any) -> Any:
+            return jnp.transpose(_spread(a, terms[0], order) * _spread(b, terms[1], order), back)
+
+        def summed(a: Any, b: Any) -> Any:
+            kind = None if a.dtype == jnp.bool_ else _wide(a.dtype)
+            return jnp.einsum(a, terms[0], b, terms[1], terms[2], preferred_element_type=kind).astype(a.dtype)
+
+        return multiplied if not form.contracted and set(terms[2]) == {*terms[0], *terms[1]} else summed
 
     def iota(self, size: int, like: Any) -> Any:
         return jnp.arange(size)

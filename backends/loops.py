@@ -35,17 +35,29 @@ def run_loop(
         The results.
     """
     outputs: list[Any] = [None if r is None else r[1](not covers(loop.axes, r[0])) for r in results]
+    inputs = [_cut(x, term, loop.axes) for term, x in arrays]
+    rows = [(gather, _cut(values, gather.axes, loop.axes)) for gather, values in index.items()]
+    targets = [
+        (number, _cut(outputs[number], wanted[0], loop.axes), covers(loop.axes, wanted[0]))
+        for number, wanted in enumerate(results)
+        if wanted is not None
+    ]
     for part in parts(loop.axes, spec):
         here = Prepared(index.guarded)
-        for gather, values in index.items():
-            here[gather] = values[part.of(gather.axes)]
-        found = list(run(part, [x[part.of(term)] for term, x in arrays], here))
-        for number, (wanted, into) in enumerate(zip(results, outputs, strict=True)):
-            if wanted is not None:
-                term, _ = wanted
-                if covers(loop.axes, term):
-                    into[part.of(term)] = found[number]
-                else:
-                    into[part.of(term)] += found[number]
-            found[number] = None  # gone before the next slice begins
+        here.update((gather, cut(part)) for gather, cut in rows)
+        found = run(part, [cut(part) for cut in inputs], here)
+        for number, cut, covered in targets:
+            into = cut(part)
+            if covered:
+                into[...] = found[number]
+            else:
+                into += found[number]
+        del found  # gone before the next slice begins
     return outputs
+
+
+def _cut(x: Any, term: Term, axes: Sequence[tuple[str, int]]) -> Callable[[Part], Any]:
+    """Return what cuts a slice out of an array; one without any of the axes is taken whole."""
+    if any(axis in term for axis, _ in axes):
+        return lambda part: x[part.of(term)]
+    return lambda part: x

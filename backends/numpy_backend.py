@@ -21,7 +21,7 @@ from planner.backends.common import (
 )
 from planner.backends.loops import run_loop
 from planner.backends.protocol import Backend, Stepwise, Table
-from planner.backends.stock import matmul_product
+from planner.backends.stock import Product, matmul_product
 from planner.device import CPU, Device
 from planner.errors import PlannerError
 from planner.loops import accumulator, body_of
@@ -60,8 +60,8 @@ class NumpyOps:
         wide = _accumulator(a.dtype)
         return np.matmul(a.astype(wide, copy=False), b.astype(wide, copy=False)).astype(a.dtype, copy=False)
 
-    def product(self, form: ProductForm, a: Any, b: Any, spec: Spec) -> Any:
-        return matmul_product(self.matmul, partial(np.multiply, order="C"), self.permute, form, a, b, spec)
+    def product(self, form: ProductForm, spec: Spec) -> Product:
+        return matmul_product(self.matmul, partial(np.multiply, order="C"), self.permute, form, spec)
 
     def iota(self, size: int, like: Any) -> Any:
         return np.arange(size)

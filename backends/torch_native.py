@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from planner.backends.common import stock_kind
-from planner.backends.stock import evaluate
+from planner.backends.stock import evaluation
 from planner.backends.torch_rows import OPS, unit_strided
 from planner.lower import Op, product_form
 from planner.program import Leaf, Tree
@@ -75,7 +75,8 @@ def _compile(tree: Tree, operands: Sequence[Tensor], copies: bool) -> tuple[Run,
 
 
 def _stock_step(op: Op) -> Callable[..., Tensor]:
-    return lambda *inputs: evaluate(OPS, op.spec, inputs, {}, False)
+    run = evaluation(OPS, op.spec)
+    return lambda *inputs: run(inputs, {}, False)
 
 
 def _matmul_step(op: Op, standins: Sequence[Tensor], copies: bool) -> Callable[..., Tensor] | None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from planner.backends.common import WHOLE_POOL, copied_bytes, flat_stock_cost, picoseconds, stock_rows
 from planner.backends.kernel_rows import POOL_FUNCTIONS, Kernels, PoolKernels, group_sizes, kernel_rows
 from planner.backends.protocol import Lowering, Table
-from planner.backends.stock import View, matmul_product
+from planner.backends.stock import Product, matmul_product, viewing
+from planner.backends.torch_modes import transformed
 from planner.cost import StepCost, itemsize
 from planner.device import Device
 from planner.kernels import torch_grouped, torch_grouping, torch_pooled
@@ -48,7 +48,9 @@ def _is_half(x: Tensor) -> bool:
 
 def unit_strided(x: Tensor) -> Tensor:
     """Matrices one of whose strides is 1, copied if need be: torch multiplies others one by one, each copied."""
-    return x if 1 in x.stride()[-2:] or 1 in x.shape[-2:] or x.shape[0] == 1 else x.contiguous()
+    if x.is_contiguous() or 1 in x.stride()[-2:] or 1 in x.shape[-2:] or x.shape[0] == 1:
+        return x
+    return x.contiguous()
 
 
 class TorchOps:
@@ -68,11 +70,11 @@ class TorchOps:
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         if a.dtype == torch.bool:
-            return torch.matmul(a.int(), b.int()).bool()
-        return torch.matmul(unit_strided(a), unit_strided(b))
+            return torch.bmm(a.int(), b.int()).bool()
+        return torch.bmm(unit_strided(a), unit_strided(b))
 
-    def product(self, form: ProductForm, a: Tensor, b: Tensor, spec: Spec) -> Tensor:
-        return matmul_product(self.matmul, _multiply, self.permute, form, a, b, spec)
+    def product(self, form: ProductForm, spec: Spec) -> Product:
+        return matmul_product(self.matmul, _multiply, self.permute, form, spec)
 
     def iota(self, size: int, like: Tensor) -> Tensor:
         return torch.arange(size, device=like.device)
@@ -91,7 +93,7 @@ class TorchOps:
         wide = values.float() if _is_half(values) else values
         out = wide.new_zeros((math.prod(shape[:count]), *shape[count:]))
         # Out of place where a transform must see it: that copies the zeros once more.
-        add = out.index_add if _transformed() else out.index_add_
+        add = out.index_add if transformed() else out.index_add_
         out = add(0, flat, wide.reshape(flat.shape[0], *shape[count:]))
         return out.reshape(tuple(shape)).to(values.dtype)
 
@@ -104,15 +106,15 @@ class TorchOps:
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
     """Product of tensors of as many dimensions, row-major unless derivatives are recorded: torch follows strides."""
-    if _transformed() or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
+    if a.is_contiguous() and b.is_contiguous():
+        product = a * b
+        if product.is_contiguous():  # but for odd strides of dimensions of size 1 it is
+            return product
+        del product
+    if transformed() or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
         return a * b
     shape = [n if m == 1 else m for m, n in zip(a.shape, b.shape, strict=True)]
     return torch.mul(a, b, out=a.new_empty(shape, dtype=torch.promote_types(a.dtype, b.dtype)))
-
-
-def _transformed() -> bool:
-    """Whether `torch.func` or forward mode is at work."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _flat_index(index: Sequence[Tensor], shape: Sequence[int]) -> tuple[Tensor, torch.Size]:
@@ -120,8 +122,7 @@ def _flat_index(index: Sequence[Tensor], shape: Sequence[int]) -> tuple[Tensor, 
     flat = index[0] if len(index) == 1 else index[0].long()
     for size, more in zip(shape[1:], index[1:], strict=True):
         flat = flat * size + more
-    rows = torch.broadcast_shapes(*(q.shape for q in index))
-    return flat.expand(rows).reshape(-1), rows
+    return flat.reshape(-1), flat.shape
 
 
 OPS = TorchOps()
@@ -293,15 +294,12 @@ def _summed_cost(op: Op, device: Device) -> StepCost:
 
 
 def _run_summed(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    views, summed, result = _summed_layout(op.spec)
-    wide = _multiply(*(view.take(OPS.permute, x) for view, x in zip(views, inputs, strict=True)))
-    out = wide.sum(summed, dtype=wide.dtype)
-    return (result.take(OPS.permute, out),)
+    return (_summed_product(op.spec)(*inputs),)
 
 
 @lru_cache(maxsize=16384)
-def _summed_layout(spec: Spec) -> tuple[list[View], tuple[int, ...], View]:
-    """How the operands are multiplied, which dimensions are summed, and how the sums are viewed.
+def _summed_product(spec: Spec) -> Product:
+    """What multiplies two operands and sums.
 
     The product is laid out as the larger operand where that gives a row-major result.
     """
@@ -311,19 +309,24 @@ def _summed_layout(spec: Spec) -> tuple[list[View], tuple[int, ...], View]:
     order = (*(e for term in terms for e in term if e not in widest), *widest)  # the first ones are of size 1
     if [e for e in order if e in out and sizes[e] != 1] != [e for e in out if sizes[e] != 1]:
         order = (*out, *(e for e in widest if e not in out))
-    views = [
-        View.of(
-            [t.index(e) for e in order if e in t], [sizes[e] for e in t], [sizes[e] if e in t else 1 for e in order]
+    first, second = (
+        viewing(
+            OPS.permute,
+            [t.index(e) for e in order if e in t],
+            [sizes[e] for e in t],
+            [sizes[e] if e in t else 1 for e in order],
         )
         for t in terms
-    ]
-    kept = [e for e in order if e in out]
-    shape = [sizes[e] for e in out]
-    return (
-        views,
-        tuple(dim for dim, e in enumerate(order) if e not in out),
-        View.of([kept.index(e) for e in out], [sizes[e] for e in kept], shape),
     )
+    summed = tuple(dim for dim, e in enumerate(order) if e not in out)
+    kept = [e for e in order if e in out]
+    back = viewing(OPS.permute, [kept.index(e) for e in out], [sizes[e] for e in kept], [sizes[e] for e in out])
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        wide = _multiply(first(a), second(b))
+        return back(wide.sum(summed, dtype=wide.dtype))
+
+    return product
 
 
 def _pool(dense: bool) -> PoolKernels:

@@ -172,13 +172,14 @@ def test_every_plan_gives_the_same_values_and_gradients(problem):
 
 def test_every_lowering_agrees():
     """Each row of the table that supports a step gives what the others give, for gradient steps and pairs too."""
-    from planner.backends.torch_backend import _Bound, backend
+    from planner.backends.torch_backend import backend
+    from planner.backends.torch_bound import BoundPlan
 
     ran = {row: 0 for row in backend.table.rows if row != "cast"}
 
     def agree(text, operands, options, seed):
         plan = planner.plan(text, *operands, **options)
-        bound, spec = _Bound(plan, backend), plan.resolved.spec
+        bound, spec = BoundPlan(plan, backend.table), plan.resolved.spec
         indices = {name: q for name, q in options.items() if isinstance(q, torch.Tensor)}
         random = np.random.default_rng(seed)
 

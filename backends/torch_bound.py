@@ -1,0 +1,188 @@
+"""A plan with what running it in torch needs: views of its arrays, both programs, and what they leave to autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from planner.backends.common import Prepared, exposed, mask_operands, mask_term, only_read_rows, run_program
+from planner.backends.loops import run_loop
+from planner.backends.protocol import Table
+from planner.backends.stock import evaluate
+from planner.backends.torch_index import TorchIndex, in_range
+from planner.backends.torch_rows import OPS, cast, torch_dtype
+from planner.backends.torch_tensor import finite
+from planner.kernels.torch_grouped import accumulator
+from planner.loops import body_of
+from planner.program import Leaf, Tree
+from planner.spec import Spec, Term
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
+
+__all__ = ["BoundLoop", "BoundPlan"]
+
+
+class BoundPlan:
+    """A plan with what running it in torch needs; one for each plan, kept with the function that runs it."""
+
+    def __init__(self, plan: Plan, table: Table) -> None:
+        self.plan, self.table = plan, table
+        self.resolved, self.programs, self.spec = plan.resolved, plan.programs, plan.resolved.spec
+        self.shapes = self.resolved.shapes
+        self.reshape = [s if s != o.shape else None for s, o in zip(self.shapes, plan.operands, strict=True)]
+        self.gathers = self.resolved.spec.gathers
+        self.index_shapes = dict(self.resolved.index_shapes)
+        self.dtype = torch_dtype(plan.dtype)
+        self.is_complex = self.dtype.is_complex
+        self.inexact = self.is_complex or self.dtype.is_floating_point
+        self.arrays = tuple(self.index_shapes)
+        self.exposed = exposed(plan.tree, self.spec, plan.steps)
+
+    def views(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        """Operands without their broadcast dimensions."""
+        return [x if shape is None else x.reshape(shape) for x, shape in zip(operands, self.reshape, strict=True)]
+
+    def leaves(self, operands: Sequence[Tensor], index: Prepared) -> list[Tensor]:
+        """Operands as the steps read them: NaN and infinities that no index reads are out of the way."""
+        values = mask_operands(OPS, self.views(operands), self.spec, index)
+        for number in self.exposed:
+            x = values[number]
+            if (x.is_floating_point() or x.is_complex()) and not finite(x):
+                values[number] = only_read_rows(OPS, x, self.spec.inputs[number], self.spec, index)
+        return values
+
+    def index_views(self, indices: Mapping[str, Any]) -> dict[str, Any]:
+        """Index arrays without their broadcast dimensions, as derived specs take them."""
+        return {name: q.reshape(self.index_shapes[name]) for name, q in indices.items()}
+
+    def prepare(self, indices: Mapping[str, Any]) -> Prepared:
+        """Check index arrays and shape them as the spec sees them."""
+        prepared = Prepared(False)
+        for gather in self.gathers:
+            raw = indices[gather.array]
+            if isinstance(raw, TorchIndex):
+                raw.check(gather, self.plan.index_mode)
+                values, dropped = raw.values, raw.guarded
+                if gather.axes and raw.values.dim() == len(gather.axes):
+                    prepared.orders[gather] = raw.groups
+            else:
+                values, dropped = in_range(raw, gather, self.plan.index_mode)
+            prepared[gather] = values.reshape(self.index_shapes[gather.array])
+            prepared.guarded |= dropped
+        return prepared
+
+    def forward(self, operands: Sequence[Tensor], index: Prepared) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Run the forward program: the result and the kept values."""
+        values: dict[int, Any] = dict(enumerate(self.leaves(operands, index)))
+        (result,) = run_program(self.table, self.programs.forward, values, index)
+        result = mask_term(OPS, result, self.spec.output, self.spec, index)
+        return result, tuple(values[v] for v in self.programs.kept)
+
+    def backward_values(
+        self, gradient: Tensor, operands: Sequence[Tensor], index: Prepared, kept: Mapping[int, Tensor]
+    ) -> dict[int, Any]:
+        """What the backward program is given, by variable."""
+        values: dict[int, Any] = {**dict(enumerate(self.leaves(operands, index))), **kept}
+        if self.is_complex:
+            values = {number: value.conj() for number, value in values.items()}
+        values[self.programs.output_gradient] = mask_term(OPS, gradient, self.spec.output, self.spec, index)
+        return values
+
+    def backward(
+        self, gradient: Tensor, operands: Sequence[Tensor], index: Prepared, kept: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Run the backward program: a gradient for each operand that needs one."""
+        program = self.programs.backward
+        assert program is not None
+        values = self.backward_values(gradient, operands, index, dict(zip(self.programs.kept, kept, strict=True)))
+        run_program(self.table, program, values, index)
+        gradients: list[Tensor | None] = []
+        for number, variable in enumerate(self.programs.gradients):
+            if variable is None:
+                gradients.append(None)
+                continue
+            found = mask_term(OPS, values[variable], self.spec.inputs[number], self.spec, index)
+            operand = operands[number]
+            if found.is_complex() and not operand.is_complex():
+                found = found.real
+            gradients.append(found.reshape(operand.shape))
+        return gradients
+
+    def contract(self, spec: Spec, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+        """Contract by a derived spec, with this plan's options."""
+        from planner.api import contract
+
+        options = self.plan.options
+        minimize = options.minimize if isinstance(options.minimize, str) else "time"
+        result: Tensor = contract(
+            spec, *operands, minimize=minimize, index_mode=self.plan.index_mode, dtype=self.plan.dtype, **indices
+        )
+        return result
+
+    def stock(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+        """Run the plan's tree with differentiable stock operators."""
+        index = self.prepare(indices)
+        leaves = self.leaves(operands, index)
+
+        def value(tree: Tree) -> Tensor:
+            if isinstance(tree, Leaf):
+                return leaves[tree.operand]
+            inputs = [value(child) for child in tree.children]
+            if tree.op.source_dtype is not None:
+                return cast(inputs[0], tree.op.dtype)
+            return evaluate(OPS, tree.op.spec, inputs, index, index.guarded)
+
+        return mask_term(OPS, value(self.plan.tree), self.spec.output, self.spec, index)
+
+
+class BoundLoop(BoundPlan):
+    """A plan that goes slice by slice: its programs call those of its body."""
+
+    def __init__(self, plan: Plan, table: Table) -> None:
+        super().__init__(plan, table)
+        self.body = lru_cache(maxsize=64)(lambda *sizes: BoundPlan(body_of(plan, dict(sizes)), table))
+
+    def _result(self, term: Term, dtype: torch.dtype, like: Tensor) -> tuple[Term, Callable[[bool], Tensor]]:
+        shape = self.spec.shape(term)
+
+        def allocate(zero: bool) -> Tensor:
+            return like.new_zeros(shape, dtype=accumulator(dtype)) if zero else like.new_empty(shape, dtype=dtype)
+
+        return term, allocate
+
+    def forward(self, operands: Sequence[Tensor], index: Prepared) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Run the forward program of every slice."""
+        assert self.plan.loop is not None
+        (result,) = run_loop(
+            self.plan.loop,
+            self.spec,
+            list(zip(self.spec.inputs, self.views(operands), strict=True)),
+            index,
+            lambda part, xs, here: self.body(*part.sizes.items()).forward(xs, here)[:1],
+            [self._result(self.spec.output, self.dtype, operands[0])],
+        )
+        return result.to(self.dtype), ()
+
+    def backward(
+        self, gradient: Tensor, operands: Sequence[Tensor], index: Prepared, kept: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Run the backward program of every slice."""
+        assert self.plan.loop is not None
+        spec, needs = self.spec, [v is not None for v in self.programs.gradients]
+        found = run_loop(
+            self.plan.loop,
+            spec,
+            list(zip((spec.output, *spec.inputs), (gradient, *self.views(operands)), strict=True)),
+            index,
+            lambda part, xs, here: self.body(*part.sizes.items()).backward(xs[0], xs[1:], here, ()),
+            [
+                self._result(term, x.dtype, x) if need else None
+                for term, x, need in zip(spec.inputs, operands, needs, strict=True)
+            ],
+        )
+        return [None if g is None else g.to(x.dtype).reshape(x.shape) for g, x in zip(found, operands, strict=True)]

@@ -1,0 +1,64 @@
+"""Index arrays: checked, brought into range, and prepared for many calls with their rows sorted by group."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from planner.backends.common import PreparedIndex, clip_error, range_error
+from planner.backends.torch_tensor import dataless, not_dense
+from planner.errors import PlannerError
+from planner.kernels import torch_grouping
+from planner.spec import Gather
+
+__all__ = ["TorchIndex", "in_range"]
+
+
+class TorchIndex(PreparedIndex):
+    """A prepared index with its rows sorted by group."""
+
+    prepared_framework = "torch"
+
+    def __init__(self, values: Tensor, size: int, mode: str, guarded: bool) -> None:
+        super().__init__(values, size, mode)
+        self.guarded = guarded
+        self.groups = torch_grouping.group_rows(values.reshape(-1), size)
+
+    def reshape(self, shape: Sequence[int]) -> TorchIndex:
+        """The same rows in another shape."""
+        if tuple(shape) == tuple(self.shape):
+            return self
+        view = copy.copy(self)
+        view.values = self.values.reshape(tuple(shape))
+        return view
+
+
+def in_range(raw: Tensor, gather: Gather, mode: str) -> tuple[Tensor, bool]:
+    """Bring an index array into [0, size]; also whether `size`, which means no row, occurs."""
+    size = gather.size
+    assert size is not None
+    if raw.layout != torch.strided:
+        raise PlannerError(f"index array {gather.array!r} {not_dense(raw)}")
+    if raw.numel() == 0 or dataless(raw):
+        return raw.long(), False
+    # A uint64 has no comparisons of its own: values from 2^63 on become negative, far out of any range.
+    wide = raw if raw.dtype in (torch.int64, torch.int32) else raw.long()
+    if raw.dtype == torch.uint64:
+        wide = torch.where(wide < 0, torch.iinfo(torch.int64).max, wide)
+    if mode == "clip":
+        if size == 0:
+            raise clip_error(gather)
+        return wide.clamp(0, size - 1), False
+    low, high = (int(v) for v in torch.aminmax(wide))
+    if mode == "raise":
+        if low < -size or high >= size:
+            bad = (wide < -size) if low < -size else (wide >= size)
+            position = tuple(int(i) for i in bad.nonzero()[0])
+            raise range_error(gather, position, int(raw[position].item()))
+        return (torch.where(wide < 0, wide + size, wide) if low < 0 else wide), False
+    if low < 0 or high >= size:
+        return torch.where((wide >= 0) & (wide < size), wide, size), True
+    return wide, False

@@ -1,0 +1,30 @@
+"""The modes that torch can be in around a call: a transform of `torch.func`, forward mode, autocast."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+__all__ = ["as_planned", "autocasts", "forward_mode", "grad_enabled", "in_functorch", "transform", "transformed"]
+
+# The innermost transform of `torch.func`, or None.
+transform = torch._C._functorch.peek_interpreter_stack
+grad_enabled = torch.is_grad_enabled
+autocasts = torch._C._is_any_autocast_enabled
+# Plans say what is computed in which dtype: within this context nothing is cast.
+as_planned = torch._C._DisableAutocast
+
+
+def in_functorch() -> bool:
+    """Whether a transform of `torch.func` is at work."""
+    return transform() is not None
+
+
+def forward_mode() -> bool:
+    """Whether tensors may carry tangents."""
+    return forward_ad._current_level >= 0
+
+
+def transformed() -> bool:
+    """Whether `torch.func` or forward mode is at work."""
+    return in_functorch() or forward_mode()

@@ -1,0 +1,30 @@
+"""Tensors as they are given: which can be contracted, and what can be seen of their values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+__all__ = ["dataless", "finite", "not_dense"]
+
+
+def not_dense(x: Tensor) -> str | None:
+    """Why a tensor cannot be contracted and what to do about it, or None if it is dense."""
+    if x.is_nested:
+        return "is a nested tensor, whose rows have no one shape: pad it, as torch.nested.to_padded_tensor(x, 0.0) does"
+    if x.is_quantized:
+        return "is a quantized tensor, and contractions take dense ones: pass it as .dequantize()"
+    if x.layout != torch.strided:
+        return f"is a tensor of layout {x.layout}, and contractions take dense ones: pass it as .to_dense()"
+    return None
+
+
+def dataless(x: Tensor) -> bool:
+    """Whether a tensor has a shape and a dtype but no values to look at."""
+    return x.is_meta or isinstance(x, FakeTensor)
+
+
+def finite(x: Tensor) -> bool:
+    """Whether a sum is finite; one that overflows only costs a needless look at the rows."""
+    return dataless(x) or bool(x.detach().abs().sum().isfinite())
