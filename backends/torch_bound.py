@@ -42,6 +42,11 @@ class BoundPlan:
         self.inexact = self.is_complex or self.dtype.is_floating_point
         self.arrays = tuple(self.index_shapes)
         self.exposed = exposed(plan.tree, self.spec, plan.steps)
+        # Views of operands are made anew for the backward program: one of a masked operand would keep the copy alive.
+        base = [variable.base for variable in self.programs.variables]
+        views = [s for s in self.programs.forward.steps if all(base[v] < len(self.shapes) for v in s.outputs)]
+        self.operand_views = [step for step in views if {base[v] for v in self.programs.kept} & {base[step.outputs[0]]}]
+        self.kept = tuple(v for v in self.programs.kept if base[v] >= len(self.shapes))
 
     def views(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """Operands without their broadcast dimensions."""
@@ -81,13 +86,16 @@ class BoundPlan:
         values: dict[int, Any] = dict(enumerate(self.leaves(operands, index)))
         (result,) = run_program(self.table, self.programs.forward, values, index)
         result = mask_term(OPS, result, self.spec.output, self.spec, index)
-        return result, tuple(values[v] for v in self.programs.kept)
+        return result, tuple(values[v] for v in self.kept)
 
     def backward_values(
         self, gradient: Tensor, operands: Sequence[Tensor], index: Prepared, kept: Mapping[int, Tensor]
     ) -> dict[int, Any]:
-        """What the backward program is given, by variable."""
+        """What the backward program is given, by variable; `kept` need not hold the views of operands."""
         values: dict[int, Any] = {**dict(enumerate(self.leaves(operands, index))), **kept}
+        for step in self.operand_views:
+            results = self.table.run(step.choice.lowering, step.op, [values[v] for v in step.inputs], index)
+            values.update(zip(step.outputs, results, strict=True))
         if self.is_complex:
             values = {number: value.conj() for number, value in values.items()}
         values[self.programs.output_gradient] = mask_term(OPS, gradient, self.spec.output, self.spec, index)
@@ -99,7 +107,7 @@ class BoundPlan:
         """Run the backward program: a gradient for each operand that needs one."""
         program = self.programs.backward
         assert program is not None
-        values = self.backward_values(gradient, operands, index, dict(zip(self.programs.kept, kept, strict=True)))
+        values = self.backward_values(gradient, operands, index, dict(zip(self.kept, kept, strict=True)))
         run_program(self.table, program, values, index)
         gradients: list[Tensor | None] = []
         for number, variable in enumerate(self.programs.gradients):

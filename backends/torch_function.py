@@ -91,7 +91,7 @@ class _Contract(torch.autograd.Function):
         result = _batched_call(info, in_dims[2:], bound, prepared, arrays)
         # Kept values are the batched call's own business.
         shape = (0,)
-        kept = tuple(result.new_zeros(shape) for _ in bound.programs.kept)
+        kept = tuple(result.new_zeros(shape) for _ in bound.kept)
         return (result, *kept), (0, *(None for _ in kept))
 
 

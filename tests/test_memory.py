@@ -150,6 +150,17 @@ def test_torch_retains_what_the_plan_says_of_random_specs():
     floors.at_least(examples(200, 2_000), nonzero=0.5, gather=0.5)
 
 
+# A kept view of an operand, whose dropped rows are zero in a copy, kept that copy alive.
+@example(
+    Problem(
+        "...p[a]q[...a]q[...a]ab, p[a]ab -> ",
+        ((2, 2, 2, 2, 2, 3), (3, 2, 3)),
+        indices={"q": np.zeros((2, 2), np.int64), "p": np.array([0, 2])},
+        index_mode="drop",
+        requires_grad=(True, True),
+        seed=0,
+    )
+)
 @settings(max_examples=examples(50, 500))
 @given(exact_problems(min_operands=2))
 def test_torch_least_retained_is_nothing_and_gives_equal_gradients(problem):
@@ -314,7 +325,7 @@ def test_torch_peaks():
                 into.append((label(problem.spec, program), measured / predicted))
 
     law()
-    floors.at_least(examples(100, 1_000), fits=0.3)
+    floors.at_least(examples(100, 1_000), fits=0.2)
     report_peaks("torch forward", forward)
     report_peaks("torch backward", backward)
     ratios_within(forward)
