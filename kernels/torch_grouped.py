@@ -20,8 +20,8 @@ from torch import Tensor
 
 from planner.kernels.torch_grouping import Cutting, Groups, Piece, pieces
 
-# Bytes of each of the two buffers. Half of it takes a sixth more time on seed 000 (2-core Xeon with 2 MiB of L2 a
-# core); twice of it wins little and costs memory.
+# Bytes of each of the two buffers. Half of it takes a sixth to a half more time on seed 000 (2-core Xeon with 2 MiB of
+# L2 a core), a sixteenth twice the time; twice of it wins little and costs memory.
 BUFFER_BYTES = 2 << 20
 # A matrix product of fewer rows does not pay for reading its matrix.
 FEWEST_ROWS = 512
@@ -40,12 +40,12 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def cutting(i: int, j: int, k: int, n: int, dtype: torch.dtype, small: bool = False) -> Cutting:
+def cutting(i: int, j: int, k: int, n: int, dtype: torch.dtype, share: int = 1) -> Cutting:
     """How N rows `(i, j)` are cut for matrices `(j, k)`; shapes alone decide, so that a plan can foretell memory.
 
-    `small` cuts them for buffers of a sixteenth: for where memory is what counts.
+    `share` cuts them for buffers of that share, a half or a sixteenth: for where memory is what counts.
     """
-    buffer_bytes = BUFFER_BYTES // 16 if small else BUFFER_BYTES
+    buffer_bytes = BUFFER_BYTES // share
     itemsize = accumulator(dtype).itemsize
     rows = max(buffer_bytes // max(1, i * max(j, k) * itemsize), FEWEST_ROWS // max(1, i))
     rows = max(1, min(rows, n))
@@ -63,7 +63,7 @@ def grouped_matmul(
     target: Tensor | None = None,
     targets: int | None = None,
     out_dtype: torch.dtype | None = None,
-    small: bool = False,
+    share: int = 1,
 ) -> Tensor:
     """Multiply each row by the matrix of its group.
 
@@ -76,7 +76,7 @@ def grouped_matmul(
             `targets`; None: it is `out[r]`, and dropped rows are zero.
         targets: Rows of the result where `target` is given.
         out_dtype: Dtype of the result; None: that of `a`. Half types are summed in float32 either way.
-        small: Whether to use small buffers, see `cutting`.
+        share: For buffers of this share of their usual bytes, see `cutting`.
 
     Returns:
         `(N, I, K)`, or `(targets, I, K)` with `target`.
@@ -95,7 +95,7 @@ def grouped_matmul(
         rows_left_out = bool((target == targets).any())
     if not (out.numel() and j):
         return out.zero_().to(out_dtype)
-    cut = cutting(i, j, k, n, a.dtype, small)
+    cut = cutting(i, j, k, n, a.dtype, share)
     left, right = _buffers(cut.rows * i * max(j, k), wide)
     for piece, matrices in _walk(groups, cut, c, wide):
         if not piece.pad:
@@ -119,7 +119,7 @@ def grouped_outer(
     groups: Groups,
     source_a: Tensor | None = None,
     source_b: Tensor | None = None,
-    small: bool = False,
+    share: int = 1,
 ) -> Tensor:
     """Sum `a[r]^T @ b[r]` over the rows of each group; empty groups are zero.
 
@@ -129,14 +129,14 @@ def grouped_outer(
         groups: The group of each of N rows.
         source_a: `(N,)`: row `r` uses `a[source_a[r]]`; None: `a[r]`.
         source_b: The same for `b`.
-        small: Whether to use small buffers, see `cutting`.
+        share: For buffers of this share of their usual bytes, see `cutting`.
 
     Returns:
         `(G, J, K)`, summed in float32 for half types.
     """
     a, b = a.resolve_conj(), b.resolve_conj()
     (i, j), k, n = a.shape[1:], b.shape[2], len(groups.order)
-    cut = cutting(i, j, k, n, a.dtype, small)
+    cut = cutting(i, j, k, n, a.dtype, share)
     sums = _Sums(groups, min(cut.picked, groups.size), j, k, a.dtype)
     if not (sums.out.numel() and i):
         return sums.out.zero_()
@@ -150,7 +150,7 @@ def grouped_outer(
 
 
 def grouped_gradients(
-    gout: Tensor, a: Tensor, c: Tensor, groups: Groups, source: Tensor | None = None, small: bool = False
+    gout: Tensor, a: Tensor, c: Tensor, groups: Groups, source: Tensor | None = None, share: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Both gradients of `grouped_matmul` without target, in one walk.
 
@@ -163,7 +163,7 @@ def grouped_gradients(
         c: `(G, J, K)`.
         groups: The group of each row.
         source: As in `grouped_matmul`.
-        small: As in `grouped_matmul`.
+        share: As in `grouped_matmul`.
 
     Returns:
         `(N, I, J)`, a gradient for each row (zero where it was dropped; the caller sums those of one source), and
@@ -173,7 +173,7 @@ def grouped_gradients(
     (i, j), k, n = a.shape[1:], c.shape[2], len(groups.order)
     grad_rows = fresh((n, i, j), a.dtype)
     grad_rows.index_fill_(0, groups.order[int(groups.ends[-1]) :], 0)
-    cut = cutting(i, j, k, n, a.dtype, small)
+    cut = cutting(i, j, k, n, a.dtype, share)
     sums = _Sums(groups, min(cut.picked, groups.size), j, k, a.dtype)
     if not (sums.out.numel() and i and n):
         return grad_rows.zero_(), sums.out.zero_()
@@ -191,13 +191,13 @@ def grouped_gradients(
 
 def matmul_scratch_bytes(
     rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: torch.dtype, sourced: bool = False,
-    small: bool = False,
+    share: int = 1,
 ) -> int:  # fmt: skip
     """Upper bound of what `grouped_matmul` allocates beside its result.
 
     A half-precision result that is added into targets is summed in float32: add its bytes in that dtype.
     """
-    cut = cutting(size_i, size_j, size_k, rows, dtype, small)
+    cut = cutting(size_i, size_j, size_k, rows, dtype, share)
     wide = accumulator(dtype).itemsize
     width = cut.rows * size_i * max(size_j, size_k)
     needed = 2 * width * wide + _matrix_bytes(cut, groups, size_j, size_k, dtype)
@@ -217,20 +217,20 @@ def _matrix_bytes(cut: Cutting, groups: int, size_j: int, size_k: int, dtype: to
 
 def outer_scratch_bytes(
     rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: torch.dtype, sourced: bool = False,
-    small: bool = False,
+    share: int = 1,
 ) -> int:  # fmt: skip
     """Upper bound of what `grouped_outer` allocates beside its result."""
-    return matmul_scratch_bytes(rows, size_i, groups, size_j, size_k, dtype, sourced, small)
+    return matmul_scratch_bytes(rows, size_i, groups, size_j, size_k, dtype, sourced, share)
 
 
 def gradients_scratch_bytes(
     rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: torch.dtype, sourced: bool = False,
-    small: bool = False,
+    share: int = 1,
 ) -> int:  # fmt: skip
     """Upper bound of what `grouped_gradients` allocates beside its results."""
-    cut = cutting(size_i, size_j, size_k, rows, dtype, small)
+    cut = cutting(size_i, size_j, size_k, rows, dtype, share)
     sums = _matrix_bytes(cut, groups, size_j, size_k, dtype)
-    return matmul_scratch_bytes(rows, size_i, groups, size_j, size_k, dtype, sourced, small) + sums
+    return matmul_scratch_bytes(rows, size_i, groups, size_j, size_k, dtype, sourced, share) + sums
 
 
 class _Sums:

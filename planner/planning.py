@@ -10,7 +10,8 @@ from planner.errors import PlannerLimitError
 from planner.objective import OBJECTIVES, check_objective, plan_key
 from planner.plan import Options, Plan
 from planner.problem import Candidate, Problem, keeps_within, searched
-from planner.program import Leaf, Node, Tree, keeping
+from planner.program import keeping
+from planner.refine import ordered, quickened
 from planner.resolve import Resolved
 from planner.search.dynamic import NO_LIMITS, Limits
 from planner.slicing import loop_candidates
@@ -41,7 +42,7 @@ def make_plan(
     problem = Problem(resolved, operands, dtype, backend, device)
     best = _best(problem, options, index_mode)
     try:
-        best = _ordered(problem, best, options)
+        best = ordered(problem, best, options)
     except KeyboardInterrupt:
         best = dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}")
     given = tuple((name, index_shapes[name]) for name in resolved.spec.arrays)
@@ -94,8 +95,9 @@ def _best(problem: Problem, options: Options, index_mode: str) -> Candidate:
         allowed = least()
         if allowed is None or not allowed.proven:
             # Steps with less scratch, or a search that is not over all trees, may do what the objective's own did not.
-            consider(_candidates(problem, options, "retained"))
-            consider(_candidates(problem, options, "peak", Limits(None, options.retain_limit)))
+            for objective, held in (("retained", NO_LIMITS), ("peak", Limits(None, options.retain_limit))):
+                lean = _candidates(problem, options, objective, held)
+                consider(quickened(problem, candidate, options) for candidate in lean)
     if candidates:
         consider(loop_candidates(problem, options, tuple(candidates), index_mode))
     allowed = least()
@@ -132,35 +134,3 @@ def _limit_error(candidates: Sequence[Candidate], limits: Limits) -> PlannerLimi
         pair = min(costs, key=lambda c: (c.peak_bytes, c.retained_bytes))
         enough = Limits(pair.peak_bytes, pair.retained_bytes)
     return PlannerLimitError.naming("no plan was found", limits, enough)
-
-
-def _ordered(problem: Problem, best: Candidate, options: Options) -> Candidate:
-    """Evaluate children in the order that needs the least memory, where the objective left it open."""
-    if options.minimize == "peak" or best.loop is not None:
-        return best
-    nodes = _binary_nodes(best.tree)
-    if len(nodes) > 12:
-        return best
-    for path in nodes:
-        for field in ("order", "backward_order"):
-            tree = _flipped(best.tree, path, field)
-            programs = problem.programs(tree, best.lower)
-            if programs.cost.peak_bytes < best.cost.peak_bytes:
-                best = dataclasses.replace(best, tree=tree, programs=programs)
-    return best
-
-
-def _binary_nodes(tree: Tree, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
-    if isinstance(tree, Leaf):
-        return []
-    own = [path] if sum(isinstance(c, Node) for c in tree.children) == 2 else []
-    return own + [p for i, child in enumerate(tree.children) for p in _binary_nodes(child, (*path, i))]
-
-
-def _flipped(tree: Tree, path: tuple[int, ...], field: str) -> Tree:
-    assert isinstance(tree, Node)
-    if not path:
-        return dataclasses.replace(tree, **{field: tuple(reversed(getattr(tree, field)))})  # type: ignore[arg-type]
-    children = list(tree.children)
-    children[path[0]] = _flipped(children[path[0]], path[1:], field)
-    return dataclasses.replace(tree, children=tuple(children))

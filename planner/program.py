@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 from planner.cost import Cost, PlanCost, StepCost, itemsize
@@ -136,12 +137,22 @@ class Lowerer:
     Args:
         choices: the backend's offers for an op, at least one.
         key: what to minimise, of a step's cost.
+        fixed: implementations that are given; that of a pair of gradients goes before two steps.
     """
 
-    def __init__(self, choices: Callable[[Op], Sequence[Choice]], key: Callable[[StepCost], object]) -> None:
-        self.choices, self.key = choices, key
-        self._chosen: dict[Op, Choice] = {}
+    def __init__(
+        self,
+        choices: Callable[[Op], Sequence[Choice]],
+        key: Callable[[StepCost], object],
+        fixed: Mapping[Op, Choice] = MappingProxyType({}),
+    ) -> None:
+        self.choices, self.key, self.fixed = choices, key, fixed
+        self._chosen: dict[Op, Choice] = dict(fixed)
         self._gradients: dict[tuple[Op, tuple[bool, ...]], tuple[tuple[Op, Choice, tuple[int, ...]], ...]] = {}
+
+    def fixing(self, op: Op, choice: Choice) -> Lowerer:
+        """Return one that has this implementation for this op."""
+        return Lowerer(self.choices, self.key, {**self.fixed, op: choice})
 
     def __call__(self, op: Op) -> Choice:
         """Return the best implementation of an op."""
@@ -172,7 +183,7 @@ class Lowerer:
             if self.choices(pair):
                 choice = self(pair)
                 apart = single[0][1].cost + single[1][1].cost
-                if self.key(choice.cost) < self.key(apart):  # type: ignore[operator]
+                if pair in self.fixed or self.key(choice.cost) < self.key(apart):  # type: ignore[operator]
                     return ((pair, choice, (0, 1)),)
         return tuple(single)
 

@@ -549,3 +549,24 @@ def test_a_plan_is_printed_on_an_ascii_terminal_too():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "this plan" in done.stdout
+
+
+def test_within_a_limit_only_the_step_that_is_near_it_is_lean():
+    """Seed 000: both gradients take 67 MB; the forward is far from the limit, and keeps its large buffers."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    operands = [
+        planner.Operand((131072, 1, 64), requires_grad=True),
+        planner.Operand((2048, 64, 64), requires_grad=True),
+    ]
+
+    def planned(limit):
+        return planner.plan("nij, q[n]jk -> nik", *operands, q=(131072,), backend="torch", memory_limit=limit)
+
+    assert [step.choice.lowering for step in planned("80 MB").steps] == ["grouped matmul", "both grouped gradients"]
+    tight = planned("72 MB")
+    assert [step.choice.lowering for step in tight.steps] == ["grouped matmul", "both grouped gradients, half buffers"]
+    assert tight.cost.peak_bytes <= 72 * 10**6
+    assert tight.cost.seconds <= 1.3 * planned(None).cost.seconds
+    leanest = planned(70 * 10**6)
+    assert leanest.steps[0].choice.lowering == "grouped matmul"
+    assert leanest.cost.backward.peak_bytes <= 70 * 10**6
