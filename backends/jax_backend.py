@@ -151,21 +151,31 @@ class JaxBackend(Backend):
         # Traced integers have no NaN to mark a bad index with, so under "raise" only values that were seen are taken.
         marks = plan.index_mode != "raise" or jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact)
         mode = plan.index_mode if marks else "checked"
-        peaks = [_peak_bytes(lambda xs, qs: run(xs, qs, mode), tuple(operands), arrays)]
         needs = [number for number, variable in enumerate(plan.programs.gradients) if variable is not None]
-        if needs:
+        if not needs:
+            return _peak_bytes(lambda xs, qs: run(xs, qs, mode), operands, arrays)
 
-            def pullback(xs: tuple[Any, ...], qs: tuple[Any, ...]) -> Any:
-                def of(*wanted: Any) -> Any:
-                    given = dict(zip(needs, wanted, strict=True))
-                    return run(tuple(given.get(number, x) for number, x in enumerate(xs)), qs, mode)
+        def both(xs: tuple[Any, ...], qs: tuple[Any, ...]) -> Any:
+            def of(*wanted: Any) -> Any:
+                given = dict(zip(needs, wanted, strict=True))
+                return run(tuple(given.get(number, x) for number, x in enumerate(xs)), qs, mode)
 
-                return jax.vjp(of, *(xs[number] for number in needs))
+            return jax.vjp(of, *(xs[number] for number in needs))
 
-            result, back = jax.eval_shape(pullback, tuple(operands), arrays)
-            backward = _peak_bytes(lambda back, gradient: back(gradient), back, result)
-            peaks.append(None if backward is None else backward + plan.cost.retained_bytes)
-        return None if None in peaks else max(peak for peak in peaks if peak is not None)
+        def forward(xs: tuple[Any, ...], qs: tuple[Any, ...]) -> Any:
+            """The result, and what is kept for the backward program beside operands and index arrays."""
+            result, back = both(xs, qs)
+            free = {id(x) for x in (*xs, *qs)}
+            return result, [x for x in jax.tree.leaves(back) if id(x) not in free]
+
+        result, kept = jax.eval_shape(forward, operands, arrays)
+        _, back = jax.eval_shape(both, operands, arrays)
+        retained = sum(x.size * x.dtype.itemsize for x in kept)
+        peaks = (
+            _peak_bytes(forward, operands, arrays),
+            _peak_bytes(lambda back, gradient: back(gradient), back, result),
+        )
+        return None if peaks[0] is None or peaks[1] is None else max(peaks[0], peaks[1] + retained)
 
     def refuse_dataless(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
         """Refuse traced arrays."""

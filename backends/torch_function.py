@@ -197,7 +197,7 @@ def _batched_call(info: Any, in_dims: Any, bound: BoundPlan, prepared: Mapping[s
 def _batched_contract(
     size: int, bound: BoundPlan, spec: Spec, operands: Sequence[Tensor], indices: Mapping[str, Any], in_dims: Any,
 ) -> Tensor:  # fmt: skip
-    """_Contract operands of which some carry a batch dimension, by the batched spec."""
+    """Contract operands of which some carry a batch dimension, by the batched spec."""
     count = len(operands)
     batched_operands = [i for i in range(count) if in_dims[i] is not None]
     values = []

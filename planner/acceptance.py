@@ -3,26 +3,29 @@
 A compiler fuses, copies and orders as it likes: XLA's peak is 1.5 times that of the steps at the median, 3 times at the
 95th percentile. So such a plan is compiled once, each program apart, and taken if both are within the limit; else
 another is searched, within a limit that is tighter by as much as was exceeded; at last that of the least predicted
-peak.
+peak. Calls that nothing compiles run step by step, so the predicted peak is held to the limit too.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from planner.dispatch import load_backend
 from planner.errors import PlannerLimitError
 from planner.plan import Options, Plan
+from planner.problem import within
 
-__all__ = ["accepted", "fits_compiled"]
+__all__ = ["accepted", "fitting"]
 
-# Compiling takes a second or so.
-MOST_TIGHTENED = 3
+# Searches before that of the least peak: each costs its own time and a compilation, a second or so.
+MOST_SEARCHED = 3
 
 
 def accepted(make: Callable[[Options], Plan], options: Options, backend: str) -> Plan:
     """Return what `make` gives for these options, or for tighter limits, and fits when compiled.
+
+    After Ctrl-C nothing more is searched, and what is being compiled counts as unverified.
 
     Args:
         make: chooses a plan by predictions.
@@ -33,28 +36,60 @@ def accepted(make: Callable[[Options], Plan], options: Options, backend: str) ->
         PlannerLimitError: none of the plans that were compiled is within the limits; what it names succeeds.
     """
     limit = options.memory_limit
-    framework = load_backend(backend)
-    if limit is None or not framework.compiles:
+    if limit is None or not load_backend(backend).compiles:
         return make(options)
     tightened = limit
-    for number in range(MOST_TIGHTENED):
+    for number in range(MOST_SEARCHED):
         try:
-            plan = make(dataclasses.replace(options, memory_limit=tightened))
+            plan = _verified(make(dataclasses.replace(options, memory_limit=tightened)))
         except PlannerLimitError:
             break
-        taken = framework.compiled_bytes(plan)
-        if taken is None or taken <= limit:
-            return dataclasses.replace(
-                plan, options=options, compiled_bytes=taken, proven=plan.proven and number == 0
-            )  # fmt: skip
-        tightened = plan.cost.peak_bytes * limit // taken
-    plan = _least(make, options)
-    taken, retain = framework.compiled_bytes(plan), plan.options.retain_limit
-    taken = plan.cost.peak_bytes if taken is None else taken
-    if taken <= limit and retain == options.retain_limit:
-        return dataclasses.replace(plan, options=options, compiled_bytes=taken, proven=False)
+        if _need(plan) <= limit:
+            return dataclasses.replace(plan, options=options, proven=plan.proven and number == 0)
+        if plan.origin.startswith("interrupted"):
+            raise KeyboardInterrupt
+        tightened = plan.cost.peak_bytes * limit // _need(plan)
+    least = _verified(_least(make, options))
+    if _need(least) <= limit and least.options.retain_limit == options.retain_limit:
+        return dataclasses.replace(least, options=options, proven=False)
+    enough = (_need(least), least.options.retain_limit)
+    # A loop of very small slices may compile to more than the plan without a limit, which its own need finds again.
+    try:
+        free = _verified(make(dataclasses.replace(options, memory_limit=None)))
+    except PlannerLimitError:
+        pass  # by the retain limit
+    else:
+        enough = min(enough, (_need(free), options.retain_limit), key=lambda limits: limits[0])
     asked = (limit, options.retain_limit)
-    raise PlannerLimitError.naming("no plan was found whose compiled programs stay", asked, (taken, retain))
+    raise PlannerLimitError.naming("no plan was found whose compiled programs stay", asked, enough)
+
+
+def _verified(plan: Plan) -> Plan:
+    """Return a plan with the peak of its programs as the framework compiles them, where it compiles any."""
+    framework = load_backend(plan.backend)
+    if not framework.compiles:
+        return plan
+    try:
+        return dataclasses.replace(plan, compiled_bytes=framework.compiled_bytes(plan))
+    except KeyboardInterrupt:
+        return dataclasses.replace(plan, compiled_bytes=None, proven=False, origin=f"interrupted: {plan.origin}")
+
+
+def fitting(plans: Iterable[Plan]) -> list[Plan]:
+    """Return the plans that are within their own limits: as predicted, and under a memory limit as compiled."""
+    found = []
+    for plan in plans:
+        limit = plan.options.memory_limit
+        if within(plan.cost, plan.options):
+            seen = plan if limit is None else _verified(plan)
+            if limit is None or _need(seen) <= limit:
+                found.append(seen)
+    return found
+
+
+def _need(plan: Plan) -> int:
+    """The least memory limit that a verified plan is within."""
+    return max(plan.cost.peak_bytes, plan.compiled_bytes or 0)
 
 
 def _least(make: Callable[[Options], Plan], options: Options) -> Plan:
@@ -64,12 +99,3 @@ def _least(make: Callable[[Options], Plan], options: Options) -> Plan:
     except PlannerLimitError as error:
         enough = dataclasses.replace(options, memory_limit=error.memory_limit, retain_limit=error.retain_limit)
         return make(enough)
-
-
-def fits_compiled(plan: Plan) -> bool:
-    """Whether a plan's compiled programs are within its memory limit, as far as that can be known."""
-    limit, framework = plan.options.memory_limit, load_backend(plan.backend)
-    if limit is None or not framework.compiles:
-        return True
-    taken = framework.compiled_bytes(plan)
-    return taken is None or taken <= limit

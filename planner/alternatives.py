@@ -37,7 +37,9 @@ def alternatives(plan: Plan, most: int) -> tuple[Alternative, ...]:
         programs = problem.programs(tree, lower)
         if _signature(programs) not in seen:
             seen.add(_signature(programs))
-            other = dataclasses.replace(plan, tree=tree, programs=programs, proven=False, origin=origin, loop=None)
+            other = dataclasses.replace(
+                plan, tree=tree, programs=programs, proven=False, origin=origin, loop=None, compiled_bytes=None
+            )
             found.append((key(programs.cost), other, origin))
 
     exact = problem.exact_work() <= 20 * AUTO_WORK

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from planner.acceptance import fits_compiled
+from planner.acceptance import fitting
 from planner.alternatives import alternatives
 from planner.dispatch import framework_of, load_backend
 from planner.errors import PlannerError
@@ -31,6 +31,8 @@ MOST_CANDIDATES = 4
 # Predictions are rarely off by more; what is predicted to be slower is not tried, nor what could fill the machine.
 SLOWEST = 8.0
 ROOM_FACTOR, ROOM_BYTES = 4, 2**28
+# What is remembered of a plan, besides what was measured.
+_PARTS = ("tree", "programs", "loop")
 BUDGET_SECONDS, MOST_ROUNDS, BLOCK_SECONDS = 1.0, 15, 1e-3
 
 
@@ -87,11 +89,12 @@ def measured(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) ->
     result += f", next {seconds_text(medians[1])}" if counted > 1 else ""
     origin = f"{'interrupted: ' * timings.interrupted}measured: {result}"
     winner = dataclasses.replace(
-        plan, tree=best.tree, programs=best.programs, loop=best.loop, origin=origin, proven=False
-    )
+        plan, tree=best.tree, programs=best.programs, loop=best.loop, compiled_bytes=best.compiled_bytes, origin=origin,
+        proven=False,
+    )  # fmt: skip
     if key is not None and not timings.interrupted:
-        value = {"result": result, "tree": winner.tree, "programs": winner.programs, "loop": winner.loop}
-        remember("measured", key, {name: encode(part) for name, part in value.items()})
+        parts = (*_PARTS, "compiled_bytes")
+        remember("measured", key, {"result": result, **{name: encode(getattr(winner, name)) for name in parts}})
     return winner
 
 
@@ -112,7 +115,7 @@ def candidates(plan: Plan) -> list[Plan]:
         near = other.cost.seconds <= SLOWEST * cost.seconds and other.cost.peak_bytes <= room
         if ties and near and within(other.cost, plan.options):
             found.append(other)
-    return [other for other in found[: MOST_CANDIDATES - 1] if fits_compiled(other)]
+    return fitting(found[: MOST_CANDIDATES - 1])
 
 
 def _trial(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:
@@ -218,15 +221,19 @@ def _recalled(plan: Plan, key: Mapping[str, Any]) -> Plan | None:
     if value is None:
         return None
     try:
-        result, (tree, programs, loop) = value["result"], (decode(value[n]) for n in ("tree", "programs", "loop"))
+        result, (tree, programs, loop) = value["result"], (decode(value[name]) for name in _PARTS)
+        compiled_bytes = value["compiled_bytes"]
         if not (isinstance(tree, (Leaf, Node)) and isinstance(programs, Programs) and isinstance(result, str)):
             raise ValueError("it holds no plan")
         if not (loop is None or isinstance(loop, Loop)):
             raise ValueError("its loop is none")
+        if not (compiled_bytes is None or isinstance(compiled_bytes, int)):
+            raise ValueError("its compiled bytes are none")
         table = load_backend(plan.backend).table
         winner = dataclasses.replace(
-            plan, tree=tree, programs=programs, loop=loop, proven=False, origin=f"remembered: {result}"
-        )
+            plan, tree=tree, programs=programs, loop=loop, compiled_bytes=compiled_bytes, proven=False,
+            origin=f"remembered: {result}",
+        )  # fmt: skip
         steps = winner.steps if loop is None else loop.body.steps
         offered = all(step.choice in table.choices(step.op, plan.device) for step in steps)
     except (PlannerError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -18,14 +18,19 @@ MOST_NODES, MOST_OPS = 12, 24
 def quickened(problem: Problem, candidate: Candidate, options: Options) -> Candidate:
     """Run steps in better implementations, one after the other, where the limits leave room.
 
-    A search for the least peak takes the leanest of each, also in a program, or a step, that is far from the limit.
+    A search for the least peak takes the leanest of each, also in a program, or a step, that is far from the limit. The
+    slowest steps have their turn first.
     """
     key = plan_key(options.minimize)
     if not within(candidate.cost, options):
         return candidate
-    steps = candidate.programs.forward.steps + (b.steps if (b := candidate.programs.backward) else ())
-    pairs = [dataclasses.replace(step.op, pair=True) for step in steps if len(step.inputs) == 2 and not step.op.pair]
-    for op in list(dict.fromkeys([*pairs, *(step.op for step in steps)]))[:MOST_OPS]:
+    forward, backward = candidate.programs.forward, candidate.programs.backward
+    steps = forward.steps + (backward.steps if backward else ())
+    ops = [step.op for step in sorted(steps, key=lambda step: -step.choice.cost.picoseconds)]
+    if backward:
+        # Both gradients in one step, where they are two now.
+        ops += [dataclasses.replace(step.op, pair=True) for step in forward.steps if len(step.inputs) == 2]
+    for op in [op for op in dict.fromkeys(ops) if len(problem.choices(op)) > 1 or op.pair][:MOST_OPS]:
         for choice in sorted(problem.choices(op), key=lambda choice: choice.cost.picoseconds):
             lower = candidate.lower.fixing(op, choice)
             programs = problem.programs(candidate.tree, lower)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from planner.acceptance import fitting
 from planner.alternatives import alternatives
 from planner.api import parse_bytes, plan
 from planner.cost import PlanCost
@@ -13,7 +14,7 @@ from planner.device import Device
 from planner.errors import PlannerError, PlannerLimitError
 from planner.objective import OBJECTIVES
 from planner.plan import Plan
-from planner.problem import SEARCHES, within
+from planner.problem import SEARCHES
 from planner.resolve import cut
 from planner.show.text import bytes_text, count_text, seconds_text, table_lines
 
@@ -160,7 +161,7 @@ def tradeoff(
         found += [planned(objective) for objective in OBJECTIVES if objective != "time"]
         if isinstance(first.options.optimize, str) and first.options.optimize in SEARCHES:
             others = (alternative.plan for alternative in alternatives(first, 100))
-            found += [other for other in others if within(other.cost, first.options)]
+            found += fitting(others)
         # Under a limit a search may settle for what is best for no single objective.
         for name, field in (("memory_limit", "peak_bytes"), ("retain_limit", "retained_bytes")):
             for rung in _rungs(sorted({getattr(point.cost, field) for point in _front(found)})):

@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/benchmarks"), metavar="FOLDER")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
     options = parser.parse_args(argv)
+    if options.rounds < 3:
+        parser.error(f"--rounds {options.rounds}: a median needs 3 at least")
     asked: tuple[Framework, ...] = (options.framework,) if options.framework else ("torch", "jax")
     frameworks = [framework for framework in asked if importlib.util.find_spec(framework)]
     for missing in set(asked) - set(frameworks):

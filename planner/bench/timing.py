@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from planner.demo.rows import differences
 from planner.demo.runs import PAUSE_SECONDS, RUNS, Run
 from planner.demo.ways import Framework, Way
 from planner.workloads import Skew, Workload
 
-__all__ = ["MODES", "Mode", "Result", "Settings", "block_of", "interleaved", "medians_of", "prepared", "timed"]
+__all__ = ["MODES", "Mode", "Result", "Settings", "block_of", "equal", "interleaved", "medians_of", "prepared", "timed"]
 
 Mode = Literal["f", "g"]
 MODES: tuple[tuple[Mode, str], ...] = (("f", "forward"), ("g", "forward and gradients"))
@@ -112,6 +114,12 @@ def timed(runs: Mapping[Any, Run], mode: Mode, framework: Framework, settings: S
     """Time runs, forward alone or with gradients."""
     programs = {label: run.forward if mode == "f" else run.both for label, run in runs.items()}
     return interleaved(programs, framework, settings)
+
+
+def equal(found: Any, expected: Any, what: str) -> None:
+    """Refuse to time what differs: on small integers every sum is exact."""
+    if differences([np.asarray(found)], [np.asarray(expected)]):
+        raise AssertionError(f"{what}: the values differ")
 
 
 def block_of(call: Callable[[], Any], calls: int) -> Callable[[], None]:
