@@ -386,13 +386,18 @@ def _row_seconds(spec: Spec, device: Device) -> float:
 
 
 def _flat_index_bytes(spec: Spec) -> int:
-    """Bytes of the index into flattened dimensions, where a term addresses several at once."""
+    """Bytes of the index into flattened dimensions, where a term addresses several at once.
+
+    Each dimension is added to the index so far, times its size: three arrays at most. An axis has positions of its own.
+    """
     sizes, most = dict(spec.sizes), 0
     for term in spec.terms:
         rows = term_axes(tuple(e for e in term if isinstance(e, Gather)))
-        addressed = sum(isinstance(e, Gather) or e in rows for e in term)
-        if rows and addressed > 1:
-            most = max(most, 8 * math.prod(sizes[axis] for axis in rows))
+        own = {e for e in term if isinstance(e, str) and (e in rows or term.count(e) > 1)}
+        addressed = sum(isinstance(e, Gather) or e in own for e in term)
+        if addressed > 1:
+            flat = 8 * math.prod(sizes[axis] for axis in {*rows, *own})
+            most = max(most, min(addressed, 3) * flat + 8 * sum(sizes[axis] for axis in own))
     return most
 
 

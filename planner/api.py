@@ -93,7 +93,8 @@ def contract(
         optimize: "auto", "optimal", "greedy", another opt_einsum name, an explicit path, a `PathOptimizer`, or
             "measure": the best few plans are timed on these operands, once, and the fastest is remembered on disk.
         minimize: "time", "flops", "peak", "retained", "bytes", or a function of the plan's cost.
-        memory_limit: most bytes that either program may newly allocate; an int or such as ``"2 GiB"``.
+        memory_limit: most bytes that either program may newly allocate; an int or such as ``"2 GiB"``. What it
+            does not cover stands in docs/how-it-works.md.
         retain_limit: most bytes that may stay alive for the backward program.
         index_mode: what an index outside of its dimension does: "raise" (negative ones count from the end), "drop" (it
             contributes nothing) or "clip".
@@ -210,6 +211,8 @@ def plan(
             backend = operands_framework(arrays, {})
         else:
             backend = next((name for name in ("torch", "jax") if name in sys.modules), "numpy")
+    if not isinstance(backend, str):
+        raise PlannerError(f"backend={backend!r:.80} is no name: take one of 'torch', 'jax', 'numpy'")
     request = Request(spec, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype)
     return _plan(request, backend, operands, indices, device)
 
@@ -342,6 +345,6 @@ def parse_bytes(limit: Any, name: str) -> int | None:
         return limit
     if isinstance(limit, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", limit)
-        if found and found[2] in _UNITS:
+        if found and found[2] in _UNITS and len(found[1]) < 40:
             return int(Fraction(found[1]) * _UNITS[found[2]])
-    raise PlannerError(f"{name}={limit!r} is no number of bytes: give an int or a string such as '2 GiB'")
+    raise PlannerError(f"{name}={limit!r:.80} is no number of bytes: give an int or a string such as '2 GiB'")

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ def load_backend(name: str) -> Backend:
         PlannerError: there is no such backend, or its framework is not installed.
     """
     if name not in BACKENDS:
-        raise PlannerError(f"backend {name!r} is unknown: take one of {', '.join(BACKENDS)}")
+        raise PlannerError(f"backend {name!r:.80} is unknown: take one of {', '.join(BACKENDS)}")
     if importlib.util.find_spec(name) is None:
         raise PlannerError(f"{name} is not installed: pip install 'contraction-planner[{name}]'")
     backend: Backend = importlib.import_module(f"planner.backends.{name}_backend").backend
@@ -89,7 +89,37 @@ def operands_framework(operands: Sequence[Any], indices: Mapping[str, Any]) -> s
 
 def run_plan(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
     """Run a plan on arrays, after checking that they are what it was made for."""
-    return check_call(plan, operands, indices).bind(plan)(operands, indices)
+    signature = check_call(plan, operands, indices).signature(operands, indices)
+    return _bound(_Same(plan), signature)(operands, indices)
+
+
+class _Same:
+    """A plan as a key: equal to itself alone, for to compare two plans takes longer than to run some."""
+
+    __slots__ = ("plan",)
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __hash__(self) -> int:
+        return id(self.plan)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.plan is other.plan
+
+
+@lru_cache(maxsize=256)
+def _bound(same: _Same, signature: Hashable) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
+    """The function that runs a plan, kept: what JAX compiled is kept in it. Calls of equal signatures share it."""
+    backend = load_backend(same.plan.backend)
+    body = same.plan if same.plan.loop is None else same.plan.loop.body
+    for step in body.steps:
+        if step.choice.lowering not in backend.table.rows:
+            raise PlannerError(
+                f"the plan runs a step as {step.choice.lowering!r}, which {backend.name} does not have here: it was "
+                "made by another version, or a row of your own is missing; make a new plan"
+            )
+    return backend.bind(same.plan)
 
 
 def check_call(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> Backend:

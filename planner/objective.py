@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,12 @@ def plan_key(minimize: Objective) -> Callable[[Cost], tuple[Any, ...]]:
     def key(cost: Cost) -> tuple[Any, ...]:
         ties = (cost.seconds, cost.flops, cost.peak_bytes)
         if callable(minimize):
-            return (minimize(cost), *ties)
+            score = minimize(cost)
+            if not isinstance(score, (numbers.Real, tuple)):
+                raise PlannerError(
+                    f"minimize= gave {score!r:.80} for a cost: return a number, or a tuple of some, the less the better"
+                )
+            return (score, *ties)
         first = {
             "time": cost.seconds,
             "flops": cost.flops,

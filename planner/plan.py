@@ -229,7 +229,7 @@ class Plan:
 
         try:
             plan = decode(json.loads(text, parse_constant=refuse))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise PlannerError(f"this is no plan written by to_json: {error}") from None
         parts: dict[str, Any] = {
             "resolved": Resolved,

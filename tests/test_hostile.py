@@ -239,16 +239,37 @@ def test_backends_are_held_to_the_protocol(name):
 
     asked = {asked for asked in vars(Backend) if not asked.startswith("_")} | {"name", "table"}
     assert asked == {
-        "bind", "check_devices", "check_index", "device", "environment", "group", "name", "operand", "refuse_dataless",
-        "result_dtype", "signature", "stepwise", "table", "trial",
+        "bind", "check_devices", "check_index", "compiled_bytes", "compiles", "device", "environment", "group", "name",
+        "operand", "refuse_dataless", "result_dtype", "signature", "stepwise", "table", "trial",
     }  # fmt: skip
     backend = type(load_backend(name))
     assert Backend in backend.__mro__
-    # An inherited body of the protocol would return None; only the signature has one that computes.
-    assert all(vars(backend)[method] for method in asked - {"table", "signature"})
+    # An inherited body of the protocol would return None: that is meant where nothing compiles. The signature's computes.
+    inherited = {"signature", "compiles"} | (set() if backend.compiles else {"compiled_bytes"})
+    assert all(vars(backend)[method] for method in asked - {"table"} - inherited)
 
 
 def test_letters_are_letters():
     assert is_letter("漢")
     assert is_letter("é")
     assert not any(map(is_letter, ("_", "1", "²", "\ud800", " ", "->", "", "ﬁ", "\u212a")))
+
+
+def test_what_is_no_option_is_named():
+    with pytest.raises(planner.PlannerError, match=r"memory_limit='9999.* is no number of bytes"):
+        planner.plan("ij,jk->ik", (2, 2), (2, 2), backend="numpy", memory_limit="9" * 5000)
+    with pytest.raises(planner.PlannerError, match="is no name: take one of"):
+        planner.plan("ij->ij", (2, 2), backend=["torch"])
+    for score in (None, "less"):
+        with pytest.raises(planner.PlannerError, match="minimize= gave"):
+            planner.plan("ij,jk->ik", (2, 2), (2, 2), backend="numpy", minimize=lambda cost, score=score: score)
+    with pytest.raises(planner.PlannerError, match="no plan written by to_json"):
+        planner.Plan.from_json("[" * 100_000)
+
+
+def test_a_plan_of_steps_that_are_not_here_is_refused():
+    plan = planner.plan("ij,jk->ik", (2, 2), (2, 2), backend="numpy")
+    (step,) = plan.steps
+    changed = planner.Plan.from_json(plan.to_json().replace(f'"{step.choice.lowering}"', '"another way"'))
+    with pytest.raises(planner.PlannerError, match="'another way', which numpy does not have here"):
+        changed(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))

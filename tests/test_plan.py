@@ -570,3 +570,19 @@ def test_within_a_limit_only_the_step_that_is_near_it_is_lean():
     leanest = planned(70 * 10**6)
     assert leanest.steps[0].choice.lowering == "grouped matmul"
     assert leanest.cost.backward.peak_bytes <= 70 * 10**6
+
+
+def test_a_plan_is_bound_once(monkeypatch):
+    """What JAX compiles for a loop is kept with the function that runs it; another x64 mode or autocast binds anew."""
+    backend = planner.dispatch.load_backend("numpy")
+    plan = planner.plan("ij,jk->ik", (2, 3), (3, 2), backend="numpy")
+    bound, bind = [], type(backend).bind
+    monkeypatch.setattr(type(backend), "bind", lambda self, plan: bound.append(plan) or bind(self, plan))
+    x, y = np.ones((2, 3), np.float32), np.ones((3, 2), np.float32)
+    for _ in range(3):
+        assert (plan(x, y) == 3).all()
+    assert bound == [plan]
+    again = planner.Plan.from_json(plan.to_json())
+    assert again == plan
+    again(x, y)
+    assert len(bound) == 2
