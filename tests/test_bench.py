@@ -1,0 +1,87 @@
+"""The benchmark: what it times, when it stops, and what it writes."""
+
+import json
+
+import pytest
+from conftest import installed_frameworks
+
+import planner
+from planner.bench import choices, command, report, timing
+from planner.bench.timing import Result, Settings
+from planner.demo.ways import OURS
+
+QUICK = Settings(rounds=5, budget_seconds=0.0, pause_seconds={"torch": 0.0, "jax": 0.0})
+
+
+def result(measured, **options):
+    return Result("part", "torch", "what", 2.0, measured, medians={OURS: 0.002, "peer": 4e-6}, **options)
+
+
+def test_a_target_is_a_lower_bound_or_an_upper_one():
+    assert [result(x).met for x in (1.9, 2.0, 2.1)] == [False, True, True]
+    assert [result(x, at_most=True).met for x in (1.9, 2.0, 2.1)] == [True, True, False]
+
+
+def test_rounds_are_interleaved_and_end_with_the_budget():
+    ran = []
+    programs = {name: lambda name=name: ran.append(name) for name in "ab"}
+    times = timing.interleaved(programs, "torch", QUICK)
+    assert ran == ["a", "b"] * 3, "three rounds are made however little time there is"
+    assert [len(seconds) for seconds in times.values()] == [3, 3]
+
+
+def test_what_cannot_win_is_run_once(monkeypatch):
+    seconds = {OURS: 3.0, "fast": 1.0, "near": 1.4, "hopeless": 2.0}
+    monkeypatch.setattr(choices, "_seconds", lambda program, pause: seconds[program()])
+    programs = {name: lambda name=name: name for name in seconds}
+    times = choices._best_rounds(programs, Settings(rounds=4, budget_seconds=100.0), 0.0)
+    assert {name: len(found) for name, found in times.items()} == {OURS: 4, "fast": 4, "near": 4, "hopeless": 1}
+
+
+@pytest.mark.parametrize("framework", installed_frameworks())
+def test_known_plans_differ_and_compute_the_same(framework):
+    import numpy as np
+
+    shapes = (6, 5), (4, 5, 3)
+    operands = [planner.Operand(shape, requires_grad=framework != "numpy") for shape in shapes]
+    plan = planner.plan("nj, q[n]jk -> nk", *operands, q=(6,), backend=framework)
+    others = choices.known_plans(plan)
+    ways = [tuple(step.choice.lowering for step in p.steps) for p in (plan, *others.values())]
+    assert others
+    assert len(set(ways)) == len(ways)
+    arrays = [np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 5 for shape in shapes]
+    q = np.array([0, 3, 3, 1, 2, 0])
+    expected = np.einsum("nj,njk->nk", arrays[0], arrays[1][q])
+    make = {"numpy": lambda x: x}
+    if framework == "torch":
+        make["torch"] = __import__("torch").from_numpy
+    if framework == "jax":
+        make["jax"] = __import__("jax").numpy.asarray
+    for label, other in others.items():
+        found = np.asarray(other(*map(make[framework], arrays), q=make[framework](q)))
+        assert (found == expected).all(), label
+
+
+def test_the_command_writes_a_whole_run_only(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command, "PARTS", {"part": lambda framework, settings: iter([result(1.5)])})
+    monkeypatch.setattr(command, "_refusal", lambda frameworks: "")
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: object())
+    out = tmp_path / "figures"
+    assert command.main(["--only", "part", "--out", str(out)]) == 0
+    assert not out.exists()
+    assert command.main(["--strict", "--out", str(out)]) == 1
+    assert "0 of 2 targets met" in capsys.readouterr().out
+    page, figures = (out / "cpu.md").read_text(), json.loads((out / "cpu.json").read_text())
+    assert "| part | torch | what | >= 2x | 1.5x | NO | planner.contract 2 ms, peer 4 us |" in page
+    assert [row["met"] for row in figures["results"]] == [False, False]
+    assert figures["circumstances"]["processor"] in page
+
+
+def test_too_few_rounds_for_a_median_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--rounds", "2"])
+    assert "a median needs 3" in capsys.readouterr().err
+
+
+def test_bytes_are_shown_without_times():
+    assert report.cells(result(1.0, unit="MB", at_most=True))[3:] == ("<= 2 MB", "1 MB", "yes", "")
