@@ -25,7 +25,7 @@ from planner.remember import damaged, recall, remember
 from planner.serial import decode, encode
 from planner.show.text import seconds_text
 
-__all__ = ["Timings", "candidates", "key_of", "measured", "time_programs"]
+__all__ = ["Timings", "block_seconds", "candidates", "key_of", "measured", "time_programs"]
 
 MOST_CANDIDATES = 4
 # Predictions are rarely off by more; what is predicted to be slower is not tried, nor what could fill the machine.
@@ -158,14 +158,14 @@ def time_programs(
             if done and clock() - begun > budget_seconds:
                 break
             for number in running:
-                seconds[number].append(_block(programs[number], clock))
+                seconds[number].append(block_seconds(programs[number], clock))
     except KeyboardInterrupt:
         return Timings(tuple(map(tuple, seconds)), True)
     return Timings(tuple(map(tuple, seconds)))
 
 
-def _block(program: Callable[[], object], clock: Callable[[], float]) -> float:
-    """Seconds of one run, averaged over as many as last long enough for the clock."""
+def block_seconds(program: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return seconds of one run after an untimed one, averaged over as many as last long enough for the clock."""
     program()
     calls, begun = 0, clock()
     while True:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from planner.bench.timing import Result, Settings, equal
 from planner.demo.runs import PAUSE_SECONDS
 from planner.demo.ways import OURS, Framework
 from planner.dispatch import load_backend
+from planner.measure import block_seconds
 from planner.plan import Plan
 from planner.program import Program, Step
 from planner.workloads import WORKLOADS, Workload
@@ -33,7 +35,7 @@ def lowerings(framework: Framework, settings: Settings) -> Iterator[Result]:
     for name, workload in WORKLOADS.items():
         workload = workload.cpu()
         operands, indices = workload.operands(framework), workload.indices(framework)
-        plan = _plan(workload, framework)
+        plan = _plan(workload, framework, operands, indices)
         trial = load_backend(framework).trial
         plans = {OURS: plan, **known_plans(plan)}
         expected = np.asarray(plan(*operands, **indices))
@@ -52,23 +54,22 @@ def lowerings(framework: Framework, settings: Settings) -> Iterator[Result]:
         )  # fmt: skip
 
 
-def _plan(workload: Workload, framework: Framework) -> Plan:
+def _plan(workload: Workload, framework: Framework, operands: Sequence[Any], indices: Mapping[str, Any]) -> Plan:
     import planner
 
-    operands = [
-        dataclasses.replace(load_backend(framework).operand(x), requires_grad=takes)
-        for x, takes in zip(workload.operands(framework), workload.takes_gradient, strict=True)
+    describe = load_backend(framework).operand
+    described = [
+        dataclasses.replace(describe(x), requires_grad=takes)
+        for x, takes in zip(operands, workload.takes_gradient, strict=True)
     ]
-    return planner.plan(
-        workload.spec, *operands, backend=framework, **workload.options, **workload.indices(framework)
-    )  # fmt: skip
+    return planner.plan(workload.spec, *described, backend=framework, **workload.options, **indices)
 
 
 def known_plans(plan: Plan) -> dict[str, Plan]:
     """Return by label other paths and objectives, and the plan with one of its steps done in another way."""
-    found = {
-        a.plan.origin: a.plan for a in alternatives(plan, 100) if a.plan.cost.peak_bytes <= _MOST_BYTES
-    }  # fmt: skip
+    others = [other.plan for other in alternatives(plan, 100) if other.plan.cost.peak_bytes <= _MOST_BYTES]
+    # Numbered: keeping all and keeping only inputs may come of the same objective.
+    found = {f"{number}: {other.origin}": other for number, other in enumerate(others)}
     if plan.loop is not None:
         return found
     table, (forward, backward) = load_backend(plan.backend).table, (plan.programs.forward, plan.programs.backward)
@@ -116,13 +117,6 @@ def _best_rounds(
     return {label: tuple(seconds) for label, seconds in times.items()}
 
 
-def _seconds(program: Callable[[], None], pause: float, least: float = 2e-3) -> float:
-    """Seconds of a run, averaged over as many as last long enough for the clock, after a pause and one run more."""
+def _seconds(program: Callable[[], None], pause: float) -> float:
     time.sleep(pause)
-    program()
-    calls, begun = 0, time.perf_counter()
-    while True:
-        program()
-        calls += 1
-        if (spent := time.perf_counter() - begun) >= least:
-            return spent / calls
+    return block_seconds(program)
