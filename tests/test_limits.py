@@ -105,7 +105,6 @@ _PERMUTED = Problem(
 )
 
 
-@pytest.mark.xfail(strict=True, reason="copies that bring indexed dimensions to the front are in no step's scratch")
 @settings(max_examples=1)
 @given(st.just(_PERMUTED))
 def test_a_copy_that_brings_indexed_dimensions_to_the_front_is_counted(problem):
