@@ -44,8 +44,8 @@ class BoundPlan:
         self.exposed = exposed(plan.tree, self.spec, plan.steps)
         # Views of operands are made anew for the backward program: one of a masked operand would keep the copy alive.
         base = [variable.base for variable in self.programs.variables]
-        views = [s for s in self.programs.forward.steps if all(base[v] < len(self.shapes) for v in s.outputs)]
-        self.operand_views = [step for step in views if {base[v] for v in self.programs.kept} & {base[step.outputs[0]]}]
+        viewed = {base[v] for v in self.programs.kept} & set(range(len(self.shapes)))
+        self.operand_views = [step for step in self.programs.forward.steps if base[step.outputs[0]] in viewed]
         self.kept = tuple(v for v in self.programs.kept if base[v] >= len(self.shapes))
 
     def views(self, operands: Sequence[Tensor]) -> list[Tensor]:

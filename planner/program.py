@@ -143,7 +143,7 @@ class Lowerer:
     def __init__(
         self,
         choices: Callable[[Op], Sequence[Choice]],
-        key: Callable[[StepCost], object],
+        key: Callable[[StepCost], tuple[int, ...]],
         fixed: Mapping[Op, Choice] = MappingProxyType({}),
     ) -> None:
         self.choices, self.key, self.fixed = choices, key, fixed
@@ -158,7 +158,7 @@ class Lowerer:
         """Return the best implementation of an op."""
         choice = self._chosen.get(op)
         if choice is None:
-            choice = min(self.choices(op), key=lambda c: self.key(c.cost))  # type: ignore[arg-type,return-value]
+            choice = min(self.choices(op), key=lambda c: self.key(c.cost))
             self._chosen[op] = choice
         return choice
 
@@ -183,7 +183,7 @@ class Lowerer:
             if self.choices(pair):
                 choice = self(pair)
                 apart = single[0][1].cost + single[1][1].cost
-                if pair in self.fixed or self.key(choice.cost) < self.key(apart):  # type: ignore[operator]
+                if pair in self.fixed or self.key(choice.cost) < self.key(apart):
                     return ((pair, choice, (0, 1)),)
         return tuple(single)
 

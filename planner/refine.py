@@ -66,7 +66,9 @@ def _binary_nodes(tree: Tree, path: tuple[int, ...] = ()) -> list[tuple[int, ...
 def _flipped(tree: Tree, path: tuple[int, ...], field: str) -> Tree:
     assert isinstance(tree, Node)
     if not path:
-        return dataclasses.replace(tree, **{field: tuple(reversed(getattr(tree, field)))})  # type: ignore[arg-type]
+        if field == "order":
+            return dataclasses.replace(tree, order=tree.order[::-1])
+        return dataclasses.replace(tree, backward_order=tree.backward_order[::-1])
     children = list(tree.children)
     children[path[0]] = _flipped(children[path[0]], path[1:], field)
     return dataclasses.replace(tree, children=tuple(children))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import statistics
 import time
@@ -48,7 +49,7 @@ def _block_seconds(run: Callable[[], Any], calls: int) -> float:
     return time.perf_counter() - start
 
 
-class Run:
+class Run(abc.ABC):
     """One way to write a contraction, on fresh arrays: what can be timed and measured of it.
 
     Args:
@@ -61,17 +62,17 @@ class Run:
     framework: Framework
     checked_seconds = 0.0
 
+    @abc.abstractmethod
     def forward(self) -> Any:
         """Run forward, no gradient asked for, to the end."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def both(self) -> tuple[Any, ...]:
         """Run forward and backward, to the end: the value and the gradients."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def memory(self) -> tuple[int, int, int]:
         """Measure peak bytes of `forward`, peak bytes of `both`, and retained bytes between the two."""
-        raise NotImplementedError
 
     def results(self) -> list[np.ndarray[Any, Any]]:
         """Return the value and the gradients as NumPy arrays."""

@@ -511,7 +511,7 @@ class Search:
 
     def key(self, cost: StepCost) -> Key:
         """Return the additive part of a step's score."""
-        return self.lower.key(cost)  # type: ignore[return-value]
+        return self.lower.key(cost)
 
     def _peaks(
         self,
