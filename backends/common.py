@@ -1,27 +1,21 @@
-"""What all backends share: checked index arrays, the stock rows of a table, and the loop that runs a program."""
+"""What all backends share: checked index arrays, rows that no index reads, and the loop that runs a program."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from planner.backends.protocol import Lowering, Table
+from planner.backends.protocol import Table
 from planner.backends.stock import ArrayOps, diagonals, evaluate
-from planner.cost import StepCost, itemsize
 from planner.derive import batched
-from planner.device import Device
 from planner.errors import IndexRangeError, PlannerError
-from planner.lower import Op, joint_elements, product_form, spec_flops
 from planner.program import Leaf, Node, Program, Step, Tree
 from planner.spec import Gather, Spec, Term, term_axes
 
-__all__ = ["Prepared", "check_index_dtype", "copied_bytes", "picoseconds", "prepare_numpy", "range_error",
-           "run_program", "stock_kind", "stock_rows", "widened"]  # fmt: skip
+__all__ = ["Prepared", "check_index_dtype", "prepare_numpy", "range_error", "run_program", "widened"]
 
 
 # The row that contracts a whole pool, read or not.
@@ -315,187 +309,3 @@ def run_program(table: Table, program: Program, values: dict[int, Any], index: P
         for variable in step.releases:
             values.pop(variable, None)
     return tuple(values[v] for v in program.results)
-
-
-# -- the stock rows ------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=65536)
-def stock_kind(op: Op) -> str:
-    """Name the stock row that runs an op."""
-    spec = op.spec
-    if op.pair:
-        return "none"
-    if op.source_dtype is not None:
-        return "cast"
-    reads = any(isinstance(e, Gather) for term in spec.inputs for e in term)
-    writes = any(isinstance(e, Gather) for e in spec.output)
-    if len(spec.inputs) == 2:
-        form = product_form(spec)
-        if form is None:
-            return "take, multiply, add" if reads or writes else "multiply, sum"
-        return "matmul" if form.contracted else "multiply"
-    if reads or writes:
-        return "take, segment sum" if reads and writes else "take" if reads else "segment sum"
-    (term,), out = spec.inputs, spec.output
-    if len(set(out)) < len(out):
-        return "diagonal"
-    if not set(out) <= set(term):
-        return "broadcast"
-    return "view" if set(out) == set(term) else "sum"
-
-
-KINDS = ("view", "cast", "sum", "broadcast", "diagonal", "take", "segment sum", "take, segment sum", "matmul",
-         "multiply", "multiply, sum", "take, multiply, add")  # fmt: skip
-
-
-def copied_bytes(term: Term, groups: Sequence[Sequence[str]], sizes: Mapping[str, int], size: int) -> int:
-    """Bytes copied to bring a row-major operand into groups of axes that are each flat."""
-    axes = [e for e in term if isinstance(e, str) and sizes[e] != 1]
-    for group in groups:
-        wide = [axis for axis in group if sizes[axis] != 1]
-        if wide and axes[(at := axes.index(wide[0])) : at + len(wide)] != wide:
-            return math.prod(sizes[axis] for axis in axes) * size
-    return 0
-
-
-def _batch_is_innermost(term: Term, groups: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> int:
-    """Elements of an operand whose matrices have no unit stride, as a batch axis has it: they are copied first."""
-    axes = [str(e) for e in term if sizes[str(e)] != 1]
-    matrix = all(any(sizes[axis] != 1 for axis in group) for group in groups[1:])
-    return math.prod(sizes[axis] for axis in axes) if matrix and axes and axes[-1] in groups[0] else 0
-
-
-def picoseconds(seconds: float) -> int:
-    """Round to the unit in which the search adds times up."""
-    return round(seconds * 1e12)
-
-
-def _row_seconds(spec: Spec, device: Device) -> float:
-    """Time that the rows addressed by a spec's takes and segment sums cost, besides their bytes."""
-    sizes = dict(spec.sizes)
-    seconds = 0.0
-    for number, term in enumerate(spec.terms):
-        if gathers := tuple(e for e in term if isinstance(e, Gather)):
-            rows = term_axes(gathers)
-            count = math.prod(sizes[axis] for axis in rows)
-            width = math.prod(sizes[e] for e in term if isinstance(e, str) and e not in rows)
-            adds = number == len(spec.inputs) and width > 1
-            seconds += count * (device.add_row_seconds if adds else device.take_row_seconds)
-    return seconds
-
-
-def _flat_index_bytes(spec: Spec) -> int:
-    """Bytes of the index into flattened dimensions, where a term addresses several at once.
-
-    Each dimension is added to the index so far, times its size: three arrays at most. An axis has positions of its own.
-    """
-    sizes, most = dict(spec.sizes), 0
-    for term in spec.terms:
-        rows = term_axes(tuple(e for e in term if isinstance(e, Gather)))
-        own = {e for e in term if isinstance(e, str) and (e in rows or term.count(e) > 1)}
-        addressed = sum(isinstance(e, Gather) or e in own for e in term)
-        if addressed > 1:
-            flat = 8 * math.prod(sizes[axis] for axis in {*rows, *own})
-            most = max(most, min(addressed, 3) * flat + 8 * sum(sizes[axis] for axis in own))
-    return most
-
-
-def flat_stock_cost(op: Op, device: Device) -> StepCost:
-    """Cost of the stock evaluation of an op in a framework that takes by one flat index."""
-    cost = stock_cost(op, device)
-    return cost._replace(scratch_bytes=cost.scratch_bytes + _flat_index_bytes(op.spec))
-
-
-def stock_cost(op: Op, device: Device) -> StepCost:
-    """Cost of the stock evaluation of an op."""
-    spec, size = op.spec, itemsize(op.dtype)
-    kind = stock_kind(op)
-    result = math.prod(spec.output_shape) * size
-    touched = op.bytes_touched()
-    if kind == "view":
-        return StepCost(picoseconds=picoseconds(device.launch_seconds))
-    if kind == "cast":
-        return StepCost(0, touched, result, 0, picoseconds(device.seconds(0, touched, result, 1)))
-    if kind in ("sum", "broadcast", "diagonal"):
-        flops = spec_flops(spec) if kind == "sum" else 0
-        return StepCost(flops, touched, 0, 0, picoseconds(device.seconds(0, touched, result, 1)))
-    rows = _row_seconds(spec, device)
-    if kind in ("take", "segment sum", "take, segment sum"):
-        wide = joint_elements(spec) * size
-        plain = wide == result and kind == "take"
-        scratch = 0 if plain else wide if kind != "segment sum" else 0
-        moved = touched if plain else touched + 2 * wide
-        seconds = device.seconds(0, moved, result, 1) + device.fresh_seconds(scratch) + rows
-        return StepCost(0 if plain else spec_flops(spec), moved, 0, scratch, picoseconds(seconds))
-    if kind in ("matmul", "multiply"):
-        return _product_cost(op, device, spec, result)
-    # Takes of both operands, then their product, then the segment sum: all of it in memory.
-    sizes = dict(spec.sizes)
-    taken, axes_of = 0, []
-    for term in spec.inputs:
-        axes_of.append(term_axes(term))
-        if any(isinstance(e, Gather) for e in term):
-            taken += math.prod(sizes[axis] for axis in axes_of[-1]) * size
-    needed = term_axes(spec.output)
-    before = math.prod(sizes[axis] for axis in needed) * size
-    scatter = before if any(isinstance(e, Gather) for e in spec.output) else 0
-    flops, moved, scratch = spec_flops(spec), touched + 2 * taken + 2 * scatter, taken + scatter
-    seconds = device.seconds(flops, moved, result, 4) + device.fresh_seconds(scratch) + rows
-    batch = math.prod(sizes[a] for a in needed if all(a in axes for axes in axes_of))
-    return StepCost(flops, moved, 0, scratch, picoseconds(seconds + batch * device.matrix_seconds))
-
-
-def _product_cost(op: Op, device: Device, spec: Spec, result: int) -> StepCost:
-    form = product_form(spec)
-    assert form is not None
-    sizes, size = dict(spec.sizes), itemsize(op.dtype)
-    batch, m, n, k = form.sizes
-    flops, moved = spec_flops(spec), op.bytes_touched()
-    if not form.contracted:
-        return StepCost(flops, moved, 0, 0, picoseconds(device.seconds(0, moved, result, 1)))
-    groups_of = ((form.batch, form.left, form.contracted), (form.batch, form.contracted, form.right))
-    copied = 0
-    for term, groups in zip(spec.inputs, groups_of, strict=True):
-        elements = _batch_is_innermost(term, groups, sizes)
-        copied += elements * size if elements else copied_bytes(term, groups, sizes, size)
-    moved += 2 * copied
-    seconds = (
-        max(flops / device.product_rate(m, n, k), device.moving_seconds(moved))
-        + device.fresh_seconds(copied)
-        + device.fresh_seconds(result)
-    )
-    seconds += device.launch_seconds + (batch * device.matrix_seconds if batch > 1 else 0)
-    return StepCost(flops, moved, copied, copied, picoseconds(seconds))
-
-
-def stock_rows(
-    ops: ArrayOps,
-    cast: Callable[[Any, str], Any],
-    views: bool = True,
-    skip: Sequence[str] = (),
-    cost: Callable[[Op, Device], StepCost] = stock_cost,
-) -> list[Lowering]:
-    """Return the rows that every backend starts from; between them they run every op.
-
-    Args:
-        ops: the framework's array functions.
-        cast: converts an array to a dtype.
-        views: whether permuting and diagonals share storage.
-        skip: kinds for which the backend has rows of its own.
-        cost: what they cost.
-    """
-
-    def run(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-        if op.source_dtype is not None:
-            return (cast(inputs[0], op.dtype),)
-        return (evaluate(ops, op.spec, inputs, index, getattr(index, "guarded", True)),)
-
-    def supporting(kind: str) -> Callable[[Op], str | None]:
-        return lambda op: None if stock_kind(op) == kind else f"the step is not a {kind}"
-
-    return [
-        Lowering(kind, supporting(kind), cost, run, is_view=views and kind == "view", stock=True)
-        for kind in KINDS
-        if kind not in skip
-    ]

@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from planner.backends.common import WHOLE_POOL, picoseconds, stock_rows
+from planner.backends.common import WHOLE_POOL
 from planner.backends.kernel_rows import POOL_FUNCTIONS, Kernels, PoolKernels, group_sizes, kernel_rows
 from planner.backends.protocol import Table
 from planner.backends.stock import Product
+from planner.backends.stock_rows import picoseconds, stock_rows
 from planner.cost import StepCost, itemsize
 from planner.device import Device
 from planner.kernels import jax_grouped, jax_grouping, jax_pooled

@@ -16,12 +16,12 @@ from planner.backends.common import (
     mask_term,
     prepare_numpy,
     run_program,
-    stock_rows,
     widened,
 )
 from planner.backends.loops import run_loop
 from planner.backends.protocol import Backend, Stepwise, Table
 from planner.backends.stock import Product, matmul_product
+from planner.backends.stock_rows import stock_rows
 from planner.device import CPU, Device
 from planner.errors import PlannerError
 from planner.loops import accumulator, body_of

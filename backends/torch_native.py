@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.backends.common import stock_kind
 from planner.backends.stock import evaluation
+from planner.backends.stock_rows import stock_kind
 from planner.backends.torch_rows import OPS, unit_strided
 from planner.lower import Op, product_form
 from planner.program import Leaf, Tree

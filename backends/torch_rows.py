@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.backends.common import WHOLE_POOL, copied_bytes, flat_stock_cost, picoseconds, stock_rows
+from planner.backends.common import WHOLE_POOL
 from planner.backends.kernel_rows import POOL_FUNCTIONS, Kernels, PoolKernels, group_sizes, kernel_rows
 from planner.backends.protocol import Lowering, Table
 from planner.backends.stock import Product, matmul_product, viewing
+from planner.backends.stock_rows import copied_bytes, flat_stock_cost, picoseconds, stock_rows
 from planner.backends.torch_modes import transformed
 from planner.cost import StepCost, itemsize
 from planner.device import Device
