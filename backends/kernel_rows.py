@@ -14,12 +14,13 @@ from typing import Any
 from planner.backends.common import Prepared
 from planner.backends.protocol import Lowering
 from planner.backends.stock import ArrayOps
-from planner.cost import StepCost
+from planner.cost import StepCost, itemsize
 from planner.device import Device
+from planner.layout import Layout, flattens, permuted
 from planner.lower import GroupedForm, Op, PooledForm, grouped_form, pooled_form
 from planner.spec import Gather, Spec, Term
 
-__all__ = ["POOL_FUNCTIONS", "Kernels", "PoolKernels", "group_sizes", "kernel_rows"]
+__all__ = ["POOL_FUNCTIONS", "Kernels", "PoolKernels", "flattened_bytes", "group_sizes", "kernel_rows"]
 
 Groups = Sequence[Sequence[str | Gather]]
 CostOf = Callable[[Op, Device], StepCost]
@@ -113,9 +114,66 @@ def group_sizes(spec: Spec, *groups: Sequence[str]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[axis] for axis in group) for group in groups)
 
 
-def kernel_rows(kernels: Kernels) -> list[Lowering]:
-    """Return the rows of a backend's table that run its kernels."""
-    cost, row = kernels.grouped_cost, partial(Lowering, kinds=kernels.kinds)
+def _views(op: Op, form: GroupedForm | PooledForm) -> tuple[list[tuple[Term, Groups]], list[tuple[Term, Groups]]]:
+    """The terms of a kernel's inputs and of its results, each with the groups of axes that the kernel sees."""
+    if isinstance(form, GroupedForm):
+        rows: Groups = (form.rows_a, form.inner, form.left)
+        matrix: Groups = ((form.gather,), form.left, form.right)
+        if form.outer:
+            others: tuple[Groups, Groups] = (rows, (form.rows_b, form.inner, form.right))
+            out = matrix
+        else:
+            others = (rows, matrix) if form.matrix == 1 else (matrix, rows)
+            out = (form.rows_out, form.inner, form.right)
+        groups_of = (*others, out)
+    else:
+        by_place: dict[int, Groups] = {
+            form.scores: (form.batch, form.queries, form.chosen),
+            form.place: (form.batch, (form.gather,), form.depth),
+            3 - form.place - form.scores: (form.batch, form.queries, form.depth),
+        }
+        groups_of = (by_place[0], by_place[1], by_place[2])
+    *given, result = zip(op.spec.terms, groups_of, strict=True)
+    return ([result, *given], given) if op.pair else (given, [result])
+
+
+def flattened_bytes(op: Op, form: GroupedForm | PooledForm) -> int:
+    """Bytes of the inputs and index arrays that are copied to be seen as the kernels see them."""
+    spec, size = op.spec, itemsize(op.dtype)
+    given, _ = _views(op, form)
+    copied = sum(
+        size * math.prod(spec.shape(term))
+        for (term, groups), layout in zip(given, op.layouts or (None,) * len(given), strict=True)
+        if not flattens(term, layout, groups, spec)
+    )
+    if isinstance(form, PooledForm):
+        axes = form.gather.axes
+        if not flattens(axes, None, (form.batch, form.queries, form.chosen), spec):
+            copied += 8 * math.prod(spec.shape(axes))
+    return copied
+
+
+def _layouts(find: Callable[[Spec], GroupedForm | PooledForm | str], op: Op) -> tuple[Layout | None, ...]:
+    """How a kernel's results lie in memory."""
+    form = find(op.spec)
+    assert not isinstance(form, str)
+    _, results = _views(op, form)
+    found = []
+    for term, groups in results:
+        order = [entry for group in groups for entry in group]
+        found.append(permuted(None, [order.index(entry) for entry in term], op.spec.shape(term)))
+    return tuple(found)
+
+
+def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Lowering]:
+    """Return the rows of a backend's table that run its kernels.
+
+    Args:
+        kernels: the kernels.
+        strided: whether arrays have strides, so that results have layouts.
+    """
+    grouped, pooled = (partial(_layouts, find) if strided else None for find in (grouped_form, pooled_form))
+    cost, row = kernels.grouped_cost, partial(Lowering, kinds=kernels.kinds, layouts=grouped)
     rows = [
         row("grouped matmul" + kernels.label, partial(_not_grouped, False, False), cost, partial(_run_matmul, kernels)),
         row("grouped outer" + kernels.label, partial(_not_grouped, False, True), cost, partial(_run_outer, kernels)),
@@ -127,7 +185,7 @@ def kernel_rows(kernels: Kernels) -> list[Lowering]:
         ),
     ]
     for name, pool in kernels.pools.items():
-        rows.append(row(name, _not_pooled, pool.cost, partial(_run_pooled, kernels, pool)))
+        rows.append(row(name, _not_pooled, pool.cost, partial(_run_pooled, kernels, pool), layouts=pooled))
     return rows
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from planner.cost import StepCost
 from planner.device import Device
+from planner.layout import Layout
 from planner.lower import Choice, Op
 from planner.program import Step
 from planner.spec import Gather, Operand
@@ -41,6 +42,7 @@ class Lowering:
         is_view: whether the result shares its input's storage.
         stock: whether it is the framework's own way, what a user would write: the naive plan is made of these.
         kinds: kinds of device that it runs on; None for all.
+        layouts: how the results lie in memory, where arrays have strides; None where they are row-major.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Lowering:
     is_view: bool = False
     stock: bool = False
     kinds: tuple[str, ...] | None = None
+    layouts: Callable[[Op], tuple[Layout | None, ...]] | None = None
 
 
 class Table:
@@ -64,7 +67,7 @@ class Table:
         known = self._choices.get((op, device))
         if known is None:
             known = tuple(
-                Choice(row.name, row.cost(op, device), row.is_view)
+                Choice(row.name, row.cost(op, device), row.is_view, _laid(row, op))
                 for row in self.rows.values()
                 if (row.kinds is None or device.kind in row.kinds) and row.supports(op) is None
             )
@@ -76,6 +79,11 @@ class Table:
     def run(self, lowering: str, op: Op, inputs: Sequence[Any], indices: Indices) -> tuple[Any, ...]:
         """Run an op in the named implementation."""
         return self.rows[lowering].run(op, inputs, indices)
+
+
+def _laid(row: Lowering, op: Op) -> tuple[Layout | None, ...]:
+    found = row.layouts(op) if row.layouts is not None else ()
+    return found if any(found) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +110,13 @@ class Backend(Protocol):
         name: of the framework, as `planner.dispatch` knows it.
         table: its implementations.
         compiles: whether calls may run programs that the framework made of a plan's steps as it liked.
+        strided: whether arrays have strides, so that views are free and layouts part of a plan.
     """
 
     name: str
     table: Table
     compiles: bool = False
+    strided: bool = False
 
     def operand(self, array: Any) -> Operand:
         """Describe an array."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 from planner.backends.protocol import Lowering
 from planner.backends.stock import ArrayOps, evaluate
+from planner.backends.stock_layout import product_copies, stock_layout
 from planner.cost import StepCost, itemsize
 from planner.device import Device
+from planner.layout import Layout
 from planner.lower import Op, joint_elements, product_form, spec_flops
-from planner.spec import Gather, Spec, Term, term_axes
+from planner.spec import Gather, Spec, term_axes
 
-__all__ = ["copied_bytes", "flat_stock_cost", "picoseconds", "stock_cost", "stock_kind", "stock_rows"]
+__all__ = ["flat_stock_cost", "picoseconds", "stock_cost", "stock_kind", "stock_rows"]
 
 
 @lru_cache(maxsize=65536)
@@ -44,23 +46,6 @@ def stock_kind(op: Op) -> str:
 
 KINDS = ("view", "cast", "sum", "broadcast", "diagonal", "take", "segment sum", "take, segment sum", "matmul",
          "multiply", "multiply, sum", "take, multiply, add")  # fmt: skip
-
-
-def copied_bytes(term: Term, groups: Sequence[Sequence[str]], sizes: Mapping[str, int], size: int) -> int:
-    """Bytes copied to bring a row-major operand into groups of axes that are each flat."""
-    axes = [e for e in term if isinstance(e, str) and sizes[e] != 1]
-    for group in groups:
-        wide = [axis for axis in group if sizes[axis] != 1]
-        if wide and axes[(at := axes.index(wide[0])) : at + len(wide)] != wide:
-            return math.prod(sizes[axis] for axis in axes) * size
-    return 0
-
-
-def _batch_is_innermost(term: Term, groups: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> int:
-    """Elements of an operand whose matrices have no unit stride, as a batch axis has it: they are copied first."""
-    axes = [str(e) for e in term if sizes[str(e)] != 1]
-    matrix = all(any(sizes[axis] != 1 for axis in group) for group in groups[1:])
-    return math.prod(sizes[axis] for axis in axes) if matrix and axes and axes[-1] in groups[0] else 0
 
 
 def picoseconds(seconds: float) -> int:
@@ -99,9 +84,15 @@ def _flat_index_bytes(spec: Spec) -> int:
 
 
 def flat_stock_cost(op: Op, device: Device) -> StepCost:
-    """Cost of the stock evaluation of an op in a framework that takes by one flat index."""
+    """Cost of the stock evaluation of an op in a framework that takes by one flat index, what is not flat copied."""
     cost = stock_cost(op, device)
-    return cost._replace(scratch_bytes=cost.scratch_bytes + _flat_index_bytes(op.spec))
+    if op.pair or stock_kind(op) in ("matmul", "multiply"):
+        return cost
+    copied = stock_layout(op)[0] * itemsize(op.dtype)
+    seconds = device.moving_seconds(2 * copied) + device.fresh_seconds(copied)
+    return cost + StepCost(
+        bytes_moved=2 * copied, copied_bytes=copied, picoseconds=picoseconds(seconds) if copied else 0
+    )._replace(scratch_bytes=cost.scratch_bytes + copied + _flat_index_bytes(op.spec))
 
 
 def stock_cost(op: Op, device: Device) -> StepCost:
@@ -146,16 +137,12 @@ def stock_cost(op: Op, device: Device) -> StepCost:
 def _product_cost(op: Op, device: Device, spec: Spec, result: int) -> StepCost:
     form = product_form(spec)
     assert form is not None
-    sizes, size = dict(spec.sizes), itemsize(op.dtype)
+    size = itemsize(op.dtype)
     batch, m, n, k = form.sizes
     flops, moved = spec_flops(spec), op.bytes_touched()
     if not form.contracted:
         return StepCost(flops, moved, 0, 0, picoseconds(device.seconds(0, moved, result, 1)))
-    groups_of = ((form.batch, form.left, form.contracted), (form.batch, form.contracted, form.right))
-    copied = 0
-    for term, groups in zip(spec.inputs, groups_of, strict=True):
-        elements = _batch_is_innermost(term, groups, sizes)
-        copied += elements * size if elements else copied_bytes(term, groups, sizes, size)
+    copied = size * product_copies(form, spec, op.layouts or (None, None))
     moved += 2 * copied
     seconds = (
         max(flops / device.product_rate(m, n, k), device.moving_seconds(moved))
@@ -172,6 +159,7 @@ def stock_rows(
     views: bool = True,
     skip: Sequence[str] = (),
     cost: Callable[[Op, Device], StepCost] = stock_cost,
+    layouts: Callable[[Op], tuple[Layout | None, ...]] | None = None,
 ) -> list[Lowering]:
     """Return the rows that every backend starts from; between them they run every op.
 
@@ -181,6 +169,7 @@ def stock_rows(
         views: whether permuting and diagonals share storage.
         skip: kinds for which the backend has rows of its own.
         cost: what they cost.
+        layouts: how their results lie in memory; None where that makes no difference.
     """
 
     def run(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
@@ -192,7 +181,7 @@ def stock_rows(
         return lambda op: None if stock_kind(op) == kind else f"the step is not a {kind}"
 
     return [
-        Lowering(kind, supporting(kind), cost, run, is_view=views and kind == "view", stock=True)
+        Lowering(kind, supporting(kind), cost, run, is_view=views and kind == "view", stock=True, layouts=layouts)
         for kind in KINDS
         if kind not in skip
     ]

@@ -33,6 +33,7 @@ class TorchBackend(Backend):
     """Runs plans on torch tensors."""
 
     name = "torch"
+    strided = True
 
     def __init__(self) -> None:
         self.table = make_table()

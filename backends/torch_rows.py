@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -11,14 +11,23 @@ import torch
 from torch import Tensor
 
 from planner.backends.common import WHOLE_POOL
-from planner.backends.kernel_rows import POOL_FUNCTIONS, Kernels, PoolKernels, group_sizes, kernel_rows
+from planner.backends.kernel_rows import (
+    POOL_FUNCTIONS,
+    Kernels,
+    PoolKernels,
+    flattened_bytes,
+    group_sizes,
+    kernel_rows,
+)
 from planner.backends.protocol import Lowering, Table
 from planner.backends.stock import Product, matmul_product, viewing
-from planner.backends.stock_rows import copied_bytes, flat_stock_cost, picoseconds, stock_rows
+from planner.backends.stock_layout import product_copies, stock_layout
+from planner.backends.stock_rows import flat_stock_cost, picoseconds, stock_rows
 from planner.backends.torch_modes import transformed
 from planner.cost import StepCost, itemsize
 from planner.device import Device
 from planner.kernels import torch_grouped, torch_grouping, torch_pooled
+from planner.layout import Layout, permuted, without
 from planner.lower import (
     GroupedForm,
     Op,
@@ -30,7 +39,7 @@ from planner.lower import (
     product_form,
     spec_flops,
 )
-from planner.spec import Spec, Term, term_axes
+from planner.spec import Spec, term_axes
 
 __all__ = ["OPS", "TorchOps", "make_table", "torch_dtype"]
 
@@ -167,20 +176,22 @@ def _grouped_cost(share: int, op: Op, device: Device) -> StepCost:
     results = sum(math.prod(shape) for shape in op.output_shapes) * size
     # Sorting is over before the results are made; the order stays for the call.
     kernel = scratch_of(n, i, g, j, k, dtype, form.rows_a != form.gather.axes, share)
-    scratch = max(8 * (n + g + 1) + maps + kernel, torch_grouping.group_bytes(n, g) + maps - results)
+    copied = flattened_bytes(op, form)
+    scratch = copied + max(8 * (n + g + 1) + maps + kernel, torch_grouping.group_bytes(n, g) + maps - results)
     rows = n * i * (j + k) * size
     # Rows are gathered, multiplied and put one after the other: the times add up.
     seconds = (
         flops / device.product_rate(max(1, n * i // max(1, min(g, n))), j, k)
-        + device.moving_seconds(moved + (3 if op.pair else 2) * rows)
+        + device.moving_seconds(moved + 2 * copied + (3 if op.pair else 2) * rows)
         + device.fresh_seconds(results)
+        + device.fresh_seconds(copied)
         + n * (device.take_row_seconds * (4 if op.pair else 3) + device.sort_row_seconds)
         + min(g, n) * 2 * device.matrix_seconds
         + 40 * device.launch_seconds
     )
     if share > 1:
         seconds = _SHARE_TIMES[share] * seconds + 10 * device.launch_seconds
-    return StepCost(flops, moved + 16 * n, 0, scratch, picoseconds(seconds))
+    return StepCost(flops, moved + 2 * copied + 16 * n, copied, scratch, picoseconds(seconds))
 
 
 def _pooled_cost(dense: bool, op: Op, device: Device) -> StepCost:
@@ -205,8 +216,10 @@ def _pooled_cost(dense: bool, op: Op, device: Device) -> StepCost:
         flops = products * 2 * chosen * d
         moved += chosen * d * size
         seconds = chosen * d * {"scores": 0.5e-9, "query": 0.5e-9, "pool": 0.75e-9, "both": 1.25e-9}[kind] + 2e-4
+    copied = flattened_bytes(op, form)
+    seconds += device.moving_seconds(2 * copied) + device.fresh_seconds(copied)
     seconds += device.fresh_seconds(results) + (10 + b) * device.launch_seconds
-    return StepCost(flops, moved, 0, scratch, picoseconds(seconds))
+    return StepCost(flops, moved + 2 * copied, copied, scratch + copied, picoseconds(seconds))
 
 
 def _sliced(op: Op) -> tuple[str, ProductForm] | None:
@@ -217,21 +230,25 @@ def _sliced(op: Op) -> tuple[str, ProductForm] | None:
     if op.pair or op.source_dtype is not None:
         return None
     form, sizes = product_form(op.spec), dict(op.spec.sizes)
-    if form is None or form.batch or not form.contracted or not _copies(form, op.spec.inputs, sizes):
+    layouts = op.layouts or (None, None)
+    if form is None or form.batch or not form.contracted or not _copies(form, op.spec, layouts):
         return None
     for axis in sorted((*form.contracted, *form.left, *form.right), key=lambda axis: (sizes[axis], axis)):
         left, right, summed = (tuple(e for e in g if e != axis) for g in (form.left, form.right, form.contracted))
         m, n, k = (math.prod(sizes[e] for e in g) for g in (left, right, summed))
         part = ProductForm((), left, right, summed, (1, m, n, k))
-        terms = [tuple(e for e in term if e != axis) for term in op.spec.inputs]
-        if part.contracted and not _copies(part, terms, sizes):
+        inner = Spec(tuple(tuple(e for e in term if e != axis) for term in op.spec.inputs), (), op.spec.sizes)
+        sliced = [
+            without(layout, term.index(axis), op.spec.shape(term)) if axis in term else layout
+            for term, layout in zip(op.spec.inputs, layouts, strict=True)
+        ]
+        if part.contracted and not _copies(part, inner, sliced):
             return axis, part
     return None
 
 
-def _copies(form: ProductForm, terms: Sequence[Term], sizes: Mapping[str, int]) -> bool:
-    groups = ((form.left, form.contracted), (form.contracted, form.right))
-    return any(copied_bytes(term, group, sizes, 1) for term, group in zip(terms, groups, strict=True))
+def _copies(form: ProductForm, spec: Spec, layouts: Sequence[Layout | None]) -> bool:
+    return product_copies(form, spec, layouts) > 0
 
 
 def _not_sliced(op: Op) -> str | None:
@@ -280,6 +297,14 @@ def _run_sliced(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     return (shaped.permute([order.index(str(e)) for e in op.spec.output]),)
 
 
+def _sliced_layouts(op: Op) -> tuple[Layout | None, ...]:
+    found = _sliced(op)
+    assert found is not None
+    axis, part = found
+    order = (*((axis,) if axis in op.spec.output else ()), *part.left, *part.right)
+    return (permuted(None, [order.index(str(e)) for e in op.spec.output], op.spec.output_shape),)
+
+
 def _vectors(op: Op) -> ProductForm | None:
     """The form of a product in which one operand has no rows or columns of its own."""
     form = None if op.pair or op.source_dtype is not None else product_form(op.spec)
@@ -304,18 +329,28 @@ def _run_summed(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     return (_summed_product(op.spec)(*inputs),)
 
 
-@lru_cache(maxsize=16384)
-def _summed_product(spec: Spec) -> Product:
-    """What multiplies two operands and sums.
+def _summed_layouts(op: Op) -> tuple[Layout | None, ...]:
+    out = term_axes(op.spec.output)
+    kept = [e for e in _summed_order(op.spec) if e in out]
+    return (permuted(None, [kept.index(e) for e in out], op.spec.output_shape),)
 
-    The product is laid out as the larger operand where that gives a row-major result.
-    """
+
+def _summed_order(spec: Spec) -> tuple[str, ...]:
+    """The axes of the product before its sum: as the larger operand has them where that gives a row-major result."""
     sizes = dict(spec.sizes)
     *terms, out = (term_axes(term) for term in spec.terms)
     widest = max(terms, key=lambda term: math.prod(sizes[e] for e in term))
     order = (*(e for term in terms for e in term if e not in widest), *widest)  # the first ones are of size 1
     if [e for e in order if e in out and sizes[e] != 1] != [e for e in out if sizes[e] != 1]:
         order = (*out, *(e for e in widest if e not in out))
+    return order
+
+
+@lru_cache(maxsize=16384)
+def _summed_product(spec: Spec) -> Product:
+    """What multiplies two operands and sums."""
+    sizes, order = dict(spec.sizes), _summed_order(spec)
+    *terms, out = (term_axes(term) for term in spec.terms)
     first, second = (
         viewing(
             OPS.permute,
@@ -365,7 +400,8 @@ def _kernels(share: int) -> Kernels:
 
 def make_table() -> Table:
     """Return the table of the torch backend."""
-    sliced = Lowering("matmul by slices", _not_sliced, _sliced_cost, _run_sliced)
-    summed = Lowering("multiply, then sum", _not_summed, _summed_cost, _run_summed)
-    grouped = [row for share in _SHARES for row in kernel_rows(_kernels(share))]
-    return Table([*stock_rows(OPS, cast, cost=flat_stock_cost), sliced, summed, *grouped])
+    sliced = Lowering("matmul by slices", _not_sliced, _sliced_cost, _run_sliced, layouts=_sliced_layouts)
+    summed = Lowering("multiply, then sum", _not_summed, _summed_cost, _run_summed, layouts=_summed_layouts)
+    grouped = [row for share in _SHARES for row in kernel_rows(_kernels(share), strided=True)]
+    stock = stock_rows(OPS, cast, cost=flat_stock_cost, layouts=lambda op: (stock_layout(op)[1],))
+    return Table([*stock, sliced, summed, *grouped])

@@ -17,9 +17,11 @@ from planner.cost import Cost, PlanCost, StepCost, itemsize
 from planner.derive import sliced
 from planner.device import Device
 from planner.dispatch import load_backend
+from planner.layout import row_major, strides_in
 from planner.lower import Choice, Op
 from planner.objective import step_key
 from planner.plan import Plan
+from planner.problem import given_variables
 from planner.program import Leaf, Lowerer, Program, Programs, Step, Tree, Variable, build
 from planner.resolve import Resolved
 from planner.spec import Gather, Operand, Spec, Term
@@ -94,12 +96,12 @@ def body_of(plan: Plan, sizes: Mapping[str, int]) -> Plan:
     resolved = sliced_problem(plan.resolved, sizes)
     if resolved == body.resolved:
         return body
-    operands = slice_operands(resolved, body.operands)
+    operands = slice_operands(resolved, plan.operands, plan.resolved.shapes)
     table, key = load_backend(plan.backend).table, step_key(body.options.minimize)
     tree = resized(body.tree, sizes)
     programs = build(
         tree,
-        [Variable(o.shape, o.dtype, n) for n, o in enumerate(operands)],
+        given_variables(resolved, operands, plan.backend),
         [o.requires_grad for o in operands],
         Lowerer(lambda op: table.choices(op, plan.device), key),
         body.dtype,
@@ -118,10 +120,20 @@ def sliced_problem(resolved: Resolved, sizes: Mapping[str, int]) -> Resolved:
     return Resolved(spec, shapes, tuple((name, arrays[name]) for name, _ in resolved.index_shapes))
 
 
-def slice_operands(resolved: Resolved, operands: Sequence[Operand]) -> tuple[Operand, ...]:
-    """Stand-ins for a slice's operands."""
-    pairs = zip(resolved.shapes, operands, strict=True)
-    return tuple(Operand(shape, o.dtype, None, o.requires_grad) for shape, o in pairs)
+def slice_operands(
+    resolved: Resolved, operands: Sequence[Operand], shapes: Sequence[Sequence[int]]
+) -> tuple[Operand, ...]:
+    """Stand-ins for a slice's operands, which are views of the whole.
+
+    Args:
+        resolved: the resolved problem of the slice.
+        operands: those of the whole.
+        shapes: the shapes in which the whole's spec sees them.
+    """
+    return tuple(
+        Operand(part, o.dtype, strides_in(o, whole) or row_major(whole), o.requires_grad)
+        for part, whole, o in zip(resolved.shapes, shapes, operands, strict=True)
+    )
 
 
 def loop_programs(
@@ -132,6 +144,7 @@ def loop_programs(
     requires: Sequence[bool],
     dtype: str,
     device: Device,
+    strided: bool,
 ) -> Programs:
     """Return both programs of a loop, each a single step.
 
@@ -143,6 +156,7 @@ def loop_programs(
         requires: which of them need a gradient.
         dtype: dtype of the computation.
         device: rates.
+        strided: whether slices of operands are views, whose copies are then part of what a slice costs.
     """
     name = "loop over " + ", ".join(f"{axis} by {size}" for axis, size in axes)
     count = len(operands)
@@ -153,8 +167,10 @@ def loop_programs(
         *(Variable(x.shape, x.dtype, count + 2 + i) for i, x in enumerate(operands)),
     )  # fmt: skip
     largest = dict(axes)
-    # Views of a slice are not flat where the cut axis is not the first, so a step may copy them.
-    copied = sum(_slice_bytes(term, x.dtype, spec, largest) for term, x in zip(spec.inputs, operands, strict=True))
+    # Slices are not flat where the cut axis is not the first: where they are no views, or a step may copy them.
+    copied = 0
+    if not strided:
+        copied = sum(_slice_bytes(term, x.dtype, spec, largest) for term, x in zip(spec.inputs, operands, strict=True))
     copied += sum(_slice_bytes(gather.axes, "int64", spec, largest) for gather in spec.gathers)
 
     def step(op: Op, costs: Sequence[tuple[Cost, int]], outputs: Sequence[tuple[int, Term]], scratch: int) -> Step:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from planner.cost import StepCost, itemsize
+from planner.layout import Layout
 from planner.spec import Gather, Spec, term_axes
 
 __all__ = ["Choice", "GroupedForm", "Op", "PooledForm", "ProductForm", "grouped_form", "joint_elements",
@@ -29,12 +30,19 @@ class Op:
         source_dtype: dtype of the input where the step is a cast; then the spec is an identity.
         pair: the step computes both gradients of the binary `spec`; its inputs are the output gradient and
             the two operands.
+        layouts: how the inputs lie in memory; none where all are row-major, or where that makes no difference.
     """
 
     spec: Spec
     dtype: str
     source_dtype: str | None = None
     pair: bool = False
+    layouts: tuple[Layout | None, ...] = ()
+
+    def laid(self, layouts: Iterable[Layout | None]) -> Op:
+        """Return the op with inputs of these layouts."""
+        found = tuple(layouts)
+        return dataclasses.replace(self, layouts=found if any(found) else ())
 
     @property
     def input_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -64,11 +72,19 @@ class Op:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """An implementation of an op and what it would cost. A `view` allocates nothing."""
+    """An implementation of an op and what it would cost.
+
+    Attributes:
+        lowering: its name.
+        cost: what it costs.
+        view: whether it allocates nothing.
+        layouts: how the results lie in memory; none where all are row-major, or where that makes no difference.
+    """
 
     lowering: str
     cost: StepCost
     view: bool = False
+    layouts: tuple[Layout | None, ...] = ()
 
 
 def joint_elements(spec: Spec) -> int:

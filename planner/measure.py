@@ -16,6 +16,7 @@ from planner.acceptance import fitting
 from planner.alternatives import alternatives
 from planner.dispatch import framework_of, load_backend
 from planner.errors import PlannerError
+from planner.layout import row_major
 from planner.objective import plan_key
 from planner.plan import Loop, Plan
 from planner.problem import within
@@ -193,7 +194,7 @@ def key_of(plan: Plan, operands: Sequence[Any]) -> dict[str, Any] | None:
         "resolved": encode(plan.resolved),
         "index_shapes": encode(plan.index_shapes),
         "operands": [
-            [list(o.shape), o.dtype, list(_strides(o.shape, o.strides)), o.requires_grad] for o in plan.operands
+            [list(o.shape), o.dtype, list(o.strides or row_major(o.shape)), o.requires_grad] for o in plan.operands
         ],
         "dtype": plan.dtype,
         "index_mode": plan.index_mode,
@@ -202,17 +203,6 @@ def key_of(plan: Plan, operands: Sequence[Any]) -> dict[str, Any] | None:
         "backend": plan.backend,
         "environment": {"processor": cpu_name(), **backend.environment(arrays)},
     }
-
-
-def _strides(shape: Sequence[int], strides: Sequence[int] | None) -> Sequence[int]:
-    """Strides of an operand; a stand-in that names none is row-major, as an array that has none is."""
-    if strides is not None:
-        return strides
-    found, step = [], 1
-    for size in reversed(shape):
-        found.append(step)
-        step *= max(1, size)
-    return found[::-1]
 
 
 def _recalled(plan: Plan, key: Mapping[str, Any]) -> Plan | None:

@@ -108,8 +108,9 @@ def _best(problem: Problem, options: Options, index_mode: str) -> Candidate:
 
 def _candidates(problem: Problem, options: Options, objective: str, limits: Limits = NO_LIMITS) -> Iterator[Candidate]:
     for found, lower, origin in searched(problem, options.optimize, objective, limits):
-        proven = found.exact and origin == "exact" and objective == options.minimize
         programs = problem.programs(found.tree, lower)
+        as_searched = programs.row_major
+        proven = found.exact and origin == "exact" and objective == options.minimize and as_searched
         how = f"{origin}, {objective}"
         yield Candidate(programs, found.tree, lower, proven, how, interrupted=found.interrupted)
         if any(problem.requires) and not (limits == NO_LIMITS and proven):

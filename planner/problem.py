@@ -11,6 +11,7 @@ from planner.cost import PlanCost
 from planner.device import Device
 from planner.dispatch import load_backend
 from planner.errors import PlannerError, SearchLimitError
+from planner.layout import layout_of, strides_in
 from planner.lower import Choice, Op
 from planner.network import Network
 from planner.objective import step_key
@@ -21,7 +22,8 @@ from planner.search.dynamic import NO_LIMITS, Found, Limits, Search
 from planner.search.paths import checked_path, external_path, path_names, splits_of
 from planner.spec import Operand
 
-__all__ = ["AUTO_WORK", "PATH_WORK", "SEARCHES", "Candidate", "Problem", "keeps_within", "searched", "within"]
+__all__ = ["AUTO_WORK", "PATH_WORK", "SEARCHES", "Candidate", "Problem", "given_variables", "keeps_within",
+           "searched", "within"]  # fmt: skip
 
 # Steps that a search may score; each takes 50 to 250 us.
 AUTO_WORK, OPTIMAL_WORK, PATH_WORK = 20_000, 3_000_000, 4_000
@@ -31,6 +33,15 @@ SEARCHES = ("auto", "optimal", "measure")
 MOST_FACTORS = 5
 # The same where what is kept is chosen too, and the ways that are then kept for one value: most, few, and fewest.
 KEEPING_PATH_WORK, PATH_FRONTS = 8_000, (32, 6, 2)
+
+
+def given_variables(resolved: Resolved, operands: Sequence[Operand], backend: str) -> tuple[Variable, ...]:
+    """Return the operands of a resolved problem as variables."""
+    strided = load_backend(backend).strided
+    return tuple(
+        Variable(shape, o.dtype, number, layout_of(shape, strides_in(o, shape)) if strided else None)
+        for number, (shape, o) in enumerate(zip(resolved.shapes, operands, strict=True))
+    )
 
 
 class Problem:
@@ -46,10 +57,8 @@ class Problem:
         self.few = Network(resolved.spec, few=True)
         self.requires = tuple(operand.requires_grad for operand in operands)
         self.casts = tuple(o.dtype if o.dtype != dtype else None for o in operands)
-        self.variables = tuple(
-            Variable(shape, operand.dtype, number)
-            for number, (shape, operand) in enumerate(zip(resolved.shapes, operands, strict=True))
-        )
+        self.variables = given_variables(resolved, operands, backend)
+        self.layouts = tuple(variable.layout for variable in self.variables)
         self._paths: dict[Any, Any] = {}
 
     def choices(self, op: Op) -> Sequence[Choice]:
@@ -82,7 +91,7 @@ class Problem:
         def over(network: Network, work: int = work, **options: Any) -> Search:
             return Search(
                 network, self.requires, self.casts, self.dtype, lower, objective, "any" if chooses else "all", work,
-                limits, **options,
+                limits, layouts=self.layouts, **options,
             )  # fmt: skip
 
         def along(path: Any) -> Found | None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
 from planner.cost import Cost, PlanCost, StepCost, itemsize
 from planner.derive import transpose
+from planner.layout import Layout
 from planner.lower import Choice, Op
 
 __all__ = ["Keep", "Leaf", "Lowerer", "Node", "Program", "Programs", "Step", "Tree", "Variable", "build",
@@ -63,11 +64,18 @@ def keeping(tree: Tree, kept: bool) -> Tree:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variable:
-    """A value of a program: its shape, dtype, and the variable whose storage it shares (itself, if its own)."""
+    """A value of a program.
+
+    Attributes:
+        shape, dtype: what it is.
+        base: the variable whose storage it shares: itself, if its own.
+        layout: how it lies in memory; None where it is row-major, or where that makes no difference.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     base: int
+    layout: Layout | None = None
 
     @property
     def bytes(self) -> int:
@@ -130,6 +138,13 @@ class Programs:
     gradients: tuple[int | None, ...]
     cost: PlanCost
 
+    @property
+    def row_major(self) -> bool:
+        """Whether all values that steps read are row-major, operands aside: as the search takes them to be."""
+        steps = self.forward.steps + (self.backward.steps if self.backward else ())
+        computed = len(self.gradients)
+        return not any(self.variables[v].layout for step in steps for v in step.inputs if v >= computed)
+
 
 class Lowerer:
     """Chooses the implementation of each op by the key of the objective; ties keep the table's order.
@@ -148,7 +163,7 @@ class Lowerer:
     ) -> None:
         self.choices, self.key, self.fixed = choices, key, fixed
         self._chosen: dict[Op, Choice] = dict(fixed)
-        self._gradients: dict[tuple[Op, tuple[bool, ...]], tuple[tuple[Op, Choice, tuple[int, ...]], ...]] = {}
+        self._gradients: dict[Hashable, tuple[tuple[Op, Choice, tuple[int, ...]], ...]] = {}
 
     def fixing(self, op: Op, choice: Choice) -> Lowerer:
         """Return one that has this implementation for this op."""
@@ -162,24 +177,36 @@ class Lowerer:
             self._chosen[op] = choice
         return choice
 
-    def gradients(self, op: Op, wanted: tuple[bool, ...]) -> tuple[tuple[Op, Choice, tuple[int, ...]], ...]:
-        """Return the steps that give the wanted children's gradients: op, implementation, children served."""
-        known = self._gradients.get((op, wanted))
+    def gradients(
+        self, op: Op, wanted: tuple[bool, ...], layout: Layout | None = None
+    ) -> tuple[tuple[Op, Choice, tuple[int, ...]], ...]:
+        """Return the steps that give the wanted children's gradients: op, implementation, children served.
+
+        Args:
+            op: the forward step.
+            wanted: which children need a gradient.
+            layout: how the output's gradient lies in memory.
+        """
+        known = self._gradients.get((op, wanted, layout))
         if known is None:
-            known = self._gradients[op, wanted] = self._choose_gradients(op, wanted)
+            known = self._gradients[op, wanted, layout] = self._choose_gradients(op, wanted, layout)
         return known
 
-    def _choose_gradients(self, op: Op, wanted: tuple[bool, ...]) -> tuple[tuple[Op, Choice, tuple[int, ...]], ...]:
+    def _choose_gradients(
+        self, op: Op, wanted: tuple[bool, ...], layout: Layout | None
+    ) -> tuple[tuple[Op, Choice, tuple[int, ...]], ...]:
         if op.source_dtype is not None:
-            back = dataclasses.replace(op, dtype=op.source_dtype, source_dtype=op.dtype)
+            back = dataclasses.replace(op, dtype=op.source_dtype, source_dtype=op.dtype).laid([layout])
             return ((back, self(back), (0,)),) if wanted[0] else ()
+        layouts = op.layouts or (None,) * len(wanted)
         single = []
         for child, want in enumerate(wanted):
             if want:
                 gradient = dataclasses.replace(op, spec=transpose(op.spec, child))
+                gradient = gradient.laid((*layouts[:child], layout, *layouts[child + 1 :]))
                 single.append((gradient, self(gradient), (child,)))
         if len(single) == 2:
-            pair = dataclasses.replace(op, pair=True)
+            pair = dataclasses.replace(op, pair=True).laid((layout, *layouts))
             if self.choices(pair):
                 choice = self(pair)
                 apart = single[0][1].cost + single[1][1].cost
@@ -226,6 +253,11 @@ class _Builder:
         self.variables = list(operands)
         self.requires, self.lower = requires, lower
         self.needs: dict[int, bool] = {}
+        self.layouts: dict[int, Layout | None] = {}
+
+    def layout(self, tree: Tree) -> Layout | None:
+        """How a tree's value lies in memory, which must have been computed once."""
+        return self.variables[tree.operand].layout if isinstance(tree, Leaf) else self.layouts[id(tree)]
 
     def needs_gradient(self, tree: Tree) -> bool:
         if isinstance(tree, Leaf):
@@ -238,16 +270,22 @@ class _Builder:
     def child_needs(self, node: Node) -> tuple[bool, ...]:
         return tuple(self.needs_gradient(child) for child in node.children)
 
-    def variable(self, shape: tuple[int, ...], dtype: str, base: int | None = None) -> int:
+    def variable(
+        self, shape: tuple[int, ...], dtype: str, base: int | None = None, layout: Layout | None = None
+    ) -> int:
         number = len(self.variables)
-        self.variables.append(Variable(shape, dtype, number if base is None else base))
+        self.variables.append(Variable(shape, dtype, number if base is None else base, layout))
         return number
 
     def emit(
         self, op: Op, choice: Choice, inputs: tuple[int, ...], steps: list[Step], again: bool = False
     ) -> tuple[int, ...]:
         base = self.variables[inputs[0]].base if choice.view else None
-        outputs = tuple(self.variable(shape, op.dtype, base) for shape in op.output_shapes)
+        shapes = op.output_shapes
+        layouts = choice.layouts or (None,) * len(shapes)
+        outputs = tuple(
+            self.variable(shape, op.dtype, base, layout) for shape, layout in zip(shapes, layouts, strict=True)
+        )
         steps.append(Step(op, choice, inputs, outputs, recomputed=again))
         return outputs
 
@@ -259,7 +297,9 @@ class _Builder:
             for child in tree.order[: len(tree.children)]:
                 self.value(tree.children[child], steps, values, again)
             inputs = tuple(self.value(child, steps, values) for child in tree.children)
-            values[id(tree)] = self.emit(tree.op, self.lower(tree.op), inputs, steps, again)[0]
+            op = tree.op.laid(map(self.layout, tree.children))
+            values[id(tree)] = made = self.emit(op, self.lower(op), inputs, steps, again)[0]
+            self.layouts[id(tree)] = self.variables[made].layout
         return values[id(tree)]
 
     def backward(
@@ -270,7 +310,8 @@ class _Builder:
             return
         needs = self.child_needs(tree)
         gradients: dict[int, int] = {}
-        for op, choice, served in self.lower.gradients(tree.op, needs):
+        forward = tree.op.laid(map(self.layout, tree.children))
+        for op, choice, served in self.lower.gradients(forward, needs, self.variables[gradient].layout):
             read = [i for i in tree.order[: len(tree.children)] if op.pair or i != served[0]]
             found = {i: self.value(tree.children[i], steps, values, again=True) for i in read}
             if op.pair:

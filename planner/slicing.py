@@ -8,12 +8,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from planner.dispatch import load_backend
 from planner.errors import SearchLimitError
 from planner.loops import loop_programs, resized, slice_counts, slice_operands, sliced_problem
 from planner.objective import plan_key, step_key
 from planner.plan import Loop, Options, Plan
-from planner.problem import Candidate, Problem, keeps_within, searched
-from planner.program import Lowerer, Programs, Tree, Variable, build, keeping
+from planner.problem import Candidate, Problem, given_variables, keeps_within, searched
+from planner.program import Lowerer, Programs, Tree, build, keeping
 from planner.search.dynamic import NO_LIMITS, Limits
 from planner.spec import Spec
 
@@ -105,7 +106,8 @@ def _results_bytes(programs: Programs) -> int:
 def _slice_trees(problem: Problem, options: Options, sizes: Mapping[str, int]) -> list[Tree]:
     """Trees made for a slice, at the sizes of the whole."""
     resolved = sliced_problem(problem.resolved, sizes)
-    part = Problem(resolved, slice_operands(resolved, problem.operands), problem.dtype, problem.backend, problem.device)
+    operands = slice_operands(resolved, problem.operands, problem.resolved.shapes)
+    part = Problem(resolved, operands, problem.dtype, problem.backend, problem.device)
     whole = dict(problem.resolved.spec.sizes)
     try:
         found = [tree for tree, _, _ in searched(part, options.optimize, "time", NO_LIMITS)]
@@ -129,8 +131,8 @@ def _loop_candidate(
     bodies, first = [], None
     for sizes, count in slice_counts(axes, spec):
         resolved = sliced_problem(problem.resolved, sizes)
-        operands = slice_operands(resolved, problem.operands)
-        variables = [Variable(o.shape, o.dtype, n) for n, o in enumerate(operands)]
+        operands = slice_operands(resolved, problem.operands, problem.resolved.shapes)
+        variables = given_variables(resolved, operands, problem.backend)
         small = resized(tree, sizes)
         programs = build(small, variables, problem.requires, lower, problem.dtype)
         bodies.append((programs.cost, count))
@@ -142,7 +144,8 @@ def _loop_candidate(
             )  # fmt: skip
     assert first is not None
     programs = loop_programs(
-        spec, axes, bodies, problem.variables, problem.requires, problem.dtype, problem.device
+        spec, axes, bodies, problem.variables, problem.requires, problem.dtype, problem.device,
+        load_backend(problem.backend).strided,
     )  # fmt: skip
     return Candidate(programs, tree, lower, False, "sliced", Loop(axes, first))
 

@@ -85,7 +85,14 @@ def problem_of(network, backend):
     spec, operands, indices, output = network
     resolved = resolve_shapes(spec, [o.shape for o in operands], indices, output)
     dtype = "float64" if any(o.dtype == "float64" for o in operands) else "float32"
-    return Problem(resolved, operands, dtype, backend, CPU)
+    return RowMajor(resolved, operands, dtype, backend, CPU)
+
+
+class RowMajor(Problem):
+    """A problem whose values are all row-major, as the search takes them to be."""
+
+    def choices(self, op):
+        return [dataclasses.replace(choice, layouts=()) for choice in super().choices(op)]
 
 
 def lowerers(problem, backend):
@@ -110,8 +117,10 @@ def assert_least(network, backend, most_trees):
         plan = planner.plan(
             spec, *operands, sizes=output, minimize=objective, optimize="optimal", backend=backend, **indices
         )
-        assert plan.proven
-        assert figure(plan.cost, objective) == least(priced[lower], objective), (objective, str(plan))
+        assert plan.proven or not plan.programs.row_major
+        cost = problem.programs(plan.tree, lower).cost
+        assert figure(cost, objective) == least(priced[lower], objective), (objective, str(plan))
+        assert figure(plan.cost, objective) == figure(cost, objective) or not plan.proven
 
 
 @settings(max_examples=examples(100, 1000))

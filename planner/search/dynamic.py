@@ -36,6 +36,7 @@ from typing import Any, Literal, NamedTuple
 
 from planner.cost import StepCost, itemsize
 from planner.errors import SearchLimitError
+from planner.layout import Layout
 from planner.lower import Choice, Op
 from planner.network import ROWS, Network, Status, Value
 from planner.program import Leaf, Lowerer, Node, Tree, read_by_gradients
@@ -160,6 +161,7 @@ class Search:
         front_limit: most ways that are kept for one value; where there are more, the search is not exact.
         takes_first: only trees that take every operand's gathers before anything else: the naive way.
         bound: score of a tree that is known already; what exceeds it in part is not followed.
+        layouts: how the operands lie in memory; intermediates are taken for row-major.
     """
 
     def __init__(
@@ -176,6 +178,7 @@ class Search:
         front_limit: int = FRONT_LIMIT,
         takes_first: bool = False,
         bound: Vector | None = None,
+        layouts: Sequence[Layout | None] = (),
     ) -> None:
         self.network, self.requires, self.casts, self.dtype = network, requires, casts, dtype
         self.lower, self.objective, self.keep = lower, objective, keep
@@ -186,6 +189,7 @@ class Search:
         self.interrupted = False
         self.itemsize = itemsize(dtype)
         self.takes_first, self.bound = takes_first, bound
+        self.layouts = layouts or (None,) * len(network.leaves)
         self.least = _zero() if bound is None else self._least()
         self.least_again = _zero()
         if objective == "retained" and keep == "any" and all(requires) and 0 not in network.sizes.values():
@@ -204,6 +208,7 @@ class Search:
             self._needs |= needed << operand
         self._ways: dict[int, dict[Status, list[Way]]] = {}
         self._fixed: dict[int, tuple[str, ...] | None] = {}
+        self._layouts: dict[int, Layout | None] = {}
         self.final = Value(network.everything, network.final)
         # Whether the final value lacks axes of the result, or the result repeats some. A plain spec of one
         # operand is one step in any case.
@@ -286,23 +291,27 @@ class Search:
         peaks = Peaks(stays=int(self.requires[operand]))
         way = self.way(Leaf(operand), _zero(), 0, peaks, 0, False)
         shape_only = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=term))
-        ways = [way]
+        ways, layout = [way], self.layouts[operand]
         if (source := self.casts[operand]) is not None:
-            ways = self.extend_all(Op(shape_only, self.dtype, source), (way,), self.count(term), (operands,))
+            cast = Op(shape_only, self.dtype, source).laid([layout])
+            ways, layout = self.extend_all(cast, (way,), self.count(term), (operands,)), None
         raw, mask = ways, network.value_axes(value)
         fixed: tuple[str, ...] | None = term
         output = network.result if self.one_step else network.term(mask)
         if (term != output) if self.one_step else (len(set(term)) < len(term) or network.mask(term) != mask):
             spec = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=output))
-            ways = self.extend_all(Op(spec, self.dtype), ways, self.count(output), (operands,))
+            first = Op(spec, self.dtype).laid([layout])
+            ways = self.extend_all(first, ways, self.count(output), (operands,))
             fixed = None
         self._fixed[operands] = fixed
+        self._layouts[operands] = layout if fixed is not None else None
         found[network.open] = ways
         if fixed is None and not self.one_step:
             # A take of few rows comes before the sums over axes of its own, not after: one step does both.
             for target in network.advances(value):
                 spec = network.step_spec(((value, term),), Value(operands, target))
-                self.offer(found, target, Op(spec, self.dtype), (raw,), (operands,), Value(operands, target))
+                op = Op(spec, self.dtype).laid([layout])
+                self.offer(found, target, op, (raw,), (operands,), Value(operands, target))
 
     def count(self, term: Iterable[str]) -> int:
         """Bytes of a value with these axes."""
@@ -325,7 +334,8 @@ class Search:
                         continue
                     result = Value(left | right, status)
                     spec = network.step_spec(((a, self.order_of(a)), (b, self.order_of(b))), result)
-                    self.offer(found, status, Op(spec, self.dtype), (ways_a, ways_b), (left, right), result)
+                    op = Op(spec, self.dtype).laid((self.layout_of(a), self.layout_of(b)))
+                    self.offer(found, status, op, (ways_a, ways_b), (left, right), result)
 
     def hopeless(self, ways_a: list[Way], ways_b: list[Way], left: int, right: int, axes: int) -> bool:
         """Whether no product of these ways can be part of a tree as good as the one that is known."""
@@ -380,7 +390,12 @@ class Search:
         """Offer the step from a value alone to another status of it."""
         result = Value(value.operands, target)
         spec = self.network.step_spec(((value, self.order_of(value)),), result)
-        self.offer(found, target, Op(spec, self.dtype), (found[value.status],), (value.operands,), result)
+        op = Op(spec, self.dtype).laid([self.layout_of(value)])
+        self.offer(found, target, op, (found[value.status],), (value.operands,), result)
+
+    def layout_of(self, value: Value) -> Layout | None:
+        """How an operand lies in memory; anything that was computed is taken for row-major."""
+        return self._layouts.get(value.operands) if value.status == self.network.open else None
 
     def order_of(self, value: Value) -> tuple[str, ...] | None:
         """Axis order of a value where it is not the network's own: an operand's."""

@@ -1,0 +1,133 @@
+"""What the stock evaluation of a step copies where arrays have strides, and how its result then lies in memory.
+
+The same walk as `planner.backends.stock` makes, over layouts in place of arrays: a take through several dimensions and
+a segment sum view these as one, a product views groups of axes as one and wants neighbours along a matrix dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+from planner.layout import Layout, flattens, neighbours, permuted, scattered
+from planner.lower import Op, ProductForm, product_form
+from planner.spec import Gather, Spec, Term, term_axes
+
+__all__ = ["copied_elements", "is_copied", "product_copies", "stock_layout"]
+
+
+@lru_cache(maxsize=65536)
+def stock_layout(op: Op) -> tuple[int, Layout | None]:
+    """Return the elements that are copied only to be viewed in another shape, and the layout of the result."""
+    spec = op.spec
+    layouts = op.layouts or (None,) * len(spec.inputs)
+    if op.source_dtype is not None:
+        return 0, _cast(layouts[0], spec.output_shape)
+    copied, read = 0, []
+    for number, layout in enumerate(layouts):
+        elements, axes, layout = _read(number, layout, spec)
+        copied += elements
+        read.append((axes, layout))
+    if len(read) == 1:
+        ((axes, layout),) = read
+        elements, layout = _written(axes, layout, spec)
+        return copied + elements, layout
+    (first, _), (second, _) = read
+    there, wanted = {*first, *second}, term_axes(spec.output)
+    order = dict.fromkeys((*(e for e in spec.output if isinstance(e, str)), *first, *second))
+    axes = tuple(axis for axis in order if axis in wanted and axis in there)
+    inner = Spec((first, second), axes, spec.sizes)
+    form = product_form(inner)
+    assert form is not None
+    layout = None
+    if form.contracted:
+        copied += product_copies(form, inner, [layout for _, layout in read])
+        natural = (*form.batch, *form.left, *form.right)
+        if axes != (*form.batch, *form.right, *form.left):
+            layout = permuted(None, [natural.index(axis) for axis in axes], inner.output_shape)
+    if axes == spec.output:
+        return copied, layout
+    elements, layout = _written(axes, layout, spec)
+    return copied + elements, layout
+
+
+def product_copies(form: ProductForm, spec: Spec, layouts: Sequence[Layout | None]) -> int:
+    """Return the elements of the operands that a product of matrices copies before it."""
+    groups_of = ((form.batch, form.left, form.contracted), (form.batch, form.contracted, form.right))
+    return sum(
+        copied_elements(term, spec)
+        for term, layout, groups in zip(spec.inputs, layouts, groups_of, strict=True)
+        if is_copied(term, layout, groups, spec)
+    )
+
+
+def is_copied(term: Term, layout: Layout | None, groups: Sequence[Term], spec: Spec) -> bool:
+    """Whether an operand is copied to become a batch of matrices: rows or columns are contiguous, or there is one."""
+    if not flattens(term, layout, groups, spec):
+        return True
+    batch, *matrix = (any(spec.size(e) != 1 for e in group) for group in groups)
+    close = neighbours(term, layout, spec)
+    if close is None:
+        return layout is not None and (all(matrix) or not batch)
+    return all(matrix) and close in groups[0]
+
+
+def copied_elements(term: Term, spec: Spec) -> int:
+    """Number of elements of an array with this term."""
+    return math.prod(spec.shape(term))
+
+
+def _cast(layout: Layout | None, shape: Sequence[int]) -> Layout | None:
+    """A cast leaves the order of memory and closes its gaps."""
+    if layout is None:
+        return None
+    order = [d for run in layout for d in run]
+    return None if order == sorted(order) else (tuple(order),)
+
+
+def _read(number: int, layout: Layout | None, spec: Spec) -> tuple[int, tuple[str, ...], Layout | None]:
+    """What is copied to read an input, its axes that the product has, and how these lie."""
+    term = spec.inputs[number]
+    plain = [e for e in term if isinstance(e, str)]
+    repeated = [e for e in dict.fromkeys(plain) if plain.count(e) > 1]
+    # Diagonals go to the end.
+    entries = (*(e for e in term if e not in repeated), *repeated)
+    if repeated:
+        layout = scattered(spec.shape(entries))
+    gathers = tuple(e for e in entries if isinstance(e, Gather))
+    copied, axes = 0, term_axes(entries)
+    if gathers:
+        rows = term_axes(gathers)
+        indexed = tuple(e for e in entries if isinstance(e, Gather) or e in rows)
+        if len(set(entries)) < len(entries):  # one gather in two dimensions
+            copied = copied_elements(entries, spec) if len(indexed) > 1 else 0
+        elif len(indexed) > 1 and not flattens(entries, layout, [indexed], spec):
+            copied = copied_elements(entries, spec)
+        axes = (*rows, *(str(e) for e in entries if e not in indexed))
+        layout = None
+    others = {axis for place, other in enumerate(spec.terms) if place != number for axis in term_axes(other)}
+    left = tuple(axis for axis in axes if axis in others)
+    return copied, left, layout if left == axes else None
+
+
+def _written(axes: tuple[str, ...], layout: Layout | None, spec: Spec) -> tuple[int, Layout | None]:
+    """What is copied to write a value with these axes into the result, and how that lies."""
+    term = spec.output
+    plain = [e for e in term if isinstance(e, str)]
+    rows_all = term_axes(tuple(e for e in term if isinstance(e, Gather)))
+    missing = tuple(axis for axis in dict.fromkeys((*rows_all, *plain)) if axis not in axes)
+    repeated = {e for e in plain if plain.count(e) > 1}
+    indexed = [d for d, e in enumerate(term) if isinstance(e, Gather) or e in repeated or e in rows_all]
+    rest = [d for d in range(len(term)) if d not in indexed]
+    wide = any(spec.size(axis) != 1 for axis in missing)
+    if not indexed:
+        if missing:
+            return 0, scattered(spec.output_shape) if wide else None
+        return 0, permuted(layout, [axes.index(str(e)) for e in term], spec.output_shape)
+    rows = tuple(dict.fromkeys([*rows_all, *(e for e in plain if e in repeated)]))
+    copied = 0
+    if len(rows) != 1 and (wide or not flattens(axes, layout, [rows], spec)):
+        copied = copied_elements((*rows, *(str(term[d]) for d in rest)), spec)
+    back = [(*indexed, *rest).index(d) for d in range(len(term))]
+    return copied, permuted(None, back, spec.output_shape)
