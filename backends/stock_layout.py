@@ -121,9 +121,12 @@ def _written(axes: tuple[str, ...], layout: Layout | None, spec: Spec) -> tuple[
     indexed = [d for d, e in enumerate(term) if isinstance(e, Gather) or e in repeated or e in rows_all]
     rest = [d for d in range(len(term)) if d not in indexed]
     wide = any(spec.size(axis) != 1 for axis in missing)
+    axes = (*missing, *axes)
+    if layout is not None:
+        layout = tuple(tuple(d + len(missing) for d in run) for run in layout)
     if not indexed:
-        if missing:
-            return 0, scattered(spec.output_shape) if wide else None
+        if wide:
+            return 0, scattered(spec.output_shape)
         return 0, permuted(layout, [axes.index(str(e)) for e in term], spec.output_shape)
     rows = tuple(dict.fromkeys([*rows_all, *(e for e in plain if e in repeated)]))
     copied = 0

@@ -70,7 +70,8 @@ def _row_seconds(spec: Spec, device: Device) -> float:
 def _flat_index_bytes(spec: Spec) -> int:
     """Bytes of the index into flattened dimensions, where a term addresses several at once.
 
-    Each dimension is added to the index so far, times its size: three arrays at most. An axis has positions of its own.
+    Each dimension is added to the index so far, times its size, a tensor too: three arrays at most. An axis has
+    positions of its own.
     """
     sizes, most = dict(spec.sizes), 0
     for term in spec.terms:
@@ -79,7 +80,7 @@ def _flat_index_bytes(spec: Spec) -> int:
         addressed = sum(isinstance(e, Gather) or e in own for e in term)
         if addressed > 1:
             flat = 8 * math.prod(sizes[axis] for axis in {*rows, *own})
-            most = max(most, min(addressed, 3) * flat + 8 * sum(sizes[axis] for axis in own))
+            most = max(most, min(addressed, 3) * flat + 8 * sum(sizes[axis] for axis in own) + 8)
     return most
 
 
@@ -143,14 +144,15 @@ def _product_cost(op: Op, device: Device, spec: Spec, result: int) -> StepCost:
     if not form.contracted:
         return StepCost(flops, moved, 0, 0, picoseconds(device.seconds(0, moved, result, 1)))
     copied = size * product_copies(form, spec, op.layouts or (None, None))
-    moved += 2 * copied
+    # What is copied is there before the product begins: the times add up.
     seconds = (
         max(flops / device.product_rate(m, n, k), device.moving_seconds(moved))
+        + device.moving_seconds(2 * copied)
         + device.fresh_seconds(copied)
         + device.fresh_seconds(result)
     )
     seconds += device.launch_seconds + (batch * device.matrix_seconds if batch > 1 else 0)
-    return StepCost(flops, moved, copied, copied, picoseconds(seconds))
+    return StepCost(flops, moved + 2 * copied, copied, copied, picoseconds(seconds))
 
 
 def stock_rows(

@@ -72,6 +72,8 @@ def permuted(layout: Layout | None, order: Sequence[int], shape: Sequence[int]) 
         order: numbers of its dimensions.
         shape: the view's sizes.
     """
+    if 0 in shape:
+        return None
     runs = (tuple(sorted(order)),) if layout is None else layout
     place = {old: new for new, old in enumerate(order) if shape[new] != 1}
     return _plain([tuple(place[d] for d in run if d in place) for run in runs])

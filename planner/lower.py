@@ -44,6 +44,11 @@ class Op:
         found = tuple(layouts)
         return dataclasses.replace(self, layouts=found if any(found) else ())
 
+    def paired(self, layout: Layout | None = None) -> Op:
+        """Return the op that computes both gradients of this one, from an output gradient of that layout."""
+        layouts = self.layouts or (None,) * len(self.spec.inputs)
+        return dataclasses.replace(self, pair=True).laid((layout, *layouts))
+
     @property
     def input_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the inputs, in order."""

@@ -206,7 +206,7 @@ class Lowerer:
                 gradient = gradient.laid((*layouts[:child], layout, *layouts[child + 1 :]))
                 single.append((gradient, self(gradient), (child,)))
         if len(single) == 2:
-            pair = dataclasses.replace(op, pair=True).laid((layout, *layouts))
+            pair = op.paired(layout)
             if self.choices(pair):
                 choice = self(pair)
                 apart = single[0][1].cost + single[1][1].cost

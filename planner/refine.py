@@ -29,7 +29,7 @@ def quickened(problem: Problem, candidate: Candidate, options: Options) -> Candi
     ops = [step.op for step in sorted(steps, key=lambda step: -step.choice.cost.picoseconds)]
     if backward:
         # Both gradients in one step, where they are two now.
-        ops += [dataclasses.replace(step.op, pair=True) for step in forward.steps if len(step.inputs) == 2]
+        ops += [step.op.paired() for step in forward.steps if len(step.inputs) == 2]
     for op in [op for op in dict.fromkeys(ops) if len(problem.choices(op)) > 1 or op.pair][:MOST_OPS]:
         for choice in sorted(problem.choices(op), key=lambda choice: choice.cost.picoseconds):
             lower = candidate.lower.fixing(op, choice)

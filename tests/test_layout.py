@@ -1,0 +1,130 @@
+"""Layouts are what the framework sees of strides: what can be viewed flat, and how results of steps lie in memory."""
+
+import math
+from random import Random
+
+import numpy as np
+import pytest
+from conftest import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from laws import Floors, exact_problems
+from test_limits import in_other_strides
+
+import planner
+from planner.dispatch import load_backend
+from planner.layout import flattens, layout_of, neighbours, permuted, strides_in, without
+from planner.spec import Operand, Spec
+from planner.workloads import WORKLOADS
+
+
+@st.composite
+def arrays(draw):
+    """An array in memory that is permuted, has gaps, or repeats elements."""
+    shape = tuple(draw(st.lists(st.integers(1, 4), max_size=4)))
+    array = in_other_strides(np.zeros(shape, np.float32), Random(draw(st.integers(0, 2**16))))
+    repeated = draw(st.integers(0, 4))
+    if repeated < len(shape):
+        array = np.broadcast_to(np.expand_dims(array, repeated), (*shape[:repeated], 3, *shape[repeated:]))
+    return array
+
+
+def strides_of(array):
+    return tuple(stride // array.itemsize for stride in array.strides)
+
+
+def letters(count):
+    return tuple("abcdefgh"[:count])
+
+
+def spec_of(array):
+    return Spec((letters(array.ndim),), (), tuple(zip(letters(array.ndim), array.shape, strict=True)))
+
+
+@settings(max_examples=examples(300, 10_000))
+@given(arrays(), st.randoms(use_true_random=False))
+def test_what_flattens_can_be_viewed(array, random):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    order = random.sample(range(array.ndim), array.ndim)
+    cuts = sorted(random.sample(range(1, array.ndim), random.randint(0, array.ndim - 1))) if array.ndim > 1 else []
+    groups = [order[a:b] for a, b in zip([0, *cuts], [*cuts, array.ndim], strict=True)]
+    shape = [math.prod(array.shape[d] for d in group) for group in groups]
+    tensor = torch.empty_strided(array.shape, strides_of(array)).permute(order)
+    try:
+        tensor.view(shape)
+    except RuntimeError:
+        viewable = False
+    else:
+        viewable = True
+    term = letters(array.ndim)
+    found = flattens(
+        term, layout_of(array.shape, strides_of(array)), [[term[d] for d in g] for g in groups], spec_of(array)
+    )
+    assert found == viewable
+
+
+@settings(max_examples=examples(200, 5_000))
+@given(arrays(), st.randoms(use_true_random=False))
+def test_views_have_the_layouts_of_their_strides(array, random):
+    layout = layout_of(array.shape, strides_of(array))
+    order = random.sample(range(array.ndim), array.ndim)
+    view = array.transpose(order)
+    if 0 not in strides_of(array):  # repeated dimensions are all outside, in any order
+        assert permuted(layout, order, view.shape) == layout_of(view.shape, strides_of(view))
+        for dim in range(array.ndim):
+            slice_of_one = array.take(0, dim) if array.ndim == 1 else array[(slice(None),) * dim + (0,)]
+            assert without(layout, dim, array.shape) == layout_of(slice_of_one.shape, strides_of(slice_of_one))
+    term, wide = letters(array.ndim), [d for d in range(array.ndim) if array.shape[d] != 1]
+    close = neighbours(term, layout, spec_of(array))
+    assert close is None or strides_of(array)[term.index(close)] == 1
+    assert close is not None or not any(strides_of(array)[d] == 1 for d in wide) or 0 in strides_of(array)
+
+
+def test_dimensions_of_size_1_make_no_difference():
+    operand = Operand((4, 1, 3), strides=(6, 99, 2))
+    assert strides_in(operand, (4, 3)) == (6, 2)
+    assert layout_of((4, 1, 3), operand.strides) == ((0, 2), ())
+    assert layout_of((1, 1), (7, 9)) is None
+    assert layout_of((0, 3), (7, 9)) is None
+
+
+def test_results_lie_in_memory_as_the_plan_says():
+    """Every step of both programs, on operands of any strides; a layout of which nothing is known says nothing."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    backend, floors = load_backend("torch"), Floors()
+
+    @settings(max_examples=examples(80, 2_000))
+    @given(exact_problems(max_axes=5, max_size=3), st.sampled_from(["time", "peak", "flops"]))
+    def law(problem, minimize):
+        arrays = [in_other_strides(x, Random(problem.seed)) for x in problem.operands()]
+        operands = [torch.from_numpy(x).requires_grad_() for x in arrays]
+        indices = {name: torch.from_numpy(q) for name, q in problem.indices.items()}
+        options = {"sizes": problem.sizes, "index_mode": problem.index_mode, "minimize": minimize}
+        plan = planner.plan(problem.spec, *operands, **options, **indices)
+        bare, known, laid = [x.detach() for x in operands], 0, 0
+        ahead, ones, values = plan.programs.forward, torch.ones(plan.resolved.spec.output_shape), {}
+        for program in (ahead, plan.programs.backward):
+            kept = {v: values[v] for v in plan.programs.kept if v in values}
+            run = backend.stepwise(plan, bare, indices, None if program is ahead else ones, kept)
+            values = dict(run.values)
+            for step in program.steps:
+                results = run.bind(step, [values[v] for v in step.inputs])()
+                for v, result in zip(step.outputs, results, strict=True):
+                    values[v], said = result, plan.programs.variables[v].layout
+                    unknown = said is not None and said[-1] == () and all(len(run) < 2 for run in said)
+                    known, laid = known + (not unknown), laid + (said is not None)
+                    assert unknown or said == layout_of(result.shape, result.stride()), (str(step.op.spec), step.choice)
+        floors.note(known=known, laid=laid)
+
+    law()
+    floors.at_least(examples(80, 2_000), known=0.9, laid=0.2)
+
+
+@pytest.mark.parametrize("name", [name for name in WORKLOADS if name.startswith(("seed-sliced", "seed-two-by"))])
+def test_slices_of_one_array_are_not_copied(name):
+    pytest.importorskip("torch", reason="torch is not installed")
+    workload = WORKLOADS[name].cpu()
+    plan = planner.plan(workload.spec, *workload.operands("torch", requires_grad=True), minimize="time")
+    assert plan.cost.copied_bytes == 0
+    assert plan.cost.retained_bytes == 0
+    assert plan.cost.forward.peak_bytes <= 4 * math.prod(plan.resolved.spec.output_shape) + 10**6
