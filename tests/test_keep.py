@@ -76,7 +76,7 @@ def test_jax_runs_any_choice_of_kept_values():
     jax = pytest.importorskip("jax", reason="jax is not installed")
     floors = Floors()
 
-    @settings(max_examples=examples(40, 400))
+    @settings(max_examples=examples(25, 400))
     @given(PROBLEMS)
     def law(problem):
         plan = drawn(problem, "jax")
@@ -97,7 +97,7 @@ def test_jax_runs_any_choice_of_kept_values():
         floors.note(some=plan.keep == "some", gather=bool(problem.indices))
 
     law()
-    floors.at_least(examples(40, 400), some=0.25, gather=0.4)
+    floors.at_least(examples(25, 400), some=0.2, gather=0.3)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -152,7 +152,7 @@ def test_dtype_is_the_dtype_of_the_result(problem):
                 assert_equal(described(x.grad), gradient, "float32", "gradient")
 
 
-@settings(max_examples=examples(100, 2_000))
+@settings(max_examples=examples(60, 2_000))
 @given(exact_problems())
 def test_every_plan_gives_the_same_values_and_gradients(problem):
     operands = [
@@ -321,7 +321,7 @@ def batches(problem, data, size):
     return (*stacked, *arrays), (*in_dims, *array_dims)
 
 
-@settings(max_examples=examples(100, 1_000))
+@settings(max_examples=examples(60, 1_000))
 @given(exact_problems(), st.sampled_from([2, 1, 3]), st.data())
 def test_vmap_is_a_loop(problem, size, data):
     batch, in_dims = batches(problem, data, size)

@@ -129,7 +129,7 @@ def test_jax_values_and_gradients():
 
     floors = Floors()
 
-    @settings(max_examples=examples(50, 1_000))
+    @settings(max_examples=examples(25, 1_000))
     @given(st.data())
     def law(data):
         problem = data.draw(exact_problems(max_operands=3))
@@ -151,7 +151,7 @@ def test_jax_values_and_gradients():
         floors.note(gather=bool(problem.indices))
 
     law()
-    floors.at_least(examples(40, 800), gather=0.3)
+    floors.at_least(examples(20, 800), gather=0.2)
 
 
 def test_a_loop_goes_to_json_and_back_and_runs():
@@ -186,7 +186,7 @@ def test_the_clique_is_sliced_where_that_is_fastest():
     assert measured.peak_bytes <= plan.cost.peak_bytes + SMALL <= 5e6
 
 
-@settings(max_examples=examples(60, 500), deadline=None)
+@settings(max_examples=examples(30, 500), deadline=None)
 @given(st.data())
 def test_a_limit_holds_or_the_error_names_one_that_does(data):
     problem = data.draw(exact_problems(max_size=4))
