@@ -14,6 +14,7 @@ from typing import Any
 from planner.backends.common import Prepared
 from planner.backends.protocol import Lowering
 from planner.backends.stock import ArrayOps
+from planner.backends.stock_layout import matrix_copies
 from planner.cost import StepCost, itemsize
 from planner.device import Device
 from planner.layout import Layout, flattens, permuted
@@ -141,10 +142,10 @@ def flattened_bytes(op: Op, form: GroupedForm | PooledForm) -> int:
     """Bytes of the inputs and index arrays that are copied to be seen as the kernels see them."""
     spec, size = op.spec, itemsize(op.dtype)
     given, _ = _views(op, form)
-    copied = sum(
-        size * math.prod(spec.shape(term))
+    # Kernels take rows one by one, of any strides, but multiply matrices as they are.
+    copied = size * sum(
+        matrix_copies(term, layout, groups, spec)
         for (term, groups), layout in zip(given, op.layouts or (None,) * len(given), strict=True)
-        if not flattens(term, layout, groups, spec)
     )
     if isinstance(form, PooledForm):
         axes = form.gather.axes

@@ -14,7 +14,7 @@ from planner.layout import Layout, flattens, neighbours, permuted, scattered
 from planner.lower import Op, ProductForm, product_form
 from planner.spec import Gather, Spec, Term, term_axes
 
-__all__ = ["copied_elements", "is_copied", "product_copies", "stock_layout"]
+__all__ = ["matrix_copies", "product_copies", "stock_layout"]
 
 
 @lru_cache(maxsize=65536)
@@ -53,37 +53,38 @@ def stock_layout(op: Op) -> tuple[int, Layout | None]:
 
 
 def product_copies(form: ProductForm, spec: Spec, layouts: Sequence[Layout | None]) -> int:
-    """Return the elements of the operands that a product of matrices copies before it."""
+    """Return the elements of the operands that a product of matrices copies."""
     groups_of = ((form.batch, form.left, form.contracted), (form.batch, form.contracted, form.right))
-    return sum(
-        copied_elements(term, spec)
-        for term, layout, groups in zip(spec.inputs, layouts, groups_of, strict=True)
-        if is_copied(term, layout, groups, spec)
-    )
+    operands = zip(spec.inputs, layouts, groups_of, strict=True)
+    return sum(matrix_copies(term, layout, groups, spec) for term, layout, groups in operands)
 
 
-def is_copied(term: Term, layout: Layout | None, groups: Sequence[Term], spec: Spec) -> bool:
-    """Whether an operand is copied to become a batch of matrices: rows or columns are contiguous, or there is one."""
-    if not flattens(term, layout, groups, spec):
-        return True
-    batch, *matrix = (any(spec.size(e) != 1 for e in group) for group in groups)
+def matrix_copies(term: Term, layout: Layout | None, groups: Sequence[Sequence[str | Gather]], spec: Spec) -> int:
+    """Return the elements of an operand that are copied to make it a batch of matrices.
+
+    None are where the groups can be viewed as one dimension each, rows or columns are contiguous, and no two rows share
+    elements. Vectors in a batch are copied one at a time.
+    """
+    elements = math.prod(spec.shape(term))
+    if not elements:
+        return 0
+    wide = [[e for e in group if spec.size(e) != 1] for group in groups]
+    batch, *matrix = wide
+    repeated = {term[d] for d in layout.repeated} if layout is not None else set()
+    if not flattens(term, layout, groups, spec) or repeated & {e for group in matrix for e in group}:
+        return elements
     close = neighbours(term, layout, spec)
-    if close is None:
-        return layout is not None and (all(matrix) or not batch)
-    return all(matrix) and close in groups[0]
-
-
-def copied_elements(term: Term, spec: Spec) -> int:
-    """Number of elements of an array with this term."""
-    return math.prod(spec.shape(term))
+    if not any(matrix) or any(close in group for group in matrix):
+        return 0
+    return elements if all(matrix) or not batch else elements // math.prod(map(spec.size, batch))
 
 
 def _cast(layout: Layout | None, shape: Sequence[int]) -> Layout | None:
-    """A cast leaves the order of memory and closes its gaps."""
-    if layout is None:
-        return None
-    order = [d for run in layout for d in run]
-    return None if order == sorted(order) else (tuple(order),)
+    """A cast leaves the order of memory and closes its gaps; where elements repeat, that order is not told."""
+    if layout is None or layout.repeated:
+        return scattered(shape) if layout else None
+    order = tuple(d for run in layout.runs for d in run)
+    return None if list(order) == sorted(order) else Layout((order,))
 
 
 def _read(number: int, layout: Layout | None, spec: Spec) -> tuple[int, tuple[str, ...], Layout | None]:
@@ -101,9 +102,9 @@ def _read(number: int, layout: Layout | None, spec: Spec) -> tuple[int, tuple[st
         rows = term_axes(gathers)
         indexed = tuple(e for e in entries if isinstance(e, Gather) or e in rows)
         if len(set(entries)) < len(entries):  # one gather in two dimensions
-            copied = copied_elements(entries, spec) if len(indexed) > 1 else 0
+            copied = math.prod(spec.shape(entries)) if len(indexed) > 1 else 0
         elif len(indexed) > 1 and not flattens(entries, layout, [indexed], spec):
-            copied = copied_elements(entries, spec)
+            copied = math.prod(spec.shape(entries))
         axes = (*rows, *(str(e) for e in entries if e not in indexed))
         layout = None
     others = {axis for place, other in enumerate(spec.terms) if place != number for axis in term_axes(other)}
@@ -123,7 +124,9 @@ def _written(axes: tuple[str, ...], layout: Layout | None, spec: Spec) -> tuple[
     wide = any(spec.size(axis) != 1 for axis in missing)
     axes = (*missing, *axes)
     if layout is not None:
-        layout = tuple(tuple(d + len(missing) for d in run) for run in layout)
+        shift = len(missing)
+        runs = tuple(tuple(d + shift for d in run) for run in layout.runs)
+        layout = Layout(runs, layout.unit, tuple(d + shift for d in layout.repeated))
     if not indexed:
         if wide:
             return 0, scattered(spec.output_shape)
@@ -131,6 +134,6 @@ def _written(axes: tuple[str, ...], layout: Layout | None, spec: Spec) -> tuple[
     rows = tuple(dict.fromkeys([*rows_all, *(e for e in plain if e in repeated)]))
     copied = 0
     if len(rows) != 1 and (wide or not flattens(axes, layout, [rows], spec)):
-        copied = copied_elements((*rows, *(str(term[d]) for d in rest)), spec)
+        copied = math.prod(spec.shape((*rows, *(str(term[d]) for d in rest))))
     back = [(*indexed, *rest).index(d) for d in range(len(term))]
     return copied, permuted(None, back, spec.output_shape)

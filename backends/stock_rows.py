@@ -87,8 +87,15 @@ def _flat_index_bytes(spec: Spec) -> int:
 def flat_stock_cost(op: Op, device: Device) -> StepCost:
     """Cost of the stock evaluation of an op in a framework that takes by one flat index, what is not flat copied."""
     cost = stock_cost(op, device)
-    if op.pair or stock_kind(op) in ("matmul", "multiply"):
+    kind, elements = stock_kind(op), joint_elements(op.spec)
+    if kind == "matmul" and op.dtype == "bool":  # multiplied as int32
+        wide = 4 * sum(math.prod(shape) for shape in (*op.input_shapes, *op.output_shapes))
+        return cost._replace(scratch_bytes=cost.scratch_bytes + wide)
+    if op.pair or kind in ("matmul", "multiply"):
         return cost
+    if op.dtype in ("float16", "bfloat16") and kind in ("segment sum", "take, segment sum", "take, multiply, add"):
+        # Added up in float32: what is added, if it is, and the sums.
+        cost = cost._replace(scratch_bytes=cost.scratch_bytes + 4 * (elements + math.prod(op.spec.output_shape)))
     copied = stock_layout(op)[0] * itemsize(op.dtype)
     seconds = device.moving_seconds(2 * copied) + device.fresh_seconds(copied)
     return cost + StepCost(

@@ -2,7 +2,8 @@
 
 Each step becomes a small function over views; autograd then keeps exactly what the plan says, since `mm`, `bmm` and
 `mul` save their operands as they read them. A step that would have to copy an operand into another layout makes the
-plan not native under autograd, because the copy would be kept.
+plan not native under autograd, because the copy would be kept; so does a result that would not lie in memory as the
+plan has it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 
 from planner.backends.stock import evaluation
+from planner.backends.stock_layout import stock_layout
 from planner.backends.stock_rows import stock_kind
 from planner.backends.torch_rows import OPS, unit_strided
+from planner.layout import layout_of
 from planner.lower import Op, product_form
 from planner.program import Leaf, Tree
 
@@ -37,7 +40,7 @@ def compile_native(tree: Tree, operands: Sequence[Tensor], copies: bool) -> Run 
 
     Args:
         tree: the plan's tree.
-        operands: stand-ins on the meta device, with the true strides.
+        operands: stand-ins on the meta device, with the true strides; they take gradients where operands do.
         copies: whether steps may copy: no gradient is asked for, so that nothing is kept.
     """
     made = _compile(tree, operands, copies)
@@ -62,6 +65,10 @@ def _compile(tree: Tree, operands: Sequence[Tensor], copies: bool) -> tuple[Run,
     if step is None:
         return None
     result = step(*standins)
+    planned = tree.op.laid(layout_of(x.shape, x.stride()) for x in standins)
+    _, layout = stock_layout(planned)
+    if not (layout is not None and layout.unknown) and layout != layout_of(result.shape, result.stride()):
+        return None
     if len(parts) == 1:
         (inner, _) = parts[0]
         return (lambda xs, _=None: step(inner(xs))), result
@@ -71,6 +78,8 @@ def _compile(tree: Tree, operands: Sequence[Tensor], copies: bool) -> tuple[Run,
         if (i, j, len(operands)) == (0, 1, 2):
             return (lambda xs, _=None: step(*xs)), result
         return (lambda xs, _=None: step(xs[i], xs[j])), result
+    if tree.order == (1, 0):
+        return (lambda xs, _=None: (lambda second: step(left(xs), second))(right(xs))), result
     return (lambda xs, _=None: step(left(xs), right(xs))), result
 
 
@@ -110,16 +119,18 @@ def _matmul_step(op: Op, standins: Sequence[Tensor], copies: bool) -> Callable[.
         if not copies and form.batch and unit_strided(matrices) is not matrices:
             return None
     sizes = dict(spec.sizes)
-    order = (*form.batch, *form.left, *form.right)
+    swapped = out == (*form.batch, *form.right, *form.left)
+    order = out if swapped else (*form.batch, *form.left, *form.right)
     final = [sizes[axis] for axis in order]
     back = tuple(order.index(axis) for axis in out)
     flat = not form.batch
     shape_a, shape_b = (shapes[0][1:], shapes[1][1:]) if flat else shapes
     dims_a, dims_b = dims
+    multiply = torch.mm if flat else lambda a, b: torch.bmm(unit_strided(a), unit_strided(b))
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         a, b = a.permute(dims_a).reshape(shape_a), b.permute(dims_b).reshape(shape_b)
-        product = torch.mm(a, b) if flat else torch.bmm(unit_strided(a), unit_strided(b))
+        product = multiply(b.mT, a.mT) if swapped else multiply(a, b)
         return product.view(final).permute(back)
 
     return run

@@ -231,7 +231,7 @@ def _sliced(op: Op) -> tuple[str, ProductForm] | None:
         return None
     form, sizes = product_form(op.spec), dict(op.spec.sizes)
     layouts = op.layouts or (None, None)
-    if form is None or form.batch or not form.contracted or not _copies(form, op.spec, layouts):
+    if form is None or form.batch or not form.contracted or not product_copies(form, op.spec, layouts):
         return None
     for axis in sorted((*form.contracted, *form.left, *form.right), key=lambda axis: (sizes[axis], axis)):
         left, right, summed = (tuple(e for e in g if e != axis) for g in (form.left, form.right, form.contracted))
@@ -242,13 +242,9 @@ def _sliced(op: Op) -> tuple[str, ProductForm] | None:
             without(layout, term.index(axis), op.spec.shape(term)) if axis in term else layout
             for term, layout in zip(op.spec.inputs, layouts, strict=True)
         ]
-        if part.contracted and not _copies(part, inner, sliced):
+        if part.contracted and not product_copies(part, inner, sliced):
             return axis, part
     return None
-
-
-def _copies(form: ProductForm, spec: Spec, layouts: Sequence[Layout | None]) -> bool:
-    return product_copies(form, spec, layouts) > 0
 
 
 def _not_sliced(op: Op) -> str | None:

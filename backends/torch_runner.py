@@ -22,7 +22,7 @@ from planner.backends.torch_function import recorded
 from planner.backends.torch_modes import as_planned, autocasts, forward_mode, in_functorch
 from planner.backends.torch_native import NATIVE, compile_native, standin
 from planner.backends.torch_rows import OPS, torch_dtype
-from planner.backends.torch_tensor import dataless
+from planner.backends.torch_tensor import dataless, finite
 from planner.errors import PlannerError
 from planner.program import Leaf
 
@@ -60,11 +60,12 @@ def _native(bound: BoundPlan) -> Runner | None:
         return lambda operands, indices: bound.views(operands)[0].view_as(bound.views(operands)[0])
     if not all(step.choice.lowering in NATIVE for step in plan.programs.forward.steps):
         return None
-    metas = [
-        standin(o.shape, o.strides, torch_dtype(o.dtype)).reshape(shape)
-        for o, shape in zip(plan.operands, bound.shapes, strict=True)
-    ]
-    native = compile_native(plan.tree, metas, copies=not requires)
+    with torch.set_grad_enabled(requires):
+        metas = [
+            standin(o.shape, o.strides, torch_dtype(o.dtype)).requires_grad_(o.requires_grad).reshape(shape)
+            for o, shape in zip(plan.operands, bound.shapes, strict=True)
+        ]
+        native = compile_native(plan.tree, metas, copies=not requires)
     if native is not None and any(shape is not None for shape in bound.reshape):
         return lambda operands, indices: native(bound.views(operands))
     return native
@@ -79,9 +80,7 @@ def _run(bound: BoundPlan, operands: Sequence[Tensor], indices: Mapping[str, Any
     if dataless(operands[0]):
         return bound.stock(operands, indices)
     if bound.plan.index_mode == "drop" and not in_functorch():
-        wide = widened(
-            OPS, bound.views(operands), bound.spec, bound.prepare(indices), lambda x: bool(x.isfinite().all())
-        )
+        wide = widened(OPS, bound.views(operands), bound.spec, bound.prepare(indices), finite)
         if wide is not None:
             return bound.contract(*wide, bound.index_views(indices))
     if forward_mode():

@@ -296,6 +296,10 @@ def _describe(backend: Backend, operand: Any, number: int) -> Operand:
         operand = Operand(tuple(operand))
     if isinstance(operand, Operand):
         described = dataclasses.replace(operand, shape=shape_of(operand.shape, what))
+        if operand.strides is not None and len(operand.strides) != len(described.shape):
+            raise ShapeError(
+                f"{what} has {len(described.shape)} dimensions, but {len(operand.strides)} strides: give one for each"
+            )
     elif framework_of(operand) != backend.name:
         raise PlannerError(f"{what} is a {type(operand).__name__}, which is no {backend.name} array: convert it")
     else:

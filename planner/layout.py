@@ -1,12 +1,8 @@
-"""How an array lies in memory, as far as a cost depends on it: which dimensions can be viewed as one, and how they go.
-
-A layout is a tuple of runs of dimensions, in the order of memory. Dimensions of one run can be viewed as one: a step
-along the former is as long as all of the latter. An empty run at the end says that no dimension has neighbours in
-memory. Dimensions of size 1 are left out. None is row-major: one run of all dimensions.
-"""
+"""How an array with strides lies in memory, as far as a cost depends on it: which dimensions can be viewed as one."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from planner.spec import Gather, Operand, Spec, Term
@@ -14,7 +10,27 @@ from planner.spec import Gather, Operand, Spec, Term
 __all__ = ["Layout", "flattens", "layout_of", "neighbours", "permuted", "row_major", "scattered", "strides_in",
            "without"]  # fmt: skip
 
-Layout = tuple[tuple[int, ...], ...]
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """How an array lies in memory; row-major arrays have None in its place. Dimensions of size 1 are left out.
+
+    Attributes:
+        runs: dimensions in the order of memory, those of one run can be viewed as one: a step along the former is as
+            long as all of the latter.
+        unit: whether elements along the last dimension are neighbours.
+        repeated: dimensions along which steps are shorter than what lies inside of them, as those of an expanded array
+            are: no library multiplies matrices that have one.
+    """
+
+    runs: tuple[tuple[int, ...], ...]
+    unit: bool = True
+    repeated: tuple[int, ...] = ()
+
+    @property
+    def unknown(self) -> bool:
+        """Whether nothing is known: see `scattered`."""
+        return not self.unit and len(self.repeated) == len(self.runs)
 
 
 def strides_in(operand: Operand, shape: Sequence[int]) -> tuple[int, ...] | None:
@@ -41,9 +57,9 @@ def layout_of(shape: Sequence[int], strides: Sequence[int] | None) -> Layout | N
         >>> layout_of((2, 3, 4), (12, 4, 1)) is None
         True
         >>> layout_of((2, 3, 4), (1, 8, 2))  # the last two dimensions are flat, and lie outside of the first
-        ((1, 2, 0),)
+        Layout(runs=((1, 2, 0),), unit=True, repeated=())
         >>> layout_of((2, 3, 4), (24, 8, 2))  # every second element
-        ((0, 1, 2), ())
+        Layout(runs=((0, 1, 2),), unit=False, repeated=())
 
     Args:
         shape: sizes of the dimensions.
@@ -59,9 +75,12 @@ def layout_of(shape: Sequence[int], strides: Sequence[int] | None) -> Layout | N
             runs[-1] = (*runs[-1], d)
         else:
             runs.append((d,))
-    if order and strides[order[-1]] != 1:
-        runs.append(())
-    return _plain(runs)
+    extent, repeated = 1, []
+    for d in reversed(order):
+        if strides[d] < extent:
+            repeated.append(d)
+        extent = max(extent, strides[d] * (shape[d] - 1) + extent)
+    return _plain(runs, not order or strides[order[-1]] == 1, repeated)
 
 
 def permuted(layout: Layout | None, order: Sequence[int], shape: Sequence[int]) -> Layout | None:
@@ -74,9 +93,10 @@ def permuted(layout: Layout | None, order: Sequence[int], shape: Sequence[int]) 
     """
     if 0 in shape:
         return None
-    runs = (tuple(sorted(order)),) if layout is None else layout
+    known = layout or Layout((tuple(sorted(order)),))
     place = {old: new for new, old in enumerate(order) if shape[new] != 1}
-    return _plain([tuple(place[d] for d in run if d in place) for run in runs])
+    runs = [tuple(place[d] for d in run if d in place) for run in known.runs]
+    return _plain(runs, known.unit, [place[d] for d in known.repeated])
 
 
 def without(layout: Layout | None, dim: int, shape: Sequence[int]) -> Layout | None:
@@ -87,27 +107,30 @@ def without(layout: Layout | None, dim: int, shape: Sequence[int]) -> Layout | N
         dim: number of the dimension.
         shape: the array's sizes.
     """
+    known = layout or Layout((tuple(range(len(shape))),))
+    wide = [[d for d in run if shape[d] != 1] for run in known.runs]
+    last = next((run[-1] for run in reversed(wide) if run), None)
     runs: list[tuple[int, ...]] = []
-    for run in (tuple(range(len(shape))),) if layout is None else layout:
-        wide = [d for d in run if shape[d] != 1]
-        at = wide.index(dim) if dim in wide else len(wide)
-        before, after = wide[:at], wide[at + 1 :]
-        # Neighbours on both sides are parted; what lies outside of the last dimension has no neighbours.
-        runs += [tuple(before)] * bool(before)
-        runs += [tuple(after)] * bool(after or (at < len(wide) or not run))
-    renumbered = [tuple(d - (d > dim) for d in run) for run in runs]
-    return _plain(renumbered) if renumbered else None
+    for run in wide:  # neighbours on both sides are parted
+        at = run.index(dim) if dim in run else len(run)
+        runs += [tuple(run[:at]), tuple(run[at + 1 :])]
+
+    def renumbered(dims: Sequence[int]) -> tuple[int, ...]:
+        return tuple(d - (d > dim) for d in dims)
+
+    kept = renumbered([d for d in known.repeated if d != dim])
+    return _plain([renumbered(run) for run in runs], known.unit and last != dim, kept)
 
 
 def scattered(shape: Sequence[int]) -> Layout | None:
-    """Return a layout of which nothing is known: no two dimensions can be viewed as one, none has neighbours."""
-    wide = [d for d, n in enumerate(shape) if n != 1]
-    return (*((d,) for d in wide), ()) if wide else None
+    """Return a layout of which nothing is known: nothing can be viewed as one, or multiplied without a copy."""
+    wide = tuple(d for d, n in enumerate(shape) if n != 1)
+    return Layout(tuple((d,) for d in wide), False, wide) if wide else None
 
 
 def flattens(term: Term, layout: Layout | None, groups: Sequence[Sequence[str | Gather]], spec: Spec) -> bool:
     """Whether an array with this term can be viewed with each group of its entries as one dimension."""
-    runs = (tuple(range(len(term))),) if layout is None else layout
+    runs = (tuple(range(len(term))),) if layout is None else layout.runs
     place = {}
     for number, run in enumerate(runs):
         wide = [d for d in run if spec.size(term[d]) != 1]
@@ -121,16 +144,15 @@ def flattens(term: Term, layout: Layout | None, groups: Sequence[Sequence[str | 
 
 def neighbours(term: Term, layout: Layout | None, spec: Spec) -> str | Gather | None:
     """Return the entry along which elements are neighbours in memory, if there is one."""
-    last = range(len(term)) if layout is None else layout[-1] if layout else ()
-    return next((term[d] for d in reversed(last) if spec.size(term[d]) != 1), None)
-
-
-def _plain(runs: Sequence[tuple[int, ...]]) -> Layout | None:
-    """A layout, None where it is row-major."""
-    filled = [run for run in runs if run]
-    if not filled:
+    if layout is not None and not layout.unit:
         return None
-    if runs[-1]:
-        row_major = len(filled) == 1 and list(filled[0]) == sorted(filled[0])
-        return None if row_major else tuple(filled)
-    return (*filled, ())
+    order = range(len(term)) if layout is None else layout.runs[-1]
+    return next((term[d] for d in reversed(order) if spec.size(term[d]) != 1), None)
+
+
+def _plain(runs: Sequence[tuple[int, ...]], unit: bool, repeated: Sequence[int]) -> Layout | None:
+    """A layout, None where it is row-major."""
+    filled = tuple(run for run in runs if run)
+    if not filled or (unit and not repeated and len(filled) == 1 and list(filled[0]) == sorted(filled[0])):
+        return None
+    return Layout(filled, unit, tuple(sorted(repeated)))

@@ -27,7 +27,7 @@ from planner.resolve import Resolved
 from planner.spec import Gather, Operand, Spec, Term
 
 __all__ = ["Part", "accumulator", "body_of", "covers", "loop_programs", "parts", "resized", "slice_counts",
-           "slice_operands", "sliced_problem"]  # fmt: skip
+           "slice_of"]  # fmt: skip
 
 Axes = Sequence[tuple[str, int]]
 
@@ -93,10 +93,9 @@ def body_of(plan: Plan, sizes: Mapping[str, int]) -> Plan:
     """Return the plan of a slice: the loop's body, or the same steps for a shorter slice."""
     assert plan.loop is not None
     body = plan.loop.body
-    resolved = sliced_problem(plan.resolved, sizes)
+    resolved, operands = slice_of(plan.resolved, plan.operands, sizes)
     if resolved == body.resolved:
         return body
-    operands = slice_operands(resolved, plan.operands, plan.resolved.shapes)
     table, key = load_backend(plan.backend).table, step_key(body.options.minimize)
     tree = resized(body.tree, sizes)
     programs = build(
@@ -111,29 +110,19 @@ def body_of(plan: Plan, sizes: Mapping[str, int]) -> Plan:
     )
 
 
-def sliced_problem(resolved: Resolved, sizes: Mapping[str, int]) -> Resolved:
-    """Return the resolved problem of one slice."""
+def slice_of(
+    resolved: Resolved, operands: Sequence[Operand], sizes: Mapping[str, int]
+) -> tuple[Resolved, tuple[Operand, ...]]:
+    """Return the resolved problem of one slice, and stand-ins for its operands, which are views of the whole's."""
     spec = sliced(resolved.spec, sizes)
     lengths = dict(spec.sizes)
     arrays = {g.array: tuple(lengths[axis] for axis in g.axes) for g in spec.gathers}
     shapes = tuple(spec.shape(term) for term in spec.inputs)
-    return Resolved(spec, shapes, tuple((name, arrays[name]) for name, _ in resolved.index_shapes))
-
-
-def slice_operands(
-    resolved: Resolved, operands: Sequence[Operand], shapes: Sequence[Sequence[int]]
-) -> tuple[Operand, ...]:
-    """Stand-ins for a slice's operands, which are views of the whole.
-
-    Args:
-        resolved: the resolved problem of the slice.
-        operands: those of the whole.
-        shapes: the shapes in which the whole's spec sees them.
-    """
-    return tuple(
-        Operand(part, o.dtype, strides_in(o, whole) or row_major(whole), o.requires_grad)
-        for part, whole, o in zip(resolved.shapes, shapes, operands, strict=True)
+    views = tuple(
+        Operand(shape, o.dtype, strides_in(o, whole) or row_major(whole), o.requires_grad)
+        for shape, whole, o in zip(shapes, resolved.shapes, operands, strict=True)
     )
+    return Resolved(spec, shapes, tuple((name, arrays[name]) for name, _ in resolved.index_shapes)), views
 
 
 def loop_programs(

@@ -42,7 +42,8 @@ class Op:
     def laid(self, layouts: Iterable[Layout | None]) -> Op:
         """Return the op with inputs of these layouts."""
         found = tuple(layouts)
-        return dataclasses.replace(self, layouts=found if any(found) else ())
+        found = found if any(found) else ()
+        return self if found == self.layouts else dataclasses.replace(self, layouts=found)
 
     def paired(self, layout: Layout | None = None) -> Op:
         """Return the op that computes both gradients of this one, from an output gradient of that layout."""

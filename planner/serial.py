@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from planner.cost import Cost, PlanCost, StepCost
 from planner.device import Device
 from planner.errors import PlannerError
+from planner.layout import Layout
 from planner.lower import Choice, Op
 from planner.plan import Loop, Options, Plan
 from planner.program import Leaf, Node, Program, Programs, Step, Variable
@@ -38,8 +39,8 @@ class Forgotten:
 
 _CLASSES = {
     kind.__name__: kind
-    for kind in (Choice, Cost, Device, Forgotten, Gather, Leaf, Loop, Node, Op, Operand, Options, Plan, PlanCost,
-                 Program, Programs, Resolved, Spec, Step, StepCost, Variable)
+    for kind in (Choice, Cost, Device, Forgotten, Gather, Layout, Leaf, Loop, Node, Op, Operand, Options, Plan,
+                 PlanCost, Program, Programs, Resolved, Spec, Step, StepCost, Variable)
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from planner.dispatch import load_backend
 from planner.errors import SearchLimitError
-from planner.loops import loop_programs, resized, slice_counts, slice_operands, sliced_problem
+from planner.loops import loop_programs, resized, slice_counts, slice_of
 from planner.objective import plan_key, step_key
 from planner.plan import Loop, Options, Plan
 from planner.problem import Candidate, Problem, given_variables, keeps_within, searched
@@ -105,8 +105,7 @@ def _results_bytes(programs: Programs) -> int:
 
 def _slice_trees(problem: Problem, options: Options, sizes: Mapping[str, int]) -> list[Tree]:
     """Trees made for a slice, at the sizes of the whole."""
-    resolved = sliced_problem(problem.resolved, sizes)
-    operands = slice_operands(resolved, problem.operands, problem.resolved.shapes)
+    resolved, operands = slice_of(problem.resolved, problem.operands, sizes)
     part = Problem(resolved, operands, problem.dtype, problem.backend, problem.device)
     whole = dict(problem.resolved.spec.sizes)
     try:
@@ -130,8 +129,7 @@ def _loop_candidate(
     lower = Lowerer(problem.choices, step_key(key))
     bodies, first = [], None
     for sizes, count in slice_counts(axes, spec):
-        resolved = sliced_problem(problem.resolved, sizes)
-        operands = slice_operands(resolved, problem.operands, problem.resolved.shapes)
+        resolved, operands = slice_of(problem.resolved, problem.operands, sizes)
         variables = given_variables(resolved, operands, problem.backend)
         small = resized(tree, sizes)
         programs = build(small, variables, problem.requires, lower, problem.dtype)

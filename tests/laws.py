@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from random import Random
 
 import numpy as np
 from hypothesis import strategies as st
@@ -50,6 +51,20 @@ def directional(problem: Problem, operands, tangents) -> np.ndarray:
             swapped = [*operands[:number], tangent, *operands[number + 1 :]]
             parts.append(reference(problem.spec, *swapped, **problem.arguments()))
     return sum(parts[1:], parts[0])
+
+
+def in_other_strides(x: np.ndarray, random: Random) -> np.ndarray:
+    """The same shape, and where nothing repeats the same values, in memory that is permuted, has gaps or repeats."""
+    order = random.sample(range(x.ndim), x.ndim)
+    steps = [random.choice([1, 1, 2]) for _ in order]
+    memory = np.zeros([n * step for n, step in zip(x.transpose(order).shape, steps, strict=True)], x.dtype)
+    view = memory[(*(slice(None, None, step) for step in steps), ...)].transpose(np.argsort(order))
+    view[...] = x
+    if x.size and x.ndim and random.random() < 0.2:
+        dim = random.randrange(x.ndim)
+        strides = [0 if d == dim else stride for d, stride in enumerate(view.strides)]
+        return np.lib.stride_tricks.as_strided(view, x.shape, strides)
+    return view
 
 
 def tangents_of(problem: Problem, wanted) -> list:

@@ -8,12 +8,11 @@ import pytest
 from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import Floors, exact_problems
-from test_limits import in_other_strides
+from laws import Floors, exact_problems, in_other_strides
 
 import planner
 from planner.dispatch import load_backend
-from planner.layout import flattens, layout_of, neighbours, permuted, strides_in, without
+from planner.layout import Layout, flattens, layout_of, neighbours, permuted, strides_in, without
 from planner.spec import Operand, Spec
 from planner.workloads import WORKLOADS
 
@@ -60,7 +59,8 @@ def test_what_flattens_can_be_viewed(array, random):
     found = flattens(
         term, layout_of(array.shape, strides_of(array)), [[term[d] for d in g] for g in groups], spec_of(array)
     )
-    assert found == viewable
+    # Of several dimensions that repeat, one order is as good as another; only one of them is known.
+    assert found == viewable or (viewable and strides_of(array).count(0) > 1)
 
 
 @settings(max_examples=examples(200, 5_000))
@@ -77,13 +77,13 @@ def test_views_have_the_layouts_of_their_strides(array, random):
     term, wide = letters(array.ndim), [d for d in range(array.ndim) if array.shape[d] != 1]
     close = neighbours(term, layout, spec_of(array))
     assert close is None or strides_of(array)[term.index(close)] == 1
-    assert close is not None or not any(strides_of(array)[d] == 1 for d in wide) or 0 in strides_of(array)
+    assert close is not None or not any(strides_of(array)[d] == 1 for d in wide)
 
 
 def test_dimensions_of_size_1_make_no_difference():
     operand = Operand((4, 1, 3), strides=(6, 99, 2))
     assert strides_in(operand, (4, 3)) == (6, 2)
-    assert layout_of((4, 1, 3), operand.strides) == ((0, 2), ())
+    assert layout_of((4, 1, 3), operand.strides) == Layout(((0, 2),), unit=False)
     assert layout_of((1, 1), (7, 9)) is None
     assert layout_of((0, 3), (7, 9)) is None
 
@@ -111,13 +111,38 @@ def test_results_lie_in_memory_as_the_plan_says():
                 results = run.bind(step, [values[v] for v in step.inputs])()
                 for v, result in zip(step.outputs, results, strict=True):
                     values[v], said = result, plan.programs.variables[v].layout
-                    unknown = said is not None and said[-1] == () and all(len(run) < 2 for run in said)
+                    unknown = said is not None and said.unknown
                     known, laid = known + (not unknown), laid + (said is not None)
                     assert unknown or said == layout_of(result.shape, result.stride()), (str(step.op.spec), step.choice)
         floors.note(known=known, laid=laid)
 
     law()
     floors.at_least(examples(80, 2_000), known=0.9, laid=0.2)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_result_of_a_call_lies_as_the_plan_says(gradients):
+    """Native calls as well as programs."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    floors = Floors()
+
+    @settings(max_examples=examples(100, 3_000))
+    @given(exact_problems(max_axes=5, max_size=3))
+    def law(problem):
+        arrays = [in_other_strides(x, Random(problem.seed)) for x in problem.operands()]
+        operands = [torch.from_numpy(x).requires_grad_(gradients) for x in arrays]
+        indices = {name: torch.from_numpy(q) for name, q in problem.indices.items()}
+        plan = planner.plan(
+            problem.spec, *operands, sizes=problem.sizes, index_mode=problem.index_mode, **indices
+        )  # fmt: skip
+        result = plan(*operands, **indices)
+        said = plan.programs.variables[plan.programs.result].layout
+        unknown = (said is not None and said.unknown) or plan.index_mode == "drop"  # rows may be masked
+        assert unknown or said == layout_of(result.shape, result.stride()), str(plan)
+        floors.note(laid=said is not None and not said.unknown)
+
+    law()
+    floors.at_least(examples(100, 3_000), laid=0.03)
 
 
 @pytest.mark.parametrize("name", [name for name in WORKLOADS if name.startswith(("seed-sliced", "seed-two-by"))])

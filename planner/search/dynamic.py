@@ -499,11 +499,12 @@ class Search:
         gradients = self.lower.gradients(op, needs) if any(needs) else ()
         reads = read_by_gradients(needs)
         trees = tuple(way.tree for way in children)
+        done = op.laid(())  # how its inputs lie is for the programs to say
         own = children[0].bytes if choice.view else size
         below = [way.key for way in children]
         if self.keep == "all" and not self.about_peaks and self.objective != "retained":
             key = _add(self.key(choice.cost), *(self.key(c.cost) for _, c, _ in gradients), *below)
-            yield Way(Node(op, trees), key, 0, NO_PEAKS, own, False, (key,))
+            yield Way(Node(done, trees), key, 0, NO_PEAKS, own, False, (key,))
             return
         # The value can be needed in the backward program only if another operand's gradient can.
         may_be_hot = self.keep == "any" and self.needs(self.network.everything ^ sum(parts))
@@ -518,11 +519,11 @@ class Search:
                 step = (kept, *step[:3])
             key = _add(step, *below)
             if not self.about_peaks:
-                yield self.way(Node(op, trees, kept=not hot), key, retained, NO_PEAKS, own, hot)
+                yield self.way(Node(done, trees, kept=not hot), key, retained, NO_PEAKS, own, hot)
                 continue
             for order in _orders(trees):
                 peaks, descent = self._peaks(op, choice, gradients, children, needs, reads, order, hot)
-                yield self.way(Node(op, trees, order, descent, not hot), key, retained, peaks, own, hot)
+                yield self.way(Node(done, trees, order, descent, not hot), key, retained, peaks, own, hot)
 
     def key(self, cost: StepCost) -> Key:
         """Return the additive part of a step's score."""
