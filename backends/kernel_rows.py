@@ -24,6 +24,8 @@ from planner.spec import Gather, Spec, Term
 __all__ = ["POOL_FUNCTIONS", "Kernels", "PoolKernels", "flattened_bytes", "group_sizes", "kernel_rows"]
 
 Groups = Sequence[Sequence[str | Gather]]
+# Terms of arrays, each with the groups of axes as which a kernel sees it.
+Views = Sequence[tuple[Term, Groups]]
 CostOf = Callable[[Op, Device], StepCost]
 
 
@@ -81,10 +83,18 @@ class Kernels:
         shape = [math.prod(x.shape[term.index(entry)] for entry in group) for group in groups]
         return self.ops.permute(x, dims).reshape(shape)
 
-    def unflat(self, x: Any, term: Term, groups: Groups, spec: Spec) -> Any:
-        """Give a flat result the axes and the order of its term: the inverse of `flat`."""
-        order = [entry for group in groups for entry in group]
-        return self.ops.permute(x.reshape(spec.shape(tuple(order))), [order.index(entry) for entry in term])
+    def flats(self, inputs: Sequence[Any], views: Views) -> list[Any]:
+        """Flatten each input as the kernel sees it."""
+        return [self.flat(x, term, groups) for x, (term, groups) in zip(inputs, views, strict=True)]
+
+    def unflats(self, results: Sequence[Any], views: Views, spec: Spec) -> tuple[Any, ...]:
+        """Give flat results the axes and the order of their terms: the inverse of `flats`."""
+        found = []
+        for x, (term, groups) in zip(results, views, strict=True):
+            order = [entry for group in groups for entry in group]
+            shaped = x.reshape(spec.shape(tuple(order)))
+            found.append(self.ops.permute(shaped, [order.index(entry) for entry in term]))
+        return tuple(found)
 
     def row_map(self, gather: Gather, rows: Sequence[str], spec: Spec, like: Any) -> Any:
         """For each row (over all row axes) the flat position over some of them; None where that is the row itself."""
@@ -115,8 +125,8 @@ def group_sizes(spec: Spec, *groups: Sequence[str]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[axis] for axis in group) for group in groups)
 
 
-def _views(op: Op, form: GroupedForm | PooledForm) -> tuple[list[tuple[Term, Groups]], list[tuple[Term, Groups]]]:
-    """The terms of a kernel's inputs and of its results, each with the groups of axes that the kernel sees."""
+def _views(op: Op, form: GroupedForm | PooledForm) -> tuple[Views, Views]:
+    """How a kernel sees its inputs and its results."""
     if isinstance(form, GroupedForm):
         rows: Groups = (form.rows_a, form.inner, form.left)
         matrix: Groups = ((form.gather,), form.left, form.right)
@@ -209,40 +219,34 @@ def _not_grouped(pair: bool, outer: bool, op: Op) -> str | None:
 def _run_matmul(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     spec, form = op.spec, grouped_form(op.spec)
     assert isinstance(form, GroupedForm)
-    rows = 1 - form.matrix
-    a = kernels.flat(inputs[rows], spec.inputs[rows], (form.rows_a, form.inner, form.left))
-    c = kernels.flat(inputs[form.matrix], spec.inputs[form.matrix], ((form.gather,), form.left, form.right))
+    given, results = _views(op, form)
+    flats = kernels.flats(inputs, given)
+    a, c = flats[1 - form.matrix], flats[form.matrix]
     source = kernels.row_map(form.gather, form.rows_a, spec, a)
     target = kernels.row_map(form.gather, form.rows_out, spec, a)
     targets = None if target is None else group_sizes(spec, form.rows_out)[0]
     out = kernels.matmul(a, c, kernels.groups(form.gather, index), source, target, targets)
-    return (kernels.unflat(out, spec.output, (form.rows_out, form.inner, form.right), spec),)
+    return kernels.unflats([out], results, spec)
 
 
 def _run_outer(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     spec, form = op.spec, grouped_form(op.spec)
     assert isinstance(form, GroupedForm)
-    a = kernels.flat(inputs[0], spec.inputs[0], (form.rows_a, form.inner, form.left))
-    b = kernels.flat(inputs[1], spec.inputs[1], (form.rows_b, form.inner, form.right))
+    given, results = _views(op, form)
+    a, b = kernels.flats(inputs, given)
     sources = (kernels.row_map(form.gather, rows, spec, a) for rows in (form.rows_a, form.rows_b))
     out = kernels.outer(a, b, kernels.groups(form.gather, index), form.gather.size, *sources)
-    return (kernels.unflat(out, spec.output, ((form.gather,), form.left, form.right), spec),)
+    return kernels.unflats([out], results, spec)
 
 
 def _run_pair(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    spec, form = op.spec, grouped_form(op.spec)
+    form = grouped_form(op.spec)
     assert isinstance(form, GroupedForm)
-    gradient, operands = inputs[0], [kernels.hand_over(x) for x in inputs[1:]]
-    rows = 1 - form.matrix
-    row_groups = (form.rows_a, form.inner, form.left)
-    matrix_groups: Groups = ((form.gather,), form.left, form.right)
-    a = kernels.flat(operands[rows], spec.inputs[rows], row_groups)
-    c = kernels.flat(operands[form.matrix], spec.inputs[form.matrix], matrix_groups)
-    g = kernels.flat(gradient, spec.output, (form.rows_out, form.inner, form.right))
-    grad_a, grad_c = kernels.gradients(g, a, c, kernels.groups(form.gather, index))
-    to_rows = kernels.unflat(grad_a, spec.inputs[rows], row_groups, spec)
-    to_matrix = kernels.unflat(grad_c, spec.inputs[form.matrix], matrix_groups, spec)
-    return (to_rows, to_matrix) if form.matrix == 1 else (to_matrix, to_rows)
+    given, results = _views(op, form)
+    gradient, *operands = kernels.flats([inputs[0], *map(kernels.hand_over, inputs[1:])], given)
+    a, c = operands[1 - form.matrix], operands[form.matrix]
+    found = kernels.gradients(gradient, a, c, kernels.groups(form.gather, index))
+    return kernels.unflats(found if form.matrix == 1 else found[::-1], results, op.spec)
 
 
 def _not_pooled(op: Op) -> str | None:
@@ -260,41 +264,32 @@ def _not_pooled(op: Op) -> str | None:
 def _run_pooled(kernels: Kernels, pool: PoolKernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     spec, form = op.spec, pooled_form(op.spec)
     assert isinstance(form, PooledForm)
-    query_groups = (form.batch, form.queries, form.depth)
-    pool_groups: Groups = (form.batch, (form.gather,), form.depth)
-    score_groups = (form.batch, form.queries, form.chosen)
-    terms = spec.terms
+    given, results = _views(op, form)
     query_place = 3 - form.place - form.scores
     values, options = index[form.gather], dict[str, Any]()
     raw = index.given.get(form.gather)
     if raw is not None:
         values, options = raw.values, {"normal": raw.normal, "marked": index.guarded}
-    q = kernels.flat(values, form.gather.axes, score_groups)
-    # Inputs by the place of their term; of a pair the output gradient, in the place of the scores, comes first.
-    given = dict(zip((2, 0, 1) if op.pair else (0, 1), inputs, strict=True))
+    q = kernels.flat(values, form.gather.axes, (form.batch, form.queries, form.chosen))
+    # By the place of their term; of a pair the output gradient, in the place of the scores, comes first.
+    places = (2, 0, 1) if op.pair else (0, 1)
     differentiates = op.pair or form.scores != 2
-
-    def flat(place: int, groups: Groups) -> Any:
-        x = given[place]
-        if differentiates and place != form.scores:
-            x = kernels.hand_over(x)
-        return kernels.flat(x, terms[place], groups)
-
+    handed = [
+        kernels.hand_over(x) if differentiates and place != form.scores else x
+        for place, x in zip(places, inputs, strict=True)
+    ]
+    flats = dict(zip(places, kernels.flats(handed, given), strict=True))
+    found: Sequence[Any]
     if op.pair:
-        scores = flat(form.scores, score_groups)
-        both = pool.gradients(scores, flat(query_place, query_groups), flat(form.place, pool_groups), q, **options)
-        to_query = kernels.unflat(both[0], terms[query_place], query_groups, spec)
-        to_pool = kernels.unflat(both[1], terms[form.place], pool_groups, spec)
-        return (to_query, to_pool) if query_place == 0 else (to_pool, to_query)
-    if form.scores == 2:
+        found = pool.gradients(flats[form.scores], flats[query_place], flats[form.place], q, **options)
+        found = found if query_place == 0 else found[::-1]
+    elif form.scores == 2:
         if raw is not None and raw.bad is not None:
             options["bad"] = raw.bad
             index.shown = True
-        out = pool.scores(flat(query_place, query_groups), flat(form.place, pool_groups), q, **options)
-        return (kernels.unflat(out, spec.output, score_groups, spec),)
-    scores = flat(form.scores, score_groups)
-    if form.place == 2:
-        out = pool.pool_gradient(scores, flat(query_place, query_groups), q, form.gather.size, **options)
-        return (kernels.unflat(out, spec.output, pool_groups, spec),)
-    out = pool.query_gradient(scores, flat(form.place, pool_groups), q, **options)
-    return (kernels.unflat(out, spec.output, query_groups, spec),)
+        found = [pool.scores(flats[query_place], flats[form.place], q, **options)]
+    elif form.place == 2:
+        found = [pool.pool_gradient(flats[form.scores], flats[query_place], q, form.gather.size, **options)]
+    else:
+        found = [pool.query_gradient(flats[form.scores], flats[form.place], q, **options)]
+    return kernels.unflats(found, results, spec)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from planner.layout import Layout, flattens, neighbours, permuted, scattered
+from planner.layout import Layout, closed, flattens, neighbours, permuted, scattered
 from planner.lower import Op, ProductForm, product_form
 from planner.spec import Gather, Spec, Term, term_axes
 
@@ -23,7 +23,8 @@ def stock_layout(op: Op) -> tuple[int, Layout | None]:
     spec = op.spec
     layouts = op.layouts or (None,) * len(spec.inputs)
     if op.source_dtype is not None:
-        return 0, _cast(layouts[0], spec.output_shape)
+        told = layouts[0] is None or not layouts[0].repeated
+        return 0, closed(layouts[0]) if told else scattered(spec.output_shape)
     copied, read = 0, []
     for number, layout in enumerate(layouts):
         elements, axes, layout = _read(number, layout, spec)
@@ -77,14 +78,6 @@ def matrix_copies(term: Term, layout: Layout | None, groups: Sequence[Sequence[s
     if not any(matrix) or any(close in group for group in matrix):
         return 0
     return elements if all(matrix) or not batch else elements // math.prod(map(spec.size, batch))
-
-
-def _cast(layout: Layout | None, shape: Sequence[int]) -> Layout | None:
-    """A cast leaves the order of memory and closes its gaps; where elements repeat, that order is not told."""
-    if layout is None or layout.repeated:
-        return scattered(shape) if layout else None
-    order = tuple(d for run in layout.runs for d in run)
-    return None if list(order) == sorted(order) else Layout((order,))
 
 
 def _read(number: int, layout: Layout | None, spec: Spec) -> tuple[int, tuple[str, ...], Layout | None]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from planner.spec import Gather, Operand, Spec, Term
 
-__all__ = ["Layout", "flattens", "layout_of", "neighbours", "permuted", "row_major", "scattered", "strides_in",
-           "without"]  # fmt: skip
+__all__ = ["Layout", "closed", "flattens", "layout_of", "neighbours", "permuted", "row_major", "scattered",
+           "strides_in", "without"]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,6 +120,16 @@ def without(layout: Layout | None, dim: int, shape: Sequence[int]) -> Layout | N
 
     kept = renumbered([d for d in known.repeated if d != dim])
     return _plain([renumbered(run) for run in runs], known.unit and last != dim, kept)
+
+
+def closed(layout: Layout | None) -> Layout | None:
+    """Return the layout of an array made alike: the same order of memory, without gaps.
+
+    Where elements repeat, a row-major one stands for it: then the order is not told.
+    """
+    if layout is None or layout.repeated:
+        return None
+    return _plain([tuple(d for run in layout.runs for d in run)], True, ())
 
 
 def scattered(shape: Sequence[int]) -> Layout | None:

@@ -156,7 +156,8 @@ def loop_programs(
         *(Variable(x.shape, x.dtype, count + 2 + i) for i, x in enumerate(operands)),
     )  # fmt: skip
     largest = dict(axes)
-    # Slices are not flat where the cut axis is not the first: where they are no views, or a step may copy them.
+    # Slices are not flat where the cut axis is not the first. Where operands have strides, the body's steps say what of
+    # them is copied; elsewhere, and of index arrays and output gradients, a slice counts as a copy.
     copied = 0
     if not strided:
         copied = sum(_slice_bytes(term, x.dtype, spec, largest) for term, x in zip(spec.inputs, operands, strict=True))

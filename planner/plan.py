@@ -90,7 +90,8 @@ class Plan:
         programs: the forward and the backward program.
         naive_cost: cost of taking the gathered operands first and contracting pairwise in the framework's way.
         proven: whether no better plan within the limits exists in the space that was searched: all trees and, with
-            limits and for peak and retained bytes, all choices of what is kept; each step done as the objective has it.
+            limits and for peak and retained bytes, all choices of what is kept; each step done as the objective has it,
+            on row-major intermediates.
         origin: how the tree was found.
         loop: the loop over slices, if the plan is one; each program then is that loop, as one step.
         compiled_bytes: peak of the larger program as the framework compiled it, where a memory limit had it compiled.

@@ -16,7 +16,7 @@ from typing import Literal
 
 from planner.cost import Cost, PlanCost, StepCost, itemsize
 from planner.derive import transpose
-from planner.layout import Layout
+from planner.layout import Layout, closed
 from planner.lower import Choice, Op
 
 __all__ = ["Keep", "Leaf", "Lowerer", "Node", "Program", "Programs", "Step", "Tree", "Variable", "build",
@@ -414,7 +414,8 @@ def build(
     forward_cost = _cost(steps, peak, retained)
 
     gradients: dict[int, int] = {}
-    output_gradient = builder.variable(variables[result].shape, dtype)
+    # It is taken to lie as the result does: so do gradients that come of element-wise functions.
+    output_gradient = builder.variable(variables[result].shape, dtype, layout=closed(variables[result].layout))
     backward, backward_cost = None, None
     if differentiable:
         back: list[Step] = []

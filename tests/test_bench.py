@@ -7,7 +7,7 @@ import pytest
 from conftest import installed_frameworks
 
 import planner
-from planner.bench import choices, command, report, timing
+from planner.bench import choices, command, dense, report, timing
 from planner.bench.timing import Result, Settings
 from planner.demo.ways import OURS
 
@@ -88,3 +88,16 @@ def test_too_few_rounds_for_a_median_are_refused(capsys):
 
 def test_bytes_are_shown_without_times():
     assert report.cells(result(1.0, unit="MB", at_most=True))[3:] == ("<= 2 MB", "1 MB", "yes", "")
+
+
+def test_warm_calls_are_timed_with_and_without_gradients():
+    pytest.importorskip("torch", reason="torch is not installed")
+    found = list(
+        dense.warm_call("torch", Settings(rounds=3, budget_seconds=0.0, pause_seconds={"torch": 0.0}, calls=3))
+    )
+    assert [line.what.split(": ")[0] for line in found] == [
+        "5 x 784 by 784 x 10",
+        "5 x 784 by 784 x 10, operands that take gradients",
+        "a chain of four 8 x 8",
+    ]
+    assert all(set(line.medians) == {OURS, "torch.einsum"} for line in found)

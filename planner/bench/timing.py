@@ -118,7 +118,8 @@ def timed(runs: Mapping[Any, Run], mode: Mode, framework: Framework, settings: S
 
 def equal(found: Any, expected: Any, what: str) -> None:
     """Refuse to time what differs: on small integers every sum is exact."""
-    if differences([np.asarray(found)], [np.asarray(expected)]):
+    arrays = [np.asarray(x.detach() if hasattr(x, "detach") else x) for x in (found, expected)]
+    if differences(arrays[:1], arrays[1:]):
         raise AssertionError(f"{what}: the values differ")
 
 
