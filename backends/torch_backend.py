@@ -14,7 +14,8 @@ from planner.backends.protocol import Backend, Stepwise
 from planner.backends.torch_bound import BoundPlan
 from planner.backends.torch_index import TorchIndex, in_range
 from planner.backends.torch_modes import as_planned, autocasts, grad_enabled, in_functorch, transform, transformed
-from planner.backends.torch_rows import make_table, torch_dtype
+from planner.backends.torch_ops import torch_dtype
+from planner.backends.torch_rows import make_table
 from planner.backends.torch_runner import runner
 from planner.backends.torch_tensor import dataless, not_dense
 from planner.device import CPU, GPU, Device, gpu_preset

@@ -14,7 +14,7 @@ from planner.backends.loops import run_loop
 from planner.backends.protocol import Table
 from planner.backends.stock import evaluate
 from planner.backends.torch_index import TorchIndex, in_range
-from planner.backends.torch_rows import OPS, cast, torch_dtype
+from planner.backends.torch_ops import OPS, cast, torch_dtype
 from planner.backends.torch_tensor import finite
 from planner.kernels.torch_grouped import accumulator
 from planner.loops import body_of

@@ -19,7 +19,7 @@ from torch import Tensor
 from planner.backends.stock import evaluation
 from planner.backends.stock_layout import stock_layout
 from planner.backends.stock_rows import stock_kind
-from planner.backends.torch_rows import OPS, unit_strided
+from planner.backends.torch_ops import OPS, unit_strided
 from planner.layout import layout_of
 from planner.lower import Op, product_form
 from planner.program import Leaf, Tree

@@ -21,7 +21,7 @@ from planner.backends.torch_bound import BoundLoop, BoundPlan
 from planner.backends.torch_function import recorded
 from planner.backends.torch_modes import as_planned, autocasts, forward_mode, in_functorch
 from planner.backends.torch_native import NATIVE, compile_native, standin
-from planner.backends.torch_rows import OPS, torch_dtype
+from planner.backends.torch_ops import OPS, torch_dtype
 from planner.backends.torch_tensor import dataless, finite
 from planner.errors import PlannerError
 from planner.program import Leaf

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from laws import Floors, exact_problems, in_other_strides
 
 import planner
+from planner.device import CPU
 from planner.dispatch import load_backend
 from planner.layout import Layout, flattens, layout_of, neighbours, permuted, strides_in, without
+from planner.lower import Op
 from planner.spec import Operand, Spec
+from planner.testing.measure import torch_memory
 from planner.workloads import WORKLOADS
 
 
@@ -153,3 +156,22 @@ def test_slices_of_one_array_are_not_copied(name):
     assert plan.cost.copied_bytes == 0
     assert plan.cost.retained_bytes == 0
     assert plan.cost.forward.peak_bytes <= 4 * math.prod(plan.resolved.spec.output_shape) + 10**6
+
+
+@pytest.mark.parametrize("spec", ["ijk, ikl -> jl", "ijk, ikl -> lj", "bijk, bikl -> bjl", "ijk, ilk -> jl"])
+def test_ways_around_a_copy_agree_and_cost_what_they_say(spec):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    table, shape = load_backend("torch").table, {"b": 2, "i": 3, "j": 40, "k": 50, "l": 20}
+    first, second = spec.partition("->")[0].replace(" ", "").split(",")
+    operands = [torch.randint(-3, 4, [shape[axis] for axis in term]).float() for term in (first, second)]
+    op = Op(planner.resolve(spec, *operands), "float32")
+    expected = torch.einsum(spec.replace(" ", ""), *operands)
+    found = {choice.lowering: choice.cost for choice in table.choices(op, CPU)}
+    assert found["matmul"].copied_bytes > 0
+    assert "batched matmul, then sum" in found
+    for name, cost in found.items():
+        assert name == "matmul" or cost.copied_bytes == 0
+        table.run(name, op, operands, {})
+        results, memory = torch_memory(lambda name=name: table.run(name, op, operands, {}))
+        assert (results[0] == expected).all(), name
+        assert memory.peak_bytes <= 4 * expected.numel() + cost.scratch_bytes, name
