@@ -19,7 +19,7 @@ from planner.backends.common import widened
 from planner.backends.protocol import Table
 from planner.backends.torch_bound import BoundLoop, BoundPlan
 from planner.backends.torch_function import recorded
-from planner.backends.torch_modes import as_planned, autocasts, forward_mode, in_functorch
+from planner.backends.torch_modes import as_planned, autocasts, forward_mode, in_functorch, transformed
 from planner.backends.torch_native import NATIVE, compile_native, standin
 from planner.backends.torch_ops import OPS, torch_dtype
 from planner.backends.torch_tensor import dataless, finite
@@ -60,11 +60,11 @@ def _native(bound: BoundPlan) -> Runner | None:
         return lambda operands, indices: bound.views(operands)[0].view_as(bound.views(operands)[0])
     if not all(step.choice.lowering in NATIVE for step in plan.programs.forward.steps):
         return None
+    metas = [standin(o.shape, o.strides, torch_dtype(o.dtype)) for o in plan.operands]
+    if not transformed():  # else steps do as they do where derivatives are recorded
+        metas = [x.requires_grad_(o.requires_grad) for x, o in zip(metas, plan.operands, strict=True)]
     with torch.set_grad_enabled(requires):
-        metas = [
-            standin(o.shape, o.strides, torch_dtype(o.dtype)).requires_grad_(o.requires_grad).reshape(shape)
-            for o, shape in zip(plan.operands, bound.shapes, strict=True)
-        ]
+        metas = [x.reshape(shape) for x, shape in zip(metas, bound.shapes, strict=True)]
         native = compile_native(plan.tree, metas, copies=not requires)
     if native is not None and any(shape is not None for shape in bound.reshape):
         return lambda operands, indices: native(bound.views(operands))

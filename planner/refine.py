@@ -29,9 +29,9 @@ def quickened(problem: Problem, candidate: Candidate, options: Options) -> Candi
     ops = [step.op for step in sorted(steps, key=lambda step: -step.choice.cost.picoseconds)]
     if backward:
         # Both gradients in one step, where they are two now.
-        layouts = dict.fromkeys(variable.layout for variable in candidate.programs.variables)
+        known = dict.fromkeys((v.shape, v.layout) for v in candidate.programs.variables)
         pairs = [step.op for step in forward.steps if len(step.inputs) == 2]
-        ops += [op.paired(layout) for layout in layouts for op in pairs if problem.choices(op.paired(layout))]
+        ops += [op.paired(layout) for op in pairs for shape, layout in known if shape == op.spec.output_shape]
     for op in [op for op in dict.fromkeys(ops) if len(problem.choices(op)) > 1 or op.pair][:MOST_OPS]:
         for choice in sorted(problem.choices(op), key=lambda choice: choice.cost.picoseconds):
             lower = candidate.lower.fixing(op, choice)
