@@ -100,6 +100,7 @@ def test_torch_allocates_no_more_than_the_limit():
 
     @settings(max_examples=examples(40, 400))
     @example(_PERMUTED)
+    @example(Problem("c, acb -> ba", ((2,), (2, 2, 2)), seed=1))
     @given(SCALED)
     def law(problem):
         peak, limit, plan, refused = torch_peak_within(problem)
