@@ -78,6 +78,8 @@ def _flat_index_bytes(spec: Spec) -> int:
         rows = term_axes(tuple(e for e in term if isinstance(e, Gather)))
         own = {e for e in term if isinstance(e, str) and (e in rows or term.count(e) > 1)}
         addressed = sum(isinstance(e, Gather) or e in own for e in term)
+        if any(len(set(e.axes)) < len(e.axes) for e in term if isinstance(e, Gather)):
+            most = max(most, 8 * math.prod(sizes[axis] for axis in rows))  # a diagonal of an index array is copied
         if addressed > 1:
             flat = 8 * math.prod(sizes[axis] for axis in {*rows, *own})
             most = max(most, min(addressed, 3) * flat + 8 * sum(sizes[axis] for axis in own) + 8)

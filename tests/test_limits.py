@@ -116,6 +116,7 @@ def test_torch_allocates_no_more_than_the_limit_with_any_strides():
     floors = Floors()
 
     @settings(max_examples=examples(25, 400))
+    @example(Problem("a, a, a, a -> q[aa]", ((2,),) * 4, {"q": 2}, {"q": np.zeros((2, 2), np.int64)}, seed=43))
     @given(SCALED)
     def law(problem):
         peak, limit, plan, _ = torch_peak_within(problem, strided=True)
