@@ -39,16 +39,23 @@ def product_rows() -> list[Lowering]:
     ]
 
 
+def _copied(op: Op) -> ProductForm | None:
+    """The form of a product that copies an operand."""
+    if op.pair or op.source_dtype is not None:
+        return None
+    form = product_form(op.spec)
+    copies = form is not None and form.contracted and product_copies(form, op.spec, op.layouts or (None, None))
+    return form if copies else None
+
+
+@lru_cache(maxsize=16384)
 def _sliced(op: Op) -> tuple[str, ProductForm] | None:
     """The axis over which a product can go slice by slice without copying an operand, and a slice's product.
 
     Slices over a summed axis are accumulated, those over a row or column axis are parts of the result.
     """
-    if op.pair or op.source_dtype is not None:
-        return None
-    form, sizes = product_form(op.spec), dict(op.spec.sizes)
-    layouts = op.layouts or (None, None)
-    if form is None or form.batch or not form.contracted or not product_copies(form, op.spec, layouts):
+    form, sizes, layouts = _copied(op), dict(op.spec.sizes), op.layouts or (None, None)
+    if form is None or form.batch:
         return None
     for axis in sorted((*form.contracted, *form.left, *form.right), key=lambda axis: (sizes[axis], axis)):
         left, right, summed = (tuple(e for e in g if e != axis) for g in (form.left, form.right, form.contracted))
@@ -118,13 +125,11 @@ def _sliced_layouts(op: Op) -> tuple[Layout | None, ...]:
     return (permuted(None, [order.index(str(e)) for e in op.spec.output], op.spec.output_shape),)
 
 
+@lru_cache(maxsize=16384)
 def _batched(op: Op) -> tuple[str, ProductForm, Spec] | None:
     """A summed axis, and the product with it as a batch axis, where that copies no operand; a sum over it follows."""
-    if op.pair or op.source_dtype is not None:
-        return None
-    form, sizes = product_form(op.spec), dict(op.spec.sizes)
-    layouts = op.layouts or (None, None)
-    if form is None or len(form.contracted) < 2 or not product_copies(form, op.spec, layouts):
+    form, sizes, layouts = _copied(op), dict(op.spec.sizes), op.layouts or (None, None)
+    if form is None or len(form.contracted) < 2:
         return None
     for axis in sorted(form.contracted, key=lambda axis: (sizes[axis], axis)):
         rest = tuple(e for e in form.contracted if e != axis)
