@@ -152,7 +152,7 @@ def flattened_bytes(op: Op, form: GroupedForm | PooledForm) -> int:
     """Bytes of the inputs and index arrays that are copied to be seen as the kernels see them."""
     spec, size = op.spec, itemsize(op.dtype)
     given, _ = _views(op, form)
-    # Kernels take rows one by one, of any strides, but multiply matrices as they are.
+    # Rows are taken one by one, whatever their strides; priced as the matrices are, they may count for too much.
     copied = size * sum(
         matrix_copies(term, layout, groups, spec)
         for (term, groups), layout in zip(given, op.layouts or (None,) * len(given), strict=True)

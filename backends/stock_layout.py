@@ -115,15 +115,11 @@ def _written(axes: tuple[str, ...], layout: Layout | None, spec: Spec) -> tuple[
     indexed = [d for d, e in enumerate(term) if isinstance(e, Gather) or e in repeated or e in rows_all]
     rest = [d for d in range(len(term)) if d not in indexed]
     wide = any(spec.size(axis) != 1 for axis in missing)
-    axes = (*missing, *axes)
-    if layout is not None:
-        shift = len(missing)
-        runs = tuple(tuple(d + shift for d in run) for run in layout.runs)
-        layout = Layout(runs, layout.unit, tuple(d + shift for d in layout.repeated))
     if not indexed:
         if wide:
             return 0, scattered(spec.output_shape)
-        return 0, permuted(layout, [axes.index(str(e)) for e in term], spec.output_shape)
+        # What is missing is of size 1 here, and has no place in a layout.
+        return 0, permuted(layout, [axes.index(str(e)) if e in axes else -1 for e in term], spec.output_shape)
     rows = tuple(dict.fromkeys([*rows_all, *(e for e in plain if e in repeated)]))
     copied = 0
     if len(rows) != 1 and (wide or not flattens(axes, layout, [rows], spec)):

@@ -100,9 +100,12 @@ def flat_stock_cost(op: Op, device: Device) -> StepCost:
         cost = cost._replace(scratch_bytes=cost.scratch_bytes + 4 * (elements + math.prod(op.spec.output_shape)))
     copied = stock_layout(op)[0] * itemsize(op.dtype)
     seconds = device.moving_seconds(2 * copied) + device.fresh_seconds(copied)
-    return cost + StepCost(
-        bytes_moved=2 * copied, copied_bytes=copied, picoseconds=picoseconds(seconds) if copied else 0
-    )._replace(scratch_bytes=cost.scratch_bytes + copied + _flat_index_bytes(op.spec))
+    return cost._replace(
+        bytes_moved=cost.bytes_moved + 2 * copied,
+        copied_bytes=cost.copied_bytes + copied,
+        scratch_bytes=cost.scratch_bytes + copied + _flat_index_bytes(op.spec),
+        picoseconds=cost.picoseconds + (picoseconds(seconds) if copied else 0),
+    )
 
 
 def stock_cost(op: Op, device: Device) -> StepCost:

@@ -109,13 +109,12 @@ def _best(problem: Problem, options: Options, index_mode: str) -> Candidate:
 def _candidates(problem: Problem, options: Options, objective: str, limits: Limits = NO_LIMITS) -> Iterator[Candidate]:
     for found, lower, origin in searched(problem, options.optimize, objective, limits):
         programs = problem.programs(found.tree, lower)
-        as_searched = programs.row_major
-        proven = found.exact and origin == "exact" and objective == options.minimize and as_searched
+        proven = found.exact and origin == "exact" and objective == options.minimize and programs.row_major
         how = f"{origin}, {objective}"
         yield Candidate(programs, found.tree, lower, proven, how, interrupted=found.interrupted)
         if any(problem.requires) and not (limits == NO_LIMITS and proven):
             bare = keeping(found.tree, False)
-            yield Candidate(problem.programs(bare, lower), bare, lower, False, f"{origin}, {objective}")
+            yield Candidate(problem.programs(bare, lower), bare, lower, False, how)
 
 
 def _limit_error(candidates: Sequence[Candidate], limits: Limits) -> PlannerLimitError:
