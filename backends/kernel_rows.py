@@ -17,7 +17,7 @@ from planner.backends.stock import ArrayOps
 from planner.backends.stock_layout import matrix_copies
 from planner.cost import StepCost, itemsize
 from planner.device import Device
-from planner.layout import Layout, flattens, permuted
+from planner.layout import Layout, flattens, reordered
 from planner.lower import GroupedForm, Op, PooledForm, grouped_form, pooled_form
 from planner.spec import Gather, Spec, Term
 
@@ -169,11 +169,7 @@ def _layouts(find: Callable[[Spec], GroupedForm | PooledForm | str], op: Op) -> 
     form = find(op.spec)
     assert not isinstance(form, str)
     _, results = _views(op, form)
-    found = []
-    for term, groups in results:
-        order = [entry for group in groups for entry in group]
-        found.append(permuted(None, [order.index(entry) for entry in term], op.spec.shape(term)))
-    return tuple(found)
+    return tuple(reordered([e for group in groups for e in group], term, op.spec) for term, groups in results)
 
 
 def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Lowering]:

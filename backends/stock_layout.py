@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from planner.layout import Layout, closed, flattens, neighbours, permuted, scattered
+from planner.layout import Layout, closed, flattens, neighbours, permuted, reordered, scattered
 from planner.lower import Op, ProductForm, product_form
 from planner.spec import Gather, Spec, Term, term_axes
 
@@ -44,9 +44,8 @@ def stock_layout(op: Op) -> tuple[int, Layout | None]:
     layout = None
     if form.contracted:
         copied += product_copies(form, inner, [layout for _, layout in read])
-        natural = (*form.batch, *form.left, *form.right)
         if axes != (*form.batch, *form.right, *form.left):
-            layout = permuted(None, [natural.index(axis) for axis in axes], inner.output_shape)
+            layout = reordered((*form.batch, *form.left, *form.right), axes, inner)
     if axes == spec.output:
         return copied, layout
     elements, layout = _written(axes, layout, spec)

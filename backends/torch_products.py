@@ -21,7 +21,7 @@ from planner.backends.stock_rows import picoseconds
 from planner.backends.torch_ops import OPS, multiply
 from planner.cost import StepCost, itemsize
 from planner.device import Device
-from planner.layout import Layout, permuted, without
+from planner.layout import Layout, reordered, without
 from planner.lower import Op, ProductForm, joint_elements, product_form, spec_flops
 from planner.spec import Spec, term_axes
 
@@ -122,7 +122,7 @@ def _sliced_layouts(op: Op) -> tuple[Layout | None, ...]:
     assert found is not None
     axis, part = found
     order = (*((axis,) if axis in op.spec.output else ()), *part.left, *part.right)
-    return (permuted(None, [order.index(str(e)) for e in op.spec.output], op.spec.output_shape),)
+    return (reordered(order, op.spec.output, op.spec),)
 
 
 @lru_cache(maxsize=16384)
@@ -182,7 +182,7 @@ def _batched_layouts(op: Op) -> tuple[Layout | None, ...]:
     assert found is not None
     axis, _, spec = found
     order = [e for e in spec.output if e != axis]
-    return (permuted(None, [order.index(e) for e in op.spec.output], op.spec.output_shape),)
+    return (reordered(order, op.spec.output, op.spec),)
 
 
 def _vectors(op: Op) -> ProductForm | None:
@@ -212,7 +212,7 @@ def _run_summed(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
 def _summed_layouts(op: Op) -> tuple[Layout | None, ...]:
     out = term_axes(op.spec.output)
     kept = [e for e in _summed_order(op.spec) if e in out]
-    return (permuted(None, [kept.index(e) for e in out], op.spec.output_shape),)
+    return (reordered(kept, op.spec.output, op.spec),)
 
 
 def _summed_order(spec: Spec) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from planner.spec import Gather, Operand, Spec, Term
 
-__all__ = ["Layout", "closed", "flattens", "layout_of", "neighbours", "permuted", "row_major", "scattered",
+__all__ = ["Layout", "closed", "flattens", "layout_of", "neighbours", "permuted", "reordered", "row_major", "scattered",
            "strides_in", "without"]  # fmt: skip
 
 
@@ -97,6 +97,11 @@ def permuted(layout: Layout | None, order: Sequence[int], shape: Sequence[int]) 
     place = {old: new for new, old in enumerate(order) if shape[new] != 1}
     runs = [tuple(place[d] for d in run if d in place) for run in known.runs]
     return _plain(runs, known.unit, [place[d] for d in known.repeated])
+
+
+def reordered(order: Sequence[str | Gather], term: Term, spec: Spec) -> Layout | None:
+    """Return the layout of a row-major array with its entries in an order, seen in the order of a term."""
+    return permuted(None, [order.index(entry) for entry in term], spec.shape(term))
 
 
 def without(layout: Layout | None, dim: int, shape: Sequence[int]) -> Layout | None:
