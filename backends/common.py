@@ -12,6 +12,7 @@ from planner.backends.protocol import Table
 from planner.backends.stock import ArrayOps, diagonals, evaluate
 from planner.derive import batched
 from planner.errors import IndexRangeError, PlannerError
+from planner.lower import Op, PooledForm, pooled_form
 from planner.program import Leaf, Node, Program, Step, Tree
 from planner.spec import Gather, Spec, Term, term_axes
 
@@ -41,11 +42,13 @@ class Given:
 class Prepared(dict[Gather, Any]):
     """Index arrays by gather, with values in [0, size]; `size` stands for "no row".
 
+    What is in `given` alone is brought into range when a step first asks for it.
+
     Attributes:
         guarded: whether that value can occur.
         orders: sorted orders, shared by the steps of one call.
-        given: for kernels that read an index piece by piece and need no copy of it in range; empty where ranges were
-            checked beforehand.
+        given: for kernels that read an index piece by piece and need no copy of it in range, nor a look at all of it
+            before; empty where ranges were checked beforehand.
         shown: whether the kernel that ran showed the bad indices that could not be refused, see `Given.bad`.
     """
 
@@ -55,6 +58,11 @@ class Prepared(dict[Gather, Any]):
         self.orders: dict[Any, Any] = {}
         self.given: dict[Gather, Given] = {}
         self.shown = False
+
+    def __missing__(self, gather: Gather) -> Any:
+        given = self.given[gather]
+        values = self[gather] = given.normal(given.values)
+        return values
 
 
 class PreparedIndex:
@@ -124,12 +132,12 @@ def mask_operands(ops: ArrayOps, operands: Sequence[Any], spec: Spec, index: Pre
 
 
 def exposed(tree: Tree, spec: Spec, steps: Sequence[Step]) -> tuple[int, ...]:
-    """Operands of which a plan multiplies rows that no index names: contracted before the take, or as a whole pool.
+    """Operands of which steps multiply rows that no index names: contracted before the take, or as a whole pool.
 
     Such a row's product is never taken, but the backward program multiplies the row by zero, and 0 times NaN is NaN.
     """
     found = set()
-    if any(step.choice.lowering == WHOLE_POOL for step in steps):
+    if any(summed_pool(step.op, step.choice.lowering) is not None for step in steps):
         found = {i for i, term in enumerate(spec.inputs) if any(isinstance(e, Gather) for e in term)}
 
     def visit(node: Tree) -> None:
@@ -142,6 +150,17 @@ def exposed(tree: Tree, spec: Spec, steps: Sequence[Step]) -> tuple[int, ...]:
 
     visit(tree)
     return tuple(sorted(found))
+
+
+def summed_pool(op: Op, lowering: str) -> int | None:
+    """The input of which a step contracts a whole pool and sums over it, rows that no index names included.
+
+    Scores do not count: the same step takes from them, and nothing of another row is in what it takes.
+    """
+    form = pooled_form(op.spec) if lowering == WHOLE_POOL else None
+    if not isinstance(form, PooledForm) or form.place == 2 or (form.scores == 2 and not op.pair):
+        return None
+    return form.place
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

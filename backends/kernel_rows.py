@@ -262,10 +262,10 @@ def _run_pooled(kernels: Kernels, pool: PoolKernels, op: Op, inputs: Sequence[An
     assert isinstance(form, PooledForm)
     given, results = _views(op, form)
     query_place = 3 - form.place - form.scores
-    values, options = index[form.gather], dict[str, Any]()
-    raw = index.given.get(form.gather)
+    raw, options = index.given.get(form.gather), dict[str, Any]()
     if raw is not None:
-        values, options = raw.values, {"normal": raw.normal, "marked": index.guarded}
+        options = {"normal": raw.normal, "marked": index.guarded}
+    values = index[form.gather] if raw is None else raw.values
     q = kernels.flat(values, form.gather.axes, (form.batch, form.queries, form.chosen))
     # By the place of their term; of a pair the output gradient, in the place of the scores, comes first.
     places = (2, 0, 1) if op.pair else (0, 1)

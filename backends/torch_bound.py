@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from planner.backends.common import Prepared, exposed, mask_operands, mask_term, only_read_rows, run_program
+from planner.backends.common import Given, Prepared, exposed, mask_operands, mask_term, only_read_rows, run_program
 from planner.backends.loops import run_loop
 from planner.backends.protocol import Table
 from planner.backends.stock import evaluate
-from planner.backends.torch_index import TorchIndex, in_range
+from planner.backends.torch_index import TorchIndex, in_range, part_in_range
 from planner.backends.torch_ops import OPS, cast, torch_dtype
 from planner.backends.torch_tensor import finite
 from planner.kernels.torch_grouped import accumulator
@@ -42,6 +42,7 @@ class BoundPlan:
         self.inexact = self.is_complex or self.dtype.is_floating_point
         self.arrays = tuple(self.index_shapes)
         self.exposed = exposed(plan.tree, self.spec, plan.steps)
+        self.exposed_forward = exposed(plan.tree, self.spec, self.programs.forward.steps)
         # Views of operands are made anew for the backward program: one of a masked operand would keep the copy alive.
         base = [variable.base for variable in self.programs.variables]
         viewed = {base[v] for v in self.programs.kept} & set(range(len(self.shapes)))
@@ -52,10 +53,10 @@ class BoundPlan:
         """Operands without their broadcast dimensions."""
         return [x if shape is None else x.reshape(shape) for x, shape in zip(operands, self.reshape, strict=True)]
 
-    def leaves(self, operands: Sequence[Tensor], index: Prepared) -> list[Tensor]:
+    def leaves(self, operands: Sequence[Tensor], index: Prepared, forward: bool = False) -> list[Tensor]:
         """Operands as the steps read them: NaN and infinities that no index reads are out of the way."""
         values = mask_operands(OPS, self.views(operands), self.spec, index)
-        for number in self.exposed:
+        for number in self.exposed_forward if forward else self.exposed:
             x = values[number]
             if (x.is_floating_point() or x.is_complex()) and not finite(x):
                 values[number] = only_read_rows(OPS, x, self.spec.inputs[number], self.spec, index)
@@ -66,24 +67,28 @@ class BoundPlan:
         return {name: q.reshape(self.index_shapes[name]) for name, q in indices.items()}
 
     def prepare(self, indices: Mapping[str, Any]) -> Prepared:
-        """Check index arrays and shape them as the spec sees them."""
-        prepared = Prepared(False)
+        """Shape index arrays as the spec sees them; ranges are checked by the step that reads them first."""
+        prepared, mode = Prepared(False), self.plan.index_mode
         for gather in self.gathers:
-            raw = indices[gather.array]
+            raw, shape = indices[gather.array], self.index_shapes[gather.array]
             if isinstance(raw, TorchIndex):
-                raw.check(gather, self.plan.index_mode)
+                raw.check(gather, mode)
                 values, dropped = raw.values, raw.guarded
                 if gather.axes and raw.values.dim() == len(gather.axes):
                     prepared.orders[gather] = raw.groups
+            elif mode == "drop":  # whether some index is dropped decides what runs
+                values, dropped = in_range(raw, gather, mode)
             else:
-                values, dropped = in_range(raw, gather, self.plan.index_mode)
-            prepared[gather] = values.reshape(self.index_shapes[gather.array])
+                normal = partial(part_in_range, whole=raw, gather=gather, mode=mode)
+                prepared.given[gather] = Given(raw.reshape(shape), normal, None)
+                continue
+            prepared[gather] = values.reshape(shape)
             prepared.guarded |= dropped
         return prepared
 
     def forward(self, operands: Sequence[Tensor], index: Prepared) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the forward program: the result and the kept values."""
-        values: dict[int, Any] = dict(enumerate(self.leaves(operands, index)))
+        values: dict[int, Any] = dict(enumerate(self.leaves(operands, index, forward=True)))
         (result,) = run_program(self.table, self.programs.forward, values, index)
         result = mask_term(OPS, result, self.spec.output, self.spec, index)
         return result, tuple(values[v] for v in self.kept)
@@ -154,6 +159,14 @@ class BoundLoop(BoundPlan):
     def __init__(self, plan: Plan, table: Table) -> None:
         super().__init__(plan, table)
         self.body = lru_cache(maxsize=64)(lambda *sizes: BoundPlan(body_of(plan, dict(sizes)), table))
+
+    def prepare(self, indices: Mapping[str, Any]) -> Prepared:
+        """Check index arrays and shape them as the spec sees them: what all slices share is checked once."""
+        index = super().prepare(indices)
+        for gather in self.gathers:
+            index[gather]  # brings it into range
+        index.given.clear()
+        return index
 
     def _result(self, term: Term, dtype: torch.dtype, like: Tensor) -> tuple[Term, Callable[[bool], Tensor]]:
         shape = self.spec.shape(term)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from planner.backends.common import PreparedIndex, clip_error, range_error
 from planner.backends.torch_tensor import dataless, not_dense
-from planner.errors import PlannerError
+from planner.errors import IndexRangeError, PlannerError
 from planner.kernels import torch_grouping
 from planner.spec import Gather
 
-__all__ = ["TorchIndex", "in_range"]
+__all__ = ["TorchIndex", "in_range", "part_in_range"]
 
 
 class TorchIndex(PreparedIndex):
@@ -62,3 +62,12 @@ def in_range(raw: Tensor, gather: Gather, mode: str) -> tuple[Tensor, bool]:
     if low < 0 or high >= size:
         return torch.where((wide >= 0) & (wide < size), wide, size), True
     return wide, False
+
+
+def part_in_range(part: Tensor, whole: Tensor, gather: Gather, mode: str) -> Tensor:
+    """Bring a part of an index array into range; an error names the place in the whole."""
+    try:
+        return in_range(part, gather, mode)[0]
+    except IndexRangeError:
+        in_range(whole, gather, mode)
+        raise

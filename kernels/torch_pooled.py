@@ -7,19 +7,25 @@ Two ways with the same arguments, results and gradients:
 - *gathered*: the asked rows of the pool are fetched into a buffer, then contracted. The work grows with K.
 
 Either walks blocks of queries through buffers that are used again, and neither builds `pool[index]`. In all functions
-B, Q, D, M and K are the sizes of batch, queries, features, pool and asked rows; an index of M is dropped: its score is
-0 and it sends no gradient. Any strides; half types are summed in float32; duplicates in an index add up, in order.
+B, Q, D, M and K are the sizes of batch, queries, features, pool and asked rows. Any strides; half types are summed in
+float32; duplicates in an index add up, in order. With `marked`, an index of M is dropped: its score is 0 and it sends
+no gradient. With `normal`, an index is taken as the caller gave it: torch reads and writes nothing out of bounds, so
+the pooled way has it brought into range, and checked, only in blocks that torch refuses. That saves a look at all of
+it, which takes as long as the scores themselves when there are many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from math import prod
 
 import torch
 from torch import Tensor
 
 from planner.kernels.torch_grouped import accumulator
+
+Normal = Callable[[Tensor], Tensor]
 
 # Bytes of the dense scores of a block, and of the fetched rows of a block. Blocks of 1 MiB take up to twice the time.
 DENSE_BYTES = 4 << 20
@@ -28,13 +34,17 @@ FETCHED_BYTES = 4 << 20
 ALIGN = 16
 
 
-def pooled_scores(query: Tensor, pool: Tensor, index: Tensor) -> Tensor:
+def pooled_scores(
+    query: Tensor, pool: Tensor, index: Tensor, normal: Normal | None = None, marked: bool = True
+) -> Tensor:
     """Scores by contracting the whole pool.
 
     Args:
         query: `(B, Q, D)`.
         pool: `(B, M, D)`.
         index: `(B, Q, K)` integers in `[0, M]`.
+        normal: brings a part of the index into that range, or raises; None where all of it is.
+        marked: whether it may then hold M.
 
     Returns:
         `(B, Q, K)`.
@@ -46,34 +56,43 @@ def pooled_scores(query: Tensor, pool: Tensor, index: Tensor) -> Tensor:
     m = pool.shape[1]
     buffer, blocks = _dense(index.shape, m, query.dtype)
     for b, q in blocks:
-        scores = _block(buffer, b, q)
+        scores = _block(buffer, b, q, m, marked)
         scores[..., m:].zero_()
         _product(query[b, q], pool[b].transpose(1, 2), scores[..., :m])
-        chosen = index[b, q].long()
-        if out.dtype == scores.dtype:
-            torch.gather(scores, 2, chosen, out=out[b, q])
-        else:
-            out[b, q].copy_(scores.gather(2, chosen))
+
+        def take(chosen: Tensor, scores: Tensor = scores, into: Tensor = out[b, q]) -> None:
+            if into.dtype == scores.dtype:
+                torch.gather(scores, 2, chosen, out=into)
+            else:
+                into.copy_(scores.gather(2, chosen))
+
+        _at(take, index[b, q], normal)
     return out
 
 
-def pooled_query_gradient(g: Tensor, pool: Tensor, index: Tensor) -> Tensor:
+def pooled_query_gradient(
+    g: Tensor, pool: Tensor, index: Tensor, normal: Normal | None = None, marked: bool = True
+) -> Tensor:
     """The gradient of the query by dense weights: `(B, Q, K)`, `(B, M, D)`, `(B, Q, K)` to `(B, Q, D)`."""
     out = pool.new_zeros((*index.shape[:2], pool.shape[2]))
-    for b, q, weights in _weights(g, index, pool.shape[1]):
+    for b, q, weights in _weights(g, index, pool.shape[1], normal, marked):
         _product(weights, pool[b].conj(), out[b, q])
     return out
 
 
-def pooled_pool_gradient(g: Tensor, query: Tensor, index: Tensor, size: int) -> Tensor:
+def pooled_pool_gradient(
+    g: Tensor, query: Tensor, index: Tensor, size: int, normal: Normal | None = None, marked: bool = True
+) -> Tensor:
     """The gradient of a pool by dense weights: `(B, Q, K)`, `(B, Q, D)`, `(B, Q, K)` to `(B, size, D)`."""
     out = query.new_zeros((query.shape[0], size, query.shape[2]), dtype=accumulator(query.dtype))
-    for b, q, weights in _weights(g, index, size):
+    for b, q, weights in _weights(g, index, size, normal, marked):
         _product(weights.transpose(1, 2), query[b, q].conj(), out[b], add=q.start > 0)
     return out.to(query.dtype)
 
 
-def pooled_gradients(g: Tensor, query: Tensor, pool: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+def pooled_gradients(
+    g: Tensor, query: Tensor, pool: Tensor, index: Tensor, normal: Normal | None = None, marked: bool = True
+) -> tuple[Tensor, Tensor]:
     """Both gradients, from dense weights that are scattered once.
 
         s[q, k] = query[q] . pool[x(q, k)]   gives, with W[q, m] = sum of g[q, k] over the k with x(q, k) = m,
@@ -84,67 +103,78 @@ def pooled_gradients(g: Tensor, query: Tensor, pool: Tensor, index: Tensor) -> t
         query: `(B, Q, D)`.
         pool: `(B, M, D)`.
         index: `(B, Q, K)` integers in `[0, M]`.
+        normal: as in `pooled_scores`.
+        marked: as in `pooled_scores`.
 
     Returns:
         `(B, Q, D)` and `(B, M, D)`.
     """
     grad_query = query.new_zeros(query.shape)
     grad_pool = pool.new_zeros(pool.shape, dtype=accumulator(pool.dtype))
-    for b, q, weights in _weights(g, index, pool.shape[1]):
+    for b, q, weights in _weights(g, index, pool.shape[1], normal, marked):
         _product(weights, pool[b].conj(), grad_query[b, q])
         _product(weights.transpose(1, 2), query[b, q].conj(), grad_pool[b], add=q.start > 0)
     return grad_query, grad_pool.to(pool.dtype)
 
 
-def gathered_scores(query: Tensor, pool: Tensor, index: Tensor) -> Tensor:
+def gathered_scores(
+    query: Tensor, pool: Tensor, index: Tensor, normal: Normal | None = None, marked: bool = True
+) -> Tensor:
     """Scores by fetching the asked rows; arguments and result as in `pooled_scores`."""
     query, pool = query.resolve_conj(), pool.resolve_conj()
     out = query.new_zeros(index.shape)
-    for b, q, rows in _fetched(pool, index):
+    for b, q, rows in _fetched(pool, index, normal, marked):
         # A row times many columns runs several times as fast as many rows times a column.
         scores = torch.bmm(query[b, q].to(rows.dtype).reshape(-1, 1, rows.shape[3]), rows.flatten(0, 1).transpose(1, 2))
         out[b, q].copy_(scores.view(rows.shape[:3]))
     return out
 
 
-def gathered_query_gradient(g: Tensor, pool: Tensor, index: Tensor) -> Tensor:
+def gathered_query_gradient(
+    g: Tensor, pool: Tensor, index: Tensor, normal: Normal | None = None, marked: bool = True
+) -> Tensor:
     """The gradient of the query from the asked rows; arguments and result as in `pooled_query_gradient`."""
     g, pool = g.resolve_conj(), pool.resolve_conj()
     out = pool.new_zeros((*index.shape[:2], pool.shape[2]))
-    for b, q, rows in _fetched(pool, index):
+    for b, q, rows in _fetched(pool, index, normal, marked):
         sums = torch.bmm(g[b, q].to(rows.dtype).reshape(-1, 1, rows.shape[2]), rows.flatten(0, 1).conj())
         out[b, q].copy_(sums.view(out[b, q].shape))
     return out
 
 
-def gathered_pool_gradient(g: Tensor, query: Tensor, index: Tensor, size: int) -> Tensor:
+def gathered_pool_gradient(
+    g: Tensor, query: Tensor, index: Tensor, size: int, normal: Normal | None = None, marked: bool = True
+) -> Tensor:
     """The gradient of a pool by adding a row for each asked score; as `pooled_pool_gradient`."""
     g, query = g.resolve_conj(), query.resolve_conj()
     batch, queries, k = index.shape
     d, wide = query.shape[2], accumulator(query.dtype)
     out = torch.zeros((batch, size, d), dtype=wide)
     flat = out.view(batch * size, d)
-    if not (out.numel() and index.numel()):
+    if _nothing(index, normal, size, d):
         return out.to(query.dtype)
     first = torch.arange(batch)[:, None, None] * size
     blocks, count = _blocks(batch, queries, k * d * wide.itemsize, FETCHED_BYTES)
     buffer = torch.empty(count * k * d, dtype=wide)
     for b, q in blocks:
-        chosen = index[b, q].long()
+        chosen = _chosen(index[b, q], normal)
         terms = _shaped(buffer, (*chosen.shape, d))
         torch.mul(g[b, q, :, None].to(wide), query[b, q, None, :].conj().to(wide), out=terms)
         rows, terms = (chosen + first[b]).reshape(-1), terms.view(-1, d)
-        dropped = (chosen == size).reshape(-1).nonzero().view(-1)
-        if len(dropped):  # They add zero somewhere.
+        dropped = (chosen == size).reshape(-1).nonzero().view(-1) if marked else None
+        if dropped is not None and len(dropped):  # They add zero somewhere.
             rows.index_fill_(0, dropped, 0)
             terms.index_fill_(0, dropped, 0)
         flat.index_add_(0, rows, terms)
     return out.to(query.dtype)
 
 
-def gathered_gradients(g: Tensor, query: Tensor, pool: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+def gathered_gradients(
+    g: Tensor, query: Tensor, pool: Tensor, index: Tensor, normal: Normal | None = None, marked: bool = True
+) -> tuple[Tensor, Tensor]:
     """Both gradients by fetched rows; arguments and results as in `pooled_gradients`."""
-    return gathered_query_gradient(g, pool, index), gathered_pool_gradient(g, query, index, pool.shape[1])
+    to_query = gathered_query_gradient(g, pool, index, normal, marked)
+    return to_query, gathered_pool_gradient(g, query, index, pool.shape[1], normal, marked)
 
 
 def pooled_scratch_bytes(
@@ -194,27 +224,53 @@ def _dense(shape: torch.Size, m: int, dtype: torch.dtype) -> tuple[Tensor, list[
     return torch.empty((count, columns), dtype=accumulator(dtype)), blocks
 
 
-def _block(buffer: Tensor, b: slice, q: slice) -> Tensor:
+def _block(buffer: Tensor, b: slice, q: slice, m: int, marked: bool) -> Tensor:
+    """The buffer as the dense scores of a block; only a marked index may reach past the pool."""
     shape = (b.stop - b.start, q.stop - q.start)
-    return buffer[: prod(shape)].view(*shape, buffer.shape[1])
+    return buffer[: prod(shape), : buffer.shape[1] if marked else m].unflatten(0, shape)
 
 
-def _weights(g: Tensor, index: Tensor, m: int) -> Iterator[tuple[slice, slice, Tensor]]:
+def _nothing(index: Tensor, normal: Normal | None, *sizes: int) -> bool:
+    """Whether there is nothing to read or write; the index is checked all the same."""
+    if index.numel() and all(sizes):
+        return False
+    if normal is not None:
+        normal(index)
+    return True
+
+
+def _at(act: Callable[[Tensor], object], part: Tensor, normal: Normal | None) -> None:
+    """Read or write at a part of an index; one that torch refuses is brought into range first."""
+    if normal is not None:
+        with suppress(RuntimeError):
+            act(part.long())
+            return
+        part = normal(part)
+    act(part.long())
+
+
+def _weights(
+    g: Tensor, index: Tensor, m: int, normal: Normal | None, marked: bool
+) -> Iterator[tuple[slice, slice, Tensor]]:
     """The dense weights `W[b, q, m]` of each block: the gradients of the scores, added up where their index is m."""
-    if not (index.numel() and m):
+    if _nothing(index, normal, m):
         return
     g = g.resolve_conj()
     buffer, blocks = _dense(index.shape, m, g.dtype)
     for b, q in blocks:
-        weights = _block(buffer, b, q).zero_()
-        weights.scatter_add_(2, index[b, q].long(), g[b, q].to(buffer.dtype))
+        weights, terms = _block(buffer, b, q, m, marked), g[b, q].to(buffer.dtype)
+
+        def add(chosen: Tensor, weights: Tensor = weights, terms: Tensor = terms) -> None:
+            weights.zero_().scatter_add_(2, chosen, terms)
+
+        _at(add, index[b, q], normal)
         yield b, q, weights[..., :m]
 
 
-def _fetched(pool: Tensor, index: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+def _fetched(pool: Tensor, index: Tensor, normal: Normal | None, marked: bool) -> Iterator[tuple[slice, slice, Tensor]]:
     """The asked rows `(B, Q, K, D)` of each block, zero where dropped."""
     batch, m, d = pool.shape
-    if not (index.numel() and m and d):
+    if _nothing(index, normal, m, d):
         return
     wide, k = accumulator(pool.dtype), index.shape[2]
     shared, joined = pool.stride(0) == 0, pool.stride(0) == m * pool.stride(1)
@@ -224,9 +280,9 @@ def _fetched(pool: Tensor, index: Tensor) -> Iterator[tuple[slice, slice, Tensor
         blocks = [(slice(i, i + 1), q) for b, q in blocks for i in range(b.start, b.stop)]
     buffer = torch.empty(count * k * d, dtype=wide)
     for b, q in blocks:
-        chosen = index[b, q].long()
-        blank = (chosen == m).reshape(-1).nonzero().reshape(-1)
-        if len(blank):
+        chosen = _chosen(index[b, q], normal)
+        blank = (chosen == m).reshape(-1).nonzero().reshape(-1) if marked else None
+        if blank is not None and len(blank):
             chosen = chosen.clamp(max=m - 1)
         if joined and not shared:
             chosen = chosen + torch.arange(b.start, b.stop)[:, None, None] * m
@@ -237,9 +293,13 @@ def _fetched(pool: Tensor, index: Tensor) -> Iterator[tuple[slice, slice, Tensor
             torch.index_select(table, 0, chosen.reshape(-1), out=rows)
         else:
             rows.copy_(table.index_select(0, chosen.reshape(-1)))
-        if len(blank):
+        if blank is not None and len(blank):
             rows.index_fill_(0, blank, 0)
         yield b, q, rows.view(*chosen.shape, d)
+
+
+def _chosen(part: Tensor, normal: Normal | None) -> Tensor:
+    return (part if normal is None else normal(part)).long()
 
 
 def _product(x: Tensor, y: Tensor, out: Tensor, add: bool = False) -> None:

@@ -369,6 +369,31 @@ def test_a_bad_index_is_named(values, size, position, value, needs):
         assert f"[-{size}, {size})" in message
 
 
+@pytest.mark.parametrize("needs", [False, True])
+def test_scores_of_a_whole_pool_check_each_index(needs):
+    spec, pool = "bqd, b i[bqk] d -> bqk", 50
+    query = torch.randint(-3, 4, (3, 60, 32)).float().requires_grad_(needs)
+    keys = torch.randint(-3, 4, (3, pool, 32)).float().requires_grad_(needs)
+    i = torch.randint(-pool, pool, (3, 60, 40))
+    plan = planner.plan(spec, query, keys, i=i)
+    lowered = {step.choice.lowering for step in plan.programs.forward.steps}
+    assert lowered == {"whole pool, then take"}
+    expected = torch.einsum("bqd,bqkd->bqk", query, keys[torch.arange(3)[:, None, None], i])
+    got = plan(query, keys, i=i)
+    assert torch.equal(got, expected)
+    if needs:
+        for x, y in zip(*(torch.autograd.grad(z.sum(), (query, keys)) for z in (got, expected)), strict=True):
+            assert torch.equal(x, y)
+    for value in (pool, -pool - 1, 2**40):
+        i[2, 57, 3] = value
+        with pytest.raises(planner.IndexRangeError, match=rf"'i'\[2, 57, 3\] is {value},"):
+            plan(query, keys, i=i)
+        clipped = planner.contract(spec, query, keys, i=i, index_mode="clip")
+        assert torch.equal(clipped, planner.contract(spec, query, keys, i=i.clamp(0, pool - 1)))
+        dropped = planner.contract(spec, query, keys, i=i, index_mode="drop")
+        assert torch.equal(dropped, torch.where((i >= 0) & (i < pool), clipped, 0))
+
+
 @pytest.mark.parametrize("dtype", INDEX_DTYPES)
 @pytest.mark.parametrize("size", [5, 1000])
 def test_the_width_of_an_index_never_matters(dtype, size):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from planner.errors import IndexRangeError  # noqa: E402
 from planner.kernels import torch_pooled  # noqa: E402
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "complex64")
@@ -110,6 +111,52 @@ def test_both_ways_are_plain_indexing(case, dtype, index_dtype):
             both = kernel["gradients"](g, query, pool, index)
             same(both[0], grad_query, dtype)
             same(both[1], grad_pool, dtype)
+
+
+@given(cases, st.sampled_from(["int64", "int32", "uint8"]), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_an_index_as_given_is_brought_into_range_or_refused(case, index_dtype, refused):
+    random = np.random.default_rng(case.seed)
+
+    def integers(shape):
+        return torch.from_numpy(random.integers(-2, 3, shape).astype(np.float32))
+
+    b, m = case.batch, case.pool
+    query, pool = (laid_out(integers, (b, n, case.depth), case.layout) for n in (case.queries, m))
+    g = integers((b, case.queries, case.chosen))
+    low = 0 if index_dtype == "uint8" else -m
+    numbers = random.integers(low, max(m, low + 1), g.shape)
+    bad = g.numel() > 0 and (refused or not m)
+    if bad:
+        place = tuple(int(random.integers(0, n)) for n in g.shape)
+        numbers[place] = random.choice([m, m + 1, m + 40, *([-m - 1] if low else [])])
+    index = torch.from_numpy(numbers).to(getattr(torch, index_dtype))
+    positive = torch.from_numpy(np.where(numbers < 0, numbers + m, numbers))
+
+    def normal(part):
+        part = part.long()
+        if ((part < -m) | (part >= m)).any():
+            raise IndexRangeError("refused")
+        return torch.where(part < 0, part + m, part)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if case.small:
+            patch.setattr(torch_pooled, "DENSE_BYTES", 2000)
+            patch.setattr(torch_pooled, "FETCHED_BYTES", 600)
+        for way in ("pooled", "gathered"):
+            for name, arguments in (
+                ("scores", (query, pool)), ("query_gradient", (g, pool)), ("pool_gradient", (g, query)),
+                ("gradients", (g, query, pool)),
+            ):  # fmt: skip
+                kernel, size = getattr(torch_pooled, f"{way}_{name}"), [m] * (name == "pool_gradient")
+                if bad:
+                    with pytest.raises(IndexRangeError, match="refused"):
+                        kernel(*arguments, index, *size, normal, marked=False)
+                    continue
+                found = kernel(*arguments, index, *size, normal, marked=False)
+                expected = kernel(*arguments, positive, *size)
+                for x, y in zip(*(r if isinstance(r, tuple) else (r,) for r in (found, expected)), strict=True):
+                    assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("way", ["pooled", "gathered"])
