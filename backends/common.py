@@ -19,7 +19,7 @@ from planner.spec import Gather, Spec, Term, term_axes
 __all__ = ["Prepared", "check_index_dtype", "prepare_numpy", "range_error", "run_program", "widened"]
 
 
-# The row that contracts a whole pool, read or not.
+# What the names of the rows begin with that contract a whole pool, read or not.
 WHOLE_POOL = "whole pool, then take"
 
 
@@ -157,7 +157,7 @@ def summed_pool(op: Op, lowering: str) -> int | None:
 
     Scores do not count: the same step takes from them, and nothing of another row is in what it takes.
     """
-    form = pooled_form(op.spec) if lowering == WHOLE_POOL else None
+    form = pooled_form(op.spec) if lowering.startswith(WHOLE_POOL) else None
     if not isinstance(form, PooledForm) or form.place == 2 or (form.scores == 2 and not op.pair):
         return None
     return form.place

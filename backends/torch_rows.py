@@ -42,6 +42,9 @@ __all__ = ["make_table"]
 # measured on seed 000, on two cores of an AMD EPYC 7003 and of an Intel Xeon.
 _SHARES = {1: "", 2: ", half buffers", 16: ", small buffers"}
 _SHARE_TIMES = {2: 1.25, 16: 1.8}
+# The same for the dense scores of a pool, on the latter.
+_POOL_SHARES = {1: "", 4: ", small buffers"}
+_POOL_SHARE_TIMES = {1: 1.0, 4: 1.2}
 
 
 def _grouped_cost(share: int, op: Op, device: Device) -> StepCost:
@@ -83,7 +86,8 @@ def _grouped_cost(share: int, op: Op, device: Device) -> StepCost:
     return StepCost(flops, moved + 2 * copied + 16 * n, copied, scratch, picoseconds(seconds))
 
 
-def _pooled_cost(dense: bool, op: Op, device: Device) -> StepCost:
+def _pooled_cost(share: int, op: Op, device: Device) -> StepCost:
+    """The cost by the whole pool in buffers of a share of their bytes; a share of 0 stands for taken rows."""
     form = pooled_form(op.spec)
     assert isinstance(form, PooledForm)
     size, dtype = itemsize(op.dtype), torch_dtype(op.dtype)
@@ -91,16 +95,17 @@ def _pooled_cost(dense: bool, op: Op, device: Device) -> StepCost:
     m = form.gather.size or 0
     products = 2 if op.pair else 1
     kind = "both" if op.pair else "scores" if form.scores == 2 else "pool" if form.place == 2 else "query"
-    scratch_of = torch_pooled.pooled_scratch_bytes if dense else torch_pooled.gathered_scratch_bytes
-    scratch = scratch_of(b, q, m, d, k, dtype)
     results = sum(math.prod(shape) for shape in op.output_shapes) * size
     moved = op.bytes_touched()
     chosen = b * q * k
-    if dense:
+    if share:
+        scratch = torch_pooled.pooled_scratch_bytes(b, q, m, d, k, dtype, share=share)
         # Measured: 6.4 ms for 0.5 GFLOP of depth 32; half a nanosecond for each score taken, one for each added.
         flops = products * 2 * b * q * m * d + (0 if kind == "scores" else chosen)
         seconds = flops / (0.85 * device.flop_rate) + chosen * (0.5e-9 if kind == "scores" else 1e-9)
+        seconds *= _POOL_SHARE_TIMES[share]
     else:
+        scratch = torch_pooled.gathered_scratch_bytes(b, q, m, d, k, dtype)
         # Measured per element of the taken rows, buffers reused.
         flops = products * 2 * chosen * d
         moved += chosen * d * size
@@ -111,10 +116,14 @@ def _pooled_cost(dense: bool, op: Op, device: Device) -> StepCost:
     return StepCost(flops, moved + 2 * copied, copied, scratch + copied, picoseconds(seconds))
 
 
-def _pool(dense: bool) -> PoolKernels:
-    names = "pooled" if dense else "gathered"
-    functions = {what: getattr(torch_pooled, f"{names}_{what}") for what in POOL_FUNCTIONS}
-    return PoolKernels(**functions, cost=partial(_pooled_cost, dense))
+def _pools() -> dict[str, PoolKernels]:
+    """Ways to compute pooled dots: by the whole pool, in buffers of a share of their usual bytes, or by taken rows."""
+    pools = {}
+    for share, label in _POOL_SHARES.items():
+        functions = {what: partial(getattr(torch_pooled, f"pooled_{what}"), share=share) for what in POOL_FUNCTIONS}
+        pools[WHOLE_POOL + label] = PoolKernels(**functions, cost=partial(_pooled_cost, share))
+    functions = {what: getattr(torch_pooled, f"gathered_{what}") for what in POOL_FUNCTIONS}
+    return {**pools, "take in chunks": PoolKernels(**functions, cost=partial(_pooled_cost, 0))}
 
 
 def _kernels(share: int) -> Kernels:
@@ -130,7 +139,7 @@ def _kernels(share: int) -> Kernels:
         outer,
         partial(torch_grouped.grouped_gradients, share=share),
         partial(_grouped_cost, share),
-        {} if share > 1 else {WHOLE_POOL: _pool(True), "take in chunks": _pool(False)},
+        _pools() if share == 1 else {},
         # The gradient kernels conjugate, but the programs hand over operands that are conjugated already.
         hand_over=torch.conj,
         kinds=("cpu",),  # loops over host offsets and reused host buffers

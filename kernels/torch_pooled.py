@@ -27,15 +27,17 @@ from planner.kernels.torch_grouped import accumulator
 
 Normal = Callable[[Tensor], Tensor]
 
-# Bytes of the dense scores of a block, and of the fetched rows of a block. Blocks of 1 MiB take up to twice the time.
-DENSE_BYTES = 4 << 20
+# Bytes of the dense scores of a block, and of the fetched rows of a block. Fetched blocks of 1 MiB take up to twice the
+# time. Dense ones hold several entries of the batch, which is multiplied as one: each product and each take waits until
+# the slowest core is done.
+DENSE_BYTES = 16 << 20
 FETCHED_BYTES = 4 << 20
 # Rows of dense scores start at multiples of this many elements; the columns past M take what is dropped.
 ALIGN = 16
 
 
 def pooled_scores(
-    query: Tensor, pool: Tensor, index: Tensor, normal: Normal | None = None, marked: bool = True
+    query: Tensor, pool: Tensor, index: Tensor, normal: Normal | None = None, marked: bool = True, share: int = 1
 ) -> Tensor:
     """Scores by contracting the whole pool.
 
@@ -45,6 +47,7 @@ def pooled_scores(
         index: `(B, Q, K)` integers in `[0, M]`.
         normal: brings a part of the index into that range, or raises; None where all of it is.
         marked: whether it may then hold M.
+        share: the buffer has one share of its usual bytes, of as many as this.
 
     Returns:
         `(B, Q, K)`.
@@ -54,9 +57,9 @@ def pooled_scores(
     if not out.numel():
         return out
     m = pool.shape[1]
-    buffer, blocks = _dense(index.shape, m, query.dtype)
+    buffer, blocks = _dense(index.shape, m, query.dtype, marked, share)
     for b, q in blocks:
-        scores = _block(buffer, b, q, m, marked)
+        scores = _block(buffer, b, q)
         scores[..., m:].zero_()
         _product(query[b, q], pool[b].transpose(1, 2), scores[..., :m])
 
@@ -71,27 +74,39 @@ def pooled_scores(
 
 
 def pooled_query_gradient(
-    g: Tensor, pool: Tensor, index: Tensor, normal: Normal | None = None, marked: bool = True
+    g: Tensor, pool: Tensor, index: Tensor, normal: Normal | None = None, marked: bool = True, share: int = 1
 ) -> Tensor:
     """The gradient of the query by dense weights: `(B, Q, K)`, `(B, M, D)`, `(B, Q, K)` to `(B, Q, D)`."""
     out = pool.new_zeros((*index.shape[:2], pool.shape[2]))
-    for b, q, weights in _weights(g, index, pool.shape[1], normal, marked):
+    for b, q, weights in _weights(g, index, pool.shape[1], normal, marked, share):
         _product(weights, pool[b].conj(), out[b, q])
     return out
 
 
 def pooled_pool_gradient(
-    g: Tensor, query: Tensor, index: Tensor, size: int, normal: Normal | None = None, marked: bool = True
+    g: Tensor,
+    query: Tensor,
+    index: Tensor,
+    size: int,
+    normal: Normal | None = None,
+    marked: bool = True,
+    share: int = 1,
 ) -> Tensor:
     """The gradient of a pool by dense weights: `(B, Q, K)`, `(B, Q, D)`, `(B, Q, K)` to `(B, size, D)`."""
     out = query.new_zeros((query.shape[0], size, query.shape[2]), dtype=accumulator(query.dtype))
-    for b, q, weights in _weights(g, index, size, normal, marked):
+    for b, q, weights in _weights(g, index, size, normal, marked, share):
         _product(weights.transpose(1, 2), query[b, q].conj(), out[b], add=q.start > 0)
     return out.to(query.dtype)
 
 
 def pooled_gradients(
-    g: Tensor, query: Tensor, pool: Tensor, index: Tensor, normal: Normal | None = None, marked: bool = True
+    g: Tensor,
+    query: Tensor,
+    pool: Tensor,
+    index: Tensor,
+    normal: Normal | None = None,
+    marked: bool = True,
+    share: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Both gradients, from dense weights that are scattered once.
 
@@ -105,13 +120,14 @@ def pooled_gradients(
         index: `(B, Q, K)` integers in `[0, M]`.
         normal: as in `pooled_scores`.
         marked: as in `pooled_scores`.
+        share: as in `pooled_scores`.
 
     Returns:
         `(B, Q, D)` and `(B, M, D)`.
     """
     grad_query = query.new_zeros(query.shape)
     grad_pool = pool.new_zeros(pool.shape, dtype=accumulator(pool.dtype))
-    for b, q, weights in _weights(g, index, pool.shape[1], normal, marked):
+    for b, q, weights in _weights(g, index, pool.shape[1], normal, marked, share):
         _product(weights, pool[b].conj(), grad_query[b, q])
         _product(weights.transpose(1, 2), query[b, q].conj(), grad_pool[b], add=q.start > 0)
     return grad_query, grad_pool.to(pool.dtype)
@@ -178,12 +194,19 @@ def gathered_gradients(
 
 
 def pooled_scratch_bytes(
-    batch: int, queries: int, pool: int, size_d: int, keys: int, dtype: torch.dtype, index_itemsize: int = 8
+    batch: int,
+    queries: int,
+    pool: int,
+    size_d: int,
+    keys: int,
+    dtype: torch.dtype,
+    index_itemsize: int = 8,
+    share: int = 1,
 ) -> int:
     """Upper bound of what each `pooled_*` function allocates beside its results."""
     wide = accumulator(dtype).itemsize
     row = (pool // ALIGN + 1) * ALIGN * wide
-    _, count = _blocks(batch, queries, row, DENSE_BYTES)
+    _, count = _blocks(batch, queries, row, DENSE_BYTES // share)
     needed = count * row + (0 if index_itemsize == 8 else 2 * 8 * count * keys) + 2048
     if accumulator(dtype) != dtype:
         entries = -(-count // max(1, queries))
@@ -217,17 +240,22 @@ def _blocks(batch: int, queries: int, bytes_each: int, limit: int) -> tuple[list
     return [(slice(b, b + 1), span) for b in range(batch) for span in spans], -(-queries // parts)
 
 
-def _dense(shape: torch.Size, m: int, dtype: torch.dtype) -> tuple[Tensor, list[tuple[slice, slice]]]:
-    """A buffer `(queries, more than M)` for the dense scores of a block, and the blocks."""
-    columns = (m // ALIGN + 1) * ALIGN
-    blocks, count = _blocks(shape[0], shape[1], columns * accumulator(dtype).itemsize, DENSE_BYTES)
+def _dense(
+    shape: torch.Size, m: int, dtype: torch.dtype, marked: bool, share: int
+) -> tuple[Tensor, list[tuple[slice, slice]]]:
+    """A buffer `(queries, M or more)` for the dense scores of a block, and the blocks.
+
+    Only a marked index may reach past the pool; without columns there, entries of the batch lie as torch multiplies
+    them all at once.
+    """
+    columns = (m // ALIGN + 1) * ALIGN if marked else m
+    blocks, count = _blocks(shape[0], shape[1], columns * accumulator(dtype).itemsize, DENSE_BYTES // share)
     return torch.empty((count, columns), dtype=accumulator(dtype)), blocks
 
 
-def _block(buffer: Tensor, b: slice, q: slice, m: int, marked: bool) -> Tensor:
-    """The buffer as the dense scores of a block; only a marked index may reach past the pool."""
+def _block(buffer: Tensor, b: slice, q: slice) -> Tensor:
     shape = (b.stop - b.start, q.stop - q.start)
-    return buffer[: prod(shape), : buffer.shape[1] if marked else m].unflatten(0, shape)
+    return buffer[: prod(shape)].unflatten(0, shape)
 
 
 def _nothing(index: Tensor, normal: Normal | None, *sizes: int) -> bool:
@@ -250,15 +278,15 @@ def _at(act: Callable[[Tensor], object], part: Tensor, normal: Normal | None) ->
 
 
 def _weights(
-    g: Tensor, index: Tensor, m: int, normal: Normal | None, marked: bool
+    g: Tensor, index: Tensor, m: int, normal: Normal | None, marked: bool, share: int
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """The dense weights `W[b, q, m]` of each block: the gradients of the scores, added up where their index is m."""
     if _nothing(index, normal, m):
         return
     g = g.resolve_conj()
-    buffer, blocks = _dense(index.shape, m, g.dtype)
+    buffer, blocks = _dense(index.shape, m, g.dtype, marked, share)
     for b, q in blocks:
-        weights, terms = _block(buffer, b, q, m, marked), g[b, q].to(buffer.dtype)
+        weights, terms = _block(buffer, b, q), g[b, q].to(buffer.dtype)
 
         def add(chosen: Tensor, weights: Tensor = weights, terms: Tensor = terms) -> None:
             weights.zero_().scatter_add_(2, chosen, terms)
