@@ -31,9 +31,37 @@ def test_rounds_are_interleaved_and_end_with_the_budget():
     assert [len(seconds) for seconds in times.values()] == [3, 3]
 
 
+@pytest.mark.parametrize(
+    ("lost", "expected", "runs"),
+    [
+        ([0], 1.0, {"timed": 1, "repeated": 0}),
+        ([0.5, 0.001], 2.0, {"timed": 1, "repeated": 1}),
+        ([0.5, 0.3, 0.1, 0.2, 0.4, 0.6], 3.0, {"timed": 1, "repeated": 5, "disturbed": 1}),
+    ],
+)
+def test_a_run_whose_core_was_taken_is_repeated(monkeypatch, lost, expected, runs):
+    clock = {"now": 0.0, "stolen": 0.0, "run": 0}
+
+    def measure():
+        clock["stolen"] += lost[clock["run"]]
+        clock["now"] += 1.0
+        clock["run"] += 1
+        return float(clock["run"])
+
+    monkeypatch.setattr(timing, "stolen_seconds", lambda: clock["stolen"])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock["now"])
+    settings = Settings()
+    assert timing.seconds_in_peace(measure, 0.0, settings) == expected
+    assert settings.runs == runs
+
+
+def test_stolen_time_is_read_or_nothing():
+    assert timing.stolen_seconds() >= 0
+
+
 def test_what_cannot_win_is_run_once(monkeypatch):
     seconds = {OURS: 3.0, "fast": 1.0, "near": 1.4, "hopeless": 2.0}
-    monkeypatch.setattr(choices, "_seconds", lambda program, pause: seconds[program()])
+    monkeypatch.setattr(choices, "seconds_in_peace", lambda measure, pause, settings: seconds[measure.args[0]()])
     programs = {name: lambda name=name: name for name in seconds}
     times = choices._best_rounds(programs, Settings(rounds=4, budget_seconds=100.0), 0.0)
     assert {name: len(found) for name, found in times.items()} == {OURS: 4, "fast": 4, "near": 4, "hopeless": 1}

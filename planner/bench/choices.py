@@ -9,12 +9,13 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from planner.alternatives import alternatives
-from planner.bench.timing import Result, Settings, equal
+from planner.bench.timing import Result, Settings, equal, seconds_in_peace
 from planner.demo.runs import PAUSE_SECONDS
 from planner.demo.ways import OURS, Framework
 from planner.dispatch import load_backend
@@ -101,11 +102,15 @@ def _best_rounds(
     programs: dict[str, Callable[[], None]], settings: Settings, pause: float
 ) -> dict[str, Sequence[float]]:
     """Time all programs in one round, then in further rounds those that may yet be the fastest, and the first."""
+
+    def timed_block(program: Callable[[], None]) -> float:
+        return seconds_in_peace(partial(block_seconds, program), pause, settings)
+
     times: dict[str, list[float]] = {}
     ours = next(iter(programs))
     for label, program in programs.items():
         program()
-        times[label] = [_seconds(program, pause)]
+        times[label] = [timed_block(program)]
     begun = time.perf_counter()
     for done in range(1, settings.rounds):
         if done >= 3 and time.perf_counter() - begun > settings.budget_seconds / 3:
@@ -113,10 +118,5 @@ def _best_rounds(
         least = min(min(seconds) for seconds in times.values())
         for label, program in programs.items():
             if label == ours or min(times[label]) <= _HOPELESS * least:
-                times[label].append(_seconds(program, pause))
+                times[label].append(timed_block(program))
     return {label: tuple(seconds) for label, seconds in times.items()}
-
-
-def _seconds(program: Callable[[], None], pause: float) -> float:
-    time.sleep(pause)
-    return block_seconds(program)

@@ -76,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 results.append(result)
                 print("  ".join(cells(result)), flush=True)
     missed = sum(not result.met for result in results)
-    print(f"{len(results) - missed} of {len(results)} targets met")
+    print(
+        f"{len(results) - missed} of {len(results)} targets met;",
+        "{timed} runs, {repeated} repeated, {disturbed} disturbed".format_map(settings.runs),
+    )
     if not options.only and len(frameworks) == 2:
         about = circumstances(settings)
         options.out.mkdir(parents=True, exist_ok=True)

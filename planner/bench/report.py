@@ -11,6 +11,7 @@ import pathlib
 import platform
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,7 @@ def circumstances(settings: Settings) -> dict[str, Any]:
         "versions": {name: _version(name) for name in ("torch", "jax", "numpy", "opt_einsum")},
         "pause_seconds": dict(settings.pause_seconds),
         "rounds": settings.rounds,
+        "runs": dict(settings.runs),
         "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE", "unset"),
     }
     if "torch" in sys.modules:
@@ -107,6 +109,8 @@ def markdown(results: Sequence[Result], about: Mapping[str, Any]) -> str:
             f"- {about['processor']}; {about.get('torch_threads')} torch threads",
             f"- Python {about['python']}, {versions}",
             f"- medians of up to {about['rounds']} interleaved runs, a pause before each: {pauses}",
+            "- {timed} runs; a core went to another machine in some, of which {repeated} were repeated and {disturbed} "
+            "count though every repetition lost one too".format_map(Counter(about["runs"])),
             f"- opt_einsum {active} in `torch.einsum`; THP_MEM_ALLOC_ENABLE {about['THP_MEM_ALLOC_ENABLE']}",
             "",
             *("| " + " | ".join(row) + " |" for row in rows),
