@@ -13,7 +13,7 @@ from planner.backends.common import Given, Prepared, exposed, mask_operands, mas
 from planner.backends.loops import run_loop
 from planner.backends.protocol import Table
 from planner.backends.stock import evaluate
-from planner.backends.torch_index import TorchIndex, in_range, part_in_range
+from planner.backends.torch_index import TorchIndex, in_range, part_in_range, refuse_sparse
 from planner.backends.torch_ops import OPS, cast, torch_dtype
 from planner.backends.torch_tensor import finite
 from planner.kernels.torch_grouped import accumulator
@@ -79,6 +79,7 @@ class BoundPlan:
             elif mode == "drop":  # whether some index is dropped decides what runs
                 values, dropped = in_range(raw, gather, mode)
             else:
+                refuse_sparse(raw, gather)
                 normal = partial(part_in_range, whole=raw, gather=gather, mode=mode)
                 prepared.given[gather] = Given(raw.reshape(shape), normal, None)
                 continue

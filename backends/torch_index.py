@@ -14,7 +14,7 @@ from planner.errors import IndexRangeError, PlannerError
 from planner.kernels import torch_grouping
 from planner.spec import Gather
 
-__all__ = ["TorchIndex", "in_range", "part_in_range"]
+__all__ = ["TorchIndex", "in_range", "part_in_range", "refuse_sparse"]
 
 
 class TorchIndex(PreparedIndex):
@@ -36,12 +36,17 @@ class TorchIndex(PreparedIndex):
         return view
 
 
+def refuse_sparse(raw: Tensor, gather: Gather) -> None:
+    """Refuse an index array that is not laid out with strides."""
+    if raw.layout != torch.strided:
+        raise PlannerError(f"index array {gather.array!r} {not_dense(raw)}")
+
+
 def in_range(raw: Tensor, gather: Gather, mode: str) -> tuple[Tensor, bool]:
     """Bring an index array into [0, size]; also whether `size`, which means no row, occurs."""
     size = gather.size
     assert size is not None
-    if raw.layout != torch.strided:
-        raise PlannerError(f"index array {gather.array!r} {not_dense(raw)}")
+    refuse_sparse(raw, gather)
     if raw.numel() == 0 or dataless(raw):
         return raw.long(), False
     # A uint64 has no comparisons of its own: values from 2^63 on become negative, far out of any range.

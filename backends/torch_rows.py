@@ -100,16 +100,23 @@ def _pooled_cost(share: int, op: Op, device: Device) -> StepCost:
     chosen = b * q * k
     if share:
         scratch = torch_pooled.pooled_scratch_bytes(b, q, m, d, k, dtype, share=share)
-        # Measured: 6.4 ms for 0.5 GFLOP of depth 32; half a nanosecond for each score taken, one for each added.
+        # Measured: 6.4 ms for 0.5 GFLOP of depth 32; half a nanosecond for each score taken, one for each added, to
+        # weights that are zeroed first.
         flops = products * 2 * b * q * m * d + (0 if kind == "scores" else chosen)
         seconds = flops / (0.85 * device.flop_rate) + chosen * (0.5e-9 if kind == "scores" else 1e-9)
+        seconds += 0.0 if kind == "scores" else device.moving_seconds(b * q * m * size)
         seconds *= _POOL_SHARE_TIMES[share]
     else:
         scratch = torch_pooled.gathered_scratch_bytes(b, q, m, d, k, dtype)
-        # Measured per element of the taken rows, buffers reused.
         flops = products * 2 * chosen * d
         moved += chosen * d * size
-        seconds = chosen * d * {"scores": 0.5e-9, "query": 0.5e-9, "pool": 0.75e-9, "both": 1.25e-9}[kind] + 2e-4
+        # Measured per element of the taken rows, buffers reused.
+        times = {"scores": chosen * d * 0.5e-9 + 2e-4, "query": chosen * d * 0.5e-9, "pool": chosen * d * 0.75e-9}
+        if dtype in torch_pooled.BAGGED:
+            # Measured with 10, 30 and 100 keys of 8,000 queries, depth 32: 0.9, 1.3 and 2.5 ms; 3.1, 6 and 19 ms.
+            times["query"] = chosen * d * 0.08e-9 + 5e-4
+            times["pool"] = chosen * (d * 0.08e-9 + device.sort_row_seconds + 12e-9) + 1e-3
+        seconds = times["query"] + times["pool"] if op.pair else times[kind]
     copied = flattened_bytes(op, form)
     seconds += device.moving_seconds(2 * copied) + device.fresh_seconds(copied)
     seconds += device.fresh_seconds(results) + (10 + b) * device.launch_seconds

@@ -4,7 +4,9 @@ Two ways with the same arguments, results and gradients:
 
 - *pooled*: every row of the pool is contracted, `query @ pool^T` in a buffer, then the asked scores are taken. The
   work does not depend on K, and runs at the speed of a matrix product.
-- *gathered*: the asked rows of the pool are fetched into a buffer, then contracted. The work grows with K.
+- *gathered*: the asked rows of the pool are fetched into a buffer, then contracted. The work grows with K. Gradients
+  are weighted sums of rows, and in float32 and float64 `embedding_bag` adds up rows where they lie: those of the pool
+  that a query asked for, or, after sorting, those of the queries that asked for a row.
 
 Either walks blocks of queries through buffers that are used again, and neither builds `pool[index]`. In all functions
 B, Q, D, M and K are the sizes of batch, queries, features, pool and asked rows. Any strides; half types are summed in
@@ -22,16 +24,25 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from planner.kernels.torch_grouped import accumulator
+from planner.kernels.torch_grouping import group_rows
 
 Normal = Callable[[Tensor], Tensor]
+
+# What `embedding_bag` adds up exactly as a product would.
+BAGGED = (torch.float32, torch.float64)
 
 # Bytes of the dense scores of a block, and of the fetched rows of a block. Fetched blocks of 1 MiB take up to twice the
 # time. Dense ones hold several entries of the batch, which is multiplied as one: each product and each take waits until
 # the slowest core is done.
 DENSE_BYTES = 16 << 20
 FETCHED_BYTES = 4 << 20
+# Bytes that a block allocates to sort its index, and of these for each element: itself, its group and what sorting
+# needs. torch sorts less than 32,768 integers many times more slowly.
+SORTED_BYTES = 16 << 20
+SORTED_ROW_BYTES = 56
 # Rows of dense scores start at multiples of this many elements; the columns past M take what is dropped.
 ALIGN = 16
 
@@ -152,6 +163,13 @@ def gathered_query_gradient(
     """The gradient of the query from the asked rows; arguments and result as in `pooled_query_gradient`."""
     g, pool = g.resolve_conj(), pool.resolve_conj()
     out = pool.new_zeros((*index.shape[:2], pool.shape[2]))
+    if _bagged(pool, index, marked):
+        k = index.shape[2]
+        for b, q, table, chosen in _rows(pool, index, normal, 8 * k):
+            weights = g[b, q].reshape(-1, k)
+            sums = embedding_bag(chosen.reshape(-1, k), table, per_sample_weights=weights, mode="sum")
+            out[b, q].copy_(sums.view(out[b, q].shape))
+        return out
     for b, q, rows in _fetched(pool, index, normal, marked):
         sums = torch.bmm(g[b, q].to(rows.dtype).reshape(-1, 1, rows.shape[2]), rows.flatten(0, 1).conj())
         out[b, q].copy_(sums.view(out[b, q].shape))
@@ -166,9 +184,14 @@ def gathered_pool_gradient(
     batch, queries, k = index.shape
     d, wide = query.shape[2], accumulator(query.dtype)
     out = torch.zeros((batch, size, d), dtype=wide)
-    flat = out.view(batch * size, d)
     if _nothing(index, normal, size, d):
         return out.to(query.dtype)
+    if query.dtype in BAGGED:
+        blocks, _ = _blocks(batch, queries, k * SORTED_ROW_BYTES, SORTED_BYTES)
+        for b, q in blocks:
+            _add_sorted(out[b], g[b, q], query[b, q], _chosen(index[b, q], normal))
+        return out
+    flat = out.view(batch * size, d)
     first = torch.arange(batch)[:, None, None] * size
     blocks, count = _blocks(batch, queries, k * d * wide.itemsize, FETCHED_BYTES)
     buffer = torch.empty(count * k * d, dtype=wide)
@@ -183,6 +206,25 @@ def gathered_pool_gradient(
             terms.index_fill_(0, dropped, 0)
         flat.index_add_(0, rows, terms)
     return out.to(query.dtype)
+
+
+def _add_sorted(out: Tensor, g: Tensor, query: Tensor, chosen: Tensor) -> None:
+    """Add to each row of `out`, `(B, M, D)`, the queries that asked for it, times their gradients."""
+    b, m, d = out.shape
+    # The entries' rows stand one after the other; what is dropped belongs to none of them.
+    keys = torch.where(chosen == m, b * m, chosen + m * torch.arange(b)[:, None, None])
+    groups = group_rows(keys.reshape(-1), b * m)
+    del keys
+    order = groups.order[: groups.offsets[-1]]
+    weights = g.reshape(-1)[order]
+    sums = embedding_bag(
+        order.div_(g.shape[2], rounding_mode="floor"),
+        query.reshape(-1, d),
+        groups.offsets[:-1],
+        per_sample_weights=weights,
+        mode="sum",
+    )
+    out += sums.view(out.shape)
 
 
 def gathered_gradients(
@@ -223,6 +265,13 @@ def gathered_scratch_bytes(
     chosen = count * keys
     # The rows, their scores, and their numbers: from the index, moved to the batch's place, and those dropped.
     needed = chosen * size_d * wide + count * max(keys, size_d) * wide + 8 * chosen * (2 + (index_itemsize != 8)) + 2048
+    if dtype in BAGGED:
+        _, count = _blocks(batch, queries, 8 * keys, FETCHED_BYTES)
+        query_gradient = count * (keys * (40 + 2 * wide) + size_d * wide)
+        _, count = _blocks(batch, queries, SORTED_ROW_BYTES * keys, SORTED_BYTES)
+        groups = -(-count // max(1, queries)) * pool
+        pool_gradient = count * (keys * (SORTED_ROW_BYTES + wide) + size_d * wide) + groups * (32 + size_d * wide)
+        needed = max(needed, query_gradient + 2048, pool_gradient + 2048)
     if accumulator(dtype) != dtype:
         needed += chosen * size_d * dtype.itemsize + wide * (count * (size_d + keys) + batch * pool * size_d)
     return needed
@@ -295,27 +344,41 @@ def _weights(
         yield b, q, weights[..., :m]
 
 
-def _fetched(pool: Tensor, index: Tensor, normal: Normal | None, marked: bool) -> Iterator[tuple[slice, slice, Tensor]]:
-    """The asked rows `(B, Q, K, D)` of each block, zero where dropped."""
+def _bagged(pool: Tensor, index: Tensor, marked: bool) -> bool:
+    """Whether rows of the pool can be added up where they lie: nothing stands for one that is dropped."""
+    return pool.dtype in BAGGED and not (marked and index.numel() and int(index.max()) == pool.shape[1])
+
+
+def _rows(
+    pool: Tensor, index: Tensor, normal: Normal | None, bytes_each: int
+) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Blocks of the index as row numbers of a table; what is dropped names a row past the entry's last."""
     batch, m, d = pool.shape
     if _nothing(index, normal, m, d):
         return
-    wide, k = accumulator(pool.dtype), index.shape[2]
     shared, joined = pool.stride(0) == 0, pool.stride(0) == m * pool.stride(1)
     table = pool[0] if shared or not joined else pool.view(batch * m, d)
-    blocks, count = _blocks(batch, index.shape[1], k * d * wide.itemsize, FETCHED_BYTES)
+    blocks, _ = _blocks(batch, index.shape[1], bytes_each, FETCHED_BYTES)
     if not (shared or joined):
         blocks = [(slice(i, i + 1), q) for b, q in blocks for i in range(b.start, b.stop)]
-    buffer = torch.empty(count * k * d, dtype=wide)
     for b, q in blocks:
         chosen = _chosen(index[b, q], normal)
-        blank = (chosen == m).reshape(-1).nonzero().reshape(-1) if marked else None
-        if blank is not None and len(blank):
-            chosen = chosen.clamp(max=m - 1)
         if joined and not shared:
             chosen = chosen + torch.arange(b.start, b.stop)[:, None, None] * m
         elif not shared:
             table = pool[b.start]
+        yield b, q, table, chosen
+
+
+def _fetched(pool: Tensor, index: Tensor, normal: Normal | None, marked: bool) -> Iterator[tuple[slice, slice, Tensor]]:
+    """The asked rows `(B, Q, K, D)` of each block, zero where dropped."""
+    (batch, m, d), wide, k = pool.shape, accumulator(pool.dtype), index.shape[2]
+    _, count = _blocks(batch, index.shape[1], k * d * wide.itemsize, FETCHED_BYTES)
+    buffer = torch.empty(count * k * d, dtype=wide)
+    for b, q, table, chosen in _rows(pool, index, normal, k * d * wide.itemsize):
+        blank = (index[b, q] == m).reshape(-1).nonzero().reshape(-1) if marked else None
+        if blank is not None and len(blank):
+            chosen = chosen.clamp(max=len(table) - 1)
         rows = _shaped(buffer, (chosen.numel(), d))
         if rows.dtype == table.dtype:
             torch.index_select(table, 0, chosen.reshape(-1), out=rows)
