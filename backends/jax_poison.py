@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax import lax
 
 from planner.backends.common import Prepared
 from planner.backends.jax_index import is_bad
+from planner.backends.jax_rows import OPS
 from planner.spec import Gather, Spec, Term
 
 __all__ = ["poisoned"]
@@ -23,7 +25,7 @@ def poisoned(x: Any, term: Term, spec: Spec, index: Prepared) -> Any:
 
     def poison(x: Any) -> Any:
         for gather, given in index.given.items():  # brought into range here, so that no such copy waits
-            x = jnp.where(_bad_mask(gather, is_bad(given.values, gather), term, spec), jnp.nan, x)
+            x = OPS.select(~_bad_mask(gather, is_bad(given.values, gather), term, spec), x, math.nan)
         return x
 
     bad = [is_bad(given.values, gather).any() for gather, given in index.given.items()]

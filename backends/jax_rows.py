@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from planner.backends.common import WHOLE_POOL
 from planner.backends.kernel_rows import POOL_FUNCTIONS, Kernels, PoolKernels, group_sizes, kernel_rows
@@ -70,7 +71,8 @@ class JaxOps:
         return out.astype(values.dtype)
 
     def select(self, mask: Any, x: Any, otherwise: float) -> Any:
-        return jnp.where(mask, x, jnp.asarray(otherwise, x.dtype))
+        # `jnp.where` is a compiled function of its own wherever it is called, and so is each derivative of it.
+        return lax.select(jnp.broadcast_to(mask, x.shape), x, lax.full_like(x, otherwise))
 
     def zeros(self, shape: Sequence[int], like: Any) -> Any:
         return jnp.zeros(tuple(shape), like.dtype)
