@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import planner
-from planner import calibrate, rates
+from planner import calibrate, predictions, rates
 from planner.device import CPU, GPU, PRESETS, gpu_preset
 
 ROOT = Path(__file__).parent.parent
@@ -264,11 +264,11 @@ def test_measured_rates_are_rates(monkeypatch):
 
 
 def test_the_check_times_every_step(monkeypatch):
-    tiny = calibrate.WORKLOADS["equivariant"].tiny()
-    monkeypatch.setitem(calibrate.WORKLOADS, "equivariant", tiny)
-    found = calibrate.check(["equivariant"])
+    tiny = predictions.WORKLOADS["equivariant"].tiny()
+    monkeypatch.setitem(predictions.WORKLOADS, "equivariant", tiny)
+    found = predictions.check(["equivariant"])
     assert {t.framework for t in found} >= {"numpy"}
     assert all(t.predicted > 0 and t.measured > 0 for t in found)
-    assert "within 2x" in calibrate.check_text(found)
+    assert "within 2x" in predictions.check_text(found)
     with pytest.raises(planner.PlannerError, match="no workload 'nothing'"):
-        calibrate.check(["nothing"])
+        predictions.check(["nothing"])
