@@ -262,9 +262,9 @@ def _run_pooled(kernels: Kernels, pool: PoolKernels, op: Op, inputs: Sequence[An
     assert isinstance(form, PooledForm)
     given, results = _views(op, form)
     query_place = 3 - form.place - form.scores
-    raw, options = index.given.get(form.gather), dict[str, Any]()
+    raw, options = index.given.get(form.gather), {"marked": index.guarded}
     if raw is not None:
-        options = {"normal": raw.normal, "marked": index.guarded}
+        options["normal"] = raw.normal
     values = index[form.gather] if raw is None else raw.values
     q = kernels.flat(values, form.gather.axes, (form.batch, form.queries, form.chosen))
     # By the place of their term; of a pair the output gradient, in the place of the scores, comes first.

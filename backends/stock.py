@@ -53,7 +53,7 @@ class ArrayOps(Hashable, Protocol):
         """Zeros of a shape with `values` added at leading indices, duplicates added up in order."""
 
     def select(self, mask: Any, x: Any, otherwise: float) -> Any:
-        """X where the mask holds, else a constant."""
+        """X where the mask holds, which broadcasts to it, else a constant."""
 
     def zeros(self, shape: Sequence[int], like: Any) -> Any:
         """Zeros of the dtype and device of `like`."""

@@ -36,6 +36,7 @@ class BoundPlan:
         self.shapes = self.resolved.shapes
         self.reshape = [s if s != o.shape else None for s, o in zip(self.shapes, plan.operands, strict=True)]
         self.gathers = self.resolved.spec.gathers
+        self.empty = 0 in (*dict(self.spec.sizes).values(), *(gather.size for gather in self.gathers))
         self.index_shapes = dict(self.resolved.index_shapes)
         self.dtype = torch_dtype(plan.dtype)
         self.is_complex = self.dtype.is_complex
@@ -76,7 +77,7 @@ class BoundPlan:
                 values, dropped = raw.values, raw.guarded
                 if gather.axes and raw.values.dim() == len(gather.axes):
                     prepared.orders[gather] = raw.groups
-            elif mode == "drop":  # whether some index is dropped decides what runs
+            elif mode == "drop" or self.empty:  # what is dropped decides what runs; of nothing, no step reads an index
                 values, dropped = in_range(raw, gather, mode)
             else:
                 refuse_sparse(raw, gather)

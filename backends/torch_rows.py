@@ -42,7 +42,7 @@ __all__ = ["make_table"]
 # measured on seed 000, on two cores of an AMD EPYC 7003 and of an Intel Xeon.
 _SHARES = {1: "", 2: ", half buffers", 16: ", small buffers"}
 _SHARE_TIMES = {2: 1.25, 16: 1.8}
-# The same for the dense scores of a pool, on the latter.
+# The same for the dense scores of a pool: 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-21.
 _POOL_SHARES = {1: "", 4: ", small buffers"}
 _POOL_SHARE_TIMES = {1: 1.0, 4: 1.2}
 
@@ -94,7 +94,9 @@ def _pooled_cost(share: int, op: Op, device: Device) -> StepCost:
     b, q, k, d = group_sizes(op.spec, form.batch, form.queries, form.chosen, form.depth)
     m = form.gather.size or 0
     products = 2 if op.pair else 1
-    kind = "both" if op.pair else "scores" if form.scores == 2 else "pool" if form.place == 2 else "query"
+    kind: torch_pooled.Function = "gradients"
+    if not op.pair:
+        kind = "scores" if form.scores == 2 else "pool_gradient" if form.place == 2 else "query_gradient"
     results = sum(math.prod(shape) for shape in op.output_shapes) * size
     moved = op.bytes_touched()
     chosen = b * q * k
@@ -107,16 +109,20 @@ def _pooled_cost(share: int, op: Op, device: Device) -> StepCost:
         seconds += 0.0 if kind == "scores" else device.moving_seconds(b * q * m * size)
         seconds *= _POOL_SHARE_TIMES[share]
     else:
-        scratch = torch_pooled.gathered_scratch_bytes(b, q, m, d, k, dtype)
+        scratch = torch_pooled.gathered_scratch_bytes(kind, b, q, m, d, k, dtype)
         flops = products * 2 * chosen * d
         moved += chosen * d * size
         # Measured per element of the taken rows, buffers reused.
-        times = {"scores": chosen * d * 0.5e-9 + 2e-4, "query": chosen * d * 0.5e-9, "pool": chosen * d * 0.75e-9}
+        times = {"scores": 0.5e-9, "query_gradient": 0.5e-9, "pool_gradient": 0.75e-9}
+        seconds_of = {what: chosen * d * each + 2e-4 for what, each in times.items()}
         if dtype in torch_pooled.BAGGED:
-            # Measured with 10, 30 and 100 keys of 8,000 queries, depth 32: 0.9, 1.3 and 2.5 ms; 3.1, 6 and 19 ms.
-            times["query"] = chosen * d * 0.08e-9 + 5e-4
-            times["pool"] = chosen * (d * 0.08e-9 + device.sort_row_seconds + 12e-9) + 1e-3
-        seconds = times["query"] + times["pool"] if op.pair else times[kind]
+            # With 10, 30 and 100 keys of 8,000 queries, depth 32: the query's 0.9, 1.3 and 2.5 ms, the pool's 3.1, 6
+            # and 19 ms; 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-21.
+            seconds_of["query_gradient"] = chosen * d * 0.08e-9 + 5e-4
+            if torch_pooled.sorts(q, k, m, dtype):
+                summed = device.moving_seconds(2 * b * m * d * size)
+                seconds_of["pool_gradient"] = chosen * (d * 0.08e-9 + device.sort_row_seconds + 12e-9) + summed + 1e-3
+        seconds = seconds_of["query_gradient"] + seconds_of["pool_gradient"] if op.pair else seconds_of[kind]
     copied = flattened_bytes(op, form)
     seconds += device.moving_seconds(2 * copied) + device.fresh_seconds(copied)
     seconds += device.fresh_seconds(results) + (10 + b) * device.launch_seconds

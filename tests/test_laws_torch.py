@@ -369,6 +369,23 @@ def test_a_bad_index_is_named(values, size, position, value, needs):
         assert f"[-{size}, {size})" in message
 
 
+@pytest.mark.parametrize(
+    ("spec", "shapes", "sizes"),
+    [
+        ("bqd, b i[bqk] d -> bqk", ((1, 2, 4), (1, 0, 4)), None),
+        ("bqd, b i[bqk] d -> bqk", ((1, 2, 0), (1, 5, 0)), None),
+        ("b i[bqk] d -> bqkd", ((1, 5, 0),), None),
+        ("bqkd -> b i[bqk] d", ((1, 2, 3, 0),), {"i": 5}),
+    ],
+)
+@pytest.mark.parametrize("needs", [False, True])
+def test_an_index_that_nothing_is_read_through_is_checked_all_the_same(spec, shapes, sizes, needs):
+    operands = [torch.ones(shape, requires_grad=needs) for shape in shapes]
+    i = torch.tensor([[[0, 99, 1], [0, 0, 0]]])
+    with pytest.raises(planner.IndexRangeError, match="'i'"):
+        planner.contract(spec, *operands, sizes=sizes, i=i)
+
+
 @pytest.mark.parametrize("needs", [False, True])
 def test_scores_of_a_whole_pool_check_each_index(needs):
     spec, pool = "bqd, b i[bqk] d -> bqk", 50

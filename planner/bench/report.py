@@ -109,8 +109,8 @@ def markdown(results: Sequence[Result], about: Mapping[str, Any]) -> str:
             f"- {about['processor']}; {about.get('torch_threads')} torch threads",
             f"- Python {about['python']}, {versions}",
             f"- medians of up to {about['rounds']} interleaved runs, a pause before each: {pauses}",
-            "- {timed} runs; a core went to another machine in some, of which {repeated} were repeated and {disturbed} "
-            "count though every repetition lost one too".format_map(Counter(about["runs"])),
+            "- {timed} runs, {repeated} of them repeated because other machines were given a core meanwhile; "
+            "{disturbed} of these count though every repetition lost one too".format_map(Counter(about["runs"])),
             f"- opt_einsum {active} in `torch.einsum`; THP_MEM_ALLOC_ENABLE {about['THP_MEM_ALLOC_ENABLE']}",
             "",
             *("| " + " | ".join(row) + " |" for row in rows),

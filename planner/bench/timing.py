@@ -40,8 +40,8 @@ class Settings:
         budget_seconds: time for one comparison, after which no further round begins (three are always run).
         pause_seconds: the pause before each run: a program pays for the memory that the one before gave back.
         calls: calls in a block when a single call's overhead is measured.
-        runs: how many runs were timed, how many were repeated because a core was taken away, and how many count though
-            each of their repetitions lost one, for the report.
+        runs: how many runs were timed, how many of them were repeated because a core was taken away, and how many of
+            those count though each repetition lost one too.
     """
 
     rounds: int = 11
@@ -109,7 +109,7 @@ def seconds_in_peace(measure: Callable[[], float], pause: float, settings: Setti
     cores, least = os.cpu_count() or 1, (float("inf"), 0.0)
     settings.runs["timed"] += 1
     for attempt in range(_TRIES):
-        settings.runs["repeated"] += attempt > 0
+        settings.runs["repeated"] += attempt == 1
         time.sleep(pause)
         stolen, begun = stolen_seconds(), time.perf_counter()
         seconds = measure()

@@ -38,7 +38,7 @@ cases = st.builds(
     depth=st.integers(0, 5),
     chosen=st.integers(0, 12),
     dropped=st.booleans(),
-    layout=st.sampled_from(["plain", "transposed", "batch inside", "shared"]),
+    layout=st.sampled_from(["plain", "transposed", "batch inside", "shared", "sliced"]),
     small=st.booleans(),
     seed=st.integers(0, 2**20),
 )
@@ -50,6 +50,8 @@ def laid_out(make, shape, layout):
         return make((shape[0], shape[2], shape[1])).transpose(1, 2)
     if layout == "batch inside":
         return make((shape[1], shape[0], shape[2])).transpose(0, 1)
+    if layout == "sliced":
+        return make((*shape[:2], shape[2] + 3))[..., : shape[2]]
     if layout == "shared":
         return make((min(1, shape[0]), *shape[1:])).expand(shape)
     return make(shape)
@@ -66,6 +68,7 @@ def same(result, expected, dtype):
 
 
 @example(case=Case(2, 5, 7, 3, 4, True, "plain", True, 0), dtype="float32", index_dtype="int64")
+@example(case=Case(1, 9, 300, 3, 12, False, "plain", False, 1), dtype="float32", index_dtype="uint8")
 @example(case=Case(3, 40, 30, 8, 50, True, "batch inside", True, 0), dtype="bfloat16", index_dtype="int32")
 @given(cases, st.sampled_from(DTYPES), st.sampled_from(["int64", "int32", "uint8"]))
 @settings(max_examples=200, deadline=None)
@@ -167,20 +170,44 @@ def test_dropped_scores_are_zero_beside_values_that_are_not_finite(way):
     assert scores.tolist() == [[[0, 2, 0]]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("keys", "index_dtype"), [(10, torch.int64), (100, torch.int32)])
-def test_scratch_stays_within_its_bound(dtype, keys, index_dtype):
-    b, q, m, d = 4, 300, 500, 16
-    query, pool, g = (torch.ones(shape, dtype=dtype) for shape in ((b, q, d), (b, m, d), (b, q, keys)))
-    index = torch.from_numpy(np.random.default_rng(0).integers(0, m + 1, (b, q, keys))).to(index_dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("b", "q", "m", "keys", "index_dtype", "layout"),
+    [
+        (4, 300, 500, 10, torch.int64, "plain"),
+        (4, 300, 500, 100, torch.int32, "plain"),
+        (4, 300, 500, 100, torch.int64, "transposed"),
+        (4, 300, 500, 30, torch.int64, "sliced"),
+        (1, 4180, 1000, 20, torch.int64, "plain"),  # just over the queries of a block
+        (8, 200, 20_000, 3, torch.int64, "plain"),  # few rows of a large pool
+        (2, 20_000, 50, 1, torch.int64, "plain"),  # sums larger than what they are made of
+    ],
+)
+@pytest.mark.parametrize("given", [False, True])
+def test_scratch_stays_within_its_bound(dtype, b, q, m, keys, index_dtype, layout, given):
+    d = 16
+    query, pool, g = (
+        laid_out(lambda shape: torch.ones(shape, dtype=dtype), shape, layout)
+        for shape in ((b, q, d), (b, m, d), (b, q, keys))
+    )
+    index = torch.from_numpy(np.random.default_rng(0).integers(0, m + (not given), (b, q, keys))).to(index_dtype)
+    options = {"normal": lambda part: part, "marked": False} if given else {}
+    sizes = (b, q, m, d, keys, dtype, index.itemsize)
+    calls = {
+        "scores": (query, pool, index), "query_gradient": (g, pool, index), "pool_gradient": (g, query, index, m),
+        "gradients": (g, query, pool, index),
+    }  # fmt: skip
     for way in ("pooled", "gathered"):
-        bound = getattr(torch_pooled, f"{way}_scratch_bytes")(b, q, m, d, keys, dtype, index.itemsize)
-        for name, arguments in (("scores", (query, pool, index)), ("gradients", (g, query, pool, index))):
+        for name, arguments in calls.items():
+            if way == "pooled":
+                bound = torch_pooled.pooled_scratch_bytes(*sizes)
+            else:
+                bound = torch_pooled.gathered_scratch_bytes(name, *sizes)
             run = getattr(torch_pooled, f"{way}_{name}")
             cpu = [torch.profiler.ProfilerActivity.CPU]
             with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
-                result = run(*arguments)
+                result = run(*arguments, **options)
             events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
             held = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
             results = result if isinstance(result, tuple) else (result,)
-            assert int(held.max()) - sum(x.nbytes for x in results) <= bound, name
+            assert int(held.max()) - sum(x.nbytes for x in results) <= bound, (way, name)
