@@ -12,14 +12,13 @@ from planner.backends.protocol import Table
 from planner.backends.stock import ArrayOps, diagonals, evaluate
 from planner.derive import batched
 from planner.errors import IndexRangeError, PlannerError
-from planner.lower import Op, PooledForm, pooled_form
-from planner.program import Leaf, Node, Program, Step, Tree
+from planner.program import Leaf, Node, Program, Tree
 from planner.spec import Gather, Spec, Term, term_axes
 
 __all__ = ["Prepared", "check_index_dtype", "prepare_numpy", "range_error", "run_program", "widened"]
 
 
-# What the names of the rows begin with that contract a whole pool, read or not.
+# The row that contracts a whole pool, read or not.
 WHOLE_POOL = "whole pool, then take"
 
 
@@ -131,14 +130,12 @@ def mask_operands(ops: ArrayOps, operands: Sequence[Any], spec: Spec, index: Pre
     return [mask_term(ops, x, term, spec, index) for x, term in zip(operands, spec.inputs, strict=True)]
 
 
-def exposed(tree: Tree, spec: Spec, steps: Sequence[Step]) -> tuple[int, ...]:
-    """Operands of which steps multiply rows that no index names: contracted before the take, or as a whole pool.
+def exposed(tree: Tree, spec: Spec) -> tuple[int, ...]:
+    """Operands of which steps multiply rows that no index names, since they are contracted before the take.
 
     Such a row's product is never taken, but the backward program multiplies the row by zero, and 0 times NaN is NaN.
     """
-    found = set()
-    if any(summed_pool(step.op, step.choice.lowering) is not None for step in steps):
-        found = {i for i, term in enumerate(spec.inputs) if any(isinstance(e, Gather) for e in term)}
+    found: set[int] = set()
 
     def visit(node: Tree) -> None:
         if isinstance(node, Node):
@@ -150,17 +147,6 @@ def exposed(tree: Tree, spec: Spec, steps: Sequence[Step]) -> tuple[int, ...]:
 
     visit(tree)
     return tuple(sorted(found))
-
-
-def summed_pool(op: Op, lowering: str) -> int | None:
-    """The input of which a step contracts a whole pool and sums over it, rows that no index names included.
-
-    Scores do not count: the same step takes from them, and nothing of another row is in what it takes.
-    """
-    form = pooled_form(op.spec) if lowering.startswith(WHOLE_POOL) else None
-    if not isinstance(form, PooledForm) or form.place == 2 or (form.scores == 2 and not op.pair):
-        return None
-    return form.place
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -222,7 +208,7 @@ def read_rows(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: Prepared) ->
     ones = ops.zeros([sizes[axis] for axis in rows], x) + 1
     readers = evaluate(ops, Spec((rows,), addressed, spec.sizes), [ones], index, index.guarded)
     shape = [spec.size(e) if e in addressed else 1 for e in term]
-    return (readers > 0).reshape(shape)
+    return (readers != 0).reshape(shape)
 
 
 def only_read_rows(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: Prepared) -> Any:

@@ -13,10 +13,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from planner.backends.common import Exposed, Prepared, read_rows, summed_pool
+from planner.backends.common import WHOLE_POOL, Exposed, Prepared, read_rows
 from planner.backends.jax_index import index_shape, normalised
 from planner.backends.jax_rows import OPS
-from planner.lower import Op
+from planner.lower import Op, PooledForm, pooled_form
 from planner.spec import Gather, Spec, Term, term_axes
 
 __all__ = ["Reads", "only_read_rows", "unread"]
@@ -61,9 +61,11 @@ def unread(op: Op, lowering: str, reads: Reads) -> list[tuple[int, Spec, Term]]:
     for place, e in enumerate(reads.exposed):
         if e is not None and (op.pair or reads.gradient or not e.at_once):
             found.append((place + op.pair, e.spec, e.spec.inputs[0]))
-    pool = summed_pool(op, lowering)
-    if pool is not None:
-        found.append((pool + op.pair, spec, spec.inputs[pool]))
+    if lowering == WHOLE_POOL:
+        form = pooled_form(spec)
+        assert isinstance(form, PooledForm)
+        if form.place != 2 and (op.pair or form.scores != 2):
+            found.append((form.place + op.pair, spec, spec.inputs[form.place]))
     return found
 
 

@@ -42,8 +42,7 @@ class BoundPlan:
         self.is_complex = self.dtype.is_complex
         self.inexact = self.is_complex or self.dtype.is_floating_point
         self.arrays = tuple(self.index_shapes)
-        self.exposed = exposed(plan.tree, self.spec, plan.steps)
-        self.exposed_forward = exposed(plan.tree, self.spec, self.programs.forward.steps)
+        self.exposed = exposed(plan.tree, self.spec)
         # Views of operands are made anew for the backward program: one of a masked operand would keep the copy alive.
         base = [variable.base for variable in self.programs.variables]
         viewed = {base[v] for v in self.programs.kept} & set(range(len(self.shapes)))
@@ -54,10 +53,10 @@ class BoundPlan:
         """Operands without their broadcast dimensions."""
         return [x if shape is None else x.reshape(shape) for x, shape in zip(operands, self.reshape, strict=True)]
 
-    def leaves(self, operands: Sequence[Tensor], index: Prepared, forward: bool = False) -> list[Tensor]:
+    def leaves(self, operands: Sequence[Tensor], index: Prepared) -> list[Tensor]:
         """Operands as the steps read them: NaN and infinities that no index reads are out of the way."""
         values = mask_operands(OPS, self.views(operands), self.spec, index)
-        for number in self.exposed_forward if forward else self.exposed:
+        for number in self.exposed:
             x = values[number]
             if (x.is_floating_point() or x.is_complex()) and not finite(x):
                 values[number] = only_read_rows(OPS, x, self.spec.inputs[number], self.spec, index)
@@ -90,7 +89,7 @@ class BoundPlan:
 
     def forward(self, operands: Sequence[Tensor], index: Prepared) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the forward program: the result and the kept values."""
-        values: dict[int, Any] = dict(enumerate(self.leaves(operands, index, forward=True)))
+        values: dict[int, Any] = dict(enumerate(self.leaves(operands, index)))
         (result,) = run_program(self.table, self.programs.forward, values, index)
         result = mask_term(OPS, result, self.spec.output, self.spec, index)
         return result, tuple(values[v] for v in self.kept)

@@ -91,7 +91,7 @@ def grouped_matmul(
         out.index_fill_(0, groups.order[int(groups.ends[-1]) :], 0)
     else:
         assert targets is not None
-        out = torch.zeros((targets, i, k), dtype=accumulator(out_dtype))
+        out = torch.zeros((targets, i, k), dtype=accumulator(out_dtype), device="cpu")
         rows_left_out = bool((target == targets).any())
     if not (out.numel() and j):
         return out.zero_().to(out_dtype)
@@ -269,7 +269,7 @@ class _Sums:
             self.held = self.out[piece.groups]
             return
         if self.scratch is None:
-            self.scratch = torch.empty(self.most * prod(self.out.shape[1:]), dtype=self.wide)
+            self.scratch = torch.empty(self.most * prod(self.out.shape[1:]), dtype=self.wide, device="cpu")
         self.held = _shaped(self.scratch, (piece.count, *self.out.shape[1:]))
 
     def _store(self) -> None:
@@ -281,7 +281,7 @@ class _Sums:
 
 def _walk(groups: Groups, cut: Cutting, c: Tensor | None, wide: torch.dtype) -> Iterator[tuple[Piece, Tensor]]:
     """Every piece with the matrices of its groups, in the accumulator's dtype."""
-    held = torch.empty(0, dtype=wide)
+    held = torch.empty(0, dtype=wide, device="cpu")
     matrices = held
     for piece in pieces(groups, cut):
         if c is not None and piece.pad and piece.first:
@@ -290,7 +290,7 @@ def _walk(groups: Groups, cut: Cutting, c: Tensor | None, wide: torch.dtype) -> 
                 matrices = c[piece.groups]
             else:
                 if not held.numel():
-                    held = torch.empty(min(cut.picked, groups.size) * prod(c.shape[1:]), dtype=wide)
+                    held = torch.empty(min(cut.picked, groups.size) * prod(c.shape[1:]), dtype=wide, device="cpu")
                 matrices = _pick(c, piece.groups, held)
         yield piece, matrices
 
@@ -312,7 +312,7 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     10 ms where the pages are not new (2-core AMD EPYC 7003, Linux with transparent huge pages by `madvise`, torch
     2.13). Elsewhere this is `torch.empty`.
     """
-    out = torch.empty(shape, dtype=dtype)
+    out = torch.empty(shape, dtype=dtype, device="cpu")
     if HUGE_PAGES and out.nbytes >= 2 * HUGE_PAGE:
         first = -(-out.data_ptr() // HUGE_PAGE) * HUGE_PAGE
         last = (out.data_ptr() + out.nbytes) // HUGE_PAGE * HUGE_PAGE
@@ -322,7 +322,7 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _buffers(numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype)
+    return torch.empty(numel, dtype=dtype, device="cpu"), torch.empty(numel, dtype=dtype, device="cpu")
 
 
 def _take(x: Tensor, rows: Tensor, source: Tensor | None, buffer: Tensor, blank: Tensor | None = None) -> Tensor:

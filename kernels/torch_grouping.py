@@ -97,7 +97,12 @@ class Piece:
         """Positions in `padded` that are not real; None when all are."""
         if self.kept is None:
             return None
-        return torch.ones(len(self.padded), dtype=torch.bool).index_fill_(0, self.kept, False).nonzero().view(-1)
+        return (
+            torch.ones(len(self.padded), dtype=torch.bool, device="cpu")
+            .index_fill_(0, self.kept, False)
+            .nonzero()
+            .view(-1)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,8 @@ def pooled_query_gradient(
     g: Tensor, pool: Tensor, index: Tensor, normal: Normal | None = None, marked: bool = True, share: int = 1
 ) -> Tensor:
     """The gradient of the query by dense weights: `(B, Q, K)`, `(B, M, D)`, `(B, Q, K)` to `(B, Q, D)`."""
+    if not _finite(pool):
+        return gathered_query_gradient(g, pool, index, normal, marked)
     out = pool.new_zeros((*index.shape[:2], pool.shape[2]))
     for b, q, weights in _weights(g, index, pool.shape[1], normal, marked, share):
         _product(weights, pool[b].conj(), out[b, q])
@@ -110,6 +112,8 @@ def pooled_pool_gradient(
     share: int = 1,
 ) -> Tensor:
     """The gradient of a pool by dense weights: `(B, Q, K)`, `(B, Q, D)`, `(B, Q, K)` to `(B, size, D)`."""
+    if not _finite(query):
+        return gathered_pool_gradient(g, query, index, size, normal, marked)
     out = query.new_zeros((query.shape[0], size, query.shape[2]), dtype=accumulator(query.dtype))
     for b, q, weights in _weights(g, index, size, normal, marked, share):
         _product(weights.transpose(1, 2), query[b, q].conj(), out[b], add=q.start > 0)
@@ -125,7 +129,7 @@ def pooled_gradients(
     marked: bool = True,
     share: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Both gradients, from dense weights that are scattered once.
+    """Both gradients, from dense weights that are scattered once; the gathered way where an operand is not finite.
 
         s[q, k] = query[q] . pool[x(q, k)]   gives, with W[q, m] = sum of g[q, k] over the k with x(q, k) = m,
         dquery = W @ conj(pool),   dpool = W^T @ conj(query)
@@ -142,6 +146,8 @@ def pooled_gradients(
     Returns:
         `(B, Q, D)` and `(B, M, D)`.
     """
+    if not (_finite(query) and _finite(pool)):
+        return gathered_gradients(g, query, pool, index, normal, marked)
     grad_query = query.new_zeros(query.shape)
     grad_pool = pool.new_zeros(pool.shape, dtype=accumulator(pool.dtype))
     for b, q, weights in _weights(g, index, pool.shape[1], normal, marked, share):
@@ -192,7 +198,7 @@ def gathered_pool_gradient(
     g, query = g.resolve_conj(), query.resolve_conj()
     batch, queries, k = index.shape
     d, wide = query.shape[2], accumulator(query.dtype)
-    out = torch.zeros((batch, size, d), dtype=wide)
+    out = torch.zeros((batch, size, d), dtype=wide, device="cpu")
     if _nothing(index, normal, size, d):
         return out.to(query.dtype)
     if sorts(queries, k, size, query.dtype):
@@ -201,9 +207,9 @@ def gathered_pool_gradient(
             _add_sorted(out[b], g[b, q], query[b, q], _chosen(index[b, q], normal))
         return out
     flat = out.view(batch * size, d)
-    first = torch.arange(batch)[:, None, None] * size
+    first = torch.arange(batch, device="cpu")[:, None, None] * size
     blocks, count = _blocks(batch, queries, k * d * wide.itemsize, FETCHED_BYTES)
-    buffer = torch.empty(count * k * d, dtype=wide)
+    buffer = torch.empty(count * k * d, dtype=wide, device="cpu")
     for b, q in blocks:
         chosen = _chosen(index[b, q], normal)
         terms = _shaped(buffer, (*chosen.shape, d))
@@ -221,7 +227,7 @@ def _add_sorted(out: Tensor, g: Tensor, query: Tensor, chosen: Tensor) -> None:
     """Add to each row of `out`, `(B, M, D)`, the queries that asked for it, times their gradients."""
     b, m, d = out.shape
     # The entries' rows stand one after the other; what is dropped belongs to none of them.
-    keys = torch.where(chosen == m, b * m, chosen + m * torch.arange(b)[:, None, None])
+    keys = torch.where(chosen == m, b * m, chosen + m * torch.arange(b, device="cpu")[:, None, None])
     groups = group_rows(keys.reshape(-1), b * m)
     del keys
     order = groups.order[: groups.offsets[-1]]
@@ -319,7 +325,7 @@ def _dense(
     """
     columns = (m // ALIGN + 1) * ALIGN
     blocks, count = _blocks(shape[0], shape[1], columns * accumulator(dtype).itemsize, DENSE_BYTES // share)
-    return torch.empty((count, columns if marked else m), dtype=accumulator(dtype)), blocks
+    return torch.empty((count, columns if marked else m), dtype=accumulator(dtype), device="cpu"), blocks
 
 
 def _block(buffer: Tensor, b: slice, q: slice) -> Tensor:
@@ -347,6 +353,11 @@ def _at(act: Callable[[Place, Tensor], None], part: Tensor, normal: Normal | Non
         for low in range(0, part.shape[1], step):
             at = slice(entry, entry + 1), slice(low, low + step)
             act(at, _chosen(part[at], normal))
+
+
+def _finite(x: Tensor) -> bool:
+    """Whether a sum is finite: a weight of zero times NaN or infinity would be NaN where nothing was asked for."""
+    return not (x.is_floating_point() or x.is_complex()) or bool(x.sum().isfinite())
 
 
 def _weights(
@@ -402,7 +413,7 @@ def _rows(
             dropped = (chosen == m).reshape(-1).nonzero().reshape(-1)
             chosen = chosen.clamp(max=m - 1) if len(dropped) else chosen
         if joined and not shared:
-            chosen = chosen + torch.arange(b.start, b.stop)[:, None, None] * m
+            chosen = chosen + torch.arange(b.start, b.stop, device="cpu")[:, None, None] * m
         elif not shared:
             table = pool[b.start]
         yield b, q, table, chosen, dropped
@@ -413,7 +424,7 @@ def _fetched(pool: Tensor, index: Tensor, normal: Normal | None, marked: bool) -
     """The asked rows `(B, Q, K, D)` of each block, zero where dropped."""
     (batch, _, d), wide, k = pool.shape, accumulator(pool.dtype), index.shape[2]
     _, count = _blocks(batch, index.shape[1], k * d * wide.itemsize, FETCHED_BYTES)
-    buffer = torch.empty(count * k * d, dtype=wide)
+    buffer = torch.empty(count * k * d, dtype=wide, device="cpu")
     for b, q, table, chosen, dropped in _rows(pool, index, normal, marked, k * d * wide.itemsize):
         rows = _shaped(buffer, (chosen.numel(), d))
         if rows.dtype == table.dtype:

@@ -386,6 +386,36 @@ def test_an_index_that_nothing_is_read_through_is_checked_all_the_same(spec, sha
         planner.contract(spec, *operands, sizes=sizes, i=i)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_what_is_not_finite_stays_with_what_asked_for_it(dtype):
+    spec = "bqd, b i[bqk] d -> bqk"
+    query, pool = (torch.randint(-2, 3, (1, n, 32)).to(dtype) for n in (200, 100))
+    i = torch.randint(0, 98, (1, 200, 60))
+    i[0, 5, 7] = 99
+    pool[0, 98:], query[0, 9] = torch.nan, torch.inf  # row 98 is not asked for, row 99 by query 5
+    query.requires_grad_(), pool.requires_grad_()
+    got = planner.contract(spec, query, pool, i=i)
+    to_query, to_pool = torch.autograd.grad(got, (query, pool), torch.ones_like(got))
+    asked = torch.zeros(100, dtype=torch.bool)
+    asked[i[0, 9]] = True
+    assert to_query[0].isfinite().all(1).logical_not().nonzero().tolist() == [[5]]
+    assert torch.equal(to_pool[0].isfinite().all(1), ~asked)
+
+
+@pytest.mark.parametrize("size", [4, 500])
+def test_kernels_stay_on_the_cpu_whatever_the_default_device(size):
+    a, c = torch.ones(size, 1, 8, requires_grad=True), torch.ones(4, 8, 8, requires_grad=True)
+    query, pool = torch.ones(3, size, 8, requires_grad=True), torch.ones(3, 40, 8, requires_grad=True)
+    q, i = torch.arange(size) % 4, torch.arange(3 * size * 20).view(3, size, 20) % 40
+    with torch.device("meta"):
+        grouped = planner.contract("nij, q[n]jk -> nik", a, c, q=q)
+        pooled = planner.contract("bqd, b i[bqk] d -> bqk", query, pool, i=i)
+        gradients = torch.autograd.grad((grouped.sum(), pooled.sum()), (a, c, query, pool))
+    assert (grouped == 8).all()
+    assert (pooled == 8).all()
+    assert [x.sum() for x in gradients] == [64 * size, 64 * size, 480 * size, 480 * size]
+
+
 @pytest.mark.parametrize("needs", [False, True])
 def test_scores_of_a_whole_pool_check_each_index(needs):
     spec, pool = "bqd, b i[bqk] d -> bqk", 50
