@@ -58,7 +58,7 @@ class BoundPlan:
         values = mask_operands(OPS, self.views(operands), self.spec, index)
         for number in self.exposed:
             x = values[number]
-            if (x.is_floating_point() or x.is_complex()) and not finite(x):
+            if not finite(x):
                 values[number] = only_read_rows(OPS, x, self.spec.inputs[number], self.spec, index)
         return values
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from planner.kernels import torch_pooled
+
 __all__ = ["dataless", "finite", "not_dense"]
 
 
@@ -26,5 +28,5 @@ def dataless(x: Tensor) -> bool:
 
 
 def finite(x: Tensor) -> bool:
-    """Whether a sum is finite, as none with NaN or infinity is; one that overflows costs a needless look."""
-    return dataless(x) or bool(x.detach().sum().isfinite())
+    """Whether all numbers are finite, or there are none to see; a sum that overflows costs a needless look."""
+    return dataless(x) or torch_pooled.finite(x.detach())

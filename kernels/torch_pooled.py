@@ -94,7 +94,7 @@ def pooled_query_gradient(
     g: Tensor, pool: Tensor, index: Tensor, normal: Normal | None = None, marked: bool = True, share: int = 1
 ) -> Tensor:
     """The gradient of the query by dense weights: `(B, Q, K)`, `(B, M, D)`, `(B, Q, K)` to `(B, Q, D)`."""
-    if not _finite(pool):
+    if not finite(pool):
         return gathered_query_gradient(g, pool, index, normal, marked)
     out = pool.new_zeros((*index.shape[:2], pool.shape[2]))
     for b, q, weights in _weights(g, index, pool.shape[1], normal, marked, share):
@@ -112,7 +112,7 @@ def pooled_pool_gradient(
     share: int = 1,
 ) -> Tensor:
     """The gradient of a pool by dense weights: `(B, Q, K)`, `(B, Q, D)`, `(B, Q, K)` to `(B, size, D)`."""
-    if not _finite(query):
+    if not finite(query):
         return gathered_pool_gradient(g, query, index, size, normal, marked)
     out = query.new_zeros((query.shape[0], size, query.shape[2]), dtype=accumulator(query.dtype))
     for b, q, weights in _weights(g, index, size, normal, marked, share):
@@ -146,7 +146,7 @@ def pooled_gradients(
     Returns:
         `(B, Q, D)` and `(B, M, D)`.
     """
-    if not (_finite(query) and _finite(pool)):
+    if not (finite(query) and finite(pool)):
         return gathered_gradients(g, query, pool, index, normal, marked)
     grad_query = query.new_zeros(query.shape)
     grad_pool = pool.new_zeros(pool.shape, dtype=accumulator(pool.dtype))
@@ -355,8 +355,11 @@ def _at(act: Callable[[Place, Tensor], None], part: Tensor, normal: Normal | Non
             act(at, _chosen(part[at], normal))
 
 
-def _finite(x: Tensor) -> bool:
-    """Whether a sum is finite: a weight of zero times NaN or infinity would be NaN where nothing was asked for."""
+def finite(x: Tensor) -> bool:
+    """Whether a sum is finite, as none with NaN or infinity is: zero times these is NaN, where nothing was asked for.
+
+    One that overflows, as in float16 it may, counts as not finite.
+    """
     return not (x.is_floating_point() or x.is_complex()) or bool(x.sum().isfinite())
 
 
