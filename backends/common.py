@@ -12,6 +12,7 @@ from planner.backends.protocol import Table
 from planner.backends.stock import ArrayOps, diagonals, evaluate
 from planner.derive import batched
 from planner.errors import IndexRangeError, PlannerError
+from planner.kernels.keys import Keys
 from planner.program import Leaf, Node, Program, Tree
 from planner.spec import Gather, Spec, Term, term_axes
 
@@ -20,22 +21,6 @@ __all__ = ["Prepared", "check_index_dtype", "prepare_numpy", "range_error", "run
 
 # The row that contracts a whole pool, read or not.
 WHOLE_POOL = "whole pool, then take"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Given:
-    """An index array as the caller gave it.
-
-    Attributes:
-        values: the array.
-        normal: brings it into range.
-        bad: tells which values are out of range and could not be refused: a kernel that writes NaN there spares the
-            caller a look at all of them. None where there are none.
-    """
-
-    values: Any
-    normal: Callable[[Any], Any]
-    bad: Callable[[Any], Any] | None
 
 
 class Prepared(dict[Gather, Any]):
@@ -48,19 +33,19 @@ class Prepared(dict[Gather, Any]):
         orders: sorted orders, shared by the steps of one call.
         given: for kernels that read an index piece by piece and need no copy of it in range, nor a look at all of it
             before; empty where ranges were checked beforehand.
-        shown: whether the kernel that ran showed the bad indices that could not be refused, see `Given.bad`.
+        shown: whether the kernel that ran showed the bad indices that could not be refused, see `Keys.bad`.
     """
 
     def __init__(self, guarded: bool) -> None:
         super().__init__()
         self.guarded = guarded
         self.orders: dict[Any, Any] = {}
-        self.given: dict[Gather, Given] = {}
+        self.given: dict[Gather, Keys] = {}
         self.shown = False
 
     def __missing__(self, gather: Gather) -> Any:
         given = self.given[gather]
-        values = self[gather] = given.normal(given.values)
+        values = self[gather] = given.part(given.values)
         return values
 
 

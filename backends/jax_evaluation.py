@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from planner.backends.common import Given, Prepared
+from planner.backends.common import Prepared
 from planner.backends.jax_index import index_shape, is_bad, normalised
 from planner.backends.jax_poison import poisoned
 from planner.backends.jax_reads import Reads, only_read_rows, unread
 from planner.backends.jax_rows import make_table
+from planner.kernels.keys import Keys
 from planner.lower import Op
 from planner.spec import Spec
 
@@ -44,7 +45,7 @@ def _index_arrays(raw: Mapping[str, Any], spec: Spec, index_mode: str, poisons: 
         given = raw[gather.array].reshape(index_shape(spec, gather.array))
         normal = partial(normalised, gather=gather, mode="wrapped" if poisons else index_mode)
         index[gather] = normal(given)
-        index.given[gather] = Given(given, normal, partial(is_bad, gather=gather) if poisons else None)
+        index.given[gather] = Keys(given, normal, index.guarded, partial(is_bad, gather=gather) if poisons else None)
     return index
 
 

@@ -5,9 +5,9 @@ Both frameworks share them; a backend gives its kernels (`Kernels`) and what the
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from planner.backends.stock import ArrayOps
 from planner.backends.stock_layout import matrix_copies
 from planner.cost import StepCost, itemsize
 from planner.device import Device
+from planner.kernels.keys import Keys
 from planner.layout import Layout, flattens, reordered
 from planner.lower import GroupedForm, Op, PooledForm, grouped_form, pooled_form
 from planner.spec import Gather, Spec, Term
@@ -38,7 +39,7 @@ def as_given(x: Any) -> Any:
     return x
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class PoolKernels:
     """One way to compute pooled dots and their gradients; see `planner.kernels.torch_pooled` for the contracts."""
 
@@ -49,7 +50,7 @@ class PoolKernels:
     cost: CostOf
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Kernels:
     """A framework's kernels over flat operands; see `planner.kernels.torch_grouped` for the contracts.
 
@@ -262,11 +263,9 @@ def _run_pooled(kernels: Kernels, pool: PoolKernels, op: Op, inputs: Sequence[An
     assert isinstance(form, PooledForm)
     given, results = _views(op, form)
     query_place = 3 - form.place - form.scores
-    raw, options = index.given.get(form.gather), {"marked": index.guarded}
-    if raw is not None:
-        options["normal"] = raw.normal
-    values = index[form.gather] if raw is None else raw.values
-    q = kernels.flat(values, form.gather.axes, (form.batch, form.queries, form.chosen))
+    keys = index.given.get(form.gather) or Keys(index[form.gather], marked=index.guarded)
+    flat = kernels.flat(keys.values, form.gather.axes, (form.batch, form.queries, form.chosen))
+    keys = dataclasses.replace(keys, values=flat)
     # By the place of their term; of a pair the output gradient, in the place of the scores, comes first.
     places = (2, 0, 1) if op.pair else (0, 1)
     differentiates = op.pair or form.scores != 2
@@ -277,15 +276,13 @@ def _run_pooled(kernels: Kernels, pool: PoolKernels, op: Op, inputs: Sequence[An
     flats = dict(zip(places, kernels.flats(handed, given), strict=True))
     found: Sequence[Any]
     if op.pair:
-        found = pool.gradients(flats[form.scores], flats[query_place], flats[form.place], q, **options)
+        found = pool.gradients(flats[form.scores], flats[query_place], flats[form.place], keys)
         found = found if query_place == 0 else found[::-1]
     elif form.scores == 2:
-        if raw is not None and raw.bad is not None:
-            options["bad"] = raw.bad
-            index.shown = True
-        found = [pool.scores(flats[query_place], flats[form.place], q, **options)]
+        index.shown = keys.bad is not None
+        found = [pool.scores(flats[query_place], flats[form.place], keys)]
     elif form.place == 2:
-        found = [pool.pool_gradient(flats[form.scores], flats[query_place], q, form.gather.size, **options)]
+        found = [pool.pool_gradient(flats[form.scores], flats[query_place], keys, form.gather.size)]
     else:
-        found = [pool.query_gradient(flats[form.scores], flats[form.place], q, **options)]
+        found = [pool.query_gradient(flats[form.scores], flats[form.place], keys)]
     return kernels.unflats(found, results, spec)

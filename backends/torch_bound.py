@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from planner.backends.common import Given, Prepared, exposed, mask_operands, mask_term, only_read_rows, run_program
+from planner.backends.common import Prepared, exposed, mask_operands, mask_term, only_read_rows, run_program
 from planner.backends.loops import run_loop
 from planner.backends.protocol import Table
 from planner.backends.stock import evaluate
 from planner.backends.torch_index import TorchIndex, in_range, part_in_range, refuse_sparse
 from planner.backends.torch_ops import OPS, cast, torch_dtype
 from planner.backends.torch_tensor import finite
+from planner.kernels.keys import Keys
 from planner.kernels.torch_grouped import accumulator
 from planner.loops import body_of
 from planner.program import Leaf, Tree
@@ -81,7 +82,7 @@ class BoundPlan:
             else:
                 refuse_sparse(raw, gather)
                 normal = partial(part_in_range, whole=raw, gather=gather, mode=mode)
-                prepared.given[gather] = Given(raw.reshape(shape), normal, None)
+                prepared.given[gather] = Keys(raw.reshape(shape), normal, marked=False)
                 continue
             prepared[gather] = values.reshape(shape)
             prepared.guarded |= dropped

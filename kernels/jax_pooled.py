@@ -6,9 +6,8 @@ way takes the keys first. Pooled multiplies `Q M D` numbers however few keys are
 `(B, Q, K, D)`.
 
 Shapes: query `(B, Q, D)`, pool `(B, M, D)`, index and scores `(B, Q, K)`. An index equal to `M` is dropped: its score
-is 0 and it receives no gradient. All take `normal`, which brings an index into `[0, M]` block by block (a whole
-copy in range would be as large as the scores), and `marked`, whether it may then hold M; scores are NaN where `bad`, a
-function of the index as given, says so.
+is 0 and it receives no gradient. An index comes with how it is read, see `Keys`: brought into `[0, M]` block by block,
+since a whole copy in range would be as large as the scores; scores are NaN where it is bad.
 """
 
 from collections.abc import Callable
@@ -20,125 +19,93 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from planner.kernels.keys import Keys
+
 Result = TypeVar("Result")
-Normal = Callable[[jax.Array], jax.Array]
 
 
-def as_given(index: jax.Array) -> jax.Array:
-    """Return an index whose values are in range already."""
-    return index
-
-
-def pooled_scores(
-    query: jax.Array,
-    pool: jax.Array,
-    index: jax.Array,
-    normal: Normal = as_given,
-    marked: bool = True,
-    bad: Normal | None = None,
-) -> jax.Array:
+def pooled_scores(query: jax.Array, pool: jax.Array, keys: Keys) -> jax.Array:
     """Score each query against its keys, by scoring it against the whole pool."""
     dtype = jnp.result_type(query, pool)
     if pool.shape[1] == 0:
-        return _shown(jnp.zeros(index.shape, dtype), index, bad)
+        return _shown(jnp.zeros(keys.values.shape, dtype), keys.values, keys)
 
     def entry(query: jax.Array, pool: jax.Array, index: jax.Array) -> jax.Array:
-        dense, rows = _matmul("qd,md->qm", query, pool), normal(index)
+        dense, rows = _matmul("qd,md->qm", query, pool), keys.part(index)
         taken = jnp.take_along_axis(dense, rows, axis=1, mode="clip")
-        return _shown(_kept(taken, rows, pool.shape[0], marked).astype(dtype), index, bad)
+        return _shown(_kept(taken, rows, pool.shape[0], keys).astype(dtype), index, keys)
 
-    return _each_entry(entry, as_given, query, pool, index)
+    return lax.map(lambda slices: entry(*slices), (query, pool, keys.values))
 
 
-def pooled_query_gradient(
-    g: jax.Array, pool: jax.Array, index: jax.Array, normal: Normal = as_given, marked: bool = True
-) -> jax.Array:
+def pooled_query_gradient(g: jax.Array, pool: jax.Array, keys: Keys) -> jax.Array:
     """Gradient `(B, Q, D)` of the query, from the gradient `g` of the scores."""
     dtype = jnp.result_type(g, pool)
 
-    def entry(g: jax.Array, pool: jax.Array, index: jax.Array) -> jax.Array:
+    def entry(index: jax.Array, g: jax.Array, pool: jax.Array) -> jax.Array:
         return _matmul("qm,md->qd", _dense(g, index, pool.shape[0], dtype), pool).astype(dtype)
 
-    return _each_entry(entry, normal, g, pool, index)
+    return _each_entry(entry, keys, g, pool)
 
 
-def pooled_pool_gradient(
-    g: jax.Array, query: jax.Array, index: jax.Array, size: int, normal: Normal = as_given, marked: bool = True
-) -> jax.Array:
+def pooled_pool_gradient(g: jax.Array, query: jax.Array, keys: Keys, size: int) -> jax.Array:
     """Gradient `(B, size, D)` of the pool, from the gradient `g` of the scores."""
     dtype = jnp.result_type(g, query)
 
-    def entry(g: jax.Array, query: jax.Array, index: jax.Array) -> jax.Array:
+    def entry(index: jax.Array, g: jax.Array, query: jax.Array) -> jax.Array:
         return _matmul("qm,qd->md", _dense(g, index, size, dtype), query).astype(dtype)
 
-    return _each_entry(entry, normal, g, query, index)
+    return _each_entry(entry, keys, g, query)
 
 
-def pooled_gradients(
-    g: jax.Array, query: jax.Array, pool: jax.Array, index: jax.Array, normal: Normal = as_given, marked: bool = True
-) -> tuple[jax.Array, jax.Array]:
+def pooled_gradients(g: jax.Array, query: jax.Array, pool: jax.Array, keys: Keys) -> tuple[jax.Array, jax.Array]:
     """Gradients of the query and of the pool; the dense matrix is built once for both."""
     dtype = jnp.result_type(g, query, pool)
 
-    def entry(g: jax.Array, query: jax.Array, pool: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def entry(index: jax.Array, g: jax.Array, query: jax.Array, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
         dense = _dense(g, index, pool.shape[0], dtype)
         return _matmul("qm,md->qd", dense, pool).astype(dtype), _matmul("qm,qd->md", dense, query).astype(dtype)
 
-    return _each_entry(entry, normal, g, query, pool, index)
+    return _each_entry(entry, keys, g, query, pool)
 
 
-def gathered_scores(
-    query: jax.Array,
-    pool: jax.Array,
-    index: jax.Array,
-    normal: Normal = as_given,
-    marked: bool = True,
-    bad: Normal | None = None,
-) -> jax.Array:
+def gathered_scores(query: jax.Array, pool: jax.Array, keys: Keys) -> jax.Array:
     """Score each query against its keys, by taking the keys first."""
     dtype = jnp.result_type(query, pool)
     if pool.shape[1] == 0:
-        return _shown(jnp.zeros(index.shape, dtype), index, bad)
-    rows = normal(index)
-    scores = _matmul("bqd,bqkd->bqk", query, _keys(pool, rows))
-    return _shown(_kept(scores, rows, pool.shape[1], marked).astype(dtype), index, bad)
+        return _shown(jnp.zeros(keys.values.shape, dtype), keys.values, keys)
+    rows = keys.part(keys.values)
+    scores = _matmul("bqd,bqkd->bqk", query, _taken(pool, rows))
+    return _shown(_kept(scores, rows, pool.shape[1], keys).astype(dtype), keys.values, keys)
 
 
-def gathered_query_gradient(
-    g: jax.Array, pool: jax.Array, index: jax.Array, normal: Normal = as_given, marked: bool = True
-) -> jax.Array:
+def gathered_query_gradient(g: jax.Array, pool: jax.Array, keys: Keys) -> jax.Array:
     """Gradient `(B, Q, D)` of the query, from the gradient `g` of the scores."""
-    dtype = jnp.result_type(g, pool)
-    index = normal(index)
+    dtype, rows = jnp.result_type(g, pool), keys.part(keys.values)
     if pool.shape[1] == 0:
         return jnp.zeros((*g.shape[:2], pool.shape[2]), dtype)
     # Both factors are masked: a dropped index reads some key, and zero times a NaN there would be NaN.
-    keys = _kept(_keys(pool, index), index[..., None], pool.shape[1], marked)
-    return _matmul("bqk,bqkd->bqd", _kept(g, index, pool.shape[1], marked), keys).astype(dtype)
+    taken = _kept(_taken(pool, rows), rows[..., None], pool.shape[1], keys)
+    return _matmul("bqk,bqkd->bqd", _kept(g, rows, pool.shape[1], keys), taken).astype(dtype)
 
 
-def gathered_pool_gradient(
-    g: jax.Array, query: jax.Array, index: jax.Array, size: int, normal: Normal = as_given, marked: bool = True
-) -> jax.Array:
+def gathered_pool_gradient(g: jax.Array, query: jax.Array, keys: Keys, size: int) -> jax.Array:
     """Gradient `(B, size, D)` of the pool, from the gradient `g` of the scores."""
-    dtype = jnp.result_type(g, query)
-    index = normal(index)
+    dtype, rows = jnp.result_type(g, query), keys.part(keys.values)
     exact = _accumulator(dtype)
     terms = g[..., None].astype(exact) * query[:, :, None, :].astype(exact)
-    entries = lax.broadcasted_iota(jnp.int32, index.shape, 0)
+    entries = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
     zeros = jnp.zeros((g.shape[0], size, query.shape[2]), exact)
-    return zeros.at[entries, index].add(terms, mode="drop").astype(dtype)
+    return zeros.at[entries, rows].add(terms, mode="drop").astype(dtype)
 
 
-def gathered_gradients(
-    g: jax.Array, query: jax.Array, pool: jax.Array, index: jax.Array, normal: Normal = as_given, marked: bool = True
-) -> tuple[jax.Array, jax.Array]:
+def gathered_gradients(g: jax.Array, query: jax.Array, pool: jax.Array, keys: Keys) -> tuple[jax.Array, jax.Array]:
     """Gradients of the query and of the pool."""
     dtype = jnp.result_type(g, query, pool)
-    index = normal(index)
+    keys = Keys(keys.part(keys.values), marked=keys.marked)  # once for both
     g = g.astype(dtype)
-    to_query = gathered_query_gradient(g, pool, index, marked=marked)
-    return to_query, gathered_pool_gradient(g, query, index, pool.shape[1]).astype(dtype)
+    to_query = gathered_query_gradient(g, pool, keys)
+    return to_query, gathered_pool_gradient(g, query, keys, pool.shape[1]).astype(dtype)
 
 
 def pooled_scratch_bytes(batch: int, queries: int, pool: int, size_d: int, keys: int, dtype: DTypeLike) -> int:
@@ -154,9 +121,9 @@ def gathered_scratch_bytes(batch: int, queries: int, pool: int, size_d: int, key
     return numbers * max(_accumulator(dtype).itemsize, 4) + 4 * 4 * scores + 2**14
 
 
-def _each_entry(entry: Callable[..., Result], normal: Normal, *operands: jax.Array) -> Result:
-    """Apply a function to each batch entry of its operands, of which the last is the index."""
-    mapped: Result = lax.map(lambda slices: entry(*slices[:-1], normal(slices[-1])), operands)
+def _each_entry(entry: Callable[..., Result], keys: Keys, *operands: jax.Array) -> Result:
+    """Apply a function to each batch entry of the index, brought into range, and of its operands."""
+    mapped: Result = lax.map(lambda slices: entry(keys.part(slices[0]), *slices[1:]), (keys.values, *operands))
     return mapped
 
 
@@ -181,15 +148,17 @@ def _dense(g: jax.Array, index: jax.Array, size: int, dtype: DTypeLike) -> jax.A
     return dense.reshape(rows, size)
 
 
-def _kept(x: jax.Array, index: jax.Array, size: int, marked: bool) -> jax.Array:
-    return jnp.where(index < size, x, jnp.zeros((), x.dtype)) if marked else x
+def _kept(x: jax.Array, rows: jax.Array, size: int, keys: Keys) -> jax.Array:
+    """X, zero where the index is dropped."""
+    return jnp.where(rows < size, x, jnp.zeros((), x.dtype)) if keys.marked else x
 
 
-def _shown(scores: jax.Array, index: jax.Array, bad: Normal | None) -> jax.Array:
-    return scores if bad is None else jnp.where(bad(index), jnp.asarray(jnp.nan, scores.dtype), scores)
+def _shown(scores: jax.Array, index: jax.Array, keys: Keys) -> jax.Array:
+    """The scores, NaN where some of the index as given is bad."""
+    return scores if keys.bad is None else jnp.where(keys.bad(index), jnp.asarray(jnp.nan, scores.dtype), scores)
 
 
-def _keys(pool: jax.Array, index: jax.Array) -> jax.Array:
+def _taken(pool: jax.Array, index: jax.Array) -> jax.Array:
     return jax.vmap(lambda pool, index: pool.at[index].get(mode="clip"))(pool, index)
 
 

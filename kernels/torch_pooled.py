@@ -10,9 +10,9 @@ Two ways with the same arguments, results and gradients:
 
 Either walks blocks of queries through buffers that are used again, and neither builds `pool[index]`. In all functions
 B, Q, D, M and K are the sizes of batch, queries, features, pool and asked rows. Any strides; half types are summed in
-float32; duplicates in an index add up, in order. With `marked`, an index of M is dropped: its score is 0 and it sends
-no gradient. With `normal`, an index is taken as the caller gave it: torch reads and writes nothing out of bounds, so
-the pooled way has it brought into range, and checked, only in blocks that torch refuses. That saves a look at all of
+float32; duplicates in an index add up, in order. An index of M is dropped: its score is 0 and it sends no gradient.
+An index comes with how it is read, see `Keys`. As the caller gave it, it is brought into range, and checked, by the
+pooled way only in blocks that torch refuses: torch reads and writes nothing out of bounds. That saves a look at all of
 it, which takes as long as the scores themselves when there are many.
 """
 
@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from planner.kernels.keys import Keys
 from planner.kernels.torch_grouped import accumulator
 from planner.kernels.torch_grouping import group_rows
 
-Normal = Callable[[Tensor], Tensor]
 Place = tuple[slice, slice]
 Function = Literal["scores", "query_gradient", "pool_gradient", "gradients"]
 
@@ -53,28 +53,24 @@ COPIED_KEYS = 1 << 16
 ALIGN = 16
 
 
-def pooled_scores(
-    query: Tensor, pool: Tensor, index: Tensor, normal: Normal | None = None, marked: bool = True, share: int = 1
-) -> Tensor:
+def pooled_scores(query: Tensor, pool: Tensor, keys: Keys, share: int = 1) -> Tensor:
     """Scores by contracting the whole pool.
 
     Args:
         query: `(B, Q, D)`.
         pool: `(B, M, D)`.
-        index: `(B, Q, K)` integers in `[0, M]`.
-        normal: brings a part of the index into `[0, M)`, or raises; None where all of it is in `[0, M]`.
-        marked: whether the index may hold M; not with `normal`.
+        keys: `(B, Q, K)` integers.
         share: the buffer has one share of its usual bytes, of as many as this.
 
     Returns:
         `(B, Q, K)`.
     """
     query, pool = query.resolve_conj(), pool.resolve_conj()
-    out = query.new_empty(index.shape)
+    out = query.new_empty(keys.values.shape)
     if not out.numel():
         return out
     m = pool.shape[1]
-    buffer, blocks = _dense(index.shape, m, query.dtype, marked, share)
+    buffer, blocks = _dense(keys, m, query.dtype, share)
     for b, q in blocks:
         scores = _block(buffer, b, q)
         scores[..., m:].zero_()
@@ -86,49 +82,31 @@ def pooled_scores(
             else:
                 into[at].copy_(scores[at].gather(2, chosen))
 
-        _at(take, index[b, q], normal)
+        _at(take, keys, b, q)
     return out
 
 
-def pooled_query_gradient(
-    g: Tensor, pool: Tensor, index: Tensor, normal: Normal | None = None, marked: bool = True, share: int = 1
-) -> Tensor:
+def pooled_query_gradient(g: Tensor, pool: Tensor, keys: Keys, share: int = 1) -> Tensor:
     """The gradient of the query by dense weights: `(B, Q, K)`, `(B, M, D)`, `(B, Q, K)` to `(B, Q, D)`."""
     if not finite(pool):
-        return gathered_query_gradient(g, pool, index, normal, marked)
-    out = pool.new_zeros((*index.shape[:2], pool.shape[2]))
-    for b, q, weights in _weights(g, index, pool.shape[1], normal, marked, share):
+        return gathered_query_gradient(g, pool, keys)
+    out = pool.new_zeros((*keys.values.shape[:2], pool.shape[2]))
+    for b, q, weights in _weights(g, keys, pool.shape[1], share):
         _product(weights, pool[b].conj(), out[b, q])
     return out
 
 
-def pooled_pool_gradient(
-    g: Tensor,
-    query: Tensor,
-    index: Tensor,
-    size: int,
-    normal: Normal | None = None,
-    marked: bool = True,
-    share: int = 1,
-) -> Tensor:
+def pooled_pool_gradient(g: Tensor, query: Tensor, keys: Keys, size: int, share: int = 1) -> Tensor:
     """The gradient of a pool by dense weights: `(B, Q, K)`, `(B, Q, D)`, `(B, Q, K)` to `(B, size, D)`."""
     if not finite(query):
-        return gathered_pool_gradient(g, query, index, size, normal, marked)
+        return gathered_pool_gradient(g, query, keys, size)
     out = query.new_zeros((query.shape[0], size, query.shape[2]), dtype=accumulator(query.dtype))
-    for b, q, weights in _weights(g, index, size, normal, marked, share):
+    for b, q, weights in _weights(g, keys, size, share):
         _product(weights.transpose(1, 2), query[b, q].conj(), out[b], add=q.start > 0)
     return out.to(query.dtype)
 
 
-def pooled_gradients(
-    g: Tensor,
-    query: Tensor,
-    pool: Tensor,
-    index: Tensor,
-    normal: Normal | None = None,
-    marked: bool = True,
-    share: int = 1,
-) -> tuple[Tensor, Tensor]:
+def pooled_gradients(g: Tensor, query: Tensor, pool: Tensor, keys: Keys, share: int = 1) -> tuple[Tensor, Tensor]:
     """Both gradients, from dense weights that are scattered once; the gathered way where an operand is not finite.
 
         s[q, k] = query[q] . pool[x(q, k)]   gives, with W[q, m] = sum of g[q, k] over the k with x(q, k) = m,
@@ -138,31 +116,27 @@ def pooled_gradients(
         g: `(B, Q, K)`, the gradient of the scores.
         query: `(B, Q, D)`.
         pool: `(B, M, D)`.
-        index: `(B, Q, K)` integers in `[0, M]`.
-        normal: as in `pooled_scores`.
-        marked: as in `pooled_scores`.
+        keys: `(B, Q, K)` integers.
         share: as in `pooled_scores`.
 
     Returns:
         `(B, Q, D)` and `(B, M, D)`.
     """
     if not (finite(query) and finite(pool)):
-        return gathered_gradients(g, query, pool, index, normal, marked)
+        return gathered_gradients(g, query, pool, keys)
     grad_query = query.new_zeros(query.shape)
     grad_pool = pool.new_zeros(pool.shape, dtype=accumulator(pool.dtype))
-    for b, q, weights in _weights(g, index, pool.shape[1], normal, marked, share):
+    for b, q, weights in _weights(g, keys, pool.shape[1], share):
         _product(weights, pool[b].conj(), grad_query[b, q])
         _product(weights.transpose(1, 2), query[b, q].conj(), grad_pool[b], add=q.start > 0)
     return grad_query, grad_pool.to(pool.dtype)
 
 
-def gathered_scores(
-    query: Tensor, pool: Tensor, index: Tensor, normal: Normal | None = None, marked: bool = True
-) -> Tensor:
+def gathered_scores(query: Tensor, pool: Tensor, keys: Keys) -> Tensor:
     """Scores by fetching the asked rows; arguments and result as in `pooled_scores`."""
     query, pool = query.resolve_conj(), pool.resolve_conj()
-    out = query.new_zeros(index.shape)
-    for b, q, rows in _fetched(pool, index, normal, marked):
+    out = query.new_zeros(keys.values.shape)
+    for b, q, rows in _fetched(pool, keys):
         # A row times many columns runs several times as fast as many rows times a column.
         scores = torch.bmm(query[b, q].to(rows.dtype).reshape(-1, 1, rows.shape[3]), rows.flatten(0, 1).transpose(1, 2))
         out[b, q].copy_(scores.view(rows.shape[:3]))
@@ -170,52 +144,48 @@ def gathered_scores(
     return out
 
 
-def gathered_query_gradient(
-    g: Tensor, pool: Tensor, index: Tensor, normal: Normal | None = None, marked: bool = True
-) -> Tensor:
+def gathered_query_gradient(g: Tensor, pool: Tensor, keys: Keys) -> Tensor:
     """The gradient of the query from the asked rows; arguments and result as in `pooled_query_gradient`."""
     g, pool = g.resolve_conj(), pool.resolve_conj()
-    out = pool.new_zeros((*index.shape[:2], pool.shape[2]))
-    if _bagged(pool, index, marked):
-        k = index.shape[2]
-        for b, q, table, chosen, _ in _rows(pool, index, normal, False, _bag_bytes(k, pool.shape[2], pool.dtype)):
+    out = pool.new_zeros((*keys.values.shape[:2], pool.shape[2]))
+    if _bagged(pool, keys):
+        k = keys.values.shape[2]
+        for b, q, table, chosen, _ in _rows(pool, keys, False, _bag_bytes(k, pool.shape[2], pool.dtype)):
             weights = g[b, q].reshape(-1, k)
             sums = embedding_bag(chosen.reshape(-1, k), table, per_sample_weights=weights, mode="sum")
             out[b, q].copy_(sums.view(out[b, q].shape))
             del chosen, weights, sums
         return out
-    for b, q, rows in _fetched(pool, index, normal, marked):
+    for b, q, rows in _fetched(pool, keys):
         sums = torch.bmm(g[b, q].to(rows.dtype).reshape(-1, 1, rows.shape[2]), rows.flatten(0, 1).conj())
         out[b, q].copy_(sums.view(out[b, q].shape))
         del sums
     return out
 
 
-def gathered_pool_gradient(
-    g: Tensor, query: Tensor, index: Tensor, size: int, normal: Normal | None = None, marked: bool = True
-) -> Tensor:
+def gathered_pool_gradient(g: Tensor, query: Tensor, keys: Keys, size: int) -> Tensor:
     """The gradient of a pool by adding a row for each asked score; as `pooled_pool_gradient`."""
     g, query = g.resolve_conj(), query.resolve_conj()
-    batch, queries, k = index.shape
+    batch, queries, k = keys.values.shape
     d, wide = query.shape[2], accumulator(query.dtype)
     out = torch.zeros((batch, size, d), dtype=wide, device="cpu")
-    if _nothing(index, normal, size, d):
+    if _nothing(keys, size, d):
         return out.to(query.dtype)
     if sorts(queries, k, size, query.dtype):
         blocks, _ = _blocks(batch, queries, k * SORTED_ROW_BYTES, SORTED_BYTES)
         for b, q in blocks:
-            _add_sorted(out[b], g[b, q], query[b, q], _chosen(index[b, q], normal))
+            _add_sorted(out[b], g[b, q], query[b, q], _chosen(keys, keys.values[b, q]))
         return out
     flat = out.view(batch * size, d)
     first = torch.arange(batch, device="cpu")[:, None, None] * size
     blocks, count = _blocks(batch, queries, k * d * wide.itemsize, FETCHED_BYTES)
     buffer = torch.empty(count * k * d, dtype=wide, device="cpu")
     for b, q in blocks:
-        chosen = _chosen(index[b, q], normal)
+        chosen = _chosen(keys, keys.values[b, q])
         terms = _shaped(buffer, (*chosen.shape, d))
         torch.mul(g[b, q, :, None].to(wide), query[b, q, None, :].conj().to(wide), out=terms)
         rows, terms = (chosen + first[b]).reshape(-1), terms.view(-1, d)
-        dropped = (chosen == size).reshape(-1).nonzero().view(-1) if marked else None
+        dropped = (chosen == size).reshape(-1).nonzero().view(-1) if keys.marked else None
         if dropped is not None and len(dropped):  # They add zero somewhere.
             rows.index_fill_(0, dropped, 0)
             terms.index_fill_(0, dropped, 0)
@@ -242,12 +212,9 @@ def _add_sorted(out: Tensor, g: Tensor, query: Tensor, chosen: Tensor) -> None:
     out += sums.view(out.shape)
 
 
-def gathered_gradients(
-    g: Tensor, query: Tensor, pool: Tensor, index: Tensor, normal: Normal | None = None, marked: bool = True
-) -> tuple[Tensor, Tensor]:
+def gathered_gradients(g: Tensor, query: Tensor, pool: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
     """Both gradients by fetched rows; arguments and results as in `pooled_gradients`."""
-    to_query = gathered_query_gradient(g, pool, index, normal, marked)
-    return to_query, gathered_pool_gradient(g, query, index, pool.shape[1], normal, marked)
+    return gathered_query_gradient(g, pool, keys), gathered_pool_gradient(g, query, keys, pool.shape[1])
 
 
 def pooled_scratch_bytes(
@@ -315,17 +282,16 @@ def _blocks(batch: int, queries: int, bytes_each: int, limit: int) -> tuple[list
     return [(slice(b, b + 1), span) for b in range(batch) for span in spans], -(-queries // parts)
 
 
-def _dense(
-    shape: torch.Size, m: int, dtype: torch.dtype, marked: bool, share: int
-) -> tuple[Tensor, list[tuple[slice, slice]]]:
+def _dense(keys: Keys, m: int, dtype: torch.dtype, share: int) -> tuple[Tensor, list[tuple[slice, slice]]]:
     """A buffer `(queries, M or more)` for the dense scores of a block, and the blocks.
 
     Only a marked index may reach past the pool; without columns there, entries of the batch lie as torch multiplies
     them all at once.
     """
     columns = (m // ALIGN + 1) * ALIGN
-    blocks, count = _blocks(shape[0], shape[1], columns * accumulator(dtype).itemsize, DENSE_BYTES // share)
-    return torch.empty((count, columns if marked else m), dtype=accumulator(dtype), device="cpu"), blocks
+    batch, queries, _ = keys.values.shape
+    blocks, count = _blocks(batch, queries, columns * accumulator(dtype).itemsize, DENSE_BYTES // share)
+    return torch.empty((count, columns if keys.marked else m), dtype=accumulator(dtype), device="cpu"), blocks
 
 
 def _block(buffer: Tensor, b: slice, q: slice) -> Tensor:
@@ -333,26 +299,26 @@ def _block(buffer: Tensor, b: slice, q: slice) -> Tensor:
     return buffer[: prod(shape)].unflatten(0, shape)
 
 
-def _nothing(index: Tensor, normal: Normal | None, *sizes: int) -> bool:
+def _nothing(keys: Keys, *sizes: int) -> bool:
     """Whether there is nothing to read or write; the index is checked all the same."""
-    if index.numel() and all(sizes):
+    if keys.values.numel() and all(sizes):
         return False
-    if normal is not None:
-        normal(index)
+    keys.part(keys.values)
     return True
 
 
-def _at(act: Callable[[Place, Tensor], None], part: Tensor, normal: Normal | None) -> None:
-    """Read or write at a part of an index: at once, or, where torch refuses or cannot read it, piece by piece."""
-    if part.dtype == torch.int64:
-        with suppress(RuntimeError) if normal is not None else nullcontext():
-            act((slice(None), slice(None)), part)
+def _at(act: Callable[[Place, Tensor], None], keys: Keys, b: slice, q: slice) -> None:
+    """Read or write at a block of an index: at once, or, where torch refuses or cannot read it, piece by piece."""
+    block = keys.values[b, q]
+    if block.dtype == torch.int64:
+        with suppress(RuntimeError) if keys.normal is not None else nullcontext():
+            act((slice(None), slice(None)), block)
             return
-    step = max(1, COPIED_KEYS // max(1, part.shape[2]))
-    for entry in range(part.shape[0]):
-        for low in range(0, part.shape[1], step):
+    step = max(1, COPIED_KEYS // max(1, block.shape[2]))
+    for entry in range(block.shape[0]):
+        for low in range(0, block.shape[1], step):
             at = slice(entry, entry + 1), slice(low, low + step)
-            act(at, _chosen(part[at], normal))
+            act(at, _chosen(keys, block[at]))
 
 
 def finite(x: Tensor) -> bool:
@@ -363,29 +329,27 @@ def finite(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex()) or bool(x.sum().isfinite())
 
 
-def _weights(
-    g: Tensor, index: Tensor, m: int, normal: Normal | None, marked: bool, share: int
-) -> Iterator[tuple[slice, slice, Tensor]]:
+def _weights(g: Tensor, keys: Keys, m: int, share: int) -> Iterator[tuple[slice, slice, Tensor]]:
     """The dense weights `W[b, q, m]` of each block: the gradients of the scores, added up where their index is m."""
-    if _nothing(index, normal, m):
+    if _nothing(keys, m):
         return
     g = g.resolve_conj()
-    buffer, blocks = _dense(index.shape, m, g.dtype, marked, share)
+    buffer, blocks = _dense(keys, m, g.dtype, share)
     for b, q in blocks:
         weights, terms = _block(buffer, b, q), g[b, q].to(buffer.dtype)
 
         def add(at: Place, chosen: Tensor, weights: Tensor = weights, terms: Tensor = terms) -> None:
             weights[at].zero_().scatter_add_(2, chosen, terms[at])
 
-        _at(add, index[b, q], normal)
+        _at(add, keys, b, q)
         yield b, q, weights[..., :m]
 
 
-def _bagged(pool: Tensor, index: Tensor, marked: bool) -> bool:
+def _bagged(pool: Tensor, keys: Keys) -> bool:
     """Whether rows of the pool can be added up where they lie: one after the other, and none is dropped."""
     if pool.dtype not in BAGGED or pool.stride()[1:] != (pool.shape[2], 1):
         return False
-    return not (marked and index.numel() and int(index.max()) == pool.shape[1])
+    return not (keys.marked and keys.values.numel() and int(keys.values.max()) == pool.shape[1])
 
 
 def _bag_bytes(keys: int, size_d: int, dtype: torch.dtype) -> int:
@@ -399,19 +363,19 @@ def sorts(queries: int, keys: int, size: int, dtype: torch.dtype) -> bool:
 
 
 def _rows(
-    pool: Tensor, index: Tensor, normal: Normal | None, marked: bool, bytes_each: int
+    pool: Tensor, keys: Keys, marked: bool, bytes_each: int
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor | None]]:
     """Blocks of the index as row numbers of a table, and which of them are dropped, if some are."""
     batch, m, d = pool.shape
-    if _nothing(index, normal, m, d):
+    if _nothing(keys, m, d):
         return
     shared, joined = pool.stride(0) == 0, pool.stride(0) == m * pool.stride(1)
     table = pool[0] if shared or not joined else pool.view(batch * m, d)
-    blocks, _ = _blocks(batch, index.shape[1], bytes_each, FETCHED_BYTES)
+    blocks, _ = _blocks(batch, keys.values.shape[1], bytes_each, FETCHED_BYTES)
     if not (shared or joined):
         blocks = [(slice(i, i + 1), q) for b, q in blocks for i in range(b.start, b.stop)]
     for b, q in blocks:
-        chosen, dropped = _chosen(index[b, q], normal), None
+        chosen, dropped = _chosen(keys, keys.values[b, q]), None
         if marked:
             dropped = (chosen == m).reshape(-1).nonzero().reshape(-1)
             chosen = chosen.clamp(max=m - 1) if len(dropped) else chosen
@@ -423,12 +387,12 @@ def _rows(
         del chosen, dropped  # before the next are made, as everywhere here
 
 
-def _fetched(pool: Tensor, index: Tensor, normal: Normal | None, marked: bool) -> Iterator[tuple[slice, slice, Tensor]]:
+def _fetched(pool: Tensor, keys: Keys) -> Iterator[tuple[slice, slice, Tensor]]:
     """The asked rows `(B, Q, K, D)` of each block, zero where dropped."""
-    (batch, _, d), wide, k = pool.shape, accumulator(pool.dtype), index.shape[2]
-    _, count = _blocks(batch, index.shape[1], k * d * wide.itemsize, FETCHED_BYTES)
+    (batch, _, d), wide, k = pool.shape, accumulator(pool.dtype), keys.values.shape[2]
+    _, count = _blocks(batch, keys.values.shape[1], k * d * wide.itemsize, FETCHED_BYTES)
     buffer = torch.empty(count * k * d, dtype=wide, device="cpu")
-    for b, q, table, chosen, dropped in _rows(pool, index, normal, marked, k * d * wide.itemsize):
+    for b, q, table, chosen, dropped in _rows(pool, keys, keys.marked, k * d * wide.itemsize):
         rows = _shaped(buffer, (chosen.numel(), d))
         if rows.dtype == table.dtype:
             torch.index_select(table, 0, chosen.reshape(-1), out=rows)
@@ -440,8 +404,9 @@ def _fetched(pool: Tensor, index: Tensor, normal: Normal | None, marked: bool) -
         del chosen, dropped
 
 
-def _chosen(part: Tensor, normal: Normal | None) -> Tensor:
-    return (part if normal is None else normal(part)).long()
+def _chosen(keys: Keys, part: Tensor) -> Tensor:
+    chosen: Tensor = keys.part(part)
+    return chosen.long()
 
 
 def _product(x: Tensor, y: Tensor, out: Tensor, add: bool = False) -> None:

@@ -10,23 +10,28 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 import jax.numpy as jnp  # noqa: E402
 
 from planner.kernels import jax_pooled  # noqa: E402
+from planner.kernels.keys import Keys  # noqa: E402
 
 DTYPES = ("float32", "bfloat16", "int32", "complex64")
 # (batch, queries, pool, D, keys): a handful, since each compiles once per dtype and way.
 SHAPES = ((2, 5, 4, 3, 6), (1, 1, 1, 1, 1), (0, 2, 3, 2, 2), (2, 0, 3, 2, 2), (2, 3, 0, 2, 2),
           (2, 3, 4, 0, 2), (2, 3, 4, 2, 0))  # fmt: skip
 WAYS = ("pooled", "gathered")
-OPTIONS = ("normal", "marked")
-STATIC = {
-    "scores": (*OPTIONS, "bad"),
-    "query_gradient": OPTIONS,
-    "pool_gradient": ("size", *OPTIONS),
-    "gradients": OPTIONS,
-}
+
+
+def jitted(name):
+    """A kernel, compiled; its last array is the index, and options say how that is read."""
+
+    def run(*arrays, size=None, **options):
+        return getattr(jax_pooled, name)(*arrays[:-1], Keys(arrays[-1], **options), *([] if size is None else [size]))
+
+    return jax.jit(run, static_argnames=("size", "normal", "marked", "bad"))
+
+
 RUN = {
-    f"{way}_{kind}": jax.jit(getattr(jax_pooled, f"{way}_{kind}"), static_argnames=static)
+    f"{way}_{kind}": jitted(f"{way}_{kind}")
     for way in WAYS
-    for kind, static in STATIC.items()
+    for kind in ("scores", "query_gradient", "pool_gradient", "gradients")
 }
 
 

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from planner.errors import IndexRangeError  # noqa: E402
 from planner.kernels import torch_pooled  # noqa: E402
+from planner.kernels.keys import Keys  # noqa: E402
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "complex64")
 
@@ -108,10 +109,11 @@ def test_both_ways_are_plain_indexing(case, dtype, index_dtype):
                 name: getattr(torch_pooled, f"{way}_{name}")
                 for name in ("scores", "query_gradient", "pool_gradient", "gradients")
             }
-            same(kernel["scores"](query, pool, index), scores, dtype)
-            same(kernel["query_gradient"](g, pool, index), grad_query, dtype)
-            same(kernel["pool_gradient"](g, query, index, m), grad_pool, dtype)
-            both = kernel["gradients"](g, query, pool, index)
+            keys = Keys(index)
+            same(kernel["scores"](query, pool, keys), scores, dtype)
+            same(kernel["query_gradient"](g, pool, keys), grad_query, dtype)
+            same(kernel["pool_gradient"](g, query, keys, m), grad_pool, dtype)
+            both = kernel["gradients"](g, query, pool, keys)
             same(both[0], grad_query, dtype)
             same(both[1], grad_pool, dtype)
 
@@ -154,10 +156,10 @@ def test_an_index_as_given_is_brought_into_range_or_refused(case, index_dtype, r
                 kernel, size = getattr(torch_pooled, f"{way}_{name}"), [m] * (name == "pool_gradient")
                 if bad:
                     with pytest.raises(IndexRangeError, match="refused"):
-                        kernel(*arguments, index, *size, normal, marked=False)
+                        kernel(*arguments, Keys(index, normal, marked=False), *size)
                     continue
-                found = kernel(*arguments, index, *size, normal, marked=False)
-                expected = kernel(*arguments, positive, *size)
+                found = kernel(*arguments, Keys(index, normal, marked=False), *size)
+                expected = kernel(*arguments, Keys(positive), *size)
                 for x, y in zip(*(r if isinstance(r, tuple) else (r,) for r in (found, expected)), strict=True):
                     assert torch.equal(x, y)
 
@@ -166,7 +168,7 @@ def test_an_index_as_given_is_brought_into_range_or_refused(case, index_dtype, r
 def test_dropped_scores_are_zero_beside_values_that_are_not_finite(way):
     pool = torch.full((1, 3, 2), torch.nan)
     pool[0, 0] = 1
-    scores = getattr(torch_pooled, f"{way}_scores")(torch.ones(1, 1, 2), pool, torch.tensor([[[3, 0, 3]]]))
+    scores = getattr(torch_pooled, f"{way}_scores")(torch.ones(1, 1, 2), pool, Keys(torch.tensor([[[3, 0, 3]]])))
     assert scores.tolist() == [[[0, 2, 0]]]
 
 
@@ -191,11 +193,11 @@ def test_scratch_stays_within_its_bound(dtype, b, q, m, keys, index_dtype, layou
         for shape in ((b, q, d), (b, m, d), (b, q, keys))
     )
     index = torch.from_numpy(np.random.default_rng(0).integers(0, m + (not given), (b, q, keys))).to(index_dtype)
-    options = {"normal": lambda part: part, "marked": False} if given else {}
+    keyed = Keys(index, lambda part: part, marked=False) if given else Keys(index)
     sizes = (b, q, m, d, keys, dtype, index.itemsize)
     calls = {
-        "scores": (query, pool, index), "query_gradient": (g, pool, index), "pool_gradient": (g, query, index, m),
-        "gradients": (g, query, pool, index),
+        "scores": (query, pool, keyed), "query_gradient": (g, pool, keyed), "pool_gradient": (g, query, keyed, m),
+        "gradients": (g, query, pool, keyed),
     }  # fmt: skip
     for way in ("pooled", "gathered"):
         for name, arguments in calls.items():
@@ -206,7 +208,7 @@ def test_scratch_stays_within_its_bound(dtype, b, q, m, keys, index_dtype, layou
             run = getattr(torch_pooled, f"{way}_{name}")
             cpu = [torch.profiler.ProfilerActivity.CPU]
             with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
-                result = run(*arguments, **options)
+                result = run(*arguments)
             events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
             held = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
             results = result if isinstance(result, tuple) else (result,)
