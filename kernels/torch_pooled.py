@@ -172,15 +172,14 @@ def gathered_pool_gradient(g: Tensor, query: Tensor, keys: Keys, size: int) -> T
     if _nothing(keys, size, d):
         return out.to(query.dtype)
     if sorts(queries, k, size, query.dtype):
-        blocks, _ = _blocks(batch, queries, k * SORTED_ROW_BYTES, SORTED_BYTES)
-        for b, q in blocks:
+        for b, q in _blocks(batch, queries, k * SORTED_ROW_BYTES, SORTED_BYTES):
             _add_sorted(out[b], g[b, q], query[b, q], _chosen(keys, keys.values[b, q]))
         return out
     flat = out.view(batch * size, d)
     first = torch.arange(batch, device="cpu")[:, None, None] * size
-    blocks, count = _blocks(batch, queries, k * d * wide.itemsize, FETCHED_BYTES)
-    buffer = torch.empty(count * k * d, dtype=wide, device="cpu")
-    for b, q in blocks:
+    sizes = batch, queries, k * d * wide.itemsize, FETCHED_BYTES
+    buffer = torch.empty(_queries(*sizes) * k * d, dtype=wide, device="cpu")
+    for b, q in _blocks(*sizes):
         chosen = _chosen(keys, keys.values[b, q])
         terms = _shaped(buffer, (*chosen.shape, d))
         torch.mul(g[b, q, :, None].to(wide), query[b, q, None, :].conj().to(wide), out=terms)
@@ -230,7 +229,7 @@ def pooled_scratch_bytes(
     """Upper bound of what each `pooled_*` function allocates beside its results."""
     wide = accumulator(dtype).itemsize
     row = (pool // ALIGN + 1) * ALIGN * wide
-    _, count = _blocks(batch, queries, row, DENSE_BYTES // share)
+    count = _queries(batch, queries, row, DENSE_BYTES // share)
     copied = 0 if index_itemsize == 8 else 8 * min(count * keys, max(COPIED_KEYS, keys))
     needed = count * row + copied + 2048
     if accumulator(dtype) != dtype:
@@ -255,34 +254,44 @@ def gathered_scratch_bytes(
         return max(gathered_scratch_bytes(one, *sizes) for one in ("query_gradient", "pool_gradient"))
     wide = accumulator(dtype).itemsize
     if what == "pool_gradient" and sorts(queries, keys, pool, dtype):
-        _, count = _blocks(batch, queries, SORTED_ROW_BYTES * keys, SORTED_BYTES)
+        count = _queries(batch, queries, SORTED_ROW_BYTES * keys, SORTED_BYTES)
         groups = -(-count // max(1, queries)) * pool
         return count * (keys * (SORTED_ROW_BYTES + wide) + size_d * wide) + groups * (32 + size_d * wide) + 2048
-    _, count = _blocks(batch, queries, keys * size_d * wide, FETCHED_BYTES)
+    count = _queries(batch, queries, keys * size_d * wide, FETCHED_BYTES)
     chosen = count * keys
     # The rows, their scores, and their numbers: from the index, moved to the batch's place, and those dropped.
     needed = chosen * size_d * wide + count * max(keys, size_d) * wide + 8 * chosen * (2 + (index_itemsize != 8)) + 2048
     if accumulator(dtype) != dtype:
         needed += chosen * size_d * dtype.itemsize + wide * (count * (size_d + keys) + batch * pool * size_d)
     if what == "query_gradient" and dtype in BAGGED:  # Which way it goes depends on the pool's strides too.
-        _, count = _blocks(batch, queries, _bag_bytes(keys, size_d, dtype), FETCHED_BYTES)
+        count = _queries(batch, queries, _bag_bytes(keys, size_d, dtype), FETCHED_BYTES)
         needed = max(needed, count * (keys * (16 + 8 * (index_itemsize != 8)) + 40 + size_d * wide) + 2048)
     return needed
 
 
-def _blocks(batch: int, queries: int, bytes_each: int, limit: int) -> tuple[list[tuple[slice, slice]], int]:
-    """Slices of batch and queries within a limit of bytes, and the most queries that one of them has."""
+def _cut(batch: int, queries: int, bytes_each: int, limit: int) -> tuple[int, int]:
+    """How many entries of the batch a block has within a limit of bytes, and in how many parts their queries come."""
     most = max(1, limit // max(1, bytes_each))
     if most >= queries:
-        step = max(1, min(batch, most // max(1, queries)))
-        return [(slice(b, min(b + step, batch)), slice(0, queries)) for b in range(0, batch, step)], step * queries
-    parts = -(-queries // most)
-    cuts = [queries * part // parts for part in range(parts + 1)]
-    spans = [slice(low, high) for low, high in zip(cuts, cuts[1:], strict=False)]
-    return [(slice(b, b + 1), span) for b in range(batch) for span in spans], -(-queries // parts)
+        return max(1, min(batch, most // max(1, queries))), 1
+    return 1, -(-queries // most)
 
 
-def _dense(keys: Keys, m: int, dtype: torch.dtype, share: int) -> tuple[Tensor, list[tuple[slice, slice]]]:
+def _queries(batch: int, queries: int, bytes_each: int, limit: int) -> int:
+    """The most queries that a block has."""
+    entries, parts = _cut(batch, queries, bytes_each, limit)
+    return entries * -(-queries // parts)
+
+
+def _blocks(batch: int, queries: int, bytes_each: int, limit: int) -> Iterator[Place]:
+    """The blocks: slices of batch and queries within a limit of bytes."""
+    entries, parts = _cut(batch, queries, bytes_each, limit)
+    for b in range(0, batch, entries):
+        for part in range(parts):
+            yield slice(b, min(b + entries, batch)), slice(queries * part // parts, queries * (part + 1) // parts)
+
+
+def _dense(keys: Keys, m: int, dtype: torch.dtype, share: int) -> tuple[Tensor, Iterator[Place]]:
     """A buffer `(queries, M or more)` for the dense scores of a block, and the blocks.
 
     Only a marked index may reach past the pool; without columns there, entries of the batch lie as torch multiplies
@@ -290,8 +299,9 @@ def _dense(keys: Keys, m: int, dtype: torch.dtype, share: int) -> tuple[Tensor, 
     """
     columns = (m // ALIGN + 1) * ALIGN
     batch, queries, _ = keys.values.shape
-    blocks, count = _blocks(batch, queries, columns * accumulator(dtype).itemsize, DENSE_BYTES // share)
-    return torch.empty((count, columns if keys.marked else m), dtype=accumulator(dtype), device="cpu"), blocks
+    sizes = batch, queries, columns * accumulator(dtype).itemsize, DENSE_BYTES // share
+    shape = _queries(*sizes), columns if keys.marked else m
+    return torch.empty(shape, dtype=accumulator(dtype), device="cpu"), _blocks(*sizes)
 
 
 def _block(buffer: Tensor, b: slice, q: slice) -> Tensor:
@@ -371,9 +381,9 @@ def _rows(
         return
     shared, joined = pool.stride(0) == 0, pool.stride(0) == m * pool.stride(1)
     table = pool[0] if shared or not joined else pool.view(batch * m, d)
-    blocks, _ = _blocks(batch, keys.values.shape[1], bytes_each, FETCHED_BYTES)
+    blocks = _blocks(batch, keys.values.shape[1], bytes_each, FETCHED_BYTES)
     if not (shared or joined):
-        blocks = [(slice(i, i + 1), q) for b, q in blocks for i in range(b.start, b.stop)]
+        blocks = ((slice(i, i + 1), q) for b, q in blocks for i in range(b.start, b.stop))
     for b, q in blocks:
         chosen, dropped = _chosen(keys, keys.values[b, q]), None
         if marked:
@@ -390,7 +400,7 @@ def _rows(
 def _fetched(pool: Tensor, keys: Keys) -> Iterator[tuple[slice, slice, Tensor]]:
     """The asked rows `(B, Q, K, D)` of each block, zero where dropped."""
     (batch, _, d), wide, k = pool.shape, accumulator(pool.dtype), keys.values.shape[2]
-    _, count = _blocks(batch, keys.values.shape[1], k * d * wide.itemsize, FETCHED_BYTES)
+    count = _queries(batch, keys.values.shape[1], k * d * wide.itemsize, FETCHED_BYTES)
     buffer = torch.empty(count * k * d, dtype=wide, device="cpu")
     for b, q, table, chosen, dropped in _rows(pool, keys, keys.marked, k * d * wide.itemsize):
         rows = _shaped(buffer, (chosen.numel(), d))

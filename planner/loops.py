@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from planner.cost import Cost, PlanCost, StepCost, itemsize
 from planner.derive import sliced
@@ -133,7 +134,7 @@ def loop_programs(
     requires: Sequence[bool],
     dtype: str,
     device: Device,
-    strided: bool,
+    backend: str,
 ) -> Programs:
     """Return both programs of a loop, each a single step.
 
@@ -145,8 +146,9 @@ def loop_programs(
         requires: which of them need a gradient.
         dtype: dtype of the computation.
         device: rates.
-        strided: whether slices of operands are views, whose copies are then part of what a slice costs.
+        backend: name of the framework that runs it.
     """
+    framework = load_backend(backend)
     name = "loop over " + ", ".join(f"{axis} by {size}" for axis, size in axes)
     count = len(operands)
     result = Variable(spec.output_shape, dtype, count)
@@ -156,22 +158,25 @@ def loop_programs(
         *(Variable(x.shape, x.dtype, count + 2 + i) for i, x in enumerate(operands)),
     )  # fmt: skip
     largest = dict(axes)
-    # Slices are not flat where the cut axis is not the first. Where operands have strides, the body's steps say what of
-    # them is copied; elsewhere, and of index arrays and output gradients, a slice counts as a copy.
+    # A loop that XLA compiles has arrays for slices. Elsewhere slices are views, not flat where the cut axis is not the
+    # first: where operands have strides, the body's steps say what of them is copied; without strides, and of index
+    # arrays and output gradients, such a slice counts as a copy.
+    slice_bytes = partial(_slice_bytes, spec=spec, largest=largest, views=not framework.compiles)
     copied = 0
-    if not strided:
-        copied = sum(_slice_bytes(term, x.dtype, spec, largest) for term, x in zip(spec.inputs, operands, strict=True))
-    copied += sum(_slice_bytes(gather.axes, "int64", spec, largest) for gather in spec.gathers)
+    if not framework.strided:
+        copied = sum(slice_bytes(term, x.dtype) for term, x in zip(spec.inputs, operands, strict=True))
+    copied += sum(slice_bytes(gather.axes, "int64") for gather in spec.gathers)
 
-    def step(op: Op, costs: Sequence[tuple[Cost, int]], outputs: Sequence[tuple[int, Term]], scratch: int) -> Step:
+    def step(op: Op, costs: Sequence[tuple[Cost, int]], outputs: Sequence[tuple[int, Term]], copied: int) -> Step:
+        scratch = copied
         made = sum(variables[v].bytes for v, _ in outputs)
         flops, moved, seconds = 0, 0, 0.0
         for cost, times in costs:
             flops += times * cost.flops
             moved += times * cost.bytes_moved
             seconds += times * cost.seconds
+        slices = math.prod(-(-spec.size(axis) // size) for axis, size in axes)
         for v, term in outputs:
-            slices = math.prod(-(-spec.size(axis) // size) for axis, size in axes)
             elements = math.prod(min(largest.get(e, spec.size(e)), spec.size(e)) if isinstance(e, str) else
                                  spec.size(e) for e in term)  # fmt: skip
             written = (2 if covers(axes, term) else 3) * elements * itemsize(accumulator(variables[v].dtype))
@@ -182,6 +187,9 @@ def loop_programs(
                 scratch += math.prod(variables[v].shape) * 4
         # Each operand is cut anew in every slice.
         seconds += sum(times for _, times in costs) * count * device.launch_seconds
+        if framework.compiles:
+            moved += slices * 2 * copied
+            seconds += slices * device.moving_seconds(2 * copied)
         scratch += max((cost.peak_bytes for cost, _ in costs), default=0)
         chosen = Choice(name, StepCost(flops, moved, 0, scratch, round(seconds * 1e12)))
         given = tuple(range(count)) if not op.pair else (count + 1, *range(count))
@@ -199,7 +207,7 @@ def loop_programs(
     if any(requires):
         outputs = [(v, spec.inputs[i]) for i, v in enumerate(gradients) if v is not None]
         costs = [(c.backward, n) for c, n in bodies if c.backward is not None]
-        copied += _slice_bytes(spec.output, dtype, spec, largest)
+        copied += slice_bytes(spec.output, dtype)
         back = step(Op(spec, dtype, pair=True), costs, outputs, copied)
         backward, back_cost = program(back, (*there, count + 1), tuple(v for v, _ in outputs))
     return Programs(
@@ -207,10 +215,10 @@ def loop_programs(
     )  # fmt: skip
 
 
-def _slice_bytes(term: Term, dtype: str, spec: Spec, largest: Mapping[str, int]) -> int:
-    """Bytes of a slice of an array where it may have to be copied to be flat: some longer axis precedes a cut one."""
+def _slice_bytes(term: Term, dtype: str, spec: Spec, largest: Mapping[str, int], views: bool) -> int:
+    """Bytes of a slice, if it is copied: any but of a whole array; of views where a longer axis precedes a cut one."""
     cut = [d for d, e in enumerate(term) if e in largest]
-    if not cut or all(spec.size(e) == 1 for e in term[: max(cut)] if e not in largest) and len(cut) == 1:
+    if not cut or views and all(spec.size(e) == 1 for e in term[: max(cut)] if e not in largest) and len(cut) == 1:
         return 0
     return math.prod(largest.get(e, spec.size(e)) if isinstance(e, str) else spec.size(e) for e in term) * itemsize(
         dtype

@@ -230,9 +230,14 @@ def kept_nodes(tree: Tree, requires: Sequence[bool]) -> tuple[Node, ...]:
         requires: which operands need a gradient.
     """
     found: list[Node] = []
+    needs: dict[int, bool] = {}
 
     def needs_gradient(tree: Tree) -> bool:
-        return requires[tree.operand] if isinstance(tree, Leaf) else any(map(needs_gradient, tree.children))
+        if isinstance(tree, Leaf):
+            return requires[tree.operand]
+        if id(tree) not in needs:
+            needs[id(tree)] = any(needs_gradient(child) for child in tree.children)
+        return needs[id(tree)]
 
     def visit(node: Node, recomputed: bool) -> None:
         reads = read_by_gradients([needs_gradient(child) for child in node.children])

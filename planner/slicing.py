@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from planner.dispatch import load_backend
 from planner.errors import SearchLimitError
 from planner.loops import loop_programs, resized, slice_counts, slice_of
 from planner.objective import plan_key, step_key
@@ -16,13 +15,15 @@ from planner.plan import Loop, Options, Plan
 from planner.problem import Candidate, Problem, given_variables, keeps_within, searched
 from planner.program import Lowerer, Programs, Tree, build, keeping
 from planner.search.dynamic import NO_LIMITS, Limits
-from planner.spec import Spec
+from planner.spec import Spec, term_axes
 
 __all__ = ["can_be_cut", "loop_candidates", "looped"]
 
 # Without limits, loops over slices are considered where a plan allocates this much beyond its results.
 LARGE_BYTES = 1 << 25
 MOST_LOOPS, MOST_SLICES = 3, 4096
+# Steps that may be priced for it, without limits and with; each takes 50 to 200 us.
+PRICED_STEPS, PRICED_STEPS_LIMITED = 15_000, 60_000
 # Loops predicted to take no more than this times the fastest are as fast: no prediction is that exact.
 CLOSE = 1.05
 
@@ -32,9 +33,9 @@ def loop_candidates(
 ) -> Iterator[Candidate]:
     """Candidates that go slice by slice: where a limit asks for it, or where large intermediates cost time.
 
-    Axes are added one at a time, each time the one whose slices serve best, until nothing gets better. Slices are
-    priced with the trees that were found for the whole, and with trees made for slices of one element. Of slices
-    that take about the same time, those with the least peak are taken.
+    Axes are added one at a time, each time the one whose slices serve best, until nothing gets better or enough were
+    tried: first those of the largest values. Slices are priced with the trees that were found for the whole, and with
+    trees made for slices of one element. Of slices that take about the same time, those with the least peak are taken.
     """
     limits = Limits(options.memory_limit, options.retain_limit)
     limited = limits != NO_LIMITS
@@ -43,10 +44,12 @@ def loop_candidates(
     rival = min(allowed or candidates, key=lambda c: key(c.cost))
     if allowed and rival.cost.peak_bytes - _results_bytes(rival.programs) < LARGE_BYTES:
         return
+    lowerers = {name: Lowerer(problem.choices, step_key(name)) for name in ("time", "peak")}
     keys = ("time", "peak") if limited or options.minimize in ("peak", "retained") else ("time",)
     found: list[Candidate] = []
     trees = list(dict.fromkeys(keeping(c.tree, False) for c in candidates))
     axes: tuple[tuple[str, int], ...] = ()
+    left = PRICED_STEPS_LIMITED if limited else PRICED_STEPS
 
     def rank(c: Candidate) -> Any:
         over = max(0, c.cost.peak_bytes - options.memory_limit) if options.memory_limit is not None else 0
@@ -54,8 +57,8 @@ def loop_candidates(
 
     for _ in range(MOST_LOOPS):
         tried: list[Candidate] = []
-        for axis, size in problem.resolved.spec.sizes:
-            if size < 2 or axis in dict(axes) or not can_be_cut(problem.resolved.spec, axis):
+        for axis, size in _by_bytes(rival.programs, problem.resolved.spec):
+            if size < 2 or axis in dict(axes) or not can_be_cut(problem.resolved.spec, axis) or left <= 0:
                 continue
             pool = list(dict.fromkeys((*trees, *_slice_trees(problem, options, {**dict(axes), axis: 1}))))
             for step in _ladder(size):
@@ -63,7 +66,8 @@ def loop_candidates(
                 if math.prod(-(-problem.resolved.spec.size(a) // s) for a, s in cut) > MOST_SLICES:
                     continue
                 for tree, name in itertools.product(pool, keys):
-                    tried.append(_loop_candidate(problem, options, cut, tree, name, index_mode))
+                    tried.append(_loop_candidate(problem, options, cut, tree, lowerers[name], name, index_mode))
+                    left -= len(rival.programs.forward.steps) * (4 if any(problem.requires) else 1)
         if not tried:
             break
         best = min(tried, key=rank)
@@ -79,6 +83,15 @@ def loop_candidates(
         axes = best.loop.axes
         if keeps_within(best.cost, limits) and (not allowed or len(axes) > 1):
             break
+
+
+def _by_bytes(programs: Programs, spec: Spec) -> list[tuple[str, int]]:
+    """The axes and their sizes, first those of what the steps of a program make most of."""
+    made = dict.fromkeys(dict(spec.sizes), 0)
+    for step in programs.forward.steps:
+        for axis in {axis for term in step.op.spec.terms for axis in term_axes(term)}:
+            made[axis] += sum(programs.variables[v].bytes for v in step.outputs)
+    return sorted(spec.sizes, key=lambda pair: -made[pair[0]])
 
 
 def can_be_cut(spec: Spec, axis: str) -> bool:
@@ -120,13 +133,13 @@ def _loop_candidate(
     options: Options,
     axes: tuple[tuple[str, int], ...],
     tree: Tree,
+    lower: Lowerer,
     key: str,
     index_mode: str,
 ) -> Candidate:
-    """Price one loop with one tree."""
+    """Price one loop with one tree, whose steps are lowered by that key."""
     spec = problem.resolved.spec
     tree = keeping(tree, False)
-    lower = Lowerer(problem.choices, step_key(key))
     bodies, first = [], None
     for sizes, count in slice_counts(axes, spec):
         resolved, operands = slice_of(problem.resolved, problem.operands, sizes)
@@ -142,9 +155,8 @@ def _loop_candidate(
             )  # fmt: skip
     assert first is not None
     programs = loop_programs(
-        spec, axes, bodies, problem.variables, problem.requires, problem.dtype, problem.device,
-        load_backend(problem.backend).strided,
-    )  # fmt: skip
+        spec, axes, bodies, problem.variables, problem.requires, problem.dtype, problem.device, problem.backend
+    )
     return Candidate(programs, tree, lower, False, "sliced", Loop(axes, first))
 
 
@@ -157,7 +169,8 @@ def looped(plan: Plan, axes: Mapping[str, int]) -> Plan:
     """
     problem = Problem(plan.resolved, plan.operands, plan.dtype, plan.backend, plan.device)
     key = plan.options.minimize if isinstance(plan.options.minimize, str) else "time"
-    found = _loop_candidate(problem, plan.options, tuple(axes.items()), plan.tree, key, plan.index_mode)
+    lower = Lowerer(problem.choices, step_key(key))
+    found = _loop_candidate(problem, plan.options, tuple(axes.items()), plan.tree, lower, key, plan.index_mode)
     return dataclasses.replace(
         plan, tree=found.tree, programs=found.programs, proven=False, origin="sliced", loop=found.loop
     )
