@@ -10,7 +10,7 @@ from typing import Any
 from planner.errors import SearchLimitError
 from planner.objective import OBJECTIVES, plan_key
 from planner.plan import Alternative, Plan
-from planner.problem import AUTO_WORK, PATH_WORK, SEARCHES, Problem
+from planner.problem import AUTO_WORK, MOST_TRIED, PATH_WORK, SEARCHES, Problem
 from planner.program import Lowerer, Programs, keeping
 from planner.search.dynamic import Found
 from planner.search.paths import joined_by, left_to_right
@@ -34,6 +34,7 @@ def alternatives(plan: Plan, most: int) -> tuple[Alternative, ...]:
         if known is None:
             return
         tree = keeping(known.tree, False) if bare else known.tree
+        origin += ", keeps only the inputs" * bare
         programs = problem.programs(tree, lower)
         if _signature(programs) not in seen:
             seen.add(_signature(programs))
@@ -42,7 +43,7 @@ def alternatives(plan: Plan, most: int) -> tuple[Alternative, ...]:
             )
             found.append((key(programs.cost), other, origin))
 
-    exact = problem.exact_work() <= 20 * AUTO_WORK
+    exact = problem.exact_work() <= MOST_TRIED * AUTO_WORK
     for bare in (False, True) if any(problem.requires) else (False,):
         for objective in OBJECTIVES:
             if exact:

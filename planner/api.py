@@ -301,7 +301,10 @@ def _describe(backend: Backend, operand: Any, number: int) -> Operand:
                 f"{what} has {len(described.shape)} dimensions, but {len(operand.strides)} strides: give one for each"
             )
     elif framework_of(operand) != backend.name:
-        raise PlannerError(f"{what} is a {type(operand).__name__}, which is no {backend.name} array: convert it")
+        raise PlannerError(
+            f"{what} is a {type(operand).__name__}, which is no {backend.name} array: "
+            "convert it, or to plan without one pass planner.Operand(shape, dtype)"
+        )
     else:
         try:
             described = backend.operand(operand)

@@ -13,10 +13,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 
-from planner.errors import ShapeError
-from planner.spec import Gather, Spec, Term, unused_letters
+from planner.errors import ShapeError, SpecError
+from planner.spec import Gather, Spec, Term, term_axes, unused_letters
 
 __all__ = ["batched", "sliced", "transpose"]
+
+
+def _check_resolved(spec: object, what: str) -> None:
+    """Refuse anything but a spec whose sizes are known."""
+    if isinstance(spec, Spec):
+        sizes = dict(spec.sizes)
+        if all(axis in sizes for term in spec.terms for axis in term_axes(term)) and all(
+            gather.size is not None for gather in spec.gathers
+        ):
+            return
+    raise SpecError(f"{what} takes a resolved spec, not {str(spec)!r:.80}: pass planner.resolve(spec, *shapes)")
 
 
 def transpose(spec: Spec, operand: int) -> Spec:
@@ -39,7 +50,9 @@ def transpose(spec: Spec, operand: int) -> Spec:
 
     Raises:
         ShapeError: there is no such operand.
+        SpecError: the spec is not resolved.
     """
+    _check_resolved(spec, "transpose")
     if not -len(spec.inputs) <= operand < len(spec.inputs):
         raise ShapeError(f"'{spec}' has {len(spec.inputs)} operands, so there is no operand {operand}")
     operand %= len(spec.inputs)
@@ -74,7 +87,9 @@ def batched(
 
     Raises:
         ShapeError: there is no such operand or index array, the letter is in use, or the size is negative.
+        SpecError: the spec is not resolved.
     """
+    _check_resolved(spec, "batched")
     if size < 0:
         raise ShapeError(f"the size of the new axis must not be negative, but is {size}")
     chosen = set(range(len(spec.inputs)) if operands is None else operands)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from planner.api import check_index_mode
@@ -33,11 +34,15 @@ def group(q: Any, size: int, index_mode: str = "raise") -> Any:
         IndexRangeError: an index is out of range under ``index_mode="raise"``.
         PlannerError: `q` is no array of integers.
     """
-    framework = framework_of(q)
+    framework, given = framework_of(q), size
     if framework is None:
         raise PlannerError(f"group takes an index array of torch, jax or numpy, not a {type(q).__name__}")
-    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-        raise PlannerError(f"group needs the size of the indexed dimension as a non-negative int, not {size!r}")
+    try:
+        size = -1 if isinstance(size, bool) else operator.index(size)
+    except TypeError:
+        size = -1
+    if size < 0:
+        raise PlannerError(f"group needs the size of the indexed dimension as a non-negative int, not {given!r:.80}")
     check_index_mode(index_mode)
     backend = load_backend(framework)
     backend.check_index("q", q)

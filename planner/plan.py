@@ -66,7 +66,7 @@ class Loop:
         return "loop over " + ", ".join(f"{axis} by {size}" for axis, size in self.axes)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True)
 class Plan:
     """How one contraction will be done.
 

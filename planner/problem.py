@@ -19,14 +19,18 @@ from planner.plan import Loop, Options
 from planner.program import Lowerer, Programs, Tree, Variable, build
 from planner.resolve import Resolved
 from planner.search.dynamic import NO_LIMITS, Found, Limits, Search
-from planner.search.paths import checked_path, external_path, path_names, splits_of
+from planner.search.paths import PATH_NAMES, checked_path, external_path, is_path_name, splits_of
 from planner.spec import Operand
 
-__all__ = ["AUTO_WORK", "PATH_WORK", "SEARCHES", "Candidate", "Problem", "given_variables", "keeps_within",
-           "searched", "within"]  # fmt: skip
+__all__ = ["AUTO_WORK", "MOST_TRIED", "PATH_WORK", "SEARCHES", "SLICE_WORK", "Candidate", "Problem", "given_variables",
+           "keeps_within", "searched", "within"]  # fmt: skip
 
-# Steps that a search may score; each takes 50 to 250 us.
-AUTO_WORK, OPTIMAL_WORK, PATH_WORK = 20_000, 3_000_000, 4_000
+# Steps that a search may score; each takes 50 to 250 us. Any ten operands without index arrays have less than 30,000.
+AUTO_WORK, OPTIMAL_WORK, PATH_WORK = 32_000, 3_000_000, 4_000
+# A search is tried where it would score this many times as much if nothing were ruled out early.
+MOST_TRIED = 12
+# The same for the trees of a slice, of which there may be many.
+SLICE_WORK = 1_000
 # Ways to search over all trees; "measure" looks for its candidates as "auto" does.
 SEARCHES = ("auto", "optimal", "measure")
 # With more distinct gathers than this a path's search does not try every combination of their placements.
@@ -112,7 +116,9 @@ class Problem:
             return over(self.network).run(), lower
         greedy = along(self.path("greedy"))
         try:
-            return over(self.network, bound=greedy.score if greedy else None).run(), lower
+            # Ways with peaks take twice as long to compare.
+            peaks = chooses and (limits.memory is not None or objective == "peak")
+            return over(self.network, work // (1 + peaks), bound=greedy.score if greedy else None).run(), lower
         except KeyboardInterrupt:
             if greedy is None:
                 raise
@@ -159,8 +165,10 @@ class Candidate:
         return self.programs.cost
 
 
-def searched(problem: Problem, optimize: Any, objective: str, limits: Limits) -> Iterator[tuple[Found, Lowerer, str]]:
-    """Yield what the searches that `optimize` asks for find, and by what name.
+def searched(
+    problem: Problem, optimize: Any, objective: str, limits: Limits, auto_work: int = AUTO_WORK
+) -> Iterator[tuple[Found, Lowerer, str]]:
+    """Yield what the searches that `optimize` asks for find, and by what name; "auto" may score so many steps.
 
     Raises:
         PlannerError: `optimize` is unknown.
@@ -172,8 +180,8 @@ def searched(problem: Problem, optimize: Any, objective: str, limits: Limits) ->
             yield found, lower, origin
 
     if isinstance(optimize, str) and optimize in SEARCHES:
-        work = OPTIMAL_WORK if optimize == "optimal" else AUTO_WORK
-        if problem.exact_work() <= 20 * work:
+        work = OPTIMAL_WORK if optimize == "optimal" else auto_work
+        if problem.exact_work() <= MOST_TRIED * work:
             try:
                 found, lower = problem.search(objective, work, limits=limits)
             except SearchLimitError:
@@ -185,8 +193,8 @@ def searched(problem: Problem, optimize: Any, objective: str, limits: Limits) ->
         for name in ("greedy",) if len(problem.operands) > 40 else ("greedy", "auto"):
             yield from along(problem.path(name), f"opt_einsum {name}")
         return
-    if isinstance(optimize, str) and optimize not in path_names():
-        known = ", ".join(map(repr, (*SEARCHES, *path_names())))
+    if isinstance(optimize, str) and not is_path_name(optimize):
+        known = ", ".join(map(repr, (*SEARCHES, *PATH_NAMES)))
         raise PlannerError(f"optimize={optimize!r} is unknown: take one of {known}, a path or a PathOptimizer")
     yield from along(problem.path(optimize), f"opt_einsum {optimize}" if isinstance(optimize, str) else "given path")
 

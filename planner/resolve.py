@@ -15,6 +15,8 @@ __all__ = ["Resolved", "resolve", "resolve_shapes"]
 
 Shape = tuple[int, ...]
 _MAX_ELEMENTS = 2**62
+# Trees may be as deep as they have operands, and Python's functions may not call each other much deeper.
+MOST_OPERANDS = 200
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,11 +147,16 @@ def resolve_shapes(
         elif wanted is not None and wanted != axis_sizes[entry]:
             raise ShapeError(f"sizes= says {wanted} for axis {entry!r}, but the inputs say {axis_sizes[entry]}")
         output.append(entry)
+    written = {entry.array for entry in output if isinstance(entry, Gather)}
     for letter, size in named.items():
         if letter in axis_sizes and axis_sizes[letter] != size:
             raise ShapeError(f"sizes= says {size} for axis {letter!r}, but the inputs say {axis_sizes[letter]}")
         if letter not in axis_sizes and letter not in index_shapes:
             raise ShapeError(f"sizes= names {letter!r}, which is no axis or index array of '{cut(str(parsed))}'")
+        if letter in gathered and gathered[letter] != size and letter not in written:
+            raise ShapeError(
+                f"sizes= says {size} for the dimension that {letter!r} indexes, but the inputs say {gathered[letter]}"
+            )
 
     resolved = Spec(tuple(inputs), tuple(output), tuple(sorted(axis_sizes.items())))
     _check_addressable(resolved)
@@ -294,7 +301,11 @@ def _given_sizes(spec: Spec, sizes: Mapping[str, int] | Sequence[int] | None) ->
 
 
 def _check_addressable(spec: Spec) -> None:
-    """Refuse results and operands beyond any address space before anything multiplies such sizes."""
+    """Refuse what is beyond any search, and what is beyond any address space before anything multiplies its sizes."""
+    if len(spec.inputs) > MOST_OPERANDS:
+        raise SearchLimitError(
+            f"{len(spec.inputs)} operands are more than the {MOST_OPERANDS} that one call takes: contract some first"
+        )
     for number, term in enumerate(spec.terms):
         elements = 1
         for size in spec.shape(term):

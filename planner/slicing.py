@@ -12,7 +12,7 @@ from planner.errors import SearchLimitError
 from planner.loops import loop_programs, resized, slice_counts, slice_of
 from planner.objective import plan_key, step_key
 from planner.plan import Loop, Options, Plan
-from planner.problem import Candidate, Problem, given_variables, keeps_within, searched
+from planner.problem import SLICE_WORK, Candidate, Problem, given_variables, keeps_within, searched
 from planner.program import Lowerer, Programs, Tree, build, keeping
 from planner.search.dynamic import NO_LIMITS, Limits
 from planner.spec import Spec, term_axes
@@ -23,7 +23,7 @@ __all__ = ["can_be_cut", "loop_candidates", "looped"]
 LARGE_BYTES = 1 << 25
 MOST_LOOPS, MOST_SLICES = 3, 4096
 # Steps that may be priced for it, without limits and with; each takes 50 to 200 us.
-PRICED_STEPS, PRICED_STEPS_LIMITED = 15_000, 60_000
+PRICED_STEPS, PRICED_STEPS_LIMITED = 10_000, 30_000
 # Loops predicted to take no more than this times the fastest are as fast: no prediction is that exact.
 CLOSE = 1.05
 
@@ -60,6 +60,7 @@ def loop_candidates(
         for axis, size in _by_bytes(rival.programs, problem.resolved.spec):
             if size < 2 or axis in dict(axes) or not can_be_cut(problem.resolved.spec, axis) or left <= 0:
                 continue
+            left -= min(SLICE_WORK, problem.exact_work())
             pool = list(dict.fromkeys((*trees, *_slice_trees(problem, options, {**dict(axes), axis: 1}))))
             for step in _ladder(size):
                 cut = (*axes, (axis, step))
@@ -89,7 +90,7 @@ def _by_bytes(programs: Programs, spec: Spec) -> list[tuple[str, int]]:
     """The axes and their sizes, first those of what the steps of a program make most of."""
     made = dict.fromkeys(dict(spec.sizes), 0)
     for step in programs.forward.steps:
-        for axis in {axis for term in step.op.spec.terms for axis in term_axes(term)}:
+        for axis in {axis for term in step.op.spec.terms for axis in term_axes(term)} & made.keys():
             made[axis] += sum(programs.variables[v].bytes for v in step.outputs)
     return sorted(spec.sizes, key=lambda pair: -made[pair[0]])
 
@@ -122,7 +123,7 @@ def _slice_trees(problem: Problem, options: Options, sizes: Mapping[str, int]) -
     part = Problem(resolved, operands, problem.dtype, problem.backend, problem.device)
     whole = dict(problem.resolved.spec.sizes)
     try:
-        found = [tree for tree, _, _ in searched(part, options.optimize, "time", NO_LIMITS)]
+        found = [tree for tree, _, _ in searched(part, options.optimize, "time", NO_LIMITS, SLICE_WORK)]
     except SearchLimitError:
         return []
     return [keeping(resized(f.tree, whole), False) for f in found]

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
+from planner.parse import parse
 from planner.resolve import resolve_shapes
 from planner.testing import problems, reference
 
@@ -38,6 +39,14 @@ def test_transposes_give_the_oracles_gradients(case, data):
     np.testing.assert_array_equal(found.reshape(wanted[number].shape), wanted[number])
     assert planner.transpose(transposed, number) == spec
     assert planner.transpose(spec, number - len(operands)) == transposed
+
+
+@pytest.mark.parametrize("derive", [planner.transpose, planner.batched], ids=["transpose", "batched"])
+@pytest.mark.parametrize("spec", ["q[n]j->nj", parse("ij->ij"), parse("q[]->"), 3], ids=str)
+def test_what_is_not_resolved_is_refused(derive, spec):
+    with pytest.raises(planner.SpecError, match=f"{derive.__name__} takes a resolved spec.*pass planner.resolve"):
+        derive(spec, 0)
+    assert derive(planner.resolve("q[]->", (4,), q=()), 0).gathers
 
 
 @settings(max_examples=examples(100, 1000))

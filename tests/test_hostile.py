@@ -82,6 +82,11 @@ CASES = {
     "200 in one sum": "planner.plan(','.join(['a']*200)+'->', *[(5,)]*200, backend='numpy')",
     "200 scalars": "planner.plan(','.join(['']*200)+'->', *[()]*200, backend='numpy')",
     "200 with gradients": "planner.plan(','.join(L[i]+L[i+1] for i in range(200))+'->', *[planner.Operand((3,3), requires_grad=True)]*200, backend='numpy', minimize='peak')",
+    "20 large matrices with gradients": "planner.plan(','.join(L[i]+L[i+1] for i in range(20))+'->'+L[0]+L[20], *[planner.Operand((2000, 2000), requires_grad=True)]*20, backend='numpy')",
+    "50 large matrices": "planner.plan(','.join(L[i]+L[i+1] for i in range(50))+'->', *[(2000, 2000)]*50, backend='numpy')",
+    "200 matrices worth slicing": "planner.plan(','.join(L[i]+L[i+1] for i in range(200))+'->', *[(300, 300)]*200, backend='numpy')",
+    "400 operands": "planner.plan(','.join(['a']*400)+'->', *[(3,)]*400, backend='numpy')",
+    "50,000 operands": "planner.plan('a,'*49_999+'a->', *[(5,)]*50_000, backend='numpy')",
     "200 gathers through one index": "planner.plan(','.join(f'q[n]{L[i+30]}' for i in range(200))+'->n', *[(9,2)]*200, q=(4,), backend='numpy')",
     "8 index arrays in one operand": "planner.plan(''.join(f'{x}[n]' for x in 'abcdefgh')+'->n', (3,)*8, **{x: (4,) for x in 'abcdefgh'}, backend='numpy')",
     "8 index arrays, one an operand": "planner.plan(','.join(f'{x}[n]k' for x in 'abcdefgh')+'->nk', *[(3, 2)]*8, **{x: (4,) for x in 'abcdefgh'}, backend='numpy')",
@@ -139,6 +144,7 @@ WRONG = [
     ("i->ij", (np.ones(2),), {"sizes": {"j": -1}}, planner.ShapeError, "'j' must be a non-negative integer, not -1"),
     ("i->ij", (np.ones(2),), {"sizes": {"j": 1.5}}, planner.ShapeError, "not 1.5"),
     ("i->ij", (np.ones(2),), {"sizes": {"j": True}}, planner.ShapeError, "not True"),
+    (GATHER, (C,), {"q": Q, "sizes": {"q": 99}}, planner.ShapeError, "says 99 for the dimension that 'q' indexes.*say 5"),
     ("i->ij", (np.ones(2),), {"sizes": "ij"}, planner.ShapeError, "not str"),
     ("i->ij", (np.ones(2),), {"sizes": 3}, planner.ShapeError, "not int"),
     (GATHER, (C,), {}, planner.SpecError, "'q' is missing: pass it as the keyword q="),
@@ -215,12 +221,38 @@ def test_mixed_frameworks_name_the_operand():
         (("ij->ij", planner.Operand((2, 3), "float13")), {}, planner.PlannerError, "float13"),
         (("ij->ij", (2, 3)), {"device": "abacus"}, planner.PlannerError, "device 'abacus' .* take one of cpu"),
         (("ij->ij", (2, 3)), {"device": 3}, planner.PlannerError, "device=3"),
+        (
+            (",".join("a" * 201) + "->", *[(2,)] * 201),
+            {},
+            planner.SearchLimitError,
+            "201 operands are more than the 200",
+        ),
+        (
+            ("ij->ij", np.dtype(float)),
+            {},
+            planner.PlannerError,
+            r"operand 0 is a .*pass planner.Operand\(shape, dtype\)",
+        ),
     ],
 )
 def test_wrong_plans_name_the_culprit(arguments, options, kind, message):
     with pytest.raises(planner.PlannerError, match=message) as caught:
         planner.plan(*arguments, **{"backend": "numpy", **options})
     assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("size", [-1, 2.0, True, "3", None])
+def test_group_names_a_size_that_is_none(size):
+    with pytest.raises(planner.PlannerError, match=f"non-negative int, not {size!r}"):
+        planner.group(Q, size)
+
+
+def test_group_takes_any_integer_and_names_what_is_out_of_range():
+    assert planner.group(Q, np.int64(5)).size == 5
+    with pytest.raises(
+        planner.IndexRangeError, match=r"'q'\[1\] is 4, outside of \[-3, 3\).* that it was prepared for"
+    ):
+        planner.group(Q, 3)
 
 
 @pytest.mark.parametrize("index_mode", ["wrap", None, ["raise"], 0])

@@ -25,6 +25,7 @@ from laws import (
 )
 
 import planner
+from planner.spec import Spec
 from planner.testing.reference import reference, reference_gradients
 from planner.testing.strategies import Problem
 from planner.workloads import WORKLOADS
@@ -629,6 +630,52 @@ def test_the_grouped_kernels_run(monkeypatch):
     expected = reference_gradients(workload.spec, np.asarray(gout), *arrays, **rows)
     assert_equal(described(ga), expected[0], "float32")
     assert_equal(described(gc), expected[1], "float32")
+
+
+@settings(max_examples=examples(40, 400))
+@given(
+    st.lists(st.sampled_from(["batch", "left", "summed"]), min_size=2, max_size=5),
+    st.sampled_from(["float32", "bfloat16", "int32", "complex64"]),
+    st.integers(0, 10**6),
+    st.randoms(use_true_random=False),
+)
+def test_what_is_multiplied_and_summed_equals_the_product(groups, dtype, seed, shuffler):
+    """Vectors times matrices in any order of axes: the row runs just where XLA's product would copy."""
+    from planner.backends.jax_backend import backend
+    from planner.device import CPU
+    from planner.lower import Op
+
+    names = dict(zip("abcde", groups, strict=False))
+    small = [e for e, group in names.items() if group != "left"]
+    assume("summed" in groups)
+    terms = [list(names), small, [e for e, group in names.items() if group != "summed"]]
+    for term in terms:
+        shuffler.shuffle(term)
+    terms[:2] = shuffler.sample(terms[:2], 2)
+    sizes = tuple((e, 2 + number % 3) for number, e in enumerate(names))
+    op = Op(Spec(tuple(map(tuple, terms[:2])), tuple(terms[2]), sizes), dtype)
+    choices = {choice.lowering: choice for choice in backend.table.choices(op, CPU)}
+    assert ("multiply, then sum" in choices) == (choices["matmul"].cost.copied_bytes > 0)
+    if "multiply, then sum" in choices:
+        random = np.random.default_rng(seed)
+        inputs = [jnp.asarray(random.integers(-2, 3, shape), dtype) for shape in op.input_shapes]
+        (one,), (other,) = (backend.table.run(name, op, inputs, {}) for name in ("matmul", "multiply, then sum"))
+        assert one.dtype == other.dtype == jnp.dtype(dtype)
+        assert (one == other).all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes"),
+    [("ikj, kj -> ik", ((40, 30, 20), (30, 20))), ("jk, ijkl -> il", ((20, 30), (10, 20, 30, 40)))],
+)
+def test_a_vector_in_the_middle_is_no_copy_in_xla(spec, shapes):
+    from planner.testing.measure import jax_temp_bytes
+
+    operands = [jnp.ones(shape) for shape in shapes]
+    plan = planner.plan(spec, *operands, device="cpu")
+    assert [step.choice.lowering for step in plan.steps] == ["multiply, then sum"]
+    assert jax_temp_bytes(lambda *xs: plan(*xs), *operands) == 0 == plan.steps[0].choice.cost.scratch_bytes
+    assert jax_temp_bytes(lambda *xs: jnp.einsum(spec, *xs), *operands) > 4 * operands[0].size
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -154,6 +154,28 @@ def test_jax_values_and_gradients():
     floors.at_least(examples(20, 800), gather=0.2)
 
 
+@pytest.mark.parametrize("axes", [{"i": 1}, {"i": 2, "j": 16}, {"i": 1, "j": 64, "l": 32}], ids=str)
+def test_jax_slices_are_arrays_that_count(axes):
+    """XLA cuts each slice out of its operand before a product reads it; one to be transposed it cuts in that order."""
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    from planner.testing.measure import jax_compiled
+
+    operands = [jax.numpy.ones(shape, "float32") for shape in ((8, 128, 64), (8, 64, 96))]
+    plan = looped(planner.plan("ijk, ikl -> jl", *operands), axes)
+    _, compiled = jax_compiled(plan, *operands)
+    assert 0.9 * plan.cost.peak_bytes <= compiled.peak_bytes <= plan.cost.peak_bytes + SMALL
+
+
+def test_jax_multiplies_no_crumbs():
+    """A slice of few rows is a slow product in XLA, and its other operand is copied for each."""
+    pytest.importorskip("jax", reason="jax is not installed")
+    shapes = (8, 2048, 1024), (8, 1024, 512)
+    plan = planner.plan("ijk, ikl -> jl", *shapes, backend="jax", device="cpu")
+    assert plan.loop is None or dict(plan.loop.axes).get("j", 2048) >= 256
+    whole = plan if plan.loop is None else plan.alternatives(9)[0].plan
+    assert looped(whole, {"i": 1, "j": 64}).cost.seconds > 1.3 * looped(whole, {"i": 1}).cost.seconds
+
+
 def test_a_loop_goes_to_json_and_back_and_runs():
     plan = looped(planner.plan("ij, jk -> ik", (4, 6), (6, 5), backend="numpy"), {"j": 4, "i": 3})
     again = planner.Plan.from_json(plan.to_json())

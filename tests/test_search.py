@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import opt_einsum
 import pytest
-from brute_force import TooManyTreesError, every_keep, every_tree, figure, least, ops, price, price_all
+from brute_force import TooManyTreesError, every_keep, every_order, every_tree, figure, least, ops, price, price_all
 from conftest import examples, installed_frameworks
 from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
@@ -141,6 +141,63 @@ def test_search_finds_the_least_with_many_nodes_and_all_gradients(spec, shapes, 
     operands = tuple(planner.Operand(shape, requires_grad=True) for shape in shapes)
     output = planner.resolve(spec, *shapes, sizes={"s": 5} if "s" in indices else None, **indices).output_shape
     assert_least((spec, operands, indices, output), "numpy", 10**6)
+
+
+@st.composite
+def six_nodes(draw):
+    """A network of six operands and distinct index arrays, without gradients, or each with one."""
+    letters, sizes = "abcde", st.sampled_from((1, 2, 5, 13))
+    extents = {a: draw(sizes) for a in letters}
+    gathers = draw(st.integers(0, 1))
+    terms = [draw(st.lists(st.sampled_from(letters), min_size=1, max_size=3, unique=True)) for _ in range(6 - gathers)]
+    output = draw(st.lists(st.sampled_from(letters), max_size=2, unique=True))
+    pool, indices = draw(sizes), {}
+    for term in draw(st.lists(st.sampled_from(terms), min_size=gathers, max_size=gathers)):
+        term.insert(0, "q[a]")
+        indices = {"q": (extents["a"],)}
+    needs = draw(st.booleans())
+    shapes = [tuple(pool if e == "q[a]" else extents[e] for e in term) for term in terms]
+    operands = tuple(planner.Operand(shape, requires_grad=needs) for shape in shapes)
+    spec = f"{','.join(map(''.join, terms))}->{''.join(output)}"
+    return spec, operands, indices, tuple(extents[e] for e in output)
+
+
+@settings(max_examples=examples(12, 120))
+@given(six_nodes())
+def test_search_finds_the_least_of_all_trees_of_six_nodes(network):
+    """Of every tree, with all values kept, which additive objectives cannot better; the peak without gradients."""
+    spec, operands, indices, output = network
+    problem = problem_of(network, "numpy")
+    lower = Lowerer(problem.choices, step_key("time"))
+    trees = every_tree(problem)
+    assert len(trees) >= (105 if indices else 945)  # ways to contract five or six operands pairwise
+    costs = [problem.programs(tree, lower).cost for tree in trees]
+    for objective in ("time", "flops", "bytes"):
+        found, _ = problem.search(objective, 10**6)
+        assert figure(problem.programs(found.tree, lower).cost, objective) == min(figure(c, objective) for c in costs)
+    if not any(problem.requires):
+        found, _ = problem.search("peak", 10**6)
+        orders = (ordered for tree in trees for ordered in every_order(tree, "order"))
+        least_peak = min(problem.programs(tree, lower).cost.peak_bytes for tree in orders)
+        assert problem.programs(found.tree, lower).cost.peak_bytes == least_peak
+
+
+@pytest.mark.parametrize("objective", ["time", "flops", "bytes", "peak"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ",".join("a" + x for x in "bcdefghijk") + "->bc",
+        ",".join("ab" + x for x in "cdefghijkl") + "->acd",
+        ",".join("abcdefghij"[i] + "abcdefg"[(3 * i + 1) % 7] for i in range(10)) + "->a",
+    ],
+    ids=["star", "batch", "dense"],
+)
+def test_ten_operands_are_searched_exactly_by_default(spec, objective):
+    shapes = [(8,) * len(term) for term in spec.split("->")[0].split(",")]
+    operands = [planner.Operand(shape, requires_grad=objective != "peak") for shape in shapes]
+    plan = planner.plan(spec, *operands, backend="numpy", minimize=objective)
+    assert plan.proven
+    assert plan.origin == f"exact, {objective}"
 
 
 def assert_score_is_the_cost(network, backend):

@@ -13,15 +13,23 @@ from planner.network import Network, bits
 from planner.program import Leaf, Tree
 from planner.search.dynamic import Splits, all_splits
 
-__all__ = ["external_path", "path_names", "path_of", "splits_of"]
+__all__ = ["external_path", "is_path_name", "PATH_NAMES", "path_of", "splits_of"]
 
 Path = tuple[tuple[int, ...], ...]
 
 
-def path_names() -> tuple[str, ...]:
-    """Names of opt_einsum's path algorithms that `optimize=` takes."""
-    return ("auto-hq", "branch-1", "branch-2", "branch-all", "dp", "eager", "optimal", "opportunistic",
-            "random-greedy", "random-greedy-128", "greedy")  # fmt: skip
+# Names of opt_einsum's path algorithms; those that were registered with it are taken too.
+PATH_NAMES = ("auto-hq", "branch-1", "branch-2", "branch-all", "dp", "dynamic-programming", "eager", "greedy",
+              "opportunistic", "random-greedy", "random-greedy-128")  # fmt: skip
+
+
+def is_path_name(name: str) -> bool:
+    """Whether opt_einsum has a path algorithm of that name."""
+    try:
+        opt_einsum.paths.get_path_fn(name)
+    except KeyError:
+        return False
+    return True
 
 
 def external_path(network: Network, optimize: Any) -> Path:

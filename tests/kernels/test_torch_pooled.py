@@ -1,5 +1,6 @@
 """Both ways of scoring chosen rows of a pool against plain indexing; small integers, so every result is exact."""
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -170,6 +171,16 @@ def test_dropped_scores_are_zero_beside_values_that_are_not_finite(way):
     pool[0, 0] = 1
     scores = getattr(torch_pooled, f"{way}_scores")(torch.ones(1, 1, 2), pool, Keys(torch.tensor([[[3, 0, 3]]])))
     assert scores.tolist() == [[[0, 2, 0]]]
+
+
+def test_scratch_of_many_blocks_is_no_walk_over_them():
+    begun = time.process_time()
+    for bound, first in (
+        (torch_pooled.pooled_scratch_bytes, ()),
+        (torch_pooled.gathered_scratch_bytes, ("gradients",)),
+    ):
+        assert bound(*first, 10**12, 10**9, 10**6, 16, 3, torch.float32) < 10**9
+    assert time.process_time() - begun < 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
