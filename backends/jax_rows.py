@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -104,9 +104,10 @@ OPS = JaxOps()
 # at 2.8 GHz, JAX 0.10.2, 2026-11-22 (1024 terms, 512 columns; 16, 32, 64 and 128 rows: 28, 43, 58 and 100 GFLOP/s of
 # some 115).
 _HALF_RATE_SIDE = 32
-# Seconds that it takes there for each element that it copies into another order, and for each that it multiplies and
-# sums in one loop: 8 to 17 million elements, products of matrices with vectors whose batch axes do not come first.
-_REORDERED, _SUMMED = 2e-9, 1.5e-9
+# Seconds that it takes there for each element that it copies into another order, beyond moving it, where fewer than
+# these many stay together, and for each that it multiplies and sums in one loop: 8 to 17 million elements, products of
+# matrices with vectors whose batch axes do not come first.
+_REORDERED, _TOGETHER, _SUMMED = 2e-9, 16, 1.5e-9
 
 
 def _stock_cost(op: Op, device: Device) -> StepCost:
@@ -118,29 +119,46 @@ def _stock_cost(op: Op, device: Device) -> StepCost:
     assert form is not None
     side = min(form.sizes[1:])
     rate = max(device.skinny_rate, device.flop_rate * side / (side + _HALF_RATE_SIDE))
-    copied, known = _reordered(op.spec) * itemsize(op.dtype), cost.copied_bytes
+    elements, apart = _reordered(op.spec)
+    more = elements * itemsize(op.dtype) - cost.copied_bytes
+    seconds = device.moving_seconds(2 * max(0, more)) + apart * _REORDERED
     return cost._replace(
-        bytes_moved=cost.bytes_moved + 2 * (copied - known),
-        copied_bytes=copied,
-        scratch_bytes=cost.scratch_bytes + copied - known,
-        picoseconds=max(cost.picoseconds, picoseconds(cost.flops / rate))
-        + picoseconds(copied // itemsize(op.dtype) * _REORDERED),
+        bytes_moved=cost.bytes_moved + 2 * more,
+        copied_bytes=cost.copied_bytes + more,
+        scratch_bytes=cost.scratch_bytes + more,
+        picoseconds=max(cost.picoseconds, picoseconds(cost.flops / rate)) + picoseconds(seconds),
     )
 
 
 @lru_cache(maxsize=16384)
-def _reordered(spec: Spec) -> int:
-    """Elements that XLA copies for a product: where a batch is not in front, or rows and columns are no two groups."""
+def _reordered(spec: Spec) -> tuple[int, float]:
+    """Elements that XLA copies for a product, and how many of them by ones or few.
+
+    It copies where a batch is not in front, or rows and columns are no two groups.
+    """
     form, sizes = product_form(spec), dict(spec.sizes)
     assert form is not None
     groups_of = ((form.left, form.contracted), (form.contracted, form.right), (form.left, form.right))
-    copied = 0
+    copied, apart = 0, 0.0
     for term, (first, second) in zip(spec.terms, groups_of, strict=True):
-        order = [e for e in term if spec.size(e) != 1]
+        order = [str(e) for e in term if spec.size(e) != 1]
         batch, *parts = ([e for e in group if sizes[e] != 1] for group in (form.batch, first, second))
-        if order not in ([*batch, *parts[0], *parts[1]], [*batch, *parts[1], *parts[0]]):
-            copied += math.prod(spec.shape(term))
-    return copied
+        wanted = [[*batch, *parts[0], *parts[1]], [*batch, *parts[1], *parts[0]]]
+        if order not in wanted:
+            elements = math.prod(spec.shape(term))
+            copied += elements
+            apart += elements * min(1.0, _TOGETHER / max(_together(order, other, sizes) for other in wanted))
+    return copied, apart
+
+
+def _together(order: Sequence[str], other: Sequence[str], sizes: Mapping[str, int]) -> int:
+    """How many elements stay neighbours when axes change their order: those of the last axes that both share."""
+    together = 1
+    for axis, same in zip(reversed(order), reversed(other), strict=True):
+        if axis != same:
+            break
+        together *= sizes[axis]
+    return together
 
 
 def _not_summed(op: Op) -> str | None:
@@ -150,7 +168,10 @@ def _not_summed(op: Op) -> str | None:
         return "the step is no sum of products"
     if 1 not in form.sizes[1:3]:
         return "both operands have rows or columns of their own"
-    return None if _reordered(op.spec) else "XLA's product copies nothing"
+    first, second = ([e for e in term if op.spec.size(e) != 1] for term in op.spec.inputs)
+    if [e for e in first if e in second] != [e for e in second if e in first]:
+        return "one operand would be read across its order"  # 40 ns an element, measured on a slice of chain-ijkl
+    return None if _reordered(op.spec)[0] else "XLA's product copies nothing"
 
 
 def _summed_cost(op: Op, device: Device) -> StepCost:

@@ -655,7 +655,8 @@ def test_what_is_multiplied_and_summed_equals_the_product(groups, dtype, seed, s
     sizes = tuple((e, 2 + number % 3) for number, e in enumerate(names))
     op = Op(Spec(tuple(map(tuple, terms[:2])), tuple(terms[2]), sizes), dtype)
     choices = {choice.lowering: choice for choice in backend.table.choices(op, CPU)}
-    assert ("multiply, then sum" in choices) == (choices["matmul"].cost.copied_bytes > 0)
+    aligned = [e for e in terms[0] if e in terms[1]] == [e for e in terms[1] if e in terms[0]]
+    assert ("multiply, then sum" in choices) == (aligned and choices["matmul"].cost.copied_bytes > 0)
     if "multiply, then sum" in choices:
         random = np.random.default_rng(seed)
         inputs = [jnp.asarray(random.integers(-2, 3, shape), dtype) for shape in op.input_shapes]
@@ -666,7 +667,7 @@ def test_what_is_multiplied_and_summed_equals_the_product(groups, dtype, seed, s
 
 @pytest.mark.parametrize(
     ("spec", "shapes"),
-    [("ikj, kj -> ik", ((40, 30, 20), (30, 20))), ("jk, ijkl -> il", ((20, 30), (10, 20, 30, 40)))],
+    [("ikj, kj -> ik", ((50, 200, 10), (200, 10))), ("jk, ijkl -> il", ((20, 30), (10, 20, 30, 40)))],
 )
 def test_a_vector_in_the_middle_is_no_copy_in_xla(spec, shapes):
     from planner.testing.measure import jax_temp_bytes

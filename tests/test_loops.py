@@ -16,6 +16,7 @@ from planner.derive import sliced
 from planner.loops import covers, parts, slice_counts
 from planner.slicing import can_be_cut, looped
 from planner.testing.reference import reference, reference_gradients
+from planner.workloads import WORKLOADS
 
 # Index arrays in range, scalars of checks: beyond the plan's own values.
 SMALL = 4096
@@ -164,6 +165,18 @@ def test_jax_slices_are_arrays_that_count(axes):
     plan = looped(planner.plan("ijk, ikl -> jl", *operands), axes)
     _, compiled = jax_compiled(plan, *operands)
     assert 0.9 * plan.cost.peak_bytes <= compiled.peak_bytes <= plan.cost.peak_bytes + SMALL
+
+
+def test_jax_goes_slice_by_slice_only_where_that_is_faster():
+    pytest.importorskip("jax", reason="jax is not installed")
+    clique, chain = (WORKLOADS[name].cpu() for name in ("clique", "chain-ijkl"))
+
+    def planned(workload):
+        operands = [planner.Operand(shape, requires_grad=True) for shape in workload.shapes]
+        return planner.plan(workload.spec, *operands, backend="jax", device="cpu")
+
+    assert planned(clique).loop is not None
+    assert planned(chain).loop is None
 
 
 def test_jax_multiplies_no_crumbs():
