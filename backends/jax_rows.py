@@ -107,7 +107,7 @@ _HALF_RATE_SIDE = 32
 # Seconds that it takes there for each element that it copies into another order, beyond moving it, where fewer than
 # these many stay together, and for each that it multiplies and sums in one loop: 8 to 17 million elements, products of
 # matrices with vectors whose batch axes do not come first.
-_REORDERED, _TOGETHER, _SUMMED = 2e-9, 16, 1.5e-9
+_REORDERED, _TOGETHER, _SUMMED = 2e-9, 64, 1.5e-9
 
 
 def _stock_cost(op: Op, device: Device) -> StepCost:
