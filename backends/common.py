@@ -243,7 +243,7 @@ def check_index_dtype(name: str, dtype: str) -> None:
 def range_error(gather: Gather, position: tuple[int, ...], value: int) -> IndexRangeError:
     """Return the error for a bad index under ``index_mode="raise"``."""
     place = f"[{', '.join(map(str, position))}]" if position else ""
-    dimension = str(gather) if len(position) == len(gather.axes) else "that it was prepared for"
+    dimension = str(gather) if gather.axes or not position else "that it indexes"
     return IndexRangeError(
         f"index array {gather.array!r}{place} is {value}, outside of [-{gather.size}, {gather.size}), the range of "
         f"the dimension {dimension}; to ignore such entries pass index_mode='drop', to clamp them index_mode='clip'"

@@ -100,13 +100,13 @@ def _spread(x: Any, axes: Sequence[int], order: Sequence[int]) -> Any:
 OPS = JaxOps()
 
 
-# XLA on a CPU multiplies at half of the rate of large products where the least side is this: 2 cores of an Intel Xeon
-# at 2.8 GHz, JAX 0.10.2, 2026-11-22 (1024 terms, 512 columns; 16, 32, 64 and 128 rows: 28, 43, 58 and 100 GFLOP/s of
-# some 115).
+# On a CPU XLA multiplies at about `flop_rate * s / (s + this)`, s being the least side: 16, 32, 64 and 128 rows by 1024
+# terms and 512 columns ran at 28 to 39, 43 to 54, 58 to 79 and 70 to 129 GFLOP/s, by the preset 37, 55, 73 and 88
+# (2 cores of an Intel Xeon at 2.8 GHz, JAX 0.10.2, 2026-11-22).
 _HALF_RATE_SIDE = 32
-# Seconds that it takes there for each element that it copies into another order, beyond moving it, where fewer than
-# these many stay together, and for each that it multiplies and sums in one loop: 8 to 17 million elements, products of
-# matrices with vectors whose batch axes do not come first.
+# Seconds that it takes there for each element that it copies into another order, beyond moving it (where more than
+# these many stay together, so many times less), and for each that it multiplies and sums in one loop: 8 to 17 million
+# elements, products of matrices with vectors whose batch axes do not come first.
 _REORDERED, _TOGETHER, _SUMMED = 2e-9, 64, 1.5e-9
 
 
@@ -122,11 +122,13 @@ def _stock_cost(op: Op, device: Device) -> StepCost:
     elements, apart = _reordered(op.spec)
     more = elements * itemsize(op.dtype) - cost.copied_bytes
     seconds = device.moving_seconds(2 * max(0, more)) + apart * _REORDERED
+    result = math.prod(op.spec.output_shape) * itemsize(op.dtype)
+    product = cost.flops / rate + device.launch_seconds + device.fresh_seconds(result)
     return cost._replace(
         bytes_moved=cost.bytes_moved + 2 * more,
         copied_bytes=cost.copied_bytes + more,
         scratch_bytes=cost.scratch_bytes + more,
-        picoseconds=max(cost.picoseconds, picoseconds(cost.flops / rate)) + picoseconds(seconds),
+        picoseconds=max(cost.picoseconds, picoseconds(product)) + picoseconds(seconds),
     )
 
 
@@ -147,7 +149,7 @@ def _reordered(spec: Spec) -> tuple[int, float]:
         if order not in wanted:
             elements = math.prod(spec.shape(term))
             copied += elements
-            apart += elements * min(1.0, _TOGETHER / max(_together(order, other, sizes) for other in wanted))
+            apart += elements * min(1.0, _TOGETHER / max(1, *(_together(order, other, sizes) for other in wanted)))
     return copied, apart
 
 
@@ -182,7 +184,7 @@ def _summed_cost(op: Op, device: Device) -> StepCost:
 
 
 def _run_summed(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    """Multiply in the order of the larger operand, which XLA then reads as it lies, and sum in the same loop."""
+    """Multiply in the order of the operand with more axes, which XLA reads as it lies, and sum in the same loop."""
     names = {axis: number for number, (axis, _) in enumerate(op.spec.sizes)}
     *terms, out = ([names[str(e)] for e in term] for term in op.spec.terms)
     large = max(terms, key=len)

@@ -23,7 +23,7 @@ from planner.backends.jax_evaluation import TABLE, Mode, Shape, compiled, evalua
 from planner.backends.jax_reads import Reads
 from planner.derive import batched, transpose
 from planner.device import CPU
-from planner.lower import Op
+from planner.lower import Choice, Op
 from planner.objective import step_key
 from planner.program import Lowerer
 
@@ -35,7 +35,16 @@ step_p = Primitive("planner_step")
 step_p.multiple_results = True
 tangent_p = Primitive("planner_tangent")
 
-_lower = Lowerer(lambda op: TABLE.choices(op, CPU), step_key("time"))
+
+def _choices(op: Op) -> Sequence[Choice]:
+    """Implementations of a derived step, by the rates of a CPU; elsewhere those that run anywhere."""
+    choices = TABLE.choices(op, CPU)
+    if jax.default_backend() == "cpu":
+        return choices
+    return [choice for choice in choices if TABLE.rows[choice.lowering].kinds is None]
+
+
+_lower = Lowerer(_choices, step_key("time"))
 
 
 def bind_step(

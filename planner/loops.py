@@ -197,6 +197,7 @@ def loop_programs(
         seconds += sum(times for _, times in costs) * count * device.launch_seconds
         if framework.compiles:
             moved += slices * 2 * copied
+            # Backward, what is read across an axis has a gradient that is written so.
             seconds += slices * (device.moving_seconds(2 * copied) + across * (op.pair + 1))
         scratch += max((cost.peak_bytes for cost, _ in costs), default=0)
         chosen = Choice(name, StepCost(flops, moved, 0, scratch, round(seconds * 1e12)))

@@ -90,6 +90,10 @@ def resolve_shapes(
     """As `resolve`, on shapes alone, and telling how the arrays must be reshaped."""
     parsed = spec if isinstance(spec, Spec) else parse(spec)
     _check_counts(parsed, shapes, index_shapes)
+    if len(shapes) > MOST_OPERANDS:
+        raise SearchLimitError(
+            f"{len(shapes)} operands are more than the {MOST_OPERANDS} that one call takes: contract some first"
+        )
     if parsed.sizes or any(gather.size is not None for gather in parsed.gathers):
         return _already_resolved(parsed, shapes, index_shapes)
     parsed = _expand_ellipses(parsed, shapes, index_shapes)
@@ -153,9 +157,11 @@ def resolve_shapes(
             raise ShapeError(f"sizes= says {size} for axis {letter!r}, but the inputs say {axis_sizes[letter]}")
         if letter not in axis_sizes and letter not in index_shapes:
             raise ShapeError(f"sizes= names {letter!r}, which is no axis or index array of '{cut(str(parsed))}'")
-        if letter in gathered and gathered[letter] != size and letter not in written:
+        read = sorted({g.size or 0 for term in inputs for g in term if isinstance(g, Gather) and g.array == letter})
+        if read and size not in read and letter not in written:
+            said = " and ".join(map(str, read))
             raise ShapeError(
-                f"sizes= says {size} for the dimension that {letter!r} indexes, but the inputs say {gathered[letter]}"
+                f"sizes= says {size} for the dimension that {letter!r} indexes, but the inputs say {said}"
             )
 
     resolved = Spec(tuple(inputs), tuple(output), tuple(sorted(axis_sizes.items())))
@@ -165,6 +171,7 @@ def resolve_shapes(
 
 
 def _already_resolved(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[str, Shape]) -> Resolved:
+    _check_addressable(spec)
     sizes = dict(spec.sizes)
     for number, (term, shape) in enumerate(zip(spec.inputs, shapes, strict=True)):
         if tuple(shape) != spec.shape(term):
@@ -301,11 +308,7 @@ def _given_sizes(spec: Spec, sizes: Mapping[str, int] | Sequence[int] | None) ->
 
 
 def _check_addressable(spec: Spec) -> None:
-    """Refuse what is beyond any search, and what is beyond any address space before anything multiplies its sizes."""
-    if len(spec.inputs) > MOST_OPERANDS:
-        raise SearchLimitError(
-            f"{len(spec.inputs)} operands are more than the {MOST_OPERANDS} that one call takes: contract some first"
-        )
+    """Refuse results and operands beyond any address space before anything multiplies such sizes."""
     for number, term in enumerate(spec.terms):
         elements = 1
         for size in spec.shape(term):

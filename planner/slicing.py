@@ -73,7 +73,11 @@ def loop_candidates(
                     continue
                 for tree, name in itertools.product(pool, keys):
                     tried.append(_loop_candidate(problem, options, cut, tree, lowerers[name], name, index_mode))
-                    left -= len(rival.programs.forward.steps) * (4 if any(problem.requires) else 1)
+                    priced = len(slice_counts(cut, problem.resolved.spec)) * len(rival.programs.forward.steps)
+                    left -= priced * (4 if any(problem.requires) else 1)
+        if allowed and compiles:
+            known = (found[-1] if found else rival).cost.seconds
+            tried = [c for c in tried if COMPILED_GAIN * c.cost.seconds <= known]
         if not tried:
             break
         best = min(tried, key=rank)
@@ -82,8 +86,6 @@ def loop_candidates(
             near = [c for c in tried if rank(c)[0] == over and c.cost.seconds <= most]
             best = min(near, key=lambda c: (c.cost.peak_bytes, rank(c)))
         if found and rank(best) >= rank(found[-1]):
-            break
-        if allowed and compiles and COMPILED_GAIN * best.cost.seconds > rival.cost.seconds:
             break
         found.append(best)
         yield best

@@ -665,6 +665,18 @@ def test_what_is_multiplied_and_summed_equals_the_product(groups, dtype, seed, s
         assert (one == other).all()
 
 
+def test_products_of_nothing_are_planned_and_run():
+    for spec, *shapes in (
+        ("kbl,kbl->b", (2, 3, 0), (2, 3, 0)),
+        ("ikj,kj->ik", (0, 2, 3), (2, 3)),
+        ("jk,ijkl->il", (0, 1), (2, 0, 1, 3)),
+    ):
+        operands = [jnp.zeros(shape) for shape in shapes]
+        result, pull = jax.vjp(lambda *xs, spec=spec: planner.contract(spec, *xs), *operands)
+        assert (result == jnp.einsum(spec, *operands)).all()
+        assert [x.shape for x in pull(result)] == shapes
+
+
 @pytest.mark.parametrize(
     ("spec", "shapes"),
     [("ikj, kj -> ik", ((50, 200, 10), (200, 10))), ("jk, ijkl -> il", ((20, 30), (10, 20, 30, 40)))],
