@@ -160,9 +160,7 @@ def resolve_shapes(
         read = sorted({g.size or 0 for term in inputs for g in term if isinstance(g, Gather) and g.array == letter})
         if read and size not in read and letter not in written:
             said = " and ".join(map(str, read))
-            raise ShapeError(
-                f"sizes= says {size} for the dimension that {letter!r} indexes, but the inputs say {said}"
-            )
+            raise ShapeError(f"sizes= says {size} for the dimension that {letter!r} indexes, but the inputs say {said}")
 
     resolved = Spec(tuple(inputs), tuple(output), tuple(sorted(axis_sizes.items())))
     _check_addressable(resolved)
