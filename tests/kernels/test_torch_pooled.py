@@ -1,6 +1,5 @@
 """Both ways of scoring chosen rows of a pool against plain indexing; small integers, so every result is exact."""
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -173,14 +172,13 @@ def test_dropped_scores_are_zero_beside_values_that_are_not_finite(way):
     assert scores.tolist() == [[[0, 2, 0]]]
 
 
-def test_scratch_of_many_blocks_is_no_walk_over_them():
-    begun = time.process_time()
+def test_scratch_of_many_blocks_is_no_walk_over_them(monkeypatch):
+    monkeypatch.delattr(torch_pooled, "_blocks")
     for bound, first in (
         (torch_pooled.pooled_scratch_bytes, ()),
         (torch_pooled.gathered_scratch_bytes, ("gradients",)),
     ):
         assert bound(*first, 10**12, 10**9, 10**6, 16, 3, torch.float32) < 10**9
-    assert time.process_time() - begun < 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
