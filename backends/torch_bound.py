@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,14 @@ from planner.backends.loops import run_loop
 from planner.backends.protocol import Table
 from planner.backends.stock import evaluate
 from planner.backends.torch_index import TorchIndex, in_range, part_in_range, refuse_sparse
+from planner.backends.torch_modes import transformed
 from planner.backends.torch_ops import OPS, cast, torch_dtype
-from planner.backends.torch_tensor import finite
+from planner.backends.torch_tensor import dataless, finite
+from planner.derive import summable, summed
+from planner.errors import PlannerLimitError
 from planner.kernels.keys import Keys
 from planner.kernels.torch_grouped import accumulator
+from planner.layout import layout_of
 from planner.loops import body_of
 from planner.program import Leaf, Tree
 from planner.spec import Spec, Term
@@ -25,7 +30,7 @@ from planner.spec import Spec, Term
 if TYPE_CHECKING:
     from planner.plan import Plan
 
-__all__ = ["BoundLoop", "BoundPlan"]
+__all__ = ["BoundPlan", "bound_plan"]
 
 
 class BoundPlan:
@@ -49,6 +54,8 @@ class BoundPlan:
         viewed = {base[v] for v in self.programs.kept} & set(range(len(self.shapes)))
         self.operand_views = [step for step in self.programs.forward.steps if base[step.outputs[0]] in viewed]
         self.kept = tuple(v for v in self.programs.kept if base[v] >= len(self.shapes))
+        self.summable = summable(self.spec)
+        self.planned = lru_cache(maxsize=8)(self._planned)
 
     def views(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """Operands without their broadcast dimensions."""
@@ -128,6 +135,72 @@ class BoundPlan:
             gradients.append(found.reshape(operand.shape))
         return gradients
 
+    def against(self, gradient: Tensor) -> tuple[BoundPlan, Tensor]:
+        """Return what to run the backward program of, for a gradient as it lies, and the gradient that it takes.
+
+        One that repeats along some dimensions is a gradient of the sum over them, which takes less. Under a memory
+        limit, one that products would copy has a program of its own. Neither needs kept values.
+
+        Raises:
+            PlannerLimitError: there is no such program within the memory limit.
+        """
+        if self.empty:
+            return self, gradient
+        strides, limit = gradient.stride(), self.plan.options.memory_limit
+        repeated = tuple(d for d in self.summable if strides[d] == 0 and gradient.shape[d] > 1)
+        if not repeated and (limit is None or self._takes(gradient, limit)):
+            return self, gradient
+        plain = type(gradient) is Tensor and not (gradient.requires_grad or dataless(gradient) or transformed())
+        if not plain or torch.compiler.is_compiling():
+            return self, gradient
+        once = gradient
+        for d in reversed(repeated):
+            once = once.select(d, 0)
+        try:
+            other = self.planned(repeated, once.stride())
+        except PlannerLimitError:
+            if limit is not None and self._takes(gradient, limit):
+                return self, gradient
+            raise
+        backward, own = other.programs.cost.backward, self.programs.cost.backward
+        assert backward is not None
+        assert own is not None
+        return (self, gradient) if limit is None and own.seconds <= backward.seconds else (other, once)
+
+    def _takes(self, gradient: Tensor, limit: int) -> bool:
+        """Whether the plan's own backward program is within a limit, whatever it copies of the gradient."""
+        variable = self.programs.variables[self.programs.output_gradient]
+        if layout_of(gradient.shape, gradient.stride()) == variable.layout:
+            return True
+        return self.plan.cost.peak_bytes + variable.bytes <= limit
+
+    def _planned(self, repeated: tuple[int, ...], strides: tuple[int, ...]) -> BoundPlan:
+        """Plan without some of the output's dimensions, for a gradient with these strides; nothing is kept."""
+        from planner.planning import make_plan
+        from planner.problem import SEARCHES
+
+        plan, options = self.plan, self.plan.options
+        limit, kept = options.memory_limit, plan.cost.retained_bytes
+        spec = summed(self.spec, repeated)
+        try:
+            found = make_plan(
+                str(spec), dataclasses.replace(self.resolved, spec=spec), dict(plan.index_shapes), plan.operands,
+                plan.dtype, plan.index_mode, plan.backend, plan.device,
+                dataclasses.replace(
+                    options,
+                    optimize=options.optimize if options.optimize in SEARCHES else plan.path,
+                    minimize=options.minimize if isinstance(options.minimize, str) else "time",
+                    memory_limit=None if limit is None else max(0, limit - kept),
+                    retain_limit=0,
+                ),
+                strides,
+            )  # fmt: skip
+        except PlannerLimitError as error:
+            why = f"no backward program was found that takes an output gradient of strides {strides}"
+            asked, enough = (limit, options.retain_limit), ((error.memory_limit or 0) + kept, options.retain_limit)
+            raise PlannerLimitError.naming(why, asked, enough) from None
+        return bound_plan(found, self.table)
+
     def contract(self, spec: Spec, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
         """Contract by a derived spec, with this plan's options."""
         from planner.api import contract
@@ -153,6 +226,11 @@ class BoundPlan:
             return evaluate(OPS, tree.op.spec, inputs, index, index.guarded)
 
         return mask_term(OPS, value(self.plan.tree), self.spec.output, self.spec, index)
+
+
+def bound_plan(plan: Plan, table: Table) -> BoundPlan:
+    """Return a plan, or a loop, with what running it needs."""
+    return BoundPlan(plan, table) if plan.loop is None else BoundLoop(plan, table)
 
 
 class BoundLoop(BoundPlan):

@@ -78,7 +78,9 @@ class _Contract(torch.autograd.Function):
         arrays = saved[: count + len(blank)]
         kept = saved[count + len(blank) :]
         with as_planned():
-            gradients = _Gradient.apply(ctx.bound, ctx.prepared, gradient, *arrays, *kept)
+            bound, gradient = ctx.bound.against(gradient)
+            kept = kept if bound is ctx.bound else ()
+            gradients = _Gradient.apply(bound, ctx.prepared, gradient, *arrays, *kept)
         found = iter(gradients)
         return (
             None, None,

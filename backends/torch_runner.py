@@ -17,7 +17,7 @@ from torch import Tensor
 
 from planner.backends.common import widened
 from planner.backends.protocol import Table
-from planner.backends.torch_bound import BoundLoop, BoundPlan
+from planner.backends.torch_bound import BoundPlan, bound_plan
 from planner.backends.torch_function import recorded
 from planner.backends.torch_modes import as_planned, autocasts, forward_mode, in_functorch, transformed
 from planner.backends.torch_native import NATIVE, compile_native, standin
@@ -36,7 +36,7 @@ Runner = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 def runner(plan: Plan, table: Table) -> Runner:
     """Return the function from operands and index arrays to a plan's result."""
-    bound = BoundPlan(plan, table) if plan.loop is None else BoundLoop(plan, table)
+    bound = bound_plan(plan, table)
     if autocasts() and not _only_views(plan):
         return partial(_run_as_planned, bound)
     return _native(bound) or partial(_run, bound)
@@ -55,6 +55,8 @@ def _native(bound: BoundPlan) -> Runner | None:
     """The plan as native calls, or None where they would not keep what it keeps, or where it needs more than them."""
     plan, requires = bound.plan, bound.programs.backward is not None
     if plan.loop is not None or bound.gathers or (requires and plan.keep != "all" and _has_kept(plan)):
+        return None
+    if requires and plan.options.memory_limit is not None:  # they copy gradients that repeat elements
         return None
     if isinstance(plan.tree, Leaf):
         return lambda operands, indices: bound.views(operands)[0].view_as(bound.views(operands)[0])

@@ -10,7 +10,7 @@ from typing import Any
 from planner.errors import SearchLimitError
 from planner.objective import OBJECTIVES, plan_key
 from planner.plan import Alternative, Plan
-from planner.problem import AUTO_WORK, MOST_TRIED, PATH_WORK, SEARCHES, Problem
+from planner.problem import AUTO_WORK, MOST_TRIED, PATH_WORK, SEARCHES, problem_of
 from planner.program import Lowerer, Programs, keeping
 from planner.search.dynamic import Found
 from planner.search.paths import joined_by, left_to_right
@@ -20,7 +20,7 @@ __all__ = ["alternatives"]
 
 def alternatives(plan: Plan, most: int) -> tuple[Alternative, ...]:
     """Return the best other plans: other objectives, other keep settings, other paths, the naive way."""
-    problem = Problem(plan.resolved, plan.operands, plan.dtype, plan.backend, plan.device)
+    problem = problem_of(plan)
     seen = {_signature(plan.programs)}
     key = plan_key(plan.options.minimize)
     key(plan.cost)  # a function that is not there any more shows here

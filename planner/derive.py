@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from planner.errors import ShapeError, SpecError
 from planner.spec import Gather, Spec, Term, term_axes, unused_letters
 
-__all__ = ["batched", "sliced", "transpose"]
+__all__ = ["batched", "sliced", "summable", "summed", "transpose"]
 
 
 def _check_resolved(spec: object, what: str) -> None:
@@ -111,6 +111,25 @@ def batched(
     inputs = tuple((axis, *indexed(t)) if i in chosen else indexed(t) for i, t in enumerate(spec.inputs))
     sizes = tuple(sorted((*spec.sizes, (axis, size))))
     return Spec(inputs, (axis, *indexed(spec.output)), sizes)
+
+
+def summable(spec: Spec) -> tuple[int, ...]:
+    """Return the dimensions of the output that `summed` may sum over: axes that it has once, and some input too."""
+    out = term_axes(spec.output)
+    read = {axis for term in spec.inputs for axis in term_axes(term)}
+    return tuple(d for d, e in enumerate(spec.output) if isinstance(e, str) and e in read and list(out).count(e) == 1)
+
+
+def summed(spec: Spec, dims: Collection[int]) -> Spec:
+    """Return the spec whose output is summed over some of its dimensions.
+
+    An output gradient that repeats along these is one of that sum: the gradients of both specs are equal then.
+
+    Args:
+        spec: a resolved spec.
+        dims: dimensions among the `summable` ones.
+    """
+    return dataclasses.replace(spec, output=tuple(e for d, e in enumerate(spec.output) if d not in dims))
 
 
 def sliced(spec: Spec, sizes: Mapping[str, int]) -> Spec:

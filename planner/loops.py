@@ -108,6 +108,7 @@ def body_of(plan: Plan, sizes: Mapping[str, int]) -> Plan:
         [o.requires_grad for o in operands],
         Lowerer(lambda op: table.choices(op, plan.device), key),
         body.dtype,
+        body.gradient_strides,
     )
     return dataclasses.replace(
         body, resolved=resolved, index_shapes=resolved.index_shapes, operands=operands, tree=tree, programs=programs

@@ -95,6 +95,8 @@ class Plan:
         origin: how the tree was found.
         loop: the loop over slices, if the plan is one; each program then is that loop, as one step.
         compiled_bytes: peak of the larger program as the framework compiled it, where a memory limit had it compiled.
+        gradient_strides: how the output's gradient lies that the plan was made for; None for one that lies as the
+            result does.
     """
 
     text: str
@@ -113,6 +115,7 @@ class Plan:
     origin: str
     loop: Loop | None = None
     compiled_bytes: int | None = None
+    gradient_strides: tuple[int, ...] | None = None
 
     @property
     def cost(self) -> PlanCost:

@@ -30,8 +30,9 @@ def make_plan(
     backend: str,
     device: Device,
     options: Options,
+    gradient_strides: tuple[int, ...] | None = None,
 ) -> Plan:
-    """Choose the plan of a resolved problem.
+    """Choose the plan of a resolved problem, for an output gradient that lies like that.
 
     Raises:
         PlannerLimitError: no plan that was found satisfies the limits.
@@ -39,7 +40,7 @@ def make_plan(
         PlannerError: an option is unknown.
     """
     check_objective(options.minimize)
-    problem = Problem(resolved, operands, dtype, backend, device)
+    problem = Problem(resolved, operands, dtype, backend, device, gradient_strides)
     best = _best(problem, options, index_mode)
     try:
         best = ordered(problem, best, options)
@@ -49,6 +50,7 @@ def make_plan(
     return Plan(
         text, resolved, given, problem.operands, dtype, index_mode, backend, device, options,
         best.tree, best.programs, problem.naive().cost, best.proven, best.origin, best.loop,
+        gradient_strides=gradient_strides,
     )  # fmt: skip
 
 

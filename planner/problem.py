@@ -15,7 +15,7 @@ from planner.layout import layout_of, strides_in
 from planner.lower import Choice, Op
 from planner.network import Network
 from planner.objective import step_key
-from planner.plan import Loop, Options
+from planner.plan import Loop, Options, Plan
 from planner.program import Lowerer, Programs, Tree, Variable, build
 from planner.resolve import Resolved
 from planner.search.dynamic import NO_LIMITS, Found, Limits, Search
@@ -23,7 +23,7 @@ from planner.search.paths import PATH_NAMES, checked_path, external_path, is_pat
 from planner.spec import Operand
 
 __all__ = ["AUTO_WORK", "MOST_TRIED", "PATH_WORK", "SEARCHES", "SLICE_WORK", "Candidate", "Problem", "given_variables",
-           "keeps_within", "searched", "within"]  # fmt: skip
+           "keeps_within", "problem_of", "searched", "within"]  # fmt: skip
 
 # Steps that a search may score; each takes 50 to 250 us. Any ten operands without index arrays have less than 30,000.
 AUTO_WORK, OPTIMAL_WORK, PATH_WORK = 32_000, 3_000_000, 4_000
@@ -52,11 +52,17 @@ class Problem:
     """One resolved problem on one device, and the searches that can be run on it."""
 
     def __init__(
-        self, resolved: Resolved, operands: Sequence[Operand], dtype: str, backend: str, device: Device
+        self,
+        resolved: Resolved,
+        operands: Sequence[Operand],
+        dtype: str,
+        backend: str,
+        device: Device,
+        gradient_strides: tuple[int, ...] | None = None,
     ) -> None:
         self.resolved, self.operands, self.dtype, self.device = resolved, tuple(operands), dtype, device
         self.table = load_backend(backend).table
-        self.backend = backend
+        self.backend, self.gradient_strides = backend, gradient_strides
         self.network = Network(resolved.spec)
         self.few = Network(resolved.spec, few=True)
         self.requires = tuple(operand.requires_grad for operand in operands)
@@ -134,7 +140,7 @@ class Problem:
 
     def programs(self, tree: Tree, lower: Lowerer) -> Programs:
         """Return the forward and backward programs of a tree."""
-        return build(tree, self.variables, self.requires, lower, self.dtype)
+        return build(tree, self.variables, self.requires, lower, self.dtype, self.gradient_strides)
 
     def naive(self) -> Programs:
         """What `einsum` on materialised gathers would do, by opt_einsum's path."""
@@ -145,6 +151,11 @@ class Problem:
     def exact_work(self) -> int:
         """Roughly the steps that the exact search would score."""
         return int(3 ** len(self.operands) // 2 * 3 ** len(self.network.gathers))
+
+
+def problem_of(plan: Plan) -> Problem:
+    """Return the problem that a plan solves."""
+    return Problem(plan.resolved, plan.operands, plan.dtype, plan.backend, plan.device, plan.gradient_strides)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

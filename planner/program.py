@@ -16,7 +16,7 @@ from typing import Literal
 
 from planner.cost import Cost, PlanCost, StepCost, itemsize
 from planner.derive import transpose
-from planner.layout import Layout, closed
+from planner.layout import Layout, closed, layout_of
 from planner.lower import Choice, Op
 
 __all__ = ["Keep", "Leaf", "Lowerer", "Node", "Program", "Programs", "Step", "Tree", "Variable", "build",
@@ -392,6 +392,7 @@ def build(
     requires: Sequence[bool],
     lower: Lowerer,
     dtype: str,
+    gradient_strides: Sequence[int] | None = None,
 ) -> Programs:
     """Turn a tree into its two programs and their cost.
 
@@ -401,6 +402,7 @@ def build(
         requires: which operands need a gradient.
         lower: chooses each step's implementation.
         dtype: dtype of the result.
+        gradient_strides: how the output's gradient lies; None where nothing says so.
     """
     builder = _Builder(operands, requires, lower)
     count = len(operands)
@@ -419,8 +421,11 @@ def build(
     forward_cost = _cost(steps, peak, retained)
 
     gradients: dict[int, int] = {}
+    shape = variables[result].shape
     # It is taken to lie as the result does: so do gradients that come of element-wise functions.
-    output_gradient = builder.variable(variables[result].shape, dtype, layout=closed(variables[result].layout))
+    alike = closed(variables[result].layout)
+    layout = alike if gradient_strides is None else layout_of(shape, gradient_strides)
+    output_gradient = builder.variable(shape, dtype, layout=layout)
     backward, backward_cost = None, None
     if differentiable:
         back: list[Step] = []

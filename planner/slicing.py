@@ -13,7 +13,7 @@ from planner.errors import SearchLimitError
 from planner.loops import loop_programs, resized, slice_counts, slice_of
 from planner.objective import plan_key, step_key
 from planner.plan import Loop, Options, Plan
-from planner.problem import SLICE_WORK, Candidate, Problem, given_variables, keeps_within, searched
+from planner.problem import SLICE_WORK, Candidate, Problem, given_variables, keeps_within, problem_of, searched
 from planner.program import Lowerer, Programs, Tree, build, keeping
 from planner.search.dynamic import NO_LIMITS, Limits
 from planner.spec import Spec, term_axes
@@ -129,7 +129,7 @@ def _results_bytes(programs: Programs) -> int:
 def _slice_trees(problem: Problem, options: Options, sizes: Mapping[str, int]) -> list[Tree]:
     """Trees made for a slice, at the sizes of the whole."""
     resolved, operands = slice_of(problem.resolved, problem.operands, sizes)
-    part = Problem(resolved, operands, problem.dtype, problem.backend, problem.device)
+    part = Problem(resolved, operands, problem.dtype, problem.backend, problem.device, problem.gradient_strides)
     whole = dict(problem.resolved.spec.sizes)
     try:
         found = [tree for tree, _, _ in searched(part, options.optimize, "time", NO_LIMITS, SLICE_WORK)]
@@ -155,13 +155,13 @@ def _loop_candidate(
         resolved, operands = slice_of(problem.resolved, problem.operands, sizes)
         variables = given_variables(resolved, operands, problem.backend)
         small = resized(tree, sizes)
-        programs = build(small, variables, problem.requires, lower, problem.dtype)
+        programs = build(small, variables, problem.requires, lower, problem.dtype, problem.gradient_strides)
         bodies.append((programs.cost, count))
         if first is None:
             first = Plan(
                 str(spec), resolved, resolved.index_shapes, operands, problem.dtype, index_mode, problem.backend,
                 problem.device, Options(minimize=key, precision=options.precision), small, programs,
-                programs.cost, False, "slice",
+                programs.cost, False, "slice", gradient_strides=problem.gradient_strides,
             )  # fmt: skip
     assert first is not None
     programs = loop_programs(
@@ -177,7 +177,7 @@ def looped(plan: Plan, axes: Mapping[str, int]) -> Plan:
         plan: a plan that is no loop.
         axes: the size of a slice for each axis that is cut, the outermost first.
     """
-    problem = Problem(plan.resolved, plan.operands, plan.dtype, plan.backend, plan.device)
+    problem = problem_of(plan)
     key = plan.options.minimize if isinstance(plan.options.minimize, str) else "time"
     lower = Lowerer(problem.choices, step_key(key))
     found = _loop_candidate(problem, plan.options, tuple(axes.items()), plan.tree, lower, key, plan.index_mode)

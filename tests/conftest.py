@@ -7,7 +7,6 @@ import shutil
 import tempfile
 
 import hypothesis
-import pytest
 
 # torch and JAX may share one device: JAX must not take most of its memory at the first call.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -34,22 +33,6 @@ hypothesis.settings.load_profile(PROFILE)
 def examples(ci: int, nightly: int) -> int:
     """The number of examples for the profile in force: ``@settings(max_examples=examples(500, 10_000))``."""
     return {"ci": ci, "nightly": nightly}[PROFILE]
-
-
-# Tests of what is known not to hold yet, with the reason; strict, so that a fix shows.
-KNOWN_GAPS = {
-    "test_limits.py::test_an_expanded_output_gradient_keeps_to_the_limit": (
-        "a product copies an output gradient that repeats elements, which no plan foresees"
-    ),
-}
-
-
-def pytest_collection_modifyitems(items):
-    """Expect the known gaps to fail."""
-    for item in items:
-        reason = next((why for name, why in KNOWN_GAPS.items() if item.nodeid.endswith(name)), None)
-        if reason is not None:
-            item.add_marker(pytest.mark.xfail(strict=True, reason=reason))
 
 
 def installed_frameworks() -> tuple[str, ...]:

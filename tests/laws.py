@@ -67,6 +67,16 @@ def in_other_strides(x: np.ndarray, random: Random) -> np.ndarray:
     return view
 
 
+def repeating(x: np.ndarray, random: Random) -> np.ndarray:
+    """The same shape, in other strides; along half of the dimensions the first elements repeat."""
+    view = in_other_strides(x, random)
+    if not view.size:
+        return view
+    first = tuple(slice(1) if random.random() < 0.5 else slice(None) for _ in view.shape)
+    strides = [0 if s.stop else stride for s, stride in zip(first, view.strides, strict=True)]
+    return np.lib.stride_tricks.as_strided(view, x.shape, strides)
+
+
 def tangents_of(problem: Problem, wanted) -> list:
     """Small integers in the shape of each wanted operand."""
     random = np.random.default_rng([problem.seed, 7])

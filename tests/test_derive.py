@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
+from planner.derive import summable, summed
 from planner.parse import parse
 from planner.resolve import resolve_shapes
 from planner.testing import problems, reference
+from planner.testing.reference import reference_gradients
 
 
 def resolved_call(case):
@@ -65,6 +67,24 @@ def test_batched_is_a_loop(case, data):
         sizes = spec.output_shape
         wanted = reference(str(spec), *single, sizes=sizes, index_mode=case.index_mode, **indices)
         np.testing.assert_array_equal(found[b], wanted)
+
+
+@settings(max_examples=examples(200, 2000))
+@given(problems(**MODES), st.data())
+def test_a_gradient_that_repeats_is_one_of_a_sum(case, data):
+    spec, operands, indices = resolved_call(case)
+    gout = case.output_gradient()
+    free = [d for d in summable(spec) if gout.shape[d]]
+    dims = data.draw(st.sets(st.sampled_from(free))) if free else set()
+    once = gout[tuple(slice(1) if d in dims else slice(None) for d in range(gout.ndim))]
+    repeated = np.broadcast_to(once, gout.shape)
+    wanted = reference_gradients(case.spec, repeated, *case.operands(), **case.arguments())
+    for number in range(len(operands)):
+        others = list(operands)
+        others[number] = once.reshape([n for d, n in enumerate(once.shape) if d not in dims])
+        short = planner.transpose(summed(spec, dims), number)
+        found = planner.contract(short, *others, index_mode=case.index_mode, **indices)
+        np.testing.assert_array_equal(found.reshape(wanted[number].shape), wanted[number])
 
 
 def test_what_does_not_derive():

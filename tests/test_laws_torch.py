@@ -1,6 +1,7 @@
 """torch against the oracle: values, gradients, transforms and kernels, on integers that make every sum exact."""
 
 import dataclasses
+from random import Random
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from laws import (
     exact_problems,
     note_language,
     pick,
+    repeating,
     tangents_of,
     wide_index,
     with_unread_nan,
@@ -25,6 +27,7 @@ from laws import (
 
 import planner
 from planner.lower import Op
+from planner.testing.measure import torch_counts
 from planner.testing.reference import reference, reference_gradients
 from planner.testing.strategies import Problem
 from planner.workloads import WORKLOADS
@@ -168,6 +171,37 @@ def test_every_plan_gives_the_same_values_and_gradients(problem):
         assert_equal(described(got), problem.expected(), "float32", str(other))
         for found, gradient in zip(torch.autograd.grad(got, wanted, gout) if wanted else (), expected, strict=True):
             assert_equal(described(found), gradient, "float32", f"gradient by {other}")
+
+
+@settings(max_examples=examples(100, 2_000))
+@given(exact_problems(), st.booleans(), st.booleans())
+def test_output_gradients_in_any_strides(problem, limited, graph):
+    """Repeated along some dimensions, permuted, with gaps; what repeats is planned as a gradient of the sum."""
+    operands = [x.requires_grad_(need) for x, need in zip(tensors(problem), problem.requires_grad, strict=True)]
+    wanted = [x for x in operands if x.requires_grad]
+    assume(wanted)
+    gout = repeating(problem.output_gradient(), Random(problem.seed))
+    options = {"memory_limit": 10**9} if limited else {}
+    result = planner.contract(problem.spec, *operands, **arguments(problem), **options)
+    found = torch.autograd.grad(result, wanted, to_torch(gout), create_graph=graph)
+    expected = reference_gradients(problem.spec, gout, *problem.operands(), **problem.arguments())
+    expected = [g for g, need in zip(expected, problem.requires_grad, strict=True) if need]
+    for got, gradient in zip(found, expected, strict=True):
+        assert_equal(described(got), gradient, "float32", "gradient")
+
+
+def test_a_gradient_that_repeats_costs_little():
+    """Of a sum's gradient no grouped product is made: rows are summed and taken."""
+    workload = WORKLOADS["seed-gathered-matmul"].resized(n=512, q=16)
+    operands, indices = workload.operands("torch", requires_grad=True), workload.indices("torch")
+    result = planner.contract(workload.spec, *operands, **indices)
+    seen = {}
+    for name, gout in (("ones", torch.ones(result.shape)), ("sum", torch.ones(()).expand(result.shape))):
+        counted = torch_counts(lambda g=gout: torch.autograd.grad(result, operands, g, retain_graph=True))
+        seen[name] = counted.flops, torch.autograd.grad(result, operands, gout, retain_graph=True)
+    assert all(torch.equal(x, y) for x, y in zip(seen["ones"][1], seen["sum"][1], strict=True))
+    assert seen["ones"][0] > 0
+    assert seen["sum"][0] is None, "no matrices are multiplied"
 
 
 def test_every_lowering_agrees():

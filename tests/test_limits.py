@@ -9,7 +9,7 @@ import pytest
 from conftest import examples
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from laws import Floors, exact_problems, in_other_strides
+from laws import Floors, exact_problems, in_other_strides, repeating
 from test_memory import PLAIN, scaled
 
 import planner
@@ -68,7 +68,12 @@ def compiled_peak(jax, plan, operands, indices):
 
 
 def torch_peak_within(problem, strided=False):
-    """What torch allocates at most in either program of a plan within a random limit, the limit, and the plan."""
+    """What torch allocates at most in either program of a plan within a random limit, the limit, and the plan.
+
+    Args:
+        problem: a spec, to be planned at larger sizes.
+        strided: whether operands and the output's gradient have any strides.
+    """
     torch = pytest.importorskip("torch", reason="torch is not installed")
     arrays, options = scaled(problem, 12)
     if strided:
@@ -86,10 +91,20 @@ def torch_peak_within(problem, strided=False):
     if not gradients:
         del result
         return torch_memory(call)[1].peak_bytes, limit, plan, refused
-    torch.autograd.grad(result.sum(), operands)
+    gout = torch.ones_like(result)
+    if strided:
+        gout = torch.from_numpy(repeating(gout.numpy(), Random(problem.seed + 1)))
+    try:
+        torch.autograd.grad(result, operands, gout)
+    except planner.PlannerLimitError as error:  # an output gradient that takes more than one like the result
+        assert strided
+        limit = error.memory_limit
+        plan = planner.plan(problem.spec, *operands, backend="torch", memory_limit=limit, **options)
+        result = call()
+        torch.autograd.grad(result, operands, gout)
     del result
     _, forward = torch_memory(call)
-    _, backward = torch_backward_memory(call, operands)
+    _, backward = torch_backward_memory(call, operands, gout)
     assert forward.retained_bytes == plan.cost.retained_bytes
     return max(forward.peak_bytes, backward.peak_bytes), limit, plan, refused
 
@@ -131,10 +146,19 @@ def test_an_expanded_output_gradient_keeps_to_the_limit():
     """As `out.sum().backward()` gives it."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     operands = [torch.ones(400, 400).requires_grad_() for _ in range(2)]
-    plan = planner.plan("ij, jk -> ik", *operands, memory_limit=2 * 4 * 400 * 400)
-    result = plan(*operands)
-    _, backward = torch_memory(lambda: torch.autograd.grad(result, operands, torch.ones(()).expand(400, 400)))
-    assert backward.peak_bytes <= plan.options.memory_limit
+    gout = torch.ones(()).expand(400, 400)
+
+    def gradients(limit):
+        result = planner.plan("ij, jk -> ik", *operands, memory_limit=limit)(*operands)
+        return torch_memory(lambda: torch.autograd.grad(result, operands, gout))
+
+    with pytest.raises(planner.PlannerLimitError, match="output gradient of strides") as caught:
+        gradients(2 * 4 * 400 * 400)  # not a sum of one operand's rows beside its gradients
+    limit = caught.value.memory_limit
+    assert limit < 2 * 4 * 400 * 400 + 10_000
+    found, backward = gradients(limit)
+    assert backward.peak_bytes <= limit
+    assert all((g == 400).all() for g in found)
 
 
 def test_xla_plans_no_more_than_the_limit():
