@@ -179,26 +179,29 @@ class BoundPlan:
         from planner.planning import make_plan
         from planner.problem import SEARCHES
 
-        plan, options = self.plan, self.plan.options
-        limit, kept = options.memory_limit, plan.cost.retained_bytes
+        plan, limit, kept = self.plan, self.plan.options.memory_limit, self.plan.cost.retained_bytes
         spec = summed(self.spec, repeated)
+        options = dataclasses.replace(
+            plan.options,
+            optimize=plan.options.optimize if plan.options.optimize in SEARCHES else plan.path,
+            minimize=plan.options.minimize if isinstance(plan.options.minimize, str) else "time",
+        )
+        make = partial(
+            make_plan, index_shapes=dict(plan.index_shapes), operands=plan.operands, dtype=plan.dtype,
+            index_mode=plan.index_mode, backend=plan.backend, device=plan.device,
+        )  # fmt: skip
+        left = None if limit is None else max(0, limit - kept)
+        lean = dataclasses.replace(options, memory_limit=left, retain_limit=0)
+        resolved = dataclasses.replace(self.resolved, spec=spec)
         try:
-            found = make_plan(
-                str(spec), dataclasses.replace(self.resolved, spec=spec), dict(plan.index_shapes), plan.operands,
-                plan.dtype, plan.index_mode, plan.backend, plan.device,
-                dataclasses.replace(
-                    options,
-                    optimize=options.optimize if options.optimize in SEARCHES else plan.path,
-                    minimize=options.minimize if isinstance(options.minimize, str) else "time",
-                    memory_limit=None if limit is None else max(0, limit - kept),
-                    retain_limit=0,
-                ),
-                strides,
-            )  # fmt: skip
+            found = make(str(spec), resolved, options=lean, gradient_strides=strides)
         except PlannerLimitError as error:
+            # Within a wider limit the plan may keep more; where none binds it keeps what this one does.
+            free = make(plan.text, self.resolved, options=dataclasses.replace(options, memory_limit=None)).cost
+            enough = max(free.peak_bytes, (error.memory_limit or 0) + free.retained_bytes)
             why = f"no backward program was found that takes an output gradient of strides {strides}"
-            asked, enough = (limit, options.retain_limit), ((error.memory_limit or 0) + kept, options.retain_limit)
-            raise PlannerLimitError.naming(why, asked, enough) from None
+            retain = options.retain_limit
+            raise PlannerLimitError.naming(why, (limit, retain), (enough, retain)) from None
         return bound_plan(found, self.table)
 
     def contract(self, spec: Spec, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:

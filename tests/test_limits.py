@@ -131,6 +131,16 @@ def test_torch_allocates_no_more_than_the_limit_with_any_strides():
     floors = Floors()
 
     @settings(max_examples=examples(25, 400))
+    # What a refusal in the backward named was not enough: within it the plan kept more.
+    @example(
+        Problem(
+            "a, b, q[ba]  q[ba] baa -> b q[ba]",
+            ((3,), (2,), (3, 2, 2, 3, 3)),
+            {"q": 4},
+            {"q": np.array([[0, 1, 0], [0, 1, 0]])},
+            seed=10,
+        )
+    )
     @example(Problem("a, a, a, a -> q[aa]", ((2,),) * 4, {"q": 2}, {"q": np.zeros((2, 2), np.int64)}, seed=43))
     @given(SCALED)
     def law(problem):

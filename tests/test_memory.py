@@ -332,6 +332,36 @@ def test_torch_peaks():
     ratios_within(backward)
 
 
+def test_jax_peaks():
+    """Of calls that are not jitted, as XLA has it of each step, of the workloads without index arrays (nightly: all).
+
+    A contraction of two operands whose axes are in no two groups anywhere is copied less than is predicted; kernels of
+    gathers take more or less, for their buffers hang on what XLA fuses.
+    """
+    pytest.importorskip("jax", reason="jax is not installed")
+    forward, backward = [], []
+    for name in WORKLOADS:
+        workload = moderate(name)
+        operands, indices = workload.operands("jax"), workload.indices("jax")
+        if indices and not examples(0, 1):
+            continue
+        stand_ins = [planner.Operand(x.shape, x.dtype.name, requires_grad=True) for x in operands]
+        plan = planner.plan(workload.spec, *stand_ins, backend="jax", **workload.options, **indices)
+        found = plan.analyze(*operands, rounds=1, **indices)
+        for into, program in ((forward, "forward"), (backward, "backward")):
+            total = found.total(program)
+            if total.predicted.live_bytes:
+                into.append(
+                    (label(name, plan.programs.forward), total.measured.live_bytes / total.predicted.live_bytes)
+                )
+    for title, ratios in (("JAX forward", forward), ("JAX backward", backward)):
+        assert len(ratios) >= examples(15, len(WORKLOADS))
+        report_peaks(title, ratios)
+        ratios_within(ratios)
+        if not examples(0, 1):
+            assert sum(abs(ratio - 1) <= 0.01 for _, ratio in ratios) >= 0.8 * len(ratios)
+
+
 def test_numpy_peaks():
     found = []
     for name in WORKLOADS:
