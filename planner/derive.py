@@ -114,10 +114,12 @@ def batched(
 
 
 def summable(spec: Spec) -> tuple[int, ...]:
-    """Return the dimensions of the output that `summed` may sum over: axes that it has once, and some input too."""
-    out = term_axes(spec.output)
+    """Return the dimensions of the output that `summed` may sum over: axes that some input has, also in brackets.
+
+    The sum over any other axis would be lost: no term would have it.
+    """
     read = {axis for term in spec.inputs for axis in term_axes(term)}
-    return tuple(d for d, e in enumerate(spec.output) if isinstance(e, str) and e in read and list(out).count(e) == 1)
+    return tuple(d for d, e in enumerate(spec.output) if isinstance(e, str) and e in read)
 
 
 def summed(spec: Spec, dims: Collection[int]) -> Spec:

@@ -87,6 +87,25 @@ def test_a_gradient_that_repeats_is_one_of_a_sum(case, data):
         np.testing.assert_array_equal(found.reshape(wanted[number].shape), wanted[number])
 
 
+@pytest.mark.parametrize(
+    ("spec", "dims"),
+    [
+        ("ij, jk -> ik", (0, 1)),
+        ("i -> ik", (0,)),  # no input has the other axis: its sum would count once
+        ("ij -> iij", (2,)),  # a diagonal
+        ("nj -> q[n]jn", (1,)),  # where rows go is told by the axis too
+        ("q[n]j -> nj", (0, 1)),
+    ],
+)
+def test_what_may_be_summed(spec, dims):
+    shapes = [
+        tuple(3 if e == "q" else 2 for e in term.replace("[n]", "")) for term in spec.split(" -> ")[0].split(", ")
+    ]
+    sizes = {"q": 3} if "-> q" in spec else {"k": 2} if spec == "i -> ik" else None
+    indices = {"q": (2,)} if "q" in spec else {}
+    assert summable(planner.resolve(spec, *shapes, sizes=sizes, **indices)) == dims
+
+
 def test_what_does_not_derive():
     spec = planner.resolve("nij,q[n]jk->nik", (5, 1, 2), (3, 2, 4), q=(5,))
     with pytest.raises(planner.ShapeError, match="has 2 operands, so there is no operand 2"):
