@@ -92,15 +92,14 @@ def test_a_gradient_that_repeats_is_one_of_a_sum(case, data):
     [
         ("ij, jk -> ik", (0, 1)),
         ("i -> ik", (0,)),  # no input has the other axis: its sum would count once
-        ("ij -> iij", (2,)),  # a diagonal
-        ("nj -> q[n]jn", (1,)),  # where rows go is told by the axis too
+        ("ij -> iij", (0, 1, 2)),  # a diagonal: its sum over rows is what lies on it
+        ("nj -> q[n]jn", (1, 2)),
         ("q[n]j -> nj", (0, 1)),
     ],
 )
 def test_what_may_be_summed(spec, dims):
-    shapes = [
-        tuple(3 if e == "q" else 2 for e in term.replace("[n]", "")) for term in spec.split(" -> ")[0].split(", ")
-    ]
+    inputs = spec.split(" -> ")[0].replace("[n]", "").split(", ")
+    shapes = [tuple(3 if e == "q" else 2 for e in term) for term in inputs]
     sizes = {"q": 3} if "-> q" in spec else {"k": 2} if spec == "i -> ik" else None
     indices = {"q": (2,)} if "q" in spec else {}
     assert summable(planner.resolve(spec, *shapes, sizes=sizes, **indices)) == dims
