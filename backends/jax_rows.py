@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from planner.backends.common import WHOLE_POOL
 from planner.backends.kernel_rows import POOL_FUNCTIONS, Kernels, PoolKernels, group_sizes, kernel_rows
@@ -124,8 +123,8 @@ class _Groups(NamedTuple):
 def _groups(spec: Spec) -> tuple[_Groups, tuple[int, ...]]:
     """The groups of axes of a product, and which terms XLA then copies (2 is the result).
 
-    A term is copied unless it has the batch first, and then both of its groups, in either order; one that is a vector
-    in a batch, where it has a dimension of size 1 too.
+    A term is copied unless it has the batch first, and then both of its groups, in either order. A vector in a batch is
+    copied where it has a dimension of size 1 too, a result where such a dimension is not in front.
     """
     form, sizes, terms = product_form(spec), dict(spec.sizes), [_wide_axes(term, spec) for term in spec.terms]
     assert form is not None
@@ -138,8 +137,13 @@ def _groups(spec: Spec) -> tuple[_Groups, tuple[int, ...]]:
         for place, term in enumerate(terms):
             first, second = groups.of(place)
             vector = groups.batch and not (first and second) and not (groups.left and groups.right)
-            shaped = vector and len(term) < len(spec.terms[place])
-            if shaped or term not in ((*groups.batch, *first, *second), (*groups.batch, *second, *first)):
+            narrow = [spec.size(e) == 1 for e in spec.terms[place]]
+            inside = place == 2 and narrow != sorted(narrow, reverse=True)
+            if (
+                inside
+                or (vector and any(narrow))
+                or term not in ((*groups.batch, *first, *second), (*groups.batch, *second, *first))
+            ):
                 found.append(place)
         return tuple(found)
 
@@ -191,11 +195,7 @@ def _as_matrices(spec: Spec) -> Product:
     def product(a: Any, b: Any) -> Any:
         x, y = (second(b), first(a)) if swapped else (first(a), second(b))
         found = lax.dot_general(x, y, numbers, preferred_element_type=_wide(a.dtype)).astype(a.dtype)
-        found = jnp.transpose(found.reshape(whole), back).reshape(shape)
-        if len(out) == len(shape):
-            return found
-        # Of a product with dimensions of size 1 XLA makes a copy that lies as the product does.
-        return with_layout_constraint(found, Layout(tuple(range(len(shape)))))
+        return jnp.transpose(found.reshape(whole), back).reshape(shape)
 
     return product
 

@@ -28,7 +28,7 @@ from planner.program import Leaf, Tree
 from planner.spec import Spec, Term
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
+    from planner.plan import Options, Plan
 
 __all__ = ["BoundPlan", "bound_plan"]
 
@@ -54,7 +54,8 @@ class BoundPlan:
         viewed = {base[v] for v in self.programs.kept} & set(range(len(self.shapes)))
         self.operand_views = [step for step in self.programs.forward.steps if base[step.outputs[0]] in viewed]
         self.kept = tuple(v for v in self.programs.kept if base[v] >= len(self.shapes))
-        self.summable = summable(self.spec)
+        # Half types would be rounded between the sum and the product; float16 overflows there.
+        self.summable = () if plan.dtype in ("float16", "bfloat16") else summable(self.spec)
         self.planned = lru_cache(maxsize=8)(self._planned)
 
     def views(self, operands: Sequence[Tensor]) -> list[Tensor]:
@@ -139,7 +140,8 @@ class BoundPlan:
         """Return what to run the backward program of, for a gradient as it lies, and the gradient that it takes.
 
         One that repeats along some dimensions is a gradient of the sum over them, which takes less. Under a memory
-        limit, one that products would copy has a program of its own. Neither needs kept values.
+        limit, one that products would copy has a program of its own. Neither needs kept values. A gradient that needs
+        one itself, under a transform or in a compiled function, is taken as it lies, whatever is copied.
 
         Raises:
             PlannerLimitError: there is no such program within the memory limit.
@@ -148,7 +150,8 @@ class BoundPlan:
             return self, gradient
         strides, limit = gradient.stride(), self.plan.options.memory_limit
         repeated = tuple(d for d in self.summable if strides[d] == 0 and gradient.shape[d] > 1)
-        if not repeated and (limit is None or self._takes(gradient, limit)):
+        own = limit is None or self._takes(gradient, limit)
+        if own and not repeated:
             return self, gradient
         plain = type(gradient) is Tensor and not (gradient.requires_grad or dataless(gradient) or transformed())
         if not plain or torch.compiler.is_compiling():
@@ -156,16 +159,15 @@ class BoundPlan:
         once = gradient
         for d in reversed(repeated):
             once = once.select(d, 0)
-        try:
-            other = self.planned(repeated, once.stride())
-        except PlannerLimitError:
-            if limit is not None and self._takes(gradient, limit):
+        other = self.planned(repeated, once.stride())
+        if isinstance(other, PlannerLimitError):
+            if own:
                 return self, gradient
-            raise
-        backward, own = other.programs.cost.backward, self.programs.cost.backward
+            raise self._refusal(other, once.stride())
+        backward, alone = other.programs.cost.backward, self.programs.cost.backward
         assert backward is not None
-        assert own is not None
-        return (self, gradient) if limit is None and own.seconds <= backward.seconds else (other, once)
+        assert alone is not None
+        return (self, gradient) if limit is None and alone.seconds <= backward.seconds else (other, once)
 
     def _takes(self, gradient: Tensor, limit: int) -> bool:
         """Whether the plan's own backward program is within a limit, whatever it copies of the gradient."""
@@ -174,35 +176,40 @@ class BoundPlan:
             return True
         return self.plan.cost.peak_bytes + variable.bytes <= limit
 
-    def _planned(self, repeated: tuple[int, ...], strides: tuple[int, ...]) -> BoundPlan:
-        """Plan without some of the output's dimensions, for a gradient with these strides; nothing is kept."""
+    def _plan(self, options: Options, repeated: tuple[int, ...] = (), strides: tuple[int, ...] | None = None) -> Plan:
+        """Plan anew: without some of the output's dimensions, or for a gradient with these strides."""
         from planner.planning import make_plan
         from planner.problem import SEARCHES
 
-        plan, limit, kept = self.plan, self.plan.options.memory_limit, self.plan.cost.retained_bytes
-        spec = summed(self.spec, repeated)
+        plan, spec = self.plan, summed(self.spec, repeated)
         options = dataclasses.replace(
-            plan.options,
-            optimize=plan.options.optimize if plan.options.optimize in SEARCHES else plan.path,
-            minimize=plan.options.minimize if isinstance(plan.options.minimize, str) else "time",
+            options,
+            optimize=options.optimize if options.optimize in SEARCHES else plan.path,
+            minimize=options.minimize if isinstance(options.minimize, str) else "time",
         )
-        make = partial(
-            make_plan, index_shapes=dict(plan.index_shapes), operands=plan.operands, dtype=plan.dtype,
-            index_mode=plan.index_mode, backend=plan.backend, device=plan.device,
+        return make_plan(
+            str(spec), dataclasses.replace(self.resolved, spec=spec), dict(plan.index_shapes), plan.operands,
+            plan.dtype, plan.index_mode, plan.backend, plan.device, options, strides,
         )  # fmt: skip
-        left = None if limit is None else max(0, limit - kept)
-        lean = dataclasses.replace(options, memory_limit=left, retain_limit=0)
-        resolved = dataclasses.replace(self.resolved, spec=spec)
+
+    def _planned(self, repeated: tuple[int, ...], strides: tuple[int, ...]) -> BoundPlan | PlannerLimitError:
+        """A plan for such an output gradient that keeps nothing, or why there is none within the memory limit."""
+        limit = self.plan.options.memory_limit
+        left = None if limit is None else max(0, limit - self.plan.cost.retained_bytes)
         try:
-            found = make(str(spec), resolved, options=lean, gradient_strides=strides)
+            lean = dataclasses.replace(self.plan.options, memory_limit=left, retain_limit=0)
+            return bound_plan(self._plan(lean, repeated, strides), self.table)
         except PlannerLimitError as error:
-            # Within a wider limit the plan may keep more; where none binds it keeps what this one does.
-            free = make(plan.text, self.resolved, options=dataclasses.replace(options, memory_limit=None)).cost
-            enough = max(free.peak_bytes, (error.memory_limit or 0) + free.retained_bytes)
-            why = f"no backward program was found that takes an output gradient of strides {strides}"
-            retain = options.retain_limit
-            raise PlannerLimitError.naming(why, (limit, retain), (enough, retain)) from None
-        return bound_plan(found, self.table)
+            return error
+
+    def _refusal(self, error: PlannerLimitError, strides: tuple[int, ...]) -> PlannerLimitError:
+        """Name a limit that succeeds: within a wider one the plan may keep more, at most what it keeps without one."""
+        options = self.plan.options
+        free = self._plan(dataclasses.replace(options, memory_limit=None)).cost
+        enough = max(free.peak_bytes, (error.memory_limit or 0) + free.retained_bytes)
+        why = f"no backward program was found that takes an output gradient of strides {strides}"
+        retain = options.retain_limit
+        return PlannerLimitError.naming(why, (options.memory_limit, retain), (enough, retain))
 
     def contract(self, spec: Spec, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
         """Contract by a derived spec, with this plan's options."""

@@ -204,6 +204,14 @@ def test_a_gradient_that_repeats_costs_little():
     assert seen["sum"][0] is None, "no matrices are multiplied"
 
 
+def test_a_half_gradient_that_repeats_is_not_summed_first():
+    """The sum of the other operand's rows is beyond float16."""
+    a, b = (torch.full(shape, 100.0, dtype=torch.float16, requires_grad=True) for shape in ((4, 4), (4, 2048)))
+    out = planner.contract("ij, jk -> ik", a, b, memory_limit=10**8)
+    (got,) = torch.autograd.grad(out, a, torch.tensor(2.0**-12, dtype=torch.float16).expand(out.shape))
+    assert (got == 50).all()
+
+
 def test_every_lowering_agrees():
     """Each row of the table that supports a step gives what the others give, for gradient steps and pairs too."""
     from planner.backends.torch_backend import backend
