@@ -139,11 +139,8 @@ def _groups(spec: Spec) -> tuple[_Groups, tuple[int, ...]]:
             vector = groups.batch and not (first and second) and not (groups.left and groups.right)
             narrow = [spec.size(e) == 1 for e in spec.terms[place]]
             inside = place == 2 and narrow != sorted(narrow, reverse=True)
-            if (
-                inside
-                or (vector and any(narrow))
-                or term not in ((*groups.batch, *first, *second), (*groups.batch, *second, *first))
-            ):
+            whole = ((*groups.batch, *first, *second), (*groups.batch, *second, *first))
+            if inside or (vector and any(narrow)) or term not in whole:
                 found.append(place)
         return tuple(found)
 

@@ -675,7 +675,6 @@ def test_what_is_multiplied_and_summed_equals_the_product(groups, dtype, seed, s
         ("ijkl, jklmp -> mip", ((32, 16, 8, 8), (16, 8, 8, 8, 16)), 4 * 8 * 32 * 16),
         ("bhqd, bhkd -> bhqk", ((4, 1, 64, 32), (4, 1, 64, 32)), 4 * 4 * 64 * 64),  # the result, as einsum does
         ("hbqd, hbkd -> hbqk", ((1, 4, 64, 32), (1, 4, 64, 32)), 0),
-        ("ik, jk -> ihj", ((64, 32), (64, 32)), 4 * 64 * 64),
         ("bmk, bnk -> bnm", ((4, 64, 32), (4, 64, 32)), 0),
         ("ik, jk -> ij", ((64, 32), (64, 32)), 0),
     ],
@@ -684,9 +683,8 @@ def test_xla_copies_of_a_product_what_is_predicted(spec, shapes, copied):
     from planner.testing.measure import jax_temp_bytes
 
     operands = [jnp.ones(shape) for shape in shapes]
-    sizes = {"h": 1} if "-> ih" in spec else None
-    plan = planner.plan(spec, *operands, device="cpu", sizes=sizes)
-    assert [step.choice.lowering for step in plan.steps][:1] == ["matmul"]
+    plan = planner.plan(spec, *operands, device="cpu")
+    assert [step.choice.lowering for step in plan.steps] == ["matmul"]
     assert jax_temp_bytes(lambda *xs: plan(*xs), *operands) == copied == plan.steps[0].choice.cost.scratch_bytes
 
 
