@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ from planner.lower import (
     product_form,
     spec_flops,
 )
-from planner.spec import Spec, Term
+from planner.spec import Spec
 
 __all__ = ["OPS", "JaxOps", "make_table"]
 
@@ -69,12 +68,7 @@ class JaxOps:
             kind = None if a.dtype == jnp.bool_ else _wide(a.dtype)
             return jnp.einsum(a, terms[0], b, terms[1], terms[2], preferred_element_type=kind).astype(a.dtype)
 
-        if not form.contracted and set(terms[2]) == {*terms[0], *terms[1]}:
-            return multiplied
-        if min(form.sizes[1:3]) == 1:  # XLA copies vectors that are shaped before and after
-            return summed
-        as_matrices = _as_matrices(spec)
-        return lambda a, b: (summed if a.dtype == jnp.bool_ else as_matrices)(a, b)
+        return multiplied if not form.contracted and set(terms[2]) == {*terms[0], *terms[1]} else summed
 
     def iota(self, size: int, like: Any) -> Any:
         return jnp.arange(size)
@@ -104,97 +98,6 @@ def _spread(x: Any, axes: Sequence[int], order: Sequence[int]) -> Any:
 
 
 OPS = JaxOps()
-
-
-class _Groups(NamedTuple):
-    """The axes of a product, those of size 1 left out, in the orders in which the least is copied."""
-
-    batch: tuple[str, ...]
-    left: tuple[str, ...]
-    right: tuple[str, ...]
-    contracted: tuple[str, ...]
-
-    def of(self, place: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The two groups that an operand, or the result (2), has besides the batch."""
-        return ((self.left, self.contracted), (self.contracted, self.right), (self.left, self.right))[place]
-
-
-@lru_cache(maxsize=16384)
-def _groups(spec: Spec) -> tuple[_Groups, tuple[int, ...]]:
-    """The groups of axes of a product, and which terms XLA then copies (2 is the result).
-
-    A term is copied unless it has the batch first, and then both of its groups, in either order. A vector in a batch is
-    copied where it has a dimension of size 1 too, a result where such a dimension is not in front.
-    """
-    form, sizes, terms = product_form(spec), dict(spec.sizes), [_wide_axes(term, spec) for term in spec.terms]
-    assert form is not None
-
-    def orders(group: tuple[str, ...], places: tuple[int, ...]) -> list[tuple[str, ...]]:
-        return list(dict.fromkeys(tuple(e for e in terms[place] if e in group) for place in places))
-
-    def copied(groups: _Groups) -> tuple[int, ...]:
-        found = []
-        for place, term in enumerate(terms):
-            first, second = groups.of(place)
-            vector = groups.batch and not (first and second) and not (groups.left and groups.right)
-            narrow = [spec.size(e) == 1 for e in spec.terms[place]]
-            inside = place == 2 and narrow != sorted(narrow, reverse=True)
-            whole = ((*groups.batch, *first, *second), (*groups.batch, *second, *first))
-            if inside or (vector and any(narrow)) or term not in whole:
-                found.append(place)
-        return tuple(found)
-
-    choices = itertools.product(
-        orders(form.batch, (2, 0, 1)), orders(form.left, (2, 0)), orders(form.right, (2, 1)),
-        orders(form.contracted, (0, 1)),
-    )  # fmt: skip
-    pairs = [(groups, copied(groups)) for groups in itertools.starmap(_Groups, choices)]
-    return min(pairs, key=lambda pair: sum(math.prod(sizes[e] for e in terms[place]) for place in pair[1]))
-
-
-def _wide_axes(term: Term, spec: Spec) -> tuple[str, ...]:
-    return tuple(str(e) for e in term if spec.size(e) != 1)
-
-
-@lru_cache(maxsize=16384)
-def _as_matrices(spec: Spec) -> Product:
-    """What multiplies two operands as matrices, in one batch: XLA copies products of more dimensions."""
-    (groups, _), sizes = _groups(spec), dict(spec.sizes)
-    *terms, out = (_wide_axes(term, spec) for term in spec.terms)
-
-    def shaped(place: int) -> tuple[Callable[[Any], Any], list[tuple[str, ...]]]:
-        """What views an operand with a dimension for each of its groups, and these."""
-        first, second = groups.of(place)
-        order = [groups.batch, first, second]
-        if terms[place] == (*groups.batch, *second, *first):
-            order = [groups.batch, second, first]
-        order = [group for group in order if group]
-        whole = [sizes[e] for e in terms[place]]
-        dims = [terms[place].index(e) for group in order for e in group]
-        shape = [math.prod(sizes[e] for e in group) for group in order]
-        return lambda x: jnp.transpose(x.reshape(whole), dims).reshape(shape), order
-
-    (first, groups_a), (second, groups_b) = shaped(0), shaped(1)
-
-    def both(group: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The dimension of a group in either factor."""
-        x, y = ((order.index(group),) if group else () for order in factors)
-        return x, y
-
-    # The result has the first factor's own axes before the second's.
-    swapped = out == (*groups.batch, *groups.right, *groups.left)
-    factors = (groups_b, groups_a) if swapped else (groups_a, groups_b)
-    numbers = (both(groups.contracted), both(groups.batch))
-    own = (groups.right, groups.left) if swapped else (groups.left, groups.right)
-    made = (*groups.batch, *own[0], *own[1])
-    back, whole, shape = [made.index(e) for e in out], [sizes[e] for e in made], spec.output_shape
-
-    def product(a: Any, b: Any) -> Any:
-        x, y = (second(b), first(a)) if swapped else (first(a), second(b))
-        found = lax.dot_general(x, y, numbers, preferred_element_type=_wide(a.dtype)).astype(a.dtype)
-        return jnp.transpose(found.reshape(whole), back).reshape(shape)
-
-    return product
 
 
 # On a CPU XLA multiplies at about `flop_rate * s / (s + this)`, s being the least side: 16, 32, 64 and 128 rows by 1024
@@ -235,15 +138,18 @@ def _reordered(spec: Spec) -> tuple[int, float]:
 
     It copies where a batch is not in front, or rows and columns are no two groups.
     """
-    (groups, places), sizes = _groups(spec), dict(spec.sizes)
+    form, sizes = product_form(spec), dict(spec.sizes)
+    assert form is not None
+    groups_of = ((form.left, form.contracted), (form.contracted, form.right), (form.left, form.right))
     copied, apart = 0, 0.0
-    for place in places:
-        first, second = groups.of(place)
-        order = _wide_axes(spec.terms[place], spec)
-        wanted = ((*groups.batch, *first, *second), (*groups.batch, *second, *first))
-        elements = math.prod(spec.shape(spec.terms[place]))
-        copied += elements
-        apart += elements * min(1.0, _TOGETHER / max(1, *(_together(order, other, sizes) for other in wanted)))
+    for term, (first, second) in zip(spec.terms, groups_of, strict=True):
+        order = [str(e) for e in term if spec.size(e) != 1]
+        batch, *parts = ([e for e in group if sizes[e] != 1] for group in (form.batch, first, second))
+        wanted = [[*batch, *parts[0], *parts[1]], [*batch, *parts[1], *parts[0]]]
+        if order not in wanted:
+            elements = math.prod(spec.shape(term))
+            copied += elements
+            apart += elements * min(1.0, _TOGETHER / max(1, *(_together(order, other, sizes) for other in wanted)))
     return copied, apart
 
 
