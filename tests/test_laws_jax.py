@@ -120,22 +120,31 @@ def check(problem, eager_gradients=True, **options):
 # 500 examples in parts, which several processes may share.
 @pytest.mark.parametrize("part", range(5))
 def test_values_and_gradients(part):
-    """Every example's values eager and jitted and its gradients jitted; every eighth's gradients eager too."""
+    """Every example's values eager and jitted and its gradients jitted; every eighth's gradients eager too.
+
+    Three of the parts have three operands, three have gathers: in a hundred examples, which resemble each other, shares
+    are too far from their means (43 to 87 of 100 had gathers where 75 are the mean) for floors over all five.
+    """
     floors = Floors()
+    operands, gathers = (3 if part < 3 else 1, True if part % 2 == 0 else None)
 
     @settings(max_examples=examples(100, 2_000))
     @example(Problem("a, , q[a] aa -> ", ((2,), (), (2, 2, 2)), indices={"q": np.array([0, 0])}))
     @given(
-        exact_problems(min_operands=3 if part < 3 else 1, max_operands=examples(3, 4), max_axes=5, max_size=3)
+        exact_problems(
+            min_operands=operands, max_operands=examples(3, 4), max_axes=5, max_size=3, gathers=gathers
+        )
     )  # fmt: skip
     def law(problem):
         check(problem, problem.seed % 8 == 0, minimize=pick(problem, OBJECTIVES))
         note_language(floors, problem, gradient=any(problem.requires_grad))
 
     law()
-    three = 0.95 if part < 3 else 0.1
+    three, gather = (0.95 if operands == 3 else 0.1, 0.95 if gathers else 0.25)
     scatter = examples(2, 5) / 100  # 5% of many; of a hundred 3 were seen
-    floors.at_least(examples(90, 1_800), three_operands=three, gather=0.5, scatter=scatter, nonzero=0.3, gradient=0.8)
+    floors.at_least(
+        examples(90, 1_800), three_operands=three, gather=gather, scatter=scatter, nonzero=0.3, gradient=0.8
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "int64", "int32", "complex64", "complex128"])
