@@ -26,16 +26,24 @@ Result = TypeVar("Result")
 
 def pooled_scores(query: jax.Array, pool: jax.Array, keys: Keys) -> jax.Array:
     """Score each query against its keys, by scoring it against the whole pool."""
-    dtype = jnp.result_type(query, pool)
-    if pool.shape[1] == 0:
-        return _shown(jnp.zeros(keys.values.shape, dtype), keys.values, keys)
+    shape, dtype = keys.values.shape, jnp.result_type(query, pool)
+    if pool.shape[1] == 0 or 0 in shape:
+        return _shown(jnp.zeros(shape, dtype), keys.values, keys)
 
     def entry(query: jax.Array, pool: jax.Array, index: jax.Array) -> jax.Array:
         dense, rows = _matmul("qd,md->qm", query, pool), keys.part(index)
         taken = jnp.take_along_axis(dense, rows, axis=1, mode="clip")
         return _shown(_kept(taken, rows, pool.shape[0], keys).astype(dtype), index, keys)
 
-    return lax.map(lambda slices: entry(*slices), (query, pool, keys.values))
+    each = shape[1] * shape[2]
+    if shape[0] * each >= 2**31:
+        return lax.map(lambda slices: entry(*slices), (query, pool, keys.values))
+
+    # A flat result: one with more dimensions XLA copies to put others of size 1 between them.
+    def write(n: jax.Array, scores: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice(scores, entry(query[n], pool[n], keys.values[n]).reshape(-1), (n * each,))
+
+    return lax.fori_loop(0, shape[0], write, jnp.zeros(shape[0] * each, dtype)).reshape(shape)
 
 
 def pooled_query_gradient(g: jax.Array, pool: jax.Array, keys: Keys) -> jax.Array:
