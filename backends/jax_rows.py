@@ -200,12 +200,15 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     assert isinstance(form, GroupedForm)
     n, i, j, k = group_sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
     g = form.gather.size or 0
-    scratch = {
-        (True, False): jax_grouped.gradients_scratch_bytes,
-        (False, True): jax_grouped.outer_scratch_bytes,
-        (False, False): jax_grouped.matmul_scratch_bytes,
-    }[op.pair, form.outer and not op.pair](n, i, g, j, k, op.dtype)
-    scratch += jax_grouping.scratch_bytes(n, g) + 4 * (n + g + 1)
+    sizes = (n, i, g, j, k, op.dtype)
+    if op.pair:
+        loop = jax_grouped.gradients_scratch_bytes(*sizes)
+    elif form.outer:
+        loop = jax_grouped.outer_scratch_bytes(*sizes)
+    else:
+        targets = None if form.rows_out == form.gather.axes else group_sizes(op.spec, form.rows_out)[0]
+        loop = jax_grouped.matmul_scratch_bytes(*sizes, targets)
+    scratch = 4 * (n + g + 1) + max(jax_grouping.scratch_bytes(n, g), loop)
     flops = spec_flops(op.spec) * (2 if op.pair else 1)
     moved = op.bytes_touched()
     # Measured on seed 000: a row's sort and addresses, filling the result, products on padded lanes, lanes moved.

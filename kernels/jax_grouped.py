@@ -109,11 +109,13 @@ def grouped_matmul(
         # Lanes without a row read any row: their products go nowhere.
         left = _gather(a, row if source is None else _gather(source, row))
         product = _tile_matmul("tij,tjk->tik", _tile_matrix(left, cut), _take_group(c, group))
-        product = product.reshape(-1, size_i, size_k).astype(out.dtype)
+        product = product.reshape(-1, size_i, size_k)
         if target is None:
-            return _put(out, row, product)
-        return _add(out, _take_index(target, row, out.shape[0]), product)
+            return _put(out, row, _bits(product.astype(dtype)))
+        return _add(out, _take_index(target, row, out.shape[0]), product.astype(out.dtype))
 
+    if target is None:
+        return _of_bits(_loop(tiles, cut, step, _bits(out)), dtype)
     return _loop(tiles, cut, step, out).astype(dtype)
 
 
@@ -192,11 +194,11 @@ def grouped_gradients(
         to_rows = _tile_matmul("tik,tjk->tij", gradient, _take_group(c, group))
         to_c = _tile_matmul("tij,tik->tjk", left, gradient)
         grad_rows, grad_c = grads
-        grad_rows = _put(grad_rows, row, to_rows.reshape(-1, *a.shape[1:]).astype(dtype))
+        grad_rows = _put(grad_rows, row, _bits(to_rows.reshape(-1, *a.shape[1:]).astype(dtype)))
         return grad_rows, _add(grad_c, group, to_c.astype(grad_c.dtype))
 
-    grad_rows, grad_c = _loop(tiles, cut, step, (grad_rows, grad_c))
-    return grad_rows, grad_c.astype(dtype)
+    grad_rows, grad_c = _loop(tiles, cut, step, (_bits(grad_rows), grad_c))
+    return _of_bits(grad_rows, dtype), grad_c.astype(dtype)
 
 
 def tiling(rows: int, size_i: int, groups: int, size_j: int, size_k: int) -> Tiling:
@@ -214,12 +216,14 @@ def tiling(rows: int, size_i: int, groups: int, size_j: int, size_k: int) -> Til
     return Tiling(tile_rows, tiles)
 
 
-def matmul_scratch_bytes(rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: DTypeLike) -> int:
-    """Upper bound of what `grouped_matmul` allocates beside its result.
-
-    A half-precision result that is added into targets is summed in float32: add its bytes in that dtype.
-    """
-    return _scratch_bytes(rows, size_i, groups, size_j, size_k, dtype)
+def matmul_scratch_bytes(
+    rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: DTypeLike, targets: int | None = None
+) -> int:  # fmt: skip
+    """Upper bound of what `grouped_matmul` allocates beside its result."""
+    found = _bits_bytes(rows * size_i * size_k, dtype)
+    if targets is not None:
+        found = _float32_sum(targets * size_i * size_k, dtype)
+    return _scratch_bytes(rows, size_i, groups, size_j, size_k, dtype) + found
 
 
 def outer_scratch_bytes(rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: DTypeLike) -> int:
@@ -229,15 +233,25 @@ def outer_scratch_bytes(rows: int, size_i: int, groups: int, size_j: int, size_k
 
 def gradients_scratch_bytes(rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: DTypeLike) -> int:
     """Upper bound of what `grouped_gradients` allocates beside its results."""
-    return outer_scratch_bytes(rows, size_i, groups, size_j, size_k, dtype)
+    sums = _float32_sum(groups * size_j * size_k, dtype) + _bits_bytes(rows * size_i * size_j, dtype)
+    return _scratch_bytes(rows, size_i, groups, size_j, size_k, dtype, pair=True) + sums
 
 
-def _scratch_bytes(rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: DTypeLike) -> int:
-    cut = tiling(rows, size_i, groups, size_j, size_k)
-    tile = cut.rows * size_i * (size_j + size_k) + size_j * size_k
+def _scratch_bytes(
+    rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: DTypeLike, pair: bool = False
+) -> int:  # fmt: skip
+    cut, exact = tiling(rows, size_i, groups, size_j, size_k), _accumulator(dtype)
+    lanes = cut.tiles * cut.rows
+    left, right, matrices = lanes * size_i * size_j, lanes * size_i * size_k, cut.tiles * size_j * size_k
+    # Both factors of a product and the product, or of one tile this as multiplied and as put; of a pair two products.
+    numbers = max(left + right + matrices, 2 * right * (cut.tiles == 1)) + pair * left
+    rounded = 0 if exact == jnp.dtype(dtype) else 2 * (left if pair else right)
     table = rows // cut.rows + min(groups, rows) + cut.tiles + groups
-    # Each factor of a product once as taken and once as multiplied, and the product.
-    return 3 * cut.tiles * tile * max(_accumulator(dtype).itemsize, 4) + 12 * 4 * table + 2**14
+    return max(exact.itemsize, 4) * numbers + rounded + 4 * 4 * (lanes + table) + 4096
+
+
+def _bits_bytes(numbers: int, dtype: DTypeLike) -> int:
+    return 2 * numbers if jnp.dtype(dtype) == jnp.bfloat16 else 0
 
 
 def _float32_sum(numbers: int, dtype: DTypeLike) -> int:
@@ -302,8 +316,11 @@ def _gather(operand: jax.Array, rows: jax.Array, mode: lax.GatherScatterMode = _
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(1, operand.ndim)), collapsed_slice_dims=(0,), start_index_map=(0,)
     )
-    fill = 0 if mode is _SKIP else None
-    return lax.gather(operand, rows[:, None], numbers, (1, *operand.shape[1:]), mode=mode, fill_value=fill)
+    fill, dtype = 0 if mode is _SKIP else None, operand.dtype
+    if dtype == jnp.bfloat16:  # bound to the rows: its bits are not to be copied before the loop either
+        operand, rows = lax.optimization_barrier((operand, rows))
+    taken = lax.gather(_bits(operand), rows[:, None], numbers, (1, *operand.shape[1:]), mode=mode, fill_value=fill)
+    return _of_bits(taken, dtype)
 
 
 def _put(out: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
@@ -313,6 +330,16 @@ def _put(out: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
 
 def _add(out: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
     return lax.scatter_add(out, rows[:, None], values[:, None], _scatter_numbers(out), mode=_SKIP)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """A bfloat16 array as integers: on a CPU XLA makes all of it float32 to take rows of it or to put some in."""
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+
+
+def _of_bits(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The inverse of `_bits`, for an array that had this dtype."""
+    return lax.bitcast_convert_type(x, jnp.bfloat16) if dtype == jnp.bfloat16 else x
 
 
 def _scatter_numbers(out: jax.Array) -> lax.ScatterDimensionNumbers:
