@@ -99,5 +99,5 @@ def _cut(x: Any, term: Sequence[str | Gather], sizes: Mapping[str, int], starts:
 
 
 def _corner(term: Sequence[str | Gather], starts: Mapping[str, Any]) -> list[Any]:
-    """Where a slice of an array with this term begins."""
-    return [starts.get(e, 0) if isinstance(e, str) else 0 for e in term]
+    """Where a slice of an array with this term begins: numbers of one dtype, also where 64 bits are enabled."""
+    return [jnp.int32(starts.get(e, 0) if isinstance(e, str) else 0) for e in term]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import functools
+import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -131,11 +133,12 @@ def contract(
 def _contract(request: Request, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
     """The first call of its kind: plan it, remember how to run it, run it."""
     spec = request.spec
+    _check_names(indices)
     if not isinstance(spec, (str, Spec)):
         if framework_of(spec) is None or not operands:
             raise SpecError(f"the spec must be a string, not {type(spec).__name__}; an example is 'ij, jk -> ik'")
-        spec, operands = parse_sublists((spec, *operands))
-        request = request._replace(spec=spec)
+        spec, operands, letters = parse_sublists((spec, *operands))
+        request = request._replace(spec=spec, sizes=_lettered(request.sizes, letters))
     if isinstance(spec, str):
         parse(spec)
     framework = operands_framework(operands, indices)
@@ -166,6 +169,7 @@ def plan(
     retain_limit: int | str | None = None,
     index_mode: str = "raise",
     dtype: Any = None,
+    precision: Any = None,
     backend: str | None = None,
     device: Device | str | None = None,
     **indices: Any,
@@ -188,6 +192,7 @@ def plan(
         retain_limit: most bytes that may stay alive for the backward program.
         index_mode: what an index outside of its dimension does.
         dtype: dtype of the computation and the result.
+        precision: precision of matrix products, for jax.
         backend: "torch", "jax" or "numpy"; by default the arrays' framework, else one that is imported already.
         device: rates of the machine that times are predicted for, or the name of a preset such as "h100"; by default
             what `python -m planner calibrate` measured here, else the preset of the arrays' device.
@@ -203,8 +208,10 @@ def plan(
         SearchLimitError: the problem is beyond any search, or any address space.
         PlannerError: an option is unknown, or the backend's framework is not installed.
     """
+    _check_names(indices)
     if not isinstance(spec, (str, Spec)):
-        spec, operands = parse_sublists((spec, *operands))
+        spec, operands, letters = parse_sublists((spec, *operands))
+        sizes = _lettered(sizes, letters)
     if backend is None:
         arrays = [x for x in (*operands, *indices.values()) if framework_of(x) is not None]
         if arrays:
@@ -213,7 +220,7 @@ def plan(
             backend = next((name for name in ("torch", "jax") if name in sys.modules), "numpy")
     if not isinstance(backend, str):
         raise PlannerError(f"backend={backend!r:.80} is no name: take one of 'torch', 'jax', 'numpy'")
-    request = Request(spec, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype)
+    request = Request(spec, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, precision)
     return _plan(request, backend, operands, indices, device)
 
 
@@ -275,6 +282,21 @@ def _plan(
     return measured(made, operands, indices) if options.optimize == "measure" else made
 
 
+def _check_names(indices: Mapping[str, Any]) -> None:
+    """Refuse a keyword that can be no index array's, which has one letter: a misspelt option, as a rule."""
+    for name in indices:
+        if len(name) != 1:
+            options = [p.name for p in inspect.signature(plan).parameters.values() if p.kind is p.KEYWORD_ONLY]
+            close = difflib.get_close_matches(name, options, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"options are {', '.join(options)}"
+            raise PlannerError(f"{name!r} is no option, and an index array has one letter as its name: {hint}")
+
+
+def _lettered(sizes: Any, letters: Mapping[Any, str]) -> Any:
+    """`sizes=` of a call in sublist form, by the letters that its labels got."""
+    return {letters.get(name, name): n for name, n in sizes.items()} if isinstance(sizes, Mapping) else sizes
+
+
 def check_index_mode(index_mode: Any) -> None:
     """Refuse an unknown index mode."""
     if index_mode not in INDEX_MODES:
@@ -295,7 +317,8 @@ def _describe(backend: Backend, operand: Any, number: int) -> Operand:
     if isinstance(operand, (tuple, list)):
         operand = Operand(tuple(operand))
     if isinstance(operand, Operand):
-        described = dataclasses.replace(operand, shape=shape_of(operand.shape, what))
+        dtype = operand.dtype if isinstance(operand.dtype, str) else dtype_name(operand.dtype)
+        described = dataclasses.replace(operand, shape=shape_of(operand.shape, what), dtype=dtype)
         if operand.strides is not None and len(operand.strides) != len(described.shape):
             raise ShapeError(
                 f"{what} has {len(described.shape)} dimensions, but {len(operand.strides)} strides: give one for each"
@@ -348,8 +371,8 @@ def parse_bytes(limit: Any, name: str) -> int | None:
     """
     if limit is None:
         return None
-    if isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0:
-        return limit
+    if hasattr(limit, "__index__") and not isinstance(limit, bool) and int(limit) >= 0:
+        return int(limit)
     if isinstance(limit, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", limit)
         if found and found[2] in _UNITS and len(found[1]) < 40:

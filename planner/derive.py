@@ -53,6 +53,8 @@ def transpose(spec: Spec, operand: int) -> Spec:
         SpecError: the spec is not resolved.
     """
     _check_resolved(spec, "transpose")
+    if not isinstance(operand, int):
+        raise ShapeError(f"the operand is given by its number, not by {operand!r}")
     if not -len(spec.inputs) <= operand < len(spec.inputs):
         raise ShapeError(f"'{spec}' has {len(spec.inputs)} operands, so there is no operand {operand}")
     operand %= len(spec.inputs)
@@ -90,11 +92,13 @@ def batched(
         SpecError: the spec is not resolved.
     """
     _check_resolved(spec, "batched")
-    if size < 0:
-        raise ShapeError(f"the size of the new axis must not be negative, but is {size}")
+    if not isinstance(size, int) or size < 0:
+        raise ShapeError(f"the size of the new axis must be a non-negative integer, but is {size!r}")
     chosen = set(range(len(spec.inputs)) if operands is None else operands)
     used = {axis for axis, _ in spec.sizes} | set(spec.arrays)
     axis = letter or unused_letters(used, 1)[0]
+    if not (isinstance(axis, str) and len(axis) == 1 and axis.isalpha()):
+        raise ShapeError(f"the new axis must be one letter, not {letter!r}")
     if axis in used:
         raise ShapeError(f"{axis!r} is in use in '{spec}'")
     if not chosen <= set(range(len(spec.inputs))):

@@ -75,10 +75,7 @@ def operands_framework(operands: Sequence[Any], indices: Mapping[str, Any]) -> s
     ):
         found = framework_of(array)
         if found is None:
-            raise PlannerError(
-                f"{label} is a {type(array).__name__}, not an array of torch, jax or numpy; "
-                "unknown options are read as index arrays, so also check the spelling of keywords"
-            )
+            raise PlannerError(f"{label} is a {type(array).__name__}, not an array of torch, jax or numpy")
         if first is not None and found != first:
             raise PlannerError(f"{label} is a {found} array, but operand 0 is of {first}: convert one of them")
         first = first or found

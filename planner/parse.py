@@ -155,7 +155,7 @@ def _check_letters(spec: Spec, text: str) -> None:
                     )
 
 
-def parse_sublists(arguments: Sequence[Any]) -> tuple[Spec, tuple[Any, ...]]:
+def parse_sublists(arguments: Sequence[Any]) -> tuple[Spec, tuple[Any, ...], dict[Any, str]]:
     """Parse numpy's sublist form: ``a, [0, 1], b, [1, 2], [0, 2]``.
 
     Args:
@@ -163,7 +163,7 @@ def parse_sublists(arguments: Sequence[Any]) -> tuple[Spec, tuple[Any, ...]]:
             and optionally the output's list.
 
     Returns:
-        The unresolved spec and the operands.
+        The unresolved spec, the operands, and the letter of each label.
 
     Raises:
         SpecError: the arguments do not alternate, or labels cannot be sorted.
@@ -191,5 +191,5 @@ def parse_sublists(arguments: Sequence[Any]) -> tuple[Spec, tuple[Any, ...]]:
 
     inputs = tuple(term(sublist) for sublist in sublists[: len(operands)])
     if len(sublists) > len(operands):
-        return Spec(inputs, term(sublists[-1])), operands
-    return Spec(inputs, _implicit_output(inputs, "")), operands
+        return Spec(inputs, term(sublists[-1])), operands, names
+    return Spec(inputs, _implicit_output(inputs, "")), operands, names

@@ -18,7 +18,7 @@ from planner.objective import step_key
 from planner.plan import Loop, Options, Plan
 from planner.program import Lowerer, Programs, Tree, Variable, build
 from planner.resolve import Resolved
-from planner.search.dynamic import NO_LIMITS, Found, Limits, Search
+from planner.search.dynamic import FRONT_LIMIT, NO_LIMITS, Found, Limits, Search
 from planner.search.paths import PATH_NAMES, checked_path, external_path, is_path_name, splits_of
 from planner.spec import Operand
 
@@ -93,7 +93,8 @@ class Problem:
         where no tree is within the limits.
 
         Raises:
-            SearchLimitError: the search over all trees needs more work. One over a path then looks at fewer placements.
+            SearchLimitError: the search over all trees needs more work. One over a path then looks at fewer placements
+                of the takes, in the end only at those that come first.
         """
         lower = Lowerer(self.stock_choices if naive else self.choices, step_key(objective))
         chooses = any(self.requires) and (limits != NO_LIMITS or objective in ("peak", "retained"))
@@ -106,11 +107,13 @@ class Problem:
 
         def along(path: Any) -> Found | None:
             splits = splits_of(path, len(self.operands))
-            if not chooses and limits == NO_LIMITS:
-                return over(self.few, PATH_WORK, takes_first=naive).run(splits)
-            for front in PATH_FRONTS:
+            keeps = chooses or limits != NO_LIMITS
+            fronts, steps = (PATH_FRONTS, KEEPING_PATH_WORK) if keeps else ((FRONT_LIMIT,), PATH_WORK)
+            for front in () if naive else fronts:
                 with contextlib.suppress(SearchLimitError):
-                    return over(self.few, KEEPING_PATH_WORK, front_limit=front).run(splits)
+                    return over(self.few, steps, front_limit=front).run(splits)
+            with contextlib.suppress(*([SearchLimitError] if keeps else [])):
+                return over(self.few, steps, front_limit=fronts[-1], takes_first=True).run(splits)
             return None
 
         if path is not None:

@@ -95,7 +95,7 @@ def resolve_shapes(
             f"{len(shapes)} operands are more than the {MOST_OPERANDS} that one call takes: contract some first"
         )
     if parsed.sizes or any(gather.size is not None for gather in parsed.gathers):
-        return _already_resolved(parsed, shapes, index_shapes)
+        return _already_resolved(parsed, shapes, index_shapes, sizes)
     parsed = _expand_ellipses(parsed, shapes, index_shapes)
     axis_sizes = _axis_sizes(parsed, shapes, index_shapes)
     named, output_shape = _given_sizes(parsed, sizes)
@@ -168,9 +168,23 @@ def resolve_shapes(
     return Resolved(resolved, tuple(input_shapes), index_views)
 
 
-def _already_resolved(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[str, Shape]) -> Resolved:
+def _already_resolved(
+    spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[str, Shape],
+    asked: Mapping[str, int] | Sequence[int] | None,
+) -> Resolved:  # fmt: skip
     _check_addressable(spec)
     sizes = dict(spec.sizes)
+    letters, output = _given_sizes(spec, asked)
+    known = {name: {size} for name, size in spec.sizes}
+    for gather in spec.gathers:
+        known.setdefault(gather.array, set()).add(gather.size or 0)
+    for letter, size in letters.items():
+        if size not in known.get(letter, ()):
+            raise ShapeError(f"sizes= says {size} for {letter!r}, but '{cut(str(spec))}' is resolved with {sizes}")
+    if output is not None and output != spec.output_shape:
+        raise ShapeError(
+            f"sizes= says {output}, but the result of '{cut(str(spec))}' is resolved as {spec.output_shape}"
+        )
     for number, (term, shape) in enumerate(zip(spec.inputs, shapes, strict=True)):
         if tuple(shape) != spec.shape(term):
             raise ShapeError(

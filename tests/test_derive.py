@@ -107,6 +107,13 @@ def test_what_may_be_summed(spec, dims):
 
 def test_what_does_not_derive():
     spec = planner.resolve("nij,q[n]jk->nik", (5, 1, 2), (3, 2, 4), q=(5,))
+    for letter in ("ab", "1", 3):
+        with pytest.raises(planner.ShapeError, match="must be one letter, not"):
+            planner.batched(spec, 2, letter=letter)
+    with pytest.raises(planner.ShapeError, match=r"non-negative integer, but is 2\.5"):
+        planner.batched(spec, 2.5)
+    with pytest.raises(planner.ShapeError, match="by its number, not by '1'"):
+        planner.transpose(spec, "1")
     with pytest.raises(planner.ShapeError, match="has 2 operands, so there is no operand 2"):
         planner.transpose(spec, 2)
     with pytest.raises(planner.ShapeError, match="there is no operand 7"):

@@ -150,7 +150,11 @@ WRONG = [
     ("i->ij", (np.ones(2),), {"sizes": 3}, planner.ShapeError, "not int"),
     (GATHER, (C,), {}, planner.SpecError, "'q' is missing: pass it as the keyword q="),
     (GATHER, (C,), {"q": Q, "p": Q}, planner.SpecError, "'p'.*has the index arrays q"),
-    ("ij->ij", (A,), {"minimise": "time"}, planner.PlannerError, "'minimise'.*check the spelling"),
+    ("ij->ij", (A,), {"minimise": "time"}, planner.PlannerError, "'minimise' is no option.*did you mean 'minimize'"),
+    ("ij->ij", (A,), {"out": A}, planner.PlannerError, "'out' is no option, and an index array has one letter"),
+    (planner.resolve("ij->ij", (2, 3)), (A,), {"sizes": (7, 7)}, planner.ShapeError, r"says \(7, 7\), but .*\(2, 3\)"),
+    (planner.resolve("ij->ij", (2, 3)), (A,), {"sizes": {"z": 9}}, planner.ShapeError, "says 9 for 'z'"),
+    (planner.resolve("ij->ij", (2, 3)), (A,), {"sizes": {"j": 2}}, planner.ShapeError, "says 2 for 'j'"),
     (GATHER, (C,), {"q": Q.astype(float)}, planner.PlannerError, "'q' has dtype float64"),
     (GATHER, (C,), {"q": Q > 0}, planner.PlannerError, "'q' has dtype bool"),
     (GATHER, (C,), {"q": Q[None]}, planner.ShapeError, "'q' has 2 dimensions, but its axes are n"),
@@ -220,6 +224,8 @@ def test_mixed_frameworks_name_the_operand():
         (("q[n]->n", (3,)), {"q": 7}, planner.ShapeError, "'q'"),
         (("ij->ij", (2, 3)), {"backend": "tensorflow"}, planner.PlannerError, "backend 'tensorflow' is unknown"),
         (("ij->ij", planner.Operand((2, 3), "float13")), {}, planner.PlannerError, "float13"),
+        (("ij->ij", (2, 3)), {"minimse": "time"}, planner.PlannerError, "did you mean 'minimize'"),
+        (("ij->ij", (2, 3)), {"precision": "high"}, planner.PlannerError, "precision= is for jax"),
         (("ij->ij", (2, 3)), {"device": "abacus"}, planner.PlannerError, "device 'abacus' .* take one of cpu"),
         (("ij->ij", (2, 3)), {"device": 3}, planner.PlannerError, "device=3"),
         (
@@ -240,6 +246,17 @@ def test_wrong_plans_name_the_culprit(arguments, options, kind, message):
     with pytest.raises(planner.PlannerError, match=message) as caught:
         planner.plan(*arguments, **{"backend": "numpy", **options})
     assert type(caught.value) is kind
+
+
+def test_sizes_and_limits_are_taken_in_every_form():
+    assert planner.contract(planner.resolve("ij->ij", (2, 3)), A, sizes={"i": 2}).shape == (2, 3)
+    gathered = planner.resolve("q[n]j->nj", (5, 3), q=(3,))
+    assert planner.contract(gathered, C, q=Q, sizes={"q": 5}).shape == (3, 3)
+    assert planner.contract(np.ones(2), ["row"], ["row", "row 2"], sizes={"row 2": 4}).shape == (2, 4)
+    assert planner.plan(A, [0, 1], [0, 1, 2], sizes={2: 4}).resolved.spec.output_shape == (2, 3, 4)
+    assert planner.plan("ij->ij", (2, 3), memory_limit=np.int64(1000)).options.memory_limit == 1000
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    assert planner.plan("ij->ij", planner.Operand((2, 3), torch.float64), backend="torch").dtype == "float64"
 
 
 @pytest.mark.parametrize("size", [-1, 2.0, True, "3", None])

@@ -167,6 +167,17 @@ def test_jax_slices_are_arrays_that_count(axes):
     assert 0.9 * plan.cost.peak_bytes <= compiled.peak_bytes <= plan.cost.peak_bytes + SMALL
 
 
+def test_jax_slices_where_64_bits_are_enabled():
+    """Scan's counters and the constants beside them are of one dtype all the same."""
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    with jax.enable_x64(True):
+        operands = [jax.numpy.ones(shape, "float64") for shape in ((6, 5, 4), (6, 4, 3))]
+        plan = looped(planner.plan("ijk, ikl -> jl", *operands), {"i": 4, "j": 2})
+        result, pull = jax.vjp(plan, *operands)
+        assert (result == 24).all()
+        assert [(x.dtype, x[0, 0, 0]) for x in pull(result)] == [("float64", 24 * 3), ("float64", 24 * 5)]
+
+
 def test_jax_goes_slice_by_slice_only_where_that_is_faster():
     pytest.importorskip("jax", reason="jax is not installed")
     clique, chain = (WORKLOADS[name].cpu() for name in ("clique", "chain-ijkl"))

@@ -574,3 +574,16 @@ def test_long_chains_are_planned_by_paths(operands):
     assert not plan.proven
     assert len(plan.path) == operands - 1
     assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize("optimize", ["auto", "greedy", [(0, 1)] * 15], ids=["auto", "greedy", "path"])
+@pytest.mark.parametrize("scattered", ["", "abc"])
+def test_specs_with_many_index_arrays_are_planned(optimize, scattered):
+    """Where placements of takes are too many to score, takes come first."""
+    names = "abcdefghijlmopqr"
+    output = "".join(f"{name}[n]" for name in scattered)
+    spec = ",".join(f"{name}[n]k" for name in names) + "->" + (output or "n") + "k"
+    indices = {name: np.zeros(4, int) for name in names}
+    sizes = {name: 3 for name in scattered}
+    plan = planner.plan(spec, *[(3, 2)] * 16, backend="numpy", optimize=optimize, sizes=sizes, **indices)
+    assert plan(*[np.ones((3, 2), "float32")] * 16, **indices).sum() == 8

@@ -130,7 +130,7 @@ def test_letters_enough_for_any_spec():
 def test_sublists_mean_what_the_letters_mean(arguments, text):
     operands = [np.ones((2,) * len(labels)) for labels in arguments[:2]]
     interleaved = [x for pair in zip(operands, arguments[:2], strict=True) for x in pair] + list(arguments[2:])
-    spec, found = parse_sublists(interleaved)
+    spec, found, _ = parse_sublists(interleaved)
     assert spec == parse(text)
     assert all(a is b for a, b in zip(found, operands, strict=True))
     np.testing.assert_array_equal(planner.contract(*interleaved), planner.contract(text, *operands))
@@ -141,5 +141,5 @@ def test_more_labels_than_latin_letters():
     labels = [100 + i for i in range(13)]
     out = labels[::-1]
     assert np.array_equal(planner.contract(x, labels, out), x.transpose())
-    spec, _ = parse_sublists([x, list(range(80))])
+    spec, *_ = parse_sublists([x, list(range(80))])
     assert len(spec.output) == 80
