@@ -88,7 +88,7 @@ def value_and_gradients(call, operands, indices, gout, wanted):
     return result, pullback(gout.astype(result.dtype))
 
 
-def check(problem, eager_gradients=True, **options):
+def check(problem, eager_gradients=True, jit=jit, **options):
     """Values eager and jitted, gradients jitted and, if asked, eager."""
     call, wanted = call_of(problem, **options), differentiable(problem)
     operands, indices = arrays_of(problem), indices_of(problem)
@@ -145,6 +145,12 @@ def test_values_and_gradients(part):
     floors.at_least(
         examples(90, 1_800), three_operands=three, gather=gather, scatter=scatter, nonzero=0.3, gradient=0.8
     )  # fmt: skip
+
+
+@settings(max_examples=examples(12, 500))
+@given(exact_problems(max_operands=3, gathers=True))
+def test_values_and_gradients_as_users_compile_them(problem):
+    check(problem, eager_gradients=False, jit=jax.jit)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "int64", "int32", "complex64", "complex128"])

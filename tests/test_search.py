@@ -17,6 +17,7 @@ from brute_force import TooManyTreesError, every_keep, every_order, every_tree, 
 from conftest import examples, installed_frameworks
 from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
+from laws import Floors
 
 import planner
 from planner.cost import itemsize
@@ -123,10 +124,18 @@ def assert_least(network, backend, most_trees):
         assert figure(plan.cost, objective) == figure(cost, objective) or not plan.proven
 
 
-@settings(max_examples=examples(100, 1000))
-@given(networks())
-def test_search_finds_the_least_of_all_trees(network):
-    assert_least(network, "numpy", MOST_TREES)
+def test_search_finds_the_least_of_all_trees():
+    floors = Floors()
+
+    @settings(max_examples=examples(100, 1000))
+    @given(networks())
+    def law(network):
+        assert_least(network, "numpy", MOST_TREES)
+        nodes = len(network[1]) + len(network[2])
+        floors.note(four=nodes >= 4, five=nodes >= 5)
+
+    law()
+    floors.at_least(examples(100, 1000), four=0.15, five=0.04)
 
 
 @pytest.mark.parametrize(
