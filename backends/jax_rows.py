@@ -12,7 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from planner.backends.common import WHOLE_POOL
-from planner.backends.kernel_rows import POOL_FUNCTIONS, Kernels, PoolKernels, group_sizes, kernel_rows
+from planner.backends.kernel_rows import (
+    POOL_FUNCTIONS,
+    Kernels,
+    PoolKernels,
+    flattened_bytes,
+    group_sizes,
+    kernel_rows,
+    reshaped_bytes,
+)
 from planner.backends.protocol import Lowering, Table
 from planner.backends.stock import Product
 from planner.backends.stock_rows import picoseconds, stock_cost, stock_kind, stock_rows
@@ -136,7 +144,8 @@ def _stock_cost(op: Op, device: Device) -> StepCost:
 def _reordered(spec: Spec) -> tuple[int, float]:
     """Elements that XLA copies for a product, and how many of them by ones or few.
 
-    It copies where a batch is not in front, or rows and columns are no two groups.
+    It copies where a batch is not in front, or rows and columns are no two groups, and a result that has dimensions of
+    size 1 behind others, which it multiplies without them.
     """
     form, sizes = product_form(spec), dict(spec.sizes)
     assert form is not None
@@ -146,9 +155,11 @@ def _reordered(spec: Spec) -> tuple[int, float]:
         order = [str(e) for e in term if spec.size(e) != 1]
         batch, *parts = ([e for e in group if sizes[e] != 1] for group in (form.batch, first, second))
         wanted = [[*batch, *parts[0], *parts[1]], [*batch, *parts[1], *parts[0]]]
+        narrow = [spec.size(e) == 1 for e in term]
+        inside = term is spec.output and narrow != sorted(narrow, reverse=True)
+        elements = math.prod(spec.shape(term))
+        copied += elements * (inside or order not in wanted)
         if order not in wanted:
-            elements = math.prod(spec.shape(term))
-            copied += elements
             apart += elements * min(1.0, _TOGETHER / max(1, *(_together(order, other, sizes) for other in wanted)))
     return copied, apart
 
@@ -173,7 +184,7 @@ def _not_summed(op: Op) -> str | None:
     first, second = ([e for e in term if op.spec.size(e) != 1] for term in op.spec.inputs)
     if [e for e in first if e in second] != [e for e in second if e in first]:
         return "one operand would be read across its order"  # 40 ns an element, measured on a slice of chain-ijkl
-    return None if _reordered(op.spec)[0] else "XLA's product copies nothing"
+    return None if _reordered(op.spec)[1] else "XLA's product copies nothing into another order"
 
 
 def _summed_cost(op: Op, device: Device) -> StepCost:
@@ -208,7 +219,8 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     else:
         targets = None if form.rows_out == form.gather.axes else group_sizes(op.spec, form.rows_out)[0]
         loop = jax_grouped.matmul_scratch_bytes(*sizes, targets)
-    scratch = 4 * (n + g + 1) + max(jax_grouping.scratch_bytes(n, g), loop)
+    copied = flattened_bytes(op, form) + reshaped_bytes(op, form)
+    scratch = 4 * (n + g + 1) + max(jax_grouping.scratch_bytes(n, g), loop) + copied
     flops = spec_flops(op.spec) * (2 if op.pair else 1)
     moved = op.bytes_touched()
     # Measured on seed 000: a row's sort and addresses, filling the result, products on padded lanes, lanes moved.
@@ -218,7 +230,8 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     )
     if op.pair:
         seconds *= 1.8
-    return StepCost(flops, moved, 0, scratch, picoseconds(seconds))
+    seconds += device.moving_seconds(2 * copied)
+    return StepCost(flops, moved + 2 * copied, copied, scratch, picoseconds(seconds))
 
 
 def _pooled_cost(names: str, op: Op, device: Device) -> StepCost:

@@ -22,7 +22,8 @@ from planner.layout import Layout, flattens, reordered
 from planner.lower import GroupedForm, Op, PooledForm, grouped_form, pooled_form
 from planner.spec import Gather, Spec, Term
 
-__all__ = ["POOL_FUNCTIONS", "Kernels", "PoolKernels", "flattened_bytes", "group_sizes", "kernel_rows"]
+__all__ = ["POOL_FUNCTIONS", "Kernels", "PoolKernels", "flattened_bytes", "group_sizes", "kernel_rows",
+           "reshaped_bytes"]  # fmt: skip
 
 Groups = Sequence[Sequence[str | Gather]]
 # Terms of arrays, each with the groups of axes as which a kernel sees it.
@@ -162,6 +163,17 @@ def flattened_bytes(op: Op, form: GroupedForm | PooledForm) -> int:
         axes = form.gather.axes
         if not flattens(axes, None, (form.batch, form.queries, form.chosen), spec):
             copied += 8 * math.prod(spec.shape(axes))
+    return copied
+
+
+def reshaped_bytes(op: Op, form: GroupedForm | PooledForm) -> int:
+    """Bytes of the results that XLA copies: into another order, or where dimensions of size 1 behind others differ."""
+    spec, copied = op.spec, 0
+    for term, groups in _views(op, form)[1]:
+        order = tuple(e for group in groups for e in group)
+        kernel = tuple(math.prod(spec.shape(tuple(group))) for group in groups)
+        if order != term or (kernel != spec.shape(order) and 1 in (*kernel[1:], *spec.shape(order)[1:])):
+            copied += math.prod(spec.shape(term)) * itemsize(op.dtype)
     return copied
 
 
