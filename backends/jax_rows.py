@@ -151,12 +151,12 @@ def _reordered(spec: Spec) -> tuple[int, float]:
     assert form is not None
     groups_of = ((form.left, form.contracted), (form.contracted, form.right), (form.left, form.right))
     copied, apart = 0, 0.0
-    for term, (first, second) in zip(spec.terms, groups_of, strict=True):
+    for place, (term, (first, second)) in enumerate(zip(spec.terms, groups_of, strict=True)):
         order = [str(e) for e in term if spec.size(e) != 1]
         batch, *parts = ([e for e in group if sizes[e] != 1] for group in (form.batch, first, second))
         wanted = [[*batch, *parts[0], *parts[1]], [*batch, *parts[1], *parts[0]]]
         narrow = [spec.size(e) == 1 for e in term]
-        inside = term is spec.output and narrow != sorted(narrow, reverse=True)
+        inside = place == 2 and narrow != sorted(narrow, reverse=True)
         elements = math.prod(spec.shape(term))
         copied += elements * (inside or order not in wanted)
         if order not in wanted:
