@@ -19,7 +19,7 @@ from planner.backends.kernel_rows import (
     flattened_bytes,
     group_sizes,
     kernel_rows,
-    reshaped_bytes,
+    views_of,
 )
 from planner.backends.protocol import Lowering, Table
 from planner.backends.stock import Product
@@ -206,6 +206,17 @@ def _run_summed(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     return (jnp.transpose(total, [kept.index(axis) for axis in out]).astype(inputs[0].dtype),)
 
 
+def _reshaped_bytes(op: Op, form: GroupedForm) -> int:
+    """Bytes of the results that XLA copies: into another order, or where dimensions of size 1 behind others differ."""
+    spec, copied = op.spec, 0
+    for term, groups in views_of(op, form)[1]:
+        order = tuple(e for group in groups for e in group)
+        kernel = tuple(math.prod(spec.shape(tuple(group))) for group in groups)
+        if order != term or (kernel != spec.shape(order) and 1 in (*kernel[1:], *spec.shape(order)[1:])):
+            copied += math.prod(spec.shape(term)) * itemsize(op.dtype)
+    return copied
+
+
 def _grouped_cost(op: Op, device: Device) -> StepCost:
     form = grouped_form(op.spec)
     assert isinstance(form, GroupedForm)
@@ -219,8 +230,10 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     else:
         targets = None if form.rows_out == form.gather.axes else group_sizes(op.spec, form.rows_out)[0]
         loop = jax_grouped.matmul_scratch_bytes(*sizes, targets)
-    copied = flattened_bytes(op, form) + reshaped_bytes(op, form)
-    scratch = 4 * (n + g + 1) + max(jax_grouping.scratch_bytes(n, g), loop) + copied
+    copied = flattened_bytes(op, form) + _reshaped_bytes(op, form)
+    # Beside the order, for each operand or result that some of the row axes choose, where a row finds it.
+    maps = sum(rows != form.gather.axes for rows in (form.rows_a, form.rows_b if form.outer else form.rows_out))
+    scratch = 4 * (n + g + 1) + 8 * n * maps + max(jax_grouping.scratch_bytes(n, g), loop) + copied
     flops = spec_flops(op.spec) * (2 if op.pair else 1)
     moved = op.bytes_touched()
     # Measured on seed 000: a row's sort and addresses, filling the result, products on padded lanes, lanes moved.

@@ -22,8 +22,7 @@ from planner.layout import Layout, flattens, reordered
 from planner.lower import GroupedForm, Op, PooledForm, grouped_form, pooled_form
 from planner.spec import Gather, Spec, Term
 
-__all__ = ["POOL_FUNCTIONS", "Kernels", "PoolKernels", "flattened_bytes", "group_sizes", "kernel_rows",
-           "reshaped_bytes"]  # fmt: skip
+__all__ = ["POOL_FUNCTIONS", "Kernels", "PoolKernels", "flattened_bytes", "group_sizes", "kernel_rows", "views_of"]
 
 Groups = Sequence[Sequence[str | Gather]]
 # Terms of arrays, each with the groups of axes as which a kernel sees it.
@@ -127,7 +126,7 @@ def group_sizes(spec: Spec, *groups: Sequence[str]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[axis] for axis in group) for group in groups)
 
 
-def _views(op: Op, form: GroupedForm | PooledForm) -> tuple[Views, Views]:
+def views_of(op: Op, form: GroupedForm | PooledForm) -> tuple[Views, Views]:
     """How a kernel sees its inputs and its results."""
     if isinstance(form, GroupedForm):
         rows: Groups = (form.rows_a, form.inner, form.left)
@@ -153,7 +152,7 @@ def _views(op: Op, form: GroupedForm | PooledForm) -> tuple[Views, Views]:
 def flattened_bytes(op: Op, form: GroupedForm | PooledForm) -> int:
     """Bytes of the inputs and index arrays that are copied to be seen as the kernels see them."""
     spec, size = op.spec, itemsize(op.dtype)
-    given, _ = _views(op, form)
+    given, _ = views_of(op, form)
     # Rows are taken one by one, whatever their strides; priced as the matrices are, they may count for too much.
     copied = size * sum(
         matrix_copies(term, layout, groups, spec)
@@ -166,22 +165,11 @@ def flattened_bytes(op: Op, form: GroupedForm | PooledForm) -> int:
     return copied
 
 
-def reshaped_bytes(op: Op, form: GroupedForm | PooledForm) -> int:
-    """Bytes of the results that XLA copies: into another order, or where dimensions of size 1 behind others differ."""
-    spec, copied = op.spec, 0
-    for term, groups in _views(op, form)[1]:
-        order = tuple(e for group in groups for e in group)
-        kernel = tuple(math.prod(spec.shape(tuple(group))) for group in groups)
-        if order != term or (kernel != spec.shape(order) and 1 in (*kernel[1:], *spec.shape(order)[1:])):
-            copied += math.prod(spec.shape(term)) * itemsize(op.dtype)
-    return copied
-
-
 def _layouts(find: Callable[[Spec], GroupedForm | PooledForm | str], op: Op) -> tuple[Layout | None, ...]:
     """How a kernel's results lie in memory."""
     form = find(op.spec)
     assert not isinstance(form, str)
-    _, results = _views(op, form)
+    _, results = views_of(op, form)
     return tuple(reordered([e for group in groups for e in group], term, op.spec) for term, groups in results)
 
 
@@ -228,7 +216,7 @@ def _not_grouped(pair: bool, outer: bool, op: Op) -> str | None:
 def _run_matmul(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     spec, form = op.spec, grouped_form(op.spec)
     assert isinstance(form, GroupedForm)
-    given, results = _views(op, form)
+    given, results = views_of(op, form)
     flats = kernels.flats(inputs, given)
     a, c = flats[1 - form.matrix], flats[form.matrix]
     source = kernels.row_map(form.gather, form.rows_a, spec, a)
@@ -241,7 +229,7 @@ def _run_matmul(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> 
 def _run_outer(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     spec, form = op.spec, grouped_form(op.spec)
     assert isinstance(form, GroupedForm)
-    given, results = _views(op, form)
+    given, results = views_of(op, form)
     a, b = kernels.flats(inputs, given)
     sources = (kernels.row_map(form.gather, rows, spec, a) for rows in (form.rows_a, form.rows_b))
     out = kernels.outer(a, b, kernels.groups(form.gather, index), form.gather.size, *sources)
@@ -251,7 +239,7 @@ def _run_outer(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> t
 def _run_pair(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     form = grouped_form(op.spec)
     assert isinstance(form, GroupedForm)
-    given, results = _views(op, form)
+    given, results = views_of(op, form)
     gradient, *operands = kernels.flats([inputs[0], *map(kernels.hand_over, inputs[1:])], given)
     a, c = operands[1 - form.matrix], operands[form.matrix]
     found = kernels.gradients(gradient, a, c, kernels.groups(form.gather, index))
@@ -273,7 +261,7 @@ def _not_pooled(op: Op) -> str | None:
 def _run_pooled(kernels: Kernels, pool: PoolKernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     spec, form = op.spec, pooled_form(op.spec)
     assert isinstance(form, PooledForm)
-    given, results = _views(op, form)
+    given, results = views_of(op, form)
     query_place = 3 - form.place - form.scores
     keys = index.given.get(form.gather) or Keys(index[form.gather], marked=index.guarded)
     flat = kernels.flat(keys.values, form.gather.axes, (form.batch, form.queries, form.chosen))

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import operator
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -91,7 +92,7 @@ def contract(
         spec: the spec; or the operands in numpy's sublist form, ``contract(a, [0, 1], b, [1, 2], [0, 2])``.
         *operands: torch tensors, jax arrays or numpy arrays, never mixed.
         sizes: sizes of output axes that no input has and of scattered dimensions (by the index array's letter), or
-            the whole output shape.
+            the whole output shape; by label in the sublist form.
         optimize: "auto", "optimal", "greedy", another opt_einsum name, an explicit path, a `PathOptimizer`, or
             "measure": the best few plans are timed on these operands, once, and the fastest is remembered on disk.
         minimize: "time", "flops", "peak", "retained", "bytes", or a function of the plan's cost.
@@ -133,7 +134,7 @@ def contract(
 def _contract(request: Request, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
     """The first call of its kind: plan it, remember how to run it, run it."""
     spec = request.spec
-    _check_names(indices)
+    _check_names(contract, indices)
     if not isinstance(spec, (str, Spec)):
         if framework_of(spec) is None or not operands:
             raise SpecError(f"the spec must be a string, not {type(spec).__name__}; an example is 'ij, jk -> ik'")
@@ -208,7 +209,7 @@ def plan(
         SearchLimitError: the problem is beyond any search, or any address space.
         PlannerError: an option is unknown, or the backend's framework is not installed.
     """
-    _check_names(indices)
+    _check_names(plan, indices)
     if not isinstance(spec, (str, Spec)):
         spec, operands, letters = parse_sublists((spec, *operands))
         sizes = _lettered(sizes, letters)
@@ -282,11 +283,11 @@ def _plan(
     return measured(made, operands, indices) if options.optimize == "measure" else made
 
 
-def _check_names(indices: Mapping[str, Any]) -> None:
+def _check_names(call: Callable[..., Any], indices: Mapping[str, Any]) -> None:
     """Refuse a keyword that can be no index array's, which has one letter: a misspelt option, as a rule."""
     for name in indices:
         if len(name) != 1:
-            options = [p.name for p in inspect.signature(plan).parameters.values() if p.kind is p.KEYWORD_ONLY]
+            options = [p.name for p in inspect.signature(call).parameters.values() if p.kind is p.KEYWORD_ONLY]
             close = difflib.get_close_matches(name, options, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"options are {', '.join(options)}"
             raise PlannerError(f"{name!r} is no option, and an index array has one letter as its name: {hint}")
@@ -294,7 +295,12 @@ def _check_names(indices: Mapping[str, Any]) -> None:
 
 def _lettered(sizes: Any, letters: Mapping[Any, str]) -> Any:
     """`sizes=` of a call in sublist form, by the letters that its labels got."""
-    return {letters.get(name, name): n for name, n in sizes.items()} if isinstance(sizes, Mapping) else sizes
+    if not isinstance(sizes, Mapping):
+        return sizes
+    for label in sizes:
+        if label not in letters:
+            raise ShapeError(f"sizes= names {label!r}, which is no label of the lists: {cut(str(list(letters)))}")
+    return {letters[label]: size for label, size in sizes.items()}
 
 
 def check_index_mode(index_mode: Any) -> None:
@@ -317,8 +323,7 @@ def _describe(backend: Backend, operand: Any, number: int) -> Operand:
     if isinstance(operand, (tuple, list)):
         operand = Operand(tuple(operand))
     if isinstance(operand, Operand):
-        dtype = operand.dtype if isinstance(operand.dtype, str) else dtype_name(operand.dtype)
-        described = dataclasses.replace(operand, shape=shape_of(operand.shape, what), dtype=dtype)
+        described = dataclasses.replace(operand, shape=shape_of(operand.shape, what))
         if operand.strides is not None and len(operand.strides) != len(described.shape):
             raise ShapeError(
                 f"{what} has {len(described.shape)} dimensions, but {len(operand.strides)} strides: give one for each"
@@ -334,10 +339,9 @@ def _describe(backend: Backend, operand: Any, number: int) -> Operand:
         except PlannerError as error:
             raise PlannerError(f"{what} {error}") from None
     try:
-        itemsize(described.dtype)
+        return dataclasses.replace(described, dtype=dtype_name(described.dtype))
     except PlannerError as error:
         raise PlannerError(f"{what}: {error}") from None
-    return described
 
 
 def dtype_name(dtype: Any) -> str:
@@ -371,8 +375,9 @@ def parse_bytes(limit: Any, name: str) -> int | None:
     """
     if limit is None:
         return None
-    if hasattr(limit, "__index__") and not isinstance(limit, bool) and int(limit) >= 0:
-        return int(limit)
+    with contextlib.suppress(TypeError):
+        if not isinstance(limit, bool) and operator.index(limit) >= 0:
+            return operator.index(limit)
     if isinstance(limit, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", limit)
         if found and found[2] in _UNITS and len(found[1]) < 40:

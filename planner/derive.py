@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
+from typing import SupportsIndex
 
 from planner.errors import ShapeError, SpecError
 from planner.spec import Gather, Spec, Term, term_axes, unused_letters
@@ -28,6 +29,10 @@ def _check_resolved(spec: object, what: str) -> None:
         ):
             return
     raise SpecError(f"{what} takes a resolved spec, not {str(spec)!r:.80}: pass planner.resolve(spec, *shapes)")
+
+
+def _is_integer(x: object) -> bool:
+    return isinstance(x, SupportsIndex) and not isinstance(x, bool)
 
 
 def transpose(spec: Spec, operand: int) -> Spec:
@@ -53,7 +58,7 @@ def transpose(spec: Spec, operand: int) -> Spec:
         SpecError: the spec is not resolved.
     """
     _check_resolved(spec, "transpose")
-    if not isinstance(operand, int):
+    if not _is_integer(operand):
         raise ShapeError(f"the operand is given by its number, not by {operand!r}")
     if not -len(spec.inputs) <= operand < len(spec.inputs):
         raise ShapeError(f"'{spec}' has {len(spec.inputs)} operands, so there is no operand {operand}")
@@ -88,11 +93,12 @@ def batched(
         The batched spec; its output has the new axis in front.
 
     Raises:
-        ShapeError: there is no such operand or index array, the letter is in use, or the size is negative.
+        ShapeError: there is no such operand or index array, the letter is none or in use, or the size is no
+            non-negative integer.
         SpecError: the spec is not resolved.
     """
     _check_resolved(spec, "batched")
-    if not isinstance(size, int) or size < 0:
+    if not _is_integer(size) or size < 0:
         raise ShapeError(f"the size of the new axis must be a non-negative integer, but is {size!r}")
     chosen = set(range(len(spec.inputs)) if operands is None else operands)
     used = {axis for axis, _ in spec.sizes} | set(spec.arrays)

@@ -93,8 +93,8 @@ class Problem:
         where no tree is within the limits.
 
         Raises:
-            SearchLimitError: the search over all trees needs more work. One over a path then looks at fewer placements
-                of the takes, in the end only at those that come first.
+            SearchLimitError: the search needs more work. Over a path it looks at fewer placements of the takes first,
+                in the end only at takes of whole operands.
         """
         lower = Lowerer(self.stock_choices if naive else self.choices, step_key(objective))
         chooses = any(self.requires) and (limits != NO_LIMITS or objective in ("peak", "retained"))
@@ -109,12 +109,16 @@ class Problem:
             splits = splits_of(path, len(self.operands))
             keeps = chooses or limits != NO_LIMITS
             fronts, steps = (PATH_FRONTS, KEEPING_PATH_WORK) if keeps else ((FRONT_LIMIT,), PATH_WORK)
-            for front in () if naive else fronts:
-                with contextlib.suppress(SearchLimitError):
-                    return over(self.few, steps, front_limit=front).run(splits)
-            with contextlib.suppress(*([SearchLimitError] if keeps else [])):
+            if not naive:
+                for front in fronts:
+                    with contextlib.suppress(SearchLimitError):
+                        return over(self.few, steps, front_limit=front).run(splits)
+            try:
                 return over(self.few, steps, front_limit=fronts[-1], takes_first=True).run(splits)
-            return None
+            except SearchLimitError:
+                if not keeps:
+                    raise
+                return None  # another path may be within the limits
 
         if path is not None:
             if not naive and len(self.network.gathers) <= MOST_FACTORS:

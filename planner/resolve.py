@@ -175,12 +175,13 @@ def _already_resolved(
     _check_addressable(spec)
     sizes = dict(spec.sizes)
     letters, output = _given_sizes(spec, asked)
-    known = {name: {size} for name, size in spec.sizes}
-    for gather in spec.gathers:
-        known.setdefault(gather.array, set()).add(gather.size or 0)
+    known: dict[str, int | None] = dict(spec.sizes)
+    # By its index array, as in a spec that is not resolved: the scattered dimension, else the one that is read.
+    for gather in (*spec.gathers, *(e for e in spec.output if isinstance(e, Gather))):
+        known[gather.array] = gather.size
     for letter, size in letters.items():
-        if size not in known.get(letter, ()):
-            raise ShapeError(f"sizes= says {size} for {letter!r}, but '{cut(str(spec))}' is resolved with {sizes}")
+        if known.get(letter) != size:
+            raise ShapeError(f"sizes= says {size} for {letter!r}, but '{cut(str(spec))}' is resolved with {known}")
     if output is not None and output != spec.output_shape:
         raise ShapeError(
             f"sizes= says {output}, but the result of '{cut(str(spec))}' is resolved as {spec.output_shape}"

@@ -151,6 +151,9 @@ WRONG = [
     (GATHER, (C,), {}, planner.SpecError, "'q' is missing: pass it as the keyword q="),
     (GATHER, (C,), {"q": Q, "p": Q}, planner.SpecError, "'p'.*has the index arrays q"),
     ("ij->ij", (A,), {"minimise": "time"}, planner.PlannerError, "'minimise' is no option.*did you mean 'minimize'"),
+    ("ij->ij", (A,), {"devise": 3}, planner.PlannerError, "'devise' is no option.*options are sizes, optimize"),
+    ("ij->ij", (A,), {"memory_limit": np.array(2.5)}, planner.PlannerError, "memory_limit=array"),
+    (A, ([0, 1], [0, 1, 2]), {"sizes": {3: 4}}, planner.ShapeError, "names 3, which is no label of the lists: .0, 1, 2"),
     ("ij->ij", (A,), {"out": A}, planner.PlannerError, "'out' is no option, and an index array has one letter"),
     (planner.resolve("ij->ij", (2, 3)), (A,), {"sizes": (7, 7)}, planner.ShapeError, r"says \(7, 7\), but .*\(2, 3\)"),
     (planner.resolve("ij->ij", (2, 3)), (A,), {"sizes": {"z": 9}}, planner.ShapeError, "says 9 for 'z'"),
@@ -223,7 +226,8 @@ def test_mixed_frameworks_name_the_operand():
         (("q[n]->n", (3,)), {"q": (-2,)}, planner.ShapeError, "'q'"),
         (("q[n]->n", (3,)), {"q": 7}, planner.ShapeError, "'q'"),
         (("ij->ij", (2, 3)), {"backend": "tensorflow"}, planner.PlannerError, "backend 'tensorflow' is unknown"),
-        (("ij->ij", planner.Operand((2, 3), "float13")), {}, planner.PlannerError, "float13"),
+        (("ij->ij", planner.Operand((2, 3), "float13")), {}, planner.PlannerError, "operand 0: .*float13"),
+        (("ij->ij", planner.Operand((2, 3), object)), {}, planner.PlannerError, "operand 0: .*object"),
         (("ij->ij", (2, 3)), {"minimse": "time"}, planner.PlannerError, "did you mean 'minimize'"),
         (("ij->ij", (2, 3)), {"precision": "high"}, planner.PlannerError, "precision= is for jax"),
         (("ij->ij", (2, 3)), {"device": "abacus"}, planner.PlannerError, "device 'abacus' .* take one of cpu"),
@@ -250,6 +254,12 @@ def test_wrong_plans_name_the_culprit(arguments, options, kind, message):
 
 def test_sizes_and_limits_are_taken_in_every_form():
     assert planner.contract(planner.resolve("ij->ij", (2, 3)), A, sizes={"i": 2}).shape == (2, 3)
+    assert planner.transpose(planner.resolve("ij->j", (2, 3)), np.int64(0)).output_shape == (2, 3)
+    assert planner.batched(planner.resolve("ij->j", (2, 3)), np.int64(4)).output_shape == (4, 3)
+    both = planner.resolve("q[n]j->q[n]j", (5, 3), sizes={"q": 7}, q=(3,))
+    assert planner.plan(both, (5, 3), q=(3,), sizes={"q": 7}, backend="numpy").resolved.spec.output_shape == (7, 3)
+    with pytest.raises(planner.ShapeError, match="says 5 for 'q'.*'q': 7"):
+        planner.plan(both, (5, 3), q=(3,), sizes={"q": 5}, backend="numpy")
     gathered = planner.resolve("q[n]j->nj", (5, 3), q=(3,))
     assert planner.contract(gathered, C, q=Q, sizes={"q": 5}).shape == (3, 3)
     assert planner.contract(np.ones(2), ["row"], ["row", "row 2"], sizes={"row 2": 4}).shape == (2, 4)

@@ -141,7 +141,7 @@ def test_values_and_gradients(part):
 
     law()
     three, gather = (0.95 if operands == 3 else 0.1, 0.95 if gathers else 0.25)
-    scatter = examples(2, 5) / 100  # 5% of many; of a hundred 3 were seen
+    scatter = examples(2, 5) / 100 if gathers else 0  # of a hundred with gathers 17 to 61 were seen, of others 7 to 41
     floors.at_least(
         examples(90, 1_800), three_operands=three, gather=gather, scatter=scatter, nonzero=0.3, gradient=0.8
     )  # fmt: skip

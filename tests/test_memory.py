@@ -360,6 +360,20 @@ def test_jax_peaks():
         ratios_within(ratios)
 
 
+@pytest.mark.parametrize("name", ["seed-gathered-matmul", "seed-shared-keys", "gathered-heads"])
+def test_jax_peaks_of_what_xla_reshapes(name):
+    """Buffers of grouped products, and copies of results that have dimensions of size 1 or lose them."""
+    pytest.importorskip("jax", reason="jax is not installed")
+    workload = moderate(name)
+    operands, indices = workload.operands("jax"), workload.indices("jax")
+    stand_ins = [planner.Operand(x.shape, x.dtype.name, requires_grad=True) for x in operands]
+    plan = planner.plan(workload.spec, *stand_ins, backend="jax", **workload.options, **indices)
+    found = plan.analyze(*operands, rounds=1, **indices)
+    for program in ("forward", "backward"):
+        total = found.total(program)
+        assert 0.8 < total.measured.live_bytes / total.predicted.live_bytes < 1.2, str(found)
+
+
 def test_numpy_peaks():
     found = []
     for name in WORKLOADS:

@@ -135,7 +135,7 @@ def test_search_finds_the_least_of_all_trees():
         floors.note(four=nodes >= 4, five=nodes >= 5)
 
     law()
-    floors.at_least(examples(100, 1000), four=0.15, five=0.04)
+    floors.at_least(examples(90, 900), four=0.15, five=0.04)  # 38 and 20 of a hundred were seen
 
 
 @pytest.mark.parametrize(

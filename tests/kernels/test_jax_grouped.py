@@ -281,14 +281,23 @@ def test_float64_stays_float64():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64"])
 @pytest.mark.parametrize(
-    "sizes", [(32768, 1, 16, 32, 32), (32768, 1, 512, 32, 32), (500, 5, 1, 16, 130), (20000, 1, 64, 5, 64)], ids=str
+    "sizes",
+    [
+        (32768, 1, 16, 32, 32),
+        (32768, 1, 512, 32, 32),
+        (50, 5, 1, 16, 130),  # one tile
+        (20000, 1, 64, 5, 64),
+        (1000, 1, 1000, 128, 256),  # matrices that are larger than rows
+    ],
+    ids=str,
 )
 def test_temporaries_stay_under_the_bound(sizes, dtype):
-    """And close to it; nothing in them grows with the rows but a bfloat16 result, which is there as bits too."""
+    """And close to it: they do not grow as the rows do, but for a bfloat16 result, which is there as bits too."""
     n, i, g, j, k = sizes
     a, c, out = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((n, i, j), (g, j, k), (n, i, k)))
     index = jax.ShapeDtypeStruct((n,), jnp.int32)
     plan = jax.eval_shape(partial(group_rows, size=g), index)
+    close = 0.8 if dtype == "float32" and jax_grouped.tiling(n, i, g, j, k).tiles > 1 else 0.4
 
     def used(run, *operands):
         return jax.jit(run).lower(*operands).compile().memory_analysis().temp_size_in_bytes
@@ -303,7 +312,7 @@ def test_temporaries_stay_under_the_bound(sizes, dtype):
         (used(grouped_gradients, out, a, c, plan), jax_grouped.gradients_scratch_bytes(*sizes, dtype)),
     ):
         assert temporaries <= bound
-        assert temporaries > (0.8 if dtype == "float32" else 0.4) * bound
+        assert temporaries > close * bound
     assert used(partial(group_rows, size=g), index) <= jax_grouping.scratch_bytes(n, g)
 
 
