@@ -27,13 +27,16 @@ from planner.program import Leaf, Lowerer, Program, Programs, Step, Tree, Variab
 from planner.resolve import Resolved
 from planner.spec import Gather, Operand, Spec, Term
 
-__all__ = ["Part", "accumulator", "body_of", "covers", "loop_programs", "parts", "resized", "slice_counts",
-           "slice_of"]  # fmt: skip
+__all__ = ["Part", "accumulator", "body_of", "covers", "device_in_loop", "loop_programs", "parts", "resized",
+           "slice_counts", "slice_of"]  # fmt: skip
 
 Axes = Sequence[tuple[str, int]]
 # Seconds for each element of a slice that XLA cuts across an array's innermost axis: chain-ijkl cut along l by 1 took
 # 3.8 s with gradients, where slices along j took 0.3; 2 cores of an Intel Xeon at 2.8 GHz, JAX 0.10.2, 2026-11-22.
 _ACROSS_SECONDS = 4e-8
+# Bytes/s that the steps of such a loop move: XLA runs what is no product there on one core. Broadcast products of
+# 60,000 elements wrote them at 1.2 to 1.6 GB/s and read as much, products of matrices with vectors read 8 GB/s.
+_LOOP_BANDWIDTH = 5e9
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,6 +88,14 @@ def accumulator(dtype: str) -> str:
     return "float32" if dtype in ("float16", "bfloat16") else dtype
 
 
+def device_in_loop(device: Device, backend: str) -> Device:
+    """Return the rates by which the steps of a loop's body run."""
+    if device.kind != "cpu" or not load_backend(backend).compiles:
+        return device
+    slow = {name: min(getattr(device, name), _LOOP_BANDWIDTH) for name in ("bandwidth", "cache_bandwidth")}
+    return dataclasses.replace(device, **slow)
+
+
 def resized(tree: Tree, sizes: Mapping[str, int]) -> Tree:
     """The same tree for other sizes of some axes."""
     if isinstance(tree, Leaf):
@@ -106,7 +117,7 @@ def body_of(plan: Plan, sizes: Mapping[str, int]) -> Plan:
         tree,
         given_variables(resolved, operands, plan.backend),
         [o.requires_grad for o in operands],
-        Lowerer(lambda op: table.choices(op, plan.device), key),
+        Lowerer(lambda op: table.choices(op, body.device), key),
         body.dtype,
         body.gradient_strides,
     )
@@ -170,8 +181,8 @@ def loop_programs(
     if not framework.strided:
         copied = sum(slice_bytes(term, x.dtype) for term, x in zip(spec.inputs, operands, strict=True))
     copied += sum(slice_bytes(gather.axes, "int64") for gather in spec.gathers)
-    across = 0.0
-    if framework.compiles and device.kind == "cpu":
+    across, inside = 0.0, device_in_loop(device, backend)
+    if inside != device:
         across = _ACROSS_SECONDS * sum(
             slice_bytes(term, "int8") for term in spec.inputs if _innermost(term, spec) in largest
         )
@@ -191,7 +202,7 @@ def loop_programs(
             written = (2 if covers(axes, term) else 3) * elements * itemsize(accumulator(variables[v].dtype))
             moved += slices * written
             flops += 0 if covers(axes, term) else slices * elements
-            seconds += slices * device.seconds(0, written, 0, 1) + device.fresh_seconds(variables[v].bytes)
+            seconds += slices * inside.seconds(0, written, 0, 1) + device.fresh_seconds(variables[v].bytes)
             if not covers(axes, term) and accumulator(variables[v].dtype) != variables[v].dtype:
                 scratch += math.prod(variables[v].shape) * 4
         # Each operand is cut anew in every slice.
@@ -199,7 +210,7 @@ def loop_programs(
         if framework.compiles:
             moved += slices * 2 * copied
             # Backward, what is read across an axis has a gradient that is written so.
-            seconds += slices * (device.moving_seconds(2 * copied) + across * (op.pair + 1))
+            seconds += slices * (inside.moving_seconds(2 * copied) + across * (op.pair + 1))
         scratch += max((cost.peak_bytes for cost, _ in costs), default=0)
         chosen = Choice(name, StepCost(flops, moved, 0, scratch, round(seconds * 1e12)))
         given = tuple(range(count)) if not op.pair else (count + 1, *range(count))

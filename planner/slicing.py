@@ -8,9 +8,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from planner.dispatch import load_backend
 from planner.errors import SearchLimitError
-from planner.loops import loop_programs, resized, slice_counts, slice_of
+from planner.loops import device_in_loop, loop_programs, resized, slice_counts, slice_of
 from planner.objective import plan_key, step_key
 from planner.plan import Loop, Options, Plan
 from planner.problem import SLICE_WORK, Candidate, Problem, given_variables, keeps_within, problem_of, searched
@@ -27,9 +26,6 @@ MOST_LOOPS, MOST_SLICES = 3, 4096
 PRICED_STEPS, PRICED_STEPS_LIMITED = 10_000, 30_000
 # Loops predicted to take no more than this times the fastest are as fast: no prediction is that exact.
 CLOSE = 1.05
-# How much faster a loop that XLA compiles has to be predicted: of chain-ijkl one that was predicted 1% faster took as
-# long as no loop (0.3 s), but 10 s where the output's gradient was a constant of the same program.
-COMPILED_GAIN = 1.03
 
 
 def loop_candidates(
@@ -48,13 +44,12 @@ def loop_candidates(
     rival = min(allowed or candidates, key=lambda c: key(c.cost))
     if allowed and rival.cost.peak_bytes - _results_bytes(rival.programs) < LARGE_BYTES:
         return
-    lowerers = {name: Lowerer(problem.choices, step_key(name)) for name in ("time", "peak")}
+    lowerers = {name: _body_lowerer(problem, name) for name in ("time", "peak")}
     keys = ("time", "peak") if limited or options.minimize in ("peak", "retained") else ("time",)
     found: list[Candidate] = []
     trees = list(dict.fromkeys(keeping(c.tree, False) for c in candidates))
     axes: tuple[tuple[str, int], ...] = ()
     left = PRICED_STEPS_LIMITED if limited else PRICED_STEPS
-    compiles = load_backend(problem.backend).compiles and options.minimize == "time"
 
     def rank(c: Candidate) -> Any:
         over = max(0, c.cost.peak_bytes - options.memory_limit) if options.memory_limit is not None else 0
@@ -75,9 +70,6 @@ def loop_candidates(
                     tried.append(_loop_candidate(problem, options, cut, tree, lowerers[name], name, index_mode))
                     priced = len(slice_counts(cut, problem.resolved.spec)) * len(rival.programs.forward.steps)
                     left -= priced * (4 if any(problem.requires) else 1)
-        if allowed and compiles:
-            known = (found[-1] if found else rival).cost.seconds
-            tried = [c for c in tried if COMPILED_GAIN * c.cost.seconds <= known]
         if not tried:
             break
         best = min(tried, key=rank)
@@ -126,10 +118,17 @@ def _results_bytes(programs: Programs) -> int:
     return max(gradients, programs.variables[programs.result].bytes)
 
 
+def _body_lowerer(problem: Problem, key: str) -> Lowerer:
+    """What lowers the steps of a slice."""
+    device = device_in_loop(problem.device, problem.backend)
+    return Lowerer(lambda op: problem.table.choices(op, device), step_key(key))
+
+
 def _slice_trees(problem: Problem, options: Options, sizes: Mapping[str, int]) -> list[Tree]:
     """Trees made for a slice, at the sizes of the whole."""
     resolved, operands = slice_of(problem.resolved, problem.operands, sizes)
-    part = Problem(resolved, operands, problem.dtype, problem.backend, problem.device, problem.gradient_strides)
+    device = device_in_loop(problem.device, problem.backend)
+    part = Problem(resolved, operands, problem.dtype, problem.backend, device, problem.gradient_strides)
     whole = dict(problem.resolved.spec.sizes)
     try:
         found = [tree for tree, _, _ in searched(part, options.optimize, "time", NO_LIMITS, SLICE_WORK)]
@@ -160,8 +159,9 @@ def _loop_candidate(
         if first is None:
             first = Plan(
                 str(spec), resolved, resolved.index_shapes, operands, problem.dtype, index_mode, problem.backend,
-                problem.device, Options(minimize=key, precision=options.precision), small, programs,
-                programs.cost, False, "slice", gradient_strides=problem.gradient_strides,
+                device_in_loop(problem.device, problem.backend),
+                Options(minimize=key, precision=options.precision), small, programs, programs.cost, False, "slice",
+                gradient_strides=problem.gradient_strides,
             )  # fmt: skip
     assert first is not None
     programs = loop_programs(
@@ -179,7 +179,7 @@ def looped(plan: Plan, axes: Mapping[str, int]) -> Plan:
     """
     problem = problem_of(plan)
     key = plan.options.minimize if isinstance(plan.options.minimize, str) else "time"
-    lower = Lowerer(problem.choices, step_key(key))
+    lower = _body_lowerer(problem, key)
     found = _loop_candidate(problem, plan.options, tuple(axes.items()), plan.tree, lower, key, plan.index_mode)
     return dataclasses.replace(
         plan, tree=found.tree, programs=found.programs, proven=False, origin="sliced", loop=found.loop
