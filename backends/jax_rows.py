@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from planner.backends.common import WHOLE_POOL
+from planner.backends.jax_products import as_matrices, rearranged, reordered, wide
 from planner.backends.kernel_rows import (
     POOL_FUNCTIONS,
     Kernels,
@@ -23,6 +24,7 @@ from planner.backends.kernel_rows import (
 )
 from planner.backends.protocol import Lowering, Table
 from planner.backends.stock import Product
+from planner.backends.stock_layout import matrix_copies
 from planner.backends.stock_rows import picoseconds, stock_cost, stock_kind, stock_rows
 from planner.cost import StepCost, itemsize
 from planner.device import Device
@@ -43,11 +45,6 @@ from planner.spec import Spec
 __all__ = ["OPS", "JaxOps", "make_table"]
 
 
-def _wide(dtype: Any) -> Any:
-    """Half types accumulate in float32."""
-    return jnp.float32 if jnp.dtype(dtype).name in ("float16", "bfloat16") else dtype
-
-
 class JaxOps:
     """`ArrayOps` in JAX."""
 
@@ -61,7 +58,7 @@ class JaxOps:
         return jnp.broadcast_to(x, tuple(shape))
 
     def sum(self, x: Any, dims: Sequence[int]) -> Any:
-        return jnp.sum(x, axis=tuple(dims), dtype=_wide(x.dtype)).astype(x.dtype)
+        return jnp.sum(x, axis=tuple(dims), dtype=wide(x.dtype)).astype(x.dtype)
 
     def product(self, form: ProductForm, spec: Spec) -> Product:
         names = {axis: number for number, (axis, _) in enumerate(spec.sizes)}
@@ -73,10 +70,15 @@ class JaxOps:
             return jnp.transpose(_spread(a, terms[0], order) * _spread(b, terms[1], order), back)
 
         def summed(a: Any, b: Any) -> Any:
-            kind = None if a.dtype == jnp.bool_ else _wide(a.dtype)
+            kind = None if a.dtype == jnp.bool_ else wide(a.dtype)
             return jnp.einsum(a, terms[0], b, terms[1], terms[2], preferred_element_type=kind).astype(a.dtype)
 
-        return multiplied if not form.contracted and set(terms[2]) == {*terms[0], *terms[1]} else summed
+        if not form.contracted and set(terms[2]) == {*terms[0], *terms[1]}:
+            return multiplied
+        if min(form.sizes[1:3]) == 1:  # XLA copies vectors that are shaped before and after
+            return summed
+        matrices = as_matrices(spec)
+        return lambda a, b: (summed if a.dtype == jnp.bool_ else matrices)(a, b)
 
     def iota(self, size: int, like: Any) -> Any:
         return jnp.arange(size)
@@ -85,7 +87,7 @@ class JaxOps:
         return x.at[tuple(index)].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
     def add_at(self, shape: Sequence[int], index: Sequence[Any], values: Any) -> Any:
-        out = jnp.zeros(tuple(shape), _wide(values.dtype))
+        out = jnp.zeros(tuple(shape), wide(values.dtype))
         out = out.at[tuple(index)].add(values.astype(out.dtype), mode="promise_in_bounds", wrap_negative_indices=False)
         return out.astype(values.dtype)
 
@@ -112,66 +114,43 @@ OPS = JaxOps()
 # terms and 512 columns ran at 28 to 39, 43 to 54, 58 to 79 and 70 to 129 GFLOP/s, by the preset 37, 55, 73 and 88
 # (2 cores of an Intel Xeon at 2.8 GHz, JAX 0.10.2, 2026-11-22).
 _HALF_RATE_SIDE = 32
-# Seconds that it takes there for each element that it copies into another order, beyond moving it (where more than
-# these many stay together, so many times less), and for each that it multiplies and sums in one loop: 8 to 17 million
-# elements, products of matrices with vectors whose batch axes do not come first.
-_REORDERED, _TOGETHER, _SUMMED = 2e-9, 64, 1.5e-9
+# Seconds that it takes there for each element that it copies into another order, beyond moving it, and for each that it
+# multiplies and sums in one loop: 8 to 17 million elements, products of matrices with vectors whose batch axes do not
+# come first.
+_REORDERED, _SUMMED = 2e-9, 1.5e-9
+# Beside, for each row and each matrix of the innermost two dimensions: 20 ns an element of matrices of 3 x 3, 2.3 of
+# 8 x 8, 1.9 of 128 x 8, 0.6 of 32 x 32.
+_SUMMED_ROW, _SUMMED_TILE = 1e-8, 1e-7
 
 
 def _stock_cost(op: Op, device: Device) -> StepCost:
     """The stock cost, with XLA's rate for products of few rows, columns or terms, and with what it copies."""
     cost = stock_cost(op, device)
-    if device.kind != "cpu" or stock_kind(op) != "matmul":
+    if device.kind != "cpu" or op.pair or op.source_dtype is not None:
         return cost
+    if stock_kind(op) != "matmul":
+        more = rearranged(op.spec) * itemsize(op.dtype)
+        return cost._replace(
+            bytes_moved=cost.bytes_moved + 2 * more,
+            copied_bytes=cost.copied_bytes + more,
+            scratch_bytes=cost.scratch_bytes + more,
+            picoseconds=cost.picoseconds + picoseconds(device.moving_seconds(2 * more)),
+        )
     form = product_form(op.spec)
     assert form is not None
     side = min(form.sizes[1:])
     rate = max(device.skinny_rate, device.flop_rate * side / (side + _HALF_RATE_SIDE))
-    elements, apart = _reordered(op.spec)
-    more = elements * itemsize(op.dtype) - cost.copied_bytes
-    seconds = device.moving_seconds(2 * max(0, more)) + apart * _REORDERED
+    found = reordered(op.spec)
+    more = found.elements * itemsize(op.dtype) - cost.copied_bytes
+    seconds = device.moving_seconds(2 * max(0, more)) + found.apart * _REORDERED
     result = math.prod(op.spec.output_shape) * itemsize(op.dtype)
     product = cost.flops / rate + device.launch_seconds + device.fresh_seconds(result)
     return cost._replace(
         bytes_moved=cost.bytes_moved + 2 * more,
         copied_bytes=cost.copied_bytes + more,
-        scratch_bytes=cost.scratch_bytes + more,
+        scratch_bytes=cost.scratch_bytes + more - found.reused * itemsize(op.dtype),
         picoseconds=max(cost.picoseconds, picoseconds(product)) + picoseconds(seconds),
     )
-
-
-@lru_cache(maxsize=16384)
-def _reordered(spec: Spec) -> tuple[int, float]:
-    """Elements that XLA copies for a product, and how many of them by ones or few.
-
-    It copies where a batch is not in front, or rows and columns are no two groups, and a result that has dimensions of
-    size 1 behind others, which it multiplies without them.
-    """
-    form, sizes = product_form(spec), dict(spec.sizes)
-    assert form is not None
-    groups_of = ((form.left, form.contracted), (form.contracted, form.right), (form.left, form.right))
-    copied, apart = 0, 0.0
-    for place, (term, (first, second)) in enumerate(zip(spec.terms, groups_of, strict=True)):
-        order = [str(e) for e in term if spec.size(e) != 1]
-        batch, *parts = ([e for e in group if sizes[e] != 1] for group in (form.batch, first, second))
-        wanted = [[*batch, *parts[0], *parts[1]], [*batch, *parts[1], *parts[0]]]
-        narrow = [spec.size(e) == 1 for e in term]
-        inside = place == 2 and narrow != sorted(narrow, reverse=True)
-        elements = math.prod(spec.shape(term))
-        copied += elements * (inside or order not in wanted)
-        if order not in wanted:
-            apart += elements * min(1.0, _TOGETHER / max(1, *(_together(order, other, sizes) for other in wanted)))
-    return copied, apart
-
-
-def _together(order: Sequence[str], other: Sequence[str], sizes: Mapping[str, int]) -> int:
-    """How many elements stay neighbours when axes change their order: those of the last axes that both share."""
-    together = 1
-    for axis, same in zip(reversed(order), reversed(other), strict=True):
-        if axis != same:
-            break
-        together *= sizes[axis]
-    return together
 
 
 def _not_summed(op: Op) -> str | None:
@@ -184,12 +163,17 @@ def _not_summed(op: Op) -> str | None:
     first, second = ([e for e in term if op.spec.size(e) != 1] for term in op.spec.inputs)
     if [e for e in first if e in second] != [e for e in second if e in first]:
         return "one operand would be read across its order"  # 40 ns an element, measured on a slice of chain-ijkl
-    return None if _reordered(op.spec)[1] else "XLA's product copies nothing into another order"
+    return None if reordered(op.spec).apart else "XLA's product copies nothing into another order"
 
 
 def _summed_cost(op: Op, device: Device) -> StepCost:
     elements, result = joint_elements(op.spec), math.prod(op.spec.output_shape) * itemsize(op.dtype)
-    seconds = max(elements * _SUMMED, device.moving_seconds(op.bytes_touched()))
+    inner = [op.spec.size(e) for e in max(op.spec.inputs, key=len) if op.spec.size(e) > 1][-2:]
+    rows = elements / (inner[-1] if inner else 1)
+    tiles = elements / math.prod(inner)
+    seconds = max(
+        elements * _SUMMED + rows * _SUMMED_ROW + tiles * _SUMMED_TILE, device.moving_seconds(op.bytes_touched())
+    )
     seconds += device.fresh_seconds(result) + device.launch_seconds
     return StepCost(spec_flops(op.spec), op.bytes_touched(), 0, 0, picoseconds(seconds))
 
@@ -200,21 +184,37 @@ def _run_summed(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     *terms, out = ([names[str(e)] for e in term] for term in op.spec.terms)
     large = max(terms, key=len)
     order = [*large, *(axis for term in terms for axis in term if axis not in large)]
-    first, second = (_spread(x.astype(_wide(x.dtype)), term, order) for x, term in zip(inputs, terms, strict=True))
+    first, second = (_spread(x.astype(wide(x.dtype)), term, order) for x, term in zip(inputs, terms, strict=True))
     total = jnp.sum(first * second, axis=tuple(place for place, axis in enumerate(order) if axis not in out))
     kept = [axis for axis in order if axis in out]
     return (jnp.transpose(total, [kept.index(axis) for axis in out]).astype(inputs[0].dtype),)
 
 
-def _reshaped_bytes(op: Op, form: GroupedForm) -> int:
-    """Bytes of the results that XLA copies: into another order, or where dimensions of size 1 behind others differ."""
+def _reshaped_bytes(op: Op, form: GroupedForm | PooledForm, flat: bool = False) -> int:
+    """Bytes of the results that XLA copies: into another order, or where dimensions of size 1 behind others differ.
+
+    Args:
+        op: the step.
+        form: what the kernel makes of it.
+        flat: whether the kernel makes its result flat, whose dimensions are free.
+    """
     spec, copied = op.spec, 0
     for term, groups in views_of(op, form)[1]:
         order = tuple(e for group in groups for e in group)
         kernel = tuple(math.prod(spec.shape(tuple(group))) for group in groups)
-        if order != term or (kernel != spec.shape(order) and 1 in (*kernel[1:], *spec.shape(order)[1:])):
+        if order != term or (not flat and kernel != spec.shape(order) and 1 in (*kernel[1:], *spec.shape(order)[1:])):
             copied += math.prod(spec.shape(term)) * itemsize(op.dtype)
     return copied
+
+
+def _turned_bytes(op: Op, form: PooledForm) -> int:
+    """Bytes of the operands that a loop over batch entries has copied before, into the order of its kernel."""
+    spec, turned = op.spec, 0
+    for term, groups in views_of(op, form)[0]:
+        order = [e for group in groups for e in group if spec.size(e) != 1]
+        if order != [e for e in term if spec.size(e) != 1] and not matrix_copies(term, None, groups, spec):
+            turned += math.prod(spec.shape(term)) * itemsize(op.dtype)
+    return turned
 
 
 def _grouped_cost(op: Op, device: Device) -> StepCost:
@@ -254,20 +254,27 @@ def _pooled_cost(names: str, op: Op, device: Device) -> StepCost:
     m = form.gather.size or 0
     products = 2 if op.pair else 1
     scores = not op.pair and form.scores == 2
+    what = "gradients" if op.pair else "scores" if scores else f"{'pool' if form.place == 2 else 'query'}_gradient"
     chosen, moved, size = b * q * k, op.bytes_touched(), itemsize(op.dtype)
     # Nanoseconds measured on seed 003; gradients are of both operands, half of that is one's.
     if names == "pooled":
         flops, dense = products * 2 * b * q * m * d, b * q * m * d / 32
         seconds = 0.8e-9 * dense + 1.4e-9 * chosen if scores else products * (0.55e-9 * dense + 0.7e-9 * chosen)
-        scratch = jax_pooled.pooled_scratch_bytes(b, q, m, d, k, op.dtype)
+        scratch = jax_pooled.pooled_scratch_bytes(what, b, q, m, d, k, op.dtype)
     else:
         flops, taken = products * 2 * chosen * d, chosen * d
         moved += taken * size
         fits = (1 if scores else 2) * taken * size < device.fresh_bytes
         each = (0.55e-9 if fits else 3.2e-9) if scores else products * (0.6e-9 if fits else 1.4e-9)
         seconds = taken * each
-        scratch = jax_pooled.gathered_scratch_bytes(b, q, m, d, k, op.dtype)
-    return StepCost(flops, moved, 0, scratch, picoseconds(seconds + 10 * device.launch_seconds))
+        scratch = jax_pooled.gathered_scratch_bytes(what, b, q, m, d, k, op.dtype)
+    copied = flattened_bytes(op, form) + _reshaped_bytes(op, form, flat=scores and names == "pooled")
+    if names == "pooled":
+        seconds += b * (1e-6 if scores else 2.2e-6)
+        masked = op.pair or form.place != 2 != form.scores  # where the pool holds NaN, see `jax_reads`
+        copied += _turned_bytes(op, form) + masked * b * m * d * size
+    seconds += device.moving_seconds(2 * copied) + 10 * device.launch_seconds
+    return StepCost(flops, moved + 2 * copied, copied, scratch + copied, picoseconds(seconds))
 
 
 def _pool(names: str) -> PoolKernels:

@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from planner.kernels.jax_bits import bits, of_bits
 from planner.kernels.jax_grouping import Groups
 
 TILE_ROWS = 256  # most rows of matrices in a tile
@@ -111,11 +112,11 @@ def grouped_matmul(
         product = _tile_matmul("tij,tjk->tik", _tile_matrix(left, cut), _take_group(c, group))
         product = product.reshape(-1, size_i, size_k)
         if target is None:
-            return _put(out, row, _bits(product.astype(dtype)))
+            return _put(out, row, bits(product.astype(dtype)))
         return _add(out, _take_index(target, row, out.shape[0]), product.astype(out.dtype))
 
     if target is None:
-        return _of_bits(_loop(tiles, cut, step, _bits(out)), dtype)
+        return of_bits(_loop(tiles, cut, step, bits(out)), dtype)
     return _loop(tiles, cut, step, out).astype(dtype)
 
 
@@ -194,11 +195,11 @@ def grouped_gradients(
         to_rows = _tile_matmul("tik,tjk->tij", gradient, _take_group(c, group))
         to_c = _tile_matmul("tij,tik->tjk", left, gradient)
         grad_rows, grad_c = grads
-        grad_rows = _put(grad_rows, row, _bits(to_rows.reshape(-1, *a.shape[1:]).astype(dtype)))
+        grad_rows = _put(grad_rows, row, bits(to_rows.reshape(-1, *a.shape[1:]).astype(dtype)))
         return grad_rows, _add(grad_c, group, to_c.astype(grad_c.dtype))
 
-    grad_rows, grad_c = _loop(tiles, cut, step, (_bits(grad_rows), grad_c))
-    return _of_bits(grad_rows, dtype), grad_c.astype(dtype)
+    grad_rows, grad_c = _loop(tiles, cut, step, (bits(grad_rows), grad_c))
+    return of_bits(grad_rows, dtype), grad_c.astype(dtype)
 
 
 def tiling(rows: int, size_i: int, groups: int, size_j: int, size_k: int) -> Tiling:
@@ -319,8 +320,8 @@ def _gather(operand: jax.Array, rows: jax.Array, mode: lax.GatherScatterMode = _
     fill, dtype = 0 if mode is _SKIP else None, operand.dtype
     if dtype == jnp.bfloat16:  # bound to the rows: its bits are not to be copied before the loop either
         operand, rows = lax.optimization_barrier((operand, rows))
-    taken = lax.gather(_bits(operand), rows[:, None], numbers, (1, *operand.shape[1:]), mode=mode, fill_value=fill)
-    return _of_bits(taken, dtype)
+    taken = lax.gather(bits(operand), rows[:, None], numbers, (1, *operand.shape[1:]), mode=mode, fill_value=fill)
+    return of_bits(taken, dtype)
 
 
 def _put(out: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
@@ -330,16 +331,6 @@ def _put(out: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
 
 def _add(out: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
     return lax.scatter_add(out, rows[:, None], values[:, None], _scatter_numbers(out), mode=_SKIP)
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    """A bfloat16 array as integers: on a CPU XLA makes all of it float32 to take rows of it or to put some in."""
-    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
-
-
-def _of_bits(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The inverse of `_bits`, for an array that had this dtype."""
-    return lax.bitcast_convert_type(x, jnp.bfloat16) if dtype == jnp.bfloat16 else x
 
 
 def _scatter_numbers(out: jax.Array) -> lax.ScatterDimensionNumbers:

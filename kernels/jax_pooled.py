@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from planner.kernels.jax_bits import bits, of_bits
 from planner.kernels.keys import Keys
 
 Result = TypeVar("Result")
@@ -41,9 +42,11 @@ def pooled_scores(query: jax.Array, pool: jax.Array, keys: Keys) -> jax.Array:
 
     # A flat result: one with more dimensions XLA copies to put others of size 1 between them.
     def write(n: jax.Array, scores: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice(scores, entry(query[n], pool[n], keys.values[n]).reshape(-1), (n * each,))
+        found = entry(_entry(query, n), _entry(pool, n), keys.values[n])
+        return lax.dynamic_update_slice(scores, bits(found).reshape(-1), (n * each,))
 
-    return lax.fori_loop(0, shape[0], write, jnp.zeros(shape[0] * each, dtype)).reshape(shape)
+    zeros = bits(jnp.zeros(shape[0] * each, dtype))
+    return of_bits(lax.fori_loop(0, shape[0], write, zeros), dtype).reshape(shape)
 
 
 def pooled_query_gradient(g: jax.Array, pool: jax.Array, keys: Keys) -> jax.Array:
@@ -116,23 +119,57 @@ def gathered_gradients(g: jax.Array, query: jax.Array, pool: jax.Array, keys: Ke
     return to_query, gathered_pool_gradient(g, query, keys, pool.shape[1]).astype(dtype)
 
 
-def pooled_scratch_bytes(batch: int, queries: int, pool: int, size_d: int, keys: int, dtype: DTypeLike) -> int:
-    """Upper bound of what each `pooled_*` function allocates beside its results."""
-    entry = 2 * queries * pool + 2 * queries * keys + 3 * (queries + pool) * size_d
-    return entry * max(_accumulator(dtype).itemsize, 4) + 3 * 4 * queries * keys + 2**14
+def pooled_scratch_bytes(
+    what: str, batch: int, queries: int, pool: int, size_d: int, keys: int, dtype: DTypeLike
+) -> int:
+    """Upper bound of what a `pooled_*` function allocates beside its results."""
+    query, rows, dense, chosen = queries * size_d, pool * size_d, queries * pool, queries * keys
+    # Slices of the operands; while the dense matrix is filled, positions and gradients; then slices of the results.
+    first, last, results = {
+        "scores": (query + rows, 0, chosen),
+        "query_gradient": (rows, query, query),
+        "pool_gradient": (query, rows, rows),
+        "gradients": (query + rows, max(query, rows), query + rows),
+    }[what]
+    numbers = dense + first + (0 if what == "scores" else max(2 * chosen, last))
+    rounded = batch * results + query + rows + dense + chosen if jnp.dtype(dtype) == jnp.bfloat16 else 0
+    return numbers * max(_accumulator(dtype).itemsize, 4) + 2 * rounded + 2**11
 
 
-def gathered_scratch_bytes(batch: int, queries: int, pool: int, size_d: int, keys: int, dtype: DTypeLike) -> int:
-    """Upper bound of what each `gathered_*` function allocates beside its results."""
-    scores = batch * queries * keys
-    numbers = scores * (2 * size_d + 3) + batch * (queries + pool) * size_d
-    return numbers * max(_accumulator(dtype).itemsize, 4) + 4 * 4 * scores + 2**14
+def gathered_scratch_bytes(
+    what: str, batch: int, queries: int, pool: int, size_d: int, keys: int, dtype: DTypeLike
+) -> int:
+    """Upper bound of what a `gathered_*` function allocates beside its results."""
+    exact, scores = _accumulator(dtype), batch * queries * keys
+    numbers = scores * (2 * size_d + 5 if what == "gradients" else size_d + 3)
+    if what == "query_gradient" and keys == 1:  # one loop takes and multiplies
+        numbers = 0
+    if what == "scores" or exact != jnp.dtype(dtype):
+        numbers += batch * queries * size_d
+    if exact != jnp.dtype(dtype):  # the other operand in float32, or sums
+        numbers += batch * pool * size_d
+    return numbers * max(exact.itemsize, 4) + 2**11
 
 
 def _each_entry(entry: Callable[..., Result], keys: Keys, *operands: jax.Array) -> Result:
     """Apply a function to each batch entry of the index, brought into range, and of its operands."""
-    mapped: Result = lax.map(lambda slices: entry(keys.part(slices[0]), *slices[1:]), (keys.values, *operands))
+
+    def of_entry(n: jax.Array) -> Any:
+        return jax.tree.map(bits, entry(keys.part(_entry(keys.values, n)), *(_entry(x, n) for x in operands)))
+
+    found = lax.map(of_entry, jnp.arange(keys.values.shape[0], dtype=jnp.int32))
+    dtype = jnp.result_type(*operands)
+    mapped: Result = jax.tree.map(lambda x: of_bits(x, dtype), found)
     return mapped
+
+
+def _entry(x: jax.Array, n: jax.Array) -> jax.Array:
+    """The part of one batch entry; some zeros where there is none."""
+    if x.shape[0] == 0:
+        return jnp.zeros(x.shape[1:], x.dtype)
+    if x.dtype == jnp.bfloat16:  # bound to the entry: its bits are not to be copied before the loop either
+        x, n = lax.optimization_barrier((x, n))
+    return of_bits(bits(x)[n], x.dtype)
 
 
 def _dense(g: jax.Array, index: jax.Array, size: int, dtype: DTypeLike) -> jax.Array:

@@ -682,6 +682,27 @@ def test_what_is_multiplied_and_summed_equals_the_product(groups, dtype, seed, s
         assert (one == other).all()
 
 
+@pytest.mark.parametrize(
+    ("spec", "shapes", "copied"),
+    [
+        ("ijkl, mip -> jklmp", ((32, 16, 8, 8), (8, 32, 16)), 4 * 8 * 32 * 16),  # einsum copies the other operand too
+        ("jklmp, mip -> ijkl", ((16, 8, 8, 8, 16), (8, 32, 16)), 4 * 8 * 32 * 16),
+        ("ijkl, jklmp -> mip", ((32, 16, 8, 8), (16, 8, 8, 8, 16)), 4 * 8 * 32 * 16),
+        ("bhqd, bhkd -> bhqk", ((4, 1, 64, 32), (4, 1, 64, 32)), 4 * 4 * 64 * 64),  # the result, as einsum does
+        ("hbqd, hbkd -> hbqk", ((1, 4, 64, 32), (1, 4, 64, 32)), 0),
+        ("bmk, bnk -> bnm", ((4, 64, 32), (4, 64, 32)), 0),
+        ("ik, jk -> ij", ((64, 32), (64, 32)), 0),
+    ],
+)
+def test_xla_copies_of_a_product_what_is_predicted(spec, shapes, copied):
+    from planner.testing.measure import jax_temp_bytes
+
+    operands = [jnp.ones(shape) for shape in shapes]
+    plan = planner.plan(spec, *operands, device="cpu")
+    assert [step.choice.lowering for step in plan.steps] == ["matmul"]
+    assert jax_temp_bytes(lambda *xs: plan(*xs), *operands) == copied == plan.steps[0].choice.cost.scratch_bytes
+
+
 def test_products_are_exported():
     """Without custom calls that `jax.export` refuses."""
     for spec, *shapes in (("aij, jk -> iak", (1, 3, 4), (4, 2)), ("bhqd, bhkd -> bhqk", (2, 1, 3, 4), (2, 1, 5, 4))):

@@ -121,18 +121,26 @@ def test_a_dropped_key_does_not_leak(way):
     np.testing.assert_array_equal(RUN[f"{way}_query_gradient"](g, pool, index), [[[2.0, 2.0]]])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("way", WAYS)
-def test_temporaries_stay_under_the_bound(way):
-    batch, queries, pool_size, size_d, keys = sizes = 4, 100, 120, 16, 30
-    query, pool = jnp.ones((batch, queries, size_d)), jnp.ones((batch, pool_size, size_d))
-    index, g = jnp.zeros((batch, queries, keys), jnp.int32), jnp.ones((batch, queries, keys))
-    bound = getattr(jax_pooled, f"{way}_scratch_bytes")(*sizes, "float32")
-    for name, operands in (
-        (f"{way}_scores", (query, pool, index)),
-        (f"{way}_gradients", (g, query, pool, index)),
-    ):
-        used = RUN[name].lower(*operands).compile().memory_analysis().temp_size_in_bytes
-        assert used <= bound
+def test_temporaries_are_what_is_foretold(way, dtype):
+    """No more, and in float32 half of it at least: a plan's peak is off by that."""
+    for sizes in ((4, 100, 120, 16, 30), (1, 64, 40, 32, 8), (8, 16, 64, 64, 64), (2, 256, 100, 32, 200)):
+        batch, queries, pool_size, size_d, keys = sizes
+        query, pool = jnp.ones((batch, queries, size_d), dtype), jnp.ones((batch, pool_size, size_d), dtype)
+        index, g = jnp.zeros((batch, queries, keys), jnp.int32), jnp.ones((batch, queries, keys), dtype)
+        for name, operands in {
+            "scores": (query, pool),
+            "query_gradient": (g, pool),
+            "pool_gradient": (g, query),
+            "gradients": (g, query, pool),
+        }.items():
+            size = {"size": pool_size} if name == "pool_gradient" else {}
+            compiled = RUN[f"{way}_{name}"].lower(*operands, index, **size).compile()
+            used = compiled.memory_analysis().temp_size_in_bytes
+            bound = getattr(jax_pooled, f"{way}_scratch_bytes")(name, *sizes, dtype)
+            assert used <= bound, (name, sizes)
+            assert dtype != "float32" or batch == 1 or used >= bound / 2, (name, sizes, used, bound)
 
 
 def test_scores_are_no_copy_of_what_a_loop_wrote():

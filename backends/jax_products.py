@@ -1,0 +1,210 @@
+"""Products as XLA is handed them, and what it copies of them and of sums into another order."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from planner.backends.stock import Product
+from planner.lower import product_form
+from planner.spec import Gather, Spec, Term, term_axes
+
+__all__ = ["Reordered", "as_matrices", "rearranged", "reordered", "wide"]
+
+# Where more than these many elements stay neighbours, a copy into another order takes so many times less than one by
+# one.
+_TOGETHER = 64
+
+
+class _Groups(NamedTuple):
+    """The axes of a product, those of size 1 left out, in the orders in which the least is copied."""
+
+    batch: tuple[str, ...]
+    left: tuple[str, ...]
+    right: tuple[str, ...]
+    contracted: tuple[str, ...]
+
+    def of(self, place: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The two groups that an operand, or the result (2), has besides the batch."""
+        return ((self.left, self.contracted), (self.contracted, self.right), (self.left, self.right))[place]
+
+
+@lru_cache(maxsize=16384)
+def _groups(spec: Spec) -> tuple[_Groups, tuple[int, ...]]:
+    """The groups of axes of a product, and which terms XLA then copies (2 is the result).
+
+    A term is copied unless it has the batch first, and then both of its groups, in either order. A vector in a batch is
+    copied where it has a dimension of size 1 too, a result where such a dimension is not in front.
+    """
+    form, sizes, terms = product_form(spec), dict(spec.sizes), [_wide_axes(term, spec) for term in spec.terms]
+    assert form is not None
+
+    def orders(group: tuple[str, ...], places: tuple[int, ...]) -> list[tuple[str, ...]]:
+        return list(dict.fromkeys(tuple(e for e in terms[place] if e in group) for place in places))
+
+    def copied(groups: _Groups) -> tuple[int, ...]:
+        found = []
+        for place, term in enumerate(terms):
+            first, second = groups.of(place)
+            vector = groups.batch and not (first and second) and not (groups.left and groups.right)
+            narrow = [spec.size(e) == 1 for e in spec.terms[place]]
+            inside = place == 2 and narrow != sorted(narrow, reverse=True)
+            whole = ((*groups.batch, *first, *second), (*groups.batch, *second, *first))
+            if inside or (vector and any(narrow)) or term not in whole:
+                found.append(place)
+        return tuple(found)
+
+    choices = itertools.product(
+        orders(form.batch, (2, 0, 1)), orders(form.left, (2, 0)), orders(form.right, (2, 1)),
+        orders(form.contracted, (0, 1)),
+    )  # fmt: skip
+    pairs = [(groups, copied(groups)) for groups in itertools.starmap(_Groups, choices)]
+    return min(pairs, key=lambda pair: sum(math.prod(sizes[e] for e in terms[place]) for place in pair[1]))
+
+
+def _wide_axes(term: Term, spec: Spec) -> tuple[str, ...]:
+    return tuple(str(e) for e in term if spec.size(e) != 1)
+
+
+@lru_cache(maxsize=16384)
+def as_matrices(spec: Spec) -> Product:
+    """What multiplies two operands as matrices, in one batch: XLA copies products of more dimensions."""
+    (groups, _), sizes = _groups(spec), dict(spec.sizes)
+    *terms, out = (_wide_axes(term, spec) for term in spec.terms)
+
+    def shaped(place: int) -> tuple[Callable[[Any], Any], list[tuple[str, ...]]]:
+        """What views an operand with a dimension for each of its groups, and these."""
+        first, second = groups.of(place)
+        order = [groups.batch, first, second]
+        if terms[place] == (*groups.batch, *second, *first):
+            order = [groups.batch, second, first]
+        order = [group for group in order if group]
+        whole = [sizes[e] for e in terms[place]]
+        dims = [terms[place].index(e) for group in order for e in group]
+        shape = [math.prod(sizes[e] for e in group) for group in order]
+        return lambda x: jnp.transpose(x.reshape(whole), dims).reshape(shape), order
+
+    (first, groups_a), (second, groups_b) = shaped(0), shaped(1)
+
+    def both(group: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The dimension of a group in either factor."""
+        x, y = ((order.index(group),) if group else () for order in factors)
+        return x, y
+
+    # The result has the first factor's own axes before the second's.
+    swapped = out == (*groups.batch, *groups.right, *groups.left)
+    factors = (groups_b, groups_a) if swapped else (groups_a, groups_b)
+    numbers = (both(groups.contracted), both(groups.batch))
+    own = (groups.right, groups.left) if swapped else (groups.left, groups.right)
+    made = (*groups.batch, *own[0], *own[1])
+    back, whole, shape = [made.index(e) for e in out], [sizes[e] for e in made], spec.output_shape
+
+    def product(a: Any, b: Any) -> Any:
+        x, y = (second(b), first(a)) if swapped else (first(a), second(b))
+        found = lax.dot_general(x, y, numbers, preferred_element_type=wide(a.dtype)).astype(a.dtype)
+        return jnp.transpose(found.reshape(whole), back).reshape(shape)
+
+    return product
+
+
+def wide(dtype: Any) -> Any:
+    """Return the dtype that sums are formed in: float32 for the half types."""
+    return jnp.float32 if jnp.dtype(dtype).name in ("float16", "bfloat16") else dtype
+
+
+class Reordered(NamedTuple):
+    """What XLA copies for a product, in elements.
+
+    Attributes:
+        elements: of operands and result.
+        apart: how many of them by ones or few.
+        reused: how many are copied into the result's memory, which is written last.
+    """
+
+    elements: int
+    apart: float
+    reused: int
+
+
+@lru_cache(maxsize=16384)
+def reordered(spec: Spec) -> Reordered:
+    """Return what XLA copies for a product.
+
+    It copies where a batch is not in front, or rows and columns are no two groups, and a result that has dimensions of
+    size 1 behind others, which it multiplies without them.
+    """
+    (groups, places), sizes = _groups(spec), dict(spec.sizes)
+    copied, apart = {}, 0.0
+    for place in places:
+        first, second = groups.of(place)
+        order = _wide_axes(spec.terms[place], spec)
+        orders = ((*groups.batch, *first, *second), (*groups.batch, *second, *first))
+        copied[place] = math.prod(spec.shape(spec.terms[place]))
+        apart += copied[place] * min(1.0, _TOGETHER / max(1, *(_together(order, other, sizes) for other in orders)))
+    result = copied.get(2, 0)
+    reused = max((n for place, n in copied.items() if place != 2 and n <= result), default=0)
+    return Reordered(sum(copied.values()), apart, reused)
+
+
+@lru_cache(maxsize=16384)
+def rearranged(spec: Spec) -> int:
+    """Return how many elements XLA copies for a sum, a segment sum or a product of what is taken."""
+    out = spec.output
+    gathers = tuple(e for e in out if isinstance(e, Gather))
+    if any(len(set(term)) < len(term) for term in spec.terms):
+        return 0
+    if len(spec.inputs) == 2:
+        return _of_product(spec)
+    (term,) = spec.inputs
+    if any(isinstance(e, Gather) for e in term):
+        return 0
+    copied, rows = 0, term_axes(gathers)
+    if gathers:  # by rows, each a slice of what remains
+        rest = tuple(str(e) for e in out if isinstance(e, str) and e not in rows)
+        if not _same_order(tuple(e for e in term if e in (*rows, *rest)), (*rows, *rest), spec):
+            copied += math.prod(spec.shape(term))
+        first = (*(e for e in out if isinstance(e, Gather) or e in rows), *rest)
+    elif set(out) < set(term):
+        first = tuple(e for e in term if e in out)
+    else:
+        return 0
+    return copied + (0 if _same_order(first, out, spec) else math.prod(spec.output_shape))
+
+
+def _of_product(spec: Spec) -> int:
+    """What is copied of a product of taken values, or of what is then added by rows."""
+    if not any(isinstance(e, Gather) for term in spec.terms for e in term):
+        return 0
+    kept = [tuple(e for e in term_axes(term)) for term in spec.inputs]
+    wanted = term_axes(spec.output)
+    order = dict.fromkeys((*(e for e in spec.output if isinstance(e, str)), *kept[0], *kept[1]))
+    inner = Spec((kept[0], kept[1]), tuple(axis for axis in order if axis in wanted), spec.sizes)
+    form = product_form(inner)
+    if form is None or not form.contracted:
+        return 0
+    # What is taken is made in the order that serves.
+    plain = [all(isinstance(e, str) for e in term) for term in spec.terms]
+    places = [place for place in _groups(inner)[1] if plain[place]]
+    copied = {place: math.prod(inner.shape(inner.terms[place])) for place in places}
+    result = copied.get(2, 0)
+    return sum(copied.values()) - max((n for place, n in copied.items() if place != 2 and n <= result), default=0)
+
+
+def _same_order(one: Term, other: Term, spec: Spec) -> bool:
+    return [e for e in one if spec.size(e) != 1] == [e for e in other if spec.size(e) != 1]
+
+
+def _together(order: Sequence[str], other: Sequence[str], sizes: Mapping[str, int]) -> int:
+    """How many elements stay neighbours when axes change their order: those of the last axes that both share."""
+    together = 1
+    for axis, same in zip(reversed(order), reversed(other), strict=True):
+        if axis != same:
+            break
+        together *= sizes[axis]
+    return together
