@@ -39,8 +39,8 @@ class _Groups(NamedTuple):
 def _groups(spec: Spec) -> tuple[_Groups, tuple[int, ...]]:
     """The groups of axes of a product, and which terms XLA then copies (2 is the result).
 
-    A term is copied unless it has the batch first, and then both of its groups, in either order. A vector in a batch is
-    copied where it has a dimension of size 1 too, a result where such a dimension is not in front.
+    A term is copied unless it has the batch first, and then both of its groups, in either order; and a result where a
+    dimension of size 1 is not in front.
     """
     form, sizes, terms = product_form(spec), dict(spec.sizes), [_wide_axes(term, spec) for term in spec.terms]
     assert form is not None
@@ -52,11 +52,10 @@ def _groups(spec: Spec) -> tuple[_Groups, tuple[int, ...]]:
         found = []
         for place, term in enumerate(terms):
             first, second = groups.of(place)
-            vector = groups.batch and not (first and second) and not (groups.left and groups.right)
             narrow = [spec.size(e) == 1 for e in spec.terms[place]]
             inside = place == 2 and narrow != sorted(narrow, reverse=True)
             whole = ((*groups.batch, *first, *second), (*groups.batch, *second, *first))
-            if inside or (vector and any(narrow)) or term not in whole:
+            if inside or term not in whole:
                 found.append(place)
         return tuple(found)
 
@@ -147,6 +146,11 @@ def reordered(spec: Spec) -> Reordered:
         orders = ((*groups.batch, *first, *second), (*groups.batch, *second, *first))
         copied[place] = math.prod(spec.shape(spec.terms[place]))
         apart += copied[place] * min(1.0, _TOGETHER / max(1, *(_together(order, other, sizes) for other in orders)))
+    if not groups.batch and not (groups.left and groups.right):
+        for place in range(3):  # a vector of several dimensions is copied
+            alone = not all(groups.of(place)) and (groups.left or groups.right)
+            if alone and len(_wide_axes(spec.terms[place], spec)) > 1:
+                copied.setdefault(place, math.prod(spec.shape(spec.terms[place])))
     result = copied.get(2, 0)
     reused = max((n for place, n in copied.items() if place != 2 and n <= result), default=0)
     return Reordered(sum(copied.values()), apart, reused)
@@ -154,44 +158,51 @@ def reordered(spec: Spec) -> Reordered:
 
 @lru_cache(maxsize=16384)
 def rearranged(spec: Spec) -> int:
-    """Return how many elements XLA copies for a sum, a segment sum or a product of what is taken."""
+    """Return how many elements XLA copies for a sum, a segment sum, a diagonal or a product of what is taken."""
+    given = _of_product(spec) if len(spec.inputs) == 2 else _of_operand(spec)
     out = spec.output
-    gathers = tuple(e for e in out if isinstance(e, Gather))
-    if any(len(set(term)) < len(term) for term in spec.terms):
-        return 0
-    if len(spec.inputs) == 2:
-        return _of_product(spec)
-    (term,) = spec.inputs
+    rows = {*term_axes(tuple(e for e in out if isinstance(e, Gather))), *(e for e in out if out.count(e) > 1)}
+    indexed = tuple(e for e in out if isinstance(e, Gather) or e in rows)
+    if indexed:  # put by rows, each a slice of what remains
+        first = (*indexed, *(e for e in out if e not in indexed))
+        copied = not _same_order(first, out, spec)
+    else:
+        (kept, *_), summed = spec.inputs, len(spec.inputs) == 1 and set(out) < set(spec.inputs[0])
+        summed = summed and not any(isinstance(e, Gather) for e in kept)
+        copied = summed and not _same_order(tuple(dict.fromkeys(e for e in kept if e in out)), out, spec)
+    return given + copied * math.prod(spec.output_shape)
+
+
+def _of_operand(spec: Spec) -> int:
+    """What is copied of the only operand: its diagonals before they are summed, or rows that are to be added."""
+    (term,), out = spec.inputs, spec.output
     if any(isinstance(e, Gather) for e in term):
         return 0
-    copied, rows = 0, term_axes(gathers)
-    if gathers:  # by rows, each a slice of what remains
-        rest = tuple(str(e) for e in out if isinstance(e, str) and e not in rows)
-        if not _same_order(tuple(e for e in term if e in (*rows, *rest)), (*rows, *rest), spec):
-            copied += math.prod(spec.shape(term))
-        first = (*(e for e in out if isinstance(e, Gather) or e in rows), *rest)
-    elif set(out) < set(term):
-        first = tuple(e for e in term if e in out)
-    else:
+    if len(set(term)) < len(term):
+        return 0 if set(term) <= set(out) else math.prod(spec.shape(tuple(dict.fromkeys(term))))
+    gathers = tuple(e for e in out if isinstance(e, Gather))
+    if not gathers:
         return 0
-    return copied + (0 if _same_order(first, out, spec) else math.prod(spec.output_shape))
+    wanted = dict.fromkeys((*term_axes(gathers), *(e for e in out if isinstance(e, str))))
+    order = tuple(e for e in wanted if e in term)
+    return 0 if _same_order(tuple(e for e in term if e in order), order, spec) else math.prod(spec.shape(term))
 
 
 def _of_product(spec: Spec) -> int:
-    """What is copied of a product of taken values, or of what is then added by rows."""
+    """What is copied for the product of values of which some were taken, or are added up by rows afterwards."""
     if not any(isinstance(e, Gather) for term in spec.terms for e in term):
         return 0
-    kept = [tuple(e for e in term_axes(term)) for term in spec.inputs]
+    kept = [term_axes(term) for term in spec.inputs]
     wanted = term_axes(spec.output)
     order = dict.fromkeys((*(e for e in spec.output if isinstance(e, str)), *kept[0], *kept[1]))
-    inner = Spec((kept[0], kept[1]), tuple(axis for axis in order if axis in wanted), spec.sizes)
+    there = {*kept[0], *kept[1]}
+    inner = Spec((kept[0], kept[1]), tuple(axis for axis in order if axis in wanted and axis in there), spec.sizes)
     form = product_form(inner)
     if form is None or not form.contracted:
         return 0
-    # What is taken is made in the order that serves.
+    # What is taken is made in the order that serves; so is what is added up.
     plain = [all(isinstance(e, str) for e in term) for term in spec.terms]
-    places = [place for place in _groups(inner)[1] if plain[place]]
-    copied = {place: math.prod(inner.shape(inner.terms[place])) for place in places}
+    copied = {p: math.prod(inner.shape(inner.terms[p])) for p in _groups(inner)[1] if plain[p]}
     result = copied.get(2, 0)
     return sum(copied.values()) - max((n for place, n in copied.items() if place != 2 and n <= result), default=0)
 

@@ -65,17 +65,14 @@ class JaxOps:
         terms = [[names[str(e)] for e in term] for term in spec.terms]
         order = [names[e] for e in (*form.batch, *form.left, *form.right)]
         back = [order.index(axis) for axis in terms[2]]
-
-        def multiplied(a: Any, b: Any) -> Any:
-            return jnp.transpose(_spread(a, terms[0], order) * _spread(b, terms[1], order), back)
+        if not form.contracted and set(terms[2]) == {*terms[0], *terms[1]}:
+            return lambda a, b: jnp.transpose(_spread(a, terms[0], order) * _spread(b, terms[1], order), back)
 
         def summed(a: Any, b: Any) -> Any:
             kind = None if a.dtype == jnp.bool_ else wide(a.dtype)
             return jnp.einsum(a, terms[0], b, terms[1], terms[2], preferred_element_type=kind).astype(a.dtype)
 
-        if not form.contracted and set(terms[2]) == {*terms[0], *terms[1]}:
-            return multiplied
-        if min(form.sizes[1:3]) == 1:  # XLA copies vectors that are shaped before and after
+        if 0 in form.sizes:
             return summed
         matrices = as_matrices(spec)
         return lambda a, b: (summed if a.dtype == jnp.bool_ else matrices)(a, b)

@@ -659,6 +659,7 @@ def test_the_grouped_kernels_run(monkeypatch):
 def test_what_is_multiplied_and_summed_equals_the_product(groups, dtype, seed, shuffler):
     """Vectors times matrices in any order of axes: the row runs just where XLA's product would copy."""
     from planner.backends.jax_backend import backend
+    from planner.backends.jax_products import reordered
     from planner.device import CPU
     from planner.lower import Op
 
@@ -673,7 +674,7 @@ def test_what_is_multiplied_and_summed_equals_the_product(groups, dtype, seed, s
     op = Op(Spec(tuple(map(tuple, terms[:2])), tuple(terms[2]), sizes), dtype)
     choices = {choice.lowering: choice for choice in backend.table.choices(op, CPU)}
     aligned = [e for e in terms[0] if e in terms[1]] == [e for e in terms[1] if e in terms[0]]
-    assert ("multiply, then sum" in choices) == (aligned and choices["matmul"].cost.copied_bytes > 0)
+    assert ("multiply, then sum" in choices) == (aligned and reordered(op.spec).apart > 0)
     if "multiply, then sum" in choices:
         random = np.random.default_rng(seed)
         inputs = [jnp.asarray(random.integers(-2, 3, shape), dtype) for shape in op.input_shapes]
@@ -692,6 +693,10 @@ def test_what_is_multiplied_and_summed_equals_the_product(groups, dtype, seed, s
         ("hbqd, hbkd -> hbqk", ((1, 4, 64, 32), (1, 4, 64, 32)), 0),
         ("bmk, bnk -> bnm", ((4, 64, 32), (4, 64, 32)), 0),
         ("ik, jk -> ij", ((64, 32), (64, 32)), 0),
+        # The other operand is copied into the memory of the result, which is copied into it last.
+        ("bca, dbc -> adb", ((32, 16, 16), (2, 32, 16)), 4 * 2 * 32 * 16),
+        ("bcd, b -> cd", ((64, 48, 40), (64,)), 4 * 48 * 40),  # einsum copies the first operand, 64 times that
+        ("cab, ca -> b", ((48, 32, 64), (48, 32)), 4 * 48 * 32),
     ],
 )
 def test_xla_copies_of_a_product_what_is_predicted(spec, shapes, copied):
@@ -701,6 +706,32 @@ def test_xla_copies_of_a_product_what_is_predicted(spec, shapes, copied):
     plan = planner.plan(spec, *operands, device="cpu")
     assert [step.choice.lowering for step in plan.steps] == ["matmul"]
     assert jax_temp_bytes(lambda *xs: plan(*xs), *operands) == copied == plan.steps[0].choice.cost.scratch_bytes
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "options", "copied"),
+    [
+        ("ijk -> ki", ((16, 32, 64),), {}, 4 * 16 * 64),
+        ("ijk -> ik", ((16, 32, 64),), {}, 0),
+        ("bdee -> de", ((16, 32, 24, 24),), {}, 4 * 16 * 32 * 24),  # the diagonals, before they are summed
+        ("ba -> bab", ((64, 32),), {}, 4 * 64 * 32 * 64),
+        ("ab -> aab", ((64, 32),), {}, 0),
+        ("ce -> s[e]c", ((64, 2000),), {"s": 50}, 4 * 64 * 2000),
+        ("ec -> s[e]c", ((2000, 64),), {"s": 50}, 0),
+        ("ec -> cs[e]", ((2000, 64),), {"s": 50}, 4 * 50 * 64),
+    ],
+)
+def test_xla_copies_of_other_steps_what_is_predicted(spec, shapes, options, copied):
+    """But for the index array in range, and some bytes for the counters of loops."""
+    from planner.testing.measure import jax_temp_bytes
+
+    operands = [jnp.ones(shape) for shape in shapes]
+    indices = {name: jnp.zeros(2000, jnp.int32) for name in options}
+    plan = planner.plan(spec, *operands, sizes=options or None, device="cpu", **indices)
+    (step,) = plan.steps
+    assert step.choice.cost.scratch_bytes == copied
+    measured = jax_temp_bytes(lambda *xs: plan(*xs, **indices), *operands)
+    assert copied <= measured <= copied + 8 * 2000 * len(options) + 1024
 
 
 def test_products_are_exported():

@@ -87,7 +87,7 @@ def test_numpy_values():
         floors.note(gather=bool(problem.indices), two=len(axes) > 1, nonzero=problem.expected().any())
 
     law()
-    floors.at_least(examples(150, 1_500), gather=0.4, two=0.1, nonzero=0.3)
+    floors.at_least(examples(150, 1_500), gather=0.4, two=0.05, nonzero=0.3)
 
 
 def test_torch_values_gradients_and_memory():
@@ -182,12 +182,12 @@ def test_jax_goes_slice_by_slice_only_where_that_is_faster():
     pytest.importorskip("jax", reason="jax is not installed")
     clique, chain = (WORKLOADS[name].cpu() for name in ("clique", "chain-ijkl"))
 
-    def planned(workload):
-        operands = [planner.Operand(shape, requires_grad=True) for shape in workload.shapes]
+    def planned(workload, requires_grad):
+        operands = [planner.Operand(shape, requires_grad=requires_grad) for shape in workload.shapes]
         return planner.plan(workload.spec, *operands, backend="jax", device="cpu")
 
-    assert planned(clique).loop is not None
-    assert planned(chain).loop is None
+    assert planned(clique, False).loop is not None
+    assert planned(chain, True).loop is None
 
 
 def test_jax_multiplies_no_crumbs():
