@@ -169,7 +169,7 @@ def rearranged(spec: Spec) -> int:
     else:
         (kept, *_), summed = spec.inputs, len(spec.inputs) == 1 and set(out) < set(spec.inputs[0])
         summed = summed and not any(isinstance(e, Gather) for e in kept)
-        copied = summed and not _same_order(tuple(dict.fromkeys(e for e in kept if e in out)), out, spec)
+        copied = summed and not _same_order(tuple(e for e in kept if e in out), out, spec)
     return given + copied * math.prod(spec.output_shape)
 
 
