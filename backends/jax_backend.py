@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -107,8 +107,11 @@ class JaxBackend(Backend):
                 with jax.ensure_compile_time_eval():
                     return whole(values, arrays)
         else:
-            # Compiled here: traced inside `ensure_compile_time_eval`, a loop of chain-ijkl took 16 s in place of 0.5.
-            call = jax.jit(whole).lower(seen, arrays).compile()
+            # Compiled by the first run; traced in `ensure_compile_time_eval` a loop of chain-ijkl took 16 s, not 0.5.
+            compiled = cache(lambda: jax.jit(whole).lower(seen, arrays).compile())
+
+            def call(values: tuple[Any, ...], arrays: dict[str, Any]) -> Any:
+                return compiled()(values, arrays)
 
         def once() -> None:
             jax.block_until_ready(call(seen, arrays))

@@ -145,7 +145,8 @@ def reordered(spec: Spec) -> Reordered:
         order = _wide_axes(spec.terms[place], spec)
         orders = ((*groups.batch, *first, *second), (*groups.batch, *second, *first))
         copied[place] = math.prod(spec.shape(spec.terms[place]))
-        apart += copied[place] * min(1.0, _TOGETHER / max(1, *(_together(order, other, sizes) for other in orders)))
+        if order not in orders:
+            apart += copied[place] * min(1.0, _TOGETHER / max(1, *(_together(order, other, sizes) for other in orders)))
     if not groups.batch and not (groups.left and groups.right):
         for place in range(3):  # a vector of several dimensions is copied
             alone = not all(groups.of(place)) and (groups.left or groups.right)
@@ -167,9 +168,11 @@ def rearranged(spec: Spec) -> int:
         first = (*indexed, *(e for e in out if e not in indexed))
         copied = not _same_order(first, out, spec)
     else:
-        (kept, *_), summed = spec.inputs, len(spec.inputs) == 1 and set(out) < set(spec.inputs[0])
-        summed = summed and not any(isinstance(e, Gather) for e in kept)
-        copied = summed and not _same_order(tuple(e for e in kept if e in out), out, spec)
+        term = spec.inputs[0]
+        summed = len(spec.inputs) == 1 and not set(term) <= set(out) and all(isinstance(e, str) for e in term)
+        copied = summed and not _same_order(
+            tuple(e for e in term if e in out), tuple(e for e in out if e in term), spec
+        )
     return given + copied * math.prod(spec.output_shape)
 
 

@@ -115,9 +115,9 @@ _HALF_RATE_SIDE = 32
 # multiplies and sums in one loop: 8 to 17 million elements, products of matrices with vectors whose batch axes do not
 # come first.
 _REORDERED, _SUMMED = 2e-9, 1.5e-9
-# Beside, for each row and each matrix of the innermost two dimensions: 20 ns an element of matrices of 3 x 3, 2.3 of
-# 8 x 8, 1.9 of 128 x 8, 0.6 of 32 x 32.
-_SUMMED_ROW, _SUMMED_TILE = 1e-8, 1e-7
+# Or, where the innermost two dimensions are small, for each element, row and matrix of them: 20 ns an element were
+# measured for matrices of 3 x 3 (by this 18), 2.3 for 8 x 8 (3.8), 1.9 for 128 x 8 (1.9), 0.6 for 32 x 32 (1.5 above).
+_SUMMED_SMALL = (5e-10, 1e-8, 1.3e-7)
 
 
 def _stock_cost(op: Op, device: Device) -> StepCost:
@@ -166,11 +166,9 @@ def _not_summed(op: Op) -> str | None:
 def _summed_cost(op: Op, device: Device) -> StepCost:
     elements, result = joint_elements(op.spec), math.prod(op.spec.output_shape) * itemsize(op.dtype)
     inner = [op.spec.size(e) for e in max(op.spec.inputs, key=len) if op.spec.size(e) > 1][-2:]
-    rows = elements / (inner[-1] if inner else 1)
-    tiles = elements / math.prod(inner)
-    seconds = max(
-        elements * _SUMMED + rows * _SUMMED_ROW + tiles * _SUMMED_TILE, device.moving_seconds(op.bytes_touched())
-    )
+    counts = (elements, elements / math.prod(inner[-1:]), elements / math.prod(inner))
+    small = sum(count * each for count, each in zip(counts, _SUMMED_SMALL, strict=True))
+    seconds = max(elements * _SUMMED, small, device.moving_seconds(op.bytes_touched()))
     seconds += device.fresh_seconds(result) + device.launch_seconds
     return StepCost(spec_flops(op.spec), op.bytes_touched(), 0, 0, picoseconds(seconds))
 
@@ -268,7 +266,7 @@ def _pooled_cost(names: str, op: Op, device: Device) -> StepCost:
     copied = flattened_bytes(op, form) + _reshaped_bytes(op, form, flat=scores and names == "pooled")
     if names == "pooled":
         seconds += b * (1e-6 if scores else 2.2e-6)
-        masked = op.pair or form.place != 2 != form.scores  # where the pool holds NaN, see `jax_reads`
+        masked = what in ("gradients", "query_gradient")  # where the pool holds NaN, see `jax_reads`
         copied += _turned_bytes(op, form) + masked * b * m * d * size
     seconds += device.moving_seconds(2 * copied) + 10 * device.launch_seconds
     return StepCost(flops, moved + 2 * copied, copied, scratch + copied, picoseconds(seconds))

@@ -144,7 +144,7 @@ def gathered_scratch_bytes(
     numbers = scores * (2 * size_d + 5 if what == "gradients" else size_d + 3)
     if what == "query_gradient" and keys == 1:  # one loop takes and multiplies
         numbers = 0
-    if what == "scores" or exact != jnp.dtype(dtype):
+    if what in ("scores", "query_gradient") or exact != jnp.dtype(dtype):
         numbers += batch * queries * size_d
     if exact != jnp.dtype(dtype):  # the other operand in float32, or sums
         numbers += batch * pool * size_d

@@ -93,7 +93,7 @@ def device_in_loop(device: Device, backend: str) -> Device:
     if device.kind != "cpu" or not load_backend(backend).compiles:
         return device
     slow = {name: min(getattr(device, name), _LOOP_BANDWIDTH) for name in ("bandwidth", "cache_bandwidth")}
-    return dataclasses.replace(device, **slow)
+    return dataclasses.replace(device, name=f"{device.name}, one core", **slow)
 
 
 def resized(tree: Tree, sizes: Mapping[str, int]) -> Tree:
@@ -182,7 +182,7 @@ def loop_programs(
         copied = sum(slice_bytes(term, x.dtype) for term, x in zip(spec.inputs, operands, strict=True))
     copied += sum(slice_bytes(gather.axes, "int64") for gather in spec.gathers)
     across, inside = 0.0, device_in_loop(device, backend)
-    if inside != device:
+    if framework.compiles and device.kind == "cpu":
         across = _ACROSS_SECONDS * sum(
             slice_bytes(term, "int8") for term in spec.inputs if _innermost(term, spec) in largest
         )

@@ -224,8 +224,8 @@ def _recalled(plan: Plan, key: Mapping[str, Any]) -> Plan | None:
             plan, tree=tree, programs=programs, loop=loop, compiled_bytes=compiled_bytes, proven=False,
             origin=f"remembered: {result}",
         )  # fmt: skip
-        steps = winner.steps if loop is None else loop.body.steps
-        offered = all(step.choice in table.choices(step.op, plan.device) for step in steps)
+        whole = winner if loop is None else loop.body
+        offered = all(step.choice in table.choices(step.op, whole.device) for step in whole.steps)
     except (PlannerError, ValueError, KeyError, TypeError, AttributeError) as error:
         damaged("measured", key, error)
         return None

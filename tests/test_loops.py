@@ -232,6 +232,25 @@ def test_the_clique_is_sliced_where_that_is_fastest():
     assert measured.peak_bytes <= plan.cost.peak_bytes + SMALL <= 5e6
 
 
+def test_the_clique_runs_with_gradients_where_its_pairwise_intermediate_is_vast():
+    """Nightly 1024 x 1024: n^4 elements are 4 TB, and without a limit the fastest plan takes 21 GB."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from planner.testing.measure import torch_backward_memory
+
+    n = examples(200, 1024)
+    seeded = torch.Generator().manual_seed(0)
+    # Sums of n^2 products stay below 2^24: exact.
+    operands = [torch.randint(-1, 2, (n, n), generator=seeded).float().requires_grad_() for _ in range(6)]
+    plan = planner.plan(CLIQUE, *operands, memory_limit="100 MB")
+    found, measured = torch_backward_memory(lambda: plan(*operands), operands)
+    ij, ik, il, jk, jl, kl = (x.detach() for x in operands)
+    for j in (0, n - 1):
+        assert torch.equal(found[0][:, j], (il * ((ik * jk[j]) @ (jl[j] * kl))).sum(1))
+    for k in (0, n - 1):
+        assert torch.equal(found[5][k], ((il * ik[:, k : k + 1]) * (ij @ (jk[:, k : k + 1] * jl))).sum(0))
+    assert measured.peak_bytes <= plan.cost.peak_bytes + SMALL <= min(100 * n * n, 1e8)  # six gradients: 24 n^2
+
+
 @settings(max_examples=examples(30, 500), deadline=None)
 @given(st.data())
 def test_a_limit_holds_or_the_error_names_one_that_does(data):

@@ -394,8 +394,10 @@ def test_jax_peaks_of_random_problems():
     floors.at_least(examples(20, 400), fits=0.2)
     report_peaks("JAX forward", forward)
     report_peaks("JAX backward", backward)
-    ratios_within(forward)
-    ratios_within(backward)
+    for ratios in (forward, backward):
+        ratios_within(ratios)
+        if examples(0, 1):  # of so few as in CI one is 5%
+            nearly_all_within(ratios)
 
 
 @pytest.mark.parametrize("name", ["seed-gathered-matmul", "seed-shared-keys", "gathered-heads"])

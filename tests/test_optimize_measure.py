@@ -20,6 +20,8 @@ import planner
 from planner import measure, remember
 from planner.backends import protocol
 from planner.objective import plan_key
+from planner.serial import encode
+from planner.slicing import looped
 
 ROOT = Path(__file__).parent.parent
 # Three paths and two implementations of the take differ: there is something to time.
@@ -464,3 +466,38 @@ def test_jax_times_eagerly_and_traces_take_what_is_remembered():
     assert origins == ["measured", "remembered"]
     f(jnp.ones((8, 3), int), jnp.ones((4, 3, 5), int))
     assert origins[-1] == "measured"
+
+
+def test_a_loop_in_jax_is_recalled():
+    """The steps of its body are priced by what a loop's steps cost."""
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    operands = [jax.numpy.ones(shape) for shape in ((64, 32), (32, 48))]
+    plan = planner.plan("ij, jk -> ik", *operands)
+    loop = looped(plan, {"i": 16})
+    assert loop.loop.body.device != plan.device
+    asked = measure.key_of(plan, operands)
+    parts = {name: encode(getattr(loop, name)) for name in measure._PARTS}
+    remember.remember("measured", asked, {"result": "best of 2", "compiled_bytes": None, **parts})
+    found = measure._recalled(plan, asked)
+    assert found.loop == loop.loop
+    assert (found(*operands) == 32).all()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_what_jax_does_not_compile_is_left_out(monkeypatch, error):
+    """And Ctrl-C while it compiles gives the best so far."""
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    shapes = (64, 48), (48, 56), (56, 40), (40, 8)
+    operands = [jax.numpy.ones(shape) for shape in shapes]
+    compiled, compile_ = [], jax.stages.Lowered.compile
+
+    def second_fails(lowered, *args, **kwargs):
+        compiled.append(lowered)
+        if len(compiled) == 2:
+            raise error
+        return compile_(lowered, *args, **kwargs)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", second_fails)
+    plan = planner.plan("ab,bc,cd,de->ae", *operands, optimize="measure")
+    assert len(compiled) >= 2
+    assert (plan(*operands) == 48 * 56 * 40).all()
