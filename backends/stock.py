@@ -239,12 +239,12 @@ def viewing(
 def matmul_product(
     matmul: Product, multiply: Product, permute: Callable[[Any, Sequence[int]], Any], form: ProductForm, spec: Spec
 ) -> Product:
-    """Return what multiplies two arrays as matrices, in one batch, or element by element where nothing is summed.
+    """Return what multiplies two arrays as matrices, in a batch if there is one, or by element where nothing is summed.
 
     The result is row-major where the output has the batch first and one operand's axes before the other's.
 
     Args:
-        matmul: [batch, m, k] times [batch, k, n], half types accumulated in float32.
+        matmul: [m, k] times [k, n], or all with a batch in front; half types accumulated in float32.
         multiply: product of arrays of as many dimensions that broadcast, row-major.
         permute: reorders dimensions.
         form: the groups of axes.
@@ -269,11 +269,12 @@ def matmul_product(
     if swapped:
         terms, left, right = terms[::-1], right, left
     batch, m, n, k = (math.prod(sizes[axis] for axis in g) for g in (form.batch, left, right, form.contracted))
-    first = view(terms[0], (*form.batch, *left, *form.contracted), (batch, m, k))
-    second = view(terms[1], (*form.batch, *form.contracted, *right), (batch, k, n))
+    lead = (batch,) if form.batch else ()
+    first = view(terms[0], (*form.batch, *left, *form.contracted), (*lead, m, k))
+    second = view(terms[1], (*form.batch, *form.contracted, *right), (*lead, k, n))
     order = (*form.batch, *left, *right)
     shape = tuple(sizes[axis] for axis in order)
-    parted = viewing(permute, range(3), (batch, m, n), shape)
+    parted = viewing(permute, range(len(lead) + 2), (*lead, m, n), shape)
     back = viewing(permute, [order.index(e) for e in out], shape, spec.output_shape)
 
     def product(a: Any, b: Any) -> Any:

@@ -118,22 +118,7 @@ def _matmul_step(op: Op, standins: Sequence[Tensor], copies: bool) -> Callable[.
         matrices = x.permute(dims[-1]).reshape(shape)
         if not copies and form.batch and unit_strided(matrices) is not matrices:
             return None
-    sizes = dict(spec.sizes)
-    swapped = out == (*form.batch, *form.right, *form.left)
-    order = out if swapped else (*form.batch, *form.left, *form.right)
-    final = [sizes[axis] for axis in order]
-    back = tuple(order.index(axis) for axis in out)
-    flat = not form.batch
-    shape_a, shape_b = (shapes[0][1:], shapes[1][1:]) if flat else shapes
-    dims_a, dims_b = dims
-    multiply = torch.mm if flat else lambda a, b: torch.bmm(unit_strided(a), unit_strided(b))
-
-    def run(a: Tensor, b: Tensor) -> Tensor:
-        a, b = a.permute(dims_a).reshape(shape_a), b.permute(dims_b).reshape(shape_b)
-        product = multiply(b.mT, a.mT) if swapped else multiply(a, b)
-        return product.view(final).permute(back)
-
-    return run
+    return OPS.product(form, spec)
 
 
 def _viewable(x: Tensor, shape: Sequence[int]) -> bool:

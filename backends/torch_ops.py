@@ -31,7 +31,7 @@ def _is_half(x: Tensor) -> bool:
 
 def unit_strided(x: Tensor) -> Tensor:
     """Matrices one of whose strides is 1, copied if need be: torch multiplies others one by one, each copied."""
-    if x.is_contiguous() or 1 in x.stride()[-2:] or 1 in x.shape[-2:] or x.shape[0] == 1:
+    if x.dim() == 2 or x.is_contiguous() or 1 in x.stride()[-2:] or 1 in x.shape[-2:] or x.shape[0] == 1:
         return x
     return x.contiguous()
 
@@ -53,8 +53,8 @@ class TorchOps:
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         if a.dtype == torch.bool:
-            return torch.bmm(a.int(), b.int()).bool()
-        return torch.bmm(unit_strided(a), unit_strided(b))
+            return torch.matmul(a.int(), b.int()).bool()
+        return torch.mm(a, b) if a.dim() == 2 else torch.bmm(unit_strided(a), unit_strided(b))
 
     def product(self, form: ProductForm, spec: Spec) -> Product:
         return matmul_product(self.matmul, multiply, self.permute, form, spec)

@@ -17,7 +17,7 @@ from torch import Tensor
 from planner.backends.protocol import Lowering
 from planner.backends.stock import Product, viewing
 from planner.backends.stock_layout import product_copies
-from planner.backends.stock_rows import picoseconds
+from planner.backends.stock_rows import picoseconds, short_run_seconds
 from planner.backends.torch_ops import OPS, multiply
 from planner.cost import StepCost, itemsize
 from planner.device import Device
@@ -207,6 +207,9 @@ def _summed_cost(op: Op, device: Device) -> StepCost:
     wide, result = joint_elements(spec) * size, math.prod(spec.output_shape) * size
     read = op.bytes_touched() - result
     seconds = device.seconds(0, read + wide, wide, 1) + device.seconds(0, wide + result, result, 1)
+    if device.kind == "cpu":
+        order = _summed_order(spec)
+        seconds += short_run_seconds(order, spec.inputs, spec) + short_run_seconds(order, [spec.output], spec)
     return StepCost(spec_flops(spec), read + 2 * wide + result, 0, wide, picoseconds(seconds))
 
 

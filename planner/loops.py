@@ -37,6 +37,12 @@ _ACROSS_SECONDS = 4e-8
 # Bytes/s that the steps of such a loop move: XLA runs what is no product there on one core. In slices of the clique
 # and of chain-ijkl broadcast products moved 5.5 (innermost 3 x 3) to 12 GB/s, products of matrices with vectors 17.
 _LOOP_BANDWIDTH = 8e9
+# Where Python runs the loop: what each slice takes, and each step of it, beside the operators. 1,000 slices of 4 x 4
+# matrices, 1 to 11 steps: 40 us and 17 to 22 for a step; the same machine, torch 2.13.
+_SLICE_SECONDS, _STEP_SECONDS = 4e-5, 2e-5
+# And what each stretch of neighbours takes that a slice is made of, where it is read and where it is written: in slices
+# of chain-ijkl along i (4,800 stretches of 36 bytes in each of two operands) 47 ns, along j (1,166, pages apart) 290.
+_STRETCH_SECONDS = 1.2e-7
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,7 +150,7 @@ def slice_of(
 def loop_programs(
     spec: Spec,
     axes: Axes,
-    bodies: Sequence[tuple[PlanCost, int]],
+    bodies: Sequence[tuple[Programs, int]],
     operands: Sequence[Variable],
     requires: Sequence[bool],
     dtype: str,
@@ -156,7 +162,7 @@ def loop_programs(
     Args:
         spec: the resolved spec of the whole contraction.
         axes: the axes that are cut and their slices' sizes.
-        bodies: what a slice costs and how many slices cost that, for each of `slice_counts`.
+        bodies: what a slice runs and how many slices run that, for each of `slice_counts`.
         operands: the operands as variables.
         requires: which of them need a gradient.
         dtype: dtype of the computation.
@@ -187,14 +193,22 @@ def loop_programs(
             slice_bytes(term, "int8") for term in spec.inputs if _innermost(term, spec) in largest
         )
 
-    def step(op: Op, costs: Sequence[tuple[Cost, int]], outputs: Sequence[tuple[int, Term]], copied: int) -> Step:
+    # In XLA slices are gathered into arrays; elsewhere they are read where they lie.
+    stretches = [0 if framework.compiles or device.kind != "cpu" else _stretches(t, spec, largest) for t in spec.terms]
+
+    def step(
+        op: Op, runs: Sequence[tuple[Program, Cost, int]], outputs: Sequence[tuple[int, Term]], copied: int
+    ) -> Step:
         scratch = copied
         made = sum(variables[v].bytes for v, _ in outputs)
         flops, moved, seconds = 0, 0, 0.0
-        for cost, times in costs:
+        for program, cost, times in runs:
             flops += times * cost.flops
             moved += times * cost.bytes_moved
-            seconds += times * cost.seconds
+            # Each operand is cut anew in every slice.
+            seconds += times * (cost.seconds + count * device.launch_seconds)
+            if not framework.compiles:
+                seconds += times * (_SLICE_SECONDS + len(program.steps) * _STEP_SECONDS)
         slices = math.prod(-(-spec.size(axis) // size) for axis, size in axes)
         for v, term in outputs:
             elements = math.prod(min(largest.get(e, spec.size(e)), spec.size(e)) if isinstance(e, str) else
@@ -203,15 +217,15 @@ def loop_programs(
             moved += slices * written
             flops += 0 if covers(axes, term) else slices * elements
             seconds += slices * inside.seconds(0, written, 0, 1) + device.fresh_seconds(variables[v].bytes)
+            seconds += slices * stretches[spec.terms.index(term)] * _STRETCH_SECONDS
             if not covers(axes, term) and accumulator(variables[v].dtype) != variables[v].dtype:
                 scratch += math.prod(variables[v].shape) * 4
-        # Each operand is cut anew in every slice.
-        seconds += sum(times for _, times in costs) * count * device.launch_seconds
+        seconds += slices * sum(stretches[: len(spec.terms) if op.pair else count]) * _STRETCH_SECONDS
         if framework.compiles:
             moved += slices * 2 * copied
             # Backward, what is read across an axis has a gradient that is written so.
             seconds += slices * (inside.moving_seconds(2 * copied) + across * (op.pair + 1))
-        scratch += max((cost.peak_bytes for cost, _ in costs), default=0)
+        scratch += max((cost.peak_bytes for _, cost, _ in runs), default=0)
         chosen = Choice(name, StepCost(flops, moved, 0, scratch, round(seconds * 1e12)))
         given = tuple(range(count)) if not op.pair else (count + 1, *range(count))
         return Step(op, chosen, given, tuple(v for v, _ in outputs), (), made + scratch)
@@ -222,14 +236,15 @@ def loop_programs(
         return Program((only,), given, results, only.live_bytes), whole
 
     there = tuple(range(count))
-    ahead = step(Op(spec, dtype), [(cost.forward, n) for cost, n in bodies], [(count, spec.output)], copied)
+    runs = [(body.forward, body.cost.forward, n) for body, n in bodies]
+    ahead = step(Op(spec, dtype), runs, [(count, spec.output)], copied)
     forward, cost = program(ahead, there, (count,))
     backward, back_cost = None, None
     if any(requires):
         outputs = [(v, spec.inputs[i]) for i, v in enumerate(gradients) if v is not None]
-        costs = [(c.backward, n) for c, n in bodies if c.backward is not None]
+        runs = [(b.backward, b.cost.backward, n) for b, n in bodies if b.backward is not None and b.cost.backward]
         copied += slice_bytes(spec.output, dtype)
-        back = step(Op(spec, dtype, pair=True), costs, outputs, copied)
+        back = step(Op(spec, dtype, pair=True), runs, outputs, copied)
         backward, back_cost = program(back, (*there, count + 1), tuple(v for v, _ in outputs))
     return Programs(
         variables, forward, backward, count, (), count + 1, gradients, PlanCost.of(cost, back_cost)
@@ -239,6 +254,14 @@ def loop_programs(
 def _innermost(term: Term, spec: Spec) -> str | Gather | None:
     """The last entry of a term that is no single one: along it neighbours in memory lie."""
     return next((e for e in reversed(term) if spec.size(e) != 1), None)
+
+
+def _stretches(term: Term, spec: Spec, largest: Mapping[str, int]) -> int:
+    """How many stretches of neighbours a slice of a row-major array is made of; none count if that is cut nowhere."""
+    cut = [d for d, e in enumerate(term) if e in largest]
+    before = term[: max(cut)] if cut else ()
+    sizes = [largest.get(e, spec.size(e)) if isinstance(e, str) else spec.size(e) for e in before]
+    return math.prod(sizes) if any(n > 1 for n in sizes) else 0
 
 
 def _slice_bytes(term: Term, dtype: str, spec: Spec, largest: Mapping[str, int], views: bool) -> int:

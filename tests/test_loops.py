@@ -14,7 +14,7 @@ import planner
 from planner import Operand, PlannerLimitError
 from planner.derive import sliced
 from planner.loops import covers, parts, slice_counts
-from planner.slicing import can_be_cut, looped
+from planner.slicing import CLOSE, SAVING, can_be_cut, looped
 from planner.testing.reference import reference, reference_gradients
 from planner.workloads import WORKLOADS
 
@@ -198,6 +198,32 @@ def test_jax_multiplies_no_crumbs():
     assert plan.loop is None or dict(plan.loop.axes).get("j", 2048) >= 256
     whole = plan if plan.loop is None else plan.alternatives(9)[0].plan
     assert looped(whole, {"i": 1, "j": 64}).cost.seconds > 1.3 * looped(whole, {"i": 1}).cost.seconds
+
+
+def test_what_each_slice_and_each_stretch_of_one_takes_counts():
+    """Thousands of slices of 4 x 4 matrices are Python's time; slices along the last axis are read in stretches."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x, y = torch.ones(1024, 4), torch.ones(4, 1024)
+    plan = planner.plan("ij, jk -> ik", x, y, device="cpu")
+    short, long = (looped(plan, {"i": size}).cost.seconds for size in (1, 64))
+    assert 1024 * 6e-5 < short < 1.3 * 1024 * 6e-5
+    assert short > 8 * long
+    rows, columns = (looped(plan, {axis: 64}).cost.seconds for axis in ("i", "k"))
+    assert columns - rows > 16 * 1024 * 1e-7  # the result is written in as many stretches as it has rows
+
+
+def test_loops_without_a_limit_save_memory():
+    """A loop that is predicted to be as fast is taken where it needs a fraction of the memory, and not elsewhere."""
+    operands = [planner.Operand((256, 256), requires_grad=True) for _ in range(6)]
+    plan = planner.plan(CLIQUE, *operands, backend="jax", device="cpu")
+    whole = min(
+        (other.plan for other in plan.alternatives(20) if other.plan.loop is None), key=lambda p: p.cost.seconds
+    )
+    assert whole.cost.seconds < plan.cost.seconds <= CLOSE * whole.cost.seconds
+    assert SAVING * plan.cost.peak_bytes <= whole.cost.peak_bytes
+    chain = WORKLOADS["chain-ijkl"].cpu()
+    operands = [planner.Operand(tuple(shape), requires_grad=True) for shape in chain.shapes]
+    assert planner.plan(chain.spec, *operands, backend="torch", device="cpu").loop is None
 
 
 def test_a_loop_goes_to_json_and_back_and_runs():

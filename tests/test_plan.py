@@ -16,7 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
+from planner.backends.stock_rows import short_run_seconds
 from planner.objective import OBJECTIVES, plan_key
+from planner.slicing import CLOSE, SAVING
+from planner.spec import Spec
 from planner.testing import problems
 from planner.workloads import WORKLOADS
 
@@ -429,8 +432,10 @@ def test_every_workload_is_planned_and_printed(name):
     plan = planner.plan(workload.spec, *operands, sizes=workload.output_shape, backend="numpy", **workload.index_shapes)
     text = str(plan)
     assert all(word in text for word in ("naive", "this plan", "FLOPs", "moves", "peak", "retained", "backward"))
-    # A table of the numpy backend has the stock rows only: the plan is never worse than the naive one.
-    assert plan.cost.seconds <= plan.naive_cost.seconds
+    # A table of the numpy backend has the stock rows only: the plan is never worse than the naive one. A loop that
+    # saves memory counts as fast as what is predicted to take four fifths of its time.
+    slack = CLOSE if plan.loop is not None and SAVING * plan.cost.peak_bytes <= plan.naive_cost.peak_bytes else 1
+    assert plan.cost.seconds <= slack * plan.naive_cost.seconds
 
 
 @pytest.mark.parametrize(
@@ -586,3 +591,22 @@ def test_a_plan_is_bound_once(monkeypatch):
     assert again == plan
     again(x, y)
     assert len(bound) == 2
+
+
+@pytest.mark.parametrize(
+    ("order", "terms", "sizes", "nanoseconds"),
+    [
+        ("ak", ("ak", "ak"), {"a": 100, "k": 3}, 0),  # one run
+        ("ak", ("ak", "k"), {"a": 100, "k": 3}, 30 + 300 * 1.3),  # a run for each row, in one block
+        ("akl", ("ak", "al"), {"a": 100, "k": 3, "l": 3}, 100 * 30 + 900 * 1.3),
+        ("akl", ("ak", "al"), {"a": 100, "k": 16, "l": 16}, 100 * 30 + 1600 * 2),  # vectors
+        ("akl", ("ak",), {"a": 100, "k": 3, "l": 3}, 300 * 10),  # sums of neighbours
+        ("akl", ("al",), {"a": 100, "k": 3, "l": 3}, 100 * 30 + 900 * 1.3),
+        ("abk", ("abk", "k"), {"a": 10, "b": 10, "k": 64}, 30 + 100 * 2),  # a and b are one
+        ("a1k", ("ak", "ak"), {"a": 10, "1": 1, "k": 3}, 0),
+    ],
+)
+def test_short_runs_take_time(order, terms, sizes, nanoseconds):
+    spec = Spec((tuple(order),), (), tuple(sorted(sizes.items())))
+    seconds = short_run_seconds(tuple(order), [tuple(term) for term in terms], spec)
+    assert seconds == pytest.approx(nanoseconds * 1e-9)
