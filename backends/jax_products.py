@@ -187,6 +187,8 @@ def _of_operand(spec: Spec) -> int:
     if not gathers:
         return 0
     wanted = dict.fromkeys((*term_axes(gathers), *(e for e in out if isinstance(e, str))))
+    if any(e not in term and spec.size(e) != 1 for e in wanted):  # repeated along an axis that it lacks
+        return math.prod(spec.shape(tuple(wanted)))
     order = tuple(e for e in wanted if e in term)
     return 0 if _same_order(tuple(e for e in term if e in order), order, spec) else math.prod(spec.shape(term))
 

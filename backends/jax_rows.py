@@ -263,7 +263,8 @@ def _pooled_cost(names: str, op: Op, device: Device) -> StepCost:
         each = (0.55e-9 if fits else 3.2e-9) if scores else products * (0.6e-9 if fits else 1.4e-9)
         seconds = taken * each
         scratch = jax_pooled.gathered_scratch_bytes(what, b, q, m, d, k, op.dtype)
-    copied = flattened_bytes(op, form) + _reshaped_bytes(op, form, flat=scores and names == "pooled")
+    fused = names == "gathered" and what == "query_gradient" and q == k == 1
+    copied = flattened_bytes(op, form) + (0 if fused else _reshaped_bytes(op, form, flat=scores and names == "pooled"))
     if names == "pooled":
         seconds += b * (1e-6 if scores else 2.2e-6)
         masked = what in ("gradients", "query_gradient")  # where the pool holds NaN, see `jax_reads`

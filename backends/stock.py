@@ -41,7 +41,7 @@ class ArrayOps(Hashable, Protocol):
         """Sum over dimensions, in the dtype of x, half types accumulated in float32."""
 
     def product(self, form: ProductForm, spec: Spec) -> Product:
-        """What does a binary step without gathers; `matmul_product` makes it of `permute` and a batched product."""
+        """What does a binary step without gathers; `matmul_product` makes it of `permute` and products of matrices."""
 
     def iota(self, size: int, like: Any) -> Any:
         """0, 1, ..., size - 1 as indices on the device of `like`."""

@@ -126,6 +126,8 @@ def flat_stock_cost(op: Op, device: Device) -> StepCost:
         return cost._replace(scratch_bytes=cost.scratch_bytes + wide)
     if kind in ("multiply", "sum") and device.kind == "cpu":
         order, terms = (op.spec.output, op.spec.inputs) if kind == "multiply" else (op.spec.inputs[0], [op.spec.output])
+        if kind == "sum" and op.layouts and op.layouts[0]:  # it goes through the operand as that lies
+            order = tuple(order[d] for run in op.layouts[0].runs for d in run)
         runs = short_run_seconds(term_axes(order), terms, op.spec)
         cost = cost._replace(picoseconds=cost.picoseconds + picoseconds(runs))
     if op.pair or kind in ("matmul", "multiply"):

@@ -107,17 +107,16 @@ def _matmul_step(op: Op, standins: Sequence[Tensor], copies: bool) -> Callable[.
         if first == 0:
             return lambda a, b: mm(a.t() if flip_a else a, b.t() if flip_b else b)
         return lambda a, b: mm(b.t() if flip_a else b, a.t() if flip_b else a)
-    b_, m, n, k = form.sizes
-    groups = ((form.batch, form.left, form.contracted), (form.batch, form.contracted, form.right))
-    shapes = ((b_, m, k), (b_, k, n))
-    dims = []
-    for x, axes, parts, shape in zip(standins, letters, groups, shapes, strict=True):
-        dims.append(tuple(axes.index(axis) for group in parts for axis in group))
-        if not copies and not _viewable(x.permute(dims[-1]), shape):
-            return None
-        matrices = x.permute(dims[-1]).reshape(shape)
-        if not copies and form.batch and unit_strided(matrices) is not matrices:
-            return None
+    if not copies:
+        b_, m, n, k = form.sizes
+        groups = ((form.batch, form.left, form.contracted), (form.batch, form.contracted, form.right))
+        for x, axes, parts, shape in zip(standins, letters, groups, ((b_, m, k), (b_, k, n)), strict=True):
+            ordered = x.permute([axes.index(axis) for group in parts for axis in group])
+            if not _viewable(ordered, shape):
+                return None
+            matrices = ordered.reshape(shape)
+            if form.batch and unit_strided(matrices) is not matrices:
+                return None
     return OPS.product(form, spec)
 
 

@@ -31,7 +31,7 @@ def _is_half(x: Tensor) -> bool:
 
 def unit_strided(x: Tensor) -> Tensor:
     """Matrices one of whose strides is 1, copied if need be: torch multiplies others one by one, each copied."""
-    if x.dim() == 2 or x.is_contiguous() or 1 in x.stride()[-2:] or 1 in x.shape[-2:] or x.shape[0] == 1:
+    if x.is_contiguous() or 1 in x.stride()[-2:] or 1 in x.shape[-2:] or x.shape[0] == 1:
         return x
     return x.contiguous()
 

@@ -144,6 +144,8 @@ def gathered_scratch_bytes(
     numbers = scores * (2 * size_d + 5 if what == "gradients" else size_d + 3)
     if what == "query_gradient" and keys == 1:  # one loop takes and multiplies
         numbers = 0
+        if queries == 1 and exact == jnp.dtype(dtype):  # and writes the result
+            return 2**11
     if what in ("scores", "query_gradient") or exact != jnp.dtype(dtype):
         numbers += batch * queries * size_d
     if exact != jnp.dtype(dtype):  # the other operand in float32, or sums

@@ -14,6 +14,7 @@ from planner.problem import AUTO_WORK, MOST_TRIED, PATH_WORK, SEARCHES, problem_
 from planner.program import Lowerer, Programs, keeping
 from planner.search.dynamic import Found
 from planner.search.paths import joined_by, left_to_right
+from planner.slicing import worth_cutting
 
 __all__ = ["alternatives"]
 
@@ -76,7 +77,8 @@ def _why(plan: Plan, other: Plan) -> str:
             parts.append("another path than the given one")
     key = plan_key(options.minimize)
     if not parts and key(other.cost)[0] < key(plan.cost)[0]:
-        parts.append("better, but not among the candidates")
+        leaner = options.minimize == "time" and plan.loop is not None and worth_cutting(plan.cost, other.cost)
+        parts.append("as fast as far as predictions tell" if leaner else "better, but not among the candidates")
     for name, chosen, value in (
         ("seconds", plan.cost.seconds, other.cost.seconds),
         ("FLOPs", plan.cost.flops, other.cost.flops),

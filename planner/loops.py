@@ -18,7 +18,7 @@ from planner.cost import Cost, PlanCost, StepCost, itemsize
 from planner.derive import sliced
 from planner.device import Device
 from planner.dispatch import load_backend
-from planner.layout import row_major, strides_in
+from planner.layout import Layout, row_major, strides_in
 from planner.lower import Choice, Op
 from planner.objective import step_key
 from planner.plan import Plan
@@ -194,7 +194,9 @@ def loop_programs(
         )
 
     # In XLA slices are gathered into arrays; elsewhere they are read where they lie.
-    stretches = [0 if framework.compiles or device.kind != "cpu" else _stretches(t, spec, largest) for t in spec.terms]
+    free = framework.compiles or device.kind != "cpu"
+    layouts = [*(x.layout for x in operands), None]
+    stretches = [0 if free else _stretches(t, at, spec, largest) for t, at in zip(spec.terms, layouts, strict=True)]
 
     def step(
         op: Op, runs: Sequence[tuple[Program, Cost, int]], outputs: Sequence[tuple[int, Term]], copied: int
@@ -256,12 +258,13 @@ def _innermost(term: Term, spec: Spec) -> str | Gather | None:
     return next((e for e in reversed(term) if spec.size(e) != 1), None)
 
 
-def _stretches(term: Term, spec: Spec, largest: Mapping[str, int]) -> int:
-    """How many stretches of neighbours a slice of a row-major array is made of; none count if that is cut nowhere."""
-    cut = [d for d, e in enumerate(term) if e in largest]
-    before = term[: max(cut)] if cut else ()
-    sizes = [largest.get(e, spec.size(e)) if isinstance(e, str) else spec.size(e) for e in before]
-    return math.prod(sizes) if any(n > 1 for n in sizes) else 0
+def _stretches(term: Term, layout: Layout | None, spec: Spec, largest: Mapping[str, int]) -> int:
+    """How many stretches of neighbours a slice of an array is made of; none count where it is one, or is not cut."""
+    memory = term if layout is None else tuple(term[d] for run in layout.runs for d in run)
+    cut = [d for d, e in enumerate(memory) if e in largest]
+    before = memory[: max(cut)] if cut else ()
+    count = math.prod(largest.get(e, spec.size(e)) if isinstance(e, str) else spec.size(e) for e in before)
+    return count if count > 1 else 0
 
 
 def _slice_bytes(term: Term, dtype: str, spec: Spec, largest: Mapping[str, int], views: bool) -> int:

@@ -109,9 +109,12 @@ def candidates(plan: Plan) -> list[Plan]:
     Time is what predictions are unsure of. Any other objective is known exactly: then only ties are timed.
     """
     key, cost = plan_key(plan.options.minimize), plan.cost
-    room = max(ROOM_FACTOR * cost.peak_bytes, ROOM_BYTES)
+    others = [alternative.plan for alternative in alternatives(plan, 100)]
+    # A lean loop may have been taken in place of a plan that is predicted to be faster: that one has its room.
+    faster = (other.cost.peak_bytes for other in others if other.cost.seconds < cost.seconds)
+    room = max(ROOM_FACTOR * cost.peak_bytes, ROOM_BYTES, *faster)
     found = []
-    for other in (alternative.plan for alternative in alternatives(plan, 100)):
+    for other in others:
         ties = plan.options.minimize == "time" or key(other.cost)[0] == key(cost)[0]
         near = other.cost.seconds <= SLOWEST * cost.seconds and other.cost.peak_bytes <= room
         if ties and near and within(other.cost, plan.options):

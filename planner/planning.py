@@ -14,7 +14,7 @@ from planner.program import keeping
 from planner.refine import ordered, quickened
 from planner.resolve import Resolved
 from planner.search.dynamic import NO_LIMITS, Limits
-from planner.slicing import as_fast_in_slices, loop_candidates
+from planner.slicing import fastest, loop_candidates
 from planner.spec import Operand
 
 __all__ = ["make_plan"]
@@ -84,8 +84,8 @@ def _best(problem: Problem, options: Options, index_mode: str) -> Candidate:
     def least() -> Candidate | None:
         allowed = [c for c in candidates if keeps_within(c.cost, limits)]
         best = min(allowed, key=lambda c: key(c.cost), default=None)
-        if best is not None and options.minimize == "time":
-            best = as_fast_in_slices(best, allowed)
+        if best is not None and limits == NO_LIMITS and options.minimize == "time":
+            best = fastest(allowed)
         if best is None or not interrupted:
             return best
         return dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}", interrupted=True)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from planner.cost import Cost
 from planner.errors import SearchLimitError
 from planner.loops import device_in_loop, loop_programs, resized, slice_counts, slice_of
 from planner.objective import plan_key, step_key
@@ -17,20 +18,20 @@ from planner.program import Lowerer, Programs, Tree, build, keeping
 from planner.search.dynamic import NO_LIMITS, Limits
 from planner.spec import Spec, term_axes
 
-__all__ = ["as_fast_in_slices", "can_be_cut", "loop_candidates", "looped"]
+__all__ = ["can_be_cut", "fastest", "loop_candidates", "looped", "worth_cutting"]
 
 # Without limits, loops over slices are considered where a plan allocates this much beyond its results.
 LARGE_BYTES = 1 << 25
 MOST_LOOPS, MOST_SLICES = 3, 4096
 # Steps that may be priced for it, without limits and with; each takes 50 to 200 us.
 PRICED_STEPS, PRICED_STEPS_LIMITED = 10_000, 30_000
-# Plans predicted to take no more than this times the fastest are as fast: no prediction is that exact.
-CLOSE = 1.25
-# Without limits, for time, a loop must take this many times less memory than the fastest plan: what it wins is new
-# memory that nobody has to touch. Measured with gradients in torch, time of the loop over that of the whole: clique
-# 0.9 to 1.0 (3 MB for 337), chain-ijkl 1.3 to 2.5 (169 for 369), equivariant 2.2 (68 for 101); in JAX clique 0.6 (11
-# for 337) and seed-sliced-einsum, forward, 1.3 (13 for 71). Each was predicted to be about as fast.
-SAVING = 16
+# Under a limit slices predicted to take no more than this times the fastest are as fast, and the leanest are taken.
+TIES = 1.05
+# Without limits, for time: between plans that are closer no prediction decides, and what allocates this many times less
+# is taken, for new memory must be touched. Measured with gradients in torch, time of the loop over that of the whole:
+# clique 0.9 to 1.0 (3 MB for 337), chain-ijkl 1.3 to 2.5 (169 for 369), equivariant 2.2 (68 for 101); in JAX clique 0.6
+# (11 for 337) and seed-sliced-einsum, forward, 1.3 (13 for 71). Each was predicted to be about as fast.
+CLOSE, SAVING = 1.25, 16
 
 
 def loop_candidates(
@@ -77,32 +78,38 @@ def loop_candidates(
                     left -= priced * (4 if any(problem.requires) else 1)
         if not tried:
             break
-        best = fastest = min(tried, key=rank)
+        best = first = min(tried, key=rank)
+        if found and rank(first) >= rank(found[-1]):
+            break
+        found.append(first)
         if options.minimize == "time":
-            over, most = rank(best)[0], CLOSE * best.cost.seconds
+            over, most = rank(first)[0], (TIES if limited else CLOSE) * first.cost.seconds
             near = [c for c in tried if rank(c)[0] == over and c.cost.seconds <= most]
             best = min(near, key=lambda c: (c.cost.peak_bytes, rank(c)))
-        if found and rank(best) >= rank(found[-1]):
-            break
-        found.append(best)
-        for candidate in (fastest, best):
-            if not allowed or options.minimize != "time" or SAVING * candidate.cost.peak_bytes <= rival.cost.peak_bytes:
-                yield candidate
+        yield best
+        if best is not first and not limited:
+            yield first
         assert best.loop is not None
         axes = best.loop.axes
         if keeps_within(best.cost, limits) and (not allowed or len(axes) > 1):
             break
 
 
-def as_fast_in_slices(best: Candidate, candidates: Sequence[Candidate]) -> Candidate:
-    """Return the fastest plan, or the loop of the least peak that is predicted to be as fast and saves memory."""
-    most = best.cost.peak_bytes // (1 if best.loop else SAVING)
-    loops = [c for c in candidates if c.loop and c.cost.seconds <= CLOSE * best.cost.seconds]
-    return min(
-        (c for c in loops if c.cost.peak_bytes <= most),
-        key=lambda c: (c.cost.peak_bytes, c.cost.seconds),
-        default=best,
-    )
+def worth_cutting(loop: Cost, whole: Cost) -> bool:
+    """Whether a loop is faster than a plan without one, or as fast, as far as predictions tell, and far leaner."""
+    if CLOSE * loop.seconds <= whole.seconds:
+        return True
+    return loop.seconds <= CLOSE * whole.seconds and SAVING * loop.peak_bytes <= whole.peak_bytes
+
+
+def fastest(candidates: Sequence[Candidate]) -> Candidate:
+    """Return the fastest candidate without a loop, or of the loops that are worth it the leanest of the fast ones."""
+    key = plan_key("time")
+    whole = min((c for c in candidates if c.loop is None), key=lambda c: key(c.cost))
+    loops = [c for c in candidates if c.loop is not None and worth_cutting(c.cost, whole.cost)]
+    most = CLOSE * min((c.cost.seconds for c in loops), default=0.0)
+    near = [c for c in loops if c.cost.seconds <= most]
+    return min(near, key=lambda c: (c.cost.peak_bytes, key(c.cost)), default=whole)
 
 
 def _by_bytes(programs: Programs, spec: Spec) -> list[tuple[str, int]]:

@@ -720,6 +720,7 @@ def test_xla_copies_of_a_product_what_is_predicted(spec, shapes, copied):
         ("ab -> aab", ((64, 32),), {}, 0),
         ("ce -> s[e]c", ((64, 2000),), {"s": 50}, 4 * 64 * 2000),
         ("ec -> s[e]c", ((2000, 64),), {"s": 50}, 0),
+        ("c -> s[e]c", ((64,),), {"s": 50}, 4 * 2000 * 64),  # repeated for each row
         ("ec -> cs[e]", ((2000, 64),), {"s": 50}, 4 * 50 * 64),
     ],
 )

@@ -125,7 +125,8 @@ def test_a_dropped_key_does_not_leak(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_temporaries_are_what_is_foretold(way, dtype):
     """No more, and in float32 half of it at least: a plan's peak is off by that."""
-    for sizes in ((4, 100, 120, 16, 30), (1, 64, 40, 32, 8), (8, 16, 64, 64, 64), (2, 256, 100, 32, 200)):
+    some = ((4, 100, 120, 16, 30), (1, 64, 40, 32, 8), (8, 16, 64, 64, 64), (2, 256, 100, 32, 200), (40, 1, 60, 500, 1))
+    for sizes in some:
         batch, queries, pool_size, size_d, keys = sizes
         query, pool = jnp.ones((batch, queries, size_d), dtype), jnp.ones((batch, pool_size, size_d), dtype)
         index, g = jnp.zeros((batch, queries, keys), jnp.int32), jnp.ones((batch, queries, keys), dtype)
