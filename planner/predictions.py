@@ -13,6 +13,7 @@ from typing import Any, Literal
 from planner.api import plan
 from planner.dispatch import load_backend
 from planner.errors import PlannerError
+from planner.loops import parts
 from planner.show.text import seconds_text
 from planner.spec import Gather
 from planner.workloads import WORKLOADS, Workload
@@ -63,7 +64,10 @@ MOST_PEAK, MOST_SECONDS = 6 * 10**9, 10.0
 
 
 def check_workload(framework: Framework, workload: Workload) -> Iterator[StepTime]:
-    """Time every step of a workload at its CPU sizes; nothing if it needs too much memory or time here."""
+    """Time every step of a workload at its CPU sizes; nothing if it needs too much memory or time here.
+
+    Of a plan that goes slice by slice the steps of the first slice.
+    """
     workload = workload.cpu()
     torch = framework == "torch"
     arrays = workload.operands(framework, values="normal", requires_grad=torch)
@@ -73,11 +77,17 @@ def check_workload(framework: Framework, workload: Workload) -> Iterator[StepTim
         return
     if torch:
         arrays = tuple(x.detach() for x in arrays)
-    table, programs = load_backend(framework).table, made.programs
-    values = {n: x.reshape(shape) for n, (x, shape) in enumerate(zip(arrays, made.resolved.shapes, strict=True))}
-    values[programs.output_gradient] = workload.cotangent(framework)
-    shapes = dict(made.resolved.index_shapes)
-    index = Rows({g: indices[g.array].reshape(shapes[g.array]) for g in made.resolved.spec.gathers})
+    spec, shapes = made.resolved.spec, dict(made.resolved.index_shapes)
+    arrays = tuple(x.reshape(shape) for x, shape in zip(arrays, made.resolved.shapes, strict=True))
+    rows = {g: indices[g.array].reshape(shapes[g.array]) for g in spec.gathers}
+    gradient = workload.cotangent(framework).reshape(spec.output_shape)
+    if made.loop is not None:
+        part = next(parts(made.loop.axes, spec))
+        arrays = tuple(x[part.of(term)] for x, term in zip(arrays, spec.inputs, strict=True))
+        rows = {g: q[part.of(g.axes)] for g, q in rows.items()}
+        gradient, made = gradient[part.of(spec.output)], made.loop.body
+    table, programs, index = load_backend(framework).table, made.programs, Rows(rows)
+    values: dict[int, Any] = {**dict(enumerate(arrays)), programs.output_gradient: gradient}
     kept = {*programs.kept, *range(len(arrays)), programs.output_gradient}
     for program in (programs.forward, programs.backward):
         if program is None:

@@ -14,6 +14,7 @@ import pytest
 import planner
 from planner import calibrate, predictions, rates
 from planner.device import CPU, GPU, PRESETS, gpu_preset
+from planner.slicing import looped
 
 ROOT = Path(__file__).parent.parent
 KEY = rates.Key("a processor, 2 threads", "numpy", "2.0", "cpu")
@@ -272,3 +273,15 @@ def test_the_check_times_every_step(monkeypatch):
     assert "within 2x" in predictions.check_text(found)
     with pytest.raises(planner.PlannerError, match="no workload 'nothing'"):
         predictions.check(["nothing"])
+
+
+def test_the_check_times_the_steps_of_a_slice(monkeypatch):
+    tiny = predictions.WORKLOADS["equivariant"].tiny()
+    monkeypatch.setitem(predictions.WORKLOADS, "equivariant", tiny)
+    whole = predictions.check(["equivariant"])
+    monkeypatch.setattr(
+        predictions, "plan", lambda *given, **options: looped(planner.plan(*given, **options), {"n": 1})
+    )
+    slices = predictions.check(["equivariant"])
+    assert {(t.framework, t.backward) for t in slices} == {(t.framework, t.backward) for t in whole}
+    assert all("loop" not in t.lowering and t.measured > 0 for t in slices)
