@@ -29,6 +29,8 @@ __all__ = ["known_plans", "lowerings"]
 # What would fill the machine is left out, and after one run what takes so much longer than the fastest.
 _MOST_BYTES = 6 * 10**9
 _HOPELESS = 1.5
+# What takes so many times the least in its first run, and seconds, is not run again: the first may compile.
+_BEYOND, _BEYOND_SECONDS = 4.0, 2.0
 
 
 def lowerings(framework: Framework, settings: Settings) -> Iterator[Result]:
@@ -108,9 +110,14 @@ def _best_rounds(
 
     times: dict[str, list[float]] = {}
     ours = next(iter(programs))
+    least = float("inf")
     for label, program in programs.items():
+        started = time.perf_counter()
         program()
-        times[label] = [timed_block(program)]
+        seconds = time.perf_counter() - started
+        beyond = seconds > max(_BEYOND_SECONDS, _BEYOND * least)
+        times[label] = [seconds if beyond else timed_block(program)]
+        least = min(least, *times[label])
     begun = time.perf_counter()
     for done in range(1, settings.rounds):
         if done >= 3 and time.perf_counter() - begun > settings.budget_seconds / 3:

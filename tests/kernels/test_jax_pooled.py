@@ -125,8 +125,7 @@ def test_a_dropped_key_does_not_leak(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_temporaries_are_what_is_foretold(way, dtype):
     """No more, and in float32 half of it at least: a plan's peak is off by that."""
-    some = ((4, 100, 120, 16, 30), (1, 64, 40, 32, 8), (8, 16, 64, 64, 64), (2, 256, 100, 32, 200), (40, 1, 60, 500, 1))
-    for sizes in some:
+    for sizes in ((4, 100, 120, 16, 30), (1, 64, 40, 32, 8), (8, 16, 64, 64, 64), (2, 256, 100, 32, 200)):
         batch, queries, pool_size, size_d, keys = sizes
         query, pool = jnp.ones((batch, queries, size_d), dtype), jnp.ones((batch, pool_size, size_d), dtype)
         index, g = jnp.zeros((batch, queries, keys), jnp.int32), jnp.ones((batch, queries, keys), dtype)
@@ -142,6 +141,12 @@ def test_temporaries_are_what_is_foretold(way, dtype):
             bound = getattr(jax_pooled, f"{way}_scratch_bytes")(name, *sizes, dtype)
             assert used <= bound, (name, sizes)
             assert dtype != "float32" or batch == 1 or used >= bound / 2, (name, sizes, used, bound)
+
+
+def test_one_key_of_one_query_is_taken_and_multiplied_at_once():
+    operands = jnp.ones((40, 1, 1)), jnp.ones((40, 60, 500)), jnp.zeros((40, 1, 1), jnp.int32)
+    used = RUN["gathered_query_gradient"].lower(*operands).compile().memory_analysis().temp_size_in_bytes
+    assert used <= jax_pooled.gathered_scratch_bytes("query_gradient", 40, 1, 60, 500, 1, "float32") <= 2**11
 
 
 def test_scores_are_no_copy_of_what_a_loop_wrote():
