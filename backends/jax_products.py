@@ -197,11 +197,7 @@ def _of_product(spec: Spec) -> int:
     """What is copied for the product of values of which some were taken, or are added up by rows afterwards."""
     if not any(isinstance(e, Gather) for term in spec.terms for e in term):
         return 0
-    kept = [term_axes(term) for term in spec.inputs]
-    wanted = term_axes(spec.output)
-    order = dict.fromkeys((*(e for e in spec.output if isinstance(e, str)), *kept[0], *kept[1]))
-    there = {*kept[0], *kept[1]}
-    inner = Spec((kept[0], kept[1]), tuple(axis for axis in order if axis in wanted and axis in there), spec.sizes)
+    inner = _inner(spec)
     form = product_form(inner)
     if form is None or not form.contracted:
         return 0
@@ -210,6 +206,33 @@ def _of_product(spec: Spec) -> int:
     copied = {p: math.prod(inner.shape(inner.terms[p])) for p in _groups(inner)[1] if plain[p]}
     result = copied.get(2, 0)
     return sum(copied.values()) - max((n for place, n in copied.items() if place != 2 and n <= result), default=0)
+
+
+def fused_takes(spec: Spec) -> int:
+    """Return how many of the elements that a product of taken values takes are never in memory.
+
+    XLA takes, and sums what is private, in one loop; a product without a sum is part of it too.
+    """
+    fused = 0
+    inner = _inner(spec)
+    form = product_form(inner)
+    for term, kept in zip(spec.inputs, inner.inputs, strict=True):
+        if any(isinstance(e, Gather) for e in term):
+            taken, left = (math.prod(spec.shape(axes)) for axes in (term_axes(term), kept))
+            whole = left == taken and form is not None and not form.contracted
+            fused += taken if whole else taken - left
+    return fused
+
+
+def _inner(spec: Spec) -> Spec:
+    """The product of what two inputs are once they are taken and what is private is summed."""
+    kept = []
+    for number, term in enumerate(spec.inputs):
+        others = {axis for place, other in enumerate(spec.terms) if place != number for axis in term_axes(other)}
+        kept.append(tuple(axis for axis in term_axes(term) if axis in others))
+    wanted, there = term_axes(spec.output), {*kept[0], *kept[1]}
+    order = dict.fromkeys((*(e for e in spec.output if isinstance(e, str)), *kept[0], *kept[1]))
+    return Spec((kept[0], kept[1]), tuple(axis for axis in order if axis in wanted and axis in there), spec.sizes)
 
 
 def _same_order(one: Term, other: Term, spec: Spec) -> bool:

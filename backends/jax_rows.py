@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from planner.backends.common import WHOLE_POOL
-from planner.backends.jax_products import as_matrices, rearranged, reordered, wide
+from planner.backends.jax_products import as_matrices, fused_takes, rearranged, reordered, wide
 from planner.backends.kernel_rows import (
     POOL_FUNCTIONS,
     Kernels,
@@ -127,10 +127,11 @@ def _stock_cost(op: Op, device: Device) -> StepCost:
         return cost
     if stock_kind(op) != "matmul":
         more = rearranged(op.spec) * itemsize(op.dtype)
+        fused = fused_takes(op.spec) * itemsize(op.dtype) if stock_kind(op) == "take, multiply, add" else 0
         return cost._replace(
             bytes_moved=cost.bytes_moved + 2 * more,
             copied_bytes=cost.copied_bytes + more,
-            scratch_bytes=cost.scratch_bytes + more,
+            scratch_bytes=cost.scratch_bytes + more - fused,
             picoseconds=cost.picoseconds + picoseconds(device.moving_seconds(2 * more)),
         )
     form = product_form(op.spec)
