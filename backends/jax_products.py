@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from planner.backends.stock import Product
-from planner.lower import product_form
+from planner.lower import inner_product, product_form
 from planner.spec import Gather, Spec, Term, term_axes
 
 __all__ = ["Reordered", "as_matrices", "rearranged", "reordered", "wide"]
@@ -230,9 +230,7 @@ def _inner(spec: Spec) -> Spec:
     for number, term in enumerate(spec.inputs):
         others = {axis for place, other in enumerate(spec.terms) if place != number for axis in term_axes(other)}
         kept.append(tuple(axis for axis in term_axes(term) if axis in others))
-    wanted, there = term_axes(spec.output), {*kept[0], *kept[1]}
-    order = dict.fromkeys((*(e for e in spec.output if isinstance(e, str)), *kept[0], *kept[1]))
-    return Spec((kept[0], kept[1]), tuple(axis for axis in order if axis in wanted and axis in there), spec.sizes)
+    return inner_product(spec, kept)
 
 
 def _same_order(one: Term, other: Term, spec: Spec) -> bool:

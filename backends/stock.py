@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
-from planner.lower import ProductForm, product_form
+from planner.lower import ProductForm, inner_product, product_form
 from planner.spec import Gather, Spec, Term, term_axes
 
 __all__ = ["ArrayOps", "Product", "diagonals", "evaluate", "evaluation", "matmul_product", "viewing"]
@@ -92,14 +92,11 @@ def _product(ops: ArrayOps, kept: Sequence[tuple[str, ...]], spec: Spec) -> tupl
     """What multiplies the inputs by their axes that are left, and the axes of the product."""
     if len(kept) == 1:
         return _as_it_is, kept[0]
-    wanted, there = term_axes(spec.output), {*kept[0], *kept[1]}
     # In the order of the output as far as that has them: then nothing is permuted afterwards.
-    order = dict.fromkeys((*(e for e in spec.output if isinstance(e, str)), *kept[0], *kept[1]))
-    axes = tuple(axis for axis in order if axis in wanted and axis in there)
-    inner = Spec((kept[0], kept[1]), axes, spec.sizes)
+    inner = inner_product(spec, kept)
     form = product_form(inner)
     assert form is not None
-    return ops.product(form, inner), axes
+    return ops.product(form, inner), term_axes(inner.output)
 
 
 def _reading(ops: ArrayOps, number: int, spec: Spec) -> tuple[Access | None, tuple[str, ...]]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from planner.layout import Layout, closed, flattens, neighbours, permuted, reordered, scattered
-from planner.lower import Op, ProductForm, product_form
+from planner.lower import Op, ProductForm, inner_product, product_form
 from planner.spec import Gather, Spec, Term, term_axes
 
 __all__ = ["matrix_copies", "product_copies", "stock_layout"]
@@ -35,10 +35,8 @@ def stock_layout(op: Op) -> tuple[int, Layout | None]:
         elements, layout = _written(axes, layout, spec)
         return copied + elements, layout
     (first, _), (second, _) = read
-    there, wanted = {*first, *second}, term_axes(spec.output)
-    order = dict.fromkeys((*(e for e in spec.output if isinstance(e, str)), *first, *second))
-    axes = tuple(axis for axis in order if axis in wanted and axis in there)
-    inner = Spec((first, second), axes, spec.sizes)
+    inner = inner_product(spec, (first, second))
+    axes = term_axes(inner.output)
     form = product_form(inner)
     assert form is not None
     layout = None

@@ -204,13 +204,13 @@ def loop_programs(
         scratch = copied
         made = sum(variables[v].bytes for v, _ in outputs)
         flops, moved, seconds = 0, 0, 0.0
-        for program, cost, times in runs:
+        for ran, cost, times in runs:
             flops += times * cost.flops
             moved += times * cost.bytes_moved
             # Each operand is cut anew in every slice.
             seconds += times * (cost.seconds + count * device.launch_seconds)
             if not framework.compiles:
-                seconds += times * (_SLICE_SECONDS + len(program.steps) * _STEP_SECONDS)
+                seconds += times * (_SLICE_SECONDS + len(ran.steps) * _STEP_SECONDS)
         slices = math.prod(-(-spec.size(axis) // size) for axis, size in axes)
         for v, term in outputs:
             elements = math.prod(min(largest.get(e, spec.size(e)), spec.size(e)) if isinstance(e, str) else

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from planner.cost import StepCost, itemsize
 from planner.layout import Layout
 from planner.spec import Gather, Spec, term_axes
 
-__all__ = ["Choice", "GroupedForm", "Op", "PooledForm", "ProductForm", "grouped_form", "joint_elements",
+__all__ = ["Choice", "GroupedForm", "Op", "PooledForm", "ProductForm", "grouped_form", "inner_product", "joint_elements",
            "pooled_form", "product_form"]  # fmt: skip
 
 
@@ -152,6 +152,18 @@ def product_form(spec: Spec) -> ProductForm | None:
     if k == 1:
         groups = (*groups[:3], ())
     return ProductForm(*groups, sizes=(b_, m, n, k))
+
+
+def inner_product(spec: Spec, kept: Sequence[tuple[str, ...]]) -> Spec:
+    """Return the product within a binary step: of what is left of its inputs, in the order of the output if it can be.
+
+    Args:
+        spec: the step's.
+        kept: the axes of each input once it is taken, and what is private to it is summed.
+    """
+    wanted, there = term_axes(spec.output), {*kept[0], *kept[1]}
+    order = dict.fromkeys((*(e for e in spec.output if isinstance(e, str)), *kept[0], *kept[1]))
+    return Spec((kept[0], kept[1]), tuple(axis for axis in order if axis in wanted and axis in there), spec.sizes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
