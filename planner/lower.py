@@ -16,8 +16,8 @@ from planner.cost import StepCost, itemsize
 from planner.layout import Layout
 from planner.spec import Gather, Spec, term_axes
 
-__all__ = ["Choice", "GroupedForm", "Op", "PooledForm", "ProductForm", "grouped_form", "inner_product", "joint_elements",
-           "pooled_form", "product_form"]  # fmt: skip
+__all__ = ["Choice", "GroupedForm", "Op", "PooledForm", "ProductForm", "grouped_form", "inner_product",
+           "joint_elements", "pooled_form", "product_form"]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
