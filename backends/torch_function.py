@@ -6,6 +6,7 @@ so that any order works. Under `vmap` both are contractions by a batched spec.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from planner.backends.torch_bound import BoundPlan
 from planner.backends.torch_index import TorchIndex
-from planner.backends.torch_modes import as_planned
+from planner.backends.torch_modes import as_planned, transformed
 from planner.derive import batched, transpose
 from planner.spec import Spec
 
@@ -80,7 +81,9 @@ class _Contract(torch.autograd.Function):
         with as_planned():
             bound, gradient = ctx.bound.against(gradient)
             kept = kept if bound is ctx.bound else ()
-            gradients = _Gradient.apply(bound, ctx.prepared, gradient, *arrays, *kept)
+            derived = torch.is_grad_enabled() or transformed()
+            run = _Gradient.apply if derived else _Gradient.forward
+            gradients = run(bound, ctx.prepared, gradient, *arrays, *kept)
         found = iter(gradients)
         return (
             None, None,
@@ -182,6 +185,11 @@ class _Gradient(torch.autograd.Function):
                 del shape[dims[number]]
             results.append(found.reshape([info.batch_size, *shape]))
         return tuple(results), (0,) * len(results)
+
+
+for _function in (_Contract, _Gradient):
+    # `apply` asks for the signature in every call; making it anew takes longer than a small product.
+    _function.forward.__signature__ = inspect.signature(_function.forward)
 
 
 def _like(x: Tensor, operand: Tensor) -> Tensor:

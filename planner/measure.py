@@ -168,14 +168,18 @@ def time_programs(
     return Timings(tuple(map(tuple, seconds)))
 
 
-def block_seconds(program: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return seconds of one run after an untimed one, averaged over as many as last long enough for the clock."""
+def block_seconds(
+    program: Callable[[], object],
+    clock: Callable[[], float] = time.perf_counter,
+    least_seconds: float = BLOCK_SECONDS,
+) -> float:
+    """Return seconds of one run after an untimed one, averaged over as many as last for `least_seconds`."""
     program()
     calls, begun = 0, clock()
     while True:
         program()
         calls += 1
-        if (spent := clock() - begun) >= BLOCK_SECONDS or calls == 1000:
+        if (spent := clock() - begun) >= least_seconds or calls == 1000:
             return spent / calls
 
 

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import time
+from functools import partial
 
 import pytest
 from conftest import installed_frameworks
@@ -25,10 +27,22 @@ def test_a_target_is_a_lower_bound_or_an_upper_one():
 
 def test_rounds_are_interleaved_and_end_with_the_budget():
     ran = []
-    programs = {name: lambda name=name: ran.append(name) for name in "ab"}
+
+    def program(name):
+        ran.append(name)
+        time.sleep(0.03)
+
+    programs = {name: partial(program, name) for name in "ab"}
     times = timing.interleaved(programs, "torch", QUICK)
     assert ran == ["a", "b"] * 3, "three rounds are made however little time there is"
     assert [len(seconds) for seconds in times.values()] == [3, 3]
+
+
+def test_short_runs_are_averaged_over_many():
+    ran = []
+    times = timing.interleaved({"short": lambda: ran.append(1)}, "torch", QUICK)
+    assert len(ran) > 30
+    assert all(seconds < 0.01 for seconds in times["short"])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import numpy as np
 from planner.demo.rows import differences
 from planner.demo.runs import PAUSE_SECONDS, RUNS, Run
 from planner.demo.ways import Framework, Way
+from planner.measure import block_seconds
 from planner.workloads import Skew, Workload
 
 __all__ = ["MODES", "Mode", "Result", "Settings", "block_of", "equal", "interleaved", "medians_of", "prepared",
@@ -29,6 +30,8 @@ MODES: tuple[tuple[Mode, str], ...] = (("f", "forward"), ("g", "forward and grad
 # Runs that are made until one is left in peace, and the share of the cores' time that a run in peace may have lost.
 _TRIES = 6
 _STOLEN_SHARE = 0.02
+# What is shorter is run again and again without a pause: after one, the cores that a program waits for wake late.
+_SHORT_SECONDS = 0.02
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,13 +129,16 @@ def _seconds(program: Callable[[], Any]) -> float:
     result = program()
     seconds = time.perf_counter() - begun
     del result
-    return seconds
+    return seconds if seconds >= _SHORT_SECONDS else block_seconds(program, least_seconds=_SHORT_SECONDS)
 
 
 def interleaved(
     programs: Mapping[str, Callable[[], Any]], framework: Framework, settings: Settings
 ) -> dict[str, list[float]]:
-    """Time programs in turn, round after round, with a pause before each run; they must be warm."""
+    """Time programs in turn, round after round, with a pause before each run; they must be warm.
+
+    Runs of less than 20 ms are averaged over as many as last for that, without pauses between.
+    """
     times: dict[str, list[float]] = {label: [] for label in programs}
     begun = time.perf_counter()
     for done in range(settings.rounds):
