@@ -76,7 +76,7 @@ class JaxIndex(PreparedIndex):
         gather = Gather("q", (), size)
         if isinstance(q, jax.core.Tracer):
             if mode == "raise":
-                q = check_p.bind(q, gather=gather, mode=mode)
+                check_p.bind(q, gather=gather, mode=mode)
             return cls(normalised(q, gather, mode), size, mode, False)
         values = prepare_numpy(np.asarray(q), gather, mode)
         return cls(jnp.asarray(values.astype(np.int32 if size < 2**31 else np.int64)), size, mode, True)
@@ -144,10 +144,8 @@ def checked_arrays(plan: Plan, indices: Mapping[str, Any]) -> tuple[dict[str, An
                 refuse_integers(name)
             for gather in gathers:
                 # A constant under jit is checked here, where its values can be seen; a primitive would be staged.
-                raw = (
-                    check_p.bind(raw, gather=gather, mode=mode)
-                    if traced
-                    else _check_impl(raw, gather=gather, mode=mode)
-                )
+                # The array goes on, not what the check returns: `vjp` would bring that out of `jit` as a copy.
+                check = check_p.bind if traced else _check_impl
+                check(raw, gather=gather, mode=mode)
         values[name] = raw
     return values, "checked" if mode == "raise" and concrete else mode

@@ -45,12 +45,16 @@ def stock_kind(op: Op) -> str:
     (term,), out = spec.inputs, spec.output
     if len(set(out)) < len(out):
         return "diagonal"
+    if set(term) < set(out):
+        return "expand"
     if not set(out) <= set(term):
         return "broadcast"
     return "view" if set(out) == set(term) else "sum"
 
 
-KINDS = ("view", "cast", "sum", "broadcast", "diagonal", "take", "segment sum", "take, segment sum", "matmul",
+# What gives a view where arrays have strides, if the term's axes are all there once.
+VIEWS = ("view", "expand")
+KINDS = (*VIEWS, "cast", "sum", "broadcast", "diagonal", "take", "segment sum", "take, segment sum", "matmul",
          "multiply", "multiply, sum", "take, multiply, add")  # fmt: skip
 
 
@@ -145,6 +149,10 @@ def flat_stock_cost(op: Op, device: Device) -> StepCost:
     )
 
 
+def _view_cost(op: Op, device: Device) -> StepCost:
+    return StepCost(picoseconds=picoseconds(device.launch_seconds))
+
+
 def stock_cost(op: Op, device: Device) -> StepCost:
     """Cost of the stock evaluation of an op."""
     spec, size = op.spec, itemsize(op.dtype)
@@ -152,10 +160,10 @@ def stock_cost(op: Op, device: Device) -> StepCost:
     result = math.prod(spec.output_shape) * size
     touched = op.bytes_touched()
     if kind == "view":
-        return StepCost(picoseconds=picoseconds(device.launch_seconds))
+        return _view_cost(op, device)
     if kind == "cast":
         return StepCost(0, touched, result, 0, picoseconds(device.seconds(0, touched, result, 1)))
-    if kind in ("sum", "broadcast", "diagonal"):
+    if kind in ("sum", "expand", "broadcast", "diagonal"):
         flops = spec_flops(spec) if kind == "sum" else 0
         return StepCost(flops, touched, 0, 0, picoseconds(device.seconds(0, touched, result, 1)))
     rows = _row_seconds(spec, device)
@@ -232,7 +240,10 @@ def stock_rows(
         return lambda op: None if stock_kind(op) == kind else f"the step is not a {kind}"
 
     return [
-        Lowering(kind, supporting(kind), cost, run, is_view=views and kind == "view", stock=True, layouts=layouts)
+        Lowering(
+            kind, supporting(kind), _view_cost if (view := views and kind in VIEWS) else cost, run, is_view=view,
+            stock=True, layouts=layouts,
+        )
         for kind in KINDS
         if kind not in skip
-    ]
+    ]  # fmt: skip

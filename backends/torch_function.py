@@ -189,7 +189,7 @@ class _Gradient(torch.autograd.Function):
 
 for _function in (_Contract, _Gradient):
     # `apply` asks for the signature in every call; making it anew takes longer than a small product.
-    _function.forward.__signature__ = inspect.signature(_function.forward)
+    vars(_function.forward)["__signature__"] = inspect.signature(_function.forward)
 
 
 def _like(x: Tensor, operand: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ __all__ = ["NATIVE", "compile_native", "standin"]
 # From operands to the result; index arrays, which plans of native calls have none of, may be given as well.
 Run = Callable[..., Tensor]
 
-NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum")
+NATIVE = ("matmul", "multiply", "view", "sum", "expand", "broadcast", "diagonal", "multiply, sum")
 # Made of several native calls, of which autograd keeps more than the step's operands: the positions of the diagonal,
 # sums that the step makes itself.
 COMPOSED = ("diagonal", "multiply, sum")
@@ -53,7 +53,7 @@ def _compile(tree: Tree, operands: Sequence[Tensor], copies: bool) -> tuple[Run,
         return operator.itemgetter(tree.operand), operands[tree.operand]
     if tree.op.source_dtype is not None or stock_kind(tree.op) not in NATIVE:
         return None
-    if not copies and stock_kind(tree.op) in COMPOSED:
+    if not copies and (stock_kind(tree.op) in COMPOSED or _repeats(tree.op)):
         return None
     children = [_compile(child, operands, copies) for child in tree.children]
     if any(child is None for child in children):
@@ -81,6 +81,16 @@ def _compile(tree: Tree, operands: Sequence[Tensor], copies: bool) -> tuple[Run,
     if tree.order == (1, 0):
         return (lambda xs, _=None: (lambda second: step(left(xs), second))(right(xs))), result
     return (lambda xs, _=None: step(left(xs), right(xs))), result
+
+
+def _repeats(op: Op) -> bool:
+    """Whether an operand is repeated along an axis: torch multiplies gradients as a whole before it sums them."""
+    terms, out = op.spec.inputs, op.spec.output
+    return (
+        len(terms) == 2
+        and stock_kind(op) == "multiply"
+        and any(op.spec.size(e) != 1 for term in terms for e in out if e not in term)
+    )
 
 
 def _stock_step(op: Op) -> Callable[..., Tensor]:

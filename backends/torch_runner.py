@@ -43,7 +43,7 @@ def runner(plan: Plan, table: Table) -> Runner:
 
 
 def _only_views(plan: Plan) -> bool:
-    return all(step.choice.lowering in ("view", "broadcast") for step in plan.programs.forward.steps)
+    return all(step.choice.lowering in ("view", "expand", "broadcast") for step in plan.programs.forward.steps)
 
 
 def _has_kept(plan: Plan) -> bool:

@@ -289,7 +289,9 @@ def torch_peaks(spec, operands, options):
     found = [(forward.peak_bytes, plan.cost.forward.peak_bytes, plan.programs.forward)]
     if wanted:
         _, backward = measure.torch_backward_memory(call, wanted)
-        found.append((backward.peak_bytes, plan.cost.backward.peak_bytes, plan.programs.backward))
+        # Where an operand is given twice, torch adds its gradients.
+        added = sum(x.nbytes for x in operands if x.requires_grad) - sum(x.nbytes for x in wanted)
+        found.append((backward.peak_bytes, plan.cost.backward.peak_bytes + added, plan.programs.backward))
     return found
 
 
@@ -336,8 +338,19 @@ def test_torch_peaks():
     floors.at_least(examples(100, 1_000), fits=0.2)
     report_peaks("torch forward", forward)
     report_peaks("torch backward", backward)
-    ratios_within(forward)
-    ratios_within(backward)
+    for found in (forward, backward):
+        ratios_within(found)
+        nearly_all_within(found)
+
+
+@pytest.mark.parametrize(("spec", "shapes"), [("ik,kj->ikj", ((40, 50), (50, 60))), ("ij,i->ij", ((500, 60), (500,)))])
+def test_torch_gradients_of_a_broadcast_product_are_those_of_the_plan(spec, shapes):
+    """Torch's own multiply would make the whole product of each gradient before it sums it."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    operands = [torch.ones(shape, requires_grad=True) for shape in shapes]
+    (_, (measured, predicted, _)) = torch_peaks(spec, operands, {})
+    assert measured <= 1.01 * predicted + 64
+    assert predicted < 2.1 * sum(x.nbytes for x in operands)
 
 
 def jax_peaks(spec, operands, options):
