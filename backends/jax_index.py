@@ -89,27 +89,29 @@ jax.tree_util.register_pytree_node(
 )
 
 
-# -- the range check: raises wherever values can be seen -----------------------------------------------
+# -- the range check: raises where values can be seen ----------------------------------------------------
 
+# It returns nothing, so that a program that is traced whole (`jit`, the derivative of a `checkpoint`) drops it: results
+# are NaN there. What passed through it would be another array, which `vjp` under `jit` keeps besides the caller's.
 check_p = Primitive("planner_check")
+check_p.multiple_results = True
 
 
 @check_p.def_impl
-def _check_impl(raw: Any, *, gather: Gather, mode: str) -> Any:
+def _check_impl(raw: Any, *, gather: Gather, mode: str) -> list[Any]:
     prepare_numpy(np.asarray(raw), gather, mode)
-    return raw
+    return []
 
 
-@check_p.def_abstract_eval
-def _check_abstract(raw: Any, **_: Any) -> Any:
-    return raw
+check_p.def_abstract_eval(lambda raw, **_: [])
+mlir.register_lowering(check_p, mlir.lower_fun(lambda raw, **_: [], multiple_results=True))
 
 
-mlir.register_lowering(check_p, mlir.lower_fun(lambda raw, **_: raw, multiple_results=False))
-batching.primitive_batchers[check_p] = lambda args, dims, **parameters: (
-    check_p.bind(args[0], **parameters),
-    dims[0],
-)
+def _check_batched(args: Any, dims: Any, **parameters: Any) -> tuple[list[Any], list[Any]]:
+    return check_p.bind(args[0], **parameters), []
+
+
+batching.primitive_batchers[check_p] = _check_batched
 
 
 def checked_arrays(plan: Plan, indices: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -144,7 +146,6 @@ def checked_arrays(plan: Plan, indices: Mapping[str, Any]) -> tuple[dict[str, An
                 refuse_integers(name)
             for gather in gathers:
                 # A constant under jit is checked here, where its values can be seen; a primitive would be staged.
-                # The array goes on, not what the check returns: `vjp` would bring that out of `jit` as a copy.
                 check = check_p.bind if traced else _check_impl
                 check(raw, gather=gather, mode=mode)
         values[name] = raw

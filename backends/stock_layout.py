@@ -14,7 +14,7 @@ from planner.layout import Layout, closed, flattens, neighbours, permuted, reord
 from planner.lower import Op, ProductForm, inner_product, product_form
 from planner.spec import Gather, Spec, Term, term_axes
 
-__all__ = ["matrix_copies", "product_copies", "stock_layout"]
+__all__ = ["matrix_copies", "product_copies", "scattered_vectors", "stock_layout"]
 
 
 @lru_cache(maxsize=65536)
@@ -55,6 +55,17 @@ def product_copies(form: ProductForm, spec: Spec, layouts: Sequence[Layout | Non
     groups_of = ((form.batch, form.left, form.contracted), (form.batch, form.contracted, form.right))
     operands = zip(spec.inputs, layouts, groups_of, strict=True)
     return sum(matrix_copies(term, layout, groups, spec) for term, layout, groups in operands)
+
+
+def scattered_vectors(form: ProductForm, spec: Spec, layouts: Sequence[Layout | None]) -> int:
+    """Return the elements of operands that are vectors in a batch, each of which has its elements far apart."""
+    groups_of = ((form.left, form.contracted), (form.contracted, form.right))
+    elements = 0
+    for term, layout, groups in zip(spec.inputs, layouts, groups_of, strict=True):
+        wide = [[e for e in group if spec.size(e) != 1] for group in groups]
+        if not all(wide) and any(wide) and neighbours(term, layout, spec) not in {e for group in wide for e in group}:
+            elements += math.prod(spec.shape(term))
+    return elements
 
 
 def matrix_copies(term: Term, layout: Layout | None, groups: Sequence[Sequence[str | Gather]], spec: Spec) -> int:

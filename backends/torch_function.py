@@ -15,7 +15,7 @@ from torch import Tensor
 
 from planner.backends.torch_bound import BoundPlan
 from planner.backends.torch_index import TorchIndex
-from planner.backends.torch_modes import as_planned, transformed
+from planner.backends.torch_modes import as_planned, transformed, unwrapped
 from planner.derive import batched, transpose
 from planner.spec import Spec
 
@@ -81,9 +81,12 @@ class _Contract(torch.autograd.Function):
         with as_planned():
             bound, gradient = ctx.bound.against(gradient)
             kept = kept if bound is ctx.bound else ()
-            derived = torch.is_grad_enabled() or transformed()
-            run = _Gradient.apply if derived else _Gradient.forward
-            gradients = run(bound, ctx.prepared, gradient, *arrays, *kept)
+            arguments = bound, ctx.prepared, gradient, *arrays, *kept
+            # A Function takes longer than a small product: it is needed where something may be derived from gradients.
+            if torch.is_grad_enabled() or transformed():
+                gradients = _Gradient.apply(*arguments)
+            else:
+                gradients = _Gradient.forward(*unwrapped(arguments))
         found = iter(gradients)
         return (
             None, None,

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-__all__ = ["as_planned", "autocasts", "forward_mode", "grad_enabled", "in_functorch", "transform", "transformed"]
+__all__ = ["as_planned", "autocasts", "forward_mode", "grad_enabled", "in_functorch", "transform", "transformed",
+           "unwrapped"]  # fmt: skip
 
+# Arguments without the wrappers of transforms that have ended: tensors that a Function saved may have some.
+unwrapped = torch._functorch.utils.unwrap_dead_wrappers
 # The innermost transform of `torch.func`, or None.
 transform = torch._C._functorch.peek_interpreter_stack
 grad_enabled = torch.is_grad_enabled

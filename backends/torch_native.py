@@ -3,14 +3,14 @@
 Each step becomes a small function over views; autograd then keeps exactly what the plan says, since `mm`, `bmm` and
 `mul` save their operands as they read them. A step that would have to copy an operand into another layout makes the
 plan not native under autograd, because the copy would be kept; so does a result that would not lie in memory as the
-plan has it.
+plan has it, and a product with a repeated operand whose gradient the plan sums in another way than torch does.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,46 +20,55 @@ from planner.backends.stock import evaluation
 from planner.backends.stock_layout import stock_layout
 from planner.backends.stock_rows import stock_kind
 from planner.backends.torch_ops import OPS, unit_strided
+from planner.derive import transpose
 from planner.layout import layout_of
 from planner.lower import Op, product_form
-from planner.program import Leaf, Tree
+from planner.program import Leaf, Program, Tree
+from planner.spec import Spec
 
 __all__ = ["NATIVE", "compile_native", "standin"]
 
 # From operands to the result; index arrays, which plans of native calls have none of, may be given as well.
 Run = Callable[..., Tensor]
+# What runs each step of the backward program, by its spec; None without one.
+Lowerings = Mapping[Spec, str] | None
 
-NATIVE = ("matmul", "multiply", "view", "sum", "expand", "broadcast", "diagonal", "multiply, sum")
+NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum")
 # Made of several native calls, of which autograd keeps more than the step's operands: the positions of the diagonal,
 # sums that the step makes itself.
 COMPOSED = ("diagonal", "multiply, sum")
 
 
-def compile_native(tree: Tree, operands: Sequence[Tensor], copies: bool) -> Run | None:
+def compile_native(tree: Tree, operands: Sequence[Tensor], backward: Program | None) -> Run | None:
     """Return a function from operands to the result, or None if the tree needs more than native calls.
 
     Args:
         tree: the plan's tree.
         operands: stand-ins on the meta device, with the true strides; they take gradients where operands do.
-        copies: whether steps may copy: no gradient is asked for, so that nothing is kept.
+        backward: the plan's backward program; None where no gradient is asked for: then steps may copy, since nothing
+            is kept.
     """
-    made = _compile(tree, operands, copies)
+    chosen = None if backward is None else {step.op.spec: step.choice.lowering for step in backward.steps}
+    made = _compile(tree, operands, chosen)
     return None if made is None else made[0]
 
 
-def _compile(tree: Tree, operands: Sequence[Tensor], copies: bool) -> tuple[Run, Tensor] | None:
+def _compile(tree: Tree, operands: Sequence[Tensor], chosen: Lowerings) -> tuple[Run, Tensor] | None:
     """Also the stand-in of the result."""
+    copies = chosen is None
     if isinstance(tree, Leaf):
         return operator.itemgetter(tree.operand), operands[tree.operand]
     if tree.op.source_dtype is not None or stock_kind(tree.op) not in NATIVE:
         return None
-    if not copies and (stock_kind(tree.op) in COMPOSED or _repeats(tree.op)):
+    if not copies and stock_kind(tree.op) in COMPOSED:
         return None
-    children = [_compile(child, operands, copies) for child in tree.children]
+    children = [_compile(child, operands, chosen) for child in tree.children]
     if any(child is None for child in children):
         return None
     parts = [child for child in children if child is not None]
     standins = [standin for _, standin in parts]
+    if chosen is not None and not _sums_alike(tree.op, standins, chosen):
+        return None
     direct = stock_kind(tree.op) == "matmul" and tree.op.dtype != "bool"  # torch multiplies no bool matrices
     step = _matmul_step(tree.op, standins, copies) if direct else _stock_step(tree.op)
     if step is None:
@@ -83,13 +92,14 @@ def _compile(tree: Tree, operands: Sequence[Tensor], copies: bool) -> tuple[Run,
     return (lambda xs, _=None: step(left(xs), right(xs))), result
 
 
-def _repeats(op: Op) -> bool:
-    """Whether an operand is repeated along an axis: torch multiplies gradients as a whole before it sums them."""
-    terms, out = op.spec.inputs, op.spec.output
-    return (
-        len(terms) == 2
-        and stock_kind(op) == "multiply"
-        and any(op.spec.size(e) != 1 for term in terms for e in out if e not in term)
+def _sums_alike(op: Op, standins: Sequence[Tensor], chosen: Mapping[Spec, str]) -> bool:
+    """Whether the plan makes gradients of a product's repeated operands as torch does: a product as a whole, summed."""
+    if stock_kind(op) != "multiply":
+        return True
+    repeated = (any(op.spec.size(e) != 1 for e in op.spec.output if e not in term) for term in op.spec.inputs)
+    return all(
+        not (wide and x.requires_grad) or chosen.get(transpose(op.spec, number)) == "multiply, then sum"
+        for number, (wide, x) in enumerate(zip(repeated, standins, strict=True))
     )
 
 

@@ -43,7 +43,7 @@ def runner(plan: Plan, table: Table) -> Runner:
 
 
 def _only_views(plan: Plan) -> bool:
-    return all(step.choice.lowering in ("view", "expand", "broadcast") for step in plan.programs.forward.steps)
+    return all(step.choice.lowering in ("view", "broadcast") for step in plan.programs.forward.steps)
 
 
 def _has_kept(plan: Plan) -> bool:
@@ -52,7 +52,7 @@ def _has_kept(plan: Plan) -> bool:
 
 
 def _native(bound: BoundPlan) -> Runner | None:
-    """The plan as native calls, or None where they would not keep what it keeps, or where it needs more than them."""
+    """The plan as native calls; None where it needs more, or they would keep or compute other things than it says."""
     plan, requires = bound.plan, bound.programs.backward is not None
     if plan.loop is not None or bound.gathers or (requires and plan.keep != "all" and _has_kept(plan)):
         return None
@@ -67,7 +67,7 @@ def _native(bound: BoundPlan) -> Runner | None:
         metas = [x.requires_grad_(o.requires_grad) for x, o in zip(metas, plan.operands, strict=True)]
     with torch.set_grad_enabled(requires):
         metas = [x.reshape(shape) for x, shape in zip(metas, bound.shapes, strict=True)]
-        native = compile_native(plan.tree, metas, copies=not requires)
+        native = compile_native(plan.tree, metas, bound.programs.backward)
     if native is not None and any(shape is not None for shape in bound.reshape):
         return lambda operands, indices: native(bound.views(operands))
     return native

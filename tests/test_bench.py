@@ -34,15 +34,25 @@ def test_rounds_are_interleaved_and_end_with_the_budget():
 
     programs = {name: partial(program, name) for name in "ab"}
     times = timing.interleaved(programs, "torch", QUICK)
-    assert ran == ["a", "b"] * 3, "three rounds are made however little time there is"
+    assert ran == ["a", "b"] * 4, (
+        "one round to see how long they take, then three are made however little time there is"
+    )
     assert [len(seconds) for seconds in times.values()] == [3, 3]
 
 
 def test_short_runs_are_averaged_over_many():
     ran = []
-    times = timing.interleaved({"short": lambda: ran.append(1)}, "torch", QUICK)
-    assert len(ran) > 30
-    assert all(seconds < 0.01 for seconds in times["short"])
+
+    def program(name, seconds):
+        ran.append(name)
+        time.sleep(seconds)
+
+    programs = {"short": partial(program, "short", 0.001), "long": partial(program, "long", 0.03)}
+    times = timing.interleaved(programs, "torch", QUICK)
+    assert ran.count("long") == 1 + 2 * 3, "each is warmed and timed"
+    assert ran.count("short") > 3 * 5
+    assert all(0.001 <= seconds < 0.01 for seconds in times["short"])
+    assert all(0.03 <= seconds < 0.1 for seconds in times["long"])
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ from planner.workloads import WORKLOADS
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from planner.backends.torch_bound import BoundPlan  # noqa: E402
+
 
 def to_torch(array, dtype=None):
     """A tensor over the same memory and strides; bfloat16, which numpy lacks, in a copy laid out alike."""
@@ -934,3 +936,23 @@ def test_named_workloads(name, minimize):
     distinct = list({id(x): x for x in operands}.values())
     for x, found in zip(distinct, torch.autograd.grad(got, distinct, gout), strict=True):
         assert_equal(described(found), by_tensor[id(x)], "float32", "gradient")
+
+
+def test_gradients_read_no_tensor_of_a_transform_that_has_ended(monkeypatch):
+    """What `vjp` saved is wrapped; kernels that take addresses must not see the wrappers."""
+    seen = []
+
+    def backward(self, gradient, operands, index, kept):
+        seen.extend([gradient, *operands, *kept])
+        return inner(self, gradient, operands, index, kept)
+
+    inner = BoundPlan.backward
+    monkeypatch.setattr(BoundPlan, "backward", backward)
+    q = torch.tensor([1, 0, 1])
+    a, c = torch.ones(3, 2, 4), torch.ones(2, 4, 5)
+    result, pull = torch.func.vjp(lambda a, c: planner.contract("nij, q[n]jk -> nik", a, c, q=q), a, c)
+    with torch.no_grad():
+        found = pull(torch.ones_like(result))
+    assert [x.shape for x in found] == [a.shape, c.shape]
+    assert len(seen) >= 3
+    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in seen)

@@ -289,9 +289,7 @@ def torch_peaks(spec, operands, options):
     found = [(forward.peak_bytes, plan.cost.forward.peak_bytes, plan.programs.forward)]
     if wanted:
         _, backward = measure.torch_backward_memory(call, wanted)
-        # Where an operand is given twice, torch adds its gradients.
-        added = sum(x.nbytes for x in operands if x.requires_grad) - sum(x.nbytes for x in wanted)
-        found.append((backward.peak_bytes, plan.cost.backward.peak_bytes + added, plan.programs.backward))
+        found.append((backward.peak_bytes, plan.cost.backward.peak_bytes, plan.programs.backward))
     return found
 
 
@@ -343,14 +341,24 @@ def test_torch_peaks():
         nearly_all_within(found)
 
 
+@pytest.mark.parametrize("minimize", ["time", "peak"])
 @pytest.mark.parametrize(("spec", "shapes"), [("ik,kj->ikj", ((40, 50), (50, 60))), ("ij,i->ij", ((500, 60), (500,)))])
-def test_torch_gradients_of_a_broadcast_product_are_those_of_the_plan(spec, shapes):
+def test_torch_gradients_of_a_broadcast_product_are_those_of_the_plan(spec, shapes, minimize):
     """Torch's own multiply would make the whole product of each gradient before it sums it."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     operands = [torch.ones(shape, requires_grad=True) for shape in shapes]
-    (_, (measured, predicted, _)) = torch_peaks(spec, operands, {})
+    (_, (measured, predicted, _)) = torch_peaks(spec, operands, {"minimize": minimize})
     assert measured <= 1.01 * predicted + 64
-    assert predicted < 2.1 * sum(x.nbytes for x in operands)
+    if minimize == "peak":
+        assert predicted < 1.1 * sum(x.nbytes for x in operands)
+
+
+@pytest.mark.parametrize("shapes", [((2000, 2000), (2000,)), ((50_000, 64), (64,))])
+def test_torch_sums_columns_without_a_product_for_each(shapes):
+    """Torch's batched product of vectors that lie across the batch takes 5 to 75 ns an element."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    plan = planner.plan("ij,j->ij", *(planner.Operand(s, requires_grad=True) for s in shapes), backend="torch")
+    assert "matmul" not in [step.choice.lowering for step in plan.programs.backward.steps]
 
 
 def jax_peaks(spec, operands, options):

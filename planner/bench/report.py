@@ -109,7 +109,7 @@ def markdown(results: Sequence[Result], about: Mapping[str, Any]) -> str:
             f"- {about['processor']}; {about.get('torch_threads')} torch threads",
             f"- Python {about['python']}, {versions}",
             f"- medians of up to {about['rounds']} interleaved runs, a pause before each: {pauses}; "
-            "runs of less than 20 ms are averaged over as many as last for that",
+            "where one of the programs takes less than 20 ms, each is averaged over as many runs as last for that",
             "- {timed} runs, {repeated} of them repeated because other machines were given a core meanwhile; "
             "{disturbed} of these count though every repetition lost one too".format_map(Counter(about["runs"])),
             f"- opt_einsum {active} in `torch.einsum`; THP_MEM_ALLOC_ENABLE {about['THP_MEM_ALLOC_ENABLE']}",

@@ -129,7 +129,7 @@ def _seconds(program: Callable[[], Any]) -> float:
     result = program()
     seconds = time.perf_counter() - begun
     del result
-    return seconds if seconds >= _SHORT_SECONDS else block_seconds(program, least_seconds=_SHORT_SECONDS)
+    return seconds
 
 
 def interleaved(
@@ -137,8 +137,11 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Time programs in turn, round after round, with a pause before each run; they must be warm.
 
-    Runs of less than 20 ms are averaged over as many as last for that, without pauses between.
+    Where one of them takes less than 20 ms, each is averaged over as many runs as last for that (1,000 at most), after
+    one that does not count and without pauses between.
     """
+    short = min(map(_seconds, programs.values())) < _SHORT_SECONDS
+    measure = partial(block_seconds, least_seconds=_SHORT_SECONDS) if short else _seconds
     times: dict[str, list[float]] = {label: [] for label in programs}
     begun = time.perf_counter()
     for done in range(settings.rounds):
@@ -146,7 +149,7 @@ def interleaved(
             break
         for label, program in programs.items():
             pause = settings.pause_seconds[framework]
-            times[label].append(seconds_in_peace(partial(_seconds, program), pause, settings))
+            times[label].append(seconds_in_peace(partial(measure, program), pause, settings))
     return times
 
 

@@ -112,7 +112,8 @@ def torch_backward_memory(
     Returns:
         The gradients and what was measured in the backward. The peak counts the bytes that the forward
         retained, until they are freed, all that is newly allocated, and the gradients, but not the
-        result's own storage; retained is what is alive in the end beside gradients and result.
+        result's own storage; retained is what is alive in the end beside gradients and result. Gradients that repeat
+        elements count in full, as `.grad` holds them.
     """
     import torch
 
@@ -122,7 +123,8 @@ def torch_backward_memory(
     before = {pointer: n for pointer, n in live.items() if pointer not in own}
     gradients, peak, live = torch_allocations(lambda: torch.autograd.grad(result, operands, gout), before)
     own |= torch_storages(gradients)
-    return gradients, Measured(peak, sum(n for pointer, n in live.items() if pointer not in own))
+    retained = sum(n for pointer, n in live.items() if pointer not in own)
+    return gradients, Measured(max(peak, retained + sum(x.nbytes for x in gradients)), retained)
 
 
 def saved_tensor_bytes(call: Callable[[], Any], operands: Iterable[Any] = ()) -> int:
