@@ -137,6 +137,8 @@ def flat_stock_cost(op: Op, device: Device) -> StepCost:
             order = tuple(order[d] for run in op.layouts[0].runs for d in run)
         runs = short_run_seconds(term_axes(order), terms, op.spec)
         cost = cost._replace(picoseconds=cost.picoseconds + picoseconds(runs))
+    if kind == "broadcast" and spec_flops(op.spec) == 0:  # a view; what holds it in memory of its own pays for that
+        return cost._replace(bytes_moved=0, picoseconds=picoseconds(device.launch_seconds))
     if op.pair or kind in ("matmul", "multiply"):
         return cost
     if op.dtype in ("float16", "bfloat16") and kind in ("segment sum", "take, segment sum", "take, multiply, add"):

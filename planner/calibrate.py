@@ -234,12 +234,12 @@ def _fresh(lab: Lab) -> dict[str, float]:
 
 
 def _launch_seconds(lab: Lab) -> float:
-    """One operator on a few numbers; many are timed together, as a graphics card's launches overlap."""
-    x, out = lab.empty(4), lab.empty(4)
+    """One step on a few numbers; many are timed together, as a graphics card's launches overlap."""
+    run = _step(lab, "ij,ij->ij", (2, 2), (2, 2))
 
     def many() -> None:
         for _ in range(1000):
-            lab.copy(x, out)
+            run()
 
     return median_seconds(lab, many) / 1000
 
