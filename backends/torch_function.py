@@ -6,7 +6,6 @@ so that any order works. Under `vmap` both are contractions by a batched spec.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from planner.backends.torch_bound import BoundPlan
 from planner.backends.torch_index import TorchIndex
-from planner.backends.torch_modes import as_planned, transformed, unwrapped
+from planner.backends.torch_modes import as_planned, in_functorch, transformed, unwrapped
 from planner.derive import batched, transpose
 from planner.spec import Spec
 
@@ -26,7 +25,15 @@ def recorded(bound: BoundPlan, operands: Sequence[Tensor], indices: Mapping[str,
     """Run a plan's forward program, recorded by autograd, which will run the backward program."""
     prepared = {n: q for n, q in indices.items() if isinstance(q, TorchIndex)}
     loose = (indices[n] for n in bound.arrays if n not in prepared)
-    return _Contract.apply(bound, prepared, *operands, *loose)[0]
+    return _apply(_Contract, bound, prepared, *operands, *loose)[0]
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """Apply a Function; without a transform past what takes longer than a small product: the names of its arguments."""
+    if in_functorch():
+        return function.apply(*arguments)
+    plain: Any = super(torch.autograd.Function, function)
+    return plain.apply(*unwrapped(arguments))
 
 
 def _split(
@@ -84,7 +91,7 @@ class _Contract(torch.autograd.Function):
             arguments = bound, ctx.prepared, gradient, *arrays, *kept
             # A Function takes longer than a small product: it is needed where something may be derived from gradients.
             if torch.is_grad_enabled() or transformed():
-                gradients = _Gradient.apply(*arguments)
+                gradients = _apply(_Gradient, *arguments)
             else:
                 gradients = _Gradient.forward(*unwrapped(arguments))
         found = iter(gradients)
@@ -188,11 +195,6 @@ class _Gradient(torch.autograd.Function):
                 del shape[dims[number]]
             results.append(found.reshape([info.batch_size, *shape]))
         return tuple(results), (0,) * len(results)
-
-
-for _function in (_Contract, _Gradient):
-    # `apply` asks for the signature in every call; making it anew takes longer than a small product.
-    vars(_function.forward)["__signature__"] = inspect.signature(_function.forward)
 
 
 def _like(x: Tensor, operand: Tensor) -> Tensor:
