@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	    "Python 3.11 to 3.13 is needed, this is %d.%d: try make PYTHON=python3.12" % v)'
 	$(PYTHON) -m venv --clear $(VENV)
 	$(INSTALL) pip setuptools
-	$(INSTALL) --no-build-isolation --editable '.[torch,jax,testing,viz]' --group dev
+	$(INSTALL) --no-build-isolation --editable '.[torch,jax,testing,viz,cuda]' --group dev
 	@touch $@
 
 demo: $(READY)

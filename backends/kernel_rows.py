@@ -28,6 +28,7 @@ Groups = Sequence[Sequence[str | Gather]]
 # Terms of arrays, each with the groups of axes as which a kernel sees it.
 Views = Sequence[tuple[Term, Groups]]
 CostOf = Callable[[Op, Device], StepCost]
+Refusal = Callable[[Op], str | None]
 
 
 # The functions of `PoolKernels`, as the kernel modules name them after a prefix.
@@ -64,6 +65,7 @@ class Kernels:
         pools: ways to compute pooled dots, by the name of their row.
         label: what the names of the grouped rows end in.
         kinds: kinds of device that the kernels run on; None for all.
+        dtypes: what they multiply; None for every dtype.
         hand_over: applied to the operands of gradient kernels, which conjugate them in torch.
     """
 
@@ -76,7 +78,12 @@ class Kernels:
     pools: dict[str, PoolKernels]
     hand_over: Callable[[Any], Any] = as_given
     kinds: tuple[str, ...] | None = None
+    dtypes: tuple[str, ...] | None = None
     label: str = ""
+
+    def refuses(self, op: Op) -> str | None:
+        """Why the kernels cannot run an op for its dtype."""
+        return None if self.dtypes is None or op.dtype in self.dtypes else f"the kernels do not multiply {op.dtype}"
 
     def flat(self, x: Any, term: Term, groups: Groups) -> Any:
         """Permute an operand into groups of axes and flatten each group."""
@@ -181,19 +188,21 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Lowering]:
         strided: whether arrays have strides, so that results have layouts.
     """
     grouped, pooled = (partial(_layouts, find) if strided else None for find in (grouped_form, pooled_form))
-    cost, row = kernels.grouped_cost, partial(Lowering, kinds=kernels.kinds, layouts=grouped)
+
+    def row(name: str, refuses: Refusal, cost: CostOf, run: Any, layouts: Any = grouped) -> Lowering:
+        return Lowering(
+            name, lambda op: kernels.refuses(op) or refuses(op), cost, partial(run, kernels), kinds=kernels.kinds,
+            layouts=layouts,
+        )  # fmt: skip
+
+    cost, label = kernels.grouped_cost, kernels.label
     rows = [
-        row("grouped matmul" + kernels.label, partial(_not_grouped, False, False), cost, partial(_run_matmul, kernels)),
-        row("grouped outer" + kernels.label, partial(_not_grouped, False, True), cost, partial(_run_outer, kernels)),
-        row(
-            "both grouped gradients" + kernels.label,
-            partial(_not_grouped, True, False),
-            cost,
-            partial(_run_pair, kernels),
-        ),
+        row("grouped matmul" + label, partial(_not_grouped, False, False), cost, _run_matmul),
+        row("grouped outer" + label, partial(_not_grouped, False, True), cost, _run_outer),
+        row("both grouped gradients" + label, partial(_not_grouped, True, False), cost, _run_pair),
     ]
     for name, pool in kernels.pools.items():
-        rows.append(row(name, _not_pooled, pool.cost, partial(_run_pooled, kernels, pool), layouts=pooled))
+        rows.append(row(name, _not_pooled, pool.cost, partial(_run_pooled, pool), pooled))
     return rows
 
 
@@ -258,7 +267,7 @@ def _not_pooled(op: Op) -> str | None:
     return None
 
 
-def _run_pooled(kernels: Kernels, pool: PoolKernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+def _run_pooled(pool: PoolKernels, kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     spec, form = op.spec, pooled_form(op.spec)
     assert isinstance(form, PooledForm)
     given, results = views_of(op, form)

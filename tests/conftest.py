@@ -11,6 +11,10 @@ import hypothesis
 # torch and JAX may share one device: JAX must not take most of its memory at the first call.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+# Without a card Triton's kernels are interpreted; the variable is read when a kernel is defined.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Plans must not depend on rates that someone measured on this machine; subprocesses inherit the empty folder.
 os.environ["PLANNER_CACHE"] = tempfile.mkdtemp(prefix="planner-tests-")
 atexit.register(shutil.rmtree, os.environ["PLANNER_CACHE"], ignore_errors=True)

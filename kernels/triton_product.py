@@ -1,0 +1,203 @@
+"""One product of matrices for CUDA that copies nothing: batched, over the rows of groups, or summed over them.
+
+Each operand is addressed through three axes, `x[outer, inner, column]`, so that permuted, sliced, expanded and gathered
+operands are read where they lie. A position along an axis may be looked up in a table first, then it is multiplied by a
+stride; a negative position in the table of an outer axis stands for a row of zeros.
+
+    mode     sum over k of                            gives           groups
+    "plain"  a[z, m, k]        b[z, k, n]             out[z, m, n]    none
+    "rows"   a[r, i, k]        b[g, k, n]             out[r, i, n]    the rows r of group g meet its matrix
+    "terms"  a[r, i, m]        b[r, i, n]             out[g, m, n]    summed over r and i too, the rows r of group g
+
+Rows are walked in the order of their groups. Nothing waits for the device: the grid is an upper bound, and programs
+past the last tile return. Sums are in float32, float64 for float64, in one order: equal calls give equal bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["add_parts_kernel", "product_kernel"]
+
+
+@triton.jit
+def _position(index, table, mask):  # type: ignore[no-untyped-def]
+    """Positions along an axis, int64: a stride times them may exceed 32 bits."""
+    if table is not None:
+        return tl.load(table + index, mask=mask, other=-1).to(tl.int64)
+    else:
+        return index.to(tl.int64)
+
+
+@triton.jit
+def _group_of(tile, tile_starts, groups):  # type: ignore[no-untyped-def]
+    """The group that holds a tile: the last that begins there or before; others that begin there are empty."""
+    low = tile * 0
+    high = low + groups
+    while low + 1 < high:
+        middle = (low + high) // 2
+        behind = tl.load(tile_starts + middle) > tile
+        high = tl.where(behind, middle, high)
+        low = tl.where(behind, low, middle)
+    return low
+
+
+@triton.jit
+def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
+    a, a_outer_table, a_outer, a_inner_table, a_inner, a_column_table, a_column,
+    b, b_outer_table, b_outer, b_inner_table, b_inner, b_column_table, b_column,
+    out, out_outer_table, out_outer, out_inner_table, out_inner, out_column_table, out_column,
+    order, starts, tile_starts, part_starts, parts,
+    groups, batch_groups, a_batch, b_batch, inner, size_m, size_k, size_n,
+    MODE: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, ONE_K: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile; see the module.
+
+    Args:
+        a, b, out: pointers, each followed by a table or None, and a stride, for each of its three axes.
+        order: ("rows", "terms") rows sorted by group; None where they are.
+        starts: ("rows", "terms") where each group begins in `order`; of `groups` and one.
+        tile_starts: ("rows", "terms") tiles before each group; of `groups` and one.
+        part_starts: ("terms") slots in `parts` before each group; of `groups` and one.
+        parts: ("terms") sums of pieces of the groups that are cut, `(slots, size_m, size_n)`.
+        groups: ("plain") the batch.
+        batch_groups, a_batch, b_batch: ("rows", "terms") groups of an entry of a batch, and the strides along that.
+        inner: ("rows", "terms") size of the axis i.
+        size_m, size_k, size_n: sizes of the axes of those names; of all rows and i where these are m or k.
+        DROPS: ("rows") whether the last group holds rows that are dropped, whose products are zero.
+        PRECISION: of products of float32: "ieee", "tf32" or "tf32x3".
+        CHUNK: ("rows") tiles of rows of a program; ("terms") steps of BLOCK_K of a program.
+        ONE_K: ("plain", "rows") whether one step of BLOCK_K covers all of k: `b` is read once for all tiles of rows.
+    """
+    wide = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
+    tiles_n = tl.cdiv(size_n, BLOCK_N)
+    tile = (tl.program_id(0) // tiles_n).to(tl.int64)
+    n = (tl.program_id(0) % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_there = n < size_n
+    b_n = _position(n, b_column_table, n_there) * b_column
+    out_n = _position(n, out_column_table, n_there) * out_column
+    tiles_m = tl.cdiv(size_m, BLOCK_M)
+    if MODE == "plain":
+        group = tile // tiles_m
+        start = group * 0
+        first = (tile % tiles_m) * BLOCK_M
+        last = tl.minimum(first + BLOCK_M, size_m)
+        a_group = _position(group, a_outer_table, group >= 0) * a_outer
+        b_group = _position(group, b_outer_table, group >= 0) * b_outer
+    else:
+        at_m = tile * 0
+        if MODE == "terms":
+            at_m = (tile % tiles_m) * BLOCK_M
+            tile = tile // tiles_m
+        if tile >= tl.load(tile_starts + groups):
+            return
+        group = _group_of(tile, tile_starts, groups)
+        start = tl.load(starts + group)
+        count = (tl.load(starts + group + 1) - start) * inner
+        piece = tile - tl.load(tile_starts + group)
+        step = CHUNK * (BLOCK_M if MODE == "rows" else BLOCK_K)
+        first = piece * step
+        last = tl.minimum(first + step, count)
+        a_group = (group // batch_groups) * a_batch
+        b_group = (group // batch_groups) * b_batch
+        if MODE == "rows":
+            b_group += _position(group, b_outer_table, group >= 0) * b_outer
+    if MODE == "terms":
+        m = at_m + tl.arange(0, BLOCK_M)
+        m_there = m < size_m
+        a_m = a_group + _position(m, a_column_table, m_there) * a_column
+        total = tl.zeros((BLOCK_M, BLOCK_N), wide)
+        for at in range(first, last, BLOCK_K):
+            k = at + tl.arange(0, BLOCK_K)
+            there = k < last
+            row = start + k // inner
+            if order is not None:
+                row = tl.load(order + row, mask=there, other=0)
+            a_row = _position(row, a_outer_table, there)
+            b_row = _position(row, b_outer_table, there)
+            there = there & (a_row >= 0) & (b_row >= 0)
+            a_k = a_row * a_outer + _position(k % inner, a_inner_table, there) * a_inner
+            b_k = b_row * b_outer + _position(k % inner, b_inner_table, there) * b_inner
+            x = tl.load(a + a_m[:, None] + a_k[None, :], mask=m_there[:, None] & there[None, :], other=0.0)
+            y = tl.load(b + b_group + b_k[:, None] + b_n[None, :], mask=there[:, None] & n_there[None, :], other=0.0)
+            total = tl.dot(x, y, total, input_precision=PRECISION, out_dtype=wide)
+        inside = m_there[:, None] & n_there[None, :]
+        slot = tl.load(part_starts + group)
+        if slot == tl.load(part_starts + group + 1):
+            out_m = _position(group, out_outer_table, group >= 0) * out_outer
+            out_m += _position(m, out_inner_table, m_there) * out_inner
+            tl.store(out + out_m[:, None] + out_n[None, :], total.to(out.dtype.element_ty), mask=inside)
+        else:
+            where = ((slot + piece) * size_m + m[:, None]) * size_n + n[None, :]
+            tl.store(parts + where, total, mask=inside)
+    else:
+        terms = size_k
+        if DROPS:
+            terms = tl.where(group < groups - 1, size_k, 0)
+        k = tl.arange(0, BLOCK_K)
+        there = k < terms
+        if ONE_K:
+            b_k = b_group + _position(k, b_inner_table, there) * b_inner
+            y = tl.load(b + b_k[:, None] + b_n[None, :], mask=there[:, None] & n_there[None, :], other=0.0)
+        for at in range(first, last, BLOCK_M):
+            m = at + tl.arange(0, BLOCK_M)
+            m_there = m < last
+            if MODE == "rows":
+                row = start + m // inner
+                if order is not None:
+                    row = tl.load(order + row, mask=m_there, other=0)
+                m = m % inner
+                a_row = _position(row, a_outer_table, m_there)
+                reads = m_there & (a_row >= 0)
+                a_m = a_group + a_row * a_outer + _position(m, a_inner_table, reads) * a_inner
+                out_m = _position(row, out_outer_table, m_there) * out_outer
+            else:
+                reads = m_there
+                a_m = a_group + _position(m, a_inner_table, reads) * a_inner
+                out_m = _position(group, out_outer_table, group >= 0) * out_outer
+            out_m += _position(m, out_inner_table, m_there) * out_inner
+            total = tl.zeros((BLOCK_M, BLOCK_N), wide)
+            if ONE_K:
+                a_k = _position(k, a_column_table, there) * a_column
+                x = tl.load(a + a_m[:, None] + a_k[None, :], mask=reads[:, None] & there[None, :], other=0.0)
+                total = tl.dot(x, y, total, input_precision=PRECISION, out_dtype=wide)
+            else:
+                for from_k in range(0, terms, BLOCK_K):
+                    k = from_k + tl.arange(0, BLOCK_K)
+                    there = k < terms
+                    a_k = _position(k, a_column_table, there) * a_column
+                    b_k = b_group + _position(k, b_inner_table, there) * b_inner
+                    x = tl.load(a + a_m[:, None] + a_k[None, :], mask=reads[:, None] & there[None, :], other=0.0)
+                    y = tl.load(b + b_k[:, None] + b_n[None, :], mask=there[:, None] & n_there[None, :], other=0.0)
+                    total = tl.dot(x, y, total, input_precision=PRECISION, out_dtype=wide)
+            if MODE == "rows":
+                total = tl.where(reads[:, None], total, 0.0)  # zero times NaN is none
+            tl.store(
+                out + out_m[:, None] + out_n[None, :],
+                total.to(out.dtype.element_ty),
+                mask=m_there[:, None] & n_there[None, :],
+            )
+
+
+@triton.jit
+def add_parts_kernel(  # type: ignore[no-untyped-def]
+    parts, part_starts, out, out_outer_table, out_outer, out_inner_table, out_inner, out_column_table, out_column,
+    size_m, size_n, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add up the pieces of each group that was cut, in order; other groups are left as they are."""
+    blocks = tl.cdiv(size_m * size_n, BLOCK)
+    group = (tl.program_id(0) // blocks).to(tl.int64)
+    at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    first, last = tl.load(part_starts + group), tl.load(part_starts + group + 1)
+    if first == last:
+        return
+    there = at < size_m * size_n
+    total = tl.zeros((BLOCK,), parts.dtype.element_ty)
+    for slot in range(first, last):
+        total += tl.load(parts + slot * size_m * size_n + at, mask=there, other=0.0)
+    where = _position(group, out_outer_table, group >= 0) * out_outer
+    where += _position(at // size_n, out_inner_table, there) * out_inner
+    where += _position(at % size_n, out_column_table, there) * out_column
+    tl.store(out + where, total.to(out.dtype.element_ty), mask=there)

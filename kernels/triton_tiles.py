@@ -1,0 +1,57 @@
+"""How a product is cut into tiles on CUDA: shapes alone decide, so that equal calls run equal programs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["Tiles", "tiles_of"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tiles:
+    """The tiles of one product.
+
+    Attributes:
+        m, n, k: sides of a tile, powers of two and at least 16.
+        chunk: tiles along the grouped axis that one program walks.
+        warps: warps of a program.
+        stages: stages of its loads.
+    """
+
+    m: int
+    n: int
+    k: int
+    chunk: int = 1
+    warps: int = 4
+    stages: int = 2
+
+
+def side(size: int, most: int) -> int:
+    """The least power of two that covers a size, from 16 to `most`."""
+    return max(16, min(most, 1 << max(0, size - 1).bit_length()))
+
+
+def tiles_of(mode: str, m: int, n: int, k: int, itemsize: int, fma: bool = False, tables: bool = False) -> Tiles:
+    """Choose the tiles: the largest that keep a thread's registers out of memory, see docs/benchmarks/triton.md.
+
+    Args:
+        mode: as in `planner.kernels.triton_product`.
+        m: size, as those that follow; of the grouped axis the size that a group has on average.
+        n: size.
+        k: size.
+        itemsize: bytes of an element.
+        fma: whether elements are multiplied one by one, as those of float32 are without tf32.
+        tables: whether positions are looked up, which takes registers for addresses.
+    """
+    most = 128 if itemsize == 2 and not tables else 64
+    most_k = {2: 64, 4: 16 if fma else 32, 8: 16}[itemsize]
+    block_m, block_n, block_k = (
+        side(m, 32 if fma and tables else most),
+        side(n, most),
+        side(k, min(32, most_k) if tables else most_k),
+    )
+    many = 32 * 64 if fma and tables else 64 * 64 if itemsize > 2 or tables else 128 * 64
+    warps = 8 if block_m * block_n >= many else 4
+    # One matrix serves a group's rows, up to 512 of them; sums are cut at 4,096 terms.
+    chunk = {"rows": 512 // block_m, "terms": 4096 // block_k, "plain": 1}[mode]
+    return Tiles(block_m, block_n, block_k, chunk, warps)

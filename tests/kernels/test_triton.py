@@ -1,0 +1,311 @@
+"""The Triton kernel under its interpreter: exact on small integers, whatever lies beside its operands is left alone."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import numpy as np
+import pytest
+from conftest import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+
+import planner  # noqa: E402
+from planner.dispatch import load_backend  # noqa: E402
+from planner.kernels import torch_grouped, torch_pooled, triton_grouped, triton_pooled  # noqa: E402
+from planner.kernels.keys import Keys  # noqa: E402
+from planner.kernels.torch_grouping import group_rows  # noqa: E402
+from planner.kernels.triton_grouped import Axis, Matrices, plain_product, rows_product, terms_product  # noqa: E402
+from planner.kernels.triton_tiles import Tiles, tiles_of  # noqa: E402
+
+DTYPES = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BAND = 7
+SIZES = st.sampled_from([0, 1, 2, 3, 15, 16, 17, 33])
+small_tiles = st.builds(
+    Tiles, m=st.sampled_from([16, 32]), n=st.just(16), k=st.sampled_from([16, 32]), chunk=st.integers(1, 3)
+)
+
+
+def laid(values, random, writes=False, absent=()):
+    """An operand of three axes anywhere in a buffer of NaN: in any order, with gaps, through tables, expanded.
+
+    Args:
+        values: what it holds; changed where it is expanded.
+        random: a NumPy generator.
+        writes: whether it is a result: no two positions are one.
+        absent: positions along the first axis that are no rows: its table names -1 there.
+
+    Returns:
+        The operand, its buffer, and the place in the buffer of each value.
+    """
+    size = values.shape
+    places, tables, extents = [], [], []
+    for axis in range(3):
+        named = size[axis] and (random.random() < 0.3 or (axis == 0 and len(absent)))
+        if not writes and not named and size[axis] > 1 and random.random() < 0.2:
+            values[...] = values.take([0], axis)
+            place, extent = np.zeros(size[axis], int), 1
+        else:
+            extent = size[axis] * int(random.integers(1, 3))
+            chosen = random.permutation(extent)[: size[axis]] if named else np.arange(size[axis])
+            place = chosen
+        places.append(place)
+        extents.append(extent)
+        tables.append(named)
+    strides, step = [0, 0, 0], 1
+    for axis in random.permutation(3):
+        gap = int(random.integers(1, 3))
+        strides[axis] = step * gap
+        step *= max(1, extents[axis]) * gap
+    at = sum(places[axis].reshape([-1 if d == axis else 1 for d in range(3)]) * strides[axis] for axis in range(3))
+    at = np.broadcast_to(at, size) + BAND
+    buffer = np.full(step + 2 * BAND, np.nan)
+    axes = []
+    for axis in range(3):
+        table = places[axis].astype(np.int64)
+        if axis == 0 and len(absent):
+            table[list(absent)] = -1
+        expanded = not tables[axis] and size[axis] > 1 and not places[axis].any()
+        lies = torch.full((2 * size[axis],), 1 << 40)[::2]  # what lies between entries leads far away
+        table = lies.copy_(torch.from_numpy(table)).to(DEVICE)
+        axes.append(Axis(0 if expanded else strides[axis], table if tables[axis] else None))
+    if not writes:
+        buffer[at.reshape(-1)] = values.reshape(-1)
+    return axes, buffer, at
+
+
+def handed(axes, buffer, dtype):
+    """The operand as the kernel takes it."""
+    x = torch.from_numpy(buffer).to(getattr(torch, dtype)).to(DEVICE)
+    return Matrices(x[BAND:], *axes), x
+
+
+def integers(random, *shape):
+    return random.integers(-2, 3, shape).astype(float)
+
+
+def grouping(random, rows, groups):
+    """Group of each row, their order, and where groups begin in it; in order already as often as not."""
+    group = (
+        random.integers(0, groups + 1, rows) if random.random() < 0.7 else np.full(rows, random.integers(groups + 1))
+    )
+    sorts = random.random() < 0.5
+    group = group if sorts else np.sort(group)
+    order = torch.from_numpy(np.argsort(group, kind="stable")).to(DEVICE) if sorts else None
+    starts = torch.from_numpy(np.searchsorted(np.sort(group), np.arange(groups + 2))).to(DEVICE)
+    return group, order, starts
+
+
+def check(x, buffer, at, expected, dtype):
+    """The result and nothing else was written."""
+    wanted = buffer.copy()
+    wanted[at.reshape(-1)] = expected.reshape(-1)
+    assert np.array_equal(x.cpu().double().numpy(), wanted.astype(DTYPES[dtype]).astype(float), equal_nan=True)
+
+
+PROBLEM = {
+    "seed": st.integers(0, 2**30), "dtype": st.sampled_from(sorted(DTYPES)), "tiles": small_tiles,
+    "sizes": st.tuples(SIZES, st.integers(0, 3), SIZES, SIZES), "groups": st.integers(1, 5),
+}  # fmt: skip
+
+
+@settings(max_examples=examples(100, 1000))
+@given(**PROBLEM)
+def test_a_batch_of_products(seed, dtype, tiles, sizes, groups):
+    random = np.random.default_rng(seed)
+    m, _, n, k = sizes
+    values = integers(random, groups, m, k), integers(random, groups, k, n)
+    (*a, _), (*b, _), (*out, at) = (
+        laid(values[0], random),
+        laid(values[1], random),
+        laid(np.zeros((groups, m, n)), random, True),
+    )
+    (a, _), (b, _), (result, x) = (handed(*y, dtype) for y in (a, b, out))
+    with mock.patch.object(triton_grouped, "tiles_of", return_value=tiles):
+        plain_product(a, b, result, (groups, m, n, k))
+    check(x, out[1], at, values[0] @ values[1], dtype)
+
+
+@settings(max_examples=examples(100, 1000))
+@given(**PROBLEM, some_absent=st.booleans())
+def test_rows_meet_the_matrix_of_their_group(seed, dtype, tiles, sizes, groups, some_absent):
+    random = np.random.default_rng(seed)
+    rows, i, n, k = sizes
+    group, order, starts = grouping(random, rows, groups)
+    absent = np.flatnonzero(random.random(rows) < 0.2) if some_absent else ()
+    values = integers(random, rows, i, k), integers(random, groups, k, n)
+    (*a, _), (*b, _) = laid(values[0], random, absent=absent), laid(values[1], random)
+    *out, at = laid(np.zeros((rows, i, n)), random, True)
+    (a, _), (b, _), (result, x) = (handed(*y, dtype) for y in (a, b, out))
+    with mock.patch.object(triton_grouped, "tiles_of", return_value=tiles):
+        rows_product(a, b, result, (rows, i, n, k), order, starts, groups, True)
+    matrices = np.concatenate([values[1], np.zeros((1, k, n))])
+    expected = values[0] @ matrices[group]
+    expected[list(absent)] = 0
+    check(x, out[1], at, expected, dtype)
+
+
+@settings(max_examples=examples(100, 1000))
+@given(**PROBLEM, some_absent=st.booleans())
+def test_products_are_summed_over_the_rows_of_each_group(seed, dtype, tiles, sizes, groups, some_absent):
+    random = np.random.default_rng(seed)
+    rows, i, m, n = sizes
+    rows *= 1 + 3 * (random.random() < 0.3)  # more than one piece
+    group, order, starts = grouping(random, rows, groups)
+    absent = np.flatnonzero(random.random(rows) < 0.2) if some_absent else ()
+    values = integers(random, rows, i, m), integers(random, rows, i, n)
+    (*a, _), (*b, _) = laid(values[0], random, absent=absent), laid(values[1], random)
+    *out, at = laid(np.zeros((groups, m, n)), random, True)
+    (a, _), (b, _), (result, x) = (handed(*y, dtype) for y in (a, b, out))
+    with mock.patch.object(triton_grouped, "tiles_of", return_value=tiles):
+        terms_product(a, b, result, (rows, i, m, n), order, starts[:-1], groups)
+    expected = np.zeros((groups, m, n))
+    for row in range(rows):
+        if group[row] < groups and row not in absent:
+            expected[group[row]] += values[0][row].T @ values[1][row]
+    check(x, out[1], at, expected, dtype)
+
+
+@settings(max_examples=examples(25, 200))
+@given(
+    seed=st.integers(0, 2**30), dtype=st.sampled_from(["float32", "float64"]), rows=st.integers(0, 90),
+    groups=st.integers(1, 6), i=st.integers(0, 3), j=st.integers(0, 40), k=st.integers(0, 40), sourced=st.booleans(),
+)  # fmt: skip
+def test_grouped_kernels_equal_those_of_the_cpu(seed, dtype, rows, groups, i, j, k, sourced):
+    random = np.random.default_rng(seed)
+
+    def tensor(*shape):
+        return torch.from_numpy(integers(random, *shape)).to(getattr(torch, dtype))
+
+    index = group_rows(torch.from_numpy(random.integers(0, groups + 1, rows)), groups)
+    source = torch.from_numpy(random.integers(0, 5, rows)) if sourced else None
+    target = torch.from_numpy(random.integers(0, 4, rows))
+    a, c, g = tensor(5 if sourced else rows, i, j), tensor(groups, k, j).transpose(1, 2), tensor(rows, i, k)
+    cases = [
+        ("grouped_matmul", (a, c, index, source)),
+        ("grouped_matmul", (a, c, index, source, target, 3)),
+        ("grouped_outer", (a, g, index, source)),
+        ("grouped_gradients", (g, a, c, index, source)),
+    ]
+    for name, arguments in cases:
+        found = getattr(triton_grouped, name)(*arguments)
+        expected = getattr(torch_grouped, name)(*arguments)
+        pairs = zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (found, expected)), strict=True)
+        assert all(torch.equal(x, y) for x, y in pairs), name
+
+
+@settings(max_examples=examples(25, 200))
+@given(
+    seed=st.integers(0, 2**30), dtype=st.sampled_from(["float32", "float64"]), b=st.integers(0, 3),
+    q=st.integers(0, 6), k=st.integers(0, 20), m=st.integers(1, 9), d=st.integers(0, 40), dropped=st.booleans(),
+)  # fmt: skip
+def test_pooled_kernels_equal_those_of_the_cpu(seed, dtype, b, q, k, m, d, dropped):
+    random = np.random.default_rng(seed)
+
+    def tensor(*shape):
+        return torch.from_numpy(integers(random, *shape)).to(getattr(torch, dtype))
+
+    keys = Keys(torch.from_numpy(random.integers(0, m + dropped, (b, q, k))), marked=dropped)
+    query, pool, g = tensor(b, d, q).transpose(1, 2), tensor(b, m, d), tensor(b, q, k)
+    assert torch.equal(triton_pooled.scores(query, pool, keys), torch_pooled.gathered_scores(query, pool, keys))
+    found, expected = (f(g, query, pool, keys) for f in (triton_pooled.gradients, torch_pooled.gathered_gradients))
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_what_is_dropped_is_zero_whatever_it_would_meet():
+    query, pool = torch.full((1, 2, 3), torch.nan), torch.ones(1, 4, 3)
+    keys = Keys(torch.tensor([[[4, 4], [4, 1]]]), marked=True)
+    found = triton_pooled.scores(query, pool, keys)
+    assert found.nan_to_num(9).tolist() == [[[0, 0], [0, 9]]]
+    a, c = torch.full((2, 1, 3), torch.nan), torch.full((1, 3, 2), torch.inf)
+    assert not triton_grouped.grouped_matmul(a, c, group_rows(torch.tensor([1, 1]), 1)).any()
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "indices"),
+    [
+        ("nij, q[n]jk -> nik", ((60, 2, 5), (7, 5, 6)), {"q": (60,)}),
+        ("bhqd, b h i[bhqk] d -> bhqk", ((1, 1, 40, 64), (1, 1, 900, 64)), {"i": (1, 1, 40, 30)}),
+        ("ti, q[t]ir, q[t]ro -> to", ((50, 8), (5, 8, 3), (5, 3, 8)), {"q": (50,)}),
+        ("bij, q[b]jk -> ik", ((30, 2, 5), (7, 5, 6)), {"q": (30,)}),
+    ],
+)
+def test_plans_for_a_card_equal_those_for_the_cpu(spec, shapes, indices):
+    """Each step by each Triton row that supports it, in a plan for an H200, on this machine's tensors."""
+    random = np.random.default_rng(0)
+    operands = [torch.from_numpy(integers(random, *shape)).float().requires_grad_() for shape in shapes]
+    pool = next(shape[0] if not spec.startswith("bhqd") else shape[2] for shape in shapes[1:])
+    arrays = {name: torch.from_numpy(random.integers(0, pool, shape)) for name, shape in indices.items()}
+    stand_ins = [planner.Operand(shape, requires_grad=True) for shape in shapes]
+    expected = planner.contract(spec, *operands, **arrays)
+    gradient = torch.from_numpy(integers(random, *expected.shape)).float()
+    plan = planner.plan(spec, *stand_ins, backend="torch", device="H200", minimize="peak", **arrays)
+    table, used = load_backend("torch").table, set()
+    for number, program in enumerate((plan.programs.forward, plan.programs.backward)):
+        for place, step in enumerate(program.steps):
+            for choice in table.choices(step.op, plan.device):
+                if "Triton" not in choice.lowering:
+                    continue
+                used.add(choice.lowering)
+                steps = list(program.steps)
+                steps[place] = dataclasses.replace(step, choice=choice)
+                programs = dataclasses.replace(
+                    plan.programs, **{("forward", "backward")[number]: dataclasses.replace(program, steps=tuple(steps))}
+                )
+                changed = dataclasses.replace(plan, programs=programs)
+                result = changed(*operands, **arrays)
+                assert torch.equal(result, expected)
+                pairs = zip(
+                    *(torch.autograd.grad(x, operands, gradient, retain_graph=True) for x in (result, expected)),
+                    strict=True,
+                )
+                assert all(torch.equal(x, y) for x, y in pairs)
+    assert used
+
+
+def test_equal_problems_have_equal_tiles():
+    assert tiles_of("rows", 64, 64, 64, 4) == tiles_of("rows", 64, 64, 64, 4)
+    for mode in ("rows", "terms", "plain"):
+        for itemsize in (2, 4, 8):
+            for size in (1, 16, 17, 100, 5000):
+                tiles = tiles_of(mode, size, size, size, itemsize, itemsize == 4)
+                assert min(tiles.m, tiles.n, tiles.k) >= 16
+                assert all(x & (x - 1) == 0 for x in (tiles.m, tiles.n, tiles.k))
+                # Three stages of both operands fit the shared memory of an A100.
+                assert 3 * itemsize * tiles.k * (tiles.m + tiles.n) <= 160 << 10
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_the_kernel_compiles_for_cards(arch):
+    """It multiplies by the units that the dtype has, and keeps its registers; each tile that can be chosen nightly."""
+    code = (
+        "import dataclasses, json, sys\n"
+        "from planner.kernels.triton_build import build, cases\n"
+        f"found = [dataclasses.asdict(build(case, {arch})) for case in cases({bool(examples(0, 1))})]\n"
+        "print(json.dumps(found))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = json.loads(ran.stdout)
+    assert {(x["case"]["mode"], x["case"]["dtype"]) for x in found} >= {
+        (mode, dtype) for mode in ("rows", "terms", "plain") for dtype in (*DTYPES, "bfloat16")
+    }
+    for x in found:
+        case = x["case"]
+        assert not x["spilled"], x
+        if (case["dtype"], case["precision"]) == ("float32", "ieee"):
+            assert x["instructions"] == ["fma.f32"], x
+        elif arch == 90 and case["dtype"] in ("float16", "bfloat16") and case["tiles"]["m"] >= 64:
+            assert "wgmma" in x["instructions"], x
+        else:
+            assert {"mma", "wgmma"} & set(x["instructions"]), x
