@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # torch is pinned in constraints.txt, so every install goes through it: a bare torch brings gigabytes of CUDA.
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: venv demo test nightly check format bench docs clean
+.PHONY: venv demo test nightly check format bench gpu docs clean
 
 venv: $(READY)
 
@@ -40,6 +40,10 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m planner.bench $(BENCH)
+
+# On a machine with a card, by its own Python (torch, triton, numpy and opt_einsum): nothing is installed.
+gpu:
+	PYTHONPATH=. $(PYTHON) -m planner.bench.card
 
 # The figures on these pages are measured: build them on a machine with nothing else to do.
 docs: $(READY)

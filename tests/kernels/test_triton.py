@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 import planner  # noqa: E402
+from planner.bench import card  # noqa: E402
 from planner.dispatch import load_backend  # noqa: E402
 from planner.kernels import torch_grouped, torch_pooled, triton_grouped, triton_pooled  # noqa: E402
 from planner.kernels.keys import Keys  # noqa: E402
@@ -268,6 +269,16 @@ def test_plans_for_a_card_equal_those_for_the_cpu(spec, shapes, indices):
                 )
                 assert all(torch.equal(x, y) for x, y in pairs)
     assert used
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the command itself runs there")
+def test_the_command_for_a_card_works(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["card", "--smoke"])
+    assert card.main() == 0
+    said = capsys.readouterr().out
+    assert "differ" not in said
+    assert "Error" not in said
+    assert said.count('"floor_seconds"') == 5
 
 
 def test_equal_problems_have_equal_tiles():
