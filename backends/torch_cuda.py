@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +53,8 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     mapped = form.rows_b if form.outer else form.rows_out
     tables += sum(8 * n for rows in (form.rows_a, mapped) if rows != form.gather.axes)
     if not (form.outer or op.pair) and mapped != form.gather.axes:  # rows' products, then added to their targets
-        tables += n * i * k * max(4, size)
+        # summed in their order, which is sorted too.
+        tables += n * i * k * max(4, size) + 40 * n + math.prod(op.output_shapes[0]) * (4 if size < 4 else 0)
     parts = 2 * (n * i // _CUT) * j * k * max(4, size) if form.outer or op.pair else 0
     moved = op.bytes_touched() + 2 * copied + 16 * n
     seconds = max(flops / device.product_rate(max(1, n * i // max(1, min(g, n))), j, k), device.moving_seconds(moved))

@@ -12,12 +12,12 @@ import triton
 from torch import Tensor
 
 from planner.kernels.torch_grouped import accumulator
-from planner.kernels.torch_grouping import Groups
+from planner.kernels.torch_grouping import Groups, group_rows
 from planner.kernels.triton_product import add_parts_kernel, product_kernel
 from planner.kernels.triton_tiles import Tiles, tiles_of
 
-__all__ = ["DTYPES", "Axis", "Matrices", "grouped_gradients", "grouped_matmul", "grouped_outer", "plain_product",
-           "rows_product", "terms_product"]  # fmt: skip
+__all__ = ["DTYPES", "Axis", "Matrices", "grouped_gradients", "grouped_matmul", "grouped_outer", "grouped_sum",
+           "plain_product", "rows_product", "terms_product"]  # fmt: skip
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # How many elements of a cut group are added by one program.
@@ -43,6 +43,7 @@ class Matrices(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, rows: Tensor | None = None) -> Matrices:
         """Three dimensions, the first through a map of rows if there is one."""
+        x = x.resolve_neg()  # of a conjugate's imaginary part, say
         return cls(x, Axis(x.stride(0), rows), Axis(x.stride(1)), Axis(x.stride(2)))
 
     @property
@@ -53,7 +54,7 @@ class Matrices(NamedTuple):
 
 def precision() -> str:
     """What torch is set to for products of float32."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def grouped_matmul(
@@ -63,20 +64,23 @@ def grouped_matmul(
     source: Tensor | None = None,
     target: Tensor | None = None,
     targets: int | None = None,
-    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Multiply each row by the matrix of its group; see `planner.kernels.torch_grouped.grouped_matmul`."""
     n, (i, j), (g, _, k) = len(groups.order), a.shape[1:], c.shape
-    out_dtype = out_dtype or a.dtype
-    rows = a.new_empty((n, i, k), dtype=out_dtype if target is None else accumulator(out_dtype))
+    rows = a.new_empty((n, i, k), dtype=a.dtype if target is None else accumulator(a.dtype))
     # Dropped rows are one more group, whose products are zero.
     starts = torch.nn.functional.pad(groups.offsets, (0, 1), value=n)
     rows_product(Matrices.of(a, source), Matrices.of(c), Matrices.of(rows), (n, i, k, j), groups.order, starts, g, True)
     if target is None:
         return rows
     assert targets is not None
-    out = rows.new_zeros((targets + 1, i, k))
-    return out.index_add_(0, target, rows)[:targets].to(out_dtype)
+    return grouped_sum(rows.reshape(n, i * k), group_rows(target, targets)).reshape(targets, i, k).to(a.dtype)
+
+
+def grouped_sum(x: Tensor, groups: Groups) -> Tensor:
+    """Sum the rows `(N, K)` of each group: `(groups, K)`, in the order of the rows."""
+    ones = x.new_ones(1, 1, 1).expand(len(x), 1, 1)
+    return grouped_outer(ones, x.unsqueeze(1), groups)[:, 0]
 
 
 def grouped_outer(
@@ -109,7 +113,7 @@ def plain_product(a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int
 
 def rows_product(
     a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int, int, int], order: Tensor | None, starts: Tensor,
-    groups: int, drops: bool = False, batch_groups: int = 1,
+    groups: int, drops: bool = False, batch_groups: int | None = None,
 ) -> None:  # fmt: skip
     """Write the products of rows with the matrix of their group, `a[r, i, k] b[g, k, n]`.
 
@@ -122,7 +126,7 @@ def rows_product(
         starts: where each group begins in it, and where the last ends.
         groups: how many there are, the dropped ones aside.
         drops: whether there is one more group, of rows whose products are zero.
-        batch_groups: groups of an entry of a batch.
+        batch_groups: groups of an entry of a batch; None where there is none.
     """
     rows, i, n, k = sizes
     if rows * i * n:
@@ -139,7 +143,7 @@ def rows_product(
 
 def terms_product(
     a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int, int, int], order: Tensor | None, starts: Tensor,
-    groups: int, batch_groups: int = 1,
+    groups: int, batch_groups: int | None = None,
 ) -> None:  # fmt: skip
     """Write the products summed over the rows of each group, `a[r, i, m] b[r, i, n]`; arguments as of `rows_product`.
 
@@ -164,7 +168,8 @@ def terms_product(
     )  # fmt: skip
     if slots:
         grid = _grid(groups * triton.cdiv(m * n, _ADDED))
-        add_parts_kernel[grid](parts, part_starts, *out.flat, m, n, BLOCK=_ADDED)
+        with torch.cuda.device_of(out.x):
+            add_parts_kernel[grid](parts, part_starts, *out.flat, m, n, BLOCK=_ADDED)
 
 
 def _tiles(mode: str, m: int, n: int, k: int, *operands: Matrices) -> Tiles:
@@ -177,16 +182,17 @@ def _launch(
     mode: str, a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int, int], tiles: Tiles, groups: int,
     count: int, order: Tensor | None = None, starts: Tensor | None = None, tile_starts: Tensor | None = None,
     part_starts: Tensor | None = None, parts: Tensor | None = None, *, inner: int = 1, drops: bool = False,
-    batch_groups: int = 1,
+    batch_groups: int | None = None,
 ) -> None:  # fmt: skip
     m, n, k = sizes
-    product_kernel[_grid(count * triton.cdiv(n, tiles.n))](
-        *a.flat, *b.flat, *out.flat, _packed(order), _packed(starts), tile_starts, part_starts, parts,
-        groups, batch_groups, a.batch, b.batch, inner, m, k, n,
-        MODE=mode, DROPS=drops, PRECISION=precision(),
-        BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHUNK=tiles.chunk, ONE_K=k <= tiles.k,
-        num_warps=tiles.warps, num_stages=tiles.stages,
-    )  # fmt: skip
+    with torch.cuda.device_of(out.x):  # Triton launches on the device that is current
+        product_kernel[_grid(count * triton.cdiv(n, tiles.n))](
+            *a.flat, *b.flat, *out.flat, _packed(order), _packed(starts), tile_starts, part_starts, parts,
+            groups, batch_groups or max(1, groups), a.batch, b.batch, inner, m, k, n,
+            MODE=mode, DROPS=drops, PRECISION=precision(),
+            BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHUNK=tiles.chunk, ONE_K=k <= tiles.k,
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
 
 
 def _packed(table: Tensor | None) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 Each operand is addressed through three axes, `x[outer, inner, column]`, so that permuted, sliced, expanded and gathered
 operands are read where they lie. A position along an axis may be looked up in a table first, then it is multiplied by a
-stride; a negative position in the table of an outer axis stands for a row of zeros.
+stride; where a row is read, a negative position in its table stands for zeros.
 
     mode     sum over k of                            gives           groups
     "plain"  a[z, m, k]        b[z, k, n]             out[z, m, n]    none
@@ -63,7 +63,8 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         part_starts: ("terms") slots in `parts` before each group; of `groups` and one.
         parts: ("terms") sums of pieces of the groups that are cut, `(slots, size_m, size_n)`.
         groups: ("plain") the batch.
-        batch_groups, a_batch, b_batch: ("rows", "terms") groups of an entry of a batch, and the strides along that.
+        batch_groups, a_batch, b_batch: ("rows", "terms") groups of an entry of a batch (all where there is none), and
+            strides along that.
         inner: ("rows", "terms") size of the axis i.
         size_m, size_k, size_n: sizes of the axes of those names; of all rows and i where these are m or k.
         DROPS: ("rows") whether the last group holds rows that are dropped, whose products are zero.
@@ -103,7 +104,8 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         a_group = (group // batch_groups) * a_batch
         b_group = (group // batch_groups) * b_batch
         if MODE == "rows":
-            b_group += _position(group, b_outer_table, group >= 0) * b_outer
+            of_entry = group % batch_groups
+            b_group += _position(of_entry, b_outer_table, group >= 0) * b_outer
     if MODE == "terms":
         m = at_m + tl.arange(0, BLOCK_M)
         m_there = m < size_m
@@ -187,16 +189,17 @@ def add_parts_kernel(  # type: ignore[no-untyped-def]
     size_m, size_n, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add up the pieces of each group that was cut, in order; other groups are left as they are."""
-    blocks = tl.cdiv(size_m * size_n, BLOCK)
+    elements = tl.cast(size_m, tl.int64) * size_n
+    blocks = tl.cdiv(elements, BLOCK)
     group = (tl.program_id(0) // blocks).to(tl.int64)
     at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     first, last = tl.load(part_starts + group), tl.load(part_starts + group + 1)
     if first == last:
         return
-    there = at < size_m * size_n
+    there = at < elements
     total = tl.zeros((BLOCK,), parts.dtype.element_ty)
     for slot in range(first, last):
-        total += tl.load(parts + slot * size_m * size_n + at, mask=there, other=0.0)
+        total += tl.load(parts + slot * elements + at, mask=there, other=0.0)
     where = _position(group, out_outer_table, group >= 0) * out_outer
     where += _position(at // size_n, out_inner_table, there) * out_inner
     where += _position(at % size_n, out_column_table, there) * out_column

@@ -220,6 +220,26 @@ def test_pooled_kernels_equal_those_of_the_cpu(seed, dtype, b, q, k, m, d, dropp
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
+def test_a_lazy_sign_is_no_sign_in_memory():
+    """The imaginary part of a conjugate is a view of what has the other sign."""
+    z = torch.complex(torch.ones(6, 1, 4), torch.arange(24.0).reshape(6, 1, 4))
+    a, c, groups = z.conj().imag, torch.ones(2, 4, 3), group_rows(torch.tensor([0, 1, 0, 1, 1, 0]), 2)
+    assert a.is_neg()
+    assert torch.equal(triton_grouped.grouped_matmul(a, c, groups), torch_grouped.grouped_matmul(a, c, groups))
+    query, pool, keys = a[:, 0][None], torch.ones(1, 3, 4), Keys(torch.tensor([[[0], [1], [2], [0], [1], [2]]]))
+    assert torch.equal(triton_pooled.scores(query, pool, keys), torch_pooled.gathered_scores(query, pool, keys))
+
+
+def test_the_precision_is_what_torch_is_set_to():
+    assert triton_grouped.precision() == "ieee"
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert triton_grouped.precision() == "tf32"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
 def test_what_is_dropped_is_zero_whatever_it_would_meet():
     query, pool = torch.full((1, 2, 3), torch.nan), torch.ones(1, 4, 3)
     keys = Keys(torch.tensor([[[4, 4], [4, 1]]]), marked=True)
