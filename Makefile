@@ -43,7 +43,7 @@ bench: $(READY)
 
 # On a machine with a card, by its own Python (torch, triton, numpy and opt_einsum): nothing is installed.
 gpu:
-	PYTHONPATH=. $(PYTHON) -m planner.bench.card
+	PYTHONPATH=. $(PYTHON) -m planner.backends.torch_card
 
 # The figures on these pages are measured: build them on a machine with nothing else to do.
 docs: $(READY)

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 import planner  # noqa: E402
-from planner.bench import card  # noqa: E402
+from planner.backends import torch_card as card  # noqa: E402
 from planner.dispatch import load_backend  # noqa: E402
 from planner.kernels import torch_grouped, torch_pooled, triton_grouped, triton_pooled  # noqa: E402
 from planner.kernels.keys import Keys  # noqa: E402

@@ -1,4 +1,4 @@
-"""The Triton kernels on a card: ``python -m planner.bench.card`` holds them to those of the CPU, then times them.
+"""The Triton kernels on a card: ``python -m planner.backends.torch_card`` holds them to the CPU's, then times them.
 
 Times are medians of `triton.testing.do_bench`, the second-level cache flushed before each run, beside the bandwidth of
 a copy and the rate of a large product of the same session. Written to `docs/benchmarks/<device>.json` and `.md`.
