@@ -46,7 +46,9 @@ class TorchBackend(Backend):
         needs = grad_enabled() and array.requires_grad
         if in_functorch():
             needs = array.dtype.is_floating_point or array.dtype.is_complex
-        return Operand(tuple(array.shape), str(array.dtype).removeprefix("torch."), tuple(array.stride()), needs)
+        # Sizes that a compiler took for symbols are numbers here, for which it compiles.
+        shape, strides = tuple(map(int, array.shape)), tuple(map(int, array.stride()))
+        return Operand(shape, str(array.dtype).removeprefix("torch."), strides, needs)
 
     def signature(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
         """All that a plan depends on, cheaply; an AttributeError says that something is no tensor."""

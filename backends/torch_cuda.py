@@ -1,10 +1,15 @@
-"""The rows of the torch backend's table that run Triton kernels on CUDA, and what they cost."""
+"""The rows of the torch backend's table that run Triton kernels on CUDA, and what they cost.
+
+Beside grouped products and pooled dots these are products of operands that cannot be viewed as matrices, which torch
+would copy, and segment sums, which torch makes by atomics, in any order.
+"""
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,18 +21,33 @@ from planner.backends.kernel_rows import (
     flattened_bytes,
     group_sizes,
 )
+from planner.backends.protocol import Lowering
+from planner.backends.stock_layout import product_copies
 from planner.backends.stock_rows import picoseconds
 from planner.backends.torch_ops import OPS
 from planner.cost import StepCost, itemsize
 from planner.device import Device
 from planner.kernels import torch_grouping
-from planner.lower import GroupedForm, Op, PooledForm, grouped_form, pooled_form, spec_flops
+from planner.layout import flattens
+from planner.lower import (
+    GroupedForm,
+    Op,
+    PooledForm,
+    ProductForm,
+    grouped_form,
+    pooled_form,
+    product_form,
+    spec_flops,
+)
+from planner.spec import Gather, Spec
 
-__all__ = ["DTYPES", "cuda_kernels"]
+__all__ = ["DTYPES", "cuda_kernels", "cuda_rows"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 # What a call launches beside the kernel: the tiles of each group and, unless the index is prepared, its order.
 _LAUNCHES = 12
+# The kernel's time for the same product beside cuBLAS's: an estimate, as all of this is until it ran on a card.
+_SLOWER = 1.5
 # Terms after which the sum of a group is cut, as `planner.kernels.triton_tiles` has them.
 _CUT = 4096
 
@@ -36,7 +56,7 @@ def _kernel(module: str, name: str) -> Callable[..., Any]:
     """A function that imports its module, and Triton with it, when it is called."""
 
     def call(*arguments: Any) -> Any:
-        return getattr(importlib.import_module(f"planner.kernels.{module}"), name)(*arguments)
+        return operator.attrgetter(name)(importlib.import_module(f"planner.kernels.{module}"))(*arguments)
 
     return call
 
@@ -100,3 +120,110 @@ def cuda_kernels() -> Kernels:
         dtypes=DTYPES,
         label=", Triton",
     )
+
+
+def _refuses_dtype(op: Op) -> str | None:
+    return None if op.dtype in DTYPES else f"the kernels do not multiply {op.dtype}"
+
+
+def _copied_form(op: Op) -> ProductForm | None:
+    """The form of a product of which torch would copy an operand."""
+    form = None if op.pair or op.source_dtype is not None else product_form(op.spec)
+    copies = form is not None and form.contracted and product_copies(form, op.spec, op.layouts or (None, None))
+    return form if copies else None
+
+
+def _not_strided(op: Op) -> str | None:
+    return _refuses_dtype(op) or ("torch multiplies the operands as they lie" if _copied_form(op) is None else None)
+
+
+def _terms(form: ProductForm) -> list[tuple[tuple[str, ...], ...]]:
+    """Axes of both operands and of the result, in groups."""
+    return [
+        (form.batch, form.left, form.contracted),
+        (form.batch, form.contracted, form.right),
+        (form.batch, form.left, form.right),
+    ]
+
+
+def _strided_cost(op: Op, device: Device) -> StepCost:
+    form = _copied_form(op)
+    assert form is not None
+    _, m, n, k = form.sizes
+    terms = zip(op.spec.terms, _terms(form), (*(op.layouts or (None, None)), None), strict=True)
+    # A table holds the position of each index of a group that is no one stride.
+    tables = sum(
+        8 * math.prod(map(op.spec.size, group))
+        for term, groups, layout in terms
+        for group in groups
+        if not flattens(term, layout, [group], op.spec)
+    )
+    flops, moved = spec_flops(op.spec), op.bytes_touched() + 2 * tables
+    seconds = max(_SLOWER * flops / device.product_rate(m, n, k), device.moving_seconds(moved))
+    # Each table is made in a few launches.
+    return StepCost(flops, moved, 0, tables, picoseconds(seconds + (1 + 6 * bool(tables)) * device.launch_seconds))
+
+
+def _run_strided(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    form = product_form(op.spec)
+    assert form is not None
+    out = inputs[0].new_empty(op.spec.output_shape)
+    dims = [
+        [[term.index(axis) for axis in group] for group in groups]
+        for term, groups in zip(op.spec.terms, _terms(form), strict=True)
+    ]
+    _kernel("triton_grouped", "batched_matmul")(*inputs, out, dims)
+    return (out,)
+
+
+def _summed_gather(spec: Spec) -> Gather | None:
+    """The bracket of a step that adds rows up by one index array, and does nothing else."""
+    (*inputs,), out = spec.inputs, spec.output
+    found = [e for e in out if isinstance(e, Gather)]
+    if len(inputs) != 1 or len(found) != 1 or any(isinstance(e, Gather) for e in inputs[0]):
+        return None
+    rest = [e for e in out if e != found[0]]
+    axes = [*found[0].axes, *rest]
+    return found[0] if len(set(axes)) == len(axes) and set(axes) == set(inputs[0]) and found[0].axes else None
+
+
+def _not_summed(op: Op) -> str | None:
+    if op.pair or op.source_dtype is not None or _summed_gather(op.spec) is None:
+        return "the step does not add rows up by one index array"
+    return _refuses_dtype(op)
+
+
+def _summed_cost(op: Op, device: Device) -> StepCost:
+    gather = _summed_gather(op.spec)
+    assert gather is not None
+    (n,), size = group_sizes(op.spec, gather.axes), itemsize(op.dtype)
+    columns = math.prod(op.spec.shape(op.spec.inputs[0])) // max(1, n)
+    tables = 16 * n + 8 * 6 * ((gather.size or 0) + 2) + 2 * (n // _CUT) * columns * max(4, size)
+    moved = op.bytes_touched() + 16 * n
+    seconds = device.moving_seconds(moved) + n * device.sort_row_seconds + _LAUNCHES * device.launch_seconds
+    return StepCost(spec_flops(op.spec), moved, 0, tables, picoseconds(seconds))
+
+
+def _run_summed(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    ((x,), (term,)), gather = (inputs, op.spec.inputs), _summed_gather(op.spec)
+    assert gather is not None
+    groups = index.orders.get(gather)
+    if groups is None:
+        groups = index.orders[gather] = torch_grouping.group_rows(index[gather].reshape(-1), gather.size or 0)
+    out, rest = x.new_empty(op.spec.output_shape), [str(e) for e in op.spec.output if e != gather]
+    rows = _kernel("triton_sum", "Rows.of")
+    given = rows(x, [term.index(e) for e in gather.axes], [term.index(e) for e in rest])
+    made = rows(out, [op.spec.output.index(gather)], [op.spec.output.index(e) for e in rest])
+    _kernel("triton_sum", "sum_rows")(given, made, group_sizes(op.spec, rest)[0], groups)
+    return (out,)
+
+
+def cuda_rows() -> list[Lowering]:
+    """Return the rows that are no grouped product and no pooled dot."""
+    return [
+        Lowering(name, refuses, cost, run, kinds=("cuda",), layouts=lambda op: (None,))
+        for name, refuses, cost, run in (
+            ("matmul without copies, Triton", _not_strided, _strided_cost, _run_strided),
+            ("segment sum, Triton", _not_summed, _summed_cost, _run_summed),
+        )
+    ]

@@ -15,6 +15,7 @@ from torch import Tensor
 from planner.backends.torch_bound import BoundPlan
 from planner.backends.torch_index import TorchIndex
 from planner.backends.torch_modes import as_planned, in_functorch, transformed, unwrapped
+from planner.backends.torch_operators import run_backward, run_forward
 from planner.derive import batched, transpose
 from planner.spec import Spec
 
@@ -62,7 +63,7 @@ class _Contract(torch.autograd.Function):
     @staticmethod
     def forward(bound: BoundPlan, prepared: Mapping[str, Any], *arrays: Tensor) -> Any:
         operands, indices = _split(bound, prepared, arrays)
-        result, kept = bound.forward(operands, bound.prepare(indices))
+        result, kept = run_forward(bound, operands, indices)
         if any(result is x for x in arrays):
             result = result.view_as(result)
         return (_owned(result, arrays), *kept)
@@ -119,7 +120,7 @@ class _Gradient(torch.autograd.Function):
         arrays = len(bound.arrays) - len(prepared)
         operands, indices = _split(bound, prepared, saved[: count + arrays])
         kept = saved[count + arrays :]
-        found = bound.backward(gradient, operands, bound.prepare(indices), kept)
+        found = run_backward(bound, gradient, operands, indices, kept)
         return tuple(_owned(g, (gradient, *saved)) for g in found if g is not None)
 
     @staticmethod

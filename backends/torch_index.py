@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,18 @@ class TorchIndex(PreparedIndex):
         view = copy.copy(self)
         view.values = self.values.reshape(tuple(shape))
         return view
+
+    def parts(self) -> tuple[list[Tensor], tuple[Any, ...]]:
+        """Its tensors, and what else it is made of."""
+        return [self.values, self.groups.order, self.groups.offsets], (self.size, self.mode, self.guarded)
+
+    @classmethod
+    def joined(cls, tensors: Iterable[Tensor], facts: Iterable[Any]) -> TorchIndex:
+        """The inverse of `parts`."""
+        found = cls.__new__(cls)
+        (found.values, order, offsets), (found.size, found.mode, found.guarded) = tensors, facts
+        found.groups = torch_grouping.Groups(order, offsets, found.size)
+        return found
 
 
 def refuse_sparse(raw: Tensor, gather: Gather) -> None:

@@ -1,9 +1,10 @@
 """The function that runs a plan: a few native calls, stock operators, or the plan's own programs under autograd.
 
 What is kept is the plan's decision. Where native operators keep just that, the plan runs as native calls (see
-`torch_native`), elsewhere as one `autograd.Function` (see `torch_function`). In forward mode the plan is run with
-out-of-place stock operators, which torch differentiates itself; so are tensors without data. Autocast changes no
-dtype: under it native calls, which torch would cast, give way to the Function.
+`torch_native`), elsewhere as one `autograd.Function` (see `torch_function`), whose programs are operators of torch's
+library where tensors have no data (see `torch_operators`). In forward mode the plan is run with out-of-place stock
+operators, which torch differentiates itself. Autocast changes no dtype: under it native calls, which torch would cast,
+give way to the Function.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from planner.backends.common import widened
 from planner.backends.protocol import Table
 from planner.backends.torch_bound import BoundPlan, bound_plan
 from planner.backends.torch_function import recorded
-from planner.backends.torch_modes import as_planned, autocasts, forward_mode, in_functorch, transformed
+from planner.backends.torch_modes import as_planned, autocasts, forward_mode, in_functorch, transformed, untraced
 from planner.backends.torch_native import NATIVE, compile_native, standin
-from planner.backends.torch_ops import OPS, torch_dtype
-from planner.backends.torch_tensor import dataless, finite
+from planner.backends.torch_operators import run_forward, wide_result
+from planner.backends.torch_ops import torch_dtype
+from planner.backends.torch_tensor import dataless
 from planner.errors import PlannerError
 from planner.program import Leaf
 
@@ -62,10 +63,10 @@ def _native(bound: BoundPlan) -> Runner | None:
         return lambda operands, indices: bound.views(operands)[0].view_as(bound.views(operands)[0])
     if not all(step.choice.lowering in NATIVE for step in plan.programs.forward.steps):
         return None
-    metas = [standin(o.shape, o.strides, torch_dtype(o.dtype)) for o in plan.operands]
-    if not transformed():  # else steps do as they do where derivatives are recorded
-        metas = [x.requires_grad_(o.requires_grad) for x, o in zip(metas, plan.operands, strict=True)]
-    with torch.set_grad_enabled(requires):
+    with torch.set_grad_enabled(requires), untraced():
+        metas = [standin(o.shape, o.strides, torch_dtype(o.dtype)) for o in plan.operands]
+        if not transformed():  # else steps do as they do where derivatives are recorded
+            metas = [x.requires_grad_(o.requires_grad) for x, o in zip(metas, plan.operands, strict=True)]
         metas = [x.reshape(shape) for x, shape in zip(metas, bound.shapes, strict=True)]
         native = compile_native(plan.tree, metas, bound.programs.backward)
     if native is not None and any(shape is not None for shape in bound.reshape):
@@ -79,17 +80,13 @@ def _run_as_planned(bound: BoundPlan, operands: Sequence[Tensor], indices: Mappi
 
 
 def _run(bound: BoundPlan, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
-    if dataless(operands[0]):
-        return bound.stock(operands, indices)
-    if bound.plan.index_mode == "drop" and not in_functorch():
-        wide = widened(OPS, bound.views(operands), bound.spec, bound.prepare(indices), finite)
-        if wide is not None:
-            return bound.contract(*wide, bound.index_views(indices))
+    if not (in_functorch() or dataless(operands[0])) and (wide := wide_result(bound, operands, indices)) is not None:
+        return wide
     if forward_mode():
         return bound.stock(operands, indices)
     _check_gradients(bound, operands)
     if bound.programs.backward is None:
-        return bound.forward(operands, bound.prepare(indices))[0]
+        return run_forward(bound, operands, indices)[0]
     return recorded(bound, operands, indices)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import is_fake
 
 from planner.kernels import torch_pooled
 
@@ -24,7 +24,7 @@ def not_dense(x: Tensor) -> str | None:
 
 def dataless(x: Tensor) -> bool:
     """Whether a tensor has a shape and a dtype but no values to look at."""
-    return x.is_meta or isinstance(x, FakeTensor)
+    return x.is_meta or is_fake(x)
 
 
 def finite(x: Tensor) -> bool:

@@ -5,6 +5,8 @@ Nothing waits for the device. Strides are taken as they are; sums are in one ord
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,22 +15,13 @@ from torch import Tensor
 
 from planner.kernels.torch_grouped import accumulator
 from planner.kernels.torch_grouping import Groups, group_rows
-from planner.kernels.triton_product import add_parts_kernel, product_kernel
+from planner.kernels.triton_axes import Axis, axis_of, cut, grid, most_tiles, packed, starts_of, wide
+from planner.kernels.triton_product import product_kernel
+from planner.kernels.triton_sum import add_parts, grouped_sum
 from planner.kernels.triton_tiles import Tiles, tiles_of
 
-__all__ = ["DTYPES", "Axis", "Matrices", "grouped_gradients", "grouped_matmul", "grouped_outer", "grouped_sum",
-           "plain_product", "rows_product", "terms_product"]  # fmt: skip
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# How many elements of a cut group are added by one program.
-_ADDED = 1024
-
-
-class Axis(NamedTuple):
-    """An axis of an operand: elements between neighbours, and the position of each index where it is not the index."""
-
-    stride: int
-    table: Tensor | None = None
+__all__ = ["Matrices", "batched_matmul", "grouped_gradients", "grouped_matmul", "grouped_outer", "plain_product",
+           "rows_product", "terms_product"]  # fmt: skip
 
 
 class Matrices(NamedTuple):
@@ -49,7 +42,7 @@ class Matrices(NamedTuple):
     @property
     def flat(self) -> list[Any]:
         """What the kernel takes of it."""
-        return [self.x, *(part for axis in self[1:4] for part in (_packed(axis.table), axis.stride))]
+        return [self.x, *(part for axis in self[1:4] for part in axis.flat)]
 
 
 def precision() -> str:
@@ -77,12 +70,6 @@ def grouped_matmul(
     return grouped_sum(rows.reshape(n, i * k), group_rows(target, targets)).reshape(targets, i, k).to(a.dtype)
 
 
-def grouped_sum(x: Tensor, groups: Groups) -> Tensor:
-    """Sum the rows `(N, K)` of each group: `(groups, K)`, in the order of the rows."""
-    ones = x.new_ones(1, 1, 1).expand(len(x), 1, 1)
-    return grouped_outer(ones, x.unsqueeze(1), groups)[:, 0]
-
-
 def grouped_outer(
     a: Tensor, b: Tensor, groups: Groups, source_a: Tensor | None = None, source_b: Tensor | None = None
 ) -> Tensor:
@@ -101,6 +88,24 @@ def grouped_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Both gradients of `grouped_matmul` without target; see `planner.kernels.torch_grouped.grouped_gradients`."""
     return grouped_matmul(gout, c.transpose(1, 2), groups), grouped_outer(a, gout, groups, source)
+
+
+def batched_matmul(a: Tensor, b: Tensor, out: Tensor, dims: Sequence[Sequence[Sequence[int]]]) -> None:
+    """Write a batched product of operands whose dimensions may lie in any way; nothing is copied.
+
+    Args:
+        a: operand.
+        b: operand.
+        out: result.
+        dims: for each of the three, its dimensions in groups: of the batch, then rows, then columns.
+    """
+    x, y, z = (
+        Matrices(tensor, axis_of(tensor, outer), axis_of(tensor, inner), axis_of(tensor, column))
+        for tensor, (outer, inner, column) in zip((a.resolve_neg(), b.resolve_neg(), out), dims, strict=True)
+    )
+    batch, m, n = (math.prod(out.shape[d] for d in group) for group in dims[2])
+    k = math.prod(a.shape[d] for d in dims[0][2])
+    plain_product(x, y, z, (batch, m, n, k))
 
 
 def plain_product(a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int, int, int]) -> None:
@@ -132,9 +137,8 @@ def rows_product(
     if rows * i * n:
         tiles = _tiles("rows", max(1, rows * i // max(1, groups)), n, k, a, b, out)
         step = tiles.m * tiles.chunk
-        tile_starts = _starts(_pieces(starts, i, step))
-        # Each group ends in one piece that is not full, at most.
-        count = triton.cdiv(rows * i, step) + groups + drops
+        tile_starts = starts_of(cut(starts, i, step))
+        count = most_tiles(rows * i, step, groups + drops)
         _launch(
             "rows", a, b, out, (rows * i, n, k), tiles, groups + drops, count, order, starts, tile_starts,
             inner=i, drops=drops, batch_groups=batch_groups,
@@ -155,21 +159,18 @@ def terms_product(
     tiles = _tiles("terms", m, n, max(1, rows * i // groups), a, b, out)
     step = tiles.k * tiles.chunk
     # Groups without rows are written too.
-    pieces = _pieces(starts, i, step).clamp_min_(1)
-    part_starts = _starts(pieces * (pieces > 1))
+    pieces = cut(starts, i, step).clamp_min_(1)
+    part_starts = starts_of(pieces * (pieces > 1))
     # A group that is cut has more terms than a step, and all of its pieces but one are full.
     slots = 2 * (rows * i // step)
-    wide = torch.float64 if a.x.dtype == torch.float64 else torch.float32
-    parts = out.x.new_empty((max(1, slots), m, n), dtype=wide)
-    count = (triton.cdiv(rows * i, step) + groups) * triton.cdiv(m, tiles.m)
+    parts = out.x.new_empty((max(1, slots), m, n), dtype=wide(a.x.dtype))
+    count = most_tiles(rows * i, step, groups) * triton.cdiv(m, tiles.m)
     _launch(
-        "terms", a, b, out, (m, n, rows * i), tiles, groups, count, order, starts, _starts(pieces), part_starts, parts,
-        inner=i, batch_groups=batch_groups,
+        "terms", a, b, out, (m, n, rows * i), tiles, groups, count, order, starts, starts_of(pieces), part_starts,
+        parts, inner=i, batch_groups=batch_groups,
     )  # fmt: skip
     if slots:
-        grid = _grid(groups * triton.cdiv(m * n, _ADDED))
-        with torch.cuda.device_of(out.x):
-            add_parts_kernel[grid](parts, part_starts, *out.flat, m, n, BLOCK=_ADDED)
+        add_parts(parts, part_starts, groups, out.x, (out.outer, out.inner, out.column))
 
 
 def _tiles(mode: str, m: int, n: int, k: int, *operands: Matrices) -> Tiles:
@@ -186,30 +187,10 @@ def _launch(
 ) -> None:  # fmt: skip
     m, n, k = sizes
     with torch.cuda.device_of(out.x):  # Triton launches on the device that is current
-        product_kernel[_grid(count * triton.cdiv(n, tiles.n))](
-            *a.flat, *b.flat, *out.flat, _packed(order), _packed(starts), tile_starts, part_starts, parts,
+        product_kernel[grid(count * triton.cdiv(n, tiles.n))](
+            *a.flat, *b.flat, *out.flat, packed(order), packed(starts), tile_starts, part_starts, parts,
             groups, batch_groups or max(1, groups), a.batch, b.batch, inner, m, k, n,
             MODE=mode, DROPS=drops, PRECISION=precision(),
             BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHUNK=tiles.chunk, ONE_K=k <= tiles.k,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
-
-
-def _packed(table: Tensor | None) -> Tensor | None:
-    """A table as the kernel reads it, without gaps: one that repeats an entry has a stride of 0."""
-    return None if table is None else table.contiguous()
-
-
-def _grid(programs: int) -> tuple[int]:
-    if programs >= 2**31:
-        raise ValueError(f"the product needs {programs} programs, of which a device takes {2**31 - 1}")
-    return (programs,)
-
-
-def _pieces(starts: Tensor, inner: int, step: int) -> Tensor:
-    """How many programs each group takes."""
-    return (starts.diff() * inner + (step - 1)).div(step, rounding_mode="floor")
-
-
-def _starts(counts: Tensor) -> Tensor:
-    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))

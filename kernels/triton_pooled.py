@@ -15,7 +15,8 @@ from torch import Tensor
 
 from planner.kernels.keys import Keys
 from planner.kernels.torch_grouping import group_rows
-from planner.kernels.triton_grouped import Axis, Matrices, rows_product, terms_product
+from planner.kernels.triton_axes import Axis
+from planner.kernels.triton_grouped import Matrices, rows_product, terms_product
 
 __all__ = ["gradients", "pool_gradient", "query_gradient", "scores"]
 

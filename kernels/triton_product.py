@@ -18,11 +18,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["add_parts_kernel", "product_kernel"]
+__all__ = ["add_parts_kernel", "group_of", "position", "product_kernel"]
 
 
 @triton.jit
-def _position(index, table, mask):  # type: ignore[no-untyped-def]
+def position(index, table, mask):  # type: ignore[no-untyped-def]
     """Positions along an axis, int64: a stride times them may exceed 32 bits."""
     if table is not None:
         return tl.load(table + index, mask=mask, other=-1).to(tl.int64)
@@ -31,7 +31,7 @@ def _position(index, table, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _group_of(tile, tile_starts, groups):  # type: ignore[no-untyped-def]
+def group_of(tile, tile_starts, groups):  # type: ignore[no-untyped-def]
     """The group that holds a tile: the last that begins there or before; others that begin there are empty."""
     low = tile * 0
     high = low + groups
@@ -77,16 +77,16 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     tile = (tl.program_id(0) // tiles_n).to(tl.int64)
     n = (tl.program_id(0) % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_there = n < size_n
-    b_n = _position(n, b_column_table, n_there) * b_column
-    out_n = _position(n, out_column_table, n_there) * out_column
+    b_n = position(n, b_column_table, n_there) * b_column
+    out_n = position(n, out_column_table, n_there) * out_column
     tiles_m = tl.cdiv(size_m, BLOCK_M)
     if MODE == "plain":
         group = tile // tiles_m
         start = group * 0
         first = (tile % tiles_m) * BLOCK_M
         last = tl.minimum(first + BLOCK_M, size_m)
-        a_group = _position(group, a_outer_table, group >= 0) * a_outer
-        b_group = _position(group, b_outer_table, group >= 0) * b_outer
+        a_group = position(group, a_outer_table, group >= 0) * a_outer
+        b_group = position(group, b_outer_table, group >= 0) * b_outer
     else:
         at_m = tile * 0
         if MODE == "terms":
@@ -94,7 +94,7 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
             tile = tile // tiles_m
         if tile >= tl.load(tile_starts + groups):
             return
-        group = _group_of(tile, tile_starts, groups)
+        group = group_of(tile, tile_starts, groups)
         start = tl.load(starts + group)
         count = (tl.load(starts + group + 1) - start) * inner
         piece = tile - tl.load(tile_starts + group)
@@ -105,11 +105,11 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         b_group = (group // batch_groups) * b_batch
         if MODE == "rows":
             of_entry = group % batch_groups
-            b_group += _position(of_entry, b_outer_table, group >= 0) * b_outer
+            b_group += position(of_entry, b_outer_table, group >= 0) * b_outer
     if MODE == "terms":
         m = at_m + tl.arange(0, BLOCK_M)
         m_there = m < size_m
-        a_m = a_group + _position(m, a_column_table, m_there) * a_column
+        a_m = a_group + position(m, a_column_table, m_there) * a_column
         total = tl.zeros((BLOCK_M, BLOCK_N), wide)
         for at in range(first, last, BLOCK_K):
             k = at + tl.arange(0, BLOCK_K)
@@ -117,19 +117,19 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
             row = start + k // inner
             if order is not None:
                 row = tl.load(order + row, mask=there, other=0)
-            a_row = _position(row, a_outer_table, there)
-            b_row = _position(row, b_outer_table, there)
+            a_row = position(row, a_outer_table, there)
+            b_row = position(row, b_outer_table, there)
             there = there & (a_row >= 0) & (b_row >= 0)
-            a_k = a_row * a_outer + _position(k % inner, a_inner_table, there) * a_inner
-            b_k = b_row * b_outer + _position(k % inner, b_inner_table, there) * b_inner
+            a_k = a_row * a_outer + position(k % inner, a_inner_table, there) * a_inner
+            b_k = b_row * b_outer + position(k % inner, b_inner_table, there) * b_inner
             x = tl.load(a + a_m[:, None] + a_k[None, :], mask=m_there[:, None] & there[None, :], other=0.0)
             y = tl.load(b + b_group + b_k[:, None] + b_n[None, :], mask=there[:, None] & n_there[None, :], other=0.0)
             total = tl.dot(x, y, total, input_precision=PRECISION, out_dtype=wide)
         inside = m_there[:, None] & n_there[None, :]
         slot = tl.load(part_starts + group)
         if slot == tl.load(part_starts + group + 1):
-            out_m = _position(group, out_outer_table, group >= 0) * out_outer
-            out_m += _position(m, out_inner_table, m_there) * out_inner
+            out_m = position(group, out_outer_table, group >= 0) * out_outer
+            out_m += position(m, out_inner_table, m_there) * out_inner
             tl.store(out + out_m[:, None] + out_n[None, :], total.to(out.dtype.element_ty), mask=inside)
         else:
             where = ((slot + piece) * size_m + m[:, None]) * size_n + n[None, :]
@@ -141,7 +141,7 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         k = tl.arange(0, BLOCK_K)
         there = k < terms
         if ONE_K:
-            b_k = b_group + _position(k, b_inner_table, there) * b_inner
+            b_k = b_group + position(k, b_inner_table, there) * b_inner
             y = tl.load(b + b_k[:, None] + b_n[None, :], mask=there[:, None] & n_there[None, :], other=0.0)
         for at in range(first, last, BLOCK_M):
             m = at + tl.arange(0, BLOCK_M)
@@ -151,26 +151,26 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
                 if order is not None:
                     row = tl.load(order + row, mask=m_there, other=0)
                 m = m % inner
-                a_row = _position(row, a_outer_table, m_there)
+                a_row = position(row, a_outer_table, m_there)
                 reads = m_there & (a_row >= 0)
-                a_m = a_group + a_row * a_outer + _position(m, a_inner_table, reads) * a_inner
-                out_m = _position(row, out_outer_table, m_there) * out_outer
+                a_m = a_group + a_row * a_outer + position(m, a_inner_table, reads) * a_inner
+                out_m = position(row, out_outer_table, m_there) * out_outer
             else:
                 reads = m_there
-                a_m = a_group + _position(m, a_inner_table, reads) * a_inner
-                out_m = _position(group, out_outer_table, group >= 0) * out_outer
-            out_m += _position(m, out_inner_table, m_there) * out_inner
+                a_m = a_group + position(m, a_inner_table, reads) * a_inner
+                out_m = position(group, out_outer_table, group >= 0) * out_outer
+            out_m += position(m, out_inner_table, m_there) * out_inner
             total = tl.zeros((BLOCK_M, BLOCK_N), wide)
             if ONE_K:
-                a_k = _position(k, a_column_table, there) * a_column
+                a_k = position(k, a_column_table, there) * a_column
                 x = tl.load(a + a_m[:, None] + a_k[None, :], mask=reads[:, None] & there[None, :], other=0.0)
                 total = tl.dot(x, y, total, input_precision=PRECISION, out_dtype=wide)
             else:
                 for from_k in range(0, terms, BLOCK_K):
                     k = from_k + tl.arange(0, BLOCK_K)
                     there = k < terms
-                    a_k = _position(k, a_column_table, there) * a_column
-                    b_k = b_group + _position(k, b_inner_table, there) * b_inner
+                    a_k = position(k, a_column_table, there) * a_column
+                    b_k = b_group + position(k, b_inner_table, there) * b_inner
                     x = tl.load(a + a_m[:, None] + a_k[None, :], mask=reads[:, None] & there[None, :], other=0.0)
                     y = tl.load(b + b_k[:, None] + b_n[None, :], mask=there[:, None] & n_there[None, :], other=0.0)
                     total = tl.dot(x, y, total, input_precision=PRECISION, out_dtype=wide)
@@ -200,7 +200,7 @@ def add_parts_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK,), parts.dtype.element_ty)
     for slot in range(first, last):
         total += tl.load(parts + slot * elements + at, mask=there, other=0.0)
-    where = _position(group, out_outer_table, group >= 0) * out_outer
-    where += _position(at // size_n, out_inner_table, there) * out_inner
-    where += _position(at % size_n, out_column_table, there) * out_column
+    where = position(group, out_outer_table, group >= 0) * out_outer
+    where += position(at // size_n, out_inner_table, there) * out_inner
+    where += position(at % size_n, out_column_table, there) * out_column
     tl.store(out + where, total.to(out.dtype.element_ty), mask=there)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from planner.acceptance import accepted
 from planner.cost import itemsize
 from planner.device import Device
-from planner.dispatch import framework_of, load_backend, operands_framework
+from planner.dispatch import for_dynamo, framework_of, load_backend, operands_framework, torch_compiles
 from planner.errors import PlannerError, ShapeError, SpecError
 from planner.measure import measured
 from planner.parse import parse, parse_sublists
@@ -120,6 +120,8 @@ def contract(
         The notation is that of numpy's einsum; why an index array may stand anywhere in it: `planner.derive`.
     """
     asked = (spec, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, precision)
+    if torch_compiles():
+        return for_dynamo().contract(asked, operands, indices)
     run = None
     try:
         signature = _SIGNATURES[type(operands[0])](operands, indices)
@@ -127,12 +129,12 @@ def contract(
     except (KeyError, IndexError, TypeError, AttributeError):
         pass  # planned below, outside of the handler: what is raised there has no other error as its context
     if run is None:
-        return _contract(Request(*asked), operands, indices)
+        return plan_and_run(Request(*asked), operands, indices)
     return run(operands, indices)
 
 
-def _contract(request: Request, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
-    """The first call of its kind: plan it, remember how to run it, run it."""
+def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
+    """Contract by the first call of its kind: plan it, remember how to run it, run it."""
     spec = request.spec
     _check_names(contract, indices)
     if not isinstance(spec, (str, Spec)):
@@ -350,9 +352,7 @@ def dtype_name(dtype: Any) -> str:
     Raises:
         PlannerError: it is no dtype that contractions compute in.
     """
-    if isinstance(dtype, str):
-        name = dtype
-    elif str(dtype).startswith("torch."):
+    if isinstance(dtype, str) or str(dtype).startswith("torch."):
         name = str(dtype).removeprefix("torch.")
     else:
         name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from planner.backends.protocol import Backend
     from planner.plan import Plan
 
-__all__ = ["check_call", "framework_of", "load_backend", "operands_framework", "run_plan"]
+__all__ = ["check_call", "for_dynamo", "framework_of", "load_backend", "operands_framework", "run_plan",
+           "torch_compiles"]  # fmt: skip
 
 BACKENDS = ("torch", "jax", "numpy")
 
@@ -35,6 +36,20 @@ def load_backend(name: str) -> Backend:
         raise PlannerError(f"{name} is not installed: pip install 'contraction-planner[{name}]'")
     backend: Backend = importlib.import_module(f"planner.backends.{name}_backend").backend
     return backend
+
+
+def torch_compiles() -> bool:
+    """Whether torch's compiler reads the caller, to run it later on."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_dynamo_compiling())
+
+
+def for_dynamo() -> Any:
+    """Return the module of calls that torch's compiler finds in place of others, which it cannot read."""
+    # A statement, which it reads, where it refuses a call of importlib's.
+    from planner.backends import torch_dynamo
+
+    return torch_dynamo
 
 
 _FRAMEWORKS: dict[type, str | None] = {}

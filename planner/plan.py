@@ -163,8 +163,10 @@ class Plan:
             ShapeError: an operand or index array does not fit the plan.
             IndexRangeError: an index is out of range.
         """
-        from planner.dispatch import run_plan
+        from planner.dispatch import for_dynamo, run_plan, torch_compiles
 
+        if torch_compiles():
+            return for_dynamo().run_plan(self, operands, indices)
         return run_plan(self, operands, indices)
 
     def analyze(self, *operands: Any, rounds: int = 3, **indices: Any) -> Analysis:

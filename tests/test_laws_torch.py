@@ -257,6 +257,8 @@ def test_every_lowering_agrees():
 
     law()
     agree("ab -> aba", [torch.zeros(3, 2)], {}, 0)
+    indices = torch.tensor([[3, 0], [1, 1], [5, 0]])
+    agree("abcd -> dq[ca]b", [torch.zeros(2, 3, 3, 2)], {"q": indices, "sizes": {"q": 5}, "index_mode": "drop"}, 0)
     for workload in WORKLOADS.values():
         tiny = workload.tiny()
         if len(tiny.shapes) <= 2:

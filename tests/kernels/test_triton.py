@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,10 +20,11 @@ pytest.importorskip("triton", reason="triton is not installed")
 import planner  # noqa: E402
 from planner.backends import torch_card as card  # noqa: E402
 from planner.dispatch import load_backend  # noqa: E402
-from planner.kernels import torch_grouped, torch_pooled, triton_grouped, triton_pooled  # noqa: E402
+from planner.kernels import torch_grouped, torch_pooled, triton_grouped, triton_pooled, triton_sum  # noqa: E402
 from planner.kernels.keys import Keys  # noqa: E402
 from planner.kernels.torch_grouping import group_rows  # noqa: E402
-from planner.kernels.triton_grouped import Axis, Matrices, plain_product, rows_product, terms_product  # noqa: E402
+from planner.kernels.triton_axes import Axis  # noqa: E402
+from planner.kernels.triton_grouped import Matrices, plain_product, rows_product, terms_product  # noqa: E402
 from planner.kernels.triton_tiles import Tiles, tiles_of  # noqa: E402
 
 DTYPES = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
@@ -253,7 +255,7 @@ def test_what_is_dropped_is_zero_whatever_it_would_meet():
     ("spec", "shapes", "indices"),
     [
         ("nij, q[n]jk -> nik", ((60, 2, 5), (7, 5, 6)), {"q": (60,)}),
-        ("bhqd, b h i[bhqk] d -> bhqk", ((1, 1, 40, 64), (1, 1, 900, 64)), {"i": (1, 1, 40, 30)}),
+        ("bhqd, b h i[bhqk] d -> bhqk", ((1, 1, 20, 64), (1, 1, 100, 64)), {"i": (1, 1, 20, 4)}),
         ("ti, q[t]ir, q[t]ro -> to", ((50, 8), (5, 8, 3), (5, 3, 8)), {"q": (50,)}),
         ("bij, q[b]jk -> ik", ((30, 2, 5), (7, 5, 6)), {"q": (30,)}),
     ],
@@ -340,3 +342,74 @@ def test_the_kernel_compiles_for_cards(arch):
             assert "wgmma" in x["instructions"], x
         else:
             assert {"mma", "wgmma"} & set(x["instructions"]), x
+
+
+@settings(max_examples=examples(40, 400))
+@given(
+    seed=st.integers(0, 2**30), dtype=st.sampled_from(sorted(DTYPES)),
+    sizes=st.lists(st.sampled_from([0, 1, 2, 3, 17]), min_size=6, max_size=6), sets=st.integers(0, 63),
+)  # fmt: skip
+def test_products_whose_axes_lie_apart(seed, dtype, sizes, sets):
+    """Two axes in each group, in any order, with gaps and repeated: nothing is viewed as a matrix."""
+    random = np.random.default_rng(seed)
+    batch, left, right, summed = "bc", "mn", "uv", "kl"
+    size = dict(zip("bcmnuvkl", [*sizes, 2, 3], strict=True))
+
+    def tensor(axes):
+        order = random.permutation(len(axes))
+        gaps = random.integers(1, 3, len(axes))
+        x = integers(random, *(size[axes[d]] * gaps[d] for d in order))
+        x = torch.from_numpy(x).to(getattr(torch, dtype)).to(DEVICE)
+        x = x.permute([list(order).index(d) for d in range(len(axes))])
+        x = x[tuple(slice(None, None, int(gap)) for gap in gaps)]
+        return x[:, :1].expand(x.shape) if sets & 1 and x.shape[1] else x
+
+    terms = [batch + left + summed, batch + summed + right, batch + left + right]
+    shuffled = ["".join(random.permutation(list(term))) for term in terms]
+    a, b = map(tensor, shuffled[:2])
+    out = torch.full([size[e] for e in shuffled[2]], torch.nan, dtype=a.dtype, device=DEVICE)
+    groups = [(batch, left, summed), (batch, summed, right), (batch, left, right)]
+    dims = [[[term.index(e) for e in group] for group in of] for term, of in zip(shuffled, groups, strict=True)]
+    triton_grouped.batched_matmul(a, b, out, dims)
+    expected = torch.einsum(f"{shuffled[0]},{shuffled[1]}->{shuffled[2]}", a.double().cpu(), b.double().cpu())
+    assert torch.equal(out.cpu().double(), expected)
+
+
+@settings(max_examples=examples(60, 600))
+@given(
+    seed=st.integers(0, 2**30), dtype=st.sampled_from(sorted(DTYPES)), rows=st.sampled_from([0, 1, 5, 70, 300]),
+    groups=st.integers(0, 5), columns=st.tuples(*[st.sampled_from([0, 1, 2, 17])] * 2), tile=st.sampled_from([64, 256]),
+)  # fmt: skip
+def test_rows_are_summed_by_group(seed, dtype, rows, groups, columns, tile):
+    """Groups that are cut into pieces too; what is beside the operand and the result is left alone."""
+    random = np.random.default_rng(seed)
+    values = integers(random, columns[0], rows, columns[1])
+    x = torch.full((columns[0] + 2, rows + 2, columns[1] + 2), torch.nan, dtype=getattr(torch, dtype), device=DEVICE)
+    x[1:-1, 1:-1, 1:-1] = torch.from_numpy(values)
+    out = torch.full((columns[1] + 2, groups + 2, columns[0] + 2), torch.nan, dtype=x.dtype, device=DEVICE)
+    of = random.integers(0, groups + 1, rows) if random.random() < 0.7 else np.full(rows, 0)
+    index = group_rows(torch.from_numpy(of).to(DEVICE), groups)
+    given, made = x[1:-1, 1:-1, 1:-1], out[1:-1, 1:-1, 1:-1]
+    with mock.patch.multiple(triton_sum, _TILE=tile, _CHUNK=2):
+        triton_sum.sum_rows(
+            triton_sum.Rows.of(given, [1], [0, 2]), triton_sum.Rows.of(made, [1], [2, 0]), math.prod(columns), index
+        )
+    expected = np.zeros((columns[1], groups, columns[0]))
+    for row in range(rows):
+        if of[row] < groups:
+            expected[:, of[row]] += values[:, row].T
+    assert np.array_equal(made.cpu().double().numpy(), expected)
+    made.fill_(torch.nan)
+    assert out.isnan().all()
+
+
+def test_sums_are_not_rounded_where_products_may_be():
+    """Rows are added in float32, whatever precision is set for products."""
+    x = torch.tensor([[1.0], [2.0**-20], [-1.0]], device=DEVICE)
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        found = triton_sum.grouped_sum(x, group_rows(torch.zeros(3, dtype=torch.int64, device=DEVICE), 1))
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert found.item() == 2.0**-20

@@ -1,0 +1,71 @@
+"""How Triton kernels address tensors: an axis is a stride, or a table and a stride; and how groups are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+__all__ = ["Axis", "axis_of", "cut", "grid", "most_tiles", "packed", "starts_of", "wide"]
+
+
+class Axis(NamedTuple):
+    """An axis of an operand: elements between neighbours, and the position of each index where it is not the index."""
+
+    stride: int
+    table: Tensor | None = None
+
+    @property
+    def flat(self) -> list[Any]:
+        """What a kernel takes of it."""
+        return [packed(self.table), self.stride]
+
+
+def axis_of(x: Tensor, dims: Sequence[int]) -> Axis:
+    """Return some dimensions of a tensor, the last innermost, as one axis: a stride where they lie so, else a table."""
+    known = [(x.shape[d], x.stride(d)) for d in dims if x.shape[d] != 1]
+    if all(outer == size * inner for (_, outer), (size, inner) in zip(known, known[1:], strict=False)):
+        return Axis(known[-1][1] if known else 0)
+    positions = torch.zeros((), dtype=torch.int64, device=x.device)
+    for size, stride in known:
+        positions = positions.unsqueeze(-1) + torch.arange(size, device=x.device) * stride
+    return Axis(1, positions.reshape(-1))
+
+
+def packed(table: Tensor | None) -> Tensor | None:
+    """Return a table as kernels read it, without gaps: one that repeats an entry has a stride of 0."""
+    return None if table is None else table.contiguous()
+
+
+def grid(programs: int) -> tuple[int]:
+    """Return the grid of a number of programs.
+
+    Raises:
+        ValueError: a device does not take that many.
+    """
+    if programs >= 2**31:
+        raise ValueError(f"the product needs {programs} programs, of which a device takes {2**31 - 1}")
+    return (programs,)
+
+
+def cut(starts: Tensor, inner: int, step: int) -> Tensor:
+    """Return into how many pieces of `step` terms, `inner` of which belong to a row, each group is cut."""
+    return (starts.diff() * inner + (step - 1)).div(step, rounding_mode="floor")
+
+
+def starts_of(counts: Tensor) -> Tensor:
+    """Return the sums of all counts before each, and of all."""
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that kernels sum in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def most_tiles(terms: int, step: int, groups: int) -> int:
+    """Return the most pieces that groups of so many terms in all are cut into: each ends in one that is not full."""
+    return triton.cdiv(terms, step) + groups

@@ -1,0 +1,224 @@
+"""`torch.compile(fullgraph=True)`: calls are recorded whole, and what runs later on is what the plan says."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from laws import MODES, exact_problems
+
+import planner
+from planner.workloads import WORKLOADS
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from planner.backends import torch_operators  # noqa: E402
+from planner.backends.torch_bound import BoundPlan  # noqa: E402
+
+SPEC = "nij, q[n]jk -> nik"
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compiled(function, **options):
+    """Without a code generator, whose C++ takes seconds a function: what is tested is what is recorded."""
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+def small(*shapes, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(-3, 4, shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+def strides_of(x):
+    """Strides that matter."""
+    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1 and x.numel()]
+
+
+def agree(function, *arguments, **options):
+    """A compiled function gives the values, strides and gradients that it gives otherwise; return it."""
+    made = compiled(function, **options)
+    got, expected = made(*arguments), function(*arguments)
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    storages = {x.untyped_storage().data_ptr() for x in arguments if isinstance(x, torch.Tensor)}
+    # An operator returns no views and repeats no element: what it copies has no gaps.
+    if expected.untyped_storage().data_ptr() not in storages and 0 not in strides_of(expected):
+        assert strides_of(got) == strides_of(expected)
+    assert torch.equal(got, expected)
+    leaves = [x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad]
+    if expected.requires_grad:
+        gradients = (torch.autograd.grad(result.abs().sum(), leaves) for result in (got, expected))
+        for found, wanted in zip(*gradients, strict=True):
+            assert torch.equal(found, wanted)
+    return made
+
+
+def test_values_and_gradients():
+    @settings(max_examples=examples(15, 300))
+    @given(exact_problems(("float32", "complex64"), max_size=3), st.booleans())
+    def law(problem, limited):
+        torch.compiler.reset()
+        arrays = [torch.from_numpy(x) for x in problem.strided_operands()]
+        operands = [x.requires_grad_(need) for x, need in zip(arrays, problem.requires_grad, strict=True)]
+        indices = {name: torch.from_numpy(q) for name, q in problem.indices.items()}
+        options = {**problem.arguments(), "memory_limit": "1 MB" if limited else None}
+        for name in indices:
+            options.pop(name)
+
+        def function(*arrays):
+            named = dict(zip(indices, arrays[len(operands) :], strict=True))
+            return planner.contract(problem.spec, *arrays[: len(operands)], **named, **options)
+
+        agree(function, *operands, *indices.values())
+
+    law()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_index_modes_and_prepared_indices(mode):
+    a, c = small((6, 2, 3), (4, 3, 5))
+    q = torch.tensor([0, 3, -1, 1, 2, 0] if mode == "raise" else [0, 3, 9, 1, -7, 0])
+    prepared = planner.group(q, 4, index_mode=mode)
+
+    def function(a, c, q):
+        return planner.contract(SPEC, a, c, q=q, index_mode=mode)
+
+    agree(function, a, c, q)
+    agree(function, a, c, prepared)
+    agree(lambda a, c: function(a, c, prepared), a, c)
+
+
+def test_a_bad_index_is_refused_when_it_comes():
+    a, c = small((6, 2, 3), (4, 3, 5))
+    made = agree(lambda a, c, q: planner.contract(SPEC, a, c, q=q), a, c, torch.tensor([0, 3, 3, 1, 2, 0]))
+    with pytest.raises(planner.IndexRangeError, match=r"'q'\[5\] is 7"):
+        made(a, c, torch.tensor([0, 3, 3, 1, 2, 7]))
+
+
+def test_what_a_dropped_row_holds_is_looked_at_when_it_comes():
+    """NaN that only a dropped index meets: recorded for finite numbers, run on others."""
+    spec, q = "nj, q[n]k -> jk", torch.tensor([0, 9, 1])
+    a, c = small((3, 2), (2, 4))
+
+    def function(a, c):
+        return planner.contract(spec, a, c, q=q, index_mode="drop")
+
+    made = agree(function, a, c)
+    a = a.detach().clone()
+    a[1] = float("nan")
+    a.requires_grad_()
+    got, expected = made(a, c), function(a, c)
+    assert torch.equal(got, expected)
+    assert expected.isfinite().all()
+    for found, wanted in zip(*(torch.autograd.grad(y.sum(), (a, c)) for y in (got, expected)), strict=True):
+        assert torch.equal(found, wanted)
+        assert wanted.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (
+            lambda a, b, c: planner.contract("ij,jk,kl->il", a, b, c, optimize=[(0, 1), (0, 1)]),
+            [(2, 3), (3, 4), (4, 2)],
+        ),
+        (lambda a: planner.contract("ij->", a, dtype=torch.float64), [(6, 2)]),
+        (lambda a: planner.contract("ij->j", a, dtype="float64"), [(6, 2)]),
+        (lambda a, b: planner.contract(a, [0, 1], b, [1, 2], [0, 2]), [(6, 2), (2, 3)]),
+        (lambda a: planner.contract("ij->ji", a), [(6, 2)]),
+        (lambda a: planner.contract("ij->ijk", a, sizes={"k": 3}), [(6, 2)]),
+        (lambda a, b: planner.contract("ab,b->ca", a, b, sizes={"c": 2}, minimize="peak"), [(6, 2), (2,)]),
+        (lambda a: planner.contract("ij,ij->i", a, a) + planner.contract("ii->i", a[:2])[:1], [(6, 2)]),
+    ],
+)
+def test_options(function, shapes):
+    agree(function, *small(*shapes))
+
+
+def test_transforms_inside():
+    a, c = (x.detach() for x in small((6, 2, 3), (4, 3, 5)))
+    q = torch.tensor([0, 3, 3, 1, 2, 0])
+
+    def call(a, c, q):
+        return planner.contract(SPEC, a, c, q=q)
+
+    agree(lambda a, c, q: torch.func.grad(lambda a: call(a, c, q).square().sum())(a), a, c, q)
+    agree(lambda a, c, q: torch.func.vmap(lambda a: call(a, c, q))(a), torch.stack([a, 2 * a]), c, q)
+    agree(lambda a, c, q: torch.func.jvp(lambda a: call(a, c, q), (a,), (a + 1,))[1], a, c, q)
+
+
+def test_sizes_that_change():
+    made = compiled(lambda a, c, q: planner.contract(SPEC, a, c, q=q), dynamic=True)
+    for n in (6, 8, 11):
+        a, c = small((n, 2, 3), (4, 3, 5))
+        q = torch.arange(n) % 4
+        assert torch.equal(made(a, c, q), planner.contract(SPEC, a, c, q=q))
+
+
+def test_the_plan_is_what_runs(monkeypatch):
+    """Both programs are operators of the graph, and keep what the plan keeps."""
+    workload = WORKLOADS["message-passing"].resized(e=64, s=16, d=16)
+    operands, indices = workload.operands("torch", requires_grad=True), workload.indices("torch")
+    graphs, ran = [], []
+
+    def recorded(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    for name in ("forward", "backward"):
+        real = getattr(BoundPlan, name)
+        monkeypatch.setattr(BoundPlan, name, lambda *xs, real=real, name=name: ran.append(name) or real(*xs))
+    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=recorded, bw_compiler=recorded)
+    made = torch.compile(
+        lambda xs, qs: planner.contract(workload.spec, *xs, sizes={"d": 16}, **qs), fullgraph=True, backend=backend
+    )
+    made(operands, indices).sum().backward()
+    forward, backward = ([t for t in targets if t.startswith("planner.")] for targets in graphs)
+    assert forward == ["planner.forward.default"]
+    assert backward == ["planner.backward.default"]
+    assert ran == ["forward", "backward"]
+
+
+def test_operators_are_as_torch_wants_them():
+    a, c = (x.detach() for x in small((6, 2, 3), (4, 3, 5)))
+    q = planner.group(torch.tensor([0, 3, 3, 1, 2, 0]), 4)
+    plan = planner.plan(SPEC, *(planner.Operand(tuple(x.shape), requires_grad=True) for x in (a, c)), q=(6,),
+                        backend="torch")  # fmt: skip
+    names, arrays = torch_operators._split({"q": q})
+    assert json.loads(names) == [["q", [4, "raise", False]]]
+    text = plan.to_json()
+    result, *kept = torch.ops.planner.forward(text, names, arrays, [a, c])
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(torch.ops.planner.forward.default, (text, names, arrays, [a, c]), test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.planner.backward.default, (text, names, arrays, result, [a, c], kept), test_utils=checks
+    )
+
+
+def test_a_plan_is_refused_inside_and_runs_where_the_graph_may_break():
+    a, b = small((2, 3), (3, 4))
+    plan = planner.plan("ij,jk->ik", a, b)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="call planner.contract, which plans while it is recorded"):
+        compiled(lambda a, b: plan(a, b))(a, b)
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(lambda a, b: plan(a, b) + 1, backend="eager")(a, b), a @ b + 1)
+
+
+def test_dynamo_is_loaded_where_it_is_met():
+    code = """
+import sys, torch, planner
+x = torch.ones(2, 2)
+planner.contract("ij,jk->ik", x, x)
+assert "torch._dynamo" not in sys.modules
+made = torch.compile(lambda x: planner.contract("ij,jk->ik", x, x), fullgraph=True, backend="eager")
+assert made(x).sum() == 8
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
