@@ -202,8 +202,9 @@ def only_read_rows(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: Prepare
 
 
 def widened(
-    ops: ArrayOps, operands: Sequence[Any], spec: Spec, index: Prepared, finite: Callable[[Any], bool]
-) -> tuple[Spec, list[Any]] | None:
+    ops: ArrayOps, operands: Sequence[Any], spec: Spec, index: Prepared, finite: Callable[[Any], bool],
+    occurs: Callable[[Any], bool] = np.any,
+) -> tuple[Spec, list[Any]] | None:  # fmt: skip
     """Rewrite a contraction in which dropped indices meet infinities or NaN that `mask_term` cannot reach.
 
     An operand without some of a bracket's axes stands for terms that are dropped and terms that are not. Given those
@@ -215,11 +216,12 @@ def widened(
         spec: the resolved spec.
         index: prepared index arrays.
         finite: whether an array holds finite numbers only.
+        occurs: whether an array holds something that is true.
     """
     sizes = dict(spec.sizes)
     terms, values = list(spec.inputs), list(operands)
     for gather, rows in index.items():
-        if not bool((rows == gather.size).any()):
+        if not occurs(rows == gather.size):
             continue
         for number, term in enumerate(terms):
             missing = tuple(axis for axis in dict.fromkeys(gather.axes) if axis not in term)

@@ -67,7 +67,7 @@ class Bench:
 
 def correctness(bench: Bench) -> Iterator[tuple[str, str]]:
     """Yield each kernel and dtype, and what is wrong with it, "" if nothing: against the CPU's, on small integers."""
-    from planner.kernels import torch_grouped, torch_pooled, triton_grouped, triton_pooled
+    from planner.kernels import torch_grouped, torch_pooled, triton_grouped, triton_pooled, triton_sum
     from planner.kernels.keys import Keys
     from planner.kernels.torch_grouping import group_rows
 
@@ -100,6 +100,17 @@ def correctness(bench: Bench) -> Iterator[tuple[str, str]]:
         found = triton_pooled.gradients(weights, query, pool, keys)
         expected = torch_pooled.gathered_gradients(weights.cpu(), query.cpu(), pool.cpu(), host)
         yield f"gradients {dtype}", _difference(torch, found, expected)
+        x, q = bench.integers(k, m, d, dtype=dtype), torch.randint(0, q_ + 1, (m,))
+        out = torch.empty((d, q_, k), dtype=x.dtype, device=x.device)
+        groups = group_rows(q.to(bench.device), q_)
+        triton_sum.sum_rows(triton_sum.Rows.of(x, [1], [0, 2]), triton_sum.Rows.of(out, [1], [2, 0]), k * d, groups)
+        wanted = torch.zeros(q_ + 1, k, d, dtype=torch.float64).index_add_(0, q, x.cpu().double().transpose(0, 1))
+        yield f"sums of rows {dtype}", _difference(torch, out, wanted[:-1].permute(2, 0, 1).to(x.dtype))
+        left, right = bench.integers(k, b, d, 3, dtype=dtype), bench.integers(3, m, b, d, dtype=dtype)
+        out = torch.empty((m, b, k), dtype=x.dtype, device=x.device)
+        triton_grouped.batched_matmul(left, right, out, [[[1], [0], [2, 3]], [[2], [3, 0], [1]], [[1], [2], [0]]])
+        wanted = torch.einsum("kbde,embd->mbk", left.cpu().double(), right.cpu().double()).to(x.dtype)
+        yield f"products of axes that lie apart {dtype}", _difference(torch, out, wanted)
 
 
 def _difference(torch: Any, found: Any, expected: Any) -> str:
@@ -162,6 +173,7 @@ def comparisons(bench: Bench) -> Iterator[tuple[str, dict[str, Program], float]]
 
         ways: dict[str, Program] = {"planner, prepared": ours, "planner": loose, "matmul(a, c[q])": naive}
         if not small:
+            ways["planner, compiled"] = torch.compile(ours, fullgraph=True)
             ways["compiled"] = torch.compile(naive)
         yield f"seed-gathered-matmul {dtype}, forward", _without_gradients(torch, ways), size
         both = {label: _with_gradients(torch, way, (a, c), gradient) for label, way in ways.items()}

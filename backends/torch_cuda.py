@@ -184,7 +184,8 @@ def _summed_gather(spec: Spec) -> Gather | None:
         return None
     rest = [e for e in out if e != found[0]]
     axes = [*found[0].axes, *rest]
-    return found[0] if len(set(axes)) == len(axes) and set(axes) == set(inputs[0]) and found[0].axes else None
+    once = len(set(axes)) == len(axes) == len(inputs[0]) and set(axes) == set(inputs[0])
+    return found[0] if once and found[0].axes else None
 
 
 def _not_summed(op: Op) -> str | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from planner.backends.common import PreparedIndex, clip_error, range_error
-from planner.backends.torch_tensor import dataless, not_dense
+from planner.backends.torch_tensor import captured, dataless, not_dense
 from planner.errors import IndexRangeError, PlannerError
 from planner.kernels import torch_grouping
 from planner.spec import Gather
@@ -56,7 +56,10 @@ def refuse_sparse(raw: Tensor, gather: Gather) -> None:
 
 
 def in_range(raw: Tensor, gather: Gather, mode: str) -> tuple[Tensor, bool]:
-    """Bring an index array into [0, size]; also whether `size`, which means no row, occurs."""
+    """Bring an index array into [0, size]; also whether `size`, which means no row, occurs.
+
+    While a CUDA graph is captured it may occur, and under "raise" the device refuses it when the graph is run.
+    """
     size = gather.size
     assert size is not None
     refuse_sparse(raw, gather)
@@ -70,6 +73,12 @@ def in_range(raw: Tensor, gather: Gather, mode: str) -> tuple[Tensor, bool]:
         if size == 0:
             raise clip_error(gather)
         return wide.clamp(0, size - 1), False
+    if captured(wide):
+        inside = (wide >= (-size if mode == "raise" else 0)) & (wide < size)
+        if mode == "raise":
+            torch._assert_async(inside.all(), f"index array {gather.array!r} has values outside of [-{size}, {size})")
+            return torch.where(inside, torch.where(wide < 0, wide + size, wide), 0), False
+        return torch.where(inside, wide, size), True
     low, high = (int(v) for v in torch.aminmax(wide))
     if mode == "raise":
         if low < -size or high >= size:

@@ -21,7 +21,7 @@ from planner.backends.torch_bound import BoundPlan, bound_plan
 from planner.backends.torch_index import TorchIndex
 from planner.backends.torch_modes import as_planned
 from planner.backends.torch_ops import OPS, torch_dtype
-from planner.backends.torch_tensor import dataless, finite
+from planner.backends.torch_tensor import dataless, finite, occurs
 from planner.derive import transpose
 from planner.dispatch import load_backend
 from planner.layout import closed, row_major
@@ -56,7 +56,7 @@ def wide_result(bound: BoundPlan, operands: Sequence[Tensor], indices: Mapping[s
     """The result where dropped indices meet what is not finite; None where the plan itself serves."""
     if bound.plan.index_mode != "drop":
         return None
-    wide = widened(OPS, bound.views(operands), bound.spec, bound.prepare(indices), finite)
+    wide = widened(OPS, bound.views(operands), bound.spec, bound.prepare(indices), finite, occurs)
     return None if wide is None else bound.contract(*wide, bound.index_views(indices))
 
 

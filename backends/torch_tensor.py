@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from planner.kernels import torch_pooled
 
-__all__ = ["dataless", "finite", "not_dense"]
+__all__ = ["captured", "dataless", "finite", "not_dense", "occurs"]
 
 
 def not_dense(x: Tensor) -> str | None:
@@ -27,6 +27,16 @@ def dataless(x: Tensor) -> bool:
     return x.is_meta or is_fake(x)
 
 
+def captured(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured: values cannot be looked at, and will be others when it is run."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def occurs(x: Tensor) -> bool:
+    """Whether something is true, or may be: what cannot be looked at may hold anything."""
+    return captured(x) or bool(x.any())
+
+
 def finite(x: Tensor) -> bool:
     """Whether all numbers are finite, or there are none to see; a sum that overflows costs a needless look."""
-    return dataless(x) or torch_pooled.finite(x.detach())
+    return dataless(x) or (not captured(x) and torch_pooled.finite(x.detach()))

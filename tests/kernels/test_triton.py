@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 import planner  # noqa: E402
 from planner.backends import torch_card as card  # noqa: E402
+from planner.backends import torch_index, torch_tensor  # noqa: E402
 from planner.dispatch import load_backend  # noqa: E402
 from planner.kernels import torch_grouped, torch_pooled, triton_grouped, triton_pooled, triton_sum  # noqa: E402
 from planner.kernels.keys import Keys  # noqa: E402
@@ -413,3 +414,110 @@ def test_sums_are_not_rounded_where_products_may_be():
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     assert found.item() == 2.0**-20
+
+
+class NoLooks(torch.utils._python_dispatch.TorchDispatchMode):
+    """Refuses what waits for the device: to look at a value, and what has a size that depends on values."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        if any(name in str(function) for name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique")):
+            raise RuntimeError(f"{function} waits for the device")
+        return function(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("mode", ["raise", "drop", "clip"])
+@pytest.mark.parametrize(
+    ("spec", "shapes", "shape"),
+    [
+        ("nij, q[n]jk -> nik", ((30, 2, 5), (7, 5, 6)), (30,)),
+        ("nd, q[n]d -> n", ((30, 5), (7, 5)), (30,)),
+        ("nj, njk -> q[n]k", ((30, 5), (30, 5, 6)), (30,)),
+    ],
+)
+def test_nothing_is_looked_at_while_a_graph_is_captured(monkeypatch, spec, shapes, shape, mode, prepared):
+    """A plan for a card, both programs, with indices out of range where the mode takes them."""
+    random = np.random.default_rng(0)
+    operands = [torch.from_numpy(integers(random, *x)).float().requires_grad_() for x in shapes]
+    q = torch.from_numpy(random.integers(-7, 7, shape) if mode == "raise" else random.integers(-3, 12, shape))
+    options = {"index_mode": mode, "sizes": {"q": 7} if "q" not in spec.split("->")[0] else None}
+    index = planner.group(q, 7, index_mode=mode) if prepared else q
+    expected = planner.contract(spec, *operands, q=q, **options)
+    gradient = torch.from_numpy(integers(random, *expected.shape)).float()
+    wanted = torch.autograd.grad(expected, operands, gradient)
+    stand_ins = [planner.Operand(x, requires_grad=True) for x in shapes]
+    plan = planner.plan(spec, *stand_ins, q=shape, backend="torch", device="H200", minimize="peak", **options)
+    assert "grouped matmul, Triton" in str(plan) or spec != "nij, q[n]jk -> nik"
+    for module in (torch_tensor, torch_index):
+        monkeypatch.setattr(module, "captured", lambda x: True)
+    with NoLooks():
+        result = plan(*operands, q=index)
+        found = torch.autograd.grad(result, operands, gradient)
+    assert torch.equal(result, expected)
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
+
+def test_a_bad_index_of_a_captured_graph_is_refused_by_the_device(monkeypatch):
+    a, c = torch.ones(3, 1, 2), torch.ones(4, 2, 5)
+    monkeypatch.setattr(torch_index, "captured", lambda x: True)
+    with pytest.raises(RuntimeError, match=r"'q' has values outside of \[-4, 4\)"):
+        planner.contract("nij, q[n]jk -> nik", a, c, q=torch.tensor([0, 4, 1]))
+
+
+FAR = 2**31 + 11
+
+
+def far(values, axis):
+    """Values in memory of which two neighbours along an axis lie more than 2^31 elements apart."""
+    strides, step = [0] * values.ndim, 1
+    for d in reversed(range(values.ndim)):
+        strides[d] = FAR if d == axis else step
+        step *= 1 if d == axis else values.shape[d]
+    buffer = torch.empty(FAR * (values.shape[axis] - 1) + step, dtype=torch.float16)  # pages that nothing touches
+    return buffer.as_strided(values.shape, strides).copy_(torch.from_numpy(values))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the pages of a card are real")
+@pytest.mark.parametrize("axis", range(3))
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("mode", ["plain", "rows", "terms"])
+def test_strides_beyond_32_bits(mode, place, axis):
+    """In each axis of each operand and of the result, through a table too."""
+    random = np.random.default_rng(0)
+    values = [integers(random, 2, 2, 2), integers(random, 2, 2, 2), np.zeros((2, 2, 2))]
+    tensors = [torch.from_numpy(x).half() for x in values]
+    tensors[place] = far(values[place], axis)
+    order, starts = torch.tensor([1, 0]), torch.tensor([0, 1, 2])
+    expected = {
+        "plain": values[0] @ values[1],
+        "rows": values[0] @ values[1][[1, 0]],
+        "terms": np.swapaxes(values[0][[1, 0]], 1, 2) @ values[1][[1, 0]],
+    }[mode]
+    for tables in (False, True):
+        operands = []
+        for x in tensors:
+            axes = [Axis(stride) for stride in x.stride()]
+            if tables:
+                axes = [Axis(1, torch.tensor([0, stride])) for stride in x.stride()]
+                if x is not tensors[2] and mode == "terms":  # negative there are rows that are none
+                    axes[0] = Axis(x.stride(0), torch.tensor([0, 1]))
+            operands.append(Matrices(x, *axes))
+        tensors[2].zero_()
+        if mode == "plain":
+            plain_product(*operands, (2, 2, 2, 2))
+        else:
+            product = {"rows": rows_product, "terms": terms_product}[mode]
+            product(*operands, (2, 2, 2, 2), order, starts, 2)
+        assert np.array_equal(tensors[2].double().numpy(), expected), tables
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the pages of a card are real")
+@pytest.mark.parametrize("axis", range(2))
+@pytest.mark.parametrize("written", [False, True])
+def test_sums_of_rows_with_strides_beyond_32_bits(axis, written):
+    values = integers(np.random.default_rng(0), 2, 2)
+    x = torch.from_numpy(values).half() if written else far(values, axis)
+    out = far(np.zeros((2, 2)), axis) if written else torch.zeros(2, 2, dtype=torch.float16)
+    rows = triton_sum.Rows.of
+    triton_sum.sum_rows(rows(x, [0], [1]), rows(out, [0], [1]), 2, group_rows(torch.tensor([1, 0]), 2))
+    assert np.array_equal(out.double().numpy(), values[::-1])
