@@ -1,4 +1,4 @@
-"""Compile the Triton kernel for cards not here; ``python -m planner.kernels.triton_build`` tells what it takes.
+"""Compile the Triton kernels for cards not here; ``python -m planner.kernels.triton_build`` tells what it takes.
 
 --arch 80 90      compute capabilities, times ten
 --every           every tile that can be chosen, not only those of sides of 64
@@ -21,7 +21,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from planner.kernels.triton_product import product_kernel
+from planner.kernels.triton_product import add_parts_kernel, product_kernel
+from planner.kernels.triton_sum import sum_kernel
 from planner.kernels.triton_tiles import Tiles, tiles_of
 
 __all__ = ["Built", "Case", "build", "cases", "markdown"]
@@ -30,12 +31,14 @@ _POINTEES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64"
 _ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 # By capability: registers and bytes of shared memory of a multiprocessor, and warps and programs that it runs at once.
 _LIMITS = {80: (65536, 164 << 10, 64, 32), 90: (65536, 228 << 10, 64, 32)}
+_KERNELS = {"sum": sum_kernel, "add": add_parts_kernel}  # by mode; the others are those of one kernel
+_OF_GROUPS = ("order", "starts", "tile_starts", "part_starts", "parts")
 _RESERVED = 1 << 10  # bytes of shared memory that the system takes for each program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """What is compiled: a mode of the kernel for a dtype, a precision and tiles.
+    """What is compiled: a mode of the product kernel, or one that adds, for a dtype, a precision and tiles.
 
     Attributes:
         one_k: whether a tile covers all of k.
@@ -87,11 +90,13 @@ def cases(every: bool = False) -> Iterator[Case]:
                     if case not in seen:
                         seen.add(case)
                         yield case
+    for dtype, mode, tables in itertools.product(_POINTEES, ("sum", "add"), (False, True)):
+        yield Case(mode, dtype, "", Tiles(16, 128, 1, 64), tables=tables)
 
 
 def build(case: Case, arch: int) -> Built:
     """Compile; needs no card, and the kernel as a card runs it, not interpreted."""
-    source = ASTSource(product_kernel, *_signature(case))
+    source = ASTSource(_KERNELS.get(case.mode, product_kernel), *_signature(case))
     options = {"num_warps": case.tiles.warps, "num_stages": case.tiles.stages}
     kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     found = {
@@ -108,23 +113,25 @@ def build(case: Case, arch: int) -> Built:
 def _signature(case: Case) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
     """Types of the arguments, those that are constants, and those that 16 divides."""
     element, wide = _POINTEES[case.dtype], "fp64" if case.dtype == "float64" else "fp32"
-    tiles = case.tiles
+    tiles, names = case.tiles, _KERNELS.get(case.mode, product_kernel).arg_names
     constants: dict[str, Any] = {
         "MODE": case.mode, "DROPS": case.mode == "rows", "PRECISION": case.precision, "BLOCK_M": tiles.m,
         "BLOCK_N": tiles.n, "BLOCK_K": tiles.k, "CHUNK": tiles.chunk, "ONE_K": case.one_k, "inner": 1,
+        "BLOCK_R": tiles.m, "BLOCK": 1024,
     }  # fmt: skip
-    absent = {"rows": ("part_starts", "parts"), "terms": ()}.get(
-        case.mode, ("order", "starts", "tile_starts", "part_starts", "parts")
-    )
+    absent = {
+        "rows": ("part_starts", "parts"),
+        "plain": ("order", "starts", "tile_starts", "part_starts", "parts"),
+    }.get(case.mode, ())
     types: dict[str, str] = {}
-    for name in product_kernel.arg_names:
+    for name in names:
         if name.endswith("_column"):
             constants[name] = 1
         elif name in absent or (name.endswith("_table") and not case.tables):
             constants[name] = None
         if name in constants:
             types[name] = "constexpr"
-        elif name in ("a", "b", "out"):
+        elif name in ("a", "b", "x", "out"):
             types[name] = f"*{element}"
         elif name == "parts":
             types[name] = f"*{wide}"
@@ -132,10 +139,10 @@ def _signature(case: Case) -> tuple[dict[str, str], dict[tuple[int, ...], Any], 
             types[name] = "*i64"
         else:
             types[name] = "i32"
-    place: dict[str, tuple[int, ...]] = {name: (number,) for number, name in enumerate(product_kernel.arg_names)}
+    place: dict[str, tuple[int, ...]] = {name: (number,) for number, name in enumerate(names)}
     aligned = [name for name, kind in types.items() if kind.startswith("*") or name.endswith(("_outer", "_inner"))]
     divisible = {place[name]: [["tt.divisibility", 16]] for name in aligned if types[name] != "constexpr"}
-    return types, {place[name]: value for name, value in constants.items()}, divisible
+    return types, {place[name]: value for name, value in constants.items() if name in place}, divisible
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -167,7 +174,7 @@ def markdown(found: list[Built]) -> str:
     rows.append("| --- " * 10 + "|")
     for x in found:
         case, tiles = x.case, x.case.tiles
-        dtype = case.dtype + (f" ({case.precision})" if case.dtype == "float32" else "")
+        dtype = case.dtype + (f" ({case.precision})" if case.dtype == "float32" and case.precision else "")
         mode = case.mode + (", tables" if case.tables else "")
         rows.append(
             f"| {x.arch} | {mode} | {dtype} | {tiles.m} x {tiles.n} x {tiles.k} | {tiles.warps} | "

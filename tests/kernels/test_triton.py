@@ -332,12 +332,14 @@ def test_the_kernel_compiles_for_cards(arch):
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads(ran.stdout)
     assert {(x["case"]["mode"], x["case"]["dtype"]) for x in found} >= {
-        (mode, dtype) for mode in ("rows", "terms", "plain") for dtype in (*DTYPES, "bfloat16")
+        (mode, dtype) for mode in ("rows", "terms", "plain", "sum", "add") for dtype in (*DTYPES, "bfloat16")
     }
     for x in found:
         case = x["case"]
         assert not x["spilled"], x
-        if (case["dtype"], case["precision"]) == ("float32", "ieee"):
+        if case["mode"] in ("sum", "add"):
+            assert not {"mma", "wgmma"} & set(x["instructions"]), x
+        elif (case["dtype"], case["precision"]) == ("float32", "ieee"):
             assert x["instructions"] == ["fma.f32"], x
         elif arch == 90 and case["dtype"] in ("float16", "bfloat16") and case["tiles"]["m"] >= 64:
             assert "wgmma" in x["instructions"], x
