@@ -76,6 +76,18 @@ class Table:
             self._choices[op, device] = known
         return known
 
+    def verdicts(self, op: Op, device: Device) -> dict[str, StepCost | str]:
+        """Return for each row what it would cost, or why it cannot run an op; stock rows that cannot are left out."""
+        found: dict[str, StepCost | str] = {}
+        for row in self.rows.values():
+            elsewhere = row.kinds is not None and device.kind not in row.kinds
+            refusal = f"it runs on {' and '.join(row.kinds or ())}" if elsewhere else row.supports(op)
+            if refusal is None:
+                found[row.name] = row.cost(op, device)
+            elif not row.stock:
+                found[row.name] = refusal
+        return found
+
     def run(self, lowering: str, op: Op, inputs: Sequence[Any], indices: Indices) -> tuple[Any, ...]:
         """Run an op in the named implementation."""
         return self.rows[lowering].run(op, inputs, indices)

@@ -13,6 +13,7 @@ import numpy as np
 from planner.analyze import Analysis
 from planner.api import plan
 from planner.errors import PlannerError
+from planner.implementations import implementations_text
 from planner.plan import Plan
 from planner.spec import Operand, is_letter
 from planner.tradeoff import Tradeoff, tradeoff
@@ -134,6 +135,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain.add_argument("--json", action="store_true", help="print the plan as JSON")
     explain.add_argument("--alternatives", action="store_true", help="also print the plans that were not taken")
     explain.add_argument(
+        "--implementations", action="store_true", help="also print the ways to run each step, and why some are refused"
+    )
+    explain.add_argument(
         "--analyze", action="store_true", help="run the plan on random operands: predicted figures beside measured ones"
     )
     front = commands.add_parser("tradeoff", help="print the plans between time, peak and retained bytes")
@@ -166,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("alternatives")
         for alternative in alternatives:
             print(f"  {alternative}")
+    if options.implementations:
+        print(implementations_text(made))
     return 0
 
 

@@ -16,6 +16,7 @@ from planner.spec import Operand
 
 if TYPE_CHECKING:
     from planner.analyze import Analysis
+    from planner.implementations import Implementation
 
 __all__ = ["Alternative", "Loop", "Options", "Plan"]
 
@@ -207,6 +208,23 @@ class Plan:
         from planner.alternatives import alternatives
 
         return alternatives(self, most)
+
+    def implementations(self) -> tuple[tuple[Implementation, ...], ...]:
+        """Return for each of `steps` every implementation that the backend has: its cost, or why it was refused.
+
+        Example:
+            >>> import planner
+            >>> p = planner.plan("nij, q[n]jk -> nik", (9, 1, 4), (3, 4, 4), q=(9,), backend="numpy")
+            >>> print(p.implementations()[0][0])
+            matmul: 3.08 us, 192 B of scratch, chosen
+
+        Returns:
+            For each step the chosen one first, then the others by predicted time, then those that were refused. Of a
+            plan that goes slice by slice, the steps of one slice.
+        """
+        from planner.implementations import implementations
+
+        return implementations(self)
 
     def to_json(self) -> str:
         """Return the plan as JSON; `from_json` gives an equal plan back.

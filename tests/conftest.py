@@ -11,6 +11,11 @@ import hypothesis
 # torch and JAX may share one device: JAX must not take most of its memory at the first call.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+# Several test processes share the cores: where torch takes all of them for each, threads wait for one another, and the
+# suite takes half as long again.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Without a card Triton's kernels are interpreted; the variable is read when a kernel is defined.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")

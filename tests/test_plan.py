@@ -474,6 +474,32 @@ def test_explain_prints_the_plan(capsys):
     assert "backward" in out
 
 
+@pytest.mark.parametrize("device", [None, "H200"])
+def test_each_implementation_has_a_cost_or_a_refusal(device):
+    pytest.importorskip("torch", reason="torch is not installed")
+    operands = planner.Operand((90, 1, 8), requires_grad=True), planner.Operand((7, 8, 8), requires_grad=True)
+    plan = planner.plan("nij, q[n]jk -> nik", *operands, q=(90,), backend="torch", device=device)
+    assert len(plan.implementations()) == len(plan.steps) >= 2
+    table = planner.dispatch.load_backend("torch").table
+    for step, ways in zip(plan.steps, plan.implementations(), strict=True):
+        assert [way.name for way in ways if way.chosen] == [step.choice.lowering] == [ways[0].name]
+        priced = {way.name: way.cost for way in ways if way.cost is not None}
+        assert priced == {choice.lowering: choice.cost for choice in table.choices(step.op, plan.device)}
+        assert all(bool(way.refusal) == (way.cost is None) for way in ways)
+        assert {way.name for way in ways} >= {name for name, row in table.rows.items() if not row.stock}
+        kind = "cpu" if device else "cuda"
+        refused = {way.name for way in ways if way.refusal == f"it runs on {kind}"}
+        assert refused == {name for name, row in table.rows.items() if row.kinds == (kind,)}
+
+
+def test_implementations_are_printed(capsys):
+    arguments = ("explain", "ij, jk -> ik", "8x9", "9x4", "--backend", "numpy", "--implementations")
+    assert run_cli(*arguments) == 0
+    said = capsys.readouterr().out
+    assert "implementations\n  ij, jk -> ik\n    matmul: " in said
+    assert said.rstrip().endswith("chosen")
+
+
 def test_explain_as_json_and_with_alternatives(capsys):
     assert run_cli("explain", "ij, jk, kl -> il", "8x9", "9x4", "4x3", "--json") == 0
     assert planner.Plan.from_json(capsys.readouterr().out).path
