@@ -5,6 +5,7 @@ Loaded when it first meets one, since to load Dynamo takes seconds.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,14 +13,22 @@ import torch
 from torch._dynamo import disable, nonstrict_trace
 from torch.utils._pytree import register_pytree_node
 
-from planner import dispatch
-from planner.api import Request, plan_and_run
+from planner import dispatch, groups
+from planner.api import Request, dtype_name, plan_and_run
 from planner.backends.torch_index import TorchIndex
+from planner.errors import PlannerError
 
-__all__ = ["contract", "run_plan"]
+__all__ = ["contract", "group", "run_plan"]
 
-# A plan is no argument that Dynamo takes.
+# A plan is no argument that Dynamo takes, and to prepare an index looks at its values.
 run_plan = disable(dispatch.run_plan, reason="call planner.contract, which plans while it is recorded")
+group = disable(groups.group, reason="call planner.group outside, and pass what it returns")
+
+
+@disable(reason="planner.contract is recorded with tensors only")
+def _contract_apart(given: Mapping[str, Any], operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
+    return plan_and_run(Request(**{**dict.fromkeys(Request._fields), **given}), operands, indices)
+
 
 register_pytree_node(TorchIndex, TorchIndex.parts, TorchIndex.joined, serialized_type_name="planner.TorchIndex")
 
@@ -28,11 +37,18 @@ def contract(asked: Sequence[Any], operands: Sequence[Any], indices: Mapping[str
     """Contract as `planner.contract` does; `asked` are its arguments in the order of `planner.api.Request`."""
     # Dynamo records tensors, numbers and strings.
     given = {name: x for name, x in zip(Request._fields, asked, strict=True) if x is not None}
-    if isinstance(given.get("dtype"), torch.dtype):
-        given["dtype"] = str(given["dtype"])
+    if not any(isinstance(x, torch.Tensor) for x in (given["spec"], *operands)):
+        return _contract_apart(given, operands, indices)
+    if "dtype" in given:
+        given["dtype"] = dtype_name(given["dtype"])
     return _contract(given, operands, indices)
 
 
 @nonstrict_trace
 def _contract(given: Mapping[str, Any], operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
-    return plan_and_run(Request(**{**dict.fromkeys(Request._fields), **given}), operands, indices)
+    try:
+        return plan_and_run(Request(**{**dict.fromkeys(Request._fields), **given}), operands, indices)
+    except PlannerError as error:
+        # Dynamo raises an error of its own, and names this one far down in its causes.
+        warnings.warn(f"{type(error).__name__}: {error}", stacklevel=2)
+        raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ class TorchIndex(PreparedIndex):
         super().__init__(values, size, mode)
         self.guarded = guarded
         self.groups = torch_grouping.group_rows(values.reshape(-1), size)
+        self.facts = str(size), mode, str(guarded)
 
     def reshape(self, shape: Sequence[int]) -> TorchIndex:
         """The same rows in another shape."""
@@ -36,15 +36,16 @@ class TorchIndex(PreparedIndex):
         view.values = self.values.reshape(tuple(shape))
         return view
 
-    def parts(self) -> tuple[list[Tensor], tuple[Any, ...]]:
-        """Its tensors, and what else it is made of."""
-        return [self.values, self.groups.order, self.groups.offsets], (self.size, self.mode, self.guarded)
+    def parts(self) -> tuple[list[Tensor], tuple[str, ...]]:
+        """Its tensors, and what else it is made of: as text, for Dynamo makes symbols of numbers."""
+        return [self.values, self.groups.order, self.groups.offsets], self.facts
 
     @classmethod
-    def joined(cls, tensors: Iterable[Tensor], facts: Iterable[Any]) -> TorchIndex:
+    def joined(cls, tensors: Iterable[Tensor], facts: Iterable[str]) -> TorchIndex:
         """The inverse of `parts`."""
         found = cls.__new__(cls)
-        (found.values, order, offsets), (found.size, found.mode, found.guarded) = tensors, facts
+        (found.values, order, offsets), (size, found.mode, guarded) = tensors, facts
+        found.size, found.guarded, found.facts = int(size), guarded == "True", (size, found.mode, guarded)
         found.groups = torch_grouping.Groups(order, offsets, found.size)
         return found
 
@@ -63,8 +64,10 @@ def in_range(raw: Tensor, gather: Gather, mode: str) -> tuple[Tensor, bool]:
     size = gather.size
     assert size is not None
     refuse_sparse(raw, gather)
-    if raw.numel() == 0 or dataless(raw):
+    if raw.numel() == 0 or raw.is_meta:
         return raw.long(), False
+    if dataless(raw):  # looked at when what is recorded now is run
+        return _in_range_later(raw, gather.array, "".join(gather.axes), size, mode), mode == "drop"
     # A uint64 has no comparisons of its own: values from 2^63 on become negative, far out of any range.
     wide = raw if raw.dtype in (torch.int64, torch.int32) else raw.long()
     if raw.dtype == torch.uint64:
@@ -89,6 +92,17 @@ def in_range(raw: Tensor, gather: Gather, mode: str) -> tuple[Tensor, bool]:
     if low < 0 or high >= size:
         return torch.where((wide >= 0) & (wide < size), wide, size), True
     return wide, False
+
+
+@torch.library.custom_op("planner::in_range", mutates_args=())
+def _in_range_later(raw: Tensor, array: str, axes: str, size: int, mode: str) -> Tensor:
+    normal, _ = in_range(raw, Gather(array, tuple(axes), size), mode)
+    return normal.long().clone(memory_format=torch.contiguous_format)
+
+
+@_in_range_later.register_fake
+def _(raw: Tensor, array: str, axes: str, size: int, mode: str) -> Tensor:
+    return torch.empty(raw.shape, dtype=torch.int64, device=raw.device)
 
 
 def part_in_range(part: Tensor, whole: Tensor, gather: Gather, mode: str) -> Tensor:

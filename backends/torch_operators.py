@@ -66,12 +66,12 @@ def _forward(plan: str, names: str, arrays: Sequence[Tensor], operands: Sequence
     with torch.no_grad(), as_planned():
         wide = wide_result(bound, operands, indices)
         result, kept = bound.forward(operands, bound.prepare(indices))
-    return _kept([result if wide is None else wide, *kept], _results(bound), [*operands, *arrays])
+    return _kept([result if wide is None else wide, *kept], _results(plan), [*operands, *arrays])
 
 
 @_forward.register_fake
 def _(plan: str, names: str, arrays: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
-    return [promise.standin(operands[0]) for promise in _results(_bound(plan))]
+    return [promise.standin(operands[0]) for promise in _results(plan)]
 
 
 @torch.library.custom_op("planner::backward", mutates_args=())
@@ -86,7 +86,7 @@ def _backward(
         else:
             found = _wide_gradients(bound, gradient, operands, indices)
     made = [g for g in found if g is not None]
-    return _kept(made, _gradients(bound), [gradient, *operands, *arrays, *kept])
+    return _kept(made, _gradients(plan), [gradient, *operands, *arrays, *kept])
 
 
 @_backward.register_fake
@@ -94,7 +94,7 @@ def _(
     plan: str, names: str, arrays: Sequence[Tensor], gradient: Tensor, operands: Sequence[Tensor],
     kept: Sequence[Tensor],
 ) -> list[Tensor]:  # fmt: skip
-    return [promise.standin(gradient) for promise in _gradients(_bound(plan))]
+    return [promise.standin(gradient) for promise in _gradients(plan)]
 
 
 def _wide_gradients(
@@ -185,12 +185,16 @@ class Promise(NamedTuple):
         return x
 
 
-def _results(bound: BoundPlan) -> list[Promise]:
+@lru_cache(maxsize=256)
+def _results(plan: str) -> list[Promise]:
     """The result and the kept values."""
+    bound = _bound(plan)
     return [Promise.of(bound.programs.variables[v]) for v in (bound.programs.result, *bound.kept)]
 
 
-def _gradients(bound: BoundPlan) -> list[Promise]:
+@lru_cache(maxsize=256)
+def _gradients(plan: str) -> list[Promise]:
+    bound = _bound(plan)
     given = zip(bound.plan.operands, bound.programs.gradients, strict=True)
     return [Promise.of(bound.programs.variables[v], operand) for operand, v in given if v is not None]
 

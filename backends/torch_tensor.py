@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from planner.backends.torch_modes import in_functorch
 from planner.kernels import torch_pooled
 
 __all__ = ["captured", "dataless", "finite", "not_dense", "occurs"]
@@ -24,6 +25,8 @@ def not_dense(x: Tensor) -> str | None:
 
 def dataless(x: Tensor) -> bool:
     """Whether a tensor has a shape and a dtype but no values to look at."""
+    if type(x) in (Tensor, torch.nn.Parameter) and not in_functorch():  # in a quarter of the time
+        return x.is_meta
     return x.is_meta or is_fake(x)
 
 

@@ -32,7 +32,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     tile = (tl.program_id(0) // tiles_n).to(tl.int64)
     if tile >= tl.load(tile_starts + groups):
         return
-    n = (tl.program_id(0) % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = (tl.program_id(0) % tiles_n).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_there = n < size_n
     x_n = position(n, x_column_table, n_there) * x_column
     group = group_of(tile, tile_starts, groups)
@@ -68,6 +68,7 @@ class Rows(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, rows: Sequence[int], columns: Sequence[int]) -> Rows:
         """Some dimensions as rows, some as columns, wherever they lie."""
+        x = x.resolve_neg()  # a copy with strides of its own
         return cls(x, axis_of(x, rows), axis_of(x, columns))
 
     @property
@@ -87,7 +88,7 @@ def sum_rows(rows: Rows, out: Rows, columns: int, groups: Groups) -> None:
     """
     if not groups.size * columns:
         return
-    count, rows = len(groups.order), rows._replace(x=rows.x.resolve_neg())
+    count = len(groups.order)
     block_n = min(128, triton.next_power_of_2(columns))
     block_r = _TILE // block_n
     step = block_r * _CHUNK

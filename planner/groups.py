@@ -6,7 +6,7 @@ import operator
 from typing import Any
 
 from planner.api import check_index_mode
-from planner.dispatch import framework_of, load_backend
+from planner.dispatch import for_dynamo, framework_of, load_backend, torch_compiles
 from planner.errors import PlannerError
 
 __all__ = ["group"]
@@ -34,6 +34,8 @@ def group(q: Any, size: int, index_mode: str = "raise") -> Any:
         IndexRangeError: an index is out of range under ``index_mode="raise"``.
         PlannerError: `q` is no array of integers.
     """
+    if torch_compiles():
+        return for_dynamo().group(q, size, index_mode)
     framework, given = framework_of(q), size
     if framework is None:
         raise PlannerError(f"group takes an index array of torch, jax or numpy, not a {type(q).__name__}")

@@ -4,8 +4,9 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
-from conftest import examples
+from conftest import PROFILE, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import MODES, exact_problems
@@ -38,24 +39,16 @@ def small(*shapes, dtype=torch.float32):
     return [torch.randint(-3, 4, shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
-def strides_of(x):
-    """Strides that matter."""
-    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1 and x.numel()]
-
-
 def agree(function, *arguments, **options):
-    """A compiled function gives the values, strides and gradients that it gives otherwise; return it."""
+    """A compiled function gives the values and gradients that it gives otherwise; return it."""
     made = compiled(function, **options)
     got, expected = made(*arguments), function(*arguments)
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
-    storages = {x.untyped_storage().data_ptr() for x in arguments if isinstance(x, torch.Tensor)}
-    # An operator returns no views and repeats no element: what it copies has no gaps.
-    if expected.untyped_storage().data_ptr() not in storages and 0 not in strides_of(expected):
-        assert strides_of(got) == strides_of(expected)
     assert torch.equal(got, expected)
     leaves = [x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad]
     if expected.requires_grad:
-        gradients = (torch.autograd.grad(result.abs().sum(), leaves) for result in (got, expected))
+        gout = torch.arange(got.numel()).reshape(got.shape).remainder(5).to(got.dtype)
+        gradients = (torch.autograd.grad(result, leaves, gout) for result in (got, expected))
         for found, wanted in zip(*gradients, strict=True):
             assert torch.equal(found, wanted)
     return made
@@ -132,6 +125,7 @@ def test_what_a_dropped_row_holds_is_looked_at_when_it_comes():
         ),
         (lambda a: planner.contract("ij->", a, dtype=torch.float64), [(6, 2)]),
         (lambda a: planner.contract("ij->j", a, dtype="float64"), [(6, 2)]),
+        (lambda a: planner.contract("ij->j", a, dtype=np.float64), [(6, 2)]),
         (lambda a, b: planner.contract(a, [0, 1], b, [1, 2], [0, 2]), [(6, 2), (2, 3)]),
         (lambda a: planner.contract("ij->ji", a), [(6, 2)]),
         (lambda a: planner.contract("ij->ijk", a, sizes={"k": 3}), [(6, 2)]),
@@ -143,24 +137,79 @@ def test_options(function, shapes):
     agree(function, *small(*shapes))
 
 
-def test_transforms_inside():
+@pytest.mark.parametrize("mode", MODES)
+def test_transforms_inside(mode):
     a, c = (x.detach() for x in small((6, 2, 3), (4, 3, 5)))
-    q = torch.tensor([0, 3, 3, 1, 2, 0])
+    q = torch.tensor([0, 3, -1, 1, 2, 0] if mode == "raise" else [0, 3, 9, 1, -7, 0])
 
     def call(a, c, q):
-        return planner.contract(SPEC, a, c, q=q)
+        return planner.contract(SPEC, a, c, q=q, index_mode=mode)
 
     agree(lambda a, c, q: torch.func.grad(lambda a: call(a, c, q).square().sum())(a), a, c, q)
     agree(lambda a, c, q: torch.func.vmap(lambda a: call(a, c, q))(a), torch.stack([a, 2 * a]), c, q)
-    agree(lambda a, c, q: torch.func.jvp(lambda a: call(a, c, q), (a,), (a + 1,))[1], a, c, q)
+    forward = agree(lambda a, c, q: torch.func.jvp(lambda a: call(a, c, q), (a,), (a + 1,))[1], a, c, q)
+    if mode == "raise":
+        with pytest.raises(planner.IndexRangeError, match=r"'q'\[1\] is 4"):
+            forward(a, c, torch.tensor([0, 4, -1, 1, 2, 0]))
 
 
-def test_sizes_that_change():
-    made = compiled(lambda a, c, q: planner.contract(SPEC, a, c, q=q), dynamic=True)
-    for n in (6, 8, 11):
-        a, c = small((n, 2, 3), (4, 3, 5))
-        q = torch.arange(n) % 4
-        assert torch.equal(made(a, c, q), planner.contract(SPEC, a, c, q=q))
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_sizes_that_change(dynamic, prepared):
+    made = compiled(lambda a, c, q: planner.contract(SPEC, a, c, q=q), dynamic=dynamic)
+    for n, m in ((6, 4), (8, 4), (8, 7), (11, 9)):
+        a, c = small((n, 2, 3), (m, 3, 5))
+        q = torch.arange(n) % m
+        index = planner.group(q, m) if prepared else q
+        assert torch.equal(made(a, c, index), planner.contract(SPEC, a, c, q=q))
+
+
+@pytest.mark.parametrize("options", [{"memory_limit": "24 kB"}, {"retain_limit": 0}])
+def test_loops_and_values_that_are_computed_again(options):
+    spec, shapes = "ij,jk,ki->i", [(40, 40)] * 3
+    operands = small(*shapes)
+    plan = planner.plan(spec, *operands, **options)
+    assert plan.loop is not None if "memory_limit" in options else plan.keep != "all"
+    agree(lambda *operands: planner.contract(spec, *operands, **options), *operands)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda a: planner.contract("ij->ijk", a), "ShapeError: no input has the output's axis 'k'"),
+        (lambda a: planner.contract("ij->i", a, memory_limit=10), "PlannerLimitError"),
+        (lambda a: planner.contract("ij,q[i]->j", a, a), "SpecError"),
+    ],
+)
+def test_the_reason_of_a_refusal_is_told(call, message):
+    """Dynamo raises an error of its own."""
+    (a,) = small((6, 2))
+    with pytest.warns(UserWarning, match=message), pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(call)(a)
+
+
+def test_what_is_not_recorded_runs_where_the_graph_may_break():
+    array, q = np.ones((2, 3)), torch.tensor([1, 0])
+    assert (torch.compile(lambda: planner.contract("ij->j", array) + 1, backend="eager")() == 3).all()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="planner.group outside"):
+        compiled(lambda q: planner.group(q, 2).values + 1)(q)
+    torch.compiler.reset()
+    assert torch.compile(lambda q: planner.group(q, 2).values + 1, backend="eager")(q).tolist() == [2, 1]
+
+
+@pytest.mark.skipif(PROFILE == "ci", reason="its code generator takes a minute; run nightly")
+def test_as_users_compile_it():
+    a, c = small((60, 2, 8), (5, 6, 8))
+    q = torch.randint(0, 5, (60,), generator=torch.Generator().manual_seed(0))
+
+    def function(a, c, q):
+        return planner.contract(SPEC, (2 * a).transpose(0, 1).transpose(0, 1), c.transpose(1, 2), q=q).relu()
+
+    made = torch.compile(function, fullgraph=True)
+    got, expected = made(a, c, q), function(a, c, q)
+    assert torch.equal(got, expected)
+    for found, wanted in zip(*(torch.autograd.grad(y.sum(), (a, c)) for y in (got, expected)), strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_the_plan_is_what_runs(monkeypatch):
@@ -193,7 +242,7 @@ def test_operators_are_as_torch_wants_them():
     plan = planner.plan(SPEC, *(planner.Operand(tuple(x.shape), requires_grad=True) for x in (a, c)), q=(6,),
                         backend="torch")  # fmt: skip
     names, arrays = torch_operators._split({"q": q})
-    assert json.loads(names) == [["q", [4, "raise", False]]]
+    assert json.loads(names) == [["q", ["4", "raise", "False"]]]
     text = plan.to_json()
     result, *kept = torch.ops.planner.forward(text, names, arrays, [a, c])
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")

@@ -229,6 +229,10 @@ def test_a_lazy_sign_is_no_sign_in_memory():
     a, c, groups = z.conj().imag, torch.ones(2, 4, 3), group_rows(torch.tensor([0, 1, 0, 1, 1, 0]), 2)
     assert a.is_neg()
     assert torch.equal(triton_grouped.grouped_matmul(a, c, groups), torch_grouped.grouped_matmul(a, c, groups))
+    index = group_rows(torch.tensor([0, 1, 0, 1, 1, 0]), 2)
+    for lazy in (a[:, 0], a[:, 0, :1].expand(6, 3), a[:, 0].t().contiguous().t()):
+        expected = torch.zeros(2, lazy.shape[1]).index_add_(0, torch.tensor([0, 1, 0, 1, 1, 0]), lazy.resolve_neg())
+        assert torch.equal(triton_sum.grouped_sum(lazy, index), expected)
     query, pool, keys = a[:, 0][None], torch.ones(1, 3, 4), Keys(torch.tensor([[[0], [1], [2], [0], [1], [2]]]))
     assert torch.equal(triton_pooled.scores(query, pool, keys), torch_pooled.gathered_scores(query, pool, keys))
 
