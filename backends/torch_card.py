@@ -121,17 +121,22 @@ def _difference(torch: Any, found: Any, expected: Any) -> str:
 
 def repeated(bench: Bench, times: int) -> str:
     """Whether equal calls give equal bits, and whether a captured graph does what the call does; "" if so."""
+    import planner
     from planner.kernels import triton_grouped
     from planner.kernels.torch_grouping import group_rows
 
     torch = bench.torch
     n, g = (200, 5) if bench.smoke else (131_072, 50)
     a, c = torch.randn(n, 1, 64, device=bench.device), torch.randn(g, 64, 64, device=bench.device)
-    groups = group_rows(torch.randint(0, g, (n,), device=bench.device), g)
+    q = torch.randint(0, g, (n,), device=bench.device)
+    groups = group_rows(q, g)
     gradient = torch.randn(n, 1, 64, device=bench.device)
 
     def run() -> tuple[Any, ...]:
-        return (triton_grouped.grouped_matmul(a, c, groups), *triton_grouped.grouped_gradients(gradient, a, c, groups))
+        with torch.no_grad():
+            whole = planner.contract("nij, q[n]jk -> nik", a, c, q=q)
+        gradients = triton_grouped.grouped_gradients(gradient, a, c, groups)
+        return (whole, triton_grouped.grouped_matmul(a, c, groups), *gradients)
 
     first = run()
     for _ in range(times):

@@ -75,8 +75,8 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     wide = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
     tiles_n = tl.cdiv(size_n, BLOCK_N)
     tile = (tl.program_id(0) // tiles_n).to(tl.int64)
-    n = (tl.program_id(0) % tiles_n).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_there = n < size_n
+    n = (tl.program_id(0) % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_there = (n >= 0) & (n < size_n)  # the last tile may reach beyond 2^31
     b_n = position(n, b_column_table, n_there) * b_column
     out_n = position(n, out_column_table, n_there) * out_column
     tiles_m = tl.cdiv(size_m, BLOCK_M)

@@ -32,8 +32,8 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     tile = (tl.program_id(0) // tiles_n).to(tl.int64)
     if tile >= tl.load(tile_starts + groups):
         return
-    n = (tl.program_id(0) % tiles_n).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_there = n < size_n
+    n = (tl.program_id(0) % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_there = (n >= 0) & (n < size_n)  # the last tile may reach beyond 2^31
     x_n = position(n, x_column_table, n_there) * x_column
     group = group_of(tile, tile_starts, groups)
     start = tl.load(starts + group)

@@ -50,8 +50,10 @@ def tiles_of(mode: str, m: int, n: int, k: int, itemsize: int, fma: bool = False
         side(n, most),
         side(k, min(32, most_k) if tables else most_k),
     )
+    if block_m == block_n == 128:
+        block_k = min(32, block_k)
     many = 32 * 64 if fma and tables else 64 * 64 if itemsize > 2 or tables else 128 * 64
-    warps = 8 if block_m * block_n >= many else 4
+    warps = 8 if block_m * block_n >= many or max(block_m, block_n) == 128 else 4
     # One matrix serves a group's rows, up to 512 of them; sums are cut at 4,096 terms.
     chunk = {"rows": 512 // block_m, "terms": 4096 // block_k, "plain": 1}[mode]
     return Tiles(block_m, block_n, block_k, chunk, warps)
