@@ -16,7 +16,7 @@ from planner.layout import Layout
 from planner.lower import Op, joint_elements, product_form, spec_flops
 from planner.spec import Gather, Spec, Term, term_axes
 
-__all__ = ["flat_stock_cost", "picoseconds", "short_run_seconds", "stock_cost", "stock_kind", "stock_rows"]
+__all__ = ["flat_stock_cost", "picoseconds", "runs_of", "short_run_seconds", "stock_cost", "stock_kind", "stock_rows"]
 
 # What torch's loops over elements take beside the elements' memory. They run over the two innermost runs of neighbours
 # at a time, of 3 x 3 elements as of 16 x 16; short runs element by element, longer ones as vectors; and each sum of
@@ -94,8 +94,8 @@ def _flat_index_bytes(spec: Spec) -> int:
     return most
 
 
-def short_run_seconds(order: Sequence[str], terms: Sequence[Term], spec: Spec) -> float:
-    """Time that a loop over elements takes where runs are short: a broadcast of (3, 1) by (1, 3) in each of a million.
+def runs_of(order: Sequence[str], terms: Sequence[Term], spec: Spec) -> tuple[list[int], bool]:
+    """Return the runs of a loop over elements, and whether some term has the innermost.
 
     Args:
         order: axes of the loop, the innermost last.
@@ -109,10 +109,19 @@ def short_run_seconds(order: Sequence[str], terms: Sequence[Term], spec: Spec) -
         if held[place - 1] == held[place]:
             runs[place - 1] *= runs.pop(place)
             held.pop(place)
+    return runs, not held or any(held[-1])
+
+
+def short_run_seconds(order: Sequence[str], terms: Sequence[Term], spec: Spec) -> float:
+    """Time that a loop over elements takes where runs are short: a broadcast of (3, 1) by (1, 3) in each of a million.
+
+    Args are those of `runs_of`.
+    """
+    runs, found = runs_of(order, terms, spec)
     if len(runs) < 2:
         return 0.0
     rows, run = math.prod(runs[:-1]), runs[-1]
-    if not any(held[-1]):
+    if not found:
         return rows * _SUM_SECONDS
     return math.prod(runs[:-2]) * _BLOCK_SECONDS + rows * (
         run * _ELEMENT_SECONDS if run <= _SHORT_RUN else _VECTORS_SECONDS
