@@ -116,6 +116,32 @@ def test_what_a_dropped_row_holds_is_looked_at_when_it_comes():
         assert wanted.isfinite().all()
 
 
+def test_what_a_dropped_index_would_meet_is_looked_at_when_it_comes():
+    """An infinity of an operand that lacks the axis of the index: zero times it is not zero."""
+    q = torch.tensor([0, 9, 1])
+
+    def function(b, c):
+        return planner.contract("j, q[n]j -> nj", b, c, q=q, index_mode="drop")
+
+    b, c = torch.ones(2, requires_grad=True), torch.ones(3, 2, requires_grad=True)
+    made = agree(function, b, c)
+    b = torch.tensor([float("inf"), 1.0], requires_grad=True)
+    got = made(b, c)
+    assert got.tolist() == function(b, c).tolist() == [[float("inf"), 1], [0, 0], [float("inf"), 1]]
+    found = torch.autograd.grad(got.sum(), (b, c))
+    assert [x.tolist() for x in found] == [[2, 2], [[float("inf"), 1], [float("inf"), 1], [0, 0]]]
+
+
+def test_an_operator_shares_no_memory_with_what_it_is_given():
+    (a,) = (x.detach() for x in small((2, 3)))
+    plan = planner.plan("ij->ji", planner.Operand((2, 3), requires_grad=True), backend="torch")
+    (result,) = torch.ops.planner.forward(plan.to_json(), "[]", [], [a])
+    (gradient,) = torch.ops.planner.backward(plan.to_json(), "[]", [], result, [a], [])
+    assert torch.equal(result, a.T)
+    assert torch.equal(gradient, a)
+    assert len({x.untyped_storage().data_ptr() for x in (a, result, gradient)}) == 3
+
+
 @pytest.mark.parametrize(
     ("function", "shapes"),
     [
