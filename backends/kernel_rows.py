@@ -22,7 +22,8 @@ from planner.layout import Layout, flattens, reordered
 from planner.lower import GroupedForm, Op, PooledForm, grouped_form, pooled_form
 from planner.spec import Gather, Spec, Term
 
-__all__ = ["POOL_FUNCTIONS", "Kernels", "PoolKernels", "flattened_bytes", "group_sizes", "kernel_rows", "views_of"]
+__all__ = ["POOL_FUNCTIONS", "CostOf", "Kernels", "PoolKernels", "Refusal", "flattened_bytes", "group_sizes",
+           "kernel_rows", "views_of"]  # fmt: skip
 
 Groups = Sequence[Sequence[str | Gather]]
 # Terms of arrays, each with the groups of axes as which a kernel sees it.

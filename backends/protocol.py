@@ -54,6 +54,12 @@ class Lowering:
     kinds: tuple[str, ...] | None = None
     layouts: Callable[[Op], tuple[Layout | None, ...]] | None = None
 
+    def refusal(self, op: Op, device: Device) -> str | None:
+        """Return why it cannot run an op on a device, None if it can."""
+        if self.kinds is not None and device.kind not in self.kinds:
+            return f"it runs on {' and '.join(self.kinds)}"
+        return self.supports(op)
+
 
 class Table:
     """Rows of one backend on one device; a new kernel, or a user's own, is one more row."""
@@ -69,7 +75,7 @@ class Table:
             known = tuple(
                 Choice(row.name, row.cost(op, device), row.is_view, _laid(row, op))
                 for row in self.rows.values()
-                if (row.kinds is None or device.kind in row.kinds) and row.supports(op) is None
+                if row.refusal(op, device) is None
             )
             if len(self._choices) > 100_000:
                 self._choices.clear()
@@ -80,8 +86,7 @@ class Table:
         """Return for each row what it would cost, or why it cannot run an op; stock rows that cannot are left out."""
         found: dict[str, StepCost | str] = {}
         for row in self.rows.values():
-            elsewhere = row.kinds is not None and device.kind not in row.kinds
-            refusal = f"it runs on {' and '.join(row.kinds or ())}" if elsewhere else row.supports(op)
+            refusal = row.refusal(op, device)
             if refusal is None:
                 found[row.name] = row.cost(op, device)
             elif not row.stock:

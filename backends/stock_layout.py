@@ -52,8 +52,7 @@ def stock_layout(op: Op) -> tuple[int, Layout | None]:
 
 def product_copies(form: ProductForm, spec: Spec, layouts: Sequence[Layout | None]) -> int:
     """Return the elements of the operands that a product of matrices copies."""
-    groups_of = ((form.batch, form.left, form.contracted), (form.batch, form.contracted, form.right))
-    operands = zip(spec.inputs, layouts, groups_of, strict=True)
+    operands = zip(spec.inputs, layouts, form.matrices[:2], strict=True)
     return sum(matrix_copies(term, layout, groups, spec) for term, layout, groups in operands)
 
 

@@ -10,21 +10,25 @@ import importlib
 import math
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from planner.backends.kernel_rows import (
     POOL_FUNCTIONS,
+    CostOf,
     Kernels,
     PoolKernels,
+    Refusal,
     flattened_bytes,
     group_sizes,
+    kernel_rows,
 )
 from planner.backends.protocol import Lowering
-from planner.backends.stock_layout import product_copies
 from planner.backends.stock_rows import picoseconds
 from planner.backends.torch_ops import OPS
+from planner.backends.torch_products import copied_form
 from planner.cost import StepCost, itemsize
 from planner.device import Device
 from planner.kernels import torch_grouping
@@ -33,7 +37,6 @@ from planner.lower import (
     GroupedForm,
     Op,
     PooledForm,
-    ProductForm,
     grouped_form,
     pooled_form,
     product_form,
@@ -122,35 +125,15 @@ def cuda_kernels() -> Kernels:
     )
 
 
-def _refuses_dtype(op: Op) -> str | None:
-    return None if op.dtype in DTYPES else f"the kernels do not multiply {op.dtype}"
-
-
-def _copied_form(op: Op) -> ProductForm | None:
-    """The form of a product of which torch would copy an operand."""
-    form = None if op.pair or op.source_dtype is not None else product_form(op.spec)
-    copies = form is not None and form.contracted and product_copies(form, op.spec, op.layouts or (None, None))
-    return form if copies else None
-
-
 def _not_strided(op: Op) -> str | None:
-    return _refuses_dtype(op) or ("torch multiplies the operands as they lie" if _copied_form(op) is None else None)
-
-
-def _terms(form: ProductForm) -> list[tuple[tuple[str, ...], ...]]:
-    """Axes of both operands and of the result, in groups."""
-    return [
-        (form.batch, form.left, form.contracted),
-        (form.batch, form.contracted, form.right),
-        (form.batch, form.left, form.right),
-    ]
+    return "torch multiplies the operands as they lie" if copied_form(op) is None else None
 
 
 def _strided_cost(op: Op, device: Device) -> StepCost:
-    form = _copied_form(op)
+    form = copied_form(op)
     assert form is not None
     _, m, n, k = form.sizes
-    terms = zip(op.spec.terms, _terms(form), (*(op.layouts or (None, None)), None), strict=True)
+    terms = zip(op.spec.terms, form.matrices, (*(op.layouts or (None, None)), None), strict=True)
     # A table holds the position of each index of a group that is no one stride.
     tables = sum(
         8 * math.prod(map(op.spec.size, group))
@@ -170,7 +153,7 @@ def _run_strided(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     out = inputs[0].new_empty(op.spec.output_shape)
     dims = [
         [[term.index(axis) for axis in group] for group in groups]
-        for term, groups in zip(op.spec.terms, _terms(form), strict=True)
+        for term, groups in zip(op.spec.terms, form.matrices, strict=True)
     ]
     _kernel("triton_grouped", "batched_matmul")(*inputs, out, dims)
     return (out,)
@@ -191,7 +174,7 @@ def _summed_gather(spec: Spec) -> Gather | None:
 def _not_summed(op: Op) -> str | None:
     if op.pair or op.source_dtype is not None or _summed_gather(op.spec) is None:
         return "the step does not add rows up by one index array"
-    return _refuses_dtype(op)
+    return None
 
 
 def _summed_cost(op: Op, device: Device) -> StepCost:
@@ -205,26 +188,29 @@ def _summed_cost(op: Op, device: Device) -> StepCost:
     return StepCost(spec_flops(op.spec), moved, 0, tables, picoseconds(seconds))
 
 
-def _run_summed(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+def _run_summed(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     ((x,), (term,)), gather = (inputs, op.spec.inputs), _summed_gather(op.spec)
     assert gather is not None
-    groups = index.orders.get(gather)
-    if groups is None:
-        groups = index.orders[gather] = torch_grouping.group_rows(index[gather].reshape(-1), gather.size or 0)
     out, rest = x.new_empty(op.spec.output_shape), [str(e) for e in op.spec.output if e != gather]
     rows = _kernel("triton_sum", "Rows.of")
     given = rows(x, [term.index(e) for e in gather.axes], [term.index(e) for e in rest])
     made = rows(out, [op.spec.output.index(gather)], [op.spec.output.index(e) for e in rest])
-    _kernel("triton_sum", "sum_rows")(given, made, group_sizes(op.spec, rest)[0], groups)
+    _kernel("triton_sum", "sum_rows")(given, made, group_sizes(op.spec, rest)[0], kernels.groups(gather, index))
     return (out,)
 
 
 def cuda_rows() -> list[Lowering]:
-    """Return the rows that are no grouped product and no pooled dot."""
+    """Return the rows for CUDA."""
+    kernels = cuda_kernels()
+
+    def row(name: str, refuses: Refusal, cost: CostOf, run: Any) -> Lowering:
+        return Lowering(
+            name, lambda op: kernels.refuses(op) or refuses(op), cost, run, kinds=kernels.kinds,
+            layouts=lambda op: (None,),
+        )  # fmt: skip
+
     return [
-        Lowering(name, refuses, cost, run, kinds=("cuda",), layouts=lambda op: (None,))
-        for name, refuses, cost, run in (
-            ("matmul without copies, Triton", _not_strided, _strided_cost, _run_strided),
-            ("segment sum, Triton", _not_summed, _summed_cost, _run_summed),
-        )
+        *kernel_rows(kernels, strided=True),
+        row("matmul without copies, Triton", _not_strided, _strided_cost, _run_strided),
+        row("segment sum, Triton", _not_summed, _summed_cost, partial(_run_summed, kernels)),
     ]

@@ -23,11 +23,7 @@ __all__ = ["contract", "group", "run_plan"]
 # A plan is no argument that Dynamo takes, and to prepare an index looks at its values.
 run_plan = disable(dispatch.run_plan, reason="call planner.contract, which plans while it is recorded")
 group = disable(groups.group, reason="call planner.group outside, and pass what it returns")
-
-
-@disable(reason="planner.contract is recorded with tensors only")
-def _contract_apart(given: Mapping[str, Any], operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
-    return plan_and_run(Request(**{**dict.fromkeys(Request._fields), **given}), operands, indices)
+_contract_apart = disable(plan_and_run, reason="planner.contract is recorded with tensors only")
 
 
 register_pytree_node(TorchIndex, TorchIndex.parts, TorchIndex.joined, serialized_type_name="planner.TorchIndex")
@@ -36,9 +32,9 @@ register_pytree_node(TorchIndex, TorchIndex.parts, TorchIndex.joined, serialized
 def contract(asked: Sequence[Any], operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
     """Contract as `planner.contract` does; `asked` are its arguments in the order of `planner.api.Request`."""
     # Dynamo records tensors, numbers and strings.
+    if not any(isinstance(x, torch.Tensor) for x in (asked[0], *operands)):
+        return _contract_apart(Request(*asked), operands, indices)
     given = {name: x for name, x in zip(Request._fields, asked, strict=True) if x is not None}
-    if not any(isinstance(x, torch.Tensor) for x in (given["spec"], *operands)):
-        return _contract_apart(given, operands, indices)
     if "dtype" in given:
         given["dtype"] = dtype_name(given["dtype"])
     return _contract(given, operands, indices)

@@ -129,7 +129,7 @@ def _matmul_step(op: Op, standins: Sequence[Tensor], copies: bool) -> Callable[.
         return lambda a, b: mm(b.t() if flip_a else b, a.t() if flip_b else a)
     if not copies:
         b_, m, n, k = form.sizes
-        groups = ((form.batch, form.left, form.contracted), (form.batch, form.contracted, form.right))
+        groups = form.matrices[:2]
         for x, axes, parts, shape in zip(standins, letters, groups, ((b_, m, k), (b_, k, n)), strict=True):
             ordered = x.permute([axes.index(axis) for group in parts for axis in group])
             if not _viewable(ordered, shape):

@@ -7,7 +7,6 @@ plan says. Autograd sees the operators from within `planner.backends.torch_funct
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from planner.backends.common import widened
+from planner.backends.common import Prepared, widened
 from planner.backends.torch_bound import BoundPlan, bound_plan
 from planner.backends.torch_index import TorchIndex
 from planner.backends.torch_modes import as_planned
@@ -38,7 +37,7 @@ def run_forward(
     """Run the forward program, or record that it is to be run: the result and the kept values."""
     if not dataless(operands[0]):
         return bound.forward(operands, bound.prepare(indices))
-    result, *kept = _forward(_text(bound), *_split(indices), list(operands))
+    result, *kept = _forward(bound.plan.to_json(), *_split(indices), list(operands))
     return result, tuple(kept)
 
 
@@ -48,15 +47,20 @@ def run_backward(
     """Run the backward program, or record that it is to be run: a gradient for each operand that needs one."""
     if not dataless(gradient):
         return bound.backward(gradient, operands, bound.prepare(indices), kept)
-    found = iter(_backward(_text(bound), *_split(indices), gradient, list(operands), list(kept)))
+    found = iter(_backward(bound.plan.to_json(), *_split(indices), gradient, list(operands), list(kept)))
     return [None if v is None else next(found) for v in bound.programs.gradients]
 
 
-def wide_result(bound: BoundPlan, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor | None:
-    """The result where dropped indices meet what is not finite; None where the plan itself serves."""
+def wide_result(
+    bound: BoundPlan, operands: Sequence[Tensor], indices: Mapping[str, Any], index: Prepared
+) -> Tensor | None:
+    """The result where dropped indices meet what is not finite; None where the plan itself serves.
+
+    `index` is what the plan prepared of `indices`.
+    """
     if bound.plan.index_mode != "drop":
         return None
-    wide = widened(OPS, bound.views(operands), bound.spec, bound.prepare(indices), finite, occurs)
+    wide = widened(OPS, bound.views(operands), bound.spec, index, finite, occurs)
     return None if wide is None else bound.contract(*wide, bound.index_views(indices))
 
 
@@ -64,8 +68,9 @@ def wide_result(bound: BoundPlan, operands: Sequence[Tensor], indices: Mapping[s
 def _forward(plan: str, names: str, arrays: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
     bound, indices = _bound(plan), _joined(names, arrays)
     with torch.no_grad(), as_planned():
-        wide = wide_result(bound, operands, indices)
-        result, kept = bound.forward(operands, bound.prepare(indices))
+        index = bound.prepare(indices)
+        wide = wide_result(bound, operands, indices, index)
+        result, kept = bound.forward(operands, index)
     return _kept([result if wide is None else wide, *kept], _results(plan), [*operands, *arrays])
 
 
@@ -81,8 +86,9 @@ def _backward(
 ) -> list[Tensor]:  # fmt: skip
     bound, indices = _bound(plan), _joined(names, arrays)
     with torch.no_grad(), as_planned():
-        if wide_result(bound, operands, indices) is None:
-            found = bound.backward(gradient, operands, bound.prepare(indices), kept)
+        index = bound.prepare(indices)
+        if wide_result(bound, operands, indices, index) is None:
+            found = bound.backward(gradient, operands, index, kept)
         else:
             found = _wide_gradients(bound, gradient, operands, indices)
     made = [g for g in found if g is not None]
@@ -110,17 +116,6 @@ def _wide_gradients(
 
 
 # -- the arguments ---------------------------------------------------------------------------------------
-
-
-def _text(bound: BoundPlan) -> str:
-    # What searches and weighs plans is not called again: a function among the options is left out.
-    options = bound.plan.options
-    plain = dataclasses.replace(
-        options,
-        optimize=options.optimize if isinstance(options.optimize, str) else "auto",
-        minimize=options.minimize if isinstance(options.minimize, str) else "time",
-    )
-    return dataclasses.replace(bound.plan, options=plain).to_json()
 
 
 @lru_cache(maxsize=256)

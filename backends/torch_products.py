@@ -25,7 +25,7 @@ from planner.layout import Layout, reordered, without
 from planner.lower import Op, ProductForm, joint_elements, product_form, spec_flops
 from planner.spec import Spec, term_axes
 
-__all__ = ["product_rows"]
+__all__ = ["copied_form", "product_rows"]
 
 ROUNDS = ("float16", "bfloat16", "bool")
 # A product on all cores that is added to the last one's result waits for it: two of 128 x 1024 x 128 took 25 us each
@@ -42,8 +42,8 @@ def product_rows() -> list[Lowering]:
     ]
 
 
-def _copied(op: Op) -> ProductForm | None:
-    """The form of a product that copies an operand."""
+def copied_form(op: Op) -> ProductForm | None:
+    """Return the form of a product of which torch would copy an operand, as the operands lie; None if of none."""
     if op.pair or op.source_dtype is not None:
         return None
     form = product_form(op.spec)
@@ -57,7 +57,7 @@ def _sliced(op: Op) -> tuple[str, ProductForm] | None:
 
     Slices over a summed axis are accumulated, those over a row or column axis are parts of the result.
     """
-    form, sizes, layouts = _copied(op), dict(op.spec.sizes), op.layouts or (None, None)
+    form, sizes, layouts = copied_form(op), dict(op.spec.sizes), op.layouts or (None, None)
     if form is None or form.batch:
         return None
     for axis in sorted((*form.contracted, *form.left, *form.right), key=lambda axis: (sizes[axis], axis)):
@@ -133,7 +133,7 @@ def _sliced_layouts(op: Op) -> tuple[Layout | None, ...]:
 @lru_cache(maxsize=16384)
 def _batched(op: Op) -> tuple[str, ProductForm, Spec] | None:
     """A summed axis, and the product with it as a batch axis, where that copies no operand; a sum over it follows."""
-    form, sizes, layouts = _copied(op), dict(op.spec.sizes), op.layouts or (None, None)
+    form, sizes, layouts = copied_form(op), dict(op.spec.sizes), op.layouts or (None, None)
     if form is None or len(form.contracted) < 2:
         return None
     for axis in sorted(form.contracted, key=lambda axis: (sizes[axis], axis)):

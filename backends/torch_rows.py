@@ -22,7 +22,7 @@ from planner.backends.kernel_rows import (
 from planner.backends.protocol import Table
 from planner.backends.stock_layout import stock_layout
 from planner.backends.stock_rows import flat_stock_cost, picoseconds, stock_rows
-from planner.backends.torch_cuda import cuda_kernels, cuda_rows
+from planner.backends.torch_cuda import cuda_rows
 from planner.backends.torch_ops import OPS, cast, torch_dtype
 from planner.backends.torch_products import product_rows
 from planner.cost import StepCost, itemsize
@@ -164,8 +164,7 @@ def _kernels(share: int) -> Kernels:
 
 def make_table() -> Table:
     """Return the table of the torch backend."""
-    has_triton = importlib.util.find_spec("triton") is not None
-    kernels = [*map(_kernels, _SHARES), *([cuda_kernels()] if has_triton else [])]
-    grouped = [row for each in kernels for row in kernel_rows(each, strided=True)]
+    grouped = [row for share in _SHARES for row in kernel_rows(_kernels(share), strided=True)]
+    on_card = cuda_rows() if importlib.util.find_spec("triton") else []
     stock = stock_rows(OPS, cast, cost=flat_stock_cost, layouts=lambda op: (stock_layout(op)[1],))
-    return Table([*stock, *product_rows(), *grouped, *(cuda_rows() if has_triton else [])])
+    return Table([*stock, *product_rows(), *grouped, *on_card])

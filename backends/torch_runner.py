@@ -80,8 +80,10 @@ def _run_as_planned(bound: BoundPlan, operands: Sequence[Tensor], indices: Mappi
 
 
 def _run(bound: BoundPlan, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
-    if not (in_functorch() or dataless(operands[0])) and (wide := wide_result(bound, operands, indices)) is not None:
-        return wide
+    if bound.plan.index_mode == "drop" and not (in_functorch() or dataless(operands[0])):
+        wide = wide_result(bound, operands, indices, bound.prepare(indices))
+        if wide is not None:
+            return wide
     if forward_mode():
         return bound.stock(operands, indices)
     _check_gradients(bound, operands)

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-__all__ = ["Axis", "axis_of", "cut", "grid", "most_tiles", "packed", "starts_of", "wide"]
+__all__ = ["Axis", "Cut", "axis_of", "cut", "grid", "most_tiles", "packed", "starts_of"]
 
 
 class Axis(NamedTuple):
@@ -61,11 +61,30 @@ def starts_of(counts: Tensor) -> Tensor:
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that kernels sum in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def most_tiles(terms: int, step: int, groups: int) -> int:
     """Return the most pieces that groups of so many terms in all are cut into: each ends in one that is not full."""
     return triton.cdiv(terms, step) + groups
+
+
+class Cut(NamedTuple):
+    """Groups cut into pieces, whose sums are added up afterwards; a group without terms is a piece too.
+
+    Attributes:
+        tile_starts: pieces before those of each group, and of all.
+        part_starts: slots before those of each group, and of all: a group that is cut has one for each piece.
+        slots: the most slots that there can be.
+        most: the most pieces.
+    """
+
+    tile_starts: Tensor
+    part_starts: Tensor
+    slots: int
+    most: int
+
+    @classmethod
+    def of(cls, starts: Tensor, terms: int, inner: int, step: int) -> Cut:
+        """Groups of `terms` in all, in pieces of `step`; `inner` of them belong to a row."""
+        pieces = cut(starts, inner, step).clamp_min_(1)
+        # A group that is cut has more terms than a step, and all of its pieces but one are full.
+        slots = 2 * (terms // step)
+        return cls(starts_of(pieces), starts_of(pieces * (pieces > 1)), slots, most_tiles(terms, step, len(starts) - 1))

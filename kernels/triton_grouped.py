@@ -15,7 +15,7 @@ from torch import Tensor
 
 from planner.kernels.torch_grouped import accumulator
 from planner.kernels.torch_grouping import Groups, group_rows
-from planner.kernels.triton_axes import Axis, axis_of, cut, grid, most_tiles, packed, starts_of, wide
+from planner.kernels.triton_axes import Axis, Cut, axis_of, cut, grid, most_tiles, packed, starts_of
 from planner.kernels.triton_product import product_kernel
 from planner.kernels.triton_sum import add_parts, grouped_sum
 from planner.kernels.triton_tiles import Tiles, tiles_of
@@ -158,19 +158,15 @@ def terms_product(
         return
     tiles = _tiles("terms", m, n, max(1, rows * i // groups), a, b, out)
     step = tiles.k * tiles.chunk
-    # Groups without rows are written too.
-    pieces = cut(starts, i, step).clamp_min_(1)
-    part_starts = starts_of(pieces * (pieces > 1))
-    # A group that is cut has more terms than a step, and all of its pieces but one are full.
-    slots = 2 * (rows * i // step)
-    parts = out.x.new_empty((max(1, slots), m, n), dtype=wide(a.x.dtype))
-    count = most_tiles(rows * i, step, groups) * triton.cdiv(m, tiles.m)
+    pieces = Cut.of(starts, rows * i, i, step)
+    parts = out.x.new_empty((max(1, pieces.slots), m, n), dtype=accumulator(a.x.dtype))
+    count = pieces.most * triton.cdiv(m, tiles.m)
     _launch(
-        "terms", a, b, out, (m, n, rows * i), tiles, groups, count, order, starts, starts_of(pieces), part_starts,
-        parts, inner=i, batch_groups=batch_groups,
+        "terms", a, b, out, (m, n, rows * i), tiles, groups, count, order, starts, pieces.tile_starts,
+        pieces.part_starts, parts, inner=i, batch_groups=batch_groups,
     )  # fmt: skip
-    if slots:
-        add_parts(parts, part_starts, groups, out.x, (out.outer, out.inner, out.column))
+    if pieces.slots:
+        add_parts(parts, pieces.part_starts, groups, out.x, (out.outer, out.inner, out.column))
 
 
 def _tiles(mode: str, m: int, n: int, k: int, *operands: Matrices) -> Tiles:

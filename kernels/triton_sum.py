@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from planner.kernels.torch_grouped import accumulator
 from planner.kernels.torch_grouping import Groups
-from planner.kernels.triton_axes import Axis, axis_of, cut, grid, most_tiles, starts_of, wide
+from planner.kernels.triton_axes import Axis, Cut, axis_of, grid
 from planner.kernels.triton_product import add_parts_kernel, group_of, position
 
 __all__ = ["Rows", "add_parts", "grouped_sum", "sum_kernel", "sum_rows"]
@@ -88,22 +89,18 @@ def sum_rows(rows: Rows, out: Rows, columns: int, groups: Groups) -> None:
     """
     if not groups.size * columns:
         return
-    count = len(groups.order)
     block_n = min(128, triton.next_power_of_2(columns))
     block_r = _TILE // block_n
-    step = block_r * _CHUNK
-    pieces = cut(groups.offsets, 1, step).clamp_min_(1)
-    part_starts = starts_of(pieces * (pieces > 1))
-    slots = 2 * (count // step)
-    parts = out.x.new_empty((max(1, slots), 1, columns), dtype=wide(out.x.dtype))
-    programs = grid(most_tiles(count, step, groups.size) * triton.cdiv(columns, block_n))
+    pieces = Cut.of(groups.offsets, len(groups.order), 1, block_r * _CHUNK)
+    parts = out.x.new_empty((max(1, pieces.slots), 1, columns), dtype=accumulator(out.x.dtype))
+    programs = grid(pieces.most * triton.cdiv(columns, block_n))
     with torch.cuda.device_of(out.x):
         sum_kernel[programs](
-            *rows.flat, *out.flat, groups.order, groups.offsets, starts_of(pieces), part_starts, parts, groups.size,
-            columns, BLOCK_R=block_r, BLOCK_N=block_n, CHUNK=_CHUNK,
+            *rows.flat, *out.flat, groups.order, groups.offsets, pieces.tile_starts, pieces.part_starts, parts,
+            groups.size, columns, BLOCK_R=block_r, BLOCK_N=block_n, CHUNK=_CHUNK,
         )  # fmt: skip
-    if slots:
-        add_parts(parts, part_starts, groups.size, out.x, (out.row, Axis(0), out.column))
+    if pieces.slots:
+        add_parts(parts, pieces.part_starts, groups.size, out.x, (out.row, Axis(0), out.column))
 
 
 def add_parts(parts: Tensor, part_starts: Tensor, groups: int, out: Tensor, axes: tuple[Axis, Axis, Axis]) -> None:

@@ -124,6 +124,15 @@ class ProductForm:
     contracted: tuple[str, ...]
     sizes: tuple[int, int, int, int]
 
+    @property
+    def matrices(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
+        """The groups of a, b and the result as matrices in a batch."""
+        return (
+            (self.batch, self.left, self.contracted),
+            (self.batch, self.contracted, self.right),
+            (self.batch, self.left, self.right),
+        )
+
 
 @lru_cache(maxsize=65536)
 def product_form(spec: Spec) -> ProductForm | None:

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -29,7 +30,6 @@ from planner.kernels.triton_grouped import Matrices, plain_product, rows_product
 from planner.kernels.triton_tiles import Tiles, tiles_of  # noqa: E402
 
 DTYPES = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BAND = 7
 SIZES = st.sampled_from([0, 1, 2, 3, 15, 16, 17, 33])
 small_tiles = st.builds(
@@ -78,7 +78,7 @@ def laid(values, random, writes=False, absent=()):
             table[list(absent)] = -1
         expanded = not tables[axis] and size[axis] > 1 and not places[axis].any()
         lies = torch.full((2 * size[axis],), 1 << 40)[::2]  # what lies between entries leads far away
-        table = lies.copy_(torch.from_numpy(table)).to(DEVICE)
+        table = lies.copy_(torch.from_numpy(table))
         axes.append(Axis(0 if expanded else strides[axis], table if tables[axis] else None))
     if not writes:
         buffer[at.reshape(-1)] = values.reshape(-1)
@@ -87,12 +87,16 @@ def laid(values, random, writes=False, absent=()):
 
 def handed(axes, buffer, dtype):
     """The operand as the kernel takes it."""
-    x = torch.from_numpy(buffer).to(getattr(torch, dtype)).to(DEVICE)
+    x = torch.from_numpy(buffer).to(getattr(torch, dtype))
     return Matrices(x[BAND:], *axes), x
 
 
 def integers(random, *shape):
     return random.integers(-2, 3, shape).astype(float)
+
+
+def tensor_of_integers(random, dtype, *shape):
+    return torch.from_numpy(integers(random, *shape)).to(getattr(torch, dtype))
 
 
 def grouping(random, rows, groups):
@@ -102,8 +106,8 @@ def grouping(random, rows, groups):
     )
     sorts = random.random() < 0.5
     group = group if sorts else np.sort(group)
-    order = torch.from_numpy(np.argsort(group, kind="stable")).to(DEVICE) if sorts else None
-    starts = torch.from_numpy(np.searchsorted(np.sort(group), np.arange(groups + 2))).to(DEVICE)
+    order = torch.from_numpy(np.argsort(group, kind="stable")) if sorts else None
+    starts = torch.from_numpy(np.searchsorted(np.sort(group), np.arange(groups + 2)))
     return group, order, starts
 
 
@@ -184,10 +188,7 @@ def test_products_are_summed_over_the_rows_of_each_group(seed, dtype, tiles, siz
 )  # fmt: skip
 def test_grouped_kernels_equal_those_of_the_cpu(seed, dtype, rows, groups, i, j, k, sourced):
     random = np.random.default_rng(seed)
-
-    def tensor(*shape):
-        return torch.from_numpy(integers(random, *shape)).to(getattr(torch, dtype))
-
+    tensor = partial(tensor_of_integers, random, dtype)
     index = group_rows(torch.from_numpy(random.integers(0, groups + 1, rows)), groups)
     source = torch.from_numpy(random.integers(0, 5, rows)) if sourced else None
     target = torch.from_numpy(random.integers(0, 4, rows))
@@ -212,10 +213,7 @@ def test_grouped_kernels_equal_those_of_the_cpu(seed, dtype, rows, groups, i, j,
 )  # fmt: skip
 def test_pooled_kernels_equal_those_of_the_cpu(seed, dtype, b, q, k, m, d, dropped):
     random = np.random.default_rng(seed)
-
-    def tensor(*shape):
-        return torch.from_numpy(integers(random, *shape)).to(getattr(torch, dtype))
-
+    tensor = partial(tensor_of_integers, random, dtype)
     keys = Keys(torch.from_numpy(random.integers(0, m + dropped, (b, q, k))), marked=dropped)
     query, pool, g = tensor(b, d, q).transpose(1, 2), tensor(b, m, d), tensor(b, q, k)
     assert torch.equal(triton_pooled.scores(query, pool, keys), torch_pooled.gathered_scores(query, pool, keys))
@@ -298,7 +296,6 @@ def test_plans_for_a_card_equal_those_for_the_cpu(spec, shapes, indices):
     assert used
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="the command itself runs there")
 def test_the_command_for_a_card_works(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["card", "--smoke"])
     assert card.main() == 0
@@ -367,7 +364,7 @@ def test_products_whose_axes_lie_apart(seed, dtype, sizes, sets):
         order = random.permutation(len(axes))
         gaps = random.integers(1, 3, len(axes))
         x = integers(random, *(size[axes[d]] * gaps[d] for d in order))
-        x = torch.from_numpy(x).to(getattr(torch, dtype)).to(DEVICE)
+        x = torch.from_numpy(x).to(getattr(torch, dtype))
         x = x.permute([list(order).index(d) for d in range(len(axes))])
         x = x[tuple(slice(None, None, int(gap)) for gap in gaps)]
         return x[:, :1].expand(x.shape) if sets & 1 and x.shape[1] else x
@@ -375,7 +372,7 @@ def test_products_whose_axes_lie_apart(seed, dtype, sizes, sets):
     terms = [batch + left + summed, batch + summed + right, batch + left + right]
     shuffled = ["".join(random.permutation(list(term))) for term in terms]
     a, b = map(tensor, shuffled[:2])
-    out = torch.full([size[e] for e in shuffled[2]], torch.nan, dtype=a.dtype, device=DEVICE)
+    out = torch.full([size[e] for e in shuffled[2]], torch.nan, dtype=a.dtype)
     groups = [(batch, left, summed), (batch, summed, right), (batch, left, right)]
     dims = [[[term.index(e) for e in group] for group in of] for term, of in zip(shuffled, groups, strict=True)]
     triton_grouped.batched_matmul(a, b, out, dims)
@@ -392,11 +389,11 @@ def test_rows_are_summed_by_group(seed, dtype, rows, groups, columns, tile):
     """Groups that are cut into pieces too; what is beside the operand and the result is left alone."""
     random = np.random.default_rng(seed)
     values = integers(random, columns[0], rows, columns[1])
-    x = torch.full((columns[0] + 2, rows + 2, columns[1] + 2), torch.nan, dtype=getattr(torch, dtype), device=DEVICE)
+    x = torch.full((columns[0] + 2, rows + 2, columns[1] + 2), torch.nan, dtype=getattr(torch, dtype))
     x[1:-1, 1:-1, 1:-1] = torch.from_numpy(values)
-    out = torch.full((columns[1] + 2, groups + 2, columns[0] + 2), torch.nan, dtype=x.dtype, device=DEVICE)
+    out = torch.full((columns[1] + 2, groups + 2, columns[0] + 2), torch.nan, dtype=x.dtype)
     of = random.integers(0, groups + 1, rows) if random.random() < 0.7 else np.full(rows, 0)
-    index = group_rows(torch.from_numpy(of).to(DEVICE), groups)
+    index = group_rows(torch.from_numpy(of), groups)
     given, made = x[1:-1, 1:-1, 1:-1], out[1:-1, 1:-1, 1:-1]
     with mock.patch.multiple(triton_sum, _TILE=tile, _CHUNK=2):
         triton_sum.sum_rows(
@@ -413,11 +410,11 @@ def test_rows_are_summed_by_group(seed, dtype, rows, groups, columns, tile):
 
 def test_sums_are_not_rounded_where_products_may_be():
     """Rows are added in float32, whatever precision is set for products."""
-    x = torch.tensor([[1.0], [2.0**-20], [-1.0]], device=DEVICE)
+    x = torch.tensor([[1.0], [2.0**-20], [-1.0]])
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        found = triton_sum.grouped_sum(x, group_rows(torch.zeros(3, dtype=torch.int64, device=DEVICE), 1))
+        found = triton_sum.grouped_sum(x, group_rows(torch.zeros(3, dtype=torch.int64), 1))
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     assert found.item() == 2.0**-20
@@ -484,7 +481,6 @@ def far(values, axis):
     return buffer.as_strided(values.shape, strides).copy_(torch.from_numpy(values))
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="the pages of a card are real")
 @pytest.mark.parametrize("axis", range(3))
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize("mode", ["plain", "rows", "terms"])
@@ -518,7 +514,6 @@ def test_strides_beyond_32_bits(mode, place, axis):
         assert np.array_equal(tensors[2].double().numpy(), expected), tables
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="the pages of a card are real")
 @pytest.mark.parametrize("axis", range(2))
 @pytest.mark.parametrize("written", [False, True])
 def test_sums_of_rows_with_strides_beyond_32_bits(axis, written):
