@@ -41,6 +41,10 @@ def as_given(x: Any) -> Any:
     return x
 
 
+def takes_all(op: Op) -> str | None:
+    """Refuse no step."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolKernels:
     """One way to compute pooled dots and their gradients; see `planner.kernels.torch_pooled` for the contracts."""
@@ -66,7 +70,7 @@ class Kernels:
         pools: ways to compute pooled dots, by the name of their row.
         label: what the names of the grouped rows end in.
         kinds: kinds of device that the kernels run on; None for all.
-        dtypes: what they multiply; None for every dtype.
+        refuses: why they cannot run a step, whatever its form.
         hand_over: applied to the operands of gradient kernels, which conjugate them in torch.
     """
 
@@ -79,12 +83,8 @@ class Kernels:
     pools: dict[str, PoolKernels]
     hand_over: Callable[[Any], Any] = as_given
     kinds: tuple[str, ...] | None = None
-    dtypes: tuple[str, ...] | None = None
+    refuses: Refusal = takes_all
     label: str = ""
-
-    def refuses(self, op: Op) -> str | None:
-        """Why the kernels cannot run an op for its dtype."""
-        return None if self.dtypes is None or op.dtype in self.dtypes else f"the kernels do not multiply {op.dtype}"
 
     def flat(self, x: Any, term: Term, groups: Groups) -> Any:
         """Permute an operand into groups of axes and flatten each group."""

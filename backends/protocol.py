@@ -43,6 +43,8 @@ class Lowering:
         stock: whether it is the framework's own way, what a user would write: the naive plan is made of these.
         kinds: kinds of device that it runs on; None for all.
         layouts: how the results lie in memory, where arrays have strides; None where they are row-major.
+        variant_of: the row that this one is in another tiling of the same cost, which `optimize="measure"` times; ""
+            where it is none.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Lowering:
     stock: bool = False
     kinds: tuple[str, ...] | None = None
     layouts: Callable[[Op], tuple[Layout | None, ...]] | None = None
+    variant_of: str = ""
 
     def refusal(self, op: Op, device: Device) -> str | None:
         """Return why it cannot run an op on a device, None if it can."""
@@ -69,23 +72,37 @@ class Table:
         self._choices: dict[tuple[Op, Device], tuple[Choice, ...]] = {}
 
     def choices(self, op: Op, device: Device) -> tuple[Choice, ...]:
-        """Return all implementations of an op with their costs; none for a pair means: one by one."""
+        """Return the implementations of an op with their costs, variants aside; none for a pair means: one by one."""
         known = self._choices.get((op, device))
         if known is None:
             known = tuple(
-                Choice(row.name, row.cost(op, device), row.is_view, _laid(row, op))
+                _choice(row, op, device)
                 for row in self.rows.values()
-                if row.refusal(op, device) is None
+                if not row.variant_of and row.refusal(op, device) is None
             )
             if len(self._choices) > 100_000:
                 self._choices.clear()
             self._choices[op, device] = known
         return known
 
-    def verdicts(self, op: Op, device: Device) -> dict[str, StepCost | str]:
-        """Return for each row what it would cost, or why it cannot run an op; stock rows that cannot are left out."""
+    def variants(self, lowering: str, op: Op, device: Device) -> tuple[Choice, ...]:
+        """Return the variants of a row, for an op that it runs."""
+        return tuple(_choice(row, op, device) for row in self.rows.values() if row.variant_of == lowering)
+
+    def offers(self, choice: Choice, op: Op, device: Device) -> bool:
+        """Whether an op can be run so at that cost."""
+        row = self.rows.get(choice.lowering)
+        return row is not None and row.refusal(op, device) is None and choice == _choice(row, op, device)
+
+    def verdicts(self, op: Op, device: Device, chosen: str = "") -> dict[str, StepCost | str]:
+        """Return for each row what it would cost, or why it cannot run an op.
+
+        Stock rows that cannot are left out, and variants that are not chosen.
+        """
         found: dict[str, StepCost | str] = {}
         for row in self.rows.values():
+            if row.variant_of and row.name != chosen:
+                continue
             refusal = row.refusal(op, device)
             if refusal is None:
                 found[row.name] = row.cost(op, device)
@@ -96,6 +113,10 @@ class Table:
     def run(self, lowering: str, op: Op, inputs: Sequence[Any], indices: Indices) -> tuple[Any, ...]:
         """Run an op in the named implementation."""
         return self.rows[lowering].run(op, inputs, indices)
+
+
+def _choice(row: Lowering, op: Op, device: Device) -> Choice:
+    return Choice(row.name, row.cost(op, device), row.is_view, _laid(row, op))
 
 
 def _laid(row: Lowering, op: Op) -> tuple[Layout | None, ...]:
@@ -234,6 +255,10 @@ class Backend(Protocol):
         None where the arrays hold no values to run on, as under tracing. It changes nothing of the arrays.
         """
         ...
+
+    def pins_tiles(self) -> bool:
+        """Whether equal problems must run equal programs, whatever is measured."""
+        return False
 
     def environment(self, operands: Sequence[Any]) -> dict[str, str]:
         """Return what besides the plan decides how fast it runs: versions, hardware, settings."""

@@ -213,7 +213,7 @@ def _product_cost(op: Op, device: Device, spec: Spec, result: int) -> StepCost:
     copied = size * product_copies(form, spec, op.layouts or (None, None))
     # What is copied is there before the product begins: the times add up.
     seconds = (
-        max(flops / device.product_rate(m, n, k), device.moving_seconds(moved))
+        max(flops / device.product_rate(m, n, k, op.dtype), device.moving_seconds(moved))
         + device.moving_seconds(2 * copied)
         + device.fresh_seconds(copied)
         + device.fresh_seconds(result)

@@ -127,13 +127,18 @@ class TorchBackend(Backend):
 
         return once
 
+    def pins_tiles(self) -> bool:
+        """As torch is asked for deterministic algorithms: another tiling adds in another order."""
+        return torch.are_deterministic_algorithms_enabled()
+
     def environment(self, operands: Sequence[Any]) -> dict[str, str]:
         """Name the version, the device, and the settings that decide how products run."""
         device = next((x.device for x in operands if isinstance(x, Tensor)), torch.device("cpu"))
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         precision = torch.get_float32_matmul_precision()
         threads = str(torch.get_num_threads())
-        return {"torch": torch.__version__, "device": name, "threads": threads, "precision": precision}
+        found = {"torch": torch.__version__, "device": name, "threads": threads, "precision": precision}
+        return {**found, "tiles": "pinned" if self.pins_tiles() else "free"}
 
     def bind(self, plan: Plan) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan."""

@@ -67,7 +67,14 @@ class Bench:
 
 def correctness(bench: Bench) -> Iterator[tuple[str, str]]:
     """Yield each kernel and dtype, and what is wrong with it, "" if nothing: against the CPU's, on small integers."""
-    from planner.kernels import torch_grouped, torch_pooled, triton_grouped, triton_pooled, triton_sum
+    from planner.kernels import (
+        torch_grouped,
+        torch_grouped_mm,
+        torch_pooled,
+        triton_grouped,
+        triton_pooled,
+        triton_sum,
+    )
     from planner.kernels.keys import Keys
     from planner.kernels.torch_grouping import group_rows
 
@@ -91,6 +98,9 @@ def correctness(bench: Bench) -> Iterator[tuple[str, str]]:
                 found = getattr(triton_grouped, name)(*arguments, there)
                 expected = getattr(torch_grouped, name)(*(x.cpu() for x in arguments), here)
                 yield f"{name} {dtype} {(n, i, j, k, g)}", _difference(torch, found, expected)
+            if dtype == "bfloat16" and not (j % 8 or k % 8) and g < 1024:
+                found = torch_grouped_mm.grouped_gradients(gradient, *values, there)
+                yield f"torch's grouped_mm {(n, i, j, k, g)}", _difference(torch, found, expected)
         b, q_, k, m, d = (2, 4, 5, 9, 20) if small else (4, 500, 30, 800, 32)
         query, pool = bench.integers(b, q_, d, dtype=dtype), bench.integers(b, m, d, dtype=dtype)
         weights, x = bench.integers(b, q_, k, dtype=dtype), torch.randint(0, m + 1, (b, q_, k))
@@ -156,6 +166,8 @@ def repeated(bench: Bench, times: int) -> str:
 def comparisons(bench: Bench) -> Iterator[tuple[str, dict[str, Program], float]]:
     """Yield what is compared: its name, programs of which the first is ours, and the bytes that it must move."""
     import planner
+    from planner.kernels import triton_grouped, triton_tiles
+    from planner.kernels.torch_grouping import group_rows
 
     torch, small = bench.torch, bench.smoke
     n, j, g = (300, 16, 5) if small else (131_072, 64, 2048)
@@ -183,6 +195,20 @@ def comparisons(bench: Bench) -> Iterator[tuple[str, dict[str, Program], float]]
         yield f"seed-gathered-matmul {dtype}, forward", _without_gradients(torch, ways), size
         both = {label: _with_gradients(torch, way, (a, c), gradient) for label, way in ways.items()}
         yield f"seed-gathered-matmul {dtype}, with gradients", both, 2.65 * size
+        order, values = group_rows(q, g), (gradient, a.detach(), c.detach())
+        alone: dict[str, Program] = {
+            f"kernel, {tiling or 'default tiles'}": partial(
+                triton_grouped.grouped_gradients, *values, order, tiling=tiling
+            )
+            for tiling in ("", *triton_tiles.TILINGS)
+        }
+
+        def apart(g: Any = gradient, a: Any = values[1], c: Any = values[2], order: Any = order) -> Any:
+            rows = triton_grouped.grouped_matmul(g, c.transpose(1, 2), order)
+            return rows, triton_grouped.grouped_outer(a, g, order)
+
+        alone["two products"] = apart
+        yield f"seed-gathered-matmul {dtype}, both gradients", alone, 1.65 * size
     t, width, e = (64, 16, 2) if small else (32_768, 2048, 32)
     dtype = "float32" if small else "bfloat16"
     a, c = bench.integers(t, 1, width, dtype=dtype), bench.integers(e, width, width, dtype=dtype)
@@ -192,6 +218,11 @@ def comparisons(bench: Bench) -> Iterator[tuple[str, dict[str, Program], float]]
     if hasattr(torch.nn.functional, "grouped_mm") and not small:
         ends = torch.bincount(q, minlength=e).cumsum(0).int()
         ways["grouped_mm"] = lambda: torch.nn.functional.grouped_mm(a[:, 0], c, offs=ends)
+    # The kernels themselves, whatever the plan takes, in each tiling.
+    for tiling in ("", *triton_tiles.TILINGS):
+        ways[f"kernel, {tiling or 'default tiles'}"] = partial(
+            triton_grouped.grouped_matmul, a, c, group_rows(q, e), tiling=tiling
+        )
     yield f"experts {dtype}, forward, {2 * t * width * width / 1e9:.0f} GFLOP", ways, 0.0
     b, heads, queries, pool, depth, k = (1, 1, 6, 20, 8, 4) if small else (8, 8, 1000, 1000, 32, 100)
     query, keys = (bench.integers(b, heads, m, depth).requires_grad_() for m in (queries, pool))

@@ -6,6 +6,7 @@ would copy, and segment sums, which torch makes by atomics, in any order.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 import operator
@@ -32,6 +33,7 @@ from planner.backends.torch_products import copied_form
 from planner.cost import StepCost, itemsize
 from planner.device import Device
 from planner.kernels import torch_grouping
+from planner.kernels.triton_tiles import PAIR_TERMS, TILINGS, covers_pair
 from planner.layout import flattens
 from planner.lower import (
     GroupedForm,
@@ -44,22 +46,22 @@ from planner.lower import (
 )
 from planner.spec import Gather, Spec
 
-__all__ = ["DTYPES", "cuda_kernels", "cuda_rows"]
+__all__ = ["DTYPES", "LAUNCHES", "cuda_kernels", "cuda_rows"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 # What a call launches beside the kernel: the tiles of each group and, unless the index is prepared, its order.
-_LAUNCHES = 12
+LAUNCHES = 12
 # The kernel's time for the same product beside cuBLAS's: an estimate, as all of this is until it ran on a card.
 _SLOWER = 1.5
 # Terms after which the sum of a group is cut, as `planner.kernels.triton_tiles` has them.
 _CUT = 4096
 
 
-def _kernel(module: str, name: str) -> Callable[..., Any]:
+def _kernel(module: str, name: str, **options: Any) -> Callable[..., Any]:
     """A function that imports its module, and Triton with it, when it is called."""
 
     def call(*arguments: Any) -> Any:
-        return operator.attrgetter(name)(importlib.import_module(f"planner.kernels.{module}"))(*arguments)
+        return operator.attrgetter(name)(importlib.import_module(f"planner.kernels.{module}"))(*arguments, **options)
 
     return call
 
@@ -78,10 +80,14 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     if not (form.outer or op.pair) and mapped != form.gather.axes:  # rows' products, then added to their targets
         # summed in their order, which is sorted too.
         tables += n * i * k * max(4, size) + 40 * n + math.prod(op.output_shapes[0]) * (4 if size < 4 else 0)
-    parts = 2 * (n * i // _CUT) * j * k * max(4, size) if form.outer or op.pair else 0
+    fused = op.pair and covers_pair(j, k)
+    cut = PAIR_TERMS if fused else _CUT
+    parts = 2 * (n * i // cut) * j * k * max(4, size) if form.outer or op.pair else 0
     moved = op.bytes_touched() + 2 * copied + 16 * n
-    seconds = max(flops / device.product_rate(max(1, n * i // max(1, min(g, n))), j, k), device.moving_seconds(moved))
-    seconds += n * device.sort_row_seconds + _LAUNCHES * (2 if op.pair else 1) * device.launch_seconds
+    moved += n * i * k * size if op.pair and not fused else 0  # the output's gradient is read twice
+    rate = device.product_rate(max(1, n * i // max(1, min(g, n))), j, k, op.dtype)
+    seconds = max(_SLOWER * flops / rate, device.moving_seconds(moved))
+    seconds += n * device.sort_row_seconds + LAUNCHES * (1 + (op.pair and not fused)) * device.launch_seconds
     return StepCost(flops, moved, copied, copied + tables + parts, picoseconds(seconds))
 
 
@@ -98,30 +104,35 @@ def _pooled_cost(op: Op, device: Device) -> StepCost:
     scratch += 2 * (chosen // _CUT) * d * max(4, size) if op.pair or form.scores != 2 else 0
     moved = op.bytes_touched() + 2 * copied + (2 if op.pair else 1) * chosen * d * size + 8 * chosen
     seconds = max(flops / device.flop_rate, device.moving_seconds(moved))
-    seconds += sorts * chosen * device.sort_row_seconds + _LAUNCHES * (2 if op.pair else 1) * device.launch_seconds
+    seconds += sorts * chosen * device.sort_row_seconds + LAUNCHES * (2 if op.pair else 1) * device.launch_seconds
     return StepCost(flops, moved, copied, scratch + copied, picoseconds(seconds))
 
 
-def cuda_kernels() -> Kernels:
-    """Return the kernels for CUDA; they need Triton when they run."""
+def _other_dtype(op: Op) -> str | None:
+    return None if op.dtype in DTYPES else f"the kernels do not multiply {op.dtype}"
+
+
+def cuda_kernels(tiling: str = "") -> Kernels:
+    """Return the kernels for CUDA in a tiling of `planner.kernels.triton_tiles`; they need Triton when they run."""
+    label, tiled = f", Triton{', ' * bool(tiling)}{tiling}", {"tiling": tiling}
 
     def outer(a: Any, b: Any, groups: Any, size: int, source_a: Any, source_b: Any) -> Any:
-        return _kernel("triton_grouped", "grouped_outer")(a, b, groups, source_a, source_b)
+        return _kernel("triton_grouped", "grouped_outer", **tiled)(a, b, groups, source_a, source_b)
 
-    pool = PoolKernels(**{name: _kernel("triton_pooled", name) for name in POOL_FUNCTIONS}, cost=_pooled_cost)
+    pool = PoolKernels(**{name: _kernel("triton_pooled", name, **tiled) for name in POOL_FUNCTIONS}, cost=_pooled_cost)
     return Kernels(
         OPS,
         torch_grouping.group_rows,
-        _kernel("triton_grouped", "grouped_matmul"),
+        _kernel("triton_grouped", "grouped_matmul", **tiled),
         outer,
-        _kernel("triton_grouped", "grouped_gradients"),
+        _kernel("triton_grouped", "grouped_gradients", **tiled),
         _grouped_cost,
-        {"gathered dot, Triton": pool},
+        {f"gathered dot{label}": pool},
         # As on a CPU, the programs hand over operands that are conjugated already; these are real.
         hand_over=torch.conj,
         kinds=("cuda",),
-        dtypes=DTYPES,
-        label=", Triton",
+        refuses=_other_dtype,
+        label=label,
     )
 
 
@@ -142,12 +153,12 @@ def _strided_cost(op: Op, device: Device) -> StepCost:
         if not flattens(term, layout, [group], op.spec)
     )
     flops, moved = spec_flops(op.spec), op.bytes_touched() + 2 * tables
-    seconds = max(_SLOWER * flops / device.product_rate(m, n, k), device.moving_seconds(moved))
+    seconds = max(_SLOWER * flops / device.product_rate(m, n, k, op.dtype), device.moving_seconds(moved))
     # Each table is made in a few launches.
     return StepCost(flops, moved, 0, tables, picoseconds(seconds + (1 + 6 * bool(tables)) * device.launch_seconds))
 
 
-def _run_strided(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+def _run_strided(tiling: str, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     form = product_form(op.spec)
     assert form is not None
     out = inputs[0].new_empty(op.spec.output_shape)
@@ -155,7 +166,7 @@ def _run_strided(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
         [[term.index(axis) for axis in group] for group in groups]
         for term, groups in zip(op.spec.terms, form.matrices, strict=True)
     ]
-    _kernel("triton_grouped", "batched_matmul")(*inputs, out, dims)
+    _kernel("triton_grouped", "batched_matmul", tiling=tiling)(*inputs, out, dims)
     return (out,)
 
 
@@ -184,7 +195,7 @@ def _summed_cost(op: Op, device: Device) -> StepCost:
     columns = math.prod(op.spec.shape(op.spec.inputs[0])) // max(1, n)
     tables = 16 * n + 8 * 6 * ((gather.size or 0) + 2) + 2 * (n // _CUT) * columns * max(4, size)
     moved = op.bytes_touched() + 16 * n
-    seconds = device.moving_seconds(moved) + n * device.sort_row_seconds + _LAUNCHES * device.launch_seconds
+    seconds = device.moving_seconds(moved) + n * device.sort_row_seconds + LAUNCHES * device.launch_seconds
     return StepCost(spec_flops(op.spec), moved, 0, tables, picoseconds(seconds))
 
 
@@ -200,7 +211,7 @@ def _run_summed(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> 
 
 
 def cuda_rows() -> list[Lowering]:
-    """Return the rows for CUDA."""
+    """Return the rows for CUDA, and their other tilings."""
     kernels = cuda_kernels()
 
     def row(name: str, refuses: Refusal, cost: CostOf, run: Any) -> Lowering:
@@ -209,8 +220,15 @@ def cuda_rows() -> list[Lowering]:
             layouts=lambda op: (None,),
         )  # fmt: skip
 
-    return [
-        *kernel_rows(kernels, strided=True),
-        row("matmul without copies, Triton", _not_strided, _strided_cost, _run_strided),
-        row("segment sum, Triton", _not_summed, _summed_cost, partial(_run_summed, kernels)),
+    def tiled(tiling: str = "") -> list[Lowering]:
+        rows = kernel_rows(cuda_kernels(tiling), strided=True)
+        name = f"matmul without copies, Triton{', ' * bool(tiling)}{tiling}"
+        return [*rows, row(name, _not_strided, _strided_cost, partial(_run_strided, tiling))]
+
+    rows = tiled()
+    variants = [
+        dataclasses.replace(other, variant_of=one.name)
+        for tiling in TILINGS
+        for one, other in zip(rows, tiled(tiling), strict=True)
     ]
+    return [*rows, row("segment sum, Triton", _not_summed, _summed_cost, partial(_run_summed, kernels)), *variants]

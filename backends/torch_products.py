@@ -90,7 +90,9 @@ def _sliced_cost(op: Op, device: Device) -> StepCost:
     moved, accumulates = op.bytes_touched(), axis not in op.spec.output
     if accumulates:
         moved += 2 * slices * result
-    seconds = max(flops / device.product_rate(m, n, k), device.moving_seconds(moved)) + device.fresh_seconds(result)
+    seconds = max(flops / device.product_rate(m, n, k, op.dtype), device.moving_seconds(moved)) + device.fresh_seconds(
+        result
+    )
     if accumulates and device.kind == "cpu":  # products that take no longer than that take one core
         seconds += min(seconds, slices * _WAIT_SECONDS)
     return StepCost(flops, moved, 0, 0, picoseconds(seconds + slices * device.launch_seconds))
@@ -161,7 +163,7 @@ def _batched_cost(op: Op, device: Device) -> StepCost:
     batch, m, n, k = form.sizes
     wide, result = (math.prod(shape) * itemsize(op.dtype) for shape in (spec.output_shape, op.spec.output_shape))
     flops, touched = spec_flops(op.spec), op.bytes_touched()
-    seconds = max(flops / device.product_rate(m, n, k), device.moving_seconds(touched - result + wide))
+    seconds = max(flops / device.product_rate(m, n, k, op.dtype), device.moving_seconds(touched - result + wide))
     seconds += device.fresh_seconds(wide) + batch * device.matrix_seconds + device.seconds(0, wide + result, result, 2)
     return StepCost(flops, touched + 2 * wide, 0, wide, picoseconds(seconds))
 

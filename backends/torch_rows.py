@@ -23,6 +23,7 @@ from planner.backends.protocol import Table
 from planner.backends.stock_layout import stock_layout
 from planner.backends.stock_rows import flat_stock_cost, picoseconds, stock_rows
 from planner.backends.torch_cuda import cuda_rows
+from planner.backends.torch_grouped_mm import grouped_mm_kernels
 from planner.backends.torch_ops import OPS, cast, torch_dtype
 from planner.backends.torch_products import product_rows
 from planner.cost import StepCost, itemsize
@@ -166,5 +167,7 @@ def make_table() -> Table:
     """Return the table of the torch backend."""
     grouped = [row for share in _SHARES for row in kernel_rows(_kernels(share), strided=True)]
     on_card = cuda_rows() if importlib.util.find_spec("triton") else []
+    if hasattr(torch.nn.functional, "grouped_mm"):
+        on_card += kernel_rows(grouped_mm_kernels(), strided=True)
     stock = stock_rows(OPS, cast, cost=flat_stock_cost, layouts=lambda op: (stock_layout(op)[1],))
     return Table([*stock, *product_rows(), *grouped, *on_card])

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-__all__ = ["Axis", "Cut", "axis_of", "cut", "grid", "most_tiles", "packed", "starts_of"]
+__all__ = ["Axis", "Cut", "Matrices", "axis_of", "cut", "grid", "most_tiles", "packed", "starts_of"]
 
 
 class Axis(NamedTuple):
@@ -33,6 +33,27 @@ def axis_of(x: Tensor, dims: Sequence[int]) -> Axis:
     for size, stride in known:
         positions = positions.unsqueeze(-1) + torch.arange(size, device=x.device) * stride
     return Axis(1, positions.reshape(-1))
+
+
+class Matrices(NamedTuple):
+    """An operand as the kernels of products see it; `batch` is a stride along entries of a batch of groups."""
+
+    x: Tensor
+    outer: Axis
+    inner: Axis
+    column: Axis
+    batch: int = 0
+
+    @classmethod
+    def of(cls, x: Tensor, rows: Tensor | None = None) -> Matrices:
+        """Three dimensions, the first through a map of rows if there is one."""
+        x = x.resolve_neg()  # of a conjugate's imaginary part, say
+        return cls(x, Axis(x.stride(0), rows), Axis(x.stride(1)), Axis(x.stride(2)))
+
+    @property
+    def flat(self) -> list[Any]:
+        """What a kernel takes of it."""
+        return [self.x, *(part for axis in self[1:4] for part in axis.flat)]
 
 
 def packed(table: Tensor | None) -> Tensor | None:

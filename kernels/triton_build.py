@@ -21,9 +21,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from planner.kernels.triton_pair import pair_kernel
 from planner.kernels.triton_product import add_parts_kernel, product_kernel
 from planner.kernels.triton_sum import sum_kernel
-from planner.kernels.triton_tiles import Tiles, tiles_of
+from planner.kernels.triton_tiles import TILINGS, Tiles, covers_pair, tiles_of
 
 __all__ = ["Built", "Case", "build", "cases", "markdown"]
 
@@ -31,7 +32,11 @@ _POINTEES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64"
 _ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 # By capability: registers and bytes of shared memory of a multiprocessor, and warps and programs that it runs at once.
 _LIMITS = {80: (65536, 164 << 10, 64, 32), 90: (65536, 228 << 10, 64, 32)}
-_KERNELS = {"sum": sum_kernel, "add": add_parts_kernel}  # by mode; the others are those of one kernel
+_KERNELS = {
+    "sum": sum_kernel,
+    "add": add_parts_kernel,
+    "pair": pair_kernel,
+}  # by mode; the others are those of one kernel
 _OF_GROUPS = ("order", "starts", "tile_starts", "part_starts", "parts")
 _RESERVED = 1 << 10  # bytes of shared memory that the system takes for each program
 
@@ -41,7 +46,7 @@ class Case:
     """What is compiled: a mode of the product kernel, or one that adds, for a dtype, a precision and tiles.
 
     Attributes:
-        one_k: whether a tile covers all of k.
+        one_k: whether a tile covers all of k, where it matters.
         tables: whether every axis is looked up in a table.
     """
 
@@ -77,19 +82,25 @@ class Built:
 
 
 def cases(every: bool = False) -> Iterator[Case]:
-    """Yield what the kernel is compiled for: default tiles, or all that `tiles_of` can choose."""
+    """Yield what the kernels are compiled for: default tiles, or all that `tiles_of` can choose."""
     sides = (16, 32, 64, 128) if every else (64,)
     seen = set()
-    for dtype, mode in itertools.product(_POINTEES, ("rows", "terms", "plain")):
-        for m, n, k in itertools.product(sides, sides, (*sides, 4096) if every else sides):
-            for precision in ("ieee", "tf32") if dtype == "float32" else ("ieee",):
-                fma = (dtype, precision) == ("float32", "ieee")
-                for tables in (False, True) if every or dtype == "float32" else (False,):
-                    tiles = tiles_of(mode, m, n, k, _ITEMSIZES[dtype], fma, tables)
-                    case = Case(mode, dtype, precision, tiles, k <= tiles.k, tables)
-                    if case not in seen:
-                        seen.add(case)
-                        yield case
+    for dtype, mode in itertools.product(_POINTEES, ("rows", "terms", "plain", "pair")):
+        problems = itertools.product(sides, sides, (*sides, 4096) if every else sides)
+        settings = itertools.product(
+            ("ieee", "tf32") if dtype == "float32" else ("ieee",),
+            (False, True) if every or dtype == "float32" else (False,),
+            ("", *TILINGS) if every else ("",),
+        )
+        for (m, n, k), (precision, tables, tiling) in itertools.product(problems, settings):
+            if mode == "pair" and not covers_pair(m, n):
+                continue
+            fma = (dtype, precision) == ("float32", "ieee")
+            tiles = tiles_of(mode, m, n, k, _ITEMSIZES[dtype], fma, tables, tiling)
+            case = Case(mode, dtype, precision, tiles, k <= tiles.k and mode in ("rows", "plain"), tables)
+            if case not in seen:
+                seen.add(case)
+                yield case
     for dtype, mode, tables in itertools.product(_POINTEES, ("sum", "add"), (False, True)):
         yield Case(mode, dtype, "", Tiles(16, 128, 1, 64), tables=tables)
 
@@ -131,7 +142,7 @@ def _signature(case: Case) -> tuple[dict[str, str], dict[tuple[int, ...], Any], 
             constants[name] = None
         if name in constants:
             types[name] = "constexpr"
-        elif name in ("a", "b", "x", "out"):
+        elif name in ("a", "b", "x", "out", "g", "c", "da", "dc"):
             types[name] = f"*{element}"
         elif name == "parts":
             types[name] = f"*{wide}"

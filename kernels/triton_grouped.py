@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,39 +14,14 @@ from torch import Tensor
 
 from planner.kernels.torch_grouped import accumulator
 from planner.kernels.torch_grouping import Groups, group_rows
-from planner.kernels.triton_axes import Axis, Cut, axis_of, cut, grid, most_tiles, packed, starts_of
-from planner.kernels.triton_product import product_kernel
+from planner.kernels.triton_axes import Cut, Matrices, axis_of, cut, grid, most_tiles, packed, starts_of
+from planner.kernels.triton_pair import both_gradients
+from planner.kernels.triton_product import precision, product_kernel
 from planner.kernels.triton_sum import add_parts, grouped_sum
-from planner.kernels.triton_tiles import Tiles, tiles_of
+from planner.kernels.triton_tiles import Tiles, covers_pair, tiles_of
 
-__all__ = ["Matrices", "batched_matmul", "grouped_gradients", "grouped_matmul", "grouped_outer", "plain_product",
+__all__ = ["batched_matmul", "grouped_gradients", "grouped_matmul", "grouped_outer", "plain_product",
            "rows_product", "terms_product"]  # fmt: skip
-
-
-class Matrices(NamedTuple):
-    """An operand as the kernel sees it; `batch` is a stride along entries of a batch of groups."""
-
-    x: Tensor
-    outer: Axis
-    inner: Axis
-    column: Axis
-    batch: int = 0
-
-    @classmethod
-    def of(cls, x: Tensor, rows: Tensor | None = None) -> Matrices:
-        """Three dimensions, the first through a map of rows if there is one."""
-        x = x.resolve_neg()  # of a conjugate's imaginary part, say
-        return cls(x, Axis(x.stride(0), rows), Axis(x.stride(1)), Axis(x.stride(2)))
-
-    @property
-    def flat(self) -> list[Any]:
-        """What the kernel takes of it."""
-        return [self.x, *(part for axis in self[1:4] for part in axis.flat)]
-
-
-def precision() -> str:
-    """What torch is set to for products of float32."""
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def grouped_matmul(
@@ -57,13 +31,18 @@ def grouped_matmul(
     source: Tensor | None = None,
     target: Tensor | None = None,
     targets: int | None = None,
+    tiling: str = "",
 ) -> Tensor:
-    """Multiply each row by the matrix of its group; see `planner.kernels.torch_grouped.grouped_matmul`."""
+    """Multiply each row by the matrix of its group; see `planner.kernels.torch_grouped.grouped_matmul`.
+
+    Here and below `tiling` is as in `planner.kernels.triton_tiles.tiles_of`.
+    """
     n, (i, j), (g, _, k) = len(groups.order), a.shape[1:], c.shape
     rows = a.new_empty((n, i, k), dtype=a.dtype if target is None else accumulator(a.dtype))
-    # Dropped rows are one more group, whose products are zero.
-    starts = torch.nn.functional.pad(groups.offsets, (0, 1), value=n)
-    rows_product(Matrices.of(a, source), Matrices.of(c), Matrices.of(rows), (n, i, k, j), groups.order, starts, g, True)
+    rows_product(
+        Matrices.of(a, source), Matrices.of(c), Matrices.of(rows), (n, i, k, j), groups.order, _all_starts(groups), g,
+        True, tiling=tiling,
+    )  # fmt: skip
     if target is None:
         return rows
     assert targets is not None
@@ -71,26 +50,49 @@ def grouped_matmul(
 
 
 def grouped_outer(
-    a: Tensor, b: Tensor, groups: Groups, source_a: Tensor | None = None, source_b: Tensor | None = None
-) -> Tensor:
+    a: Tensor, b: Tensor, groups: Groups, source_a: Tensor | None = None, source_b: Tensor | None = None,
+    tiling: str = "",
+) -> Tensor:  # fmt: skip
     """Sum `a[r]^T @ b[r]` over the rows of each group; see `planner.kernels.torch_grouped.grouped_outer`."""
     sizes = len(groups.order), a.shape[1], a.shape[2], b.shape[2]
     out = a.new_empty((groups.size, *sizes[2:]))
     terms_product(
         Matrices.of(a, source_a), Matrices.of(b, source_b), Matrices.of(out), sizes, groups.order, groups.offsets,
-        groups.size,
+        groups.size, tiling=tiling,
     )  # fmt: skip
     return out
 
 
 def grouped_gradients(
-    gout: Tensor, a: Tensor, c: Tensor, groups: Groups, source: Tensor | None = None
+    gout: Tensor, a: Tensor, c: Tensor, groups: Groups, source: Tensor | None = None, tiling: str = ""
 ) -> tuple[Tensor, Tensor]:
-    """Both gradients of `grouped_matmul` without target; see `planner.kernels.torch_grouped.grouped_gradients`."""
-    return grouped_matmul(gout, c.transpose(1, 2), groups), grouped_outer(a, gout, groups, source)
+    """Both gradients of `grouped_matmul` without target; see `planner.kernels.torch_grouped.grouped_gradients`.
+
+    Where a program holds a whole matrix they are made in one walk.
+    """
+    n, (i, j), k = len(groups.order), a.shape[1:], c.shape[2]
+    if not covers_pair(j, k):
+        return (
+            grouped_matmul(gout, c.transpose(1, 2), groups, tiling=tiling),
+            grouped_outer(a, gout, groups, source, tiling=tiling),
+        )
+    da, dc = a.new_empty((n, i, j)), c.new_empty((groups.size, j, k))
+    x, y, z = Matrices.of(gout), Matrices.of(a, source), Matrices.of(c)
+    tiles = _tiles("pair", j, k, max(1, n * i // max(1, groups.size)), x, y, tiling=tiling)
+    both_gradients(
+        x, y, z, Matrices.of(da), Matrices.of(dc), (n, i, j, k), groups.order, _all_starts(groups), groups.size, tiles
+    )
+    return da, dc
 
 
-def batched_matmul(a: Tensor, b: Tensor, out: Tensor, dims: Sequence[Sequence[Sequence[int]]]) -> None:
+def _all_starts(groups: Groups) -> Tensor:
+    """Where each group begins, the dropped rows as one more, whose products are zero."""
+    return torch.nn.functional.pad(groups.offsets, (0, 1), value=len(groups.order))
+
+
+def batched_matmul(
+    a: Tensor, b: Tensor, out: Tensor, dims: Sequence[Sequence[Sequence[int]]], tiling: str = ""
+) -> None:
     """Write a batched product of operands whose dimensions may lie in any way; nothing is copied.
 
     Args:
@@ -98,6 +100,7 @@ def batched_matmul(a: Tensor, b: Tensor, out: Tensor, dims: Sequence[Sequence[Se
         b: operand.
         out: result.
         dims: for each of the three, its dimensions in groups: of the batch, then rows, then columns.
+        tiling: as in `planner.kernels.triton_tiles.tiles_of`.
     """
     x, y, z = (
         Matrices(tensor, axis_of(tensor, outer), axis_of(tensor, inner), axis_of(tensor, column))
@@ -105,20 +108,20 @@ def batched_matmul(a: Tensor, b: Tensor, out: Tensor, dims: Sequence[Sequence[Se
     )
     batch, m, n = (math.prod(out.shape[d] for d in group) for group in dims[2])
     k = math.prod(a.shape[d] for d in dims[0][2])
-    plain_product(x, y, z, (batch, m, n, k))
+    plain_product(x, y, z, (batch, m, n, k), tiling)
 
 
-def plain_product(a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int, int, int]) -> None:
+def plain_product(a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int, int, int], tiling: str = "") -> None:
     """Write a batch of products, `a[z, m, k] b[z, k, n]`; sizes of z, m, n, k."""
     batch, m, n, k = sizes
     if batch * m * n:
-        tiles = _tiles("plain", m, n, k, a, b, out)
+        tiles = _tiles("plain", m, n, k, a, b, out, tiling=tiling)
         _launch("plain", a, b, out, (m, n, k), tiles, batch, triton.cdiv(m, tiles.m) * batch)
 
 
 def rows_product(
     a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int, int, int], order: Tensor | None, starts: Tensor,
-    groups: int, drops: bool = False, batch_groups: int | None = None,
+    groups: int, drops: bool = False, batch_groups: int | None = None, tiling: str = "",
 ) -> None:  # fmt: skip
     """Write the products of rows with the matrix of their group, `a[r, i, k] b[g, k, n]`.
 
@@ -132,10 +135,11 @@ def rows_product(
         groups: how many there are, the dropped ones aside.
         drops: whether there is one more group, of rows whose products are zero.
         batch_groups: groups of an entry of a batch; None where there is none.
+        tiling: as in `planner.kernels.triton_tiles.tiles_of`.
     """
     rows, i, n, k = sizes
     if rows * i * n:
-        tiles = _tiles("rows", max(1, rows * i // max(1, groups)), n, k, a, b, out)
+        tiles = _tiles("rows", max(1, rows * i // max(1, groups)), n, k, a, b, out, tiling=tiling)
         step = tiles.m * tiles.chunk
         tile_starts = starts_of(cut(starts, i, step))
         count = most_tiles(rows * i, step, groups + drops)
@@ -147,7 +151,7 @@ def rows_product(
 
 def terms_product(
     a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int, int, int], order: Tensor | None, starts: Tensor,
-    groups: int, batch_groups: int | None = None,
+    groups: int, batch_groups: int | None = None, tiling: str = "",
 ) -> None:  # fmt: skip
     """Write the products summed over the rows of each group, `a[r, i, m] b[r, i, n]`; arguments as of `rows_product`.
 
@@ -156,7 +160,7 @@ def terms_product(
     rows, i, m, n = sizes
     if not groups * m * n:
         return
-    tiles = _tiles("terms", m, n, max(1, rows * i // groups), a, b, out)
+    tiles = _tiles("terms", m, n, max(1, rows * i // groups), a, b, out, tiling=tiling)
     step = tiles.k * tiles.chunk
     pieces = Cut.of(starts, rows * i, i, step)
     parts = out.x.new_empty((max(1, pieces.slots), m, n), dtype=accumulator(a.x.dtype))
@@ -169,10 +173,11 @@ def terms_product(
         add_parts(parts, pieces.part_starts, groups, out.x, (out.outer, out.inner, out.column))
 
 
-def _tiles(mode: str, m: int, n: int, k: int, *operands: Matrices) -> Tiles:
+def _tiles(mode: str, m: int, n: int, k: int, *operands: Matrices, tiling: str = "") -> Tiles:
     x = operands[0].x
     tables = any(axis.table is not None for operand in operands for axis in operand[1:4])
-    return tiles_of(mode, m, n, k, x.element_size(), x.dtype == torch.float32 and precision() == "ieee", tables)
+    fma = x.dtype == torch.float32 and precision() == "ieee"
+    return tiles_of(mode, m, n, k, x.element_size(), fma, tables, tiling)
 
 
 def _launch(

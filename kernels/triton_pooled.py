@@ -15,36 +15,36 @@ from torch import Tensor
 
 from planner.kernels.keys import Keys
 from planner.kernels.torch_grouping import group_rows
-from planner.kernels.triton_axes import Axis
-from planner.kernels.triton_grouped import Matrices, rows_product, terms_product
+from planner.kernels.triton_axes import Axis, Matrices
+from planner.kernels.triton_grouped import rows_product, terms_product
 
 __all__ = ["gradients", "pool_gradient", "query_gradient", "scores"]
 
 
-def scores(query: Tensor, pool: Tensor, keys: Keys) -> Tensor:
+def scores(query: Tensor, pool: Tensor, keys: Keys, tiling: str = "") -> Tensor:
     """Scores `(B, Q, K)` of queries `(B, Q, D)` against a pool `(B, M, D)`."""
     (b, q, d), k = query.shape, keys.values.shape[2]
     out, query = query.new_empty((b, q, k)), query.resolve_neg()
     rows_product(
         _pool_rows(pool, keys), Matrices(query, Axis(query.stride(1)), Axis(query.stride(2)), Axis(0), query.stride(0)),
         Matrices(out, Axis(1), Axis(0), Axis(0)), (b * q * k, 1, 1, d), None, _even(b * q, k, query), b * q,
-        batch_groups=max(1, q),
+        batch_groups=max(1, q), tiling=tiling,
     )  # fmt: skip
     return out
 
 
-def query_gradient(g: Tensor, pool: Tensor, keys: Keys) -> Tensor:
+def query_gradient(g: Tensor, pool: Tensor, keys: Keys, tiling: str = "") -> Tensor:
     """The gradient of the query `(B, Q, D)`, of the scores' `(B, Q, K)`."""
     (b, q, k), d = keys.values.shape, pool.shape[2]
     out = g.new_empty((b, q, d))
     terms_product(
         _weights(g), _pool_rows(pool, keys), Matrices(out, Axis(d), Axis(0), Axis(1)), (b * q * k, 1, 1, d), None,
-        _even(b * q, k, g), b * q, batch_groups=max(1, q),
+        _even(b * q, k, g), b * q, batch_groups=max(1, q), tiling=tiling,
     )  # fmt: skip
     return out
 
 
-def pool_gradient(g: Tensor, query: Tensor, keys: Keys, size: int) -> Tensor:
+def pool_gradient(g: Tensor, query: Tensor, keys: Keys, size: int, tiling: str = "") -> Tensor:
     """The gradient of the pool `(B, size, D)`, of the scores' `(B, Q, K)`."""
     (b, q, k), d = keys.values.shape, query.shape[2]
     out = g.new_empty((b, size, d))
@@ -58,14 +58,15 @@ def pool_gradient(g: Tensor, query: Tensor, keys: Keys, size: int) -> Tensor:
     terms_product(
         _weights(g), Matrices(query, Axis(1, rows), Axis(0), Axis(query.stride(2))),
         Matrices(out, Axis(d), Axis(0), Axis(1)), (b * q * k, 1, 1, d), groups.order, groups.offsets, b * size,
+        tiling=tiling,
     )  # fmt: skip
     return out
 
 
-def gradients(g: Tensor, query: Tensor, pool: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
+def gradients(g: Tensor, query: Tensor, pool: Tensor, keys: Keys, tiling: str = "") -> tuple[Tensor, Tensor]:
     """Both gradients, of the query and of the pool."""
     keys = Keys(keys.part(keys.values), marked=keys.marked)  # brought into range once
-    return query_gradient(g, pool, keys), pool_gradient(g, query, keys, pool.shape[1])
+    return query_gradient(g, pool, keys, tiling), pool_gradient(g, query, keys, pool.shape[1], tiling)
 
 
 def _weights(g: Tensor) -> Matrices:

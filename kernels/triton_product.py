@@ -15,10 +15,16 @@ past the last tile return. Sums are in float32, float64 for float64, in one orde
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-__all__ = ["add_parts_kernel", "group_of", "position", "product_kernel"]
+__all__ = ["add_parts_kernel", "group_of", "position", "precision", "product_kernel"]
+
+
+def precision() -> str:
+    """What torch is set to for products of float32."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 @triton.jit

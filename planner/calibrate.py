@@ -187,6 +187,14 @@ def _flop_rate(lab: Lab) -> float:
     return 2 * size**3 / median_seconds(lab, _step(lab, "ij,jk->ik", (size, size), (size, size)))
 
 
+def _half_rate(lab: Lab) -> float:
+    """Of bfloat16 on a graphics card; 0 stands for the rate of float32."""
+    if lab.key.kind == "cpu":
+        return 0.0
+    x = lab.normal(8192, 8192).bfloat16()
+    return 2 * 8192**3 / median_seconds(lab, lambda: x @ x)
+
+
 def _skinny_rate(lab: Lab) -> float:
     """The median over products with four rows, four columns, and sums of four terms."""
     shapes = [(4, 1024, 1024), (1024, 1024, 4), (1024, 4, 1024)]
@@ -287,6 +295,7 @@ def measure(lab: Lab, progress: Callable[[str], None] = lambda what: None) -> De
 
     for name, run in (
         ("flop_rate", _flop_rate),
+        ("half_rate", _half_rate),
         ("skinny_rate", _skinny_rate),
         ("bandwidth", _bandwidth),
         ("launch_seconds", _launch_seconds),
@@ -307,7 +316,7 @@ def measure(lab: Lab, progress: Callable[[str], None] = lambda what: None) -> De
     return dataclasses.replace(device(), name=lab.key.kind, source=source)
 
 
-STAGES = 9
+STAGES = 10
 
 
 # -- the command -----------------------------------------------------------------------------------------

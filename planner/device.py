@@ -23,6 +23,7 @@ class Device:
     Attributes:
         name: shown in the printed plan.
         flop_rate: FLOP/s of a large float32 matrix product.
+        half_rate: FLOP/s of a large product of float16 or bfloat16; 0 where it is as `flop_rate`.
         bandwidth: bytes/s of reading and writing memory that is in use already.
         fresh_bandwidth: bytes/s of first writes to an allocation of `fresh_bytes` or more (page faults on a CPU).
         reused_bandwidth: bytes/s of first writes to a smaller one, which the allocator serves from memory in use.
@@ -54,6 +55,7 @@ class Device:
     add_row_seconds: float = 0.0
     skinny_rate: float = float("inf")
     sort_row_seconds: float = 0.0
+    half_rate: float = 0.0
     kind: str = "cpu"
     source: str = "given"
 
@@ -82,9 +84,10 @@ class Device:
         """Time to read and write so many bytes in one step."""
         return moved / (self.cache_bandwidth if moved <= self.cache_bytes else self.bandwidth)
 
-    def product_rate(self, rows: int, columns: int, terms: int) -> float:
+    def product_rate(self, rows: int, columns: int, terms: int, dtype: str = "float32") -> float:
         """FLOP/s of a matrix product; its time never falls as it grows, for the rate grows no faster than a side."""
-        return min(self.flop_rate, self.skinny_rate * max(1.0, min(rows, columns, terms) / 4))
+        most = self.half_rate if self.half_rate and dtype in ("float16", "bfloat16") else self.flop_rate
+        return min(most, self.skinny_rate * max(1.0, min(rows, columns, terms) / 4))
 
     def fresh_seconds(self, size: int) -> float:
         """Time that first writes to one new allocation cost beyond writing it."""
@@ -118,8 +121,9 @@ A100 = Device(
     flop_rate=1.95e13,
     bandwidth=2.039e12,
     launch_seconds=5e-6,
+    half_rate=3.12e14,
     kind="cuda",
-    source="published: NVIDIA A100 80GB SXM data sheet, FP32 19.5 TFLOP/s, 2,039 GB/s; launches estimated",
+    source="published: NVIDIA A100 80GB SXM data sheet, FP32 19.5 TFLOP/s, BF16 312, 2,039 GB/s; launches estimated",
 )
 
 H100 = Device(
@@ -127,8 +131,9 @@ H100 = Device(
     flop_rate=6.7e13,
     bandwidth=3.35e12,
     launch_seconds=5e-6,
+    half_rate=9.89e14,
     kind="cuda",
-    source="published: NVIDIA H100 SXM data sheet, FP32 67 TFLOP/s, 3.35 TB/s; launches estimated",
+    source="published: NVIDIA H100 SXM data sheet, FP32 67 TFLOP/s, BF16 989, 3.35 TB/s; launches estimated",
 )
 
 H200 = Device(
@@ -136,8 +141,9 @@ H200 = Device(
     flop_rate=6.7e13,
     bandwidth=4.8e12,
     launch_seconds=5e-6,
+    half_rate=9.89e14,
     kind="cuda",
-    source="published: NVIDIA H200 SXM data sheet, FP32 67 TFLOP/s, 4.8 TB/s; launches estimated",
+    source="published: NVIDIA H200 SXM data sheet, FP32 67 TFLOP/s, BF16 989, 4.8 TB/s; launches estimated",
 )
 
 # JAX's default precision rounds float32 operands to bfloat16 on a TPU, and the bfloat16 rate is the one published.
@@ -155,8 +161,9 @@ GPU = Device(
     flop_rate=5.0e13,
     bandwidth=4.3e12,
     launch_seconds=5e-6,
+    half_rate=7.9e14,
     kind="cuda",
-    source="an H200's measured bandwidth; its float32 rate as published",
+    source="an H200's measured bandwidth and bfloat16 rate; a float32 rate below the published one",
 )
 
 PRESETS = {device.name: device for device in (CPU, A100, H100, H200, TPU_V5E)}

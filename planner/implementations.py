@@ -46,7 +46,7 @@ def implementations(plan: Plan) -> tuple[tuple[Implementation, ...], ...]:
 
 
 def _of_step(plan: Plan, step: Step) -> tuple[Implementation, ...]:
-    verdicts = load_backend(plan.backend).table.verdicts(step.op, plan.device)
+    verdicts = load_backend(plan.backend).table.verdicts(step.op, plan.device, step.choice.lowering)
     found = [
         Implementation(name, None, verdict, False)
         if isinstance(verdict, str)

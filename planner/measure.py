@@ -25,6 +25,7 @@ from planner.rates import cpu_name
 from planner.remember import damaged, recall, remember
 from planner.serial import decode, encode
 from planner.show.text import seconds_text
+from planner.tune import tuned
 
 __all__ = ["Timings", "block_seconds", "candidates", "key_of", "measured", "time_programs"]
 
@@ -65,38 +66,54 @@ def measured(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) ->
     key = key_of(plan, operands)
     if key is not None and (known := _recalled(plan, key)) is not None:
         return known
-    timed = _trial(plan, operands, indices)
-    if timed is None:
+    if _trial(plan, operands, indices) is None:
         return dataclasses.replace(plan, origin=f"not measured, no values to time: {plan.origin}")
     try:
         others = candidates(plan)
     except KeyboardInterrupt:
         return _interrupted(plan)
-    tried, programs = [plan], [timed]
-    for other in others:
-        program = _trial(other, operands, indices)
-        if program is not None:
-            tried.append(other)
-            programs.append(program)
-    if len(tried) == 1:
-        return dataclasses.replace(plan, origin=f"measured: no other plan comes near; {plan.origin}")
-    timings = time_programs(programs)
-    order = sorted(range(len(tried)), key=timings.median)
-    best, medians = tried[order[0]], [timings.median(number) for number in order]
-    counted = sum(median < float("inf") for median in medians)
-    if not counted:
+    clock = _Clock(operands, indices)
+    tried, seconds = clock.seconds([plan, *others])
+    order = sorted(range(len(tried)), key=seconds.__getitem__)
+    counted = sum(median < float("inf") for median in seconds)
+    if clock.interrupted and not counted:
         return _interrupted(plan)
-    result = f"best of {counted}, {seconds_text(medians[0])}"
-    result += f", next {seconds_text(medians[1])}" if counted > 1 else ""
-    origin = f"{'interrupted: ' * timings.interrupted}measured: {result}"
+    best, tilings = tuned(tried[order[0]], lambda plans: clock.seconds(plans)[1])
+    if len(tried) == 1 and not tilings:
+        return dataclasses.replace(plan, origin=f"measured: no other plan comes near; {plan.origin}")
+    said = [
+        f"{what} {seconds_text(seconds[n])}" for what, n in zip((f"best of {counted},", "next"), order, strict=False)
+    ]
+    said = said[:counted] + [f"tiles of {tilings} step{'s' * (tilings > 1)}"] * bool(tilings)
+    result = ", ".join(said)
+    origin = f"{'interrupted: ' * clock.interrupted}measured: {result}"
     winner = dataclasses.replace(
         plan, tree=best.tree, programs=best.programs, loop=best.loop, compiled_bytes=best.compiled_bytes, origin=origin,
         proven=False,
     )  # fmt: skip
-    if key is not None and not timings.interrupted:
+    if key is not None and not clock.interrupted:
         parts = (*_PARTS, "compiled_bytes")
         remember("measured", key, {"result": result, **{name: encode(getattr(winner, name)) for name in parts}})
     return winner
+
+
+class _Clock:
+    """Times plans on the arrays of a call, until Ctrl-C."""
+
+    def __init__(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
+        self.operands, self.indices = operands, indices
+        self.interrupted = False
+
+    def seconds(self, plans: Sequence[Plan]) -> tuple[list[Plan], list[float]]:
+        """Those of the plans that run, and the median seconds of each; infinite where nothing was timed."""
+        trials = [(plan, _trial(plan, self.operands, self.indices)) for plan in plans]
+        running = [(plan, trial) for plan, trial in trials if trial is not None]
+        found = [plan for plan, _ in running]
+        if self.interrupted or len(running) == 1:
+            return found, [float("inf")] * len(found)
+        timings = time_programs([trial for _, trial in running])
+        self.interrupted = timings.interrupted
+        return found, [timings.median(number) for number in range(len(found))]
 
 
 def _interrupted(plan: Plan) -> Plan:
@@ -232,7 +249,7 @@ def _recalled(plan: Plan, key: Mapping[str, Any]) -> Plan | None:
             origin=f"remembered: {result}",
         )  # fmt: skip
         whole = winner if loop is None else loop.body
-        offered = all(step.choice in table.choices(step.op, whole.device) for step in whole.steps)
+        offered = all(table.offers(step.choice, step.op, whole.device) for step in whole.steps)
     except (PlannerError, ValueError, KeyError, TypeError, AttributeError) as error:
         damaged("measured", key, error)
         return None

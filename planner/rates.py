@@ -121,7 +121,7 @@ def _device(found: Any, key: Key) -> Device:
             rates[name] = math.inf
         elif isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
             raise ValueError(f"{name} is {value!r:.20}")
-        elif name.endswith(("rate", "bandwidth")) and value == 0:
+        elif name.endswith(("rate", "bandwidth")) and value == 0 and name != "half_rate":
             raise ValueError(f"{name} is 0")
         elif name == "fresh_bytes" and not isinstance(value, int):
             raise ValueError(f"{name} is {value!r:.20}")

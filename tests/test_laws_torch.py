@@ -223,7 +223,9 @@ def test_every_lowering_agrees():
     from planner.backends.torch_backend import backend
     from planner.backends.torch_bound import BoundPlan
 
-    ran = {row: 0 for row in backend.table.rows if row != "cast"}
+    # Variants and what takes bfloat16 alone are run by tests/kernels.
+    apart = {name for name, row in backend.table.rows.items() if row.variant_of or name.endswith("grouped_mm")}
+    ran = {row: 0 for row in backend.table.rows if row not in {"cast", *apart}}
 
     def agree(text, operands, options, seed):
         plan = planner.plan(text, *operands, **options)

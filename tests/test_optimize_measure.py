@@ -258,7 +258,7 @@ def test_other_keys_formats_and_offers_are_no_entries(cache, monkeypatch):
     plan, asked = planner.plan(SPEC, *OPERANDS), key()
     assert measure._recalled(plan, asked) is not None
     with monkeypatch.context() as patched:
-        patched.setattr(protocol.Table, "choices", lambda table, op, device: ())
+        patched.setattr(protocol.Table, "offers", lambda *_: False)
         assert measure._recalled(plan, asked) is None
 
 
@@ -423,6 +423,79 @@ def test_torch_times_forward_and_backward_and_touches_no_gradient():
     plan = planner.plan("nj, q[n]jk -> nk", a, c, q=q, optimize="measure")
     assert plan.origin.startswith("remembered: best of")
     assert plan.programs.backward is not None
+
+
+@pytest.fixture
+def on_card():
+    """A grouped product with gradients as it is planned for a card; its kernels are interpreted here."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    pytest.importorskip("triton", reason="Triton is not installed")
+    a, c = torch.ones(20, 1, 16, requires_grad=True), torch.ones(3, 16, 16, requires_grad=True)
+    q = torch.arange(20) % 3
+
+    def planned(**options):
+        return planner.plan(
+            "nij, q[n]jk -> nik", a, c, q=q, device="H200", minimize="peak", optimize="measure", **options
+        )
+
+    return planned, (a, c), q
+
+
+def faster_when(wanted):
+    """Timings in which programs of plans that have a step of that name take less than others."""
+
+    def timings(programs):
+        named = ["".join(step.choice.lowering for step in program.plan.steps) for program in programs]
+        return measure.Timings(tuple((1.0 - 0.1 * name.count(wanted),) for name in named))
+
+    return timings
+
+
+def test_tiles_are_timed_step_by_step_and_remembered(monkeypatch, on_card):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    planned, operands, q = on_card
+    trial = measure._trial
+
+    def told(plan, *arrays):
+        found = trial(plan, *arrays)
+        found.plan = plan
+        return found
+
+    monkeypatch.setattr(measure, "_trial", told)
+    monkeypatch.setattr(measure, "time_programs", faster_when(", half tiles"))
+    plan = planned()
+    tiled = [step for step in plan.steps if "Triton" in step.choice.lowering]
+    assert tiled
+    assert all(step.choice.lowering.endswith(", half tiles") for step in tiled)
+    assert plan.origin.endswith(f"tiles of {len(tiled)} step{'s' * (len(tiled) > 1)}")
+    assert planner.Plan.from_json(plan.to_json()) == plan
+    assert [way.chosen for ways in plan.implementations() for way in ways].count(True) == len(plan.steps)
+    monkeypatch.setattr(measure, "time_programs", None)
+    again = planned()
+    assert again.programs == plan.programs
+    assert again.origin == plan.origin.replace("measured", "remembered")
+    result, gradients = plan(*operands, q=q), torch.ones(20, 1, 16)
+    assert torch.equal(result, torch.full((20, 1, 16), 16.0))
+    found = torch.autograd.grad(result, operands, gradients)
+    assert torch.equal(found[0], torch.full((20, 1, 16), 16.0))
+    assert torch.equal(found[1], torch.tensor([7.0, 7.0, 6.0]).view(3, 1, 1).expand(3, 16, 16))
+    # Pinned tiles are those of every call without measuring.
+    monkeypatch.setattr(measure, "time_programs", faster_when(", half tiles"))
+    torch.use_deterministic_algorithms(True)
+    try:
+        pinned = planned()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not [step for step in pinned.steps if step.choice.lowering.endswith("tiles")]
+
+
+def test_a_tiling_that_is_hardly_faster_is_not_taken(monkeypatch, on_card):
+    planned, *_ = on_card
+    monkeypatch.setattr(
+        measure, "time_programs", lambda programs: measure.Timings(((1.0,), *((0.98,) for _ in programs[1:])))
+    )
+    plan = planned()
+    assert not [step for step in plan.steps if step.choice.lowering.endswith(("tiles", "stages"))]
 
 
 def test_torch_transforms_and_dataless_tensors_are_not_timed():

@@ -1,6 +1,7 @@
 """The Triton kernel under its interpreter: exact on small integers, whatever lies beside its operands is left alone."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -25,9 +26,10 @@ from planner.dispatch import load_backend  # noqa: E402
 from planner.kernels import torch_grouped, torch_pooled, triton_grouped, triton_pooled, triton_sum  # noqa: E402
 from planner.kernels.keys import Keys  # noqa: E402
 from planner.kernels.torch_grouping import group_rows  # noqa: E402
-from planner.kernels.triton_axes import Axis  # noqa: E402
-from planner.kernels.triton_grouped import Matrices, plain_product, rows_product, terms_product  # noqa: E402
-from planner.kernels.triton_tiles import Tiles, tiles_of  # noqa: E402
+from planner.kernels.triton_axes import Axis, Matrices  # noqa: E402
+from planner.kernels.triton_grouped import plain_product, rows_product, terms_product  # noqa: E402
+from planner.kernels.triton_pair import both_gradients  # noqa: E402
+from planner.kernels.triton_tiles import PAIR_TERMS, TILINGS, Tiles, covers_pair, tiles_of  # noqa: E402
 
 DTYPES = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
 BAND = 7
@@ -181,6 +183,31 @@ def test_products_are_summed_over_the_rows_of_each_group(seed, dtype, tiles, siz
     check(x, out[1], at, expected, dtype)
 
 
+@settings(max_examples=examples(100, 1000))
+@given(
+    seed=st.integers(0, 2**30), dtype=st.sampled_from(sorted(DTYPES)), step=st.sampled_from([16, 32]),
+    chunk=st.integers(1, 3), groups=st.integers(1, 5), rows=st.sampled_from([0, 1, 15, 16, 17, 33, 99]),
+    i=st.integers(0, 3), sizes=st.tuples(st.sampled_from([1, 3, 16, 17, 33]), st.sampled_from([1, 3, 16, 17, 33])),
+)  # fmt: skip
+def test_both_gradients_are_made_in_one_walk(seed, dtype, step, chunk, groups, rows, i, sizes):
+    random = np.random.default_rng(seed)
+    j, k = sizes
+    group, order, starts = grouping(random, rows, groups)
+    values = integers(random, rows, i, k), integers(random, rows, i, j), integers(random, groups, j, k)
+    (*g, _), (*a, _), (*c, _) = (laid(x, random) for x in values)
+    *da, at_a = laid(np.zeros((rows, i, j)), random, True)
+    *dc, at_c = laid(np.zeros((groups, j, k)), random, True)
+    (g, _), (a, _), (c, _), (rows_made, x), (made, y) = (handed(*z, dtype) for z in (g, a, c, da, dc))
+    tiles = Tiles(64 if j > 32 else 32, 64 if k > 32 else 32, step, chunk)
+    both_gradients(g, a, c, rows_made, made, (rows, i, j, k), order, starts, groups, tiles)
+    matrices = np.concatenate([values[2], np.zeros((1, j, k))])
+    check(x, da[1], at_a, values[0] @ matrices[group].swapaxes(1, 2), dtype)
+    expected = np.zeros((groups + 1, j, k))
+    for row in range(rows):
+        expected[group[row]] += values[1][row].T @ values[0][row]
+    check(y, dc[1], at_c, expected[:-1], dtype)
+
+
 @settings(max_examples=examples(25, 200))
 @given(
     seed=st.integers(0, 2**30), dtype=st.sampled_from(["float32", "float64"]), rows=st.integers(0, 90),
@@ -191,6 +218,7 @@ def test_grouped_kernels_equal_those_of_the_cpu(seed, dtype, rows, groups, i, j,
     tensor = partial(tensor_of_integers, random, dtype)
     index = group_rows(torch.from_numpy(random.integers(0, groups + 1, rows)), groups)
     source = torch.from_numpy(random.integers(0, 5, rows)) if sourced else None
+    tiling = random.choice(["", *TILINGS])
     target = torch.from_numpy(random.integers(0, 4, rows))
     a, c, g = tensor(5 if sourced else rows, i, j), tensor(groups, k, j).transpose(1, 2), tensor(rows, i, k)
     cases = [
@@ -200,7 +228,7 @@ def test_grouped_kernels_equal_those_of_the_cpu(seed, dtype, rows, groups, i, j,
         ("grouped_gradients", (g, a, c, index, source)),
     ]
     for name, arguments in cases:
-        found = getattr(triton_grouped, name)(*arguments)
+        found = getattr(triton_grouped, name)(*arguments, tiling=tiling)
         expected = getattr(torch_grouped, name)(*arguments)
         pairs = zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (found, expected)), strict=True)
         assert all(torch.equal(x, y) for x, y in pairs), name
@@ -276,9 +304,12 @@ def test_plans_for_a_card_equal_those_for_the_cpu(spec, shapes, indices):
     table, used = load_backend("torch").table, set()
     for number, program in enumerate((plan.programs.forward, plan.programs.backward)):
         for place, step in enumerate(program.steps):
-            for choice in table.choices(step.op, plan.device):
+            choices = table.choices(step.op, plan.device)
+            variants = [table.variants(choice.lowering, step.op, plan.device) for choice in choices]
+            for choice in itertools.chain(choices, *variants):
                 if "Triton" not in choice.lowering:
                     continue
+                assert table.offers(choice, step.op, plan.device)
                 used.add(choice.lowering)
                 steps = list(program.steps)
                 steps[place] = dataclasses.replace(step, choice=choice)
@@ -293,7 +324,7 @@ def test_plans_for_a_card_equal_those_for_the_cpu(spec, shapes, indices):
                     strict=True,
                 )
                 assert all(torch.equal(x, y) for x, y in pairs)
-    assert used
+    assert {name for name in used if name.endswith(TILINGS)}
 
 
 def test_the_command_for_a_card_works(monkeypatch, capsys):
@@ -302,19 +333,24 @@ def test_the_command_for_a_card_works(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "differ" not in said
     assert "Error" not in said
-    assert said.count('"floor_seconds"') == 5
+    assert said.count('"floor_seconds"') == 6
 
 
 def test_equal_problems_have_equal_tiles():
     assert tiles_of("rows", 64, 64, 64, 4) == tiles_of("rows", 64, 64, 64, 4)
-    for mode in ("rows", "terms", "plain"):
-        for itemsize in (2, 4, 8):
-            for size in (1, 16, 17, 100, 5000):
-                tiles = tiles_of(mode, size, size, size, itemsize, itemsize == 4)
-                assert min(tiles.m, tiles.n, tiles.k) >= 16
-                assert all(x & (x - 1) == 0 for x in (tiles.m, tiles.n, tiles.k))
-                # Three stages of both operands fit the shared memory of an A100.
-                assert 3 * itemsize * tiles.k * (tiles.m + tiles.n) <= 160 << 10
+    for mode, itemsize, size, tiling in itertools.product(
+        ("rows", "terms", "plain", "pair"), (2, 4, 8), (1, 16, 17, 64, 100, 5000), ("", *TILINGS)
+    ):
+        if mode == "pair" and not covers_pair(size, size):
+            continue
+        tiles = tiles_of(mode, size, size, size, itemsize, itemsize == 4, tiling=tiling)
+        assert min(tiles.m, tiles.n, tiles.k) >= 16
+        assert all(x & (x - 1) == 0 for x in (tiles.m, tiles.n, tiles.k))
+        # A stage more than there are of both operands fits the shared memory of an A100.
+        assert (tiles.stages + 1) * itemsize * tiles.k * (tiles.m + tiles.n) <= 160 << 10
+        assert mode != "pair" or (min(tiles.m, tiles.n) >= size and tiles.k * tiles.chunk == PAIR_TERMS)
+        default = tiles_of(mode, size, size, size, itemsize, itemsize == 4)
+        assert mode != "terms" or tiles.k * tiles.chunk == default.k * default.chunk  # as much memory for pieces
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -333,7 +369,7 @@ def test_the_kernel_compiles_for_cards(arch):
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads(ran.stdout)
     assert {(x["case"]["mode"], x["case"]["dtype"]) for x in found} >= {
-        (mode, dtype) for mode in ("rows", "terms", "plain", "sum", "add") for dtype in (*DTYPES, "bfloat16")
+        (mode, dtype) for mode in ("rows", "terms", "plain", "pair", "sum", "add") for dtype in (*DTYPES, "bfloat16")
     }
     for x in found:
         case = x["case"]
@@ -512,6 +548,20 @@ def test_strides_beyond_32_bits(mode, place, axis):
             product = {"rows": rows_product, "terms": terms_product}[mode]
             product(*operands, (2, 2, 2, 2), order, starts, 2)
         assert np.array_equal(tensors[2].double().numpy(), expected), tables
+
+
+@pytest.mark.parametrize("axis", range(3))
+@pytest.mark.parametrize("place", range(5))
+def test_both_gradients_with_strides_beyond_32_bits(place, axis):
+    random = np.random.default_rng(0)
+    values = [*(integers(random, 2, 2, 2) for _ in range(3)), np.zeros((2, 2, 2)), np.zeros((2, 2, 2))]
+    tensors = [torch.from_numpy(x).half() for x in values]
+    tensors[place] = far(values[place], axis)
+    order, starts = torch.tensor([1, 0]), torch.tensor([0, 1, 2, 2])
+    both_gradients(*map(Matrices.of, tensors), (2, 2, 2, 2), order, starts, 2, Tiles(16, 16, 16))
+    gradient, a, c, *found = values
+    expected = gradient @ c[[1, 0]].swapaxes(1, 2), (a.swapaxes(1, 2) @ gradient)[[1, 0]]
+    assert all(np.array_equal(x.double().numpy(), y) for x, y in zip(tensors[3:], expected, strict=True))
 
 
 @pytest.mark.parametrize("axis", range(2))

@@ -1,0 +1,62 @@
+"""`optimize="measure"`, after a plan is chosen: other tilings of its kernels, timed one step after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+from planner.dispatch import load_backend
+from planner.lower import Choice
+from planner.plan import Plan
+
+__all__ = ["tuned"]
+
+# A tiling that is not faster by this much is not told from the default.
+CLEARLY = 0.97
+
+
+def tuned(plan: Plan, seconds: Callable[[Sequence[Plan]], Sequence[float]]) -> tuple[Plan, int]:
+    """Return the plan with the fastest tiling of each step that has several, and how many steps have.
+
+    Tilings cost the same memory. A plan that goes slice by slice is returned as it is.
+
+    Args:
+        plan: what was chosen.
+        seconds: from plans to the seconds of each; infinite where one did not run.
+    """
+    count = 0
+    for backward, number, choices in _tilings(plan):
+        tried = [plan, *(_with_choice(plan, backward, number, choice) for choice in choices)]
+        found = seconds(tried)
+        count += 1
+        place = min(range(len(tried)), key=found.__getitem__)
+        if found[place] < CLEARLY * found[0]:
+            plan = tried[place]
+    return plan, count
+
+
+def _tilings(plan: Plan) -> Iterator[tuple[bool, int, tuple[Choice, ...]]]:
+    """The steps that have tilings: whether of the backward program, number, and the other choices."""
+    backend = load_backend(plan.backend)
+    if plan.loop is not None or backend.pins_tiles():
+        return
+    for backward, program in enumerate((plan.programs.forward, plan.programs.backward)):
+        for number, step in enumerate(program.steps if program else ()):
+            choices = backend.table.variants(step.choice.lowering, step.op, plan.device)
+            if choices:
+                yield bool(backward), number, choices
+
+
+def _with_choice(plan: Plan, backward: bool, number: int, choice: Choice) -> Plan:
+    programs = plan.programs
+    program = programs.backward if backward else programs.forward
+    assert program is not None
+    steps = tuple(
+        dataclasses.replace(step, choice=choice) if place == number else step
+        for place, step in enumerate(program.steps)
+    )
+    changed = dataclasses.replace(program, steps=steps)
+    programs = (
+        dataclasses.replace(programs, backward=changed) if backward else dataclasses.replace(programs, forward=changed)
+    )
+    return dataclasses.replace(plan, programs=programs)

@@ -1,0 +1,123 @@
+"""torch's own grouped product as rows for a card: what it gives, on the CPU, and what it is not asked for."""
+
+import dataclasses
+
+import pytest
+from conftest import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+if not hasattr(torch.nn.functional, "grouped_mm"):
+    pytest.skip("this torch has no grouped_mm", allow_module_level=True)
+
+import planner  # noqa: E402
+from planner.device import H200  # noqa: E402
+from planner.dispatch import load_backend  # noqa: E402
+from planner.kernels import torch_grouped_mm  # noqa: E402
+from planner.kernels.torch_grouping import group_rows  # noqa: E402
+from planner.lower import Op  # noqa: E402
+
+SPEC = "nij, q[n]jk -> nik"
+
+
+def problem(seed, n, i, j, k, groups):
+    """Rows, matrices, an output gradient, and groups, the last of which is dropped; what is dropped is NaN."""
+    made = torch.Generator().manual_seed(seed)
+
+    def small(*shape):
+        return torch.randint(-2, 3, shape, generator=made).bfloat16()
+
+    q = torch.randint(0, groups + 1, (n,), generator=made)
+    a, c, gradient = small(n, i, j), small(groups, k, j).transpose(1, 2), small(n, i, k)
+    a[q == groups] = torch.nan
+    return q, a, c, gradient
+
+
+@settings(max_examples=examples(60, 600))
+@given(
+    seed=st.integers(0, 2**30), n=st.integers(1, 60), i=st.integers(1, 3), j=st.sampled_from([8, 16, 40]),
+    k=st.sampled_from([8, 24]), groups=st.integers(1, 9),
+)  # fmt: skip
+def test_it_equals_a_loop_over_rows(seed, n, i, j, k, groups):
+    q, a, c, gradient = problem(seed, n, i, j, k, groups)
+    index, kept = group_rows(q, groups), q < groups
+    rows, da = torch.zeros(n, i, k), torch.zeros(n, i, j)
+    dc = torch.zeros(groups, j, k)
+    for row in torch.nonzero(kept).flatten():
+        x, y, g = a[row].float(), c[q[row]].float(), gradient[row].float()
+        rows[row], da[row] = x @ y, g @ y.t()
+        dc[q[row]] += x.t() @ g
+    assert torch.equal(torch_grouped_mm.grouped_matmul(a, c, index), rows.bfloat16())
+    assert torch.equal(torch_grouped_mm.grouped_outer(a, gradient, index), dc.bfloat16())
+    found = torch_grouped_mm.grouped_gradients(gradient, a, c, index)
+    assert torch.equal(found[0], da.bfloat16())
+    assert torch.equal(found[1], dc.bfloat16())
+
+
+def choices(spec, *operands, dtype="bfloat16", **indices):
+    """Seconds of each row that runs the forward step on an H200, or why it does not."""
+    plan = planner.plan(spec, *(planner.Operand(shape, dtype) for shape in operands), backend="torch", **indices)
+    return load_backend("torch").table.verdicts(Op(plan.resolved.spec, dtype), H200)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtype", "reason"),
+    [
+        (((90, 1, 8), (7, 8, 8)), "float32", "does not multiply float32"),
+        (((90, 1, 8), (1024, 8, 8)), "bfloat16", "1 to 1,023 groups"),
+        (((90, 1, 12), (7, 12, 8)), "bfloat16", "multiples of 8"),
+        (((0, 1, 8), (7, 8, 8)), "bfloat16", "multiples of 8"),
+    ],
+)
+def test_what_it_is_not_asked_for(shapes, dtype, reason):
+    found = choices(SPEC, *shapes, dtype=dtype, q=(shapes[0][0],))
+    assert reason in found["grouped matmul, grouped_mm"]
+
+
+def test_shared_rows_and_matrices_that_lie_apart_are_refused():
+    assert choices("ij, q[n]jk -> nik", (3, 8), (7, 8, 8), q=(90,))["grouped matmul, grouped_mm"] == (
+        "the rows' operand has no row axis"
+    )
+    assert (
+        "shared or summed" in choices("nij, q[n]jk -> ik", (90, 3, 8), (7, 8, 8), q=(90,))["grouped matmul, grouped_mm"]
+    )
+    assert (
+        "one after the other"
+        in choices("nij, j q[n] k -> nik", (90, 1, 8), (8, 7, 8), q=(90,))["grouped matmul, grouped_mm"]
+    )
+
+
+def test_it_is_taken_for_large_matrices_and_priced_beside_the_kernels():
+    """Its copies of rows cost more than it saves where matrices are small."""
+    large = choices(SPEC, (32_768, 1, 2048), (32, 2048, 2048), q=(32_768,))
+    small = choices(SPEC, (131_072, 1, 64), (1000, 64, 64), q=(131_072,))
+    for found, faster, slower in ((large, "grouped_mm", "Triton"), (small, "Triton", "grouped_mm")):
+        seconds = [found[f"grouped matmul, {name}"].picoseconds for name in (faster, slower)]
+        assert seconds[0] < seconds[1]
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_plans_that_take_it_equal_others(offset):
+    q, a, c, gradient = problem(3, 90, 2, 16, 8, 5)
+    buffer = torch.zeros(c.numel() + 1, dtype=torch.bfloat16)
+    c = buffer[offset : offset + c.numel()].view(5, 16, 8).copy_(c)  # not where 16 divides, with the offset
+    a, c = a.nan_to_num().requires_grad_(), c.requires_grad_()
+    options = {"q": q, "sizes": {"q": 5}, "index_mode": "drop"}
+    plan = planner.plan(SPEC, a, c, backend="torch", device="H200", minimize="peak", **options)
+    table = load_backend("torch").table
+    expected = planner.contract(SPEC, a, c, **options)
+    wanted = torch.autograd.grad(expected, (a, c), gradient)
+    programs, changed = plan.programs, {}
+    for name in ("forward", "backward"):
+        program, steps = getattr(programs, name), []
+        for step in program.steps:
+            found = [x for x in table.choices(step.op, H200) if x.lowering.endswith("grouped_mm")]
+            steps.append(dataclasses.replace(step, choice=found[0]) if found else step)
+        changed[name] = dataclasses.replace(program, steps=tuple(steps))
+    names = [step.choice.lowering for program in changed.values() for step in program.steps]
+    assert sum(name.endswith("grouped_mm") for name in names) >= 2
+    plan = dataclasses.replace(plan, programs=dataclasses.replace(programs, **changed))
+    result = plan(a, c, q=q)
+    assert torch.equal(result, expected)
+    assert all(map(torch.equal, torch.autograd.grad(result, (a, c), gradient), wanted))
