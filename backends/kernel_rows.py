@@ -70,6 +70,7 @@ class Kernels:
         pools: ways to compute pooled dots, by the name of their row.
         label: what the names of the grouped rows end in.
         kinds: kinds of device that the kernels run on; None for all.
+        capabilities: compute capabilities of cards that they run on, times ten; None for all.
         refuses: why they cannot run a step, whatever its form.
         hand_over: applied to the operands of gradient kernels, which conjugate them in torch.
     """
@@ -83,6 +84,7 @@ class Kernels:
     pools: dict[str, PoolKernels]
     hand_over: Callable[[Any], Any] = as_given
     kinds: tuple[str, ...] | None = None
+    capabilities: tuple[int, ...] | None = None
     refuses: Refusal = takes_all
     label: str = ""
 
@@ -192,8 +194,8 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Lowering]:
 
     def row(name: str, refuses: Refusal, cost: CostOf, run: Any, layouts: Any = grouped) -> Lowering:
         return Lowering(
-            name, lambda op: kernels.refuses(op) or refuses(op), cost, partial(run, kernels), kinds=kernels.kinds,
-            layouts=layouts,
+            name, lambda op: refuses(op) or kernels.refuses(op), cost, partial(run, kernels), kinds=kernels.kinds,
+            capabilities=kernels.capabilities, layouts=layouts,
         )  # fmt: skip
 
     cost, label = kernels.grouped_cost, kernels.label

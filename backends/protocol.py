@@ -42,6 +42,7 @@ class Lowering:
         is_view: whether the result shares its input's storage.
         stock: whether it is the framework's own way, what a user would write: the naive plan is made of these.
         kinds: kinds of device that it runs on; None for all.
+        capabilities: compute capabilities of cards, times ten, that it runs on; None for all.
         layouts: how the results lie in memory, where arrays have strides; None where they are row-major.
         variant_of: the row that this one is in another tiling of the same cost, which `optimize="measure"` times; ""
             where it is none.
@@ -54,6 +55,7 @@ class Lowering:
     is_view: bool = False
     stock: bool = False
     kinds: tuple[str, ...] | None = None
+    capabilities: tuple[int, ...] | None = None
     layouts: Callable[[Op], tuple[Layout | None, ...]] | None = None
     variant_of: str = ""
 
@@ -61,6 +63,8 @@ class Lowering:
         """Return why it cannot run an op on a device, None if it can."""
         if self.kinds is not None and device.kind not in self.kinds:
             return f"it runs on {' and '.join(self.kinds)}"
+        if self.capabilities is not None and device.capability not in self.capabilities:
+            return f"it runs on compute capability {' and '.join(f'{x / 10:.1f}' for x in self.capabilities)}"
         return self.supports(op)
 
 
@@ -86,8 +90,12 @@ class Table:
         return known
 
     def variants(self, lowering: str, op: Op, device: Device) -> tuple[Choice, ...]:
-        """Return the variants of a row, for an op that it runs."""
-        return tuple(_choice(row, op, device) for row in self.rows.values() if row.variant_of == lowering)
+        """Return the variants of a row that run an op otherwise than it does."""
+        return tuple(
+            _choice(row, op, device)
+            for row in self.rows.values()
+            if row.variant_of == lowering and row.refusal(op, device) is None
+        )
 
     def offers(self, choice: Choice, op: Op, device: Device) -> bool:
         """Whether an op can be run so at that cost."""
@@ -257,7 +265,7 @@ class Backend(Protocol):
         ...
 
     def pins_tiles(self) -> bool:
-        """Whether equal problems must run equal programs, whatever is measured."""
+        """Whether the tiles of a kernel are those of the problem alone, whatever is measured."""
         return False
 
     def environment(self, operands: Sequence[Any]) -> dict[str, str]:

@@ -52,7 +52,7 @@ class TorchBackend(Backend):
 
     def signature(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
         """All that a plan depends on, cheaply; an AttributeError says that something is no tensor."""
-        key: list[Any] = [grad_enabled(), transform() is None, autocasts()]
+        key: list[Any] = [grad_enabled(), transform() is None, autocasts(), self.pins_tiles()]
         try:
             for x in operands:
                 key.append((x.shape, x.stride(), x.dtype, x.device, x.layout, x.requires_grad))

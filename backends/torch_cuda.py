@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ from planner.backends.torch_products import copied_form
 from planner.cost import StepCost, itemsize
 from planner.device import Device
 from planner.kernels import torch_grouping
-from planner.kernels.triton_tiles import PAIR_TERMS, TILINGS, covers_pair
+from planner.kernels.triton_tiles import PAIR_TERMS, TILINGS, covers_pair, tiles_of
 from planner.layout import flattens
 from planner.lower import (
     GroupedForm,
@@ -53,6 +54,8 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 LAUNCHES = 12
 # The kernel's time for the same product beside cuBLAS's: an estimate, as all of this is until it ran on a card.
 _SLOWER = 1.5
+# Bytes of tables for each group: where it begins, its pieces and their slots, and what makes these.
+_TABLES = 8 * 7
 # Terms after which the sum of a group is cut, as `planner.kernels.triton_tiles` has them.
 _CUT = 4096
 
@@ -74,7 +77,7 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     flops = spec_flops(op.spec) * (2 if op.pair else 1)
     copied = flattened_bytes(op, form)
     # The order and where groups begin; the sort's keys and sorted keys; four tables of tiles.
-    tables = 16 * n + 8 * 6 * (g + 2)
+    tables = 24 * n + _TABLES * (g + 2)
     mapped = form.rows_b if form.outer else form.rows_out
     tables += sum(8 * n for rows in (form.rows_a, mapped) if rows != form.gather.axes)
     if not (form.outer or op.pair) and mapped != form.gather.axes:  # rows' products, then added to their targets
@@ -100,10 +103,11 @@ def _pooled_cost(op: Op, device: Device) -> StepCost:
     copied = flattened_bytes(op, form)
     sorts = op.pair or form.place == 2
     # Rows that keys name; where queries begin; the sort of the keys, and the query of each.
-    scratch = 8 * chosen + 32 * b * q + (8 * 5 * chosen + 32 * b * (form.gather.size or 0) if sorts else 0)
+    scratch = 8 * chosen + _TABLES * (b * q + 2)
+    scratch += 8 * 5 * chosen + _TABLES * (b * (form.gather.size or 0) + 2) if sorts else 0
     scratch += 2 * (chosen // _CUT) * d * max(4, size) if op.pair or form.scores != 2 else 0
     moved = op.bytes_touched() + 2 * copied + (2 if op.pair else 1) * chosen * d * size + 8 * chosen
-    seconds = max(flops / device.flop_rate, device.moving_seconds(moved))
+    seconds = max(flops / device.product_rate(d, d, d, op.dtype), device.moving_seconds(moved))
     seconds += sorts * chosen * device.sort_row_seconds + LAUNCHES * (2 if op.pair else 1) * device.launch_seconds
     return StepCost(flops, moved, copied, scratch + copied, picoseconds(seconds))
 
@@ -145,9 +149,9 @@ def _strided_cost(op: Op, device: Device) -> StepCost:
     assert form is not None
     _, m, n, k = form.sizes
     terms = zip(op.spec.terms, form.matrices, (*(op.layouts or (None, None)), None), strict=True)
-    # A table holds the position of each index of a group that is no one stride.
+    # A table holds the position of each index of a group that is no one stride; it is made of two more.
     tables = sum(
-        8 * math.prod(map(op.spec.size, group))
+        24 * math.prod(map(op.spec.size, group))
         for term, groups, layout in terms
         for group in groups
         if not flattens(term, layout, [group], op.spec)
@@ -193,7 +197,7 @@ def _summed_cost(op: Op, device: Device) -> StepCost:
     assert gather is not None
     (n,), size = group_sizes(op.spec, gather.axes), itemsize(op.dtype)
     columns = math.prod(op.spec.shape(op.spec.inputs[0])) // max(1, n)
-    tables = 16 * n + 8 * 6 * ((gather.size or 0) + 2) + 2 * (n // _CUT) * columns * max(4, size)
+    tables = 24 * n + _TABLES * ((gather.size or 0) + 2) + 2 * (n // _CUT) * columns * max(4, size)
     moved = op.bytes_touched() + 16 * n
     seconds = device.moving_seconds(moved) + n * device.sort_row_seconds + LAUNCHES * device.launch_seconds
     return StepCost(spec_flops(op.spec), moved, 0, tables, picoseconds(seconds))
@@ -210,13 +214,41 @@ def _run_summed(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> 
     return (out,)
 
 
+def _products(op: Op) -> list[tuple[str, int, int, int]]:
+    """The products of a step, as `planner.kernels.triton_tiles.tiles_of` takes them."""
+    grouped, pooled = grouped_form(op.spec), pooled_form(op.spec)
+    if isinstance(grouped, GroupedForm):
+        n, i, j, k = group_sizes(op.spec, grouped.gather.axes, grouped.inner, grouped.left, grouped.right)
+        each = max(1, n * i // max(1, grouped.gather.size or 0))
+        if op.pair and covers_pair(j, k):
+            return [("pair", j, k, each)]
+        rows, terms = ("rows", each, k, j), ("terms", j, k, each)
+        return [("rows", each, j, k), terms] if op.pair else [terms if grouped.outer else rows]
+    if isinstance(pooled, PooledForm):
+        b, q, k, d = group_sizes(op.spec, pooled.batch, pooled.queries, pooled.chosen, pooled.depth)
+        each = max(1, q * k // max(1, pooled.gather.size or 0))
+        return [("rows", k, 1, d), ("terms", 1, d, k), ("terms", 1, d, each)]
+    form = product_form(op.spec)
+    return [] if form is None else [("plain", *form.sizes[1:])]
+
+
+def _same_tiles(tiling: str, op: Op) -> str | None:
+    """Why a tiling is not tried: it is the default."""
+    size = itemsize(op.dtype)
+    settings = list(itertools.product((False, True) if op.dtype == "float32" else (False,), (False, True)))
+    for product, (fma, tables) in itertools.product(_products(op), settings):
+        if tiles_of(*product, size, fma, tables, tiling) != tiles_of(*product, size, fma, tables):
+            return None
+    return "its tiles are the default's"
+
+
 def cuda_rows() -> list[Lowering]:
     """Return the rows for CUDA, and their other tilings."""
     kernels = cuda_kernels()
 
     def row(name: str, refuses: Refusal, cost: CostOf, run: Any) -> Lowering:
         return Lowering(
-            name, lambda op: kernels.refuses(op) or refuses(op), cost, run, kinds=kernels.kinds,
+            name, lambda op: refuses(op) or kernels.refuses(op), cost, run, kinds=kernels.kinds,
             layouts=lambda op: (None,),
         )  # fmt: skip
 
@@ -225,9 +257,12 @@ def cuda_rows() -> list[Lowering]:
         name = f"matmul without copies, Triton{', ' * bool(tiling)}{tiling}"
         return [*rows, row(name, _not_strided, _strided_cost, partial(_run_strided, tiling))]
 
+    def refuses(one: Lowering, tiling: str, op: Op) -> str | None:
+        return one.supports(op) or _same_tiles(tiling, op)
+
     rows = tiled()
     variants = [
-        dataclasses.replace(other, variant_of=one.name)
+        dataclasses.replace(other, variant_of=one.name, supports=partial(refuses, one, tiling))
         for tiling in TILINGS
         for one, other in zip(rows, tiled(tiling), strict=True)
     ]

@@ -1,6 +1,7 @@
 """The rows of the torch backend's table that run torch's own grouped product of matrices on CUDA.
 
-It is there for bfloat16 and up to 1,023 groups; otherwise it copies the groups' sizes to the host, or fails.
+It waits for nothing where the operands are bfloat16, the card's capability is 9.0 or 10.0 and there are at most 1,023
+groups; otherwise torch copies the groups' sizes to the host, or fails.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from planner.backends.torch_cuda import LAUNCHES, cuda_kernels
 from planner.cost import StepCost, itemsize
 from planner.device import Device
 from planner.kernels import torch_grouped_mm
-from planner.layout import flattens
 from planner.lower import GroupedForm, Op, grouped_form, spec_flops
+from planner.spec import Term
 
 __all__ = ["grouped_mm_kernels"]
 
@@ -23,24 +24,32 @@ __all__ = ["grouped_mm_kernels"]
 def _refuses(op: Op) -> str | None:
     """Why torch's own grouped product does not take a step: it wants strides of whole 16 bytes, and few groups."""
     form = grouped_form(op.spec)
+    assert isinstance(form, GroupedForm)
+    n, i, j, k = group_sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
     if op.dtype != "bfloat16":
         return f"torch's grouped_mm does not multiply {op.dtype} without looking at the groups' sizes"
-    if not isinstance(form, GroupedForm):
-        return form
-    n, i, j, k = group_sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
     if not 0 < (form.gather.size or 0) < 1024:
         return "torch's grouped_mm takes 1 to 1,023 groups"
-    if not n * i * j * k or j % 8 or k % 8:
+    if not 0 < n * i < 2**31:
+        return "torch's grouped_mm takes 1 to 2^31 - 1 rows"
+    if not j * k or j % 8 or k % 8:
         return "torch's grouped_mm takes matrices whose sides are multiples of 8"
     mapped = form.rows_b if form.outer else form.rows_out
     if form.rows_a != form.gather.axes or mapped != form.gather.axes:
         return "rows are shared or summed"
-    if not form.outer:
-        term, layout = op.spec.inputs[form.matrix], (op.layouts or (None,) * 3)[form.matrix + op.pair]
-        flat = flattens(term, layout, [form.left, form.right], op.spec)
-        if term[0] != form.gather or layout is not None or not flat:
-            return "torch's grouped_mm takes matrices that lie one after the other"
+    if not form.outer and not _in_order(op, form):
+        return "torch's grouped_mm takes matrices that lie one after the other"
     return None
+
+
+def _in_order(op: Op, form: GroupedForm) -> bool:
+    """Whether the matrices lie one after the other without gaps, each by rows or by columns."""
+    term, layout = op.spec.inputs[form.matrix], (op.layouts or (None,) * 3)[form.matrix + op.pair]
+    if layout is not None and (layout.repeated or not layout.unit or len(layout.runs) > 1):
+        return False
+    found = [term[d] for d in (range(len(term)) if layout is None else layout.runs[0]) if op.spec.size(term[d]) != 1]
+    orders: list[Term] = [(form.gather, *form.left, *form.right), (form.gather, *form.right, *form.left)]
+    return any([e for e in order if op.spec.size(e) != 1] == found for order in orders)
 
 
 def _cost(op: Op, device: Device) -> StepCost:
@@ -52,7 +61,7 @@ def _cost(op: Op, device: Device) -> StepCost:
     # Rows in the order of their groups, of two arrays at a time; a pair takes those of three.
     rows = n * i * (j + k) * size
     taken = rows + (n * i * j * size if op.pair else 0)
-    tables = 16 * n + 8 * 8 * (g + 2) + 9 * n * i
+    tables = 24 * n + 56 * (g + 2) + 9 * n * i
     moved = op.bytes_touched() + 2 * taken + 16 * n
     rate = device.product_rate(max(1, n * i // max(1, min(g, n))), j, k, op.dtype)
     seconds = max(flops / rate, device.moving_seconds(op.bytes_touched())) + device.moving_seconds(2 * taken)
@@ -72,5 +81,5 @@ def grouped_mm_kernels() -> Kernels:
 
     return dataclasses.replace(
         cuda_kernels(), matmul=matmul, outer=outer, gradients=torch_grouped_mm.grouped_gradients,
-        grouped_cost=_cost, pools={}, refuses=_refuses, label=", grouped_mm",
+        grouped_cost=_cost, pools={}, refuses=_refuses, capabilities=(90, 100), label=", grouped_mm",
     )  # fmt: skip

@@ -9,6 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
+from planner.kernels.torch_grouped import accumulator
+
 __all__ = ["Axis", "Cut", "Matrices", "axis_of", "cut", "grid", "most_tiles", "packed", "starts_of"]
 
 
@@ -109,3 +111,8 @@ class Cut(NamedTuple):
         # A group that is cut has more terms than a step, and all of its pieces but one are full.
         slots = 2 * (terms // step)
         return cls(starts_of(pieces), starts_of(pieces * (pieces > 1)), slots, most_tiles(terms, step, len(starts) - 1))
+
+    def parts(self, like: Tensor, m: int, n: int) -> Tensor:
+        """Memory for the sums of pieces, `(slots, m, n)`; one element where there are none."""
+        wide = accumulator(like.dtype)
+        return like.new_empty((self.slots, m, n) if self.slots else (1, 1, 1), dtype=wide)

@@ -38,6 +38,7 @@ _KERNELS = {
     "pair": pair_kernel,
 }  # by mode; the others are those of one kernel
 _OF_GROUPS = ("order", "starts", "tile_starts", "part_starts", "parts")
+_STRIDES = ("_outer", "_inner", "_batch", "_row", "_group")
 _RESERVED = 1 << 10  # bytes of shared memory that the system takes for each program
 
 
@@ -48,6 +49,7 @@ class Case:
     Attributes:
         one_k: whether a tile covers all of k, where it matters.
         tables: whether every axis is looked up in a table.
+        aligned: whether 16 divides the sizes, as Triton tells when it compiles for a call.
     """
 
     mode: str
@@ -56,6 +58,7 @@ class Case:
     tiles: Tiles
     one_k: bool = True
     tables: bool = False
+    aligned: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ class Built:
         spilled: bytes of a thread's registers that are in memory.
         shared: bytes of shared memory of a program.
         occupancy: warps that run at once, of those that could.
+        widest: bytes that a thread reads of memory at once, at most.
     """
 
     arch: int
@@ -79,6 +83,7 @@ class Built:
     spilled: int
     shared: int
     occupancy: float
+    widest: int
 
 
 def cases(every: bool = False) -> Iterator[Case]:
@@ -97,10 +102,12 @@ def cases(every: bool = False) -> Iterator[Case]:
                 continue
             fma = (dtype, precision) == ("float32", "ieee")
             tiles = tiles_of(mode, m, n, k, _ITEMSIZES[dtype], fma, tables, tiling)
-            case = Case(mode, dtype, precision, tiles, k <= tiles.k and mode in ("rows", "plain"), tables)
-            if case not in seen:
-                seen.add(case)
-                yield case
+            one_k = k <= tiles.k and mode in ("rows", "plain")
+            for aligned in (True, False) if every else (True,):
+                case = Case(mode, dtype, precision, tiles, one_k, tables, aligned)
+                if case not in seen:
+                    seen.add(case)
+                    yield case
     for dtype, mode, tables in itertools.product(_POINTEES, ("sum", "add"), (False, True)):
         yield Case(mode, dtype, "", Tiles(16, 128, 1, 64), tables=tables)
 
@@ -116,9 +123,15 @@ def build(case: Case, arch: int) -> Built:
     instructions = tuple(name for name, text in found.items() if re.search(text, kernel.asm["ptx"]))
     registers, spilled = _resources(kernel.asm["cubin"])
     shared = kernel.metadata.shared
-    return Built(
-        arch, case, instructions, registers, spilled, shared, _occupancy(arch, registers, shared, case.tiles.warps)
-    )
+    occupancy = _occupancy(arch, registers, shared, case.tiles.warps)
+    return Built(arch, case, instructions, registers, spilled, shared, occupancy, _widest(kernel.asm["ptx"]))
+
+
+def _widest(ptx: str) -> int:
+    """Bytes of the widest read: of a load of several words, or of a copy that is waited for later on."""
+    loads = (int(n or 1) * int(bits) // 8 for n, bits in re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", ptx))
+    copies = (int(size, 0) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx))
+    return max(*loads, *copies, 0, 0)
 
 
 def _signature(case: Case) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
@@ -151,7 +164,8 @@ def _signature(case: Case) -> tuple[dict[str, str], dict[tuple[int, ...], Any], 
         else:
             types[name] = "i32"
     place: dict[str, tuple[int, ...]] = {name: (number,) for number, name in enumerate(names)}
-    aligned = [name for name, kind in types.items() if kind.startswith("*") or name.endswith(("_outer", "_inner"))]
+    aligned = [name for name, kind in types.items() if kind.startswith("*") or name.endswith(_STRIDES)]
+    aligned += [name for name in types if case.aligned and name.startswith("size_")]
     divisible = {place[name]: [["tt.divisibility", 16]] for name in aligned if types[name] != "constexpr"}
     return types, {place[name]: value for name, value in constants.items() if name in place}, divisible
 
@@ -181,15 +195,16 @@ def _occupancy(arch: int, registers: int, shared: int, warps: int) -> float:
 
 def markdown(found: list[Built]) -> str:
     """Return a table."""
-    rows = ["| sm | mode | dtype | tile | warps | multiplies by | registers | spilled | shared | occupancy |"]
-    rows.append("| --- " * 10 + "|")
+    rows = ["| sm | mode | dtype | tile | warps | multiplies by | reads | registers | spilled | shared | occupancy |"]
+    rows.append("| --- " * 11 + "|")
     for x in found:
         case, tiles = x.case, x.case.tiles
         dtype = case.dtype + (f" ({case.precision})" if case.dtype == "float32" and case.precision else "")
-        mode = case.mode + (", tables" if case.tables else "")
+        mode = case.mode + ", tables" * case.tables + ", odd sizes" * (not case.aligned)
         rows.append(
             f"| {x.arch} | {mode} | {dtype} | {tiles.m} x {tiles.n} x {tiles.k} | {tiles.warps} | "
-            f"{', '.join(x.instructions)} | {x.registers} | {x.spilled} B | {x.shared} B | {x.occupancy:.0%} |"
+            f"{', '.join(x.instructions)} | {x.widest} B | {x.registers} | "
+            f"{x.spilled} B | {x.shared} B | {x.occupancy:.0%} |"
         )
     return "\n".join(rows) + "\n"
 

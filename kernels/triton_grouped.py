@@ -163,7 +163,7 @@ def terms_product(
     tiles = _tiles("terms", m, n, max(1, rows * i // groups), a, b, out, tiling=tiling)
     step = tiles.k * tiles.chunk
     pieces = Cut.of(starts, rows * i, i, step)
-    parts = out.x.new_empty((max(1, pieces.slots), m, n), dtype=accumulator(a.x.dtype))
+    parts = pieces.parts(out.x, m, n)
     count = pieces.most * triton.cdiv(m, tiles.m)
     _launch(
         "terms", a, b, out, (m, n, rows * i), tiles, groups, count, order, starts, pieces.tile_starts,

@@ -4,6 +4,7 @@
 
 For matrices that one program holds whole: one tile of `c` and one of its gradient. Rows are walked in the order of
 their groups, and sums are in one order, as in `planner.kernels.triton_product`, which says how operands are addressed.
+A row that the table of `g` or `a` lacks adds nothing, and its gradient is zero.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from planner.kernels.torch_grouped import accumulator
 from planner.kernels.triton_axes import Cut, Matrices, grid, packed
 from planner.kernels.triton_product import group_of, position, precision
 from planner.kernels.triton_sum import add_parts
@@ -41,7 +41,7 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         BLOCK_M, BLOCK_N: cover j and k.
         BLOCK_K: rows of a step.
     """
-    wide = parts.dtype.element_ty
+    wide = tl.float64 if dc.dtype.element_ty == tl.float64 else tl.float32
     tile = tl.program_id(0).to(tl.int64)
     if tile >= tl.load(tile_starts + groups):
         return
@@ -71,8 +71,11 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         if order is not None:
             row = tl.load(order + row, mask=there, other=0)
         m = m % inner
-        g_m = position(row, g_outer_table, reads) * g_outer + position(m, g_inner_table, reads) * g_inner
-        a_m = position(row, a_outer_table, reads) * a_outer + position(m, a_inner_table, reads) * a_inner
+        g_row = position(row, g_outer_table, reads)
+        a_row = position(row, a_outer_table, reads)
+        reads = reads & (g_row >= 0) & (a_row >= 0)
+        g_m = g_row * g_outer + position(m, g_inner_table, reads) * g_inner
+        a_m = a_row * a_outer + position(m, a_inner_table, reads) * a_inner
         x = tl.load(g + g_m[:, None] + g_k[None, :], mask=reads[:, None] & k_there[None, :], other=0.0)
         z = tl.load(a + a_j[:, None] + a_m[None, :], mask=j_there[:, None] & reads[None, :], other=0.0)
         total = tl.dot(z, x, total, input_precision=PRECISION, out_dtype=wide)
@@ -115,7 +118,7 @@ def both_gradients(
     rows, i, m, n = sizes
     step = tiles.k * tiles.chunk
     pieces = Cut.of(starts, rows * i, i, step)
-    parts = dc.x.new_empty((max(1, pieces.slots), m, n), dtype=accumulator(dc.x.dtype))
+    parts = pieces.parts(dc.x, m, n)
     with torch.cuda.device_of(dc.x):
         pair_kernel[grid(pieces.most)](
             *g.flat, *a.flat, *c.flat, *da.flat, *dc.flat, packed(order), packed(starts), pieces.tile_starts,

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from planner.kernels.torch_grouped import accumulator
 from planner.kernels.torch_grouping import Groups
 from planner.kernels.triton_axes import Axis, Cut, axis_of, grid
 from planner.kernels.triton_product import add_parts_kernel, group_of, position
@@ -92,7 +91,7 @@ def sum_rows(rows: Rows, out: Rows, columns: int, groups: Groups) -> None:
     block_n = min(128, triton.next_power_of_2(columns))
     block_r = _TILE // block_n
     pieces = Cut.of(groups.offsets, len(groups.order), 1, block_r * _CHUNK)
-    parts = out.x.new_empty((max(1, pieces.slots), 1, columns), dtype=accumulator(out.x.dtype))
+    parts = pieces.parts(out.x, 1, columns)
     programs = grid(pieces.most * triton.cdiv(columns, block_n))
     with torch.cuda.device_of(out.x):
         sum_kernel[programs](

@@ -77,4 +77,5 @@ def tiles_of(
     # One matrix serves a group's rows, up to 512 of them, or 1,024 where its gradient is made; sums are cut at 4,096
     # terms.
     chunk = {"rows": 512 // block_m, "pair": PAIR_TERMS // block_k, "terms": 4096 // block_k, "plain": 1}[mode]
-    return Tiles(block_m, block_n, block_k, chunk, warps, 4 if tiling == "four stages" else 2)
+    stages = 4 if tiling == "four stages" else 3 if (fma and not tables) or itemsize == 8 else 2
+    return Tiles(block_m, block_n, block_k, chunk, warps, stages)

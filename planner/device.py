@@ -23,7 +23,7 @@ class Device:
     Attributes:
         name: shown in the printed plan.
         flop_rate: FLOP/s of a large float32 matrix product.
-        half_rate: FLOP/s of a large product of float16 or bfloat16; 0 where it is as `flop_rate`.
+        half_rate: FLOP/s of a large product of float16 or bfloat16 in torch; 0 where it is as `flop_rate`.
         bandwidth: bytes/s of reading and writing memory that is in use already.
         fresh_bandwidth: bytes/s of first writes to an allocation of `fresh_bytes` or more (page faults on a CPU).
         reused_bandwidth: bytes/s of first writes to a smaller one, which the allocator serves from memory in use.
@@ -38,6 +38,7 @@ class Device:
             them up to `flop_rate`.
         sort_row_seconds: time to sort one row of an index array into groups.
         kind: "cpu", "cuda" or "tpu": which implementations can run.
+        capability: of a graphics card by NVIDIA, its compute capability times ten; 0 where it is not known.
         source: where the figures come from.
     """
 
@@ -57,6 +58,7 @@ class Device:
     sort_row_seconds: float = 0.0
     half_rate: float = 0.0
     kind: str = "cpu"
+    capability: int = 0
     source: str = "given"
 
     @staticmethod
@@ -123,6 +125,7 @@ A100 = Device(
     launch_seconds=5e-6,
     half_rate=3.12e14,
     kind="cuda",
+    capability=80,
     source="published: NVIDIA A100 80GB SXM data sheet, FP32 19.5 TFLOP/s, BF16 312, 2,039 GB/s; launches estimated",
 )
 
@@ -133,6 +136,7 @@ H100 = Device(
     launch_seconds=5e-6,
     half_rate=9.89e14,
     kind="cuda",
+    capability=90,
     source="published: NVIDIA H100 SXM data sheet, FP32 67 TFLOP/s, BF16 989, 3.35 TB/s; launches estimated",
 )
 
@@ -143,6 +147,7 @@ H200 = Device(
     launch_seconds=5e-6,
     half_rate=9.89e14,
     kind="cuda",
+    capability=90,
     source="published: NVIDIA H200 SXM data sheet, FP32 67 TFLOP/s, BF16 989, 4.8 TB/s; launches estimated",
 )
 

@@ -66,25 +66,25 @@ def measured(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) ->
     key = key_of(plan, operands)
     if key is not None and (known := _recalled(plan, key)) is not None:
         return known
-    if _trial(plan, operands, indices) is None:
+    clock = _Clock(operands, indices)
+    if clock.program(plan) is None:
         return dataclasses.replace(plan, origin=f"not measured, no values to time: {plan.origin}")
     try:
         others = candidates(plan)
     except KeyboardInterrupt:
         return _interrupted(plan)
-    clock = _Clock(operands, indices)
-    tried, seconds = clock.seconds([plan, *others])
+    tried = [plan, *(other for other in others if clock.program(other) is not None)]
+    seconds = clock.timings(tried) if len(tried) > 1 else [float("inf")]
     order = sorted(range(len(tried)), key=seconds.__getitem__)
     counted = sum(median < float("inf") for median in seconds)
     if clock.interrupted and not counted:
         return _interrupted(plan)
-    best, tilings = tuned(tried[order[0]], lambda plans: clock.seconds(plans)[1])
+    best, tilings, taken = tuned(tried[order[0]], clock.timings)
     if len(tried) == 1 and not tilings:
         return dataclasses.replace(plan, origin=f"measured: no other plan comes near; {plan.origin}")
-    said = [
-        f"{what} {seconds_text(seconds[n])}" for what, n in zip((f"best of {counted},", "next"), order, strict=False)
-    ]
-    said = said[:counted] + [f"tiles of {tilings} step{'s' * (tilings > 1)}"] * bool(tilings)
+    places = zip((f"best of {counted},", "next"), order[:counted], strict=False)
+    said = [f"{what} {seconds_text(seconds[number])}" for what, number in places]
+    said += [f"other tiles in {taken} of {tilings} kernels"] * bool(tilings)
     result = ", ".join(said)
     origin = f"{'interrupted: ' * clock.interrupted}measured: {result}"
     winner = dataclasses.replace(
@@ -104,16 +104,18 @@ class _Clock:
         self.operands, self.indices = operands, indices
         self.interrupted = False
 
-    def seconds(self, plans: Sequence[Plan]) -> tuple[list[Plan], list[float]]:
-        """Those of the plans that run, and the median seconds of each; infinite where nothing was timed."""
-        trials = [(plan, _trial(plan, self.operands, self.indices)) for plan in plans]
-        running = [(plan, trial) for plan, trial in trials if trial is not None]
-        found = [plan for plan, _ in running]
-        if self.interrupted or len(running) == 1:
-            return found, [float("inf")] * len(found)
-        timings = time_programs([trial for _, trial in running])
-        self.interrupted = timings.interrupted
-        return found, [timings.median(number) for number in range(len(found))]
+    def program(self, plan: Plan) -> Callable[[], None] | None:
+        """The backend's trial of a plan; None where an operand or index array is none at all, but a shape."""
+        if any(framework_of(x) is None for x in (*self.operands, *self.indices.values())):
+            return None
+        return load_backend(plan.backend).trial(plan, self.operands, self.indices)
+
+    def timings(self, plans: Sequence[Plan]) -> list[float]:
+        """The median seconds of each plan; infinite where it did not run, or after Ctrl-C."""
+        programs = [] if self.interrupted else [program for plan in plans if (program := self.program(plan))]
+        timings = time_programs(programs) if programs else Timings(((),) * len(plans))
+        self.interrupted = self.interrupted or timings.interrupted
+        return [timings.median(number) for number in range(len(plans))]
 
 
 def _interrupted(plan: Plan) -> Plan:
@@ -139,13 +141,6 @@ def candidates(plan: Plan) -> list[Plan]:
     return fitting(found[: MOST_CANDIDATES - 1])
 
 
-def _trial(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:
-    """Return the backend's trial of a plan; None where an operand or index array is none at all, but a shape."""
-    if any(framework_of(x) is None for x in (*operands, *indices.values())):
-        return None
-    return load_backend(plan.backend).trial(plan, operands, indices)
-
-
 def time_programs(
     programs: Sequence[Callable[[], object]],
     budget_seconds: float = BUDGET_SECONDS,
@@ -159,7 +154,8 @@ def time_programs(
         True
 
     Args:
-        programs: each runs once and waits for its end. The first must run; another that runs out of memory is left out.
+        programs: each runs once and waits for its end. The first must run; another that fails, for want of memory say,
+            is left out.
         budget_seconds: after which no further round begins.
         clock: tells the seconds.
     """
@@ -170,7 +166,7 @@ def time_programs(
         for number in tuple(running):
             try:
                 programs[number]()  # compiles, fills caches
-            except (MemoryError, RuntimeError):
+            except Exception:  # memory of a kind that the framework has its own error for, say
                 if number == 0:
                     raise
                 running.remove(number)

@@ -78,7 +78,8 @@ def stored(preset: Device, framework: str, framework_version: str, machine: str 
         machine: name of a graphics card, or of this machine's processor as `cpu_name` has it, the default.
     """
     key = Key(machine or cpu_name(), framework, framework_version, preset.kind)
-    return read(key) or preset
+    found = read(key)
+    return preset if found is None else dataclasses.replace(found, capability=preset.capability)
 
 
 def read(key: Key) -> Device | None:
@@ -135,7 +136,7 @@ _MAY_BE_INFINITE = ("fresh_bandwidth", "reused_bandwidth", "cache_bandwidth")
 
 def rate_fields() -> tuple[str, ...]:
     """Return the fields of `Device` that are measured."""
-    return tuple(f.name for f in dataclasses.fields(Device) if f.name not in ("name", "kind", "source"))
+    return tuple(f.name for f in dataclasses.fields(Device) if f.name not in ("name", "kind", "capability", "source"))
 
 
 def write(device: Device, key: Key) -> pathlib.Path:

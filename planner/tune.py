@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from planner.dispatch import load_backend
@@ -15,24 +16,24 @@ __all__ = ["tuned"]
 CLEARLY = 0.97
 
 
-def tuned(plan: Plan, seconds: Callable[[Sequence[Plan]], Sequence[float]]) -> tuple[Plan, int]:
-    """Return the plan with the fastest tiling of each step that has several, and how many steps have.
+def tuned(plan: Plan, timings: Callable[[Sequence[Plan]], Sequence[float]]) -> tuple[Plan, int, int]:
+    """Return the plan with the fastest tiling of each step that has several; of how many steps, and how many changed.
 
     Tilings cost the same memory. A plan that goes slice by slice is returned as it is.
 
     Args:
         plan: what was chosen.
-        seconds: from plans to the seconds of each; infinite where one did not run.
+        timings: from plans to the seconds of each; infinite where one did not run.
     """
-    count = 0
+    timed, taken = 0, 0
     for backward, number, choices in _tilings(plan):
         tried = [plan, *(_with_choice(plan, backward, number, choice) for choice in choices)]
-        found = seconds(tried)
-        count += 1
-        place = min(range(len(tried)), key=found.__getitem__)
-        if found[place] < CLEARLY * found[0]:
-            plan = tried[place]
-    return plan, count
+        seconds = timings(tried)
+        timed += seconds[0] < math.inf
+        place = min(range(len(tried)), key=seconds.__getitem__)
+        if seconds[place] < CLEARLY * seconds[0] < math.inf:
+            plan, taken = tried[place], taken + 1
+    return plan, timed, taken
 
 
 def _tilings(plan: Plan) -> Iterator[tuple[bool, int, tuple[Choice, ...]]]:

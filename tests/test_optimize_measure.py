@@ -430,8 +430,9 @@ def on_card():
     """A grouped product with gradients as it is planned for a card; its kernels are interpreted here."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     pytest.importorskip("triton", reason="Triton is not installed")
-    a, c = torch.ones(20, 1, 16, requires_grad=True), torch.ones(3, 16, 16, requires_grad=True)
-    q = torch.arange(20) % 3
+    # Tiles of less than 32 rows cannot be halved.
+    a, c = torch.ones(100, 1, 70, requires_grad=True), torch.ones(2, 70, 70, requires_grad=True)
+    q = torch.arange(100) % 2
 
     def planned(**options):
         return planner.plan(
@@ -451,34 +452,39 @@ def faster_when(wanted):
     return timings
 
 
-def test_tiles_are_timed_step_by_step_and_remembered(monkeypatch, on_card):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    planned, operands, q = on_card
-    trial = measure._trial
+def named_programs(monkeypatch):
+    """Let programs tell the plan that they run."""
+    program = measure._Clock.program
 
-    def told(plan, *arrays):
-        found = trial(plan, *arrays)
+    def told(clock, plan):
+        found = program(clock, plan)
         found.plan = plan
         return found
 
-    monkeypatch.setattr(measure, "_trial", told)
+    monkeypatch.setattr(measure._Clock, "program", told)
+
+
+def test_tiles_are_timed_step_by_step_and_remembered(monkeypatch, on_card):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    planned, operands, q = on_card
+    named_programs(monkeypatch)
     monkeypatch.setattr(measure, "time_programs", faster_when(", half tiles"))
     plan = planned()
     tiled = [step for step in plan.steps if "Triton" in step.choice.lowering]
     assert tiled
     assert all(step.choice.lowering.endswith(", half tiles") for step in tiled)
-    assert plan.origin.endswith(f"tiles of {len(tiled)} step{'s' * (len(tiled) > 1)}")
+    assert plan.origin.endswith(f"other tiles in {len(tiled)} of {len(tiled)} kernels")
     assert planner.Plan.from_json(plan.to_json()) == plan
     assert [way.chosen for ways in plan.implementations() for way in ways].count(True) == len(plan.steps)
     monkeypatch.setattr(measure, "time_programs", None)
     again = planned()
     assert again.programs == plan.programs
     assert again.origin == plan.origin.replace("measured", "remembered")
-    result, gradients = plan(*operands, q=q), torch.ones(20, 1, 16)
-    assert torch.equal(result, torch.full((20, 1, 16), 16.0))
+    result, gradients = plan(*operands, q=q), torch.ones(100, 1, 70)
+    assert torch.equal(result, torch.full((100, 1, 70), 70.0))
     found = torch.autograd.grad(result, operands, gradients)
-    assert torch.equal(found[0], torch.full((20, 1, 16), 16.0))
-    assert torch.equal(found[1], torch.tensor([7.0, 7.0, 6.0]).view(3, 1, 1).expand(3, 16, 16))
+    assert torch.equal(found[0], torch.full((100, 1, 70), 70.0))
+    assert torch.equal(found[1], torch.full((2, 70, 70), 50.0))
     # Pinned tiles are those of every call without measuring.
     monkeypatch.setattr(measure, "time_programs", faster_when(", half tiles"))
     torch.use_deterministic_algorithms(True)
@@ -487,6 +493,41 @@ def test_tiles_are_timed_step_by_step_and_remembered(monkeypatch, on_card):
     finally:
         torch.use_deterministic_algorithms(False)
     assert not [step for step in pinned.steps if step.choice.lowering.endswith("tiles")]
+
+
+def test_calls_follow_what_is_asked_of_torch():
+    """A plan with tiles that were measured serves no call that asks for pinned ones."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    backend, x = planner.dispatch.load_backend("torch"), torch.ones(2)
+    before = backend.signature([x], {})
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert backend.signature([x], {}) != before
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_tiling_that_fails_is_left_out(monkeypatch, on_card):
+    """One that takes more of a card than there is, say."""
+    planned, *_ = on_card
+    rows = planner.dispatch.load_backend("torch").table.rows
+
+    def fails(*_):
+        raise Exception("out of resources: shared memory")  # noqa: TRY002  # Triton's errors are no RuntimeErrors
+
+    for name, row in rows.items():
+        if row.variant_of:
+            monkeypatch.setitem(rows, name, dataclasses.replace(row, run=fails))
+    monkeypatch.setattr(measure, "block_seconds", lambda *_: 1.0)
+    plan = planned()
+    assert plan.origin.startswith("measured: ")
+    assert not [step for step in plan.steps if rows[step.choice.lowering].variant_of]
+
+
+def test_after_an_interrupt_no_tiles_are_timed(monkeypatch, on_card):
+    planned, *_ = on_card
+    monkeypatch.setattr(measure, "time_programs", lambda programs: measure.Timings(((),) * len(programs), True))
+    assert "tiles" not in planned().origin
 
 
 def test_a_tiling_that_is_hardly_faster_is_not_taken(monkeypatch, on_card):

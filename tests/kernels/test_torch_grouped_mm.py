@@ -12,10 +12,11 @@ if not hasattr(torch.nn.functional, "grouped_mm"):
     pytest.skip("this torch has no grouped_mm", allow_module_level=True)
 
 import planner  # noqa: E402
-from planner.device import H200  # noqa: E402
+from planner.device import A100, CPU, H100, H200  # noqa: E402
 from planner.dispatch import load_backend  # noqa: E402
-from planner.kernels import torch_grouped_mm  # noqa: E402
+from planner.kernels import torch_grouped, torch_grouped_mm  # noqa: E402
 from planner.kernels.torch_grouping import group_rows  # noqa: E402
+from planner.layout import layout_of  # noqa: E402
 from planner.lower import Op  # noqa: E402
 
 SPEC = "nij, q[n]jk -> nik"
@@ -67,7 +68,8 @@ def choices(spec, *operands, dtype="bfloat16", **indices):
         (((90, 1, 8), (7, 8, 8)), "float32", "does not multiply float32"),
         (((90, 1, 8), (1024, 8, 8)), "bfloat16", "1 to 1,023 groups"),
         (((90, 1, 12), (7, 12, 8)), "bfloat16", "multiples of 8"),
-        (((0, 1, 8), (7, 8, 8)), "bfloat16", "multiples of 8"),
+        (((0, 1, 8), (7, 8, 8)), "bfloat16", "1 to 2^31 - 1 rows"),
+        (((2**31, 1, 8), (7, 8, 8)), "bfloat16", "1 to 2^31 - 1 rows"),
     ],
 )
 def test_what_it_is_not_asked_for(shapes, dtype, reason):
@@ -88,6 +90,40 @@ def test_shared_rows_and_matrices_that_lie_apart_are_refused():
     )
 
 
+@pytest.mark.parametrize(
+    ("strides", "taken"),
+    [((64, 8, 1), True), ((64, 1, 8), True), ((8, 56, 1), False), ((128, 16, 1), False), ((64, 8, 0), False)],
+)
+def test_matrices_lie_by_rows_or_by_columns(strides, taken):
+    """One after the other, without gaps."""
+    op = Op(planner.resolve(SPEC, (90, 1, 8), (7, 8, 8), q=(90,)), "bfloat16")
+    laid = op.laid((None, layout_of((7, 8, 8), strides)))
+    found = load_backend("torch").table.verdicts(laid, H200)["grouped matmul, grouped_mm"]
+    assert isinstance(found, str) != taken
+
+
+def test_only_cards_that_do_not_wait_take_it():
+    found = [
+        load_backend("torch").table.verdicts(
+            Op(planner.resolve(SPEC, (90, 1, 8), (7, 8, 8), q=(90,)), "bfloat16"), device
+        )
+        for device in (H100, A100, planner.Device("mine", 1e13, 1e12, kind="cuda"), CPU)
+    ]
+    assert not isinstance(found[0]["grouped matmul, grouped_mm"], str)
+    for refused in found[1:3]:
+        assert refused["grouped matmul, grouped_mm"] == "it runs on compute capability 9.0 and 10.0"
+    assert found[3]["grouped matmul, grouped_mm"] == "it runs on cuda"
+
+
+def test_products_of_halves_have_a_rate_of_their_own():
+    assert H200.product_rate(512, 512, 512, "bfloat16") == H200.half_rate > H200.product_rate(512, 512, 512)
+    assert CPU.product_rate(512, 512, 512, "bfloat16") == CPU.product_rate(512, 512, 512)
+    seconds = [
+        choices(SPEC, (4096, 1, 4096), (4, 4096, 4096), dtype=dtype, q=(4096,)) for dtype in ("float32", "float16")
+    ]
+    assert seconds[0]["grouped matmul, Triton"].picoseconds > 5 * seconds[1]["grouped matmul, Triton"].picoseconds
+
+
 def test_it_is_taken_for_large_matrices_and_priced_beside_the_kernels():
     """Its copies of rows cost more than it saves where matrices are small."""
     large = choices(SPEC, (32_768, 1, 2048), (32, 2048, 2048), q=(32_768,))
@@ -97,14 +133,22 @@ def test_it_is_taken_for_large_matrices_and_priced_beside_the_kernels():
         assert seconds[0] < seconds[1]
 
 
-@pytest.mark.parametrize("offset", [0, 1])
-def test_plans_that_take_it_equal_others(offset):
+@pytest.mark.parametrize("kind", ["aligned", "offset", "strided", "expanded", "padded"])
+def test_plans_that_take_it_equal_others(monkeypatch, kind):
+    """On operands of other strides than were planned for, too: those that torch does not take go to the kernel."""
+    if kind != "aligned":  # the interpreter multiplies the bits of bfloat16
+        monkeypatch.setattr(torch_grouped_mm, "_kernels", lambda: torch_grouped)
     q, a, c, gradient = problem(3, 90, 2, 16, 8, 5)
-    buffer = torch.zeros(c.numel() + 1, dtype=torch.bfloat16)
-    c = buffer[offset : offset + c.numel()].view(5, 16, 8).copy_(c)  # not where 16 divides, with the offset
+    buffer = torch.zeros(5 * 16 * 20, dtype=torch.bfloat16)
+    if kind == "expanded":
+        c = c[:, :, :1].expand(5, 16, 8)
+    else:
+        strides = {"aligned": (128, 8, 1), "offset": (128, 8, 1), "strided": (256, 16, 2), "padded": (192, 12, 1)}[kind]
+        c = buffer.as_strided((5, 16, 8), strides, int(kind == "offset")).copy_(c)
     a, c = a.nan_to_num().requires_grad_(), c.requires_grad_()
     options = {"q": q, "sizes": {"q": 5}, "index_mode": "drop"}
-    plan = planner.plan(SPEC, a, c, backend="torch", device="H200", minimize="peak", **options)
+    given = (planner.Operand(x.shape, "bfloat16", requires_grad=True) for x in (a, c))
+    plan = planner.plan(SPEC, *given, backend="torch", device="H200", minimize="peak", **options)
     table = load_backend("torch").table
     expected = planner.contract(SPEC, a, c, **options)
     wanted = torch.autograd.grad(expected, (a, c), gradient)
