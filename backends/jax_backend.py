@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from planner.backends.common import check_index_dtype, clip_error, exposures
-from planner.backends.jax_evaluation import TABLE, compiled, compiled_cast
+from planner.backends.jax_evaluation import TABLE, compiled_cast
 from planner.backends.jax_index import JaxIndex, checked_arrays, index_shape
 from planner.backends.jax_loop import plan_run
 from planner.backends.jax_reads import Reads
-from planner.backends.jax_step import gradient_op
+from planner.backends.jax_step import compiled, gradient_op
 from planner.backends.protocol import Backend, Stepwise
 from planner.device import CPU, TPU_V5E, Device, gpu_preset
 from planner.errors import PlannerError

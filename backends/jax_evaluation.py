@@ -20,17 +20,26 @@ from planner.backends.jax_index import index_shape, is_bad, normalised
 from planner.backends.jax_poison import poisoned
 from planner.backends.jax_reads import Reads, only_read_rows, unread
 from planner.backends.jax_rows import make_table
+from planner.backends.protocol import Table
 from planner.kernels.keys import Keys
 from planner.lower import Op
 from planner.spec import Spec
 
-__all__ = ["TABLE", "Mode", "Shape", "cast", "compiled", "compiled_cast", "evaluate", "input_count"]
+__all__ = ["PLATFORMS", "TABLE", "Mode", "Shape", "cast", "compiled_cast", "evaluate", "input_count"]
 
 Shape = tuple[int, ...]
 # The index mode, in which index arrays are read, and the precision of products.
 Mode = tuple[str, str | None]
 
 TABLE = make_table()
+# Platforms on which rows of the table run kernels of their own; the rows and their names are the same everywhere.
+PLATFORMS = ("tpu",)
+
+
+@lru_cache(maxsize=len(PLATFORMS))
+def platform_table(platform: str) -> Table:
+    """Return the table for a platform: its kernels are imported when the first program is lowered for it."""
+    return make_table(platform)
 
 
 def input_count(op: Op) -> int:
@@ -49,8 +58,10 @@ def _index_arrays(raw: Mapping[str, Any], spec: Spec, index_mode: str, poisons: 
     return index
 
 
-def evaluate(*arguments: Any, op: Op, lowering: str, mode: Mode, views: tuple[Shape, ...], reads: Reads) -> list[Any]:
-    """Compute a step; this is what the primitive lowers to."""
+def evaluate(
+    *arguments: Any, op: Op, lowering: str, mode: Mode, views: tuple[Shape, ...], reads: Reads, platform: str = ""
+) -> list[Any]:
+    """Compute a step; this is what the primitive lowers to, for a platform of `PLATFORMS` or for any other."""
     count, (index_mode, precision) = input_count(op), mode
     inputs = [x.reshape(shape) for x, shape in zip(arguments[:count], op.input_shapes, strict=True)]
     raw = dict(zip(reads.arrays, arguments[count:], strict=True))
@@ -60,7 +71,7 @@ def evaluate(*arguments: Any, op: Op, lowering: str, mode: Mode, views: tuple[Sh
     for place, spec, term in unread(op, lowering, reads):
         inputs[place] = only_read_rows(inputs[place], spec, term, raw, index_mode)
     with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
-        results = TABLE.run(lowering, op, inputs, index)
+        results = (platform_table(platform) if platform else TABLE).run(lowering, op, inputs, index)
     if index_mode == "raise" and not index.shown:
         terms = op.spec.inputs if op.pair else (op.spec.output,)
         results = tuple(poisoned(x, term, op.spec, index) for x, term in zip(results, terms, strict=True))
@@ -72,12 +83,6 @@ def cast(x: Any, dtype: str) -> Any:
     if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating):
         x = x.real
     return lax.convert_element_type(x, jnp.dtype(dtype))
-
-
-@lru_cache(maxsize=4096)
-def compiled(**parameters: Any) -> Callable[..., list[Any]]:
-    """Return `evaluate` with these parameters, jitted."""
-    return jax.jit(partial(evaluate, **parameters))
 
 
 @lru_cache(maxsize=64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -28,7 +29,7 @@ from planner.backends.stock_layout import matrix_copies
 from planner.backends.stock_rows import picoseconds, stock_cost, stock_kind, stock_rows
 from planner.cost import StepCost, itemsize
 from planner.device import Device
-from planner.kernels import jax_grouped, jax_grouping, jax_pooled
+from planner.kernels import jax_grouped, jax_grouping, jax_pooled, pallas_tiles
 from planner.lower import (
     GroupedForm,
     Op,
@@ -218,6 +219,8 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     assert isinstance(form, GroupedForm)
     n, i, j, k = group_sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
     g = form.gather.size or 0
+    if device.kind == "tpu" and op.dtype in pallas_tiles.DTYPES:
+        return _tiled_cost(op, form, (n, i, g, j, k), device)
     sizes = (n, i, g, j, k, op.dtype)
     if op.pair:
         loop = jax_grouped.gradients_scratch_bytes(*sizes)
@@ -241,6 +244,25 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
         seconds *= 1.8
     seconds += device.moving_seconds(2 * copied)
     return StepCost(flops, moved + 2 * copied, copied, scratch, picoseconds(seconds))
+
+
+def _tiled_cost(op: Op, form: GroupedForm, sizes: tuple[int, int, int, int, int], device: Device) -> StepCost:
+    """The cost of the kernels for TPUs: rows are moved into tiles, results out of them; estimated, run on none yet."""
+    n, i, g, j, k = sizes
+    copied, size = flattened_bytes(op, form) + _reshaped_bytes(op, form), itemsize(op.dtype)
+    flops = spec_flops(op.spec) * (2 if op.pair else 1)
+    lanes = pallas_tiles.lanes(n, i, g, size) * i
+    tiled = lanes * size * (2 * j + k if op.pair else j + k)
+    summed = 0
+    if not op.pair and not form.outer and form.rows_out != form.gather.axes:
+        summed = 4 * (lanes * k + math.prod(op.output_shapes[0]))
+    maps = sum(rows != form.gather.axes for rows in (form.rows_a, form.rows_b if form.outer else form.rows_out))
+    tables = 4 * (n + g + 1) + 8 * n * maps + max(jax_grouping.scratch_bytes(n, g), 16 * (lanes // max(1, i)) + 4 * n)
+    moved = op.bytes_touched() + 2 * (copied + tiled)
+    rate = device.product_rate(max(1, n * i // max(1, min(g, n))), j, k, op.dtype)
+    seconds = max(flops / rate, device.moving_seconds(moved)) + n * device.sort_row_seconds
+    seconds += 20 * device.launch_seconds
+    return StepCost(flops, moved, copied, tables + tiled + summed + copied, picoseconds(seconds))
 
 
 def _pooled_cost(names: str, op: Op, device: Device) -> StepCost:
@@ -283,14 +305,15 @@ def _cast(x: Any, dtype: str) -> Any:
     return jax.lax.convert_element_type(x, jnp.dtype(dtype))
 
 
-def make_table() -> Table:
-    """Return the table of the JAX backend."""
+def make_table(platform: str = "") -> Table:
+    """Return the table of the JAX backend, with the grouped products of a platform that has kernels of its own."""
+    module: Any = importlib.import_module(f"planner.kernels.pallas_{platform}") if platform else jax_grouped
     kernels = Kernels(
         OPS,
         jax_grouping.group_rows,
-        jax_grouped.grouped_matmul,
-        jax_grouped.grouped_outer,
-        jax_grouped.grouped_gradients,
+        module.grouped_matmul,
+        module.grouped_outer,
+        module.grouped_gradients,
         _grouped_cost,
         {WHOLE_POOL: _pool("pooled"), "take, then dot": _pool("gathered")},
     )

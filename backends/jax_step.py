@@ -10,8 +10,8 @@ The two primitives bind each other, so they are one module.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from planner.backends.jax_evaluation import TABLE, Mode, Shape, compiled, evaluate, input_count
+from planner.backends.jax_evaluation import PLATFORMS, TABLE, Mode, Shape, evaluate, input_count
 from planner.backends.jax_reads import Reads
 from planner.derive import batched, transpose
 from planner.device import CPU
@@ -27,7 +27,7 @@ from planner.lower import Choice, Op
 from planner.objective import step_key
 from planner.program import Lowerer
 
-__all__ = ["bind_step", "gradient_op"]
+__all__ = ["bind_step", "compiled", "gradient_op"]
 
 # Parameters: op, lowering, mode, `views`, the shapes of the results as the caller sees them, and `reads`. Arguments are
 # the op's inputs, then index arrays in the order of `reads.arrays`.
@@ -56,6 +56,12 @@ def bind_step(
     return found
 
 
+@lru_cache(maxsize=4096)
+def compiled(**parameters: Any) -> Callable[..., list[Any]]:
+    """Return the step with these parameters, jitted: what it runs is chosen for the platform that it is lowered for."""
+    return jax.jit(partial(step_p.bind, **parameters))
+
+
 @step_p.def_impl
 def _step_impl(*arguments: Any, **parameters: Any) -> list[Any]:
     return compiled(**parameters)(*arguments)
@@ -67,6 +73,9 @@ def _step_abstract(*arguments: Any, op: Op, views: tuple[Shape, ...], **_: Any) 
 
 
 mlir.register_lowering(step_p, mlir.lower_fun(evaluate, multiple_results=True))
+for _platform in PLATFORMS:
+    _rule = mlir.lower_fun(partial(evaluate, platform=_platform), multiple_results=True)
+    mlir.register_lowering(step_p, _rule, platform=_platform)
 
 
 def gradient_op(op: Op, child: int) -> Op:
