@@ -247,15 +247,19 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
 
 
 def _tiled_cost(op: Op, form: GroupedForm, sizes: tuple[int, int, int, int, int], device: Device) -> StepCost:
-    """The cost of the kernels for TPUs: rows are moved into tiles, results out of them; estimated, run on none yet."""
+    """The cost of the kernels for TPUs: rows are moved into tiles, results out of them.
+
+    An estimate: they have run on none, and what XLA allocates there beside the tiles is not known.
+    """
     n, i, g, j, k = sizes
     copied, size = flattened_bytes(op, form) + _reshaped_bytes(op, form), itemsize(op.dtype)
     flops = spec_flops(op.spec) * (2 if op.pair else 1)
     lanes = pallas_tiles.lanes(n, i, g, size) * i
-    tiled = lanes * size * (2 * j + k if op.pair else j + k)
+    wide_j, wide_k = (-(-x // 128) * 128 for x in (j, k))  # a row fills 128 lanes
+    tiled = lanes * size * (2 * wide_j + wide_k if op.pair else wide_j + wide_k)
     summed = 0
     if not op.pair and not form.outer and form.rows_out != form.gather.axes:
-        summed = 4 * (lanes * k + math.prod(op.output_shapes[0]))
+        summed = 4 * (lanes * wide_k + math.prod(op.output_shapes[0]))
     maps = sum(rows != form.gather.axes for rows in (form.rows_a, form.rows_b if form.outer else form.rows_out))
     tables = 4 * (n + g + 1) + 8 * n * maps + max(jax_grouping.scratch_bytes(n, g), 16 * (lanes // max(1, i)) + 4 * n)
     moved = op.bytes_touched() + 2 * (copied + tiled)

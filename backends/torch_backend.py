@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -78,8 +79,7 @@ class TorchBackend(Backend):
             return stored(CPU, "torch", str(torch.__version__), cpu_name(torch.get_num_threads()))
         if first.type != "cuda":
             return GPU
-        product = torch.cuda.get_device_name(first)
-        return stored(gpu_preset(product), "torch", str(torch.__version__), product)
+        return _card(first)
 
     def check_index(self, name: str, index: Any) -> None:
         """Refuse an index array that is not of integers, or not dense."""
@@ -176,6 +176,13 @@ class TorchBackend(Backend):
                 return self.table.run(step.choice.lowering, step.op, inputs, index)
 
         return Stepwise(values, lambda step, inputs: partial(run, step, inputs), index.orders)
+
+
+def _card(device: torch.device) -> Device:
+    """Rates of a graphics card, and what it is capable of."""
+    product, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    found = stored(gpu_preset(product), "torch", str(torch.__version__), product)
+    return dataclasses.replace(found, capability=10 * capability[0] + capability[1])
 
 
 def _refuse(operands: Sequence[Any], indices: Mapping[str, Any]) -> None:

@@ -18,11 +18,11 @@ from jax import lax
 
 from planner.kernels.jax_grouping import Groups
 
-__all__ = ["DTYPES", "MOST_ROWS", "Tiles", "cut", "lanes", "put_back", "rows_of_tile", "sublanes", "taken"]
+__all__ = ["DTYPES", "Tiles", "cut", "lanes", "put_back", "rows_of_tile", "sublanes", "taken"]
 
 # What the kernels multiply, and rows of a tile's matrix where one row has no more.
 DTYPES = ("float32", "bfloat16")
-MOST_ROWS = 256
+_MOST_ROWS = 256
 
 
 class Tiles(NamedTuple):
@@ -57,7 +57,7 @@ def rows_of_tile(rows: int, inner: int, groups: int, itemsize: int) -> int:
     unit = least // math.gcd(least, inner)
     average = rows / max(1, groups)
     wanted = math.ceil((average + 2 * math.sqrt(average)) / unit) * unit
-    return max(unit, min(wanted, max(unit, MOST_ROWS // max(1, inner) // unit * unit)))
+    return max(unit, min(wanted, max(unit, _MOST_ROWS // max(1, inner) // unit * unit)))
 
 
 def lanes(rows: int, inner: int, groups: int, itemsize: int) -> int:

@@ -21,12 +21,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from planner.kernels import jax_grouped
 from planner.kernels.jax_grouping import Groups
-from planner.kernels.pallas_tiles import DTYPES, MOST_ROWS, cut, put_back, rows_of_tile, sublanes, taken
+from planner.kernels.pallas_tiles import DTYPES, cut, lanes, put_back, rows_of_tile, sublanes, taken
 
 __all__ = ["grouped_gradients", "grouped_matmul", "grouped_outer", "matrices_outer", "matrices_product"]
 
-# Sides of a block of a large matrix, and the most rows whose groups scalar memory is asked to hold.
-_SIDE, _DIRECT = 512, 2**15
+# Side of a block of a large matrix, rows of a tile's matrix at most, and tiles whose groups scalar memory is asked to
+# hold: of a v5e these take 6 MB of 16 and 0.5 MB of 1.
+_SIDE, _MOST_ROWS, _MOST_TILES = 512, 512, 2**16
 # What interprets the kernels; tests set it.
 INTERPRET: Any = False
 
@@ -41,19 +42,20 @@ def grouped_matmul(
 ) -> jax.Array:
     """Multiply each row by the matrix of its group; see `planner.kernels.jax_grouped.grouped_matmul`."""
     rows, (_, i, j), (g, _, k) = groups.order.shape[0], a.shape, c.shape
-    if not _takes(a, c) or 0 in (rows, i, j, g, k):
+    if not _takes(groups, a, c) or 0 in (j, k):
         return jax_grouped.grouped_matmul(a, c, groups, source, target, targets)
     if source is None and target is None and _is_tile(i, rows, a.dtype):
         group = _group_of_rows(groups)
         return matrices_product(a, c, jnp.minimum(group, g - 1), (group < g).astype(jnp.int32))
     tiles = cut(groups, rows_of_tile(rows, i, g, a.dtype.itemsize))
-    found = matrices_product(taken(a, tiles.slot, source), c, tiles.group, tiles.live)
+    wide = None if target is None else jnp.float32
+    found = matrices_product(taken(a, tiles.slot, source), c, tiles.group, tiles.live, dtype=wide)
     if target is None:
         return put_back(found, tiles.slot, rows, i)
     assert targets is not None
     to = target.at[tiles.slot.reshape(-1)].get(mode="fill", fill_value=targets)
     out = jnp.zeros((targets, i, k), jnp.float32)
-    return out.at[to].add(found.reshape(-1, i, k).astype(out.dtype), mode="drop").astype(a.dtype)
+    return out.at[to].add(found.reshape(-1, i, k), mode="drop").astype(a.dtype)
 
 
 def grouped_outer(
@@ -66,7 +68,7 @@ def grouped_outer(
 ) -> jax.Array:
     """Sum `a[r]^T @ b[r]` over the rows of each group; see `planner.kernels.jax_grouped.grouped_outer`."""
     rows, i = groups.order.shape[0], a.shape[1]
-    if not _takes(a, b) or 0 in (rows, *a.shape, *b.shape, size):
+    if not _takes(groups, a, b) or 0 in (a.shape[2], b.shape[2]):
         return jax_grouped.grouped_outer(a, b, groups, size, source_a, source_b)
     tiles = cut(groups, rows_of_tile(rows, i, size, a.dtype.itemsize))
     left, right = taken(a, tiles.slot, source_a), taken(b, tiles.slot, source_b)
@@ -78,7 +80,7 @@ def grouped_gradients(
 ) -> tuple[jax.Array, jax.Array]:
     """Both gradients of `grouped_matmul`; see `planner.kernels.jax_grouped.grouped_gradients`."""
     rows, i, g = groups.order.shape[0], a.shape[1], c.shape[0]
-    if not (_takes(a, c) and _takes(gout, c)) or 0 in (rows, *a.shape, *c.shape):
+    if not _takes(groups, a, c, gout) or 0 in c.shape:
         return jax_grouped.grouped_gradients(gout, a, c, groups, source)
     tiles = cut(groups, rows_of_tile(rows, i, g, a.dtype.itemsize))
     left, gradient = taken(a, tiles.slot, source), taken(gout, tiles.slot)
@@ -87,14 +89,19 @@ def grouped_gradients(
     return put_back(to_rows, tiles.slot, rows, i), to_c
 
 
-def _takes(a: jax.Array, c: jax.Array) -> bool:
-    return a.dtype == c.dtype and a.dtype.name in DTYPES
+def _takes(groups: Groups, a: jax.Array, *others: jax.Array) -> bool:
+    """Whether there is something to multiply of a dtype that the kernels take, and both memories hold the tiles."""
+    rows, size, inner = groups.order.shape[0], groups.offsets.shape[0] - 1, a.shape[1]
+    if not rows * size * inner or a.dtype.name not in DTYPES or any(x.dtype != a.dtype for x in others):
+        return False
+    each = rows_of_tile(rows, inner, size, a.dtype.itemsize)
+    return each * inner <= _MOST_ROWS and lanes(rows, inner, size, a.dtype.itemsize) <= _MOST_TILES * each
 
 
 def _is_tile(inner: int, rows: int, dtype: Any) -> bool:
     """Whether one row's matrix is a tile of its own."""
     least = sublanes(jnp.dtype(dtype).itemsize)
-    return 4 * least <= inner <= 2 * MOST_ROWS and inner % least == 0 and rows <= _DIRECT
+    return 4 * least <= inner and inner % least == 0 and rows <= _MOST_TILES
 
 
 def _group_of_rows(groups: Groups) -> jax.Array:
@@ -119,7 +126,13 @@ def _inside(x: jax.Array, dim: int, begin: jax.Array, size: int, block: int) -> 
 def _dot(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.Array:
     if 1 in (*x.shape, *y.shape):  # a product with a vector goes element by element, which bfloat16 does not
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    return lax.dot_general(x, y, (((contract[0],), (contract[1],)), ((), ())), preferred_element_type=jnp.float32)
+    # Mosaic knows two precisions: that of one pass, exact for 16 bits, and that of float32.
+    asked = str(jax.config.jax_default_matmul_precision or "default")  # type: ignore[attr-defined]
+    exact = x.dtype == jnp.float32 and asked not in ("default", "fastest", "bfloat16")
+    return lax.dot_general(
+        x, y, (((contract[0],), (contract[1],)), ((), ())), preferred_element_type=jnp.float32,
+        precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
+    )  # fmt: skip
 
 
 def _product_kernel(
@@ -144,7 +157,7 @@ def _product_kernel(
 
 
 def matrices_product(
-    a: jax.Array, c: jax.Array, group: jax.Array, live: jax.Array, transposes: bool = False
+    a: jax.Array, c: jax.Array, group: jax.Array, live: jax.Array, transposes: bool = False, dtype: Any = None
 ) -> jax.Array:
     """Multiply each tile by the matrix of its group, `a[t] @ c[group[t]]`.
 
@@ -154,6 +167,7 @@ def matrices_product(
         group: of each tile, `(T,)` int32, values in `[0, G)`.
         live: 0 for tiles whose product is zero, `(T,)` int32.
         transposes: whether the matrices' transposes are meant.
+        dtype: of the result; None for that of a.
 
     Returns:
         `(T, M, K)`.
@@ -162,9 +176,10 @@ def matrices_product(
     block_j, block_k = _block(j), _block(k)
 
     def tile(k: Any, t: Any, j: Any, group: Any, live: Any) -> tuple[Any, ...]:
-        return jnp.where(live[t] == 1, t, 0), 0, j  # those that are not there fetch one tile, once
+        return jnp.where(live[t] == 1, t, 0), 0, jnp.where(live[t] == 1, j, 0)  # what is not there fetches no other
 
     def matrix(k: Any, t: Any, j: Any, group: Any, live: Any) -> tuple[Any, ...]:
+        j = jnp.where(live[t] == 1, j, 0)
         return (group[t], k, j) if transposes else (group[t], j, k)
 
     return _call(
@@ -175,7 +190,7 @@ def matrices_product(
             pl.BlockSpec((None, block_k, block_j) if transposes else (None, block_j, block_k), matrix),
         ],
         pl.BlockSpec((None, m, block_k), lambda k, t, j, group, live: (t, 0, k)),
-        jax.ShapeDtypeStruct((tiles, m, k), a.dtype),
+        jax.ShapeDtypeStruct((tiles, m, k), dtype or a.dtype),
         (m, block_k),
         "planner_grouped_matmul",
     )(group, live, a, c)

@@ -73,7 +73,7 @@ def measured(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) ->
         others = candidates(plan)
     except KeyboardInterrupt:
         return _interrupted(plan)
-    tried = [plan, *(other for other in others if clock.program(other) is not None)]
+    tried = [plan, *others]
     seconds = clock.timings(tried) if len(tried) > 1 else [float("inf")]
     order = sorted(range(len(tried)), key=seconds.__getitem__)
     counted = sum(median < float("inf") for median in seconds)
@@ -112,9 +112,10 @@ class _Clock:
 
     def timings(self, plans: Sequence[Plan]) -> list[float]:
         """The median seconds of each plan; infinite where it did not run, or after Ctrl-C."""
-        programs = [] if self.interrupted else [program for plan in plans if (program := self.program(plan))]
-        timings = time_programs(programs) if programs else Timings(((),) * len(plans))
-        self.interrupted = self.interrupted or timings.interrupted
+        if self.interrupted:
+            return [float("inf")] * len(plans)
+        timings = time_programs([program for plan in plans if (program := self.program(plan)) is not None])
+        self.interrupted = timings.interrupted
         return [timings.median(number) for number in range(len(plans))]
 
 

@@ -240,6 +240,35 @@ def test_programs_for_a_tpu_hold_the_kernels_and_no_gathered_matrices(shape, dty
     assert f"tensor<{n}x{j}x{k}x" not in exported or n == groups or i == j
 
 
+@pytest.mark.parametrize("precision", ["high", "tensorfloat32", "highest", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_precision_is_lowered(precision, dtype):
+    a, c = jax.ShapeDtypeStruct((64, 1, 128), dtype), jax.ShapeDtypeStruct((4, 128, 128), dtype)
+    run = jax.jit(lambda a, c, q: pallas_tpu.grouped_matmul(a, c, group_rows(q, 4)))
+    with jax.default_matmul_precision(precision):
+        exported = jax.export.export(run, platforms=["tpu"])(a, c, jax.ShapeDtypeStruct((64,), "int32")).mlir_module()
+    assert "planner_grouped_matmul" in exported
+
+
+@pytest.mark.parametrize(
+    "shape", [(64, 2048, 512, 512, 4), (600, 257, 64, 64, 4), (1000, 1, 16, 16, 200_000), (0, 1, 8, 8, 3)]
+)
+def test_what_a_tpu_has_no_memory_for_stays_with_stock_xla(shape):
+    """Tiles of many rows, and more groups than scalar memory holds."""
+    n, i, j, k, groups = shape
+    a, c = jax.ShapeDtypeStruct((n, i, j), "float32"), jax.ShapeDtypeStruct((groups, j, k), "float32")
+    run = jax.jit(lambda a, c, q: pallas_tpu.grouped_matmul(a, c, group_rows(q, groups)))
+    exported = jax.export.export(run, platforms=["tpu"])(a, c, jax.ShapeDtypeStruct((n,), "int32")).mlir_module()
+    assert "planner_grouped_matmul" not in exported
+
+
+def test_products_are_not_rounded_before_they_are_added(monkeypatch):
+    monkeypatch.setattr(pallas_tpu, "INTERPRET", True)
+    a, c = jnp.array([[[16.0, 1.0]], [[-16.0, 0.0]]], "bfloat16"), jnp.array([[[16.0], [1.0]]], "bfloat16")
+    zeros = jnp.zeros(2, "int32")
+    assert pallas_tpu.grouped_matmul(a, c, group_rows(zeros, 1), None, zeros, 1) == 1
+
+
 def test_the_platform_is_chosen_when_a_program_is_lowered():
     a, c, q = (
         jax.ShapeDtypeStruct(*x) for x in (((4096, 1, 64), "float32"), ((64, 64, 64), "float32"), ((4096,), "int32"))
