@@ -298,13 +298,13 @@ def test_backends_are_held_to_the_protocol(name):
     asked = {asked for asked in vars(Backend) if not asked.startswith("_")} | {"name", "table"}
     assert asked == {
         "bind", "check_devices", "check_index", "compiled_bytes", "compiles", "device", "environment", "group", "name",
-        "operand", "refuse_dataless", "result_dtype", "signature", "stepwise", "strided", "table",
+        "operand", "pins_tiles", "refuse_dataless", "result_dtype", "signature", "stepwise", "strided", "table",
         "trial",
     }  # fmt: skip
     backend = type(load_backend(name))
     assert Backend in backend.__mro__
-    # An inherited body of the protocol would return None: that is meant where nothing compiles. The signature's computes.
-    inherited = {"signature", "compiles", "strided"} | (set() if backend.compiles else {"compiled_bytes"})
+    # An inherited body of the protocol would return None: that is meant where nothing compiles. Two others compute.
+    inherited = {"signature", "compiles", "strided", "pins_tiles"} | (set() if backend.compiles else {"compiled_bytes"})
     assert all(vars(backend)[method] for method in asked - {"table"} - inherited)
 
 
