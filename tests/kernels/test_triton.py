@@ -348,6 +348,7 @@ def test_plans_for_a_card_equal_those_for_the_cpu(spec, shapes, indices):
     [
         ("nij, q[n]jk -> nik", ((1023, 1, 64), (2, 64, 64)), 2, "float32"),
         ("nij, q[n]jk -> nik", ((20, 1, 8), (3000, 8, 8)), 3000, "float16"),
+        ("nij, q[n]jk -> nik", ((9000, 1, 64), (4, 64, 64)), 4, "float32"),
         ("nij, q[n]jk -> nik", ((500, 1, 64), (500, 64, 64)), 500, "bfloat16"),
         ("nij, q[n]jk -> nik", ((2100, 1, 72), (3, 72, 80)), 3, "bfloat16"),
         ("nij, nik -> q[n]jk", ((200, 1, 128), (200, 1, 128)), 4, "float16"),
