@@ -47,7 +47,7 @@ from planner.lower import (
 )
 from planner.spec import Gather, Spec
 
-__all__ = ["DTYPES", "LAUNCHES", "cuda_kernels", "cuda_rows"]
+__all__ = ["DTYPES", "LAUNCHES", "TABLES", "cuda_kernels", "cuda_rows"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 # What a call launches beside the kernel: the tiles of each group and, unless the index is prepared, its order.
@@ -55,7 +55,7 @@ LAUNCHES = 12
 # The kernel's time for the same product beside cuBLAS's: an estimate, as all of this is until it ran on a card.
 _SLOWER = 1.5
 # Bytes of tables for each group: where it begins, its pieces and their slots, and what makes these.
-_TABLES = 8 * 7
+TABLES = 8 * 7
 # Terms after which the sum of a group is cut, as `planner.kernels.triton_tiles` has them.
 _CUT = 4096
 
@@ -77,7 +77,7 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     flops = spec_flops(op.spec) * (2 if op.pair else 1)
     copied = flattened_bytes(op, form)
     # The order and where groups begin; the sort's keys and sorted keys; four tables of tiles.
-    tables = 24 * n + _TABLES * (g + 2)
+    tables = 24 * n + TABLES * (g + 2)
     mapped = form.rows_b if form.outer else form.rows_out
     tables += sum(8 * n for rows in (form.rows_a, mapped) if rows != form.gather.axes)
     if not (form.outer or op.pair) and mapped != form.gather.axes:  # rows' products, then added to their targets
@@ -103,8 +103,8 @@ def _pooled_cost(op: Op, device: Device) -> StepCost:
     copied = flattened_bytes(op, form)
     sorts = op.pair or form.place == 2
     # Rows that keys name; where queries begin; the sort of the keys, and the query of each.
-    scratch = 8 * chosen + _TABLES * (b * q + 2)
-    scratch += 8 * 5 * chosen + _TABLES * (b * (form.gather.size or 0) + 2) if sorts else 0
+    scratch = 8 * chosen + TABLES * (b * q + 2)
+    scratch += 8 * 5 * chosen + TABLES * (b * (form.gather.size or 0) + 2) if sorts else 0
     scratch += 2 * (chosen // _CUT) * d * max(4, size) if op.pair or form.scores != 2 else 0
     moved = op.bytes_touched() + 2 * copied + (2 if op.pair else 1) * chosen * d * size + 8 * chosen
     seconds = max(flops / device.product_rate(d, d, d, op.dtype), device.moving_seconds(moved))
@@ -197,7 +197,7 @@ def _summed_cost(op: Op, device: Device) -> StepCost:
     assert gather is not None
     (n,), size = group_sizes(op.spec, gather.axes), itemsize(op.dtype)
     columns = math.prod(op.spec.shape(op.spec.inputs[0])) // max(1, n)
-    tables = 24 * n + _TABLES * ((gather.size or 0) + 2) + 2 * (n // _CUT) * columns * max(4, size)
+    tables = 24 * n + TABLES * ((gather.size or 0) + 2) + 2 * (n // _CUT) * columns * max(4, size)
     moved = op.bytes_touched() + 16 * n
     seconds = device.moving_seconds(moved) + n * device.sort_row_seconds + LAUNCHES * device.launch_seconds
     return StepCost(spec_flops(op.spec), moved, 0, tables, picoseconds(seconds))

@@ -11,7 +11,7 @@ from typing import Any
 
 from planner.backends.kernel_rows import Kernels, flattened_bytes, group_sizes
 from planner.backends.stock_rows import picoseconds
-from planner.backends.torch_cuda import LAUNCHES, cuda_kernels
+from planner.backends.torch_cuda import LAUNCHES, TABLES, cuda_kernels
 from planner.cost import StepCost, itemsize
 from planner.device import Device
 from planner.kernels import torch_grouped_mm
@@ -61,7 +61,7 @@ def _cost(op: Op, device: Device) -> StepCost:
     # Rows in the order of their groups, of two arrays at a time; a pair takes those of three.
     rows = n * i * (j + k) * size
     taken = rows + (n * i * j * size if op.pair else 0)
-    tables = 24 * n + 56 * (g + 2) + 9 * n * i
+    tables = 24 * n + TABLES * (g + 2) + 9 * n * i
     moved = op.bytes_touched() + 2 * taken + 16 * n
     rate = device.product_rate(max(1, n * i // max(1, min(g, n))), j, k, op.dtype)
     seconds = max(flops / rate, device.moving_seconds(op.bytes_touched())) + device.moving_seconds(2 * taken)

@@ -167,7 +167,7 @@ def make_table() -> Table:
     """Return the table of the torch backend."""
     grouped = [row for share in _SHARES for row in kernel_rows(_kernels(share), strided=True)]
     on_card = cuda_rows() if importlib.util.find_spec("triton") else []
-    if hasattr(torch.nn.functional, "grouped_mm"):
+    if on_card and hasattr(torch.nn.functional, "grouped_mm"):  # what it does not take goes to Triton's kernel
         on_card += kernel_rows(grouped_mm_kernels(), strided=True)
     stock = stock_rows(OPS, cast, cost=flat_stock_cost, layouts=lambda op: (stock_layout(op)[1],))
     return Table([*stock, *product_rows(), *grouped, *on_card])
