@@ -65,7 +65,10 @@ class JaxBackend(Backend):
         platform = jax.default_backend()
         if platform in ("cpu", "tpu"):
             return CPU if platform == "cpu" else TPU_V5E
-        return gpu_preset(jax.devices()[0].device_kind)
+        card = jax.devices()[0]
+        capability = str(getattr(card, "compute_capability", "")).replace(".", "")
+        found = gpu_preset(card.device_kind)
+        return dataclasses.replace(found, capability=int(capability)) if capability.isdigit() else found
 
     def check_index(self, name: str, index: Any) -> None:
         """Refuse an index array that is not of integers."""

@@ -7,6 +7,7 @@ caller's own array wherever possible.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any
@@ -32,14 +33,30 @@ Shape = tuple[int, ...]
 Mode = tuple[str, str | None]
 
 TABLE = make_table()
-# Platforms on which rows of the table run kernels of their own; the rows and their names are the same everywhere.
-PLATFORMS = ("tpu",)
+# Platforms on which rows of the table run kernels of their own, and the module of these; the rows and their names are
+# the same everywhere.
+PLATFORMS = {"tpu": "pallas_tpu", "cuda": "pallas_gpu"}
 
 
 @lru_cache(maxsize=len(PLATFORMS))
 def platform_table(platform: str) -> Table:
     """Return the table for a platform: its kernels are imported when the first program is lowered for it."""
-    return make_table(platform)
+    if platform == "cuda" and not hopper():
+        return TABLE
+    return make_table(importlib.import_module(f"planner.kernels.{PLATFORMS[platform]}").KERNELS)
+
+
+def hopper() -> bool:
+    """Whether what is compiled here for CUDA runs on cards of capability 9.0, the only ones with these instructions.
+
+    Where no card is visible a program is exported, and must run on any.
+    """
+    try:
+        cards = jax.devices("cuda")
+    except RuntimeError:
+        return False
+    # Mosaic for GPUs imports absl, which JAX does not install.
+    return all(card.compute_capability == "9.0" for card in cards) and importlib.util.find_spec("absl") is not None
 
 
 def input_count(op: Op) -> int:

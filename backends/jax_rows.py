@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -14,6 +13,7 @@ from jax import lax
 
 from planner.backends.common import WHOLE_POOL
 from planner.backends.jax_products import as_matrices, fused_takes, rearranged, reordered, wide
+from planner.backends.jax_tiled import tiled_cost
 from planner.backends.kernel_rows import (
     POOL_FUNCTIONS,
     Kernels,
@@ -219,8 +219,10 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     assert isinstance(form, GroupedForm)
     n, i, j, k = group_sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
     g = form.gather.size or 0
-    if device.kind == "tpu" and op.dtype in pallas_tiles.DTYPES:
-        return _tiled_cost(op, form, (n, i, g, j, k), device)
+    shape = pallas_tiles.TPU if device.kind == "tpu" else pallas_tiles.GPU if device.capability == 90 else None
+    if shape is not None and shape.takes(n, i, g, j, k, op.dtype, empty=op.pair or form.outer):
+        copied = flattened_bytes(op, form) + _reshaped_bytes(op, form)
+        return tiled_cost(op, form, (n, i, g, j, k), shape, device, copied)
     sizes = (n, i, g, j, k, op.dtype)
     if op.pair:
         loop = jax_grouped.gradients_scratch_bytes(*sizes)
@@ -244,29 +246,6 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
         seconds *= 1.8
     seconds += device.moving_seconds(2 * copied)
     return StepCost(flops, moved + 2 * copied, copied, scratch, picoseconds(seconds))
-
-
-def _tiled_cost(op: Op, form: GroupedForm, sizes: tuple[int, int, int, int, int], device: Device) -> StepCost:
-    """The cost of the kernels for TPUs: rows are moved into tiles, results out of them.
-
-    An estimate: they have run on none, and what XLA allocates there beside the tiles is not known.
-    """
-    n, i, g, j, k = sizes
-    copied, size = flattened_bytes(op, form) + _reshaped_bytes(op, form), itemsize(op.dtype)
-    flops = spec_flops(op.spec) * (2 if op.pair else 1)
-    lanes = pallas_tiles.lanes(n, i, g, size) * i
-    wide_j, wide_k = (-(-x // 128) * 128 for x in (j, k))  # a row fills 128 lanes
-    tiled = lanes * size * (2 * wide_j + wide_k if op.pair else wide_j + wide_k)
-    summed = 0
-    if not op.pair and not form.outer and form.rows_out != form.gather.axes:
-        summed = 4 * (lanes * wide_k + math.prod(op.output_shapes[0]))
-    maps = sum(rows != form.gather.axes for rows in (form.rows_a, form.rows_b if form.outer else form.rows_out))
-    tables = 4 * (n + g + 1) + 8 * n * maps + max(jax_grouping.scratch_bytes(n, g), 16 * (lanes // max(1, i)) + 4 * n)
-    moved = op.bytes_touched() + 2 * (copied + tiled)
-    rate = device.product_rate(max(1, n * i // max(1, min(g, n))), j, k, op.dtype)
-    seconds = max(flops / rate, device.moving_seconds(moved)) + n * device.sort_row_seconds
-    seconds += 20 * device.launch_seconds
-    return StepCost(flops, moved, copied, tables + tiled + summed + copied, picoseconds(seconds))
 
 
 def _pooled_cost(names: str, op: Op, device: Device) -> StepCost:
@@ -309,15 +288,14 @@ def _cast(x: Any, dtype: str) -> Any:
     return jax.lax.convert_element_type(x, jnp.dtype(dtype))
 
 
-def make_table(platform: str = "") -> Table:
-    """Return the table of the JAX backend, with the grouped products of a platform that has kernels of its own."""
-    module: Any = importlib.import_module(f"planner.kernels.pallas_{platform}") if platform else jax_grouped
+def make_table(grouped: Any = jax_grouped) -> Table:
+    """Return the table of the JAX backend; its grouped products are the module's, or those of a `Platform`."""
     kernels = Kernels(
         OPS,
         jax_grouping.group_rows,
-        module.grouped_matmul,
-        module.grouped_outer,
-        module.grouped_gradients,
+        grouped.grouped_matmul,
+        grouped.grouped_outer,
+        grouped.grouped_gradients,
         _grouped_cost,
         {WHOLE_POOL: _pool("pooled"), "take, then dot": _pool("gathered")},
     )

@@ -1,10 +1,7 @@
-"""Grouped products on TPUs, by Pallas: `planner.kernels.jax_grouped`'s contracts.
+"""Products of tiles with the matrix of their group on TPUs, by Pallas; `planner.kernels.pallas_grouped` cuts the tiles.
 
-Rows are taken in the order of their groups, in tiles that lie within one group; the kernel fetches the matrix of each
-tile by its group, from a table that is there before the grid begins. `c[q]` is never built. Where each row is itself a
-large enough tile, its matrix is fetched by its own index, and no row is moved.
-
-Sums are in float32. What lies beyond an edge is left out by select, for zero times NaN is none.
+A tile's matrix is fetched by its group, from a table that is there before the grid begins. Sums are in float32. What
+lies beyond an edge is left out by select, for zero times NaN is none.
 """
 
 from __future__ import annotations
@@ -19,96 +16,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from planner.kernels import jax_grouped
-from planner.kernels.jax_grouping import Groups
-from planner.kernels.pallas_tiles import DTYPES, cut, lanes, put_back, rows_of_tile, sublanes, taken
+from planner.kernels.pallas_grouped import Platform
+from planner.kernels.pallas_tiles import TPU, Tiles
 
-__all__ = ["grouped_gradients", "grouped_matmul", "grouped_outer", "matrices_outer", "matrices_product"]
+__all__ = ["KERNELS", "matrices_outer", "matrices_product"]
 
-# Side of a block of a large matrix, rows of a tile's matrix at most, and tiles whose groups scalar memory is asked to
-# hold: of a v5e these take 6 MB of 16 and 0.5 MB of 1.
-_SIDE, _MOST_ROWS, _MOST_TILES = 512, 512, 2**16
+# Side of a block of a large matrix: with tiles of as many rows, buffers take 7 MB of a v5e's 16.
+_SIDE = 512
 # What interprets the kernels; tests set it.
 INTERPRET: Any = False
-
-
-def grouped_matmul(
-    a: jax.Array,
-    c: jax.Array,
-    groups: Groups,
-    source: jax.Array | None = None,
-    target: jax.Array | None = None,
-    targets: int | None = None,
-) -> jax.Array:
-    """Multiply each row by the matrix of its group; see `planner.kernels.jax_grouped.grouped_matmul`."""
-    rows, (_, i, j), (g, _, k) = groups.order.shape[0], a.shape, c.shape
-    if not _takes(groups, a, c) or 0 in (j, k):
-        return jax_grouped.grouped_matmul(a, c, groups, source, target, targets)
-    if source is None and target is None and _is_tile(i, rows, a.dtype):
-        group = _group_of_rows(groups)
-        return matrices_product(a, c, jnp.minimum(group, g - 1), (group < g).astype(jnp.int32))
-    tiles = cut(groups, rows_of_tile(rows, i, g, a.dtype.itemsize))
-    wide = None if target is None else jnp.float32
-    found = matrices_product(taken(a, tiles.slot, source), c, tiles.group, tiles.live, dtype=wide)
-    if target is None:
-        return put_back(found, tiles.slot, rows, i)
-    assert targets is not None
-    to = target.at[tiles.slot.reshape(-1)].get(mode="fill", fill_value=targets)
-    out = jnp.zeros((targets, i, k), jnp.float32)
-    return out.at[to].add(found.reshape(-1, i, k), mode="drop").astype(a.dtype)
-
-
-def grouped_outer(
-    a: jax.Array,
-    b: jax.Array,
-    groups: Groups,
-    size: int,
-    source_a: jax.Array | None = None,
-    source_b: jax.Array | None = None,
-) -> jax.Array:
-    """Sum `a[r]^T @ b[r]` over the rows of each group; see `planner.kernels.jax_grouped.grouped_outer`."""
-    rows, i = groups.order.shape[0], a.shape[1]
-    if not _takes(groups, a, b) or 0 in (a.shape[2], b.shape[2]):
-        return jax_grouped.grouped_outer(a, b, groups, size, source_a, source_b)
-    tiles = cut(groups, rows_of_tile(rows, i, size, a.dtype.itemsize))
-    left, right = taken(a, tiles.slot, source_a), taken(b, tiles.slot, source_b)
-    return matrices_outer(left, right, tiles.group, tiles.live, size)
-
-
-def grouped_gradients(
-    gout: jax.Array, a: jax.Array, c: jax.Array, groups: Groups, source: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Both gradients of `grouped_matmul`; see `planner.kernels.jax_grouped.grouped_gradients`."""
-    rows, i, g = groups.order.shape[0], a.shape[1], c.shape[0]
-    if not _takes(groups, a, c, gout) or 0 in c.shape:
-        return jax_grouped.grouped_gradients(gout, a, c, groups, source)
-    tiles = cut(groups, rows_of_tile(rows, i, g, a.dtype.itemsize))
-    left, gradient = taken(a, tiles.slot, source), taken(gout, tiles.slot)
-    to_rows = matrices_product(gradient, c, tiles.group, tiles.live, transposes=True)
-    to_c = matrices_outer(left, gradient, tiles.group, tiles.live, g)
-    return put_back(to_rows, tiles.slot, rows, i), to_c
-
-
-def _takes(groups: Groups, a: jax.Array, *others: jax.Array) -> bool:
-    """Whether there is something to multiply of a dtype that the kernels take, and both memories hold the tiles."""
-    rows, size, inner = groups.order.shape[0], groups.offsets.shape[0] - 1, a.shape[1]
-    if not rows * size * inner or a.dtype.name not in DTYPES or any(x.dtype != a.dtype for x in others):
-        return False
-    each = rows_of_tile(rows, inner, size, a.dtype.itemsize)
-    return each * inner <= _MOST_ROWS and lanes(rows, inner, size, a.dtype.itemsize) <= _MOST_TILES * each
-
-
-def _is_tile(inner: int, rows: int, dtype: Any) -> bool:
-    """Whether one row's matrix is a tile of its own."""
-    least = sublanes(jnp.dtype(dtype).itemsize)
-    return 4 * least <= inner and inner % least == 0 and rows <= _MOST_TILES
-
-
-def _group_of_rows(groups: Groups) -> jax.Array:
-    """The group of each row, the number of groups where it is dropped."""
-    at = lax.iota(jnp.int32, groups.order.shape[0])
-    group = jnp.searchsorted(groups.offsets, at, side="right").astype(jnp.int32) - 1
-    return jnp.zeros_like(group).at[groups.order].set(group)
 
 
 def _block(size: int) -> int:
@@ -120,6 +36,8 @@ def _inside(x: jax.Array, dim: int, begin: jax.Array, size: int, block: int) -> 
     """Zeros for what lies beyond an edge along a dimension."""
     if size % block == 0:
         return x
+    if 1 in x.shape:  # Mosaic cannot select within a vector of bfloat16
+        x = x.astype(jnp.float32)
     return jnp.where(begin + lax.broadcasted_iota(jnp.int32, x.shape, dim) < size, x, jnp.zeros_like(x))
 
 
@@ -212,20 +130,18 @@ def _outer_kernel(group: Any, live: Any, a: Any, b: Any, out: Any, total: Any) -
         out[...] = total[...].astype(out.dtype)
 
 
-def matrices_outer(a: jax.Array, b: jax.Array, group: jax.Array, live: jax.Array, size: int) -> jax.Array:
+def matrices_outer(a: jax.Array, b: jax.Array, of: Tiles) -> jax.Array:
     """Sum `a[t]^T @ b[t]` over the tiles of each group.
 
     Args:
         a: `(T, M, J)`.
         b: `(T, M, K)`.
-        group: of each tile, `(T,)` int32; it never falls, and each group has a tile.
-        live: 0 for tiles that are not there, behind all others.
-        size: how many groups there are.
+        of: the tiles.
 
     Returns:
-        `(size, J, K)`.
+        `(G, J, K)`.
     """
-    (tiles, m, j), k = a.shape, b.shape[2]
+    (tiles, m, j), k, size = a.shape, b.shape[2], of.starts.shape[0] - 1
     block_j, block_k = _block(j), _block(k)
 
     def tile(place: int, j: Any, k: Any, t: Any, group: Any, live: Any) -> tuple[Any, ...]:
@@ -239,7 +155,7 @@ def matrices_outer(a: jax.Array, b: jax.Array, group: jax.Array, live: jax.Array
         jax.ShapeDtypeStruct((size, j, k), a.dtype),
         (block_j, block_k),
         "planner_grouped_outer",
-    )(group, live, a, b)
+    )(of.group, of.live, a, b)
 
 
 def _call(
@@ -258,3 +174,6 @@ def _call(
         name=name,
     )  # fmt: skip
     return found
+
+
+KERNELS = Platform(TPU, matrices_product, matrices_outer)

@@ -1,0 +1,170 @@
+"""The library with its Pallas kernels forced, interpreted on the CPU: derivatives, maps and index modes."""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+
+import jax.numpy as jnp  # noqa: E402
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, get_interpret_effects  # noqa: E402
+from jax.test_util import check_grads  # noqa: E402
+
+import planner  # noqa: E402
+from planner.backends import jax_evaluation, jax_step  # noqa: E402
+from planner.backends.jax_rows import make_table  # noqa: E402
+from planner.device import CPU  # noqa: E402
+from planner.kernels import pallas_gpu, pallas_tpu  # noqa: E402
+from planner.objective import step_key  # noqa: E402
+from planner.program import Lowerer  # noqa: E402
+
+SPEC = "nij, q[n]jk -> nik"
+
+
+def arrays(n=64, i=2, j=24, k=20, groups=4, seed=0, dtype="float32", most=2):
+    random = np.random.default_rng(seed)
+    a, c, w = (jnp.asarray(random.integers(-most, most + 1, x), dtype) for x in ((n, i, j), (groups, j, k), (n, i, k)))
+    return a, c, jnp.asarray(random.integers(0, groups, n)), w
+
+
+@pytest.fixture
+def force(monkeypatch):
+    """A function after which programs for this machine run what they would run on a platform, interpreted."""
+
+    def forced(module, interpret):
+        ran = []
+        real = module.KERNELS.product
+        counted = module.KERNELS._replace(product=lambda *given, **how: ran.append(1) or real(*given, **how))
+        table = make_table(counted)
+
+        def grouped_first(op):
+            """The grouped kernels wherever they can run."""
+            choices = table.choices(op, CPU)
+            return [x for x in choices if "group" in x.lowering] or choices
+
+        monkeypatch.setattr(module, "INTERPRET", interpret)
+        monkeypatch.setattr(jax_evaluation, "TABLE", table)
+        monkeypatch.setattr(jax_step, "_lower", Lowerer(grouped_first, step_key("time")))
+        jax.clear_caches()
+        jax_step.compiled.cache_clear()
+        return ran
+
+    yield forced
+    jax.clear_caches()
+    jax_step.compiled.cache_clear()
+
+
+@pytest.fixture
+def forced(force):
+    """What a TPU runs."""
+    return force(pallas_tpu, True)
+
+
+def call(a, c, q, **options):
+    return planner.contract(SPEC, a, c, q=q, minimize="peak", **options)
+
+
+def plain(a, c, q):
+    return jnp.einsum("nij,njk->nik", a, c[q], precision="highest")
+
+
+def test_derivatives_of_the_kernels(forced):
+    """`jit(grad)`, forward mode, `linearize`, `checkpoint`, and second derivatives both ways."""
+    a, c, q, w = arrays()
+
+    def loss(f, a, c):
+        return jnp.sum(jnp.sin(f(a, c, q)) * w)
+
+    value = jax.jit(call)(a, c, q)
+    assert forced
+    assert jnp.array_equal(value, plain(a, c, q))
+    for transformed in (jax.grad, lambda f, argnums: jax.grad(jax.checkpoint(f), argnums)):
+        found = jax.jit(transformed(functools.partial(loss, call), argnums=(0, 1)))(a, c)
+        wanted = jax.grad(functools.partial(loss, plain), argnums=(0, 1))(a, c)
+        assert all(jnp.allclose(x, y, atol=1e-4) for x, y in zip(found, wanted, strict=True))
+    tangents = a[::-1], c[::-1]
+    found, wanted = (jax.jvp(lambda a, c, f=f: f(a, c, q), (a, c), tangents) for f in (call, plain))
+    assert all(map(jnp.array_equal, found, wanted))
+    _, linear = jax.linearize(lambda a, c: call(a, c, q), a, c)
+    assert jnp.array_equal(linear(*tangents), wanted[1])
+    check_grads(
+        lambda a, c: call(jnp.asarray(a), jnp.asarray(c), q),
+        (a, c),
+        order=2,
+        modes=["fwd", "rev"],
+        atol=1e-2,
+        rtol=1e-2,
+    )
+
+
+@pytest.mark.parametrize("mapped", [x for x in itertools.product((0, None), repeat=3) if any(y == 0 for y in x)])
+def test_vmap_over_any_operands(forced, mapped):
+    batches = [arrays(seed=seed)[:3] for seed in range(3)]
+    given = [
+        jnp.stack([batch[place] for batch in batches]) if mapped[place] == 0 else batches[0][place]
+        for place in range(3)
+    ]
+    found, wanted = (jax.jit(jax.vmap(f, in_axes=mapped))(*given) for f in (call, plain))
+    assert jnp.array_equal(found, wanted)
+    # Matrices that are mapped along with rows or indices make no grouped product: stock operators run there.
+    assert bool(forced) == (mapped[1] is None or mapped == (None, 0, None))
+
+
+@pytest.mark.parametrize("mode", ["drop", "clip", "raise"])
+def test_index_modes_on_the_kernels(forced, mode):
+    a, c, q, w = arrays()
+    q = q.at[3].set(9 if mode != "raise" else -1)
+    wanted = plain(a, c, jnp.clip(q, 0, 3) if mode == "clip" else q)
+    wanted = wanted.at[3].set(0) if mode == "drop" else wanted
+    a = a.at[3].set(jnp.nan) if mode == "drop" else a
+    run = jax.jit(functools.partial(call, index_mode=mode, sizes={"q": 4}))
+    assert jnp.array_equal(run(a, c, q), wanted)
+    found = jax.jit(jax.grad(lambda a, c: jnp.sum(run(a, c, q) * w), argnums=(0, 1)))(a, c)
+    assert not any(jnp.isnan(x).any() for x in found)
+    assert forced
+
+
+@pytest.fixture
+def effectful():
+    """Steps may run kernels on JAX's simulated GPU, which takes its callbacks in order."""
+    plain = {jax_step.step_p: jax_step._step_abstract, jax_step.tangent_p: jax_step._tangent_abstract}
+    for primitive, abstract in plain.items():
+        primitive.def_effectful_abstract_eval(
+            lambda *given, of=abstract, **how: (of(*given, **how), get_interpret_effects())
+        )
+    yield
+    for primitive, abstract in plain.items():
+        primitive.def_abstract_eval(abstract)
+
+
+def test_values_and_derivatives_on_a_gpu(force, effectful):
+    """Of 16-bit numbers: integers that those hold exactly, so that equality is asked for.
+
+    JAX checkpoints nothing that its simulation runs: `jax.checkpoint` is tested above.
+    """
+    ran = force(pallas_gpu, InterpretGPUParams())
+    a, c, q, w = arrays(groups=16, dtype="bfloat16", most=1)
+    tangents = a[::-1], c[::-1]
+
+    def loss(f, a, c):
+        return jnp.sum((f(a, c, q) * w).astype("float32"))
+
+    def second(f, a, c):
+        """A gradient along tangents, and its gradient."""
+        _, along = jax.jvp(jax.grad(functools.partial(loss, f), argnums=(0, 1)), (a, c), tangents)
+        return jnp.sum((along[0] * a).astype("float32")) + jnp.sum((along[1] * c).astype("float32"))
+
+    def all_of(f):
+        return [
+            f(a, c, q),
+            *jax.grad(functools.partial(loss, f), argnums=(0, 1))(a, c),
+            jax.jvp(lambda a, c: f(a, c, q), (a, c), tangents)[1],
+            *jax.grad(functools.partial(second, f), argnums=(0, 1))(a, c),
+            jax.vmap(f, in_axes=(0, None, 0))(a[None], c, q[None]),
+        ]
+
+    found, wanted = (jax.jit(functools.partial(all_of, f))() for f in (call, plain))
+    assert all(map(jnp.array_equal, found, wanted))
+    assert ran
