@@ -41,9 +41,11 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m planner.bench $(BENCH)
 
-# On a machine with a card, by its own Python (torch, triton, numpy and opt_einsum): nothing is installed.
+# On a machine with a card, by its own Python (torch, triton, jax, absl-py, numpy and opt_einsum): nothing is installed.
+# JAX would take most of the card's memory at once.
 gpu:
 	PYTHONPATH=. $(PYTHON) -m planner.backends.torch_card
+	XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=. $(PYTHON) -m planner.backends.jax_card
 
 # The figures on these pages are measured: build them on a machine with nothing else to do.
 docs: $(READY)

@@ -1,6 +1,7 @@
 """Pallas kernels for Hopper GPUs, in JAX's simulation of one, and lowered for a card that is not here."""
 
 import contextlib
+import sys
 
 import pytest
 from conftest import examples
@@ -16,7 +17,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # noqa: E402
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # noqa: E402
 
 import planner  # noqa: E402
-from planner.backends import jax_evaluation  # noqa: E402
+from planner.backends import card, jax_card, jax_evaluation  # noqa: E402
 from planner.kernels import pallas_gpu  # noqa: E402
 from planner.kernels.jax_grouping import group_rows  # noqa: E402
 
@@ -129,3 +130,14 @@ def test_the_platform_is_chosen_when_a_program_is_lowered(hopper, platforms, dty
 
 def test_where_no_card_is_visible_programs_run_on_any():
     assert "mosaic_gpu" not in exported(gradients, *problem("bfloat16"))
+
+
+def test_the_command_for_a_card_works(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["card", "--smoke"])
+    monkeypatch.setattr(pallas_gpu, "INTERPRET", None)
+    assert card.run(jax_card.JaxCard, "jax", None) == 0
+    said = capsys.readouterr().out
+    assert "kernel bfloat16 (50, 2, 5, 7, 4): equal" in said
+    assert "differ" not in said
+    assert "Error" not in said
+    assert said.count('"floor_seconds"') == 4

@@ -21,8 +21,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 import planner  # noqa: E402
-from planner.backends import torch_card as card  # noqa: E402
-from planner.backends import torch_index, torch_tensor  # noqa: E402
+from planner.backends import card, torch_card, torch_index, torch_tensor  # noqa: E402
 from planner.backends.torch_bound import BoundPlan  # noqa: E402
 from planner.device import H200  # noqa: E402
 from planner.dispatch import load_backend  # noqa: E402
@@ -393,7 +392,7 @@ def test_scratch_on_a_card_is_bounded(monkeypatch, spec, shapes, groups, dtype):
 
 def test_the_command_for_a_card_works(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["card", "--smoke"])
-    assert card.main() == 0
+    assert card.run(torch_card.TorchCard, "torch", None) == 0
     said = capsys.readouterr().out
     assert "differ" not in said
     assert "Error" not in said
