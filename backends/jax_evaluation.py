@@ -89,7 +89,7 @@ def evaluate(
     several: bool = False,
     **_: Any,
 ) -> list[Any]:
-    """Compute a step; this is what the primitive lowers to, for a platform of `PLATFORMS` or any other, on `several` devices or one."""
+    """Compute a step: what a primitive lowers to, on a platform of `PLATFORMS` or any other, on one device or many."""
     count, (index_mode, precision) = input_count(op), mode
     inputs = [x.reshape(shape) for x, shape in zip(arguments[:count], op.input_shapes, strict=True)]
     raw = dict(zip(reads.arrays, arguments[count:], strict=True))

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
-from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from planner.backends.common import Prepared, mask_term
@@ -39,7 +38,7 @@ from planner.partition import (
 )
 from planner.spec import Gather, Spec, Term
 
-__all__ = ["device_count", "devices_wanted", "partitioned", "partitioned_rows"]
+__all__ = ["device_count", "devices_wanted", "partitioned", "partitioned_rows", "placement"]
 
 # From an op, its inputs, index arrays and an index mode to its results.
 Run = Callable[[Op, Sequence[Any], Mapping[Gather, Any], str], tuple[Any, ...]]
@@ -58,10 +57,14 @@ def devices_wanted() -> Any:
 
 
 def device_count(context: Any) -> int:
-    """Return for how many devices of one mesh a primitive is lowered; inside of `shard_map` for one."""
-    axes = context.module_context.axis_context
-    known = isinstance(axes, mlir.ShardingContext) and axes.device_assignment and axes.abstract_mesh is not None
-    return axes.num_devices if known else 1
+    """Return for how many devices of one mesh a primitive is lowered; inside of `shard_map`, and for export, for one.
+
+    Exported programs hold no partitioned calls: these name functions of this process.
+    """
+    module = context.module_context
+    axes = module.axis_context
+    known = getattr(axes, "device_assignment", None) and getattr(axes, "abstract_mesh", None) is not None
+    return len(axes.device_assignment) if known and not module.lowering_parameters.for_export else 1
 
 
 def partitioned(run: Run, op: Op, inputs: Sequence[Any], given: Indices, index_mode: str) -> tuple[Any, ...]:
@@ -77,12 +80,14 @@ def partitioned(run: Run, op: Op, inputs: Sequence[Any], given: Indices, index_m
 
     def of_device(part: _Part, inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
         own = dataclasses.replace(op, spec=part.local)
-        if not any(map(part.moves, given)):
-            return run(own, inputs, {part.gather(gather): values for gather, values in given.items()}, index_mode)
+        here, mode = part.indices(given, index_mode)
+        if here.keys() == given.keys() and mode == index_mode:
+            return run(own, inputs, here, mode)
+        # What other devices' rows meet is zero here, whatever it holds: zero times infinity is NaN.
         index = Prepared(True)
-        index.update(part.inside(given, index_mode))
+        index.update(here)
         inputs = [mask_term(OPS, x, term, own.spec, index) for x, term in zip(inputs, own.input_terms, strict=True)]
-        results = run(own, inputs, index, "drop")
+        results = run(own, inputs, here, mode)
         found = []
         for x, term in zip(results, own.output_terms, strict=True):
             dropped = mask_term(OPS, x, term, own.spec, index)
@@ -103,7 +108,7 @@ def partitioned_rows(x: Any, spec: Spec, term: Term, given: Indices, index_mode:
 
     def of_device(part: _Part, inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
         (x,), own = inputs, local_term(term, part.parts)
-        mask = read_mask(x, part.local, own, part.inside(given, index_mode), "drop")
+        mask = read_mask(x, part.local, own, *part.indices(given, index_mode))
         return (OPS.select(_added(mask, missing(term, part.split)), x, 0),)
 
     def whole(inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
@@ -147,8 +152,8 @@ def _call(
 
     def split_of(arguments: Sequence[Any], results: Sequence[Any]) -> dict[Entry, tuple[str, ...]]:
         """What operands are split over, and what results are besides."""
-        split = divided(spec, [(term, _placement(x)) for term, x in zip(terms, arguments, strict=True)])
-        return divided(spec, [(term, _placement(x)) for term, x in zip(outputs, results, strict=bool(results))], split)
+        split = divided(spec, [(term, placement(x)) for term, x in zip(terms, arguments, strict=True)])
+        return divided(spec, [(term, placement(x)) for term, x in zip(outputs, results, strict=bool(results))], split)
 
     def shardings(mesh: Any, split: Split, terms: Sequence[Term]) -> tuple[Any, ...]:
         return tuple(NamedSharding(mesh, PartitionSpec(*(split.get(entry) for entry in term))) for term in terms)
@@ -171,8 +176,8 @@ def _call(
     return results
 
 
-def _placement(x: Any) -> Placement:
-    """How an array is placed: its sharding's entries are a name, names or nothing, with none at the end left out."""
+def placement(x: Any) -> Placement:
+    """Return how an array, or its type, is placed by its sharding: names, a name or none for each dimension."""
     entries = [*x.sharding.spec, *[None] * (len(x.shape) - len(x.sharding.spec))]
     return tuple(e if isinstance(e, tuple) else () if e is None else (e,) for e in entries)
 
@@ -222,14 +227,6 @@ class _Part:
         """The spec of the device's slices."""
         return local_spec(self.spec, self.parts)
 
-    def gather(self, gather: Gather) -> Gather:
-        """A gather from the device's slice of the pool."""
-        return local_gather(gather, self.parts)
-
-    def moves(self, gather: Gather) -> bool:
-        """Whether an index array is to be read otherwise than it was given."""
-        return gather in self.parts or any(map(self._uneven, gather.axes))
-
     def filled(self, x: Any, term: Term) -> Any:
         """A slice with zeros where it is filled up, which could be anything."""
         for dim, entry in enumerate(term):
@@ -237,11 +234,13 @@ class _Part:
                 x = OPS.select(self._occupied(entry, dim, x.ndim), x, 0)
         return x
 
-    def inside(self, given: Indices, index_mode: str) -> dict[Gather, Any]:
-        """Index arrays in the device's slices of the pools.
+    def indices(self, given: Indices, index_mode: str) -> tuple[dict[Gather, Any], str]:
+        """Index arrays for the device's slices of the pools, and the mode in which they are to be read.
 
-        Rows elsewhere have the slice's size and are dropped: other devices have them, or none where it is filled up.
+        Rows of other slices have the slice's size and are dropped, and so are those that fill a slice up.
         """
+        if not any(gather in self.parts or any(map(self._uneven, gather.axes)) for gather in given):
+            return dict(given), index_mode
         found = {}
         for gather, values in given.items():
             start, size = self._start(gather)
@@ -250,8 +249,8 @@ class _Part:
             for dim, axis in enumerate(gather.axes):
                 if self._uneven(axis):
                     here &= self._occupied(axis, dim, whole.ndim)
-            found[self.gather(gather)] = jnp.where(here, whole - start, size)
-        return found
+            found[local_gather(gather, self.parts)] = jnp.where(here, whole - start, size)
+        return found, "drop"
 
     def _uneven(self, entry: Entry) -> bool:
         return self.spec.size(entry) % self.parts.get(entry, 1) != 0

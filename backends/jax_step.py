@@ -27,6 +27,7 @@ from planner.lower import Op
 
 __all__ = ["bind_step", "compiled", "gradient_op"]
 
+
 # Parameters: op, lowering, mode, `views`, the shapes of the results as the caller sees them, and `reads`. Arguments are
 # the op's inputs, then index arrays in the order of `reads.arrays`.
 # Of their own the primitives add `devices`, see `devices_wanted`.
@@ -84,7 +85,9 @@ def _instantiated(tangent: Any) -> bool:
     return not isinstance(tangent, ad.Zero)
 
 
-def _step_jvp(primals: Any, tangents: Any, *, op: Op, lowering: str, mode: Mode, views: Any, reads: Reads, **_: Any) -> Any:
+def _step_jvp(
+    primals: Any, tangents: Any, *, op: Op, lowering: str, mode: Mode, views: Any, reads: Reads, **_: Any
+) -> Any:
     results = bind_step(op, primals, mode, views, reads, lowering)
     count = input_count(op)
     active = [i for i in range(count) if _instantiated(tangents[i])]
@@ -171,7 +174,9 @@ def _axis_front(x: Any, dim: Any) -> Any:
     return x if dim is None else jnp.moveaxis(x, dim, 0)
 
 
-def _step_batch(arguments: Any, dims: Any, *, op: Op, lowering: str, mode: Mode, views: Any, reads: Reads, **_: Any) -> Any:
+def _step_batch(
+    arguments: Any, dims: Any, *, op: Op, lowering: str, mode: Mode, views: Any, reads: Reads, **_: Any
+) -> Any:
     count = input_count(op)
     size = next(x.shape[d] for x, d in zip(arguments, dims, strict=True) if d is not None)
     moved = [_axis_front(x, d) for x, d in zip(arguments, dims, strict=True)]
@@ -216,9 +221,7 @@ batching.primitive_batchers[step_p] = _step_batch
 # -- the joint tangent of a binary step: f(da, b) + f(a, db) -------------------------------------------
 
 
-def _tangent_parts(
-    arguments: Any, op: Op, mode: Mode, views: Any, reads: Reads, lowering: str | None, **_: Any
-) -> Any:
+def _tangent_parts(arguments: Any, op: Op, mode: Mode, views: Any, reads: Reads, lowering: str | None, **_: Any) -> Any:
     a, b, da, db, *indices = arguments
     (left,) = bind_step(op, (da, b, *indices), mode, views, reads.without(0, gradient=False), lowering)
     (right,) = bind_step(op, (a, db, *indices), mode, views, reads.without(1, gradient=False), lowering)

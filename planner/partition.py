@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from planner.cost import itemsize
 from planner.errors import PlannerError
-from planner.lower import Op
 from planner.show.text import bytes_text
 from planner.spec import Gather, Spec, Term, term_axes
 
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     from planner.plan import Plan
     from planner.program import Step
 
-__all__ = ["Collective", "Entry", "Placement", "Split", "collectives", "divided", "divisible", "local_gather",
-           "local_spec", "local_term", "missing"]  # fmt: skip
+__all__ = ["Collective", "Entry", "Placement", "Split", "collectives", "divided", "divisible", "letter_of",
+           "local_gather", "local_spec", "local_term", "missing"]  # fmt: skip
 
 Entry = str | Gather
 # For each dimension of an array the axes of the mesh that it is split over, the major one first.
@@ -97,7 +96,6 @@ def local_spec(spec: Spec, parts: Mapping[Entry, int]) -> Spec:
         spec: a resolved spec.
         parts: into how many parts entries are split.
     """
-
     sizes = tuple((axis, -(-size // parts.get(axis, 1))) for axis, size in spec.sizes)
     return Spec(tuple(local_term(term, parts) for term in spec.inputs), local_term(spec.output, parts), sizes)
 
@@ -107,48 +105,67 @@ def missing(term: Term, split: Split) -> tuple[str, ...]:
     return tuple(name for entry, names in split.items() if entry not in term for name in names)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Collective:
-    """What devices exchange for one step: they add up their parts of its result.
+    """What devices exchange for one step: they add up their parts of a result, or of a mask.
 
     Attributes:
         step: the step of the plan.
-        over: letters of the split axes and pools that its result lacks.
+        over: letters of the split axes and pools that the result lacks.
         bytes: of the result on one device.
+        mask: whether it is none of the step's results, but which rows of a pool the indices of any device name; the
+            others, which may hold NaN, are not to be multiplied.
         kind: its name in XLA's programs.
     """
 
     step: Step
     over: tuple[str, ...]
     bytes: int
+    mask: bool = False
     kind: str = "all-reduce"
 
     def __str__(self) -> str:
-        return f"{self.step.op.spec}: {self.kind} over {', '.join(self.over)} of {bytes_text(self.bytes)}"
+        what = f"{bytes_text(self.bytes)}{', rows that are read' if self.mask else ''}"
+        return f"{self.step.op.spec}: {self.kind} over {', '.join(self.over)} of {what}"
+
+    def __repr__(self) -> str:
+        return f"<Collective {self}>"
 
 
 def collectives(plan: Plan, splits: Mapping[str, int]) -> tuple[Collective, ...]:
     """Return what devices exchange; see `planner.plan.Plan.collectives`."""
-    spec = plan.resolved.spec
     _check(plan, splits)
+    spec, programs = plan.resolved.spec, plan.programs
 
     def placed(term: Term) -> Placement:
-        return tuple((_letter(e),) if splits.get(_letter(e), 1) > 1 else () for e in term)
+        return tuple((letter_of(e),) if splits.get(letter_of(e), 1) > 1 else () for e in term)
+
+    def parts(split: Split) -> dict[Entry, int]:
+        return {entry: splits[name] for entry, (name,) in split.items()}
 
     brackets = {gather.array: placed(gather.axes) for gather in spec.gathers}
-    programs = plan.programs
     places = {number: placed(term) for number, term in enumerate(spec.inputs)}
     places[programs.output_gradient] = placed(spec.output)
+    exposed = _exposed(plan)
     found = []
     for step in plan.steps:
         op, given = step.op, [places[v] for v in step.inputs]
         if op.source_dtype is not None:
             places[step.outputs[0]] = given[0]
             continue
+        for variable, whole in zip(step.inputs, exposed[step.outputs], strict=True):
+            if whole is None:
+                continue
+            reads = dataclasses.replace(spec, inputs=(whole,), output=whole)
+            arrays = [(gather.axes, brackets[gather.array]) for gather in reads.gathers]
+            split = divided(reads, [(whole, places[variable]), *arrays])
+            if over := missing(whole, split):
+                axes = term_axes(tuple(e for e in whole if isinstance(e, Gather) or whole.count(e) > 1))
+                rows = tuple(e for e in local_term(whole, parts(split)) if isinstance(e, Gather) or e in axes)
+                found.append(Collective(step, over, math.prod(local_spec(reads, parts(split)).shape(rows)), mask=True))
         indices = [(gather.axes, brackets[gather.array]) for gather in op.spec.gathers]
         split = divided(op.spec, [*zip(op.input_terms, given, strict=True), *indices])
-        local = local_spec(op.spec, {entry: splits[name] for entry, (name,) in split.items()})
-        shapes = dataclasses.replace(op, spec=local).output_shapes
+        shapes = dataclasses.replace(op, spec=local_spec(op.spec, parts(split))).output_shapes
         for variable, term, shape in zip(step.outputs, op.output_terms, shapes, strict=True):
             places[variable] = tuple(split.get(entry, ()) for entry in term)
             if over := missing(term, split):
@@ -156,23 +173,56 @@ def collectives(plan: Plan, splits: Mapping[str, int]) -> tuple[Collective, ...]
     return tuple(found)
 
 
+def _exposed(plan: Plan) -> dict[tuple[int, ...], list[Term | None]]:
+    """The terms of operands of which a step multiplies rows that no index may name, by the step's results.
+
+    For each of its inputs; None where it is no such operand, or where a forward step's result is taken at once by the
+    same indices: then nothing shows of these rows.
+    """
+    operands: dict[int, Term] = dict(enumerate(plan.resolved.spec.inputs))
+    count = len(plan.programs.forward.steps)
+    read: dict[int, Term] = {}
+    for step in plan.steps:
+        if step.op.source_dtype is not None and step.inputs[0] in operands:
+            operands[step.outputs[0]] = operands[step.inputs[0]]
+        for variable, term in zip(step.inputs, step.op.input_terms, strict=True):
+            read.setdefault(variable, term)
+
+    def rows(variable: int, term: Term) -> set[Entry]:
+        entries = zip(term, operands.get(variable, term), strict=True)
+        return {e for e, entry in entries if isinstance(entry, Gather) and not isinstance(e, Gather)}
+
+    found = {}
+    for number, step in enumerate(plan.steps):
+        (out, *_), result = step.op.output_terms, step.outputs[0]
+        gradient = number >= count and not step.recomputed
+        taken = {e for e, entry in zip(out, read.get(result, out), strict=True) if isinstance(entry, Gather)}
+        found[step.outputs] = [
+            operands[v] if (own := rows(v, term)) and (gradient or not own <= taken) else None
+            for v, term in zip(step.inputs, step.op.input_terms, strict=True)
+        ]
+    return found
+
+
 def _check(plan: Plan, splits: Mapping[str, int]) -> None:
     """Refuse letters and numbers that mean nothing, and plans of which nothing is foretold."""
     spec = plan.resolved.spec
     entries: list[Entry] = [*(axis for axis, _ in spec.sizes), *spec.gathers]
     for letter, parts in splits.items():
-        named = [e for e in entries if letter == _letter(e)]
+        named = [e for e in entries if letter == letter_of(e)]
         if not named:
             raise PlannerError(f"'{spec}' has no axis or index array {letter!r} to split")
         if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
             raise PlannerError(f"{letter!r} is split into a positive number of parts, not {parts!r}")
         if parts > 1 and not set(named) <= set(divisible(spec)):
             raise PlannerError(
-                f"{letter!r} of '{spec}' is not split by its steps: it repeats in a term or has fewer than two elements"
+                f"{letter!r} of '{spec}' cannot be split: it has fewer than two elements, repeats in a term, or is an "
+                "index array of pools of two sizes; XLA gathers arrays that are split so"
             )
     if plan.loop is not None:
-        raise PlannerError(f"nothing is foretold of a {plan.loop}: what is exchanged there is up to XLA")
+        raise PlannerError(f"the plan is a {plan.loop}, and of those what devices exchange is not foretold")
 
 
-def _letter(entry: Entry) -> str:
+def letter_of(entry: Entry) -> str:
+    """Return the letter by which users name an entry: of a pool that of its index array."""
     return entry.array if isinstance(entry, Gather) else entry

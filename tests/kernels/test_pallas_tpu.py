@@ -139,7 +139,7 @@ def forced(monkeypatch):
     monkeypatch.setattr(pallas_tpu, "INTERPRET", True)
     monkeypatch.setattr(pallas_tpu, "matrices_product", lambda *given, **how: ran.append(1) or real(*given, **how))
     monkeypatch.setattr(jax_evaluation, "TABLE", jax_evaluation.platform_table("tpu"))
-    monkeypatch.setattr(jax_step, "_lower", Lowerer(lambda op: grouped_first(op), step_key("time")))
+    monkeypatch.setattr(jax_step, "LOWER", Lowerer(lambda op: grouped_first(op), step_key("time")))
 
     def grouped_first(op):
         """The grouped kernels wherever they can run."""
