@@ -53,6 +53,7 @@ UNEVEN = Case("nij, q[n]jk -> nik", ((13, 2, 5), (7, 5, 9)), {"q": ((13,), 7)}, 
 KEYS = Case("bqhd, bhi[bhqk]d -> bhqk", ((8, 16, 2, 32), (8, 2, 40, 32)), {"i": ((8, 2, 16, 12), 40)}, {})
 CHAIN = Case("ij, jk, kl -> il", ((16, 24), (24, 32), (32, 8)), {}, {})
 TAKEN_LAST = Case("q[n]j, jk -> nk", ((8, 40), (40, 40)), {"q": ((256,), 8)}, {})
+SUMMED = Case("q[n]j -> j", ((7, 9),), {"q": ((13,), 7)}, {}, uneven=True)
 BATCH = Case("bnij, bq[bn]jk -> bnik", ((8, 6, 2, 4), (8, 5, 4, 3)), {"q": ((8, 6), 5)}, {})
 SCATTER = Case("nj, nk -> q[n]jk", ((32, 8), (32, 8)), {"q": ((32,), 16)}, {}, sizes={"q": 16})
 X, Y, XY = ("x",), ("y",), ("x", "y")
@@ -63,6 +64,7 @@ def cases() -> dict[str, Case]:
     of, found = dataclasses.replace, {}
     found |= {f"rows {letter}": of(ROWS, split={letter: X}) for letter in "njkq"}
     found |= {f"uneven {letter}": of(UNEVEN, split={letter: X}) for letter in "njk"}
+    found["uneven, summed n"] = of(SUMMED, split={"n": X})
     found["uneven q xy"] = of(UNEVEN, split={"q": XY})
     found |= {f"grouped {letter}": of(GROUPED, split={letter: X}) for letter in "nq"}
     found["rows n x, k y"] = of(ROWS, split={"n": X, "k": Y})
@@ -136,12 +138,17 @@ def report(case: Case) -> dict[str, Any]:
     def placed(*arrays: Any) -> Any:
         if not case.uneven:
             return run(*arrays)
-        arrays = [jax.lax.with_sharding_constraint(x, sharding(t)) for x, t in zip(arrays, terms, strict=True)]
-        return run(*arrays)
+        return run(*(padded(x, sharding(term)) for x, term in zip(arrays, terms, strict=True)))
+
+    def padded(x: Any, place: Any) -> Any:
+        """An array of 50 more, split; what it is filled up with is NaN, or a bad index, not XLA's zero."""
+        split = jax.lax.with_sharding_constraint(x, place)
+        return split * (split / split) - 50 if x.dtype == jnp.float32 else split - 50
 
     def compiled(function: Any) -> Any:
-        place = [jax.device_put(x, NamedSharding(mesh, PartitionSpec()) if case.uneven else sharding(t))
-                 for x, t in zip(arrays, terms, strict=True)]  # fmt: skip
+        whole = NamedSharding(mesh, PartitionSpec())
+        given = [(x + 50, whole) if case.uneven else (x, sharding(t)) for x, t in zip(arrays, terms, strict=True)]
+        place = [jax.device_put(*one) for one in given]
         program = jax.jit(function).lower(*place).compile()
         return program(*place), program.as_text()
 
