@@ -16,6 +16,7 @@ from planner.backends.jax_index import JaxIndex, checked_arrays, index_shape
 from planner.backends.jax_loop import plan_run
 from planner.backends.jax_reads import Reads
 from planner.backends.jax_step import compiled, gradient_op
+from planner.backends.jax_typed import result_sharding
 from planner.backends.protocol import Backend, Stepwise
 from planner.device import CPU, TPU_V5E, Device, gpu_preset
 from planner.errors import PlannerError
@@ -144,7 +145,13 @@ class JaxBackend(Backend):
 
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
             values, mode = checked_arrays(plan, indices)
-            return whole(tuple(operands), tuple(values[name] for name in arrays), mode)
+            given = tuple(values[name] for name in arrays)
+            result = result_sharding(plan, operands, given)
+            if result is None:
+                return whole(tuple(operands), given, mode)
+            # In between shardings are left to XLA: the steps tell it how they are partitioned.
+            typed = jax.sharding.auto_axes(lambda xs, qs: whole(xs, qs, mode), out_sharding=result)
+            return typed(tuple(operands), given)
 
         return run
 

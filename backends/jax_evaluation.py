@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -18,15 +18,19 @@ from jax import lax
 
 from planner.backends.common import Prepared
 from planner.backends.jax_index import index_shape, is_bad, normalised
+from planner.backends.jax_partition import partitioned, partitioned_rows
 from planner.backends.jax_poison import poisoned
-from planner.backends.jax_reads import Reads, only_read_rows, unread
+from planner.backends.jax_reads import Reads, only_read_rows, unread, unread_pool
 from planner.backends.jax_rows import make_table
 from planner.backends.protocol import Table
+from planner.device import CPU
 from planner.kernels.keys import Keys
-from planner.lower import Op
-from planner.spec import Spec
+from planner.lower import Choice, Op
+from planner.objective import step_key
+from planner.program import Lowerer
+from planner.spec import Gather, Spec
 
-__all__ = ["PLATFORMS", "TABLE", "Mode", "Shape", "cast", "compiled_cast", "evaluate", "input_count"]
+__all__ = ["LOWER", "PLATFORMS", "TABLE", "Mode", "Shape", "cast", "compiled_cast", "evaluate", "input_count"]
 
 Shape = tuple[int, ...]
 # The index mode, in which index arrays are read, and the precision of products.
@@ -64,35 +68,75 @@ def input_count(op: Op) -> int:
     return 1 if op.source_dtype is not None else len(op.spec.inputs) + op.pair
 
 
-def _index_arrays(raw: Mapping[str, Any], spec: Spec, index_mode: str, poisons: bool = False) -> Prepared:
-    """Index arrays as a spec has them, in range; `poisons` says that results will be NaN wherever a bad one acts."""
+def _choices(op: Op) -> Sequence[Choice]:
+    """Implementations of a derived step, by the rates of a CPU; elsewhere those that run anywhere."""
+    choices = TABLE.choices(op, CPU)
+    if jax.default_backend() == "cpu":
+        return choices
+    return [choice for choice in choices if TABLE.rows[choice.lowering].kinds is None]
+
+
+# Chooses implementations of the steps that no plan holds.
+LOWER = Lowerer(_choices, step_key("time"))
+
+
+def _given(spec: Spec, raw: Mapping[str, Any]) -> dict[Gather, Any]:
+    """Index arrays as a spec has them."""
+    return {gather: raw[gather.array].reshape(index_shape(spec, gather.array)) for gather in spec.gathers}
+
+
+def _index_arrays(given: Mapping[Gather, Any], index_mode: str, poisons: bool) -> Prepared:
+    """Index arrays in range; `poisons` says that results will be NaN wherever a bad one acts."""
     index = Prepared(index_mode in ("raise", "drop") and not poisons)
-    for gather in spec.gathers:
-        given = raw[gather.array].reshape(index_shape(spec, gather.array))
+    for gather, values in given.items():
         normal = partial(normalised, gather=gather, mode="wrapped" if poisons else index_mode)
-        index[gather] = normal(given)
-        index.given[gather] = Keys(given, normal, index.guarded, partial(is_bad, gather=gather) if poisons else None)
+        index[gather] = normal(values)
+        index.given[gather] = Keys(values, normal, index.guarded, partial(is_bad, gather=gather) if poisons else None)
     return index
 
 
 def evaluate(
-    *arguments: Any, op: Op, lowering: str, mode: Mode, views: tuple[Shape, ...], reads: Reads, platform: str = ""
+    *arguments: Any,
+    op: Op,
+    lowering: str,
+    mode: Mode,
+    views: tuple[Shape, ...],
+    reads: Reads,
+    platform: str = "",
+    several: bool = False,
+    **_: Any,
 ) -> list[Any]:
-    """Compute a step; this is what the primitive lowers to, for a platform of `PLATFORMS` or for any other."""
+    """Compute a step: what a primitive lowers to, on a platform of `PLATFORMS` or any other, on one device or many."""
     count, (index_mode, precision) = input_count(op), mode
     inputs = [x.reshape(shape) for x, shape in zip(arguments[:count], op.input_shapes, strict=True)]
     raw = dict(zip(reads.arrays, arguments[count:], strict=True))
+    rows = partitioned_rows if several else only_read_rows
+    for place, spec, term in unread(op, reads):
+        inputs[place] = rows(inputs[place], spec, term, _given(spec, raw), index_mode)
+    given = _given(op.spec, raw)
+    run = partial(_run, lowering=lowering, precision=precision, platform=platform)
+    results = partitioned(run, op, inputs, given, index_mode) if several else run(op, inputs, given, index_mode)
+    return [x.reshape(view) for x, view in zip(results, views, strict=True)]
+
+
+def _run(
+    op: Op, inputs: Sequence[Any], given: Mapping[Gather, Any], index_mode: str, lowering: str, precision: str | None,
+    platform: str,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Run an op on arrays as its spec has them; where the implementation is for longer ones only, the fastest other."""
+    if TABLE.rows[lowering].supports(op) is not None:
+        lowering = LOWER(op).lowering
     # A bad index that cannot be refused puts NaN wherever it had a say, so until then it may read any row of its own.
     poisons = index_mode == "raise" and jnp.issubdtype(op.dtype, jnp.inexact) and all(g.size for g in op.spec.gathers)
-    index = _index_arrays(raw, op.spec, index_mode, poisons)
-    for place, spec, term in unread(op, lowering, reads):
-        inputs[place] = only_read_rows(inputs[place], spec, term, raw, index_mode)
+    index = _index_arrays(given, index_mode, poisons)
+    inputs, pool = list(inputs), unread_pool(op, lowering)
+    if pool is not None:
+        inputs[pool] = only_read_rows(inputs[pool], op.spec, op.input_terms[pool], given, index_mode)
     with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
         results = (platform_table(platform) if platform else TABLE).run(lowering, op, inputs, index)
     if index_mode == "raise" and not index.shown:
-        terms = op.spec.inputs if op.pair else (op.spec.output,)
-        results = tuple(poisoned(x, term, op.spec, index) for x, term in zip(results, terms, strict=True))
-    return [x.reshape(view) for x, view in zip(results, views, strict=True)]
+        results = tuple(poisoned(x, term, op.spec, given) for x, term in zip(results, op.output_terms, strict=True))
+    return results
 
 
 def cast(x: Any, dtype: str) -> Any:

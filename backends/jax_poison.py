@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from planner.backends.common import Prepared
 from planner.backends.jax_index import is_bad
 from planner.backends.jax_rows import OPS
 from planner.spec import Gather, Spec, Term
@@ -18,17 +18,24 @@ from planner.spec import Gather, Spec, Term
 __all__ = ["poisoned"]
 
 
-def poisoned(x: Any, term: Term, spec: Spec, index: Prepared) -> Any:
-    """Put NaN where a bad index had a say: its own rows, or every target that it could have meant."""
+def poisoned(x: Any, term: Term, spec: Spec, given: Mapping[Gather, Any]) -> Any:
+    """Put NaN where a bad index had a say: its own rows, or every target that it could have meant.
+
+    Args:
+        x: a result.
+        term: of the result.
+        spec: the spec that it was computed by.
+        given: index arrays, before they are brought into range.
+    """
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
 
     def poison(x: Any) -> Any:
-        for gather, given in index.given.items():  # brought into range here, so that no such copy waits
-            x = OPS.select(~_bad_mask(gather, is_bad(given.values, gather), term, spec), x, math.nan)
+        for gather, values in given.items():  # brought into range here, so that no such copy waits
+            x = OPS.select(~_bad_mask(gather, is_bad(values, gather), term, spec), x, math.nan)
         return x
 
-    bad = [is_bad(given.values, gather).any() for gather, given in index.given.items()]
+    bad = [is_bad(values, gather).any() for gather, values in given.items()]
     # The usual case reads the index arrays, and leaves the result where it is.
     return lax.cond(functools.reduce(operator.or_, bad), poison, lambda x: x, x) if bad else x
 

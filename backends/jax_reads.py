@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from planner.backends.common import WHOLE_POOL, Exposed, Prepared, read_rows
-from planner.backends.jax_index import index_shape, normalised
+from planner.backends.jax_index import normalised
 from planner.backends.jax_rows import OPS
 from planner.lower import Op, PooledForm, pooled_form
 from planner.spec import Gather, Spec, Term, term_axes
 
-__all__ = ["Reads", "only_read_rows", "unread"]
+__all__ = ["Reads", "only_read_rows", "read_mask", "unread", "unread_pool"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,28 +53,48 @@ class Reads:
         return Reads(self.arrays, exposed, self.gradient)
 
 
-def unread(op: Op, lowering: str, reads: Reads) -> list[tuple[int, Spec, Term]]:
-    """Inputs of which this step could carry rows that no index names into what is seen: place, spec and term."""
+def unread(op: Op, reads: Reads) -> list[tuple[int, Spec, Term]]:
+    """Inputs of which this step could carry rows that no index of a later step names into what is seen.
+
+    Returns:
+        For each its place, and the spec and the term by which it is read later.
+    """
     if not jnp.issubdtype(jnp.dtype(op.dtype), jnp.inexact):
         return []
-    spec, found = op.spec, []
-    for place, e in enumerate(reads.exposed):
-        if e is not None and (op.pair or reads.gradient or not e.at_once):
-            found.append((place + op.pair, e.spec, e.spec.inputs[0]))
-    if lowering == WHOLE_POOL:
-        form = pooled_form(spec)
-        assert isinstance(form, PooledForm)
-        if form.place != 2 and (op.pair or form.scores != 2):
-            found.append((form.place + op.pair, spec, spec.inputs[form.place]))
-    return found
+    return [
+        (place + op.pair, e.spec, e.spec.inputs[0])
+        for place, e in enumerate(reads.exposed)
+        if e is not None and (op.pair or reads.gradient or not e.at_once)
+    ]
 
 
-def only_read_rows(x: Any, spec: Spec, term: Term, raw: Mapping[str, Any], index_mode: str) -> Any:
-    """Where an operand holds NaN or infinity, zero the rows that no index names.
+def unread_pool(op: Op, lowering: str) -> int | None:
+    """The place of the pool where an implementation multiplies all of it, and the result would show it."""
+    if lowering != WHOLE_POOL or not jnp.issubdtype(jnp.dtype(op.dtype), jnp.inexact):
+        return None
+    form = pooled_form(op.spec)
+    assert isinstance(form, PooledForm)
+    return form.place + op.pair if form.place != 2 and (op.pair or form.scores != 2) else None
+
+
+def only_read_rows(x: Any, spec: Spec, term: Term, given: Mapping[Gather, Any], index_mode: str) -> Any:
+    """Where an operand holds NaN or infinity, zero the rows that no index names."""
+    return OPS.select(read_mask(x, spec, term, given, index_mode), x, 0)
+
+
+def read_mask(x: Any, spec: Spec, term: Term, given: Mapping[Gather, Any], index_mode: str) -> Any:
+    """Which rows of an operand some index names; all, where it holds no NaN or infinity.
 
     Zero times NaN is NaN, so a row that is multiplied by zeros only must not hold one. Only the mask is made in a
     branch, as XLA would copy what goes into a whole step and comes out of it. It is made for one position of an index
     axis after another: memory is set aside for a branch, taken or not.
+
+    Args:
+        x: the operand.
+        spec: by which it is read.
+        term: of the operand.
+        given: index arrays as the spec has them.
+        index_mode: how they are read.
     """
     sizes = dict(spec.sizes)
     rows = term_axes(tuple(e for e in term if isinstance(e, Gather) or term.count(e) > 1))
@@ -86,7 +106,7 @@ def only_read_rows(x: Any, spec: Spec, term: Term, raw: Mapping[str, Any], index
         def at(position: Any, mask: Any) -> Any:
             here = Prepared(index_mode in ("raise", "drop"))
             for gather in spec.gathers:
-                values = raw[gather.array].reshape(index_shape(spec, gather.array))
+                values = given[gather]
                 for dim, axis in enumerate(gather.axes):
                     if axis == slow:
                         values = lax.dynamic_slice_in_dim(values, position, 1, dim)
@@ -95,8 +115,7 @@ def only_read_rows(x: Any, spec: Spec, term: Term, raw: Mapping[str, Any], index
 
         return lax.fori_loop(0, sizes[slow] if slow else 1, at, jnp.zeros(shape, bool))
 
-    mask = lax.cond(_finite(x), lambda: jnp.ones(shape, bool), read)
-    return OPS.select(mask, x, 0)
+    return lax.cond(_finite(x), lambda: jnp.ones(shape, bool), read)
 
 
 def _finite(x: Any) -> Any:

@@ -19,39 +19,33 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from planner.backends.jax_evaluation import PLATFORMS, TABLE, Mode, Shape, evaluate, input_count
+from planner.backends.jax_evaluation import LOWER, PLATFORMS, Mode, Shape, evaluate, input_count
+from planner.backends.jax_partition import device_count, devices_wanted
 from planner.backends.jax_reads import Reads
 from planner.derive import batched, transpose
-from planner.device import CPU
-from planner.lower import Choice, Op
-from planner.objective import step_key
-from planner.program import Lowerer
+from planner.lower import Op
 
 __all__ = ["bind_step", "compiled", "gradient_op"]
 
+
 # Parameters: op, lowering, mode, `views`, the shapes of the results as the caller sees them, and `reads`. Arguments are
 # the op's inputs, then index arrays in the order of `reads.arrays`.
-step_p = Primitive("planner_step")
+# Of their own the primitives add `devices`, see `devices_wanted`.
+class _StepPrimitive(Primitive):
+    def bind(self, *arguments: Any, **parameters: Any) -> Any:
+        return super().bind(*arguments, **{"devices": devices_wanted(), **parameters})
+
+
+step_p = _StepPrimitive("planner_step")
 step_p.multiple_results = True
-tangent_p = Primitive("planner_tangent")
-
-
-def _choices(op: Op) -> Sequence[Choice]:
-    """Implementations of a derived step, by the rates of a CPU; elsewhere those that run anywhere."""
-    choices = TABLE.choices(op, CPU)
-    if jax.default_backend() == "cpu":
-        return choices
-    return [choice for choice in choices if TABLE.rows[choice.lowering].kinds is None]
-
-
-_lower = Lowerer(_choices, step_key("time"))
+tangent_p = _StepPrimitive("planner_tangent")
 
 
 def bind_step(
     op: Op, arguments: Sequence[Any], mode: Mode, views: tuple[Shape, ...], reads: Reads, lowering: str | None = None
 ) -> list[Any]:
     """Bind a step; the implementation is the fastest one unless the plan chose another."""
-    lowering = lowering or _lower(op).lowering
+    lowering = lowering or LOWER(op).lowering
     found: list[Any] = step_p.bind(*arguments, op=op, lowering=lowering, mode=mode, views=views, reads=reads)
     return found
 
@@ -72,10 +66,14 @@ def _step_abstract(*arguments: Any, op: Op, views: tuple[Shape, ...], **_: Any) 
     return [jax.core.ShapedArray(view, jnp.dtype(op.dtype)) for view in views]
 
 
-mlir.register_lowering(step_p, mlir.lower_fun(evaluate, multiple_results=True))
+def _step_lowering(context: Any, *values: Any, platform: str = "", **parameters: Any) -> Any:
+    function = partial(evaluate, platform=platform, several=device_count(context) > 1)
+    return mlir.lower_fun(function, multiple_results=True)(context, *values, **parameters)
+
+
+mlir.register_lowering(step_p, _step_lowering)
 for _platform in PLATFORMS:
-    _rule = mlir.lower_fun(partial(evaluate, platform=_platform), multiple_results=True)
-    mlir.register_lowering(step_p, _rule, platform=_platform)
+    mlir.register_lowering(step_p, partial(_step_lowering, platform=_platform), platform=_platform)
 
 
 def gradient_op(op: Op, child: int) -> Op:
@@ -87,7 +85,9 @@ def _instantiated(tangent: Any) -> bool:
     return not isinstance(tangent, ad.Zero)
 
 
-def _step_jvp(primals: Any, tangents: Any, *, op: Op, lowering: str, mode: Mode, views: Any, reads: Reads) -> Any:
+def _step_jvp(
+    primals: Any, tangents: Any, *, op: Op, lowering: str, mode: Mode, views: Any, reads: Reads, **_: Any
+) -> Any:
     results = bind_step(op, primals, mode, views, reads, lowering)
     count = input_count(op)
     active = [i for i in range(count) if _instantiated(tangents[i])]
@@ -136,11 +136,11 @@ def _multilinear(
 @lru_cache(maxsize=4096)
 def _joint(op: Op) -> bool:
     """Whether one implementation gives both gradients and beats two steps."""
-    return len(op.spec.inputs) == 2 and any(g.pair for g, _, _ in _lower.gradients(op, (True, True)))
+    return len(op.spec.inputs) == 2 and any(g.pair for g, _, _ in LOWER.gradients(op, (True, True)))
 
 
 def _step_transpose(
-    cotangents: Any, *arguments: Any, op: Op, lowering: str, mode: Mode, views: Any, reads: Reads
+    cotangents: Any, *arguments: Any, op: Op, lowering: str, mode: Mode, views: Any, reads: Reads, **_: Any
 ) -> Any:
     count = input_count(op)
     linear = [i for i in range(count) if ad.is_undefined_primal(arguments[i])]
@@ -174,7 +174,9 @@ def _axis_front(x: Any, dim: Any) -> Any:
     return x if dim is None else jnp.moveaxis(x, dim, 0)
 
 
-def _step_batch(arguments: Any, dims: Any, *, op: Op, lowering: str, mode: Mode, views: Any, reads: Reads) -> Any:
+def _step_batch(
+    arguments: Any, dims: Any, *, op: Op, lowering: str, mode: Mode, views: Any, reads: Reads, **_: Any
+) -> Any:
     count = input_count(op)
     size = next(x.shape[d] for x, d in zip(arguments, dims, strict=True) if d is not None)
     moved = [_axis_front(x, d) for x, d in zip(arguments, dims, strict=True)]
@@ -219,7 +221,7 @@ batching.primitive_batchers[step_p] = _step_batch
 # -- the joint tangent of a binary step: f(da, b) + f(a, db) -------------------------------------------
 
 
-def _tangent_parts(arguments: Any, op: Op, mode: Mode, views: Any, reads: Reads, lowering: str | None) -> Any:
+def _tangent_parts(arguments: Any, op: Op, mode: Mode, views: Any, reads: Reads, lowering: str | None, **_: Any) -> Any:
     a, b, da, db, *indices = arguments
     (left,) = bind_step(op, (da, b, *indices), mode, views, reads.without(0, gradient=False), lowering)
     (right,) = bind_step(op, (a, db, *indices), mode, views, reads.without(1, gradient=False), lowering)
@@ -243,7 +245,7 @@ mlir.register_lowering(
 
 
 def _tangent_jvp(
-    primals: Any, tangents: Any, *, op: Op, lowering: str | None, mode: Mode, views: Any, reads: Reads
+    primals: Any, tangents: Any, *, op: Op, lowering: str | None, mode: Mode, views: Any, reads: Reads, **_: Any
 ) -> Any:
     result = tangent_p.bind(*primals, op=op, lowering=lowering, mode=mode, views=views, reads=reads)
     total = None
@@ -262,7 +264,7 @@ def _tangent_jvp(
 
 
 def _tangent_transpose(
-    cotangent: Any, *arguments: Any, op: Op, lowering: str | None, mode: Mode, views: Any, reads: Reads
+    cotangent: Any, *arguments: Any, op: Op, lowering: str | None, mode: Mode, views: Any, reads: Reads, **_: Any
 ) -> Any:
     results: list[Any] = [None] * len(arguments)
     a, b, da, db, *indices = arguments
@@ -287,7 +289,7 @@ def _tangent_transpose(
 
 
 def _tangent_batch(
-    arguments: Any, dims: Any, *, op: Op, lowering: str | None, mode: Mode, views: Any, reads: Reads
+    arguments: Any, dims: Any, *, op: Op, lowering: str | None, mode: Mode, views: Any, reads: Reads, **_: Any
 ) -> Any:
     size = next(x.shape[d] for x, d in zip(arguments, dims, strict=True) if d is not None)
     moved = [_axis_front(x, d) for x, d in zip(arguments, dims, strict=True)]

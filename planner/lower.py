@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from planner.cost import StepCost, itemsize
 from planner.layout import Layout
-from planner.spec import Gather, Spec, term_axes
+from planner.spec import Gather, Spec, Term, term_axes
 
 __all__ = ["Choice", "GroupedForm", "Op", "PooledForm", "ProductForm", "grouped_form", "inner_product",
            "joint_elements", "pooled_form", "product_form"]  # fmt: skip
@@ -51,17 +51,24 @@ class Op:
         return dataclasses.replace(self, pair=True).laid((layout, *layouts))
 
     @property
+    def input_terms(self) -> tuple[Term, ...]:
+        """Terms of the inputs, in order."""
+        return (self.spec.output, *self.spec.inputs) if self.pair else self.spec.inputs
+
+    @property
+    def output_terms(self) -> tuple[Term, ...]:
+        """Terms of the results, in order."""
+        return self.spec.inputs if self.pair else (self.spec.output,)
+
+    @property
     def input_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the inputs, in order."""
-        spec = self.spec
-        terms = (spec.output, *spec.inputs) if self.pair else spec.inputs
-        return tuple(spec.shape(term) for term in terms)
+        return tuple(self.spec.shape(term) for term in self.input_terms)
 
     @property
     def output_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the results, in order."""
-        spec = self.spec
-        return tuple(spec.shape(term) for term in (spec.inputs if self.pair else (spec.output,)))
+        return tuple(self.spec.shape(term) for term in self.output_terms)
 
     @property
     def arrays(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from planner.cost import PlanCost
@@ -17,6 +18,7 @@ from planner.spec import Operand
 if TYPE_CHECKING:
     from planner.analyze import Analysis
     from planner.implementations import Implementation
+    from planner.partition import Collective
 
 __all__ = ["Alternative", "Loop", "Options", "Plan"]
 
@@ -225,6 +227,35 @@ class Plan:
         from planner.implementations import implementations
 
         return implementations(self)
+
+    def collectives(self, splits: Mapping[str, int]) -> tuple[Collective, ...]:
+        """Return what devices exchange where arrays are split over a mesh, as JAX does under `jit` by `NamedSharding`.
+
+        Each device computes its part of every step; where a result lacks a split axis, the parts are added up.
+        What is placed otherwise than the axes say (of two operands, one split along an axis and one along another over
+        the same axis of the mesh, the smaller one; results that the caller wants placed elsewhere) XLA moves besides.
+
+        Example:
+            >>> import planner
+            >>> p = planner.plan("ij, jk -> ik", (64, 512), (512, 32), backend="numpy")
+            >>> p.collectives({"i": 8})
+            ()
+            >>> print(*p.collectives({"j": 8}))
+            ij, jk -> ik: all-reduce over j of 8.19 kB
+
+        Args:
+            splits: into how many parts axes of the spec are split, by letter, each over an axis of the mesh of its own;
+                the letter of an index array is the dimension that it indexes.
+
+        Returns:
+            For each step, forward and backward, the sums between devices, with their bytes on one device.
+
+        Raises:
+            PlannerError: there is no such letter, it cannot be split, or the plan is a loop.
+        """
+        from planner.partition import collectives
+
+        return collectives(self, splits)
 
     def to_json(self) -> str:
         """Return the plan as JSON; `from_json` gives an equal plan back.

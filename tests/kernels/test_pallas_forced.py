@@ -46,14 +46,19 @@ def force(monkeypatch):
 
         monkeypatch.setattr(module, "INTERPRET", interpret)
         monkeypatch.setattr(jax_evaluation, "TABLE", table)
-        monkeypatch.setattr(jax_step, "_lower", Lowerer(grouped_first, step_key("time")))
-        jax.clear_caches()
-        jax_step.compiled.cache_clear()
+        lower = Lowerer(grouped_first, step_key("time"))
+        monkeypatch.setattr(jax_evaluation, "LOWER", lower)
+        monkeypatch.setattr(jax_step, "LOWER", lower)
+        forget()
         return ran
 
+    def forget():
+        jax.clear_caches()
+        jax_step.compiled.cache_clear()
+        jax_step._joint.cache_clear()
+
     yield forced
-    jax.clear_caches()
-    jax_step.compiled.cache_clear()
+    forget()
 
 
 @pytest.fixture

@@ -1,0 +1,251 @@
+"""What `test_sharding_jax.py` asks of eight simulated devices, which JAX must be told of before it starts.
+
+Run as a script, it prints a report of each case as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+Mesh = Mapping[str, tuple[str, ...]]
+KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
+BYTES = {"pred": 1, "f32": 4, "s32": 4, "bf16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One contraction, split.
+
+    Attributes:
+        spec, shapes, indices: the contraction; of each index array its shape and the size of what it indexes.
+        split: letters and the axes of the mesh that they are split over; its axes are x of 2 and y of 4 or, if only x
+            occurs, x of 8.
+        mode: the index mode.
+        bad: whether some indices are out of range.
+        sizes: as of `planner.contract`.
+        explicit: whether the axes of the mesh are in the types of arrays.
+        nan: whether a row that no index names holds NaN.
+        uneven: whether sizes are no multiples of the parts: then arrays are split inside of the program.
+    """
+
+    spec: str
+    shapes: tuple[tuple[int, ...], ...]
+    indices: Mapping[str, tuple[tuple[int, ...], int]]
+    split: Mesh
+    mode: str = "raise"
+    bad: bool = False
+    sizes: Mapping[str, int] | None = None
+    explicit: bool = False
+    nan: bool = False
+    uneven: bool = False
+
+
+ROWS = Case("nij, q[n]jk -> nik", ((64, 2, 8), (8, 8, 16)), {"q": ((64,), 8)}, {})
+GROUPED = Case("nij, q[n]jk -> nik", ((512, 1, 64), (16, 64, 64)), {"q": ((512,), 16)}, {})
+UNEVEN = Case("nij, q[n]jk -> nik", ((13, 2, 5), (7, 5, 9)), {"q": ((13,), 7)}, {}, uneven=True)
+KEYS = Case("bqhd, bhi[bhqk]d -> bhqk", ((8, 16, 2, 32), (8, 2, 40, 32)), {"i": ((8, 2, 16, 12), 40)}, {})
+CHAIN = Case("ij, jk, kl -> il", ((16, 24), (24, 32), (32, 8)), {}, {})
+TAKEN_LAST = Case("q[n]j, jk -> nk", ((8, 40), (40, 40)), {"q": ((256,), 8)}, {})
+SUMMED = Case("q[n]j -> j", ((7, 9),), {"q": ((13,), 7)}, {}, uneven=True)
+BATCH = Case("bnij, bq[bn]jk -> bnik", ((8, 6, 2, 4), (8, 5, 4, 3)), {"q": ((8, 6), 5)}, {})
+SCATTER = Case("nj, nk -> q[n]jk", ((32, 8), (32, 8)), {"q": ((32,), 16)}, {}, sizes={"q": 16})
+X, Y, XY = ("x",), ("y",), ("x", "y")
+
+
+def cases() -> dict[str, Case]:
+    """All cases, by name."""
+    of, found = dataclasses.replace, {}
+    found |= {f"rows {letter}": of(ROWS, split={letter: X}) for letter in "njkq"}
+    found |= {f"uneven {letter}": of(UNEVEN, split={letter: X}) for letter in "njk"}
+    found["uneven, summed n"] = of(SUMMED, split={"n": X})
+    found["uneven q xy"] = of(UNEVEN, split={"q": XY})
+    found |= {f"grouped {letter}": of(GROUPED, split={letter: X}) for letter in "nq"}
+    found["rows n x, k y"] = of(ROWS, split={"n": X, "k": Y})
+    found["rows n x, q y"] = of(ROWS, split={"n": X, "q": Y})
+    found["rows q x, j y"] = of(ROWS, split={"q": X, "j": Y})
+    found["rows n xy"] = of(ROWS, split={"n": XY})
+    found["batch b"] = of(BATCH, split={"b": X})
+    found |= {f"keys {letter}": of(KEYS, split={letter: X}) for letter in "bi"}
+    found |= {f"chain {letter}": of(CHAIN, split={letter: X}) for letter in "ijk"}
+    found |= {f"taken last {letter}": of(TAKEN_LAST, split={letter: X}, nan=True) for letter in "nqj"}
+    found["scatter n"] = of(SCATTER, split={"n": X})
+    for mode in ("raise", "drop", "clip"):
+        found |= {f"{mode} {letter}": of(ROWS, split={letter: X}, mode=mode, bad=True) for letter in "nq"}
+    found["uneven raise q x, n y"] = of(UNEVEN, split={"q": X, "n": Y}, bad=True)
+    found["explicit q"] = of(ROWS, split={"q": X}, explicit=True)
+    found["explicit n x, k y"] = of(ROWS, split={"n": X, "k": Y}, explicit=True)
+    return found
+
+
+def exchanged(text: str) -> list[tuple[str, int]]:
+    """The kind and the bytes of each result of the collectives in a compiled program; single numbers are left out."""
+    found = []
+    for results, kind in re.findall(rf"= (.+?) ({KINDS})(?:-start)?\(", text):
+        for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", results):
+            if dims:
+                found.append((kind, BYTES[dtype] * math.prod(map(int, dims.split(",")))))
+    return sorted(found)
+
+
+def report(case: Case) -> dict[str, Any]:
+    """Run a case with all gradients, on eight devices and on one, and say what the programs hold."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    import planner
+
+    several = any("y" in names for names in case.split.values())
+    shape, names = ((2, 4), ("x", "y")) if several else ((8,), ("x",))
+    kind = AxisType.Explicit if case.explicit else AxisType.Auto
+    mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+    rng = np.random.default_rng(0)
+    xs = [rng.integers(-2, 3, shape).astype("float32") for shape in case.shapes]
+    qs = {name: rng.integers(0, size, shape).astype("int32") for name, (shape, size) in case.indices.items()}
+    for name, (_, size) in case.indices.items() if case.bad or case.nan else ():
+        if case.nan:
+            qs[name][qs[name] == 5], xs[0][5] = 2, math.nan
+        else:
+            qs[name].flat[[3, 7, qs[name].size - 1]] = size + 2, -1, -3 * size
+    stand_ins = [planner.Operand(x.shape, requires_grad=True) for x in xs]
+    shapes = {name: q.shape for name, q in qs.items()}
+    options: dict[str, Any] = {"sizes": case.sizes, "index_mode": case.mode}
+    plan = planner.plan(case.spec, *stand_ins, backend="jax", **options, **shapes)
+    spec = plan.resolved.spec
+    gradient = rng.integers(-2, 3, spec.output_shape).astype("float32")
+
+    def sharding(term: Any) -> Any:
+        letters = (getattr(entry, "array", entry) for entry in term)
+        return NamedSharding(mesh, PartitionSpec(*(case.split.get(letter) for letter in letters)))
+
+    brackets = {gather.array: gather.axes for gather in spec.gathers}
+    terms = [*spec.inputs, *(brackets[name] for name in qs), spec.output]
+    arrays = [*xs, *qs.values(), gradient]
+
+    def run(*arrays: Any) -> Any:
+        operands, indices = arrays[: len(xs)], dict(zip(qs, arrays[len(xs) : -1], strict=True))
+        result, back = jax.vjp(lambda *operands: plan(*operands, **indices), *operands)
+        return result, back(arrays[-1])
+
+    def placed(*arrays: Any) -> Any:
+        if not case.uneven:
+            return run(*arrays)
+        return run(*(padded(x, sharding(term)) for x, term in zip(arrays, terms, strict=True)))
+
+    def padded(x: Any, place: Any) -> Any:
+        """An array of 50 more, split; what it is filled up with is NaN, or a bad index, not XLA's zero."""
+        split = jax.lax.with_sharding_constraint(x, place)
+        return split * (split / split) - 50 if x.dtype == jnp.float32 else split - 50
+
+    def compiled(function: Any) -> Any:
+        whole = NamedSharding(mesh, PartitionSpec())
+        given = [(x + 50, whole) if case.uneven else (x, sharding(t)) for x, t in zip(arrays, terms, strict=True)]
+        place = [jax.device_put(*one) for one in given]
+        program = jax.jit(function).lower(*place).compile()
+        return program(*place), program.as_text()
+
+    wanted = jax.tree.leaves(jax.jit(run)(*map(jnp.asarray, arrays)))
+    found, text = compiled(placed)
+    if case.uneven:  # a result of another size is gathered when it leaves the program
+        _, text = compiled(lambda *arrays: [x.sum() for x in jax.tree.leaves(placed(*arrays))])
+    parts = {letter: math.prod(mesh.shape[name] for name in names) for letter, names in case.split.items()}
+    results = jax.tree.leaves(found)
+    return {
+        "equal": [bool(np.array_equal(x, y, equal_nan=True)) for x, y in zip(results, wanted, strict=True)],
+        "marked": bool(jnp.isnan(wanted[0]).any()),
+        "split": [not x.sharding.is_fully_replicated for x in results],
+        "exchanged": exchanged(text),
+        "foretold": sorted((c.kind, c.bytes) for c in plan.collectives(parts)),
+        "lowerings": [step.choice.lowering for step in plan.steps],
+    }
+
+
+def others() -> dict[str, Any]:
+    """What is no case: transforms, loops, dtypes, and what types say and refuse."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    import planner
+
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    explicit = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    rng = np.random.default_rng(0)
+
+    def small(*shape: int, low: int = -2, dtype: str = "float32") -> Any:
+        return jnp.asarray(rng.integers(low, low + 5, shape).astype(dtype))
+
+    def put(x: Any, *names: str | None, on: Any = mesh) -> Any:
+        return jax.device_put(x, NamedSharding(on, PartitionSpec(*names)))
+
+    def rows(a: Any, c: Any, q: Any) -> Any:
+        return planner.contract("nij, q[n]jk -> nik", a, c, q=q, index_mode="drop")
+
+    def same(function: Any, whole: Any, *split: Any) -> list[Any]:
+        """Whether it gives on split arrays what it gives on one device, and what is exchanged."""
+        program = jax.jit(function).lower(*split).compile()
+        pairs = zip(jax.tree.leaves(program(*split)), jax.tree.leaves(jax.jit(function)(*whole)), strict=True)
+        return [all(bool((x == y).all()) for x, y in pairs), exchanged(program.as_text())]
+
+    def refused(function: Any, *arguments: Any) -> str:
+        try:
+            function(*arguments)
+        except planner.PlannerError as error:
+            return str(error)
+        return ""
+
+    a, c, q = small(16, 2, 8), small(8, 8, 4), small(16, low=0, dtype="int32")
+    batch = small(8, 16, 2, 8), small(8, 8, 8, 4), small(8, 16, low=0, dtype="int32")
+    found: dict[str, Any] = {"vmap": same(jax.vmap(rows), batch, *(put(x, "x") for x in batch))}
+    found["jvp"] = same(
+        lambda a, c, q: jax.jvp(lambda a, c: rows(a, c, q), (a, c), (2 * a, 3 * c)),
+        (a, c, q),
+        put(a, "x"),
+        c,
+        put(q, "x"),
+    )
+    for dtype in ("bool", "int32"):
+        arrays = (a.astype(dtype), c.astype(dtype), q)
+        found[dtype] = same(rows, arrays, put(arrays[0], None, None, "x"), put(arrays[1], None, "x"), q)
+    local = jax.shard_map(rows, mesh=mesh, in_specs=(PartitionSpec("x"), None, PartitionSpec("x")),
+                          out_specs=PartitionSpec("x"))  # fmt: skip
+    found["shard_map"] = [bool((jax.jit(local)(a, c, q) == rows(a, c, q)).all()), []]
+
+    many = small(64, 8, 16), small(8, 16, 16), small(64, 16), small(64, low=0, dtype="int32")
+    limited = planner.plan("nij, q[n]jk, nk -> ni", *(x.shape for x in many[:3]), q=(64,), backend="jax",
+                           memory_limit=10_000)  # fmt: skip
+
+    def looped(*arrays: Any) -> Any:
+        return limited(*arrays[:3], q=arrays[3])
+
+    found["loop"] = str(limited.loop)
+    split = put(many[0], "x"), many[1], put(many[2], "x"), put(many[3], "x")
+    found["loop, split"] = same(looped, many, *split)[0]
+    found["loop foretold"] = refused(limited.collectives, {"n": 8})
+
+    typed = put(a, "x", on=explicit), put(c, on=explicit), put(q, "x", on=explicit)
+    found["type"] = str(jax.typeof(rows(*typed)))
+    found["type under vmap"] = str(jax.typeof(jax.jit(jax.vmap(rows))(*(put(x, "x", on=explicit) for x in batch))))
+    found["conflict"] = refused(rows, typed[0], put(c, None, "x", on=explicit), typed[2])
+    found["repeated"] = refused(planner.contract, "ii ->", put(small(8, 8), "x", on=explicit))
+    found["outside of jit"] = refused(jax.grad(lambda a: rows(a, *typed[1:]).sum()), typed[0])
+    return found
+
+
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    chosen = sys.argv[1:]
+    for name, case in cases().items():
+        if not chosen or name in chosen:
+            print(json.dumps([name, report(case)]), flush=True)
+    if not chosen or "others" in chosen:
+        print(json.dumps(["others", others()]), flush=True)

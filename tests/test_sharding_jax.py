@@ -1,0 +1,153 @@
+"""Steps on eight simulated devices: values of one device, and no more between the devices than plans foretell."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import planner
+from planner.derive import transpose
+from planner.partition import divided, divisible, local_spec, missing
+from planner.spec import Gather
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from sharded_cases import cases
+
+HERE = pathlib.Path(__file__).parent
+CASES = cases()
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, Any]:
+    """What the cases gave in one process: JAX takes the number of devices when it starts."""
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(HERE / "sharded_cases.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(line) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_one_device(name, reports):
+    """Results of small integers are equal, NaN where a bad index had a say included."""
+    assert reports[name]["equal"] == [True] * (1 + len(CASES[name].shapes))
+    assert reports[name]["marked"] == (CASES[name].bad and CASES[name].mode == "raise")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_devices_exchange_what_the_plan_foretells(name, reports):
+    """All collectives of the compiled program, both gradients included: their kinds and bytes."""
+    assert reports[name]["exchanged"] == reports[name]["foretold"]
+
+
+def test_cases_are_what_they_claim(reports):
+    """Grouped kernels ran, in both directions; split results stay split; something is exchanged, and nothing."""
+    assert reports["grouped n"]["lowerings"] == ["grouped matmul", "both grouped gradients"]
+    assert reports["keys i"]["lowerings"] == ["whole pool, then take"] * 2
+    assert reports["rows n"]["split"] == [True, True, False]
+    assert reports["rows k"]["split"] == [True, False, True]
+    assert reports["explicit n x, k y"]["split"] == [True, True, True]
+    counts = {len(reports[name]["exchanged"]) for name in CASES}
+    assert counts >= {0, 1, 2}
+    assert ("all-reduce", 8) in map(tuple, reports["taken last n"]["exchanged"])  # the mask of a pool of 8 rows
+
+
+@pytest.mark.parametrize("name", ["vmap", "jvp", "shard_map"])
+def test_transforms_exchange_nothing(name, reports):
+    assert reports["others"][name] == [True, []]
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int32"])
+def test_sums_of_other_dtypes(dtype, reports):
+    equal, ((kind, _),) = reports["others"][dtype]
+    assert equal
+    assert kind == "all-reduce"
+
+
+def test_loops_give_the_same_values(reports):
+    others = reports["others"]
+    assert others["loop"].startswith("loop over n")
+    assert others["loop, split"] is True
+    assert "loop over n" in others["loop foretold"]
+
+
+def test_explicit_axes(reports):
+    """The result's type says how it is split; what one result cannot have is refused by name."""
+    others = reports["others"]
+    assert others["type"] == "float32[16@x,2,4]"
+    assert others["type under vmap"] == "float32[8@x,16,2,4]"
+    assert "operand 1 has 'j' split over x, but that splits 'n'" in others["conflict"]
+    assert "operand 0 has 'i' split over x, but it repeats" in others["repeated"]
+    assert "jax.jit(jax.grad(...))" in others["outside of jit"]
+
+
+def test_one_device_has_no_partitioned_call():
+    import jax
+    import jax.numpy as jnp
+
+    f = jax.jit(lambda a, c, q: planner.contract("nij, q[n]jk -> nik", a, c, q=q))
+    text = f.lower(jnp.ones((6, 1, 2)), jnp.ones((3, 2, 4)), jnp.zeros(6, int)).as_text()
+    assert "custom_call" not in text
+
+
+SPEC = planner.resolve("nij, q[n]jk -> nik", (6, 1, 2), (3, 2, 4), q=(6,))
+POOL = Gather("q", ("n",), 3)
+
+
+def test_a_local_step_is_shorter_by_its_parts():
+    local = local_spec(SPEC, {"n": 3, POOL: 2})
+    assert local.shape(local.inputs[0]) == (2, 1, 2)
+    assert local.shape(local.inputs[1]) == (2, 2, 4)
+    assert local.output_shape == (2, 1, 4)
+    assert local_spec(transpose(SPEC, 1), {POOL: 2}).output_shape == (2, 2, 4)
+
+
+def test_parts_are_added_up_where_the_result_lacks_what_is_split():
+    split = {"n": ("x",), "j": ("y",), POOL: ("z",)}
+    assert missing(SPEC.output, split) == ("y", "z")
+    assert missing(SPEC.inputs[1], split) == ("x",)
+
+
+def test_of_arrays_that_disagree_the_smaller_one_moves():
+    rows, pool = (("x",), (), ()), (("x",), (), ())
+    assert divided(SPEC, [(SPEC.inputs[0], rows), (SPEC.inputs[1], pool)]) == {POOL: ("x",)}
+    longer = planner.resolve("nij, q[n]jk -> nik", (60, 1, 2), (3, 2, 4), q=(60,))
+    assert divided(longer, [(longer.inputs[0], rows), (longer.inputs[1], pool)]) == {"n": ("x",)}
+    assert divided(SPEC, [(SPEC.output, (("x",), (), ("y",)))], {"j": ("x",)}) == {"j": ("x",), "k": ("y",)}
+
+
+def test_what_cannot_be_split():
+    assert divisible(planner.resolve("iij -> j", (4, 4, 3))) == ("j",)
+    two = planner.resolve("q[n]i, q[n]ij -> nj", (8, 3), (16, 3, 4), q=(5,))
+    assert not [entry for entry in divisible(two) if isinstance(entry, Gather)]
+    assert "i" not in divisible(SPEC)  # of size 1
+
+
+@pytest.mark.parametrize(
+    ("splits", "words"),
+    [({"z": 2}, "no axis"), ({"n": 0}, "positive"), ({"n": 2.5}, "positive"), ({"i": 2}, "cannot be split")],
+)
+def test_collectives_refuses(splits, words):
+    plan = planner.plan("nij, q[n]jk -> nik", (6, 1, 2), (3, 2, 4), q=(6,), backend="numpy")
+    with pytest.raises(planner.PlannerError, match=words):
+        plan.collectives(splits)
+
+
+def test_collectives_print():
+    plan = planner.plan("ij, jk -> ik", (64, 512), (512, 32), backend="numpy")
+    assert list(map(str, plan.collectives({"j": 8}))) == ["ij, jk -> ik: all-reduce over j of 8.19 kB"]
+    assert plan.collectives({"j": 1}) == ()
+    gather = planner.plan(
+        "q[n]j, jk -> nk",
+        planner.Operand((8, 40)),
+        planner.Operand((40, 40), requires_grad=True),
+        q=(256,),
+        backend="jax",
+    )
+    assert "rows that are read" in "".join(map(str, gather.collectives({"n": 8})))
