@@ -30,8 +30,7 @@ def result_sharding(plan: Plan, operands: Sequence[Any], arrays: Sequence[Any]) 
         PlannerError: two of them are split in ways that one result cannot have, or a gradient is taken outside of
             `jit`.
     """
-    meshes = (jax.typeof(x).sharding.mesh for x in (*operands, *arrays))
-    mesh = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+    mesh = next(filter(None, map(_explicit_mesh, (*operands, *arrays))), None)
     if mesh is None:
         return None
     # What is kept for the backward pass is on automatic axes, the output's gradient is not, and JAX compiles no program
@@ -52,6 +51,14 @@ def result_sharding(plan: Plan, operands: Sequence[Any], arrays: Sequence[Any]) 
             if names and split.get(entry) != names:
                 raise PlannerError(_conflict(label, entry, names, split))
     return NamedSharding(mesh, PartitionSpec(*(split.get(entry) for entry in spec.output)))
+
+
+def _explicit_mesh(x: Any) -> Any:
+    """The mesh by whose axes the type of an array says how it is split; None where it does not."""
+    if not isinstance(x, jax.core.Tracer) and not isinstance(x.sharding, NamedSharding):
+        return None  # an array on one device, without asking for its type: that takes microseconds
+    mesh = jax.typeof(x).sharding.mesh
+    return mesh if AxisType.Explicit in mesh.axis_types else None
 
 
 def _seen(x: Any, shape: Sequence[int]) -> Placement:
