@@ -38,7 +38,7 @@ from planner.partition import (
 )
 from planner.spec import Gather, Spec, Term
 
-__all__ = ["device_count", "devices_wanted", "partitioned", "partitioned_rows", "placement"]
+__all__ = ["devices_of", "devices_wanted", "partitioned", "partitioned_rows", "placement"]
 
 # From an op, its inputs, index arrays and an index mode to its results.
 Run = Callable[[Op, Sequence[Any], Mapping[Gather, Any], str], tuple[Any, ...]]
@@ -56,15 +56,20 @@ def devices_wanted() -> Any:
     return jax.make_jaxpr(call)(0)
 
 
-def device_count(context: Any) -> int:
-    """Return for how many devices of one mesh a primitive is lowered; inside of `shard_map`, and for export, for one.
+def devices_of(context: Any) -> str:
+    """Return for which devices a primitive is lowered: "one", "several" of a mesh, or several that are "unknown".
 
-    Exported programs hold no partitioned calls: these name functions of this process.
+    Inside of `shard_map` over all axes of a mesh each program is one device's. Exported programs hold no partitioned
+    calls, which name functions of this process.
     """
     module = context.module_context
     axes = module.axis_context
-    known = getattr(axes, "device_assignment", None) and getattr(axes, "abstract_mesh", None) is not None
-    return len(axes.device_assignment) if known and not module.lowering_parameters.for_export else 1
+    if hasattr(axes, "manual_axes"):
+        return "one" if axes.manual_axes == frozenset(axes.mesh.axis_names) else "unknown"
+    if getattr(axes, "num_devices", 1) == 1:
+        return "one"
+    known = axes.device_assignment and axes.abstract_mesh is not None and not module.lowering_parameters.for_export
+    return "several" if known else "unknown"
 
 
 def partitioned(run: Run, op: Op, inputs: Sequence[Any], given: Indices, index_mode: str) -> tuple[Any, ...]:
@@ -141,6 +146,8 @@ def _call(
     brackets = {gather.array: gather.axes for gather in given}
     arrays = {gather.array: values for gather, values in given.items()}
     terms, count = [*operands, *brackets.values()], len(operands)
+    # XLA asks for the parts on a thread of its own, where nothing is known of the context.
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def told(arguments: Sequence[Any]) -> tuple[Sequence[Any], dict[Gather, Any]]:
         values = dict(zip(brackets, arguments[count:], strict=True))
@@ -163,8 +170,9 @@ def _call(
         part = _Part(spec, split, {entry: math.prod(mesh.shape[name] for name in split[entry]) for entry in split})
 
         def local(*arguments: Any) -> tuple[Any, ...]:
-            inputs, given = told([part.filled(x, term) for x, term in zip(arguments, terms, strict=True)])
-            return of_device(part, inputs, given)
+            with jax.default_matmul_precision(precision):
+                inputs, given = told([part.filled(x, term) for x, term in zip(arguments, terms, strict=True)])
+                return of_device(part, inputs, given)
 
         return mesh, local, shardings(mesh, split, outputs), shardings(mesh, split, terms)
 

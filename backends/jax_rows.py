@@ -220,7 +220,7 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     n, i, j, k = group_sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
     g = form.gather.size or 0
     shape = pallas_tiles.TPU if device.kind == "tpu" else pallas_tiles.GPU if device.capability == 90 else None
-    if shape is not None and shape.takes(n, i, g, j, k, op.dtype, empty=op.pair or form.outer):
+    if shape is not None and shape.takes(n, i, g, j, k, op.dtype, sums=op.pair or form.outer):
         copied = flattened_bytes(op, form) + _reshaped_bytes(op, form)
         return tiled_cost(op, form, (n, i, g, j, k), shape, device, copied)
     sizes = (n, i, g, j, k, op.dtype)

@@ -16,11 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from planner.backends.jax_evaluation import LOWER, PLATFORMS, Mode, Shape, evaluate, input_count
-from planner.backends.jax_partition import device_count, devices_wanted
+from planner.backends.jax_partition import devices_of, devices_wanted
 from planner.backends.jax_reads import Reads
 from planner.derive import batched, transpose
 from planner.lower import Op
@@ -33,7 +34,26 @@ __all__ = ["bind_step", "compiled", "gradient_op"]
 # Of their own the primitives add `devices`, see `devices_wanted`.
 class _StepPrimitive(Primitive):
     def bind(self, *arguments: Any, **parameters: Any) -> Any:
-        return super().bind(*arguments, **{"devices": devices_wanted(), **parameters})
+        return super().bind(*_varying_alike(arguments), **{"devices": devices_wanted(), **parameters})
+
+
+def _varying_alike(arguments: Sequence[Any]) -> Sequence[Any]:
+    """Arguments of which, inside of `shard_map`, all vary over the axes of the mesh over which one does."""
+    axes = [jax.typeof(x).mat.varying if isinstance(x, jax.core.Tracer) else frozenset() for x in arguments]
+    together = frozenset().union(*axes)
+    if not together:
+        return arguments
+    missing = [tuple(together - own) for own in axes]
+    return [lax.pcast(x, names, to="varying") if names else x for x, names in zip(arguments, missing, strict=True)]
+
+
+def _typed(view: Shape, dtype: str, like: Any) -> Any:
+    """The type of a result; inside of `shard_map` it varies as the arguments do."""
+    found = jax.core.ShapedArray(view, jnp.dtype(dtype))
+    if not like.mat.varying:
+        return found
+    sharding = like.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(view)))
+    return like.update(shape=found.shape, dtype=found.dtype, weak_type=False, sharding=sharding)
 
 
 step_p = _StepPrimitive("planner_step")
@@ -63,11 +83,16 @@ def _step_impl(*arguments: Any, **parameters: Any) -> list[Any]:
 
 @step_p.def_abstract_eval
 def _step_abstract(*arguments: Any, op: Op, views: tuple[Shape, ...], **_: Any) -> list[Any]:
-    return [jax.core.ShapedArray(view, jnp.dtype(op.dtype)) for view in views]
+    return [_typed(view, op.dtype, arguments[0]) for view in views]
 
 
 def _step_lowering(context: Any, *values: Any, platform: str = "", **parameters: Any) -> Any:
-    function = partial(evaluate, platform=platform, several=device_count(context) > 1)
+    devices = devices_of(context)
+    # Kernels of a platform run on one device: XLA cannot partition them.
+    function = partial(evaluate, platform="" if devices == "unknown" else platform, several=devices == "several")
+    # Inside of `shard_map` types say over which axes values vary: constants of the step's own would not agree.
+    if any(aval.mat.varying for aval in context.avals_in):
+        context = context.replace(avals_in=[jax.core.ShapedArray(x.shape, x.dtype) for x in context.avals_in])
     return mlir.lower_fun(function, multiple_results=True)(context, *values, **parameters)
 
 
@@ -235,7 +260,7 @@ def _tangent_impl(*arguments: Any, **parameters: Any) -> Any:
 
 @tangent_p.def_abstract_eval
 def _tangent_abstract(*arguments: Any, op: Op, views: tuple[Shape, ...], **_: Any) -> Any:
-    return jax.core.ShapedArray(views[0], jnp.dtype(op.dtype))
+    return _typed(views[0], op.dtype, arguments[0])
 
 
 mlir.register_lowering(

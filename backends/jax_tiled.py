@@ -34,12 +34,12 @@ def tiled_cost(
         copied: bytes that are copied before the kernels and after them.
     """
     n, i, g, j, k = sizes
-    size, empty = itemsize(op.dtype), op.pair or form.outer
+    size, sums = itemsize(op.dtype), op.pair or form.outer
     each = shape.rows(n, i, g, size)
-    tiles = most_tiles(n, each, g, empty)
-    summed = not empty and form.rows_out != form.gather.axes
+    tiles = most_tiles(n, each, g, sums and shape.empty)
+    summed = not sums and form.rows_out != form.gather.axes
     targets = group_sizes(op.spec, form.rows_out)[0] if summed else 0
-    direct = not summed and not empty and form.rows_a == form.gather.axes and shape.is_tile(n, i, size)
+    direct = not summed and not sums and form.rows_a == form.gather.axes and shape.is_tile(n, i, size)
     what = "pair" if op.pair else "outer" if form.outer else "summed" if summed else "direct" if direct else "product"
     held = (_tpu_bytes if shape is TPU else _gpu_bytes)(what, sizes, tiles * each, targets, size)
     maps = sum(rows != form.gather.axes for rows in (form.rows_a, form.rows_b if form.outer else form.rows_out))

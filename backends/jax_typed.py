@@ -75,7 +75,7 @@ def _conflict(label: str, entry: Entry, names: tuple[str, ...], split: dict[Entr
     elif taken := [e for e, axes in split.items() if not set(axes).isdisjoint(names)]:
         why = f"that splits {letter_of(taken[0])!r} in another array"
     else:
-        why = "it repeats in a term, or one index array reads pools of two sizes"
+        why = "it repeats in a term, or one index array reads pools of two sizes or along two brackets"
     return (
         f"{label} has {letter_of(entry)!r} split over {', '.join(names)}, but {why}: "
         f"place that dimension anew with jax.sharding.reshard"

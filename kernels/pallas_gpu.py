@@ -96,6 +96,7 @@ def _sum_of_products(sizes: tuple[Any, int, int], *in_specs: Any) -> Callable[..
         def summed(total: Any) -> Any:
             def add(_: Any, x: Any, y: Any) -> None:
                 plgpu.wgmma(total, x, y)
+                plgpu.wgmma_wait(1)  # the product before this one is done: the pipeline fills its blocks anew
 
             plgpu.emit_pipeline(add, grid=(steps,), in_specs=in_specs, max_concurrent_steps=_STAGES)(*arrays)
             return total[...]

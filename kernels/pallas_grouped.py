@@ -45,7 +45,7 @@ class Platform(NamedTuple):
     ) -> jax.Array:
         """Multiply each row by the matrix of its group; see `planner.kernels.jax_grouped.grouped_matmul`."""
         rows, (_, i, j), (g, _, k) = groups.order.shape[0], a.shape, c.shape
-        if a.dtype != c.dtype or not self.shape.takes(rows, i, g, j, k, a.dtype.name, empty=False):
+        if a.dtype != c.dtype or not self.shape.takes(rows, i, g, j, k, a.dtype.name, sums=False):
             return jax_grouped.grouped_matmul(a, c, groups, source, target, targets)
         if source is None and target is None and self.shape.is_tile(rows, i, a.dtype.itemsize):
             return self.product(a, c, *_groups_of_rows(groups))
@@ -72,7 +72,7 @@ class Platform(NamedTuple):
         rows, (_, i, j), k = groups.order.shape[0], a.shape, b.shape[2]
         if a.dtype != b.dtype or not self.shape.takes(rows, i, size, j, k, a.dtype.name):
             return jax_grouped.grouped_outer(a, b, groups, size, source_a, source_b)
-        tiles = cut(groups, self.shape.rows(rows, i, size, a.dtype.itemsize))
+        tiles = cut(groups, self.shape.rows(rows, i, size, a.dtype.itemsize), self.shape.empty)
         return self.outer(taken(a, tiles.slot, source_a), taken(b, tiles.slot, source_b), tiles)
 
     def grouped_gradients(
@@ -82,7 +82,7 @@ class Platform(NamedTuple):
         rows, i, (g, j, k) = groups.order.shape[0], a.shape[1], c.shape
         if not a.dtype == c.dtype == gout.dtype or not self.shape.takes(rows, i, g, j, k, a.dtype.name):
             return jax_grouped.grouped_gradients(gout, a, c, groups, source)
-        tiles = cut(groups, self.shape.rows(rows, i, g, a.dtype.itemsize))
+        tiles = cut(groups, self.shape.rows(rows, i, g, a.dtype.itemsize), self.shape.empty)
         gradient = taken(gout, tiles.slot)
         to_c = self.outer(taken(a, tiles.slot, source), gradient, tiles)
         if self.shape.is_tile(rows, i, a.dtype.itemsize):

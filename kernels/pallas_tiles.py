@@ -30,6 +30,7 @@ class Shape(NamedTuple):
         most: rows of a tile's matrix, where one row has no more.
         limit: rows of a tile's matrix at all.
         tiles: how many tiles there may be.
+        empty: whether the sum of a group without rows is written by a tile of its own.
     """
 
     dtypes: tuple[str, ...]
@@ -37,6 +38,7 @@ class Shape(NamedTuple):
     most: int
     limit: int
     tiles: int
+    empty: bool
 
     def rows(self, rows: int, inner: int, groups: int, itemsize: int) -> int:
         """Return how many rows a tile has: about those of a group, in matrices that the platform multiplies.
@@ -54,7 +56,7 @@ class Shape(NamedTuple):
         return max(unit, min(wanted, max(unit, self.most // max(1, inner) // unit * unit)))
 
     def takes(
-        self, rows: int, inner: int, groups: int, left: int, right: int, dtype: str, empty: bool = True
+        self, rows: int, inner: int, groups: int, left: int, right: int, dtype: str, sums: bool = True
     ) -> bool:  # fmt: skip
         """Whether there is something to multiply of a dtype that the kernels take, and memory holds the tiles.
 
@@ -65,12 +67,12 @@ class Shape(NamedTuple):
             left: columns of the rows.
             right: columns of the results.
             dtype: of all.
-            empty: whether a group without rows has a tile.
+            sums: whether the groups' sums are wanted.
         """
         if dtype not in self.dtypes or 0 in (rows, inner, groups, left, right):
             return False
         each = self.rows(rows, inner, groups, jnp.dtype(dtype).itemsize)
-        return each * inner <= self.limit and most_tiles(rows, each, groups, empty) <= self.tiles
+        return each * inner <= self.limit and most_tiles(rows, each, groups, sums and self.empty) <= self.tiles
 
     def is_tile(self, rows: int, inner: int, itemsize: int) -> bool:
         """Whether the matrix that one row is makes a tile of its own, which needs no move."""
@@ -80,9 +82,9 @@ class Shape(NamedTuple):
 
 # A register of a TPU holds 8 rows of 32 bits. The groups of so many tiles take half of the 1 MB of a v5e's memory of
 # scalars; a tile's rows, see the blocks of `planner.kernels.pallas_tpu`.
-TPU = Shape(("float32", "bfloat16"), 32, 256, 512, 2**16)
+TPU = Shape(("float32", "bfloat16"), 32, 256, 512, 2**16, empty=True)
 # A warpgroup of a GPU multiplies 64 rows of 16 bits by a matrix; it takes any number of them, one after another.
-GPU = Shape(("bfloat16", "float16"), 128, 128, 2**30, 2**30)
+GPU = Shape(("bfloat16", "float16"), 128, 128, 2**30, 2**30, empty=False)
 
 
 def most_tiles(rows: int, each: int, groups: int, empty: bool = True) -> int:

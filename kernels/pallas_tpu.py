@@ -108,7 +108,7 @@ def matrices_product(
             pl.BlockSpec((None, block_k, block_j) if transposes else (None, block_j, block_k), matrix),
         ],
         pl.BlockSpec((None, m, block_k), lambda k, t, j, group, live: (t, 0, k)),
-        jax.ShapeDtypeStruct((tiles, m, k), dtype or a.dtype),
+        jax.ShapeDtypeStruct((tiles, m, k), dtype or a.dtype, manual_axis_type=jax.typeof(a).mat),
         (m, block_k),
         "planner_grouped_matmul",
     )(group, live, a, c)
@@ -152,7 +152,7 @@ def matrices_outer(a: jax.Array, b: jax.Array, of: Tiles) -> jax.Array:
         (pl.cdiv(j, block_j), pl.cdiv(k, block_k), tiles),
         [pl.BlockSpec((None, m, block_j), partial(tile, 0)), pl.BlockSpec((None, m, block_k), partial(tile, 1))],
         pl.BlockSpec((None, block_j, block_k), lambda j, k, t, group, live: (group[t], j, k)),
-        jax.ShapeDtypeStruct((size, j, k), a.dtype),
+        jax.ShapeDtypeStruct((size, j, k), a.dtype, manual_axis_type=jax.typeof(a).mat),
         (block_j, block_k),
         "planner_grouped_outer",
     )(of.group, of.live, a, b)

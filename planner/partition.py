@@ -36,14 +36,16 @@ Split = Mapping[Entry, tuple[str, ...]]
 def divisible(spec: Spec) -> tuple[Entry, ...]:
     """Return the entries that can be split: of two or more elements, and but once in every term and bracket.
 
-    Nor a pool that one index array reads in the same brackets as a pool of another size: the two could get one name.
+    Nor a pool that one index array reads in the same brackets as a pool of another size, for the two could get one
+    name; nor the axes of an index array that is read in two brackets.
     """
     entries = dict.fromkeys(e for term in spec.terms for e in (*term, *term_axes(term)))
     brackets = [gather.axes for gather in spec.gathers]
     names = [(gather.array, gather.axes) for gather in spec.gathers]
+    unlike = {axis for array, axes in names for axis in axes if any(array == a and axes != b for a, b in names)}
 
     def once(entry: Entry) -> bool:
-        if isinstance(entry, Gather) and names.count((entry.array, entry.axes)) > 1:
+        if entry in unlike or (isinstance(entry, Gather) and names.count((entry.array, entry.axes)) > 1):
             return False
         return all(places.count(entry) <= 1 for places in (*spec.terms, *brackets))
 
@@ -216,8 +218,8 @@ def _check(plan: Plan, splits: Mapping[str, int]) -> None:
             raise PlannerError(f"{letter!r} is split into a positive number of parts, not {parts!r}")
         if parts > 1 and not set(named) <= set(divisible(spec)):
             raise PlannerError(
-                f"{letter!r} of '{spec}' cannot be split: it has fewer than two elements, repeats in a term, or is an "
-                "index array of pools of two sizes; XLA gathers arrays that are split so"
+                f"{letter!r} of '{spec}' cannot be split: it has fewer than two elements, repeats in a term, or an "
+                "index array reads pools of two sizes or along two brackets; XLA gathers arrays that are split so"
             )
     if plan.loop is not None:
         raise PlannerError(f"the plan is a {plan.loop}, and of those what devices exchange is not foretold")

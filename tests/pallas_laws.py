@@ -1,6 +1,9 @@
 """What holds for the Pallas kernels of every platform: they equal a loop over rows, and so do their derivatives."""
 
+import contextlib
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 
 from planner.kernels.jax_grouping import group_rows
 
-__all__ = ["EXPORTED", "PROBLEM", "hold"]
+__all__ = ["EXPORTED", "PROBLEM", "hold", "largest_tensor", "recorded_races"]
 
 PROBLEM = {
     "seed": st.integers(0, 2**30), "kind": st.sampled_from(["any", "sorted", "constant", "skewed", "dropped"]),
@@ -79,3 +82,28 @@ def hold(setting, seed, shape, kind):
     found = _compiled(setting, groups)(*(jnp.asarray(x, dtype) for x in (a, c, gradient)), q, source, target)
     for x, y in zip(found, wanted, strict=True):
         assert np.array_equal(np.asarray(x, float), np.asarray(jnp.asarray(y, dtype), float))
+
+
+@contextlib.contextmanager
+def recorded_races(module):
+    """The states of JAX's race detection, of which it makes one for each kernel that runs.
+
+    Args:
+        module: of the interpreter, which makes them.
+    """
+    states, make = [], module.RaceDetectionState
+
+    def recorded(*given, **how):
+        states.append(make(*given, **how))
+        return states[-1]
+
+    module.RaceDetectionState = recorded
+    try:
+        yield states
+    finally:
+        module.RaceDetectionState = make
+
+
+def largest_tensor(module):
+    """Elements of the largest array in an exported module."""
+    return max(math.prod(map(int, dims.rstrip("x").split("x"))) for dims in re.findall(r"tensor<((?:\d+x)+)", module))

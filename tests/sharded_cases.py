@@ -6,6 +6,7 @@ Run as a script, it prints a report of each case as JSON.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -84,13 +85,13 @@ def cases() -> dict[str, Case]:
     return found
 
 
-def exchanged(text: str) -> list[tuple[str, int]]:
-    """The kind and the bytes of each result of the collectives in a compiled program; single numbers are left out."""
+def exchanged(text: str, numbers: bool = True) -> list[tuple[str, int]]:
+    """The kind and the bytes of each result of the collectives in a compiled program; of single numbers if asked."""
     found = []
     for results, kind in re.findall(rf"= (.+?) ({KINDS})(?:-start)?\(", text):
         for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", results):
-            if dims:
-                found.append((kind, BYTES[dtype] * math.prod(map(int, dims.split(",")))))
+            if dims or numbers:
+                found.append((kind, BYTES[dtype] * math.prod(map(int, filter(None, dims.split(","))))))
     return sorted(found)
 
 
@@ -162,7 +163,7 @@ def report(case: Case) -> dict[str, Any]:
         "equal": [bool(np.array_equal(x, y, equal_nan=True)) for x, y in zip(results, wanted, strict=True)],
         "marked": bool(jnp.isnan(wanted[0]).any()),
         "split": [not x.sharding.is_fully_replicated for x in results],
-        "exchanged": exchanged(text),
+        "exchanged": exchanged(text, numbers=not case.uneven),  # the sums above are added up too
         "foretold": sorted((c.kind, c.bytes) for c in plan.collectives(parts)),
         "lowerings": [step.choice.lowering for step in plan.steps],
     }
@@ -218,7 +219,16 @@ def others() -> dict[str, Any]:
         found[dtype] = same(rows, arrays, put(arrays[0], None, None, "x"), put(arrays[1], None, "x"), q)
     local = jax.shard_map(rows, mesh=mesh, in_specs=(PartitionSpec("x"), None, PartitionSpec("x")),
                           out_specs=PartitionSpec("x"))  # fmt: skip
-    found["shard_map"] = [bool((jax.jit(local)(a, c, q) == rows(a, c, q)).all()), []]
+    found["shard_map"] = [bool((jax.jit(local)(a, c, q) == rows(a, c, q)).all()), same(local, (a, c, q), a, c, q)[1]]
+    found["gradients in shard_map"] = [mapped(rows, *kind) for kind in itertools.product((True, False), repeat=2)]
+    found["kernels"] = kernels_on_tpus()
+    x, many_q = small(5, 4), small(8, low=0, dtype="int32")
+    found["two brackets"] = same(
+        lambda x, q: planner.contract("q[n]j, q[m]j -> nm", x, x, q=q), (x, many_q), x, put(many_q, "x")
+    )[0]
+    with jax.default_matmul_precision("highest"):
+        whole = jax.jit(rows).lower(put(a, "x"), c, put(q, "x")).compile().as_text()
+    found["precision"] = "operand_precision={highest,highest}" in whole
 
     many = small(64, 8, 16), small(8, 16, 16), small(64, 16), small(64, low=0, dtype="int32")
     limited = planner.plan("nij, q[n]jk, nk -> ni", *(x.shape for x in many[:3]), q=(64,), backend="jax",
@@ -239,6 +249,64 @@ def others() -> dict[str, Any]:
     found["repeated"] = refused(planner.contract, "ii ->", put(small(8, 8), "x", on=explicit))
     found["outside of jit"] = refused(jax.grad(lambda a: rows(a, *typed[1:]).sum()), typed[0])
     return found
+
+
+def mapped(rows: Any, checked: bool, partial: bool) -> bool:
+    """Whether gradients taken inside of `shard_map` are right, over all axes of a mesh or one of two."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import AxisType, PartitionSpec
+
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    rng = np.random.default_rng(0)
+    a, c = (jnp.asarray(rng.integers(-2, 3, shape), "float32") for shape in ((16, 1, 8), (3, 8, 4)))
+    q, split, whole = jnp.asarray(rng.integers(0, 3, 16)), PartitionSpec("x"), PartitionSpec()
+
+    def gradients(a: Any, c: Any, q: Any) -> Any:
+        return jax.grad(lambda a, c: (rows(a, c, q) ** 2).sum(), argnums=(0, 1))(a, c)
+
+    def local(a: Any, c: Any, q: Any) -> Any:
+        to_a, to_c = gradients(a, c, q)
+        return to_a, to_c if checked else jax.lax.psum(to_c, "x")  # checked, JAX adds up what is not split
+
+    axes = {"axis_names": {"x"}} if partial else {}
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=(split, whole, split), out_specs=(split, whole), check_vma=checked, **axes
+    )
+    return all(bool((x == y).all()) for x, y in zip(jax.jit(run)(a, c, q), gradients(a, c, q), strict=True))
+
+
+def kernels_on_tpus() -> dict[str, bool]:
+    """Which programs for TPUs hold our kernels: those of one device, which XLA need not partition."""
+    import jax
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    import planner
+
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    split, whole = PartitionSpec("x"), PartitionSpec()
+    shapes = ((65_536, 1, 64), "float32"), ((512, 64, 64), "float32"), ((65_536,), "int32")
+    arrays = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+
+    def rows(a: Any, c: Any, q: Any) -> Any:
+        return planner.contract("nij, q[n]jk -> nik", a, c, q=q)
+
+    def held(function: Any, **options: Any) -> bool:
+        module = jax.export.export(jax.jit(function, **options), platforms=["tpu"])(*arrays).mlir_module()
+        return "planner_grouped_matmul" in module
+
+    def local(**options: Any) -> bool:
+        return held(jax.shard_map(rows, mesh=mesh, in_specs=(split, whole, split), out_specs=split, **options))
+
+    places = tuple(NamedSharding(mesh, spec) for spec in (split, whole, split))
+    return {
+        "one device": held(rows),
+        "exported for several": held(rows, in_shardings=places),
+        "shard_map": local(),
+        "shard_map, unchecked": local(check_vma=False),
+        "shard_map over one axis of two": local(axis_names={"x"}),
+    }
 
 
 if __name__ == "__main__":

@@ -63,6 +63,26 @@ def test_transforms_exchange_nothing(name, reports):
     assert reports["others"][name] == [True, []]
 
 
+def test_gradients_inside_of_shard_map(reports):
+    assert reports["others"]["gradients in shard_map"] == [True] * 4
+
+
+def test_kernels_run_where_a_program_is_of_one_device(reports):
+    """XLA cannot partition them: elsewhere stock operators run."""
+    assert reports["others"]["kernels"] == {
+        "one device": True, "exported for several": False, "shard_map": True, "shard_map, unchecked": True,
+        "shard_map over one axis of two": False,
+    }  # fmt: skip
+
+
+def test_an_index_array_in_two_brackets_is_not_split(reports):
+    assert reports["others"]["two brackets"] is True
+
+
+def test_the_context_says_how_exact_products_are(reports):
+    assert reports["others"]["precision"] is True
+
+
 @pytest.mark.parametrize("dtype", ["bool", "int32"])
 def test_sums_of_other_dtypes(dtype, reports):
     equal, ((kind, _),) = reports["others"][dtype]

@@ -47,8 +47,10 @@ def simulated():
 @settings(max_examples=examples(12, 400))
 @given(shape=st.sampled_from(SHAPES), **pallas_laws.PROBLEM)
 def test_kernels_equal_a_loop_over_rows_and_nothing_races(shape, seed, kind):
-    pallas_laws.hold(simulated, seed, shape, kind)
-    assert gpu_callbacks._races is None or not gpu_callbacks._races.races_found
+    with pallas_laws.recorded_races(gpu_callbacks) as states:
+        pallas_laws.hold(simulated, seed, shape, kind)
+    assert len(states) == (0 if 0 in shape[:5] else 5)  # three products and two sums
+    assert not any(state.races_found for state in states)
 
 
 def test_products_are_not_rounded_before_they_are_added():
@@ -92,7 +94,8 @@ def test_programs_for_a_card_hold_the_kernels_and_no_gathered_matrices(shape, dt
 
     module = exported(run, ((n, i, j), dtype), ((groups, j, k), dtype), ((n,), "int32"))
     assert all(name in module for name in ("planner_grouped_matmul", "planner_grouped_outer"))
-    assert f"tensor<{n}x{j}x{k}x" not in module or n == groups or i == j
+    # Rows move into tiles of at most 128 of them, and a last one of each group: only where c[q] is larger it is missed.
+    assert pallas_laws.largest_tensor(module) < n * j * k or n * j * k <= (n + 128 * groups) * i * (j + k)
 
 
 @pytest.fixture
