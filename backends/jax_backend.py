@@ -196,12 +196,14 @@ class JaxBackend(Backend):
         return None if peaks[0] is None or peaks[1] is None else max(peaks[0], peaks[1] + retained)
 
     def refuse_dataless(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
-        """Refuse traced arrays."""
+        """Refuse traced arrays, and those on several devices."""
         arrays = [(f"operand {number}", x) for number, x in enumerate(operands)]
         arrays += [(f"index array {n!r}", getattr(q, "values", q)) for n, q in indices.items()]
         for label, x in arrays:
             if isinstance(x, jax.core.Tracer):
                 raise PlannerError(f"{label} is traced, so nothing can be measured: call it outside of jit and grad")
+            if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
+                raise PlannerError(f"{label} is on several devices: measure on one device, with jax.device_put")
 
     def stepwise(
         self,

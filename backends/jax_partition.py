@@ -8,13 +8,17 @@ a device runs is the step of shorter operands.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
@@ -157,16 +161,18 @@ def _call(
     def call(*arguments: Any) -> tuple[Any, ...]:
         return whole(*told(arguments))
 
-    def split_of(arguments: Sequence[Any], results: Sequence[Any]) -> dict[Entry, tuple[str, ...]]:
+    def split_of(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> dict[Entry, tuple[str, ...]]:
         """What operands are split over, and what results are besides."""
-        split = divided(spec, [(term, placement(x)) for term, x in zip(terms, arguments, strict=True)])
-        return divided(spec, [(term, placement(x)) for term, x in zip(outputs, results, strict=bool(results))], split)
+        split = divided(spec, [(term, _placed(x, mesh)) for term, x in zip(terms, arguments, strict=True)])
+        return divided(
+            spec, [(term, _placed(x, mesh)) for term, x in zip(outputs, results, strict=bool(results))], split
+        )
 
     def shardings(mesh: Any, split: Split, terms: Sequence[Term]) -> tuple[Any, ...]:
         return tuple(NamedSharding(mesh, PartitionSpec(*(split.get(entry) for entry in term))) for term in terms)
 
     def partition(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
-        split = split_of(arguments, results)
+        split = split_of(mesh, arguments, results)
         part = _Part(spec, split, {entry: math.prod(mesh.shape[name] for name in split[entry]) for entry in split})
 
         def local(*arguments: Any) -> tuple[Any, ...]:
@@ -174,14 +180,51 @@ def _call(
                 inputs, given = told([part.filled(x, term) for x, term in zip(arguments, terms, strict=True)])
                 return of_device(part, inputs, given)
 
+        _lowered_without_locations(local)
         return mesh, local, shardings(mesh, split, outputs), shardings(mesh, split, terms)
 
     def infer(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
-        return shardings(mesh, split_of(arguments, ()), outputs)
+        return shardings(mesh, split_of(mesh, arguments, ()), outputs)
 
-    call.def_partition(partition, infer, sharding_rule=_rule(spec, terms, outputs))
+    # JAX cannot decode dimensions that share an axis of the mesh, as a reshape may leave them.
+    call.def_partition(partition, infer, decode_shardings=False, sharding_rule=_rule(spec, terms, outputs))
     results: tuple[Any, ...] = call(*inputs, *(arrays[name] for name in brackets))
     return results
+
+
+def _lowered_without_locations(function: Callable[..., Any]) -> None:
+    """Keep places in the source out of what is lowered while JAX holds a function.
+
+    XLA takes those of a partitioned call for others of the program that holds it, and its pass over them may then never
+    end (seen in jaxlib 0.10.2; which programs it hits depends on the callers).
+    """
+    name = "jax_traceback_in_locations_limit"
+    before = getattr(jax.config, name)
+    if before != 0:
+        jax.config.update(name, 0)
+        weakref.finalize(function, jax.config.update, name, before)
+
+
+def _placed(x: Any, mesh: Any) -> Placement:
+    """How XLA has placed an array on a mesh: for each dimension the axes, none where it is split over a part of one."""
+    devices = list(mesh.devices.flat)
+    # Of as many elements as devices any number of parts is even.
+    slices = x.sharding.devices_indices_map((len(devices),) * len(x.shape))
+    sizes = dict(mesh.shape)
+    steps = dict(zip(sizes, np.indices(mesh.devices.shape).reshape(len(sizes), -1), strict=True))
+    found: list[tuple[str, ...]] = []
+    for dim in range(len(x.shape)):
+        starts = np.array([slices[device][dim].start or 0 for device in devices])
+        parts = len(set(starts.tolist()))
+        for names in itertools.chain.from_iterable(itertools.permutations(sizes, k) for k in range(len(sizes) + 1)):
+            if math.prod(sizes[name] for name in names) == parts and all(sizes[name] > 1 for name in names):
+                place = functools.reduce(lambda at, name: at * sizes[name] + steps[name], names, 0 * starts)
+                if np.array_equal(place * (len(devices) // parts), starts):
+                    found.append(names)
+                    break
+        else:
+            found.append(())
+    return tuple(found)
 
 
 def placement(x: Any) -> Placement:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -136,7 +137,7 @@ class Collective:
 
 def collectives(plan: Plan, splits: Mapping[str, int]) -> tuple[Collective, ...]:
     """Return what devices exchange; see `planner.plan.Plan.collectives`."""
-    _check(plan, splits)
+    splits = _checked(plan, splits)
     spec, programs = plan.resolved.spec, plan.programs
 
     def placed(term: Term) -> Placement:
@@ -206,23 +207,31 @@ def _exposed(plan: Plan) -> dict[tuple[int, ...], list[Term | None]]:
     return found
 
 
-def _check(plan: Plan, splits: Mapping[str, int]) -> None:
+def _checked(plan: Plan, splits: Mapping[str, int]) -> dict[str, int]:
     """Refuse letters and numbers that mean nothing, and plans of which nothing is foretold."""
-    spec = plan.resolved.spec
+    if not isinstance(splits, Mapping):
+        raise PlannerError(f"splits={splits!r:.80} is no mapping from letters to numbers of parts, such as {{'n': 8}}")
+    spec, found = plan.resolved.spec, {}
     entries: list[Entry] = [*(axis for axis, _ in spec.sizes), *spec.gathers]
-    for letter, parts in splits.items():
+    for letter, given in splits.items():
         named = [e for e in entries if letter == letter_of(e)]
         if not named:
-            raise PlannerError(f"'{spec}' has no axis or index array {letter!r} to split")
-        if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
-            raise PlannerError(f"{letter!r} is split into a positive number of parts, not {parts!r}")
+            raise PlannerError(f"'{spec}' has no axis or index array {letter!r:.80} to split")
+        try:
+            parts = 0 if isinstance(given, bool) else operator.index(given)
+        except TypeError:
+            parts = 0
+        if parts < 1:
+            raise PlannerError(f"{letter!r} is split into a positive number of parts, not {given!r:.80}")
         if parts > 1 and not set(named) <= set(divisible(spec)):
             raise PlannerError(
                 f"{letter!r} of '{spec}' cannot be split: it has fewer than two elements, repeats in a term, or an "
                 "index array reads pools of two sizes or along two brackets; XLA gathers arrays that are split so"
             )
+        found[letter] = parts
     if plan.loop is not None:
         raise PlannerError(f"the plan is a {plan.loop}, and of those what devices exchange is not foretold")
+    return found
 
 
 def letter_of(entry: Entry) -> str:

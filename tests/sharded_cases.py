@@ -177,6 +177,10 @@ def others() -> dict[str, Any]:
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     import planner
+    from planner.backends import jax_partition
+
+    def limit() -> int:
+        return int(jax.config.jax_traceback_in_locations_limit)
 
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     explicit = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
@@ -226,6 +230,18 @@ def others() -> dict[str, Any]:
     found["two brackets"] = same(
         lambda x, q: planner.contract("q[n]j, q[m]j -> nm", x, x, q=q), (x, many_q), x, put(many_q, "x")
     )[0]
+    long, matrix = small(64, 8), small(8, 4)
+    found["reshaped"] = same(
+        lambda x, y: planner.contract("nmj, jk -> nmk", x.reshape(4, 16, 8), y), (long, matrix), put(long, "x"), matrix
+    )[0]
+    limits: list[int] = []
+    real, before = jax_partition._Part.filled, limit()
+    jax_partition._Part.filled = lambda *given: limits.append(limit()) or real(*given)
+    jax.jit(lambda x, y: planner.contract("nj, jk -> kn", x, y)).lower(put(long, "x"), matrix).compile()
+    jax_partition._Part.filled = real
+    found["locations"] = [set(limits) == {0}, limit() == before > 0]
+    plan = planner.plan("nj, jk -> nk", long, matrix)
+    found["analyzed"] = refused(plan.analyze, put(long, "x"), matrix)
     with jax.default_matmul_precision("highest"):
         whole = jax.jit(rows).lower(put(a, "x"), c, put(q, "x")).compile().as_text()
     found["precision"] = "operand_precision={highest,highest}" in whole

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 import planner
@@ -73,6 +74,20 @@ def test_kernels_run_where_a_program_is_of_one_device(reports):
         "one device": True, "exported for several": False, "shard_map": True, "shard_map, unchecked": True,
         "shard_map over one axis of two": False,
     }  # fmt: skip
+
+
+def test_dimensions_that_share_an_axis_of_the_mesh(reports):
+    """As a reshape leaves them."""
+    assert reports["others"]["reshaped"] is True
+
+
+def test_places_in_the_source_are_told_again_afterwards(reports):
+    """Of partitioned calls they are hidden: XLA's compiler may not end over them."""
+    assert reports["others"]["locations"] == [True, True]
+
+
+def test_measuring_is_refused_on_several_devices(reports):
+    assert "on one device" in reports["others"]["analyzed"]
 
 
 def test_an_index_array_in_two_brackets_is_not_split(reports):
@@ -151,7 +166,15 @@ def test_what_cannot_be_split():
 
 @pytest.mark.parametrize(
     ("splits", "words"),
-    [({"z": 2}, "no axis"), ({"n": 0}, "positive"), ({"n": 2.5}, "positive"), ({"i": 2}, "cannot be split")],
+    [
+        ({"z": 2}, "no axis"),
+        ({"n": 0}, "positive"),
+        ({"n": 2.5}, "positive"),
+        ({"n": True}, "positive"),
+        ({"i": 2}, "cannot be split"),
+        (None, "no mapping"),
+        ("n8", "no mapping"),
+    ],
 )
 def test_collectives_refuses(splits, words):
     plan = planner.plan("nij, q[n]jk -> nik", (6, 1, 2), (3, 2, 4), q=(6,), backend="numpy")
@@ -163,6 +186,7 @@ def test_collectives_print():
     plan = planner.plan("ij, jk -> ik", (64, 512), (512, 32), backend="numpy")
     assert list(map(str, plan.collectives({"j": 8}))) == ["ij, jk -> ik: all-reduce over j of 8.19 kB"]
     assert plan.collectives({"j": 1}) == ()
+    assert plan.collectives({"j": np.int64(8)}) == plan.collectives({"j": 8})
     gather = planner.plan(
         "q[n]j, jk -> nk",
         planner.Operand((8, 40)),
