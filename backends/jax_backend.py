@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from planner.backends.common import check_index_dtype, clip_error, exposures
-from planner.backends.jax_evaluation import TABLE, compiled_cast
+from planner.backends.jax_evaluation import TABLE, compiled_cast, hopper
 from planner.backends.jax_index import JaxIndex, checked_arrays, index_shape
 from planner.backends.jax_loop import plan_run
 from planner.backends.jax_reads import Reads
@@ -62,14 +62,11 @@ class JaxBackend(Backend):
         return jnp.result_type(*(x if hasattr(x, "weak_type") else jnp.dtype(dtype) for dtype, x in pairs)).name
 
     def device(self, operands: Sequence[Any]) -> Device:
-        """Rates of the machine that JAX runs on."""
+        """Rates of the machine that JAX runs on; of a card's capabilities the one that our kernels need."""
         platform = jax.default_backend()
         if platform in ("cpu", "tpu"):
             return CPU if platform == "cpu" else TPU_V5E
-        card = jax.devices()[0]
-        capability = str(getattr(card, "compute_capability", "")).replace(".", "")
-        found = gpu_preset(card.device_kind)
-        return dataclasses.replace(found, capability=int(capability)) if capability.isdigit() else found
+        return dataclasses.replace(gpu_preset(jax.devices()[0].device_kind), capability=90 if hopper() else 0)
 
     def check_index(self, name: str, index: Any) -> None:
         """Refuse an index array that is not of integers."""

@@ -30,7 +30,8 @@ from planner.objective import step_key
 from planner.program import Lowerer
 from planner.spec import Gather, Spec
 
-__all__ = ["LOWER", "PLATFORMS", "TABLE", "Mode", "Shape", "cast", "compiled_cast", "evaluate", "input_count"]
+__all__ = ["LOWER", "PLATFORMS", "TABLE", "Mode", "Shape", "cast", "compiled_cast", "evaluate", "hopper",
+           "input_count"]  # fmt: skip
 
 Shape = tuple[int, ...]
 # The index mode, in which index arrays are read, and the precision of products.

@@ -1,7 +1,9 @@
 """Pallas kernels for Hopper GPUs, in JAX's simulation of one, and lowered for a card that is not here."""
 
 import contextlib
+import importlib.util
 import sys
+import types
 
 import pytest
 from conftest import examples
@@ -17,7 +19,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # noqa: E402
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # noqa: E402
 
 import planner  # noqa: E402
-from planner.backends import card, jax_card, jax_evaluation  # noqa: E402
+from planner.backends import card, jax_backend, jax_card, jax_evaluation  # noqa: E402
 from planner.kernels import pallas_gpu  # noqa: E402
 from planner.kernels.jax_grouping import group_rows  # noqa: E402
 
@@ -134,6 +136,15 @@ def test_the_platform_is_chosen_when_a_program_is_lowered(hopper, platforms, dty
 
 def test_where_no_card_is_visible_programs_run_on_any():
     assert "mosaic_gpu" not in exported(gradients, *problem("bfloat16"))
+
+
+@pytest.mark.parametrize(("capability", "installed", "found"), [("9.0", True, 90), ("9.0", False, 0), ("8.0", True, 0)])
+def test_kernels_are_priced_where_they_run(monkeypatch, capability, installed, found):
+    cards = [types.SimpleNamespace(device_kind="NVIDIA H200", compute_capability=capability)]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda *_: cards)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: installed or None)
+    assert jax_backend.backend.device(()).capability == found
 
 
 def test_the_command_for_a_card_works(monkeypatch, capsys):
