@@ -29,10 +29,9 @@ from planner.lower import Op
 __all__ = ["bind_step", "compiled", "gradient_op"]
 
 
-# Parameters: op, lowering, mode, `views`, the shapes of the results as the caller sees them, and `reads`. Arguments are
-# the op's inputs, then index arrays in the order of `reads.arrays`.
-# Of their own the primitives add `devices`, see `devices_wanted`.
 class _StepPrimitive(Primitive):
+    """A primitive whose arguments vary alike inside of `shard_map`, and that is lowered for devices with names."""
+
     def bind(self, *arguments: Any, **parameters: Any) -> Any:
         return super().bind(*_varying_alike(arguments), **{"devices": devices_wanted(), **parameters})
 
@@ -56,6 +55,9 @@ def _typed(view: Shape, dtype: str, like: Any) -> Any:
     return like.update(shape=found.shape, dtype=found.dtype, weak_type=False, sharding=sharding)
 
 
+# Parameters: op, lowering, mode, `views`, the shapes of the results as the caller sees them, and `reads`. Arguments are
+# the op's inputs, then index arrays in the order of `reads.arrays`. The primitives add `devices` themselves, see
+# `devices_wanted`.
 step_p = _StepPrimitive("planner_step")
 step_p.multiple_results = True
 tangent_p = _StepPrimitive("planner_tangent")
