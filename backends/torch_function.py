@@ -7,6 +7,7 @@ so that any order works. Under `vmap` both are contractions by a batched spec.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from planner.backends.torch_bound import BoundPlan
 from planner.backends.torch_index import TorchIndex
-from planner.backends.torch_modes import as_planned, in_functorch, transformed, unwrapped
+from planner.backends.torch_modes import as_planned, autograd_batches, in_functorch, over_batch, transformed, unwrapped
 from planner.backends.torch_operators import run_backward, run_forward
 from planner.derive import batched, transpose
 from planner.spec import Spec
@@ -83,6 +84,8 @@ class _Contract(torch.autograd.Function):
         blank = (None,) * (len(ctx.bound.arrays) - len(ctx.prepared))
         if gradient is None:
             return (None, None, *(None,) * count, *blank)
+        if autograd_batches(gradient):
+            return over_batch(partial(_Contract.backward, ctx), (gradient,))
         saved = ctx.saved_tensors
         arrays = saved[: count + len(blank)]
         kept = saved[count + len(blank) :]
@@ -134,6 +137,8 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> Any:
+        if autograd_batches(*tangents):
+            return over_batch(partial(_Gradient.backward, ctx), tangents)
         bound, prepared = ctx.bound, ctx.prepared
         gradient, *arrays = ctx.saved_tensors
         operands, indices = _split(bound, prepared, arrays)

@@ -965,3 +965,28 @@ def test_gradients_read_no_tensor_of_a_transform_that_has_ended(monkeypatch):
     assert [x.shape for x in found] == [a.shape, c.shape]
     assert len(seen) >= 3
     assert not any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in seen)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "sizes"),
+    [
+        ("ij,i->ji", [(3, 2), (3,)], None),
+        ("nij, q[n]jk -> nik", [(4000, 1, 16), (50, 16, 16)], None),
+        ("ijk,ikl->jl", [(8, 256, 64), (8, 64, 32)], None),
+        ("nj->q[n]j", [(4000, 3)], (50, 3)),
+    ],
+)
+def test_gradients_that_autograd_batches_are_those_one_by_one(spec, shapes, sizes):
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape):
+        return torch.randint(-3, 4, shape, generator=generator).double()
+
+    operands = [numbers(*shape).requires_grad_() for shape in shapes]
+    index = {"q": torch.randint(0, 50, (4000,), generator=generator)} if "q" in spec else {}
+    result = planner.contract(spec, *operands, sizes=sizes, **index)
+    several = numbers(3, *result.shape)
+    together = torch.autograd.grad(result, operands, several, is_grads_batched=True, retain_graph=True)
+    apart = [torch.autograd.grad(result, operands, one, retain_graph=True) for one in several]
+    for batch, *each in zip(together, *apart, strict=True):
+        assert torch.equal(batch, torch.stack(each))
