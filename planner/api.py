@@ -14,11 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from planner.acceptance import accepted
-from planner.cost import itemsize
+from planner.cost import ITEMSIZES, itemsize
 from planner.device import Device
 from planner.dispatch import for_dynamo, framework_of, load_backend, operands_framework, torch_compiles
-from planner.errors import PlannerError, ShapeError, SpecError
+from planner.errors import PlannerError, PlannerTypeError, ShapeError
 from planner.measure import measured
 from planner.parse import parse, parse_sublists
 from planner.plan import Options, Plan
@@ -114,7 +116,8 @@ def contract(
         ShapeError: shapes do not fit.
         IndexRangeError: an index is out of range under ``index_mode="raise"``.
         PlannerLimitError: no plan is within the limits.
-        PlannerError: frameworks are mixed, an index array is not of integers, or an option is unknown.
+        PlannerTypeError: the spec is no string, an operand is no array, a keyword is unknown, or a dtype not supported.
+        PlannerError: frameworks are mixed, an index array is not of integers, or an option has no such value.
 
     Source:
         The notation is that of numpy's einsum; why an index array may stand anywhere in it: `planner.derive`.
@@ -139,7 +142,9 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
     _check_names(contract, indices)
     if not isinstance(spec, (str, Spec)):
         if framework_of(spec) is None or not operands:
-            raise SpecError(f"the spec must be a string, not {type(spec).__name__}; an example is 'ij, jk -> ik'")
+            raise PlannerTypeError(
+                f"the spec must be a string, not {type(spec).__name__}; an example is 'ij, jk -> ik'"
+            )
         spec, operands, letters = parse_sublists((spec, *operands))
         request = request._replace(spec=spec, sizes=_lettered(request.sizes, letters))
     if isinstance(spec, str):
@@ -292,7 +297,7 @@ def _check_names(call: Callable[..., Any], indices: Mapping[str, Any]) -> None:
             options = [p.name for p in inspect.signature(call).parameters.values() if p.kind is p.KEYWORD_ONLY]
             close = difflib.get_close_matches(name, options, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"options are {', '.join(options)}"
-            raise PlannerError(f"{name!r} is no option, and an index array has one letter as its name: {hint}")
+            raise PlannerTypeError(f"{name!r} is no option, and an index array has one letter as its name: {hint}")
 
 
 def _lettered(sizes: Any, letters: Mapping[Any, str]) -> Any:
@@ -343,14 +348,14 @@ def _describe(backend: Backend, operand: Any, number: int) -> Operand:
     try:
         return dataclasses.replace(described, dtype=dtype_name(described.dtype))
     except PlannerError as error:
-        raise PlannerError(f"{what}: {error}") from None
+        raise PlannerTypeError(f"{what}: {error}") from None
 
 
 def dtype_name(dtype: Any) -> str:
     """Return the name of a dtype given as a name or as a framework's dtype object.
 
     Raises:
-        PlannerError: it is no dtype that contractions compute in.
+        PlannerTypeError: it is no dtype that contractions compute in.
     """
     if isinstance(dtype, str) or str(dtype).startswith("torch."):
         name = str(dtype).removeprefix("torch.")
@@ -359,6 +364,9 @@ def dtype_name(dtype: Any) -> str:
     name = {"float": "float64", "double": "float64", "half": "float16", "complex": "complex128", "int": "int64"}.get(
         name, name
     )
+    if name not in ITEMSIZES:
+        with contextlib.suppress(TypeError, ValueError):
+            name = np.dtype(name).name  # NumPy's codes: "f8", "?"
     itemsize(name)
     return name
 

@@ -6,11 +6,11 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from planner.errors import PlannerError
+from planner.errors import PlannerTypeError
 
-__all__ = ["Cost", "PlanCost", "StepCost", "itemsize"]
+__all__ = ["ITEMSIZES", "Cost", "PlanCost", "StepCost", "itemsize"]
 
-_ITEMSIZES = {
+ITEMSIZES = {
     "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
     "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex64": 8,
     "complex128": 16,
@@ -21,13 +21,13 @@ def itemsize(dtype: str) -> int:
     """Return the bytes of one element.
 
     Raises:
-        PlannerError: the dtype is none that a contraction can compute in.
+        PlannerTypeError: the dtype is none that a contraction can compute in.
     """
     try:
-        return _ITEMSIZES[dtype]
+        return ITEMSIZES[dtype]
     except KeyError:
-        known = ", ".join(_ITEMSIZES)
-        raise PlannerError(f"dtype {dtype!r} is not supported; supported are {known}") from None
+        known = ", ".join(ITEMSIZES)
+        raise PlannerTypeError(f"dtype {dtype!r} is not supported; supported are {known}") from None
 
 
 class StepCost(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from planner.errors import PlannerError, ShapeError
+from planner.errors import PlannerError, PlannerTypeError, ShapeError
 from planner.resolve import resolve_shapes
 
 if TYPE_CHECKING:
@@ -90,7 +90,9 @@ def operands_framework(operands: Sequence[Any], indices: Mapping[str, Any]) -> s
     ):
         found = framework_of(array)
         if found is None:
-            raise PlannerError(f"{label} is a {type(array).__name__}, not an array of torch, jax or numpy")
+            raise PlannerTypeError(
+                f"{label} is a {type(array).__name__}, not an array of torch, jax or numpy: convert it first"
+            )
         if first is not None and found != first:
             raise PlannerError(f"{label} is a {found} array, but operand 0 is of {first}: convert one of them")
         first = first or found

@@ -1,7 +1,7 @@
 """Every error the library raises on purpose, all of them `PlannerError`.
 
-The two classes that Python users already catch for the same fault are bases too: a bad value is a
-`ValueError`, an index out of range an `IndexError`.
+The classes that Python users already catch for the same fault are bases too: a bad value is a `ValueError`, an index
+out of range an `IndexError`, an argument of a type that its place does not take a `TypeError`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ __all__ = [
     "IndexRangeError",
     "PlannerError",
     "PlannerLimitError",
+    "PlannerTypeError",
     "SearchLimitError",
     "ShapeError",
     "SpecError",
@@ -33,6 +34,10 @@ class SpecError(PlannerError):
             window = spec[start : position + 60].replace("\n", " ").replace("\r", " ").replace("\t", " ")
             message = f"{message}\n    {window}\n    {' ' * (position - start)}^"
         super().__init__(message)
+
+
+class PlannerTypeError(SpecError, TypeError):
+    """An argument has a type or dtype that its place does not take, or a keyword is neither option nor index array."""
 
 
 class ShapeError(PlannerError):

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from planner.errors import SpecError
+import numpy as np
+
+from planner.errors import PlannerTypeError, SpecError
 from planner.spec import ELLIPSIS, Gather, Spec, Term, is_letter, unused_letters
 
 __all__ = ["parse", "parse_sublists"]
@@ -33,7 +35,7 @@ def parse(text: str) -> Spec:
         SpecError: the text is malformed; the message shows the place.
     """
     if not isinstance(text, str):
-        raise SpecError(f"the spec must be a string, not {type(text).__name__}; an example is 'ij, jk -> ik'")
+        raise PlannerTypeError(f"the spec must be a string, not {type(text).__name__}; an example is 'ij, jk -> ik'")
     terms, has_output = _Parser(text).terms()
     inputs = tuple(terms[:-1] if has_output else terms)
     output = terms[-1] if has_output else _implicit_output(inputs, text)
@@ -155,24 +157,32 @@ def _check_letters(spec: Spec, text: str) -> None:
                     )
 
 
+def _listed(sublist: Any) -> Any:
+    """Labels in an array of integers as a list; anything else as it is, operands in the place of labels too."""
+    labels = isinstance(sublist, np.ndarray) and sublist.ndim == 1 and sublist.dtype.kind in "iu"
+    return sublist.tolist() if labels else sublist
+
+
 def parse_sublists(arguments: Sequence[Any]) -> tuple[Spec, tuple[Any, ...], dict[Any, str]]:
     """Parse numpy's sublist form: ``a, [0, 1], b, [1, 2], [0, 2]``.
 
     Args:
         arguments: operands, each followed by its list of labels (hashable and sortable; `Ellipsis` allowed),
-            and optionally the output's list.
+            and optionally the output's list. A tuple, a range or a NumPy array of integers is a list too.
 
     Returns:
         The unresolved spec, the operands, and the letter of each label.
 
     Raises:
-        SpecError: the arguments do not alternate, or labels cannot be sorted.
+        PlannerTypeError: the arguments do not alternate, or labels cannot be sorted.
+        SpecError: a list holds two ellipses.
     """
     operands = tuple(arguments[0 : len(arguments) - len(arguments) % 2 : 2])
     sublists = [*arguments[1::2], *arguments[len(arguments) - len(arguments) % 2 :]]
+    sublists = [_listed(x) for x in sublists]
     for number, sublist in enumerate(sublists):
-        if not isinstance(sublist, (list, tuple)):
-            raise SpecError(
+        if not isinstance(sublist, (list, tuple, range)):
+            raise PlannerTypeError(
                 f"sublist form: argument {2 * number + 1} must be a list of labels, "
                 f"not {type(sublist).__name__}; write contract(a, [0, 1], b, [1, 2], [0, 2])"
             )
@@ -180,7 +190,7 @@ def parse_sublists(arguments: Sequence[Any]) -> tuple[Spec, tuple[Any, ...], dic
         labels = {label for sublist in sublists for label in sublist if label is not Ellipsis}
         ordered = sorted(labels)
     except TypeError as error:
-        raise SpecError(f"sublist form: labels must be hashable and of one sortable type ({error})") from None
+        raise PlannerTypeError(f"sublist form: labels must be hashable and of one sortable type ({error})") from None
     letters = sorted(unused_letters((), len(ordered)))
     names = dict(zip(ordered, letters, strict=True))
 

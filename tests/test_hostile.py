@@ -150,28 +150,28 @@ WRONG = [
     ("i->ij", (np.ones(2),), {"sizes": 3}, planner.ShapeError, "not int"),
     (GATHER, (C,), {}, planner.SpecError, "'q' is missing: pass it as the keyword q="),
     (GATHER, (C,), {"q": Q, "p": Q}, planner.SpecError, "'p'.*has the index arrays q"),
-    ("ij->ij", (A,), {"minimise": "time"}, planner.PlannerError, "'minimise' is no option.*did you mean 'minimize'"),
-    ("ij->ij", (A,), {"devise": 3}, planner.PlannerError, "'devise' is no option.*options are sizes, optimize"),
+    ("ij->ij", (A,), {"minimise": "time"}, planner.PlannerTypeError, "'minimise' is no option.*did you mean 'minimize'"),
+    ("ij->ij", (A,), {"devise": 3}, planner.PlannerTypeError, "'devise' is no option.*options are sizes, optimize"),
     ("ij->ij", (A,), {"memory_limit": np.array(2.5)}, planner.PlannerError, "memory_limit=array"),
     (A, ([0, 1], [0, 1, 2]), {"sizes": {3: 4}}, planner.ShapeError, "names 3, which is no label of the lists: .0, 1, 2"),
-    ("ij->ij", (A,), {"out": A}, planner.PlannerError, "'out' is no option, and an index array has one letter"),
+    ("ij->ij", (A,), {"out": A}, planner.PlannerTypeError, "'out' is no option, and an index array has one letter"),
     (planner.resolve("ij->ij", (2, 3)), (A,), {"sizes": (7, 7)}, planner.ShapeError, r"says \(7, 7\), but .*\(2, 3\)"),
     (planner.resolve("ij->ij", (2, 3)), (A,), {"sizes": {"z": 9}}, planner.ShapeError, "says 9 for 'z'"),
     (planner.resolve("ij->ij", (2, 3)), (A,), {"sizes": {"j": 2}}, planner.ShapeError, "says 2 for 'j'"),
     (GATHER, (C,), {"q": Q.astype(float)}, planner.PlannerError, "'q' has dtype float64"),
     (GATHER, (C,), {"q": Q > 0}, planner.PlannerError, "'q' has dtype bool"),
     (GATHER, (C,), {"q": Q[None]}, planner.ShapeError, "'q' has 2 dimensions, but its axes are n"),
-    (GATHER, (C,), {"q": [0, 1]}, planner.PlannerError, "'q' is a list"),
-    (GATHER, (C,), {"q": 3}, planner.PlannerError, "'q' is a int"),
-    (GATHER, (C,), {"q": None}, planner.PlannerError, "'q' is a NoneType"),
+    (GATHER, (C,), {"q": [0, 1]}, planner.PlannerTypeError, "'q' is a list"),
+    (GATHER, (C,), {"q": 3}, planner.PlannerTypeError, "'q' is a int"),
+    (GATHER, (C,), {"q": None}, planner.PlannerTypeError, "'q' is a NoneType"),
     (GATHER, (C,), {"q": np.array([0, 5])}, planner.IndexRangeError, r"'q'\[1\] is 5, outside of \[-5, 5\)"),
     (GATHER, (C,), {"q": np.array([-6])}, planner.IndexRangeError, r"'q'\[0\] is -6"),
     (GATHER, (C[:0],), {"q": np.array([0]), "index_mode": "clip"}, planner.IndexRangeError, "size 0"),
     (GATHER, (C,), {"q": Q, "index_mode": "wrap"}, planner.PlannerError, "index_mode='wrap' is unknown"),
     (GATHER, (C,), {"q": Q, "index_mode": ["raise"]}, planner.PlannerError, "index_mode=.* is unknown"),
-    ("ij->ij", ([[1.0]],), {}, planner.PlannerError, "operand 0 is a list"),
-    ("ij,jk->ik", (A, None), {}, planner.PlannerError, "operand 1 is a NoneType"),
-    ("ij->ij", ("ab",), {}, planner.PlannerError, "operand 0 is a str"),
+    ("ij->ij", ([[1.0]],), {}, planner.PlannerTypeError, "operand 0 is a list"),
+    ("ij,jk->ik", (A, None), {}, planner.PlannerTypeError, "operand 1 is a NoneType"),
+    ("ij->ij", ("ab",), {}, planner.PlannerTypeError, "operand 0 is a str"),
     ("ij->ij", (A,), {"minimize": "speed"}, planner.PlannerError, "minimize='speed' is unknown"),
     ("ij->ij", (A,), {"minimize": None}, planner.PlannerError, "minimize=None is unknown"),
     ("ij->ij", (A,), {"minimize": ["time"]}, planner.PlannerError, "minimize=.*is unknown"),
@@ -182,19 +182,20 @@ WRONG = [
     ("ij->ij", (A,), {"memory_limit": -1}, planner.PlannerError, "memory_limit=-1"),
     ("ij->ij", (A,), {"memory_limit": 1.5}, planner.PlannerError, "memory_limit=1.5"),
     ("ij->ij", (A,), {"retain_limit": True}, planner.PlannerError, "retain_limit=True"),
-    ("ij->ij", (A,), {"dtype": "float13"}, planner.PlannerError, "'float13'"),
-    ("ij->ij", (A,), {"dtype": object()}, planner.PlannerError, "dtype"),
+    ("ij->ij", (A,), {"dtype": "float13"}, planner.PlannerTypeError, "'float13'"),
+    ("ij->ij", (A,), {"dtype": object()}, planner.PlannerTypeError, "dtype"),
     ("ij->ij", (A,), {"precision": "high"}, planner.PlannerError, "precision= is for jax"),
-    ("ij->ij", (np.array([["a"]]),), {}, planner.PlannerError, "dtype"),
-    ("ij->ij", (np.array([[None]]),), {}, planner.PlannerError, "dtype"),
-    (3, (A,), {}, planner.SpecError, "the spec must be a string, not int"),
-    (None, (A,), {}, planner.SpecError, "the spec must be a string, not NoneType"),
-    (b"ij->ij", (A,), {}, planner.SpecError, "the spec must be a string, not bytes"),
-    (A, ([0, 1], B), {}, planner.SpecError, "list of labels"),
-    (A, (0, B, [1, 2]), {}, planner.SpecError, "argument 1 must be a list of labels, not int"),
-    (A, ([0, "a"],), {}, planner.SpecError, "labels must be hashable and of one sortable type"),
-    (A, ([0, [1]],), {}, planner.SpecError, "labels must be hashable"),
+    ("ij->ij", (np.array([["a"]]),), {}, planner.PlannerTypeError, "dtype"),
+    ("ij->ij", (np.array([[None]]),), {}, planner.PlannerTypeError, "dtype"),
+    (3, (A,), {}, planner.PlannerTypeError, "the spec must be a string, not int"),
+    (None, (A,), {}, planner.PlannerTypeError, "the spec must be a string, not NoneType"),
+    (b"ij->ij", (A,), {}, planner.PlannerTypeError, "the spec must be a string, not bytes"),
+    (A, ([0, 1], B), {}, planner.PlannerTypeError, "list of labels"),
+    (A, (0, B, [1, 2]), {}, planner.PlannerTypeError, "argument 1 must be a list of labels, not int"),
+    (A, ([0, "a"],), {}, planner.PlannerTypeError, "labels must be hashable and of one sortable type"),
+    (A, ([0, [1]],), {}, planner.PlannerTypeError, "labels must be hashable"),
     (A, ([..., ...],), {}, planner.SpecError, "at most one Ellipsis"),
+    (A, (np.array([0.0, 1.0]),), {}, planner.PlannerTypeError, "argument 1 must be a list of labels, not ndarray"),
 ]  # fmt: skip
 
 
@@ -204,6 +205,7 @@ def test_wrong_calls_name_the_culprit(spec, operands, options, kind, message):
         with pytest.raises(planner.PlannerError, match=f"(?s){message}") as caught:
             planner.contract(spec, *operands, **options)
         assert type(caught.value) is kind
+        assert isinstance(caught.value, TypeError) == (kind is planner.PlannerTypeError)
         assert caught.value.__suppress_context__ or caught.value.__context__ is None
 
 
@@ -226,9 +228,9 @@ def test_mixed_frameworks_name_the_operand():
         (("q[n]->n", (3,)), {"q": (-2,)}, planner.ShapeError, "'q'"),
         (("q[n]->n", (3,)), {"q": 7}, planner.ShapeError, "'q'"),
         (("ij->ij", (2, 3)), {"backend": "tensorflow"}, planner.PlannerError, "backend 'tensorflow' is unknown"),
-        (("ij->ij", planner.Operand((2, 3), "float13")), {}, planner.PlannerError, "operand 0: .*float13"),
-        (("ij->ij", planner.Operand((2, 3), object)), {}, planner.PlannerError, "operand 0: .*object"),
-        (("ij->ij", (2, 3)), {"minimse": "time"}, planner.PlannerError, "did you mean 'minimize'"),
+        (("ij->ij", planner.Operand((2, 3), "float13")), {}, planner.PlannerTypeError, "operand 0: .*float13"),
+        (("ij->ij", planner.Operand((2, 3), object)), {}, planner.PlannerTypeError, "operand 0: .*object"),
+        (("ij->ij", (2, 3)), {"minimse": "time"}, planner.PlannerTypeError, "did you mean 'minimize'"),
         (("ij->ij", (2, 3)), {"precision": "high"}, planner.PlannerError, "precision= is for jax"),
         (("ij->ij", (2, 3)), {"device": "abacus"}, planner.PlannerError, "device 'abacus' .* take one of cpu"),
         (("ij->ij", (2, 3)), {"device": 3}, planner.PlannerError, "device=3"),
@@ -250,6 +252,11 @@ def test_wrong_plans_name_the_culprit(arguments, options, kind, message):
     with pytest.raises(planner.PlannerError, match=message) as caught:
         planner.plan(*arguments, **{"backend": "numpy", **options})
     assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("f8", "float64"), ("?", "bool"), (np.int8, "int8"), ("half", "float16")])
+def test_dtypes_are_taken_in_every_form(dtype, name):
+    assert planner.contract("ij->i", A, dtype=dtype).dtype == name
 
 
 def test_sizes_and_limits_are_taken_in_every_form():

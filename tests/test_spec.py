@@ -125,6 +125,7 @@ def test_letters_enough_for_any_spec():
         (([..., 1], [0, ...]), "...b,a..."),
         ((["x", "yy"], ["yy", "z"], ["x", "z"]), "ab,bc->ac"),
         (([0, 0], [0], []), "aa,a->"),
+        ((range(2), np.array([1, 2]), (np.int64(0), 2)), "ab,bc->ac"),
     ],
 )
 def test_sublists_mean_what_the_letters_mean(arguments, text):

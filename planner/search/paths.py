@@ -72,8 +72,8 @@ def explicit_path(path: Any) -> Path:
         return tuple(tuple(operator.index(i) for i in step) for step in path)
     except TypeError:
         raise PlannerError(
-            f"optimize={path!r:.80} is no path: "
-            "a path is a list of tuples of operand positions, such as [(0, 1), (0, 1)]"
+            f"optimize={path!r:.80} is no path: leave it out, or give 'auto', 'optimal', a name of opt_einsum's, "
+            "or a list of tuples of operand positions, such as [(0, 1), (0, 1)]"
         ) from None
 
 
