@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # torch is pinned in constraints.txt, so every install goes through it: a bare torch brings gigabytes of CUDA.
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: venv demo test nightly check format bench gpu docs clean
+.PHONY: venv demo test peers nightly check format bench gpu docs clean
 
 venv: $(READY)
 
@@ -25,8 +25,13 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(TESTS)
 
+# The einsum tests that NumPy, opt_einsum, torch and JAX ship, with planner in the place of what they test.
+peers: $(READY)
+	$(BIN)/python tests/peers $(TESTS)
+
 nightly: $(READY)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest $(TESTS)
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python tests/peers
 
 check: $(READY)
 	$(BIN)/ruff check .

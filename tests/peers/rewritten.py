@@ -1,0 +1,245 @@
+"""How calls of numpy.einsum and opt_einsum are written with `planner`, and what takes the place of which name.
+
+Each call that is redirected is also made as its author meant it, and the two results are held to each other: shape,
+dtype and values. So a test that compares two calls of what it tests never compares `planner` with `planner` alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import opt_einsum
+from opt_einsum import parser
+
+import planner
+from planner.dispatch import framework_of
+
+# What planner's calls have no word for is written as a user would write it. A rule that no test needs is an error.
+RULES = {
+    "array": "operands are arrays: Python's numbers and lists go through numpy.asarray first",
+    "out": "there is no out=: the result is copied into it",
+    "casting": "there is no casting=: with casting='unsafe' operands are cast to dtype= first",
+    "optimize": "True is 'auto'; False and None, one step over all operands, are the path of that step; a path has no "
+    "'einsum_path' at its head",
+    "use_blas": "there is no use_blas=: what a step runs as is chosen by its cost",
+    "backend": "there is no backend=: operands say whose they are; backend='jax' of NumPy's converts there and back",
+    "expression": "contract_expression is planner.plan, of float64 at first and anew where other arrays come",
+    "constants": "an expression has no constants: they are passed at each call, in their places",
+    "path": "contract_path is planner.plan, and its path a list",
+    "subscripts": "parse_einsum_input is planner.resolve, its terms joined",
+}
+# memory_limit= of theirs counts elements of the largest intermediate, ours all bytes that are allocated at any moment:
+# no number of one is a number of the other, and no test of these suites passes it to a call.
+
+# How often what of ours was called, and the rules that were used: strict.py clears both before each test.
+calls: Counter[str] = Counter()
+rules: set[str] = set()
+
+
+def _rule(name: str) -> None:
+    assert name in RULES, name
+    rules.add(name)
+
+
+def _parts(given: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], tuple[Any, ...]]]:
+    """The operands of a call, and the function that puts others in their places."""
+    if given and isinstance(given[0], str):
+        return list(given[1:]), lambda operands: (given[0], *operands)
+    pairs = len(given) // 2 * 2
+    lists, output = given[1:pairs:2], given[pairs:]
+    return list(given[0:pairs:2]), lambda operands: (*itertools.chain(*zip(operands, lists, strict=True)), *output)
+
+
+def _array(operand: Any) -> Any:
+    if not isinstance(operand, (bool, int, float, complex, list, tuple)):
+        return operand
+    _rule("array")
+    return np.asarray(operand)
+
+
+def _path(optimize: Any, operands: int | None) -> Any:
+    if optimize is True:
+        _rule("optimize")
+        return "auto"
+    if (optimize is False or optimize is None) and operands is not None:
+        _rule("optimize")
+        return [tuple(range(operands))]
+    if isinstance(optimize, list) and optimize[:1] == ["einsum_path"]:
+        _rule("optimize")
+        return optimize[1:]
+    return optimize
+
+
+def _options(given: dict[str, Any], operands: int | None) -> dict[str, Any]:
+    """Options of theirs as ours, of a call on so many operands; what has no rule is left for `planner` to refuse."""
+    options = dict(given)
+    if "optimize" in options:
+        options["optimize"] = _path(options["optimize"], operands)
+    if "use_blas" in options:
+        _rule("use_blas")
+        del options["use_blas"]
+    if options.get("backend") in ("torch", "jax"):
+        _rule("backend")
+        del options["backend"]
+    return options
+
+
+# Both sides round, each in its own order of sums.
+_CLOSE = {"float16": 2e-2, "bfloat16": 1e-1, "float32": 1e-4, "complex64": 1e-4}
+
+
+def hold(ours: Any, theirs: Callable[[], Any]) -> None:
+    """Hold a result to theirs: equal in shape and dtype, and in value but for rounding."""
+    if "Tracer" in type(ours).__name__:
+        return
+    try:
+        wanted = theirs()
+    except (ValueError, TypeError, RuntimeError):
+        return  # what theirs refuses and ours takes: whether that is a fault, the test says
+    have, want = (np.asarray(x.detach() if framework_of(x) == "torch" else x) for x in (ours, wanted))
+    assert (have.shape, have.dtype) == (want.shape, want.dtype)
+    if have.dtype.kind in "biu":
+        np.testing.assert_array_equal(have, want)
+        return
+    close = _CLOSE.get(have.dtype.name, 1e-9)
+    np.testing.assert_allclose(have, want, rtol=close, atol=close * float(np.abs(want).max(initial=0)))
+
+
+def _into(out: Any, result: Any, casting: str = "same_kind") -> Any:
+    if out is None:
+        return result
+    _rule("out")
+    np.copyto(out, result, casting=casting)  # type: ignore[arg-type]
+    return out
+
+
+def _through_jax(operands: Sequence[Any], run: Callable[[Sequence[Any]], Any]) -> Any:
+    """Run on JAX's arrays of NumPy's values."""
+    from jax import numpy as jnp
+
+    return np.asarray(run([jnp.asarray(x) for x in operands]))
+
+
+def contract(*given: Any, **options: Any) -> Any:
+    """`planner.contract`, counted."""
+    calls["contract"] += 1
+    return planner.contract(*given, **options)
+
+
+class Contract:
+    """`numpy.einsum` or `opt_einsum.contract`, whichever is `theirs`, in our words."""
+
+    def __init__(self, theirs: Callable[..., Any]) -> None:
+        self.theirs = theirs
+
+    def __call__(self, *given: Any, out: Any = None, **options: Any) -> Any:
+        operands, placed = _parts(given)
+        operands = [_array(x) for x in operands]
+        ours = _options(options, len(operands))
+        if ours.get("casting") == "unsafe" and "dtype" in ours:
+            _rule("casting")
+            del ours["casting"]
+            operands = [x.astype(ours["dtype"]) for x in operands]
+
+        def run(arrays: Sequence[Any]) -> Any:
+            return contract(*placed(arrays), **ours)
+
+        to_jax = options.get("backend") == "jax" and all(framework_of(x) == "numpy" for x in operands)
+        result = _through_jax(operands, run) if to_jax else run(operands)
+        hold(result, lambda: self.theirs(*given, **options))
+        return _into(out, result, options.get("casting", "same_kind"))
+
+
+class Expression:
+    """`opt_einsum.contract_expression`, as a plan."""
+
+    def __init__(self, *given: Any, constants: Sequence[int] = (), **options: Any) -> None:
+        _rule("expression")
+        shapes, self.placed = _parts(given)
+        self.options = _options(options, None)
+        self.constants = {n: shapes[n] for n in constants}
+        if constants:
+            _rule("constants")
+        stands = [x if n in self.constants else planner.Operand(x, "float64") for n, x in enumerate(shapes)]
+        self.plan = self._plan(stands, backend=None if self.constants else "numpy")
+
+    def _plan(self, operands: Sequence[Any], **more: Any) -> planner.Plan:
+        calls["plan"] += 1
+        return planner.plan(*self.placed(operands), **self.options, **more)
+
+    def __call__(self, *arrays: Any, out: Any = None, backend: str | None = None) -> Any:
+        operands = [_array(x) for x in arrays]
+        for n in sorted(self.constants):
+            operands.insert(n, self.constants[n])
+        to_jax = backend == "jax" and all(framework_of(x) == "numpy" for x in operands)
+        result = _through_jax(operands, self._run) if to_jax else self._run(operands)
+        hold(result, lambda: opt_einsum.contract(*self.placed(operands), backend=backend or "auto"))
+        return _into(out, result)
+
+    def _run(self, operands: Sequence[Any]) -> Any:
+        kinds = [(framework_of(x), x.dtype.name) for x in operands if framework_of(x) != "torch"]
+        if kinds == [(self.plan.backend, x.dtype) for x in self.plan.operands]:
+            return self.plan(*operands)
+        return self._plan(operands)(*operands)
+
+    def __str__(self) -> str:
+        return str(self.plan)
+
+    def __repr__(self) -> str:
+        return repr(self.plan)
+
+
+def contract_path(*given: Any, shapes: bool = False, **options: Any) -> tuple[list[Any], planner.Plan]:
+    """`opt_einsum.contract_path`, as a plan and its path."""
+    _rule("path")
+    operands, placed = _parts(given)
+    ours = _options(options, len(operands))
+    calls["plan"] += 1
+    plan = planner.plan(*placed(operands if shapes else [_array(x) for x in operands]), **ours)
+    return list(plan.path), plan
+
+
+def parse_einsum_input(given: Sequence[Any], shapes: bool = False) -> tuple[str, str, list[Any]]:
+    """`opt_einsum.parser.parse_einsum_input`, as a resolved spec."""
+    _rule("subscripts")
+    operands, placed = _parts(given)
+    calls["resolve"] += 1
+    spec = planner.resolve(*placed(operands))
+    return ",".join("".join(map(str, term)) for term in spec.inputs), "".join(map(str, spec.output)), operands
+
+
+class _Numpy(types.ModuleType):
+    """NumPy, with another einsum."""
+
+    def __init__(self, einsum: Callable[..., Any]) -> None:
+        super().__init__("numpy")
+        self.einsum = einsum
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+
+EINSUM, CONTRACT = Contract(np.einsum), Contract(opt_einsum.contract)
+_CALLS = {"contract": CONTRACT, "contract_path": contract_path, "contract_expression": Expression}
+
+# By module of tests: what its names are from now on. `numpy.einsum_path` and what builds operands stay theirs.
+REDIRECTED: dict[str, dict[str, Any]] = {
+    "opt_einsum.tests.test_contract": _CALLS,
+    "opt_einsum.tests.test_input": {name: _CALLS[name] for name in ("contract", "contract_path")},
+    "opt_einsum.tests.test_edge_cases": _CALLS,
+    "opt_einsum.tests.test_backends": {name: _CALLS[name] for name in ("contract", "contract_expression")},
+    "opt_einsum.tests.test_parser": {"parse_einsum_input": parse_einsum_input},
+    "numpy._core.tests.test_einsum": {"np": _Numpy(EINSUM)},
+}
+# The same where a test takes what it tests as a parameter.
+PARAMETERS = {
+    np.einsum: EINSUM,
+    opt_einsum.contract: CONTRACT,
+    opt_einsum.contract_path: contract_path,
+    parser.parse_einsum_input: parse_einsum_input,
+}
