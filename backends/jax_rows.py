@@ -85,7 +85,9 @@ class JaxOps:
         return x.at[tuple(index)].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
     def add_at(self, shape: Sequence[int], index: Sequence[Any], values: Any) -> Any:
-        out = jnp.zeros(tuple(shape), wide(values.dtype))
+        # Truth values have no sum of their own in XLA: one is true where any is.
+        kind = jnp.int32 if values.dtype == jnp.bool_ else wide(values.dtype)
+        out = jnp.zeros(tuple(shape), kind)
         out = out.at[tuple(index)].add(values.astype(out.dtype), mode="promise_in_bounds", wrap_negative_indices=False)
         return out.astype(values.dtype)
 

@@ -142,7 +142,8 @@ class TorchBackend(Backend):
 
     def bind(self, plan: Plan) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan."""
-        return runner(plan, self.table)
+        run = runner(plan, self.table)
+        return run if plan.dtype not in _MOVED_ONLY else partial(_run_moves, run, plan.dtype)
 
     def refuse_dataless(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> None:
         """Refuse tensors of the meta device, fake ones, and calls under a transform or a compiler."""
@@ -176,6 +177,20 @@ class TorchBackend(Backend):
                 return self.table.run(step.choice.lowering, step.op, inputs, index)
 
         return Stepwise(values, lambda step, inputs: partial(run, step, inputs), index.orders)
+
+
+# Dtypes that torch moves and multiplies, but neither adds nor scatters.
+_MOVED_ONLY = ("uint16", "uint32", "uint64")
+
+
+def _run_moves(run: Callable[..., Any], dtype: str, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
+    try:
+        return run(operands, indices)
+    except NotImplementedError:
+        raise PlannerError(
+            f"operand 0 and what is computed with it are {dtype}, for which torch has no sums: pass dtype='int64', "
+            "or cast the operands"
+        ) from None
 
 
 def _card(device: torch.device) -> Device:

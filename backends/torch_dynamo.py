@@ -14,7 +14,7 @@ from torch._dynamo import disable, nonstrict_trace
 from torch.utils._pytree import register_pytree_node
 
 from planner import dispatch, groups
-from planner.api import Request, dtype_name, plan_and_run
+from planner.api import Request, asked_dtype, plan_and_run
 from planner.backends.torch_index import TorchIndex
 from planner.errors import PlannerError
 
@@ -36,7 +36,7 @@ def contract(asked: Sequence[Any], operands: Sequence[Any], indices: Mapping[str
         return _contract_apart(Request(*asked), operands, indices)
     given = {name: x for name, x in zip(Request._fields, asked, strict=True) if x is not None}
     if "dtype" in given:
-        given["dtype"] = dtype_name(given["dtype"])
+        given["dtype"] = asked_dtype(given["dtype"])
     return _contract(given, operands, indices)
 
 

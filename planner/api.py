@@ -162,7 +162,9 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
         run = backend.bind(_plan(request, framework, operands, indices))
         if key is not None:
             while len(_RUNNERS) >= _CACHE_LIMIT:
-                _RUNNERS.pop(next(iter(_RUNNERS)), None)
+                # Another thread may change it meanwhile; a lock would stay locked in a child forked then.
+                with contextlib.suppress(RuntimeError, StopIteration):
+                    _RUNNERS.pop(next(iter(_RUNNERS)), None)
             _RUNNERS[key] = run
     return run(operands, indices)
 
@@ -260,8 +262,7 @@ def _plan(
     except ShapeError as error:
         raise type(error)(f"{error}\n    in {_call_text(spec, shapes, index_shapes, request.sizes)}") from None
     dtypes = [operand.dtype for operand in described]
-    given = request.dtype
-    compute = dtype_name(given) if given is not None else backend.result_dtype(dtypes, operands)
+    compute = backend.result_dtype(dtypes, operands) if request.dtype is None else asked_dtype(request.dtype)
     itemsize(compute)
     if isinstance(device, str):
         device = Device.preset(device)
@@ -369,6 +370,14 @@ def dtype_name(dtype: Any) -> str:
             name = np.dtype(name).name  # NumPy's codes: "f8", "?"
     itemsize(name)
     return name
+
+
+def asked_dtype(dtype: Any) -> str:
+    """Return the name of a dtype given as `dtype=`, which an error names."""
+    try:
+        return dtype_name(dtype)
+    except PlannerTypeError as error:
+        raise PlannerTypeError(f"dtype={dtype!r:.80}: {error}") from None
 
 
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,

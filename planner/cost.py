@@ -27,7 +27,7 @@ def itemsize(dtype: str) -> int:
         return ITEMSIZES[dtype]
     except KeyError:
         known = ", ".join(ITEMSIZES)
-        raise PlannerTypeError(f"dtype {dtype!r} is not supported; supported are {known}") from None
+        raise PlannerTypeError(f"dtype {dtype!r:.80} is not supported; supported are {known}") from None
 
 
 class StepCost(NamedTuple):

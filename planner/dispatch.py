@@ -83,6 +83,8 @@ def operands_framework(operands: Sequence[Any], indices: Mapping[str, Any]) -> s
     Raises:
         PlannerError: something is no array, or frameworks are mixed; the message names it.
     """
+    if not operands:
+        raise PlannerError("no operands were given")
     first: str | None = None
     for label, array in (
         *((f"operand {number}", operand) for number, operand in enumerate(operands)),
@@ -96,8 +98,7 @@ def operands_framework(operands: Sequence[Any], indices: Mapping[str, Any]) -> s
         if first is not None and found != first:
             raise PlannerError(f"{label} is a {found} array, but operand 0 is of {first}: convert one of them")
         first = first or found
-    if first is None:
-        raise PlannerError("no operands were given")
+    assert first is not None
     return first
 
 

@@ -20,7 +20,7 @@ import sys
 import warnings
 from typing import Any
 
-from planner.cache import cache_folder, replace_file
+from planner.cache import cache_folder, read_file, replace_file
 from planner.device import Device
 
 __all__ = ["Key", "cpu_name", "path_of", "read", "stored", "write"]
@@ -89,14 +89,10 @@ def read(key: Key) -> Device | None:
     except OSError:
         return None
     try:
-        with path.open("rb") as file:
-            text = file.read(MOST_BYTES + 1)
-        if len(text) > MOST_BYTES:
-            raise ValueError("it is too long")
-        return _device(json.loads(text), key)
+        return _device(json.loads(read_file(path, MOST_BYTES)), key)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         warnings.warn(
             f"{path} holds no rates to use and is ignored ({reason:.200}): remove it, or run python -m planner "

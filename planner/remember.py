@@ -14,11 +14,13 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from planner.cache import cache_folder, replace_file
+from planner.cache import cache_folder, read_file, replace_file
 
 __all__ = ["entry_path", "recall", "remember"]
 
 FORMAT = 1
+# Far above what a plan takes: nothing longer is worth reading.
+MOST_BYTES = 2**26
 _WARNED: set[pathlib.Path | None] = set()
 
 
@@ -45,7 +47,7 @@ def recall(kind: str, key: Mapping[str, Any]) -> Any:
     if path is None:
         return None
     try:
-        entry = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+        entry = json.loads(read_file(path, MOST_BYTES), parse_constant=_refuse)
         if entry["format"] != FORMAT or entry["key"] != json.loads(_text(key)):
             return None
         if entry["checksum"] != _digest(entry["value"]):

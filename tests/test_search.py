@@ -527,9 +527,9 @@ def test_a_path_fed_back_gives_the_same_tree(network, objective):
     ("optimize", "message"),
     [
         ("fastest", "'fastest' is unknown"),
-        ([(0, 5)], r"path step 0 is \(0, 5\), but there are 4 operands left"),
-        ([(0, 0)], r"path step 0 is \(0, 0\)"),
-        ([()], r"path step 0 is \(\)"),
+        ([(0, 5)], r"step 0 of optimize= is \(0, 5\), but there are 4 operands left"),
+        ([(0, 0)], r"step 0 of optimize= is \(0, 0\)"),
+        ([()], r"step 0 of optimize= is \(\)"),
         ([(0, 1)], "leaves 3 operands uncontracted"),
         ([("a", 1)], "is no path"),
         (7, "is no path"),

@@ -58,8 +58,14 @@ def external_path(network: Network, optimize: Any) -> Path:
     # Bracket-only and broadcast axes are no operand's business.
     sizes = {axis: max(1, size) for axis, size in network.sizes.items()}
     output &= set().union(*terms)
-    algorithm = opt_einsum.paths.get_path_fn(optimize) if isinstance(optimize, str) else optimize
-    return checked_path(algorithm(list(terms), frozenset(output), sizes, None), len(terms))
+    if not isinstance(optimize, str):
+        return checked_path(optimize(list(terms), frozenset(output), sizes, None), len(terms))
+    # opt_einsum breaks ties by the order of sets: of numbers that are put in sorted it is the same in every process, of
+    # letters it is not.
+    numbers = {axis: number for number, axis in enumerate(sizes)}
+    *inputs, kept = (frozenset(sorted(numbers[axis] for axis in axes)) for axes in (*terms, output))
+    numbered = {numbers[axis]: size for axis, size in sizes.items()}
+    return checked_path(opt_einsum.paths.get_path_fn(optimize)(inputs, kept, numbered, None), len(terms))
 
 
 def explicit_path(path: Any) -> Path:
@@ -88,12 +94,12 @@ def checked_path(path: Any, operands: int) -> Path:
     for number, step in enumerate(steps):
         if not step or len(set(step)) < len(step) or not all(0 <= i < left for i in step):
             raise PlannerError(
-                f"path step {number} is {step}, but there are {left} operands left: "
+                f"step {number} of optimize= is {step}, but there are {left} operands left: "
                 f"give distinct positions below {left}"
             )
         left -= len(step) - 1
     if left != 1:
-        raise PlannerError(f"the path leaves {left} operands uncontracted: add steps until one is left")
+        raise PlannerError(f"the path of optimize= leaves {left} operands uncontracted: add steps until one is left")
     return steps
 
 
