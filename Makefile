@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # torch is pinned in constraints.txt, so every install goes through it: a bare torch brings gigabytes of CUDA.
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: venv demo test peers nightly check format bench gpu docs clean
+.PHONY: venv demo test peers nightly soak check format bench gpu docs clean
 
 venv: $(READY)
 
@@ -32,6 +32,10 @@ peers: $(READY)
 nightly: $(READY)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest $(TESTS)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python tests/peers
+
+# The faults alone, at length: hours. SOAK names tests, or passes pytest an option.
+soak: $(READY)
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest --durations=0 tests/faults tests/test_hostile.py $(SOAK)
 
 check: $(READY)
 	$(BIN)/ruff check .

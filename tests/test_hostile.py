@@ -3,62 +3,16 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 import textwrap
 
 import numpy as np
 import pytest
-from conftest import examples
 
 import planner
 from planner.dispatch import load_backend
-from planner.parse import parse
 from planner.spec import is_letter
-
-ALPHABET = [
-    *"abcijkqpXY", *"[[]]", ".", "...", ",", ",", "->", "-", ">", " ", " ", "\t", "\n", "\0", "_", "1", "é", "ß",
-    "ﬁ", "²", "µ", "Ω", "\u212a", "\u2126", "\u0301", "\u200b", "\ud800", "\udfff", "𝒜", "漢", "→", "(", "{", "'", "\\", "%", "q[", "]",
-]  # fmt: skip
-
-
-def test_random_strings_parse_or_raise_spec_errors():
-    rng = random.Random(0)
-    parsed = 0
-    for _ in range(examples(100_000, 1_000_000)):
-        text = "".join(rng.choices(ALPHABET, k=rng.randrange(24)))
-        try:
-            spec = parse.__wrapped__(text)
-        except planner.SpecError as error:
-            assert str(error)  # noqa: PT017
-        else:
-            parsed += 1
-            assert parse.__wrapped__(str(spec)) == spec
-    assert parsed > 1000
-
-
-def test_random_calls_raise_planner_errors():
-    """Whole calls with random specs, shapes and index arrays: a result or a PlannerError."""
-    rng = random.Random(1)
-    results = 0
-    for _ in range(examples(4_000, 40_000)):
-        terms = ["".join(rng.choices(["a", "b", "c", "q[a]", "q[b]", "..."], k=rng.randrange(4))) for _ in range(2)]
-        output = "".join(rng.choices(["a", "b", "d", "q[a]", "..."], k=rng.randrange(3)))
-        shapes = [tuple(rng.choice([0, 1, 2, 2, 3]) for _ in range(rng.randrange(4))) for _ in range(2)]
-        index = np.array([rng.randrange(-4, 4) for _ in range(2)])
-        index = rng.choice([index, index[:1], index.astype(float), index[:, None], index > 0, index[:0]])
-        options = {}
-        if rng.random() < 0.3:
-            options["sizes"] = rng.choice([{"d": 2}, {"q": 3}, (2,), (2, 3), {"z": 1}, {"d": -1}, "ab"])
-        options["index_mode"] = rng.choice(["raise", "drop", "clip"])
-        try:
-            planner.contract(f"{','.join(terms)}->{output}", *[np.ones(s) for s in shapes], q=index, **options)
-            results += 1
-        except planner.PlannerError as error:
-            assert str(error)  # noqa: PT017
-    assert results > 50
-
 
 # -- size ------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,188 @@
+"""Plans are the same in every process, whatever its hash seed; a forked child plans; an import starts nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+from conftest import examples
+
+import planner
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+# Plans of many kinds: by every search and objective, with gathers, scatters, gradients, limits, ties and loops.
+PROGRAM = """
+import sys
+import planner
+from planner.spec import unused_letters
+from planner.workloads import WORKLOADS
+
+backend, every = sys.argv[1], int(sys.argv[2])
+letters = unused_letters((), 60)
+
+def needing(*shapes):
+    return [planner.Operand(shape, requires_grad=True) for shape in shapes]
+
+def plans(backend):
+    def plan(*given, **options):
+        return planner.plan(*given, backend=backend, **options)
+
+    for minimize in ("time", "flops", "peak", "retained", "bytes"):
+        yield plan("ab, bc, cd, de, ea ->", *needing(*[(4, 4)] * 5), minimize=minimize)
+        yield plan("q[n]j, p[m]k, jk -> nm", (5, 4), (6, 4), (4, 4), q=(7,), p=(7,), minimize=minimize)
+    yield plan("q[e]f, e, fg -> p[e]g", *needing((9, 4), (8,), (4, 4)), q=(8,), p=(8,), sizes={"p": 9})
+    yield plan("ijkl, jmik, jmil -> jm", *needing((9, 8, 3, 3), (8, 6, 9, 3), (8, 6, 9, 3)), memory_limit="20 kB")
+    yield plan("ij, jk, kl -> il", *needing((64, 64), (64, 64), (64, 64)), retain_limit=40_000)
+    chain = ",".join(letters[i] + letters[i + 1] for i in range(30)) + "->"
+    for optimize in ("auto", "greedy", "random-greedy"):
+        yield plan(chain, *[(2, 2)] * 30, optimize=optimize)
+    yield plan(",".join("a" + letters[i + 2] for i in range(20)) + "->a", *[(3, 2)] * 20)
+    yield plan(",".join(f"{x}[n]k" for x in "abcd") + "->nk", *[(3, 2)] * 4, **{x: (4,) for x in "abcd"})
+    for workload in list(WORKLOADS.values())[::every]:
+        tiny = workload.tiny()
+        yield plan(tiny.spec, *needing(*tiny.shapes), **tiny.options, **tiny.index_shapes)
+
+for found in plans(backend):
+    print(found)
+    print(found.to_json())
+    if every == 1 and len(found.operands) < 4:
+        print(*found.alternatives(3), sep="\\n")
+"""
+
+
+def printed(seed, backend):
+    """All that is printed of the plans by a new process with a hash seed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": str(seed)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, backend, str(examples(6, 1))], capture_output=True, text=True, env=environment,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("backend", "seeds"), [("numpy", examples(20, 40)), ("torch", examples(2, 20)), ("jax", examples(2, 20))]
+)
+def test_plans_are_the_same_whatever_the_hash_seed(backend, seeds):
+    pytest.importorskip(backend, reason=f"{backend} is not installed")
+    first = printed(0, backend)
+    assert first.count('"type": "Plan"') > 20
+    # The first seed once more: two processes.
+    for seed in range(seeds):
+        assert printed(seed, backend) == first, f"another plan with PYTHONHASHSEED={seed}"
+
+
+# -- a forked child --------------------------------------------------------------------------------------
+
+FORKED = """
+import os, sys, threading
+import numpy as np
+import planner
+
+framework = sys.argv[1]
+if framework == "torch":
+    import torch as module
+    make = lambda shape: module.ones(shape, requires_grad=True)
+    index = module.tensor
+else:
+    make, index = np.ones, np.array
+
+def work(rows):
+    a, c, q = make((rows, 1, 8)), make((5, 8, 4)), index([0, 4] * (rows // 2))
+    out = planner.contract("nij, q[n]jk -> nik", a, c, q=q)
+    if framework == "torch":
+        out.sum().backward()
+        assert (a.grad == 4).all()
+    assert (out == 8).all()
+
+work(40)
+if framework == "torch":
+    # A pool of OpenMP's threads does not outlive a fork, whoever started it: torch's own products hang there too.
+    module.set_num_threads(1)
+stop = threading.Event()
+others = [threading.Thread(target=lambda: [work(6) for _ in iter(stop.is_set, True)]) for _ in range(3)]
+for thread in others:
+    thread.start()
+children = []
+for _ in range(int(sys.argv[2])):
+    child = os.fork()
+    if not child:
+        work(40)  # by what is cached
+        for rows in (2, 12, 52):
+            work(rows)  # planned here
+        os._exit(0)
+    children.append(child)
+statuses = [os.waitpid(child, 0)[1] for child in children]
+stop.set()
+for thread in others:
+    thread.join()
+print(statuses)
+"""
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_plans_and_contracts(framework):
+    """While other threads of the parent plan too. JAX starts threads of its own and warns of any fork."""
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    children = examples(8, 100)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED, framework, str(children)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=120 if children < 100 else 1200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == [0] * children
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_this_process_forks_and_the_child_plans():
+    """After all that the tests before this one cached."""
+    a = np.arange(6.0).reshape(2, 3)
+    expected = planner.contract("ij, kj -> ik", a, a)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that threads run, and JAX's own
+        child = os.fork()
+    if not child:
+        try:
+            same = (planner.contract("ij, kj -> ik", a, a) == expected).all()
+            new = planner.contract("ij, kj, q[k]l -> il", a, a, a, q=np.array([1, 0]))
+            os._exit(0 if same and new.shape == (2, 3) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# -- an import -------------------------------------------------------------------------------------------
+
+IMPORTED = """
+import json, pathlib, sys, threading
+import numpy, opt_einsum
+tasks = pathlib.Path("/proc/self/task")
+def count():
+    return [threading.active_count(), len(list(tasks.iterdir())) if tasks.exists() else 0]
+before = count()
+import planner
+planner.plan("q[n]j, jk -> nk", (4, 3), (3, 2), q=(5,), backend="numpy")
+print(json.dumps([before, count(), sorted({"torch", "jax", "triton"} & set(sys.modules))]))
+"""
+
+
+def test_an_import_starts_no_thread_and_loads_no_framework():
+    """NumPy's own threads are there before."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    before, after, frameworks = json.loads(done.stdout)
+    assert before == after
+    assert before[0] == 1
+    assert frameworks == []

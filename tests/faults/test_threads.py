@@ -1,0 +1,162 @@
+"""Threads share every cache: each call gives its own result, also while what another one needs is being forgotten."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import random
+import sys
+import threading
+
+import numpy as np
+import pytest
+from conftest import examples
+
+import planner
+from planner import api
+from planner.testing.reference import reference, reference_gradients
+from planner.testing.strategies import Problem
+
+THREADS = 32
+
+# Of one spec several shapes, dtypes and modes, which are keys of their own.
+PROBLEMS = [
+    *(Problem("ij, jk -> ik", ((2, n), (n, 3)), seed=n) for n in (1, 2, 3, 4)),
+    *(Problem("ij, jk -> ik", ((2, 3), (3, 3)), dtypes=(d, d)) for d in ("float64", "int32")),
+    *(
+        Problem("q[n]j, jk -> nk", ((4, 3), (3, 2)), indices={"q": np.array(v)}, index_mode=mode)
+        for mode, v in (("raise", [0, -1, 2]), ("drop", [0, 9, 2]), ("clip", [0, 9, -3]), ("raise", [3]))
+    ),
+    Problem("nj -> q[n]j", ((3, 2),), sizes={"q": 4}, indices={"q": np.array([3, 0, 3])}),
+    Problem("nij, q[n]jk -> nik", ((40, 1, 8), (3, 8, 8)), indices={"q": np.arange(40) % 3}, max_value=2),
+    Problem("ij, jk, kl -> il", ((2, 3), (3, 4), (4, 2))),
+    Problem("ii -> i", ((3, 3),)),
+]
+BAD = ("q[n]j -> nj", np.ones((4, 3), np.float32), np.array([0, 9]))
+
+
+def run_numpy(problem):
+    got = planner.contract(problem.spec, *problem.operands(), **problem.arguments())
+    return [got]
+
+
+def run_torch(problem):
+    import torch
+
+    operands = [torch.from_numpy(x) for x in problem.operands()]
+    wanted = [x.requires_grad_() for x in operands if x.is_floating_point()]
+    indices = {name: torch.from_numpy(q) for name, q in problem.indices.items()}
+    got = planner.contract(problem.spec, *operands, **{**problem.arguments(), **indices})
+    gout = torch.from_numpy(problem.output_gradient())
+    return [x.detach().numpy() for x in (got, *(torch.autograd.grad(got, wanted, gout) if wanted else ()))]
+
+
+def run_jax(problem):
+    import jax
+
+    operands = [jax.numpy.asarray(x) for x in problem.operands()]
+    indices = {name: jax.numpy.asarray(q) for name, q in problem.indices.items()}
+
+    def call(*operands):
+        return planner.contract(problem.spec, *operands, **{**problem.arguments(), **indices})
+
+    if not np.issubdtype(problem.operands()[0].dtype, np.floating):
+        return [np.asarray(call(*operands))]
+    result, pull = jax.vjp(call, *operands)
+    return [np.asarray(x) for x in (result, *pull(jax.numpy.asarray(problem.output_gradient())))]
+
+
+RUNS = {"numpy": run_numpy, "torch": run_torch, "jax": run_jax}
+
+
+@pytest.fixture
+def impatient():
+    """Threads take turns after almost every instruction."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def expected_of(problem, framework):
+    found = [problem.expected()]
+    if framework != "numpy" and np.issubdtype(problem.operands()[0].dtype, np.floating):
+        found += problem.expected_gradients()
+    return found
+
+
+# A cache of three runners forgets in almost every call what another thread looks for.
+@pytest.mark.parametrize("limit", [4096, 3])
+@pytest.mark.parametrize(("framework", "ci"), [("numpy", 500), ("torch", 25), ("jax", 5)])
+def test_threads_share_caches(framework, ci, limit, impatient, monkeypatch):
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    monkeypatch.setattr(api, "_CACHE_LIMIT", limit)
+    api._RUNNERS.clear()
+    # Types of 64 bits are off in JAX; it compiles what each problem needs, so it gets half of them.
+    problems = PROBLEMS if framework != "jax" else [p for p in PROBLEMS if "float64" not in p.dtypes][::2]
+    answers = [expected_of(problem, framework) for problem in problems]
+    # Where runners are forgotten all the time, every call plans: fewer calls say as much.
+    calls, together = examples(ci if limit > 3 else ci // 10 + 1, 500), threading.Barrier(THREADS)
+
+    def work(number):
+        rng = random.Random(number)
+        together.wait()
+        for done in range(calls):
+            at = rng.randrange(len(problems))
+            for got, wanted in zip(RUNS[framework](problems[at]), answers[at], strict=True):
+                assert got.shape == wanted.shape
+                assert (got == wanted.astype(got.dtype)).all(), problems[at]
+            if framework == "numpy" and done % 50 == 0:
+                with pytest.raises(planner.IndexRangeError, match=r"'q'\[1\] is 9"):
+                    planner.contract(BAD[0], BAD[1], q=BAD[2])
+        return calls
+
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        assert sum(pool.map(work, range(THREADS))) == THREADS * calls
+    assert len(api._RUNNERS) <= limit + THREADS
+
+
+def test_room_is_made_while_another_thread_makes_some(monkeypatch):
+    """Python refuses to walk a dictionary that changed; the threads above meet it now and then."""
+
+    class Changing(dict):
+        walks = 0
+
+        def __iter__(self):
+            self.walks += 1
+            if self.walks == 1:
+                raise RuntimeError("dictionary changed size during iteration")
+            return super().__iter__()
+
+    found = Changing()
+    monkeypatch.setattr(api, "_CACHE_LIMIT", 1)
+    monkeypatch.setattr(api, "_RUNNERS", found)
+    for n in (1, 2, 3):
+        assert (planner.contract("ij -> i", np.ones((2, n))) == n).all()
+    assert (len(found), found.walks) == (1, 3)
+
+
+def test_the_answers_differ():
+    """A result taken for another one's would show."""
+    found = [(str(problem), tuple(x.tobytes() for x in expected_of(problem, "numpy"))) for problem in PROBLEMS]
+    assert len({answer for _, answer in found}) == len(PROBLEMS)
+
+
+def test_threads_share_a_plan_and_a_prepared_index(impatient):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    spec, q = "nij, q[n]jk -> nik", np.arange(40) % 3
+    random_ = np.random.default_rng(0)
+    a, c = (random_.integers(-2, 3, shape).astype(np.float32) for shape in ((40, 1, 8), (3, 8, 8)))
+    gout = np.ones((40, 1, 8), np.float32)
+    answers = [reference(spec, a, c, q=q), *reference_gradients(spec, gout, a, c, q=q)]
+    needing = [torch.from_numpy(x).requires_grad_() for x in (a, c)]
+    plan, group = planner.plan(spec, *needing, q=torch.from_numpy(q)), planner.group(torch.from_numpy(q), 3)
+
+    def work(number):
+        for _ in range(examples(10, 300)):
+            operands = [x.detach().clone().requires_grad_() for x in needing]
+            out = plan(*operands, q=group if number % 2 else torch.from_numpy(q))
+            found = (out, *torch.autograd.grad(out, operands, torch.from_numpy(gout)))
+            assert all((x.detach().numpy() == y).all() for x, y in zip(found, answers, strict=True))
+
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(work, range(THREADS)))
