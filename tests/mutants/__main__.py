@@ -1,0 +1,122 @@
+"""``python -m tests.mutants`` judges the mutants that have no verdict yet and prints all of them: ``make mutants``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.mutants import covered, judge, sampled
+from tests.mutants.judge import Mutant, Verdict
+from tests.mutants.planted import PLANTED
+from tests.mutants.survivors import SURVIVORS
+
+VERDICTS = Path(__file__).with_name("verdicts.json")
+# The rate that the sampled ones must reach.
+LEAST = 0.9
+
+
+def verdicts() -> dict[str, Verdict]:
+    """What is known from earlier runs, by the mutant's name."""
+    return {name: Verdict(**found) for name, found in json.loads(VERDICTS.read_text()).items()}
+
+
+def store(known: dict[str, Verdict]) -> None:
+    """Writes one mutant a line, by name."""
+    lines = (f"{json.dumps(name)}: {json.dumps(vars(known[name]))}" for name in sorted(known))
+    fresh = VERDICTS.with_suffix(".new")
+    fresh.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    os.replace(fresh, VERDICTS)
+
+
+def planted() -> Iterator[Mutant]:
+    """The mutants of the table."""
+    for row in PLANTED:
+        yield Mutant(row.name, row.file, row.apply(), row.tests)
+
+
+def drawn(known: dict[str, Verdict], tests_of: covered.Map, draws: list[sampled.Mutation]) -> Iterator[Mutant]:
+    """The sampled mutants; a test that killed one before comes first."""
+    for mutation in draws:
+        tests = tests_of.tests(mutation.file, mutation.line)
+        before = known.get(mutation.name)
+        if before is not None and before.by in tests:
+            tests = [before.by, *tests]
+        yield Mutant(mutation.name, mutation.file, str(mutation.apply()), tuple(dict.fromkeys(tests)))
+
+
+def run(mutants: list[Mutant], known: dict[str, Verdict], asked: argparse.Namespace) -> None:
+    """Judges and stores each verdict as it comes."""
+    left = len(mutants)
+
+    def tell(mutant: Mutant, verdict: Verdict) -> None:
+        nonlocal left
+        left -= 1
+        known[mutant.name] = verdict
+        store(known)
+        print(f"{left:4d} left  {line_of(mutant.name, verdict)}", file=sys.stderr, flush=True)
+
+    os.nice(5)
+    with tempfile.TemporaryDirectory() as scratch:
+        judge.judge_all(mutants, Path(scratch).resolve(), tell, seconds=asked.seconds, examples=asked.examples, at_once=asked.at_once)
+
+
+def line_of(name: str, verdict: Verdict) -> str:
+    """A mutant and what became of it."""
+    if verdict.killed:
+        return f"killed    {name}  by {verdict.by}: {verdict.why}"
+    return f"SURVIVED  {name}  {SURVIVORS.get(name, f'no explanation; {verdict.passed} tests passed')}"
+
+
+def report(planted_names: list[str], sampled_names: list[str], known: dict[str, Verdict]) -> list[str]:
+    """Prints the table; returns what is wrong."""
+    for name in (*planted_names, *sampled_names):
+        print(line_of(name, known[name]) if name in known else f"no verdict {name}")
+    killed = {name for name, verdict in known.items() if verdict.killed}
+    print(f"planted: {sum(n in killed for n in planted_names)} of {len(planted_names)} killed")
+    rate = sum(n in killed for n in sampled_names) / len(sampled_names)
+    print(f"sampled: {sum(n in killed for n in sampled_names)} of {len(sampled_names)} killed, {rate:.1%}")
+    alive = {name for name in sampled_names if name not in killed}
+    wrong = [f"planted and not killed: {name}" for name in planted_names if name not in killed]
+    wrong += [f"not explained: {name}" for name in sorted(alive - set(SURVIVORS))]
+    wrong += [f"explained, but killed or not drawn: {name}" for name in sorted(set(SURVIVORS) - alive)]
+    return wrong + [f"the rate is below {LEAST:.0%}"] * (rate < LEAST)
+
+
+def main() -> int:
+    """Returns the exit status: 1 where a criterion is not met."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("--again", choices=("all", "survivors"), help="judge these once more")
+    parser.add_argument("--only", default="", help="judge those whose name contains this")
+    parser.add_argument("--seconds", type=float, default=60, help="for each mutant; the last test is let end")
+    parser.add_argument("--examples", type=int, default=judge.EXAMPLES, help="of each property")
+    parser.add_argument("--at-once", type=int, default=2, help="processes")
+    parser.add_argument("--report", action="store_true", help="judge nothing")
+    asked = parser.parse_args()
+    known, draws = verdicts(), sampled.draw()
+
+    def wanted(name: str) -> bool:
+        done = name in known and not (asked.again == "all" or asked.again == "survivors" and not known[name].killed)
+        return not done and asked.only in name
+
+    if not asked.report:
+        if not covered.STORED.exists() and any(wanted(m.name) for m in draws):
+            covered.make_map()
+        todo = [mutant for mutant in planted() if wanted(mutant.name)]
+        if fresh := [m for m in draws if wanted(m.name)]:
+            todo += drawn(known, covered.Map(), fresh)
+        run(todo, known, asked)
+    names = [row.name for row in PLANTED], [m.name for m in draws]
+    known = {name: known[name] for name in (*names[0], *names[1]) if name in known}
+    store(known)
+    wrong = report(*names, known)
+    print("\n".join(wrong))
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""A changed copy of the tree and the tests that judge it: one process a mutant, the quickest tests first.
+
+A judge runs the tests of the suite, with fewer examples of each property (``EXAMPLES``) and without shrinking: a mutant
+needs one failure, not the least one. Each test passed so on the unchanged tree when the map was made (``covered.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = 30
+# What a mutant may map: one that asks for an array of 2**40 elements must not take the machine's memory with it.
+BYTES = 16 << 30
+# Set before torch, JAX and NumPy are loaded: a fork keeps only the thread that forks.
+ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """One file with other text, and the tests that judge it, in their order."""
+
+    name: str
+    file: str
+    text: str
+    tests: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant: the test that killed it and why, or how many tests it passed."""
+
+    killed: bool
+    by: str = ""
+    why: str = ""
+    passed: int = 0
+    seconds: float = 0.0
+
+
+def copy_tree(folder: Path) -> None:
+    """Copies what git tracks, and what it does not ignore, as it lies in the checkout."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    for name in listed:
+        source, target = ROOT / name, folder / name
+        if source.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target, follow_symlinks=False)
+
+
+class Judge:
+    """A pytest plugin: the named tests in their order, few examples, a limit for each test, the first failure told."""
+
+    def __init__(self, order: Iterable[str], seconds: float, test_seconds: int, examples: int = EXAMPLES) -> None:
+        self.order = {name: place for place, name in enumerate(order)}
+        self.ends = time.monotonic() + seconds
+        self.test_seconds = test_seconds
+        self.examples = examples
+        self.verdict = Verdict(False)
+        self.passed = 0
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed and not self.verdict.killed:
+            self.verdict = Verdict(True, report.nodeid, _reason(report))
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        places = {item: place for item in items if (place := self._place(item.nodeid)) is not None}
+        items[:] = sorted(places, key=places.__getitem__)
+        few_examples(items, self.examples)
+
+    def _place(self, test: str) -> int | None:
+        """Where a test was named: itself, the function of its parameters, or its file."""
+        names = (test, test.split("[")[0], test.split("::")[0])
+        return next((self.order[name] for name in names if name in self.order), None)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        if time.monotonic() > self.ends:
+            item.session.shouldstop = "out of time"
+        with alarm(self.test_seconds):
+            return (yield)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.passed += report.passed and report.when == "call"
+        if report.failed and not self.verdict.killed:
+            self.verdict = Verdict(True, report.nodeid, _reason(report))
+
+
+def _reason(report: pytest.CollectReport | pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash is not None else str(report.longrepr)
+    lines = [line.strip(" >E\t") for line in text.splitlines() if line.strip()]
+    return (lines[0] if crash is not None else lines[-1])[:100] if lines else ""
+
+
+def few_examples(items: Iterable[pytest.Item], most: int) -> None:
+    """Caps the examples of each property, in an order that is the same each time."""
+    for item in items:
+        function = getattr(item, "obj", None)
+        if getattr(function, "is_hypothesis_test", False):
+            function = getattr(function, "__func__", function)
+            old = getattr(function, "_hypothesis_internal_use_settings", None) or hypothesis.settings()
+            function._hypothesis_internal_use_settings = hypothesis.settings(
+                old,
+                max_examples=min(old.max_examples, most),
+                phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+                derandomize=True,
+                database=None,
+            )
+
+
+@contextlib.contextmanager
+def alarm(seconds: int) -> Any:
+    """Raises in a test that never ends."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError(f"no end after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def load_frameworks() -> None:
+    """Loads what every judge needs, once: a fork then starts in no time. Nothing of the library is loaded."""
+    os.environ.update(ONE_THREAD, TRITON_INTERPRET="1", PYTHONDONTWRITEBYTECODE="1", JAX_PLATFORMS="cpu")
+    import warnings
+
+    warnings.filterwarnings("ignore", message="os.fork")
+    import jax  # noqa: F401
+    import opt_einsum  # noqa: F401
+    import torch
+
+    torch.set_num_threads(1)
+    assert not any(name.split(".")[0] == "planner" for name in sys.modules), "the library is loaded before the fork"
+
+
+def forked(folder: Path, work: Callable[[], object], log: Path) -> int:
+    """Runs ``work`` in a child that sees the copy in ``folder`` and no other; returns the child's process id."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        os.setsid()
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.chdir(folder)
+        sys.path[:] = [str(folder), *(p for p in sys.path if p and Path(p).resolve() != ROOT)]
+        os.environ["PYTHONPATH"] = str(folder)
+        resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+        work()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(70)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)
+
+
+def judge_here(mutant: Mutant, seconds: float, test_seconds: int, examples: int, answer: Path) -> None:
+    """In the child: imports the changed copy, then runs the tests; writes the verdict to ``answer``."""
+    start = time.monotonic()
+    judge = Judge(mutant.tests, seconds, test_seconds, examples)
+    if not mutant.tests:
+        answer.write_text(json.dumps(dataclasses.asdict(judge.verdict)))
+        return
+    files = list(dict.fromkeys(name.split("::")[0] for name in mutant.tests))
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"]
+    code = int(pytest.main([*options, *files], plugins=[judge]))
+    verdict = judge.verdict
+    # 0 passed, 1 a test failed, 2 stopped or a collection error, 5 no test left; 3 and 4: conftest or pytest itself broke.
+    if not verdict.killed and code in (3, 4):
+        verdict = Verdict(True, "import", f"pytest ended with {code}")
+    answer.write_text(
+        json.dumps(dataclasses.asdict(verdict) | {"passed": judge.passed, "seconds": time.monotonic() - start})
+    )
+
+
+@dataclasses.dataclass
+class _Running:
+    mutant: Mutant
+    folder: Path
+    child: int
+    ends: float
+    answer: Path
+
+
+def judge_all(
+    mutants: Iterable[Mutant],
+    scratch: Path,
+    tell: Callable[[Mutant, Verdict], None],
+    *,
+    seconds: float = 60,
+    test_seconds: int = 60,
+    examples: int = EXAMPLES,
+    at_once: int = 2,
+) -> None:
+    """Judges mutants, ``at_once`` at a time, each in a copy of the tree below ``scratch``; ``tell`` hears each verdict."""
+    load_frameworks()
+    free = [scratch / f"copy{i}" for i in range(at_once)]
+    for folder in free:
+        copy_tree(folder)
+    waiting, running = list(mutants)[::-1], list[_Running]()
+    try:
+        while waiting or running:
+            while waiting and free:
+                running.append(_start(waiting.pop(), free.pop(), seconds, test_seconds, examples))
+            time.sleep(0.05)
+            for work in list(running):
+                if (verdict := _ended(work)) is not None:
+                    running.remove(work)
+                    free.append(work.folder)
+                    tell(work.mutant, verdict)
+    finally:
+        for work in running:
+            os.killpg(work.child, signal.SIGKILL)
+
+
+def _start(mutant: Mutant, folder: Path, seconds: float, test_seconds: int, examples: int) -> _Running:
+    (folder / mutant.file).write_text(mutant.text)
+    answer = folder.with_suffix(".json")
+    answer.unlink(missing_ok=True)
+    child = forked(
+        folder,
+        lambda: judge_here(mutant, seconds, test_seconds, examples, answer),
+        folder.with_suffix(".log"),
+    )
+    return _Running(mutant, folder, child, time.monotonic() + seconds + 2 * test_seconds, answer)
+
+
+def _ended(work: _Running) -> Verdict | None:
+    """The verdict when the child has ended or its time is up; the copy is then as it was."""
+    child, status = os.waitpid(work.child, os.WNOHANG)
+    if not child:
+        if time.monotonic() < work.ends:
+            return None
+        os.killpg(work.child, signal.SIGKILL)
+        os.waitpid(work.child, 0)
+    shutil.copy2(ROOT / work.mutant.file, work.folder / work.mutant.file)
+    if work.answer.exists():
+        return Verdict(**json.loads(work.answer.read_text()))
+    return Verdict(True, "process", f"ended with status {status}" if child else "never ended")

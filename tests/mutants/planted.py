@@ -1,0 +1,260 @@
+"""Thirty plausible bugs, each written as a change of one place, and the test that is to see it.
+
+The text of a row occurs exactly once in its file: one that is gone is an error, here and in `test_planted.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+from tests.mutants.judge import ROOT
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    """One bug.
+
+    Attributes:
+        bug: what was done wrong.
+        file: the file.
+        old: what stands there, exactly once.
+        new: what stands there instead.
+        tests: what sees it, the quickest that should.
+    """
+
+    bug: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The bug, and a hash of the change: a changed row is judged anew."""
+        return f"planted: {self.bug}, {self.file} {hashlib.sha256((self.old + self.new).encode()).hexdigest()[:6]}"
+
+    def apply(self) -> str:
+        """The file's text with the bug.
+
+        Raises:
+            ValueError: the row no longer fits the file.
+        """
+        text = (ROOT / self.file).read_text()
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.bug}: {self.old!r} occurs {text.count(self.old)} times in {self.file}, not once")
+        return text.replace(self.old, self.new)
+
+
+PLANTED = (
+    Planted(
+        "a negative index is clipped, not wrapped (NumPy)",
+        "backends/common.py",
+        "np.where(wide < 0, wide + size, wide) if low < 0",
+        "np.where(wide < 0, 0, wide) if low < 0",
+        (),
+    ),
+    Planted(
+        "a negative index is clipped, not wrapped (torch)",
+        "backends/torch_index.py",
+        "(torch.where(wide < 0, wide + size, wide) if low < 0 else wide), False",
+        "(wide.clamp(min=0) if low < 0 else wide), False",
+        (),
+    ),
+    Planted(
+        "a negative index is clipped, not wrapped (JAX)",
+        "backends/jax_index.py",
+        "wide = jnp.where(below, wide + size, wide)",
+        "wide = jnp.where(below, 0, wide)",
+        (),
+    ),
+    Planted(
+        "a uint64 index is narrowed before it is clipped",
+        "backends/common.py",
+        "np.clip(raw, 0, min(size - 1, np.iinfo(raw.dtype).max)).astype(np.int64)",
+        "np.clip(raw.astype(np.int64), 0, size - 1)",
+        (),
+    ),
+    Planted(
+        "int32 offsets in a kernel: a position is not widened",
+        "kernels/triton_product.py",
+        "return index.to(tl.int64)",
+        "return index.to(tl.int32)",
+        (),
+    ),
+    Planted(
+        "int16 sort keys hold no number of groups of 2^15: off by one",
+        "kernels/torch_grouping.py",
+        "torch.int16 if size < 2**15",
+        "torch.int16 if size <= 2**15",
+        (),
+    ),
+    Planted(
+        "a packed key of 33 bits",
+        "kernels/jax_grouping.py",
+        "<= UINT32_BITS\n",
+        "<= UINT32_BITS + 1\n",
+        (),
+    ),
+    Planted(
+        "a missing mask: dropped rows of b are read in sums over groups",
+        "kernels/triton_product.py",
+        "there = there & (a_row >= 0) & (b_row >= 0)",
+        "there = there & (a_row >= 0)",
+        (),
+    ),
+    Planted(
+        "a missing mask: an index that means no row still reads one",
+        "backends/stock.py",
+        "return ops.select(valid.reshape([*valid.shape, *[1] * len(rest)]), x, 0) if guarded else x",
+        "return x",
+        (),
+    ),
+    Planted(
+        "duplicates are dropped in a scatter (NumPy)",
+        "backends/numpy_backend.py",
+        "np.add.at(out, tuple(index), values.astype(out.dtype, copy=False))",
+        "out[tuple(index)] += values.astype(out.dtype, copy=False)",
+        (),
+    ),
+    Planted(
+        "duplicates are dropped in a scatter (JAX)",
+        "backends/jax_rows.py",
+        'out.at[tuple(index)].add(values.astype(out.dtype), mode="promise',
+        'out.at[tuple(index)].set(values.astype(out.dtype), mode="promise',
+        (),
+    ),
+    Planted(
+        "duplicate keys are dropped from a pool's gradient (JAX)",
+        "kernels/jax_pooled.py",
+        'zeros.at[entries, rows].add(terms, mode="drop")',
+        'zeros.at[entries, rows].set(terms, mode="drop")',
+        (),
+    ),
+    Planted(
+        "swapped axes: a batch axis goes last in the brackets",
+        "planner/derive.py",
+        "axes=(axis, *e.axes)",
+        "axes=(*e.axes, axis)",
+        (),
+    ),
+    Planted(
+        "swapped axes of a matrix",
+        "backends/stock.py",
+        "(*form.batch, *form.contracted, *right), (*lead, k, n)",
+        "(*form.batch, *right, *form.contracted), (*lead, k, n)",
+        (),
+    ),
+    Planted(
+        "a wrong conjugate in the gradient of matrices",
+        "kernels/torch_grouped.py",
+        "sums.add(piece, x.conj(), g)",
+        "sums.add(piece, x, g)",
+        (),
+    ),
+    Planted(
+        "a wrong conjugate in a second derivative",
+        "backends/torch_function.py",
+        "others = [x.conj() if x.is_complex() else x for x in factors]",
+        "others = list(factors)",
+        (),
+    ),
+    Planted(
+        "a broadcast of size 1 against 0 gives 1",
+        "planner/resolve.py",
+        "            if known == 1:\n",
+        "            if known == 1 and size > 0:\n",
+        (),
+    ),
+    Planted(
+        "a stale cache key: torch's strides are not in it",
+        "backends/torch_backend.py",
+        "key.append((x.shape, x.stride(), x.dtype,",
+        "key.append((x.shape, x.dtype,",
+        (),
+    ),
+    Planted(
+        "a stale cache key: an index array's dtype is not in it",
+        "backends/protocol.py",
+        "key += (name, type(q), q.shape, q.dtype)",
+        "key += (name, type(q), q.shape)",
+        (),
+    ),
+    Planted(
+        "a stale entry: a measurement of another key is taken",
+        "planner/remember.py",
+        'if entry["format"] != FORMAT or entry["key"] != json.loads(_text(key)):',
+        'if entry["format"] != FORMAT:',
+        (),
+    ),
+    Planted(
+        "a lost gradient flag in the cache key",
+        "backends/torch_backend.py",
+        "x.device, x.layout, x.requires_grad))",
+        "x.device, x.layout))",
+        (),
+    ),
+    Planted(
+        "a lost gradient: the last of several terms is kept, not their sum",
+        "backends/torch_function.py",
+        "to_operands[slot] = part if known is None else known + part",
+        "to_operands[slot] = part",
+        (),
+    ),
+    Planted(
+        "off by one at a tile's edge: the row behind a group is in it (Pallas)",
+        "kernels/pallas_tiles.py",
+        "(position < stops[group][:, None])",
+        "(position <= stops[group][:, None])",
+        (),
+    ),
+    Planted(
+        "off by one at a tile's edge: the row behind a piece is summed (Triton)",
+        "kernels/triton_sum.py",
+        "there = r < last\n",
+        "there = r <= last\n",
+        (),
+    ),
+    Planted(
+        "the last, shorter slice of a loop is not counted",
+        "planner/loops.py",
+        "[(axis, rest, 1)] * (rest > 0)",
+        "[(axis, rest, 1)] * (rest > size)",
+        (),
+    ),
+    Planted(
+        "slices are added up in a half type",
+        "planner/loops.py",
+        'return "float32" if dtype in ("float16", "bfloat16") else dtype',
+        "return dtype",
+        (),
+    ),
+    Planted(
+        "liveness: scratch is not in the peak",
+        "planner/program.py",
+        "now = live + step.choice.cost.scratch_bytes",
+        "now = live",
+        (),
+    ),
+    Planted(
+        "liveness: a value dies before a view of it does",
+        "planner/program.py",
+        "last[variables[variable].base] = number",
+        "last[variable] = number",
+        (),
+    ),
+    Planted(
+        "what a gradient does not read is kept for it",
+        "planner/program.py",
+        "any(needs[:i]) or any(needs[i + 1 :])",
+        "any(needs[:i]) or any(needs[i:])",
+        (),
+    ),
+    Planted(
+        "an implicit output keeps the order in which axes appear",
+        "planner/parse.py",
+        "return (*dots, *sorted(axis for axis, count in counts.items() if count == 1))",
+        "return (*dots, *(axis for axis, count in counts.items() if count == 1))",
+        (),
+    ),
+)

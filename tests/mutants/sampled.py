@@ -1,0 +1,164 @@
+"""Three hundred mutants, drawn by a fixed seed from all that cosmic-ray's operators make of the library."""
+
+from __future__ import annotations
+
+import ast
+import bisect
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import cosmic_ray.ast
+import cosmic_ray.mutating
+import cosmic_ray.plugins
+
+from tests.mutants.judge import ROOT
+
+SEED = "planner, issue 6"
+DRAWN = 300
+FOLDERS = ("planner", "backends", "kernels")
+
+# Files whose mutants are not drawn, with the reason.
+LEFT_OUT = {
+    "planner/bench/": "a program that times the library: no part of it",
+    "planner/demo/": "a program that shows the library: no part of it",
+    "backends/card.py": "runs only on a machine with a GPU (make gpu)",
+    "backends/torch_card.py": "runs only on a machine with a GPU (make gpu)",
+    "backends/jax_card.py": "runs only on a machine with a GPU (make gpu)",
+}
+# Places inside of files: annotations are never evaluated, or say nothing to Python; `if TYPE_CHECKING` never runs.
+
+_PUNCTUATION = frozenset("()[]{},.:=")
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Mutation:
+    """One change that one operator makes in one file; the rank draws it, whatever is changed elsewhere."""
+
+    rank: str
+    file: str
+    operator: str
+    occurrence: int
+    line: int
+    function: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        """A short name that stays while the line, its function and the operator do."""
+        return f"{self.file}:{self.function}:{self.operator.removeprefix('core/')}:{self.rank[:8]}"
+
+    def apply(self) -> str | None:
+        """The file's text with the change, or None where it no longer compiles."""
+        operator = cosmic_ray.plugins.get_operator(self.operator)()
+        changed = cosmic_ray.mutating.mutate_code((ROOT / self.file).read_text(), operator, self.occurrence)
+        try:
+            compile(changed, self.file, "exec")
+        except SyntaxError:
+            return None
+        return str(changed)
+
+
+def files() -> list[str]:
+    """The library's files that mutants are drawn from; the symlinks are not followed."""
+    found = (p for folder in FOLDERS for p in (ROOT / folder).glob("**/*.py"))
+    names = sorted({str(p.resolve().relative_to(ROOT)) for p in found})
+    return [name for name in names if not name.startswith(tuple(LEFT_OUT))]
+
+
+def draw(number: int = DRAWN) -> list[Mutation]:
+    """The mutations of least rank that compile, at most one of a place, by name."""
+    drawn: dict[tuple[str, int, str], Mutation] = {}
+    for mutation in sorted(m for file in files() for m in mutations(file)):
+        place = (mutation.file, mutation.line, mutation.operator)
+        if place not in drawn and mutation.apply() is not None:
+            drawn[place] = mutation
+            if len(drawn) == number:
+                break
+    return sorted(drawn.values(), key=lambda m: m.name)
+
+
+@functools.cache
+def _operators() -> tuple[tuple[str, cosmic_ray.operators.operator.Operator], ...]:
+    """Cosmic-ray's operators but those that want arguments."""
+    classes = ((name, cosmic_ray.plugins.get_operator(name)) for name in cosmic_ray.plugins.operator_names())
+    return tuple((name, of()) for name, of in classes if not of.arguments() and "NoOp" not in name)
+
+
+def mutations(file: str) -> Iterator[Mutation]:
+    """All changes in a file, outside of the places that are left out."""
+    source = (ROOT / file).read_text()
+    lines = source.splitlines()
+    tree = ast.parse(source)
+    functions, outside = Functions(tree), Unread(tree)
+    # No operator changes names, strings or punctuation: without them this takes a quarter of the time.
+    nodes = [
+        node
+        for node in cosmic_ray.ast.ast_nodes(cosmic_ray.ast.get_ast(source))
+        if node.type not in ("name", "string", "newline") and getattr(node, "value", None) not in _PUNCTUATION
+    ]
+    for name, operator in _operators():
+        seen: dict[tuple[str, str], int] = {}
+        positions = (start for node in nodes for start, _ in operator.mutation_positions(node))
+        for occurrence, (line, column) in enumerate(positions):
+            function, text = functions.at(line), lines[line - 1].strip()
+            repeat = seen[function, text] = seen.get((function, text), -1) + 1
+            if not outside.holds(line, column):
+                key = "\n".join((SEED, file, name, function, text, str(repeat)))
+                rank = hashlib.sha256(key.encode()).hexdigest()
+                yield Mutation(rank, file, name, occurrence, line, function, text)
+
+
+class Functions:
+    """Which definition a line stands in."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._spans: list[tuple[int, int, str]] = []
+        self._collect(tree, ())
+
+    def _collect(self, node: ast.AST, path: tuple[str, ...]) -> None:
+        for child in ast.iter_child_nodes(node):
+            inner = path
+            if isinstance(child, ast.FunctionDef | ast.ClassDef):
+                inner = (*path, child.name)
+                first = min([child.lineno, *(d.lineno for d in child.decorator_list)])
+                self._spans.append((first, child.end_lineno or first, ".".join(inner)))
+            self._collect(child, inner)
+
+    def at(self, line: int) -> str:
+        """The innermost definition's name with those around it, or "module"."""
+        return max(
+            ((first, name) for first, last, name in self._spans if first <= line <= last), default=(0, "module")
+        )[1]
+
+
+class Unread:
+    """The places that never run: annotations, and what only type checkers see."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._spans = sorted(
+            ((node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0))
+            for node in _unread(tree)
+        )
+
+    def holds(self, line: int, column: int) -> bool:
+        """Whether a position lies in one."""
+        place = bisect.bisect_right(self._spans, ((line, column), (10**9, 0)))
+        return any(start <= (line, column) < end for start, end in self._spans[max(place - 50, 0) : place])
+
+
+def _unread(tree: ast.Module) -> Iterator[ast.expr | ast.stmt]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.returns:
+            yield node.returns
+        elif isinstance(node, ast.arg | ast.AnnAssign) and node.annotation:
+            yield node.annotation
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from node.body
+
+
+if __name__ == "__main__":
+    for drawn in draw():
+        print(drawn.name, "|", Path(drawn.file).name, drawn.line, drawn.text)
