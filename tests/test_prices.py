@@ -1,0 +1,65 @@
+"""What every implementation is said to cost, on file: a price that changes is one that someone meant to change."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import planner
+from planner.derive import transpose
+from planner.device import CPU, H100, TPU_V5E
+from planner.dispatch import load_backend
+from planner.lower import Op
+
+GOLDEN = Path(__file__).parent / "golden"
+MACHINES = {"numpy": (CPU,), "torch": (CPU, H100), "jax": (CPU, H100, TPU_V5E)}
+# Sizes that no two axes share, with rows enough that groups are cut, and not multiples of a tile.
+STEPS = {
+    "grouped": ("nij, q[n]jk -> nik", [(9001, 3, 40), (50, 40, 24)], {"q": (9001,)}),
+    "grouped, wide": ("nij, q[n]jk -> nik", [(20000, 64, 128), (7, 128, 256)], {"q": (20000,)}),
+    "grouped, one row each": ("nj, q[n]jk -> nk", [(300, 96), (2000, 96, 80)], {"q": (300,)}),
+    "grouped, rows shared and summed": ("aij, q[ab]jk -> bik", [(30, 5, 8), (11, 8, 16)], {"q": (30, 70)}),
+    "pooled": ("bqd, b i[bqk] d -> bqk", [(3, 200, 24), (3, 1100, 24)], {"i": (3, 200, 17)}),
+    "pooled, one key": ("bqd, b i[bqk] d -> bqk", [(5, 1, 64), (5, 90, 64)], {"i": (5, 1, 1)}),
+    "pooled, all chosen": ("bqd, b i[bqk] d -> bqk", [(2, 50, 16), (2, 40, 16)], {"i": (2, 50, 37)}),
+    "take": ("q[n]e -> ne", [(500, 70)], {"q": (3000,)}),
+    "segment sum": ("ne -> q[n]e", [(9000, 33)], {"q": (9000,)}),
+    "two brackets": ("q[n]p[n]e, ne -> n", [(30, 20, 9), (800, 9)], {"q": (800,), "p": (800,)}),
+    "matrices": ("bij, bjk -> bik", [(6, 150, 70), (6, 70, 310)], {}),
+    "copied matrices": ("aibj, jbk -> kai", [(40, 9, 12, 30), (30, 12, 20)], {}),
+    "elements": ("ijk, ki -> jik", [(90, 80, 5), (5, 90)], {}),
+    "sums": ("ijk -> j", [(60, 7, 900)], {}),
+}
+
+
+def ops(spec: planner.Spec, dtype: str) -> list[Op]:
+    """A step, the steps of its gradients, and both at once."""
+    found = [Op(spec, dtype)] + [Op(transpose(spec, i), dtype) for i in range(len(spec.inputs))]
+    return found + [found[0].paired()] * (len(spec.inputs) == 2)
+
+
+def prices(name: str, backend: str) -> list[str]:
+    """For each step of one kind, what can run it on each machine: FLOPs, bytes moved, copied, scratch, picoseconds."""
+    spec, shapes, indices = STEPS[name]
+    resolved = planner.resolve(spec, *shapes, sizes={"q": 400} if name == "segment sum" else None, **indices)
+    table, lines = load_backend(backend).table, []
+    for dtype in ("float32", "bfloat16") if backend != "numpy" else ("float32",):
+        for op in ops(resolved, dtype):
+            lines.append(f"{name}, {dtype}: {'both gradients of ' * op.pair}{op.spec}")
+            for device in MACHINES[backend]:
+                found = table.choices(op, device)
+                lines += [f"  {device.name}, {c.lowering}: {' '.join(map(str, c.cost))}" for c in found]
+    return lines
+
+
+@pytest.mark.parametrize("backend", MACHINES)
+def test_prices_are_those_on_file(backend):
+    """Written anew by ``UPDATE_GOLDEN=1``; then read the difference before it is committed."""
+    pytest.importorskip(backend)
+    found = [line for name in STEPS for line in prices(name, backend)]
+    path = GOLDEN / f"prices-{backend}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text("\n".join(found) + "\n", encoding="utf-8")
+    assert found == path.read_text(encoding="utf-8").splitlines()
