@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # torch is pinned in constraints.txt, so every install goes through it: a bare torch brings gigabytes of CUDA.
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: venv demo test peers nightly soak check format bench gpu docs clean
+.PHONY: venv demo test peers nightly soak mutants check format bench gpu docs clean
 
 venv: $(READY)
 
@@ -36,6 +36,11 @@ nightly: $(READY)
 # The faults alone, at length: hours. SOAK names tests, or passes pytest an option.
 soak: $(READY)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest --durations=0 tests/faults tests/test_hostile.py $(SOAK)
+
+# Mutants without a verdict are judged, two at a time; the table is printed. All of them once more: MUTANTS="--again all".
+mutants: $(READY)
+	$(INSTALL) --group mutants
+	PYTHONPATH=. $(BIN)/python -m tests.mutants $(MUTANTS)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -62,7 +62,8 @@ def run(mutants: list[Mutant], known: dict[str, Verdict], asked: argparse.Namesp
 
     os.nice(5)
     with tempfile.TemporaryDirectory() as scratch:
-        judge.judge_all(mutants, Path(scratch).resolve(), tell, seconds=asked.seconds, examples=asked.examples, at_once=asked.at_once)
+        limits = {"seconds": asked.seconds, "examples": asked.examples, "at_once": asked.at_once}
+        judge.judge_all(mutants, Path(scratch).resolve(), tell, **limits)
 
 
 def line_of(name: str, verdict: Verdict) -> str:
@@ -92,7 +93,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--again", choices=("all", "survivors"), help="judge these once more")
     parser.add_argument("--only", default="", help="judge those whose name contains this")
-    parser.add_argument("--seconds", type=float, default=60, help="for each mutant; the last test is let end")
+    parser.add_argument("--seconds", type=float, default=30, help="of the processor for each mutant; the last test is let end")
     parser.add_argument("--examples", type=int, default=judge.EXAMPLES, help="of each property")
     parser.add_argument("--at-once", type=int, default=2, help="processes")
     parser.add_argument("--report", action="store_true", help="judge nothing")

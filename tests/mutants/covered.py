@@ -43,9 +43,9 @@ class Recorder:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
         self.coverage.switch_context(item.nodeid)
         with alarm(_TEST_SECONDS):
-            start = time.monotonic()
+            start = time.process_time()
             result = yield
-        self.seconds[item.nodeid] = round(time.monotonic() - start, 2)
+        self.seconds[item.nodeid] = round(time.process_time() - start, 2)
         self.coverage.switch_context("")
         return result
 

@@ -1,0 +1,43 @@
+"""The planted mutants fit the library as it is, so that `make mutants` judges what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.judge import ROOT
+from tests.mutants.planted import PLANTED
+from tests.mutants.survivors import SURVIVORS
+
+VERDICTS = json.loads(Path(__file__).with_name("verdicts.json").read_text())
+
+
+@pytest.mark.parametrize("row", PLANTED, ids=lambda row: row.bug)
+def test_a_planted_bug_applies_compiles_and_was_killed(row):
+    changed = row.apply()
+    assert changed != (ROOT / row.file).read_text()
+    compile(changed, row.file, "exec")
+    assert VERDICTS[row.name]["killed"], "judge it: make mutants"
+
+
+def test_planted_bugs_are_thirty_and_their_tests_are_there():
+    assert len({row.bug for row in PLANTED}) == len(PLANTED) == 30
+    for row in PLANTED:
+        for test in row.tests:
+            file, _, name = test.partition("::")
+            assert f"def {name.split('[')[0]}(" in (ROOT / file).read_text()
+
+
+def test_a_text_that_is_gone_is_an_error():
+    row = PLANTED[0]
+    gone = type(row)(row.bug, row.file, row.old + "no such text", row.new, row.tests)
+    with pytest.raises(ValueError, match="occurs 0 times"):
+        gone.apply()
+
+
+def test_what_survived_is_explained_and_nothing_else():
+    alive = {name for name, verdict in VERDICTS.items() if not verdict["killed"]}
+    assert set(SURVIVORS) == alive
+    assert all(len(reason) > 20 for reason in SURVIVORS.values())
