@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tests.mutants import covered, judge, sampled
@@ -39,9 +40,11 @@ def planted() -> Iterator[Mutant]:
         yield Mutant(row.name, row.file, row.apply(), row.tests)
 
 
-def drawn(known: dict[str, Verdict], tests_of: covered.Map, draws: list[sampled.Mutation]) -> Iterator[Mutant]:
+def drawn(known: dict[str, Verdict], draws: list[sampled.Mutation]) -> Iterator[Mutant]:
     """The sampled mutants; a test that killed one before comes first."""
+    tests_of = covered.Map() if draws else None
     for mutation in draws:
+        assert tests_of is not None
         tests = tests_of.tests(mutation.file, mutation.line)
         before = known.get(mutation.name)
         if before is not None and before.by in tests:
@@ -49,15 +52,14 @@ def drawn(known: dict[str, Verdict], tests_of: covered.Map, draws: list[sampled.
         yield Mutant(mutation.name, mutation.file, str(mutation.apply()), tuple(dict.fromkeys(tests)))
 
 
-def run(mutants: list[Mutant], known: dict[str, Verdict], asked: argparse.Namespace) -> None:
-    """Judges and stores each verdict as it comes."""
-    left = len(mutants)
+def run(mutants: Iterable[Mutant], left: int, known: dict[str, Verdict], asked: argparse.Namespace) -> None:
+    """Judges so many and stores each verdict as it comes."""
 
     def tell(mutant: Mutant, verdict: Verdict) -> None:
         nonlocal left
         left -= 1
         known[mutant.name] = verdict
-        store(known)
+        store(verdicts() | {mutant.name: verdict})  # another run may judge others
         print(f"{left:4d} left  {line_of(mutant.name, verdict)}", file=sys.stderr, flush=True)
 
     os.nice(5)
@@ -93,7 +95,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--again", choices=("all", "survivors"), help="judge these once more")
     parser.add_argument("--only", default="", help="judge those whose name contains this")
-    parser.add_argument("--seconds", type=float, default=30, help="of the processor for each mutant; the last test is let end")
+    parser.add_argument(
+        "--seconds", type=float, default=30, help="of the processor for each mutant; the last test is let end"
+    )
     parser.add_argument("--examples", type=int, default=judge.EXAMPLES, help="of each property")
     parser.add_argument("--at-once", type=int, default=2, help="processes")
     parser.add_argument("--report", action="store_true", help="judge nothing")
@@ -105,12 +109,12 @@ def main() -> int:
         return not done and asked.only in name
 
     if not asked.report:
-        if not covered.STORED.exists() and any(wanted(m.name) for m in draws):
-            covered.make_map()
         todo = [mutant for mutant in planted() if wanted(mutant.name)]
-        if fresh := [m for m in draws if wanted(m.name)]:
-            todo += drawn(known, covered.Map(), fresh)
-        run(todo, known, asked)
+        fresh = [mutation for mutation in draws if wanted(mutation.name)]
+        if fresh and not covered.STORED.exists():
+            covered.make_map()
+        if todo or fresh:
+            run(itertools.chain(todo, drawn(known, fresh)), len(todo) + len(fresh), known, asked)
     names = [row.name for row in PLANTED], [m.name for m in draws]
     known = {name: known[name] for name in (*names[0], *names[1]) if name in known}
     store(known)

@@ -195,7 +195,9 @@ def judge_here(mutant: Mutant, seconds: float, test_seconds: int, examples: int,
     if not verdict.killed and code in (3, 4):
         verdict = Verdict(True, "import", f"pytest ended with {code}")
     answer.write_text(
-        json.dumps(dataclasses.asdict(verdict) | {"passed": judge.passed, "seconds": round(time.process_time() - start, 1)})
+        json.dumps(
+            dataclasses.asdict(verdict) | {"passed": judge.passed, "seconds": round(time.process_time() - start, 1)}
+        )
     )
 
 
@@ -223,11 +225,13 @@ def judge_all(
     free = [scratch / f"copy{i}" for i in range(at_once)]
     for folder in free:
         copy_tree(folder)
-    waiting, running = list(mutants)[::-1], list[_Running]()
+    waiting, running = iter(mutants), list[_Running]()
     try:
-        while waiting or running:
-            while waiting and free:
-                running.append(_start(waiting.pop(), free.pop(), seconds, test_seconds, examples))
+        while True:
+            while free and (mutant := next(waiting, None)) is not None:
+                running.append(_start(mutant, free.pop(), seconds, test_seconds, examples))
+            if not running:
+                return
             time.sleep(0.05)
             for work in list(running):
                 if (verdict := _ended(work)) is not None:

@@ -157,8 +157,7 @@ class Unread:
 
     def __init__(self, tree: ast.Module) -> None:
         self._spans = sorted(
-            ((node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0))
-            for node in _unread(tree)
+            ((node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)) for node in _unread(tree)
         )
 
     def holds(self, line: int, column: int) -> bool:
