@@ -264,6 +264,56 @@ def test_measured_rates_are_rates(monkeypatch):
     assert rates.read(lab.key) == device
 
 
+class _Told:
+    """A lab that measures nothing: each stretch of work is told what it took."""
+
+    key = KEY
+
+    def empty(self, count):
+        return count
+
+    def fill(self, x):
+        """Take no time."""
+
+    copy = normal = fill
+
+
+def fresh_seconds(slopes):
+    """What `median_seconds` says where new memory of a size costs its slope a byte beyond the writing."""
+
+    def seconds(lab, run):
+        count = run.args[-1]
+        writing = count * 4 / 1e10
+        return writing + 4 * count * slopes(4 * count) if run.func is calibrate._fill_new else writing
+
+    return seconds
+
+
+def test_fresh_memory_has_two_rates_that_part_at_a_power_of_two(monkeypatch):
+    for bound, least in ((12, 16), (20, 32), (36, 64)):
+        slow = fresh_seconds(lambda size, bound=bound: 5e-10 if size > bound * calibrate.MEGABYTE else 1e-10)
+        monkeypatch.setattr(calibrate, "median_seconds", slow)
+        found = calibrate._fresh(_Told())
+        assert found["fresh_bytes"] == least * calibrate.MEGABYTE
+        assert found["fresh_bandwidth"] == pytest.approx(2e9)
+        assert found["reused_bandwidth"] == pytest.approx(1e10)
+
+
+def test_fresh_memory_of_one_rate_has_no_bound(monkeypatch):
+    monkeypatch.setattr(calibrate, "median_seconds", fresh_seconds(lambda size: 2e-10))
+    found = calibrate._fresh(_Told())
+    assert found == {"fresh_bandwidth": pytest.approx(5e9), "reused_bandwidth": pytest.approx(5e9), "fresh_bytes": 0}
+
+
+def test_rates_are_work_by_time(monkeypatch):
+    monkeypatch.setattr(calibrate, "median_seconds", lambda lab, run: 0.5)
+    monkeypatch.setattr(calibrate, "_step", lambda lab, spec, *shapes: None)
+    assert calibrate._bandwidth(_Told()) == 2 * 128 * 2**20 / 0.5
+    assert calibrate._flop_rate(_Told()) == 2 * 1024**3 / 0.5
+    assert calibrate._skinny_rate(_Told()) == 2 * 4 * 1024**2 / 0.5
+    assert calibrate._half_rate(_Told()) == 0
+
+
 def test_the_check_times_every_step(monkeypatch):
     tiny = predictions.WORKLOADS["equivariant"].tiny()
     monkeypatch.setitem(predictions.WORKLOADS, "equivariant", tiny)

@@ -42,9 +42,11 @@ def planted() -> Iterator[Mutant]:
 
 def drawn(known: dict[str, Verdict], draws: list[sampled.Mutation]) -> Iterator[Mutant]:
     """The sampled mutants; a test that killed one before comes first."""
+    if not draws:
+        return
+    tests_of = covered.Map()
     tests_of = covered.Map() if draws else None
     for mutation in draws:
-        assert tests_of is not None
         tests = tests_of.tests(mutation.file, mutation.line)
         before = known.get(mutation.name)
         if before is not None and before.by in tests:

@@ -20,6 +20,7 @@ FOLDERS = ("planner", "backends", "kernels")
 # What no mutant is judged by. They build the distribution or time things on a clock, or they try the mutants.
 LEFT_OUT = ("tests/test_packaging.py", "tests/test_bench.py", "tests/mutants")
 _EXAMPLES = 3
+_LONG = 5
 _TEST_SECONDS = 60
 # The files that take longest come last: a map of the others is of use before.
 _LAST = ("pallas", "jax", "memory", "limits", "measure", "hostile")
@@ -139,8 +140,13 @@ class Map:
         for first, last in _spans(ast.parse((ROOT / file).read_text()), line):
             found = {test for number in range(first, last + 1) for test in lines.get(number, ())}
             if found:
-                return beside + sorted(found, key=lambda test: (self.seconds[test], test))
+                return beside + sorted(found, key=lambda test: (not self._speaks_of(test, file), self.seconds[test], test))
         return beside
+
+    def _speaks_of(self, test: str, file: str) -> bool:
+        """Whether a test that does not take long is named for what a module does: it asks more than others do."""
+        words = [word for word in Path(file).stem.split("_") if word not in ("torch", "jax", "planner", "triton")]
+        return self.seconds[test] < _LONG and any(word in test for word in words)
 
 
 def _spans(tree: ast.Module, line: int) -> list[tuple[int, int]]:
