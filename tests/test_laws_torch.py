@@ -271,6 +271,18 @@ def test_every_lowering_agrees():
 # -- higher derivatives --------------------------------------------------------------------------
 
 
+def test_second_derivatives_of_complex_operands():
+    """Of the gradients of real and complex operands by real and complex ones: each conjugate is seen."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, dtype=torch.complex128, requires_grad=True)
+    y = torch.randn(4, 3, 2, dtype=torch.complex128, requires_grad=True)
+    z = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([3, 1])
+    assert torch.autograd.gradgradcheck(
+        lambda x, y, z: planner.contract("nj, q[n]jk, k -> nk", x, y, z, q=q), (x, y, z)
+    )
+
+
 def test_second_derivatives():
     floors = Floors()
 

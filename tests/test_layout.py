@@ -181,3 +181,12 @@ def test_ways_around_a_copy_agree_and_cost_what_they_say(spec):
         results, memory = torch_memory(lambda name=name: table.run(name, op, operands, {}))
         assert (results[0] == expected).all(), name
         assert memory.peak_bytes <= 4 * expected.numel() + cost.scratch_bytes, name
+
+
+def test_neighbours_in_memory_lie_along_the_last_axis_that_is_not_single():
+    spec = planner.resolve("ijk -> ijk", (4, 3, 1))
+    assert neighbours(spec.output, None, spec) == "j"
+    assert neighbours(spec.output, layout_of((4, 3, 1), (1, 4, 1)), spec) == "i"
+    assert neighbours(spec.output, layout_of((4, 3, 1), (6, 2, 1)), spec) is None
+    single = planner.resolve("ij -> ij", (1, 1))
+    assert neighbours(single.output, None, single) is None

@@ -345,6 +345,16 @@ def test_limits_make_loops():
     np.testing.assert_array_equal(plan(a, b, c), reference("ij, jk, kl -> il", a, b, c))
 
 
+@pytest.mark.parametrize("backend", ["numpy", "torch", "jax"])
+def test_slices_of_a_half_type_are_added_up_in_float32(backend):
+    """2048 + 1 is 2048 in float16: a sum of more ones stops there."""
+    framework = pytest.importorskip(backend)
+    framework = framework.numpy if backend == "jax" else framework
+    ones = framework.ones((3000, 2), dtype=framework.float16)
+    plan = looped(planner.plan("ij, ij -> j", ones, ones), {"i": 2})
+    assert plan(ones, ones).tolist() == [3000, 3000]
+
+
 def test_the_steps_of_a_shorter_last_slice_are_its_own():
     plan = looped(planner.plan("ij, jk -> ik", (5, 7), (7, 3), backend="numpy"), {"j": 3})
     assert [sizes for sizes, _ in slice_counts(plan.loop.axes, plan.resolved.spec)] == [{"j": 3}, {"j": 1}]

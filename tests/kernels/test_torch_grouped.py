@@ -177,6 +177,15 @@ def test_order_is_stable_and_offsets_count(case, index_dtype):
     assert groups.ends.tolist() == groups.offsets.tolist()
 
 
+@pytest.mark.parametrize("size", [2**15 - 1, 2**15, 2**15 + 1])
+def test_a_dropped_row_comes_last_where_its_key_is_the_widest(size):
+    """Keys are narrowed: the number of groups itself, which drops a row, must fit too."""
+    index = torch.tensor([size, 0, size - 1, size, 1])
+    groups = group_rows(index, size)
+    assert groups.order.tolist() == [1, 4, 2, 0, 3]
+    assert groups.ends[[0, 1, 2, size - 1, size]].tolist() == [0, 1, 2, 2, 3]
+
+
 @given(cases)
 @settings(max_examples=100, deadline=None)
 def test_pieces_hold_every_row_once_within_the_limits(case):

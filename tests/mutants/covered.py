@@ -140,7 +140,9 @@ class Map:
         for first, last in _spans(ast.parse((ROOT / file).read_text()), line):
             found = {test for number in range(first, last + 1) for test in lines.get(number, ())}
             if found:
-                return beside + sorted(found, key=lambda test: (not self._speaks_of(test, file), self.seconds[test], test))
+                return beside + sorted(
+                    found, key=lambda test: (not self._speaks_of(test, file), self.seconds[test], test)
+                )
         return beside
 
     def _speaks_of(self, test: str, file: str) -> bool:
