@@ -325,6 +325,15 @@ def test_the_check_times_every_step(monkeypatch):
         predictions.check(["nothing"])
 
 
+def test_the_check_says_what_share_was_within_twice():
+    times = [
+        predictions.StepTime("numpy", "w", "ij -> i", "sum", False, 1.0, seconds) for seconds in (0.5, 1.9, 2.0, 2.1)
+    ]
+    lines = predictions.check_text(times).splitlines()
+    assert lines[-2:] == ["numpy: 3 of 4 steps within 2x, 75%", "within 2x: 75% of 4 steps"]
+    assert [" ! " in line for line in lines[1:5]] == [False, False, False, True]
+
+
 def test_the_check_times_the_steps_of_a_slice(monkeypatch):
     tiny = predictions.WORKLOADS["equivariant"].tiny()
     monkeypatch.setitem(predictions.WORKLOADS, "equivariant", tiny)

@@ -347,8 +347,9 @@ def test_rounds_are_interleaved_and_end_with_the_budget(monkeypatch):
 
 def test_quick_programs_run_in_blocks():
     clock, log = Clock(), []
-    measure.time_programs([clock.program(1e-4, log, "a")], budget_seconds=0, clock=clock)
+    timings = measure.time_programs([clock.program(1e-4, log, "a")], budget_seconds=0, clock=clock)
     assert 11 <= len(log) <= 13
+    assert timings.median(0) == pytest.approx(1e-4)
     assert measure.time_programs([lambda: None], budget_seconds=0, clock=Clock()).median(0) == 0
 
 

@@ -40,14 +40,12 @@ def planted() -> Iterator[Mutant]:
         yield Mutant(row.name, row.file, row.apply(), row.tests)
 
 
-def drawn(known: dict[str, Verdict], draws: list[sampled.Mutation]) -> Iterator[Mutant]:
-    """The sampled mutants; a test that killed one before comes first."""
-    if not draws:
-        return
-    tests_of = covered.Map()
+def drawn(known: dict[str, Verdict], draws: list[sampled.Mutation], by: list[str]) -> Iterator[Mutant]:
+    """The sampled mutants, to be judged by some tests, or those that run them; what killed one before comes first."""
+    tests_of = None if by or not draws else covered.Map()
     tests_of = covered.Map() if draws else None
     for mutation in draws:
-        tests = tests_of.tests(mutation.file, mutation.line)
+        tests = by if tests_of is None else tests_of.tests(mutation.file, mutation.line)
         before = known.get(mutation.name)
         if before is not None and before.by in tests:
             tests = [before.by, *tests]
@@ -100,6 +98,7 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=30, help="of the processor for each mutant; the last test is let end"
     )
+    parser.add_argument("--by", nargs="+", default=[], help="the sampled ones by these tests, not those of the map")
     parser.add_argument("--examples", type=int, default=judge.EXAMPLES, help="of each property")
     parser.add_argument("--at-once", type=int, default=2, help="processes")
     parser.add_argument("--report", action="store_true", help="judge nothing")
@@ -113,10 +112,10 @@ def main() -> int:
     if not asked.report:
         todo = [mutant for mutant in planted() if wanted(mutant.name)]
         fresh = [mutation for mutation in draws if wanted(mutation.name)]
-        if fresh and not covered.STORED.exists():
+        if fresh and not asked.by and not covered.STORED.exists():
             covered.make_map()
         if todo or fresh:
-            run(itertools.chain(todo, drawn(known, fresh)), len(todo) + len(fresh), known, asked)
+            run(itertools.chain(todo, drawn(known, fresh, asked.by)), len(todo) + len(fresh), known, asked)
     names = [row.name for row in PLANTED], [m.name for m in draws]
     known = {name: known[name] for name in (*names[0], *names[1]) if name in known}
     store(known)
