@@ -213,7 +213,7 @@ PLANTED = (
         "kernels/triton_sum.py",
         "there = r < last\n",
         "there = r <= last\n",
-        ("tests/kernels/test_triton.py::test_sums_are_not_rounded_where_products_may_be",),
+        ("tests/kernels/test_triton.py::test_rows_are_summed_by_group",),
     ),
     Planted(
         "the last, shorter slice of a loop is not counted",
