@@ -355,6 +355,14 @@ def test_slices_of_a_half_type_are_added_up_in_float32(backend):
     assert float(plan(x, framework.ones_like(x))) == 2068
 
 
+@pytest.mark.parametrize("operands", [1, 2, 3])
+def test_every_value_of_a_loop_has_storage_of_its_own(operands):
+    spec = ",".join(["ij"] * operands) + "->i"
+    given = [Operand((4, 6), requires_grad=True)] * operands
+    programs = looped(planner.plan(spec, *given, backend="numpy"), {"i": 2}).programs
+    assert [x.base for x in programs.variables] == list(range(2 * operands + 2))
+
+
 def test_the_steps_of_a_shorter_last_slice_are_its_own():
     plan = looped(planner.plan("ij, jk -> ik", (5, 7), (7, 3), backend="numpy"), {"j": 3})
     assert [sizes for sizes, _ in slice_counts(plan.loop.axes, plan.resolved.spec)] == [{"j": 3}, {"j": 1}]

@@ -616,3 +616,17 @@ def test_what_jax_does_not_compile_is_left_out(monkeypatch, error):
     plan = planner.plan("ab,bc,cd,de->ae", *operands, optimize="measure")
     assert len(compiled) >= 2
     assert (plan(*operands) == 48 * 56 * 40).all()
+
+
+def test_what_needs_much_more_memory_is_not_timed(monkeypatch):
+    """Unless it is predicted to be faster."""
+    monkeypatch.setattr(measure, "ROOM_BYTES", 0)
+    monkeypatch.setattr(measure, "SLOWEST", float("inf"))
+    plan = planner.plan("ab,bc,cd,de->ae", (20, 3), (3, 30), (30, 4), (4, 9), backend="numpy")
+    others = [other.plan.cost for other in plan.alternatives(100)]
+    assert all(cost.seconds >= plan.cost.seconds for cost in others)
+    for factor in (1, 2, 100):
+        monkeypatch.setattr(measure, "ROOM_FACTOR", factor)
+        wanted = [cost for cost in others if cost.peak_bytes <= factor * plan.cost.peak_bytes]
+        assert [candidate.cost for candidate in measure.candidates(plan)] == wanted
+    assert wanted

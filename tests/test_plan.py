@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
+from planner.api import dtype_name
 from planner.backends.stock_rows import short_run_seconds
 from planner.objective import OBJECTIVES, plan_key
 from planner.slicing import worth_cutting
@@ -197,6 +198,17 @@ CHAIN = ("ab,bc,cd,de->ae", [(20, 3), (3, 30), (30, 4), (4, 9)])
 def chain(**options):
     operands = [planner.Operand(shape, requires_grad=True) for shape in CHAIN[1]]
     return planner.plan(CHAIN[0], *operands, backend="numpy", **options)
+
+
+def test_alternatives_say_by_what_they_lose():
+    plan = chain()
+    others = plan.alternatives(50)
+    assert others
+    for other in others:
+        for name in ("seconds", "flops"):
+            ours, theirs = getattr(plan.cost, name), getattr(other.plan.cost, name)
+            said = f"{theirs / ours:.3g}x {name.replace('flops', 'FLOPs')}"
+            assert (said in other.loses) == (ours != theirs)
 
 
 @pytest.mark.parametrize("limits", [("memory",), ("retain",), ("memory", "retain")])
@@ -638,3 +650,21 @@ def test_short_runs_take_time(order, terms, sizes, nanoseconds):
     spec = Spec((tuple(order),), (), tuple(sorted(sizes.items())))
     seconds = short_run_seconds(tuple(order), [tuple(term) for term in terms], spec)
     assert seconds == pytest.approx(nanoseconds * 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [("float32", "float32"), ("torch.float16", "float16"), (np.float32, "float32"), (np.dtype("int8"), "int8"),
+     (float, "float64"), ("half", "float16"), (complex, "complex128")],
+)  # fmt: skip
+def test_dtypes_are_given_by_name_or_as_frameworks_have_them(given, name):
+    assert dtype_name(given) == name
+
+
+def test_dtypes_of_torch_and_jax_have_names():
+    torch = pytest.importorskip("torch")
+    jnp = pytest.importorskip("jax.numpy")
+    assert dtype_name(torch.bfloat16) == dtype_name(jnp.bfloat16) == "bfloat16"
+    assert dtype_name(torch.double) == dtype_name(jnp.dtype("float64")) == "float64"
+    with pytest.raises(planner.PlannerError, match="dtype 'object' is not supported"):
+        dtype_name(object)

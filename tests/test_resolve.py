@@ -8,7 +8,7 @@ from conftest import examples
 from hypothesis import given, settings
 
 import planner
-from planner.resolve import resolve_shapes
+from planner.resolve import cut, resolve_shapes
 from planner.testing import problems
 
 
@@ -92,3 +92,16 @@ def test_results_beyond_any_address_space():
         planner.resolve("i,j->ij", (2**40,), (2**40,))
     with pytest.raises(planner.SearchLimitError, match="operand 1 would have"):
         planner.resolve("i,jk->i", (2,), (2**40, 2**40))
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_resolved_spec_takes_no_other_size(size):
+    spec = planner.resolve("ij->i", (2, 3))
+    assert planner.resolve(spec, (2, 3), sizes={"j": 3}) == spec
+    with pytest.raises(planner.ShapeError, match=f"sizes= says {size} for 'j', but 'ij -> i' is resolved with"):
+        planner.resolve(spec, (2, 3), sizes={"j": size})
+
+
+def test_long_texts_are_cut_for_messages():
+    assert cut("x" * 200) == "x" * 200
+    assert cut("x" * 201) == "x" * 197 + "..."

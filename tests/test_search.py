@@ -24,6 +24,7 @@ from planner.cost import itemsize
 from planner.device import CPU
 from planner.objective import OBJECTIVES, step_key
 from planner.problem import Problem
+from planner.problem import problem_of as problem_of_plan
 from planner.program import Lowerer
 from planner.resolve import resolve_shapes
 from planner.search.dynamic import Search
@@ -596,3 +597,14 @@ def test_specs_with_many_index_arrays_are_planned(optimize, scattered):
     sizes = {name: 3 for name in scattered}
     plan = planner.plan(spec, *[(3, 2)] * 16, backend="numpy", optimize=optimize, sizes=sizes, **indices)
     assert plan(*[np.ones((3, 2), "float32")] * 16, **indices).sum() == 8
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "indices", "work"),
+    [("ij,jk->ik", [(2, 3), (3, 4)], {}, 4), ("ij,jk,kl->il", [(2, 3), (3, 4), (4, 5)], {}, 13),
+     ("q[n]j,jk,kl->nl", [(2, 3), (3, 4), (4, 5)], {"q": (6,)}, 39)],
+)  # fmt: skip
+def test_the_work_of_a_search_is_foretold(spec, shapes, indices, work):
+    """Each operand is on one side of a split, or on the other, or not there; so is each index array."""
+    found = problem_of_plan(planner.plan(spec, *shapes, backend="numpy", **indices))
+    assert found.exact_work() == work

@@ -197,3 +197,22 @@ def test_what_the_kernels_refuse_is_priced_as_the_loops_that_run(i, kernels):
         for device in (TPU_V5E, CPU)
     )
     assert (tpu.scratch_bytes == cpu.scratch_bytes) != kernels
+
+
+def test_how_many_rows_a_tile_has():
+    """About those of a group and two standard deviations more, in whole registers, of at most 256 rows."""
+    tile = pallas_tiles.TPU
+    assert tile.rows(1000, 1, 10, 4) == 120
+    assert tile.rows(1000, 1, 10, 2) == 112  # registers of 16 bits hold 16 rows
+    assert tile.rows(10**6, 1, 10, 4) == 256
+    assert tile.rows(10**6, 12, 10, 4) == 20  # 12 rows each: two of them fill registers, 256 hold 21
+    assert tile.rows(3, 1, 10, 4) == 8
+    assert tile.rows(9, 1, 0, 4) == 8
+
+
+def test_which_matrices_of_one_row_are_tiles():
+    tile = pallas_tiles.TPU
+    assert [tile.is_tile(10, inner, 4) for inner in (8, 24, 32, 36, 40)] == [False, False, True, False, True]
+    assert not tile.is_tile(10, 32, 2)
+    assert tile.is_tile(2**16, 32, 4)
+    assert not tile.is_tile(2**16 + 1, 32, 4)

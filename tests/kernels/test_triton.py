@@ -28,7 +28,7 @@ from planner.dispatch import load_backend  # noqa: E402
 from planner.kernels import torch_grouped, torch_pooled, triton_grouped, triton_pair, triton_pooled, triton_sum  # noqa: E402
 from planner.kernels.keys import Keys  # noqa: E402
 from planner.kernels.torch_grouping import group_rows  # noqa: E402
-from planner.kernels.triton_axes import Axis, Matrices  # noqa: E402
+from planner.kernels.triton_axes import Axis, Cut, Matrices, cut  # noqa: E402
 from planner.kernels.triton_grouped import plain_product, rows_product, terms_product  # noqa: E402
 from planner.kernels.triton_pair import both_gradients  # noqa: E402
 from planner.kernels.triton_tiles import PAIR_TERMS, TILINGS, Tiles, covers_pair, tiles_of  # noqa: E402
@@ -640,3 +640,13 @@ def test_sums_of_rows_with_strides_beyond_32_bits(axis, written):
     rows = triton_sum.Rows.of
     triton_sum.sum_rows(rows(x, [0], [1]), rows(out, [0], [1]), 2, group_rows(torch.tensor([1, 0]), 2))
     assert np.array_equal(out.double().numpy(), values[::-1])
+
+
+def test_into_how_many_pieces_groups_are_cut():
+    """Groups of 0, 4, 5 and 9 rows, of 2 terms each, in pieces of 8: one that is empty is a piece too, in no slot."""
+    starts = torch.tensor([0, 0, 4, 9, 18])
+    assert cut(starts, 2, 8).tolist() == [0, 1, 2, 3]
+    found = Cut.of(starts, 36, 2, 8)
+    assert found.tile_starts.tolist() == [0, 1, 2, 4, 7]
+    assert found.part_starts.tolist() == [0, 0, 0, 2, 5]
+    assert (found.slots, found.most) == (8, 9)

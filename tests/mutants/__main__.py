@@ -58,7 +58,6 @@ def run(mutants: Iterable[Mutant], left: int, known: dict[str, Verdict], asked: 
     def tell(mutant: Mutant, verdict: Verdict) -> None:
         nonlocal left
         left -= 1
-        known[mutant.name] = verdict
         store(verdicts() | {mutant.name: verdict})  # another run may judge others
         print(f"{left:4d} left  {line_of(mutant.name, verdict)}", file=sys.stderr, flush=True)
 
@@ -117,7 +116,7 @@ def main() -> int:
         if todo or fresh:
             run(itertools.chain(todo, drawn(known, fresh, asked.by)), len(todo) + len(fresh), known, asked)
     names = [row.name for row in PLANTED], [m.name for m in draws]
-    known = {name: known[name] for name in (*names[0], *names[1]) if name in known}
+    known = {name: verdict for name, verdict in verdicts().items() if name in {*names[0], *names[1]}}
     store(known)
     wrong = report(*names, known)
     print("\n".join(wrong))
