@@ -25,7 +25,8 @@ from laws import (
 )
 
 import planner
-from planner.spec import Spec
+from planner.backends.jax_index import normalised
+from planner.spec import Gather, Spec
 from planner.testing.reference import reference, reference_gradients
 from planner.testing.strategies import Problem
 from planner.workloads import WORKLOADS
@@ -789,3 +790,12 @@ def test_named_workloads(name):
     assert_equal(described(result), reference(tiny.spec, *arrays, **tiny.options, **rows), "float32")
     for found, gradient in zip(gradients, expected, strict=True):
         assert_equal(described(found), gradient, "float32", "gradient")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint8"])
+def test_wrapped_indices_name_rows_that_there_are(dtype):
+    """Where a bad index shows as NaN the row that is read in its place is one: no read is out of bounds."""
+    raw = jnp.asarray(np.array([-9, -6, -5, -1, 0, 4, 5, 100]).astype(dtype))
+    found = normalised(raw, Gather("q", (), 5), "wrapped")
+    expected = [4, 4, 4, 4, 0, 4, 4, 4] if dtype == "uint8" else [0, 0, 0, 4, 0, 4, 4, 4]
+    assert found.tolist() == expected

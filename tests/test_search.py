@@ -23,7 +23,7 @@ import planner
 from planner.cost import itemsize
 from planner.device import CPU
 from planner.objective import OBJECTIVES, step_key
-from planner.problem import Problem
+from planner.problem import AUTO_WORK, MOST_TRIED, Problem
 from planner.problem import problem_of as problem_of_plan
 from planner.program import Lowerer
 from planner.resolve import resolve_shapes
@@ -608,3 +608,12 @@ def test_the_work_of_a_search_is_foretold(spec, shapes, indices, work):
     """Each operand is on one side of a split, or on the other, or not there; so is each index array."""
     found = problem_of_plan(planner.plan(spec, *shapes, backend="numpy", **indices))
     assert found.exact_work() == work
+
+
+def test_a_chain_whose_splits_are_few_is_searched_exactly_beyond_the_work_that_is_foretold():
+    """Of eleven matrices 88,573 steps are foretold, which is tried though it is more than the search may score."""
+    letters = "abcdefghijkl"
+    spec = ",".join(a + b for a, b in itertools.pairwise(letters)) + "->al"
+    plan = planner.plan(spec, *[(n + 2, n + 3) for n in range(11)], backend="numpy")
+    assert AUTO_WORK < problem_of_plan(plan).exact_work() <= MOST_TRIED * AUTO_WORK
+    assert plan.origin.startswith("exact")

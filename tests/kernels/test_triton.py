@@ -650,3 +650,12 @@ def test_into_how_many_pieces_groups_are_cut():
     assert found.tile_starts.tolist() == [0, 1, 2, 4, 7]
     assert found.part_starts.tolist() == [0, 0, 0, 2, 5]
     assert (found.slots, found.most) == (8, 9)
+
+
+def test_pieces_of_several_long_groups_are_added_up_apart():
+    """Groups of 9, 6, 1 and 13 rows, in pieces of 4: three pieces, two, the sum itself, and four."""
+    x = torch.arange(58.0).reshape(29, 2)
+    of = torch.arange(4).repeat_interleave(torch.tensor([9, 6, 1, 13]))
+    expected = torch.zeros(4, 2).index_add(0, of, x)
+    with mock.patch.multiple(triton_sum, _TILE=4, _CHUNK=2):
+        assert torch.equal(triton_sum.grouped_sum(x, group_rows(of, 4)), expected)

@@ -26,7 +26,12 @@ _TEST_SECONDS = 60
 _LAST = ("pallas", "jax", "memory", "limits", "measure", "hostile")
 
 # Tests that read a file or run it in another process, where no coverage is seen.
-BESIDE = {"kernels/triton_": ("tests/kernels/test_offsets.py",)}
+BESIDE = {
+    "kernels/triton_": ("tests/kernels/test_offsets.py",),
+    "kernels/triton_build": ("tests/kernels/test_triton.py::test_the_kernel_compiles_for_cards",),
+    "backends/jax_partition": ("tests/test_sharding_jax.py",),
+    "planner/partition": ("tests/test_sharding_jax.py",),
+}
 
 
 class Recorder:

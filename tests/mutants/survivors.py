@@ -5,9 +5,15 @@ An explanation of a mutant that is killed, or drawn no more, is an error.
 
 from __future__ import annotations
 
+_STRICT = "equivalent: both have as many entries by construction, so that a strict zip never raises"
+
 SURVIVORS: dict[str, str] = {
-    "backends/torch_function.py:_batched_contract:ReplaceTrueWithFalse:011be731": (
-        "equivalent: in_dims is cut to as many entries as there are operands, so that a strict zip never raises"
+    "backends/torch_function.py:_batched_contract:ReplaceTrueWithFalse:011be731": _STRICT,
+    "kernels/pallas_tiles.py:cut:NumberReplacer:00c2c793": (
+        "equivalent: the order of rows has one dimension, its first and its last"
+    ),
+    "kernels/torch_grouped.py:module:NumberReplacer:00e0c2f4": (
+        "a price only: one FLOP a second less of 9e10, by which no rows are cut otherwise"
     ),
     "kernels/torch_grouped_mm.py:_takes:ReplaceComparisonOperator_Gt_NotEq:00d3e5f7": (
         "equivalent: strides in torch are never negative, so that x > 0 is x != 0"
@@ -15,13 +21,17 @@ SURVIVORS: dict[str, str] = {
     "kernels/triton_product.py:group_of:ReplaceBinaryOperator_Mul_BitAnd:00b4d19f": (
         "equivalent: tile * 0 and tile & 0 are both a zero of the tile's type"
     ),
-    "planner/calibrate.py:_calibrate:ReplaceTrueWithFalse:00cc7e86": (
-        "equivalent: the three lists have an entry for each lab, so that a strict zip never raises"
-    ),
+    "planner/calibrate.py:_calibrate:ReplaceTrueWithFalse:00cc7e86": _STRICT,
     "planner/predictions.py:module:NumberReplacer:000303bb": (
-        "an effort only: which workloads are too large to be timed by `calibrate --check`; none lies near the bound"
+        "an effort only: which workloads are too large to be timed by the check of predictions; none lies near the bound"
     ),
     "planner/problem.py:module:NumberReplacer:011008a4": (
-        "an effort only: how long the search of what a given path keeps goes on before it thins out; no bound is promised"
+        "an effort only: 8,001 steps for 8,000 until the search of what a given path keeps takes shorter fronts"
+    ),
+    "planner/search/dynamic.py:Search.insert:ReplaceComparisonOperator_NotEq_Gt:018704d1": (
+        "an effort only: a way that another beats stays in the front, where it never wins"
+    ),
+    "planner/search/dynamic.py:Search.ways:ReplaceComparisonOperator_NotEq_Lt:01ce3e82": (
+        "equivalent: sets of operands are bits, and any set but that of all is a smaller number"
     ),
 }
