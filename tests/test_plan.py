@@ -19,6 +19,7 @@ import planner
 from planner.api import dtype_name
 from planner.backends.stock_rows import short_run_seconds
 from planner.objective import OBJECTIVES, plan_key
+from planner.show.text import count_text
 from planner.slicing import worth_cutting
 from planner.spec import Spec
 from planner.testing import problems
@@ -669,3 +670,22 @@ def test_dtypes_of_torch_and_jax_have_names():
     assert dtype_name(torch.double) == dtype_name(jnp.dtype("float64")) == "float64"
     with pytest.raises(planner.PlannerError, match="dtype 'object' is not supported"):
         dtype_name(object)
+
+
+def test_a_limit_that_binds_nothing_leaves_the_plan_proven():
+    free, wide = chain(), chain(memory_limit="1 GB", retain_limit="1 GB")
+    assert (
+        (wide.origin, wide.proven, wide.path)
+        == (free.origin, free.proven, free.path)
+        == ("exact, time", True, wide.path)
+    )
+
+
+def test_a_printed_plan_says_what_each_step_keeps():
+    """The intermediates that gradients read, each by the step that reads it."""
+    assert [line.split("us")[-1].strip() for line in str(chain()).splitlines()[4:7]] == ["", "bd, 48 B", "eb, 108 B"]
+
+
+def test_counts_have_three_digits():
+    found = [count_text(x) for x in (0, 999, 1000, 999_499, 999_500, 10**6, 1_234_567, 10**21)]
+    assert found == ["0", "999", "1 k", "999 k", "1 M", "1 M", "1.23 M", "1e+03 E"]

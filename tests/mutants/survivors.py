@@ -8,7 +8,14 @@ from __future__ import annotations
 _STRICT = "equivalent: both have as many entries by construction, so that a strict zip never raises"
 
 SURVIVORS: dict[str, str] = {
+    "backends/jax_partition.py:_Part.indices:ReplaceBinaryOperator_BitAnd_BitOr:01d562da": (
+        "equivalent: an index outside of the device's slice is negative there or at least its size, which mode drop drops"
+    ),
+    "backends/jax_products.py:rearranged:NumberReplacer:016832b0": "an effort only: a cache of one entry more or less",
     "backends/torch_function.py:_batched_contract:ReplaceTrueWithFalse:011be731": _STRICT,
+    "backends/torch_index.py:in_range:ReplaceBinaryOperator_BitAnd_Mul:01b4fcb4": (
+        "equivalent: the product of two booleans is their conjunction"
+    ),
     "kernels/pallas_tiles.py:cut:NumberReplacer:00c2c793": (
         "equivalent: the order of rows has one dimension, its first and its last"
     ),
@@ -21,9 +28,12 @@ SURVIVORS: dict[str, str] = {
     "kernels/triton_product.py:group_of:ReplaceBinaryOperator_Mul_BitAnd:00b4d19f": (
         "equivalent: tile * 0 and tile & 0 are both a zero of the tile's type"
     ),
+    "kernels/triton_build.py:Built:ReplaceTrueWithFalse:00cd0eee": (
+        "equivalent: of the fields of what was compiled none is assigned, nor is it hashed"
+    ),
     "planner/calibrate.py:_calibrate:ReplaceTrueWithFalse:00cc7e86": _STRICT,
     "planner/predictions.py:module:NumberReplacer:000303bb": (
-        "an effort only: which workloads are too large to be timed by the check of predictions; none lies near the bound"
+        "an effort only: which workloads are too large to be timed by the check; none lies near the bound"
     ),
     "planner/problem.py:module:NumberReplacer:011008a4": (
         "an effort only: 8,001 steps for 8,000 until the search of what a given path keeps takes shorter fronts"
@@ -33,5 +43,11 @@ SURVIVORS: dict[str, str] = {
     ),
     "planner/search/dynamic.py:Search.ways:ReplaceComparisonOperator_NotEq_Lt:01ce3e82": (
         "equivalent: sets of operands are bits, and any set but that of all is a smaller number"
+    ),
+    "planner/search/paths.py:joined_by:ReplaceComparisonOperator_Gt_NotEq:00063a07": (
+        "equivalent: a path with a step of no operands is refused before"
+    ),
+    "planner/show/text.py:_naive_way:ReplaceComparisonOperator_Gt_NotEq:01dba971": (
+        "equivalent: a spec has one input at least"
     ),
 }
