@@ -674,16 +674,12 @@ def test_dtypes_of_torch_and_jax_have_names():
 
 def test_a_limit_that_binds_nothing_leaves_the_plan_proven():
     free, wide = chain(), chain(memory_limit="1 GB", retain_limit="1 GB")
-    assert (
-        (wide.origin, wide.proven, wide.path)
-        == (free.origin, free.proven, free.path)
-        == ("exact, time", True, wide.path)
-    )
+    assert (wide.origin, wide.proven, wide.path) == ("exact, time", True, free.path)
 
 
 def test_a_printed_plan_says_what_each_step_keeps():
     """The intermediates that gradients read, each by the step that reads it."""
-    assert [line.split("us")[-1].strip() for line in str(chain()).splitlines()[4:7]] == ["", "bd, 48 B", "eb, 108 B"]
+    assert [line.split("us")[-1].strip() for line in str(chain()).splitlines()[5:8]] == ["", "bd, 48 B", "eb, 108 B"]
 
 
 def test_counts_have_three_digits():

@@ -9,7 +9,7 @@ _STRICT = "equivalent: both have as many entries by construction, so that a stri
 
 SURVIVORS: dict[str, str] = {
     "backends/jax_partition.py:_Part.indices:ReplaceBinaryOperator_BitAnd_BitOr:01d562da": (
-        "equivalent: an index outside of the device's slice is negative there or at least its size, which mode drop drops"
+        "equivalent: an index outside of the device's slice is negative there or beyond its end: dropped as well"
     ),
     "backends/jax_products.py:rearranged:NumberReplacer:016832b0": "an effort only: a cache of one entry more or less",
     "backends/torch_function.py:_batched_contract:ReplaceTrueWithFalse:011be731": _STRICT,
