@@ -3,7 +3,9 @@
 import pytest
 
 import planner
-from planner.lower import GroupedForm, grouped_form, inner_product, pooled_form, product_form
+from planner.device import CPU
+from planner.dispatch import load_backend
+from planner.lower import GroupedForm, Op, grouped_form, inner_product, pooled_form, product_form
 
 
 @pytest.mark.parametrize(
@@ -50,3 +52,13 @@ def test_what_is_left_of_inputs_is_multiplied_in_the_order_of_the_output():
     spec = planner.resolve("ij, jk -> ki", (2, 3), (3, 4))
     inner = inner_product(spec, [("i", "j"), ("j", "k")])
     assert str(inner) == "ij, jk -> ki"
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes"),
+    [("abij, q[ab]jk -> aik", [(4, 3, 2, 5), (6, 5, 7)]), ("aij, q[ab]jk -> abik", [(4, 2, 5), (6, 5, 7)])],
+)
+def test_both_gradients_share_a_loop_only_where_each_row_is_its_own(text, shapes):
+    pytest.importorskip("torch")
+    op = Op(planner.resolve(text, *shapes, q=(4, 3)), "float32").paired()
+    assert load_backend("torch").table.verdicts(op, CPU)["both grouped gradients"] == "rows are shared or summed"
