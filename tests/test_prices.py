@@ -24,7 +24,7 @@ STEPS = {
     "pooled": ("bqd, b i[bqk] d -> bqk", [(3, 200, 24), (3, 1100, 24)], {"i": (3, 200, 17)}),
     "pooled, one key": ("bqd, b i[bqk] d -> bqk", [(5, 1, 64), (5, 90, 64)], {"i": (5, 1, 1)}),
     "pooled, all chosen": ("bqd, b i[bqk] d -> bqk", [(2, 50, 16), (2, 40, 16)], {"i": (2, 50, 37)}),
-    "pooled, copied": ("qbd, b i[bqk] d -> bqk", [(200, 3, 24), (3, 1100, 24)], {"i": (3, 200, 17)}),
+    "pooled, copied": ("bqhd, bhi[bhqk]d -> bhqk", [(2, 50, 3, 16), (2, 3, 90, 16)], {"i": (2, 3, 50, 7)}),
     "take": ("q[n]e -> ne", [(500, 70)], {"q": (3000,)}),
     "segment sum": ("ne -> q[n]e", [(9000, 33)], {"q": (9000,)}),
     "two brackets": ("q[n]p[n]e, ne -> n", [(30, 20, 9), (800, 9)], {"q": (800,), "p": (800,)}),
