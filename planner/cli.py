@@ -1,4 +1,4 @@
-"""``python -m planner``: explain a plan, show a trade-off, run the demo, measure the machine."""
+"""``python -m planner``: explain a plan, show a trade-off, check a spec, run the demo, measure the machine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from planner.api import plan
 from planner.errors import PlannerError
 from planner.implementations import implementations_text
 from planner.plan import Plan
+from planner.progress import Progress
 from planner.spec import Operand, is_letter
 from planner.tradeoff import Tradeoff, tradeoff
 from planner.workloads import to_framework
@@ -114,6 +115,52 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", help="predict times for a preset: cpu, a100, h100, h200, or 'tpu v5e'")
 
 
+def _add_check(commands: Any) -> None:
+    """Add the command that property-tests a spec."""
+    command = commands.add_parser(
+        "check", help="property-test a spec: values, gradients, every path and implementation, memory"
+    )
+    command.add_argument("spec", help="such as 'nij, q[n]jk -> nik'")
+    command.add_argument(
+        "--size", action="append", default=[], type=_named_size, metavar="d=100",
+        help="settle the size of an axis or of an indexed dimension; others are drawn",
+    )  # fmt: skip
+    command.add_argument(
+        "--backend", action="append", choices=("torch", "jax", "numpy"), help="by default all installed"
+    )
+    command.add_argument("--dtype", action="append", metavar="float32", help="by default float32")
+    command.add_argument("--index-mode", action="append", choices=("raise", "drop", "clip"), help="by default all")
+    command.add_argument("--max-examples", type=int, default=40, metavar="N", help="problems for each law")
+
+
+def _check(options: argparse.Namespace) -> int:
+    """Run `planner.testing.check`; 0 says that every law holds, 1 that one does not."""
+    try:
+        from planner.testing.checking import check
+    except ModuleNotFoundError as error:
+        raise PlannerError(f"{error.name} is not installed: pip install 'contraction-planner[testing]'") from None
+    bar: list[Progress] = []
+
+    def progress(what: str, total: int) -> None:
+        if not bar:
+            bar.append(Progress(total))
+        bar[0](what)
+
+    report = check(
+        options.spec,
+        _by_letter("--size", options.size),
+        backends=options.backend,
+        dtypes=options.dtype or ("float32",),
+        index_modes=options.index_mode,
+        max_examples=options.max_examples,
+        progress=progress,
+    )
+    if bar:
+        bar[0].clear()
+    print(report)
+    return 0 if report.passed else 1
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -144,10 +191,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_problem(front)
     front.add_argument("--json", action="store_true", help="print the plans as a JSON list")
     front.add_argument("--plot", metavar="FILE", help="also draw them to a file")
+    _add_check(commands)
     commands.add_parser("demo", help="run the seed workloads against what their authors wrote")
     commands.add_parser("calibrate", help="measure this machine's rates and store them for plans to use")
     options = parser.parse_args(arguments)
     try:
+        if options.command == "check":
+            return _check(options)
         operands = [Operand(shape, options.dtype, requires_grad=options.grad) for shape in options.shapes]
         problem: dict[str, Any] = {
             "sizes": _by_letter("--size", options.size) or None, "backend": options.backend,

@@ -8,8 +8,8 @@ from random import Random
 import numpy as np
 from hypothesis import strategies as st
 
-from planner.testing.reference import exact_range, reference, reference_gradients
-from planner.testing.strategies import Problem, problems
+from planner.testing import Problem, problems
+from planner.testing.reference import reference, reference_gradients
 
 MODES = ("raise", "drop", "clip")
 OBJECTIVES = ("time", "flops", "peak", "retained", "bytes")
@@ -28,10 +28,9 @@ def exact_problems(dtypes=("float32",), slack: int = 1, **options) -> st.SearchS
     for dtype in dtypes:
         options = {**options, **LIMITS.get(dtype, {})}
 
-    def is_exact(problem: Problem) -> bool:
-        return slack * problem.exact_bound() <= min(map(exact_range, problem.dtypes))
-
-    return problems(dtypes=dtypes, **{"index_modes": MODES, **options}).filter(is_exact)
+    return problems(dtypes=dtypes, **{"index_modes": MODES, "strided": False, **options}).filter(
+        lambda problem: problem.is_exact(slack)
+    )
 
 
 def assert_equal(got, expected, dtype: str, what: str = "result") -> None:

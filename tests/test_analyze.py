@@ -16,8 +16,7 @@ import planner
 from planner.analyze import Analysis, AnalyzedStep, Figures
 from planner.cli import main
 from planner.dispatch import load_backend
-from planner.testing import measure
-from planner.testing.strategies import Problem
+from planner.testing import Problem, measure
 from planner.workloads import WORKLOADS, to_framework
 
 FRAMEWORKS = [name for name in ("torch", "jax", "numpy") if name in installed_frameworks()]

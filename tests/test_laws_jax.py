@@ -27,8 +27,8 @@ from laws import (
 import planner
 from planner.backends.jax_index import normalised
 from planner.spec import Gather, Spec
+from planner.testing import Problem
 from planner.testing.reference import reference, reference_gradients
-from planner.testing.strategies import Problem
 from planner.workloads import WORKLOADS
 
 jax = pytest.importorskip("jax", reason="jax is not installed")

@@ -28,9 +28,9 @@ from laws import (
 import planner
 from planner.device import H200
 from planner.lower import Op
+from planner.testing import Problem
 from planner.testing.measure import torch_counts
 from planner.testing.reference import reference, reference_gradients
-from planner.testing.strategies import Problem
 from planner.workloads import WORKLOADS
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

@@ -12,8 +12,7 @@ from laws import Floors, exact_problems, pick
 import planner
 from planner.parse import parse
 from planner.spec import Gather
-from planner.testing import measure
-from planner.testing.strategies import Problem
+from planner.testing import Problem, measure
 from planner.workloads import WORKLOADS
 
 # Sizes at which the arrays hold megabytes, so that the few hundred bytes which a framework adds do not count.

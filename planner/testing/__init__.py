@@ -1,7 +1,7 @@
-"""The testing kit: an oracle, random problems, and what calls really allocate.
+"""The testing kit: an oracle, random problems, a check of whole specs, and what calls really allocate.
 
-`reference` needs numpy alone. `problems` and `specs` need hypothesis, which is imported when
-one of them is first asked for. `planner.testing.measure` imports each framework when it measures it.
+`reference` needs numpy alone. The strategies and `check` need hypothesis, which is imported when one of them is first
+asked for. `planner.testing.measure` imports each framework when it measures it.
 """
 
 from __future__ import annotations
@@ -9,26 +9,47 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 # Bound at once, not on demand: importing the module of the same name would set the attribute first.
+from planner.testing.problem import Problem
 from planner.testing.reference import exact_bound, magnitude, reference, reference_gradients
 
 if TYPE_CHECKING:
-    from planner.testing.strategies import Problem, index_arrays, problems, specs
+    from planner.testing.checking import Report, check
+    from planner.testing.steps import run_step
+    from planner.testing.strategies import indices, operands, problems, problems_of, specs
 
 __all__ = [
     "Problem",
+    "Report",
+    "check",
     "exact_bound",
-    "index_arrays",
+    "indices",
     "magnitude",
+    "operands",
     "problems",
+    "problems_of",
     "reference",
     "reference_gradients",
+    "run_step",
     "specs",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Problem", "index_arrays", "problems", "specs"):
+    if name in ("Report", "check"):
+        from planner.testing import checking
+
+        return getattr(checking, name)
+    if name == "run_step":
+        from planner.testing.steps import run_step
+
+        return run_step
+    if name in __all__:
         from planner.testing import strategies
 
         return getattr(strategies, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _hypothesis_setup_hook() -> None:
+    """Make the package's types known to Hypothesis, which calls this when it is imported."""
+    import planner.testing.strategies  # noqa: F401

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import example, given, settings
 
 import planner.testing.reference  # noqa: F401  (the attribute must stay the function)
-from planner.testing import Problem, index_arrays, problems, specs
+from planner.testing import Problem, problems, specs
 from planner.testing import reference as contract
 from planner.testing.reference import (
     exact_bound,
@@ -432,15 +432,6 @@ def test_features_can_be_left_out(problem: Problem) -> None:
 @given(specs(gathers=True))
 def test_specs_are_strings(spec: str) -> None:
     assert re.search(r"\w\[", spec)
-
-
-@settings(max_examples=50, deadline=None)
-@given(index_arrays(3, (2, 2), "raise", dtypes=("int8",)), index_arrays(3, (4,), "drop"))
-def test_index_arrays(q: Any, p: Any) -> None:
-    assert q.dtype == np.int8
-    assert q.shape == (2, 2)
-    assert ((q >= -3) & (q < 3)).all()
-    assert ((p >= -2) & (p <= 4)).all()
 
 
 def test_the_oracle_needs_numpy_alone() -> None:

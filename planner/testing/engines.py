@@ -1,0 +1,318 @@
+"""The frameworks as the laws of `planner.testing.laws` ask for them: arrays, gradients, and what calls allocate."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from planner.api import plan
+from planner.errors import PlannerError, PlannerLimitError
+from planner.plan import Plan
+from planner.spec import Operand
+from planner.testing import measure
+from planner.testing.problem import Array, Problem
+
+__all__ = ["Call", "Engine", "engine_of", "installed"]
+
+# A contraction of a problem, as a function of operands and index arrays.
+Call: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Any]
+
+
+class Engine:
+    """One framework, here NumPy, which computes no gradients; the others override what they do otherwise.
+
+    Attributes:
+        name: as `planner` knows it.
+        differentiates: whether it computes gradients.
+        strided: whether arrays have strides.
+        conjugates: whether gradients conjugate the other operands.
+    """
+
+    name = "numpy"
+    differentiates = False
+    strided = True
+    conjugates = False
+
+    def context(self, problem: Problem) -> contextlib.AbstractContextManager[Any]:
+        """The settings that the problem's dtypes need."""
+        return contextlib.nullcontext()
+
+    def refuses(self, dtypes: Sequence[str]) -> str:
+        """Why problems of these dtypes cannot be run; "" if they can."""
+        return "NumPy has no bfloat16" if "bfloat16" in dtypes else ""
+
+    def array(self, x: Array, dtype: str = "") -> Any:
+        """An array of the framework with the same values, and strides where it has any."""
+        return x
+
+    def described(self, x: Any) -> tuple[Array, str]:
+        """The values as NumPy has them, and the dtype's name; bfloat16 comes as float32."""
+        return np.asarray(x), np.asarray(x).dtype.name
+
+    def result_dtype(self, dtypes: Sequence[str]) -> str:
+        """The dtype of a result."""
+        return np.result_type(*map(np.dtype, dtypes)).name
+
+    def operands(self, problem: Problem) -> list[Any]:
+        """The problem's operands."""
+        return [self.array(x, dtype) for x, dtype in zip(problem.operands(), problem.dtypes, strict=True)]
+
+    def indices(self, problem: Problem) -> dict[str, Any]:
+        """The problem's index arrays."""
+        return {name: self.array(q) for name, q in problem.indices.items()}
+
+    def plan(self, problem: Problem, operands: Sequence[Any], indices: Mapping[str, Any], **options: Any) -> Plan:
+        """The plan of a problem, with the gradients that it wants."""
+        return plan(problem.spec, *operands, **{**problem.arguments(), **indices}, backend=self.name, **options)
+
+    def gradients(
+        self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int], gout: Any
+    ) -> list[Any]:
+        """What `gout` gives back to the wanted operands."""
+        raise NotImplementedError
+
+    def second(
+        self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int], gout: Any,
+        given: Sequence[Any],
+    ) -> list[Any]:  # fmt: skip
+        """What `given`, for the wanted operands' gradients, gives back to the wanted operands."""
+        raise NotImplementedError
+
+    def retained(self, problem: Problem, call: Call) -> tuple[int, int]:
+        """Bytes that the call keeps alive, as the plan has them and as they are measured."""
+        operands, indices = self.operands(problem), self.indices(problem)
+        call(operands, indices)  # plans, and fills caches
+        predicted = self.plan(problem, operands, indices).cost.retained_bytes
+        return predicted, measure.numpy_memory(lambda: call(operands, indices))[1].retained_bytes
+
+    def peaks(
+        self, problem: Problem, operands: Sequence[Any], indices: Mapping[str, Any]
+    ) -> Iterator[tuple[str, int, int]]:
+        """What is too large if it is, the most bytes alive as measured, and the most that are allowed."""
+        analysis = self.plan(problem, operands, indices).analyze(*operands, rounds=1, **indices)
+        for total in analysis.totals:
+            predicted, measured = total.predicted.live_bytes, total.measured.live_bytes
+            if total.lowering == "" and predicted is not None and measured is not None:
+                yield (
+                    f"the peak of the {total.program} program is over twice what the plan says",
+                    measured,
+                    2 * predicted,
+                )
+
+
+class TorchEngine(Engine):
+    """PyTorch on a CPU."""
+
+    name = "torch"
+    differentiates = True
+    conjugates = True
+
+    def refuses(self, dtypes: Sequence[str]) -> str:
+        """Torch computes in all dtypes but the wider unsigned ones."""
+        wide = [d for d in dtypes if d in ("uint16", "uint32", "uint64")]
+        return f"torch multiplies no {wide[0]}" if wide else ""
+
+    def array(self, x: Array, dtype: str = "") -> Any:
+        """A tensor over the same memory; in another dtype, a copy that is laid out alike."""
+        import torch
+
+        tensor = torch.from_numpy(np.asarray(x))
+        wanted = getattr(torch, dtype) if dtype else tensor.dtype
+        if tensor.dtype == wanted:
+            return tensor
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted).copy_(tensor)
+
+    def described(self, x: Any) -> tuple[Array, str]:
+        """The values as NumPy has them, and the dtype's name."""
+        import torch
+
+        x = x.detach().resolve_conj()
+        name = str(x.dtype).removeprefix("torch.")
+        return (x.float() if x.dtype == torch.bfloat16 else x).numpy(), name
+
+    def result_dtype(self, dtypes: Sequence[str]) -> str:
+        """As torch promotes tensors."""
+        import torch
+
+        result = getattr(torch, dtypes[0])
+        for dtype in dtypes[1:]:
+            result = torch.promote_types(result, getattr(torch, dtype))
+        return str(result).removeprefix("torch.")
+
+    def operands(self, problem: Problem) -> list[Any]:
+        """The problem's operands; those that want a gradient require it."""
+        found = super().operands(problem)
+        return [x.requires_grad_(need) for x, need in zip(found, problem.requires_grad, strict=True)]
+
+    def gradients(
+        self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int], gout: Any
+    ) -> list[Any]:
+        """By autograd."""
+        import torch
+
+        result = call(operands, indices)
+        leaves = [operands[number] for number in wanted]
+        return list(torch.autograd.grad(result, leaves, gout.to(result.dtype), materialize_grads=True))
+
+    def second(
+        self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int], gout: Any,
+        given: Sequence[Any],
+    ) -> list[Any]:  # fmt: skip
+        """By autograd, twice."""
+        import torch
+
+        result = call(operands, indices)
+        leaves = [operands[number] for number in wanted]
+        first = torch.autograd.grad(result, leaves, gout.to(result.dtype), create_graph=True, materialize_grads=True)
+        pairs = [(g, v) for g, v in zip(first, given, strict=True) if g.requires_grad]
+        if not pairs:
+            return [torch.zeros_like(x) for x in leaves]
+        outputs, vectors = zip(*pairs, strict=True)
+        return list(torch.autograd.grad(outputs, leaves, vectors, materialize_grads=True))
+
+    def retained(self, problem: Problem, call: Call) -> tuple[int, int]:
+        """As torch's allocator has it."""
+        operands, indices = self.operands(problem), self.indices(problem)
+        call(operands, indices)
+        predicted = self.plan(problem, operands, indices).cost.retained_bytes
+        return predicted, measure.torch_memory(lambda: call(operands, indices))[1].retained_bytes
+
+    def peaks(
+        self, problem: Problem, operands: Sequence[Any], indices: Mapping[str, Any]
+    ) -> Iterator[tuple[str, int, int]]:
+        """The allocator's, of a plan under a limit that is what a plan without one needs."""
+        import torch
+
+        limit = self.plan(problem, operands, indices).cost.peak_bytes
+        try:
+            made = self.plan(problem, operands, indices, memory_limit=limit)
+        except PlannerLimitError as error:  # scratch counts under a limit
+            limit = error.memory_limit or limit
+            made = self.plan(problem, operands, indices, memory_limit=limit)
+        wanted = [x for x in operands if x.requires_grad]
+
+        def call() -> Any:
+            return made(*operands, **indices)
+
+        result = call()
+        if wanted:
+            torch.autograd.grad(result, wanted, torch.ones_like(result), materialize_grads=True)
+        del result
+        yield "the forward program is over the limit", measure.torch_memory(call)[1].peak_bytes, limit
+        if wanted:
+            measured = measure.torch_backward_memory(call, wanted)[1].peak_bytes
+            yield "the backward program is over the limit", measured, limit
+
+
+class JaxEngine(Engine):
+    """JAX, on its default device."""
+
+    name = "jax"
+    differentiates = True
+    strided = False
+
+    def context(self, problem: Problem) -> contextlib.AbstractContextManager[Any]:
+        """64-bit types are off by default."""
+        import jax
+
+        wide = any(d in ("float64", "int64", "uint64", "complex128") for d in problem.dtypes)
+        return jax.enable_x64(True) if wide else contextlib.nullcontext()
+
+    def refuses(self, dtypes: Sequence[str]) -> str:
+        """JAX computes in all dtypes."""
+        return ""
+
+    def array(self, x: Array, dtype: str = "") -> Any:
+        """An array of JAX."""
+        import jax.numpy as jnp
+
+        return jnp.asarray(x, dtype or None)
+
+    def described(self, x: Any) -> tuple[Array, str]:
+        """The values as NumPy has them, and the dtype's name."""
+        name = x.dtype.name
+        return np.asarray(x.astype("float32") if name == "bfloat16" else x), name
+
+    def result_dtype(self, dtypes: Sequence[str]) -> str:
+        """As JAX promotes arrays."""
+        import jax.numpy as jnp
+
+        return str(jnp.result_type(*map(jnp.dtype, dtypes)).name)
+
+    def plan(self, problem: Problem, operands: Sequence[Any], indices: Mapping[str, Any], **options: Any) -> Plan:
+        """Arrays of JAX do not say whether they want a gradient."""
+        stand_ins = [
+            Operand(tuple(x.shape), x.dtype.name, requires_grad=need)
+            for x, need in zip(operands, problem.requires_grad, strict=True)
+        ]
+        return super().plan(problem, stand_ins, indices, **options)
+
+    def _of(self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int]) -> Any:
+        """The call as a function of the wanted operands."""
+
+        def some(*chosen: Any) -> Any:
+            full = list(operands)
+            for number, x in zip(wanted, chosen, strict=True):
+                full[number] = x
+            return call(full, indices)
+
+        return some
+
+    def gradients(
+        self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int], gout: Any
+    ) -> list[Any]:
+        """By `jax.vjp`."""
+        import jax
+
+        some = self._of(call, operands, indices, wanted)
+        result, pullback = jax.vjp(some, *(operands[number] for number in wanted))
+        return list(pullback(gout.astype(result.dtype)))
+
+    def second(
+        self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int], gout: Any,
+        given: Sequence[Any],
+    ) -> list[Any]:  # fmt: skip
+        """By `jax.vjp` of `jax.vjp`."""
+        import jax
+
+        some = self._of(call, operands, indices, wanted)
+
+        def first(*chosen: Any) -> Any:
+            result, pullback = jax.vjp(some, *chosen)
+            return pullback(gout.astype(result.dtype))
+
+        return list(jax.vjp(first, *(operands[number] for number in wanted))[1](tuple(given)))
+
+    def retained(self, problem: Problem, call: Call) -> tuple[int, int]:
+        """The buffers of the pullback's leaves."""
+        operands, indices = self.operands(problem), self.indices(problem)
+        predicted = self.plan(problem, operands, indices).cost.retained_bytes
+        wanted = [number for number, need in enumerate(problem.requires_grad) if need]
+        chosen = [operands[number] for number in wanted]
+        some = self._of(call, operands, indices, wanted)
+        return predicted, measure.jax_retained(some, *chosen, held=(operands, indices))
+
+
+_ENGINES: dict[str, type[Engine]] = {"numpy": Engine, "torch": TorchEngine, "jax": JaxEngine}
+
+
+def installed() -> tuple[str, ...]:
+    """Names of the frameworks that this machine has; none is imported."""
+    return tuple(name for name in _ENGINES if importlib.util.find_spec(name) is not None)
+
+
+def engine_of(name: Any) -> Engine:
+    """Return a framework by name.
+
+    Raises:
+        PlannerError: there is none, or it is not installed.
+    """
+    if name not in _ENGINES:
+        raise PlannerError(f"backend {name!r:.80} is unknown: take from {', '.join(_ENGINES)}")
+    if name not in installed():
+        raise PlannerError(f"{name} is not installed: pip install 'contraction-planner[{name}]'")
+    return _ENGINES[name]()

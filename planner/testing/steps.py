@@ -1,0 +1,220 @@
+"""The steps of a plan, one by one, each in every implementation that runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import assume
+
+from planner.device import Device
+from planner.dispatch import load_backend
+from planner.errors import PlannerError
+from planner.lower import Op
+from planner.plan import Plan
+from planner.program import Step
+from planner.testing import measure, scripts
+from planner.testing.engines import Engine, engine_of
+from planner.testing.judgement import Broken, Subject, absolute, allowed, differs
+from planner.testing.problem import Array, Problem
+from planner.testing.reference import exact_bound, exact_range, reference, reference_gradients
+
+if TYPE_CHECKING:
+    from planner.backends.protocol import Lowering, Stepwise, Table
+
+__all__ = ["lowerings", "run_step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One step of a plan with the values that it is given.
+
+    Attributes:
+        plan: the plan.
+        number: the step's place in `plan.steps`.
+        step: the step.
+        inputs: arrays of the plan's framework.
+        given: what binds the step to them.
+    """
+
+    plan: Plan
+    number: int
+    step: Step
+    inputs: Sequence[Any]
+    given: Stepwise
+
+    def run(self, lowering: str) -> tuple[Any, ...]:
+        """Run the step in a named implementation."""
+        choice = dataclasses.replace(self.step.choice, lowering=lowering)
+        return tuple(self.given.bind(dataclasses.replace(self.step, choice=choice), self.inputs)())
+
+    def expected(
+        self, engine: Engine, indices: Mapping[str, Any]
+    ) -> tuple[list[Array], Callable[[], list[Array]] | None]:
+        """What the step means; and how far rounding may lead from it, None where results must be equal."""
+        op = self.step.op
+        # In JAX, values are as the caller gave them until a step reads them: with dims of size 1 that its spec lacks.
+        arrays = [engine.described(x)[0].reshape(n) for x, n in zip(self.inputs, op.input_shapes, strict=True)]
+        shapes = dict(self.plan.resolved.index_shapes)
+        raw = {name: engine.described(indices[name])[0].reshape(shapes[name]) for name in op.arrays}
+        text = str(op.spec)
+        arguments: dict[str, Any] = {"sizes": op.spec.output_shape, "index_mode": self.plan.index_mode, **raw}
+
+        def evaluate(arrays: Sequence[Array]) -> list[Array]:
+            if op.pair:
+                return reference_gradients(text, *arrays, **arguments)
+            return [reference(text, *arrays, **arguments)]
+
+        def room() -> list[Array]:
+            points = math.prod(max(1, n) for _, n in op.spec.sizes) + len(arrays)
+            return [allowed(op.dtype, points, size) for size in evaluate([*map(absolute, arrays)])]
+
+        gout, operands = (arrays[0], arrays[1:]) if op.pair else (None, arrays)
+        exact = exact_bound(text, *operands, gout=gout, **arguments) <= exact_range(op.dtype)
+        return evaluate(arrays), None if exact else room
+
+
+def stages(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any], gradient: Any) -> Iterator[Stage]:
+    """Run both programs of a plan step by step; the backward one from an output gradient, if there is one."""
+    backend, programs = load_backend(plan.backend), plan.programs
+    given = backend.stepwise(plan, operands, indices)
+    values, number = dict(given.values), 0
+    for program in (programs.forward, programs.backward):
+        if program is None or (program is programs.backward and gradient is None):
+            return
+        if program is programs.backward:
+            given = backend.stepwise(plan, operands, indices, gradient, {v: values[v] for v in programs.kept})
+            values = dict(given.values)
+        for step in program.steps:
+            stage = Stage(plan, number, step, [values[v] for v in step.inputs], given)
+            yield stage
+            values.update(zip(step.outputs, stage.run(step.choice.lowering), strict=True))
+            number += 1
+
+
+def run_step(
+    plan: Plan,
+    operands: Sequence[Any],
+    indices: Mapping[str, Any],
+    number: int,
+    lowering: str = "",
+    *,
+    gradient: Any = None,
+) -> tuple[list[Array], list[Array]]:
+    """Run one step of a plan in a named implementation: what it gives, and what the oracle gives for its inputs.
+
+    Example:
+        >>> import numpy as np
+        >>> import planner
+        >>> a, b = np.ones((2, 3)), np.ones((3, 2))
+        >>> plan = planner.plan("ij, jk -> ik", a, b)
+        >>> found, expected = run_step(plan, [a, b], {}, 0, "matmul")
+        >>> bool((found[0] == expected[0]).all())
+        True
+
+    Args:
+        plan: the plan.
+        operands: what it is called with.
+        indices: index arrays by letter.
+        number: the step's place in ``plan.steps``; the steps before it are run as planned.
+        lowering: the implementation, a row of the backend's table; "" for the planned one.
+        gradient: the output's gradient, for steps of the backward program.
+
+    Returns:
+        The step's results, and the oracle's, as NumPy arrays.
+
+    Raises:
+        PlannerError: there is no such step or implementation.
+    """
+    engine, rows = engine_of(plan.backend), load_backend(plan.backend).table.rows
+    for stage in stages(plan, operands, indices, gradient):
+        if stage.number == number:
+            name = lowering or stage.step.choice.lowering
+            if name not in rows:
+                raise PlannerError(f"{plan.backend} has no implementation {name!r}: take from {', '.join(rows)}")
+            return [engine.described(x)[0] for x in stage.run(name)], stage.expected(engine, indices)[0]
+    count = len(plan.steps) if gradient is not None else len(plan.programs.forward.steps)
+    raise PlannerError(f"there is no step {number!r} to run: the steps are 0 to {count - 1}; those of the backward "
+                       "program need gradient=")  # fmt: skip
+
+
+def lowerings(engine: Engine, subject: Subject, problem: Problem) -> None:
+    """Every implementation that runs a step of the plan gives what the step means; or a user's own kernel does."""
+    with engine.context(problem):
+        operands, indices = engine.operands(problem), engine.indices(problem)
+        # Small problems are fastest with takes apart from products; in the others they are one step.
+        plans = [engine.plan(problem, operands, indices, minimize=least) for least in ("time", "flops", "bytes")]
+        gradient = None
+        if plans[0].programs.backward is not None:
+            gradient = engine.array(problem.output_gradient(), plans[0].dtype)
+        table, seen, ran = load_backend(engine.name).table, set(), 0
+        with _added(table, subject.kernel) as own:
+            for stage in (stage for plan in plans for stage in stages(plan, operands, indices, gradient)):
+                op = stage.step.op
+                if op.source_dtype is not None or op in seen:
+                    continue
+                seen.add(op)
+                for name in [own] if own else _names(table, op, stage.plan.device):
+                    if table.rows[name].refusal(op, stage.plan.device) is None:
+                        _check_step(engine, subject, problem, stage, name, indices)
+                        ran += 1
+        assume(ran)  # a kernel may know none of a problem's steps
+
+
+def _names(table: Table, op: Op, device: Device) -> list[str]:
+    """Implementations that run an op, other tilings of them too."""
+    names = [choice.lowering for choice in table.choices(op, device)]
+    return names + [choice.lowering for name in names for choice in table.variants(name, op, device)]
+
+
+def _check_step(
+    engine: Engine, subject: Subject, problem: Problem, stage: Stage, name: str, indices: Mapping[str, Any]
+) -> None:
+    expected, room = stage.expected(engine, indices)
+    before = [engine.described(x)[0].copy() for x in stage.inputs]
+    results, op = stage.run(name), stage.step.op
+    shown = subject.kernel.name if subject.kernel is not None else name
+    script = scripts.of_step(engine.name, problem, stage.number, shown, own=subject.kernel is not None)
+    for place, (result, exactly) in enumerate(zip(results, expected, strict=True)):
+        array, dtype = engine.described(result)
+        if wrong := differs((array, dtype), exactly, op.dtype, room and _nth(room, place)):
+            what = f"step {stage.number}, {op.spec}, as {shown!r} {wrong}"
+            raise Broken(problem, what, repr(array), repr(exactly.astype(array.dtype)), script)
+    if subject.kernel is None:
+        return
+    after = [engine.described(x)[0] for x in stage.inputs]
+    if any((x != y).any() for x, y in zip(before, after, strict=True)):
+        raise Broken(problem, f"{shown!r} changes its inputs", "", "", script)
+    if engine.name == "torch":
+        scratch = subject.kernel.cost(op, stage.plan.device).scratch_bytes
+        most = scratch + sum(x.untyped_storage().nbytes() for x in results)
+        taken = measure.torch_memory(lambda: stage.run(name))[1].peak_bytes
+        if taken > most:
+            what = f"{shown!r} allocates more than its results and the scratch that its cost tells"
+            raise Broken(problem, what, f"{taken} bytes", f"{most} bytes", script)
+
+
+def _nth(room: Callable[[], list[Array]], place: int) -> Callable[[], Array]:
+    return lambda: room()[place]
+
+
+@contextlib.contextmanager
+def _added(table: Table, kernel: Lowering | None) -> Iterator[str]:
+    """Have a row of the user's own in a table for a while, under a name that no other has; no plan takes it."""
+    if kernel is None:
+        yield ""
+        return
+    name = f"{kernel.name} #{next(_NUMBERS)}"
+    table.rows[name] = dataclasses.replace(kernel, name=name, variant_of=kernel.name)
+    try:
+        yield name
+    finally:
+        del table.rows[name]
+
+
+_NUMBERS = itertools.count()

@@ -1,0 +1,352 @@
+"""`check` itself: specs that hold, contractions and kernels that are wrong, and the programs that show it."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import planner
+import planner.testing
+from planner.backends.protocol import Lowering
+from planner.cost import StepCost
+from planner.dispatch import load_backend
+from planner.testing import check
+from planner.testing.engines import installed
+from planner.testing.strategies import problems
+
+TORCH = pytest.mark.skipif("torch" not in installed(), reason="torch is not installed")
+
+
+def gathered(a, c, q):
+    return np.matmul(a, c[q])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "nij, q[n]jk -> nik",
+        "ij, jk, kl -> il",
+        "n, nk -> q[n]k",
+        "...i, i... -> ...",
+        "ii, i -> i",
+        "q[...]k, ...k -> ...",
+        "ab -> aab",
+        "bhqd, b h i[bhqk] d -> bhqk",
+    ],
+)
+def test_specs_that_hold(spec):
+    report = check(spec, backends=("numpy", "torch") if "torch" in installed() else "numpy", max_examples=4)
+    assert report.passed, report
+    tried = {v.law for v in report.verdicts if not v.skipped}
+    assert {"values", "strides", "every path", "every lowering", "retained bytes", "peak bytes"} <= tried
+    assert all(v.examples >= 1 or v.skipped for v in report.verdicts)
+    assert "laws hold" in str(report)
+
+
+def test_jax_and_the_agreement_of_frameworks():
+    pytest.importorskip("jax", reason="jax is not installed")
+    report = check("nj, q[n]j -> n", {"j": 2}, backends=("numpy", "jax"), max_examples=4)
+    assert report.passed, report
+    assert {"frameworks agree", "second derivatives"} <= {v.law for v in report.verdicts if v.examples}
+
+
+@TORCH
+def test_dtypes_and_sizes_that_need_rounding():
+    for dtype in ("float16", "bfloat16", "complex64", "int32"):
+        report = check("ij, jk -> ik", {"j": 300}, backends="torch", dtypes=dtype, max_examples=4)
+        assert report.passed, report
+
+
+# -- what is wrong is found ---------------------------------------------------------------------------
+
+WRONG = {
+    "values": lambda a, c, q: gathered(a, c, q) * 2,
+    "an index from the end": lambda a, c, q: gathered(a, c, np.maximum(q, 0)),
+    "a repeated index": lambda a, c, q: (
+        np.matmul(a, c[np.where(np.arange(q.size) == 0, q, q[:1])]) if q.size else gathered(a, c, q)
+    ),
+    "another dtype": lambda a, c, q: gathered(a, c, q).astype("float64"),
+    "another shape": lambda a, c, q: gathered(a, c, q)[..., None],
+    "an error": lambda a, c, q: gathered(a, c, q).reshape(3, 3, 3),
+    "strides are ignored": lambda a, c, q: np.matmul(
+        np.ndarray(a.shape, a.dtype, a.base if a.base is not None and a.base.nbytes >= a.nbytes else a), c[q]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_implementation_that_is_wrong_is_broken(name):
+    report = check("nij, q[n]jk -> nik", backends="numpy", implementation=WRONG[name], max_examples=60)
+    assert not report.passed, report
+    failure = report.failures[0]
+    assert failure.problem is not None
+    text = str(report)
+    assert "laws broken" in text
+    assert "to see it again, run" in text
+    assert "implementation = ..." in text
+
+
+def test_an_implementation_that_is_right_holds():
+    report = check("nij, q[n]jk -> nik", backends="numpy", implementation=gathered, max_examples=30)
+    assert report.passed, report
+    assert [v.law for v in report.verdicts if not v.skipped] == ["values", "strides", "sizes 0 and 1"]
+
+
+@TORCH
+def test_an_implementation_in_torch_is_differentiated():
+    import torch
+
+    def lost(a, c, q):
+        return torch.matmul(a, c[q]) + torch.matmul(a.detach(), c[q]) - torch.matmul(a.detach(), c[q].detach())
+
+    def twice_detached(a, c, q):
+        class Once(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, a, c):
+                ctx.save_for_backward(a, c)
+                return torch.matmul(a, c[q])
+
+            @staticmethod
+            @torch.autograd.function.once_differentiable
+            def backward(ctx, g):
+                a, c = ctx.saved_tensors
+                gc = torch.zeros_like(c).index_add_(0, q.long() % max(1, c.shape[0]), torch.matmul(a.mT, g))
+                return torch.matmul(g, c[q].mT), gc
+
+        return Once.apply(a, c)
+
+    spec, options = "nij, q[n]jk -> nik", {"backends": "torch", "max_examples": 30}
+    right = check(spec, implementation=lambda a, c, q: torch.matmul(a, c[q.long()]), **options)
+    assert right.passed, right
+    assert {f.law for f in check(spec, implementation=lost, **options).failures} >= {"gradients"}
+    found = {f.law for f in check(spec, implementation=twice_detached, **options).failures}
+    assert "gradients" not in found
+    assert "second derivatives" in found
+
+
+def test_chance_is_told():
+    calls = iter(range(10**9))
+    report = check("i -> i", backends="numpy", implementation=lambda x: x + (next(calls) % 2), max_examples=20)
+    assert not report.passed
+
+
+# -- every law can fail -------------------------------------------------------------------------------
+
+
+@TORCH
+def test_every_law_can_fail(monkeypatch):
+    """Each law, with a fault that it alone is about."""
+    torch = pytest.importorskip("torch")
+    table = load_backend("torch").table
+    spec = "nij, q[n]jk -> nik"
+
+    def broken(*laws, **options):
+        report = check(spec, backends="torch", laws=laws, max_examples=12, **options)
+        assert {f.law for f in report.failures} >= set(laws), report
+        assert all(f.script for f in report.failures)
+
+    row = table.rows["grouped matmul"]
+    wrong = Lowering(
+        **{
+            **{f: getattr(row, f) for f in row.__dataclass_fields__},
+            "run": lambda *a: tuple(x + 1 for x in row.run(*a)),
+        }
+    )
+    monkeypatch.setitem(table.rows, "grouped matmul", wrong)
+    broken("every lowering")
+    monkeypatch.undo()
+
+    from planner.testing import engines
+
+    monkeypatch.setattr(engines.measure, "torch_memory", lambda call: (call(), engines.measure.Measured(10**9, 7)))
+    broken("retained bytes", "peak bytes")
+    monkeypatch.undo()
+
+    real = planner.api.contract
+
+    def forgetful(text, *operands, optimize="auto", **options):
+        return real(text, *operands, **options) + (optimize == "greedy")
+
+    monkeypatch.setattr("planner.testing.judgement.contract", forgetful)
+    broken("every path")
+    monkeypatch.undo()
+
+    def silent(text, *operands, index_mode="raise", **options):
+        return real(text, *operands, index_mode="clip" if index_mode == "raise" else index_mode, **options)
+
+    monkeypatch.setattr("planner.testing.judgement.contract", silent)
+    broken("index modes")
+    monkeypatch.undo()
+
+    def differs(text, *operands, **options):
+        result = real(text, *operands, **options)
+        return result * 2 if isinstance(result, torch.Tensor) else result
+
+    monkeypatch.setattr("planner.testing.judgement.contract", differs)
+    wrong = {"frameworks agree", "values", "gradients", "second derivatives", "strides", "sizes 0 and 1"}
+    report = check(spec, backends=("numpy", "torch"), laws=wrong, max_examples=12)
+    assert {f.law for f in report.failures} == wrong, report
+
+
+# -- a kernel of one's own ------------------------------------------------------------------------------
+
+
+def product(run, **fields):
+    """A row for plain products of two matrices."""
+
+    def supports(op):
+        plain = len(op.spec.inputs) == 2 and not op.pair and not op.spec.gathers
+        return None if plain and sorted(map(len, op.spec.terms)) == [2, 2, 2] else "it multiplies two matrices"
+
+    return Lowering("mine", supports, lambda op, device: StepCost(0, 0, 0, 0), run, **fields)
+
+
+def einsum(op, inputs, index):
+    text = str(op.spec).replace(" ", "")
+    module = sys.modules[type(inputs[0]).__module__.partition(".")[0]]
+    return (module.einsum(text, *inputs),)
+
+
+@TORCH
+def test_a_kernel_of_ones_own():
+    import torch
+
+    spec, options = "ij, jk -> ik", {"backends": "torch", "max_examples": 20}
+    report = check(spec, kernel=product(einsum), **options)
+    assert report.passed, report
+    assert "mine" not in load_backend("torch").table.rows
+
+    def off_by_one(op, inputs, index):
+        (x,) = einsum(op, inputs, index)
+        return (x + 1 if x.shape[0] > 2 else x,)
+
+    def overwrites(op, inputs, index):
+        found = einsum(op, inputs, index)
+        inputs[0].zero_()
+        return found
+
+    def wasteful(op, inputs, index):
+        spare = torch.zeros(10**6)
+        return (einsum(op, inputs, index)[0] + spare[0],)
+
+    for run, what in ((off_by_one, "differs"), (overwrites, "changes its inputs"), (wasteful, "allocates more")):
+        report = check(spec, kernel=product(run), **options)
+        assert not report.passed
+        assert what in str(report), report
+    with pytest.raises(planner.PlannerError, match="supports no step"):
+        check("ijk, jk -> i", kernel=product(einsum), **options)
+
+
+def test_a_kernel_in_numpy():
+    assert check("ij, jk -> ik", kernel=product(einsum), backends="numpy", max_examples=20).passed
+
+
+# -- reproductions ----------------------------------------------------------------------------------------
+
+
+def run(script):
+    return subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("framework", installed())
+def test_programs_show_what_they_say(framework):
+    """The program of each kind, of problems with all that a problem can have, runs and prints equal results."""
+    from planner.testing import scripts
+
+    options = {"dtypes": ("float32",), "max_value": 2, "without": ("size one",)}
+    found = []
+
+    @settings(max_examples=3 if framework == "jax" else 6, database=None, deadline=None)
+    @given(problems(2, 3, gathers=True, index_modes=("drop", "clip", "raise"), **options))
+    def collect(problem):
+        if any(problem.requires_grad) and problem.is_exact(4):
+            found.append(problem)
+
+    collect()
+    makers = [scripts.of_values] + ([] if framework == "numpy" else [scripts.of_gradients, scripts.of_second])
+    assert found
+    code = ["import numpy as np, contextlib, io"]
+    for problem in found:
+        for make in makers:
+            script = make(framework, problem, None, {})
+            code.append(f"space, out = {{}}, io.StringIO()\n{_inlined(script)}")
+    code.append("print('done')")
+    result = run("\n".join(code))
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.endswith("done\n")
+
+
+def _inlined(script):
+    """A program, followed by a comparison of what it found with what it expected."""
+    return script + (
+        "\nas_list = lambda x: [np.asarray(y.detach() if hasattr(y, 'detach') else y) for y in "
+        "(x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else [x])]"
+        "\nfor one, other in zip(as_list(found), [y for n, y in enumerate(as_list(expected)) "
+        "if not isinstance(expected, list) or n in wanted], strict=True):"
+        "\n    assert one.shape == other.shape and (one == other).all(), (spec, one, other)\n"
+    )
+
+
+@TORCH
+def test_programs_of_steps_and_memory_run():
+    from planner.testing import scripts
+
+    problem = planner.testing.Problem(
+        "nij, q[n]jk -> nik", ((4, 1, 2), (3, 2, 2)), indices={"q": np.array([2, 0, 0, 1])}
+    )
+    step = run(scripts.of_step("torch", problem, 1, "", own=False))
+    assert step.returncode == 0, step.stderr
+    assert "expected" in step.stdout
+    memory = run(scripts.of_memory("torch", problem, None, {}))
+    assert memory.returncode == 0, memory.stderr
+    assert "predicted" in memory.stdout or "measured" in memory.stdout
+
+
+# -- arguments and the command ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("ij,",), {}, "needs"),
+        (("i[",), {}, "bracket"),
+        (("ij -> i", {"z": 3}), {}, "'z'"),
+        (("ij -> i", {"i": -1}), {}, "-1"),
+        (("ij -> i",), {"backends": "cupy"}, "cupy"),
+        (("ij -> i",), {"backends": ()}, "empty"),
+        (("ij -> i",), {"dtypes": "float8"}, "float8"),
+        (("ij -> i",), {"max_examples": 0}, "max_examples"),
+        (("ij -> i",), {"index_modes": ("wrap",)}, "wrap"),
+        (("ij -> i",), {"laws": ("speed",)}, "speed"),
+        (("ij -> i",), {"implementation": 3}, "no function"),
+        (("ij -> i",), {"kernel": 3, "backends": "numpy"}, "Lowering"),
+        (("ij -> i",), {"kernel": product(einsum), "backends": ("numpy", "torch")}, "one backend"),
+        (("q[n] -> n", {"q": 0, "n": 2}), {"index_modes": ("raise",)}, "no sizes"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, options, message):
+    if arguments == ("ij,",):
+        assert check(*arguments, backends="numpy", max_examples=1).passed  # a scalar operand
+        return
+    with pytest.raises(planner.PlannerError, match=message):
+        check(*arguments, **{"backends": "numpy", **options})
+
+
+def test_the_command(capsys):
+    from planner.cli import main
+
+    assert main(["check", "ij, j -> i", "--backend", "numpy", "--max-examples", "3", "--size", "i=2"]) == 0
+    assert "laws hold" in capsys.readouterr().out
+    assert main(["check", "ij, j -> [", "--backend", "numpy"]) == 2
+    assert "^" in capsys.readouterr().err
+
+
+def test_the_command_tells_what_is_broken(capsys, monkeypatch):
+    from planner.cli import main
+
+    real = planner.api.contract
+    monkeypatch.setattr("planner.testing.judgement.contract", lambda *a, **o: real(*a, **o) * 2)
+    assert main(["check", "ij, j -> i", "--backend", "numpy", "--max-examples", "3"]) == 1
+    assert "BROKEN" in capsys.readouterr().out

@@ -1,0 +1,262 @@
+"""The strategies: what they draw, what they refuse, how far failures shrink, and that Hypothesis knows them."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import examples
+from hypothesis import find, given, settings
+from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument, NoSuchExample
+
+import planner
+from planner.testing import Problem, indices, operands, problems, problems_of, reference, specs
+from planner.testing.strategies import INDEX_DTYPES, axes_of
+
+
+@settings(max_examples=50, deadline=None)
+@given(indices(3, (2, 2), dtypes=("int8",)), indices(3, (4,), index_mode="drop"), indices(400, (3,), dtypes=("uint8",)))
+def test_indices(q, p, narrow):
+    assert (q.dtype, q.shape, narrow.dtype) == (np.int8, (2, 2), np.uint8)
+    assert ((q >= -3) & (q < 3)).all()
+    assert ((p >= -2) & (p <= 4)).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data(), st.sampled_from(["float32", "bfloat16", "int8", "uint8", "complex64"]), st.booleans())
+def test_operands(data, dtype, strided):
+    x = data.draw(operands((2, 3), dtype, max_value=2, strided=strided))
+    assert x.shape == (2, 3)
+    assert x.dtype == ("float32" if dtype == "bfloat16" else dtype)
+    assert (np.abs(x.real) <= 2).all()
+    assert (x.real == np.round(x.real)).all()
+    assert strided or x.flags.c_contiguous
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "nij, q[n]jk -> nik",
+        "...i, i... -> ...",
+        "ii, i",
+        "q[...]k, ...k -> p[...]k",
+        "q[ab]c, q[cd]a -> bd",
+        "n -> q[n]",
+        "a -> abb",
+        "q[]i, i ->",
+    ],
+)
+def test_problems_of_a_spec_fit_it(spec):
+    @settings(max_examples=30, deadline=None, database=None)
+    @given(problems_of(spec, index_modes=("raise", "drop", "clip")))
+    def law(problem):
+        assert problem.spec == spec
+        found = planner.contract(spec, *problem.operands(), **problem.arguments())
+        assert (found == problem.expected()).all()
+
+    law()
+    for size in (0, 1, 2):
+        problem = find(problems_of(spec), lambda problem, size=size: any(size in shape for shape in problem.shapes))
+        assert planner.resolve(spec, *problem.shapes, sizes=problem.sizes, **problem.indices)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    problems_of(
+        "nij, q[n]jk -> nik", {"n": 3, "q": 5}, min_size=2, max_size=2, index_modes=("raise",), without=("size one",)
+    )
+)
+def test_given_sizes_stay(problem):
+    assert problem.shapes == ((3, 2, 2), (5, 2, 2))
+    assert problem.indices["q"].shape == (3,)
+
+
+@settings(max_examples=examples(60, 600), deadline=None)
+@given(problems(index_modes=("raise", "drop", "clip"), dtypes=("float32", "int64"), mixed_dtypes=True))
+def test_a_problem_prints_what_makes_it_again(problem):
+    """The seed, the strides and everything else stand in the text."""
+    names = (
+        "spec",
+        "shapes",
+        "sizes",
+        "indices",
+        "index_mode",
+        "dtypes",
+        "requires_grad",
+        "seed",
+        "max_value",
+        "strided",
+    )
+    again = Problem(**{name: getattr(problem, name) for name in names})
+    for x, y in zip(problem.operands(), again.operands(), strict=True):
+        assert (x == y).all()
+        assert x.strides == y.strides
+    assert repr(again) == repr(problem)
+    for name in names[2:]:
+        assert f"{name}=" in repr(problem)
+
+
+# -- arguments ----------------------------------------------------------------------------------------
+
+WRONG = [
+    (lambda: problems(0), "min_operands=0"),
+    (lambda: problems(3, 2), "larger"),
+    (lambda: problems("two"), "min_operands='two'"),
+    (lambda: problems(max_axes=16), "max_axes=16"),
+    (lambda: problems(max_size=0), "max_size=0"),
+    (lambda: problems(max_size=True), "max_size=True"),
+    (lambda: problems(gathers="yes"), "gathers"),
+    (lambda: problems(gathers=True, without=("gather", "scatter")), "left out"),
+    (lambda: problems(dtypes="float32"), "no collection"),
+    (lambda: problems(dtypes=("float8",)), "float8"),
+    (lambda: problems(dtypes=()), "empty"),
+    (lambda: problems(index_modes=("wrap",)), "wrap"),
+    (lambda: problems(without=("gathers",)), "gathers"),
+    (lambda: problems(max_value=-1), "max_value=-1"),
+    (lambda: problems(strided=2), "strided=2"),
+    (lambda: specs(3, 2), "larger"),
+    (lambda: problems_of("ij ->", {"k": 2}), "'k'"),
+    (lambda: problems_of("ij ->", {"i": 1.5}), "1.5"),
+    (lambda: problems_of("i[ ->"), "bracket"),
+    (lambda: problems_of("ij ->", min_size=3, max_size=2), "larger"),
+    (lambda: operands((2, -1)), "shape"),
+    (lambda: operands(3), "shape"),
+    (lambda: operands((3,), "float8"), "float8"),
+    (lambda: operands((3,), strided="no"), "strided"),
+    (lambda: indices(-1, (2,)), "size=-1"),
+    (lambda: indices(0, (2,)), "no index"),
+    (lambda: indices(3, (2,), index_mode="wrap"), "wrap"),
+    (lambda: indices(3, (2,), dtypes=("float32",)), "float32"),
+    (lambda: indices(3, (2,), max_size=2), "larger"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_wrong_arguments_are_refused_when_first_drawn(make, message):
+    strategy = make()  # as Hypothesis's own strategies, it may stand in a module
+
+    @settings(max_examples=1, database=None)
+    @given(strategy)
+    def draw(_):
+        raise AssertionError("nothing can be drawn")
+
+    with pytest.raises(InvalidArgument, match=re.escape(message)):
+        draw()
+
+
+def test_defaults_adapt():
+    find(problems(6), lambda problem: len(problem.shapes) == 6)
+    assert find(indices(300, (1,), dtypes=("int8",), negative=False), lambda q: q[0] > 100)[0] == 101
+    assert set(INDEX_DTYPES) == {np.dtype(d).name for d in INDEX_DTYPES}
+
+
+# -- shrinking ------------------------------------------------------------------------------------------
+
+
+def contract(problem, change=None, **changed):
+    """The oracle with a planted bug: index arrays, operands or arguments are changed before it is called."""
+    given = {"operands": problem.operands(), **problem.arguments()} | changed
+    return reference(problem.spec, *given.pop("operands"), **given)
+
+
+def clipped(problem):
+    """Negative indices clip where they should count from the end."""
+    return contract(problem, **{name: np.maximum(q, 0) for name, q in problem.indices.items()})
+
+
+def duplicates_dropped(problem):
+    """Of entries that add into one place, only the first arrives."""
+    left, _, right = problem.spec.partition("->")
+    result = contract(problem)
+    for name, q in problem.indices.items():
+        if f"{name}[" in right and q.ndim == 1 and len(np.unique(q)) < q.size:
+            return result * 0 - 1
+    return result
+
+
+def summed_diagonal(problem):
+    """A repeated axis is summed over both places."""
+    first, _, right = problem.spec.partition("->")
+    xs = problem.operands()
+    for number, term in enumerate(first.split(",")):
+        letters = re.sub(r"\w\[.*?\]|\.\.\.| ", "", term)
+        if len(set(letters)) < len(letters) and xs[number].size > 1:
+            return contract(problem) + 1
+    return contract(problem)
+
+
+def ones_do_not_broadcast(problem):
+    """A dim of size 1 whose axis is larger contributes once."""
+    resolved = problem.resolved()
+    if sum(map(len, problem.shapes)) > sum(map(len, resolved.inputs)):
+        return contract(problem) + 1
+    return contract(problem)
+
+
+def swapped_axes(problem):
+    """Two axes of the output change places where they are equally long."""
+    result = contract(problem)
+    if result.ndim == 2 and result.shape[0] == result.shape[1]:
+        return result.T
+    return result
+
+
+@pytest.mark.parametrize(
+    "bug", [clipped, duplicates_dropped, summed_diagonal, ones_do_not_broadcast, swapped_axes], ids=lambda f: f.__name__
+)
+def test_failures_shrink_to_three_axes_at_most(bug):
+    """Bugs that show with few axes are shown with few: letters of axes, and axes of an ellipsis."""
+    problem = find(
+        problems(index_modes=("raise", "drop")),
+        lambda problem: not np.array_equal(bug(problem), problem.expected()),
+        settings=settings(max_examples=20_000, deadline=None, database=None, derandomize=True),
+    )
+    assert not np.array_equal(bug(problem), problem.expected())
+    axes = len(problem.resolved().sizes)
+    assert axes <= 3, problem
+    assert len(problem.shapes) <= 3, problem
+    assert max(max(shape, default=1) for shape in problem.shapes) <= 3, problem
+
+
+def test_what_holds_is_not_found():
+    with pytest.raises(NoSuchExample):
+        find(
+            problems(),
+            lambda problem: not np.array_equal(contract(problem), problem.expected()),
+            settings=settings(max_examples=50, database=None),
+        )
+
+
+# -- Hypothesis's entry point -----------------------------------------------------------------------------
+
+
+def test_types_are_known_to_hypothesis():
+    """In a fresh process that imports Hypothesis alone: the package's entry point tells it."""
+    code = (
+        "import hypothesis, sys\n"
+        "assert 'torch' not in sys.modules and 'jax' not in sys.modules\n"
+        "from hypothesis import strategies as st\n"
+        "import planner\n"
+        "from planner.testing import Problem\n"
+        "assert isinstance(st.from_type(Problem).example(), Problem)\n"
+        "spec = st.from_type(planner.Spec).example()\n"
+        "assert spec.output_shape is not None\n"
+    )
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_entry_point_is_the_hook():
+    import tomllib
+    from pathlib import Path
+
+    text = (Path(__file__).parent.parent.parent / "pyproject.toml").read_text()
+    (value,) = tomllib.loads(text)["project"]["entry-points"]["hypothesis"].values()
+    module, _, name = value.partition(":")
+    assert callable(getattr(sys.modules[module], name))
+
+
+def test_axes_of_a_spec():
+    assert axes_of(planner.parse.parse("n...j, q[nk]j -> k")) == ["n", "j", "k"]
