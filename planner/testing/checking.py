@@ -81,9 +81,9 @@ class Verdict:
     skipped: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """What `check` found; `print` shows it as a table, with a program for each failure.
+    """What `check` found; it prints as a table, with a program for each failure, in a failed assertion too.
 
     Attributes:
         spec: the spec.
@@ -124,6 +124,8 @@ class Report:
         ]
         reasons = dict.fromkeys(f"  -: {v.law} in {v.backend}: {v.skipped}" for v in self.verdicts if v.skipped)
         return "\n".join([*lines, *reasons, *(f"\n{failure}" for failure in self.failures)])
+
+    __repr__ = __str__
 
 
 def _cell(verdict: Verdict) -> str:

@@ -175,8 +175,8 @@ def _with_bad_index(problem: Problem) -> tuple[str, Array] | None:
         sizes[gather.array] = max(sizes.get(gather.array, 0), gather.size or 0)
     for name, q in problem.indices.items():
         if q.size:
-            changed = np.clip(q.astype(np.int64), 0, max(0, sizes[name] - 1))
-            changed.reshape(-1)[-1] = sizes[name] + problem.seed % 3
+            changed = np.array(np.clip(q.astype(np.int64), 0, max(0, sizes[name] - 1)))
+            changed.flat[-1] = sizes[name] + problem.seed % 3
             others = {n: np.clip(p, 0, None) for n, p in problem.indices.items() if n != name}
             if any((p >= sizes[n]).any() for n, p in others.items()):
                 return None  # two bad ones: which is named first is not promised
