@@ -122,7 +122,8 @@ def operands(
     """Draw operands: arrays of small integers, so that sums of products are exact.
 
     Example:
-        >>> operands((2, 3), "float64").example().shape
+        >>> from hypothesis import find
+        >>> find(operands((2, 3), "float64"), lambda x: True).shape
         (2, 3)
 
     Args:
@@ -162,9 +163,9 @@ def indices(
     """Draw index arrays of a shape for a dim of `size`; duplicates are common.
 
     Example:
-        >>> q = indices(3, (4,)).example()
-        >>> q.shape, bool(((q >= -3) & (q < 3)).all())
-        ((4,), True)
+        >>> from hypothesis import find
+        >>> find(indices(3, (4,)), lambda q: q[0] < 0)
+        array([-1,  0,  0,  0])
 
     Args:
         draw: given by Hypothesis.
@@ -272,7 +273,8 @@ def problems(
     unless `gathers` says otherwise.
 
     Example:
-        >>> problem = problems(2, 2, gathers=True, index_modes=("drop",)).example()
+        >>> from hypothesis import find
+        >>> problem = find(problems(2, 2, gathers=True, index_modes=("drop",)), lambda problem: True)
         >>> len(problem.shapes), problem.index_mode, "[" in problem.spec
         (2, 'drop', True)
 
@@ -314,8 +316,9 @@ def specs(min_operands: int = 1, max_operands: int | None = None, **options: Any
     """Draw spec strings alone.
 
     Example:
-        >>> "->" in specs(without={"implicit"}).example()
-        True
+        >>> from hypothesis import find
+        >>> find(specs(2, 2, gathers=False), lambda spec: "aa" in spec)
+        'a, aa -> '
 
     Args:
         min_operands: fewest operands.
@@ -349,7 +352,8 @@ def problems_of(
     """Draw problems of one spec: shapes that fit it, index arrays, dtypes, strides and gradient flags.
 
     Example:
-        >>> problem = problems_of("nij, q[n]jk -> nik", {"j": 2, "q": 5}).example()
+        >>> from hypothesis import find
+        >>> problem = find(problems_of("nij, q[n]jk -> nik", {"j": 2, "q": 5}), lambda problem: True)
         >>> problem.shapes[1][:2]
         (5, 2)
 
