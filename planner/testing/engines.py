@@ -18,6 +18,10 @@ from planner.testing.problem import Array, Problem
 
 __all__ = ["Call", "Engine", "engine_of", "installed"]
 
+# Where a long index array addresses several dimensions of little else, its copies in range, flat and broadcast are what
+# is allocated; plans do not count them.
+_INDEX_COPIES = 6
+
 # A contraction of a problem, as a function of operands and index arrays.
 Call: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
@@ -94,6 +98,7 @@ class Engine:
     ) -> Iterator[tuple[str, int, int]]:
         """What is too large if it is, the most bytes alive as measured, and the most that are allowed."""
         analysis = self.plan(problem, operands, indices).analyze(*operands, rounds=1, **indices)
+        copies = _INDEX_COPIES * sum(8 * q.size for q in problem.indices.values())
         for total in analysis.totals:
             predicted, measured = total.predicted.live_bytes, total.measured.live_bytes
             if total.lowering == "" and predicted is not None and measured is not None:

@@ -62,6 +62,8 @@ INDEX_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", 
 _AXES = "abcdefghijklmno"
 _INDEX_ARRAYS = "qp"
 _MOST_AXES = len(_AXES)
+# Of longer index arrays a seed is drawn, not each element.
+_MOST_DRAWN = 64
 
 
 # --- arguments ----------------------------------------------------------------------------------
@@ -197,6 +199,9 @@ def indices(
     low, high = max(low, int(limits.min)), min(high, int(limits.max))
     if index_mode == "raise" and size == 0:
         return np.zeros(shape, dtype)
+    if count > _MOST_DRAWN:
+        random = np.random.default_rng(draw(st.integers(0, 999)))
+        return random.integers(low, high, shape, dtype, endpoint=True)
     element = st.integers(0, high) if low >= 0 else st.one_of(st.integers(0, high), st.integers(low, high))
     values = draw(st.lists(element, min_size=count, max_size=count))
     return np.array(values, dtype).reshape(shape)
