@@ -154,7 +154,7 @@ def to_framework(name, x):
 
 
 @pytest.mark.parametrize(
-    ("framework", "ci", "nightly"), [("numpy", 9_000, 60_000), ("torch", 900, 30_000), ("jax", 100, 10_000)]
+    ("framework", "ci", "nightly"), [("numpy", 9_000, 60_000), ("torch", 900, 30_000), ("jax", 200, 10_000)]
 )
 def test_random_calls_give_results_or_name_the_culprit(framework, ci, nightly):
     pytest.importorskip(framework, reason=f"{framework} is not installed")
