@@ -43,7 +43,6 @@ def planted() -> Iterator[Mutant]:
 def drawn(known: dict[str, Verdict], draws: list[sampled.Mutation], by: list[str]) -> Iterator[Mutant]:
     """The sampled mutants, to be judged by some tests, or those that run them; what killed one before comes first."""
     tests_of = None if by or not draws else covered.Map()
-    tests_of = covered.Map() if draws else None
     for mutation in draws:
         tests = by if tests_of is None else tests_of.tests(mutation.file, mutation.line)
         before = known.get(mutation.name)
