@@ -21,6 +21,8 @@ from laws import (
 )
 
 import planner
+from planner.backends.common import prepare_numpy
+from planner.spec import Gather
 from planner.testing.reference import reference
 
 
@@ -187,6 +189,12 @@ def test_the_width_of_an_index_never_matters(dtype, size):
             expected = reference(spec, operand, sizes=sizes, q=q.astype(np.int64), index_mode=mode)
             got = planner.contract(spec, operand, sizes=sizes, q=q, index_mode=mode)
             assert_equal(described(got), expected, "float64")
+
+
+@pytest.mark.parametrize("low", [-3, -2, -1, 0])
+def test_prepared_positions_count_from_the_first_row(low):
+    prepared = prepare_numpy(np.arange(low, 3), Gather("q", ("n",), 3), "raise")
+    assert prepared.tolist() == [*range(3 + low, 3), *range(3)]
 
 
 def test_a_uint64_beyond_int64_is_out_of_range():

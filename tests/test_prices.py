@@ -26,6 +26,7 @@ STEPS = {
     "pooled, all chosen": ("bqd, b i[bqk] d -> bqk", [(2, 50, 16), (2, 40, 16)], {"i": (2, 50, 37)}),
     "pooled, copied": ("bqhd, bhi[bhqk]d -> bhqk", [(2, 50, 3, 16), (2, 3, 90, 16)], {"i": (2, 3, 50, 7)}),
     "take": ("q[n]e -> ne", [(500, 70)], {"q": (3000,)}),
+    "take along a diagonal": ("q[nn]e -> ne", [(50, 70)], {"q": (60, 60)}),
     "segment sum": ("ne -> q[n]e", [(9000, 33)], {"q": (9000,)}),
     "two brackets": ("q[n]p[n]e, ne -> n", [(30, 20, 9), (800, 9)], {"q": (800,), "p": (800,)}),
     "matrices": ("bij, bjk -> bik", [(6, 150, 70), (6, 70, 310)], {}),

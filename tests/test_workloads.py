@@ -161,3 +161,5 @@ def test_skew(skew, low, high):
     assert rows.min() >= 0
     assert rows.max() < 100
     assert low <= np.bincount(rows).max() <= high
+    if skew in ("half", "one"):
+        assert np.bincount(rows).argmax() == 50, "the row in the middle"

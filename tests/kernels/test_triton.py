@@ -29,6 +29,7 @@ from planner.kernels import torch_grouped, torch_pooled, triton_grouped, triton_
 from planner.kernels.keys import Keys  # noqa: E402
 from planner.kernels.torch_grouping import group_rows  # noqa: E402
 from planner.kernels.triton_axes import Axis, Cut, Matrices, cut  # noqa: E402
+from planner.kernels.triton_build import _occupancy, _signature, cases  # noqa: E402
 from planner.kernels.triton_grouped import plain_product, rows_product, terms_product  # noqa: E402
 from planner.kernels.triton_pair import both_gradients  # noqa: E402
 from planner.kernels.triton_tiles import PAIR_TERMS, TILINGS, Tiles, covers_pair, tiles_of  # noqa: E402
@@ -414,6 +415,14 @@ def test_equal_problems_have_equal_tiles():
         assert mode != "pair" or (min(tiles.m, tiles.n) >= size and tiles.k * tiles.chunk == PAIR_TERMS)
         default = tiles_of(mode, size, size, size, itemsize, itemsize == 4)
         assert mode != "terms" or tiles.k * tiles.chunk == default.k * default.chunk  # as much memory for pieces
+
+
+def test_what_the_kernels_are_compiled_for():
+    """Pieces of sums are as wide as the sums are; each program takes a KiB of shared memory for the system."""
+    pieces = {case.dtype: _signature(case)[0]["parts"] for case in cases() if case.mode == "terms"}
+    assert pieces == {"float16": "*fp32", "bfloat16": "*fp32", "float32": "*fp32", "float64": "*fp64"}
+    eighth = (228 << 10) // 8
+    assert [_occupancy(90, 32, eighth - system, 4) for system in (1024, 1023)] == [8 * 4 / 64, 7 * 4 / 64]
 
 
 @pytest.mark.parametrize("arch", [80, 90])

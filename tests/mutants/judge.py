@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,6 +111,8 @@ def _reason(report: pytest.CollectReport | pytest.TestReport) -> str:
 
 def few_examples(items: Iterable[pytest.Item], most: int) -> None:
     """Caps the examples of each property, in an order that is the same each time."""
+    import hypothesis
+
     for item in items:
         function = getattr(item, "obj", None)
         if getattr(function, "is_hypothesis_test", False):
@@ -145,9 +146,11 @@ def alarm(seconds: int) -> Any:
 def load_frameworks() -> None:
     """Loads what every judge needs, once: a fork then starts in no time. Nothing of the library is loaded."""
     os.environ.update(ONE_THREAD, TRITON_INTERPRET="1", PYTHONDONTWRITEBYTECODE="1", JAX_PLATFORMS="cpu")
+    os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # the library is one: a child loads that of its own copy
     import warnings
 
     warnings.filterwarnings("ignore", message="os.fork")
+    import hypothesis  # noqa: F401
     import jax  # noqa: F401
     import opt_einsum  # noqa: F401
     import torch
@@ -158,6 +161,8 @@ def load_frameworks() -> None:
 
 def forked(folder: Path, work: Callable[[], object], log: Path) -> int:
     """Runs ``work`` in a child that sees the copy in ``folder`` and no other; returns the child's process id."""
+    import hypothesis.entry_points
+
     child = os.fork()
     if child:
         return child
@@ -170,6 +175,8 @@ def forked(folder: Path, work: Callable[[], object], log: Path) -> int:
         sys.path[:] = [str(folder), *(p for p in sys.path if p and Path(p).resolve() != ROOT)]
         os.environ["PYTHONPATH"] = str(folder)
         resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+        del os.environ["HYPOTHESIS_NO_PLUGINS"]
+        hypothesis.entry_points.run()
         work()
     except BaseException:
         traceback.print_exc()
