@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 import time
+import types
 from random import Random
 from unittest import mock
 
@@ -25,9 +26,10 @@ from planner.device import CPU
 from planner.objective import OBJECTIVES, step_key
 from planner.problem import AUTO_WORK, MOST_TRIED, Problem
 from planner.problem import problem_of as problem_of_plan
-from planner.program import Lowerer
+from planner.program import Leaf, Lowerer
 from planner.resolve import resolve_shapes
-from planner.search.dynamic import Search
+from planner.search.dynamic import Peaks, Search, Way
+from planner.search.paths import splits_of
 from planner.spec import unused_letters
 from planner.testing import problems
 
@@ -314,6 +316,19 @@ def test_what_is_kept_is_the_best_within_limits(network, objective, random):
         assert_least_within(make_plan, priced, objective, *limits_of(random, priced))
 
 
+def test_a_full_front_loses_one_of_the_most_alike():
+    """Never the least in retained bytes, in peak or in score: of 0, 40, 50 and 100 bytes the third goes."""
+    front = [
+        Way(Leaf(i), (key, 0, 0, 0), kept, Peaks(forward=forward), 0, False, (kept,))
+        for i, (kept, key, forward) in enumerate([(50, 5, 600), (0, 9, 900), (100, 0, 500), (40, 7, 700)])
+    ]
+    search = types.SimpleNamespace(part=lambda way: way.key, peak=lambda way: way.peaks.forward)
+    gone = front[0]
+    Search.thin(search, front, False)
+    assert len(front) == 3
+    assert not any(way is gone for way in front)
+
+
 def chain(sizes, path=None):
     """A spec and operands of a product of matrices, all with gradients; and what makes its plans in NumPy."""
     letters = unused_letters((), len(sizes))
@@ -509,6 +524,14 @@ def test_paths_of_every_kind(optimize):
     assert again.path == plan.path
     operands = [np.arange(float(math.prod(s)), dtype="float32").reshape(s) for s in CHAIN[1:]]
     np.testing.assert_array_equal(plan(*operands), np.linalg.multi_dot(operands))
+
+
+@pytest.mark.parametrize("step", [*itertools.permutations(range(3)), (3, 1), (1, 3, 0, 2)])
+def test_splits_of_a_path_have_the_lowest_operand_first(step):
+    path = [step, *([] if len(step) == 4 else [tuple(range(5 - len(step)))])]
+    found = list(splits_of(path, 4)(sum(1 << i for i in step)))
+    assert len(found) == 2 ** (len(step) - 1) - 1
+    assert all(left & -left < right & -right for left, right in found)
 
 
 @settings(max_examples=examples(100, 500))

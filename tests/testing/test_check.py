@@ -1,5 +1,6 @@
 """`check` itself: specs that hold, contractions and kernels that are wrong, and the programs that show it."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -12,8 +13,10 @@ import planner.testing
 from planner.backends.protocol import Lowering
 from planner.cost import StepCost
 from planner.dispatch import load_backend
-from planner.testing import check
+from planner.testing import Problem, check
 from planner.testing.engines import installed
+from planner.testing.laws import _with_bad_index
+from planner.testing.scripts import _code
 from planner.testing.strategies import problems
 
 TORCH = pytest.mark.skipif("torch" not in installed(), reason="torch is not installed")
@@ -188,6 +191,23 @@ def test_every_law_can_fail(monkeypatch):
     wrong = {"frameworks agree", "values", "gradients", "second derivatives", "strides", "sizes 0 and 1"}
     report = check(spec, backends=("numpy", "torch"), laws=wrong, max_examples=12)
     assert {f.law for f in report.failures} == wrong, report
+
+
+def test_an_array_in_a_program_holds_all_of_its_memory():
+    x = np.arange(12, dtype="int16").reshape(3, 4).T
+    memory = "np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], 'int16')"
+    assert _code(x) == f"np.lib.stride_tricks.as_strided({memory}, (4, 3), (2, 8))"
+
+
+def test_one_bad_index_is_made_among_several():
+    """Of two bad ones it is not promised which is named."""
+    q, p = np.array([0, 2, -1]), np.array([1, 1, 0])
+    problem = Problem("q[n]p[n] -> n", ((3, 2),), indices={"q": q, "p": p}, index_mode="clip")
+    name, changed = _with_bad_index(problem)
+    assert name == "q"
+    assert changed.tolist()[:2] == [0, 2]
+    assert changed[2] >= 3
+    assert _with_bad_index(dataclasses.replace(problem, indices={"q": q, "p": p + 1})) is None
 
 
 # -- a kernel of one's own ------------------------------------------------------------------------------

@@ -149,7 +149,14 @@ def test_wrong_arguments_are_refused_when_first_drawn(make, message):
 def test_defaults_adapt():
     find(problems(6), lambda problem: len(problem.shapes) == 6)
     assert find(indices(300, (1,), dtypes=("int8",), negative=False), lambda q: q[0] > 100)[0] == 101
+    assert find(indices(0, (1,), index_mode="drop"), lambda q: q[0] > 0).tolist() == [1]
     assert set(INDEX_DTYPES) == {np.dtype(d).name for d in INDEX_DTYPES}
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems(2, dtypes=("float32", "int64")))
+def test_a_problem_has_one_dtype_unless_told(problem):
+    assert len(set(problem.dtypes)) == 1
 
 
 # -- shrinking ------------------------------------------------------------------------------------------
