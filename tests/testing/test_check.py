@@ -16,7 +16,7 @@ from planner.dispatch import load_backend
 from planner.testing import Problem, check
 from planner.testing.engines import installed
 from planner.testing.laws import _with_bad_index
-from planner.testing.scripts import _code
+from planner.testing.scripts import _code, of_gradients, of_second
 from planner.testing.strategies import problems
 
 TORCH = pytest.mark.skipif("torch" not in installed(), reason="torch is not installed")
@@ -197,6 +197,13 @@ def test_an_array_in_a_program_holds_all_of_its_memory():
     x = np.arange(12, dtype="int16").reshape(3, 4).T
     memory = "np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], 'int16')"
     assert _code(x) == f"np.lib.stride_tricks.as_strided({memory}, (4, 3), (2, 8))"
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_only_second_derivatives_have_vectors_in_their_program(framework):
+    problem = Problem("ij, jk -> ik", ((2, 3), (3, 2)), requires_grad=(True, True))
+    assert "vs = [" in of_second(framework, problem, None, {})
+    assert "vs" not in of_gradients(framework, problem, None, {})
 
 
 def test_one_bad_index_is_made_among_several():

@@ -153,6 +153,17 @@ def test_defaults_adapt():
     assert set(INDEX_DTYPES) == {np.dtype(d).name for d in INDEX_DTYPES}
 
 
+def test_some_problems_have_index_arrays_and_some_of_these_one_element():
+    assert find(problems(), lambda problem: problem.indices)
+    rows = find(problems_of("n, q[n]k -> nk"), lambda problem: problem.indices["q"].shape == (1,) != problem.shapes[0])
+    assert planner.resolve(rows.spec, *rows.shapes, **rows.indices)
+
+
+def test_sizes_that_do_not_agree_are_drawn_again():
+    problem = find(problems_of("q[...]a, q[a]... -> a"), lambda problem: problem.indices["q"].size > 1)
+    assert planner.resolve(problem.spec, *problem.shapes, sizes=problem.sizes, **problem.indices)
+
+
 @settings(max_examples=30, deadline=None)
 @given(problems(2, dtypes=("float32", "int64")))
 def test_a_problem_has_one_dtype_unless_told(problem):
