@@ -1010,3 +1010,10 @@ def test_gradients_that_autograd_batches_are_those_one_by_one(spec, shapes, size
     apart = [torch.autograd.grad(result, operands, one, retain_graph=True) for one in several]
     for batch, *each in zip(together, *apart, strict=True):
         assert torch.equal(batch, torch.stack(each))
+
+
+@pytest.mark.parametrize("spec", ["ij, jk -> ik", "bij, bjk -> bik"])
+def test_lone_products_are_differentiated_by_torch(spec):
+    shapes = [[{"b": 2, "i": 3, "j": 4, "k": 5}[x] for x in term.strip()] for term in spec.split("->")[0].split(",")]
+    a, b = (torch.ones(shape, requires_grad=True) for shape in shapes)
+    assert "mm" in planner.contract(spec, a, b).grad_fn.name().lower()

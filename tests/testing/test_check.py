@@ -14,8 +14,9 @@ from planner.backends.protocol import Lowering
 from planner.cost import StepCost
 from planner.dispatch import load_backend
 from planner.testing import Problem, check
-from planner.testing.engines import installed
-from planner.testing.laws import _with_bad_index
+from planner.testing.engines import engine_of, installed
+from planner.testing.judgement import Broken, Subject
+from planner.testing.laws import _compare_gradients, _with_bad_index
 from planner.testing.scripts import _code, of_gradients, of_second
 from planner.testing.strategies import problems
 
@@ -204,6 +205,16 @@ def test_only_second_derivatives_have_vectors_in_their_program(framework):
     problem = Problem("ij, jk -> ik", ((2, 3), (3, 2)), requires_grad=(True, True))
     assert "vs = [" in of_second(framework, problem, None, {})
     assert "vs" not in of_gradients(framework, problem, None, {})
+
+
+def test_a_gradient_that_is_wrong_is_told():
+    problem = Problem("i, i ->", ((2,), (2,)), requires_grad=(True, True))
+    right = [np.ones(2, "float32"), np.ones(2, "float32")]
+    for number in (0, 1):
+        found = [x + (n == number) for n, x in enumerate(right)]
+        with pytest.raises(Broken):
+            _compare_gradients(engine_of("numpy"), Subject(), problem, [0, 1], found, right, list, "gradient", {})
+    _compare_gradients(engine_of("numpy"), Subject(), problem, [0, 1], right, right, list, "gradient", {})
 
 
 def test_one_bad_index_is_made_among_several():
