@@ -382,3 +382,10 @@ def test_a_loop_is_analyzed_as_a_whole():
     assert forward.measured.live_bytes <= forward.predicted.live_bytes
     assert backward.measured.live_bytes <= backward.predicted.live_bytes
     assert forward.measured.retained_bytes == 0
+
+
+def test_an_axis_that_cuts_an_index_array_in_two_ways_is_not_cut():
+    plan = planner.plan(
+        "q[n]a, aq[m], nm -> a", (400, 2000), (2000, 400), (3000, 3000), q=(3000,), backend="numpy", minimize="peak"
+    )
+    assert str(plan.loop) == "loop over a by 1"
