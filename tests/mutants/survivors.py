@@ -80,7 +80,9 @@ SURVIVORS: dict[str, str] = {
     "planner/testing/engines.py:Engine.peaks:ReplaceBinaryOperator_Add_BitOr:0141f010": (
         "a gap of some bytes: what is allowed for copies of indices is less where bits overlap; 32 KiB are besides"
     ),
-    "planner/testing/laws.py:second:NumberReplacer:00fe6193": ("equivalent: any other seed gives vectors as good"),
+    "planner/testing/laws.py:second:NumberReplacer:00fe6193": (
+        "the law is as strict with vectors of another seed; a gap: its program would then show others than it found"
+    ),
     "planner/testing/scripts.py:_program:ReplaceBinaryOperator_Mul_Div:01a6c32c": (
         "equivalent: each call names the two, and passes the others by position"
     ),
@@ -89,5 +91,8 @@ SURVIVORS: dict[str, str] = {
     ),
     "kernels/pallas_tpu.py:matrices_product.tile:NumberReplacer:00667ad2": (
         "a gap that no interpreter shows: for a tile that is not there a block is fetched from before the first, unread"
+    ),
+    "backends/jax_step.py:_step_lowering:AddNot:00c40487": (
+        "a gap: inside of shard_map constants would vary otherwise than values; the tests of shards ran out of time"
     ),
 }
