@@ -56,9 +56,6 @@ SURVIVORS: dict[str, str] = {
     "backends/jax_tiled.py:tiled_cost:ReplaceBinaryOperator_FloorDiv_LShift:0063bd25": (
         "equivalent on every device that runs these kernels: their rates are the same whatever the rows"
     ),
-    "backends/torch_native.py:_sums_alike:ReplaceTrueWithFalse:006224aa": (
-        "an effort only: a product runs by the plan's own function, not by torch's derivatives; values are the same"
-    ),
     "kernels/pallas_gpu.py:matrices_product.body:NumberReplacer:01ab2fa0": (
         "an effort only: a block's memory is handed back a step later, of which the interpreter knows nothing"
     ),
