@@ -366,8 +366,9 @@ def dtype_name(dtype: Any) -> str:
         name, name
     )
     if name not in ITEMSIZES:
-        with contextlib.suppress(TypeError, ValueError):
-            name = np.dtype(name).name  # NumPy's codes: "f8", "?"
+        with contextlib.suppress(TypeError, ValueError, SyntaxError):
+            if name.isprintable() and "," not in name:
+                name = np.dtype(name).name  # NumPy's codes: "f8", "?"
     itemsize(name)
     return name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pathlib
 import stat
@@ -88,7 +89,9 @@ def replace_file(path: pathlib.Path, text: str) -> None:
         raise
 
 
+@functools.lru_cache(maxsize=16)
 def _remove_abandoned(folder: pathlib.Path) -> None:
+    """Remove what killed writers left; a process looks at a folder once."""
     for path in folder.glob(f"{TEMPORARY}*.tmp"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:

@@ -130,6 +130,7 @@ def _add_check(commands: Any) -> None:
     )
     command.add_argument("--dtype", action="append", metavar="float32", help="by default float32")
     command.add_argument("--index-mode", action="append", choices=("raise", "drop", "clip"), help="by default all")
+    command.add_argument("--law", action="append", metavar="values", help="by default all; named as in the table")
     command.add_argument("--max-examples", type=int, default=40, metavar="N", help="problems for each law")
 
 
@@ -146,17 +147,22 @@ def _check(options: argparse.Namespace) -> int:
             bar.append(Progress(total))
         bar[0](what)
 
-    report = check(
-        options.spec,
-        _by_letter("--size", options.size),
-        backends=options.backend,
-        dtypes=options.dtype or ("float32",),
-        index_modes=options.index_mode,
-        max_examples=options.max_examples,
-        progress=progress,
-    )
-    if bar:
-        bar[0].clear()
+    try:
+        report = check(
+            options.spec,
+            _by_letter("--size", options.size),
+            backends=options.backend,
+            dtypes=options.dtype or ("float32",),
+            laws=options.law,
+            index_modes=options.index_mode,
+            max_examples=options.max_examples,
+            progress=progress,
+        )
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        if bar:
+            bar[0].clear()
     print(report)
     return 0 if report.passed else 1
 

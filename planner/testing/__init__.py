@@ -6,20 +6,25 @@ asked for. `planner.testing.measure` imports each framework when it measures it.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 # Bound at once, not on demand: importing the module of the same name would set the attribute first.
-from planner.testing.problem import Problem
+from planner.testing.problem import DTYPES, Problem
 from planner.testing.reference import exact_bound, magnitude, reference, reference_gradients
 
 if TYPE_CHECKING:
-    from planner.testing.checking import Report, check
+    from planner.testing.checking import Failure, Report, Verdict, check
     from planner.testing.steps import run_step
-    from planner.testing.strategies import indices, operands, problems, problems_of, specs
+    from planner.testing.strategies import FEATURES, indices, operands, problems, problems_of, specs
 
 __all__ = [
+    "DTYPES",
+    "FEATURES",
+    "Failure",
     "Problem",
     "Report",
+    "Verdict",
     "check",
     "exact_bound",
     "indices",
@@ -35,7 +40,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Report", "check"):
+    if name in __all__ and importlib.util.find_spec("hypothesis") is None:
+        raise ModuleNotFoundError(f"{name} needs hypothesis: pip install 'contraction-planner[testing]'")
+    if name in ("Failure", "Report", "Verdict", "check"):
         from planner.testing import checking
 
         return getattr(checking, name)

@@ -1,27 +1,31 @@
 """What is checked, how results are compared, and what is raised when they differ.
 
 Operands are small integers: wherever every number that a plan can meet is exact in the dtype, results must be
-equal; elsewhere they may differ by as much as rounding can explain, n units in the last place of the sum of the
-absolute values, with n the number of terms (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2002,
+equal; elsewhere they may differ by as much as rounding can explain: some units in the last place of the sum of the
+absolute values for each term and each step (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2002,
 section 3.1).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from hypothesis.errors import HypothesisException
 
-from planner.api import contract
+from planner.api import contract, plan
+from planner.spec import Spec, Term
 from planner.testing.engines import Call
 from planner.testing.problem import FLOATS, Array, Problem
 
 if TYPE_CHECKING:
     from planner.backends.protocol import Lowering
 
-__all__ = ["Broken", "Subject", "absolute", "allowed", "differs", "points"]
+__all__ = ["Broken", "Subject", "absolute", "allowed", "differs", "raising", "steps_of", "terms_of"]
 
 
 class Broken(Exception):  # noqa: N818 - it is no error of ours, but what was found
@@ -38,6 +42,17 @@ class Broken(Exception):  # noqa: N818 - it is no error of ours, but what was fo
     def __init__(self, problem: Problem, what: str, found: str, expected: str, script: str) -> None:
         self.problem, self.what, self.found, self.expected, self.script = problem, what, found, expected, script
         super().__init__(what)
+
+
+@contextlib.contextmanager
+def raising(problem: Problem, script: Callable[[], str]) -> Iterator[None]:
+    """What is raised inside breaks the law, with the script that shows it."""
+    try:
+        yield
+    except (Broken, HypothesisException):
+        raise
+    except (Exception, SystemExit) as error:
+        raise Broken(problem, "an error was raised", f"{type(error).__name__}: {error}", "", script()) from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,27 +72,56 @@ class Subject:
     passes_mode: bool = False
 
     def call(self, problem: Problem, **options: Any) -> Call:
-        """The problem's contraction."""
-        arguments = problem.arguments()
-        fixed: dict[str, Any] = {name: arguments[name] for name in ("sizes", "index_mode")}
-        if self.implementation is None:
-            return lambda operands, indices: contract(problem.spec, *operands, **fixed, **options, **indices)
+        """The problem's contraction; `alternative` is the number of a plan that was not taken."""
+        if self.implementation is not None:
+            function, own = self.implementation, self.passed(problem)
+            return lambda operands, indices: function(*operands, **own, **indices)
+        fixed: dict[str, Any] = {"sizes": problem.sizes, "index_mode": problem.index_mode, **options}
+        if "alternative" not in fixed:
+            return lambda operands, indices: contract(problem.spec, *operands, **fixed, **indices)
+        number = fixed.pop("alternative")
+
+        def other(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
+            made = plan(problem.spec, *operands, **fixed, **indices).alternatives()
+            return made[number].plan(*operands, **indices)
+
+        return other
+
+    def passed(self, problem: Problem) -> dict[str, Any]:
+        """Keyword arguments of an implementation, besides index arrays."""
         own: dict[str, Any] = {"sizes": problem.sizes} if problem.sizes is not None else {}
-        own |= {"index_mode": problem.index_mode} if self.passes_mode else {}
-        return lambda operands, indices: self.implementation(*operands, **own, **indices)  # type: ignore[misc]
+        return own | ({"index_mode": problem.index_mode} if self.passes_mode else {})
 
 
-def allowed(dtype: str, points: int, size: Array) -> Array:
-    """By how much a sum may differ that rounding in a dtype explains; `size` is that of the absolute values."""
-    digits = {"float16": 11, "bfloat16": 8, "float32": 24, "complex64": 24, "float64": 53, "complex128": 53}
-    room: Array = 4 * points * 2.0 ** -digits[dtype] * size
+_DIGITS = {"float16": 11, "bfloat16": 8, "float32": 24, "complex64": 24, "float64": 53, "complex128": 53}
+
+
+def allowed(dtype: str, steps: int, terms: int, size: Array) -> Array:
+    """By how much a result may differ that rounding explains.
+
+    Each step rounds once to the dtype; within a step sums are rounded as often as they have terms, for half types in
+    float32.
+
+    Args:
+        dtype: of intermediates and of the result.
+        steps: how many steps may lead to it.
+        terms: how many terms are added up to it at most.
+        size: the same sum of absolute values.
+    """
+    inside = max(_DIGITS[dtype], 24)
+    room: Array = (2 * steps * 2.0 ** -_DIGITS[dtype] + 4 * terms * 2.0**-inside) * size
     return room
 
 
-def points(problem: Problem) -> int:
-    """Terms of the longest sum that a plan can make, factors counted."""
-    sizes = dict(problem.resolved().sizes)
-    return int(np.prod([max(1, n) for n in sizes.values()], dtype=object)) + len(problem.shapes)
+def terms_of(spec: Spec, term: Term) -> int:
+    """How many points of a resolved spec add up to one entry of a term, at most."""
+    kept = {entry for entry in term if isinstance(entry, str)}
+    return math.prod(max(1, size) for axis, size in spec.sizes if axis not in kept)
+
+
+def steps_of(spec: Spec) -> int:
+    """How many steps a plan of a resolved spec has at most: a product or a take each."""
+    return len(spec.inputs) + len(spec.gathers) + 1
 
 
 def differs(found: tuple[Array, str], expected: Array, dtype: str, room: Callable[[], Array] | None) -> str:

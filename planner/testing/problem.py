@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from planner.resolve import resolve
+from planner.resolve import resolve, resolve_shapes
 from planner.spec import Spec
 from planner.testing.reference import exact_bound, exact_range, output_shape, reference, reference_gradients
 
@@ -87,6 +87,11 @@ class Problem:
         """The resolved spec."""
         return resolve(self.spec, *self.shapes, sizes=self.sizes, **self.indices)
 
+    def resolved_indices(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Shapes of the index arrays without dims that broadcast, by letter."""
+        shapes = {name: q.shape for name, q in self.indices.items()}
+        return resolve_shapes(self.spec, self.shapes, shapes, self.sizes).index_shapes
+
     def output_shape(self) -> tuple[int, ...]:
         """The shape of the result."""
         return output_shape(self.spec, *self.operands(), **self.arguments())
@@ -113,11 +118,11 @@ class Problem:
         return slack * self.exact_bound() <= min(map(exact_range, self.dtypes))
 
     def __repr__(self) -> str:
-        """An expression that makes the problem again, given `array` and the dtypes of numpy."""
+        """All that makes the problem, as an expression but for the dtypes of index arrays."""
         indices = {name: q.tolist() if q.size else np.zeros(q.shape, int) for name, q in self.indices.items()}
         kinds = {name: q.dtype.name for name, q in self.indices.items()}
         return (
-            f"Problem({self.spec!r}, {self.shapes}, sizes={self.sizes}, indices={indices} ({kinds}), "
+            f"Problem({self.spec!r}, {self.shapes}, sizes={self.sizes}, indices={indices} of {kinds}, "
             f"index_mode={self.index_mode!r}, dtypes={self.dtypes}, requires_grad={self.requires_grad}, "
             f"seed={self.seed}, max_value={self.max_value}, strided={self.strided})"
         )

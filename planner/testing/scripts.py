@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from planner.plan import Plan
 from planner.testing.problem import Array, Problem
 
-__all__ = ["of_gradients", "of_memory", "of_second", "of_step", "of_values"]
+if TYPE_CHECKING:
+    from planner.testing.judgement import Subject
+
+__all__ = ["of_gradients", "of_memory", "of_second", "of_step", "of_values", "vectors_of"]
 
 _IMPORTS = {"numpy": (), "torch": ("import torch",), "jax": ("import jax", "import jax.numpy as jnp")}
 # Beyond so many elements operands are drawn anew from their seed.
@@ -19,56 +24,37 @@ _WIDE = ("float64", "int64", "uint64", "complex128")
 
 
 def of_values(
-    framework: str, problem: Problem, implementation: Callable[..., Any] | None, options: Mapping[str, Any],
-    *, expected: bool = True,
-) -> str:  # fmt: skip
+    framework: str, problem: Problem, subject: Subject, options: Mapping[str, Any], *, expected: bool = True
+) -> str:
     """Show a result, and the oracle's; without the latter where an error is expected."""
-    lines = [f"found = {_call(problem, implementation, options)}", "print('found', found, sep='\\n')"]
+    lines = [f"found = {_call(problem, subject, options)}", "print('found', found, sep='\\n')"]
     if expected:
         lines += [
             "expected = reference(spec, *operands, **arguments, **indices)",
             "print('expected', expected, sep='\\n')",
         ]
-    return _program(framework, problem, implementation, lines)
+    return _program(framework, problem, subject, lines)
 
 
-def of_gradients(
-    framework: str, problem: Problem, implementation: Callable[..., Any] | None, options: Mapping[str, Any]
-) -> str:
+def of_gradients(framework: str, problem: Problem, subject: Subject, options: Mapping[str, Any]) -> str:
     """Show gradients, and the oracle's."""
-    return _derived(framework, problem, implementation, options, twice=False)
+    return _derived(framework, problem, subject, options, twice=False)
 
 
-def of_second(
-    framework: str, problem: Problem, implementation: Callable[..., Any] | None, options: Mapping[str, Any]
-) -> str:
+def of_second(framework: str, problem: Problem, subject: Subject, options: Mapping[str, Any]) -> str:
     """Show derivatives of gradients; the oracle's are sums of gradients with one operand exchanged."""
-    return _derived(framework, problem, implementation, options, twice=True)
+    return _derived(framework, problem, subject, options, twice=True)
 
 
-def of_memory(
-    framework: str, problem: Problem, implementation: Callable[..., Any] | None, options: Mapping[str, Any]
-) -> str:
+def of_memory(framework: str, problem: Problem) -> str:
     """Show what a plan predicts of memory beside what is measured."""
-    if framework == "jax":
-        stand_ins = ", ".join(
-            f"planner.Operand({shape}, {dtype!r}, requires_grad={need})"
-            for shape, dtype, need in zip(problem.shapes, problem.dtypes, problem.requires_grad, strict=True)
-        )
-        plan = f"plan = planner.plan(spec, {stand_ins}, **arguments, **qs, backend='jax')"
-    else:
-        plan = "plan = planner.plan(spec, *xs, **arguments, **qs)"
+    plan = f"plan = {_plan(framework, problem)}"
     return _program(framework, problem, None, [plan, "print(plan.analyze(*xs, rounds=1, **qs))"], needs_gradients=True)
 
 
-def of_step(framework: str, problem: Problem, number: int, lowering: str, *, own: bool) -> str:
+def of_step(framework: str, problem: Problem, number: int, lowering: str, made: Plan, *, own: bool) -> str:
     """Show what one step gives in an implementation, and what it means."""
-    stand_ins = ", ".join(
-        f"planner.Operand({shape}, {dtype!r}, requires_grad={need})"
-        for shape, dtype, need in zip(problem.shapes, problem.dtypes, problem.requires_grad, strict=True)
-    )
-    given = "*xs" if framework != "jax" else stand_ins
-    lines = [f"plan = planner.plan(spec, {given}, **arguments, **qs, backend={framework!r})"]
+    lines = [f"plan = {_plan(framework, problem, f', minimize={made.options.minimize!r}')}"]
     if own:
         lines += [
             f"kernel = ...  # your row {lowering!r}",
@@ -77,7 +63,7 @@ def of_step(framework: str, problem: Problem, number: int, lowering: str, *, own
         ]
     gradient = ""
     if any(problem.requires_grad) and framework != "numpy":
-        lines.append(f"gradient = {_converted(framework, 'gout', _result_dtype(problem))}")
+        lines.append(f"gradient = {_converted(framework, 'gout', made.dtype)}")
         gradient = ", gradient=gradient"
     lines += [
         f"found, expected = run_step(plan, xs, qs, {number}, {lowering!r}{gradient})",
@@ -89,21 +75,28 @@ def of_step(framework: str, problem: Problem, number: int, lowering: str, *, own
 # --- parts --------------------------------------------------------------------------------------
 
 
-def _result_dtype(problem: Problem) -> str:
-    known = [d for d in problem.dtypes if d != "bfloat16"]
-    return np.result_type(*map(np.dtype, known)).name if known else "bfloat16"
+def vectors_of(problem: Problem) -> list[Array]:
+    """Other operands of the same shapes: what second derivatives are taken with."""
+    return dataclasses.replace(problem, seed=problem.seed + 1000, strided=False).operands()
 
 
-def _derived(
-    framework: str, problem: Problem, implementation: Callable[..., Any] | None, options: Mapping[str, Any],
-    *, twice: bool,
-) -> str:  # fmt: skip
+def _plan(framework: str, problem: Problem, options: str = "") -> str:
+    """The call that plans; arrays of JAX do not say whether they want a gradient."""
+    stand_ins = ", ".join(
+        f"planner.Operand({shape}, {dtype!r}, requires_grad={need})"
+        for shape, dtype, need in zip(problem.shapes, problem.dtypes, problem.requires_grad, strict=True)
+    )
+    given = stand_ins if framework == "jax" else "*xs"
+    return f"planner.plan(spec, {given}, **arguments, **qs, backend={framework!r}{options})"
+
+
+def _derived(framework: str, problem: Problem, subject: Subject, options: Mapping[str, Any], *, twice: bool) -> str:
     wanted = [number for number, need in enumerate(problem.requires_grad) if need]
-    call = _call(problem, implementation, options)
+    call = _call(problem, subject, options)
     conjugate = framework == "torch" and any(d.startswith("complex") for d in problem.dtypes)
     lines = [f"wanted = {wanted}"]
     if twice:
-        vectors = Problem(**{**_fields(problem), "seed": problem.seed + 1000, "strided": False}).operands()
+        vectors = vectors_of(problem)
         lines.append(f"vectors = {{{', '.join(f'{n}: {_code(vectors[n])}' for n in wanted)}}}")
         lines.append(f"vs = [{', '.join(_converted(framework, f'vectors[{n}]', problem.dtypes[n]) for n in wanted)}]")
     if framework == "torch":
@@ -143,11 +136,7 @@ def _derived(
             "    expected = {n: x + parts[n] if n != number else x for n, x in expected.items()}",
             "print('expected', *expected.values(), sep='\\n')",
         ]
-    return _program(framework, problem, implementation, lines, needs_gradients=True, needs_gout=True)
-
-
-def _fields(problem: Problem) -> dict[str, Any]:
-    return {name: getattr(problem, name) for name in type(problem).__dataclass_fields__}
+    return _program(framework, problem, subject, lines, needs_gradients=True, needs_gout=True)
 
 
 def _drawn(problem: Problem) -> str:
@@ -156,13 +145,17 @@ def _drawn(problem: Problem) -> str:
     return "indices=indices, " + ", ".join(f"{name}={getattr(problem, name)!r}" for name in names)
 
 
-def _call(problem: Problem, implementation: Callable[..., Any] | None, options: Mapping[str, Any]) -> str:
+def _call(problem: Problem, subject: Subject, options: Mapping[str, Any]) -> str:
     """The call, of operands `xs` and index arrays `qs`."""
-    if implementation is None:
-        extra = "".join(f", {name}={value!r}" for name, value in options.items())
-        return f"planner.contract(spec, *xs, **arguments, **qs{extra})"
-    sizes = f", sizes={problem.sizes!r}" if problem.sizes is not None else ""
-    return f"implementation(*xs, **qs{sizes})"
+    if subject.implementation is not None:
+        extra = "".join(f", {name}={value!r}" for name, value in subject.passed(problem).items())
+        return f"implementation(*xs, **qs{extra})"
+    if "alternative" in options:
+        given = "spec, *xs, **arguments, **qs"
+        return f"planner.plan({given}).alternatives()[{options['alternative']}].plan(*xs, **qs)"
+    # What has no literal, such as a PathOptimizer, is left to the reader.
+    texts = {name: name if repr(value).startswith("<") else repr(value) for name, value in options.items()}
+    return f"planner.contract(spec, *xs, **arguments, **qs{''.join(f', {n}={t}' for n, t in texts.items())})"
 
 
 def _converted(framework: str, name: str, dtype: str) -> str:
@@ -185,7 +178,7 @@ def _code(x: Array) -> str:
 
 
 def _program(
-    framework: str, problem: Problem, implementation: Callable[..., Any] | None, lines: list[str],
+    framework: str, problem: Problem, subject: Subject | None, lines: list[str],
     *, needs_gradients: bool = False, needs_gout: bool = False,
 ) -> str:  # fmt: skip
     """Everything before the lines that differ: imports, spec, operands, index arrays."""
@@ -197,8 +190,10 @@ def _program(
     head = ["import numpy as np", *_IMPORTS[framework], "import planner"]
     if used:
         head.append(f"from planner.testing import {', '.join(used)}")
-    if implementation is not None:
-        head.append(_import_of(implementation))
+    if subject is not None and subject.implementation is not None:
+        head.append(_import_of(subject.implementation))
+    if "optimize=optimize" in text:
+        head.append("optimize = ...  # yours")
     if framework == "jax" and any(d in _WIDE for d in problem.dtypes):
         head.append("jax.config.update('jax_enable_x64', True)")
     arguments = {"sizes": problem.sizes, "index_mode": problem.index_mode}

@@ -36,6 +36,7 @@ from planner.parse import parse
 from planner.resolve import resolve
 from planner.spec import ELLIPSIS, Gather, Spec
 from planner.testing.problem import DTYPES, FLOATS, Array, Problem, small_integers, strided_view
+from planner.testing.reference import exact_range
 
 __all__ = ["FEATURES", "INDEX_DTYPES", "axes_of", "indices", "operands", "problems", "problems_of", "specs"]
 
@@ -85,16 +86,16 @@ def _check_names(name: str, given: Any, known: Collection[str], empty: bool = Fa
     """Refuse names that are not known; a single string is no collection of names."""
     if isinstance(given, str) or not isinstance(given, Collection):
         raise InvalidArgument(f"{name}={given!r} is no collection of names")
-    unknown = [x for x in given if x not in known]
+    unknown = [x for x in given if not isinstance(x, str) or x not in known]
     if unknown:
         raise InvalidArgument(f"{name} has unknown {unknown}: take from {', '.join(sorted(known))}")
     if not given and not empty:
         raise InvalidArgument(f"{name} is empty")
 
 
-def _check_flag(name: str, value: Any) -> None:
-    if value not in (None, True, False):
-        raise InvalidArgument(f"{name}={value!r} is none of None, True, False")
+def _check_flag(name: str, value: Any, open_too: bool = True) -> None:
+    if not (isinstance(value, bool) or (open_too and value is None)):
+        raise InvalidArgument(f"{name}={value!r} is none of {'None, ' if open_too else ''}True, False")
 
 
 def _check_shape(shape: Any) -> None:
@@ -143,7 +144,7 @@ def operands(
     """
     _check_shape(shape)
     _check_names("dtype", (dtype,), DTYPES)
-    _check_range("value", 0, max_value, 0)
+    _check_range("value", 0, max_value, 0, exact_range(dtype))
     _check_flag("strided", strided)
     seed = draw(st.integers(0, 999))
     values = small_integers(np.random.default_rng(seed), tuple(shape), dtype, max_value)
@@ -185,12 +186,16 @@ def indices(
         InvalidArgument: an argument is none of these, or no index is in range.
     """
     _check_shape(shape)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise InvalidArgument(f"size={size!r} is no size")
     _check_range("size", size, size if max_size is None else max_size, 0)
+    _check_flag("negative", negative, open_too=False)
     _check_names("index_mode", (index_mode,), INDEX_MODES)
     _check_names("dtypes", dtypes, INDEX_DTYPES)
     low, high = -size if negative else 0, size - 1
     if index_mode != "raise":
         low, high = -2, (size if max_size is None else max_size) + 1
+    shape = tuple(map(int, shape))
     count = math.prod(shape)
     if count and high < low:
         raise InvalidArgument(f"no index is in range for size {size}")
@@ -248,12 +253,11 @@ class _Choices(NamedTuple):
     ) -> _Choices:
         _check_names("dtypes", dtypes, DTYPES)
         _check_names("index_modes", index_modes, INDEX_MODES)
-        _check_range("value", 0, max_value, 0)
+        _check_range("value", 0, max_value, 0, min(map(exact_range, dtypes)))
         _check_flag("strided", strided)
+        _check_flag("mixed_dtypes", mixed_dtypes, open_too=False)
         _check_names("without", without, FEATURES, empty=True)
-        return cls(
-            tuple(dtypes), tuple(index_modes), bool(mixed_dtypes), max_value, strided, FEATURES - frozenset(without)
-        )
+        return cls(tuple(dtypes), tuple(index_modes), mixed_dtypes, max_value, strided, FEATURES - frozenset(without))
 
 
 @st.composite
@@ -388,6 +392,8 @@ def problems_of(
     except PlannerError as error:
         raise InvalidArgument(str(error)) from None
     letters = axes_of(parsed)
+    if sizes is not None and not isinstance(sizes, Mapping):
+        raise InvalidArgument(f"sizes={sizes!r} is no mapping of letters to sizes")
     for letter, size in (sizes or {}).items():
         if letter not in (*letters, *parsed.arrays):
             raise InvalidArgument(f"sizes has {letter!r}, which {spec!r} has not")
