@@ -20,7 +20,7 @@ from planner.backends.torch_rows import make_table
 from planner.backends.torch_runner import runner
 from planner.backends.torch_tensor import dataless, not_dense
 from planner.device import CPU, GPU, Device, gpu_preset
-from planner.errors import PlannerError
+from planner.errors import PlannerError, PlannerTypeError
 from planner.program import Step
 from planner.rates import cpu_name, stored
 from planner.spec import Gather, Operand
@@ -68,8 +68,14 @@ class TorchBackend(Backend):
     def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any]) -> str:
         """Promote as torch does tensors of the same category."""
         result = torch_dtype(dtypes[0])
-        for name in dtypes[1:]:
-            result = torch.promote_types(result, torch_dtype(name))
+        for number, name in enumerate(dtypes[1:], 1):
+            try:
+                result = torch.promote_types(result, torch_dtype(name))
+            except RuntimeError:  # of the wider unsigned types torch promotes none
+                raise PlannerTypeError(
+                    f"operand {number} is {name}, which torch does not promote with {str(result).removeprefix('torch.')}: "
+                    "cast one of the operands"
+                ) from None
         return str(result).removeprefix("torch.")
 
     def device(self, operands: Sequence[Any]) -> Device:

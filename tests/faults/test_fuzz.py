@@ -217,3 +217,11 @@ def test_truth_values_add_up_to_true(framework):
     got = planner.contract("n -> q[n]", x, sizes={"q": 4}, q=q)
     assert (str(got.dtype).removeprefix("torch."), got.tolist()) == ("bool", [True, False, False, False])
     assert planner.contract("n -> nn", x).tolist() == np.diag([True, True, False, False]).tolist()
+
+
+@pytest.mark.parametrize("other", ["complex64", "uint8", "bool"])
+def test_torch_names_what_it_does_not_promote(other):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    operands = torch.ones(2, 2, dtype=getattr(torch, other)), torch.ones(2, 2).to(torch.uint16)
+    with pytest.raises(planner.PlannerError, match="operand 1 is uint16, which torch does not promote"):
+        planner.contract("ij, jk -> ik", *operands)
