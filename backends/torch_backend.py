@@ -73,7 +73,8 @@ class TorchBackend(Backend):
                 result = torch.promote_types(result, torch_dtype(name))
             except RuntimeError:  # of the wider unsigned types torch promotes none
                 raise PlannerTypeError(
-                    f"operand {number} is {name}, which torch does not promote with {str(result).removeprefix('torch.')}: "
+                    f"operand {number} is {name}, which torch does not promote with "
+                    f"{str(result).removeprefix('torch.')}: "
                     "cast one of the operands"
                 ) from None
         return str(result).removeprefix("torch.")
