@@ -71,15 +71,6 @@ SURVIVORS: dict[str, str] = {
     "planner/search/dynamic.py:Search.products:ReplaceBinaryOperator_BitOr_RShift:00198903": (
         "an effort only but for rare sizes: the bound by which products are left out is weaker"
     ),
-    "planner/testing/checking.py:check:NumberReplacer:00779d0e": (
-        "a choice only: operands of half types hold two as well, and fewer of their sums are compared exactly"
-    ),
-    "planner/testing/engines.py:Engine.peaks:ReplaceBinaryOperator_Add_BitOr:0141f010": (
-        "a gap of some bytes: what is allowed for copies of indices is less where bits overlap; 32 KiB are besides"
-    ),
-    "planner/testing/laws.py:second:NumberReplacer:00fe6193": (
-        "the law is as strict with vectors of another seed; a gap: its program would then show others than it found"
-    ),
     "planner/testing/scripts.py:_program:ReplaceBinaryOperator_Mul_Div:01a6c32c": (
         "equivalent: each call names the two, and passes the others by position"
     ),
@@ -91,5 +82,8 @@ SURVIVORS: dict[str, str] = {
     ),
     "backends/jax_step.py:_step_lowering:AddNot:00c40487": (
         "a gap: inside of shard_map constants would vary otherwise than values; the tests of shards ran out of time"
+    ),
+    "planner/testing/laws.py:_compare_gradients.room:ReplaceBinaryOperator_Mul_BitOr:00c0ce84": (
+        "an allowance only: what rounding made of sums of gradients was far below either"
     ),
 }

@@ -14,9 +14,10 @@ from planner.backends.protocol import Lowering
 from planner.cost import StepCost
 from planner.dispatch import load_backend
 from planner.testing import Problem, check
+from planner.testing.checking import _problems
 from planner.testing.engines import engine_of, installed
-from planner.testing.judgement import Broken, Subject
-from planner.testing.laws import _compare_gradients, _with_bad_index
+from planner.testing.judgement import Broken, Subject, allowed
+from planner.testing.laws import LAWS, _compare_gradients, _with_bad_index
 from planner.testing.scripts import _code, of_gradients, of_second
 from planner.testing.strategies import problems
 
@@ -55,6 +56,27 @@ def test_jax_and_the_agreement_of_frameworks():
     report = check("nj, q[n]j -> n", {"j": 2}, backends=("numpy", "jax"), max_examples=4)
     assert report.passed, report
     assert {"frameworks agree", "second derivatives"} <= {v.law for v in report.verdicts if v.examples}
+
+
+def test_what_rounding_explains_is_a_figure():
+    """Two units a step, and four a term, for half types of float32."""
+    assert allowed("float32", 2, 8, np.float64(3)) == (2 * 2 + 4 * 8) * 2.0**-24 * 3
+    assert allowed("bfloat16", 1, 2, np.float64(1)) == 2 * 2.0**-8 + 8 * 2.0**-24
+
+
+@pytest.mark.parametrize(("spec", "most"), [("ij, j -> i", 547), ("nij, q[n]jk -> nik", 23), ("...i, i -> ...", 66)])
+def test_problems_for_memory_have_some_hundred_thousand_points(spec, most):
+    (law,) = (law for law in LAWS if law.name == "peak bytes")
+    sizes = set()
+
+    @settings(max_examples=20, database=None, deadline=None)
+    @given(_problems(law, spec, None, ("float32",), None, Subject()))
+    def draw(problem):
+        sizes.update(n for shape in problem.shapes for n in shape)
+
+    draw()
+    assert most // 2 <= min(sizes)
+    assert max(sizes) <= most + 1
 
 
 @TORCH
