@@ -214,7 +214,8 @@ def _with_bad_index(problem: Problem) -> tuple[str, tuple[int, ...], int] | None
     for name, q in problem.indices.items():
         others = [(n, p) for n, p in problem.indices.items() if n != name]
         fine = all(p.size == 0 or (p.min() >= 0 and p.max() < min(sizes[n])) for n, p in others)
-        if q.size and q.shape == dict(problem.resolved_indices())[name] and len(sizes[name]) == 1 and fine:
+        whole = q.shape == dict(problem.resolved_indices())[name] and len(sizes[name]) == 1
+        if q.size and whole and min(sizes[name]) and fine:
             position = np.unravel_index(problem.seed % q.size, q.shape)
             return name, tuple(int(i) for i in position), min(sizes[name])
     return None
