@@ -144,11 +144,11 @@ def check_call(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) 
         ShapeError: an operand or index array does not fit.
         PlannerError: an array is of another framework, an index array is missing, unknown or not of integers.
     """
+    if len(operands) != len(plan.operands):
+        raise ShapeError(f"the plan takes {len(plan.operands)} operands, but {len(operands)} were given")
     framework = operands_framework(operands, indices)
     if framework != plan.backend:
         raise PlannerError(f"the plan was made for {plan.backend}, but operand 0 is a {framework} array")
-    if len(operands) != len(plan.operands):
-        raise ShapeError(f"the plan takes {len(plan.operands)} operands, but {len(operands)} were given")
     backend = load_backend(framework)
     for number, (array, wanted) in enumerate(zip(operands, plan.operands, strict=True)):
         have = backend.operand(array)
