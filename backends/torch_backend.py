@@ -72,10 +72,9 @@ class TorchBackend(Backend):
             try:
                 result = torch.promote_types(result, torch_dtype(name))
             except RuntimeError:  # of the wider unsigned types torch promotes none
+                other = str(result).removeprefix("torch.")
                 raise PlannerTypeError(
-                    f"operand {number} is {name}, which torch does not promote with "
-                    f"{str(result).removeprefix('torch.')}: "
-                    "cast one of the operands"
+                    f"operand {number} is {name}, which torch does not promote with {other}: cast one of the operands"
                 ) from None
         return str(result).removeprefix("torch.")
 

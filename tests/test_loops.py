@@ -348,7 +348,7 @@ def test_limits_make_loops():
 @pytest.mark.parametrize("backend", ["numpy", "torch", "jax"])
 def test_slices_of_a_half_type_are_added_up_in_float32(backend):
     """2048 + 1 is 2048 in float16: ones that are added one by one would be lost."""
-    framework = pytest.importorskip(backend)
+    framework = pytest.importorskip(backend, reason=f"{backend} is not installed")
     framework = framework.numpy if backend == "jax" else framework
     x = framework.asarray([2048.0] + [1.0] * 20, dtype=framework.float16)
     plan = looped(planner.plan("i, i -> ", x, framework.ones_like(x)), {"i": 1})

@@ -664,8 +664,8 @@ def test_dtypes_are_given_by_name_or_as_frameworks_have_them(given, name):
 
 
 def test_dtypes_of_torch_and_jax_have_names():
-    torch = pytest.importorskip("torch")
-    jnp = pytest.importorskip("jax.numpy")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
     assert dtype_name(torch.bfloat16) == dtype_name(jnp.bfloat16) == "bfloat16"
     assert dtype_name(torch.double) == dtype_name(jnp.dtype("float64")) == "float64"
     with pytest.raises(planner.PlannerError, match="dtype 'object' is not supported"):

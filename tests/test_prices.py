@@ -59,7 +59,7 @@ def prices(name: str, backend: str) -> list[str]:
 @pytest.mark.parametrize("backend", MACHINES)
 def test_prices_are_those_on_file(backend):
     """Written anew by ``UPDATE_GOLDEN=1``; then read the difference before it is committed."""
-    pytest.importorskip(backend)
+    pytest.importorskip(backend, reason=f"{backend} is not installed")
     found = [line for name in STEPS for line in prices(name, backend)]
     path = GOLDEN / f"prices-{backend}.txt"
     if os.environ.get("UPDATE_GOLDEN"):

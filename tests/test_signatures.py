@@ -47,7 +47,7 @@ def test_numpy():
 
 
 def test_torch():
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     x, q = torch.ones(4, 4), torch.arange(3)
 
     @contextlib.contextmanager
@@ -85,7 +85,7 @@ def test_torch():
 
 
 def test_jax():
-    jax = pytest.importorskip("jax")
+    jax = pytest.importorskip("jax", reason="jax is not installed")
     jnp = jax.numpy
     x, q = jnp.ones((4, 4)), jnp.arange(3)
     all_differ(

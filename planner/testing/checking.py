@@ -18,18 +18,18 @@ from planner.errors import PlannerError
 from planner.parse import parse
 from planner.search.paths import explicit_path, is_path_name
 from planner.testing import scripts
+from planner.testing.drawn_specs import axes_of, wrong_sizes
 from planner.testing.engines import Engine, engine_of, installed
 from planner.testing.judgement import Broken, Subject, raising
 from planner.testing.laws import LAWS, Law, agreement
 from planner.testing.problem import DTYPES, FLOATS, Problem
 from planner.testing.steps import lowerings
-from planner.testing.strategies import axes_of, problems_of
+from planner.testing.strategies import problems_of
 
 if TYPE_CHECKING:
     from planner.backends.protocol import Lowering
 
 __all__ = ["Failure", "Report", "Verdict", "check"]
-
 
 AGREEMENT = "frameworks agree"
 # What calls allocate is measured: two checks at once would see each other's.
@@ -197,7 +197,7 @@ def check(
         PlannerError: an option is unknown, a framework is not installed, or no sizes fit the spec.
 
     Source:
-        Exact arithmetic on small integers as the test of a sum's order: see `planner.testing.laws`.
+        Exact arithmetic on small integers as the test of a sum's order: see `planner.testing.judgement`.
     """
     names = tuple(dict.fromkeys(_names("backends", installed() if backends is None else backends)))
     kinds = _names("dtypes", dtypes)
@@ -223,14 +223,14 @@ def check(
                     verdicts.append(Verdict(law.name, engine.name, skipped=reason))
                     continue
                 problems = _problems(law, spec, sizes, usable, modes, subject)
-                verdicts.append(_judged(law, engine, subject, problems, max_examples))
+                verdicts.append(_judged(law, engine, subject, problems, max_examples, engine.name))
         if compared:
             told(AGREEMENT, total)
             law = Law(AGREEMENT, lambda engine, subject, problem: agreement(engines, problem))
             usable = [kind for kind in kinds if not any(_refused(law, engine, kind) for engine in engines)]
             if usable:
                 problems = _problems(law, spec, sizes, usable, modes, subject)
-                verdicts.append(_judged(law, None, subject, problems, max_examples))
+                verdicts.append(_judged(law, engines[0], subject, problems, max_examples, "all"))
             else:
                 verdicts.append(
                     Verdict(AGREEMENT, "all", skipped="no dtype that was asked for is known to all frameworks")
@@ -256,14 +256,8 @@ def _check_arguments(
     spec: Any, sizes: Any, names: Sequence[str], dtypes: Sequence[str], modes: Sequence[str] | None, max_examples: Any,
     kernel: Any, implementation: Any,
 ) -> None:  # fmt: skip
-    parsed = parse(spec)
-    if sizes is not None and not isinstance(sizes, Mapping):
-        raise PlannerError(f"sizes={sizes!r:.80} is no mapping of letters to sizes")
-    for letter, size in (sizes or {}).items():
-        if letter not in (*axes_of(parsed), *parsed.arrays):
-            raise PlannerError(f"sizes= has {letter!r:.80}, which {spec!r:.80} has not")
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise PlannerError(f"sizes= has {size!r:.80} for {letter!r}, which is no size")
+    if wrong := wrong_sizes(parse(spec), sizes):
+        raise PlannerError(wrong)
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise PlannerError(f"dtype {dtype!r:.80} is unknown: take from {', '.join(DTYPES)}")
@@ -318,7 +312,7 @@ def _laws(subject: Subject, names: Sequence[str] | None) -> tuple[Law, ...]:
 
 def _refused(law: Law, engine: Engine, dtype: str) -> str:
     """Why a law is not tried on a dtype; "" if it is."""
-    if reason := engine.refuses((dtype,)):
+    if reason := engine.refuses(dtype):
         return reason
     if law.derives and dtype not in FLOATS:
         return "integers have no gradients"
@@ -368,14 +362,13 @@ def _problems(
 
 
 def _judged(
-    law: Law, engine: Engine | None, subject: Subject, problems: SearchStrategy[Problem], max_examples: int
+    law: Law, engine: Engine, subject: Subject, problems: SearchStrategy[Problem], max_examples: int, name: str
 ) -> Verdict:
-    """Try a law on problems; of one that fails, on the smallest."""
-    count, name = 0, engine.name if engine is not None else "all"
+    """Try a law on problems; of one that fails, on the smallest. The verdict is on the framework `name`, or on all."""
+    count = 0
     if name in ("jax", "all"):
         max_examples = -(-max_examples // 4)
     last: list[Problem] = []
-    framework = "numpy" if engine is None else engine.name
 
     @settings(
         max_examples=max_examples, deadline=None, database=None, print_blob=False, report_multiple_bugs=False,
@@ -385,8 +378,8 @@ def _judged(
     def attempt(problem: Problem) -> None:
         nonlocal count
         last[:] = [problem]
-        with raising(problem, lambda: scripts.of_values(framework, problem, subject, {})):
-            law.holds(engine, subject, problem)  # type: ignore[arg-type]
+        with raising(problem, lambda: scripts.of_values(engine.name, problem, subject, {})):
+            law.holds(engine, subject, problem)
         count += 1
 
     def failed(problem: Problem, what: str, found: str = "", expected: str = "", script: str = "") -> Verdict:
@@ -399,7 +392,7 @@ def _judged(
     except FailedHealthCheck as error:
         raise PlannerError(f"check draws its problems itself: call it outside of a @given test ({error})") from None
     except Flaky:
-        script = scripts.of_values(framework, last[0], subject, {})
+        script = scripts.of_values(engine.name, last[0], subject, {})
         return failed(last[0], "the same problem fails and does not fail: something depends on chance", script=script)
     except Unsatisfiable:
         if subject.kernel is not None:

@@ -47,9 +47,9 @@ class Engine:
         """The settings that the problem's dtypes need."""
         return contextlib.nullcontext()
 
-    def refuses(self, dtypes: Sequence[str]) -> str:
-        """Why problems of these dtypes cannot be run; "" if they can."""
-        return "NumPy has no bfloat16" if "bfloat16" in dtypes else ""
+    def refuses(self, dtype: str) -> str:
+        """Why operands of a dtype cannot be run; "" if they can."""
+        return "NumPy has no bfloat16" if dtype == "bfloat16" else ""
 
     def array(self, x: Array, dtype: str = "") -> Any:
         """An array of the framework with the same values, and strides where it has any."""
@@ -79,14 +79,14 @@ class Engine:
         self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int], gout: Any
     ) -> list[Any]:
         """What `gout` gives back to the wanted operands."""
-        raise NotImplementedError
+        raise AssertionError(f"{self.name} computes no gradients")
 
     def second(
         self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int], gout: Any,
         given: Sequence[Any],
     ) -> list[Any]:  # fmt: skip
         """What `given`, for the wanted operands' gradients, gives back to the wanted operands."""
-        raise NotImplementedError
+        raise AssertionError(f"{self.name} computes no gradients")
 
     def retained(self, problem: Problem, call: Call) -> tuple[int, int]:
         """Bytes that the call keeps alive, as the plan has them and as they are measured."""
@@ -118,10 +118,9 @@ class TorchEngine(Engine):
     differentiates = True
     conjugates = True
 
-    def refuses(self, dtypes: Sequence[str]) -> str:
+    def refuses(self, dtype: str) -> str:
         """Torch has no sums of the wider unsigned dtypes."""
-        wide = [d for d in dtypes if d in ("uint16", "uint32", "uint64")]
-        return f"torch has no sums of {wide[0]}" if wide else ""
+        return f"torch has no sums of {dtype}" if dtype in ("uint16", "uint32", "uint64") else ""
 
     def array(self, x: Array, dtype: str = "") -> Any:
         """A tensor over the same memory; in another dtype, a copy that is laid out alike."""
@@ -233,7 +232,7 @@ class JaxEngine(Engine):
         wide = any(d in ("float64", "int64", "uint64", "complex128") for d in problem.dtypes)
         return jax.enable_x64(True) if wide else contextlib.nullcontext()
 
-    def refuses(self, dtypes: Sequence[str]) -> str:
+    def refuses(self, dtype: str) -> str:
         """JAX computes in all dtypes."""
         return ""
 
@@ -302,9 +301,8 @@ class JaxEngine(Engine):
         """The buffers of the pullback's leaves."""
         operands, indices = self.operands(problem), self.indices(problem)
         predicted = self.plan(problem, operands, indices).cost.retained_bytes
-        wanted = [number for number, need in enumerate(problem.requires_grad) if need]
-        chosen = [operands[number] for number in wanted]
-        some = self._of(call, operands, indices, wanted)
+        some = self._of(call, operands, indices, problem.wanted)
+        chosen = [operands[number] for number in problem.wanted]
         return predicted, measure.jax_retained(some, *chosen, held=(operands, indices))
 
 

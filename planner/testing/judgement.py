@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Broken", "Subject", "absolute", "allowed", "differs", "raising", "steps_of", "terms_of"]
 
 
-class Broken(Exception):  # noqa: N818 - it is no error of ours, but what was found
+class Broken(Exception):
     """A law does not hold.
 
     Attributes:

@@ -24,7 +24,7 @@ from planner.testing.problem import FLOATS, Array, Problem
 from planner.testing.reference import exact_range, magnitude, reference_gradients
 from planner.testing.steps import lowerings
 
-__all__ = ["LAWS", "Law", "agreement", "wanted_of"]
+__all__ = ["LAWS", "Law", "agreement"]
 
 
 def _conjugated(engine: Engine, operands: Sequence[Array]) -> list[Array]:
@@ -70,7 +70,7 @@ def values(engine: Engine, subject: Subject, problem: Problem, **options: Any) -
 
 def gradients(engine: Engine, subject: Subject, problem: Problem, **options: Any) -> None:
     """Each gradient is the oracle's."""
-    wanted = wanted_of(problem)
+    wanted = problem.wanted
     assume(wanted)
 
     def script() -> str:
@@ -90,7 +90,7 @@ def gradients(engine: Engine, subject: Subject, problem: Problem, **options: Any
 
 def second(engine: Engine, subject: Subject, problem: Problem) -> None:
     """Derivatives of the gradients are the oracle's: those of one gradient are gradients with another operand."""
-    wanted = wanted_of(problem)
+    wanted = problem.wanted
     assume(wanted)
 
     def script() -> str:
@@ -119,11 +119,6 @@ def second(engine: Engine, subject: Subject, problem: Problem) -> None:
         _compare_gradients(engine, problem, found, expected, sizes, "second derivative", script)
 
 
-def wanted_of(problem: Problem) -> list[int]:
-    """The operands whose gradient is wanted."""
-    return [number for number, need in enumerate(problem.requires_grad) if need]
-
-
 def _narrowest(problem: Problem) -> str:
     return min(problem.dtypes, key=exact_range)
 
@@ -149,7 +144,7 @@ def _compare_gradients(
     what: str,
     script: Callable[[], str],
 ) -> None:
-    wanted, spec = wanted_of(problem), problem.resolved()
+    wanted, spec = problem.wanted, problem.resolved()
     exact = problem.is_exact(len(problem.shapes))
     for number, gradient in zip(wanted, found, strict=True):
         dtype = problem.dtypes[number]
@@ -285,7 +280,7 @@ def peak(engine: Engine, subject: Subject, problem: Problem) -> None:
 
 def agreement(engines: Sequence[Engine], problem: Problem) -> None:
     """All frameworks give the same values and, of real dtypes, gradients: of complex ones torch conjugates them."""
-    wanted, spec = wanted_of(problem), problem.resolved()
+    wanted, spec = problem.wanted, problem.resolved()
     real = not any(d.startswith("complex") for d in problem.dtypes)
     seen: dict[str, tuple[str, Array]] = {}
     for engine in engines:

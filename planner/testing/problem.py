@@ -57,6 +57,11 @@ class Problem:
         if not self.requires_grad:
             object.__setattr__(self, "requires_grad", tuple(d in FLOATS for d in self.dtypes))
 
+    @property
+    def wanted(self) -> list[int]:
+        """The operands whose gradient is wanted, by number."""
+        return [number for number, need in enumerate(self.requires_grad) if need]
+
     def operands(self) -> list[Array]:
         """Draw small integers in each operand's dtype; bfloat16, which numpy lacks, comes as float32."""
         return self.strided_operands() if self.strided else self._plain_operands()

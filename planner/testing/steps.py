@@ -178,26 +178,30 @@ def _check_step(
     before = [engine.described(x)[0].copy() for x in stage.inputs]
     op = stage.step.op
     shown = subject.kernel.name if subject.kernel is not None else name
-    script = scripts.of_step(engine.name, problem, stage.number, shown, stage.plan, own=subject.kernel is not None)
-    with raising(problem, lambda: script):
+
+    def script() -> str:
+        own = subject.kernel is not None
+        return scripts.of_step(engine.name, problem, stage.number, shown, stage.plan, own=own)
+
+    with raising(problem, script):
         results = stage.run(name)
     for place, (result, exactly) in enumerate(zip(results, expected, strict=True)):
         array, dtype = engine.described(result)
         if wrong := differs((array, dtype), exactly, op.dtype, room and _nth(room, place)):
             what = f"step {stage.number}, {op.spec}, as {shown!r} {wrong}"
-            raise Broken(problem, what, repr(array), repr(exactly.astype(array.dtype)), script)
+            raise Broken(problem, what, repr(array), repr(exactly.astype(array.dtype)), script())
     if subject.kernel is None:
         return
     after = [engine.described(x)[0] for x in stage.inputs]
     if any((x != y).any() for x, y in zip(before, after, strict=True)):
-        raise Broken(problem, f"{shown!r} changes its inputs", "", "", script)
+        raise Broken(problem, f"{shown!r} changes its inputs", "", "", script())
     if engine.name == "torch":
         scratch = subject.kernel.cost(op, stage.plan.device).scratch_bytes
         most = scratch + sum(x.untyped_storage().nbytes() for x in results)
         taken = measure.torch_memory(lambda: stage.run(name))[1].peak_bytes
         if taken > most:
             what = f"{shown!r} allocates more than its results and the scratch that its cost tells"
-            raise Broken(problem, what, f"{taken} bytes", f"{most} bytes", script)
+            raise Broken(problem, what, f"{taken} bytes", f"{most} bytes", script())
 
 
 def _nth(room: Callable[[], list[Array]], place: int) -> Callable[[], Array]:

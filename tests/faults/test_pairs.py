@@ -20,7 +20,7 @@ from laws import MODES, Floors, exact_problems, in_other_strides
 import planner
 from planner import api
 from planner.dispatch import load_backend
-from planner.testing.strategies import Problem
+from planner.testing.problem import Problem
 
 OPTIONS = {
     "index_mode": MODES,

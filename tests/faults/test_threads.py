@@ -13,8 +13,8 @@ from conftest import examples
 
 import planner
 from planner import api
+from planner.testing.problem import Problem
 from planner.testing.reference import reference, reference_gradients
-from planner.testing.strategies import Problem
 
 THREADS = 32
 

@@ -188,7 +188,7 @@ def test_chance_is_told():
 @TORCH
 def test_every_law_can_fail(monkeypatch):
     """Each law, with a fault that it alone is about."""
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     table = load_backend("torch").table
     spec = "nij, q[n]jk -> nik"
 

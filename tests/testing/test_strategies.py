@@ -13,7 +13,8 @@ from hypothesis.errors import InvalidArgument, NoSuchExample
 
 import planner
 from planner.testing import Problem, indices, operands, problems, problems_of, reference, specs
-from planner.testing.strategies import INDEX_DTYPES, axes_of
+from planner.testing.array_strategies import INDEX_DTYPES
+from planner.testing.drawn_specs import axes_of
 
 
 @settings(max_examples=50, deadline=None)

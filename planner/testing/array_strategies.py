@@ -1,0 +1,171 @@
+"""Hypothesis strategies for operands and index arrays, and the checks of all strategies' arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument
+
+from planner.testing.problem import DTYPES, Array, small_integers, strided_view
+from planner.testing.reference import exact_range
+
+__all__ = [
+    "INDEX_DTYPES",
+    "INDEX_MODES",
+    "check_flag",
+    "check_names",
+    "check_range",
+    "indices",
+    "operands",
+]
+
+INDEX_MODES = ("raise", "drop", "clip")
+INDEX_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
+
+# Of longer index arrays a seed is drawn, not each element.
+_MOST_DRAWN = 64
+
+
+# --- arguments ----------------------------------------------------------------------------------
+
+
+def check_range(name: str, low: Any, high: Any, least: int, most: int | None = None) -> None:
+    """Refuse bounds that are no integers or in the wrong order; `name` is theirs without ``min_`` and ``max_``."""
+    for label, value in ((f"min_{name}", low), (f"max_{name}", high)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidArgument(f"{label}={value!r} is no integer")
+        if value < least or (most is not None and value > most):
+            bounds = f"{least} or more" if most is None else f"between {least} and {most}"
+            raise InvalidArgument(f"{label}={value!r} must be {bounds}")
+    if low > high:
+        raise InvalidArgument(f"min_{name}={low} is larger than max_{name}={high}")
+
+
+def check_names(name: str, given: Any, known: Collection[str], empty: bool = False) -> None:
+    """Refuse names that are not known; a single string is no collection of names."""
+    if isinstance(given, str) or not isinstance(given, Collection):
+        raise InvalidArgument(f"{name}={given!r} is no collection of names")
+    unknown = [x for x in given if not isinstance(x, str) or x not in known]
+    if unknown:
+        raise InvalidArgument(f"{name} has unknown {unknown}: take from {', '.join(sorted(known))}")
+    if not given and not empty:
+        raise InvalidArgument(f"{name} is empty")
+
+
+def check_flag(name: str, value: Any, open_too: bool = True) -> None:
+    """Refuse what is no truth value; None is one that is left open."""
+    if not (isinstance(value, bool) or (open_too and value is None)):
+        raise InvalidArgument(f"{name}={value!r} is none of {'None, ' if open_too else ''}True, False")
+
+
+def _check_shape(shape: Any) -> None:
+    if not isinstance(shape, (tuple, list)) or any(
+        isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 0 for n in shape
+    ):
+        raise InvalidArgument(f"shape={shape!r} is no tuple of sizes")
+
+
+# --- arrays -------------------------------------------------------------------------------------
+
+
+@st.composite
+def operands(
+    draw: st.DrawFn,
+    shape: tuple[int, ...],
+    dtype: str = "float32",
+    *,
+    max_value: int = 3,
+    strided: bool | None = None,
+) -> Array:
+    """Draw operands: arrays of small integers, so that sums of products are exact.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(operands((2, 3), "float64"), lambda x: True).shape
+        (2, 3)
+
+    Args:
+        draw: given by Hypothesis.
+        shape: the array's shape.
+        dtype: a dtype name; bfloat16, which NumPy lacks, comes as float32.
+        max_value: values are integers from -max_value to max_value, from 0 on for unsigned dtypes.
+        strided: whether the array is a view that is not row-major: permuted, with steps and an offset; None for both.
+
+    Returns:
+        A strategy for arrays of that shape and dtype.
+
+    Raises:
+        InvalidArgument: an argument is none of these.
+    """
+    _check_shape(shape)
+    check_names("dtype", (dtype,), DTYPES)
+    check_range("value", 0, max_value, 0, exact_range(dtype))
+    check_flag("strided", strided)
+    seed = draw(st.integers(0, 999))
+    values = small_integers(np.random.default_rng(seed), tuple(shape), dtype, max_value)
+    strides = draw(st.booleans()) if strided is None else strided
+    return strided_view(np.random.default_rng([seed, 1]), values) if strides else values
+
+
+@st.composite
+def indices(
+    draw: st.DrawFn,
+    size: int,
+    shape: tuple[int, ...],
+    *,
+    index_mode: str = "raise",
+    negative: bool = True,
+    dtypes: Sequence[str] = ("int64",),
+    max_size: int | None = None,
+) -> Array:
+    """Draw index arrays of a shape for a dim of `size`; duplicates are common.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(indices(3, (4,)), lambda q: q[0] < 0)
+        array([-1,  0,  0,  0])
+
+    Args:
+        draw: given by Hypothesis.
+        size: the indexed dim's size; the smallest, if the array indexes several.
+        shape: the array's shape.
+        index_mode: "raise" keeps indices in range; "drop" and "clip" go beyond it on both sides.
+        negative: whether "raise" counts from the end too.
+        dtypes: integer dtypes to choose from; values stay within the chosen one.
+        max_size: the largest indexed dim's size, if the array indexes several; None for `size`.
+
+    Returns:
+        A strategy for index arrays.
+
+    Raises:
+        InvalidArgument: an argument is none of these, or no index is in range.
+    """
+    _check_shape(shape)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise InvalidArgument(f"size={size!r} is no size")
+    check_range("size", size, size if max_size is None else max_size, 0)
+    check_flag("negative", negative, open_too=False)
+    check_names("index_mode", (index_mode,), INDEX_MODES)
+    check_names("dtypes", dtypes, INDEX_DTYPES)
+    low, high = -size if negative else 0, size - 1
+    if index_mode != "raise":
+        low, high = -2, (size if max_size is None else max_size) + 1
+    shape = tuple(map(int, shape))
+    count = math.prod(shape)
+    if count and high < low:
+        raise InvalidArgument(f"no index is in range for size {size}")
+    dtype = draw(st.sampled_from(list(dtypes)))
+    limits = np.iinfo(dtype)
+    low, high = max(low, int(limits.min)), min(high, int(limits.max))
+    if index_mode == "raise" and size == 0:
+        return np.zeros(shape, dtype)
+    if count > _MOST_DRAWN:
+        random = np.random.default_rng(draw(st.integers(0, 999)))
+        return random.integers(low, high, shape, dtype, endpoint=True)
+    element = st.integers(0, high) if low >= 0 else st.one_of(st.integers(0, high), st.integers(low, high))
+    values = draw(st.lists(element, min_size=count, max_size=count))
+    return np.array(values, dtype).reshape(shape)

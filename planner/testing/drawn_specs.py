@@ -1,0 +1,257 @@
+"""Specs as `problems` draws them, axes first: before they are text, with the sizes of their axes.
+
+The letters and their sizes come first, then the index arrays and the places that they read or add into, then the axes
+of every term. A spec that is given is read into the same form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+
+from planner.spec import ELLIPSIS, Gather, Spec
+
+__all__ = [
+    "FEATURES",
+    "MOST_AXES",
+    "DrawnArray",
+    "Written",
+    "axes_of",
+    "chance",
+    "drawn_spec",
+    "read_spec",
+    "sizes_to_choose",
+    "text_of",
+    "tie",
+    "wrong_sizes",
+]
+
+FEATURES = frozenset(
+    {
+        "gather",  # index arrays in inputs
+        "scatter",  # index arrays in the output
+        "repeated",  # an axis twice in one input
+        "repeated output",  # an axis twice in the output: the diagonal
+        "broadcast output",  # an output axis that no input has
+        "size one",  # dims of size 1 whose axis is larger
+        "size zero",
+        "ellipsis",
+        "implicit",  # no written output
+        "scalar",  # 0-d operands and index arrays
+        "negative",  # negative indices under "raise"
+        "index dtypes",  # other than int64
+        "sizes tuple",  # the whole output shape as sizes
+    }
+)
+
+_AXES = "abcdefghijklmno"
+_INDEX_ARRAYS = "qp"
+MOST_AXES = len(_AXES)
+
+
+def chance(share: int, of: int = 8) -> st.SearchStrategy[bool]:
+    """True in share/of of the draws; shrinks to False."""
+    return st.sampled_from([False] * (of - share) + [True] * share)
+
+
+@dataclass(frozen=True)
+class DrawnArray:
+    """An index array before its values: its shape and the brackets that suit it."""
+
+    shape: tuple[int, ...]
+    brackets: list[tuple[Any, ...]]
+
+
+class Written(NamedTuple):
+    """Terms before their shapes: lists of letters, of (index array, bracket) pairs and of `...`; and the sizes.
+
+    `ranks` are how many of the ellipsis's axes each operand has; `output` is None where it is not written.
+    """
+
+    terms: list[list[Any]]
+    output: list[Any] | None
+    arrays: dict[str, DrawnArray]
+    extents: dict[str, int]
+    ellipsis: tuple[int, ...]
+    ranks: list[int]
+
+
+def axes_of(spec: Spec) -> list[str]:
+    """All axes of a parsed spec, those in brackets too, ellipses not."""
+    found = [e.axes if isinstance(e, Gather) else (e,) for term in spec.terms for e in term]
+    return list(dict.fromkeys(a for axes in found for a in axes if a != ELLIPSIS))
+
+
+def wrong_sizes(spec: Spec, sizes: Any) -> str:
+    """What is wrong with sizes that are given by letter for a parsed spec; "" if nothing is."""
+    if sizes is not None and not isinstance(sizes, Mapping):
+        return f"sizes={sizes!r:.80} is no mapping of letters to sizes"
+    for letter, size in (sizes or {}).items():
+        if letter not in (*axes_of(spec), *spec.arrays):
+            return f"sizes= has {letter!r:.80}, which the spec has not"
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            return f"sizes= has {size!r:.80} for {letter!r}, which is no size"
+    return ""
+
+
+def tie(spec: Spec, extents: dict[str, int]) -> None:
+    """Make axes that stand at the same place in brackets of one index array equally long."""
+    first: dict[tuple[str, int], str] = {}
+    for _ in spec.gathers:  # ties may follow from one another
+        for gather in spec.gathers:
+            for place, axis in enumerate(gather.axes):
+                other = first.setdefault((gather.array, place), axis)
+                if axis in extents and other in extents:
+                    extents[axis] = extents[other] = min(extents[axis], extents[other])
+
+
+def read_spec(
+    draw: st.DrawFn, spec: Spec, has_output: bool, extents: dict[str, int], ellipsis: tuple[int, ...]
+) -> Written:
+    """A parsed spec in the form in which specs are drawn."""
+
+    def items(term: tuple[Any, ...]) -> list[Any]:
+        return [
+            (e.array, tuple(... if a == ELLIPSIS else a for a in e.axes)) if isinstance(e, Gather)
+            else ... if e == ELLIPSIS else e
+            for e in term
+        ]  # fmt: skip
+
+    terms = [items(term) for term in spec.inputs]
+    ranks = [draw(st.integers(0, len(ellipsis))) if ... in term else 0 for term in terms]
+    arrays = {}
+    for name in spec.arrays:
+        brackets = [
+            g[1] for term in (*terms, items(spec.output)) for g in term if isinstance(g, tuple) and g[0] == name
+        ]
+        shape: list[int] = []
+        for axis in brackets[0]:
+            shape += ellipsis if axis is ... else [extents[axis]]
+        arrays[name] = DrawnArray(tuple(shape), brackets)
+    return Written(terms, items(spec.output) if has_output else None, arrays, extents, ellipsis, ranks)
+
+
+def drawn_spec(
+    draw: st.DrawFn,
+    min_operands: int,
+    max_operands: int,
+    max_axes: int,
+    max_size: int,
+    gathers: bool | None,
+    features: frozenset[str],
+) -> Written:
+    """Draw a spec with the sizes of its axes."""
+
+    def happens(feature: str, share: int, of: int = 8) -> bool:
+        return feature in features and draw(chance(share, of))
+
+    counts = [n for n in range(min_operands, max_operands + 1) for _ in range(2 if n < 3 else 3)]
+    fewer, more = [n for n in counts if n < 3], [n for n in counts if n >= 3]
+    if fewer and more:
+        counts = more if draw(chance(6, 9)) else fewer
+    number = draw(st.sampled_from(counts))
+    if gathers is None:
+        gathers = bool(features & {"gather", "scatter"}) and draw(chance(6))
+
+    letters = _AXES[: draw(st.integers(1, max_axes))]
+    sizes = sizes_to_choose(max_size)
+    extents: dict[str, int] = {a: draw(st.sampled_from(sizes)) for a in letters}
+    if happens("size zero", 1, 12):
+        extents[draw(st.sampled_from(letters))] = 0
+    ellipsis = tuple(draw(st.lists(st.sampled_from(sizes), min_size=1, max_size=2))) if happens("ellipsis", 2) else ()
+    implicit = not gathers and happens("implicit", 3)
+
+    terms: list[list[Any]] = [[] for _ in range(number)]
+    for k in range(number):
+        fewest = 0 if "scalar" in features and draw(chance(1)) else 1
+        chosen = draw(st.lists(st.sampled_from(letters), min_size=fewest, max_size=3, unique=True))
+        if chosen and happens("repeated", 1):
+            chosen.insert(draw(st.integers(0, len(chosen))), draw(st.sampled_from(chosen)))
+        terms[k] = list(chosen)
+    output: list[Any] = []
+    if not implicit:
+        carried = sorted({a for term in terms for a in term})
+        if carried:
+            output = list(draw(st.lists(st.sampled_from(carried), max_size=3, unique=True)))
+        if output and happens("repeated output", 1):
+            output.insert(draw(st.integers(0, len(output))), draw(st.sampled_from(output)))
+        fresh = [a for a in letters if a not in carried]
+        if fresh and happens("broadcast output", 2):
+            output.insert(draw(st.integers(0, len(output))), draw(st.sampled_from(fresh)))
+
+    arrays: dict[str, DrawnArray] = {}
+    if gathers:
+        names = _INDEX_ARRAYS[: 2 if draw(chance(3)) else 1]
+        for name in names:
+            array = draw(_drawn_array(letters, extents, ellipsis, features))
+            for place in _places(draw, number, features):
+                target = output if place == number else terms[place]
+                gather = (name, draw(st.sampled_from(array.brackets)))
+                target.insert(draw(st.integers(0, len(target))), gather)
+            arrays[name] = array
+
+    ranks = [0] * number
+    if ellipsis:
+        full = draw(st.integers(0, number - 1))
+        for k in range(number):
+            if k == full or draw(chance(4)):
+                ranks[k] = len(ellipsis) if k == full else draw(st.integers(0, len(ellipsis)))
+                terms[k].insert(draw(st.integers(0, len(terms[k]))), ...)
+        if not implicit and draw(chance(6)):
+            output.insert(draw(st.integers(0, len(output))), ...)
+    return Written(terms, None if implicit else output, arrays, extents, ellipsis, ranks)
+
+
+def sizes_to_choose(max_size: int) -> list[int]:
+    """Sizes to choose from, the simplest first."""
+    return [n for n in (2, 3, 1, 2, 3, 4, 2, 3, *range(5, max_size + 1)) if n <= max_size] or [1]
+
+
+@st.composite
+def _drawn_array(
+    draw: st.DrawFn,
+    letters: str,
+    extents: dict[Any, int],
+    ellipsis: tuple[int, ...],
+    features: frozenset[str],
+) -> DrawnArray:
+    fewest = 0 if "scalar" in features and draw(chance(1)) else 1
+    distinct = "repeated" not in features or not draw(chance(1, 10))
+    axes = st.lists(st.sampled_from(letters), min_size=fewest, max_size=2, unique=distinct)
+    bracket: tuple[Any, ...] = tuple(draw(axes))
+    shape = tuple(extents[a] for a in bracket)
+    brackets = [bracket] * 3
+    alike = tuple(draw(st.sampled_from([b for b in letters if extents[b] == extents[a]])) for a in bracket)
+    brackets.append(alike)
+    if bool(ellipsis) and draw(chance(3)):
+        place = draw(st.integers(0, len(bracket)))
+        tail = ellipsis[len(ellipsis) - draw(st.integers(0, len(ellipsis))) :]
+        shape = (*shape[:place], *tail, *shape[place:])
+        brackets = [(*b[:place], ..., *b[place:]) for b in brackets]
+    return DrawnArray(shape, brackets)
+
+
+def _places(draw: st.DrawFn, operands: int, features: frozenset[str]) -> list[int]:
+    """Which terms an index array reads, the output being number `operands`; at least one."""
+    places = []
+    if "gather" in features:
+        places = draw(st.lists(st.integers(0, operands - 1), min_size=1, max_size=2))
+    if "scatter" in features and (not places or draw(chance(3))):
+        reads_too = draw(chance(4))
+        places = [*(places if reads_too else []), operands]
+    return places
+
+
+def text_of(terms: list[list[Any]], output: list[Any] | None) -> str:
+    """Write a drawn spec as text."""
+
+    def text(item: Any) -> str:
+        if item is ...:
+            return "..."
+        return item if isinstance(item, str) else f" {item[0]}[{''.join(map(text, item[1]))}] "
+
+    left = ", ".join("".join(map(text, term)).strip() for term in terms)
+    return left if output is None else f"{left} -> {''.join(map(text, output)).strip()}"
