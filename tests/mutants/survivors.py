@@ -74,9 +74,6 @@ SURVIVORS: dict[str, str] = {
     "planner/testing/scripts.py:_program:ReplaceBinaryOperator_Mul_Div:01a6c32c": (
         "equivalent: each call names the two, and passes the others by position"
     ),
-    "planner/testing/strategies.py:indices:ReplaceComparisonOperator_NotEq_IsNot:015c3a0f": (
-        "equivalent: the name of a mode is a literal, and equal literals are one object"
-    ),
     "kernels/pallas_tpu.py:matrices_product.tile:NumberReplacer:00667ad2": (
         "a gap that no interpreter shows: for a tile that is not there a block is fetched from before the first, unread"
     ),
