@@ -34,13 +34,13 @@ from planner.workloads import WORKLOADS
 jax = pytest.importorskip("jax", reason="jax is not installed")
 jnp = jax.numpy
 
-# Small programs, compiled by the thousand: LLVM's optimiser would take most of the time. What is tested here is what
-# the steps mean; the benchmarks and the demo compile them as users do.
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+from jax_fast import fast_steps, jit  # noqa: E402, F401
 
 
-def jit(function):
-    return jax.jit(function, compiler_options=FAST)
+@pytest.fixture(autouse=True)
+def compiled_in_a_hurry(request):
+    if "as_users_compile_them" not in request.node.name:
+        request.getfixturevalue("fast_steps")
 
 
 def x64(problem):

@@ -1,10 +1,9 @@
-"""Hypothesis strategies for operands and index arrays, and the checks of all strategies' arguments."""
+"""Hypothesis strategies for what a call is given: operands and index arrays."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from hypothesis import strategies as st
@@ -12,64 +11,15 @@ from hypothesis.errors import InvalidArgument
 
 from planner.testing.problem import DTYPES, Array, small_integers, strided_view
 from planner.testing.reference import exact_range
+from planner.testing.strategy_tools import check_flag, check_names, check_range, check_shape, sampled
 
-__all__ = [
-    "INDEX_DTYPES",
-    "INDEX_MODES",
-    "check_flag",
-    "check_names",
-    "check_range",
-    "indices",
-    "operands",
-]
+__all__ = ["INDEX_DTYPES", "INDEX_MODES", "indices", "operands"]
 
 INDEX_MODES = ("raise", "drop", "clip")
 INDEX_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
 
 # Of longer index arrays a seed is drawn, not each element.
 _MOST_DRAWN = 64
-
-
-# --- arguments ----------------------------------------------------------------------------------
-
-
-def check_range(name: str, low: Any, high: Any, least: int, most: int | None = None) -> None:
-    """Refuse bounds that are no integers or in the wrong order; `name` is theirs without ``min_`` and ``max_``."""
-    for label, value in ((f"min_{name}", low), (f"max_{name}", high)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidArgument(f"{label}={value!r} is no integer")
-        if value < least or (most is not None and value > most):
-            bounds = f"{least} or more" if most is None else f"between {least} and {most}"
-            raise InvalidArgument(f"{label}={value!r} must be {bounds}")
-    if low > high:
-        raise InvalidArgument(f"min_{name}={low} is larger than max_{name}={high}")
-
-
-def check_names(name: str, given: Any, known: Collection[str], empty: bool = False) -> None:
-    """Refuse names that are not known; a single string is no collection of names."""
-    if isinstance(given, str) or not isinstance(given, Collection):
-        raise InvalidArgument(f"{name}={given!r} is no collection of names")
-    unknown = [x for x in given if not isinstance(x, str) or x not in known]
-    if unknown:
-        raise InvalidArgument(f"{name} has unknown {unknown}: take from {', '.join(sorted(known))}")
-    if not given and not empty:
-        raise InvalidArgument(f"{name} is empty")
-
-
-def check_flag(name: str, value: Any, open_too: bool = True) -> None:
-    """Refuse what is no truth value; None is one that is left open."""
-    if not (isinstance(value, bool) or (open_too and value is None)):
-        raise InvalidArgument(f"{name}={value!r} is none of {'None, ' if open_too else ''}True, False")
-
-
-def _check_shape(shape: Any) -> None:
-    if not isinstance(shape, (tuple, list)) or any(
-        isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 0 for n in shape
-    ):
-        raise InvalidArgument(f"shape={shape!r} is no tuple of sizes")
-
-
-# --- arrays -------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -101,7 +51,7 @@ def operands(
     Raises:
         InvalidArgument: an argument is none of these.
     """
-    _check_shape(shape)
+    check_shape(shape)
     check_names("dtype", (dtype,), DTYPES)
     check_range("value", 0, max_value, 0, exact_range(dtype))
     check_flag("strided", strided)
@@ -144,7 +94,7 @@ def indices(
     Raises:
         InvalidArgument: an argument is none of these, or no index is in range.
     """
-    _check_shape(shape)
+    check_shape(shape)
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:
         raise InvalidArgument(f"size={size!r} is no size")
     check_range("size", size, size if max_size is None else max_size, 0)
@@ -158,7 +108,7 @@ def indices(
     count = math.prod(shape)
     if count and high < low:
         raise InvalidArgument(f"no index is in range for size {size}")
-    dtype = draw(st.sampled_from(list(dtypes)))
+    dtype = draw(sampled(dtypes))
     limits = np.iinfo(dtype)
     low, high = max(low, int(limits.min)), min(high, int(limits.max))
     if index_mode == "raise" and size == 0:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from planner.spec import ELLIPSIS, Gather, Spec
+from planner.testing.strategy_tools import chance, sampled
 
 __all__ = [
     "FEATURES",
@@ -20,7 +21,6 @@ __all__ = [
     "DrawnArray",
     "Written",
     "axes_of",
-    "chance",
     "drawn_spec",
     "read_spec",
     "sizes_to_choose",
@@ -50,11 +50,6 @@ FEATURES = frozenset(
 _AXES = "abcdefghijklmno"
 _INDEX_ARRAYS = "qp"
 MOST_AXES = len(_AXES)
-
-
-def chance(share: int, of: int = 8) -> st.SearchStrategy[bool]:
-    """True in share/of of the draws; shrinks to False."""
-    return st.sampled_from([False] * (of - share) + [True] * share)
 
 
 @dataclass(frozen=True)
@@ -152,35 +147,35 @@ def drawn_spec(
     fewer, more = [n for n in counts if n < 3], [n for n in counts if n >= 3]
     if fewer and more:
         counts = more if draw(chance(6, 9)) else fewer
-    number = draw(st.sampled_from(counts))
+    number = draw(sampled(counts))
     if gathers is None:
         gathers = bool(features & {"gather", "scatter"}) and draw(chance(6))
 
     letters = _AXES[: draw(st.integers(1, max_axes))]
     sizes = sizes_to_choose(max_size)
-    extents: dict[str, int] = {a: draw(st.sampled_from(sizes)) for a in letters}
+    extents: dict[str, int] = {a: draw(sampled(sizes)) for a in letters}
     if happens("size zero", 1, 12):
-        extents[draw(st.sampled_from(letters))] = 0
-    ellipsis = tuple(draw(st.lists(st.sampled_from(sizes), min_size=1, max_size=2))) if happens("ellipsis", 2) else ()
+        extents[draw(sampled(letters))] = 0
+    ellipsis = tuple(draw(st.lists(sampled(sizes), min_size=1, max_size=2))) if happens("ellipsis", 2) else ()
     implicit = not gathers and happens("implicit", 3)
 
     terms: list[list[Any]] = [[] for _ in range(number)]
     for k in range(number):
         fewest = 0 if "scalar" in features and draw(chance(1)) else 1
-        chosen = draw(st.lists(st.sampled_from(letters), min_size=fewest, max_size=3, unique=True))
+        chosen = draw(st.lists(sampled(letters), min_size=fewest, max_size=3, unique=True))
         if chosen and happens("repeated", 1):
-            chosen.insert(draw(st.integers(0, len(chosen))), draw(st.sampled_from(chosen)))
+            chosen.insert(draw(st.integers(0, len(chosen))), draw(sampled(chosen)))
         terms[k] = list(chosen)
     output: list[Any] = []
     if not implicit:
         carried = sorted({a for term in terms for a in term})
         if carried:
-            output = list(draw(st.lists(st.sampled_from(carried), max_size=3, unique=True)))
+            output = list(draw(st.lists(sampled(carried), max_size=3, unique=True)))
         if output and happens("repeated output", 1):
-            output.insert(draw(st.integers(0, len(output))), draw(st.sampled_from(output)))
+            output.insert(draw(st.integers(0, len(output))), draw(sampled(output)))
         fresh = [a for a in letters if a not in carried]
         if fresh and happens("broadcast output", 2):
-            output.insert(draw(st.integers(0, len(output))), draw(st.sampled_from(fresh)))
+            output.insert(draw(st.integers(0, len(output))), draw(sampled(fresh)))
 
     arrays: dict[str, DrawnArray] = {}
     if gathers:
@@ -189,7 +184,7 @@ def drawn_spec(
             array = draw(_drawn_array(letters, extents, ellipsis, features))
             for place in _places(draw, number, features):
                 target = output if place == number else terms[place]
-                gather = (name, draw(st.sampled_from(array.brackets)))
+                gather = (name, draw(sampled(array.brackets)))
                 target.insert(draw(st.integers(0, len(target))), gather)
             arrays[name] = array
 
@@ -220,11 +215,11 @@ def _drawn_array(
 ) -> DrawnArray:
     fewest = 0 if "scalar" in features and draw(chance(1)) else 1
     distinct = "repeated" not in features or not draw(chance(1, 10))
-    axes = st.lists(st.sampled_from(letters), min_size=fewest, max_size=2, unique=distinct)
+    axes = st.lists(sampled(letters), min_size=fewest, max_size=2, unique=distinct)
     bracket: tuple[Any, ...] = tuple(draw(axes))
     shape = tuple(extents[a] for a in bracket)
     brackets = [bracket] * 3
-    alike = tuple(draw(st.sampled_from([b for b in letters if extents[b] == extents[a]])) for a in bracket)
+    alike = tuple(draw(sampled([b for b in letters if extents[b] == extents[a]])) for a in bracket)
     brackets.append(alike)
     if bool(ellipsis) and draw(chance(3)):
         place = draw(st.integers(0, len(bracket)))

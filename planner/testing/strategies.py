@@ -31,13 +31,12 @@ from planner.errors import PlannerError
 from planner.parse import parse
 from planner.resolve import resolve
 from planner.spec import ELLIPSIS, Gather, Spec
-from planner.testing.array_strategies import INDEX_MODES, check_flag, check_names, check_range, indices, operands
+from planner.testing.array_strategies import INDEX_MODES, indices, operands
 from planner.testing.drawn_specs import (
     FEATURES,
     MOST_AXES,
     Written,
     axes_of,
-    chance,
     drawn_spec,
     read_spec,
     sizes_to_choose,
@@ -47,6 +46,7 @@ from planner.testing.drawn_specs import (
 )
 from planner.testing.problem import DTYPES, FLOATS, Problem
 from planner.testing.reference import exact_range
+from planner.testing.strategy_tools import chance, check_flag, check_names, check_range, sampled
 
 __all__ = ["FEATURES", "indices", "operands", "problems", "problems_of", "specs"]
 
@@ -130,7 +130,7 @@ def problems(
     choices = _Choices.checked(dtypes, index_modes, mixed_dtypes, max_value, strided, without)
     if gathers and not choices.features & {"gather", "scatter"}:
         raise InvalidArgument("gathers=True needs the feature 'gather' or 'scatter', but both are left out")
-    mode = draw(st.sampled_from(choices.index_modes))
+    mode = draw(sampled(choices.index_modes))
     written = drawn_spec(draw, min_operands, max_operands, max_axes, max_size, gathers, choices.features)
     return _filled(draw, written, mode, max_size, choices, {})
 
@@ -208,9 +208,9 @@ def problems_of(
     if wrong := wrong_sizes(parsed, sizes):
         raise InvalidArgument(wrong)
     letters = axes_of(parsed)
-    mode = draw(st.sampled_from(choices.index_modes))
+    mode = draw(sampled(choices.index_modes))
     drawn = [n for n in (2, 3, 1, 2, 3, 4, 0) if min_size <= n <= max_size]
-    lengths = st.sampled_from(drawn) if max_size <= 4 and drawn else st.integers(min_size, max_size)
+    lengths = sampled(drawn) if max_size <= 4 and drawn else st.integers(min_size, max_size)
     extents = {a: draw(lengths) for a in letters if a not in (sizes or {})}
     tie(parsed, extents)
     extents |= {a: n for a, n in (sizes or {}).items() if a in letters}
@@ -252,7 +252,7 @@ def _filled(
     def indexed_size(name: str) -> int:
         empty = 0 in index_shapes[name]
         least = 0 if "size zero" in features and (empty or mode == "drop") and draw(chance(1)) else 1
-        size = least and draw(st.sampled_from([*sizes_to_choose(max_size), max_size + 1]))
+        size = least and draw(sampled([*sizes_to_choose(max_size), max_size + 1]))
         size = pools.get(name, size)
         if size == 0 and not empty and mode != "drop":
             reject()  # no index is in range
@@ -296,9 +296,9 @@ def _filled(
         )
 
     if choices.mixed_dtypes:
-        kinds_drawn = tuple(draw(st.sampled_from(choices.dtypes)) for _ in terms)
+        kinds_drawn = tuple(draw(sampled(choices.dtypes)) for _ in terms)
     else:
-        kinds_drawn = (draw(st.sampled_from(choices.dtypes)),) * len(terms)
+        kinds_drawn = (draw(sampled(choices.dtypes)),) * len(terms)
     spec = text_of(terms, output) if text is None else text
     if text is not None:  # a spec that was not drawn may want more of its sizes than was thought of
         try:

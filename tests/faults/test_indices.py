@@ -242,13 +242,11 @@ class Jax:
         self.operands = [jax.numpy.asarray(x) for x in family.operands()]
         self.given = jax.numpy.asarray
         self.gout = jax.numpy.asarray(family.output_gradient())
-        fast = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-        options = fast if PROFILE == "ci" else None
-        self.jitted = jax.jit(lambda q: {mode: self.pulled(mode, q) for mode in MODES}, compiler_options=options)
-        self.mapped = jax.jit(
-            lambda qs: {mode: jax.vmap(functools.partial(self.pulled, mode))(qs) for mode in MODES},
-            compiler_options=options,
-        )
+        jit = jax.jit
+        if PROFILE == "ci":
+            from jax_fast import jit
+        self.jitted = jit(lambda q: {mode: self.pulled(mode, q) for mode in MODES})
+        self.mapped = jit(lambda qs: {mode: jax.vmap(functools.partial(self.pulled, mode))(qs) for mode in MODES})
 
     def call(self, mode, q, *operands):
         return planner.contract(self.family.spec, *operands, sizes=self.family.sizes, index_mode=mode, q=q)

@@ -28,6 +28,8 @@ def jitted(name):
     return jax.jit(run, static_argnames=("size", "normal", "marked", "bad"))
 
 
+# Buffers are assigned before LLVM begins: it need not optimise what does not run.
+NO_LLVM = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 RUN = {
     f"{way}_{kind}": jitted(f"{way}_{kind}")
     for way in WAYS
@@ -136,7 +138,7 @@ def test_temporaries_are_what_is_foretold(way, dtype):
             "gradients": (g, query, pool),
         }.items():
             size = {"size": pool_size} if name == "pool_gradient" else {}
-            compiled = RUN[f"{way}_{name}"].lower(*operands, index, **size).compile()
+            compiled = RUN[f"{way}_{name}"].lower(*operands, index, **size).compile(NO_LLVM)
             used = compiled.memory_analysis().temp_size_in_bytes
             bound = getattr(jax_pooled, f"{way}_scratch_bytes")(name, *sizes, dtype)
             assert used <= bound, (name, sizes)
