@@ -108,7 +108,7 @@ def indices(
     count = math.prod(shape)
     if count and high < low:
         raise InvalidArgument(f"no index is in range for size {size}")
-    dtype = draw(sampled(dtypes))
+    dtype = draw(sampled(*dtypes))
     limits = np.iinfo(dtype)
     low, high = max(low, int(limits.min)), min(high, int(limits.max))
     if index_mode == "raise" and size == 0:

@@ -256,7 +256,7 @@ def _check_arguments(
     spec: Any, sizes: Any, names: Sequence[str], dtypes: Sequence[str], modes: Sequence[str] | None, max_examples: Any,
     kernel: Any, implementation: Any,
 ) -> None:  # fmt: skip
-    if wrong := wrong_sizes(parse(spec), sizes):
+    if wrong := wrong_sizes(spec, parse(spec), sizes):
         raise PlannerError(wrong)
     for dtype in dtypes:
         if dtype not in DTYPES:
@@ -364,7 +364,10 @@ def _problems(
 def _judged(
     law: Law, engine: Engine, subject: Subject, problems: SearchStrategy[Problem], max_examples: int, name: str
 ) -> Verdict:
-    """Try a law on problems; of one that fails, on the smallest. The verdict is on the framework `name`, or on all."""
+    """Try a law on problems; of one that fails, on the smallest.
+
+    `name` is the framework's, or "all" for a law that asks no single engine: programs are the first one's then.
+    """
     count = 0
     if name in ("jax", "all"):
         max_examples = -(-max_examples // 4)

@@ -1,11 +1,12 @@
 """Specs as `problems` draws them, axes first: before they are text, with the sizes of their axes.
 
-The letters and their sizes come first, then the index arrays and the places that they read or add into, then the axes
-of every term. A spec that is given is read into the same form.
+The letters and their sizes come first, then the axes of every term, then the index arrays and the places that they
+read or add into, last the ellipses. A spec that is given is read into the same form.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from planner.spec import ELLIPSIS, Gather, Spec
-from planner.testing.strategy_tools import chance, sampled
+from planner.testing.strategy_tools import chance, is_drawn, sampled
 
 __all__ = [
     "FEATURES",
@@ -80,13 +81,14 @@ def axes_of(spec: Spec) -> list[str]:
     return list(dict.fromkeys(a for axes in found for a in axes if a != ELLIPSIS))
 
 
-def wrong_sizes(spec: Spec, sizes: Any) -> str:
-    """What is wrong with sizes that are given by letter for a parsed spec; "" if nothing is."""
+def wrong_sizes(text: str, spec: Spec, sizes: Any) -> str:
+    """What is wrong with sizes that are given by letter for a spec, parsed from a text; "" if nothing is."""
     if sizes is not None and not isinstance(sizes, Mapping):
         return f"sizes={sizes!r:.80} is no mapping of letters to sizes"
+    known = (*axes_of(spec), *spec.arrays)
     for letter, size in (sizes or {}).items():
-        if letter not in (*axes_of(spec), *spec.arrays):
-            return f"sizes= has {letter!r:.80}, which the spec has not"
+        if letter not in known:
+            return f"sizes= has {letter!r:.80}, which {text!r:.80} has not"
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             return f"sizes= has {size!r:.80} for {letter!r}, which is no size"
     return ""
@@ -139,43 +141,40 @@ def drawn_spec(
     features: frozenset[str],
 ) -> Written:
     """Draw a spec with the sizes of its axes."""
-
-    def happens(feature: str, share: int, of: int = 8) -> bool:
-        return feature in features and draw(chance(share, of))
-
+    happens = functools.partial(is_drawn, draw, features)
     counts = [n for n in range(min_operands, max_operands + 1) for _ in range(2 if n < 3 else 3)]
     fewer, more = [n for n in counts if n < 3], [n for n in counts if n >= 3]
     if fewer and more:
         counts = more if draw(chance(6, 9)) else fewer
-    number = draw(sampled(counts))
+    number = draw(sampled(*counts))
     if gathers is None:
         gathers = bool(features & {"gather", "scatter"}) and draw(chance(6))
 
     letters = _AXES[: draw(st.integers(1, max_axes))]
     sizes = sizes_to_choose(max_size)
-    extents: dict[str, int] = {a: draw(sampled(sizes)) for a in letters}
+    extents: dict[str, int] = {a: draw(sampled(*sizes)) for a in letters}
     if happens("size zero", 1, 12):
-        extents[draw(sampled(letters))] = 0
-    ellipsis = tuple(draw(st.lists(sampled(sizes), min_size=1, max_size=2))) if happens("ellipsis", 2) else ()
+        extents[draw(sampled(*letters))] = 0
+    ellipsis = tuple(draw(st.lists(sampled(*sizes), min_size=1, max_size=2))) if happens("ellipsis", 2) else ()
     implicit = not gathers and happens("implicit", 3)
 
     terms: list[list[Any]] = [[] for _ in range(number)]
     for k in range(number):
         fewest = 0 if "scalar" in features and draw(chance(1)) else 1
-        chosen = draw(st.lists(sampled(letters), min_size=fewest, max_size=3, unique=True))
+        chosen = draw(st.lists(sampled(*letters), min_size=fewest, max_size=3, unique=True))
         if chosen and happens("repeated", 1):
-            chosen.insert(draw(st.integers(0, len(chosen))), draw(sampled(chosen)))
+            chosen.insert(draw(st.integers(0, len(chosen))), draw(sampled(*chosen)))
         terms[k] = list(chosen)
     output: list[Any] = []
     if not implicit:
         carried = sorted({a for term in terms for a in term})
         if carried:
-            output = list(draw(st.lists(sampled(carried), max_size=3, unique=True)))
+            output = list(draw(st.lists(sampled(*carried), max_size=3, unique=True)))
         if output and happens("repeated output", 1):
-            output.insert(draw(st.integers(0, len(output))), draw(sampled(output)))
+            output.insert(draw(st.integers(0, len(output))), draw(sampled(*output)))
         fresh = [a for a in letters if a not in carried]
         if fresh and happens("broadcast output", 2):
-            output.insert(draw(st.integers(0, len(output))), draw(sampled(fresh)))
+            output.insert(draw(st.integers(0, len(output))), draw(sampled(*fresh)))
 
     arrays: dict[str, DrawnArray] = {}
     if gathers:
@@ -184,7 +183,7 @@ def drawn_spec(
             array = draw(_drawn_array(letters, extents, ellipsis, features))
             for place in _places(draw, number, features):
                 target = output if place == number else terms[place]
-                gather = (name, draw(sampled(array.brackets)))
+                gather = (name, draw(sampled(*array.brackets)))
                 target.insert(draw(st.integers(0, len(target))), gather)
             arrays[name] = array
 
@@ -215,11 +214,11 @@ def _drawn_array(
 ) -> DrawnArray:
     fewest = 0 if "scalar" in features and draw(chance(1)) else 1
     distinct = "repeated" not in features or not draw(chance(1, 10))
-    axes = st.lists(sampled(letters), min_size=fewest, max_size=2, unique=distinct)
+    axes = st.lists(sampled(*letters), min_size=fewest, max_size=2, unique=distinct)
     bracket: tuple[Any, ...] = tuple(draw(axes))
     shape = tuple(extents[a] for a in bracket)
     brackets = [bracket] * 3
-    alike = tuple(draw(sampled([b for b in letters if extents[b] == extents[a]])) for a in bracket)
+    alike = tuple(draw(sampled(*[b for b in letters if extents[b] == extents[a]])) for a in bracket)
     brackets.append(alike)
     if bool(ellipsis) and draw(chance(3)):
         place = draw(st.integers(0, len(bracket)))

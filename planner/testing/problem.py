@@ -58,9 +58,9 @@ class Problem:
             object.__setattr__(self, "requires_grad", tuple(d in FLOATS for d in self.dtypes))
 
     @property
-    def wanted(self) -> list[int]:
+    def wanted(self) -> tuple[int, ...]:
         """The operands whose gradient is wanted, by number."""
-        return [number for number, need in enumerate(self.requires_grad) if need]
+        return tuple(number for number, need in enumerate(self.requires_grad) if need)
 
     def operands(self) -> list[Array]:
         """Draw small integers in each operand's dtype; bfloat16, which numpy lacks, comes as float32."""

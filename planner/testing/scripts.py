@@ -91,7 +91,7 @@ def _plan(framework: str, problem: Problem, options: str = "") -> str:
 
 
 def _derived(framework: str, problem: Problem, subject: Subject, options: Mapping[str, Any], *, twice: bool) -> str:
-    wanted = [number for number, need in enumerate(problem.requires_grad) if need]
+    wanted = list(problem.wanted)
     call = _call(problem, subject, options)
     conjugate = framework == "torch" and any(d.startswith("complex") for d in problem.dtypes)
     lines = [f"wanted = {wanted}"]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 jax = pytest.importorskip("jax", reason="jax is not installed")
 
 import jax.numpy as jnp  # noqa: E402
+from jax_fast import SIZES_ALONE  # noqa: E402
 
 from planner.kernels import jax_grouped, jax_grouping  # noqa: E402
 from planner.kernels.jax_grouped import grouped_gradients, grouped_matmul, grouped_outer  # noqa: E402
@@ -89,8 +90,6 @@ def cases(draw):
 
 TARGETS = 6
 FEW = settings(max_examples=20)
-# Buffers are assigned before LLVM begins: it need not optimise what does not run.
-NO_LLVM = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def same(result, expected, dtype):
@@ -302,7 +301,7 @@ def test_temporaries_stay_under_the_bound(sizes, dtype):
     close = 0.8 if dtype == "float32" and jax_grouped.tiling(n, i, g, j, k).tiles > 1 else 0.4
 
     def used(run, *operands):
-        return jax.jit(run).lower(*operands).compile(NO_LLVM).memory_analysis().temp_size_in_bytes
+        return jax.jit(run).lower(*operands).compile(SIZES_ALONE).memory_analysis().temp_size_in_bytes
 
     for temporaries, bound in (
         (used(grouped_matmul, a, c, plan), jax_grouped.matmul_scratch_bytes(*sizes, dtype)),
@@ -316,6 +315,17 @@ def test_temporaries_stay_under_the_bound(sizes, dtype):
         assert temporaries <= bound
         assert temporaries > close * bound
     assert used(partial(group_rows, size=g), index) <= jax_grouping.scratch_bytes(n, g)
+
+
+def test_how_programs_are_compiled_moves_no_buffers():
+    """Above and in other files temporaries are read where LLVM does not optimise."""
+    for dtype in ("float32", "bfloat16"):
+        a, c, out = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((900, 2, 8), (30, 8, 16), (900, 2, 16)))
+        plan = jax.eval_shape(partial(group_rows, size=30), jax.ShapeDtypeStruct((900,), jnp.int32))
+        lowered = jax.jit(grouped_gradients).lower(out, a, c, plan)
+        sizes = {lowered.compile(how).memory_analysis().temp_size_in_bytes for how in (None, SIZES_ALONE)}
+        assert len(sizes) == 1
+        assert sizes > {0}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

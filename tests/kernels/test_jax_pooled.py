@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 jax = pytest.importorskip("jax", reason="jax is not installed")
 
 import jax.numpy as jnp  # noqa: E402
+from jax_fast import SIZES_ALONE  # noqa: E402
 
 from planner.kernels import jax_pooled  # noqa: E402
 from planner.kernels.keys import Keys  # noqa: E402
@@ -28,8 +29,6 @@ def jitted(name):
     return jax.jit(run, static_argnames=("size", "normal", "marked", "bad"))
 
 
-# Buffers are assigned before LLVM begins: it need not optimise what does not run.
-NO_LLVM = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 RUN = {
     f"{way}_{kind}": jitted(f"{way}_{kind}")
     for way in WAYS
@@ -138,7 +137,7 @@ def test_temporaries_are_what_is_foretold(way, dtype):
             "gradients": (g, query, pool),
         }.items():
             size = {"size": pool_size} if name == "pool_gradient" else {}
-            compiled = RUN[f"{way}_{name}"].lower(*operands, index, **size).compile(NO_LLVM)
+            compiled = RUN[f"{way}_{name}"].lower(*operands, index, **size).compile(SIZES_ALONE)
             used = compiled.memory_analysis().temp_size_in_bytes
             bound = getattr(jax_pooled, f"{way}_scratch_bytes")(name, *sizes, dtype)
             assert used <= bound, (name, sizes)

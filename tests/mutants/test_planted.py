@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 
@@ -35,6 +36,16 @@ def test_a_text_that_is_gone_is_an_error():
     gone = type(row)(row.bug, row.file, row.old + "no such text", row.new, row.tests)
     with pytest.raises(ValueError, match="occurs 0 times"):
         gone.apply()
+
+
+def test_verdicts_are_of_functions_that_there_are():
+    """A function that moved has other mutants: `make mutants` draws and judges them."""
+    for name in VERDICTS.keys() - {row.name for row in PLANTED}:
+        file, function, *_ = name.split(":")
+        kept = [] if function == "module" else function.split(".")
+        nodes = list(ast.walk(ast.parse((ROOT / file).read_text())))
+        defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        assert set(kept) <= defined, f"{name}: judge what is drawn now, make mutants"
 
 
 def test_explanations_are_of_mutants_that_survived():

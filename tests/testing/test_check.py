@@ -240,6 +240,24 @@ def test_every_law_can_fail(monkeypatch):
     assert {f.law for f in report.failures} == wrong, report
 
 
+def test_frameworks_that_disagree_are_each_shown(monkeypatch):
+    """Which may be one without NumPy."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    pytest.importorskip("jax", reason="jax is not installed")
+    real = planner.contract
+
+    def differs(text, *operands, **options):
+        result = real(text, *operands, **options)
+        return result + 1 if isinstance(result, torch.Tensor) else result
+
+    monkeypatch.setattr("planner.testing.judgement.contract", differs)
+    report = check("i ->", backends=("torch", "jax"), laws="frameworks agree", max_examples=4)
+    (failure,) = report.failures
+    assert (failure.law, failure.backend) == ("frameworks agree", "all")
+    assert failure.script.startswith("# torch\n")
+    assert "# jax\n" in failure.script
+
+
 def test_an_array_in_a_program_holds_all_of_its_memory():
     x = np.arange(12, dtype="int16").reshape(3, 4).T
     memory = "np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], 'int16')"
@@ -394,7 +412,7 @@ def test_programs_of_steps_and_memory_run():
     [
         (("ij,",), {}, "needs"),
         (("i[",), {}, "bracket"),
-        (("ij -> i", {"z": 3}), {}, "'z'"),
+        (("ij -> i", {"z": 3}), {}, "'z', which 'ij -> i' has not"),
         (("ij -> i", {"i": -1}), {}, "-1"),
         (("ij -> i",), {"backends": "cupy"}, "cupy"),
         (("ij -> i",), {"backends": ()}, "empty"),

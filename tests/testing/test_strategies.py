@@ -15,6 +15,7 @@ import planner
 from planner.testing import Problem, indices, operands, problems, problems_of, reference, specs
 from planner.testing.array_strategies import INDEX_DTYPES
 from planner.testing.drawn_specs import axes_of
+from planner.testing.strategy_tools import sampled
 
 
 @settings(max_examples=50, deadline=None)
@@ -118,7 +119,7 @@ WRONG = [
     (lambda: problems(max_value=-1), "max_value=-1"),
     (lambda: problems(strided=2), "strided=2"),
     (lambda: specs(3, 2), "larger"),
-    (lambda: problems_of("ij ->", {"k": 2}), "'k'"),
+    (lambda: problems_of("ij ->", {"k": 2}), "'k', which 'ij ->' has not"),
     (lambda: problems_of("ij ->", {"i": 1.5}), "1.5"),
     (lambda: problems_of("i[ ->"), "bracket"),
     (lambda: problems_of("ij ->", min_size=3, max_size=2), "larger"),
@@ -276,6 +277,26 @@ def test_the_entry_point_is_the_hook():
     (value,) = tomllib.loads(text)["project"]["entry-points"]["hypothesis"].values()
     module, _, name = value.partition(":")
     assert callable(getattr(sys.modules[module], name))
+
+
+def test_choices_that_are_equal_and_of_other_types_stay_apart():
+    """Strategies are kept, by what they choose from."""
+    assert [type(find(sampled(one), lambda _: True)) for one in (True, 1, np.str_("a"), "a")] == [
+        bool,
+        int,
+        np.str_,
+        str,
+    ]
+    assert sampled("a", "b") is sampled("a", "b")
+    first = find(problems(dtypes=[np.str_("float64")]), lambda _: True)
+    then = find(problems(dtypes=["float64"]), lambda _: True)
+    assert first.dtypes == then.dtypes
+    assert type(then.dtypes[0]) is str
+
+
+def test_what_a_problem_wants():
+    assert Problem("ij, jk, k ->", ((1, 1), (1, 1), (1,)), requires_grad=(True, False, True)).wanted == (0, 2)
+    assert Problem("i ->", ((1,),), dtypes=("int32",)).wanted == ()
 
 
 def test_axes_of_a_spec():
