@@ -77,9 +77,6 @@ SURVIVORS: dict[str, str] = {
     "kernels/pallas_tpu.py:matrices_product.tile:NumberReplacer:00667ad2": (
         "a gap that no interpreter shows: for a tile that is not there a block is fetched from before the first, unread"
     ),
-    "backends/jax_step.py:_step_lowering:AddNot:00c40487": (
-        "a gap: inside of shard_map constants would vary otherwise than values; the tests of shards ran out of time"
-    ),
     "planner/testing/laws.py:_compare_gradients.room:ReplaceBinaryOperator_Mul_BitOr:00c0ce84": (
         "an allowance only: what rounding made of sums of gradients was far below either"
     ),
