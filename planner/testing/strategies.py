@@ -140,9 +140,12 @@ def specs(min_operands: int = 1, max_operands: int | None = None, **options: Any
     """Draw spec strings alone.
 
     Example:
-        >>> from hypothesis import find
-        >>> find(specs(2, 2, gathers=False), lambda spec: True)
-        'a, a -> '
+        >>> from hypothesis import given, settings
+        >>> @settings(max_examples=5, database=None)
+        ... @given(specs(2, 2))
+        ... def test_two_inputs(spec):
+        ...     assert spec.count(",") == 1  # such as "nij, q[n]jk -> nik"
+        >>> test_two_inputs()
 
     Args:
         min_operands: fewest operands.
