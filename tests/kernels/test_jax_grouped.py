@@ -325,7 +325,7 @@ def test_how_programs_are_compiled_moves_no_buffers():
         lowered = jax.jit(grouped_gradients).lower(out, a, c, plan)
         sizes = {lowered.compile(how).memory_analysis().temp_size_in_bytes for how in (None, SIZES_ALONE)}
         assert len(sizes) == 1
-        assert sizes > {0}
+        assert min(sizes) > 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
