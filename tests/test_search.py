@@ -16,7 +16,7 @@ import opt_einsum
 import pytest
 from brute_force import TooManyTreesError, every_keep, every_order, every_tree, figure, least, ops, price, price_all
 from conftest import examples, installed_frameworks
-from hypothesis import assume, given, reject, settings
+from hypothesis import assume, example, given, reject, settings
 from hypothesis import strategies as st
 from laws import Floors
 
@@ -138,7 +138,7 @@ def test_search_finds_the_least_of_all_trees():
         floors.note(four=nodes >= 4, five=nodes >= 5)
 
     law()
-    floors.at_least(examples(90, 900), four=0.15, five=0.04)  # 38 and 20 of a hundred were seen
+    floors.at_least(examples(90, 900), four=0.15, five=0.01)  # of a hundred, 38 to 65 and 2 to 20 were seen
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,19 @@ def test_no_product_costs_less_than_what_the_search_takes_for_the_least(network,
             assert sum(lower.key(choice.cost)[0] for choice in steps) >= floor
 
 
+# Its peak is a sum of which the bits overlap.
+OVERLAP = (
+    "q[a],,,->",
+    tuple(
+        planner.Operand(s, "float32", requires_grad=g) for s, g in (((5,), True), ((), False), ((), False), ((), True))
+    ),
+    {"q": (5,)},
+    (),
+)
+
+
 @settings(max_examples=examples(200, 2000))
+@example(OVERLAP)
 @given(networks(most_nodes=5))
 def test_scores_are_the_costs_of_the_programs(network):
     assert_score_is_the_cost(network, "numpy")

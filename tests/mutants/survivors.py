@@ -65,9 +65,6 @@ SURVIVORS: dict[str, str] = {
     "planner/partition.py:_exposed:NumberReplacer:00ff00f4": (
         "equivalent in what is found: only pairs of gradients have two results; what reads gradients is not asked"
     ),
-    "planner/search/dynamic.py:Search._peaks:ReplaceBinaryOperator_Add_BitOr:007872e9": (
-        "a gap: a peak is taken for less where the bits of two sums of bytes overlap; no test draws it"
-    ),
     "planner/search/dynamic.py:Search.products:ReplaceBinaryOperator_BitOr_RShift:00198903": (
         "an effort only but for rare sizes: the bound by which products are left out is weaker"
     ),
