@@ -328,7 +328,7 @@ def test_torch_peaks():
         options = {n: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
         peaks = torch_peaks(problem.spec, operands, options)
         for into, (measured, predicted, program) in zip((forward, backward), peaks, strict=False):
-            # What ends as a broadcast is a view in torch; the plan counts it whole, for who writes to it needs that.
+            # What is only broadcast is a view in torch; the plan counts it whole.
             if any(step.choice.lowering == "broadcast" for step in program.steps):
                 assert measured <= predicted + 256, (problem, program)
             elif predicted > 10**4:
