@@ -9,13 +9,13 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
+from planner.api import INDEX_MODES
 from planner.testing.problem import DTYPES, Array, small_integers, strided_view
 from planner.testing.reference import exact_range
 from planner.testing.strategy_tools import check_flag, check_names, check_range, check_shape, sampled
 
-__all__ = ["INDEX_DTYPES", "INDEX_MODES", "indices", "operands"]
+__all__ = ["INDEX_DTYPES", "indices", "operands"]
 
-INDEX_MODES = ("raise", "drop", "clip")
 INDEX_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
 
 # Of longer index arrays a seed is drawn, not each element.

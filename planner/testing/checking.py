@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Verbosity, given, settings
 from hypothesis.errors import FailedHealthCheck, Flaky, Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
-from planner.api import check_index_mode
+from planner.api import INDEX_MODES, check_index_mode
 from planner.dispatch import load_backend
 from planner.errors import PlannerError
 from planner.parse import parse
@@ -344,7 +344,7 @@ def _problems(
     subject: Subject,
 ) -> SearchStrategy[Problem]:  # fmt: skip
     """The problems on which a law is tried."""
-    every = ("raise", "drop", "clip") if subject.implementation is None else ("raise",)
+    every = INDEX_MODES if subject.implementation is None else ("raise",)
     chosen: dict[str, Any] = {
         "strided": False, "dtypes": dtypes, "max_value": 1 if {"float16", "bfloat16"} & {*dtypes} else 3,
         "index_modes": every if modes is None else modes, **law.draws,

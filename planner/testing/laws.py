@@ -282,7 +282,7 @@ def agreement(engines: Sequence[Engine], problem: Problem) -> None:
     """All frameworks give the same values and, of real dtypes, gradients: of complex ones torch conjugates them."""
     wanted, spec = problem.wanted, problem.resolved()
     real = not any(d.startswith("complex") for d in problem.dtypes)
-    seen: dict[str, tuple[str, Array]] = {}
+    seen: dict[int | None, tuple[str, Array]] = {}
     for engine in engines:
 
         def script(engine: Engine = engine) -> str:
@@ -290,18 +290,18 @@ def agreement(engines: Sequence[Engine], problem: Problem) -> None:
 
         with engine.context(problem), raising(problem, script):
             call, operands, arrays = Subject().call(problem), engine.operands(problem), engine.indices(problem)
-            found = {"the result": call(operands, arrays)}
+            found: dict[int | None, Any] = {None: call(operands, arrays)}  # the gradients by number, and the result
             if engine.differentiates and wanted and real:
                 given = engine.gradients(call, operands, arrays, wanted, engine.array(problem.output_gradient()))
-                found |= {f"gradient {number}": x for number, x in zip(wanted, given, strict=True)}
-            for what, x in found.items():
+                found |= dict(zip(wanted, given, strict=True))
+            for number, x in found.items():
                 array = engine.described(x)[0]
-                name, other = seen.setdefault(what, (engine.name, array))
-                number = int(what.rpartition(" ")[2]) if what != "the result" else None
+                name, other = seen.setdefault(number, (engine.name, array))
                 term = spec.output if number is None else spec.inputs[number]
                 if array.shape != other.shape or not _close(problem, terms_of(spec, term), number, array, other):
                     make = scripts.of_values if number is None else scripts.of_gradients
                     both_scripts = [f"# {n}\n{make(n, problem, Subject(), {})}" for n in (name, engine.name)]
+                    what = "the result" if number is None else f"gradient {number}"
                     text = f"{what} differs between {name} and {engine.name}"
                     raise Broken(
                         problem, text, f"{engine.name}: {array!r}", f"{name}: {other!r}", "\n".join(both_scripts)

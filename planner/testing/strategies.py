@@ -28,11 +28,12 @@ from hypothesis import reject
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
+from planner.api import INDEX_MODES
 from planner.errors import PlannerError
 from planner.parse import parse
 from planner.resolve import resolve
 from planner.spec import ELLIPSIS, Gather, Spec
-from planner.testing.array_strategies import INDEX_MODES, indices, operands
+from planner.testing.array_strategies import indices, operands
 from planner.testing.drawn_specs import (
     FEATURES,
     MOST_AXES,
