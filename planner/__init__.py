@@ -8,10 +8,11 @@ Example:
 """
 
 from planner.api import contract, plan
-from planner.cost import Cost, PlanCost
-from planner.derive import batched, transpose
-from planner.device import Device
-from planner.errors import (
+from planner.cost.device import Device
+from planner.cost.figures import Cost, PlanCost
+from planner.groups import group
+from planner.language.derive import batched, transpose
+from planner.language.errors import (
     IndexRangeError,
     PlannerError,
     PlannerLimitError,
@@ -20,10 +21,9 @@ from planner.errors import (
     ShapeError,
     SpecError,
 )
-from planner.groups import group
-from planner.plan import Plan
-from planner.resolve import resolve
-from planner.spec import Gather, Operand, Spec
+from planner.language.resolve import resolve
+from planner.language.spec import Gather, Operand, Spec
+from planner.program.plan import Plan
 from planner.tradeoff import Tradeoff, tradeoff
 
 __version__ = "0.1.0"

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from planner.acceptance import accepted
-from planner.cost import ITEMSIZES, itemsize
-from planner.device import Device
-from planner.dispatch import for_dynamo, framework_of, load_backend, operands_framework, torch_compiles
-from planner.errors import PlannerError, PlannerTypeError, ShapeError
-from planner.measure import measured
-from planner.parse import parse, parse_sublists
-from planner.plan import Options, Plan
-from planner.planning import make_plan
-from planner.resolve import cut, resolve_shapes, shape_of
+from planner.cost.device import Device
+from planner.cost.figures import ITEMSIZES, itemsize
+from planner.language.errors import PlannerError, PlannerTypeError, ShapeError
+from planner.language.parse import parse, parse_sublists
+from planner.language.resolve import cut, resolve_shapes, shape_of
+from planner.language.spec import Operand, Spec
+from planner.program.frameworks import for_dynamo, framework_of, load_backend, operands_framework, torch_compiles
+from planner.program.plan import Options, Plan
+from planner.search.choose import make_plan
 from planner.search.paths import explicit_path
-from planner.spec import Operand, Spec
+from planner.search.verify import accepted
+from planner.tune.autotune import measured
 
 if TYPE_CHECKING:
-    from planner.backends.protocol import Backend
+    from planner.program.implementations import Backend
 
 __all__ = ["contract", "plan"]
 
@@ -120,7 +120,7 @@ def contract(
         PlannerError: frameworks are mixed, an index array is not of integers, or an option has no such value.
 
     Source:
-        The notation is that of numpy's einsum; why an index array may stand anywhere in it: `planner.derive`.
+        The notation is that of numpy's einsum; why an index array may stand anywhere in it: `planner.language.derive`.
     """
     asked = (spec, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, precision)
     if torch_compiles():

@@ -6,8 +6,8 @@ import operator
 from typing import Any
 
 from planner.api import check_index_mode
-from planner.dispatch import for_dynamo, framework_of, load_backend, torch_compiles
-from planner.errors import PlannerError
+from planner.language.errors import PlannerError
+from planner.program.frameworks import for_dynamo, framework_of, load_backend, torch_compiles
 
 __all__ = ["group"]
 

@@ -6,17 +6,17 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from planner.acceptance import fitting
-from planner.alternatives import alternatives
 from planner.api import parse_bytes, plan
-from planner.cost import PlanCost
-from planner.device import Device
-from planner.errors import PlannerError, PlannerLimitError
-from planner.objective import OBJECTIVES
-from planner.plan import Plan
-from planner.problem import SEARCHES
-from planner.resolve import cut
-from planner.show.text import bytes_text, count_text, seconds_text, table_lines
+from planner.cost.device import Device
+from planner.cost.figures import PlanCost
+from planner.cost.objective import OBJECTIVES
+from planner.inspect.text import bytes_text, count_text, seconds_text, table_lines
+from planner.language.errors import PlannerError, PlannerLimitError
+from planner.language.resolve import cut
+from planner.program.plan import Plan
+from planner.search.alternatives import alternatives
+from planner.search.space import SEARCHES
+from planner.search.verify import fitting
 
 __all__ = ["Tradeoff", "tradeoff"]
 

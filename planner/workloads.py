@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from planner.parse import parse
-from planner.spec import Gather, Spec, Term
+from planner.language.parse import parse
+from planner.language.spec import Gather, Spec, Term
 
 __all__ = ["WORKLOADS", "Framework", "Skew", "View", "Workload", "skewed_rows", "to_framework"]
 

@@ -1,7 +1,7 @@
 """The search's judge: every tree there is, by plain recursion, and what each costs.
 
 Only the *legal steps* are `Network`'s own, since they define the space; no tree is dropped for being worse than
-another, and each is priced whole, through `planner.program.build`.
+another, and each is priced whole, through `planner.program.program.build`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.cost import Cost, PlanCost
-from planner.lower import Op
-from planner.network import Network, Status, Value
-from planner.problem import Problem
-from planner.program import Leaf, Lowerer, Node, Tree
+from planner.cost.figures import Cost, PlanCost
+from planner.program.ops import Op
+from planner.program.program import Leaf, Lowerer, Node, Tree
+from planner.search.network import Network, Status, Value
+from planner.search.space import Problem
 
 
 @dataclass(frozen=True)

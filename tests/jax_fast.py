@@ -11,7 +11,7 @@ import functools
 
 import jax
 
-from planner.backends import jax_step
+from planner.backends.jax import step as jax_step
 
 
 def _known(**options):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from planner.kernels.jax_grouping import group_rows
+from planner.kernels.grouping.jax_grouping import group_rows
 
 __all__ = ["EXPORTED", "PROBLEM", "hold", "largest_tensor", "recorded_races"]
 

@@ -177,7 +177,7 @@ def others() -> dict[str, Any]:
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     import planner
-    from planner.backends import jax_partition
+    from planner.backends.jax import partition as jax_partition
 
     def limit() -> int:
         return int(jax.config.jax_traceback_in_locations_limit)

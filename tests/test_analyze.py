@@ -13,10 +13,11 @@ from hypothesis import assume, example, given, settings
 from laws import exact_problems
 
 import planner
-from planner.analyze import Analysis, AnalyzedStep, Figures
 from planner.cli import main
-from planner.dispatch import load_backend
-from planner.testing import Problem, measure
+from planner.inspect import memory as measure
+from planner.inspect.analyze import Analysis, AnalyzedStep, Figures
+from planner.program.frameworks import load_backend
+from planner.testing import Problem
 from planner.workloads import WORKLOADS, to_framework
 
 FRAMEWORKS = [name for name in ("torch", "jax", "numpy") if name in installed_frameworks()]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.cache import cache_folder, replace_file
+from planner.cost.files import cache_folder, replace_file
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 import planner
-from planner import calibrate, predictions, rates
-from planner.device import CPU, GPU, PRESETS, gpu_preset
-from planner.slicing import looped
+from planner.cost import rates
+from planner.cost.device import CPU, GPU, PRESETS, gpu_preset
+from planner.search.slicing import looped
+from planner.tune import calibrate, predictions
 
 ROOT = Path(__file__).parent.parent
 KEY = rates.Key("a processor, 2 threads", "numpy", "2.0", "cpu")
@@ -122,8 +123,8 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(folder, monkeypatch
 
 WRITER = """
 import dataclasses, sys
-from planner import rates
-from planner.device import CPU
+from planner.cost import rates
+from planner.cost.device import CPU
 key = rates.Key("a processor, 2 threads", "numpy", "2.0", "cpu")
 for _ in range(100):
     rates.write(dataclasses.replace(CPU, source=sys.argv[1] * 150), key)
@@ -186,7 +187,7 @@ def test_a_larger_problem_is_never_predicted_faster(name):
     device = planner.Device.preset(name)
     for backend in ("numpy", "torch", "jax"):
         try:
-            table = planner.dispatch.load_backend(backend).table
+            table = planner.program.frameworks.load_backend(backend).table
         except planner.PlannerError:
             continue
         for text, shapes, index in (
@@ -204,7 +205,7 @@ def test_a_larger_problem_is_never_predicted_faster(name):
                     spec = planner.resolve(text, (k, j), q=(size,))
                 else:
                     spec = planner.resolve(text, (size, j), sizes={"q": k}, q=(size,))
-                for choice in table.choices(planner.lower.Op(spec, "float32"), device):
+                for choice in table.choices(planner.program.ops.Op(spec, "float32"), device):
                     cost = choice.cost.picoseconds
                     assert cost >= last.get(choice.lowering, 0), (text, size, choice.lowering)
                     last[choice.lowering] = cost

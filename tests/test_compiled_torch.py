@@ -17,8 +17,8 @@ from planner.workloads import WORKLOADS
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from planner.backends import torch_operators  # noqa: E402
-from planner.backends.torch_bound import BoundPlan  # noqa: E402
+from planner.backends.torch import operators as torch_operators  # noqa: E402
+from planner.backends.torch.bound import BoundPlan  # noqa: E402
 
 SPEC = "nij, q[n]jk -> nik"
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
-from planner.derive import summable, summed
-from planner.parse import parse
-from planner.resolve import resolve_shapes
+from planner.language.derive import summable, summed
+from planner.language.parse import parse
+from planner.language.resolve import resolve_shapes
 from planner.testing import problems, reference
 from planner.testing.reference import reference_gradients
 

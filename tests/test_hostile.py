@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import planner
-from planner.dispatch import load_backend
-from planner.spec import is_letter
+from planner.language.spec import is_letter
+from planner.program.frameworks import load_backend
 
 # -- size ------------------------------------------------------------------------------------------------
 
@@ -57,7 +57,7 @@ def test_hostile_sizes_end_in_time_and_memory(name):
     program = textwrap.dedent(f"""
         import resource, time
         import planner
-        from planner.spec import unused_letters
+        from planner.language.spec import unused_letters
         planner.plan("ij,jk->ik", (2, 2), (2, 2), backend="numpy")
         L = unused_letters((), 50_000)
         resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
@@ -254,7 +254,7 @@ def test_unknown_index_modes_are_refused_alike(index_mode):
 @pytest.mark.parametrize("name", ["numpy", "torch", "jax"])
 def test_backends_are_held_to_the_protocol(name):
     pytest.importorskip(name, reason=f"{name} is not installed")
-    from planner.backends.protocol import Backend
+    from planner.program.implementations import Backend
 
     asked = {asked for asked in vars(Backend) if not asked.startswith("_")} | {"name", "table"}
     assert asked == {

@@ -15,7 +15,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FRAMEWORKS = ("torch", "jax", "jaxlib", "triton")
 # Only these may be loaded late by name: the way to a backend and to a framework's kernels.
-BY_NAME = ("planner/dispatch.py",)
+BY_NAME = ("planner/program/frameworks.py",)
 BANNED_CALLS = {"eval", "exec", "__import__"}
 BANNED_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}
 
@@ -99,13 +99,13 @@ def violations(path: pathlib.Path, tree: ast.Module) -> list[str]:
     for line, name in _imports(tree):
         if layer == "planner" and _within(name, "planner.backends", "planner.kernels"):
             # The protocol is a type that planner's signatures may name; it loads nothing. Dynamo reads statements only.
-            named = name == "planner.backends.protocol" and line in typing_only
-            read = (where, name) == ("planner/dispatch.py", "planner.backends.torch_dynamo")
+            named = name == "planner.program.implementations" and line in typing_only
+            read = (where, name) == ("planner/program/frameworks.py", "planner.backends.torch.dynamo")
             if not (named or read):
                 bad.append(f"{where}:{line} imports {name}: planner reaches a backend by name only, in dispatch")
         elif layer == "kernels" and _within(name, "planner"):
-            if not _within(name, "planner.kernels", "planner.errors"):
-                bad.append(f"{where}:{line} imports {name}: kernels know planner.kernels and planner.errors")
+            if not _within(name, "planner.kernels", "planner.language.errors"):
+                bad.append(f"{where}:{line} imports {name}: kernels know planner.kernels and planner.language.errors")
         elif _within(name, "backends", "kernels"):
             bad.append(f"{where}:{line} imports {name}: the import name is planner.{name}")
     if layer == "planner":
@@ -163,11 +163,11 @@ def test_tests_unpickle_and_evaluate_nothing():
         ("planner/tree.py", "if TYPE_CHECKING:\n    from planner.backends import torch_backend", True),
         ("planner/tree.py", "from planner import spec", False),
         ("kernels/grouping.py", "from planner import spec", True),
-        ("kernels/grouping.py", "from planner.errors import IndexRangeError", False),
-        ("kernels/grouping.py", "import planner.backends.torch_backend", True),
+        ("kernels/grouping.py", "from planner.language.errors import IndexRangeError", False),
+        ("kernels/grouping.py", "import planner.backends.torch.backend", True),
         ("kernels/grouping.py", "import torch", False),
-        ("backends/torch_backend.py", "from planner.kernels import grouping", False),
-        ("backends/torch_backend.py", "from kernels import grouping", True),
+        ("backends/torch/backend.py", "from planner.kernels import grouping", False),
+        ("backends/torch/backend.py", "from kernels import grouping", True),
     ],
 )
 def test_the_direction_test_can_fail(where, source, expected, monkeypatch):

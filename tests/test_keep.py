@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from laws import Floors, exact_problems
 
 import planner
-from planner.objective import step_key
-from planner.problem import Problem
-from planner.program import Lowerer
-from planner.testing import measure
+from planner.cost.objective import step_key
+from planner.inspect import memory as measure
+from planner.program.program import Lowerer
+from planner.search.space import Problem
 
 
 def with_kept(plan, random):

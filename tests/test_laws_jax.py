@@ -25,8 +25,8 @@ from laws import (
 )
 
 import planner
-from planner.backends.jax_index import normalised
-from planner.spec import Gather, Spec
+from planner.backends.jax.index import normalised
+from planner.language.spec import Gather, Spec
 from planner.testing import Problem
 from planner.testing.reference import reference, reference_gradients
 from planner.workloads import WORKLOADS
@@ -42,7 +42,7 @@ from jax_fast import jit  # noqa: E402
 def compiled_in_a_hurry(request, monkeypatch):
     """Steps of eager calls; but as users compile them in the nightly run, and where a test is marked."""
     if PROFILE == "ci" and not request.node.get_closest_marker("compiled_as_by_users"):
-        monkeypatch.setattr("planner.backends.jax_step.compiled", jax_fast.compiled)
+        monkeypatch.setattr("planner.backends.jax.step.compiled", jax_fast.compiled)
 
 
 def x64(problem):
@@ -614,8 +614,8 @@ def test_calls_repeat_bitwise(spec, shapes, sizes):
 
 
 def test_the_grouped_kernels_run(monkeypatch):
-    from planner.backends.jax_backend import backend
-    from planner.testing.measure import jax_temp_bytes
+    from planner.backends.jax.backend import backend
+    from planner.inspect.memory import jax_temp_bytes
 
     calls = []
     for name in ("grouped matmul", "both grouped gradients"):
@@ -658,10 +658,10 @@ def test_the_grouped_kernels_run(monkeypatch):
 )
 def test_what_is_multiplied_and_summed_equals_the_product(groups, dtype, seed, shuffler):
     """Vectors times matrices in any order of axes: the row runs just where XLA's product would copy."""
-    from planner.backends.jax_backend import backend
-    from planner.backends.jax_products import reordered
-    from planner.device import CPU
-    from planner.lower import Op
+    from planner.backends.jax.backend import backend
+    from planner.backends.jax.products import reordered
+    from planner.cost.device import CPU
+    from planner.program.ops import Op
 
     names = dict(zip("abcde", groups, strict=False))
     small = [e for e, group in names.items() if group != "left"]
@@ -701,7 +701,7 @@ def test_what_is_multiplied_and_summed_equals_the_product(groups, dtype, seed, s
     ],
 )
 def test_xla_copies_of_a_product_what_is_predicted(spec, shapes, copied):
-    from planner.testing.measure import jax_temp_bytes
+    from planner.inspect.memory import jax_temp_bytes
 
     operands = [jnp.ones(shape) for shape in shapes]
     plan = planner.plan(spec, *operands, device="cpu")
@@ -726,7 +726,7 @@ def test_xla_copies_of_a_product_what_is_predicted(spec, shapes, copied):
 )
 def test_xla_copies_of_other_steps_what_is_predicted(spec, shapes, options, copied):
     """But for the index array in range, and some bytes for the counters of loops."""
-    from planner.testing.measure import jax_temp_bytes
+    from planner.inspect.memory import jax_temp_bytes
 
     operands = [jnp.ones(shape) for shape in shapes]
     indices = {name: jnp.zeros(2000, jnp.int32) for name in options if f"{name}[" in spec}
@@ -762,7 +762,7 @@ def test_products_of_nothing_are_planned_and_run():
     [("ikj, kj -> ik", ((50, 200, 10), (200, 10))), ("jk, ijkl -> il", ((20, 30), (10, 20, 30, 40)))],
 )
 def test_a_vector_in_the_middle_is_no_copy_in_xla(spec, shapes):
-    from planner.testing.measure import jax_temp_bytes
+    from planner.inspect.memory import jax_temp_bytes
 
     operands = [jnp.ones(shape) for shape in shapes]
     plan = planner.plan(spec, *operands, device="cpu")

@@ -21,8 +21,8 @@ from laws import (
 )
 
 import planner
-from planner.backends.common import prepare_numpy
-from planner.spec import Gather
+from planner.backends.common.common import prepare_numpy
+from planner.language.spec import Gather
 from planner.testing.reference import reference
 
 

@@ -26,16 +26,16 @@ from laws import (
 )
 
 import planner
-from planner.device import H200
-from planner.lower import Op
+from planner.cost.device import H200
+from planner.inspect.memory import torch_counts
+from planner.program.ops import Op
 from planner.testing import Problem
-from planner.testing.measure import torch_counts
 from planner.testing.reference import reference, reference_gradients
 from planner.workloads import WORKLOADS
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from planner.backends.torch_bound import BoundPlan  # noqa: E402
+from planner.backends.torch.bound import BoundPlan  # noqa: E402
 
 
 def to_torch(array, dtype=None):
@@ -220,8 +220,8 @@ def test_every_lowering_agrees():
 
     Rows for a card are interpreted here, on the CPU's tensors.
     """
-    from planner.backends.torch_backend import backend
-    from planner.backends.torch_bound import BoundPlan
+    from planner.backends.torch.backend import backend
+    from planner.backends.torch.bound import BoundPlan
 
     # Variants and what takes bfloat16 alone are run by tests/kernels.
     apart = {name for name, row in backend.table.rows.items() if row.variant_of or name.endswith("grouped_mm")}
@@ -913,8 +913,8 @@ def test_calls_repeat_bitwise(spec, shapes, sizes):
 
 
 def test_the_grouped_kernels_run(monkeypatch):
-    from planner.backends.torch_backend import backend
-    from planner.testing.measure import torch_memory
+    from planner.backends.torch.backend import backend
+    from planner.inspect.memory import torch_memory
 
     calls = []
     for name in ("grouped matmul", "both grouped gradients"):

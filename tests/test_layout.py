@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from laws import Floors, exact_problems, in_other_strides
 
 import planner
-from planner.device import CPU
-from planner.dispatch import load_backend
-from planner.layout import Layout, flattens, layout_of, neighbours, permuted, strides_in, without
-from planner.lower import Op
-from planner.spec import Operand, Spec
+from planner.cost.device import CPU
+from planner.cost.layout import Layout, flattens, layout_of, neighbours, permuted, strides_in, without
+from planner.inspect.memory import torch_memory
+from planner.language.spec import Operand, Spec
+from planner.program.frameworks import load_backend
+from planner.program.ops import Op
 from planner.testing import Problem
-from planner.testing.measure import torch_memory
 from planner.workloads import WORKLOADS
 
 

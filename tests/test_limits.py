@@ -13,9 +13,9 @@ from laws import Floors, exact_problems, in_other_strides, repeating
 from test_memory import PLAIN, scaled
 
 import planner
-from planner import acceptance
+from planner.inspect.memory import jax_compiled, jax_retained, torch_backward_memory, torch_memory
+from planner.search import verify as acceptance
 from planner.testing import Problem
-from planner.testing.measure import jax_compiled, jax_retained, torch_backward_memory, torch_memory
 
 SHAPES = {"min_operands": 2, "max_operands": 4, "max_axes": 4, "max_size": 6, "without": ("size zero", "scalar")}
 PROBLEMS = st.one_of(exact_problems(**SHAPES, gathers=True), exact_problems(**SHAPES))
@@ -201,7 +201,7 @@ def test_xla_plans_no_more_than_the_limit():
 def test_a_plan_that_compiles_to_more_than_it_seems_gives_way(monkeypatch):
     """Where XLA takes twice what was predicted, a plan of half the peak is taken; the error names what holds."""
     pytest.importorskip("jax", reason="jax is not installed")
-    backend = planner.dispatch.load_backend("jax")
+    backend = planner.program.frameworks.load_backend("jax")
     monkeypatch.setattr(type(backend), "compiled_bytes", lambda self, plan: 2 * plan.cost.peak_bytes)
     sizes = [planner.Operand((64, 64), requires_grad=True) for _ in range(5)]
 
@@ -273,7 +273,7 @@ def test_what_is_kept_counts_in_the_forward_program():
 @pytest.mark.parametrize("at", ["search", "compile"])
 def test_ctrl_c_ends_the_search_for_what_fits(monkeypatch, at):
     pytest.importorskip("jax", reason="jax is not installed")
-    backend = planner.dispatch.load_backend("jax")
+    backend = planner.program.frameworks.load_backend("jax")
     sizes = [planner.Operand((16, 16), requires_grad=True) for _ in range(3)]
     plan = planner.plan("ab,bc,cd->ad", *sizes, backend="jax")
     seen = []
@@ -308,7 +308,7 @@ def test_other_plans_do_not_carry_what_was_compiled_of_this_one():
     assert plan.compiled_bytes is not None
     assert all(other.plan.compiled_bytes is None for other in plan.alternatives(9))
     for other in acceptance.fitting(other.plan for other in plan.alternatives(9)):
-        assert other.compiled_bytes == planner.dispatch.load_backend("jax").compiled_bytes(other) <= 10**6
+        assert other.compiled_bytes == planner.program.frameworks.load_backend("jax").compiled_bytes(other) <= 10**6
 
 
 def test_inside_jit_grad_and_vmap_a_limit_is_planned_with():

@@ -12,12 +12,12 @@ from laws import Floors, assert_equal, exact_problems
 
 import planner
 from planner import Operand, PlannerLimitError
-from planner.cost import Cost
-from planner.derive import sliced
-from planner.loops import covers, parts, slice_counts
-from planner.measure import candidates
-from planner.slicing import can_be_cut, looped, worth_cutting
+from planner.cost.figures import Cost
+from planner.language.derive import sliced
+from planner.program.loops import covers, parts, slice_counts
+from planner.search.slicing import can_be_cut, looped, worth_cutting
 from planner.testing.reference import reference, reference_gradients
+from planner.tune.autotune import candidates
 from planner.workloads import WORKLOADS
 
 # Index arrays in range, scalars of checks: beyond the plan's own values.
@@ -94,7 +94,7 @@ def test_numpy_values():
 
 def test_torch_values_gradients_and_memory():
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    from planner.testing.measure import torch_memory
+    from planner.inspect.memory import torch_memory
 
     floors = Floors()
 
@@ -128,7 +128,7 @@ def test_torch_values_gradients_and_memory():
 
 def test_jax_values_and_gradients():
     jax = pytest.importorskip("jax", reason="jax is not installed")
-    from planner.testing.measure import jax_retained
+    from planner.inspect.memory import jax_retained
 
     floors = Floors()
 
@@ -161,7 +161,7 @@ def test_jax_values_and_gradients():
 def test_jax_slices_are_arrays_that_count(axes):
     """XLA cuts each slice out of its operand before a product reads it; one to be transposed it cuts in that order."""
     jax = pytest.importorskip("jax", reason="jax is not installed")
-    from planner.testing.measure import jax_compiled
+    from planner.inspect.memory import jax_compiled
 
     operands = [jax.numpy.ones(shape, "float32") for shape in ((8, 128, 64), (8, 64, 96))]
     plan = looped(planner.plan("ijk, ikl -> jl", *operands), axes)
@@ -274,7 +274,7 @@ def test_a_loop_goes_to_json_and_back_and_runs():
 def test_the_clique_is_sliced_where_that_is_fastest():
     """Six matrices of 256 x 256, whose pairwise contraction builds 17 GB."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    from planner.testing.measure import torch_backward_memory, torch_memory
+    from planner.inspect.memory import torch_backward_memory, torch_memory
 
     seeded = torch.Generator().manual_seed(0)
     operands = [torch.randint(-2, 3, (256, 256), generator=seeded).float() for _ in range(6)]
@@ -297,7 +297,7 @@ def test_the_clique_is_sliced_where_that_is_fastest():
 def test_the_clique_runs_with_gradients_where_its_pairwise_intermediate_is_vast():
     """Nightly 1024 x 1024: n^4 elements are 4 TB, and without a limit the fastest plan takes 21 GB."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    from planner.testing.measure import torch_backward_memory
+    from planner.inspect.memory import torch_backward_memory
 
     n = examples(200, 1024)
     seeded = torch.Generator().manual_seed(0)

@@ -3,9 +3,9 @@
 import pytest
 
 import planner
-from planner.device import CPU
-from planner.dispatch import load_backend
-from planner.lower import GroupedForm, Op, grouped_form, inner_product, pooled_form, product_form
+from planner.cost.device import CPU
+from planner.program.frameworks import load_backend
+from planner.program.ops import GroupedForm, Op, grouped_form, inner_product, pooled_form, product_form
 
 
 @pytest.mark.parametrize(

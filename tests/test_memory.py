@@ -10,9 +10,10 @@ from hypothesis import assume, example, given, settings
 from laws import Floors, exact_problems, pick
 
 import planner
-from planner.parse import parse
-from planner.spec import Gather
-from planner.testing import Problem, measure
+from planner.inspect import memory as measure
+from planner.language.parse import parse
+from planner.language.spec import Gather
+from planner.testing import Problem
 from planner.workloads import WORKLOADS
 
 # Sizes at which the arrays hold megabytes, so that the few hundred bytes which a framework adds do not count.
@@ -461,7 +462,7 @@ def test_numpy_peaks():
 def test_a_vector_times_matrices_with_the_batch_innermost(objective):
     """Whichever row runs, its copy or its product is in the predicted peak."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    from planner.testing.measure import torch_memory
+    from planner.inspect.memory import torch_memory
 
     x, y = torch.ones(64, 32, 64), torch.ones(32, 64)
     plan = planner.plan("ijk, jk -> ik", x, y, minimize=objective)

@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from laws import assert_equal, exact_problems
 
 import planner
-from planner import measure, remember
-from planner.backends import protocol
-from planner.objective import plan_key
-from planner.serial import encode
-from planner.slicing import looped
+from planner.cost.objective import plan_key
+from planner.program import implementations as protocol
+from planner.program.serial import encode
+from planner.search.slicing import looped
+from planner.tune import autotune as measure
+from planner.tune import store as remember
 
 ROOT = Path(__file__).parent.parent
 # Three paths and two implementations of the take differ: there is something to time.
@@ -289,7 +290,7 @@ def test_nothing_but_whole_entries_is_left(cache, monkeypatch):
 WRITER = """
 import sys, warnings
 warnings.simplefilter("error")
-from planner.remember import recall, remember
+from planner.tune.store import recall, remember
 key, big = {"entry": 1}, list(range(20_000))
 for number in range(60):
     remember("race", key, {"by": sys.argv[1], "number": number, "big": big})
@@ -499,7 +500,7 @@ def test_tiles_are_timed_step_by_step_and_remembered(monkeypatch, on_card):
 def test_calls_follow_what_is_asked_of_torch():
     """A plan with tiles that were measured serves no call that asks for pinned ones."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    backend, x = planner.dispatch.load_backend("torch"), torch.ones(2)
+    backend, x = planner.program.frameworks.load_backend("torch"), torch.ones(2)
     before = backend.signature([x], {})
     torch.use_deterministic_algorithms(True)
     try:
@@ -511,7 +512,7 @@ def test_calls_follow_what_is_asked_of_torch():
 def test_a_tiling_that_fails_is_left_out(monkeypatch, on_card):
     """One that takes more of a card than there is, say."""
     planned, *_ = on_card
-    rows = planner.dispatch.load_backend("torch").table.rows
+    rows = planner.program.frameworks.load_backend("torch").table.rows
 
     def fails(*_):
         raise Exception("out of resources: shared memory")  # noqa: TRY002  # Triton's errors are no RuntimeErrors

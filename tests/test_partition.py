@@ -1,7 +1,7 @@
 """What a step's arrays, placed on several devices, make it split. That the parts add up is `test_sharding_jax.py`."""
 
 import planner
-from planner.partition import divided, divisible
+from planner.language.split import divided, divisible
 
 SPEC = planner.resolve("ij, jk -> ik", (64, 8), (8, 2))
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 import planner
 from planner.api import dtype_name
-from planner.backends.stock_rows import short_run_seconds
-from planner.objective import OBJECTIVES, plan_key
-from planner.show.text import count_text
-from planner.slicing import worth_cutting
-from planner.spec import Spec
+from planner.backends.common.stock_rows import short_run_seconds
+from planner.cost.objective import OBJECTIVES, plan_key
+from planner.inspect.text import count_text
+from planner.language.spec import Spec
+from planner.search.slicing import worth_cutting
 from planner.testing import problems
 from planner.workloads import WORKLOADS
 
@@ -495,7 +495,7 @@ def test_each_implementation_has_a_cost_or_a_refusal(device):
     operands = planner.Operand((90, 1, 8), requires_grad=True), planner.Operand((7, 8, 8), requires_grad=True)
     plan = planner.plan("nij, q[n]jk -> nik", *operands, q=(90,), backend="torch", device=device)
     assert len(plan.implementations()) == len(plan.steps) >= 2
-    table = planner.dispatch.load_backend("torch").table
+    table = planner.program.frameworks.load_backend("torch").table
     rows = {name: row for name, row in table.rows.items() if not row.variant_of}
     for step, ways in zip(plan.steps, plan.implementations(), strict=True):
         assert [way.name for way in ways if way.chosen] == [step.choice.lowering] == [ways[0].name]
@@ -622,7 +622,7 @@ def test_within_a_limit_only_the_step_that_is_near_it_is_lean():
 
 def test_a_plan_is_bound_once(monkeypatch):
     """What JAX compiles for a loop is kept with the function that runs it; another x64 mode or autocast binds anew."""
-    backend = planner.dispatch.load_backend("numpy")
+    backend = planner.program.frameworks.load_backend("numpy")
     plan = planner.plan("ij,jk->ik", (2, 3), (3, 2), backend="numpy")
     bound, bind = [], type(backend).bind
     monkeypatch.setattr(type(backend), "bind", lambda self, plan: bound.append(plan) or bind(self, plan))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import planner
-from planner.derive import transpose
-from planner.device import CPU, H100, TPU_V5E
-from planner.dispatch import load_backend
-from planner.lower import Op
+from planner.cost.device import CPU, H100, TPU_V5E
+from planner.language.derive import transpose
+from planner.program.frameworks import load_backend
+from planner.program.ops import Op
 
 GOLDEN = Path(__file__).parent / "golden"
 MACHINES = {"numpy": (CPU,), "torch": (CPU, H100), "jax": (CPU, H100, TPU_V5E)}

@@ -8,7 +8,7 @@ from conftest import examples
 from hypothesis import given, settings
 
 import planner
-from planner.resolve import cut, resolve_shapes
+from planner.language.resolve import cut, resolve_shapes
 from planner.testing import problems
 
 

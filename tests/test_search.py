@@ -21,16 +21,16 @@ from hypothesis import strategies as st
 from laws import Floors
 
 import planner
-from planner.cost import itemsize
-from planner.device import CPU
-from planner.objective import OBJECTIVES, step_key
-from planner.problem import AUTO_WORK, MOST_TRIED, Problem
-from planner.problem import problem_of as problem_of_plan
-from planner.program import Leaf, Lowerer
-from planner.resolve import resolve_shapes
+from planner.cost.device import CPU
+from planner.cost.figures import itemsize
+from planner.cost.objective import OBJECTIVES, step_key
+from planner.language.resolve import resolve_shapes
+from planner.language.spec import unused_letters
+from planner.program.program import Leaf, Lowerer
 from planner.search.dynamic import Peaks, Search, Way
 from planner.search.paths import splits_of
-from planner.spec import unused_letters
+from planner.search.space import AUTO_WORK, MOST_TRIED, Problem
+from planner.search.space import problem_of as problem_of_plan
 from planner.testing import problems
 
 MOST_TREES = examples(600, 20_000)  # that a random network may have, orders of evaluation included
@@ -82,7 +82,7 @@ def networks(draw, most_nodes=6, sizes=(1, 2, 3, 5, 8, 13, 40), most_letters=6):
 
 
 # Brute force knows trees and what they keep; a loop over slices may do what none of them does.
-WITHOUT_LOOPS = mock.patch("planner.planning.loop_candidates", return_value=())
+WITHOUT_LOOPS = mock.patch("planner.search.choose.loop_candidates", return_value=())
 
 
 def problem_of(network, backend):

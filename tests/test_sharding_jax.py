@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import planner
-from planner.derive import transpose
-from planner.partition import divided, divisible, local_spec, missing
-from planner.spec import Gather
+from planner.language.derive import transpose
+from planner.language.spec import Gather
+from planner.language.split import divided, divisible, local_spec, missing
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from sharded_cases import cases

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import planner
-from planner.dispatch import load_backend
+from planner.program.frameworks import load_backend
 
 
 def all_differ(backend, calls):

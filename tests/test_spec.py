@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
-from planner.parse import parse, parse_sublists
-from planner.spec import ELLIPSIS, Gather, Spec, is_letter, unused_letters
+from planner.language.parse import parse, parse_sublists
+from planner.language.spec import ELLIPSIS, Gather, Spec, is_letter, unused_letters
 from planner.testing import specs
 
 

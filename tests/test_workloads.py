@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import installed_frameworks
 
-from planner.spec import Gather
+from planner.language.spec import Gather
 from planner.workloads import WORKLOADS, skewed_rows
 
 NAMED = [

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from planner.alternatives import alternatives
 from planner.bench.timing import Result, Settings, equal, seconds_in_peace
 from planner.demo.runs import PAUSE_SECONDS
 from planner.demo.ways import OURS, Framework
-from planner.dispatch import load_backend
-from planner.measure import block_seconds
-from planner.plan import Plan
-from planner.program import Program, Step
+from planner.program.frameworks import load_backend
+from planner.program.plan import Plan
+from planner.program.program import Program, Step
+from planner.search.alternatives import alternatives
+from planner.tune.autotune import block_seconds
 from planner.workloads import WORKLOADS, Workload
 
 __all__ = ["known_plans", "lowerings"]

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.bench.timing import Result, Settings
-from planner.rates import cpu_name
+from planner.cost.rates import cpu_name
 
 __all__ = ["as_json", "cells", "circumstances", "markdown"]
 

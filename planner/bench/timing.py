@@ -17,7 +17,7 @@ import numpy as np
 from planner.demo.rows import differences
 from planner.demo.runs import PAUSE_SECONDS, RUNS, Run
 from planner.demo.ways import Framework, Way
-from planner.measure import block_seconds
+from planner.tune.autotune import block_seconds
 from planner.workloads import Skew, Workload
 
 __all__ = ["MODES", "Mode", "Result", "Settings", "block_of", "equal", "interleaved", "medians_of", "prepared",

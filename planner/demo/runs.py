@@ -124,7 +124,7 @@ class TorchRun(Run):
 
     def memory(self) -> tuple[int, int, int]:
         """Count torch's own allocations."""
-        from planner.testing.measure import torch_memory
+        from planner.inspect.memory import torch_memory
 
         _, forward = torch_memory(self.forward)
         _, kept = torch_memory(self.forward_kept)
@@ -133,7 +133,7 @@ class TorchRun(Run):
 
     def backward_peak_bytes(self) -> int:
         """Count what the backward alone has at most: what is retained, what it allocates, and the gradients."""
-        from planner.testing.measure import torch_backward_memory
+        from planner.inspect.memory import torch_backward_memory
 
         return torch_backward_memory(self.forward_kept, self.wanted, self.cotangent)[1].peak_bytes
 
@@ -179,7 +179,7 @@ class JaxRun(Run):
 
     def temporary_bytes(self) -> tuple[int, int]:
         """Ask XLA for the temporaries of `forward` and of `both`: results are not counted."""
-        from planner.testing.measure import jax_temp_bytes
+        from planner.inspect.memory import jax_temp_bytes
 
         return (
             jax_temp_bytes(self.traced_forward, *self.arguments),
@@ -188,7 +188,7 @@ class JaxRun(Run):
 
     def memory(self) -> tuple[int, int, int]:
         """Ask XLA for temporaries, the results added; and outside jit, count what the pullback holds."""
-        from planner.testing.measure import jax_retained
+        from planner.inspect.memory import jax_retained
 
         wanted, fixed, indices = self.arguments
         forward, both = self.temporary_bytes()

@@ -1,6 +1,6 @@
 """Exact dynamic programming over sets of operands and the status of each one-hot factor.
 
-For every set of operands and every status (see `planner.network`) the best ways to get there are kept: one way for an
+For every set of operands and every status (see `planner.search.network`) the best ways to get there are kept: one way for an
 objective that adds up over steps, a Pareto front where it does not (the peak). Every quantity of a larger tree is a
 nondecreasing function of the same quantities of its subtrees, so a dominated way is never part of a best tree.
 
@@ -34,13 +34,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from planner.cost import StepCost, itemsize
-from planner.errors import SearchLimitError
-from planner.layout import Layout
-from planner.lower import Choice, Op
-from planner.network import ROWS, Network, Status, Value
-from planner.program import Leaf, Lowerer, Node, Tree, read_by_gradients
-from planner.spec import Spec
+from planner.cost.figures import StepCost, itemsize
+from planner.cost.layout import Layout
+from planner.language.errors import SearchLimitError
+from planner.language.spec import Spec
+from planner.program.ops import Choice, Op
+from planner.program.program import Leaf, Lowerer, Node, Tree, read_by_gradients
+from planner.search.network import ROWS, Network, Status, Value
 
 __all__ = ["NO_LIMITS", "Found", "Limits", "Search", "all_splits"]
 
@@ -154,7 +154,7 @@ class Search:
         casts: for each operand the dtype that it must be cast from, or None.
         dtype: dtype of the computation.
         lower: chooses implementations, by the objective's key.
-        objective: one of `planner.objective.OBJECTIVES`.
+        objective: one of `planner.cost.objective.OBJECTIVES`.
         keep: "all" for trees that keep every value that gradients read, "any" to choose.
         work_limit: number of steps that may be scored.
         limits: what a tree must not exceed.

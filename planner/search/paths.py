@@ -8,10 +8,10 @@ from typing import Any
 
 import opt_einsum
 
-from planner.errors import PlannerError
-from planner.network import Network, bits
-from planner.program import Leaf, Tree
+from planner.language.errors import PlannerError
+from planner.program.program import Leaf, Tree
 from planner.search.dynamic import Splits, all_splits
+from planner.search.network import Network, bits
 
 __all__ = ["external_path", "is_path_name", "PATH_NAMES", "path_of", "splits_of"]
 

@@ -1,7 +1,7 @@
 """The testing kit: an oracle, random problems, a check of whole specs, and what calls really allocate.
 
 `reference` needs numpy alone. The strategies and `check` need hypothesis, which is imported when one of them is first
-asked for. `planner.testing.measure` imports each framework when it measures it.
+asked for. `planner.inspect.memory` imports each framework when it measures it.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from hypothesis.errors import FailedHealthCheck, Flaky, Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
 from planner.api import INDEX_MODES, check_index_mode
-from planner.dispatch import load_backend
-from planner.errors import PlannerError
-from planner.parse import parse
+from planner.language.errors import PlannerError
+from planner.language.parse import parse
+from planner.program.frameworks import load_backend
 from planner.search.paths import explicit_path, is_path_name
 from planner.testing import scripts
 from planner.testing.drawn_specs import axes_of, wrong_sizes
@@ -27,7 +27,7 @@ from planner.testing.steps import lowerings
 from planner.testing.strategies import problems_of
 
 if TYPE_CHECKING:
-    from planner.backends.protocol import Lowering
+    from planner.program.implementations import Lowering
 
 __all__ = ["Failure", "Report", "Verdict", "check"]
 
@@ -184,7 +184,7 @@ def check(
         implementation: a function to check in place of `planner.contract`, as ``f(*operands, **indices)`` of arrays of
             the framework; sizes that the spec leaves open are passed as `sizes=`, `index_mode=` if `index_modes` was
             given, else indices are in range. Index arrays are of int64 then, and sizes of 1 do not broadcast.
-        kernel: a row for a backend's table (`planner.backends.protocol.Lowering`) to check on all steps, forward and
+        kernel: a row for a backend's table (`planner.program.implementations.Lowering`) to check on all steps, forward and
             backward, that it supports; it needs one backend. It must give what the step means, change no input, and in
             torch allocate no more than its results and its scratch.
         progress: called before each law in each framework, with what begins and how many of these there are.
@@ -276,7 +276,7 @@ def _check_arguments(
     engine_of(names[0])
     row = next(iter(load_backend(names[0]).table.rows.values()))
     if not isinstance(kernel, type(row)):
-        raise PlannerError(f"kernel={kernel!r:.80} is no planner.backends.protocol.Lowering")
+        raise PlannerError(f"kernel={kernel!r:.80} is no planner.program.implementations.Lowering")
 
 
 def _paths(paths: Any, kernel: Any, implementation: Any) -> tuple[Any, ...] | None:

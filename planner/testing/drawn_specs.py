@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from planner.spec import ELLIPSIS, Gather, Spec
+from planner.language.spec import ELLIPSIS, Gather, Spec
 from planner.testing.strategy_tools import chance, is_drawn, sampled
 
 __all__ = [

@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from planner.api import plan
-from planner.errors import PlannerError, PlannerLimitError
-from planner.plan import Plan
-from planner.spec import Operand
-from planner.testing import measure
+from planner.inspect import memory as measure
+from planner.language.errors import PlannerError, PlannerLimitError
+from planner.language.spec import Operand
+from planner.program.plan import Plan
 from planner.testing.problem import Array, Problem
 
 __all__ = ["Call", "Engine", "engine_of", "installed"]

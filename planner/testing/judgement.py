@@ -18,12 +18,12 @@ import numpy as np
 from hypothesis.errors import HypothesisException
 
 from planner.api import contract, plan
-from planner.spec import Spec, Term
+from planner.language.spec import Spec, Term
 from planner.testing.engines import Call
 from planner.testing.problem import FLOATS, Array, Problem
 
 if TYPE_CHECKING:
-    from planner.backends.protocol import Lowering
+    from planner.program.implementations import Lowering
 
 __all__ = ["Broken", "Subject", "absolute", "allowed", "differs", "raising", "steps_of", "terms_of"]
 

@@ -15,8 +15,8 @@ import numpy as np
 from hypothesis import assume
 
 from planner.api import plan
-from planner.dispatch import framework_of
-from planner.errors import IndexRangeError
+from planner.language.errors import IndexRangeError
+from planner.program.frameworks import framework_of
 from planner.testing import scripts
 from planner.testing.engines import Engine, engine_of
 from planner.testing.judgement import Broken, Subject, absolute, allowed, differs, raising, steps_of, terms_of

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from planner.resolve import resolve, resolve_shapes
-from planner.spec import Spec
+from planner.language.resolve import resolve, resolve_shapes
+from planner.language.spec import Spec
 from planner.testing.reference import exact_bound, exact_range, output_shape, reference, reference_gradients
 
 __all__ = ["DTYPES", "FLOATS", "Array", "Problem", "small_integers", "strided_view"]

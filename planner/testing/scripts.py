@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from planner.plan import Plan
+from planner.program.plan import Plan
 from planner.testing.problem import Array, Problem
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def of_step(framework: str, problem: Problem, number: int, lowering: str, made: 
     if own:
         lines += [
             f"kernel = ...  # your row {lowering!r}",
-            "from planner.dispatch import load_backend",
+            "from planner.program.frameworks import load_backend",
             f"load_backend({framework!r}).table.rows[{lowering!r}] = kernel",
         ]
     gradient = ""

@@ -29,10 +29,10 @@ from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
 from planner.api import INDEX_MODES
-from planner.errors import PlannerError
-from planner.parse import parse
-from planner.resolve import resolve
-from planner.spec import ELLIPSIS, Gather, Spec
+from planner.language.errors import PlannerError
+from planner.language.parse import parse
+from planner.language.resolve import resolve
+from planner.language.spec import ELLIPSIS, Gather, Spec
 from planner.testing.array_strategies import indices, operands
 from planner.testing.drawn_specs import (
     FEATURES,

@@ -11,7 +11,7 @@ import pytest
 from conftest import examples
 
 import planner
-from planner.parse import parse
+from planner.language.parse import parse
 
 ALPHABET = [
     *"abcijkqpXY", *"[[]]", ".", "...", ",", ",", "->", "-", ">", " ", " ", "\t", "\n", "\0", "_", "1", "é", "ß",

@@ -19,7 +19,7 @@ from laws import MODES, Floors, exact_problems, in_other_strides
 
 import planner
 from planner import api
-from planner.dispatch import load_backend
+from planner.program.frameworks import load_backend
 from planner.testing.problem import Problem
 
 OPTIONS = {
@@ -140,7 +140,7 @@ def call_numpy(problem, given):
 def call_torch(problem, given):
     import torch
 
-    from planner.testing.measure import torch_memory
+    from planner.inspect.memory import torch_memory
 
     arrays, rows = arrays_of(problem, given)
     operands = [torch.from_numpy(x) for x in arrays]

@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys
 import planner
-from planner.spec import unused_letters
+from planner.language.spec import unused_letters
 from planner.workloads import WORKLOADS
 
 backend, every = sys.argv[1], int(sys.argv[2])

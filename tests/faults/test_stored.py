@@ -21,8 +21,11 @@ import pytest
 from conftest import examples
 
 import planner
-from planner import cache, measure, rates, remember
-from planner.device import CPU
+from planner.cost import files as cache
+from planner.cost import rates
+from planner.cost.device import CPU
+from planner.tune import autotune as measure
+from planner.tune import store as remember
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 KEY = rates.Key("a processor, 2 threads", "numpy", "2.0", "cpu")
@@ -45,8 +48,9 @@ def folder(tmp_path, monkeypatch):
 WRITER = """
 import dataclasses, sys, warnings
 warnings.simplefilter("error")
-from planner import rates, remember
-from planner.device import CPU
+from planner.cost import rates
+from planner.tune import store as remember
+from planner.cost.device import CPU
 name, count = sys.argv[1], int(sys.argv[2])
 key = rates.Key("a processor, 2 threads", "numpy", "2.0", "cpu")
 big = list(range(2_000))

@@ -13,9 +13,10 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 import jax.numpy as jnp  # noqa: E402
 from jax_fast import SIZES_ALONE  # noqa: E402
 
-from planner.kernels import jax_grouped, jax_grouping  # noqa: E402
-from planner.kernels.jax_grouped import grouped_gradients, grouped_matmul, grouped_outer  # noqa: E402
-from planner.kernels.jax_grouping import Groups, group_rows  # noqa: E402
+from planner.kernels.grouped_matmul import jax_grouped  # noqa: E402
+from planner.kernels.grouped_matmul.jax_grouped import grouped_gradients, grouped_matmul, grouped_outer  # noqa: E402
+from planner.kernels.grouping import jax_grouping  # noqa: E402
+from planner.kernels.grouping.jax_grouping import Groups, group_rows  # noqa: E402
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "complex64")
 INDEX_DTYPES = ("int8", "uint8", "int32", "uint32")

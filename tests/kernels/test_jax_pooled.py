@@ -10,8 +10,8 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 import jax.numpy as jnp  # noqa: E402
 from jax_fast import SIZES_ALONE  # noqa: E402
 
-from planner.kernels import jax_pooled  # noqa: E402
-from planner.kernels.keys import Keys  # noqa: E402
+from planner.kernels.gathered_dot import jax_pooled  # noqa: E402
+from planner.kernels.grouping.keys import Keys  # noqa: E402
 
 DTYPES = ("float32", "bfloat16", "int32", "complex64")
 # (batch, queries, pool, D, keys): a handful, since each compiles once per dtype and way.

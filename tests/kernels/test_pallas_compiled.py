@@ -17,11 +17,11 @@ from pallas_laws import EXPORTED  # noqa: E402
 from test_pallas_tpu import KERNELS, SHAPES  # noqa: E402
 
 import planner  # noqa: E402
-from planner.backends import jax_evaluation  # noqa: E402
-from planner.device import TPU_V5E  # noqa: E402
-from planner.kernels.jax_grouping import Groups, group_rows  # noqa: E402
-from planner.kernels.pallas_tiles import TPU, most_tiles  # noqa: E402
-from planner.lower import Op  # noqa: E402
+from planner.backends.jax import evaluation as jax_evaluation  # noqa: E402
+from planner.cost.device import TPU_V5E  # noqa: E402
+from planner.kernels.grouped_matmul.pallas_tiles import TPU, most_tiles  # noqa: E402
+from planner.kernels.grouping.jax_grouping import Groups, group_rows  # noqa: E402
+from planner.program.ops import Op  # noqa: E402
 
 # Rows, I, J, K and groups at the limits of the code.
 LIMITS = [

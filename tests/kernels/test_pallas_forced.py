@@ -13,12 +13,13 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, get_
 from jax.test_util import check_grads  # noqa: E402
 
 import planner  # noqa: E402
-from planner.backends import jax_evaluation, jax_step  # noqa: E402
-from planner.backends.jax_rows import make_table  # noqa: E402
-from planner.device import CPU  # noqa: E402
-from planner.kernels import pallas_gpu, pallas_tpu  # noqa: E402
-from planner.objective import step_key  # noqa: E402
-from planner.program import Lowerer  # noqa: E402
+from planner.backends.jax import evaluation as jax_evaluation  # noqa: E402
+from planner.backends.jax import step as jax_step
+from planner.backends.jax.rows import make_table  # noqa: E402
+from planner.cost.device import CPU  # noqa: E402
+from planner.cost.objective import step_key  # noqa: E402
+from planner.kernels.grouped_matmul import pallas_gpu, pallas_tpu  # noqa: E402
+from planner.program.program import Lowerer  # noqa: E402
 
 SPEC = "nij, q[n]jk -> nik"
 

@@ -19,9 +19,11 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # noqa: E402
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # noqa: E402
 
 import planner  # noqa: E402
-from planner.backends import card, jax_backend, jax_card, jax_evaluation  # noqa: E402
-from planner.kernels import pallas_gpu  # noqa: E402
-from planner.kernels.jax_grouping import group_rows  # noqa: E402
+from planner.backends.jax import backend as jax_backend  # noqa: E402
+from planner.backends.jax import evaluation as jax_evaluation
+from planner.bench import card, jax_card  # noqa: E402
+from planner.kernels.grouped_matmul import pallas_gpu  # noqa: E402
+from planner.kernels.grouping.jax_grouping import group_rows  # noqa: E402
 
 KERNELS = pallas_gpu.KERNELS
 SPEC = "nij, q[n]jk -> nik"

@@ -17,11 +17,11 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # noqa: E402
 from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 
 import planner  # noqa: E402
-from planner.backends import jax_evaluation  # noqa: E402
-from planner.device import CPU, TPU_V5E  # noqa: E402
-from planner.kernels import pallas_tiles, pallas_tpu  # noqa: E402
-from planner.kernels.jax_grouping import group_rows  # noqa: E402
-from planner.lower import Op  # noqa: E402
+from planner.backends.jax import evaluation as jax_evaluation  # noqa: E402
+from planner.cost.device import CPU, TPU_V5E  # noqa: E402
+from planner.kernels.grouped_matmul import pallas_tiles, pallas_tpu  # noqa: E402
+from planner.kernels.grouping.jax_grouping import group_rows  # noqa: E402
+from planner.program.ops import Op  # noqa: E402
 
 KERNELS = pallas_tpu.KERNELS
 SPEC = "nij, q[n]jk -> nik"

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from planner.kernels import torch_grouped, torch_grouping  # noqa: E402
-from planner.kernels.torch_grouped import grouped_gradients, grouped_matmul, grouped_outer  # noqa: E402
-from planner.kernels.torch_grouping import Groups, group_rows, pieces  # noqa: E402
+from planner.kernels.grouped_matmul import torch_grouped  # noqa: E402
+from planner.kernels.grouped_matmul.torch_grouped import grouped_gradients, grouped_matmul, grouped_outer  # noqa: E402
+from planner.kernels.grouping import torch_grouping  # noqa: E402
+from planner.kernels.grouping.torch_grouping import Groups, group_rows, pieces  # noqa: E402
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "complex64")
 INDEX_DTYPES = ("int8", "uint8", "int16", "int32", "int64")

@@ -12,12 +12,12 @@ if not hasattr(torch.nn.functional, "grouped_mm"):
     pytest.skip("this torch has no grouped_mm", allow_module_level=True)
 
 import planner  # noqa: E402
-from planner.device import A100, CPU, H100, H200  # noqa: E402
-from planner.dispatch import load_backend  # noqa: E402
-from planner.kernels import torch_grouped, torch_grouped_mm  # noqa: E402
-from planner.kernels.torch_grouping import group_rows  # noqa: E402
-from planner.layout import layout_of  # noqa: E402
-from planner.lower import Op  # noqa: E402
+from planner.cost.device import A100, CPU, H100, H200  # noqa: E402
+from planner.cost.layout import layout_of  # noqa: E402
+from planner.kernels.grouped_matmul import torch_grouped, torch_grouped_mm  # noqa: E402
+from planner.kernels.grouping.torch_grouping import group_rows  # noqa: E402
+from planner.program.frameworks import load_backend  # noqa: E402
+from planner.program.ops import Op  # noqa: E402
 
 SPEC = "nij, q[n]jk -> nik"
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from planner.errors import IndexRangeError  # noqa: E402
-from planner.kernels import torch_pooled  # noqa: E402
-from planner.kernels.keys import Keys  # noqa: E402
+from planner.kernels.gathered_dot import torch_pooled  # noqa: E402
+from planner.kernels.grouping.keys import Keys  # noqa: E402
+from planner.language.errors import IndexRangeError  # noqa: E402
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "complex64")
 

@@ -21,20 +21,24 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 import planner  # noqa: E402
-from planner.backends import card, torch_card, torch_index, torch_tensor  # noqa: E402
-from planner.backends.torch_bound import BoundPlan  # noqa: E402
-from planner.device import H200  # noqa: E402
-from planner.dispatch import load_backend  # noqa: E402
-from planner.kernels import torch_grouped, torch_pooled, triton_grouped, triton_pair, triton_pooled, triton_sum  # noqa: E402
-from planner.kernels.keys import Keys  # noqa: E402
-from planner.kernels.torch_grouping import group_rows  # noqa: E402
-from planner.kernels.triton_axes import Axis, Cut, Matrices, cut  # noqa: E402
-from planner.kernels.triton_build import _occupancy, _signature, cases  # noqa: E402
-from planner.kernels.triton_grouped import plain_product, rows_product, terms_product  # noqa: E402
-from planner.kernels.triton_pair import both_gradients  # noqa: E402
-from planner.kernels.triton_tiles import PAIR_TERMS, TILINGS, Tiles, covers_pair, tiles_of  # noqa: E402
-from planner.lower import Op  # noqa: E402
-from planner.testing.measure import torch_memory  # noqa: E402
+from planner.backends.torch import index as torch_index  # noqa: E402
+from planner.backends.torch import tensor as torch_tensor
+from planner.backends.torch.bound import BoundPlan  # noqa: E402
+from planner.bench import card, torch_card  # noqa: E402
+from planner.bench.ahead_of_time import _occupancy, _signature, cases  # noqa: E402
+from planner.cost.device import H200  # noqa: E402
+from planner.inspect.memory import torch_memory  # noqa: E402
+from planner.kernels.gathered_dot import torch_pooled, triton_pooled  # noqa: E402
+from planner.kernels.grouped_matmul import torch_grouped, triton_grouped, triton_pair  # noqa: E402
+from planner.kernels.grouped_matmul.triton_grouped import plain_product, rows_product, terms_product  # noqa: E402
+from planner.kernels.grouped_matmul.triton_pair import both_gradients  # noqa: E402
+from planner.kernels.grouping.keys import Keys  # noqa: E402
+from planner.kernels.grouping.torch_grouping import group_rows  # noqa: E402
+from planner.kernels.segment_sum import triton_sum  # noqa: E402
+from planner.kernels.tiled_product.triton_axes import Axis, Cut, Matrices, cut  # noqa: E402
+from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, Tiles, covers_pair, tiles_of  # noqa: E402
+from planner.program.frameworks import load_backend  # noqa: E402
+from planner.program.ops import Op  # noqa: E402
 
 DTYPES = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
 BAND = 7
@@ -430,7 +434,7 @@ def test_the_kernel_compiles_for_cards(arch):
     """It multiplies by the units that the dtype has, and keeps its registers; each tile that can be chosen nightly."""
     code = (
         "import dataclasses, json, sys\n"
-        "from planner.kernels.triton_build import build, cases\n"
+        "from planner.bench.ahead_of_time import build, cases\n"
         f"found = [dataclasses.asdict(build(case, {arch})) for case in cases({bool(examples(0, 1))})]\n"
         "print(json.dumps(found))\n"
     )

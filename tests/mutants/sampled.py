@@ -26,9 +26,9 @@ FOLDERS = ("planner", "backends", "kernels")
 LEFT_OUT = {
     "planner/bench/": "a program that times the library: no part of it",
     "planner/demo/": "a program that shows the library: no part of it",
-    "backends/card.py": "runs only on a machine with a GPU (make gpu)",
-    "backends/torch_card.py": "runs only on a machine with a GPU (make gpu)",
-    "backends/jax_card.py": "runs only on a machine with a GPU (make gpu)",
+    "planner/bench/card.py": "runs only on a machine with a GPU (make gpu)",
+    "planner/bench/torch_card.py": "runs only on a machine with a GPU (make gpu)",
+    "planner/bench/jax_card.py": "runs only on a machine with a GPU (make gpu)",
 }
 # Places inside of files: annotations are never evaluated, or say nothing to Python; `if TYPE_CHECKING` never runs.
 

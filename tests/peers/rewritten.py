@@ -17,7 +17,7 @@ import opt_einsum
 from opt_einsum import parser
 
 import planner
-from planner.dispatch import framework_of
+from planner.program.frameworks import framework_of
 
 # What planner's calls have no word for is written as a user would write it. A rule that no test needs is an error.
 RULES = {

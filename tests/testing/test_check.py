@@ -10,9 +10,9 @@ from hypothesis import given, settings
 
 import planner
 import planner.testing
-from planner.backends.protocol import Lowering
-from planner.cost import StepCost
-from planner.dispatch import load_backend
+from planner.cost.figures import StepCost
+from planner.program.frameworks import load_backend
+from planner.program.implementations import Lowering
 from planner.testing import Problem, check
 from planner.testing.checking import _problems
 from planner.testing.engines import engine_of, installed

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from planner.testing.measure import (
+from planner.inspect.memory import (
     Measured,
     jax_retained,
     jax_temp_bytes,

@@ -300,4 +300,4 @@ def test_what_a_problem_wants():
 
 
 def test_axes_of_a_spec():
-    assert axes_of(planner.parse.parse("n...j, q[nk]j -> k")) == ["n", "j", "k"]
+    assert axes_of(planner.language.parse.parse("n...j, q[nk]j -> k")) == ["n", "j", "k"]

@@ -1,0 +1,300 @@
+"""The table rows that fit a step to a grouped or pooled kernel: axes into groups, the call, and back.
+
+Both frameworks share them; a backend gives its kernels (`Kernels`) and what they cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from planner.backends.common.common import Prepared
+from planner.backends.common.stock import ArrayOps
+from planner.backends.common.stock_layout import matrix_copies
+from planner.cost.device import Device
+from planner.cost.figures import StepCost, itemsize
+from planner.cost.layout import Layout, flattens, reordered
+from planner.kernels.grouping.keys import Keys
+from planner.language.spec import Gather, Spec, Term
+from planner.program.implementations import Lowering
+from planner.program.ops import GroupedForm, Op, PooledForm, grouped_form, pooled_form
+
+__all__ = ["POOL_FUNCTIONS", "CostOf", "Kernels", "PoolKernels", "Refusal", "flattened_bytes", "group_sizes",
+           "kernel_rows", "views_of"]  # fmt: skip
+
+Groups = Sequence[Sequence[str | Gather]]
+# Terms of arrays, each with the groups of axes as which a kernel sees it.
+Views = Sequence[tuple[Term, Groups]]
+CostOf = Callable[[Op, Device], StepCost]
+Refusal = Callable[[Op], str | None]
+
+
+# The functions of `PoolKernels`, as the kernel modules name them after a prefix.
+POOL_FUNCTIONS = ("scores", "query_gradient", "pool_gradient", "gradients")
+
+
+def as_given(x: Any) -> Any:
+    """Return x."""
+    return x
+
+
+def takes_all(op: Op) -> str | None:
+    """Refuse no step."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PoolKernels:
+    """One way to compute pooled dots and their gradients; see `planner.kernels.gathered_dot.torch_pooled` for the contracts."""
+
+    scores: Callable[..., Any]
+    query_gradient: Callable[..., Any]
+    pool_gradient: Callable[..., Any]
+    gradients: Callable[..., Any]
+    cost: CostOf
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernels:
+    """A framework's kernels over flat operands; see `planner.kernels.grouped_matmul.torch_grouped` for the contracts.
+
+    Attributes:
+        ops: the framework's array functions.
+        group_rows: index array and number of groups to the sorted order.
+        matmul: (a, c, groups, source, target, targets) to the rows' products.
+        outer: (a, b, groups, size, source_a, source_b) to the groups' sums.
+        gradients: (gradient, a, c, groups) to both gradients of `matmul`.
+        grouped_cost: what these three cost.
+        pools: ways to compute pooled dots, by the name of their row.
+        label: what the names of the grouped rows end in.
+        kinds: kinds of device that the kernels run on; None for all.
+        capabilities: compute capabilities of cards that they run on, times ten; None for all.
+        refuses: why they cannot run a step, whatever its form.
+        hand_over: applied to the operands of gradient kernels, which conjugate them in torch.
+    """
+
+    ops: ArrayOps
+    group_rows: Callable[[Any, int], Any]
+    matmul: Callable[..., Any]
+    outer: Callable[..., Any]
+    gradients: Callable[..., Any]
+    grouped_cost: CostOf
+    pools: dict[str, PoolKernels]
+    hand_over: Callable[[Any], Any] = as_given
+    kinds: tuple[str, ...] | None = None
+    capabilities: tuple[int, ...] | None = None
+    refuses: Refusal = takes_all
+    label: str = ""
+
+    def flat(self, x: Any, term: Term, groups: Groups) -> Any:
+        """Permute an operand into groups of axes and flatten each group."""
+        dims = [term.index(entry) for group in groups for entry in group]
+        shape = [math.prod(x.shape[term.index(entry)] for entry in group) for group in groups]
+        return self.ops.permute(x, dims).reshape(shape)
+
+    def flats(self, inputs: Sequence[Any], views: Views) -> list[Any]:
+        """Flatten each input as the kernel sees it."""
+        return [self.flat(x, term, groups) for x, (term, groups) in zip(inputs, views, strict=True)]
+
+    def unflats(self, results: Sequence[Any], views: Views, spec: Spec) -> tuple[Any, ...]:
+        """Give flat results the axes and the order of their terms: the inverse of `flats`."""
+        found = []
+        for x, (term, groups) in zip(results, views, strict=True):
+            order = [entry for group in groups for entry in group]
+            shaped = x.reshape(spec.shape(tuple(order)))
+            found.append(self.ops.permute(shaped, [order.index(entry) for entry in term]))
+        return tuple(found)
+
+    def row_map(self, gather: Gather, rows: Sequence[str], spec: Spec, like: Any) -> Any:
+        """For each row (over all row axes) the flat position over some of them; None where that is the row itself."""
+        if tuple(rows) == gather.axes:
+            return None
+        sizes = dict(spec.sizes)
+        position: Any = 0
+        for dim, axis in enumerate(gather.axes):
+            if axis in rows:
+                shape = [1] * len(gather.axes)
+                shape[dim] = sizes[axis]
+                position = position * sizes[axis] + self.ops.iota(sizes[axis], like).reshape(shape)
+        if not rows:
+            position = self.ops.iota(1, like).reshape([1] * len(gather.axes))
+        return self.ops.expand(position, [sizes[axis] for axis in gather.axes]).reshape(-1)
+
+    def groups(self, gather: Gather, index: Prepared) -> Any:
+        """The sorted order of an index array, made once per call."""
+        known = index.orders.get(gather)
+        if known is None:
+            known = index.orders[gather] = self.group_rows(index[gather].reshape(-1), gather.size or 0)
+        return known
+
+
+def group_sizes(spec: Spec, *groups: Sequence[str]) -> tuple[int, ...]:
+    """Sizes of groups of axes."""
+    sizes = dict(spec.sizes)
+    return tuple(math.prod(sizes[axis] for axis in group) for group in groups)
+
+
+def views_of(op: Op, form: GroupedForm | PooledForm) -> tuple[Views, Views]:
+    """How a kernel sees its inputs and its results."""
+    if isinstance(form, GroupedForm):
+        rows: Groups = (form.rows_a, form.inner, form.left)
+        matrix: Groups = ((form.gather,), form.left, form.right)
+        if form.outer:
+            others: tuple[Groups, Groups] = (rows, (form.rows_b, form.inner, form.right))
+            out = matrix
+        else:
+            others = (rows, matrix) if form.matrix == 1 else (matrix, rows)
+            out = (form.rows_out, form.inner, form.right)
+        groups_of = (*others, out)
+    else:
+        by_place: dict[int, Groups] = {
+            form.scores: (form.batch, form.queries, form.chosen),
+            form.place: (form.batch, (form.gather,), form.depth),
+            3 - form.place - form.scores: (form.batch, form.queries, form.depth),
+        }
+        groups_of = (by_place[0], by_place[1], by_place[2])
+    *given, result = zip(op.spec.terms, groups_of, strict=True)
+    return ([result, *given], given) if op.pair else (given, [result])
+
+
+def flattened_bytes(op: Op, form: GroupedForm | PooledForm) -> int:
+    """Bytes of the inputs and index arrays that are copied to be seen as the kernels see them."""
+    spec, size = op.spec, itemsize(op.dtype)
+    given, _ = views_of(op, form)
+    # Rows are taken one by one, whatever their strides; priced as the matrices are, they may count for too much.
+    copied = size * sum(
+        matrix_copies(term, layout, groups, spec)
+        for (term, groups), layout in zip(given, op.layouts or (None,) * len(given), strict=True)
+    )
+    if isinstance(form, PooledForm):
+        axes = form.gather.axes
+        if not flattens(axes, None, (form.batch, form.queries, form.chosen), spec):
+            copied += 8 * math.prod(spec.shape(axes))
+    return copied
+
+
+def _layouts(find: Callable[[Spec], GroupedForm | PooledForm | str], op: Op) -> tuple[Layout | None, ...]:
+    """How a kernel's results lie in memory."""
+    form = find(op.spec)
+    assert not isinstance(form, str)
+    _, results = views_of(op, form)
+    return tuple(reordered([e for group in groups for e in group], term, op.spec) for term, groups in results)
+
+
+def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Lowering]:
+    """Return the rows of a backend's table that run its kernels.
+
+    Args:
+        kernels: the kernels.
+        strided: whether arrays have strides, so that results have layouts.
+    """
+    grouped, pooled = (partial(_layouts, find) if strided else None for find in (grouped_form, pooled_form))
+
+    def row(name: str, refuses: Refusal, cost: CostOf, run: Any, layouts: Any = grouped) -> Lowering:
+        return Lowering(
+            name, lambda op: refuses(op) or kernels.refuses(op), cost, partial(run, kernels), kinds=kernels.kinds,
+            capabilities=kernels.capabilities, layouts=layouts,
+        )  # fmt: skip
+
+    cost, label = kernels.grouped_cost, kernels.label
+    rows = [
+        row("grouped matmul" + label, partial(_not_grouped, False, False), cost, _run_matmul),
+        row("grouped outer" + label, partial(_not_grouped, False, True), cost, _run_outer),
+        row("both grouped gradients" + label, partial(_not_grouped, True, False), cost, _run_pair),
+    ]
+    for name, pool in kernels.pools.items():
+        rows.append(row(name, _not_pooled, pool.cost, partial(_run_pooled, pool), pooled))
+    return rows
+
+
+def _not_grouped(pair: bool, outer: bool, op: Op) -> str | None:
+    """Why a step is no grouped product of the wanted kind."""
+    if op.source_dtype is not None or len(op.spec.inputs) != 2 or op.pair != pair:
+        return "the step is of another kind"
+    form = grouped_form(op.spec)
+    if isinstance(form, str):
+        return form
+    if len(set(form.gather.axes)) < len(form.gather.axes):
+        return "an axis repeats in the bracket"
+    if form.outer != outer:
+        return "the gathered dimension is in another term"
+    if pair and (form.rows_out != form.gather.axes or form.rows_a != form.gather.axes):
+        return "rows are shared or summed"
+    return None
+
+
+def _run_matmul(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    spec, form = op.spec, grouped_form(op.spec)
+    assert isinstance(form, GroupedForm)
+    given, results = views_of(op, form)
+    flats = kernels.flats(inputs, given)
+    a, c = flats[1 - form.matrix], flats[form.matrix]
+    source = kernels.row_map(form.gather, form.rows_a, spec, a)
+    target = kernels.row_map(form.gather, form.rows_out, spec, a)
+    targets = None if target is None else group_sizes(spec, form.rows_out)[0]
+    out = kernels.matmul(a, c, kernels.groups(form.gather, index), source, target, targets)
+    return kernels.unflats([out], results, spec)
+
+
+def _run_outer(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    spec, form = op.spec, grouped_form(op.spec)
+    assert isinstance(form, GroupedForm)
+    given, results = views_of(op, form)
+    a, b = kernels.flats(inputs, given)
+    sources = (kernels.row_map(form.gather, rows, spec, a) for rows in (form.rows_a, form.rows_b))
+    out = kernels.outer(a, b, kernels.groups(form.gather, index), form.gather.size, *sources)
+    return kernels.unflats([out], results, spec)
+
+
+def _run_pair(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    form = grouped_form(op.spec)
+    assert isinstance(form, GroupedForm)
+    given, results = views_of(op, form)
+    gradient, *operands = kernels.flats([inputs[0], *map(kernels.hand_over, inputs[1:])], given)
+    a, c = operands[1 - form.matrix], operands[form.matrix]
+    found = kernels.gradients(gradient, a, c, kernels.groups(form.gather, index))
+    return kernels.unflats(found if form.matrix == 1 else found[::-1], results, op.spec)
+
+
+def _not_pooled(op: Op) -> str | None:
+    """Why a step is no pooled dot."""
+    if op.source_dtype is not None or len(op.spec.inputs) != 2:
+        return "the step is of another kind"
+    form = pooled_form(op.spec)
+    if isinstance(form, str):
+        return form
+    if op.pair and (form.place == 2 or form.scores != 2):
+        return "the step is a gradient itself"
+    return None
+
+
+def _run_pooled(pool: PoolKernels, kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    spec, form = op.spec, pooled_form(op.spec)
+    assert isinstance(form, PooledForm)
+    given, results = views_of(op, form)
+    query_place = 3 - form.place - form.scores
+    keys = index.given.get(form.gather) or Keys(index[form.gather], marked=index.guarded)
+    flat = kernels.flat(keys.values, form.gather.axes, (form.batch, form.queries, form.chosen))
+    keys = dataclasses.replace(keys, values=flat)
+    # By the place of their term; of a pair the output gradient, in the place of the scores, comes first.
+    places = (2, 0, 1) if op.pair else (0, 1)
+    differentiates = op.pair or form.scores != 2
+    handed = [
+        kernels.hand_over(x) if differentiates and place != form.scores else x
+        for place, x in zip(places, inputs, strict=True)
+    ]
+    flats = dict(zip(places, kernels.flats(handed, given), strict=True))
+    found: Sequence[Any]
+    if op.pair:
+        found = pool.gradients(flats[form.scores], flats[query_place], flats[form.place], keys)
+        found = found if query_place == 0 else found[::-1]
+    elif form.scores == 2:
+        index.shown = keys.bad is not None
+        found = [pool.scores(flats[query_place], flats[form.place], keys)]
+    elif form.place == 2:
+        found = [pool.pool_gradient(flats[form.scores], flats[query_place], keys, form.gather.size)]
+    else:
+        found = [pool.query_gradient(flats[form.scores], flats[form.place], keys)]
+    return kernels.unflats(found, results, spec)

@@ -1,0 +1,135 @@
+"""What the stock evaluation of a step copies where arrays have strides, and how its result then lies in memory.
+
+The same walk as `planner.backends.common.stock` makes, over layouts in place of arrays: a take through several dimensions and
+a segment sum view these as one, a product views groups of axes as one and wants neighbours along a matrix dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+from planner.cost.layout import Layout, closed, flattens, neighbours, permuted, reordered, scattered
+from planner.language.spec import Gather, Spec, Term, term_axes
+from planner.program.ops import Op, ProductForm, inner_product, product_form
+
+__all__ = ["matrix_copies", "product_copies", "scattered_vectors", "stock_layout"]
+
+
+@lru_cache(maxsize=65536)
+def stock_layout(op: Op) -> tuple[int, Layout | None]:
+    """Return the elements that are copied only to be viewed in another shape, and the layout of the result."""
+    spec = op.spec
+    layouts = op.layouts or (None,) * len(spec.inputs)
+    if op.source_dtype is not None:
+        told = layouts[0] is None or not layouts[0].repeated
+        return 0, closed(layouts[0]) if told else scattered(spec.output_shape)
+    copied, read = 0, []
+    for number, layout in enumerate(layouts):
+        elements, axes, layout = _read(number, layout, spec)
+        copied += elements
+        read.append((axes, layout))
+    if len(read) == 1:
+        ((axes, layout),) = read
+        elements, layout = _written(axes, layout, spec)
+        return copied + elements, layout
+    (first, _), (second, _) = read
+    inner = inner_product(spec, (first, second))
+    axes = term_axes(inner.output)
+    form = product_form(inner)
+    assert form is not None
+    layout = None
+    if form.contracted:
+        copied += product_copies(form, inner, [layout for _, layout in read])
+        if axes != (*form.batch, *form.right, *form.left):
+            layout = reordered((*form.batch, *form.left, *form.right), axes, inner)
+    if axes == spec.output:
+        return copied, layout
+    elements, layout = _written(axes, layout, spec)
+    return copied + elements, layout
+
+
+def product_copies(form: ProductForm, spec: Spec, layouts: Sequence[Layout | None]) -> int:
+    """Return the elements of the operands that a product of matrices copies."""
+    operands = zip(spec.inputs, layouts, form.matrices[:2], strict=True)
+    return sum(matrix_copies(term, layout, groups, spec) for term, layout, groups in operands)
+
+
+def scattered_vectors(form: ProductForm, spec: Spec, layouts: Sequence[Layout | None]) -> int:
+    """Return the elements of operands that are vectors in a batch, each of which has its elements far apart."""
+    groups_of = ((form.left, form.contracted), (form.contracted, form.right))
+    elements = 0
+    for term, layout, groups in zip(spec.inputs, layouts, groups_of, strict=True):
+        wide = [[e for e in group if spec.size(e) != 1] for group in groups]
+        if not all(wide) and any(wide) and neighbours(term, layout, spec) not in {e for group in wide for e in group}:
+            elements += math.prod(spec.shape(term))
+    return elements
+
+
+def matrix_copies(term: Term, layout: Layout | None, groups: Sequence[Sequence[str | Gather]], spec: Spec) -> int:
+    """Return the elements of an operand that are copied to make it a batch of matrices.
+
+    None are where the groups can be viewed as one dimension each, rows or columns are contiguous, and no two rows share
+    elements. Vectors in a batch are copied one at a time.
+    """
+    elements = math.prod(spec.shape(term))
+    if not elements:
+        return 0
+    wide = [[e for e in group if spec.size(e) != 1] for group in groups]
+    batch, *matrix = wide
+    repeated = {term[d] for d in layout.repeated} if layout is not None else set()
+    if not flattens(term, layout, groups, spec) or repeated & {e for group in matrix for e in group}:
+        return elements
+    close = neighbours(term, layout, spec)
+    if not any(matrix) or any(close in group for group in matrix):
+        return 0
+    return elements if all(matrix) or not batch else elements // math.prod(map(spec.size, batch))
+
+
+def _read(number: int, layout: Layout | None, spec: Spec) -> tuple[int, tuple[str, ...], Layout | None]:
+    """What is copied to read an input, its axes that the product has, and how these lie."""
+    term = spec.inputs[number]
+    plain = [e for e in term if isinstance(e, str)]
+    repeated = [e for e in dict.fromkeys(plain) if plain.count(e) > 1]
+    # Diagonals go to the end.
+    entries = (*(e for e in term if e not in repeated), *repeated)
+    if repeated:
+        layout = scattered(spec.shape(entries))
+    gathers = tuple(e for e in entries if isinstance(e, Gather))
+    copied, axes = 0, term_axes(entries)
+    if gathers:
+        rows = term_axes(gathers)
+        indexed = tuple(e for e in entries if isinstance(e, Gather) or e in rows)
+        if len(set(entries)) < len(entries):  # one gather in two dimensions
+            copied = math.prod(spec.shape(entries)) if len(indexed) > 1 else 0
+        elif len(indexed) > 1 and not flattens(entries, layout, [indexed], spec):
+            copied = math.prod(spec.shape(entries))
+        axes = (*rows, *(str(e) for e in entries if e not in indexed))
+        layout = None
+    others = {axis for place, other in enumerate(spec.terms) if place != number for axis in term_axes(other)}
+    left = tuple(axis for axis in axes if axis in others)
+    return copied, left, layout if left == axes else None
+
+
+def _written(axes: tuple[str, ...], layout: Layout | None, spec: Spec) -> tuple[int, Layout | None]:
+    """What is copied to write a value with these axes into the result, and how that lies."""
+    term = spec.output
+    plain = [e for e in term if isinstance(e, str)]
+    rows_all = term_axes(tuple(e for e in term if isinstance(e, Gather)))
+    missing = tuple(axis for axis in dict.fromkeys((*rows_all, *plain)) if axis not in axes)
+    repeated = {e for e in plain if plain.count(e) > 1}
+    indexed = [d for d, e in enumerate(term) if isinstance(e, Gather) or e in repeated or e in rows_all]
+    rest = [d for d in range(len(term)) if d not in indexed]
+    wide = any(spec.size(axis) != 1 for axis in missing)
+    if not indexed:
+        if wide:
+            return 0, scattered(spec.output_shape)
+        # What is missing is of size 1 here, and has no place in a layout.
+        return 0, permuted(layout, [axes.index(str(e)) if e in axes else -1 for e in term], spec.output_shape)
+    rows = tuple(dict.fromkeys([*rows_all, *(e for e in plain if e in repeated)]))
+    copied = 0
+    if len(rows) != 1 and (wide or not flattens(axes, layout, [rows], spec)):
+        copied = math.prod(spec.shape((*rows, *(str(term[d]) for d in rest))))
+    back = [(*indexed, *rest).index(d) for d in range(len(term))]
+    return copied, permuted(None, back, spec.output_shape)

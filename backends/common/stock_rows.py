@@ -1,0 +1,256 @@
+"""The rows that every backend's table starts from: the stock evaluation of a step, by kind, and what it costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from planner.backends.common.stock import ArrayOps, evaluate
+from planner.backends.common.stock_layout import product_copies, scattered_vectors, stock_layout
+from planner.cost.device import Device
+from planner.cost.figures import StepCost, itemsize
+from planner.cost.layout import Layout
+from planner.language.spec import Gather, Spec, Term, term_axes
+from planner.program.implementations import Lowering
+from planner.program.ops import Op, joint_elements, product_form, spec_flops
+
+__all__ = ["flat_stock_cost", "picoseconds", "runs_of", "short_run_seconds", "stock_cost", "stock_kind", "stock_rows"]
+
+# What torch's loops over elements take beside the elements' memory. They run over the two innermost runs of neighbours
+# at a time, of 3 x 3 elements as of 16 x 16; short runs element by element, longer ones as vectors; and each sum of
+# neighbours takes as long whatever it is of. 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-22.
+_BLOCK_SECONDS, _ELEMENT_SECONDS, _VECTORS_SECONDS, _SUM_SECONDS = 30e-9, 1.3e-9, 2e-9, 10e-9
+_SHORT_RUN = 8
+# And for each element of vectors in a batch that lie across it: 4 to 75 ns were measured, the more the longer they are.
+_SCATTERED_SECONDS = 20e-9
+
+
+@lru_cache(maxsize=65536)
+def stock_kind(op: Op) -> str:
+    """Name the stock row that runs an op."""
+    spec = op.spec
+    if op.pair:
+        return "none"
+    if op.source_dtype is not None:
+        return "cast"
+    reads = any(isinstance(e, Gather) for term in spec.inputs for e in term)
+    writes = any(isinstance(e, Gather) for e in spec.output)
+    if len(spec.inputs) == 2:
+        form = product_form(spec)
+        if form is None:
+            return "take, multiply, add" if reads or writes else "multiply, sum"
+        return "matmul" if form.contracted else "multiply"
+    if reads or writes:
+        return "take, segment sum" if reads and writes else "take" if reads else "segment sum"
+    (term,), out = spec.inputs, spec.output
+    if len(set(out)) < len(out):
+        return "diagonal"
+    if not set(out) <= set(term):
+        return "broadcast"
+    return "view" if set(out) == set(term) else "sum"
+
+
+KINDS = ("view", "cast", "sum", "broadcast", "diagonal", "take", "segment sum", "take, segment sum", "matmul",
+         "multiply", "multiply, sum", "take, multiply, add")  # fmt: skip
+
+
+def picoseconds(seconds: float) -> int:
+    """Round to the unit in which the search adds times up."""
+    return round(seconds * 1e12)
+
+
+def _row_seconds(spec: Spec, device: Device) -> float:
+    """Time that the rows addressed by a spec's takes and segment sums cost, besides their bytes."""
+    sizes = dict(spec.sizes)
+    seconds = 0.0
+    for number, term in enumerate(spec.terms):
+        if gathers := tuple(e for e in term if isinstance(e, Gather)):
+            rows = term_axes(gathers)
+            count = math.prod(sizes[axis] for axis in rows)
+            width = math.prod(sizes[e] for e in term if isinstance(e, str) and e not in rows)
+            adds = number == len(spec.inputs) and width > 1
+            seconds += count * (device.add_row_seconds if adds else device.take_row_seconds)
+    return seconds
+
+
+def _flat_index_bytes(spec: Spec) -> int:
+    """Bytes of the index into flattened dimensions, where a term addresses several at once.
+
+    Each dimension is added to the index so far, times its size, a tensor too: three arrays at most. An axis has
+    positions of its own.
+    """
+    sizes, most = dict(spec.sizes), 0
+    for term in spec.terms:
+        rows = term_axes(tuple(e for e in term if isinstance(e, Gather)))
+        own = {e for e in term if isinstance(e, str) and (e in rows or term.count(e) > 1)}
+        addressed = sum(isinstance(e, Gather) or e in own for e in term)
+        if any(len(set(e.axes)) < len(e.axes) for e in term if isinstance(e, Gather)):
+            most = max(most, 8 * math.prod(sizes[axis] for axis in rows))  # a diagonal of an index array is copied
+        if addressed > 1:
+            flat = 8 * math.prod(sizes[axis] for axis in {*rows, *own})
+            most = max(most, min(addressed, 3) * flat + 8 * sum(sizes[axis] for axis in own) + 8)
+    return most
+
+
+def runs_of(order: Sequence[str], terms: Sequence[Term], spec: Spec) -> tuple[list[int], bool]:
+    """Return the runs of a loop over elements, and whether some term has the innermost.
+
+    Args:
+        order: axes of the loop, the innermost last.
+        terms: the inputs of a product, or the result of a sum; a run ends where other terms have the axis.
+        spec: whose sizes the axes have.
+    """
+    wide = [axis for axis in order if spec.size(axis) != 1]
+    runs = [spec.size(axis) for axis in wide]
+    held = [tuple(axis in term for term in terms) for axis in wide]
+    for place in range(len(runs) - 1, 0, -1):
+        if held[place - 1] == held[place]:
+            runs[place - 1] *= runs.pop(place)
+            held.pop(place)
+    return runs, not held or any(held[-1])
+
+
+def short_run_seconds(order: Sequence[str], terms: Sequence[Term], spec: Spec) -> float:
+    """Time that a loop over elements takes where runs are short: a broadcast of (3, 1) by (1, 3) in each of a million.
+
+    Args are those of `runs_of`.
+    """
+    runs, found = runs_of(order, terms, spec)
+    if len(runs) < 2:
+        return 0.0
+    rows, run = math.prod(runs[:-1]), runs[-1]
+    if not found:
+        return rows * _SUM_SECONDS
+    return math.prod(runs[:-2]) * _BLOCK_SECONDS + rows * (
+        run * _ELEMENT_SECONDS if run <= _SHORT_RUN else _VECTORS_SECONDS
+    )
+
+
+def flat_stock_cost(op: Op, device: Device) -> StepCost:
+    """Cost of the stock evaluation of an op in a framework that takes by one flat index, what is not flat copied."""
+    cost = stock_cost(op, device)
+    kind, elements = stock_kind(op), joint_elements(op.spec)
+    if kind == "matmul" and op.dtype == "bool":  # multiplied as int32
+        wide = 4 * sum(math.prod(shape) for shape in (*op.input_shapes, *op.output_shapes))
+        return cost._replace(scratch_bytes=cost.scratch_bytes + wide)
+    if kind == "matmul" and device.kind == "cpu":
+        form = product_form(op.spec)
+        assert form is not None
+        scattered = scattered_vectors(form, op.spec, op.layouts or (None, None))
+        return cost._replace(picoseconds=cost.picoseconds + picoseconds(scattered * _SCATTERED_SECONDS))
+    if kind in ("multiply", "sum") and device.kind == "cpu":
+        order, terms = (op.spec.output, op.spec.inputs) if kind == "multiply" else (op.spec.inputs[0], [op.spec.output])
+        if kind == "sum" and op.layouts and op.layouts[0]:  # it goes through the operand as that lies
+            order = tuple(order[d] for run in op.layouts[0].runs for d in run)
+        runs = short_run_seconds(term_axes(order), terms, op.spec)
+        cost = cost._replace(picoseconds=cost.picoseconds + picoseconds(runs))
+    if kind == "broadcast" and spec_flops(op.spec) == 0:  # a view; what holds it in memory of its own pays for that
+        return cost._replace(bytes_moved=0, picoseconds=picoseconds(device.launch_seconds))
+    if op.pair or kind in ("matmul", "multiply"):
+        return cost
+    if op.dtype in ("float16", "bfloat16") and kind in ("segment sum", "take, segment sum", "take, multiply, add"):
+        # Added up in float32: what is added, if it is, and the sums.
+        cost = cost._replace(scratch_bytes=cost.scratch_bytes + 4 * (elements + math.prod(op.spec.output_shape)))
+    copied = stock_layout(op)[0] * itemsize(op.dtype)
+    seconds = device.moving_seconds(2 * copied) + device.fresh_seconds(copied)
+    return cost._replace(
+        bytes_moved=cost.bytes_moved + 2 * copied,
+        copied_bytes=cost.copied_bytes + copied,
+        scratch_bytes=cost.scratch_bytes + copied + _flat_index_bytes(op.spec),
+        picoseconds=cost.picoseconds + (picoseconds(seconds) if copied else 0),
+    )
+
+
+def stock_cost(op: Op, device: Device) -> StepCost:
+    """Cost of the stock evaluation of an op."""
+    spec, size = op.spec, itemsize(op.dtype)
+    kind = stock_kind(op)
+    result = math.prod(spec.output_shape) * size
+    touched = op.bytes_touched()
+    if kind == "view":
+        return StepCost(picoseconds=picoseconds(device.launch_seconds))
+    if kind == "cast":
+        return StepCost(0, touched, result, 0, picoseconds(device.seconds(0, touched, result, 1)))
+    if kind in ("sum", "broadcast", "diagonal"):
+        flops = spec_flops(spec) if kind == "sum" else 0
+        return StepCost(flops, touched, 0, 0, picoseconds(device.seconds(0, touched, result, 1)))
+    rows = _row_seconds(spec, device)
+    if kind in ("take", "segment sum", "take, segment sum"):
+        wide = joint_elements(spec) * size
+        plain = wide == result and kind == "take"
+        scratch = 0 if plain else wide if kind != "segment sum" else 0
+        moved = touched if plain else touched + 2 * wide
+        seconds = device.seconds(0, moved, result, 1) + device.fresh_seconds(scratch) + rows
+        return StepCost(0 if plain else spec_flops(spec), moved, 0, scratch, picoseconds(seconds))
+    if kind in ("matmul", "multiply"):
+        return _product_cost(op, device, spec, result)
+    # Takes of both operands, then their product, then the segment sum: all of it in memory.
+    sizes = dict(spec.sizes)
+    taken, axes_of = 0, []
+    for term in spec.inputs:
+        axes_of.append(term_axes(term))
+        if any(isinstance(e, Gather) for e in term):
+            taken += math.prod(sizes[axis] for axis in axes_of[-1]) * size
+    needed = term_axes(spec.output)
+    before = math.prod(sizes[axis] for axis in needed) * size
+    scatter = before if any(isinstance(e, Gather) for e in spec.output) else 0
+    flops, moved, scratch = spec_flops(spec), touched + 2 * taken + 2 * scatter, taken + scatter
+    seconds = device.seconds(flops, moved, result, 4) + device.fresh_seconds(scratch) + rows
+    batch = math.prod(sizes[a] for a in needed if all(a in axes for axes in axes_of))
+    return StepCost(flops, moved, 0, scratch, picoseconds(seconds + batch * device.matrix_seconds))
+
+
+def _product_cost(op: Op, device: Device, spec: Spec, result: int) -> StepCost:
+    form = product_form(spec)
+    assert form is not None
+    size = itemsize(op.dtype)
+    batch, m, n, k = form.sizes
+    flops, moved = spec_flops(spec), op.bytes_touched()
+    if not form.contracted:
+        return StepCost(flops, moved, 0, 0, picoseconds(device.seconds(0, moved, result, 1)))
+    copied = size * product_copies(form, spec, op.layouts or (None, None))
+    # What is copied is there before the product begins: the times add up.
+    seconds = (
+        max(flops / device.product_rate(m, n, k, op.dtype), device.moving_seconds(moved))
+        + device.moving_seconds(2 * copied)
+        + device.fresh_seconds(copied)
+        + device.fresh_seconds(result)
+    )
+    seconds += device.launch_seconds + (batch * device.matrix_seconds if batch > 1 else 0)
+    return StepCost(flops, moved + 2 * copied, copied, copied, picoseconds(seconds))
+
+
+def stock_rows(
+    ops: ArrayOps,
+    cast: Callable[[Any, str], Any],
+    views: bool = True,
+    skip: Sequence[str] = (),
+    cost: Callable[[Op, Device], StepCost] = stock_cost,
+    layouts: Callable[[Op], tuple[Layout | None, ...]] | None = None,
+) -> list[Lowering]:
+    """Return the rows that every backend starts from; between them they run every op.
+
+    Args:
+        ops: the framework's array functions.
+        cast: converts an array to a dtype.
+        views: whether permuting and diagonals share storage.
+        skip: kinds for which the backend has rows of its own.
+        cost: what they cost.
+        layouts: how their results lie in memory; None where that makes no difference.
+    """
+
+    def run(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+        if op.source_dtype is not None:
+            return (cast(inputs[0], op.dtype),)
+        return (evaluate(ops, op.spec, inputs, index, getattr(index, "guarded", True)),)
+
+    def supporting(kind: str) -> Callable[[Op], str | None]:
+        return lambda op: None if stock_kind(op) == kind else f"the step is not a {kind}"
+
+    return [
+        Lowering(kind, supporting(kind), cost, run, is_view=views and kind == "view", stock=True, layouts=layouts)
+        for kind in KINDS
+        if kind not in skip
+    ]

@@ -1,0 +1,307 @@
+"""The JAX backend's table: stock rows through XLA, and the rows that run the grouped and pooled kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from planner.backends.common.common import WHOLE_POOL
+from planner.backends.common.kernel_rows import (
+    POOL_FUNCTIONS,
+    Kernels,
+    PoolKernels,
+    flattened_bytes,
+    group_sizes,
+    kernel_rows,
+    views_of,
+)
+from planner.backends.common.stock import Product
+from planner.backends.common.stock_layout import matrix_copies
+from planner.backends.common.stock_rows import picoseconds, stock_cost, stock_kind, stock_rows
+from planner.backends.jax.products import as_matrices, fused_takes, rearranged, reordered, wide
+from planner.backends.jax.tiled import tiled_cost
+from planner.cost.device import Device
+from planner.cost.figures import StepCost, itemsize
+from planner.kernels.gathered_dot import jax_pooled
+from planner.kernels.grouped_matmul import jax_grouped, pallas_tiles
+from planner.kernels.grouping import jax_grouping
+from planner.language.spec import Spec
+from planner.program.implementations import Lowering, Table
+from planner.program.ops import (
+    GroupedForm,
+    Op,
+    PooledForm,
+    ProductForm,
+    grouped_form,
+    joint_elements,
+    pooled_form,
+    product_form,
+    spec_flops,
+)
+
+__all__ = ["OPS", "JaxOps", "make_table"]
+
+
+class JaxOps:
+    """`ArrayOps` in JAX."""
+
+    def permute(self, x: Any, dims: Sequence[int]) -> Any:
+        return jnp.transpose(x, tuple(dims))
+
+    def diagonal(self, x: Any, first: int, second: int) -> Any:
+        return jnp.diagonal(x, 0, first, second)
+
+    def expand(self, x: Any, shape: Sequence[int]) -> Any:
+        return jnp.broadcast_to(x, tuple(shape))
+
+    def sum(self, x: Any, dims: Sequence[int]) -> Any:
+        return jnp.sum(x, axis=tuple(dims), dtype=wide(x.dtype)).astype(x.dtype)
+
+    def product(self, form: ProductForm, spec: Spec) -> Product:
+        names = {axis: number for number, (axis, _) in enumerate(spec.sizes)}
+        terms = [[names[str(e)] for e in term] for term in spec.terms]
+        order = [names[e] for e in (*form.batch, *form.left, *form.right)]
+        back = [order.index(axis) for axis in terms[2]]
+        if not form.contracted and set(terms[2]) == {*terms[0], *terms[1]}:
+            return lambda a, b: jnp.transpose(_spread(a, terms[0], order) * _spread(b, terms[1], order), back)
+
+        def summed(a: Any, b: Any) -> Any:
+            kind = None if a.dtype == jnp.bool_ else wide(a.dtype)
+            return jnp.einsum(a, terms[0], b, terms[1], terms[2], preferred_element_type=kind).astype(a.dtype)
+
+        if 0 in form.sizes:
+            return summed
+        matrices = as_matrices(spec)
+        return lambda a, b: (summed if a.dtype == jnp.bool_ else matrices)(a, b)
+
+    def iota(self, size: int, like: Any) -> Any:
+        return jnp.arange(size)
+
+    def take(self, x: Any, index: Sequence[Any]) -> Any:
+        return x.at[tuple(index)].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+    def add_at(self, shape: Sequence[int], index: Sequence[Any], values: Any) -> Any:
+        # Truth values have no sum of their own in XLA: one is true where any is.
+        kind = jnp.int32 if values.dtype == jnp.bool_ else wide(values.dtype)
+        out = jnp.zeros(tuple(shape), kind)
+        out = out.at[tuple(index)].add(values.astype(out.dtype), mode="promise_in_bounds", wrap_negative_indices=False)
+        return out.astype(values.dtype)
+
+    def select(self, mask: Any, x: Any, otherwise: float) -> Any:
+        # `jnp.where` is a compiled function of its own wherever it is called, and so is each derivative of it.
+        return lax.select(jnp.broadcast_to(mask, x.shape), x, lax.full_like(x, otherwise))
+
+    def zeros(self, shape: Sequence[int], like: Any) -> Any:
+        return jnp.zeros(tuple(shape), like.dtype)
+
+
+def _spread(x: Any, axes: Sequence[int], order: Sequence[int]) -> Any:
+    """Permute to an order of axes that holds more of them, size 1 for those that x lacks."""
+    present = [axis for axis in order if axis in axes]
+    x = jnp.transpose(x, [axes.index(axis) for axis in present])
+    missing = tuple(position for position, axis in enumerate(order) if axis not in axes)
+    return jnp.expand_dims(x, missing)
+
+
+OPS = JaxOps()
+
+
+# On a CPU XLA multiplies at about `flop_rate * s / (s + this)`, s being the least side: 16, 32, 64 and 128 rows by 1024
+# terms and 512 columns ran at 28 to 39, 43 to 54, 58 to 79 and 70 to 129 GFLOP/s, by the preset 37, 55, 73 and 88
+# (2 cores of an Intel Xeon at 2.8 GHz, JAX 0.10.2, 2026-11-22).
+_HALF_RATE_SIDE = 32
+# Seconds that it takes there for each element that it copies into another order, beyond moving it, and for each that it
+# multiplies and sums in one loop: 8 to 17 million elements, products of matrices with vectors whose batch axes do not
+# come first.
+_REORDERED, _SUMMED = 2e-9, 1.5e-9
+# Or, where the innermost two dimensions are small, for each element, row and matrix of them: 20 ns an element were
+# measured for matrices of 3 x 3 (by this 18), 2.3 for 8 x 8 (3.8), 1.9 for 128 x 8 (1.9), 0.6 for 32 x 32 (1.5 above).
+_SUMMED_SMALL = (5e-10, 1e-8, 1.3e-7)
+
+
+def _stock_cost(op: Op, device: Device) -> StepCost:
+    """The stock cost, with XLA's rate for products of few rows, columns or terms, and with what it copies."""
+    cost = stock_cost(op, device)
+    if device.kind != "cpu" or op.pair or op.source_dtype is not None:
+        return cost
+    if stock_kind(op) != "matmul":
+        more = rearranged(op.spec) * itemsize(op.dtype)
+        fused = fused_takes(op.spec) * itemsize(op.dtype) if stock_kind(op) == "take, multiply, add" else 0
+        return cost._replace(
+            bytes_moved=cost.bytes_moved + 2 * more,
+            copied_bytes=cost.copied_bytes + more,
+            scratch_bytes=cost.scratch_bytes + more - fused,
+            picoseconds=cost.picoseconds + picoseconds(device.moving_seconds(2 * more)),
+        )
+    form = product_form(op.spec)
+    assert form is not None
+    side = min(form.sizes[1:])
+    rate = max(device.skinny_rate, device.flop_rate * side / (side + _HALF_RATE_SIDE))
+    found = reordered(op.spec)
+    more = found.elements * itemsize(op.dtype) - cost.copied_bytes
+    seconds = device.moving_seconds(2 * max(0, more)) + found.apart * _REORDERED
+    result = math.prod(op.spec.output_shape) * itemsize(op.dtype)
+    product = cost.flops / rate + device.launch_seconds + device.fresh_seconds(result)
+    return cost._replace(
+        bytes_moved=cost.bytes_moved + 2 * more,
+        copied_bytes=cost.copied_bytes + more,
+        scratch_bytes=cost.scratch_bytes + more - found.reused * itemsize(op.dtype),
+        picoseconds=max(cost.picoseconds, picoseconds(product)) + picoseconds(seconds),
+    )
+
+
+def _not_summed(op: Op) -> str | None:
+    """Why a product is not better multiplied and summed, element by element."""
+    form = None if op.pair or op.source_dtype is not None else product_form(op.spec)
+    if form is None or not form.contracted or op.dtype == "bool":
+        return "the step is no sum of products"
+    if 1 not in form.sizes[1:3]:
+        return "both operands have rows or columns of their own"
+    first, second = ([e for e in term if op.spec.size(e) != 1] for term in op.spec.inputs)
+    if [e for e in first if e in second] != [e for e in second if e in first]:
+        return "one operand would be read across its order"  # 40 ns an element, measured on a slice of chain-ijkl
+    return None if reordered(op.spec).apart else "XLA's product copies nothing into another order"
+
+
+def _summed_cost(op: Op, device: Device) -> StepCost:
+    elements, result = joint_elements(op.spec), math.prod(op.spec.output_shape) * itemsize(op.dtype)
+    inner = [op.spec.size(e) for e in max(op.spec.inputs, key=len) if op.spec.size(e) > 1][-2:]
+    counts = (elements, elements / math.prod(inner[-1:]), elements / math.prod(inner))
+    small = sum(count * each for count, each in zip(counts, _SUMMED_SMALL, strict=True))
+    seconds = max(elements * _SUMMED, small, device.moving_seconds(op.bytes_touched()))
+    seconds += device.fresh_seconds(result) + device.launch_seconds
+    return StepCost(spec_flops(op.spec), op.bytes_touched(), 0, 0, picoseconds(seconds))
+
+
+def _run_summed(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    """Multiply in the order of the operand with more axes, which XLA reads as it lies, and sum in the same loop."""
+    names = {axis: number for number, (axis, _) in enumerate(op.spec.sizes)}
+    *terms, out = ([names[str(e)] for e in term] for term in op.spec.terms)
+    large = max(terms, key=len)
+    order = [*large, *(axis for term in terms for axis in term if axis not in large)]
+    first, second = (_spread(x.astype(wide(x.dtype)), term, order) for x, term in zip(inputs, terms, strict=True))
+    total = jnp.sum(first * second, axis=tuple(place for place, axis in enumerate(order) if axis not in out))
+    kept = [axis for axis in order if axis in out]
+    return (jnp.transpose(total, [kept.index(axis) for axis in out]).astype(inputs[0].dtype),)
+
+
+def _reshaped_bytes(op: Op, form: GroupedForm | PooledForm, flat: bool = False) -> int:
+    """Bytes of the results that XLA copies: into another order, or where dimensions of size 1 behind others differ.
+
+    Args:
+        op: the step.
+        form: what the kernel makes of it.
+        flat: whether the kernel makes its result flat, whose dimensions are free.
+    """
+    spec, copied = op.spec, 0
+    for term, groups in views_of(op, form)[1]:
+        order = tuple(e for group in groups for e in group)
+        kernel = tuple(math.prod(spec.shape(tuple(group))) for group in groups)
+        if order != term or (not flat and kernel != spec.shape(order) and 1 in (*kernel[1:], *spec.shape(order)[1:])):
+            copied += math.prod(spec.shape(term)) * itemsize(op.dtype)
+    return copied
+
+
+def _turned_bytes(op: Op, form: PooledForm) -> int:
+    """Bytes of the operands that a loop over batch entries has copied before, into the order of its kernel."""
+    spec, turned = op.spec, 0
+    for term, groups in views_of(op, form)[0]:
+        order = [e for group in groups for e in group if spec.size(e) != 1]
+        if order != [e for e in term if spec.size(e) != 1] and not matrix_copies(term, None, groups, spec):
+            turned += math.prod(spec.shape(term)) * itemsize(op.dtype)
+    return turned
+
+
+def _grouped_cost(op: Op, device: Device) -> StepCost:
+    form = grouped_form(op.spec)
+    assert isinstance(form, GroupedForm)
+    n, i, j, k = group_sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
+    g = form.gather.size or 0
+    shape = pallas_tiles.TPU if device.kind == "tpu" else pallas_tiles.GPU if device.capability == 90 else None
+    if shape is not None and shape.takes(n, i, g, j, k, op.dtype, sums=op.pair or form.outer):
+        copied = flattened_bytes(op, form) + _reshaped_bytes(op, form)
+        return tiled_cost(op, form, (n, i, g, j, k), shape, device, copied)
+    sizes = (n, i, g, j, k, op.dtype)
+    if op.pair:
+        loop = jax_grouped.gradients_scratch_bytes(*sizes)
+    elif form.outer:
+        loop = jax_grouped.outer_scratch_bytes(*sizes)
+    else:
+        targets = None if form.rows_out == form.gather.axes else group_sizes(op.spec, form.rows_out)[0]
+        loop = jax_grouped.matmul_scratch_bytes(*sizes, targets)
+    copied = flattened_bytes(op, form) + _reshaped_bytes(op, form)
+    # Beside the order, for each operand or result that some of the row axes choose, where a row finds it.
+    maps = sum(rows != form.gather.axes for rows in (form.rows_a, form.rows_b if form.outer else form.rows_out))
+    scratch = 4 * (n + g + 1) + 8 * n * maps + max(jax_grouping.scratch_bytes(n, g), loop) + copied
+    flops = spec_flops(op.spec) * (2 if op.pair else 1)
+    moved = op.bytes_touched()
+    # Measured on seed 000: a row's sort and addresses, filling the result, products on padded lanes, lanes moved.
+    lanes = 1.28 * n * i
+    seconds = (
+        70e-9 * n + 1.8e-9 * n * i * k + lanes * (2 * j * k / 46e9 + 0.8e-9 * (j + k)) + 20 * device.launch_seconds
+    )
+    if op.pair:
+        seconds *= 1.8
+    seconds += device.moving_seconds(2 * copied)
+    return StepCost(flops, moved + 2 * copied, copied, scratch, picoseconds(seconds))
+
+
+def _pooled_cost(names: str, op: Op, device: Device) -> StepCost:
+    form = pooled_form(op.spec)
+    assert isinstance(form, PooledForm)
+    b, q, k, d = group_sizes(op.spec, form.batch, form.queries, form.chosen, form.depth)
+    m = form.gather.size or 0
+    products = 2 if op.pair else 1
+    scores = not op.pair and form.scores == 2
+    what = "gradients" if op.pair else "scores" if scores else f"{'pool' if form.place == 2 else 'query'}_gradient"
+    chosen, moved, size = b * q * k, op.bytes_touched(), itemsize(op.dtype)
+    # Nanoseconds measured on seed 003; gradients are of both operands, half of that is one's.
+    if names == "pooled":
+        flops, dense = products * 2 * b * q * m * d, b * q * m * d / 32
+        seconds = 0.8e-9 * dense + 1.4e-9 * chosen if scores else products * (0.55e-9 * dense + 0.7e-9 * chosen)
+        scratch = jax_pooled.pooled_scratch_bytes(what, b, q, m, d, k, op.dtype)
+    else:
+        flops, taken = products * 2 * chosen * d, chosen * d
+        moved += taken * size
+        fits = (1 if scores else 2) * taken * size < device.fresh_bytes
+        each = (0.55e-9 if fits else 3.2e-9) if scores else products * (0.6e-9 if fits else 1.4e-9)
+        seconds = taken * each
+        scratch = jax_pooled.gathered_scratch_bytes(what, b, q, m, d, k, op.dtype)
+    fused = names == "gathered" and what == "query_gradient" and q == k == 1
+    copied = flattened_bytes(op, form) + (0 if fused else _reshaped_bytes(op, form, flat=scores and names == "pooled"))
+    if names == "pooled":
+        seconds += b * (1e-6 if scores else 2.2e-6)
+        masked = what in ("gradients", "query_gradient")  # where the pool holds NaN, see `jax_reads`
+        copied += _turned_bytes(op, form) + masked * b * m * d * size
+    seconds += device.moving_seconds(2 * copied) + 10 * device.launch_seconds
+    return StepCost(flops, moved + 2 * copied, copied, scratch + copied, picoseconds(seconds))
+
+
+def _pool(names: str) -> PoolKernels:
+    functions = {what: getattr(jax_pooled, f"{names}_{what}") for what in POOL_FUNCTIONS}
+    return PoolKernels(**functions, cost=partial(_pooled_cost, names))
+
+
+def _cast(x: Any, dtype: str) -> Any:
+    return jax.lax.convert_element_type(x, jnp.dtype(dtype))
+
+
+def make_table(grouped: Any = jax_grouped) -> Table:
+    """Return the table of the JAX backend; its grouped products are the module's, or those of a `Platform`."""
+    kernels = Kernels(
+        OPS,
+        jax_grouping.group_rows,
+        grouped.grouped_matmul,
+        grouped.grouped_outer,
+        grouped.grouped_gradients,
+        _grouped_cost,
+        {WHOLE_POOL: _pool("pooled"), "take, then dot": _pool("gathered")},
+    )
+    summed = Lowering("multiply, then sum", _not_summed, _summed_cost, _run_summed, kinds=("cpu",))
+    return Table([*stock_rows(OPS, _cast, views=False, cost=_stock_cost), summed, *kernel_rows(kernels)])

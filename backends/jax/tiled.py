@@ -1,0 +1,102 @@
+"""What grouped products cost in Pallas kernels: rows are moved into tiles, results out of them.
+
+They have run on no device yet, so that times are estimates. What is allocated on a TPU is bounded by what XLA's
+compiler for a v5e allots, which keeps arrays of some megabytes in vector memory instead; on a GPU arrays are counted
+one by one.
+"""
+
+from __future__ import annotations
+
+import math
+
+from planner.backends.common.kernel_rows import group_sizes
+from planner.backends.common.stock_rows import picoseconds
+from planner.cost.device import Device
+from planner.cost.figures import StepCost, itemsize
+from planner.kernels.grouped_matmul.pallas_tiles import TPU, Shape, most_tiles
+from planner.kernels.grouping import jax_grouping
+from planner.program.ops import GroupedForm, Op, spec_flops
+
+__all__ = ["tiled_cost"]
+
+
+def tiled_cost(
+    op: Op, form: GroupedForm, sizes: tuple[int, int, int, int, int], shape: Shape, device: Device, copied: int
+) -> StepCost:
+    """Return what a step costs that a platform's kernels take.
+
+    Args:
+        op: the step.
+        form: what the kernels make of it.
+        sizes: rows, rows of one row's matrix, groups, columns of the rows and of the results.
+        shape: what the platform's tiles are like.
+        device: its rates.
+        copied: bytes that are copied before the kernels and after them.
+    """
+    n, i, g, j, k = sizes
+    size, sums = itemsize(op.dtype), op.pair or form.outer
+    each = shape.rows(n, i, g, size)
+    tiles = most_tiles(n, each, g, sums and shape.empty)
+    summed = not sums and form.rows_out != form.gather.axes
+    targets = group_sizes(op.spec, form.rows_out)[0] if summed else 0
+    direct = not summed and not sums and form.rows_a == form.gather.axes and shape.is_tile(n, i, size)
+    what = "pair" if op.pair else "outer" if form.outer else "summed" if summed else "direct" if direct else "product"
+    held = (_tpu_bytes if shape is TPU else _gpu_bytes)(what, sizes, tiles * each, targets, size)
+    maps = sum(rows != form.gather.axes for rows in (form.rows_a, form.rows_b if form.outer else form.rows_out))
+    sort = max(jax_grouping.scratch_bytes(n, g), 16 * tiles * each + 4 * n)
+    tables = 4 * (n + g + 1) + 8 * n * maps + sort + _padded(1, tiles, each, 4)
+    moved = op.bytes_touched() + 2 * copied + (0 if direct else 2 * tiles * each * i * (j + k + op.pair * j) * size)
+    flops = spec_flops(op.spec) * (2 if op.pair else 1)
+    rate = device.product_rate(max(1, n * i // max(1, min(g, n))), j, k, op.dtype)
+    seconds = max(flops / rate, device.moving_seconds(moved)) + n * device.sort_row_seconds
+    seconds += 20 * device.launch_seconds
+    return StepCost(flops, moved, copied, tables + held + copied, picoseconds(seconds))
+
+
+def _tpu_bytes(what: str, sizes: tuple[int, int, int, int, int], slots: int, targets: int, size: int) -> int:
+    """Bytes of what a TPU's kernels hold at once beside their tables.
+
+    Arrays of a program lie compactly: those that whole registers pad are copied for a kernel, or out of it. Rows are
+    taken, then zeros selected where there is none, and results likewise: twice the bytes.
+    """
+    n, i, g, j, k = sizes
+    shapes = (n, i, j), (n, i, k), (g, j, k)
+    a, b, c = (_padded(*x, size) for x in shapes)
+    copy_a, copy_b, copy_c = (
+        whole if whole > math.prod(x) * size else 0 for whole, x in zip((a, b, c), shapes, strict=True)
+    )
+    tiles_a, tiles_b = _padded(slots, i, j, size), _padded(slots, i, k, 4 if what == "summed" else size)
+    if what == "pair":
+        return max(2 * (tiles_a + tiles_b) + copy_a + copy_b, 3 * tiles_a + tiles_b + a + copy_a) + copy_c
+    if what == "outer":
+        return 2 * (tiles_a + tiles_b) + max(copy_a + copy_b, copy_c)
+    if what == "direct":
+        return copy_a + copy_b + copy_c
+    last = 2 * _padded(targets, i, k, 4) if what == "summed" else b + copy_b
+    return max(copy_a + 2 * tiles_a, tiles_a + tiles_b + copy_c, 2 * tiles_b + last)
+
+
+def _padded(rows: int, inner: int, columns: int, size: int) -> int:
+    """Bytes of `(rows, inner, columns)` in a TPU's registers: 128 columns wide, 8 rows of 4 bytes or a power of 2."""
+    high = min(32 // size, 1 << (inner - 1).bit_length())
+    return rows * (-(-inner // high) * high) * (-(-columns // 128) * 128) * size
+
+
+def _gpu_bytes(what: str, sizes: tuple[int, int, int, int, int], slots: int, targets: int, size: int) -> int:
+    """Bytes of what a GPU's kernels hold at once beside their tables.
+
+    Columns, and rows of matrices, are filled up to 64 with zeros, in a copy where they are not multiples of it.
+    Gradients transpose the matrices, sums the rows. Tiles are counted twice, as taken and as filled up.
+    """
+    n, i, g, j, k = sizes
+    wide_j, wide_k = (-(-x // 64) * 64 for x in (j, k))
+    matrices = g * wide_j * wide_k * size
+    copy_c = matrices if what == "pair" or (wide_j, wide_k) != (j, k) else 0
+    if what == "direct":
+        return n * i * (wide_j + wide_k) * size + copy_c
+    tiles_a, tiles_b = slots * i * wide_j * size, slots * i * wide_k * (4 if what == "summed" else size)
+    if what == "pair":
+        return 4 * tiles_a + 2 * tiles_b + copy_c + matrices
+    if what == "outer":
+        return 3 * tiles_a + 2 * tiles_b + matrices
+    return max(2 * tiles_a, tiles_a + tiles_b + copy_c, 2 * tiles_b) + 4 * targets * i * k

@@ -1,0 +1,217 @@
+"""PyTorch: tensors described, compared and refused; plans bound to the functions that run them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from planner.backends.common.common import check_index_dtype
+from planner.backends.torch.bound import BoundPlan
+from planner.backends.torch.index import TorchIndex, in_range
+from planner.backends.torch.modes import as_planned, autocasts, grad_enabled, in_functorch, transform, transformed
+from planner.backends.torch.ops import torch_dtype
+from planner.backends.torch.rows import make_table
+from planner.backends.torch.runner import runner
+from planner.backends.torch.tensor import dataless, not_dense
+from planner.cost.device import CPU, GPU, Device, gpu_preset
+from planner.cost.rates import cpu_name, stored
+from planner.language.errors import PlannerError, PlannerTypeError
+from planner.language.spec import Gather, Operand
+from planner.program.implementations import Backend, Stepwise
+from planner.program.program import Step
+
+if TYPE_CHECKING:
+    from planner.program.plan import Plan
+
+__all__ = ["TorchBackend", "backend"]
+
+
+class TorchBackend(Backend):
+    """Runs plans on torch tensors."""
+
+    name = "torch"
+    strided = True
+
+    def __init__(self) -> None:
+        self.table = make_table()
+
+    def operand(self, array: Tensor) -> Operand:
+        """Describe a tensor; under `torch.func` every float may need a gradient at some level."""
+        if (reason := not_dense(array)) is not None:
+            raise PlannerError(reason)
+        needs = grad_enabled() and array.requires_grad
+        if in_functorch():
+            needs = array.dtype.is_floating_point or array.dtype.is_complex
+        # Sizes that a compiler took for symbols are numbers here, for which it compiles.
+        shape, strides = tuple(map(int, array.shape)), tuple(map(int, array.stride()))
+        return Operand(shape, str(array.dtype).removeprefix("torch."), strides, needs)
+
+    def signature(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
+        """All that a plan depends on, cheaply; an AttributeError says that something is no tensor."""
+        key: list[Any] = [grad_enabled(), transform() is None, autocasts(), self.pins_tiles()]
+        try:
+            for x in operands:
+                key.append((x.shape, x.stride(), x.dtype, x.device, x.layout, x.requires_grad))
+            if indices:
+                for name, q in indices.items():
+                    key.append((name, type(q), q.shape, q.dtype, q.device))
+        except RuntimeError:  # some layouts have no shape or strides
+            _refuse(operands, indices)
+            raise
+        return tuple(key)
+
+    def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any]) -> str:
+        """Promote as torch does tensors of the same category."""
+        result = torch_dtype(dtypes[0])
+        for number, name in enumerate(dtypes[1:], 1):
+            try:
+                result = torch.promote_types(result, torch_dtype(name))
+            except RuntimeError:  # of the wider unsigned types torch promotes none
+                other = str(result).removeprefix("torch.")
+                raise PlannerTypeError(
+                    f"operand {number} is {name}, which torch does not promote with {other}: cast one of the operands"
+                ) from None
+        return str(result).removeprefix("torch.")
+
+    def device(self, operands: Sequence[Any]) -> Device:
+        """Rates of the machine that the operands are on."""
+        first = next((x.device for x in operands if isinstance(x, Tensor)), None)
+        if first is None or first.type == "cpu":
+            return stored(CPU, "torch", str(torch.__version__), cpu_name(torch.get_num_threads()))
+        if first.type != "cuda":
+            return GPU
+        return _card(first)
+
+    def check_index(self, name: str, index: Any) -> None:
+        """Refuse an index array that is not of integers, or not dense."""
+        if isinstance(index, Tensor) and (reason := not_dense(index)) is not None:
+            raise PlannerError(f"index array {name!r} {reason}")
+        check_index_dtype(name, str(index.dtype).removeprefix("torch."))
+
+    def check_devices(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
+        """Refuse arrays on different devices: nothing is moved in silence."""
+        devices = [(f"operand {i}", x.device) for i, x in enumerate(operands) if isinstance(x, Tensor)]
+        devices += [(f"index array {n!r}", q.device) for n, q in indices.items() if hasattr(q, "device")]
+        for label, device in devices[1:]:
+            if device != devices[0][1]:
+                raise PlannerError(f"{label} is on {device}, but {devices[0][0]} on {devices[0][1]}: move one of them")
+
+    def group(self, q: Tensor, size: int, index_mode: str) -> TorchIndex:
+        """Check and sort an index array."""
+        if dataless(q):
+            raise PlannerError(f"an index array on the {q.device.type} device or a fake one has no values to group")
+        values, guarded = in_range(q, Gather("q", (), size), index_mode)
+        # A copy: the sorted order must not outlive the values that it was made from.
+        return TorchIndex(values.clone(), size, index_mode, guarded)
+
+    def trial(self, plan: Plan, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Callable[[], None] | None:
+        """Return a function that runs a plan with its gradients, which go nowhere, and waits for the device."""
+        values = [q for q in indices.values() if isinstance(q, Tensor)]
+        if transformed() or any(map(dataless, (*operands, *values))):
+            return None
+        on_gpu = any(x.is_cuda for x in operands)
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            return None
+        needs = [variable is not None for variable in plan.programs.gradients]
+        leaves = [x.detach().requires_grad_(need) for x, need in zip(operands, needs, strict=True)]
+        wanted = [x for x, need in zip(leaves, needs, strict=True) if need]
+        run, ones = self.bind(plan), None
+
+        def once() -> None:
+            nonlocal ones
+            result = run(leaves, indices)
+            if wanted:
+                ones = torch.ones_like(result) if ones is None else ones
+                torch.autograd.grad(result, wanted, ones)
+            if on_gpu:
+                torch.cuda.synchronize(leaves[0].device)
+
+        return once
+
+    def pins_tiles(self) -> bool:
+        """As torch is asked for deterministic algorithms: another tiling adds in another order."""
+        return torch.are_deterministic_algorithms_enabled()
+
+    def environment(self, operands: Sequence[Any]) -> dict[str, str]:
+        """Name the version, the device, and the settings that decide how products run."""
+        device = next((x.device for x in operands if isinstance(x, Tensor)), torch.device("cpu"))
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        precision = torch.get_float32_matmul_precision()
+        threads = str(torch.get_num_threads())
+        found = {"torch": torch.__version__, "device": name, "threads": threads, "precision": precision}
+        return {**found, "tiles": "pinned" if self.pins_tiles() else "free"}
+
+    def bind(self, plan: Plan) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
+        """Return the function that runs a plan."""
+        run = runner(plan, self.table)
+        return run if plan.dtype not in _MOVED_ONLY else partial(_run_moves, run, plan.dtype)
+
+    def refuse_dataless(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> None:
+        """Refuse tensors of the meta device, fake ones, and calls under a transform or a compiler."""
+        if transformed() or torch.compiler.is_compiling():
+            raise PlannerError("inside of a transform or a compiled function nothing can be measured: call it outside")
+        arrays = [(f"operand {number}", x) for number, x in enumerate(operands)]
+        arrays += [(f"index array {n!r}", getattr(q, "values", q)) for n, q in indices.items()]
+        for label, x in arrays:
+            if isinstance(x, Tensor) and dataless(x):
+                raise PlannerError(f"{label} is a meta or fake tensor, on which nothing can be measured: give values")
+
+    def stepwise(
+        self,
+        plan: Plan,
+        operands: Sequence[Tensor],
+        indices: Mapping[str, Any],
+        gradient: Tensor | None = None,
+        kept: Mapping[int, Any] | None = None,
+    ) -> Stepwise:
+        """Return the forward program with what it is given, or the backward program."""
+        bound = BoundPlan(plan, self.table)
+        with torch.no_grad(), as_planned():
+            index = bound.prepare(indices)
+            if gradient is None:
+                values: dict[int, Any] = dict(enumerate(bound.leaves(operands, index)))
+            else:
+                values = bound.backward_values(gradient, operands, index, kept or {})
+
+        def run(step: Step, inputs: Sequence[Tensor]) -> Any:
+            with torch.no_grad(), as_planned():
+                return self.table.run(step.choice.lowering, step.op, inputs, index)
+
+        return Stepwise(values, lambda step, inputs: partial(run, step, inputs), index.orders)
+
+
+# Dtypes that torch moves and multiplies, but neither adds nor scatters.
+_MOVED_ONLY = ("uint16", "uint32", "uint64")
+
+
+def _run_moves(run: Callable[..., Any], dtype: str, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
+    try:
+        return run(operands, indices)
+    except NotImplementedError:
+        raise PlannerError(
+            f"operand 0 and what is computed with it are {dtype}, for which torch has no sums: pass dtype='int64', "
+            "or cast the operands"
+        ) from None
+
+
+def _card(device: torch.device) -> Device:
+    """Rates of a graphics card, and what it is capable of."""
+    product, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    found = stored(gpu_preset(product), "torch", str(torch.__version__), product)
+    return dataclasses.replace(found, capability=10 * capability[0] + capability[1])
+
+
+def _refuse(operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
+    """Name the array that is not dense, if one is."""
+    labels = [*(f"operand {i}" for i in range(len(operands))), *(f"index array {name!r}" for name in indices)]
+    for label, x in zip(labels, (*operands, *indices.values()), strict=True):
+        if isinstance(x, Tensor) and (reason := not_dense(x)) is not None:
+            raise PlannerError(f"{label} {reason}") from None
+
+
+backend = TorchBackend()

@@ -1,0 +1,269 @@
+"""The rows of the torch backend's table that run Triton kernels on CUDA, and what they cost.
+
+Beside grouped products and pooled dots these are products of operands that cannot be viewed as matrices, which torch
+would copy, and segment sums, which torch makes by atomics, in any order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from planner.backends.common.kernel_rows import (
+    POOL_FUNCTIONS,
+    CostOf,
+    Kernels,
+    PoolKernels,
+    Refusal,
+    flattened_bytes,
+    group_sizes,
+    kernel_rows,
+)
+from planner.backends.common.stock_rows import picoseconds
+from planner.backends.torch.ops import OPS
+from planner.backends.torch.products import copied_form
+from planner.cost.device import Device
+from planner.cost.figures import StepCost, itemsize
+from planner.cost.layout import flattens
+from planner.kernels.grouping import torch_grouping
+from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, covers_pair, tiles_of
+from planner.language.spec import Gather, Spec
+from planner.program.implementations import Lowering
+from planner.program.ops import (
+    GroupedForm,
+    Op,
+    PooledForm,
+    grouped_form,
+    pooled_form,
+    product_form,
+    spec_flops,
+)
+
+__all__ = ["DTYPES", "LAUNCHES", "TABLES", "cuda_kernels", "cuda_rows"]
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+# What a call launches beside the kernel: the tiles of each group and, unless the index is prepared, its order.
+LAUNCHES = 12
+# The kernel's time for the same product beside cuBLAS's: an estimate, as all of this is until it ran on a card.
+_SLOWER = 1.5
+# Bytes of tables for each group: where it begins, its pieces and their slots, and what makes these.
+TABLES = 8 * 7
+# Terms after which the sum of a group is cut, as `planner.kernels.tiled_product.triton_tiles` has them.
+_CUT = 4096
+
+
+def _kernel(module: str, name: str, **options: Any) -> Callable[..., Any]:
+    """A function that imports its module, and Triton with it, when it is called."""
+
+    def call(*arguments: Any) -> Any:
+        return operator.attrgetter(name)(importlib.import_module(f"planner.kernels.{module}"))(*arguments, **options)
+
+    return call
+
+
+def _grouped_cost(op: Op, device: Device) -> StepCost:
+    form = grouped_form(op.spec)
+    assert isinstance(form, GroupedForm)
+    n, i, j, k = group_sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
+    g, size = form.gather.size or 0, itemsize(op.dtype)
+    flops = spec_flops(op.spec) * (2 if op.pair else 1)
+    copied = flattened_bytes(op, form)
+    # The order and where groups begin; the sort's keys and sorted keys; four tables of tiles.
+    tables = 24 * n + TABLES * (g + 2)
+    mapped = form.rows_b if form.outer else form.rows_out
+    tables += sum(8 * n for rows in (form.rows_a, mapped) if rows != form.gather.axes)
+    if not (form.outer or op.pair) and mapped != form.gather.axes:  # rows' products, then added to their targets
+        # summed in their order, which is sorted too.
+        tables += n * i * k * max(4, size) + 40 * n + math.prod(op.output_shapes[0]) * (4 if size < 4 else 0)
+    fused = op.pair and covers_pair(j, k)
+    cut = PAIR_TERMS if fused else _CUT
+    parts = 2 * (n * i // cut) * j * k * max(4, size) if form.outer or op.pair else 0
+    moved = op.bytes_touched() + 2 * copied + 16 * n
+    moved += n * i * k * size if op.pair and not fused else 0  # the output's gradient is read twice
+    rate = device.product_rate(max(1, n * i // max(1, min(g, n))), j, k, op.dtype)
+    seconds = max(_SLOWER * flops / rate, device.moving_seconds(moved))
+    seconds += n * device.sort_row_seconds + LAUNCHES * (1 + (op.pair and not fused)) * device.launch_seconds
+    return StepCost(flops, moved, copied, copied + tables + parts, picoseconds(seconds))
+
+
+def _pooled_cost(op: Op, device: Device) -> StepCost:
+    form = pooled_form(op.spec)
+    assert isinstance(form, PooledForm)
+    b, q, k, d = group_sizes(op.spec, form.batch, form.queries, form.chosen, form.depth)
+    chosen, size = b * q * k, itemsize(op.dtype)
+    flops = spec_flops(op.spec) * (2 if op.pair else 1)
+    copied = flattened_bytes(op, form)
+    sorts = op.pair or form.place == 2
+    # Rows that keys name; where queries begin; the sort of the keys, and the query of each.
+    scratch = 8 * chosen + TABLES * (b * q + 2)
+    scratch += 8 * 5 * chosen + TABLES * (b * (form.gather.size or 0) + 2) if sorts else 0
+    scratch += 2 * (chosen // _CUT) * d * max(4, size) if op.pair or form.scores != 2 else 0
+    moved = op.bytes_touched() + 2 * copied + (2 if op.pair else 1) * chosen * d * size + 8 * chosen
+    seconds = max(flops / device.product_rate(d, d, d, op.dtype), device.moving_seconds(moved))
+    seconds += sorts * chosen * device.sort_row_seconds + LAUNCHES * (2 if op.pair else 1) * device.launch_seconds
+    return StepCost(flops, moved, copied, scratch + copied, picoseconds(seconds))
+
+
+def _other_dtype(op: Op) -> str | None:
+    return None if op.dtype in DTYPES else f"the kernels do not multiply {op.dtype}"
+
+
+def cuda_kernels(tiling: str = "") -> Kernels:
+    """Return the kernels for CUDA in a tiling of `planner.kernels.tiled_product.triton_tiles`; they need Triton when they run."""
+    label, tiled = f", Triton{', ' * bool(tiling)}{tiling}", {"tiling": tiling}
+
+    def outer(a: Any, b: Any, groups: Any, size: int, source_a: Any, source_b: Any) -> Any:
+        return _kernel("triton_grouped", "grouped_outer", **tiled)(a, b, groups, source_a, source_b)
+
+    pool = PoolKernels(**{name: _kernel("triton_pooled", name, **tiled) for name in POOL_FUNCTIONS}, cost=_pooled_cost)
+    return Kernels(
+        OPS,
+        torch_grouping.group_rows,
+        _kernel("triton_grouped", "grouped_matmul", **tiled),
+        outer,
+        _kernel("triton_grouped", "grouped_gradients", **tiled),
+        _grouped_cost,
+        {f"gathered dot{label}": pool},
+        # As on a CPU, the programs hand over operands that are conjugated already; these are real.
+        hand_over=torch.conj,
+        kinds=("cuda",),
+        refuses=_other_dtype,
+        label=label,
+    )
+
+
+def _not_strided(op: Op) -> str | None:
+    return "torch multiplies the operands as they lie" if copied_form(op) is None else None
+
+
+def _strided_cost(op: Op, device: Device) -> StepCost:
+    form = copied_form(op)
+    assert form is not None
+    _, m, n, k = form.sizes
+    terms = zip(op.spec.terms, form.matrices, (*(op.layouts or (None, None)), None), strict=True)
+    # A table holds the position of each index of a group that is no one stride; it is made of two more.
+    tables = sum(
+        24 * math.prod(map(op.spec.size, group))
+        for term, groups, layout in terms
+        for group in groups
+        if not flattens(term, layout, [group], op.spec)
+    )
+    flops, moved = spec_flops(op.spec), op.bytes_touched() + 2 * tables
+    seconds = max(_SLOWER * flops / device.product_rate(m, n, k, op.dtype), device.moving_seconds(moved))
+    # Each table is made in a few launches.
+    return StepCost(flops, moved, 0, tables, picoseconds(seconds + (1 + 6 * bool(tables)) * device.launch_seconds))
+
+
+def _run_strided(tiling: str, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    form = product_form(op.spec)
+    assert form is not None
+    out = inputs[0].new_empty(op.spec.output_shape)
+    dims = [
+        [[term.index(axis) for axis in group] for group in groups]
+        for term, groups in zip(op.spec.terms, form.matrices, strict=True)
+    ]
+    _kernel("triton_grouped", "batched_matmul", tiling=tiling)(*inputs, out, dims)
+    return (out,)
+
+
+def _summed_gather(spec: Spec) -> Gather | None:
+    """The bracket of a step that adds rows up by one index array, and does nothing else."""
+    (*inputs,), out = spec.inputs, spec.output
+    found = [e for e in out if isinstance(e, Gather)]
+    if len(inputs) != 1 or len(found) != 1 or any(isinstance(e, Gather) for e in inputs[0]):
+        return None
+    rest = [e for e in out if e != found[0]]
+    axes = [*found[0].axes, *rest]
+    once = len(set(axes)) == len(axes) == len(inputs[0]) and set(axes) == set(inputs[0])
+    return found[0] if once and found[0].axes else None
+
+
+def _not_summed(op: Op) -> str | None:
+    if op.pair or op.source_dtype is not None or _summed_gather(op.spec) is None:
+        return "the step does not add rows up by one index array"
+    return None
+
+
+def _summed_cost(op: Op, device: Device) -> StepCost:
+    gather = _summed_gather(op.spec)
+    assert gather is not None
+    (n,), size = group_sizes(op.spec, gather.axes), itemsize(op.dtype)
+    columns = math.prod(op.spec.shape(op.spec.inputs[0])) // max(1, n)
+    tables = 24 * n + TABLES * ((gather.size or 0) + 2) + 2 * (n // _CUT) * columns * max(4, size)
+    moved = op.bytes_touched() + 16 * n
+    seconds = device.moving_seconds(moved) + n * device.sort_row_seconds + LAUNCHES * device.launch_seconds
+    return StepCost(spec_flops(op.spec), moved, 0, tables, picoseconds(seconds))
+
+
+def _run_summed(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    ((x,), (term,)), gather = (inputs, op.spec.inputs), _summed_gather(op.spec)
+    assert gather is not None
+    out, rest = x.new_empty(op.spec.output_shape), [str(e) for e in op.spec.output if e != gather]
+    rows = _kernel("triton_sum", "Rows.of")
+    given = rows(x, [term.index(e) for e in gather.axes], [term.index(e) for e in rest])
+    made = rows(out, [op.spec.output.index(gather)], [op.spec.output.index(e) for e in rest])
+    _kernel("triton_sum", "sum_rows")(given, made, group_sizes(op.spec, rest)[0], kernels.groups(gather, index))
+    return (out,)
+
+
+def _products(op: Op) -> list[tuple[str, int, int, int]]:
+    """The products of a step, as `planner.kernels.tiled_product.triton_tiles.tiles_of` takes them."""
+    grouped, pooled = grouped_form(op.spec), pooled_form(op.spec)
+    if isinstance(grouped, GroupedForm):
+        n, i, j, k = group_sizes(op.spec, grouped.gather.axes, grouped.inner, grouped.left, grouped.right)
+        each = max(1, n * i // max(1, grouped.gather.size or 0))
+        if op.pair and covers_pair(j, k):
+            return [("pair", j, k, each)]
+        rows, terms = ("rows", each, k, j), ("terms", j, k, each)
+        return [("rows", each, j, k), terms] if op.pair else [terms if grouped.outer else rows]
+    if isinstance(pooled, PooledForm):
+        b, q, k, d = group_sizes(op.spec, pooled.batch, pooled.queries, pooled.chosen, pooled.depth)
+        each = max(1, q * k // max(1, pooled.gather.size or 0))
+        return [("rows", k, 1, d), ("terms", 1, d, k), ("terms", 1, d, each)]
+    form = product_form(op.spec)
+    return [] if form is None else [("plain", *form.sizes[1:])]
+
+
+def _same_tiles(tiling: str, op: Op) -> str | None:
+    """Why a tiling is not tried: it is the default."""
+    size = itemsize(op.dtype)
+    settings = list(itertools.product((False, True) if op.dtype == "float32" else (False,), (False, True)))
+    for product, (fma, tables) in itertools.product(_products(op), settings):
+        if tiles_of(*product, size, fma, tables, tiling) != tiles_of(*product, size, fma, tables):
+            return None
+    return "its tiles are the default's"
+
+
+def cuda_rows() -> list[Lowering]:
+    """Return the rows for CUDA, and their other tilings."""
+    kernels = cuda_kernels()
+
+    def row(name: str, refuses: Refusal, cost: CostOf, run: Any) -> Lowering:
+        return Lowering(
+            name, lambda op: refuses(op) or kernels.refuses(op), cost, run, kinds=kernels.kinds,
+            layouts=lambda op: (None,),
+        )  # fmt: skip
+
+    def tiled(tiling: str = "") -> list[Lowering]:
+        rows = kernel_rows(cuda_kernels(tiling), strided=True)
+        name = f"matmul without copies, Triton{', ' * bool(tiling)}{tiling}"
+        return [*rows, row(name, _not_strided, _strided_cost, partial(_run_strided, tiling))]
+
+    def refuses(one: Lowering, tiling: str, op: Op) -> str | None:
+        return one.supports(op) or _same_tiles(tiling, op)
+
+    rows = tiled()
+    variants = [
+        dataclasses.replace(other, variant_of=one.name, supports=partial(refuses, one, tiling))
+        for tiling in TILINGS
+        for one, other in zip(rows, tiled(tiling), strict=True)
+    ]
+    return [*rows, row("segment sum, Triton", _not_summed, _summed_cost, partial(_run_summed, kernels)), *variants]

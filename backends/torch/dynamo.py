@@ -1,0 +1,51 @@
+"""What Dynamo finds in place of calls that it cannot read: of `planner.contract` one that it records whole.
+
+Loaded when it first meets one, since to load Dynamo takes seconds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo import disable, nonstrict_trace
+from torch.utils._pytree import register_pytree_node
+
+from planner import groups
+from planner.api import Request, asked_dtype, plan_and_run
+from planner.backends.torch.index import TorchIndex
+from planner.language.errors import PlannerError
+from planner.program import frameworks as dispatch
+
+__all__ = ["contract", "group", "run_plan"]
+
+# A plan is no argument that Dynamo takes, and to prepare an index looks at its values.
+run_plan = disable(dispatch.run_plan, reason="call planner.contract, which plans while it is recorded")
+group = disable(groups.group, reason="call planner.group outside, and pass what it returns")
+_contract_apart = disable(plan_and_run, reason="planner.contract is recorded with tensors only")
+
+
+register_pytree_node(TorchIndex, TorchIndex.parts, TorchIndex.joined, serialized_type_name="planner.TorchIndex")
+
+
+def contract(asked: Sequence[Any], operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
+    """Contract as `planner.contract` does; `asked` are its arguments in the order of `planner.api.Request`."""
+    # Dynamo records tensors, numbers and strings.
+    if not any(isinstance(x, torch.Tensor) for x in (asked[0], *operands)):
+        return _contract_apart(Request(*asked), operands, indices)
+    given = {name: x for name, x in zip(Request._fields, asked, strict=True) if x is not None}
+    if "dtype" in given:
+        given["dtype"] = asked_dtype(given["dtype"])
+    return _contract(given, operands, indices)
+
+
+@nonstrict_trace
+def _contract(given: Mapping[str, Any], operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
+    try:
+        return plan_and_run(Request(**{**dict.fromkeys(Request._fields), **given}), operands, indices)
+    except PlannerError as error:
+        # Dynamo raises an error of its own, and names this one far down in its causes.
+        warnings.warn(f"{type(error).__name__}: {error}", stacklevel=2)
+        raise

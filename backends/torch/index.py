@@ -1,0 +1,114 @@
+"""Index arrays: checked, brought into range, and prepared for many calls with their rows sorted by group."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from planner.backends.common.common import PreparedIndex, clip_error, range_error
+from planner.backends.torch.tensor import captured, dataless, not_dense
+from planner.kernels.grouping import torch_grouping
+from planner.language.errors import IndexRangeError, PlannerError
+from planner.language.spec import Gather
+
+__all__ = ["TorchIndex", "in_range", "part_in_range", "refuse_sparse"]
+
+
+class TorchIndex(PreparedIndex):
+    """A prepared index with its rows sorted by group."""
+
+    prepared_framework = "torch"
+
+    def __init__(self, values: Tensor, size: int, mode: str, guarded: bool) -> None:
+        super().__init__(values, size, mode)
+        self.guarded = guarded
+        self.groups = torch_grouping.group_rows(values.reshape(-1), size)
+        self.facts = str(size), mode, str(guarded)
+
+    def reshape(self, shape: Sequence[int]) -> TorchIndex:
+        """The same rows in another shape."""
+        if tuple(shape) == tuple(self.shape):
+            return self
+        view = copy.copy(self)
+        view.values = self.values.reshape(tuple(shape))
+        return view
+
+    def parts(self) -> tuple[list[Tensor], tuple[str, ...]]:
+        """Its tensors, and what else it is made of: as text, for Dynamo makes symbols of numbers."""
+        return [self.values, self.groups.order, self.groups.offsets], self.facts
+
+    @classmethod
+    def joined(cls, tensors: Iterable[Tensor], facts: Iterable[str]) -> TorchIndex:
+        """The inverse of `parts`."""
+        found = cls.__new__(cls)
+        (found.values, order, offsets), (size, found.mode, guarded) = tensors, facts
+        found.size, found.guarded, found.facts = int(size), guarded == "True", (size, found.mode, guarded)
+        found.groups = torch_grouping.Groups(order, offsets, found.size)
+        return found
+
+
+def refuse_sparse(raw: Tensor, gather: Gather) -> None:
+    """Refuse an index array that is not laid out with strides."""
+    if raw.layout != torch.strided:
+        raise PlannerError(f"index array {gather.array!r} {not_dense(raw)}")
+
+
+def in_range(raw: Tensor, gather: Gather, mode: str) -> tuple[Tensor, bool]:
+    """Bring an index array into [0, size]; also whether `size`, which means no row, occurs.
+
+    While a CUDA graph is captured it may occur, and under "raise" the device refuses it when the graph is run.
+    """
+    size = gather.size
+    assert size is not None
+    refuse_sparse(raw, gather)
+    if raw.numel() == 0 or raw.is_meta:
+        return raw.long(), False
+    if dataless(raw):  # looked at when what is recorded now is run
+        return _in_range_later(raw, gather.array, "".join(gather.axes), size, mode), mode == "drop"
+    # A uint64 has no comparisons of its own: values from 2^63 on become negative, far out of any range.
+    wide = raw if raw.dtype in (torch.int64, torch.int32) else raw.long()
+    if raw.dtype == torch.uint64:
+        wide = torch.where(wide < 0, torch.iinfo(torch.int64).max, wide)
+    if mode == "clip":
+        if size == 0:
+            raise clip_error(gather)
+        return wide.clamp(0, size - 1), False
+    if captured(wide):
+        inside = (wide >= (-size if mode == "raise" else 0)) & (wide < size)
+        if mode == "raise":
+            torch._assert_async(inside.all(), f"index array {gather.array!r} has values outside of [-{size}, {size})")
+            return torch.where(inside, torch.where(wide < 0, wide + size, wide), 0), False
+        return torch.where(inside, wide, size), True
+    low, high = (int(v) for v in torch.aminmax(wide))
+    if mode == "raise":
+        if low < -size or high >= size:
+            bad = (wide < -size) if low < -size else (wide >= size)
+            position = tuple(int(i) for i in bad.nonzero()[0])
+            raise range_error(gather, position, int(raw[position].item()))
+        return (torch.where(wide < 0, wide + size, wide) if low < 0 else wide), False
+    if low < 0 or high >= size:
+        return torch.where((wide >= 0) & (wide < size), wide, size), True
+    return wide, False
+
+
+@torch.library.custom_op("planner::in_range", mutates_args=())
+def _in_range_later(raw: Tensor, array: str, axes: str, size: int, mode: str) -> Tensor:
+    normal, _ = in_range(raw, Gather(array, tuple(axes), size), mode)
+    return normal.long().clone(memory_format=torch.contiguous_format)
+
+
+@_in_range_later.register_fake
+def _(raw: Tensor, array: str, axes: str, size: int, mode: str) -> Tensor:
+    return torch.empty(raw.shape, dtype=torch.int64, device=raw.device)
+
+
+def part_in_range(part: Tensor, whole: Tensor, gather: Gather, mode: str) -> Tensor:
+    """Bring a part of an index array into range; an error names the place in the whole."""
+    try:
+        return in_range(part, gather, mode)[0]
+    except IndexRangeError:
+        in_range(whole, gather, mode)
+        raise

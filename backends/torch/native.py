@@ -1,0 +1,157 @@
+"""Plans as a few native torch calls: what runs when no gather, cast or copy is in the way.
+
+Each step becomes a small function over views; autograd then keeps exactly what the plan says, since `mm`, `bmm` and
+`mul` save their operands as they read them. A step that would have to copy an operand into another layout makes the
+plan not native under autograd, because the copy would be kept; so does a result that would not lie in memory as the
+plan has it, and a product with a repeated operand whose gradient the plan sums in another way than torch does.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.backends.common.stock import evaluation
+from planner.backends.common.stock_layout import stock_layout
+from planner.backends.common.stock_rows import stock_kind
+from planner.backends.torch.ops import OPS, unit_strided
+from planner.cost.layout import layout_of
+from planner.language.derive import transpose
+from planner.language.spec import Spec
+from planner.program.ops import Op, product_form
+from planner.program.program import Leaf, Program, Tree
+
+__all__ = ["NATIVE", "compile_native", "standin"]
+
+# From operands to the result; index arrays, which plans of native calls have none of, may be given as well.
+Run = Callable[..., Tensor]
+# What runs each step of the backward program, by its spec; None without one.
+Lowerings = Mapping[Spec, str] | None
+
+NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum")
+# Made of several native calls, of which autograd keeps more than the step's operands: the positions of the diagonal,
+# sums that the step makes itself.
+COMPOSED = ("diagonal", "multiply, sum")
+
+
+def compile_native(tree: Tree, operands: Sequence[Tensor], backward: Program | None) -> Run | None:
+    """Return a function from operands to the result, or None if the tree needs more than native calls.
+
+    Args:
+        tree: the plan's tree.
+        operands: stand-ins on the meta device, with the true strides; they take gradients where operands do.
+        backward: the plan's backward program; None where no gradient is asked for: then steps may copy, since nothing
+            is kept.
+    """
+    chosen = None if backward is None else {step.op.spec: step.choice.lowering for step in backward.steps}
+    made = _compile(tree, operands, chosen)
+    return None if made is None else made[0]
+
+
+def _compile(tree: Tree, operands: Sequence[Tensor], chosen: Lowerings) -> tuple[Run, Tensor] | None:
+    """Also the stand-in of the result."""
+    copies = chosen is None
+    if isinstance(tree, Leaf):
+        return operator.itemgetter(tree.operand), operands[tree.operand]
+    if tree.op.source_dtype is not None or stock_kind(tree.op) not in NATIVE:
+        return None
+    if not copies and stock_kind(tree.op) in COMPOSED:
+        return None
+    children = [_compile(child, operands, chosen) for child in tree.children]
+    if any(child is None for child in children):
+        return None
+    parts = [child for child in children if child is not None]
+    standins = [standin for _, standin in parts]
+    if chosen is not None and not _sums_alike(tree.op, standins, chosen):
+        return None
+    direct = stock_kind(tree.op) == "matmul" and tree.op.dtype != "bool"  # torch multiplies no bool matrices
+    step = _matmul_step(tree.op, standins, copies) if direct else _stock_step(tree.op)
+    if step is None:
+        return None
+    result = step(*standins)
+    planned = tree.op.laid(layout_of(x.shape, x.stride()) for x in standins)
+    _, layout = stock_layout(planned)
+    if not (layout is not None and layout.unknown) and layout != layout_of(result.shape, result.stride()):
+        return None
+    if len(parts) == 1:
+        (inner, _) = parts[0]
+        return (lambda xs, _=None: step(inner(xs))), result
+    (left, _), (right, _) = parts
+    if all(isinstance(child, Leaf) for child in tree.children):
+        i, j = (child.operand for child in tree.children if isinstance(child, Leaf))
+        if (i, j, len(operands)) == (0, 1, 2):
+            return (lambda xs, _=None: step(*xs)), result
+        return (lambda xs, _=None: step(xs[i], xs[j])), result
+    if tree.order == (1, 0):
+        return (lambda xs, _=None: (lambda second: step(left(xs), second))(right(xs))), result
+    return (lambda xs, _=None: step(left(xs), right(xs))), result
+
+
+def _sums_alike(op: Op, standins: Sequence[Tensor], chosen: Mapping[Spec, str]) -> bool:
+    """Whether the plan makes gradients of a product's repeated operands as torch does: a product as a whole, summed."""
+    if stock_kind(op) != "multiply":
+        return True
+    repeated = (any(op.spec.size(e) != 1 for e in op.spec.output if e not in term) for term in op.spec.inputs)
+    return all(
+        not (wide and x.requires_grad) or chosen.get(transpose(op.spec, number)) == "multiply, then sum"
+        for number, (wide, x) in enumerate(zip(repeated, standins, strict=True))
+    )
+
+
+def _stock_step(op: Op) -> Callable[..., Tensor]:
+    run = evaluation(OPS, op.spec)
+    return lambda *inputs: run(inputs, {}, False)
+
+
+def _matmul_step(op: Op, standins: Sequence[Tensor], copies: bool) -> Callable[..., Tensor] | None:
+    spec, form = op.spec, product_form(op.spec)
+    assert form is not None
+    letters = [tuple(str(e) for e in term) for term in spec.inputs]
+    out = tuple(str(e) for e in spec.output)
+    if not form.batch and all(len(g) == 1 for g in (form.left, form.right, form.contracted)):
+        # A product of two matrices: at most three transposes, and none for the result.
+        if out == (form.right[0], form.left[0]):
+            first, second = 1, 0
+        else:
+            first, second = 0, 1
+        flip_a = letters[first][1] != form.contracted[0]
+        flip_b = letters[second][0] != form.contracted[0]
+        mm = torch.mm
+        if (first, flip_a, flip_b) == (0, False, False):
+            return mm
+        if first == 0:
+            return lambda a, b: mm(a.t() if flip_a else a, b.t() if flip_b else b)
+        return lambda a, b: mm(b.t() if flip_a else b, a.t() if flip_b else a)
+    if not copies:
+        b_, m, n, k = form.sizes
+        groups = form.matrices[:2]
+        for x, axes, parts, shape in zip(standins, letters, groups, ((b_, m, k), (b_, k, n)), strict=True):
+            ordered = x.permute([axes.index(axis) for group in parts for axis in group])
+            if not _viewable(ordered, shape):
+                return None
+            matrices = ordered.reshape(shape)
+            if form.batch and unit_strided(matrices) is not matrices:
+                return None
+    return OPS.product(form, spec)
+
+
+def _viewable(x: Tensor, shape: Sequence[int]) -> bool:
+    if math.prod(shape) == 0:
+        return True
+    try:
+        x.view(tuple(shape))
+    except (RuntimeError, ValueError):  # the latter of rules in Python, which compilers use
+        return False
+    return True
+
+
+def standin(shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype) -> Any:
+    """Return a tensor without data."""
+    if strides is None:
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
+    return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device="meta")

@@ -1,0 +1,119 @@
+"""Torch's array functions as the stock evaluation is written in them, its dtypes and its casts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from planner.backends.common.stock import Product, matmul_product
+from planner.backends.torch.modes import transformed
+from planner.language.spec import Spec
+from planner.program.ops import ProductForm
+
+__all__ = ["OPS", "TorchOps", "cast", "multiply", "torch_dtype", "unit_strided"]
+
+
+@lru_cache(maxsize=64)
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype of a name."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _is_half(x: Tensor) -> bool:
+    return x.dtype in (torch.float16, torch.bfloat16)
+
+
+def unit_strided(x: Tensor) -> Tensor:
+    """Matrices one of whose strides is 1, copied if need be: torch multiplies others one by one, each copied."""
+    if x.is_contiguous() or 1 in x.stride()[-2:] or 1 in x.shape[-2:] or x.shape[0] == 1:
+        return x
+    return x.contiguous()
+
+
+class TorchOps:
+    """`ArrayOps` in torch: every function is differentiable and out of place."""
+
+    def permute(self, x: Tensor, dims: Sequence[int]) -> Tensor:
+        return x.permute(tuple(dims))
+
+    def diagonal(self, x: Tensor, first: int, second: int) -> Tensor:
+        return x.diagonal(0, first, second)
+
+    def expand(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        return x.expand(tuple(shape))
+
+    def sum(self, x: Tensor, dims: Sequence[int]) -> Tensor:
+        return x.sum(tuple(dims), dtype=x.dtype)
+
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        if a.dtype == torch.bool:
+            return torch.matmul(a.int(), b.int()).bool()
+        return torch.mm(a, b) if a.dim() == 2 else torch.bmm(unit_strided(a), unit_strided(b))
+
+    def product(self, form: ProductForm, spec: Spec) -> Product:
+        return matmul_product(self.matmul, multiply, self.permute, form, spec)
+
+    def iota(self, size: int, like: Tensor) -> Tensor:
+        return torch.arange(size, device=like.device)
+
+    def take(self, x: Tensor, index: Sequence[Tensor]) -> Tensor:
+        # index_select over one flat index is several times faster than indexing by several arrays.
+        count = len(index)
+        flat, rows = _flat_index(index, x.shape[:count])
+        taken = x.reshape([math.prod(x.shape[:count]), *x.shape[count:]]).index_select(0, flat)
+        return taken.reshape([*rows, *x.shape[count:]])
+
+    def add_at(self, shape: Sequence[int], index: Sequence[Tensor], values: Tensor) -> Tensor:
+        # index_add_ over one flat index: index_put_ with accumulate adds in any order on a CPU.
+        count = len(index)
+        flat, _ = _flat_index(index, shape[:count])
+        wide = values.float() if _is_half(values) else values
+        out = wide.new_zeros((math.prod(shape[:count]), *shape[count:]))
+        # Out of place where a transform must see it: that copies the zeros once more.
+        add = out.index_add if transformed() else out.index_add_
+        out = add(0, flat, wide.reshape(flat.shape[0], *shape[count:]))
+        return out.reshape(tuple(shape)).to(values.dtype)
+
+    def select(self, mask: Tensor, x: Tensor, otherwise: float) -> Tensor:
+        return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+    def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        return like.new_zeros(tuple(shape))
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """Product of tensors of as many dimensions, row-major unless derivatives are recorded: torch follows strides."""
+    if a.is_contiguous() and b.is_contiguous():
+        product = a * b
+        if product.is_contiguous():  # but for odd strides of dimensions of size 1 it is
+            return product
+        del product
+    if transformed() or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
+        return a * b
+    shape = [n if m == 1 else m for m, n in zip(a.shape, b.shape, strict=True)]
+    return torch.mul(a, b, out=a.new_empty(shape, dtype=torch.promote_types(a.dtype, b.dtype)))
+
+
+def _flat_index(index: Sequence[Tensor], shape: Sequence[int]) -> tuple[Tensor, torch.Size]:
+    """One index over flattened leading dimensions, and the shape of the rows that it addresses."""
+    flat = index[0] if len(index) == 1 else index[0].long()
+    for size, more in zip(shape[1:], index[1:], strict=True):
+        flat = flat * size + more
+    return flat.reshape(-1), flat.shape
+
+
+OPS = TorchOps()
+
+
+def cast(x: Tensor, dtype: str) -> Tensor:
+    """Convert; from complex to real by the real part, which is the gradient's rule."""
+    wanted = torch_dtype(dtype)
+    if x.is_complex() and not wanted.is_complex:
+        x = x.real
+    return x.to(wanted)

@@ -1,0 +1,261 @@
+"""Rows for products of two operands that torch's own einsum would copy, or multiply slowly.
+
+Where the summed axes of an operand cannot be viewed as one, einsum copies it, and keeps the copy. Slices along one axis
+are matrices as they lie: their products go one by one into one result, or all at once, to be summed then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.backends.common.stock import Product, viewing
+from planner.backends.common.stock_layout import product_copies
+from planner.backends.common.stock_rows import picoseconds, short_run_seconds
+from planner.backends.torch.ops import OPS, multiply
+from planner.cost.device import Device
+from planner.cost.figures import StepCost, itemsize
+from planner.cost.layout import Layout, reordered, without
+from planner.language.spec import Spec, term_axes
+from planner.program.implementations import Lowering
+from planner.program.ops import Op, ProductForm, joint_elements, product_form, spec_flops
+
+__all__ = ["copied_form", "product_rows"]
+
+ROUNDS = ("float16", "bfloat16", "bool")
+# A product on all cores that is added to the last one's result waits for it: two of 128 x 1024 x 128 took 25 us each
+# longer than one of twice the terms, sixteen 50 us; 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-22.
+_WAIT_SECONDS = 25e-6
+
+
+def product_rows() -> list[Lowering]:
+    """Return the rows."""
+    return [
+        Lowering("matmul by slices", _not_sliced, _sliced_cost, _run_sliced, layouts=_sliced_layouts),
+        Lowering("batched matmul, then sum", _not_batched, _batched_cost, _run_batched, layouts=_batched_layouts),
+        Lowering("multiply, then sum", _not_summed, _summed_cost, _run_summed, layouts=_summed_layouts),
+    ]
+
+
+def copied_form(op: Op) -> ProductForm | None:
+    """Return the form of a product of which torch would copy an operand, as the operands lie; None if of none."""
+    if op.pair or op.source_dtype is not None:
+        return None
+    form = product_form(op.spec)
+    copies = form is not None and form.contracted and product_copies(form, op.spec, op.layouts or (None, None))
+    return form if copies else None
+
+
+@lru_cache(maxsize=16384)
+def _sliced(op: Op) -> tuple[str, ProductForm] | None:
+    """The axis over which a product can go slice by slice without copying an operand, and a slice's product.
+
+    Slices over a summed axis are accumulated, those over a row or column axis are parts of the result.
+    """
+    form, sizes, layouts = copied_form(op), dict(op.spec.sizes), op.layouts or (None, None)
+    if form is None or form.batch:
+        return None
+    for axis in sorted((*form.contracted, *form.left, *form.right), key=lambda axis: (sizes[axis], axis)):
+        left, right, summed = (tuple(e for e in g if e != axis) for g in (form.left, form.right, form.contracted))
+        m, n, k = (math.prod(sizes[e] for e in g) for g in (left, right, summed))
+        part = ProductForm((), left, right, summed, (1, m, n, k))
+        inner = Spec(tuple(tuple(e for e in term if e != axis) for term in op.spec.inputs), (), op.spec.sizes)
+        sliced = [
+            without(layout, term.index(axis), op.spec.shape(term)) if axis in term else layout
+            for term, layout in zip(op.spec.inputs, layouts, strict=True)
+        ]
+        if part.contracted and not product_copies(part, inner, sliced):
+            return axis, part
+    return None
+
+
+def _not_sliced(op: Op) -> str | None:
+    if op.dtype in ROUNDS:
+        return f"{op.dtype} would be rounded between the slices"
+    return "no one axis parts operands that cannot be viewed flat" if _sliced(op) is None else None
+
+
+def _sliced_cost(op: Op, device: Device) -> StepCost:
+    found = _sliced(op)
+    assert found is not None
+    axis, part = found
+    slices = dict(op.spec.sizes)[axis]
+    _, m, n, k = part.sizes
+    flops, result = spec_flops(op.spec), math.prod(op.spec.output_shape) * itemsize(op.dtype)
+    moved, accumulates = op.bytes_touched(), axis not in op.spec.output
+    if accumulates:
+        moved += 2 * slices * result
+    seconds = max(flops / device.product_rate(m, n, k, op.dtype), device.moving_seconds(moved)) + device.fresh_seconds(
+        result
+    )
+    if accumulates and device.kind == "cpu":  # products that take no longer than that take one core
+        seconds += min(seconds, slices * _WAIT_SECONDS)
+    return StepCost(flops, moved, 0, 0, picoseconds(seconds + slices * device.launch_seconds))
+
+
+def _run_sliced(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    found = _sliced(op)
+    assert found is not None
+    axis, part = found
+    sizes, (_, m, n, k) = dict(op.spec.sizes), part.sizes
+    slices = []
+    groups_of = ((part.left, part.contracted), (part.contracted, part.right))
+    for x, term, groups, shape in zip(inputs, op.spec.inputs, groups_of, ((m, k), (k, n)), strict=True):
+        rest = [e for e in term if e != axis]
+        views = x.movedim(term.index(axis), 0).unbind(0) if axis in term else [x] * sizes[axis]
+        dims = [rest.index(e) for group in groups for e in group]
+        slices.append([view.permute(dims).reshape(shape) for view in views])
+    if axis in op.spec.output:
+        out = inputs[0].new_empty((sizes[axis], m, n))
+        for into, a, b in zip(out, *slices, strict=True):
+            torch.mm(a, b, out=into)
+        order = (axis, *part.left, *part.right)
+    else:
+        out = inputs[0].new_zeros((m, n))
+        for a, b in zip(*slices, strict=True):
+            out.addmm_(a, b)
+        order = (*part.left, *part.right)
+    shaped = out.view([sizes[e] for e in order])
+    return (shaped.permute([order.index(str(e)) for e in op.spec.output]),)
+
+
+def _sliced_layouts(op: Op) -> tuple[Layout | None, ...]:
+    found = _sliced(op)
+    assert found is not None
+    axis, part = found
+    order = (*((axis,) if axis in op.spec.output else ()), *part.left, *part.right)
+    return (reordered(order, op.spec.output, op.spec),)
+
+
+@lru_cache(maxsize=16384)
+def _batched(op: Op) -> tuple[str, ProductForm, Spec] | None:
+    """A summed axis, and the product with it as a batch axis, where that copies no operand; a sum over it follows."""
+    form, sizes, layouts = copied_form(op), dict(op.spec.sizes), op.layouts or (None, None)
+    if form is None or len(form.contracted) < 2:
+        return None
+    for axis in sorted(form.contracted, key=lambda axis: (sizes[axis], axis)):
+        rest = tuple(e for e in form.contracted if e != axis)
+        together = tuple(str(e) for e in op.spec.inputs[0] if e in (axis, *form.batch))
+        spec = Spec(op.spec.inputs, (*together, *form.left, *form.right), op.spec.sizes)
+        batch, m, n, k = form.sizes
+        counts = (batch * sizes[axis], m, n, k // max(1, sizes[axis]))
+        wide = ProductForm(together, form.left, form.right, rest, counts)
+        if sizes[axis] > 1 and not product_copies(wide, spec, layouts):
+            return axis, wide, spec
+    return None
+
+
+def _not_batched(op: Op) -> str | None:
+    if op.dtype in ROUNDS:
+        return f"{op.dtype} would be rounded before it is summed"
+    return "no one summed axis parts operands that cannot be viewed flat" if _batched(op) is None else None
+
+
+def _batched_cost(op: Op, device: Device) -> StepCost:
+    found = _batched(op)
+    assert found is not None
+    _, form, spec = found
+    batch, m, n, k = form.sizes
+    wide, result = (math.prod(shape) * itemsize(op.dtype) for shape in (spec.output_shape, op.spec.output_shape))
+    flops, touched = spec_flops(op.spec), op.bytes_touched()
+    seconds = max(flops / device.product_rate(m, n, k, op.dtype), device.moving_seconds(touched - result + wide))
+    seconds += device.fresh_seconds(wide) + batch * device.matrix_seconds + device.seconds(0, wide + result, result, 2)
+    return StepCost(flops, touched + 2 * wide, 0, wide, picoseconds(seconds))
+
+
+def _run_batched(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    return (_batched_product(op)(*inputs),)
+
+
+@lru_cache(maxsize=16384)
+def _batched_product(op: Op) -> Product:
+    """What multiplies two operands in batches and sums these."""
+    found = _batched(op)
+    assert found is not None
+    axis, form, spec = found
+    wide, summed = OPS.product(form, spec), (spec.output.index(axis),)
+    order = [e for e in spec.output if e != axis]
+    back = [order.index(e) for e in op.spec.output]
+    return lambda a, b: OPS.permute(OPS.sum(wide(a, b), summed), back)
+
+
+def _batched_layouts(op: Op) -> tuple[Layout | None, ...]:
+    found = _batched(op)
+    assert found is not None
+    axis, _, spec = found
+    order = [e for e in spec.output if e != axis]
+    return (reordered(order, op.spec.output, op.spec),)
+
+
+def _vectors(op: Op) -> ProductForm | None:
+    """The form of a product in which one operand has no rows or columns of its own."""
+    form = None if op.pair or op.source_dtype is not None else product_form(op.spec)
+    return form if form is not None and form.contracted and 1 in form.sizes[1:3] else None
+
+
+def _not_summed(op: Op) -> str | None:
+    if op.dtype in ROUNDS:
+        return f"{op.dtype} would be rounded before it is summed"
+    return "both operands have rows or columns of their own" if _vectors(op) is None else None
+
+
+def _summed_cost(op: Op, device: Device) -> StepCost:
+    spec, size = op.spec, itemsize(op.dtype)
+    wide, result = joint_elements(spec) * size, math.prod(spec.output_shape) * size
+    read = op.bytes_touched() - result
+    seconds = device.seconds(0, read + wide, wide, 1) + device.seconds(0, wide + result, result, 1)
+    if device.kind == "cpu":
+        order = _summed_order(spec)
+        seconds += short_run_seconds(order, spec.inputs, spec) + short_run_seconds(order, [spec.output], spec)
+    return StepCost(spec_flops(spec), read + 2 * wide + result, 0, wide, picoseconds(seconds))
+
+
+def _run_summed(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    return (_summed_product(op.spec)(*inputs),)
+
+
+def _summed_layouts(op: Op) -> tuple[Layout | None, ...]:
+    out = term_axes(op.spec.output)
+    kept = [e for e in _summed_order(op.spec) if e in out]
+    return (reordered(kept, op.spec.output, op.spec),)
+
+
+def _summed_order(spec: Spec) -> tuple[str, ...]:
+    """The axes of the product before its sum: as the larger operand has them where that gives a row-major result."""
+    sizes = dict(spec.sizes)
+    *terms, out = (term_axes(term) for term in spec.terms)
+    widest = max(terms, key=lambda term: math.prod(sizes[e] for e in term))
+    order = (*(e for term in terms for e in term if e not in widest), *widest)  # the first ones are of size 1
+    if [e for e in order if e in out and sizes[e] != 1] != [e for e in out if sizes[e] != 1]:
+        order = (*out, *(e for e in widest if e not in out))
+    return order
+
+
+@lru_cache(maxsize=16384)
+def _summed_product(spec: Spec) -> Product:
+    """What multiplies two operands and sums."""
+    sizes, order = dict(spec.sizes), _summed_order(spec)
+    *terms, out = (term_axes(term) for term in spec.terms)
+    first, second = (
+        viewing(
+            OPS.permute,
+            [t.index(e) for e in order if e in t],
+            [sizes[e] for e in t],
+            [sizes[e] if e in t else 1 for e in order],
+        )
+        for t in terms
+    )
+    summed = tuple(dim for dim, e in enumerate(order) if e not in out)
+    kept = [e for e in order if e in out]
+    back = viewing(OPS.permute, [kept.index(e) for e in out], [sizes[e] for e in kept], [sizes[e] for e in out])
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        wide = multiply(first(a), second(b))
+        return back(wide.sum(summed, dtype=wide.dtype))
+
+    return product

@@ -1,0 +1,105 @@
+"""The function that runs a plan: a few native calls, stock operators, or the plan's own programs under autograd.
+
+What is kept is the plan's decision. Where native operators keep just that, the plan runs as native calls (see
+`torch_native`), elsewhere as one `autograd.Function` (see `torch_function`), whose programs are operators of torch's
+library where tensors have no data (see `torch_operators`). In forward mode the plan is run with out-of-place stock
+operators, which torch differentiates itself. Autocast changes no dtype: under it native calls, which torch would cast,
+give way to the Function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from planner.backends.torch.bound import BoundPlan, bound_plan
+from planner.backends.torch.function import recorded
+from planner.backends.torch.modes import as_planned, autocasts, forward_mode, in_functorch, transformed, untraced
+from planner.backends.torch.native import NATIVE, compile_native, standin
+from planner.backends.torch.operators import run_forward, wide_result
+from planner.backends.torch.ops import torch_dtype
+from planner.backends.torch.tensor import dataless
+from planner.language.errors import PlannerError
+from planner.program.implementations import Table
+from planner.program.program import Leaf
+
+if TYPE_CHECKING:
+    from planner.program.plan import Plan
+
+__all__ = ["runner"]
+
+Runner = Callable[[Sequence[Any], Mapping[str, Any]], Any]
+
+
+def runner(plan: Plan, table: Table) -> Runner:
+    """Return the function from operands and index arrays to a plan's result."""
+    bound = bound_plan(plan, table)
+    if autocasts() and not _only_views(plan):
+        return partial(_run_as_planned, bound)
+    return _native(bound) or partial(_run, bound)
+
+
+def _only_views(plan: Plan) -> bool:
+    return all(step.choice.lowering in ("view", "broadcast") for step in plan.programs.forward.steps)
+
+
+def _has_kept(plan: Plan) -> bool:
+    """Whether keeping everything would keep anything."""
+    return sum(len(step.inputs) > 0 for step in plan.programs.forward.steps) > 1
+
+
+def _native(bound: BoundPlan) -> Runner | None:
+    """The plan as native calls; None where it needs more, or they would keep or compute other things than it says."""
+    plan, requires = bound.plan, bound.programs.backward is not None
+    if plan.loop is not None or bound.gathers or (requires and plan.keep != "all" and _has_kept(plan)):
+        return None
+    if requires and plan.options.memory_limit is not None:  # they copy gradients that repeat elements
+        return None
+    if isinstance(plan.tree, Leaf):
+        return lambda operands, indices: bound.views(operands)[0].view_as(bound.views(operands)[0])
+    if not all(step.choice.lowering in NATIVE for step in plan.programs.forward.steps):
+        return None
+    with torch.set_grad_enabled(requires), untraced():
+        metas = [standin(o.shape, o.strides, torch_dtype(o.dtype)) for o in plan.operands]
+        if not transformed():  # else steps do as they do where derivatives are recorded
+            metas = [x.requires_grad_(o.requires_grad) for x, o in zip(metas, plan.operands, strict=True)]
+        metas = [x.reshape(shape) for x, shape in zip(metas, bound.shapes, strict=True)]
+        native = compile_native(plan.tree, metas, bound.programs.backward)
+    if native is not None and any(shape is not None for shape in bound.reshape):
+        return lambda operands, indices: native(bound.views(operands))
+    return native
+
+
+def _run_as_planned(bound: BoundPlan, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+    with as_planned():
+        return _run(bound, operands, indices)
+
+
+def _run(bound: BoundPlan, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+    if bound.plan.index_mode == "drop" and not (in_functorch() or dataless(operands[0])):
+        wide = wide_result(bound, operands, indices, bound.prepare(indices))
+        if wide is not None:
+            return wide
+    if forward_mode():
+        return bound.stock(operands, indices)
+    _check_gradients(bound, operands)
+    if bound.programs.backward is None:
+        return run_forward(bound, operands, indices)[0]
+    return recorded(bound, operands, indices)
+
+
+def _check_gradients(bound: BoundPlan, operands: Sequence[Tensor]) -> None:
+    """Refuse operands that require a gradient which the plan does not give."""
+    if not bound.inexact or not torch.is_grad_enabled():
+        return
+    for number, (x, gradient) in enumerate(zip(operands, bound.programs.gradients, strict=True)):
+        if x.requires_grad and gradient is None:
+            raise PlannerError(
+                f"the plan was made without the gradient of operand {number}, which requires one: "
+                "plan with such operands, with Operand(..., requires_grad=True), "
+                "or call it under torch.no_grad()"
+            )

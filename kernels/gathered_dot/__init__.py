@@ -1,0 +1,1 @@
+"""kernels/gathered_dot."""

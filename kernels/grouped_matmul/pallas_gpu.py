@@ -1,0 +1,134 @@
+"""Products of tiles with the matrix of their group on NVIDIA's Hopper GPUs, by Pallas for Mosaic.
+
+`planner.kernels.grouped_matmul.pallas_grouped` cuts the tiles. A program multiplies a block of rows of a tile by a block of its
+matrix's columns, or sums a block of one group's outer products over its tiles; blocks are copied to shared memory while
+the ones before them are multiplied. Sizes that blocks do not divide are filled up with zeros. Sums are in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from planner.kernels.grouped_matmul.pallas_grouped import Platform
+from planner.kernels.grouped_matmul.pallas_tiles import GPU, Tiles
+
+__all__ = ["KERNELS", "matrices_outer", "matrices_product"]
+
+# Terms of a block, and what its rows and columns are a multiple of: a swizzled row of shared memory holds 64 numbers of
+# 16 bits. A program holds 128 by 128 sums at most, in 128 registers of each thread.
+_UNIT, _MOST = 64, 128
+# Blocks in flight: of two operands 32 kB each at most, beside 64 kB for the result, of 227.
+_STAGES = 4
+# What interprets the kernels; tests set it.
+INTERPRET: Any = None
+
+
+def _filled_up(x: jax.Array) -> jax.Array:
+    """Matrices with zeros behind both dimensions, up to multiples of what blocks have."""
+    return jnp.pad(x, [(0, 0), *((0, -size % _UNIT) for size in x.shape[1:])])
+
+
+def _block(size: int) -> int:
+    return _MOST if size % _MOST == 0 else _UNIT
+
+
+def matrices_product(
+    a: jax.Array, c: jax.Array, group: jax.Array, live: jax.Array, transposes: bool = False, dtype: Any = None
+) -> jax.Array:
+    """Multiply each tile by the matrix of its group; see `planner.kernels.grouped_matmul.pallas_tpu.matrices_product`."""
+    m, k, dtype = a.shape[1], c.shape[1 if transposes else 2], jnp.dtype(dtype or a.dtype)
+    # Transposed ones are copied: JAX's interpreter reads no transposed blocks, so that nothing would prove those.
+    a, c = _filled_up(a), _filled_up(jnp.swapaxes(c, 1, 2) if transposes else c)
+    (tiles, long, j), wide = a.shape, c.shape[2]
+    rows, columns = _block(long), _block(wide)
+
+    def body(group: Any, live: Any, a: Any, c: Any, out: Any, block: Any) -> None:
+        column, row, tile = (lax.axis_index(name) for name in ("column", "row", "tile"))
+        # A tile that is not there has no terms: its product is zero.
+        total = _sum_of_products(
+            (live[tile] * (j // _UNIT), rows, columns),
+            plgpu.BlockSpec((rows, _UNIT), lambda step: (row, step), delay_release=1),
+            plgpu.BlockSpec((_UNIT, columns), lambda step: (step, column), delay_release=1),
+        )(a.at[tile], c.at[group[tile]])
+        _store(total, block, out.at[tile, pl.ds(row * rows, rows), pl.ds(column * columns, columns)])
+
+    shape = jax.ShapeDtypeStruct((tiles, long, wide), dtype)
+    grid = {"column": wide // columns, "row": long // rows, "tile": tiles}
+    return _call(body, shape, grid, (rows, columns), "planner_grouped_matmul")(group, live, a, c)[:, :m, :k]
+
+
+def matrices_outer(a: jax.Array, b: jax.Array, of: Tiles) -> jax.Array:
+    """Sum `a[t]^T @ b[t]` over the tiles of each group; see `planner.kernels.grouped_matmul.pallas_tpu.matrices_outer`."""
+    j, k, size = a.shape[2], b.shape[2], of.starts.shape[0] - 1
+    a, b = _filled_up(a), _filled_up(b)
+    parts, tall, wide = a.shape[1] // _UNIT, a.shape[2], b.shape[2]
+    rows, columns = _block(tall), _block(wide)
+
+    def body(starts: Any, a: Any, b: Any, out: Any, block: Any) -> None:
+        column, row, group = (lax.axis_index(name) for name in ("column", "row", "group"))
+        first = starts[group] * parts
+        total = _sum_of_products(
+            (starts[group + 1] * parts - first, rows, columns),
+            plgpu.BlockSpec((rows, _UNIT), lambda step: (row, first + step), delay_release=1),
+            plgpu.BlockSpec((_UNIT, columns), lambda step: (first + step, column), delay_release=1),
+        )(a, b)
+        _store(total, block, out.at[group, pl.ds(row * rows, rows), pl.ds(column * columns, columns)])
+
+    shape = jax.ShapeDtypeStruct((size, tall, wide), a.dtype)
+    grid = {"column": wide // columns, "row": tall // rows, "group": size}
+    # Left ones are copied too, as rows of terms.
+    left, right = jnp.swapaxes(a.reshape(-1, tall), 0, 1), b.reshape(-1, wide)
+    return _call(body, shape, grid, (rows, columns), "planner_grouped_outer")(of.starts, left, right)[:, :j, :k]
+
+
+def _sum_of_products(sizes: tuple[Any, int, int], *in_specs: Any) -> Callable[..., Any]:
+    """The sum over so many steps of the products of two blocks, as many rows by as many columns."""
+    steps, rows, columns = sizes
+
+    def run(*arrays: Any) -> Any:
+        def summed(total: Any) -> Any:
+            def add(_: Any, x: Any, y: Any) -> None:
+                plgpu.wgmma(total, x, y)
+                plgpu.wgmma_wait(1)  # the product before this one is done: the pipeline fills its blocks anew
+
+            plgpu.emit_pipeline(add, grid=(steps,), in_specs=in_specs, max_concurrent_steps=_STAGES)(*arrays)
+            return total[...]
+
+        return pl.run_scoped(summed, plgpu.ACC((rows, columns)))  # type: ignore[attr-defined]
+
+    return run
+
+
+def _store(total: Any, block: Any, out: Any) -> None:
+    """Write sums, through shared memory."""
+    block[...] = total.astype(block.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(block, out)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _call(
+    body: Callable[..., None], out: Any, grid: dict[str, int], block: tuple[int, int], name: str
+) -> Callable[..., jax.Array]:
+    """The kernel; of a card's dimensions the last one is the longest that there can be."""
+    found: Callable[..., jax.Array] = plgpu.kernel(
+        body,
+        out_type=out,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        scratch_types=[plgpu.SMEM(block, out.dtype)],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=INTERPRET,
+        kernel_name=name,
+    )
+    return found
+
+
+KERNELS = Platform(GPU, matrices_product, matrices_outer)

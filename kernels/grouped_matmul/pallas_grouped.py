@@ -1,0 +1,99 @@
+"""Grouped products by Pallas: `planner.kernels.grouped_matmul.jax_grouped`'s contracts, over a platform's kernels for tiles.
+
+Rows are taken in the order of their groups, in tiles that lie within one group; a kernel fetches the matrix of each
+tile by its group. `c[q]` is never built. Where each row is itself a large enough tile, its matrix is fetched by its own
+index, and no row is moved. What a platform's kernels do not take is left to stock XLA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from planner.kernels.grouped_matmul import jax_grouped
+from planner.kernels.grouped_matmul.pallas_tiles import Shape, Tiles, cut, put_back, taken
+from planner.kernels.grouping.jax_grouping import Groups
+
+__all__ = ["Platform"]
+
+
+class Platform(NamedTuple):
+    """The kernels of a platform.
+
+    Attributes:
+        shape: what its tiles are like.
+        product: see `planner.kernels.grouped_matmul.pallas_tpu.matrices_product`.
+        outer: see `planner.kernels.grouped_matmul.pallas_tpu.matrices_outer`.
+    """
+
+    shape: Shape
+    product: Callable[..., jax.Array]
+    outer: Callable[[jax.Array, jax.Array, Tiles], jax.Array]
+
+    def grouped_matmul(
+        self,
+        a: jax.Array,
+        c: jax.Array,
+        groups: Groups,
+        source: jax.Array | None = None,
+        target: jax.Array | None = None,
+        targets: int | None = None,
+    ) -> jax.Array:
+        """Multiply each row by the matrix of its group; see `planner.kernels.grouped_matmul.jax_grouped.grouped_matmul`."""
+        rows, (_, i, j), (g, _, k) = groups.order.shape[0], a.shape, c.shape
+        if a.dtype != c.dtype or not self.shape.takes(rows, i, g, j, k, a.dtype.name, sums=False):
+            return jax_grouped.grouped_matmul(a, c, groups, source, target, targets)
+        if source is None and target is None and self.shape.is_tile(rows, i, a.dtype.itemsize):
+            return self.product(a, c, *_groups_of_rows(groups))
+        tiles = cut(groups, self.shape.rows(rows, i, g, a.dtype.itemsize), empty=False)
+        wide = None if target is None else jnp.float32
+        found = self.product(taken(a, tiles.slot, source), c, tiles.group, tiles.live, dtype=wide)
+        if target is None:
+            return put_back(found, tiles.slot, rows, i)
+        assert targets is not None
+        to = target.at[tiles.slot.reshape(-1)].get(mode="fill", fill_value=targets)
+        out = jnp.zeros((targets, i, k), jnp.float32)
+        return out.at[to].add(found.reshape(-1, i, k), mode="drop").astype(a.dtype)
+
+    def grouped_outer(
+        self,
+        a: jax.Array,
+        b: jax.Array,
+        groups: Groups,
+        size: int,
+        source_a: jax.Array | None = None,
+        source_b: jax.Array | None = None,
+    ) -> jax.Array:
+        """Sum `a[r]^T @ b[r]` over the rows of each group; see `planner.kernels.grouped_matmul.jax_grouped.grouped_outer`."""
+        rows, (_, i, j), k = groups.order.shape[0], a.shape, b.shape[2]
+        if a.dtype != b.dtype or not self.shape.takes(rows, i, size, j, k, a.dtype.name):
+            return jax_grouped.grouped_outer(a, b, groups, size, source_a, source_b)
+        tiles = cut(groups, self.shape.rows(rows, i, size, a.dtype.itemsize), self.shape.empty)
+        return self.outer(taken(a, tiles.slot, source_a), taken(b, tiles.slot, source_b), tiles)
+
+    def grouped_gradients(
+        self, gout: jax.Array, a: jax.Array, c: jax.Array, groups: Groups, source: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Both gradients of `grouped_matmul`; see `planner.kernels.grouped_matmul.jax_grouped.grouped_gradients`."""
+        rows, i, (g, j, k) = groups.order.shape[0], a.shape[1], c.shape
+        if not a.dtype == c.dtype == gout.dtype or not self.shape.takes(rows, i, g, j, k, a.dtype.name):
+            return jax_grouped.grouped_gradients(gout, a, c, groups, source)
+        tiles = cut(groups, self.shape.rows(rows, i, g, a.dtype.itemsize), self.shape.empty)
+        gradient = taken(gout, tiles.slot)
+        to_c = self.outer(taken(a, tiles.slot, source), gradient, tiles)
+        if self.shape.is_tile(rows, i, a.dtype.itemsize):
+            return self.product(gout, c, *_groups_of_rows(groups), transposes=True), to_c
+        to_rows = self.product(gradient, c, tiles.group, tiles.live, transposes=True)
+        return put_back(to_rows, tiles.slot, rows, i), to_c
+
+
+def _groups_of_rows(groups: Groups) -> tuple[jax.Array, jax.Array]:
+    """The group of each row, and 1 where it is not dropped."""
+    at, size = lax.iota(jnp.int32, groups.order.shape[0]), groups.offsets.shape[0] - 1
+    group = jnp.searchsorted(groups.offsets, at, side="right").astype(jnp.int32) - 1
+    group = jnp.zeros_like(group).at[groups.order].set(group)
+    return jnp.minimum(group, size - 1), (group < size).astype(jnp.int32)

@@ -1,0 +1,197 @@
+"""Grouped products on CUDA by one Triton kernel: `planner.kernels.grouped_matmul.torch_grouped`'s contracts, without a host's loop.
+
+Nothing waits for the device. Strides are taken as they are; sums are in one order, so that equal calls give equal bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from planner.kernels.grouped_matmul.torch_grouped import accumulator
+from planner.kernels.grouped_matmul.triton_pair import both_gradients
+from planner.kernels.grouping.torch_grouping import Groups, group_rows
+from planner.kernels.segment_sum.triton_sum import add_parts, grouped_sum
+from planner.kernels.tiled_product.triton_axes import Cut, Matrices, axis_of, cut, grid, most_tiles, packed, starts_of
+from planner.kernels.tiled_product.triton_product import precision, product_kernel
+from planner.kernels.tiled_product.triton_tiles import Tiles, covers_pair, tiles_of
+
+__all__ = ["batched_matmul", "grouped_gradients", "grouped_matmul", "grouped_outer", "plain_product",
+           "rows_product", "terms_product"]  # fmt: skip
+
+
+def grouped_matmul(
+    a: Tensor,
+    c: Tensor,
+    groups: Groups,
+    source: Tensor | None = None,
+    target: Tensor | None = None,
+    targets: int | None = None,
+    tiling: str = "",
+) -> Tensor:
+    """Multiply each row by the matrix of its group; see `planner.kernels.grouped_matmul.torch_grouped.grouped_matmul`.
+
+    Here and below `tiling` is as in `planner.kernels.tiled_product.triton_tiles.tiles_of`.
+    """
+    n, (i, j), (g, _, k) = len(groups.order), a.shape[1:], c.shape
+    rows = a.new_empty((n, i, k), dtype=a.dtype if target is None else accumulator(a.dtype))
+    rows_product(
+        Matrices.of(a, source), Matrices.of(c), Matrices.of(rows), (n, i, k, j), groups.order, _all_starts(groups), g,
+        True, tiling=tiling,
+    )  # fmt: skip
+    if target is None:
+        return rows
+    assert targets is not None
+    return grouped_sum(rows.reshape(n, i * k), group_rows(target, targets)).reshape(targets, i, k).to(a.dtype)
+
+
+def grouped_outer(
+    a: Tensor, b: Tensor, groups: Groups, source_a: Tensor | None = None, source_b: Tensor | None = None,
+    tiling: str = "",
+) -> Tensor:  # fmt: skip
+    """Sum `a[r]^T @ b[r]` over the rows of each group; see `planner.kernels.grouped_matmul.torch_grouped.grouped_outer`."""
+    sizes = len(groups.order), a.shape[1], a.shape[2], b.shape[2]
+    out = a.new_empty((groups.size, *sizes[2:]))
+    terms_product(
+        Matrices.of(a, source_a), Matrices.of(b, source_b), Matrices.of(out), sizes, groups.order, groups.offsets,
+        groups.size, tiling=tiling,
+    )  # fmt: skip
+    return out
+
+
+def grouped_gradients(
+    gout: Tensor, a: Tensor, c: Tensor, groups: Groups, source: Tensor | None = None, tiling: str = ""
+) -> tuple[Tensor, Tensor]:
+    """Both gradients of `grouped_matmul` without target; see `planner.kernels.grouped_matmul.torch_grouped.grouped_gradients`.
+
+    Where a program holds a whole matrix they are made in one walk.
+    """
+    n, (i, j), k = len(groups.order), a.shape[1:], c.shape[2]
+    if not covers_pair(j, k):
+        return (
+            grouped_matmul(gout, c.transpose(1, 2), groups, tiling=tiling),
+            grouped_outer(a, gout, groups, source, tiling=tiling),
+        )
+    da, dc = a.new_empty((n, i, j)), c.new_empty((groups.size, j, k))
+    x, y, z = Matrices.of(gout), Matrices.of(a, source), Matrices.of(c)
+    tiles = _tiles("pair", j, k, max(1, n * i // max(1, groups.size)), x, y, tiling=tiling)
+    both_gradients(
+        x, y, z, Matrices.of(da), Matrices.of(dc), (n, i, j, k), groups.order, _all_starts(groups), groups.size, tiles
+    )
+    return da, dc
+
+
+def _all_starts(groups: Groups) -> Tensor:
+    """Where each group begins, the dropped rows as one more, whose products are zero."""
+    return torch.nn.functional.pad(groups.offsets, (0, 1), value=len(groups.order))
+
+
+def batched_matmul(
+    a: Tensor, b: Tensor, out: Tensor, dims: Sequence[Sequence[Sequence[int]]], tiling: str = ""
+) -> None:
+    """Write a batched product of operands whose dimensions may lie in any way; nothing is copied.
+
+    Args:
+        a: operand.
+        b: operand.
+        out: result.
+        dims: for each of the three, its dimensions in groups: of the batch, then rows, then columns.
+        tiling: as in `planner.kernels.tiled_product.triton_tiles.tiles_of`.
+    """
+    x, y, z = (
+        Matrices(tensor, axis_of(tensor, outer), axis_of(tensor, inner), axis_of(tensor, column))
+        for tensor, (outer, inner, column) in zip((a.resolve_neg(), b.resolve_neg(), out), dims, strict=True)
+    )
+    batch, m, n = (math.prod(out.shape[d] for d in group) for group in dims[2])
+    k = math.prod(a.shape[d] for d in dims[0][2])
+    plain_product(x, y, z, (batch, m, n, k), tiling)
+
+
+def plain_product(a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int, int, int], tiling: str = "") -> None:
+    """Write a batch of products, `a[z, m, k] b[z, k, n]`; sizes of z, m, n, k."""
+    batch, m, n, k = sizes
+    if batch * m * n:
+        tiles = _tiles("plain", m, n, k, a, b, out, tiling=tiling)
+        _launch("plain", a, b, out, (m, n, k), tiles, batch, triton.cdiv(m, tiles.m) * batch)
+
+
+def rows_product(
+    a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int, int, int], order: Tensor | None, starts: Tensor,
+    groups: int, drops: bool = False, batch_groups: int | None = None, tiling: str = "",
+) -> None:  # fmt: skip
+    """Write the products of rows with the matrix of their group, `a[r, i, k] b[g, k, n]`.
+
+    Args:
+        a: operand.
+        b: matrices.
+        out: result, of which no two places are one.
+        sizes: of r, i, n and k.
+        order: rows sorted by group; None where they are.
+        starts: where each group begins in it, and where the last ends.
+        groups: how many there are, the dropped ones aside.
+        drops: whether there is one more group, of rows whose products are zero.
+        batch_groups: groups of an entry of a batch; None where there is none.
+        tiling: as in `planner.kernels.tiled_product.triton_tiles.tiles_of`.
+    """
+    rows, i, n, k = sizes
+    if rows * i * n:
+        tiles = _tiles("rows", max(1, rows * i // max(1, groups)), n, k, a, b, out, tiling=tiling)
+        step = tiles.m * tiles.chunk
+        tile_starts = starts_of(cut(starts, i, step))
+        count = most_tiles(rows * i, step, groups + drops)
+        _launch(
+            "rows", a, b, out, (rows * i, n, k), tiles, groups + drops, count, order, starts, tile_starts,
+            inner=i, drops=drops, batch_groups=batch_groups,
+        )  # fmt: skip
+
+
+def terms_product(
+    a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int, int, int], order: Tensor | None, starts: Tensor,
+    groups: int, batch_groups: int | None = None, tiling: str = "",
+) -> None:  # fmt: skip
+    """Write the products summed over the rows of each group, `a[r, i, m] b[r, i, n]`; arguments as of `rows_product`.
+
+    Sizes are of r, i, m and n.
+    """
+    rows, i, m, n = sizes
+    if not groups * m * n:
+        return
+    tiles = _tiles("terms", m, n, max(1, rows * i // groups), a, b, out, tiling=tiling)
+    step = tiles.k * tiles.chunk
+    pieces = Cut.of(starts, rows * i, i, step)
+    parts = pieces.parts(out.x, m, n)
+    count = pieces.most * triton.cdiv(m, tiles.m)
+    _launch(
+        "terms", a, b, out, (m, n, rows * i), tiles, groups, count, order, starts, pieces.tile_starts,
+        pieces.part_starts, parts, inner=i, batch_groups=batch_groups,
+    )  # fmt: skip
+    if pieces.slots:
+        add_parts(parts, pieces.part_starts, groups, out.x, (out.outer, out.inner, out.column))
+
+
+def _tiles(mode: str, m: int, n: int, k: int, *operands: Matrices, tiling: str = "") -> Tiles:
+    x = operands[0].x
+    tables = any(axis.table is not None for operand in operands for axis in operand[1:4])
+    fma = x.dtype == torch.float32 and precision() == "ieee"
+    return tiles_of(mode, m, n, k, x.element_size(), fma, tables, tiling)
+
+
+def _launch(
+    mode: str, a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int, int], tiles: Tiles, groups: int,
+    count: int, order: Tensor | None = None, starts: Tensor | None = None, tile_starts: Tensor | None = None,
+    part_starts: Tensor | None = None, parts: Tensor | None = None, *, inner: int = 1, drops: bool = False,
+    batch_groups: int | None = None,
+) -> None:  # fmt: skip
+    m, n, k = sizes
+    with torch.cuda.device_of(out.x):  # Triton launches on the device that is current
+        product_kernel[grid(count * triton.cdiv(n, tiles.n))](
+            *a.flat, *b.flat, *out.flat, packed(order), packed(starts), tile_starts, part_starts, parts,
+            groups, batch_groups or max(1, groups), a.batch, b.batch, inner, m, k, n,
+            MODE=mode, DROPS=drops, PRECISION=precision(),
+            BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHUNK=tiles.chunk, ONE_K=k <= tiles.k,
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip

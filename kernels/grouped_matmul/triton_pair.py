@@ -1,0 +1,129 @@
+"""Both gradients of a grouped product on CUDA in one walk over the rows: the output's gradient is read once.
+
+    da[r, i, j] = sum over k of g[r, i, k] c[group, j, k],    dc[group, j, k] = sum over r, i of a[r, i, j] g[r, i, k]
+
+For matrices that one program holds whole: one tile of `c` and one of its gradient. Rows are walked in the order of
+their groups, and sums are in one order, as in `planner.kernels.tiled_product.triton_product`, which says how operands are addressed.
+A row that the table of `g` or `a` lacks adds nothing, and its gradient is zero.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from planner.kernels.segment_sum.triton_sum import add_parts
+from planner.kernels.tiled_product.triton_axes import Cut, Matrices, grid, packed
+from planner.kernels.tiled_product.triton_product import group_of, position, precision
+from planner.kernels.tiled_product.triton_tiles import Tiles
+
+__all__ = ["both_gradients", "pair_kernel"]
+
+
+@triton.jit
+def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
+    g, g_outer_table, g_outer, g_inner_table, g_inner, g_column_table, g_column,
+    a, a_outer_table, a_outer, a_inner_table, a_inner, a_column_table, a_column,
+    c, c_outer_table, c_outer, c_inner_table, c_inner, c_column_table, c_column,
+    da, da_outer_table, da_outer, da_inner_table, da_inner, da_column_table, da_column,
+    dc, dc_outer_table, dc_outer, dc_inner_table, dc_inner, dc_column_table, dc_column,
+    order, starts, tile_starts, part_starts, parts, groups, inner, size_m, size_n,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Walk one piece of a group's rows; see the module, and `planner.kernels.tiled_product.triton_product` for the arguments.
+
+    Args:
+        g, a, c, da, dc: pointers, each followed by a table or None, and a stride, for each of its three axes.
+        groups: how many there are, the last one of the rows that are dropped: it has no matrix.
+        size_m, size_n: sizes of j and k.
+        BLOCK_M, BLOCK_N: cover j and k.
+        BLOCK_K: rows of a step.
+    """
+    wide = tl.float64 if dc.dtype.element_ty == tl.float64 else tl.float32
+    tile = tl.program_id(0).to(tl.int64)
+    if tile >= tl.load(tile_starts + groups):
+        return
+    group = group_of(tile, tile_starts, groups)
+    stays = group < groups - 1
+    start = tl.load(starts + group)
+    count = (tl.load(starts + group + 1) - start) * inner
+    piece = tile - tl.load(tile_starts + group)
+    first = piece * (CHUNK * BLOCK_K)
+    last = tl.minimum(first + CHUNK * BLOCK_K, count)
+    j, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    j_there, k_there = j < size_m, k < size_n
+    g_k = position(k, g_column_table, k_there) * g_column
+    a_j = position(j, a_column_table, j_there) * a_column
+    da_j = position(j, da_column_table, j_there) * da_column
+    c_j = position(group, c_outer_table, stays) * c_outer + position(j, c_inner_table, j_there) * c_inner
+    c_k = position(k, c_column_table, k_there) * c_column
+    k_held = k < tl.where(stays, size_n, 0)
+    y = tl.load(c + c_j[None, :] + c_k[:, None], mask=j_there[None, :] & k_held[:, None], other=0.0)
+    total = tl.zeros((BLOCK_M, BLOCK_N), wide)
+    last_read = tl.where(stays, last, first)
+    for at in range(first, last, BLOCK_K):
+        m = at + tl.arange(0, BLOCK_K)
+        there = m < last
+        reads = m < last_read
+        row = start + m // inner
+        if order is not None:
+            row = tl.load(order + row, mask=there, other=0)
+        m = m % inner
+        g_row = position(row, g_outer_table, reads)
+        a_row = position(row, a_outer_table, reads)
+        reads = reads & (g_row >= 0) & (a_row >= 0)
+        g_m = g_row * g_outer + position(m, g_inner_table, reads) * g_inner
+        a_m = a_row * a_outer + position(m, a_inner_table, reads) * a_inner
+        x = tl.load(g + g_m[:, None] + g_k[None, :], mask=reads[:, None] & k_there[None, :], other=0.0)
+        z = tl.load(a + a_j[:, None] + a_m[None, :], mask=j_there[:, None] & reads[None, :], other=0.0)
+        total = tl.dot(z, x, total, input_precision=PRECISION, out_dtype=wide)
+        rows = tl.dot(x, y, input_precision=PRECISION, out_dtype=wide)
+        da_m = position(row, da_outer_table, there) * da_outer + position(m, da_inner_table, there) * da_inner
+        tl.store(
+            da + da_m[:, None] + da_j[None, :],
+            rows.to(da.dtype.element_ty),
+            mask=there[:, None] & j_there[None, :],
+        )
+    inside = j_there[:, None] & k_held[None, :]
+    slot = tl.load(part_starts + group)
+    if slot == tl.load(part_starts + group + 1):
+        dc_j = position(group, dc_outer_table, stays) * dc_outer + position(j, dc_inner_table, j_there) * dc_inner
+        dc_k = position(k, dc_column_table, k_there) * dc_column
+        tl.store(dc + dc_j[:, None] + dc_k[None, :], total.to(dc.dtype.element_ty), mask=inside)
+    else:
+        where = ((slot + piece) * size_m + j[:, None]) * size_n + k[None, :]
+        tl.store(parts + where, total, mask=inside)
+
+
+def both_gradients(
+    g: Matrices, a: Matrices, c: Matrices, da: Matrices, dc: Matrices, sizes: tuple[int, int, int, int],
+    order: Tensor | None, starts: Tensor, groups: int, tiles: Tiles,
+) -> None:  # fmt: skip
+    """Write both gradients.
+
+    Args:
+        g: the output's gradient, `g[r, i, k]`.
+        a: the rows, `a[r, i, j]`.
+        c: the matrices, `c[group, j, k]`.
+        da: gradient of the rows; zero where they are dropped.
+        dc: gradient of the matrices.
+        sizes: of r, i, j and k.
+        order: rows sorted by group; None where they are.
+        starts: where each group begins in it, the dropped rows behind the last, and where those end.
+        groups: how many there are, the dropped ones aside.
+        tiles: of j, k and rows; they cover j and k.
+    """
+    rows, i, m, n = sizes
+    step = tiles.k * tiles.chunk
+    pieces = Cut.of(starts, rows * i, i, step)
+    parts = pieces.parts(dc.x, m, n)
+    with torch.cuda.device_of(dc.x):
+        pair_kernel[grid(pieces.most)](
+            *g.flat, *a.flat, *c.flat, *da.flat, *dc.flat, packed(order), packed(starts), pieces.tile_starts,
+            pieces.part_starts, parts, groups + 1, i, m, n, PRECISION=precision(), BLOCK_M=tiles.m, BLOCK_N=tiles.n,
+            BLOCK_K=tiles.k, CHUNK=tiles.chunk, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+    if pieces.slots:
+        add_parts(parts, pieces.part_starts, groups, dc.x, (dc.outer, dc.inner, dc.column))

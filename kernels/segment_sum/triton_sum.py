@@ -1,0 +1,126 @@
+"""Rows summed by group on CUDA, in the order of the rows: no atomics, so that equal calls give equal bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from planner.kernels.grouping.torch_grouping import Groups
+from planner.kernels.tiled_product.triton_axes import Axis, Cut, axis_of, grid
+from planner.kernels.tiled_product.triton_product import add_parts_kernel, group_of, position
+
+__all__ = ["Rows", "add_parts", "grouped_sum", "sum_kernel", "sum_rows"]
+
+# Elements of a tile, tiles of rows of a program, and elements of a cut group that one program adds.
+_TILE, _CHUNK, _ADDED = 2048, 64, 1024
+
+
+@triton.jit
+def sum_kernel(  # type: ignore[no-untyped-def]
+    x, x_row_table, x_row, x_column_table, x_column,
+    out, out_group_table, out_group, out_column_table, out_column,
+    order, starts, tile_starts, part_starts, parts, groups, size_n,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Sum a piece of one group's rows; see `planner.kernels.tiled_product.triton_product` for what the arguments mean."""
+    tiles_n = tl.cdiv(size_n, BLOCK_N)
+    tile = (tl.program_id(0) // tiles_n).to(tl.int64)
+    if tile >= tl.load(tile_starts + groups):
+        return
+    n = (tl.program_id(0) % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_there = (n >= 0) & (n < size_n)  # the last tile may reach beyond 2^31
+    x_n = position(n, x_column_table, n_there) * x_column
+    group = group_of(tile, tile_starts, groups)
+    start = tl.load(starts + group)
+    piece = tile - tl.load(tile_starts + group)
+    first = start + piece * CHUNK * BLOCK_R
+    last = tl.minimum(first + CHUNK * BLOCK_R, tl.load(starts + group + 1))
+    total = tl.zeros((BLOCK_R, BLOCK_N), parts.dtype.element_ty)
+    for at in range(first, last, BLOCK_R):
+        r = at + tl.arange(0, BLOCK_R)
+        there = r < last
+        row = tl.load(order + r, mask=there, other=0)
+        x_r = position(row, x_row_table, there) * x_row
+        taken = tl.load(x + x_r[:, None] + x_n[None, :], mask=there[:, None] & n_there[None, :], other=0.0)
+        total += taken.to(parts.dtype.element_ty)
+    summed = tl.sum(total, 0)
+    slot = tl.load(part_starts + group)
+    if slot == tl.load(part_starts + group + 1):
+        where = position(group, out_group_table, group >= 0) * out_group
+        where += position(n, out_column_table, n_there) * out_column
+        tl.store(out + where, summed.to(out.dtype.element_ty), mask=n_there)
+    else:
+        tl.store(parts + (slot + piece) * size_n + n, summed, mask=n_there)
+
+
+class Rows(NamedTuple):
+    """A tensor as rows and columns."""
+
+    x: Tensor
+    row: Axis
+    column: Axis
+
+    @classmethod
+    def of(cls, x: Tensor, rows: Sequence[int], columns: Sequence[int]) -> Rows:
+        """Some dimensions as rows, some as columns, wherever they lie."""
+        x = x.resolve_neg()  # a copy with strides of its own
+        return cls(x, axis_of(x, rows), axis_of(x, columns))
+
+    @property
+    def flat(self) -> list[Any]:
+        """What the kernel takes of it."""
+        return [self.x, *self.row.flat, *self.column.flat]
+
+
+def sum_rows(rows: Rows, out: Rows, columns: int, groups: Groups) -> None:
+    """Write the sum of each group's rows, zero where it has none.
+
+    Args:
+        rows: operand.
+        out: result, a row for each group.
+        columns: how many columns both have.
+        groups: rows sorted by group; the dropped ones are left out.
+    """
+    if not groups.size * columns:
+        return
+    block_n = min(128, triton.next_power_of_2(columns))
+    block_r = _TILE // block_n
+    pieces = Cut.of(groups.offsets, len(groups.order), 1, block_r * _CHUNK)
+    parts = pieces.parts(out.x, 1, columns)
+    programs = grid(pieces.most * triton.cdiv(columns, block_n))
+    with torch.cuda.device_of(out.x):
+        sum_kernel[programs](
+            *rows.flat, *out.flat, groups.order, groups.offsets, pieces.tile_starts, pieces.part_starts, parts,
+            groups.size, columns, BLOCK_R=block_r, BLOCK_N=block_n, CHUNK=_CHUNK,
+        )  # fmt: skip
+    if pieces.slots:
+        add_parts(parts, pieces.part_starts, groups.size, out.x, (out.row, Axis(0), out.column))
+
+
+def add_parts(parts: Tensor, part_starts: Tensor, groups: int, out: Tensor, axes: tuple[Axis, Axis, Axis]) -> None:
+    """Write the sums of the pieces of each group that was cut.
+
+    Args:
+        parts: `(slots, m, n)`, the pieces' sums.
+        part_starts: slots before those of each group.
+        groups: how many there are.
+        out: result.
+        axes: its axes: of groups, m and n.
+    """
+    _, m, n = parts.shape
+    with torch.cuda.device_of(out):
+        add_parts_kernel[grid(groups * triton.cdiv(m * n, _ADDED))](
+            parts, part_starts, out, *(part for axis in axes for part in axis.flat), m, n, BLOCK=_ADDED
+        )
+
+
+def grouped_sum(x: Tensor, groups: Groups) -> Tensor:
+    """Sum the rows `(N, K)` of each group: `(groups, K)`, in the order of the rows."""
+    out = x.new_empty((groups.size, x.shape[1]))
+    sum_rows(Rows.of(x, [0], [1]), Rows.of(out, [0], [1]), x.shape[1], groups)
+    return out

@@ -1,0 +1,1 @@
+"""kernels/tiled_product."""

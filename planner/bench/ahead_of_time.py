@@ -1,0 +1,224 @@
+"""Compile the Triton kernels for cards not here; ``python -m planner.bench.ahead_of_time`` tells what it takes.
+
+--arch 80 90      compute capabilities, times ten
+--every           every tile that can be chosen, not only those of sides of 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from planner.kernels.grouped_matmul.triton_pair import pair_kernel
+from planner.kernels.segment_sum.triton_sum import sum_kernel
+from planner.kernels.tiled_product.triton_product import add_parts_kernel, product_kernel
+from planner.kernels.tiled_product.triton_tiles import TILINGS, Tiles, covers_pair, tiles_of
+
+__all__ = ["Built", "Case", "build", "cases", "markdown"]
+
+_POINTEES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+_ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+# By capability: registers and bytes of shared memory of a multiprocessor, and warps and programs that it runs at once.
+_LIMITS = {80: (65536, 164 << 10, 64, 32), 90: (65536, 228 << 10, 64, 32)}
+_KERNELS = {
+    "sum": sum_kernel,
+    "add": add_parts_kernel,
+    "pair": pair_kernel,
+}  # by mode; the others are those of one kernel
+_OF_GROUPS = ("order", "starts", "tile_starts", "part_starts", "parts")
+_STRIDES = ("_outer", "_inner", "_batch", "_row", "_group")
+_RESERVED = 1 << 10  # bytes of shared memory that the system takes for each program
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """What is compiled: a mode of the product kernel, or one that adds, for a dtype, a precision and tiles.
+
+    Attributes:
+        one_k: whether a tile covers all of k, where it matters.
+        tables: whether every axis is looked up in a table.
+        aligned: whether 16 divides the sizes, as Triton tells when it compiles for a call.
+    """
+
+    mode: str
+    dtype: str
+    precision: str
+    tiles: Tiles
+    one_k: bool = True
+    tables: bool = False
+    aligned: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Built:
+    """A compiled kernel.
+
+    Attributes:
+        arch: compute capability, times ten.
+        case: what was compiled.
+        instructions: kinds of multiplications in it: "mma", "wgmma", "fma.f32", "fma.f64".
+        registers: of a thread.
+        spilled: bytes of a thread's registers that are in memory.
+        shared: bytes of shared memory of a program.
+        occupancy: warps that run at once, of those that could.
+        widest: bytes that a thread reads of memory at once, at most.
+    """
+
+    arch: int
+    case: Case
+    instructions: tuple[str, ...]
+    registers: int
+    spilled: int
+    shared: int
+    occupancy: float
+    widest: int
+
+
+def cases(every: bool = False) -> Iterator[Case]:
+    """Yield what the kernels are compiled for: default tiles, or all that `tiles_of` can choose."""
+    sides = (16, 32, 64, 128) if every else (64,)
+    seen = set()
+    for dtype, mode in itertools.product(_POINTEES, ("rows", "terms", "plain", "pair")):
+        problems = itertools.product(sides, sides, (*sides, 4096) if every else sides)
+        settings = itertools.product(
+            ("ieee", "tf32") if dtype == "float32" else ("ieee",),
+            (False, True) if every or dtype == "float32" else (False,),
+            ("", *TILINGS) if every else ("",),
+        )
+        for (m, n, k), (precision, tables, tiling) in itertools.product(problems, settings):
+            if mode == "pair" and not covers_pair(m, n):
+                continue
+            fma = (dtype, precision) == ("float32", "ieee")
+            tiles = tiles_of(mode, m, n, k, _ITEMSIZES[dtype], fma, tables, tiling)
+            one_k = k <= tiles.k and mode in ("rows", "plain")
+            for aligned in (True, False) if every else (True,):
+                case = Case(mode, dtype, precision, tiles, one_k, tables, aligned)
+                if case not in seen:
+                    seen.add(case)
+                    yield case
+    for dtype, mode, tables in itertools.product(_POINTEES, ("sum", "add"), (False, True)):
+        yield Case(mode, dtype, "", Tiles(16, 128, 1, 64), tables=tables)
+
+
+def build(case: Case, arch: int) -> Built:
+    """Compile; needs no card, and the kernel as a card runs it, not interpreted."""
+    source = ASTSource(_KERNELS.get(case.mode, product_kernel), *_signature(case))
+    options = {"num_warps": case.tiles.warps, "num_stages": case.tiles.stages}
+    kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    found = {
+        "wgmma": r"wgmma\.mma_async", "mma": r"\bmma\.sync", "fma.f32": r"fma\.rn\.f32", "fma.f64": r"fma\.rn\.f64",
+    }  # fmt: skip
+    instructions = tuple(name for name, text in found.items() if re.search(text, kernel.asm["ptx"]))
+    registers, spilled = _resources(kernel.asm["cubin"])
+    shared = kernel.metadata.shared
+    occupancy = _occupancy(arch, registers, shared, case.tiles.warps)
+    return Built(arch, case, instructions, registers, spilled, shared, occupancy, _widest(kernel.asm["ptx"]))
+
+
+def _widest(ptx: str) -> int:
+    """Bytes of the widest read: of a load of several words, or of a copy that is waited for later on."""
+    loads = (int(n or 1) * int(bits) // 8 for n, bits in re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", ptx))
+    copies = (int(size, 0) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx))
+    return max(*loads, *copies, 0, 0)
+
+
+def _signature(case: Case) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
+    """Types of the arguments, those that are constants, and those that 16 divides."""
+    element, wide = _POINTEES[case.dtype], "fp64" if case.dtype == "float64" else "fp32"
+    tiles, names = case.tiles, _KERNELS.get(case.mode, product_kernel).arg_names
+    constants: dict[str, Any] = {
+        "MODE": case.mode, "DROPS": case.mode == "rows", "PRECISION": case.precision, "BLOCK_M": tiles.m,
+        "BLOCK_N": tiles.n, "BLOCK_K": tiles.k, "CHUNK": tiles.chunk, "ONE_K": case.one_k, "inner": 1,
+        "BLOCK_R": tiles.m, "BLOCK": 1024,
+    }  # fmt: skip
+    absent = {
+        "rows": ("part_starts", "parts"),
+        "plain": ("order", "starts", "tile_starts", "part_starts", "parts"),
+    }.get(case.mode, ())
+    types: dict[str, str] = {}
+    for name in names:
+        if name.endswith("_column"):
+            constants[name] = 1
+        elif name in absent or (name.endswith("_table") and not case.tables):
+            constants[name] = None
+        if name in constants:
+            types[name] = "constexpr"
+        elif name in ("a", "b", "x", "out", "g", "c", "da", "dc"):
+            types[name] = f"*{element}"
+        elif name == "parts":
+            types[name] = f"*{wide}"
+        elif name.endswith("_table") or name in ("order", "starts", "tile_starts", "part_starts"):
+            types[name] = "*i64"
+        else:
+            types[name] = "i32"
+    place: dict[str, tuple[int, ...]] = {name: (number,) for number, name in enumerate(names)}
+    aligned = [name for name, kind in types.items() if kind.startswith("*") or name.endswith(_STRIDES)]
+    aligned += [name for name in types if case.aligned and name.startswith("size_")]
+    divisible = {place[name]: [["tt.divisibility", 16]] for name in aligned if types[name] != "constexpr"}
+    return types, {place[name]: value for name, value in constants.items() if name in place}, divisible
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and spilled bytes of a thread."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        said = subprocess.run(
+            [str(tool), "--dump-resource-usage", str(path)], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    if found is None:
+        raise RuntimeError(f"cuobjdump tells no registers: {said}")
+    return int(found[1]), int(found[2])
+
+
+def _occupancy(arch: int, registers: int, shared: int, warps: int) -> float:
+    """The share of a multiprocessor's warps that run at once; registers are given out to warps, 256 at a time."""
+    all_registers, all_shared, all_warps, programs = _LIMITS[arch]
+    of_warp = -(-registers * 32 // 256) * 256
+    running = min(all_registers // (of_warp * warps), all_shared // (shared + _RESERVED), all_warps // warps, programs)
+    return running * warps / all_warps
+
+
+def markdown(found: list[Built]) -> str:
+    """Return a table."""
+    rows = ["| sm | mode | dtype | tile | warps | multiplies by | reads | registers | spilled | shared | occupancy |"]
+    rows.append("| --- " * 11 + "|")
+    for x in found:
+        case, tiles = x.case, x.case.tiles
+        dtype = case.dtype + (f" ({case.precision})" if case.dtype == "float32" and case.precision else "")
+        mode = case.mode + ", tables" * case.tables + ", odd sizes" * (not case.aligned)
+        rows.append(
+            f"| {x.arch} | {mode} | {dtype} | {tiles.m} x {tiles.n} x {tiles.k} | {tiles.warps} | "
+            f"{', '.join(x.instructions)} | {x.widest} B | {x.registers} | "
+            f"{x.spilled} B | {x.shared} B | {x.occupancy:.0%} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arch", type=int, nargs="+", default=sorted(_LIMITS), choices=sorted(_LIMITS))
+    parser.add_argument("--every", action="store_true")
+    options = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("TRITON_INTERPRET=1 is set: nothing can be compiled; unset it")
+    print(markdown([build(case, arch) for arch in options.arch for case in cases(options.every)]), end="")
+
+
+if __name__ == "__main__":
+    main()

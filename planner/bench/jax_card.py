@@ -1,0 +1,238 @@
+"""JAX's kernels on a card: ``python -m planner.bench.jax_card`` holds them to loops over groups, then times them.
+
+Times are medians of runs behind one another, with the second-level cache written over before each and the time of that
+taken off, beside the bandwidth of a copy and the rate of a large product of the same run. Written to
+`docs/benchmarks/<device>-jax.json` and `.md`.
+
+    --smoke     tiny sizes on a CPU, in JAX's simulation of a card: that the command works; nothing is written
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from planner.bench.card import Program, run
+
+__all__ = ["JaxCard"]
+
+# Behind one another in one measurement, and measurements.
+_RUNS, _TIMES = 20, 11
+
+
+class _Way:
+    """A compiled function with its arguments."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        import jax
+
+        self.arguments = arguments
+        self.compiled = jax.jit(function).lower(*arguments).compile()
+
+    def __call__(self) -> Any:
+        return self.compiled(*self.arguments)
+
+
+class JaxCard:
+    """Where and how to measure."""
+
+    def __init__(self, smoke: bool) -> None:
+        import jax
+
+        self.smoke, self.jax, self.random = smoke, jax, np.random.default_rng(0)
+        card = next((device for device in jax.devices() if device.platform == "gpu"), None)
+        self.device = card and card.device_kind
+        self.flush = jax.jit(lambda x: x + 1)
+        self.large = jax.numpy.zeros(1024 if smoke else 1 << 27, "int8")
+
+    def integers(self, *shape: int, dtype: str = "float32") -> Any:
+        """Integers of [-2, 2] in a dtype, where the kernels run."""
+        return self.jax.numpy.asarray(self.random.integers(-2, 3, shape), dtype)
+
+    def seconds(self, program: Program) -> float:
+        """The median of many runs."""
+        program()
+        runs, times = (1, 3) if self.smoke else (_RUNS, _TIMES)
+
+        def several(what: list[Program]) -> float:
+            self.jax.block_until_ready([each() for each in what])
+            begun = time.perf_counter()
+            for _ in range(runs):
+                last = [each() for each in what]
+            self.jax.block_until_ready(last)
+            return time.perf_counter() - begun
+
+        flush = partial(self.flush, self.large)
+        differences = [several([flush, program]) - several([flush]) for _ in range(times)]
+        return max(0.0, statistics.median(differences) / runs)
+
+    def extra_bytes(self, program: Program) -> int | None:
+        """What XLA sets aside for a run beside its arguments; None where it does not say."""
+        memory = program.compiled.memory_analysis() if isinstance(program, _Way) else None
+        return None if memory is None else int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
+
+    def kernels(self) -> dict[str, Any]:
+        """The grouped products that there are: of Mosaic where it has them, and of stock XLA."""
+        from planner.backends.jax.evaluation import hopper
+        from planner.kernels.grouped_matmul import jax_grouped
+
+        found: dict[str, Any] = {"stock": jax_grouped}
+        if self.smoke or hopper():
+            from planner.kernels.grouped_matmul import pallas_gpu
+
+            if self.smoke:
+                from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+                pallas_gpu.INTERPRET = InterpretGPUParams()
+            found["kernel"] = pallas_gpu.KERNELS
+        return found
+
+    def correctness(self) -> Iterator[tuple[str, str]]:
+        """Yield each kernel and dtype, and what is wrong with it, "" if nothing: small integers, exactly."""
+        import planner
+        from planner.kernels.grouping.jax_grouping import group_rows
+
+        jax = self.jax
+        sizes = [(50, 2, 5, 7, 4)]
+        if not self.smoke:
+            sizes += [
+                (130, 1, 20, 33, 3), (20_000, 1, 64, 64, 300), (5_000, 3, 65, 17, 7), (9_000, 1, 200, 300, 2),
+                (70_000, 1, 8, 8, 6_600), (50, 256, 128, 192, 9), (4_000, 1, 128, 128, 10), (0, 1, 4, 4, 3),
+                (3_000, 1, 2048, 512, 3),
+            ]  # fmt: skip
+        for dtype in ("bfloat16",) if self.smoke else ("bfloat16", "float16", "float32"):
+            for n, i, j, k, g in sizes:
+                a, c, gradient = (self.integers(*x, dtype=dtype) for x in ((n, i, j), (g, j, k), (n, i, k)))
+                q = self.random.integers(0, g + 1, n)
+                wanted = _looped(a, c, gradient, q)
+
+                def whole(a: Any, c: Any, gradient: Any, q: Any, kernels: Any, g: int = g) -> Any:
+                    index = group_rows(q, g)
+                    return (
+                        kernels.grouped_matmul(a, c, index),
+                        *kernels.grouped_gradients(gradient, a, c, index),
+                        kernels.grouped_outer(a, gradient, index, g),
+                    )
+
+                for name, kernels in self.kernels().items():
+                    found = jax.jit(partial(whole, kernels=kernels))(a, c, gradient, q)
+                    yield f"{name} {dtype} {(n, i, j, k, g)}", _difference(found, (*wanted, wanted[2]))
+                # Plans of small problems may round twice, where an intermediate is of 16 bits.
+                if self.smoke or (dtype != "float32" and n < 4_000):
+                    continue
+
+                def contracted(a: Any, c: Any, gradient: Any, q: Any) -> Any:
+                    result, pullback = jax.vjp(
+                        lambda a, c: planner.contract("nij, q[n]jk -> nik", a, c, q=q, index_mode="drop"), a, c
+                    )
+                    return (result, *pullback(gradient))
+
+                yield f"contract {dtype} {(n, i, j, k, g)}", _difference(jax.jit(contracted)(a, c, gradient, q), wanted)
+
+    def repeated(self, times: int) -> str:
+        """Whether equal calls give equal bits; "" if so."""
+        jax = self.jax
+        n, g = (60, 3) if self.smoke else (131_072, 50)
+        a, c, w = (jax.random.normal(jax.random.key(0), x, "bfloat16") for x in ((n, 1, 64), (g, 64, 64), (n, 1, 64)))
+        q = jax.numpy.asarray(self.random.integers(0, g, n))
+        program = _Way(_gradients, a, c, q, w)
+        first = program()
+        for _ in range(times):
+            if not all(bool((x == y).all()) for x, y in zip(program(), first, strict=True)):
+                return "equal calls differ"
+        return ""
+
+    def rates(self) -> dict[str, float]:
+        """Bytes a second of a copy, and FLOP/s of a large product in each dtype."""
+        jnp, side = self.jax.numpy, 64 if self.smoke else 8192
+        x = jnp.zeros(1024 if self.smoke else 1 << 28)
+        found = {"copy, bytes/s": 2 * x.nbytes / max(1e-9, self.seconds(_Way(lambda x: x + 1, x)))}
+        for dtype in ("float32",) if self.smoke else ("float32", "bfloat16", "float16"):
+            m = self.integers(side, side, dtype=dtype)
+            found[f"{dtype}, FLOP/s"] = 2 * side**3 / max(1e-9, self.seconds(_Way(jnp.matmul, m, m)))
+        return found
+
+    def comparisons(self) -> Iterator[tuple[str, Mapping[str, Program], float]]:
+        """Yield what is compared: its name, programs of which the first is ours, and the bytes that it must move."""
+        from planner.kernels.grouping.jax_grouping import group_rows
+
+        jax, jnp, small = self.jax, self.jax.numpy, self.smoke
+        n, j, g = (60, 16, 3) if small else (131_072, 64, 2048)
+        for dtype in ("float32",) if small else ("float32", "bfloat16"):
+            a, c, w = (self.integers(*x, dtype=dtype) for x in ((n, 1, j), (g, j, j), (n, 1, j)))
+            q = jnp.asarray(self.random.integers(0, g, n))
+            size = a.dtype.itemsize * (2 * n * j + g * j * j)
+
+            def naive(a: Any, c: Any, q: Any) -> Any:
+                return jnp.einsum("nij,njk->nik", a, c[q])
+
+            ways = {"planner": _Way(_contracted, a, c, q), "einsum(a, c[q])": _Way(naive, a, c, q)}
+            for name, kernels in () if small else self.kernels().items():
+                ways[name] = _Way(
+                    lambda a, c, q, kernels=kernels, g=g: kernels.grouped_matmul(a, c, group_rows(q, g)), a, c, q
+                )
+            yield f"seed-gathered-matmul {dtype}, forward", ways, size
+
+            def naive_gradients(a: Any, c: Any, q: Any, w: Any, naive: Any = naive) -> Any:
+                result, pullback = jax.vjp(lambda a, c: naive(a, c, q), a, c)
+                return (result, *pullback(w))
+
+            ways = {"planner": _Way(_gradients, a, c, q, w), "einsum(a, c[q])": _Way(naive_gradients, a, c, q, w)}
+            yield f"seed-gathered-matmul {dtype}, with gradients", ways, 2.65 * size
+        t, width, e = (64, 16, 2) if small else (32_768, 2048, 32)
+        dtype = "float32" if small else "bfloat16"
+        a, c, w = (self.integers(*x, dtype=dtype) for x in ((t, 1, width), (e, width, width), (t, 1, width)))
+        q = jnp.asarray(np.sort(self.random.integers(0, e, t)))
+        counts = jnp.bincount(q, length=e)
+        ways = {
+            "planner": _Way(_contracted, a, c, q),
+            "ragged_dot": _Way(lambda a, c, counts: jax.lax.ragged_dot(a[:, 0], c, counts), a, c, counts),
+        }
+        for name, kernels in () if small else self.kernels().items():
+            ways[name] = _Way(lambda a, c, q, kernels=kernels: kernels.grouped_matmul(a, c, group_rows(q, e)), a, c, q)
+        yield f"experts {dtype}, forward, {2 * t * width * width / 1e9:.0f} GFLOP", ways, 0.0
+        yield f"experts {dtype}, with gradients", {"planner": _Way(_gradients, a, c, q, w)}, 0.0
+
+
+def _contracted(a: Any, c: Any, q: Any) -> Any:
+    import planner
+
+    return planner.contract("nij, q[n]jk -> nik", a, c, q=q)
+
+
+def _gradients(a: Any, c: Any, q: Any, w: Any) -> Any:
+    """The result and both gradients."""
+    import jax
+
+    result, pullback = jax.vjp(lambda a, c: _contracted(a, c, q), a, c)
+    return (result, *pullback(w))
+
+
+def _looped(a: Any, c: Any, gradient: Any, q: Any) -> tuple[Any, Any, Any]:
+    """The product and both gradients, group by group, in float64."""
+    a, c, gradient = (np.asarray(x, "float64") for x in (a, c, gradient))
+    out, to_a, to_c = np.zeros(gradient.shape), np.zeros(a.shape), np.zeros(c.shape)
+    for group in np.unique(q[q < len(c)]):
+        rows = np.flatnonzero(q == group)
+        out[rows], to_a[rows] = a[rows] @ c[group], gradient[rows] @ c[group].T
+        to_c[group] = np.einsum("nij,nik->jk", a[rows], gradient[rows], optimize=True)
+    return out, to_a, to_c
+
+
+def _difference(found: Any, expected: Any) -> str:
+    """How many entries are not the exact numbers, rounded to the dtype."""
+    wrong = sum(
+        int((np.asarray(x, "float64") != y.astype(x.dtype).astype("float64")).sum())
+        for x, y in zip(found, expected, strict=True)
+    )
+    return "" if not wrong else f"{wrong} entries differ"
+
+
+if __name__ == "__main__":
+    sys.exit(run(JaxCard, "jax", __doc__))

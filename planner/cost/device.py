@@ -1,0 +1,181 @@
+"""Rates of a machine: what turns FLOPs and bytes into predicted seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from planner.language.errors import PlannerError
+
+__all__ = ["A100", "CPU", "GPU", "H100", "H200", "PRESETS", "TPU_V5E", "Device", "gpu_preset"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Device:
+    """Rates of one machine.
+
+    Example:
+        >>> import planner
+        >>> planner.Device("mine", flop_rate=1e12, bandwidth=1e11).seconds(flops=2e12)
+        2.0
+        >>> planner.Device.preset("h100").kind
+        'cuda'
+
+    Attributes:
+        name: shown in the printed plan.
+        flop_rate: FLOP/s of a large float32 matrix product.
+        half_rate: FLOP/s of a large product of float16 or bfloat16 in torch; 0 where it is as `flop_rate`.
+        bandwidth: bytes/s of reading and writing memory that is in use already.
+        fresh_bandwidth: bytes/s of first writes to an allocation of `fresh_bytes` or more (page faults on a CPU).
+        reused_bandwidth: bytes/s of first writes to a smaller one, which the allocator serves from memory in use.
+        fresh_bytes: size from which the allocator asks the system for new pages.
+        cache_bytes: a step that moves no more than this finds its values in the cache, new ones too.
+        cache_bandwidth: bytes/s there.
+        launch_seconds: overhead of one operator.
+        matrix_seconds: overhead of each matrix of a batched product.
+        take_row_seconds: overhead of each row of a take.
+        add_row_seconds: overhead of each row of a segment sum; rows of one element cost as in a take.
+        skinny_rate: FLOP/s where a product has up to 4 rows, columns or terms of its sums; it grows with the least of
+            them up to `flop_rate`.
+        sort_row_seconds: time to sort one row of an index array into groups.
+        kind: "cpu", "cuda" or "tpu": which implementations can run.
+        capability: of a graphics card by NVIDIA, its compute capability times ten; 0 where it is not known.
+        source: where the figures come from.
+    """
+
+    name: str
+    flop_rate: float
+    bandwidth: float
+    fresh_bandwidth: float = float("inf")
+    reused_bandwidth: float = float("inf")
+    fresh_bytes: int = 0
+    cache_bytes: int = 0
+    cache_bandwidth: float = float("inf")
+    launch_seconds: float = 0.0
+    matrix_seconds: float = 0.0
+    take_row_seconds: float = 0.0
+    add_row_seconds: float = 0.0
+    skinny_rate: float = float("inf")
+    sort_row_seconds: float = 0.0
+    half_rate: float = 0.0
+    kind: str = "cpu"
+    capability: int = 0
+    source: str = "given"
+
+    @staticmethod
+    def preset(name: str) -> Device:
+        """Return the rates of a machine by its name: "cpu", "a100", "h100", "h200" or "tpu v5e".
+
+        Raises:
+            PlannerError: there is no preset of that name.
+        """
+        found = PRESETS.get(" ".join(name.lower().replace("_", " ").replace("-", " ").split()))
+        if found is None:
+            known = ", ".join(PRESETS)
+            raise PlannerError(f"device {name!r:.80} is no preset: take one of {known}, or give a planner.Device")
+        return found
+
+    def seconds(self, flops: float = 0, moved: float = 0, fresh: int = 0, launches: float = 0) -> float:
+        """Roofline: the larger of computing and moving, then one new allocation and launches."""
+        return (
+            max(flops / self.flop_rate, self.moving_seconds(moved))
+            + self.fresh_seconds(fresh)
+            + launches * self.launch_seconds
+        )
+
+    def moving_seconds(self, moved: float) -> float:
+        """Time to read and write so many bytes in one step."""
+        return moved / (self.cache_bandwidth if moved <= self.cache_bytes else self.bandwidth)
+
+    def product_rate(self, rows: int, columns: int, terms: int, dtype: str = "float32") -> float:
+        """FLOP/s of a matrix product; its time never falls as it grows, for the rate grows no faster than a side."""
+        most = self.half_rate if self.half_rate and dtype in ("float16", "bfloat16") else self.flop_rate
+        return min(most, self.skinny_rate * max(1.0, min(rows, columns, terms) / 4))
+
+    def fresh_seconds(self, size: int) -> float:
+        """Time that first writes to one new allocation cost beyond writing it."""
+        if size <= self.cache_bytes:
+            return 0.0
+        return size / (self.fresh_bandwidth if size >= self.fresh_bytes else self.reused_bandwidth)
+
+
+CPU = Device(
+    "cpu",
+    flop_rate=1.1e11,
+    bandwidth=1.2e10,
+    fresh_bandwidth=3.2e9,
+    reused_bandwidth=1.5e10,
+    fresh_bytes=2**25,  # glibc maps anew from 32 MiB on, whatever was freed before
+    cache_bytes=2**21,
+    cache_bandwidth=5e10,
+    launch_seconds=3e-6,
+    matrix_seconds=1.0e-7,
+    take_row_seconds=5e-9,
+    add_row_seconds=4e-8,
+    skinny_rate=1.2e10,
+    sort_row_seconds=4e-9,
+    source="measured on a 2-core cloud CPU (AMD EPYC 7003), 2026-11-21",
+)
+
+# A graphics card's rates are its data sheet's: dense float32 products without TF32. Real products stay below that;
+# `python -m planner calibrate` measures by how much.
+A100 = Device(
+    "a100",
+    flop_rate=1.95e13,
+    bandwidth=2.039e12,
+    launch_seconds=5e-6,
+    half_rate=3.12e14,
+    kind="cuda",
+    capability=80,
+    source="published: NVIDIA A100 80GB SXM data sheet, FP32 19.5 TFLOP/s, BF16 312, 2,039 GB/s; launches estimated",
+)
+
+H100 = Device(
+    "h100",
+    flop_rate=6.7e13,
+    bandwidth=3.35e12,
+    launch_seconds=5e-6,
+    half_rate=9.89e14,
+    kind="cuda",
+    capability=90,
+    source="published: NVIDIA H100 SXM data sheet, FP32 67 TFLOP/s, BF16 989, 3.35 TB/s; launches estimated",
+)
+
+H200 = Device(
+    "h200",
+    flop_rate=6.7e13,
+    bandwidth=4.8e12,
+    launch_seconds=5e-6,
+    half_rate=9.89e14,
+    kind="cuda",
+    capability=90,
+    source="published: NVIDIA H200 SXM data sheet, FP32 67 TFLOP/s, BF16 989, 4.8 TB/s; launches estimated",
+)
+
+# JAX's default precision rounds float32 operands to bfloat16 on a TPU, and the bfloat16 rate is the one published.
+TPU_V5E = Device(
+    "tpu v5e",
+    flop_rate=1.97e14,
+    bandwidth=8.19e11,
+    launch_seconds=5e-6,
+    kind="tpu",
+    source="published: Google Cloud TPU v5e, 197 TFLOP/s in bfloat16, 819 GB/s a chip; launches estimated",
+)
+
+GPU = Device(
+    "gpu",
+    flop_rate=5.0e13,
+    bandwidth=4.3e12,
+    launch_seconds=5e-6,
+    half_rate=7.9e14,
+    kind="cuda",
+    source="an H200's measured bandwidth and bfloat16 rate; a float32 rate below the published one",
+)
+
+PRESETS = {device.name: device for device in (CPU, A100, H100, H200, TPU_V5E)}
+"""Presets by the name that `Device.preset` takes."""
+
+
+def gpu_preset(product: str) -> Device:
+    """Return the preset of a graphics card by its product name, such as "NVIDIA H200"; `GPU` where there is none."""
+    words = product.lower().replace("-", " ").split()
+    return next((device for device in (A100, H100, H200) if device.name in words), GPU)

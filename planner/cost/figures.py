@@ -1,0 +1,94 @@
+"""What a plan costs. All counts are exact Python integers; time is counted in picoseconds for the same reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+from planner.language.errors import PlannerTypeError
+
+__all__ = ["ITEMSIZES", "Cost", "PlanCost", "StepCost", "itemsize"]
+
+ITEMSIZES = {
+    "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
+    "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex64": 8,
+    "complex128": 16,
+}  # fmt: skip
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of one element.
+
+    Raises:
+        PlannerTypeError: the dtype is none that a contraction can compute in.
+    """
+    try:
+        return ITEMSIZES[dtype]
+    except KeyError:
+        known = ", ".join(ITEMSIZES)
+        raise PlannerTypeError(f"dtype {dtype!r:.80} is not supported; supported are {known}") from None
+
+
+class StepCost(NamedTuple):
+    """Cost of one step in one implementation; its result is not in `scratch_bytes`."""
+
+    flops: int = 0
+    bytes_moved: int = 0
+    copied_bytes: int = 0
+    scratch_bytes: int = 0
+    picoseconds: int = 0
+
+    def __add__(self, other: StepCost) -> StepCost:  # type: ignore[override]
+        """Cost of one step after the other: sums, but the larger scratch."""
+        return StepCost(
+            self.flops + other.flops,
+            self.bytes_moved + other.bytes_moved,
+            self.copied_bytes + other.copied_bytes,
+            max(self.scratch_bytes, other.scratch_bytes),
+            self.picoseconds + other.picoseconds,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cost:
+    """Cost of one program, or of both.
+
+    Attributes:
+        flops: a multiply-add is 2, an add in a segment sum 1, a take 0.
+        bytes_moved: bytes read and written by all steps.
+        copied_bytes: bytes written only to bring an operand into another layout or dtype.
+        peak_bytes: most bytes newly allocated at any moment.
+        retained_bytes: bytes that stay alive for the backward program while only the result is held.
+        seconds: predicted time.
+    """
+
+    flops: int
+    bytes_moved: int
+    copied_bytes: int
+    peak_bytes: int
+    retained_bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanCost(Cost):
+    """Totals of a plan; the peak is the larger program's. `backward` is None without gradients."""
+
+    forward: Cost
+    backward: Cost | None
+
+    @classmethod
+    def of(cls, forward: Cost, backward: Cost | None) -> PlanCost:
+        """Add up two programs."""
+        both = (forward,) if backward is None else (forward, backward)
+        return cls(
+            flops=sum(c.flops for c in both),
+            bytes_moved=sum(c.bytes_moved for c in both),
+            copied_bytes=sum(c.copied_bytes for c in both),
+            peak_bytes=max(c.peak_bytes for c in both),
+            retained_bytes=forward.retained_bytes,
+            seconds=math.fsum(c.seconds for c in both),
+            forward=forward,
+            backward=backward,
+        )

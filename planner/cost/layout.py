@@ -1,0 +1,173 @@
+"""How an array with strides lies in memory, as far as a cost depends on it: which dimensions can be viewed as one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from planner.language.spec import Gather, Operand, Spec, Term
+
+__all__ = ["Layout", "closed", "flattens", "layout_of", "neighbours", "permuted", "reordered", "row_major", "scattered",
+           "strides_in", "without"]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """How an array lies in memory; row-major arrays have None in its place. Dimensions of size 1 are left out.
+
+    Attributes:
+        runs: dimensions in the order of memory, those of one run can be viewed as one: a step along the former is as
+            long as all of the latter.
+        unit: whether elements along the last dimension are neighbours.
+        repeated: dimensions along which steps are shorter than what lies inside of them, as those of an expanded array
+            are: no library multiplies matrices that have one.
+    """
+
+    runs: tuple[tuple[int, ...], ...]
+    unit: bool = True
+    repeated: tuple[int, ...] = ()
+
+    @property
+    def unknown(self) -> bool:
+        """Whether nothing is known: see `scattered`."""
+        return not self.unit and len(self.repeated) == len(self.runs)
+
+
+def strides_in(operand: Operand, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the strides of an operand seen in a shape that may lack dimensions of size 1; None for row-major."""
+    if operand.strides is None:
+        return None
+    wide = iter([stride for n, stride in zip(operand.shape, operand.strides, strict=True) if n != 1])
+    return tuple(1 if n == 1 else next(wide) for n in shape)
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of an array without gaps, the last dimension innermost."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
+
+
+def layout_of(shape: Sequence[int], strides: Sequence[int] | None) -> Layout | None:
+    """Return the layout of an array.
+
+    Example:
+        >>> layout_of((2, 3, 4), (12, 4, 1)) is None
+        True
+        >>> layout_of((2, 3, 4), (1, 8, 2))  # the last two dimensions are flat, and lie outside of the first
+        Layout(runs=((1, 2, 0),), unit=True, repeated=())
+        >>> layout_of((2, 3, 4), (24, 8, 2))  # every second element
+        Layout(runs=((0, 1, 2),), unit=False, repeated=())
+
+    Args:
+        shape: sizes of the dimensions.
+        strides: elements between neighbours along each dimension; None for row-major.
+    """
+    if strides is None or 0 in shape:
+        return None
+    # Dimensions that repeat the same elements come first, as those outside of all others.
+    order = sorted((d for d, n in enumerate(shape) if n != 1), key=lambda d: (strides[d] != 0, -strides[d]))
+    runs: list[tuple[int, ...]] = []
+    for before, d in zip([None, *order], order, strict=False):
+        if before is not None and strides[before] == strides[d] * shape[d]:
+            runs[-1] = (*runs[-1], d)
+        else:
+            runs.append((d,))
+    extent, repeated = 1, []
+    for d in reversed(order):
+        if strides[d] < extent:
+            repeated.append(d)
+        extent = max(extent, strides[d] * (shape[d] - 1) + extent)
+    return _plain(runs, not order or strides[order[-1]] == 1, repeated)
+
+
+def permuted(layout: Layout | None, order: Sequence[int], shape: Sequence[int]) -> Layout | None:
+    """Return the layout of a view whose dimension d is dimension ``order[d]`` of an array.
+
+    Args:
+        layout: the array's.
+        order: numbers of its dimensions.
+        shape: the view's sizes.
+    """
+    if 0 in shape:
+        return None
+    known = layout or Layout((tuple(sorted(order)),))
+    place = {old: new for new, old in enumerate(order) if shape[new] != 1}
+    runs = [tuple(place[d] for d in run if d in place) for run in known.runs]
+    return _plain(runs, known.unit, [place[d] for d in known.repeated])
+
+
+def reordered(order: Sequence[str | Gather], term: Term, spec: Spec) -> Layout | None:
+    """Return the layout of a row-major array with its entries in an order, seen in the order of a term."""
+    return permuted(None, [order.index(entry) for entry in term], spec.shape(term))
+
+
+def without(layout: Layout | None, dim: int, shape: Sequence[int]) -> Layout | None:
+    """Return the layout of a slice of one element along a dimension, which is then gone.
+
+    Args:
+        layout: the array's.
+        dim: number of the dimension.
+        shape: the array's sizes.
+    """
+    known = layout or Layout((tuple(range(len(shape))),))
+    wide = [[d for d in run if shape[d] != 1] for run in known.runs]
+    last = next((run[-1] for run in reversed(wide) if run), None)
+    runs: list[tuple[int, ...]] = []
+    for run in wide:  # neighbours on both sides are parted
+        at = run.index(dim) if dim in run else len(run)
+        runs += [tuple(run[:at]), tuple(run[at + 1 :])]
+
+    def renumbered(dims: Sequence[int]) -> tuple[int, ...]:
+        return tuple(d - (d > dim) for d in dims)
+
+    kept = renumbered([d for d in known.repeated if d != dim])
+    return _plain([renumbered(run) for run in runs], known.unit and last != dim, kept)
+
+
+def closed(layout: Layout | None) -> Layout | None:
+    """Return the layout of an array made alike: the same order of memory, without gaps.
+
+    Where elements repeat, a row-major one stands for it: then the order is not told.
+    """
+    if layout is None or layout.repeated:
+        return None
+    return _plain([tuple(d for run in layout.runs for d in run)], True, ())
+
+
+def scattered(shape: Sequence[int]) -> Layout | None:
+    """Return a layout of which nothing is known: nothing can be viewed as one, or multiplied without a copy."""
+    wide = tuple(d for d, n in enumerate(shape) if n != 1)
+    return Layout(tuple((d,) for d in wide), False, wide) if wide else None
+
+
+def flattens(term: Term, layout: Layout | None, groups: Sequence[Sequence[str | Gather]], spec: Spec) -> bool:
+    """Whether an array with this term can be viewed with each group of its entries as one dimension."""
+    runs = (tuple(range(len(term))),) if layout is None else layout.runs
+    place = {}
+    for number, run in enumerate(runs):
+        wide = [d for d in run if spec.size(term[d]) != 1]
+        place.update({term[d]: (number, at) for at, d in enumerate(wide)})
+    for group in groups:
+        found = [place[e] for e in group if spec.size(e) != 1]
+        if any((run, at + 1) != after for (run, at), after in zip(found, found[1:], strict=False)):
+            return False
+    return True
+
+
+def neighbours(term: Term, layout: Layout | None, spec: Spec) -> str | Gather | None:
+    """Return the entry along which elements are neighbours in memory, if there is one."""
+    if layout is not None and not layout.unit:
+        return None
+    order = range(len(term)) if layout is None else layout.runs[-1]
+    return next((term[d] for d in reversed(order) if spec.size(term[d]) != 1), None)
+
+
+def _plain(runs: Sequence[tuple[int, ...]], unit: bool, repeated: Sequence[int]) -> Layout | None:
+    """A layout, None where it is row-major."""
+    filled = tuple(run for run in runs if run)
+    if not filled or (unit and not repeated and len(filled) == 1 and list(filled[0]) == sorted(filled[0])):
+        return None
+    return Layout(filled, unit, tuple(sorted(repeated)))

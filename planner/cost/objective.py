@@ -1,0 +1,60 @@
+"""What a plan minimises: keys of a step's cost for choosing implementations, and of a plan's cost."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+from planner.cost.figures import Cost, StepCost
+from planner.language.errors import PlannerError
+
+__all__ = ["OBJECTIVES", "plan_key", "step_key"]
+
+OBJECTIVES = ("time", "flops", "peak", "retained", "bytes")
+
+Objective = str | Callable[[Cost], Any]
+
+
+def check_objective(minimize: Objective) -> None:
+    """Refuse an unknown objective."""
+    if not callable(minimize) and minimize not in OBJECTIVES:
+        raise PlannerError(
+            f"minimize={minimize!r} is unknown: take one of {', '.join(map(repr, OBJECTIVES))}, "
+            "or a function of the cost"
+        )
+
+
+def step_key(minimize: Objective) -> Callable[[StepCost], tuple[int, ...]]:
+    """Return the key by which a step's implementation is chosen; ties by time, FLOPs, then bytes."""
+    if minimize == "flops":
+        return lambda c: (c.flops, c.picoseconds, c.bytes_moved, c.scratch_bytes)
+    if minimize == "bytes":
+        return lambda c: (c.bytes_moved, c.picoseconds, c.flops, c.scratch_bytes)
+    if minimize == "peak":
+        return lambda c: (c.scratch_bytes, c.picoseconds, c.flops, c.bytes_moved)
+    return lambda c: (c.picoseconds, c.flops, c.bytes_moved, c.scratch_bytes)
+
+
+def plan_key(minimize: Objective) -> Callable[[Cost], tuple[Any, ...]]:
+    """Return the key by which plans are compared; ties by time, FLOPs, then peak."""
+
+    def key(cost: Cost) -> tuple[Any, ...]:
+        ties = (cost.seconds, cost.flops, cost.peak_bytes)
+        if callable(minimize):
+            score = minimize(cost)
+            if not isinstance(score, (numbers.Real, tuple)):
+                raise PlannerError(
+                    f"minimize= gave {score!r:.80} for a cost: return a number, or a tuple of some, the less the better"
+                )
+            return (score, *ties)
+        first = {
+            "time": cost.seconds,
+            "flops": cost.flops,
+            "peak": cost.peak_bytes,
+            "retained": cost.retained_bytes,
+            "bytes": cost.bytes_moved,
+        }[minimize]
+        return (first, *ties)
+
+    return key

@@ -1,0 +1,159 @@
+"""The rates that `python -m planner calibrate` measured: one small JSON file for each machine and framework version.
+
+A file that is damaged, of another version or another machine's is ignored with a warning that names it; the preset
+then holds. Files are replaced in one move, so that a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import pathlib
+import platform
+import re
+import sys
+import warnings
+from typing import Any
+
+from planner.cost.device import Device
+from planner.cost.files import cache_folder, read_file, replace_file
+
+__all__ = ["Key", "cpu_name", "path_of", "read", "stored", "write"]
+
+FORMAT, VERSION = "planner rates", 1
+# Far above what `write` makes: nothing longer is worth reading.
+MOST_BYTES = 65536
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Key:
+    """What a measurement holds for.
+
+    Attributes:
+        machine: name of the processor or graphics card, with the number of processors that may be used.
+        framework: "torch", "jax" or "numpy".
+        framework_version: its version.
+        kind: kind of device, as in `Device.kind`.
+    """
+
+    machine: str
+    framework: str
+    framework_version: str
+    kind: str
+
+
+def path_of(key: Key) -> pathlib.Path:
+    """Return the file of a key: names a reader knows, then a digest of all of it."""
+    digest = hashlib.sha256(json.dumps(dataclasses.astuple(key)).encode()).hexdigest()[:16]
+    words = re.sub(r"[^A-Za-z0-9.+]+", "-", f"{key.framework}-{key.framework_version}-{key.kind}")
+    return cache_folder() / f"rates-{words:.80}-{digest}.json"
+
+
+@functools.lru_cache(maxsize=8)
+def cpu_name(threads: int | None = None) -> str:
+    """Return the processor's name and how many threads compute: by default as many as this process may use."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        text = pathlib.Path("/proc/cpuinfo").read_text(errors="replace")
+        if found := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
+            name = found[1].strip()
+    if threads is None:
+        threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return f"{name}, {threads} thread{'s' * (threads != 1)}"
+
+
+@functools.lru_cache(maxsize=64)
+def stored(preset: Device, framework: str, framework_version: str, machine: str = "") -> Device:
+    """Return the measured rates that a backend predicts by, else the preset; read once per process.
+
+    Args:
+        preset: what holds where nothing was measured.
+        framework: "torch", "jax" or "numpy".
+        framework_version: its version.
+        machine: name of a graphics card, or of this machine's processor as `cpu_name` has it, the default.
+    """
+    key = Key(machine or cpu_name(), framework, framework_version, preset.kind)
+    found = read(key)
+    return preset if found is None else dataclasses.replace(found, capability=preset.capability)
+
+
+def read(key: Key) -> Device | None:
+    """Read the rates measured for a key; None, with a warning where there is a file, if there are none to use."""
+    try:
+        path = path_of(key)
+    except OSError:
+        return None
+    try:
+        return _device(json.loads(read_file(path, MOST_BYTES)), key)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        warnings.warn(
+            f"{path} holds no rates to use and is ignored ({reason:.200}): remove it, or run python -m planner "
+            "calibrate",
+            stacklevel=2,
+        )
+        return None
+
+
+def _device(found: Any, key: Key) -> Device:
+    """Check what a file holds, field by field."""
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError("it is no file of measured rates")
+    if found.get("version") != VERSION:
+        raise ValueError(f"it is of version {found.get('version')!r:.20}, not {VERSION}")
+    if found["key"] != dataclasses.asdict(key):
+        raise ValueError("it is of another machine or framework")
+    fields, rates = rate_fields(), found["rates"]
+    if not isinstance(rates, dict) or set(rates) != set(fields):
+        raise ValueError("its fields are others than those of a device")
+    for name, value in rates.items():
+        if value is None and name in _MAY_BE_INFINITE:
+            rates[name] = math.inf
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+            raise ValueError(f"{name} is {value!r:.20}")
+        elif name.endswith(("rate", "bandwidth")) and value == 0 and name != "half_rate":
+            raise ValueError(f"{name} is 0")
+        elif name == "fresh_bytes" and not isinstance(value, int):
+            raise ValueError(f"{name} is {value!r:.20}")
+    if not isinstance(found["source"], str):
+        raise ValueError("its source is no text")
+    return Device(key.kind, kind=key.kind, source=found["source"][:200], **rates)
+
+
+_MAY_BE_INFINITE = ("fresh_bandwidth", "reused_bandwidth", "cache_bandwidth")
+
+
+def rate_fields() -> tuple[str, ...]:
+    """Return the fields of `Device` that are measured."""
+    return tuple(f.name for f in dataclasses.fields(Device) if f.name not in ("name", "kind", "capability", "source"))
+
+
+def write(device: Device, key: Key) -> pathlib.Path:
+    """Store measured rates in one move; whatever happens before it leaves the old file in place.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path = path_of(key)
+    rates = {name: getattr(device, name) for name in rate_fields()}
+    text = json.dumps(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "key": dataclasses.asdict(key),
+            "source": device.source,
+            "rates": {name: None if value == math.inf else value for name, value in rates.items()},
+        },
+        indent=1,
+        allow_nan=False,
+    )
+    replace_file(path, text + "\n")
+    stored.cache_clear()
+    return path

@@ -1,0 +1,383 @@
+"""Meters: what each framework can tell of a call, as one interface for `planner.inspect.analyze`.
+
+Steps are run one by one as `Backend.stepwise` gives them; whole calls as `Backend.bind` does. Nothing here changes
+what it is given: torch is measured on detached leaves that share the operands' storages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from planner.inspect import memory as measure
+from planner.inspect.memory import Counted, Measured
+from planner.program.program import Program, Step
+
+if TYPE_CHECKING:
+    from planner.program.implementations import Backend, Stepwise
+    from planner.program.plan import Plan
+
+__all__ = ["Figures", "Meter", "meter_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Cost of a step or a program; None is what nothing tells.
+
+    Attributes:
+        seconds: time.
+        flops: a multiply-add is 2.
+        bytes_moved: bytes read and written.
+        live_bytes: of a step, bytes newly allocated by its program while it runs; of a program, its peak.
+        retained_bytes: bytes that stay alive for the backward program.
+    """
+
+    seconds: float | None
+    flops: int | None = None
+    bytes_moved: int | None = None
+    live_bytes: int | None = None
+    retained_bytes: int | None = None
+
+
+class Meter:
+    """Measures one plan on one set of arrays; here as NumPy does it, frameworks override what they do better.
+
+    Args:
+        plan: the plan.
+        backend: its backend.
+        operands: what it is called with.
+        indices: what it is called with.
+        rounds: of how many runs, after one to warm up, a time is the median.
+    """
+
+    def __init__(
+        self, plan: Plan, backend: Backend, operands: Sequence[Any], indices: Mapping[str, Any], rounds: int
+    ) -> None:
+        self.plan, self.backend, self.rounds = plan, backend, rounds
+        self.operands, self.indices = self.own(operands), indices
+        self.run = backend.bind(plan)
+        self.wanted = [number for number, v in enumerate(plan.programs.gradients) if v is not None]
+
+    def own(self, operands: Sequence[Any]) -> list[Any]:
+        """Operands that may be differentiated without a trace on the caller's."""
+        return list(operands)
+
+    def wait(self, result: Any) -> Any:
+        """Wait for a result."""
+        return result
+
+    def seconds(self, call: Callable[[Any], Any], before: Callable[[], Any] = lambda: None) -> float:
+        """The median time of a call; `before` makes its argument and is not timed."""
+        found = []
+        for _ in range(self.rounds + 1):
+            given = self.wait(before())
+            start = time.perf_counter()
+            result = self.wait(call(given))
+            found.append(time.perf_counter() - start)
+            del result, given
+        return statistics.median(found[1:])
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def compile(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any]:
+        """The function that runs a step."""
+        return function
+
+    def counts(self, call: Callable[[], Any]) -> Counted:
+        """FLOPs and bytes of a call, counted by the framework."""
+        return Counted(None, None)
+
+    def buffers(self, arrays: Sequence[Any]) -> dict[int, int]:
+        """Memory of some arrays: something that identifies each block, and its bytes."""
+        return measure.numpy_owned(arrays)
+
+    def live(self, once: Callable[[], None], held: int) -> int | None:
+        """Run a step once and return the most bytes alive; `held` of them were made by steps before it."""
+        return held + measure.numpy_memory(once)[1].peak_bytes
+
+    def begin(self, kept: Sequence[Any], result: Any) -> None:
+        """Start a program, the backward one with what the forward one left to it."""
+
+    def steps(self, given: Stepwise, program: Program) -> tuple[list[Figures], dict[int, Any]]:
+        """Run a program step by step: what was measured of each, and the values that are left."""
+        values, figures = dict(given.values), []
+        free = self.buffers([x for v, x in values.items() if v not in self.plan.programs.kept])
+        for step in program.steps:
+            run, seconds, counted = self._rehearse(given, step, values)
+            held = sum(n for key, n in self.buffers(list(values.values())).items() if key not in free)
+            live = self.live(partial(self._once, given, step, values, run), held)
+            figures.append(Figures(seconds, counted.flops, counted.bytes_moved, live))
+        return figures, values
+
+    def _rehearse(
+        self, given: Stepwise, step: Step, values: Mapping[int, Any]
+    ) -> tuple[Callable[..., Any], float, Counted]:
+        """Run a step some times; sorted orders are left as they were found."""
+        orders = dict(given.orders)
+        bound = given.bind(step, [values[v] for v in step.inputs])
+        run = self.compile(bound.func, bound.args)
+
+        def restore() -> None:
+            given.orders.clear()
+            given.orders.update(orders)
+
+        seconds = self.seconds(lambda _: run(*bound.args), restore)
+        restore()
+        counted = self.counts(lambda: run(*bound.args))
+        restore()
+        return run, seconds, counted
+
+    @staticmethod
+    def _once(given: Stepwise, step: Step, values: dict[int, Any], run: Callable[..., Any]) -> None:
+        """Run a step as its program does: what dies is dropped."""
+        results = run(*given.bind(step, [values[v] for v in step.inputs]).args)
+        values.update(zip(step.outputs, results, strict=True))
+        del results
+        for variable in step.releases:
+            values.pop(variable, None)
+
+    # -- whole calls -----------------------------------------------------------------------------
+
+    def measuring(self) -> contextlib.AbstractContextManager[Any]:
+        """The framework's settings under which all is measured; they are the caller's again afterwards."""
+        return contextlib.nullcontext()
+
+    def call(self, *_: Any) -> Any:
+        """The plan's call."""
+        return self.run(self.operands, self.indices)
+
+    def forward(self, steps: Sequence[Figures]) -> list[tuple[str, Figures]]:
+        """Rows of the forward program as a whole, by what they are of; `steps` are those of its steps."""
+        seconds = self.seconds(self.call)
+        measured = self.memory()
+        return [("", Figures(seconds, *_sums(steps), measured.peak_bytes, measured.retained_bytes))]
+
+    def memory(self) -> Measured:
+        """Bytes of the plan's call."""
+        return measure.numpy_memory(self.call)[1]
+
+    def output_gradient(self, result: Any) -> Any:
+        """Ones in the form of a result."""
+        raise AssertionError("numpy computes no gradients")
+
+    def backward(self, steps: Sequence[Figures]) -> list[tuple[str, Figures]]:
+        """Rows of the backward program as a whole."""
+        raise AssertionError("numpy computes no gradients")
+
+
+def _sums(steps: Sequence[Figures]) -> tuple[int | None, int | None]:
+    """FLOPs and bytes moved of all steps; None where no step tells."""
+    flops = [s.flops for s in steps if s.flops is not None]
+    moved = [s.bytes_moved for s in steps if s.bytes_moved is not None]
+    return (sum(flops) if flops else None, sum(moved) if moved else None)
+
+
+class TorchMeter(Meter):
+    """PyTorch on a CPU: every allocation is seen."""
+
+    def own(self, operands: Sequence[Any]) -> list[Any]:
+        """Leaves that share the operands' storages; those that the plan differentiates require gradients."""
+        import torch
+
+        needs = [o.requires_grad for o in self.plan.operands]
+        with torch.inference_mode(False):
+            leaves = [x.clone() if x.is_inference() else x.detach() for x in operands]
+            return [x.requires_grad_(need) for x, need in zip(leaves, needs, strict=True)]
+
+    def measuring(self) -> contextlib.AbstractContextManager[Any]:
+        """Gradients are recorded if the plan has any."""
+        import torch
+
+        stack = contextlib.ExitStack()
+        if self.plan.programs.backward is not None:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+        return stack
+
+    def counts(self, call: Callable[[], Any]) -> Counted:
+        """Counted operator by operator."""
+        return measure.torch_counts(call)
+
+    def buffers(self, arrays: Sequence[Any]) -> dict[int, int]:
+        """Storages."""
+        storages = [x.untyped_storage() for x in arrays]
+        return {s.data_ptr(): s.nbytes() for s in storages}
+
+    def begin(self, kept: Sequence[Any], result: Any) -> None:
+        """What the forward program left, the result not counted, is alive from the start."""
+        mine = measure.torch_storages(list(kept)) - measure.torch_storages(result)
+        self.alive = {pointer: n for pointer, n in getattr(self, "alive", {}).items() if pointer in mine}
+
+    def live(self, once: Callable[[], None], held: int) -> int | None:
+        """As the allocator has it."""
+        _, peak, self.alive = measure.torch_allocations(once, self.alive)
+        return peak
+
+    def memory(self) -> Measured:
+        """As the allocator has it."""
+        return measure.torch_memory(self.call)[1]
+
+    def output_gradient(self, result: Any) -> Any:
+        """Ones in the form of a result."""
+        import torch
+
+        return torch.ones_like(result)
+
+    def backward(self, steps: Sequence[Figures]) -> list[tuple[str, Figures]]:
+        """The gradients of all operands that the plan differentiates, from ones."""
+        import torch
+
+        leaves = [self.operands[number] for number in self.wanted]
+
+        def before() -> Any:
+            result = self.call()
+            return result, torch.ones_like(result)
+
+        seconds = self.seconds(lambda given: torch.autograd.grad(given[0], leaves, given[1]), before)
+        return [("", Figures(seconds, *_sums(steps), self.backward_memory(leaves).peak_bytes))]
+
+    def backward_memory(self, leaves: Sequence[Any]) -> Measured:
+        """As the allocator has it."""
+        return measure.torch_backward_memory(self.call, leaves)[1]
+
+
+class CudaMeter(TorchMeter):
+    """PyTorch on a CUDA device, by the allocator's statistics; its record of the peak starts anew."""
+
+    @property
+    def device(self) -> Any:
+        """The operands' device."""
+        return self.operands[0].device
+
+    def wait(self, result: Any) -> Any:
+        """Wait for all kernels."""
+        import torch
+
+        torch.cuda.synchronize(self.device)
+        return result
+
+    def live(self, once: Callable[[], None], held: int) -> int | None:
+        """What is held, and the rise of the allocator's peak above what it had before."""
+        import torch
+
+        before = torch.cuda.memory_allocated(self.device)
+        return held + measure.torch_cuda_peak(once, self.device)[1] - before
+
+    def memory(self) -> Measured:
+        """By the allocator's statistics."""
+        return measure.torch_cuda_memory(self.call, self.device)[1]
+
+    def backward_memory(self, leaves: Sequence[Any]) -> Measured:
+        """By the allocator's statistics."""
+        return measure.torch_cuda_backward_memory(self.call, leaves, self.device)[1]
+
+
+class JaxMeter(Meter):
+    """JAX: each step jitted apart, as an eager call runs it; then both programs jitted as wholes."""
+
+    def wait(self, result: Any) -> Any:
+        """Wait for all arrays of a result."""
+        import jax
+
+        return jax.block_until_ready(result)  # type: ignore[no-untyped-call]
+
+    def compile(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any]:
+        """Compile the step, and keep what XLA says of it."""
+        run, self.said = measure.jax_compiled(function, *arguments)
+        return run
+
+    def counts(self, call: Callable[[], Any]) -> Counted:
+        """As XLA counts."""
+        return self.said.counted
+
+    def buffers(self, arrays: Sequence[Any]) -> dict[int, int]:
+        """Buffers."""
+        return measure.jax_buffers(list(arrays))
+
+    def live(self, once: Callable[[], None], held: int) -> int | None:
+        """What is held, with temporaries and results as XLA plans them."""
+        once()
+        return None if self.said.peak_bytes is None else held + self.said.peak_bytes
+
+    def output_gradient(self, result: Any) -> Any:
+        """Ones in the form of a result."""
+        import jax.numpy as jnp
+
+        return jnp.ones_like(result)
+
+    def _of(self, indices: Mapping[str, Any], chosen: Sequence[Any]) -> Any:
+        operands = list(self.operands)
+        for number, x in zip(self.wanted, chosen, strict=True):
+            operands[number] = x
+        return self.run(operands, indices)
+
+    @property
+    def _chosen(self) -> list[Any]:
+        return [self.operands[number] for number in self.wanted]
+
+    def _arguments(self) -> dict[str, Any]:
+        """Index arrays that a compiled program may take as arguments and know to be in range."""
+        sizes: dict[str, set[int | None]] = {}
+        for gather in self.plan.resolved.spec.gathers:
+            sizes.setdefault(gather.array, set()).add(gather.size)
+        found = {}
+        for name, given in sizes.items():
+            if len(given) == 1 and not hasattr(self.indices[name], "prepared_framework"):
+                (size,) = given
+                assert size is not None
+                found[name] = self.backend.group(self.indices[name], size, self.plan.index_mode)
+        return found
+
+    def forward(self, steps: Sequence[Figures]) -> list[tuple[str, Figures]]:
+        """Step by step, as an eager call runs it, and compiled as a whole."""
+        held = (self.operands, self.indices)
+        retained = 0
+        if self.wanted:
+            retained = measure.jax_retained(lambda *xs: self._of(self.indices, xs), *self._chosen, held=held)
+        rows = [("", Figures(self.seconds(self.call), *_sums(steps), _most(steps), retained))]
+        taken = self._arguments()
+        run, said = measure.jax_compiled(lambda xs, q: self.run(xs, {**self.indices, **q}), tuple(self.operands), taken)
+        seconds = self.seconds(lambda _: run(tuple(self.operands), taken))
+        counted = said.counted
+        return [*rows, ("compiled", Figures(seconds, counted.flops, counted.bytes_moved, said.peak_bytes))]
+
+    def backward(self, steps: Sequence[Figures]) -> list[tuple[str, Figures]]:
+        """The pullback from ones: step by step, and compiled as a whole."""
+        import jax
+
+        result, pullback = jax.vjp(lambda *xs: self._of(self.indices, xs), *self._chosen)
+        gradient = self.output_gradient(result)
+        seconds = self.seconds(lambda _: pullback(gradient))
+        rows = [("", Figures(seconds, *_sums(steps), _most(steps)))]
+        del result, pullback
+
+        taken = self._arguments()
+
+        def both(chosen: Any, q: Any) -> Any:
+            return jax.vjp(lambda *xs: self._of({**self.indices, **q}, xs), *chosen)
+
+        result, pullback = self.wait(jax.jit(both)(tuple(self._chosen), taken))
+        run, said = measure.jax_compiled(lambda back, g: back(g), pullback, gradient)
+        seconds = self.seconds(lambda _: run(pullback, gradient))
+        free = measure.jax_buffers((self.operands, self.indices, taken, result))
+        retained = sum(n for pointer, n in measure.jax_buffers(pullback).items() if pointer not in free)
+        live = None if said.peak_bytes is None else said.peak_bytes + retained
+        return [*rows, ("compiled", Figures(seconds, said.counted.flops, said.counted.bytes_moved, live))]
+
+
+def _most(steps: Sequence[Figures]) -> int | None:
+    """The largest of the steps' bytes: an eager call holds no more."""
+    return max((s.live_bytes for s in steps if s.live_bytes is not None), default=None)
+
+
+def meter_of(plan: Plan, backend: Backend, operands: Sequence[Any], indices: Mapping[str, Any], rounds: int) -> Meter:
+    """Return the meter for a plan's backend and the operands' device."""
+    kind: type[Meter] = {"torch": TorchMeter, "jax": JaxMeter}.get(plan.backend, Meter)
+    if plan.backend == "torch" and operands[0].is_cuda:
+        kind = CudaMeter
+    return kind(plan, backend, operands, indices, rounds)

@@ -1,0 +1,161 @@
+"""A plan as text: a summary against the naive plan, then a row for each step of both programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from planner.cost.figures import Cost, itemsize
+from planner.language.spec import Gather, Spec
+from planner.program.program import Program, Step
+
+if TYPE_CHECKING:
+    from planner.program.plan import Plan
+
+__all__ = ["bytes_text", "count_text", "equation", "plan_text", "seconds_text", "table_lines"]
+
+MOST_ROWS = 40
+
+
+def count_text(count: float) -> str:
+    """Write a count with three digits and a decimal prefix: 1.07 G."""
+    for unit in ("", "k", "M", "G", "T", "P", "E"):
+        if count < 999.5 or unit == "E":
+            return f"{count:.3g} {unit}".rstrip() if unit else f"{count:.0f}"
+        count /= 1000
+    raise AssertionError
+
+
+def bytes_text(count: int) -> str:
+    """Write bytes with three digits and a decimal prefix: 33.6 MB."""
+    text = count_text(count)
+    return f"{text}B" if " " in text else f"{text} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """Write a time with three digits: 1.07 ms."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+        if seconds * factor >= 0.9995 or unit == "us":
+            return f"{seconds * factor:.3g} {unit}"
+    raise AssertionError
+
+
+def table_lines(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    """Set rows of cells in columns, aligned right but for those in `left`; a row of one cell is a line of its own."""
+    widths = [max((len(row[i]) for row in rows if 1 < len(row) > i), default=0) for i in range(max(map(len, rows)))]
+    lines = []
+    for row in rows:
+        if len(row) == 1:
+            lines.append(row[0])
+            continue
+        cells = [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=False))]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines
+
+
+def _compiled(plan: Plan) -> str:
+    """What was seen of a plan under a memory limit where the framework compiles it."""
+    if plan.options.memory_limit is None or plan.backend != "jax":
+        return ""
+    if plan.compiled_bytes is None:
+        return "; limit unverified"
+    return f"; compiled {bytes_text(plan.compiled_bytes)}, inside another jit unverified"
+
+
+def plan_text(plan: Plan) -> str:
+    """Return what `print(plan)` shows."""
+    wanted = [str(n) for n, operand in enumerate(plan.operands) if operand.requires_grad]
+    gradients = f"gradients of operands {', '.join(wanted)}" if wanted else "no gradients"
+    head = f"{plan.text}        {plan.backend} · {plan.device.name} · {plan.dtype} · {gradients}"
+    summary = [["", "FLOPs", "moves", "peak", "retained", "time"]]
+    for name, cost in (("naive", plan.naive_cost), ("this plan", plan.cost)):
+        summary.append([name, *_figures(cost), seconds_text(cost.seconds)])
+    summary[1].append(_naive_way(plan.resolved.spec))
+    how = f"{plan.origin} search" if plan.origin.startswith("exact") else plan.origin
+    keep = f"; {_kept(plan)}" if wanted else ""
+    summary[2].append(f"{how}, {'proven' if plan.proven else 'not proven'}{keep}{_compiled(plan)}")
+    lines = [head, *table_lines(summary, (0, 6))]
+    rows: list[Sequence[str]] = [["#", "step", "lowered to", "FLOPs", "moves", "live", "time", "keeps"]]
+    backward = plan.programs.backward
+    rows += _rows(plan, plan.programs.forward, 0)
+    if backward is not None:
+        rows.append(
+            [f"  backward, needs {bytes_text(plan.cost.backward.peak_bytes)} at most" if plan.cost.backward else ""]
+        )
+        rows += _rows(plan, backward, len(plan.programs.forward.steps))
+    if plan.loop is not None:
+        body = plan.loop.body.programs
+        rows.append(["  in each whole slice, forward"])
+        rows += _rows(plan.loop.body, body.forward, 0)
+        if body.backward is not None:
+            rows.append(["  in each whole slice, backward"])
+            rows += _rows(plan.loop.body, body.backward, len(body.forward.steps))
+    if len(rows) > MOST_ROWS:
+        cut = len(rows) - MOST_ROWS
+        rows = [*rows[: MOST_ROWS // 2], [f"  ... {cut} more rows, see plan.steps"], *rows[-MOST_ROWS // 2 :]]
+    if not plan.programs.forward.steps:
+        rows = [["  no steps: the result is the operand"]]
+    return "\n".join(
+        [*lines, *table_lines(rows, (0, 1, 2, 7)), f"  times by the rates of {plan.device.name}: {plan.device.source}"]
+    )
+
+
+def _kept(plan: Plan) -> str:
+    """What the forward program leaves to the backward program."""
+    if plan.keep != "some":
+        return "keeps all intermediates" if plan.keep == "all" else "keeps only the inputs"
+    kept = len(plan.programs.kept)
+    again = sum(step.recomputed for step in plan.programs.backward.steps) if plan.programs.backward else 0
+    return f"keeps {kept} intermediate{'s' * (kept > 1)}, computes {again} step{'s' * (again > 1)} again"
+
+
+def _naive_way(spec: Spec) -> str:
+    """What the naive plan does."""
+    takes = any(isinstance(e, Gather) for term in spec.inputs for e in term)
+    adds = any(isinstance(e, Gather) for e in spec.output)
+    parts = ["take the gathered operands"] * takes + ["contract pairwise"] * (len(spec.inputs) > 1)
+    *parts, last = [*parts, *["add into the result"] * adds] or ["the framework's own way"]
+    return f"{', '.join(parts)}, then {last}" if parts else last
+
+
+def _figures(cost: Cost) -> list[str]:
+    return [
+        count_text(cost.flops), bytes_text(cost.bytes_moved), bytes_text(cost.peak_bytes),
+        bytes_text(cost.retained_bytes),
+    ]  # fmt: skip
+
+
+def _rows(plan: Plan, program: Program, first: int) -> list[list[str]]:
+    rows = []
+    for number, step in enumerate(program.steps, first):
+        cost = step.choice.cost
+        rows.append([
+            str(number), equation(step), step.choice.lowering, count_text(cost.flops), bytes_text(cost.bytes_moved),
+            bytes_text(step.live_bytes), seconds_text(cost.picoseconds / 1e12), _keeps(plan, step),
+        ])  # fmt: skip
+    return rows
+
+
+def equation(step: Step) -> str:
+    """Write what a step computes; of a step that gives both gradients, both."""
+    spec = step.op.spec
+    if not step.op.pair:
+        return str(spec)
+    terms = ["".join(map(str, term)) for term in (spec.output, *spec.inputs)]
+    outputs = ["".join(map(str, term)) for term in spec.inputs]
+    return f"{', '.join(terms)} -> {'; '.join(outputs)}"
+
+
+def _keeps(plan: Plan, step: Step) -> str:
+    """What stays alive for the backward program because a gradient reads it as this step's input."""
+    variables = plan.programs.variables
+    parts = ["computed again"] * step.recomputed
+    for position, number in enumerate(step.inputs):
+        if number in step.keeps:
+            base = variables[variables[number].base]
+            term = step.op.spec.inputs[position]
+            text = "".join(e.array if isinstance(e, Gather) else e for e in term)
+            free = variables[number].base < len(plan.operands)
+            size = 0 if free else base.bytes or itemsize(plan.dtype)
+            parts.append(f"{text}, {bytes_text(size)}")
+    return "; ".join(parts)

@@ -1,0 +1,157 @@
+"""The language is closed: the transpose and the batching of a spec are specs.
+
+With index arrays read as one-hot factors E[n, m] = 1 where q[n] = m, a resolved spec is the multilinear map
+
+    y[out] = sum over all axes not in `out` of  prod_i x_i[term_i] * prod E.
+
+It is linear in each x_i, and its transpose in x_i is the same sum with x_i's term as the output: the factors E
+are symmetric in what they tie together, so a gather in the input becomes a scatter in the output and back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import SupportsIndex
+
+from planner.language.errors import ShapeError, SpecError
+from planner.language.spec import Gather, Spec, Term, term_axes, unused_letters
+
+__all__ = ["batched", "sliced", "summable", "summed", "transpose"]
+
+
+def _check_resolved(spec: object, what: str) -> None:
+    """Refuse anything but a spec whose sizes are known."""
+    if isinstance(spec, Spec):
+        sizes = dict(spec.sizes)
+        if all(axis in sizes for term in spec.terms for axis in term_axes(term)) and all(
+            gather.size is not None for gather in spec.gathers
+        ):
+            return
+    raise SpecError(f"{what} takes a resolved spec, not {str(spec)!r:.80}: pass planner.resolve(spec, *shapes)")
+
+
+def _is_integer(x: object) -> bool:
+    return isinstance(x, SupportsIndex) and not isinstance(x, bool)
+
+
+def transpose(spec: Spec, operand: int) -> Spec:
+    """Return the spec of the gradient of an operand; the output's gradient takes that operand's place.
+
+    Example:
+        >>> import planner
+        >>> spec = planner.resolve("nij, q[n]jk -> nik", (5, 1, 2), (3, 2, 4), q=(5,))
+        >>> print(planner.transpose(spec, 0))
+        nik, q[n]jk -> nij
+        >>> print(planner.transpose(spec, 1))
+        nij, nik -> q[n]jk
+
+    Args:
+        spec: a resolved spec.
+        operand: number of the operand.
+
+    Returns:
+        The transposed spec. Applied again to the same operand it gives `spec` back. It never conjugates.
+
+    Raises:
+        ShapeError: there is no such operand.
+        SpecError: the spec is not resolved.
+    """
+    _check_resolved(spec, "transpose")
+    if not _is_integer(operand):
+        raise ShapeError(f"the operand is given by its number, not by {operand!r}")
+    if not -len(spec.inputs) <= operand < len(spec.inputs):
+        raise ShapeError(f"'{spec}' has {len(spec.inputs)} operands, so there is no operand {operand}")
+    operand %= len(spec.inputs)
+    inputs = (*spec.inputs[:operand], spec.output, *spec.inputs[operand + 1 :])
+    return dataclasses.replace(spec, inputs=inputs, output=spec.inputs[operand])
+
+
+def batched(
+    spec: Spec,
+    size: int,
+    operands: Collection[int] | None = None,
+    arrays: Collection[str] = (),
+    letter: str | None = None,
+) -> Spec:
+    """Return the spec with one more leading axis: what `vmap` does.
+
+    Example:
+        >>> import planner
+        >>> spec = planner.resolve("ij, jk -> ik", (2, 3), (3, 4))
+        >>> print(planner.batched(spec, 5, operands=[1]))
+        ij, ajk -> aik
+
+    Args:
+        spec: a resolved spec.
+        size: size of the new axis.
+        operands: numbers of the operands that have the new axis, in front; None for all.
+        arrays: index arrays that have it, in front.
+        letter: name of the new axis; the first unused letter by default.
+
+    Returns:
+        The batched spec; its output has the new axis in front.
+
+    Raises:
+        ShapeError: there is no such operand or index array, the letter is none or in use, or the size is no
+            non-negative integer.
+        SpecError: the spec is not resolved.
+    """
+    _check_resolved(spec, "batched")
+    if not _is_integer(size) or size < 0:
+        raise ShapeError(f"the size of the new axis must be a non-negative integer, but is {size!r}")
+    chosen = set(range(len(spec.inputs)) if operands is None else operands)
+    used = {axis for axis, _ in spec.sizes} | set(spec.arrays)
+    axis = letter or unused_letters(used, 1)[0]
+    if not (isinstance(axis, str) and len(axis) == 1 and axis.isalpha()):
+        raise ShapeError(f"the new axis must be one letter, not {letter!r}")
+    if axis in used:
+        raise ShapeError(f"{axis!r} is in use in '{spec}'")
+    if not chosen <= set(range(len(spec.inputs))):
+        raise ShapeError(f"'{spec}' has {len(spec.inputs)} operands, so there is no operand {max(chosen)}")
+    if missing := set(arrays) - set(spec.arrays):
+        raise ShapeError(f"'{spec}' has no index array {min(missing)!r}")
+
+    def indexed(term: Term) -> Term:
+        return tuple(
+            dataclasses.replace(e, axes=(axis, *e.axes)) if isinstance(e, Gather) and e.array in arrays else e
+            for e in term
+        )
+
+    inputs = tuple((axis, *indexed(t)) if i in chosen else indexed(t) for i, t in enumerate(spec.inputs))
+    sizes = tuple(sorted((*spec.sizes, (axis, size))))
+    return Spec(inputs, (axis, *indexed(spec.output)), sizes)
+
+
+def summable(spec: Spec) -> tuple[int, ...]:
+    """Return the dimensions of the output that `summed` may sum over: axes that some input has, also in brackets.
+
+    The sum over any other axis would be lost: no term would have it.
+    """
+    read = {axis for term in spec.inputs for axis in term_axes(term)}
+    return tuple(d for d, e in enumerate(spec.output) if isinstance(e, str) and e in read)
+
+
+def summed(spec: Spec, dims: Collection[int]) -> Spec:
+    """Return the spec whose output is summed over some of its dimensions.
+
+    An output gradient that repeats along these is one of that sum: the gradients of both specs are equal then.
+
+    Args:
+        spec: a resolved spec.
+        dims: dimensions among the `summable` ones.
+    """
+    return dataclasses.replace(spec, output=tuple(e for d, e in enumerate(spec.output) if d not in dims))
+
+
+def sliced(spec: Spec, sizes: Mapping[str, int]) -> Spec:
+    """Return the spec of one slice: some axes shorter, all else the same.
+
+    A contraction is the sum of its slices over an axis that is summed, and their concatenation over an axis of the
+    result. An axis in brackets slices the index array, not what it indexes.
+
+    Args:
+        spec: a resolved spec.
+        sizes: the slice's size of each axis that is cut.
+    """
+    return dataclasses.replace(spec, sizes=tuple((axis, sizes.get(axis, size)) for axis, size in spec.sizes))

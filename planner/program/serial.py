@@ -1,0 +1,83 @@
+"""Plans as JSON: dataclasses by name, tuples as lists, infinite rates as null; nothing but data is ever read back."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NoReturn
+
+from planner.cost.device import Device
+from planner.cost.figures import Cost, PlanCost, StepCost
+from planner.cost.layout import Layout
+from planner.language.errors import PlannerError
+from planner.language.resolve import Resolved
+from planner.language.spec import Gather, Operand, Spec
+from planner.program.ops import Choice, Op
+from planner.program.plan import Loop, Options, Plan
+from planner.program.program import Leaf, Node, Program, Programs, Step, Variable
+
+__all__ = ["decode", "encode"]
+
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Forgotten:
+    """A function among the options of a plan that was read back: its name, which cannot plan again."""
+
+    name: str
+
+    def __call__(self, *arguments: object, **named: object) -> NoReturn:
+        """Refuse to stand for the function."""
+        raise PlannerError(
+            f"this plan was read from JSON, which holds the name of {self.name!r} only: plan anew with the function"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self.name}, not in JSON>"
+
+
+_CLASSES = {
+    kind.__name__: kind
+    for kind in (Choice, Cost, Device, Forgotten, Gather, Layout, Leaf, Loop, Node, Op, Operand, Options, Plan,
+                 PlanCost, Program, Programs, Resolved, Spec, Step, StepCost, Variable)
+}  # fmt: skip
+
+
+def encode(value: Any) -> Any:
+    """Turn a plan, or a part of one, into JSON's own types."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise PlannerError(f"{value} cannot be written as JSON")
+        return value
+    name = type(value).__name__
+    if _CLASSES.get(name) is type(value):
+        if isinstance(value, StepCost):
+            return {"type": name, **value._asdict()}
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        if isinstance(value, Device):  # JSON has no infinity, and no rate is None
+            fields = {key: None if entry == math.inf else entry for key, entry in fields.items()}
+        version = {"version": VERSION} if isinstance(value, Plan) else {}
+        return {"type": name, **version, **{key: encode(entry) for key, entry in fields.items()}}
+    if isinstance(value, (tuple, list)):
+        return [encode(entry) for entry in value]
+    if callable(value):
+        return encode(Forgotten(str(getattr(value, "__name__", name))))
+    raise PlannerError(f"a {name} cannot be written as JSON")
+
+
+def decode(value: Any) -> Any:
+    """Turn what `encode` made back into objects."""
+    if isinstance(value, list):
+        return tuple(decode(entry) for entry in value)
+    if not isinstance(value, dict):
+        return value
+    fields = dict(value)
+    name = fields.pop("type")
+    if name == "Plan" and fields.pop("version") != VERSION:
+        raise PlannerError(f"this plan was written by another version: only {VERSION} can be read")
+    if name == "Device":
+        fields = {key: math.inf if entry is None else entry for key, entry in fields.items()}
+    return _CLASSES[name](**{key: decode(entry) for key, entry in fields.items()})

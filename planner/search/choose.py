@@ -1,0 +1,140 @@
+"""From a resolved problem to a plan: run the searches, compare what they found, take the best within the limits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from planner.cost.device import Device
+from planner.cost.objective import OBJECTIVES, check_objective, plan_key
+from planner.language.errors import PlannerLimitError
+from planner.language.resolve import Resolved
+from planner.language.spec import Operand
+from planner.program.plan import Options, Plan
+from planner.program.program import keeping
+from planner.search.dynamic import NO_LIMITS, Limits
+from planner.search.refine import ordered, quickened
+from planner.search.slicing import fastest, loop_candidates
+from planner.search.space import Candidate, Problem, keeps_within, searched
+
+__all__ = ["make_plan"]
+
+
+def make_plan(
+    text: str,
+    resolved: Resolved,
+    index_shapes: Mapping[str, tuple[int, ...]],
+    operands: Sequence[Operand],
+    dtype: str,
+    index_mode: str,
+    backend: str,
+    device: Device,
+    options: Options,
+    gradient_strides: tuple[int, ...] | None = None,
+) -> Plan:
+    """Choose the plan of a resolved problem, for an output gradient that lies like that.
+
+    Raises:
+        PlannerLimitError: no plan that was found satisfies the limits.
+        SearchLimitError: the problem is beyond any search.
+        PlannerError: an option is unknown.
+    """
+    check_objective(options.minimize)
+    problem = Problem(resolved, operands, dtype, backend, device, gradient_strides)
+    best = _best(problem, options, index_mode)
+    try:
+        best = ordered(problem, best, options)
+    except KeyboardInterrupt:
+        best = dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}")
+    given = tuple((name, index_shapes[name]) for name in resolved.spec.arrays)
+    return Plan(
+        text, resolved, given, problem.operands, dtype, index_mode, backend, device, options,
+        best.tree, best.programs, problem.naive().cost, best.proven, best.origin, best.loop,
+        gradient_strides=gradient_strides,
+    )  # fmt: skip
+
+
+def _best(problem: Problem, options: Options, index_mode: str) -> Candidate:
+    """Return the best candidate within the limits.
+
+    Without a limit, and where no limit binds, the objective's own search decides. Else what is kept is chosen together
+    with the tree, under the limits; where that finds nothing, the least peak within the retain limit may do.
+
+    Raises:
+        PlannerLimitError: no candidate is within the limits.
+    """
+    key = plan_key(options.minimize)
+    limits = Limits(options.memory_limit, options.retain_limit)
+    objectives = OBJECTIVES if callable(options.minimize) else (options.minimize,)
+    candidates: list[Candidate] = []
+    interrupted = False
+
+    def consider(more: Iterable[Candidate]) -> None:
+        """Collect candidates until Ctrl-C; then no further search is begun."""
+        nonlocal interrupted
+        if interrupted:
+            return
+        try:
+            for candidate in more:
+                candidates.append(candidate)
+                interrupted |= candidate.interrupted
+        except KeyboardInterrupt:
+            interrupted = True
+
+    def least() -> Candidate | None:
+        allowed = [c for c in candidates if keeps_within(c.cost, limits)]
+        best = min(allowed, key=lambda c: key(c.cost), default=None)
+        if best is not None and limits == NO_LIMITS and options.minimize == "time":
+            best = fastest(allowed)
+        if best is None or not interrupted:
+            return best
+        return dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}", interrupted=True)
+
+    for objective in objectives:
+        consider(_candidates(problem, options, objective))
+    best = min(candidates, key=lambda c: key(c.cost), default=None)
+    if best is None or not keeps_within(best.cost, limits):
+        for objective in objectives:
+            consider(_candidates(problem, options, objective, limits))
+        allowed = least()
+        if allowed is None or not allowed.proven:
+            # Steps with less scratch, or a search that is not over all trees, may do what the objective's own did not.
+            for objective, held in (("retained", NO_LIMITS), ("peak", Limits(None, options.retain_limit))):
+                lean = _candidates(problem, options, objective, held)
+                consider(quickened(problem, candidate, options) for candidate in lean)
+    if candidates:
+        consider(loop_candidates(problem, options, tuple(candidates), index_mode))
+    allowed = least()
+    if allowed is None:
+        raise KeyboardInterrupt if interrupted else _limit_error(candidates, limits)
+    return allowed
+
+
+def _candidates(problem: Problem, options: Options, objective: str, limits: Limits = NO_LIMITS) -> Iterator[Candidate]:
+    for found, lower, origin in searched(problem, options.optimize, objective, limits):
+        programs = problem.programs(found.tree, lower)
+        proven = found.exact and origin == "exact" and objective == options.minimize and programs.row_major
+        how = f"{origin}, {objective}"
+        yield Candidate(programs, found.tree, lower, proven, how, interrupted=found.interrupted)
+        if any(problem.requires) and not (limits == NO_LIMITS and proven):
+            bare = keeping(found.tree, False)
+            yield Candidate(problem.programs(bare, lower), bare, lower, False, how)
+
+
+def _limit_error(candidates: Sequence[Candidate], limits: Limits) -> PlannerLimitError:
+    """Name limits that succeed: one of them raised and the other held where that is possible, else both."""
+    memory, retain = limits
+    costs = [candidate.cost for candidate in candidates]
+    least_peak = min((c for c in costs if retain is None or c.retained_bytes <= retain),
+                     key=lambda c: c.peak_bytes, default=None)  # fmt: skip
+    least_retained = min((c for c in costs if memory is None or c.peak_bytes <= memory),
+                         key=lambda c: c.retained_bytes, default=None)  # fmt: skip
+    enough = Limits(memory, retain)
+    if memory is not None and least_peak is not None:
+        enough = enough._replace(memory=least_peak.peak_bytes)
+    elif retain is not None and least_retained is not None:
+        enough = enough._replace(retain=least_retained.retained_bytes)
+    else:
+        pair = min(costs, key=lambda c: (c.peak_bytes, c.retained_bytes))
+        enough = Limits(pair.peak_bytes, pair.retained_bytes)
+    return PlannerLimitError.naming("no plan was found", limits, enough)
