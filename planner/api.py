@@ -7,23 +7,20 @@ import dataclasses
 import difflib
 import functools
 import inspect
-import operator
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from planner.cost.device import Device
-from planner.cost.figures import ITEMSIZES, itemsize
+from planner.language.dtypes import asked_dtype, dtype_name, itemsize
 from planner.language.errors import PlannerError, PlannerTypeError, ShapeError
+from planner.language.options import PRECISIONS, Options, Request, check_index_mode
 from planner.language.parse import parse, parse_sublists
 from planner.language.resolve import cut, resolve_shapes, shape_of
 from planner.language.spec import Operand, Spec
+from planner.language.units import parse_bytes
 from planner.program.frameworks import for_dynamo, framework_of, load_backend, operands_framework, torch_compiles
-from planner.program.plan import Options, Plan
+from planner.program.plan import Plan
 from planner.search.choose import make_plan
 from planner.search.paths import explicit_path
 from planner.search.verify import accepted
@@ -34,38 +31,11 @@ if TYPE_CHECKING:
 
 __all__ = ["contract", "plan"]
 
-INDEX_MODES = ("raise", "drop", "clip")
-PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
 
 # Warm calls find their runner here: spec, options and what the backend says of the arrays, to a function.
 _RUNNERS: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], Any]] = {}
 _SIGNATURES: dict[type, Callable[[Sequence[Any], Mapping[str, Any]], Any]] = {}
 _CACHE_LIMIT = 4096
-
-
-class Request(NamedTuple):
-    """What a call asks for, besides its arrays; equal to the plain tuple that a warm call looks its runner up by.
-
-    The fields are the arguments of `contract`, in the order in which it puts them.
-    """
-
-    spec: Any
-    sizes: Any
-    optimize: Any
-    minimize: Any
-    memory_limit: Any
-    retain_limit: Any
-    index_mode: Any
-    dtype: Any
-    precision: Any = None
-
-    def hashable(self) -> Request:
-        """Return the request with dictionaries and lists as tuples."""
-        sizes, optimize = self.sizes, self.optimize
-        return self._replace(
-            sizes=tuple(sorted(sizes.items())) if isinstance(sizes, dict) else sizes,
-            optimize=tuple(map(tuple, optimize)) if isinstance(optimize, list) else optimize,
-        )
 
 
 def contract(
@@ -311,12 +281,6 @@ def _lettered(sizes: Any, letters: Mapping[Any, str]) -> Any:
     return {letters[label]: size for label, size in sizes.items()}
 
 
-def check_index_mode(index_mode: Any) -> None:
-    """Refuse an unknown index mode."""
-    if index_mode not in INDEX_MODES:
-        raise PlannerError(f"index_mode={index_mode!r:.80} is unknown: take one of {', '.join(map(repr, INDEX_MODES))}")
-
-
 def _call_text(spec: str | Spec, shapes: Sequence[Any], index_shapes: Mapping[str, Any], sizes: Any) -> str:
     """Write a call with shapes in place of arrays, cut to a readable length."""
     given = [cut(repr(str(spec))), *map(str, shapes[:20]), *["..."] * (len(shapes) > 20)]
@@ -350,54 +314,3 @@ def _describe(backend: Backend, operand: Any, number: int) -> Operand:
         return dataclasses.replace(described, dtype=dtype_name(described.dtype))
     except PlannerError as error:
         raise PlannerTypeError(f"{what}: {error}") from None
-
-
-def dtype_name(dtype: Any) -> str:
-    """Return the name of a dtype given as a name or as a framework's dtype object.
-
-    Raises:
-        PlannerTypeError: it is no dtype that contractions compute in.
-    """
-    if isinstance(dtype, str) or str(dtype).startswith("torch."):
-        name = str(dtype).removeprefix("torch.")
-    else:
-        name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
-    name = {"float": "float64", "double": "float64", "half": "float16", "complex": "complex128", "int": "int64"}.get(
-        name, name
-    )
-    if name not in ITEMSIZES:
-        with contextlib.suppress(TypeError, ValueError, SyntaxError):
-            if name.isprintable() and "," not in name:
-                name = np.dtype(name).name  # NumPy's codes: "f8", "?"
-    itemsize(name)
-    return name
-
-
-def asked_dtype(dtype: Any) -> str:
-    """Return the name of a dtype given as `dtype=`, which an error names."""
-    try:
-        return dtype_name(dtype)
-    except PlannerTypeError as error:
-        raise PlannerTypeError(f"dtype={dtype!r:.80}: {error}") from None
-
-
-_UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-          "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
-
-
-def parse_bytes(limit: Any, name: str) -> int | None:
-    """Read a limit: bytes as an int, or a string such as ``"2 GiB"``.
-
-    Raises:
-        PlannerError: it is neither.
-    """
-    if limit is None:
-        return None
-    with contextlib.suppress(TypeError):
-        if not isinstance(limit, bool) and operator.index(limit) >= 0:
-            return operator.index(limit)
-    if isinstance(limit, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", limit)
-        if found and found[2] in _UNITS and len(found[1]) < 40:
-            return int(Fraction(found[1]) * _UNITS[found[2]])
-    raise PlannerError(f"{name}={limit!r:.80} is no number of bytes: give an int or a string such as '2 GiB'")

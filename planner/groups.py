@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from planner.api import check_index_mode
 from planner.language.errors import PlannerError
+from planner.language.options import check_index_mode
 from planner.program.frameworks import for_dynamo, framework_of, load_backend, torch_compiles
 
 __all__ = ["group"]

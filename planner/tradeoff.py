@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from planner.api import parse_bytes, plan
+from planner.api import plan
 from planner.cost.device import Device
 from planner.cost.figures import PlanCost
 from planner.cost.objective import OBJECTIVES
-from planner.inspect.text import bytes_text, count_text, seconds_text, table_lines
+from planner.inspect.text import table_lines
 from planner.language.errors import PlannerError, PlannerLimitError
 from planner.language.resolve import cut
+from planner.language.units import bytes_text, count_text, parse_bytes, seconds_text
 from planner.program.plan import Plan
 from planner.search.alternatives import alternatives
 from planner.search.space import SEARCHES

@@ -1,7 +1,7 @@
 """The search's judge: every tree there is, by plain recursion, and what each costs.
 
 Only the *legal steps* are `Network`'s own, since they define the space; no tree is dropped for being worse than
-another, and each is priced whole, through `planner.program.program.build`.
+another, and each is priced whole, through `planner.program.build.build`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.cost.figures import Cost, PlanCost
+from planner.program.build import Lowerer
 from planner.program.ops import Op
-from planner.program.program import Leaf, Lowerer, Node, Tree
+from planner.program.tree import Leaf, Node, Tree
 from planner.search.network import Network, Status, Value
 from planner.search.space import Problem
 

@@ -17,7 +17,7 @@ from laws import Floors, exact_problems
 import planner
 from planner.cost.objective import step_key
 from planner.inspect import memory as measure
-from planner.program.program import Lowerer
+from planner.program.build import Lowerer
 from planner.search.space import Problem
 
 

@@ -4,8 +4,9 @@ import pytest
 
 import planner
 from planner.cost.device import CPU
+from planner.program.forms import GroupedForm, grouped_form, inner_product, pooled_form, product_form
 from planner.program.frameworks import load_backend
-from planner.program.ops import GroupedForm, Op, grouped_form, inner_product, pooled_form, product_form
+from planner.program.ops import Op
 
 
 @pytest.mark.parametrize(

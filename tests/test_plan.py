@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
-from planner.api import dtype_name
 from planner.backends.common.stock_rows import short_run_seconds
 from planner.cost.objective import OBJECTIVES, plan_key
-from planner.inspect.text import count_text
+from planner.language.dtypes import dtype_name
 from planner.language.spec import Spec
+from planner.language.units import count_text
 from planner.search.slicing import worth_cutting
 from planner.testing import problems
 from planner.workloads import WORKLOADS

@@ -22,11 +22,12 @@ from laws import Floors
 
 import planner
 from planner.cost.device import CPU
-from planner.cost.figures import itemsize
 from planner.cost.objective import OBJECTIVES, step_key
+from planner.language.dtypes import itemsize
 from planner.language.resolve import resolve_shapes
 from planner.language.spec import unused_letters
-from planner.program.program import Leaf, Lowerer
+from planner.program.build import Lowerer
+from planner.program.tree import Leaf
 from planner.search.dynamic import Peaks, Search, Way
 from planner.search.paths import splits_of
 from planner.search.space import AUTO_WORK, MOST_TRIED, Problem

@@ -14,7 +14,8 @@ from planner.language.derive import batched
 from planner.language.errors import IndexRangeError, PlannerError
 from planner.language.spec import Gather, Spec, Term, term_axes
 from planner.program.implementations import Table
-from planner.program.program import Leaf, Node, Program, Tree
+from planner.program.program import Program
+from planner.program.tree import Leaf, Node, Tree
 
 __all__ = ["Prepared", "check_index_dtype", "prepare_numpy", "range_error", "run_program", "widened"]
 

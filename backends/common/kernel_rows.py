@@ -15,12 +15,14 @@ from planner.backends.common.common import Prepared
 from planner.backends.common.stock import ArrayOps
 from planner.backends.common.stock_layout import matrix_copies
 from planner.cost.device import Device
-from planner.cost.figures import StepCost, itemsize
+from planner.cost.figures import StepCost
 from planner.cost.layout import Layout, flattens, reordered
 from planner.kernels.grouping.keys import Keys
+from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec, Term
+from planner.program.forms import GroupedForm, PooledForm, grouped_form, pooled_form
 from planner.program.implementations import Lowering
-from planner.program.ops import GroupedForm, Op, PooledForm, grouped_form, pooled_form
+from planner.program.ops import Op
 
 __all__ = ["POOL_FUNCTIONS", "CostOf", "Kernels", "PoolKernels", "Refusal", "flattened_bytes", "group_sizes",
            "kernel_rows", "views_of"]  # fmt: skip

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from planner.language.spec import Gather, Spec, Term, term_axes
-from planner.program.ops import ProductForm, inner_product, product_form
+from planner.program.forms import ProductForm, inner_product, product_form
 
 __all__ = ["ArrayOps", "Product", "diagonals", "evaluate", "evaluation", "matmul_product", "viewing"]
 

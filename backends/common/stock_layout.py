@@ -12,7 +12,8 @@ from functools import lru_cache
 
 from planner.cost.layout import Layout, closed, flattens, neighbours, permuted, reordered, scattered
 from planner.language.spec import Gather, Spec, Term, term_axes
-from planner.program.ops import Op, ProductForm, inner_product, product_form
+from planner.program.forms import ProductForm, inner_product, product_form
+from planner.program.ops import Op
 
 __all__ = ["matrix_copies", "product_copies", "scattered_vectors", "stock_layout"]
 

@@ -10,11 +10,13 @@ from typing import Any
 from planner.backends.common.stock import ArrayOps, evaluate
 from planner.backends.common.stock_layout import product_copies, scattered_vectors, stock_layout
 from planner.cost.device import Device
-from planner.cost.figures import StepCost, itemsize
+from planner.cost.figures import StepCost
 from planner.cost.layout import Layout
+from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec, Term, term_axes
+from planner.program.forms import product_form
 from planner.program.implementations import Lowering
-from planner.program.ops import Op, joint_elements, product_form, spec_flops
+from planner.program.ops import Op, joint_elements, spec_flops
 
 __all__ = ["flat_stock_cost", "picoseconds", "runs_of", "short_run_seconds", "stock_cost", "stock_kind", "stock_rows"]
 

@@ -26,9 +26,9 @@ from planner.cost.device import CPU
 from planner.cost.objective import step_key
 from planner.kernels.grouping.keys import Keys
 from planner.language.spec import Gather, Spec
+from planner.program.build import Lowerer
 from planner.program.implementations import Table
 from planner.program.ops import Choice, Op
-from planner.program.program import Lowerer
 
 __all__ = ["LOWER", "PLATFORMS", "TABLE", "Mode", "Shape", "cast", "compiled_cast", "evaluate", "hopper",
            "input_count"]  # fmt: skip

@@ -13,7 +13,7 @@ from jax import lax
 
 from planner.backends.common.stock import Product
 from planner.language.spec import Gather, Spec, Term, term_axes
-from planner.program.ops import inner_product, product_form
+from planner.program.forms import inner_product, product_form
 
 __all__ = ["Reordered", "as_matrices", "rearranged", "reordered", "wide"]
 

@@ -17,7 +17,8 @@ from planner.backends.common.common import WHOLE_POOL, Exposed, Prepared, read_r
 from planner.backends.jax.index import normalised
 from planner.backends.jax.rows import OPS
 from planner.language.spec import Gather, Spec, Term, term_axes
-from planner.program.ops import Op, PooledForm, pooled_form
+from planner.program.forms import PooledForm, pooled_form
+from planner.program.ops import Op
 
 __all__ = ["Reads", "only_read_rows", "read_mask", "unread", "unread_pool"]
 

@@ -27,23 +27,15 @@ from planner.backends.common.stock_rows import picoseconds, stock_cost, stock_ki
 from planner.backends.jax.products import as_matrices, fused_takes, rearranged, reordered, wide
 from planner.backends.jax.tiled import tiled_cost
 from planner.cost.device import Device
-from planner.cost.figures import StepCost, itemsize
+from planner.cost.figures import StepCost
 from planner.kernels.gathered_dot import jax_pooled
 from planner.kernels.grouped_matmul import jax_grouped, pallas_tiles
 from planner.kernels.grouping import jax_grouping
+from planner.language.dtypes import itemsize
 from planner.language.spec import Spec
+from planner.program.forms import GroupedForm, PooledForm, ProductForm, grouped_form, pooled_form, product_form
 from planner.program.implementations import Lowering, Table
-from planner.program.ops import (
-    GroupedForm,
-    Op,
-    PooledForm,
-    ProductForm,
-    grouped_form,
-    joint_elements,
-    pooled_form,
-    product_form,
-    spec_flops,
-)
+from planner.program.ops import Op, joint_elements, spec_flops
 
 __all__ = ["OPS", "JaxOps", "make_table"]
 

@@ -12,10 +12,12 @@ import math
 from planner.backends.common.kernel_rows import group_sizes
 from planner.backends.common.stock_rows import picoseconds
 from planner.cost.device import Device
-from planner.cost.figures import StepCost, itemsize
+from planner.cost.figures import StepCost
 from planner.kernels.grouped_matmul.pallas_tiles import TPU, Shape, most_tiles
 from planner.kernels.grouping import jax_grouping
-from planner.program.ops import GroupedForm, Op, spec_flops
+from planner.language.dtypes import itemsize
+from planner.program.forms import GroupedForm
+from planner.program.ops import Op, spec_flops
 
 __all__ = ["tiled_cost"]
 

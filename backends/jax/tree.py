@@ -16,7 +16,7 @@ from planner.backends.jax.reads import Reads
 from planner.backends.jax.rows import OPS
 from planner.backends.jax.step import bind_step
 from planner.language.spec import Term
-from planner.program.program import Leaf, Node, Tree
+from planner.program.tree import Leaf, Node, Tree
 
 if TYPE_CHECKING:
     from planner.program.plan import Plan

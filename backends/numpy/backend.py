@@ -27,9 +27,10 @@ from planner.cost.figures import StepCost
 from planner.cost.rates import stored
 from planner.language.errors import PlannerError
 from planner.language.spec import Gather, Operand, Spec, term_axes
+from planner.program.forms import ProductForm
 from planner.program.implementations import Backend, Stepwise, Table
 from planner.program.loops import accumulator, body_of
-from planner.program.ops import Op, ProductForm
+from planner.program.ops import Op
 from planner.program.program import Step
 
 if TYPE_CHECKING:

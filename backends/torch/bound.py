@@ -18,17 +18,18 @@ from planner.backends.torch.modes import transformed
 from planner.backends.torch.ops import OPS, cast, torch_dtype
 from planner.backends.torch.tensor import dataless, finite
 from planner.cost.layout import layout_of
-from planner.kernels.grouped_matmul.torch_grouped import accumulator
 from planner.kernels.grouping.keys import Keys
+from planner.kernels.grouping.torch_grouping import accumulator
 from planner.language.derive import summable, summed
 from planner.language.errors import PlannerLimitError
 from planner.language.spec import Spec, Term
 from planner.program.implementations import Table
 from planner.program.loops import body_of
-from planner.program.program import Leaf, Tree
+from planner.program.tree import Leaf, Tree
 
 if TYPE_CHECKING:
-    from planner.program.plan import Options, Plan
+    from planner.language.options import Options
+    from planner.program.plan import Plan
 
 __all__ = ["BoundPlan", "bound_plan"]
 

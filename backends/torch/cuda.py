@@ -31,21 +31,15 @@ from planner.backends.common.stock_rows import picoseconds
 from planner.backends.torch.ops import OPS
 from planner.backends.torch.products import copied_form
 from planner.cost.device import Device
-from planner.cost.figures import StepCost, itemsize
+from planner.cost.figures import StepCost
 from planner.cost.layout import flattens
 from planner.kernels.grouping import torch_grouping
 from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, covers_pair, tiles_of
+from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec
+from planner.program.forms import GroupedForm, PooledForm, grouped_form, pooled_form, product_form
 from planner.program.implementations import Lowering
-from planner.program.ops import (
-    GroupedForm,
-    Op,
-    PooledForm,
-    grouped_form,
-    pooled_form,
-    product_form,
-    spec_flops,
-)
+from planner.program.ops import Op, spec_flops
 
 __all__ = ["DTYPES", "LAUNCHES", "TABLES", "cuda_kernels", "cuda_rows"]
 

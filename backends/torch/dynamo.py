@@ -14,9 +14,11 @@ from torch._dynamo import disable, nonstrict_trace
 from torch.utils._pytree import register_pytree_node
 
 from planner import groups
-from planner.api import Request, asked_dtype, plan_and_run
+from planner.api import plan_and_run
 from planner.backends.torch.index import TorchIndex
+from planner.language.dtypes import asked_dtype
 from planner.language.errors import PlannerError
+from planner.language.options import Request
 from planner.program import frameworks as dispatch
 
 __all__ = ["contract", "group", "run_plan"]
@@ -31,7 +33,7 @@ register_pytree_node(TorchIndex, TorchIndex.parts, TorchIndex.joined, serialized
 
 
 def contract(asked: Sequence[Any], operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
-    """Contract as `planner.contract` does; `asked` are its arguments in the order of `planner.api.Request`."""
+    """Contract as `planner.contract` does; `asked` are its arguments in the order of `planner.language.options.Request`."""
     # Dynamo records tensors, numbers and strings.
     if not any(isinstance(x, torch.Tensor) for x in (asked[0], *operands)):
         return _contract_apart(Request(*asked), operands, indices)

@@ -13,10 +13,12 @@ from planner.backends.common.kernel_rows import Kernels, flattened_bytes, group_
 from planner.backends.common.stock_rows import picoseconds
 from planner.backends.torch.cuda import LAUNCHES, TABLES, cuda_kernels
 from planner.cost.device import Device
-from planner.cost.figures import StepCost, itemsize
+from planner.cost.figures import StepCost
 from planner.kernels.grouped_matmul import torch_grouped_mm
+from planner.language.dtypes import itemsize
 from planner.language.spec import Term
-from planner.program.ops import GroupedForm, Op, grouped_form, spec_flops
+from planner.program.forms import GroupedForm, grouped_form
+from planner.program.ops import Op, spec_flops
 
 __all__ = ["grouped_mm_kernels"]
 

@@ -23,8 +23,10 @@ from planner.backends.torch.ops import OPS, unit_strided
 from planner.cost.layout import layout_of
 from planner.language.derive import transpose
 from planner.language.spec import Spec
-from planner.program.ops import Op, product_form
-from planner.program.program import Leaf, Program, Tree
+from planner.program.forms import product_form
+from planner.program.ops import Op
+from planner.program.program import Program
+from planner.program.tree import Leaf, Tree
 
 __all__ = ["NATIVE", "compile_native", "standin"]
 

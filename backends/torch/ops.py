@@ -12,7 +12,7 @@ from torch import Tensor
 from planner.backends.common.stock import Product, matmul_product
 from planner.backends.torch.modes import transformed
 from planner.language.spec import Spec
-from planner.program.ops import ProductForm
+from planner.program.forms import ProductForm
 
 __all__ = ["OPS", "TorchOps", "cast", "multiply", "torch_dtype", "unit_strided"]
 

@@ -19,11 +19,13 @@ from planner.backends.common.stock_layout import product_copies
 from planner.backends.common.stock_rows import picoseconds, short_run_seconds
 from planner.backends.torch.ops import OPS, multiply
 from planner.cost.device import Device
-from planner.cost.figures import StepCost, itemsize
+from planner.cost.figures import StepCost
 from planner.cost.layout import Layout, reordered, without
+from planner.language.dtypes import itemsize
 from planner.language.spec import Spec, term_axes
+from planner.program.forms import ProductForm, product_form
 from planner.program.implementations import Lowering
-from planner.program.ops import Op, ProductForm, joint_elements, product_form, spec_flops
+from planner.program.ops import Op, joint_elements, spec_flops
 
 __all__ = ["copied_form", "product_rows"]
 

@@ -26,19 +26,14 @@ from planner.backends.torch.grouped_mm import grouped_mm_kernels
 from planner.backends.torch.ops import OPS, cast, torch_dtype
 from planner.backends.torch.products import product_rows
 from planner.cost.device import Device
-from planner.cost.figures import StepCost, itemsize
+from planner.cost.figures import StepCost
 from planner.kernels.gathered_dot import torch_pooled
 from planner.kernels.grouped_matmul import torch_grouped
 from planner.kernels.grouping import torch_grouping
+from planner.language.dtypes import itemsize
+from planner.program.forms import GroupedForm, PooledForm, grouped_form, pooled_form
 from planner.program.implementations import Table
-from planner.program.ops import (
-    GroupedForm,
-    Op,
-    PooledForm,
-    grouped_form,
-    pooled_form,
-    spec_flops,
-)
+from planner.program.ops import Op, spec_flops
 
 __all__ = ["make_table"]
 

@@ -25,7 +25,7 @@ from planner.backends.torch.ops import torch_dtype
 from planner.backends.torch.tensor import dataless
 from planner.language.errors import PlannerError
 from planner.program.implementations import Table
-from planner.program.program import Leaf
+from planner.program.tree import Leaf
 
 if TYPE_CHECKING:
     from planner.program.plan import Plan

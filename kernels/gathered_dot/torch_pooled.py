@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from planner.kernels.grouped_matmul.torch_grouped import accumulator
 from planner.kernels.grouping.keys import Keys
-from planner.kernels.grouping.torch_grouping import group_rows
+from planner.kernels.grouping.torch_grouping import accumulator, group_rows
 
 Place = tuple[slice, slice]
 Function = Literal["scores", "query_gradient", "pool_gradient", "gradients"]

@@ -18,7 +18,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from planner.kernels.grouping.torch_grouping import Cutting, Groups, Piece, pieces
+from planner.kernels.grouping.torch_grouping import Cutting, Groups, Piece, accumulator, pieces
 
 # Bytes of each of the two buffers. Half of it takes a sixth to a half more time on seed 000 (2-core Xeon with 2 MiB of
 # L2 a core), a sixteenth twice the time; twice of it wins little and costs memory.
@@ -33,11 +33,6 @@ FLOPS, TAKEN, PIECE = 90e9, 8e9, 60e-6
 # Whether large results ask for huge pages, see `fresh`.
 HUGE_PAGES = sys.platform == "linux"
 HUGE_PAGE = 1 << 21
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that products of `dtype` are summed in: float32 for the half types."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def cutting(i: int, j: int, k: int, n: int, dtype: torch.dtype, share: int = 1) -> Cutting:

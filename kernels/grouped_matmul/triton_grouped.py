@@ -12,9 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from planner.kernels.grouped_matmul.torch_grouped import accumulator
 from planner.kernels.grouped_matmul.triton_pair import both_gradients
-from planner.kernels.grouping.torch_grouping import Groups, group_rows
+from planner.kernels.grouping.torch_grouping import Groups, accumulator, group_rows
 from planner.kernels.segment_sum.triton_sum import add_parts, grouped_sum
 from planner.kernels.tiled_product.triton_axes import Cut, Matrices, axis_of, cut, grid, most_tiles, packed, starts_of
 from planner.kernels.tiled_product.triton_product import precision, product_kernel

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+__all__ = ["accumulator"]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
@@ -213,3 +215,8 @@ def _pads(grid: np.ndarray, cutting: Cutting) -> np.ndarray:
     cost = rows * cutting.row_seconds + longer * cutting.pick_seconds + (heights > 0) * cutting.piece_seconds
     cost[heights * width > cutting.rows] = np.inf
     return np.asarray(np.take_along_axis(heights, cost.argmin(axis=1)[:, None], axis=1)[:, 0])
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that products of `dtype` are summed in: float32 for the half types."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from planner.kernels.grouped_matmul.torch_grouped import accumulator
+from planner.kernels.grouping.torch_grouping import accumulator
 
 __all__ = ["Axis", "Cut", "Matrices", "axis_of", "cut", "grid", "most_tiles", "packed", "starts_of"]
 

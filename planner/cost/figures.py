@@ -6,28 +6,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from planner.language.errors import PlannerTypeError
-
-__all__ = ["ITEMSIZES", "Cost", "PlanCost", "StepCost", "itemsize"]
-
-ITEMSIZES = {
-    "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
-    "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex64": 8,
-    "complex128": 16,
-}  # fmt: skip
-
-
-def itemsize(dtype: str) -> int:
-    """Return the bytes of one element.
-
-    Raises:
-        PlannerTypeError: the dtype is none that a contraction can compute in.
-    """
-    try:
-        return ITEMSIZES[dtype]
-    except KeyError:
-        known = ", ".join(ITEMSIZES)
-        raise PlannerTypeError(f"dtype {dtype!r:.80} is not supported; supported are {known}") from None
+__all__ = ["Cost", "PlanCost", "StepCost"]
 
 
 class StepCost(NamedTuple):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from planner.inspect.text import MOST_ROWS, bytes_text, count_text, seconds_text, table_lines
+from planner.inspect.text import MOST_ROWS, table_lines
+from planner.language.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
     from planner.inspect.analyze import Analysis, AnalyzedStep

@@ -12,8 +12,8 @@ from planner.cost.figures import Cost
 from planner.inspect.meter import Figures, Meter, meter_of
 from planner.inspect.text import equation
 from planner.language.errors import PlannerError
-from planner.program.frameworks import check_call
 from planner.program.program import Program, Step
+from planner.run import check_call
 
 if TYPE_CHECKING:
     from planner.program.plan import Plan

@@ -5,39 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from planner.cost.figures import Cost, itemsize
+from planner.cost.figures import Cost
+from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec
+from planner.language.units import bytes_text, count_text, seconds_text
 from planner.program.program import Program, Step
 
 if TYPE_CHECKING:
     from planner.program.plan import Plan
 
-__all__ = ["bytes_text", "count_text", "equation", "plan_text", "seconds_text", "table_lines"]
+__all__ = ["equation", "plan_text", "table_lines"]
 
 MOST_ROWS = 40
-
-
-def count_text(count: float) -> str:
-    """Write a count with three digits and a decimal prefix: 1.07 G."""
-    for unit in ("", "k", "M", "G", "T", "P", "E"):
-        if count < 999.5 or unit == "E":
-            return f"{count:.3g} {unit}".rstrip() if unit else f"{count:.0f}"
-        count /= 1000
-    raise AssertionError
-
-
-def bytes_text(count: int) -> str:
-    """Write bytes with three digits and a decimal prefix: 33.6 MB."""
-    text = count_text(count)
-    return f"{text}B" if " " in text else f"{text} B"
-
-
-def seconds_text(seconds: float) -> str:
-    """Write a time with three digits: 1.07 ms."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
-        if seconds * factor >= 0.9995 or unit == "us":
-            return f"{seconds * factor:.3g} {unit}"
-    raise AssertionError
 
 
 def table_lines(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:

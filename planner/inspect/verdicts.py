@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from planner.cost.figures import StepCost
-from planner.inspect.text import bytes_text, seconds_text
+from planner.language.units import bytes_text, seconds_text
 from planner.program.frameworks import load_backend
 
 if TYPE_CHECKING:

@@ -15,17 +15,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from planner.cost.device import Device
-from planner.cost.figures import Cost, PlanCost, StepCost, itemsize
+from planner.cost.figures import Cost, PlanCost, StepCost
 from planner.cost.layout import Layout, row_major, strides_in
 from planner.cost.objective import step_key
 from planner.language.derive import sliced
+from planner.language.dtypes import itemsize
 from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Operand, Spec, Term
+from planner.program.build import Lowerer, build, given_variables
 from planner.program.frameworks import load_backend
 from planner.program.ops import Choice, Op
 from planner.program.plan import Plan
-from planner.program.program import Leaf, Lowerer, Program, Programs, Step, Tree, Variable, build
-from planner.search.space import given_variables
+from planner.program.program import Program, Programs, Step, Variable
+from planner.program.tree import Leaf, Tree
 
 __all__ = ["Part", "accumulator", "body_of", "covers", "device_in_loop", "loop_programs", "parts", "resized",
            "slice_counts", "slice_of"]  # fmt: skip

@@ -10,28 +10,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from planner.cost.device import Device
 from planner.cost.figures import PlanCost
 from planner.language.errors import PlannerError
+from planner.language.options import Options
 from planner.language.resolve import Resolved, cut
 from planner.language.spec import Operand
-from planner.program.program import Keep, Leaf, Node, Programs, Step, Tree, kept_nodes
-from planner.search.paths import path_of
+from planner.program.program import Keep, Programs, Step
+from planner.program.tree import Leaf, Node, Tree, kept_nodes, path_of
 
 if TYPE_CHECKING:
     from planner.inspect.analyze import Analysis
+    from planner.inspect.collectives import Collective
     from planner.inspect.verdicts import Implementation
-    from planner.language.split import Collective
 
-__all__ = ["Alternative", "Loop", "Options", "Plan"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Options:
-    """What the caller asked for, besides the problem itself."""
-
-    optimize: Any = "auto"
-    minimize: Any = "time"
-    memory_limit: int | None = None
-    retain_limit: int | None = None
-    precision: str | None = None
+__all__ = ["Alternative", "Loop", "Plan"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -166,7 +156,8 @@ class Plan:
             ShapeError: an operand or index array does not fit the plan.
             IndexRangeError: an index is out of range.
         """
-        from planner.program.frameworks import for_dynamo, run_plan, torch_compiles
+        from planner.program.frameworks import for_dynamo, torch_compiles
+        from planner.run import run_plan
 
         if torch_compiles():
             return for_dynamo().run_plan(self, operands, indices)
@@ -253,7 +244,7 @@ class Plan:
         Raises:
             PlannerError: there is no such letter, it cannot be split, or the plan is a loop.
         """
-        from planner.language.split import collectives
+        from planner.inspect.collectives import collectives
 
         return collectives(self, splits)
 

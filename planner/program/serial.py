@@ -10,11 +10,13 @@ from planner.cost.device import Device
 from planner.cost.figures import Cost, PlanCost, StepCost
 from planner.cost.layout import Layout
 from planner.language.errors import PlannerError
+from planner.language.options import Options
 from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Operand, Spec
 from planner.program.ops import Choice, Op
-from planner.program.plan import Loop, Options, Plan
-from planner.program.program import Leaf, Node, Program, Programs, Step, Variable
+from planner.program.plan import Loop, Plan
+from planner.program.program import Program, Programs, Step, Variable
+from planner.program.tree import Leaf, Node
 
 __all__ = ["decode", "encode"]
 

@@ -9,8 +9,10 @@ from typing import Any
 
 from planner.cost.objective import OBJECTIVES, plan_key
 from planner.language.errors import SearchLimitError
+from planner.program.build import Lowerer
 from planner.program.plan import Alternative, Plan
-from planner.program.program import Lowerer, Programs, keeping
+from planner.program.program import Programs
+from planner.program.tree import keeping
 from planner.search.dynamic import Found
 from planner.search.paths import joined_by, left_to_right
 from planner.search.slicing import worth_cutting

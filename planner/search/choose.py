@@ -6,16 +6,17 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from planner.cost.device import Device
+from planner.cost.limits import NO_LIMITS, Limits, keeps_within
 from planner.cost.objective import OBJECTIVES, check_objective, plan_key
 from planner.language.errors import PlannerLimitError
+from planner.language.options import Options
 from planner.language.resolve import Resolved
 from planner.language.spec import Operand
-from planner.program.plan import Options, Plan
-from planner.program.program import keeping
-from planner.search.dynamic import NO_LIMITS, Limits
+from planner.program.plan import Plan
+from planner.program.tree import keeping
 from planner.search.refine import ordered, quickened
 from planner.search.slicing import fastest, loop_candidates
-from planner.search.space import Candidate, Problem, keeps_within, searched
+from planner.search.space import Candidate, Problem, searched
 
 __all__ = ["make_plan"]
 

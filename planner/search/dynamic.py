@@ -34,15 +34,18 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from planner.cost.figures import StepCost, itemsize
+from planner.cost.figures import StepCost
 from planner.cost.layout import Layout
+from planner.cost.limits import NO_LIMITS, Limits
+from planner.language.dtypes import itemsize
 from planner.language.errors import SearchLimitError
 from planner.language.spec import Spec
+from planner.program.build import Lowerer
 from planner.program.ops import Choice, Op
-from planner.program.program import Leaf, Lowerer, Node, Tree, read_by_gradients
+from planner.program.tree import Leaf, Node, Tree, read_by_gradients
 from planner.search.network import ROWS, Network, Status, Value
 
-__all__ = ["NO_LIMITS", "Found", "Limits", "Search", "all_splits"]
+__all__ = ["Found", "Search", "all_splits"]
 
 Key = tuple[int, ...]
 Vector = tuple[Any, ...]
@@ -50,16 +53,6 @@ Splits = Callable[[int], Iterable[tuple[int, int]]]
 
 FRONT_LIMIT = 128
 FEW_STATUSES = 4
-
-
-class Limits(NamedTuple):
-    """Most bytes that a plan may allocate and retain; None where there is no limit."""
-
-    memory: int | None = None
-    retain: int | None = None
-
-
-NO_LIMITS = Limits()
 
 
 class Peaks(NamedTuple):

@@ -9,11 +9,10 @@ from typing import Any
 import opt_einsum
 
 from planner.language.errors import PlannerError
-from planner.program.program import Leaf, Tree
 from planner.search.dynamic import Splits, all_splits
 from planner.search.network import Network, bits
 
-__all__ = ["external_path", "is_path_name", "PATH_NAMES", "path_of", "splits_of"]
+__all__ = ["PATH_NAMES", "external_path", "is_path_name", "splits_of"]
 
 Path = tuple[tuple[int, ...], ...]
 
@@ -138,29 +137,6 @@ def splits_of(path: Path, operands: int) -> Splits:
             yield (left, right) if left & -left < right & -right else (right, left)
 
     return within
-
-
-def path_of(tree: Tree, operands: int) -> Path:
-    """Return a tree's path over the operands in opt_einsum's form; steps on one operand are left out."""
-    steps: list[tuple[int, ...]] = []
-    positions: list[object] = list(range(operands))
-
-    def visit(node: Tree) -> object:
-        if isinstance(node, Leaf):
-            return node.operand
-        names = [visit(child) for child in node.children]
-        if len(names) == 1:
-            return names[0]
-        places = sorted(positions.index(name) for name in names)
-        for place in reversed(places):
-            del positions[place]
-        made = object()
-        positions.append(made)
-        steps.append(tuple(places))
-        return made
-
-    visit(tree)
-    return tuple(steps) or ((0,),)
 
 
 def left_to_right(operands: int) -> Sequence[tuple[int, ...]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from planner.cost.limits import within
 from planner.cost.objective import plan_key
-from planner.program.plan import Options
-from planner.program.program import Leaf, Node, Tree
-from planner.search.space import Candidate, Problem, within
+from planner.language.options import Options
+from planner.program.tree import Leaf, Node, Tree
+from planner.search.space import Candidate, Problem
 
 __all__ = ["ordered", "quickened"]
 

@@ -9,14 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from planner.cost.figures import Cost
+from planner.cost.limits import NO_LIMITS, Limits, keeps_within
 from planner.cost.objective import plan_key, step_key
 from planner.language.errors import SearchLimitError
+from planner.language.options import Options
 from planner.language.spec import Spec, term_axes
+from planner.program.build import Lowerer, build, given_variables
 from planner.program.loops import device_in_loop, loop_programs, resized, slice_counts, slice_of
-from planner.program.plan import Loop, Options, Plan
-from planner.program.program import Lowerer, Programs, Tree, build, keeping
-from planner.search.dynamic import NO_LIMITS, Limits
-from planner.search.space import SLICE_WORK, Candidate, Problem, given_variables, keeps_within, problem_of, searched
+from planner.program.plan import Loop, Plan
+from planner.program.program import Programs
+from planner.program.tree import Tree, keeping
+from planner.search.space import SLICE_WORK, Candidate, Problem, problem_of, searched
 
 __all__ = ["can_be_cut", "fastest", "loop_candidates", "looped", "worth_cutting"]
 

@@ -9,21 +9,32 @@ from typing import Any
 
 from planner.cost.device import Device
 from planner.cost.figures import PlanCost
-from planner.cost.layout import layout_of, strides_in
+from planner.cost.limits import NO_LIMITS, Limits
 from planner.cost.objective import step_key
 from planner.language.errors import PlannerError, SearchLimitError
 from planner.language.resolve import Resolved
 from planner.language.spec import Operand
+from planner.program.build import Lowerer, build, given_variables
 from planner.program.frameworks import load_backend
 from planner.program.ops import Choice, Op
-from planner.program.plan import Loop, Options, Plan
-from planner.program.program import Lowerer, Programs, Tree, Variable, build
-from planner.search.dynamic import FRONT_LIMIT, NO_LIMITS, Found, Limits, Search
+from planner.program.plan import Loop, Plan
+from planner.program.program import Programs
+from planner.program.tree import Tree
+from planner.search.dynamic import FRONT_LIMIT, Found, Search
 from planner.search.network import Network
 from planner.search.paths import PATH_NAMES, checked_path, external_path, is_path_name, splits_of
 
-__all__ = ["AUTO_WORK", "MOST_TRIED", "PATH_WORK", "SEARCHES", "SLICE_WORK", "Candidate", "Problem", "given_variables",
-           "keeps_within", "problem_of", "searched", "within"]  # fmt: skip
+__all__ = [
+    "AUTO_WORK",
+    "MOST_TRIED",
+    "PATH_WORK",
+    "SEARCHES",
+    "SLICE_WORK",
+    "Candidate",
+    "Problem",
+    "problem_of",
+    "searched",
+]
 
 # Steps that a search may score; each takes 50 to 250 us. Any ten operands without index arrays have less than 30,000.
 AUTO_WORK, OPTIMAL_WORK, PATH_WORK = 32_000, 3_000_000, 4_000
@@ -37,15 +48,6 @@ SEARCHES = ("auto", "optimal", "measure")
 MOST_FACTORS = 5
 # The same where what is kept is chosen too, and the ways that are then kept for one value: most, few, and fewest.
 KEEPING_PATH_WORK, PATH_FRONTS = 8_000, (32, 6, 2)
-
-
-def given_variables(resolved: Resolved, operands: Sequence[Operand], backend: str) -> tuple[Variable, ...]:
-    """Return the operands of a resolved problem as variables."""
-    strided = load_backend(backend).strided
-    return tuple(
-        Variable(shape, o.dtype, number, layout_of(shape, strides_in(o, shape)) if strided else None)
-        for number, (shape, o) in enumerate(zip(resolved.shapes, operands, strict=True))
-    )
 
 
 class Problem:
@@ -215,15 +217,3 @@ def searched(
         known = ", ".join(map(repr, (*SEARCHES, *PATH_NAMES)))
         raise PlannerError(f"optimize={optimize!r} is unknown: take one of {known}, a path or a PathOptimizer")
     yield from along(problem.path(optimize), f"opt_einsum {optimize}" if isinstance(optimize, str) else "given path")
-
-
-def within(cost: PlanCost, options: Options) -> bool:
-    """Whether a plan keeps to the limits."""
-    return keeps_within(cost, Limits(options.memory_limit, options.retain_limit))
-
-
-def keeps_within(cost: PlanCost, limits: Limits) -> bool:
-    """Whether a cost keeps to both limits."""
-    return (limits.memory is None or cost.peak_bytes <= limits.memory) and (
-        limits.retain is None or cost.retained_bytes <= limits.retain
-    )

@@ -11,10 +11,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
+from planner.cost.limits import within
 from planner.language.errors import PlannerLimitError
+from planner.language.options import Options
 from planner.program.frameworks import load_backend
-from planner.program.plan import Options, Plan
-from planner.search.space import within
+from planner.program.plan import Plan
 
 __all__ = ["accepted", "fitting"]
 

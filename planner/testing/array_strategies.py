@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
-from planner.api import INDEX_MODES
+from planner.language.options import INDEX_MODES
 from planner.testing.problem import DTYPES, Array, small_integers, strided_view
 from planner.testing.reference import exact_range
 from planner.testing.strategy_tools import check_flag, check_names, check_range, check_shape, sampled

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, Verbosity, given, settings
 from hypothesis.errors import FailedHealthCheck, Flaky, Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
-from planner.api import INDEX_MODES, check_index_mode
 from planner.language.errors import PlannerError
+from planner.language.options import INDEX_MODES, check_index_mode
 from planner.language.parse import parse
 from planner.program.frameworks import load_backend
 from planner.search.paths import explicit_path, is_path_name

@@ -28,8 +28,8 @@ from hypothesis import reject
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
-from planner.api import INDEX_MODES
 from planner.language.errors import PlannerError
+from planner.language.options import INDEX_MODES
 from planner.language.parse import parse
 from planner.language.resolve import resolve
 from planner.language.spec import ELLIPSIS, Gather, Spec

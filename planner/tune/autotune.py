@@ -13,16 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from planner.cost.layout import row_major
+from planner.cost.limits import within
 from planner.cost.objective import plan_key
 from planner.cost.rates import cpu_name
-from planner.inspect.text import seconds_text
 from planner.language.errors import PlannerError
+from planner.language.units import seconds_text
 from planner.program.frameworks import framework_of, load_backend
 from planner.program.plan import Loop, Plan
-from planner.program.program import Leaf, Node, Programs
+from planner.program.program import Programs
 from planner.program.serial import decode, encode
+from planner.program.tree import Leaf, Node
 from planner.search.alternatives import alternatives
-from planner.search.space import within
 from planner.search.verify import fitting
 from planner.tune.store import damaged, recall, remember
 from planner.tune.tiles import tuned

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from planner.api import plan
-from planner.inspect.text import seconds_text
 from planner.language.errors import PlannerError
 from planner.language.spec import Gather
+from planner.language.units import seconds_text
 from planner.program.frameworks import load_backend
 from planner.program.loops import parts
 from planner.workloads import WORKLOADS, Workload

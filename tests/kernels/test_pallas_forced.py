@@ -19,7 +19,7 @@ from planner.backends.jax.rows import make_table  # noqa: E402
 from planner.cost.device import CPU  # noqa: E402
 from planner.cost.objective import step_key  # noqa: E402
 from planner.kernels.grouped_matmul import pallas_gpu, pallas_tpu  # noqa: E402
-from planner.program.program import Lowerer  # noqa: E402
+from planner.program.build import Lowerer  # noqa: E402
 
 SPEC = "nij, q[n]jk -> nik"
 

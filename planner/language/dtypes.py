@@ -1,0 +1,60 @@
+"""The dtypes that contractions compute in: their names and sizes."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+
+from planner.language.errors import PlannerTypeError
+
+__all__ = ["ITEMSIZES", "itemsize"]
+
+ITEMSIZES = {
+    "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
+    "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex64": 8,
+    "complex128": 16,
+}  # fmt: skip
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of one element.
+
+    Raises:
+        PlannerTypeError: the dtype is none that a contraction can compute in.
+    """
+    try:
+        return ITEMSIZES[dtype]
+    except KeyError:
+        known = ", ".join(ITEMSIZES)
+        raise PlannerTypeError(f"dtype {dtype!r:.80} is not supported; supported are {known}") from None
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype given as a name or as a framework's dtype object.
+
+    Raises:
+        PlannerTypeError: it is no dtype that contractions compute in.
+    """
+    if isinstance(dtype, str) or str(dtype).startswith("torch."):
+        name = str(dtype).removeprefix("torch.")
+    else:
+        name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    name = {"float": "float64", "double": "float64", "half": "float16", "complex": "complex128", "int": "int64"}.get(
+        name, name
+    )
+    if name not in ITEMSIZES:
+        with contextlib.suppress(TypeError, ValueError, SyntaxError):
+            if name.isprintable() and "," not in name:
+                name = np.dtype(name).name  # NumPy's codes: "f8", "?"
+    itemsize(name)
+    return name
+
+
+def asked_dtype(dtype: Any) -> str:
+    """Return the name of a dtype given as `dtype=`, which an error names."""
+    try:
+        return dtype_name(dtype)
+    except PlannerTypeError as error:
+        raise PlannerTypeError(f"dtype={dtype!r:.80}: {error}") from None

@@ -1,0 +1,57 @@
+"""Quantities as people write them: counts, bytes and seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import re
+from fractions import Fraction
+from typing import Any
+
+from planner.language.errors import PlannerError
+
+__all__ = ["bytes_text", "count_text", "parse_bytes", "seconds_text"]
+
+_UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
+
+
+def parse_bytes(limit: Any, name: str) -> int | None:
+    """Read a limit: bytes as an int, or a string such as ``"2 GiB"``.
+
+    Raises:
+        PlannerError: it is neither.
+    """
+    if limit is None:
+        return None
+    with contextlib.suppress(TypeError):
+        if not isinstance(limit, bool) and operator.index(limit) >= 0:
+            return operator.index(limit)
+    if isinstance(limit, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", limit)
+        if found and found[2] in _UNITS and len(found[1]) < 40:
+            return int(Fraction(found[1]) * _UNITS[found[2]])
+    raise PlannerError(f"{name}={limit!r:.80} is no number of bytes: give an int or a string such as '2 GiB'")
+
+
+def count_text(count: float) -> str:
+    """Write a count with three digits and a decimal prefix: 1.07 G."""
+    for unit in ("", "k", "M", "G", "T", "P", "E"):
+        if count < 999.5 or unit == "E":
+            return f"{count:.3g} {unit}".rstrip() if unit else f"{count:.0f}"
+        count /= 1000
+    raise AssertionError
+
+
+def bytes_text(count: int) -> str:
+    """Write bytes with three digits and a decimal prefix: 33.6 MB."""
+    text = count_text(count)
+    return f"{text}B" if " " in text else f"{text} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """Write a time with three digits: 1.07 ms."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+        if seconds * factor >= 0.9995 or unit == "us":
+            return f"{seconds * factor:.3g} {unit}"
+    raise AssertionError

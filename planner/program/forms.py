@@ -1,0 +1,208 @@
+"""The shapes of steps that kernels know: a product, a grouped product, a gathered dot."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from planner.language.spec import Gather, Spec, term_axes
+
+__all__ = ["GroupedForm", "PooledForm", "ProductForm", "grouped_form", "inner_product", "pooled_form", "product_form"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProductForm:
+    """A binary step without gathers as a batched matrix product; letters and sizes of each group.
+
+    a: [batch, left, contracted]    b: [batch, contracted, right]    result: [batch, left, right]
+    """
+
+    batch: tuple[str, ...]
+    left: tuple[str, ...]
+    right: tuple[str, ...]
+    contracted: tuple[str, ...]
+    sizes: tuple[int, int, int, int]
+
+    @property
+    def matrices(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
+        """The groups of a, b and the result as matrices in a batch."""
+        return (
+            (self.batch, self.left, self.contracted),
+            (self.batch, self.contracted, self.right),
+            (self.batch, self.left, self.right),
+        )
+
+
+@lru_cache(maxsize=65536)
+def product_form(spec: Spec) -> ProductForm | None:
+    """Return the step as a batched product; None if it has gathers, repeats or private axes.
+
+    Summed axes that are all of size 1 are none: such a step multiplies element by element.
+    """
+    if len(spec.inputs) != 2 or spec.gathers:
+        return None
+    a, b = (tuple(str(e) for e in term) for term in spec.inputs)
+    out = tuple(str(e) for e in spec.output)
+    set_a, set_b, set_out = set(a), set(b), set(out)
+    if len(set_a) < len(a) or len(set_b) < len(b) or len(set_out) < len(out):
+        return None
+    if not (set_a ^ set_b) <= set_out <= (set_a | set_b):
+        return None
+    shared = [axis for axis in a if axis in set_b]
+    groups = (
+        tuple(axis for axis in shared if axis in set_out),
+        tuple(axis for axis in a if axis not in set_b),
+        tuple(axis for axis in b if axis not in set_a),
+        tuple(axis for axis in shared if axis not in set_out),
+    )
+    sizes = dict(spec.sizes)
+    b_, m, n, k = (math.prod(sizes[axis] for axis in group) for group in groups)
+    if k == 1:
+        groups = (*groups[:3], ())
+    return ProductForm(*groups, sizes=(b_, m, n, k))
+
+
+def inner_product(spec: Spec, kept: Sequence[tuple[str, ...]]) -> Spec:
+    """Return the product within a binary step: of what is left of its inputs, in the order of the output if it can be.
+
+    Args:
+        spec: the step's.
+        kept: the axes of each input once it is taken, and what is private to it is summed.
+    """
+    wanted, there = term_axes(spec.output), {*kept[0], *kept[1]}
+    order = dict.fromkeys((*(e for e in spec.output if isinstance(e, str)), *kept[0], *kept[1]))
+    return Spec((kept[0], kept[1]), tuple(axis for axis in order if axis in wanted and axis in there), spec.sizes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupedForm:
+    """A product in which the row axes choose the matrix: out[r] = a[source r] @ c[q[r]], or its outer form.
+
+    With `outer` False, operand `matrix` holds the gathered dimension and the step is a grouped matmul
+
+        a: [row_axes_a, inner, contracted]    c: [group, contracted, right]    out: [row_axes_out, inner, right]
+
+    with `outer` True the output holds it, and the step is a grouped outer product
+
+        a: [row_axes_a, inner, left]    b: [row_axes_b, inner, right]    out: [group, left, right]
+
+    Attributes:
+        gather: the index array, its row axes and the number of groups.
+        outer: whether the gathered dimension is the output's.
+        matrix: number of the input that holds the matrices (grouped matmul only; else 0).
+        rows_a: row axes that the rows' operand has, in row order; likewise `rows_b` (outer) and
+            `rows_out` (matmul).
+        inner, left, right: letters of the groups I, J and K.
+    """
+
+    gather: Gather
+    outer: bool
+    matrix: int
+    rows_a: tuple[str, ...]
+    rows_b: tuple[str, ...]
+    rows_out: tuple[str, ...]
+    inner: tuple[str, ...]
+    left: tuple[str, ...]
+    right: tuple[str, ...]
+
+
+def _single_gather(spec: Spec) -> tuple[Gather, int] | None:
+    """Return the only gather of a binary step and its place (2 is the output), if it has just one."""
+    if len(spec.inputs) != 2:
+        return None
+    places = [(e, i) for i, term in enumerate(spec.terms) for e in term if isinstance(e, Gather)]
+    return places[0] if len(places) == 1 else None
+
+
+def _pick(axes: Iterable[str], *inside: set[str], outside: Iterable[str] = ()) -> tuple[str, ...]:
+    excluded = set(outside)
+    return tuple(a for a in axes if a not in excluded and all(a in group for group in inside))
+
+
+@lru_cache(maxsize=65536)
+def grouped_form(spec: Spec) -> GroupedForm | str:
+    """Return the step as a grouped product, or why it is none."""
+    found = _single_gather(spec)
+    if found is None:
+        return "needs two operands and exactly one gather"
+    gather, place = found
+    rows = gather.axes
+    plain = [tuple(e for e in term if isinstance(e, str)) for term in spec.terms]
+    if any(len(set(axes)) < len(axes) for axes in plain):
+        return "an axis repeats within a term"
+    holder = set(plain[place])
+    if holder & set(rows):
+        return f"the operand indexed through {gather} has row axes of its own"
+    first, second = (plain[i] for i in range(3) if i != place)
+    sets = (set(first), set(second), holder)
+    every = set().union(*sets)
+    if set.intersection(*sets):
+        return "an axis is in both operands and the result (batch)"
+    if any(sum(axis in s for s in sets) != 2 for axis in every - set(rows)):
+        return "an axis is summed or broadcast alone"
+    if any(axis not in sets[0] | sets[1] for axis in rows):
+        return "a row axis is in the bracket only"
+    inner = _pick(first, sets[1], outside=rows)
+    rows_first, rows_second = _pick(rows, sets[0]), _pick(rows, sets[1])
+    if place == 2:
+        return GroupedForm(
+            gather, True, 0, rows_first, rows_second, (), inner,
+            _pick(first, holder), _pick(second, holder),
+        )  # fmt: skip
+    # `second` is the output here, `first` the rows' operand.
+    if any(axis not in sets[0] for axis in rows) and len(rows_first) == 0:
+        return "the rows' operand has no row axis"
+    return GroupedForm(
+        gather, False, place, rows_first, (), rows_second, inner,
+        _pick(first, holder), _pick(second, holder),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PooledForm:
+    """Dot products of queries with members of a pool chosen by index (seed 003).
+
+        query: [batch, queries, depth]   pool: [batch, member, depth]   index, scores: [batch, queries, chosen]
+
+    Attributes:
+        gather: the index array; its axes are batch, queries and chosen in any order.
+        place: which term holds the pool: 0, 1 (an input) or 2 (the result).
+        scores: which term holds the scores; the remaining one is the query.
+        batch, queries, chosen, depth: letters of each group.
+    """
+
+    gather: Gather
+    place: int
+    scores: int
+    batch: tuple[str, ...]
+    queries: tuple[str, ...]
+    chosen: tuple[str, ...]
+    depth: tuple[str, ...]
+
+
+@lru_cache(maxsize=65536)
+def pooled_form(spec: Spec) -> PooledForm | str:
+    """Return the step as a pooled dot or one of its two gradients, or why it is none."""
+    found = _single_gather(spec)
+    if found is None:
+        return "needs two operands and exactly one gather"
+    gather, place = found
+    rows = set(gather.axes)
+    plain = [tuple(e for e in term if isinstance(e, str)) for term in spec.terms]
+    if any(len(set(axes)) < len(axes) for axes in plain) or len(rows) < len(gather.axes):
+        return "an axis repeats within a term"
+    others = [i for i in range(3) if i != place]
+    scores = next((i for i in others if set(plain[i]) == rows), None)
+    if scores is None:
+        return "no term has just the axes of the bracket"
+    query = next(i for i in others if i != scores)
+    pool_axes, query_axes = set(plain[place]), set(plain[query])
+    batch = _pick(gather.axes, pool_axes)
+    depth = _pick(plain[place], outside=rows)
+    queries = _pick(gather.axes, query_axes, outside=batch)
+    chosen = _pick(gather.axes, outside=(*batch, *queries))
+    if not depth or query_axes != {*batch, *queries, *depth}:
+        return "the query must have the batch, the query axes and the depth of the pool"
+    return PooledForm(gather, place, scores, batch, queries, chosen, depth)

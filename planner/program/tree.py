@@ -1,0 +1,108 @@
+"""The contraction tree: which steps are done, on what, and which of their values are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from planner.program.ops import Op
+
+__all__ = ["Leaf", "Node", "Tree", "keeping", "kept_nodes", "path_of", "read_by_gradients"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """An operand, by number."""
+
+    operand: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """A step of the contraction tree.
+
+    Attributes:
+        op: what it computes.
+        children: what it reads.
+        order: children in the order in which the forward program evaluates them.
+        backward_order: children in the order in which the backward program descends into them.
+        kept: whether its value, where the backward program needs it, is left by the forward program; else it is
+            computed again.
+    """
+
+    op: Op
+    children: tuple[Tree, ...]
+    order: tuple[int, ...] = (0, 1)
+    backward_order: tuple[int, ...] = (0, 1)
+    kept: bool = True
+
+
+Tree = Leaf | Node
+
+
+def keeping(tree: Tree, kept: bool) -> Tree:
+    """Return a tree of which all values are kept, or none."""
+    if isinstance(tree, Leaf):
+        return tree
+    return dataclasses.replace(tree, children=tuple(keeping(child, kept) for child in tree.children), kept=kept)
+
+
+def read_by_gradients(needs: Sequence[bool]) -> tuple[bool, ...]:
+    """Which children's values a step's gradients read: each whose sibling needs a gradient."""
+    return tuple(any(needs[:i]) or any(needs[i + 1 :]) for i in range(len(needs)))
+
+
+def kept_nodes(tree: Tree, requires: Sequence[bool]) -> tuple[Node, ...]:
+    """Return the nodes below a tree whose values the forward program leaves to the backward program.
+
+    That needs what gradient steps read, and what the values are computed from that are computed again.
+
+    Args:
+        tree: the contraction tree.
+        requires: which operands need a gradient.
+    """
+    found: list[Node] = []
+    needs: dict[int, bool] = {}
+
+    def needs_gradient(tree: Tree) -> bool:
+        if isinstance(tree, Leaf):
+            return requires[tree.operand]
+        if id(tree) not in needs:
+            needs[id(tree)] = any(needs_gradient(child) for child in tree.children)
+        return needs[id(tree)]
+
+    def visit(node: Node, recomputed: bool) -> None:
+        reads = read_by_gradients([needs_gradient(child) for child in node.children])
+        for child, read in zip(node.children, reads, strict=True):
+            if isinstance(child, Node):
+                needed = read or recomputed
+                if needed and child.kept:
+                    found.append(child)
+                visit(child, needed and not child.kept)
+
+    if isinstance(tree, Node):
+        visit(tree, False)
+    return tuple(found)
+
+
+def path_of(tree: Tree, operands: int) -> tuple[tuple[int, ...], ...]:
+    """Return a tree's path over the operands in opt_einsum's form; steps on one operand are left out."""
+    steps: list[tuple[int, ...]] = []
+    positions: list[object] = list(range(operands))
+
+    def visit(node: Tree) -> object:
+        if isinstance(node, Leaf):
+            return node.operand
+        names = [visit(child) for child in node.children]
+        if len(names) == 1:
+            return names[0]
+        places = sorted(positions.index(name) for name in names)
+        for place in reversed(places):
+            del positions[place]
+        made = object()
+        positions.append(made)
+        steps.append(tuple(places))
+        return made
+
+    visit(tree)
+    return tuple(steps) or ((0,),)

@@ -1,0 +1,100 @@
+"""Running a plan: its arrays are checked, and the function that runs it is kept."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from planner.language.errors import PlannerError, ShapeError
+from planner.language.resolve import resolve_shapes
+from planner.program.frameworks import load_backend, operands_framework
+
+if TYPE_CHECKING:
+    from planner.program.implementations import Backend
+    from planner.program.plan import Plan
+
+__all__ = ["check_call", "run_plan"]
+
+
+def run_plan(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
+    """Run a plan on arrays, after checking that they are what it was made for."""
+    signature = check_call(plan, operands, indices).signature(operands, indices)
+    return _bound(_Same(plan), signature)(operands, indices)
+
+
+class _Same:
+    """A plan as a key: equal to itself alone, for to compare two plans takes longer than to run some."""
+
+    __slots__ = ("plan",)
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __hash__(self) -> int:
+        return id(self.plan)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.plan is other.plan
+
+
+@lru_cache(maxsize=256)
+def _bound(same: _Same, signature: Hashable) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
+    """The function that runs a plan, kept: what JAX compiled is kept in it. Calls of equal signatures share it."""
+    backend = load_backend(same.plan.backend)
+    body = same.plan if same.plan.loop is None else same.plan.loop.body
+    for step in body.steps:
+        if step.choice.lowering not in backend.table.rows:
+            raise PlannerError(
+                f"the plan runs a step as {step.choice.lowering!r}, which {backend.name} does not have here: it was "
+                "made by another version, or a row of your own is missing; make a new plan"
+            )
+    return backend.bind(same.plan)
+
+
+def check_call(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> Backend:
+    """Return a plan's backend, after checking that arrays are what the plan was made for.
+
+    Raises:
+        ShapeError: an operand or index array does not fit.
+        PlannerError: an array is of another framework, an index array is missing, unknown or not of integers.
+    """
+    if len(operands) != len(plan.operands):
+        raise ShapeError(f"the plan takes {len(plan.operands)} operands, but {len(operands)} were given")
+    framework = operands_framework(operands, indices)
+    if framework != plan.backend:
+        raise PlannerError(f"the plan was made for {plan.backend}, but operand 0 is a {framework} array")
+    backend = load_backend(framework)
+    for number, (array, wanted) in enumerate(zip(operands, plan.operands, strict=True)):
+        have = backend.operand(array)
+        if have.shape != wanted.shape or have.dtype != wanted.dtype:
+            raise ShapeError(
+                f"operand {number} is {have.dtype}{list(have.shape)}, but the plan was made for "
+                f"{wanted.dtype}{list(wanted.shape)}: make a new plan"
+            )
+    wanted_shapes = dict(plan.index_shapes)
+    for name in wanted_shapes:
+        if name not in indices:
+            raise PlannerError(f"the index array {name!r} is missing: pass it as the keyword {name}=...")
+    for name, index in indices.items():
+        if name not in wanted_shapes:
+            raise PlannerError(f"unknown index array {name!r}: the plan has {', '.join(wanted_shapes) or 'none'}")
+        backend.check_index(name, index)
+    _check_index_shapes(plan, {name: tuple(index.shape) for name, index in indices.items()})
+    return backend
+
+
+def _check_index_shapes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse index arrays of other shapes than the plan's, unless the spec broadcasts them to the same contraction."""
+    different = {name: wanted for name, wanted in plan.index_shapes if shapes[name] != wanted}
+    if not different:
+        return
+    with contextlib.suppress(PlannerError):
+        operands = [operand.shape for operand in plan.operands]
+        if resolve_shapes(plan.text, operands, shapes, plan.resolved.spec.output_shape) == plan.resolved:
+            return
+    name, wanted = next(iter(different.items()))
+    raise ShapeError(
+        f"index array {name!r} has shape {shapes[name]}, but the plan was made for {wanted}: make a new plan"
+    )
