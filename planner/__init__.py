@@ -1,5 +1,7 @@
 """A contraction planner for PyTorch, JAX and NumPy: einsum with gather indices, planned and run.
 
+The rooms below have an order, from `language` up to `api`; `docs/map.md` shows it.
+
 Example:
     >>> import numpy as np
     >>> import planner
@@ -8,6 +10,7 @@ Example:
 """
 
 from planner.api import contract, plan
+from planner.api import plan_and_run as _plan_and_run
 from planner.cost.device import Device
 from planner.cost.figures import Cost, PlanCost
 from planner.groups import group
@@ -23,12 +26,15 @@ from planner.language.errors import (
 )
 from planner.language.resolve import resolve
 from planner.language.spec import Gather, Operand, Spec
-from planner.program.plan import Plan
+from planner.plan import Plan
+from planner.program import callbacks as _callbacks
+from planner.run import run_plan as _run_plan
+from planner.search.choose import make_plan as _make_plan
 from planner.tradeoff import Tradeoff, tradeoff
-
-__version__ = "0.1.0"
+from planner.version import __version__
 
 __all__ = [
+    "__version__",
     "Cost",
     "Device",
     "Gather",
@@ -52,3 +58,5 @@ __all__ = [
     "tradeoff",
     "transpose",
 ]
+
+_callbacks.enter(_callbacks.Callbacks(contract, _make_plan, _plan_and_run, _run_plan, group))

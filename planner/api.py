@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from planner.cost.device import Device
 from planner.language.dtypes import asked_dtype, dtype_name, itemsize
@@ -19,15 +18,14 @@ from planner.language.parse import parse, parse_sublists
 from planner.language.resolve import cut, resolve_shapes, shape_of
 from planner.language.spec import Operand, Spec
 from planner.language.units import parse_bytes
-from planner.program.frameworks import for_dynamo, framework_of, load_backend, operands_framework, torch_compiles
-from planner.program.plan import Plan
-from planner.search.choose import make_plan
+from planner.plan import Plan
+from planner.program.contraction import Contraction
+from planner.program.frameworks import framework_of, load_backend, operands_framework
+from planner.program.implementations import Backend
+from planner.run import for_dynamo, torch_compiles
 from planner.search.paths import explicit_path
 from planner.search.verify import accepted
 from planner.tune.autotune import measured
-
-if TYPE_CHECKING:
-    from planner.program.implementations import Backend
 
 __all__ = ["contract", "plan"]
 
@@ -253,12 +251,13 @@ def _plan(
     if not compute.startswith(("float", "bfloat", "complex")):
         described = tuple(Operand(o.shape, o.dtype, o.strides, False) if o.requires_grad else o for o in described)
     text = spec if isinstance(spec, str) else str(spec)
-    make = functools.partial(
-        make_plan, text, resolved, index_shapes, described, compute, request.index_mode, framework,
-        device or backend.device(operands),
+    given = tuple((name, index_shapes[name]) for name in resolved.spec.arrays)
+    contraction = Contraction(
+        text, resolved, given, described, compute, request.index_mode, framework, device or backend.device(operands),
+        options,
     )  # fmt: skip
-    made = accepted(make, options, framework)
-    return measured(made, operands, indices) if options.optimize == "measure" else made
+    made = accepted(contraction)
+    return Plan.of(measured(made, operands, indices) if options.optimize == "measure" else made)
 
 
 def _check_names(call: Callable[..., Any], indices: Mapping[str, Any]) -> None:

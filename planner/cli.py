@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from planner.api import plan
-from planner.inspect.analyze import Analysis
+from planner.inspect.analysis import Analysis
 from planner.inspect.verdicts import implementations_text
 from planner.language.errors import PlannerError
 from planner.language.spec import Operand, is_letter
-from planner.program.plan import Plan
+from planner.plan import Plan
 from planner.progress import Progress
 from planner.tradeoff import Tradeoff, tradeoff
 from planner.workloads import to_framework
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return command.main(arguments[1:])
     if arguments[:1] == ["calibrate"]:
-        from planner.tune import calibrate
+        from planner.calibrate import command as calibrate
 
         return calibrate.main(arguments[1:])
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -7,7 +7,8 @@ from typing import Any
 
 from planner.language.errors import PlannerError
 from planner.language.options import check_index_mode
-from planner.program.frameworks import for_dynamo, framework_of, load_backend, torch_compiles
+from planner.program.frameworks import framework_of, load_backend
+from planner.run import for_dynamo, torch_compiles
 
 __all__ = ["group"]
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from planner.language.errors import PlannerError, ShapeError
 from planner.language.resolve import resolve_shapes
 from planner.program.frameworks import load_backend, operands_framework
+from planner.program.implementations import Backend
+from planner.program.plan import PlanRecord
 
-if TYPE_CHECKING:
-    from planner.program.implementations import Backend
-    from planner.program.plan import Plan
-
-__all__ = ["check_call", "run_plan"]
+__all__ = ["check_call", "for_dynamo", "run_plan", "torch_compiles"]
 
 
-def run_plan(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
+def run_plan(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
     """Run a plan on arrays, after checking that they are what it was made for."""
     signature = check_call(plan, operands, indices).signature(operands, indices)
     return _bound(_Same(plan), signature)(operands, indices)
@@ -29,7 +28,7 @@ class _Same:
 
     __slots__ = ("plan",)
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PlanRecord) -> None:
         self.plan = plan
 
     def __hash__(self) -> int:
@@ -53,7 +52,7 @@ def _bound(same: _Same, signature: Hashable) -> Callable[[Sequence[Any], Mapping
     return backend.bind(same.plan)
 
 
-def check_call(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> Backend:
+def check_call(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Backend:
     """Return a plan's backend, after checking that arrays are what the plan was made for.
 
     Raises:
@@ -85,7 +84,7 @@ def check_call(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) 
     return backend
 
 
-def _check_index_shapes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_index_shapes(plan: PlanRecord, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse index arrays of other shapes than the plan's, unless the spec broadcasts them to the same contraction."""
     different = {name: wanted for name, wanted in plan.index_shapes if shapes[name] != wanted}
     if not different:
@@ -98,3 +97,17 @@ def _check_index_shapes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> No
     raise ShapeError(
         f"index array {name!r} has shape {shapes[name]}, but the plan was made for {wanted}: make a new plan"
     )
+
+
+def torch_compiles() -> bool:
+    """Whether torch's compiler reads the caller, to run it later on."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_dynamo_compiling())
+
+
+def for_dynamo() -> Any:
+    """Return the module of calls that torch's compiler finds in place of others, which it cannot read."""
+    # A statement, which it reads, where it refuses a call of importlib's.
+    from planner.backends.torch import dynamo as torch_dynamo
+
+    return torch_dynamo

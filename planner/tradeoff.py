@@ -12,11 +12,11 @@ from planner.cost.figures import PlanCost
 from planner.cost.objective import OBJECTIVES
 from planner.inspect.text import table_lines
 from planner.language.errors import PlannerError, PlannerLimitError
+from planner.language.options import SEARCHES
 from planner.language.resolve import cut
 from planner.language.units import bytes_text, count_text, parse_bytes, seconds_text
-from planner.program.plan import Plan
+from planner.plan import Plan
 from planner.search.alternatives import alternatives
-from planner.search.space import SEARCHES
 from planner.search.verify import fitting
 
 __all__ = ["Tradeoff", "tradeoff"]

@@ -15,7 +15,8 @@ from laws import exact_problems
 import planner
 from planner.cli import main
 from planner.inspect import memory as measure
-from planner.inspect.analyze import Analysis, AnalyzedStep, Figures
+from planner.inspect.analysis import Analysis, AnalyzedStep
+from planner.inspect.analyze import Figures
 from planner.program.frameworks import load_backend
 from planner.testing import Problem
 from planner.workloads import WORKLOADS, to_framework

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 import planner
+from planner.calibrate import command as calibrate
+from planner.calibrate import predictions
 from planner.cost import rates
 from planner.cost.device import CPU, GPU, PRESETS, gpu_preset
 from planner.search.slicing import looped
-from planner.tune import calibrate, predictions
 
 ROOT = Path(__file__).parent.parent
 KEY = rates.Key("a processor, 2 threads", "numpy", "2.0", "cpu")

@@ -278,10 +278,10 @@ def test_ctrl_c_ends_the_search_for_what_fits(monkeypatch, at):
     plan = planner.plan("ab,bc,cd->ad", *sizes, backend="jax")
     seen = []
 
-    def make(options):
-        seen.append(options)
+    def make(contraction):
+        seen.append(contraction)
         origin = "interrupted: exact" if at == "search" else plan.origin
-        return dataclasses.replace(plan, options=options, origin=origin)
+        return dataclasses.replace(plan, options=contraction.options, origin=origin)
 
     def compiled_bytes(self, plan):
         if at == "compile":
@@ -289,12 +289,13 @@ def test_ctrl_c_ends_the_search_for_what_fits(monkeypatch, at):
         return 10**6
 
     monkeypatch.setattr(type(backend), "compiled_bytes", compiled_bytes)
+    monkeypatch.setattr(acceptance, "make_plan", make)
     options = dataclasses.replace(plan.options, memory_limit=10**5)
     if at == "search":
         with pytest.raises(KeyboardInterrupt):
-            acceptance.accepted(make, options, "jax")
+            acceptance.accepted(dataclasses.replace(plan, options=options))
     else:
-        found = acceptance.accepted(make, options, "jax")
+        found = acceptance.accepted(dataclasses.replace(plan, options=options))
         assert found.compiled_bytes is None
         assert found.origin.startswith("interrupted")
         assert "limit unverified" in str(found)

@@ -49,7 +49,7 @@ def takes_all(op: Op) -> str | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolKernels:
-    """One way to compute pooled dots and their gradients; see `planner.kernels.gathered_dot.torch_pooled` for the contracts."""
+    """One way to compute pooled dots and their gradients; see `torch_pooled` for the contracts."""
 
     scores: Callable[..., Any]
     query_gradient: Callable[..., Any]

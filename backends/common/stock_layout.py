@@ -1,6 +1,6 @@
 """What the stock evaluation of a step copies where arrays have strides, and how its result then lies in memory.
 
-The same walk as `planner.backends.common.stock` makes, over layouts in place of arrays: a take through several dimensions and
+The same walk as `stock` makes, over layouts in place of arrays: a take through several dimensions and
 a segment sum view these as one, a product views groups of axes as one and wants neighbours along a matrix dimension.
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,8 @@ from planner.cost.device import CPU, TPU_V5E, Device, gpu_preset
 from planner.language.errors import PlannerError
 from planner.language.spec import Operand
 from planner.program.implementations import Backend, Stepwise
+from planner.program.plan import PlanRecord
 from planner.program.program import Step
-
-if TYPE_CHECKING:
-    from planner.program.plan import Plan
 
 __all__ = ["JaxBackend", "backend"]
 
@@ -79,7 +77,7 @@ class JaxBackend(Backend):
         """Check an index array and bring it into range."""
         return JaxIndex.of(q, size, index_mode)
 
-    def trial(self, plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:
+    def trial(self, plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:
         """Return a function that runs a plan, compiled, with its gradients, and waits for them.
 
         Eager differentiation shows the arrays that it differentiates at; other tracing shows none.
@@ -124,7 +122,7 @@ class JaxBackend(Backend):
         device = jax.devices()[0]
         return {"jax": jax.__version__, "device": f"{device.platform} {device.device_kind}"}
 
-    def bind(self, plan: Plan) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
+    def bind(self, plan: PlanRecord) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan."""
         spec, arrays = plan.resolved.spec, plan.resolved.spec.arrays
         if plan.dtype in NARROW and not _wide_types():
@@ -152,7 +150,7 @@ class JaxBackend(Backend):
 
         return run
 
-    def compiled_bytes(self, plan: Plan) -> int | None:
+    def compiled_bytes(self, plan: PlanRecord) -> int | None:
         """Compile both programs for stand-ins, and ask XLA; None where the plan is for another kind of device."""
         if plan.device.kind != self.device(()).kind or (plan.dtype in NARROW and not _wide_types()):
             return None
@@ -204,7 +202,7 @@ class JaxBackend(Backend):
 
     def stepwise(
         self,
-        plan: Plan,
+        plan: PlanRecord,
         operands: Sequence[Any],
         indices: Mapping[str, Any],
         gradient: Any = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,7 @@ from jax.interpreters import batching, mlir
 from planner.backends.common.common import PreparedIndex, prepare_numpy
 from planner.language.errors import PlannerError
 from planner.language.spec import Gather, Spec
-
-if TYPE_CHECKING:
-    from planner.program.plan import Plan
+from planner.program.plan import PlanRecord
 
 __all__ = ["JaxIndex", "checked_arrays", "index_shape", "is_bad", "normalised"]
 
@@ -114,7 +112,7 @@ def _check_batched(args: Any, dims: Any, **parameters: Any) -> tuple[list[Any], 
 batching.primitive_batchers[check_p] = _check_batched
 
 
-def checked_arrays(plan: Plan, indices: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def checked_arrays(plan: PlanRecord, indices: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Index arrays by letter, checked where their values can be seen, and the mode in which the steps read them."""
     spec, mode = plan.resolved.spec, plan.index_mode
     inexact = jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,12 @@ from planner.backends.jax.index import index_shape
 from planner.backends.jax.tree import Run, tree_run
 from planner.language.spec import Gather
 from planner.program.loops import accumulator, body_of, covers, slice_counts
-
-if TYPE_CHECKING:
-    from planner.program.plan import Plan
+from planner.program.plan import PlanRecord
 
 __all__ = ["plan_run"]
 
 
-def plan_run(plan: Plan) -> Run:
+def plan_run(plan: PlanRecord) -> Run:
     """Return the function that runs a plan, slice by slice where it is a loop."""
     if plan.loop is None:
         return tree_run(plan)
@@ -41,7 +39,7 @@ class _SliceLoop:
         brackets: the axes of each index array.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PlanRecord) -> None:
         assert plan.loop is not None
         self.axes, self.spec, self.dtype = plan.loop.axes, plan.resolved.spec, plan.dtype
         self.bodies = [

@@ -1,7 +1,7 @@
 """A step compiled for several devices: each computes its part, and only sums go between them.
 
 XLA knows nothing of what a step is lowered to (sorts and loops), and would gather all of its operands. So the step is
-one call that is partitioned by its spec, see `planner.language.split`: Shardy is told which dimensions go together, and what
+one call that is partitioned by its spec, see `split`: Shardy is told which dimensions go together, and what
 a device runs is the step of shorter operands.
 """
 

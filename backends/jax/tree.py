@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -16,10 +16,8 @@ from planner.backends.jax.reads import Reads
 from planner.backends.jax.rows import OPS
 from planner.backends.jax.step import bind_step
 from planner.language.spec import Term
+from planner.program.plan import PlanRecord
 from planner.program.tree import Leaf, Node, Tree
-
-if TYPE_CHECKING:
-    from planner.program.plan import Plan
 
 __all__ = ["Run", "tree_run"]
 
@@ -30,7 +28,7 @@ Run = Callable[[tuple[Any, ...], tuple[Any, ...], str], Any]
 KEPT = "planner_kept"
 
 
-def tree_run(plan: Plan) -> Run:
+def tree_run(plan: PlanRecord) -> Run:
     """Return the function that runs a plan's tree and keeps what the plan says."""
     tree = _PlanTree(plan)
     if plan.keep == "all":
@@ -52,7 +50,7 @@ class _PlanTree:
         dropping: whether indices out of range are dropped.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PlanRecord) -> None:
         self.plan, self.spec = plan, plan.resolved.spec
         self.lowerings = {step.op: step.choice.lowering for step in plan.programs.forward.steps}
         self.reads = {id(node): Reads.of(node.op, exposed) for node, exposed in exposures(plan.tree, self.spec)}

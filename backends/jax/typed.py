@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -11,14 +11,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from planner.backends.jax.partition import placement
 from planner.language.errors import PlannerError
 from planner.language.split import Entry, Placement, divided, letter_of
-
-if TYPE_CHECKING:
-    from planner.program.plan import Plan
+from planner.program.plan import PlanRecord
 
 __all__ = ["result_sharding"]
 
 
-def result_sharding(plan: Plan, operands: Sequence[Any], arrays: Sequence[Any]) -> NamedSharding | None:
+def result_sharding(plan: PlanRecord, operands: Sequence[Any], arrays: Sequence[Any]) -> NamedSharding | None:
     """Return how the result is split where the types of operands or index arrays say how these are; else None.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -27,14 +27,13 @@ from planner.cost.figures import StepCost
 from planner.cost.rates import stored
 from planner.language.errors import PlannerError
 from planner.language.spec import Gather, Operand, Spec, term_axes
+from planner.program.callbacks import callbacks
 from planner.program.forms import ProductForm
 from planner.program.implementations import Backend, Stepwise, Table
 from planner.program.loops import accumulator, body_of
 from planner.program.ops import Op
+from planner.program.plan import PlanRecord
 from planner.program.program import Step
-
-if TYPE_CHECKING:
-    from planner.program.plan import Plan
 
 __all__ = ["NumpyBackend", "NumpyOps", "backend"]
 
@@ -136,7 +135,7 @@ class NumpyBackend(Backend):
         values = prepare_numpy(np.asarray(q), Gather("q", (), size), index_mode)
         return PreparedIndex(values, size, index_mode)
 
-    def trial(self, plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:
+    def trial(self, plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:
         """Return a function that runs a plan."""
         run = self.bind(plan)
 
@@ -149,7 +148,7 @@ class NumpyBackend(Backend):
         """Name the version."""
         return {"numpy": np.__version__}
 
-    def bind(self, plan: Plan) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
+    def bind(self, plan: PlanRecord) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan."""
         if plan.programs.backward is not None:
             raise PlannerError("numpy computes no gradients: plan without requires_grad, or use torch or jax")
@@ -161,15 +160,13 @@ class NumpyBackend(Backend):
             if index.guarded and (
                 wide := widened(OPS, values, resolved.spec, index, lambda x: bool(np.isfinite(x).all()))
             ):
-                from planner.api import contract
-
                 arrays = {gather.array: index[gather] for gather in index}
-                return contract(wide[0], *wide[1], index_mode="drop", dtype=plan.dtype, **arrays)
+                return callbacks().contract(wide[0], *wide[1], index_mode="drop", dtype=plan.dtype, **arrays)
             return whole(values, index)
 
         return run
 
-    def _program(self, plan: Plan) -> Callable[[Sequence[Any], Prepared], Any]:
+    def _program(self, plan: PlanRecord) -> Callable[[Sequence[Any], Prepared], Any]:
         """The function that runs a plan's forward program on operands as the spec sees them."""
         spec, loop = plan.resolved.spec, plan.loop
         if loop is None:
@@ -200,7 +197,7 @@ class NumpyBackend(Backend):
 
     def stepwise(
         self,
-        plan: Plan,
+        plan: PlanRecord,
         operands: Sequence[Any],
         indices: Mapping[str, Any],
         gradient: Any = None,
@@ -217,7 +214,7 @@ class NumpyBackend(Backend):
         return Stepwise(values, bind, index.orders)
 
 
-def _views(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> tuple[Prepared, list[Any]]:
+def _views(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> tuple[Prepared, list[Any]]:
     """Index arrays in range and operands without their broadcast dimensions."""
     resolved = plan.resolved
     shapes = dict(resolved.index_shapes)

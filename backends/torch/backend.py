@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +23,8 @@ from planner.cost.rates import cpu_name, stored
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.spec import Gather, Operand
 from planner.program.implementations import Backend, Stepwise
+from planner.program.plan import PlanRecord
 from planner.program.program import Step
-
-if TYPE_CHECKING:
-    from planner.program.plan import Plan
 
 __all__ = ["TorchBackend", "backend"]
 
@@ -109,7 +107,9 @@ class TorchBackend(Backend):
         # A copy: the sorted order must not outlive the values that it was made from.
         return TorchIndex(values.clone(), size, index_mode, guarded)
 
-    def trial(self, plan: Plan, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Callable[[], None] | None:
+    def trial(
+        self, plan: PlanRecord, operands: Sequence[Tensor], indices: Mapping[str, Any]
+    ) -> Callable[[], None] | None:
         """Return a function that runs a plan with its gradients, which go nowhere, and waits for the device."""
         values = [q for q in indices.values() if isinstance(q, Tensor)]
         if transformed() or any(map(dataless, (*operands, *values))):
@@ -146,7 +146,7 @@ class TorchBackend(Backend):
         found = {"torch": torch.__version__, "device": name, "threads": threads, "precision": precision}
         return {**found, "tiles": "pinned" if self.pins_tiles() else "free"}
 
-    def bind(self, plan: Plan) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
+    def bind(self, plan: PlanRecord) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan."""
         run = runner(plan, self.table)
         return run if plan.dtype not in _MOVED_ONLY else partial(_run_moves, run, plan.dtype)
@@ -163,7 +163,7 @@ class TorchBackend(Backend):
 
     def stepwise(
         self,
-        plan: Plan,
+        plan: PlanRecord,
         operands: Sequence[Tensor],
         indices: Mapping[str, Any],
         gradient: Tensor | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,14 +22,13 @@ from planner.kernels.grouping.keys import Keys
 from planner.kernels.grouping.torch_grouping import accumulator
 from planner.language.derive import summable, summed
 from planner.language.errors import PlannerLimitError
+from planner.language.options import SEARCHES, Options
 from planner.language.spec import Spec, Term
+from planner.program.callbacks import callbacks
 from planner.program.implementations import Table
 from planner.program.loops import body_of
+from planner.program.plan import PlanRecord
 from planner.program.tree import Leaf, Tree
-
-if TYPE_CHECKING:
-    from planner.language.options import Options
-    from planner.program.plan import Plan
 
 __all__ = ["BoundPlan", "bound_plan"]
 
@@ -37,7 +36,7 @@ __all__ = ["BoundPlan", "bound_plan"]
 class BoundPlan:
     """A plan with what running it in torch needs; one for each plan, kept with the function that runs it."""
 
-    def __init__(self, plan: Plan, table: Table) -> None:
+    def __init__(self, plan: PlanRecord, table: Table) -> None:
         self.plan, self.table = plan, table
         self.resolved, self.programs, self.spec = plan.resolved, plan.programs, plan.resolved.spec
         self.shapes = self.resolved.shapes
@@ -177,21 +176,21 @@ class BoundPlan:
             return True
         return self.plan.cost.peak_bytes + variable.bytes <= limit
 
-    def _plan(self, options: Options, repeated: tuple[int, ...] = (), strides: tuple[int, ...] | None = None) -> Plan:
+    def _plan(
+        self, options: Options, repeated: tuple[int, ...] = (), strides: tuple[int, ...] | None = None
+    ) -> PlanRecord:
         """Plan anew: without some of the output's dimensions, or for a gradient with these strides."""
-        from planner.search.choose import make_plan
-        from planner.search.space import SEARCHES
-
         plan, spec = self.plan, summed(self.spec, repeated)
         options = dataclasses.replace(
             options,
             optimize=options.optimize if options.optimize in SEARCHES else plan.path,
             minimize=options.minimize if isinstance(options.minimize, str) else "time",
         )
-        return make_plan(
-            str(spec), dataclasses.replace(self.resolved, spec=spec), dict(plan.index_shapes), plan.operands,
-            plan.dtype, plan.index_mode, plan.backend, plan.device, options, strides,
-        )  # fmt: skip
+        resolved = dataclasses.replace(self.resolved, spec=spec)
+        contraction = dataclasses.replace(
+            plan.contraction, text=str(spec), resolved=resolved, options=options, gradient_strides=strides
+        )
+        return callbacks().make_plan(contraction)
 
     def _planned(self, repeated: tuple[int, ...], strides: tuple[int, ...]) -> BoundPlan | PlannerLimitError:
         """A plan for such an output gradient that keeps nothing, or why there is none within the memory limit."""
@@ -214,11 +213,9 @@ class BoundPlan:
 
     def contract(self, spec: Spec, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
         """Contract by a derived spec, with this plan's options."""
-        from planner.api import contract
-
         options = self.plan.options
         minimize = options.minimize if isinstance(options.minimize, str) else "time"
-        result: Tensor = contract(
+        result: Tensor = callbacks().contract(
             spec, *operands, minimize=minimize, index_mode=self.plan.index_mode, dtype=self.plan.dtype, **indices
         )
         return result
@@ -239,7 +236,7 @@ class BoundPlan:
         return mask_term(OPS, value(self.plan.tree), self.spec.output, self.spec, index)
 
 
-def bound_plan(plan: Plan, table: Table) -> BoundPlan:
+def bound_plan(plan: PlanRecord, table: Table) -> BoundPlan:
     """Return a plan, or a loop, with what running it needs."""
     return BoundPlan(plan, table) if plan.loop is None else BoundLoop(plan, table)
 
@@ -247,7 +244,7 @@ def bound_plan(plan: Plan, table: Table) -> BoundPlan:
 class BoundLoop(BoundPlan):
     """A plan that goes slice by slice: its programs call those of its body."""
 
-    def __init__(self, plan: Plan, table: Table) -> None:
+    def __init__(self, plan: PlanRecord, table: Table) -> None:
         super().__init__(plan, table)
         self.body = lru_cache(maxsize=64)(lambda *sizes: BoundPlan(body_of(plan, dict(sizes)), table))
 

@@ -13,27 +13,25 @@ import torch
 from torch._dynamo import disable, nonstrict_trace
 from torch.utils._pytree import register_pytree_node
 
-from planner import groups
-from planner.api import plan_and_run
 from planner.backends.torch.index import TorchIndex
 from planner.language.dtypes import asked_dtype
 from planner.language.errors import PlannerError
 from planner.language.options import Request
-from planner.program import frameworks as dispatch
+from planner.program.callbacks import callbacks
 
 __all__ = ["contract", "group", "run_plan"]
 
 # A plan is no argument that Dynamo takes, and to prepare an index looks at its values.
-run_plan = disable(dispatch.run_plan, reason="call planner.contract, which plans while it is recorded")
-group = disable(groups.group, reason="call planner.group outside, and pass what it returns")
-_contract_apart = disable(plan_and_run, reason="planner.contract is recorded with tensors only")
+run_plan = disable(callbacks().run_plan, reason="call planner.contract, which plans while it is recorded")
+group = disable(callbacks().group, reason="call planner.group outside, and pass what it returns")
+_contract_apart = disable(callbacks().plan_and_run, reason="planner.contract is recorded with tensors only")
 
 
 register_pytree_node(TorchIndex, TorchIndex.parts, TorchIndex.joined, serialized_type_name="planner.TorchIndex")
 
 
 def contract(asked: Sequence[Any], operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
-    """Contract as `planner.contract` does; `asked` are its arguments in the order of `planner.language.options.Request`."""
+    """Contract as `planner.contract` does; `asked` are its arguments in the order of `Request`."""
     # Dynamo records tensors, numbers and strings.
     if not any(isinstance(x, torch.Tensor) for x in (asked[0], *operands)):
         return _contract_apart(Request(*asked), operands, indices)
@@ -46,7 +44,7 @@ def contract(asked: Sequence[Any], operands: Sequence[Any], indices: Mapping[str
 @nonstrict_trace
 def _contract(given: Mapping[str, Any], operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
     try:
-        return plan_and_run(Request(**{**dict.fromkeys(Request._fields), **given}), operands, indices)
+        return callbacks().plan_and_run(Request(**{**dict.fromkeys(Request._fields), **given}), operands, indices)
     except PlannerError as error:
         # Dynamo raises an error of its own, and names this one far down in its causes.
         warnings.warn(f"{type(error).__name__}: {error}", stacklevel=2)

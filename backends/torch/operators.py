@@ -25,8 +25,8 @@ from planner.cost.layout import closed, row_major
 from planner.language.derive import transpose
 from planner.language.spec import Operand
 from planner.program.frameworks import load_backend
-from planner.program.plan import Plan
 from planner.program.program import Variable
+from planner.program.serial import plan_from_json, plan_to_json
 
 __all__ = ["run_backward", "run_forward", "wide_result"]
 
@@ -37,7 +37,7 @@ def run_forward(
     """Run the forward program, or record that it is to be run: the result and the kept values."""
     if not dataless(operands[0]):
         return bound.forward(operands, bound.prepare(indices))
-    result, *kept = _forward(bound.plan.to_json(), *_split(indices), list(operands))
+    result, *kept = _forward(plan_to_json(bound.plan), *_split(indices), list(operands))
     return result, tuple(kept)
 
 
@@ -47,7 +47,7 @@ def run_backward(
     """Run the backward program, or record that it is to be run: a gradient for each operand that needs one."""
     if not dataless(gradient):
         return bound.backward(gradient, operands, bound.prepare(indices), kept)
-    found = iter(_backward(bound.plan.to_json(), *_split(indices), gradient, list(operands), list(kept)))
+    found = iter(_backward(plan_to_json(bound.plan), *_split(indices), gradient, list(operands), list(kept)))
     return [None if v is None else next(found) for v in bound.programs.gradients]
 
 
@@ -120,7 +120,7 @@ def _wide_gradients(
 
 @lru_cache(maxsize=256)
 def _bound(plan: str) -> BoundPlan:
-    return bound_plan(Plan.from_json(plan), load_backend("torch").table)
+    return bound_plan(plan_from_json(plan), load_backend("torch").table)
 
 
 def _split(indices: Mapping[str, Any]) -> tuple[str, list[Tensor]]:

@@ -21,8 +21,7 @@ from planner.backends.common.kernel_rows import (
 )
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import flat_stock_cost, picoseconds, stock_rows
-from planner.backends.torch.cuda import cuda_rows
-from planner.backends.torch.grouped_mm import grouped_mm_kernels
+from planner.backends.torch.cuda_rows import cuda_rows, grouped_mm_kernels
 from planner.backends.torch.ops import OPS, cast, torch_dtype
 from planner.backends.torch.products import product_rows
 from planner.cost.device import Device

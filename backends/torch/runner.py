@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,17 +25,15 @@ from planner.backends.torch.ops import torch_dtype
 from planner.backends.torch.tensor import dataless
 from planner.language.errors import PlannerError
 from planner.program.implementations import Table
+from planner.program.plan import PlanRecord
 from planner.program.tree import Leaf
-
-if TYPE_CHECKING:
-    from planner.program.plan import Plan
 
 __all__ = ["runner"]
 
 Runner = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 
-def runner(plan: Plan, table: Table) -> Runner:
+def runner(plan: PlanRecord, table: Table) -> Runner:
     """Return the function from operands and index arrays to a plan's result."""
     bound = bound_plan(plan, table)
     if autocasts() and not _only_views(plan):
@@ -43,11 +41,11 @@ def runner(plan: Plan, table: Table) -> Runner:
     return _native(bound) or partial(_run, bound)
 
 
-def _only_views(plan: Plan) -> bool:
+def _only_views(plan: PlanRecord) -> bool:
     return all(step.choice.lowering in ("view", "broadcast") for step in plan.programs.forward.steps)
 
 
-def _has_kept(plan: Plan) -> bool:
+def _has_kept(plan: PlanRecord) -> bool:
     """Whether keeping everything would keep anything."""
     return sum(len(step.inputs) > 0 for step in plan.programs.forward.steps) > 1
 

@@ -1,6 +1,6 @@
 """Products of tiles with the matrix of their group on NVIDIA's Hopper GPUs, by Pallas for Mosaic.
 
-`planner.kernels.grouped_matmul.pallas_grouped` cuts the tiles. A program multiplies a block of rows of a tile by a block of its
+`pallas_grouped` cuts the tiles. A program multiplies a block of rows of a tile by a block of its
 matrix's columns, or sums a block of one group's outer products over its tiles; blocks are copied to shared memory while
 the ones before them are multiplied. Sizes that blocks do not divide are filled up with zeros. Sums are in float32.
 """
@@ -42,7 +42,7 @@ def _block(size: int) -> int:
 def matrices_product(
     a: jax.Array, c: jax.Array, group: jax.Array, live: jax.Array, transposes: bool = False, dtype: Any = None
 ) -> jax.Array:
-    """Multiply each tile by the matrix of its group; see `planner.kernels.grouped_matmul.pallas_tpu.matrices_product`."""
+    """Multiply each tile by the matrix of its group; see `pallas_tpu.matrices_product`."""
     m, k, dtype = a.shape[1], c.shape[1 if transposes else 2], jnp.dtype(dtype or a.dtype)
     # Transposed ones are copied: JAX's interpreter reads no transposed blocks, so that nothing would prove those.
     a, c = _filled_up(a), _filled_up(jnp.swapaxes(c, 1, 2) if transposes else c)
@@ -65,7 +65,7 @@ def matrices_product(
 
 
 def matrices_outer(a: jax.Array, b: jax.Array, of: Tiles) -> jax.Array:
-    """Sum `a[t]^T @ b[t]` over the tiles of each group; see `planner.kernels.grouped_matmul.pallas_tpu.matrices_outer`."""
+    """Sum `a[t]^T @ b[t]` over the tiles of each group; see `pallas_tpu.matrices_outer`."""
     j, k, size = a.shape[2], b.shape[2], of.starts.shape[0] - 1
     a, b = _filled_up(a), _filled_up(b)
     parts, tall, wide = a.shape[1] // _UNIT, a.shape[2], b.shape[2]

@@ -1,4 +1,4 @@
-"""Grouped products by Pallas: `planner.kernels.grouped_matmul.jax_grouped`'s contracts, over a platform's kernels for tiles.
+"""Grouped products by Pallas: `jax_grouped`'s contracts, over a platform's kernels for tiles.
 
 Rows are taken in the order of their groups, in tiles that lie within one group; a kernel fetches the matrix of each
 tile by its group. `c[q]` is never built. Where each row is itself a large enough tile, its matrix is fetched by its own
@@ -43,7 +43,7 @@ class Platform(NamedTuple):
         target: jax.Array | None = None,
         targets: int | None = None,
     ) -> jax.Array:
-        """Multiply each row by the matrix of its group; see `planner.kernels.grouped_matmul.jax_grouped.grouped_matmul`."""
+        """Multiply each row by the matrix of its group; see `jax_grouped.grouped_matmul`."""
         rows, (_, i, j), (g, _, k) = groups.order.shape[0], a.shape, c.shape
         if a.dtype != c.dtype or not self.shape.takes(rows, i, g, j, k, a.dtype.name, sums=False):
             return jax_grouped.grouped_matmul(a, c, groups, source, target, targets)
@@ -68,7 +68,7 @@ class Platform(NamedTuple):
         source_a: jax.Array | None = None,
         source_b: jax.Array | None = None,
     ) -> jax.Array:
-        """Sum `a[r]^T @ b[r]` over the rows of each group; see `planner.kernels.grouped_matmul.jax_grouped.grouped_outer`."""
+        """Sum `a[r]^T @ b[r]` over the rows of each group; see `jax_grouped.grouped_outer`."""
         rows, (_, i, j), k = groups.order.shape[0], a.shape, b.shape[2]
         if a.dtype != b.dtype or not self.shape.takes(rows, i, size, j, k, a.dtype.name):
             return jax_grouped.grouped_outer(a, b, groups, size, source_a, source_b)

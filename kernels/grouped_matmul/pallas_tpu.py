@@ -1,4 +1,4 @@
-"""Products of tiles with the matrix of their group on TPUs, by Pallas; `planner.kernels.grouped_matmul.pallas_grouped` cuts the tiles.
+"""Products of tiles with the matrix of their group on TPUs, by Pallas; `pallas_grouped` cuts the tiles.
 
 A tile's matrix is fetched by its group, from a table that is there before the grid begins. Sums are in float32. What
 lies beyond an edge is left out by select, for zero times NaN is none.

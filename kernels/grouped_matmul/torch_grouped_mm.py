@@ -1,4 +1,4 @@
-"""Grouped products on CUDA by torch's own grouped product of matrices; `planner.kernels.grouped_matmul.torch_grouped`'s contracts.
+"""Grouped products on CUDA by torch's own grouped product of matrices; `torch_grouped`'s contracts.
 
 It takes rows that lie group by group, so they are taken in that order and put back. Matrices that it does not take as
 they lie, in memory that 16 does not divide say, are left to the Triton kernel, which does. Nothing waits for the device

@@ -1,4 +1,4 @@
-"""Grouped products on CUDA by one Triton kernel: `planner.kernels.grouped_matmul.torch_grouped`'s contracts, without a host's loop.
+"""Grouped products on CUDA by one Triton kernel: `torch_grouped`'s contracts, without a host's loop.
 
 Nothing waits for the device. Strides are taken as they are; sums are in one order, so that equal calls give equal bits.
 """
@@ -52,7 +52,7 @@ def grouped_outer(
     a: Tensor, b: Tensor, groups: Groups, source_a: Tensor | None = None, source_b: Tensor | None = None,
     tiling: str = "",
 ) -> Tensor:  # fmt: skip
-    """Sum `a[r]^T @ b[r]` over the rows of each group; see `planner.kernels.grouped_matmul.torch_grouped.grouped_outer`."""
+    """Sum `a[r]^T @ b[r]` over the rows of each group; see `torch_grouped.grouped_outer`."""
     sizes = len(groups.order), a.shape[1], a.shape[2], b.shape[2]
     out = a.new_empty((groups.size, *sizes[2:]))
     terms_product(
@@ -65,7 +65,7 @@ def grouped_outer(
 def grouped_gradients(
     gout: Tensor, a: Tensor, c: Tensor, groups: Groups, source: Tensor | None = None, tiling: str = ""
 ) -> tuple[Tensor, Tensor]:
-    """Both gradients of `grouped_matmul` without target; see `planner.kernels.grouped_matmul.torch_grouped.grouped_gradients`.
+    """Both gradients of `grouped_matmul` without target; see `torch_grouped.grouped_gradients`.
 
     Where a program holds a whole matrix they are made in one walk.
     """

@@ -3,7 +3,7 @@
     da[r, i, j] = sum over k of g[r, i, k] c[group, j, k],    dc[group, j, k] = sum over r, i of a[r, i, j] g[r, i, k]
 
 For matrices that one program holds whole: one tile of `c` and one of its gradient. Rows are walked in the order of
-their groups, and sums are in one order, as in `planner.kernels.tiled_product.triton_product`, which says how operands are addressed.
+their groups, and sums are in one order, as in `triton_product`, which says how operands are addressed.
 A row that the table of `g` or `a` lacks adds nothing, and its gradient is zero.
 """
 
@@ -32,7 +32,7 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     order, starts, tile_starts, part_starts, parts, groups, inner, size_m, size_n,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Walk one piece of a group's rows; see the module, and `planner.kernels.tiled_product.triton_product` for the arguments.
+    """Walk one piece of a group's rows; see the module, and `triton_product` for the arguments.
 
     Args:
         g, a, c, da, dc: pointers, each followed by a table or None, and a stride, for each of its three axes.

@@ -27,7 +27,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     order, starts, tile_starts, part_starts, parts, groups, size_n,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Sum a piece of one group's rows; see `planner.kernels.tiled_product.triton_product` for what the arguments mean."""
+    """Sum a piece of one group's rows; see `triton_product` for what the arguments mean."""
     tiles_n = tl.cdiv(size_n, BLOCK_N)
     tile = (tl.program_id(0) // tiles_n).to(tl.int64)
     if tile >= tl.load(tile_starts + groups):

@@ -47,7 +47,7 @@ def tiles_of(
     """Choose the tiles: the largest that keep a thread's registers out of memory, see docs/benchmarks/triton.md.
 
     Args:
-        mode: as in `planner.kernels.tiled_product.triton_product`, or "pair", of `planner.kernels.grouped_matmul.triton_pair`.
+        mode: as in `triton_product`, or "pair", of `triton_pair`.
         m: size, as those that follow; of the grouped axis the size that a group has on average.
         n: size.
         k: size.

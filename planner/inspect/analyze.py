@@ -3,115 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from planner.cost.figures import Cost
-from planner.inspect.meter import Figures, Meter, meter_of
+from planner.inspect.analysis import LEAST_SECONDS, Analysis, AnalyzedStep, Figures
+from planner.inspect.meter import Meter, meter_of
 from planner.inspect.text import equation
 from planner.language.errors import PlannerError
+from planner.program.plan import PlanRecord
 from planner.program.program import Program, Step
 from planner.run import check_call
 
-if TYPE_CHECKING:
-    from planner.program.plan import Plan
+__all__ = ["Figures", "analyze"]
 
-__all__ = ["Analysis", "AnalyzedStep", "Figures", "analyze"]
-
-# A figure is off where it is this many times the other; what is small is not judged: timers and objects of Python
-# would be measured, not the plan.
-FACTOR = 2
-LEAST_SECONDS = 50e-6
-LEAST_BYTES = 2**14
 # The median of measured over predicted from which on the machine is another than the one that was calibrated.
 WRONG_RATES = 3
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class AnalyzedStep:
-    """A step, or a program as a whole: predicted figures and measured ones.
-
-    Attributes:
-        program: "forward" or "backward".
-        number: the step's place in `Plan.steps`; None for the program as a whole.
-        text: what it computes; empty for a program.
-        lowering: the implementation of a step; of a program "", or "compiled" where it ran as one jitted function.
-        predicted: as the plan has them.
-        measured: as they were found.
-    """
-
-    program: str
-    number: int | None
-    text: str
-    lowering: str
-    predicted: Figures
-    measured: Figures
-
-    @property
-    def off(self) -> tuple[tuple[str, float], ...]:
-        """What is off by more than a factor of 2: "time" or "live", and measured over predicted."""
-        found = []
-        for name, field, least in (("time", "seconds", LEAST_SECONDS), ("live", "live_bytes", LEAST_BYTES)):
-            predicted, measured = getattr(self.predicted, field), getattr(self.measured, field)
-            if predicted is None or measured is None or max(predicted, measured) <= least:
-                continue
-            # Below what is judged there is no telling how far.
-            ratio = max(measured, least) / max(predicted, least)
-            if not 1 / FACTOR <= ratio <= FACTOR:
-                found.append((name, ratio))
-        return tuple(found)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Analysis:
-    """What `Plan.analyze` found; `print` shows it as a table.
-
-    Attributes:
-        text: the plan's spec.
-        backend, device, dtype: of the plan.
-        rounds: of how many runs each time is the median.
-        steps: of the forward program, then of the backward program.
-        totals: the programs as wholes; in JAX also as one compiled function each.
-        warnings: what casts doubt on the predictions.
-    """
-
-    text: str
-    backend: str
-    device: str
-    dtype: str
-    rounds: int
-    steps: tuple[AnalyzedStep, ...]
-    totals: tuple[AnalyzedStep, ...]
-    warnings: tuple[str, ...]
-
-    def total(self, program: str, lowering: str = "") -> AnalyzedStep:
-        """Return the row of a program as a whole.
-
-        Raises:
-            KeyError: there is none.
-        """
-        for row in self.totals:
-            if (row.program, row.lowering) == (program, lowering):
-                return row
-        raise KeyError(program)
-
-    def to_json(self) -> str:
-        """Return the figures as JSON, with what is off in each row."""
-        fields = dataclasses.asdict(self)
-        for name in ("steps", "totals"):
-            for row, made in zip(getattr(self, name), fields[name], strict=True):
-                made["off"] = dict(row.off)
-        return json.dumps(fields, indent=1, allow_nan=False)
-
-    def __str__(self) -> str:
-        from planner.inspect.analysis_text import analysis_text
-
-        return analysis_text(self)
-
-
-def analyze(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any], rounds: int = 3) -> Analysis:
+def analyze(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any], rounds: int = 3) -> Analysis:
     """Run a plan and measure it; see `Plan.analyze`."""
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
         raise PlannerError(f"rounds={rounds!r:.80} is no number of runs: give an int from 1 on")
@@ -125,7 +36,7 @@ def analyze(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any], rou
     )
 
 
-def _measure_steps(plan: Plan, meter: Meter) -> tuple[list[AnalyzedStep], list[Figures], list[Figures]]:
+def _measure_steps(plan: PlanRecord, meter: Meter) -> tuple[list[AnalyzedStep], list[Figures], list[Figures]]:
     """Every step of both programs: rows, and what was measured of each program's."""
     programs = plan.programs
     forward, backward = programs.forward, programs.backward
@@ -154,7 +65,7 @@ def _measure_steps(plan: Plan, meter: Meter) -> tuple[list[AnalyzedStep], list[F
     return steps, figures, back
 
 
-def _measure(plan: Plan, meter: Meter) -> tuple[list[AnalyzedStep], list[AnalyzedStep]]:
+def _measure(plan: PlanRecord, meter: Meter) -> tuple[list[AnalyzedStep], list[AnalyzedStep]]:
     """Both programs, step by step and as wholes; a loop over slices as a whole only."""
     steps, figures, back = ([], [], []) if plan.loop is not None else _measure_steps(plan, meter)
     cost = plan.cost
@@ -184,7 +95,7 @@ def _whole(cost: Cost, retained: int | None) -> Figures:
     return Figures(cost.seconds, cost.flops, cost.bytes_moved, cost.peak_bytes, retained)
 
 
-def _predicted_kept(plan: Plan) -> list[int]:
+def _predicted_kept(plan: PlanRecord) -> list[int]:
     """Bytes that each forward step is the first to make the backward program keep."""
     programs = plan.programs
     variables = programs.variables
@@ -197,7 +108,7 @@ def _predicted_kept(plan: Plan) -> list[int]:
     return found
 
 
-def _kept_bytes(plan: Plan, meter: Meter, values: Mapping[int, Any]) -> list[int]:
+def _kept_bytes(plan: PlanRecord, meter: Meter, values: Mapping[int, Any]) -> list[int]:
     """The same, of the memory that the kept values really hold."""
     programs = plan.programs
     seen = set(meter.buffers([*meter.operands, values[programs.result]]))

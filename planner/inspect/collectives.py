@@ -6,7 +6,6 @@ import dataclasses
 import math
 import operator
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from planner.language.dtypes import itemsize
 from planner.language.errors import PlannerError
@@ -23,10 +22,8 @@ from planner.language.split import (
     missing,
 )
 from planner.language.units import bytes_text
-
-if TYPE_CHECKING:
-    from planner.program.plan import Plan
-    from planner.program.program import Step
+from planner.program.plan import PlanRecord
+from planner.program.program import Step
 
 __all__ = ["Collective", "collectives"]
 
@@ -58,7 +55,7 @@ class Collective:
         return f"<Collective {self}>"
 
 
-def collectives(plan: Plan, splits: Mapping[str, int]) -> tuple[Collective, ...]:
+def collectives(plan: PlanRecord, splits: Mapping[str, int]) -> tuple[Collective, ...]:
     """Return what devices exchange; see `planner.plan.Plan.collectives`."""
     splits = _checked(plan, splits)
     spec, programs = plan.resolved.spec, plan.programs
@@ -99,7 +96,7 @@ def collectives(plan: Plan, splits: Mapping[str, int]) -> tuple[Collective, ...]
     return tuple(found)
 
 
-def _exposed(plan: Plan) -> dict[tuple[int, ...], list[Term | None]]:
+def _exposed(plan: PlanRecord) -> dict[tuple[int, ...], list[Term | None]]:
     """The terms of operands of which a step multiplies rows that no index may name, by the step's results.
 
     For each of its inputs; None where it is no such operand, or where a forward step's result is taken at once by the
@@ -130,7 +127,7 @@ def _exposed(plan: Plan) -> dict[tuple[int, ...], list[Term | None]]:
     return found
 
 
-def _checked(plan: Plan, splits: Mapping[str, int]) -> dict[str, int]:
+def _checked(plan: PlanRecord, splits: Mapping[str, int]) -> dict[str, int]:
     """Refuse letters and numbers that mean nothing, and plans of which nothing is foretold."""
     if not isinstance(splits, Mapping):
         raise PlannerError(f"splits={splits!r:.80} is no mapping from letters to numbers of parts, such as {{'n': 8}}")

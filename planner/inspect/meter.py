@@ -10,38 +10,17 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from planner.inspect import memory as measure
+from planner.inspect.analysis import Figures
 from planner.inspect.memory import Counted, Measured
+from planner.program.implementations import Backend, Stepwise
+from planner.program.plan import PlanRecord
 from planner.program.program import Program, Step
 
-if TYPE_CHECKING:
-    from planner.program.implementations import Backend, Stepwise
-    from planner.program.plan import Plan
-
-__all__ = ["Figures", "Meter", "meter_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Cost of a step or a program; None is what nothing tells.
-
-    Attributes:
-        seconds: time.
-        flops: a multiply-add is 2.
-        bytes_moved: bytes read and written.
-        live_bytes: of a step, bytes newly allocated by its program while it runs; of a program, its peak.
-        retained_bytes: bytes that stay alive for the backward program.
-    """
-
-    seconds: float | None
-    flops: int | None = None
-    bytes_moved: int | None = None
-    live_bytes: int | None = None
-    retained_bytes: int | None = None
+__all__ = ["Meter", "meter_of"]
 
 
 class Meter:
@@ -56,7 +35,7 @@ class Meter:
     """
 
     def __init__(
-        self, plan: Plan, backend: Backend, operands: Sequence[Any], indices: Mapping[str, Any], rounds: int
+        self, plan: PlanRecord, backend: Backend, operands: Sequence[Any], indices: Mapping[str, Any], rounds: int
     ) -> None:
         self.plan, self.backend, self.rounds = plan, backend, rounds
         self.operands, self.indices = self.own(operands), indices
@@ -375,7 +354,9 @@ def _most(steps: Sequence[Figures]) -> int | None:
     return max((s.live_bytes for s in steps if s.live_bytes is not None), default=None)
 
 
-def meter_of(plan: Plan, backend: Backend, operands: Sequence[Any], indices: Mapping[str, Any], rounds: int) -> Meter:
+def meter_of(
+    plan: PlanRecord, backend: Backend, operands: Sequence[Any], indices: Mapping[str, Any], rounds: int
+) -> Meter:
     """Return the meter for a plan's backend and the operands' device."""
     kind: type[Meter] = {"torch": TorchMeter, "jax": JaxMeter}.get(plan.backend, Meter)
     if plan.backend == "torch" and operands[0].is_cuda:

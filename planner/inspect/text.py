@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from planner.cost.figures import Cost
 from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec
 from planner.language.units import bytes_text, count_text, seconds_text
+from planner.program.plan import PlanRecord
 from planner.program.program import Program, Step
-
-if TYPE_CHECKING:
-    from planner.program.plan import Plan
 
 __all__ = ["equation", "plan_text", "table_lines"]
 
@@ -32,7 +29,7 @@ def table_lines(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]
     return lines
 
 
-def _compiled(plan: Plan) -> str:
+def _compiled(plan: PlanRecord) -> str:
     """What was seen of a plan under a memory limit where the framework compiles it."""
     if plan.options.memory_limit is None or plan.backend != "jax":
         return ""
@@ -41,7 +38,7 @@ def _compiled(plan: Plan) -> str:
     return f"; compiled {bytes_text(plan.compiled_bytes)}, inside another jit unverified"
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: PlanRecord) -> str:
     """Return what `print(plan)` shows."""
     wanted = [str(n) for n, operand in enumerate(plan.operands) if operand.requires_grad]
     gradients = f"gradients of operands {', '.join(wanted)}" if wanted else "no gradients"
@@ -79,7 +76,7 @@ def plan_text(plan: Plan) -> str:
     )
 
 
-def _kept(plan: Plan) -> str:
+def _kept(plan: PlanRecord) -> str:
     """What the forward program leaves to the backward program."""
     if plan.keep != "some":
         return "keeps all intermediates" if plan.keep == "all" else "keeps only the inputs"
@@ -104,7 +101,7 @@ def _figures(cost: Cost) -> list[str]:
     ]  # fmt: skip
 
 
-def _rows(plan: Plan, program: Program, first: int) -> list[list[str]]:
+def _rows(plan: PlanRecord, program: Program, first: int) -> list[list[str]]:
     rows = []
     for number, step in enumerate(program.steps, first):
         cost = step.choice.cost
@@ -125,7 +122,7 @@ def equation(step: Step) -> str:
     return f"{', '.join(terms)} -> {'; '.join(outputs)}"
 
 
-def _keeps(plan: Plan, step: Step) -> str:
+def _keeps(plan: PlanRecord, step: Step) -> str:
     """What stays alive for the backward program because a gradient reads it as this step's input."""
     variables = plan.programs.variables
     parts = ["computed again"] * step.recomputed

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from planner.cost.figures import StepCost
 from planner.language.units import bytes_text, seconds_text
 from planner.program.frameworks import load_backend
+from planner.program.plan import PlanRecord
+from planner.program.program import Step
 
-if TYPE_CHECKING:
-    from planner.program.plan import Plan
-    from planner.program.program import Step
-
-__all__ = ["Implementation", "implementations", "implementations_text"]
+__all__ = ["Verdict", "implementations_text", "verdicts"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Implementation:
+class Verdict:
     """One way to run a step.
 
     Attributes:
@@ -39,28 +36,27 @@ class Implementation:
         return f"{self.name}: {figures}{', chosen' if self.chosen else ''}"
 
 
-def implementations(plan: Plan) -> tuple[tuple[Implementation, ...], ...]:
-    """Return the ways to run each of a plan's steps; see `planner.plan.Plan.implementations`."""
+def verdicts(plan: PlanRecord) -> tuple[tuple[Verdict, ...], ...]:
+    """Return a verdict on each implementation of each step; see `planner.plan.Plan.implementations`."""
     plan = plan if plan.loop is None else plan.loop.body
     return tuple(_of_step(plan, step) for step in plan.steps)
 
 
-def _of_step(plan: Plan, step: Step) -> tuple[Implementation, ...]:
-    verdicts = load_backend(plan.backend).table.verdicts(step.op, plan.device, step.choice.lowering)
-    found = [
-        Implementation(name, None, verdict, False)
-        if isinstance(verdict, str)
-        else Implementation(name, verdict, "", name == step.choice.lowering)
-        for name, verdict in verdicts.items()
-    ]
+def _of_step(plan: PlanRecord, step: Step) -> tuple[Verdict, ...]:
+    chosen = step.choice.lowering
+    found = []
+    for name, cost in load_backend(plan.backend).table.verdicts(step.op, plan.device, chosen).items():
+        found.append(
+            Verdict(name, None, cost, False) if isinstance(cost, str) else Verdict(name, cost, "", name == chosen)
+        )
     return tuple(sorted(found, key=lambda x: (not x.chosen, x.cost is None, x.cost.picoseconds if x.cost else 0)))
 
 
-def implementations_text(plan: Plan) -> str:
+def implementations_text(plan: PlanRecord) -> str:
     """Return the ways to run each step as text, those that were refused by reason."""
     body = plan if plan.loop is None else plan.loop.body
     lines = ["implementations"]
-    for step, ways in zip(body.steps, plan.implementations(), strict=True):
+    for step, ways in zip(body.steps, verdicts(plan), strict=True):
         refused: dict[str, list[str]] = {}
         lines.append(f"  {step.op.spec}")
         for way in ways:

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 from planner.language.errors import PlannerError
 
-__all__ = ["INDEX_MODES", "PRECISIONS", "Options", "Request", "check_index_mode"]
+__all__ = ["INDEX_MODES", "PRECISIONS", "Options", "SEARCHES", "Request", "check_index_mode"]
 
+# Searches over all trees; "measure" looks for its candidates as "auto" does.
+SEARCHES = ("auto", "optimal", "measure")
 INDEX_MODES = ("raise", "drop", "clip")
 PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
 

@@ -7,14 +7,12 @@ import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from planner.language.errors import PlannerError, PlannerTypeError
+from planner.program.implementations import Backend
 
-if TYPE_CHECKING:
-    from planner.program.implementations import Backend
-
-__all__ = ["for_dynamo", "framework_of", "load_backend", "operands_framework", "torch_compiles"]
+__all__ = ["framework_of", "load_backend", "operands_framework"]
 
 BACKENDS = ("torch", "jax", "numpy")
 
@@ -32,20 +30,6 @@ def load_backend(name: str) -> Backend:
         raise PlannerError(f"{name} is not installed: pip install 'contraction-planner[{name}]'")
     backend: Backend = importlib.import_module(f"planner.backends.{name}.backend").backend
     return backend
-
-
-def torch_compiles() -> bool:
-    """Whether torch's compiler reads the caller, to run it later on."""
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.compiler.is_dynamo_compiling())
-
-
-def for_dynamo() -> Any:
-    """Return the module of calls that torch's compiler finds in place of others, which it cannot read."""
-    # A statement, which it reads, where it refuses a call of importlib's.
-    from planner.backends.torch import dynamo as torch_dynamo
-
-    return torch_dynamo
 
 
 _FRAMEWORKS: dict[type, str | None] = {}

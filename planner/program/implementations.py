@@ -13,17 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from planner.cost.device import Device
 from planner.cost.figures import StepCost
 from planner.cost.layout import Layout
 from planner.language.spec import Gather, Operand
 from planner.program.ops import Choice, Op
+from planner.program.plan import PlanRecord
 from planner.program.program import Step
-
-if TYPE_CHECKING:
-    from planner.program.plan import Plan
 
 __all__ = ["Backend", "Lowering", "Stepwise", "Table"]
 
@@ -217,11 +215,11 @@ class Backend(Protocol):
         """
         ...
 
-    def bind(self, plan: Plan) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
+    def bind(self, plan: PlanRecord) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan on operands and index arrays."""
         ...
 
-    def compiled_bytes(self, plan: Plan) -> int | None:
+    def compiled_bytes(self, plan: PlanRecord) -> int | None:
         """Compile both programs of a plan, and return the peak of the larger; None where nothing can be said of it.
 
         The backward program's counts what is retained. Nothing is compiled where `compiles` is false.
@@ -238,7 +236,7 @@ class Backend(Protocol):
 
     def stepwise(
         self,
-        plan: Plan,
+        plan: PlanRecord,
         operands: Sequence[Any],
         indices: Mapping[str, Any],
         gradient: Any = None,
@@ -257,7 +255,7 @@ class Backend(Protocol):
         """
         ...
 
-    def trial(self, plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:
+    def trial(self, plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:
         """Return a function that runs a plan on arrays, with its gradients if it has any, and waits for the end.
 
         None where the arrays hold no values to run on, as under tracing. It changes nothing of the arrays.

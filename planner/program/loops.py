@@ -1,6 +1,6 @@
 """Slicing: a contraction as a loop over slices of one or more axes, priced as two programs of one step each.
 
-One slice of a contraction is the same spec with some axes shorter (`planner.language.derive.sliced`), so it has a plan of its
+One slice of a contraction is the same spec with some axes shorter (`sliced`), so it has a plan of its
 own, the loop's body. Where a cut axis is in the result, the body's results are its parts; elsewhere they are added up.
 The backward program is a loop too: each slice computes its values again from the operands, and gradients are parts of,
 or are added to, the operands' gradients. So nothing is retained, and the peak is the results and one slice's peak.
@@ -25,7 +25,7 @@ from planner.language.spec import Gather, Operand, Spec, Term
 from planner.program.build import Lowerer, build, given_variables
 from planner.program.frameworks import load_backend
 from planner.program.ops import Choice, Op
-from planner.program.plan import Plan
+from planner.program.plan import PlanRecord
 from planner.program.program import Program, Programs, Step, Variable
 from planner.program.tree import Leaf, Tree
 
@@ -112,7 +112,7 @@ def resized(tree: Tree, sizes: Mapping[str, int]) -> Tree:
     return dataclasses.replace(tree, op=op, children=tuple(resized(child, sizes) for child in tree.children))
 
 
-def body_of(plan: Plan, sizes: Mapping[str, int]) -> Plan:
+def body_of(plan: PlanRecord, sizes: Mapping[str, int]) -> PlanRecord:
     """Return the plan of a slice: the loop's body, or the same steps for a shorter slice."""
     assert plan.loop is not None
     body = plan.loop.body

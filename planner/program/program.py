@@ -153,6 +153,7 @@ def live_bytes(
 
 
 def program_cost(steps: Sequence[Step], peak: int, retained: int) -> Cost:
+    """Return what the steps cost together, with the peak and retained bytes of their program."""
     costs = [step.choice.cost for step in steps]
     return Cost(
         flops=sum(c.flops for c in costs),

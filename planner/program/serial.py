@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from typing import Any, NoReturn
 
@@ -14,11 +15,11 @@ from planner.language.options import Options
 from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Operand, Spec
 from planner.program.ops import Choice, Op
-from planner.program.plan import Loop, Plan
+from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Program, Programs, Step, Variable
 from planner.program.tree import Leaf, Node
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "plan_from_json", "plan_to_json"]
 
 VERSION = 1
 
@@ -39,11 +40,52 @@ class Forgotten:
         return f"<{self.name}, not in JSON>"
 
 
+# The names in the JSON stay what they are, whatever the classes are called.
 _CLASSES = {
-    kind.__name__: kind
-    for kind in (Choice, Cost, Device, Forgotten, Gather, Layout, Leaf, Loop, Node, Op, Operand, Options, Plan,
-                 PlanCost, Program, Programs, Resolved, Spec, Step, StepCost, Variable)
+    "Choice": Choice, "Cost": Cost, "Device": Device, "Forgotten": Forgotten, "Gather": Gather, "Layout": Layout,
+    "Leaf": Leaf, "Loop": Loop, "Node": Node, "Op": Op, "Operand": Operand, "Options": Options, "Plan": PlanRecord,
+    "PlanCost": PlanCost, "Program": Program, "Programs": Programs, "Resolved": Resolved, "Spec": Spec, "Step": Step,
+    "StepCost": StepCost, "Variable": Variable,
 }  # fmt: skip
+_NAMES = {kind: name for name, kind in _CLASSES.items()}
+
+
+def plan_to_json(plan: PlanRecord) -> str:
+    """Return a plan as JSON."""
+    return json.dumps(encode(plan), indent=1, allow_nan=False)
+
+
+def plan_from_json(text: str) -> PlanRecord:
+    """Read what `plan_to_json` wrote.
+
+    Raises:
+        PlannerError: the text is no such plan.
+    """
+
+    def refuse(name: str) -> NoReturn:
+        raise ValueError(f"{name} is no JSON")
+
+    try:
+        plan = decode(json.loads(text, parse_constant=refuse))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise PlannerError(f"this is no plan written by to_json: {error}") from None
+    if not isinstance(plan, PlanRecord):
+        raise PlannerError(f"this is no plan written by to_json, but a {type(plan).__name__}")
+    parts: dict[str, Any] = {
+        "resolved": Resolved,
+        "index_shapes": tuple,
+        "operands": tuple,
+        "device": Device,
+        "options": Options,
+        "tree": (Leaf, Node),
+        "programs": Programs,
+        "naive_cost": PlanCost,
+        "loop": (Loop, type(None)),
+    }
+    for name, kind in parts.items():
+        if not isinstance(getattr(plan, name), kind):
+            raise PlannerError(f"this is no plan written by to_json: {name!r} is damaged")
+    return plan
 
 
 def encode(value: Any) -> Any:
@@ -54,20 +96,20 @@ def encode(value: Any) -> Any:
         if not math.isfinite(value):
             raise PlannerError(f"{value} cannot be written as JSON")
         return value
-    name = type(value).__name__
-    if _CLASSES.get(name) is type(value):
+    name = "Plan" if isinstance(value, PlanRecord) else _NAMES.get(type(value))
+    if name is not None:
         if isinstance(value, StepCost):
             return {"type": name, **value._asdict()}
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         if isinstance(value, Device):  # JSON has no infinity, and no rate is None
             fields = {key: None if entry == math.inf else entry for key, entry in fields.items()}
-        version = {"version": VERSION} if isinstance(value, Plan) else {}
+        version = {"version": VERSION} if isinstance(value, PlanRecord) else {}
         return {"type": name, **version, **{key: encode(entry) for key, entry in fields.items()}}
     if isinstance(value, (tuple, list)):
         return [encode(entry) for entry in value]
     if callable(value):
-        return encode(Forgotten(str(getattr(value, "__name__", name))))
-    raise PlannerError(f"a {name} cannot be written as JSON")
+        return encode(Forgotten(str(getattr(value, "__name__", type(value).__name__))))
+    raise PlannerError(f"a {type(value).__name__} cannot be written as JSON")
 
 
 def decode(value: Any) -> Any:

@@ -5,29 +5,49 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Generic
 
 from planner.cost.objective import OBJECTIVES, plan_key
 from planner.language.errors import SearchLimitError
+from planner.language.options import SEARCHES
 from planner.program.build import Lowerer
-from planner.program.plan import Alternative, Plan
+from planner.program.plan import AnyPlan, PlanRecord
 from planner.program.program import Programs
 from planner.program.tree import keeping
 from planner.search.dynamic import Found
 from planner.search.paths import joined_by, left_to_right
 from planner.search.slicing import worth_cutting
-from planner.search.space import AUTO_WORK, MOST_TRIED, PATH_WORK, SEARCHES, problem_of
+from planner.search.space import AUTO_WORK, MOST_TRIED, PATH_WORK, SearchSpace
 
-__all__ = ["alternatives"]
+__all__ = ["Alternative", "alternatives"]
 
 
-def alternatives(plan: Plan, most: int) -> tuple[Alternative, ...]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Alternative(Generic[AnyPlan]):
+    """A plan that was considered and not taken.
+
+    Attributes:
+        plan: the plan, as runnable as the chosen one.
+        origin: where it comes from.
+        loses: why it was not taken, in figures.
+    """
+
+    plan: AnyPlan
+    origin: str
+    loses: str
+
+    def __str__(self) -> str:
+        steps = "; ".join(str(step.op.spec) for step in self.plan.programs.forward.steps)
+        return f"{self.origin}: {steps or 'no steps'} ({self.loses})"
+
+
+def alternatives(plan: AnyPlan, most: int) -> tuple[Alternative[AnyPlan], ...]:
     """Return the best other plans: other objectives, other keep settings, other paths, the naive way."""
-    problem = problem_of(plan)
+    space = SearchSpace(plan.contraction)
     seen = {_signature(plan.programs)}
     key = plan_key(plan.options.minimize)
     key(plan.cost)  # a function that is not there any more shows here
-    found: list[tuple[Any, Plan, str]] = []
+    found: list[tuple[Any, AnyPlan, str]] = []
 
     def consider(make: Callable[[], tuple[Found | None, Lowerer]], origin: str, bare: bool = False) -> None:
         try:
@@ -38,7 +58,7 @@ def alternatives(plan: Plan, most: int) -> tuple[Alternative, ...]:
             return
         tree = keeping(known.tree, False) if bare else known.tree
         origin += ", keeps only the inputs" * bare
-        programs = problem.programs(tree, lower)
+        programs = space.programs(tree, lower)
         if _signature(programs) not in seen:
             seen.add(_signature(programs))
             other = dataclasses.replace(
@@ -46,15 +66,15 @@ def alternatives(plan: Plan, most: int) -> tuple[Alternative, ...]:
             )
             found.append((key(programs.cost), other, origin))
 
-    exact = problem.exact_work() <= MOST_TRIED * AUTO_WORK
-    for bare in (False, True) if any(problem.requires) else (False,):
+    exact = space.exact_work() <= MOST_TRIED * AUTO_WORK
+    for bare in (False, True) if any(space.requires) else (False,):
         for objective in OBJECTIVES:
             if exact:
-                consider(partial(problem.search, objective, AUTO_WORK), f"least {objective}", bare)
+                consider(partial(space.search, objective, AUTO_WORK), f"least {objective}", bare)
         for name in ("greedy", "left to right"):
-            path = left_to_right(len(plan.operands)) if name == "left to right" else problem.path(name)
-            consider(partial(problem.search, "time", PATH_WORK, path), f"{name} path", bare)
-    consider(lambda: problem.search("flops", PATH_WORK, problem.path("auto"), naive=True), "naive: takes first")
+            path = left_to_right(len(plan.operands)) if name == "left to right" else space.path(name)
+            consider(partial(space.search, "time", PATH_WORK, path), f"{name} path", bare)
+    consider(lambda: space.search("flops", PATH_WORK, space.path("auto"), naive=True), "naive: takes first")
     found.sort(key=lambda entry: entry[0])
     return tuple(Alternative(p, origin, _why(plan, p)) for _, p, origin in found[:most])
 
@@ -64,7 +84,7 @@ def _signature(programs: Programs) -> tuple[Any, ...]:
     return tuple((step.op, step.choice.lowering) for step in steps)
 
 
-def _why(plan: Plan, other: Plan) -> str:
+def _why(plan: PlanRecord, other: PlanRecord) -> str:
     """What rules another plan out, then figures by which it is worse, and better, than the chosen one."""
     options = plan.options
     parts = []

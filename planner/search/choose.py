@@ -1,61 +1,45 @@
-"""From a resolved problem to a plan: run the searches, compare what they found, take the best within the limits."""
+"""From a contraction to its plan: run the searches, compare what they found, take the best within the limits."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from planner.cost.device import Device
 from planner.cost.limits import NO_LIMITS, Limits, keeps_within
 from planner.cost.objective import OBJECTIVES, check_objective, plan_key
 from planner.language.errors import PlannerLimitError
-from planner.language.options import Options
-from planner.language.resolve import Resolved
-from planner.language.spec import Operand
-from planner.program.plan import Plan
+from planner.program.contraction import Contraction
+from planner.program.plan import PlanRecord
 from planner.program.tree import keeping
 from planner.search.refine import ordered, quickened
 from planner.search.slicing import fastest, loop_candidates
-from planner.search.space import Candidate, Problem, searched
+from planner.search.space import Candidate, SearchSpace, searched
 
 __all__ = ["make_plan"]
 
 
-def make_plan(
-    text: str,
-    resolved: Resolved,
-    index_shapes: Mapping[str, tuple[int, ...]],
-    operands: Sequence[Operand],
-    dtype: str,
-    index_mode: str,
-    backend: str,
-    device: Device,
-    options: Options,
-    gradient_strides: tuple[int, ...] | None = None,
-) -> Plan:
-    """Choose the plan of a resolved problem, for an output gradient that lies like that.
+def make_plan(contraction: Contraction) -> PlanRecord:
+    """Choose the plan of a contraction.
 
     Raises:
         PlannerLimitError: no plan that was found satisfies the limits.
         SearchLimitError: the problem is beyond any search.
         PlannerError: an option is unknown.
     """
-    check_objective(options.minimize)
-    problem = Problem(resolved, operands, dtype, backend, device, gradient_strides)
-    best = _best(problem, options, index_mode)
+    check_objective(contraction.options.minimize)
+    space = SearchSpace(contraction)
+    best = _best(space)
     try:
-        best = ordered(problem, best, options)
+        best = ordered(space, best)
     except KeyboardInterrupt:
         best = dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}")
-    given = tuple((name, index_shapes[name]) for name in resolved.spec.arrays)
-    return Plan(
-        text, resolved, given, problem.operands, dtype, index_mode, backend, device, options,
-        best.tree, best.programs, problem.naive().cost, best.proven, best.origin, best.loop,
-        gradient_strides=gradient_strides,
+    return PlanRecord.of_contraction(
+        contraction, tree=best.tree, programs=best.programs, naive_cost=space.naive().cost, proven=best.proven,
+        origin=best.origin, loop=best.loop,
     )  # fmt: skip
 
 
-def _best(problem: Problem, options: Options, index_mode: str) -> Candidate:
+def _best(space: SearchSpace) -> Candidate:
     """Return the best candidate within the limits.
 
     Without a limit, and where no limit binds, the objective's own search decides. Else what is kept is chosen together
@@ -64,6 +48,7 @@ def _best(problem: Problem, options: Options, index_mode: str) -> Candidate:
     Raises:
         PlannerLimitError: no candidate is within the limits.
     """
+    options = space.options
     key = plan_key(options.minimize)
     limits = Limits(options.memory_limit, options.retain_limit)
     objectives = OBJECTIVES if callable(options.minimize) else (options.minimize,)
@@ -92,34 +77,34 @@ def _best(problem: Problem, options: Options, index_mode: str) -> Candidate:
         return dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}", interrupted=True)
 
     for objective in objectives:
-        consider(_candidates(problem, options, objective))
+        consider(_candidates(space, objective))
     best = min(candidates, key=lambda c: key(c.cost), default=None)
     if best is None or not keeps_within(best.cost, limits):
         for objective in objectives:
-            consider(_candidates(problem, options, objective, limits))
+            consider(_candidates(space, objective, limits))
         allowed = least()
         if allowed is None or not allowed.proven:
             # Steps with less scratch, or a search that is not over all trees, may do what the objective's own did not.
             for objective, held in (("retained", NO_LIMITS), ("peak", Limits(None, options.retain_limit))):
-                lean = _candidates(problem, options, objective, held)
-                consider(quickened(problem, candidate, options) for candidate in lean)
+                lean = _candidates(space, objective, held)
+                consider(quickened(space, candidate) for candidate in lean)
     if candidates:
-        consider(loop_candidates(problem, options, tuple(candidates), index_mode))
+        consider(loop_candidates(space, tuple(candidates)))
     allowed = least()
     if allowed is None:
         raise KeyboardInterrupt if interrupted else _limit_error(candidates, limits)
     return allowed
 
 
-def _candidates(problem: Problem, options: Options, objective: str, limits: Limits = NO_LIMITS) -> Iterator[Candidate]:
-    for found, lower, origin in searched(problem, options.optimize, objective, limits):
-        programs = problem.programs(found.tree, lower)
-        proven = found.exact and origin == "exact" and objective == options.minimize and programs.row_major
+def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) -> Iterator[Candidate]:
+    for found, lower, origin in searched(space, space.options.optimize, objective, limits):
+        programs = space.programs(found.tree, lower)
+        proven = found.exact and origin == "exact" and objective == space.options.minimize and programs.row_major
         how = f"{origin}, {objective}"
         yield Candidate(programs, found.tree, lower, proven, how, interrupted=found.interrupted)
-        if any(problem.requires) and not (limits == NO_LIMITS and proven):
+        if any(space.requires) and not (limits == NO_LIMITS and proven):
             bare = keeping(found.tree, False)
-            yield Candidate(problem.programs(bare, lower), bare, lower, False, how)
+            yield Candidate(space.programs(bare, lower), bare, lower, False, how)
 
 
 def _limit_error(candidates: Sequence[Candidate], limits: Limits) -> PlannerLimitError:

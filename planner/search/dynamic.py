@@ -1,6 +1,6 @@
 """Exact dynamic programming over sets of operands and the status of each one-hot factor.
 
-For every set of operands and every status (see `planner.search.network`) the best ways to get there are kept: one way for an
+For every set of operands and every status (see `network`) the best ways to get there are kept: one way for an
 objective that adds up over steps, a Pareto front where it does not (the peak). Every quantity of a larger tree is a
 nondecreasing function of the same quantities of its subtrees, so a dominated way is never part of a best tree.
 

@@ -6,9 +6,8 @@ import dataclasses
 
 from planner.cost.limits import within
 from planner.cost.objective import plan_key
-from planner.language.options import Options
 from planner.program.tree import Leaf, Node, Tree
-from planner.search.space import Candidate, Problem
+from planner.search.space import Candidate, SearchSpace
 
 __all__ = ["ordered", "quickened"]
 
@@ -16,12 +15,13 @@ __all__ = ["ordered", "quickened"]
 MOST_NODES, MOST_OPS = 12, 24
 
 
-def quickened(problem: Problem, candidate: Candidate, options: Options) -> Candidate:
+def quickened(space: SearchSpace, candidate: Candidate) -> Candidate:
     """Run steps in better implementations, one after the other, where the limits leave room.
 
     A search for the least peak takes the leanest of each, also in a program, or a step, that is far from the limit. The
     slowest steps have their turn first.
     """
+    options = space.options
     key = plan_key(options.minimize)
     if not within(candidate.cost, options):
         return candidate
@@ -33,19 +33,19 @@ def quickened(problem: Problem, candidate: Candidate, options: Options) -> Candi
         known = dict.fromkeys((v.shape, v.layout) for v in candidate.programs.variables)
         pairs = [step.op for step in forward.steps if len(step.inputs) == 2]
         ops += [op.paired(layout) for op in pairs for shape, layout in known if shape == op.spec.output_shape]
-    for op in [op for op in dict.fromkeys(ops) if len(problem.choices(op)) > 1 or op.pair][:MOST_OPS]:
-        for choice in sorted(problem.choices(op), key=lambda choice: choice.cost.picoseconds):
+    for op in [op for op in dict.fromkeys(ops) if len(space.choices(op)) > 1 or op.pair][:MOST_OPS]:
+        for choice in sorted(space.choices(op), key=lambda choice: choice.cost.picoseconds):
             lower = candidate.lower.fixing(op, choice)
-            programs = problem.programs(candidate.tree, lower)
+            programs = space.programs(candidate.tree, lower)
             if within(programs.cost, options) and key(programs.cost) < key(candidate.cost):
                 candidate = dataclasses.replace(candidate, programs=programs, lower=lower, proven=False)
                 break
     return candidate
 
 
-def ordered(problem: Problem, best: Candidate, options: Options) -> Candidate:
+def ordered(space: SearchSpace, best: Candidate) -> Candidate:
     """Evaluate children in the order that needs the least memory, where the objective left it open."""
-    if options.minimize == "peak" or best.loop is not None:
+    if space.options.minimize == "peak" or best.loop is not None:
         return best
     nodes = _binary_nodes(best.tree)
     if len(nodes) > MOST_NODES:
@@ -53,7 +53,7 @@ def ordered(problem: Problem, best: Candidate, options: Options) -> Candidate:
     for path in nodes:
         for field in ("order", "backward_order"):
             tree = _flipped(best.tree, path, field)
-            programs = problem.programs(tree, best.lower)
+            programs = space.programs(tree, best.lower)
             if programs.cost.peak_bytes < best.cost.peak_bytes:
                 best = dataclasses.replace(best, tree=tree, programs=programs)
     return best

@@ -15,11 +15,12 @@ from planner.language.errors import SearchLimitError
 from planner.language.options import Options
 from planner.language.spec import Spec, term_axes
 from planner.program.build import Lowerer, build, given_variables
+from planner.program.contraction import Contraction
 from planner.program.loops import device_in_loop, loop_programs, resized, slice_counts, slice_of
-from planner.program.plan import Loop, Plan
+from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Programs
 from planner.program.tree import Tree, keeping
-from planner.search.space import SLICE_WORK, Candidate, Problem, problem_of, searched
+from planner.search.space import SLICE_WORK, Candidate, SearchSpace, searched
 
 __all__ = ["can_be_cut", "fastest", "loop_candidates", "looped", "worth_cutting"]
 
@@ -37,15 +38,14 @@ TIES = 1.05
 CLOSE, SAVING = 1.25, 16
 
 
-def loop_candidates(
-    problem: Problem, options: Options, candidates: Sequence[Candidate], index_mode: str
-) -> Iterator[Candidate]:
+def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
     """Candidates that go slice by slice: where a limit asks for it, or where large intermediates cost time.
 
     Axes are added one at a time, each time the one whose slices serve best, until nothing gets better or enough were
     tried: first those of the largest values. Slices are priced with the trees that were found for the whole, and with
     trees made for slices of one element. Of slices that take about the same time, those with the least peak are taken.
     """
+    options = space.options
     limits = Limits(options.memory_limit, options.retain_limit)
     limited = limits != NO_LIMITS
     key = plan_key(options.minimize)
@@ -53,7 +53,7 @@ def loop_candidates(
     rival = min(allowed or candidates, key=lambda c: key(c.cost))
     if allowed and rival.cost.peak_bytes - _results_bytes(rival.programs) < LARGE_BYTES:
         return
-    lowerers = {name: _body_lowerer(problem, name) for name in ("time", "peak")}
+    lowerers = {name: _body_lowerer(space, name) for name in ("time", "peak")}
     keys = ("time", "peak") if limited or options.minimize in ("peak", "retained") else ("time",)
     found: list[Candidate] = []
     trees = list(dict.fromkeys(keeping(c.tree, False) for c in candidates))
@@ -66,19 +66,19 @@ def loop_candidates(
 
     for _ in range(MOST_LOOPS):
         tried: list[Candidate] = []
-        for axis, size in _by_bytes(rival.programs, problem.resolved.spec):
-            if size < 2 or axis in dict(axes) or not can_be_cut(problem.resolved.spec, axis) or left <= 0:
+        for axis, size in _by_bytes(rival.programs, space.resolved.spec):
+            if size < 2 or axis in dict(axes) or not can_be_cut(space.resolved.spec, axis) or left <= 0:
                 continue
-            left -= min(SLICE_WORK, problem.exact_work())
-            pool = list(dict.fromkeys((*trees, *_slice_trees(problem, options, {**dict(axes), axis: 1}))))
+            left -= min(SLICE_WORK, space.exact_work())
+            pool = list(dict.fromkeys((*trees, *_slice_trees(space, {**dict(axes), axis: 1}))))
             for step in _ladder(size):
                 cut = (*axes, (axis, step))
-                if math.prod(-(-problem.resolved.spec.size(a) // s) for a, s in cut) > MOST_SLICES:
+                if math.prod(-(-space.resolved.spec.size(a) // s) for a, s in cut) > MOST_SLICES:
                     continue
                 for tree, name in itertools.product(pool, keys):
-                    tried.append(_loop_candidate(problem, options, cut, tree, lowerers[name], name, index_mode))
-                    priced = len(slice_counts(cut, problem.resolved.spec)) * len(rival.programs.forward.steps)
-                    left -= priced * (4 if any(problem.requires) else 1)
+                    tried.append(_loop_candidate(space, cut, tree, lowerers[name], name))
+                    priced = len(slice_counts(cut, space.resolved.spec)) * len(rival.programs.forward.steps)
+                    left -= priced * (4 if any(space.requires) else 1)
         if not tried:
             break
         best = first = min(tried, key=rank)
@@ -146,69 +146,69 @@ def _results_bytes(programs: Programs) -> int:
     return max(gradients, programs.variables[programs.result].bytes)
 
 
-def _body_lowerer(problem: Problem, key: str) -> Lowerer:
+def _body_lowerer(space: SearchSpace, key: str) -> Lowerer:
     """What lowers the steps of a slice."""
-    device = device_in_loop(problem.device, problem.backend)
-    return Lowerer(lambda op: problem.table.choices(op, device), step_key(key))
+    device = device_in_loop(space.device, space.backend)
+    return Lowerer(lambda op: space.table.choices(op, device), step_key(key))
 
 
-def _slice_trees(problem: Problem, options: Options, sizes: Mapping[str, int]) -> list[Tree]:
+def _slice_trees(space: SearchSpace, sizes: Mapping[str, int]) -> list[Tree]:
     """Trees made for a slice, at the sizes of the whole."""
-    resolved, operands = slice_of(problem.resolved, problem.operands, sizes)
-    device = device_in_loop(problem.device, problem.backend)
-    part = Problem(resolved, operands, problem.dtype, problem.backend, device, problem.gradient_strides)
-    whole = dict(problem.resolved.spec.sizes)
+    part = SearchSpace(_slice_contraction(space, sizes))
+    whole = dict(space.resolved.spec.sizes)
     try:
-        found = [tree for tree, _, _ in searched(part, options.optimize, "time", NO_LIMITS, SLICE_WORK)]
+        found = [tree for tree, _, _ in searched(part, space.options.optimize, "time", NO_LIMITS, SLICE_WORK)]
     except SearchLimitError:
         return []
     return [keeping(resized(f.tree, whole), False) for f in found]
 
 
+def _slice_contraction(space: SearchSpace, sizes: Mapping[str, int]) -> Contraction:
+    """The contraction of one slice, on the device that runs it."""
+    resolved, operands = slice_of(space.resolved, space.operands, sizes)
+    return dataclasses.replace(
+        space.contraction, text=str(space.resolved.spec), resolved=resolved, index_shapes=resolved.index_shapes,
+        operands=operands, device=device_in_loop(space.device, space.backend),
+    )  # fmt: skip
+
+
 def _loop_candidate(
-    problem: Problem,
-    options: Options,
-    axes: tuple[tuple[str, int], ...],
-    tree: Tree,
-    lower: Lowerer,
-    key: str,
-    index_mode: str,
+    space: SearchSpace, axes: tuple[tuple[str, int], ...], tree: Tree, lower: Lowerer, key: str
 ) -> Candidate:
     """Price one loop with one tree, whose steps are lowered by that key."""
-    spec = problem.resolved.spec
+    spec = space.resolved.spec
     tree = keeping(tree, False)
     bodies, first = [], None
     for sizes, count in slice_counts(axes, spec):
-        resolved, operands = slice_of(problem.resolved, problem.operands, sizes)
-        variables = given_variables(resolved, operands, problem.backend)
+        part = _slice_contraction(space, sizes)
+        variables = given_variables(part.resolved, part.operands, part.backend)
         small = resized(tree, sizes)
-        programs = build(small, variables, problem.requires, lower, problem.dtype, problem.gradient_strides)
+        programs = build(small, variables, space.requires, lower, space.dtype, space.gradient_strides)
         bodies.append((programs, count))
         if first is None:
-            first = Plan(
-                str(spec), resolved, resolved.index_shapes, operands, problem.dtype, index_mode, problem.backend,
-                device_in_loop(problem.device, problem.backend),
-                Options(minimize=key, precision=options.precision), small, programs, programs.cost, False, "slice",
-                gradient_strides=problem.gradient_strides,
+            options = Options(minimize=key, precision=space.options.precision)
+            first = PlanRecord.of_contraction(
+                dataclasses.replace(part, options=options), tree=small, programs=programs,
+                naive_cost=programs.cost, proven=False, origin="slice",
             )  # fmt: skip
     assert first is not None
     programs = loop_programs(
-        spec, axes, bodies, problem.variables, problem.requires, problem.dtype, problem.device, problem.backend
+        spec, axes, bodies, space.variables, space.requires, space.dtype, space.device, space.backend
     )
     return Candidate(programs, tree, lower, False, "sliced", Loop(axes, first))
 
 
-def looped(plan: Plan, axes: Mapping[str, int]) -> Plan:
+def looped(plan: PlanRecord, axes: Mapping[str, int]) -> PlanRecord:
     """Return a plan with the same tree that goes slice by slice, whatever that costs.
 
     Args:
         plan: a plan that is no loop.
         axes: the size of a slice for each axis that is cut, the outermost first.
     """
-    problem = problem_of(plan)
+    space = SearchSpace(plan.contraction)
     key = plan.options.minimize if isinstance(plan.options.minimize, str) else "time"
-    lower = _body_lowerer(problem, key)
-    found = _loop_candidate(problem, plan.options, tuple(axes.items()), plan.tree, lower, key, plan.index_mode)
+    lower = _body_lowerer(space, key)
+    found = _loop_candidate(space, tuple(axes.items()), plan.tree, lower, key)
     return dataclasses.replace(
         plan, tree=found.tree, programs=found.programs, proven=False, origin="sliced", loop=found.loop
     )

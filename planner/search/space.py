@@ -1,4 +1,4 @@
-"""A resolved problem as the searches see it: its network, its paths, what they find, and candidates for a plan."""
+"""A contraction as the searches see it: its network, its paths, what they find, and candidates for a plan."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from planner.cost.device import Device
 from planner.cost.figures import PlanCost
 from planner.cost.limits import NO_LIMITS, Limits
 from planner.cost.objective import step_key
 from planner.language.errors import PlannerError, SearchLimitError
-from planner.language.resolve import Resolved
-from planner.language.spec import Operand
+from planner.language.options import SEARCHES
 from planner.program.build import Lowerer, build, given_variables
+from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.ops import Choice, Op
-from planner.program.plan import Loop, Plan
+from planner.program.plan import Loop
 from planner.program.program import Programs
 from planner.program.tree import Tree
 from planner.search.dynamic import FRONT_LIMIT, Found, Search
@@ -28,11 +27,9 @@ __all__ = [
     "AUTO_WORK",
     "MOST_TRIED",
     "PATH_WORK",
-    "SEARCHES",
     "SLICE_WORK",
     "Candidate",
-    "Problem",
-    "problem_of",
+    "SearchSpace",
     "searched",
 ]
 
@@ -42,39 +39,31 @@ AUTO_WORK, OPTIMAL_WORK, PATH_WORK = 32_000, 3_000_000, 4_000
 MOST_TRIED = 12
 # The same for the trees of a slice, of which there may be many.
 SLICE_WORK = 1_000
-# Ways to search over all trees; "measure" looks for its candidates as "auto" does.
-SEARCHES = ("auto", "optimal", "measure")
 # With more distinct gathers than this a path's search does not try every combination of their placements.
 MOST_FACTORS = 5
 # The same where what is kept is chosen too, and the ways that are then kept for one value: most, few, and fewest.
 KEEPING_PATH_WORK, PATH_FRONTS = 8_000, (32, 6, 2)
 
 
-class Problem:
-    """One resolved problem on one device, and the searches that can be run on it."""
+class SearchSpace:
+    """All plans of one contraction, and the searches that can be run on it."""
 
-    def __init__(
-        self,
-        resolved: Resolved,
-        operands: Sequence[Operand],
-        dtype: str,
-        backend: str,
-        device: Device,
-        gradient_strides: tuple[int, ...] | None = None,
-    ) -> None:
-        self.resolved, self.operands, self.dtype, self.device = resolved, tuple(operands), dtype, device
-        self.table = load_backend(backend).table
-        self.backend, self.gradient_strides = backend, gradient_strides
-        self.network = Network(resolved.spec)
-        self.few = Network(resolved.spec, few=True)
-        self.requires = tuple(operand.requires_grad for operand in operands)
-        self.casts = tuple(o.dtype if o.dtype != dtype else None for o in operands)
-        self.variables = given_variables(resolved, operands, backend)
+    def __init__(self, contraction: Contraction) -> None:
+        self.contraction = contraction
+        self.resolved, self.operands, self.dtype = contraction.resolved, contraction.operands, contraction.dtype
+        self.options, self.backend, self.device = contraction.options, contraction.backend, contraction.device
+        self.gradient_strides = contraction.gradient_strides
+        self.table = load_backend(self.backend).table
+        self.network = Network(self.resolved.spec)
+        self.few = Network(self.resolved.spec, few=True)
+        self.requires = contraction.requires_grad
+        self.casts = tuple(o.dtype if o.dtype != self.dtype else None for o in self.operands)
+        self.variables = given_variables(self.resolved, self.operands, self.backend)
         self.layouts = tuple(variable.layout for variable in self.variables)
         self._paths: dict[Any, Any] = {}
 
     def choices(self, op: Op) -> Sequence[Choice]:
-        """Return the implementations of an op, priced for the problem's device."""
+        """Return the implementations of an op, priced for the contraction's device."""
         return self.table.choices(op, self.device)
 
     def stock_choices(self, op: Op) -> Sequence[Choice]:
@@ -162,11 +151,6 @@ class Problem:
         return int(3 ** len(self.operands) // 2 * 3 ** len(self.network.gathers))
 
 
-def problem_of(plan: Plan) -> Problem:
-    """Return the problem that a plan solves."""
-    return Problem(plan.resolved, plan.operands, plan.dtype, plan.backend, plan.device, plan.gradient_strides)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
     """What may become the plan: a tree with its programs, or a loop, and how it was found."""
@@ -186,7 +170,7 @@ class Candidate:
 
 
 def searched(
-    problem: Problem, optimize: Any, objective: str, limits: Limits, auto_work: int = AUTO_WORK
+    space: SearchSpace, optimize: Any, objective: str, limits: Limits, auto_work: int = AUTO_WORK
 ) -> Iterator[tuple[Found, Lowerer, str]]:
     """Yield what the searches that `optimize` asks for find, and by what name; "auto" may score so many steps.
 
@@ -195,25 +179,25 @@ def searched(
     """
 
     def along(path: Any, origin: str) -> Iterator[tuple[Found, Lowerer, str]]:
-        found, lower = problem.search(objective, PATH_WORK, path, limits=limits)
+        found, lower = space.search(objective, PATH_WORK, path, limits=limits)
         if found is not None:
             yield found, lower, origin
 
     if isinstance(optimize, str) and optimize in SEARCHES:
         work = OPTIMAL_WORK if optimize == "optimal" else auto_work
-        if problem.exact_work() <= MOST_TRIED * work:
+        if space.exact_work() <= MOST_TRIED * work:
             try:
-                found, lower = problem.search(objective, work, limits=limits)
+                found, lower = space.search(objective, work, limits=limits)
             except SearchLimitError:
                 pass
             else:
                 if found is not None:
                     yield found, lower, "exact"
                 return
-        for name in ("greedy",) if len(problem.operands) > 40 else ("greedy", "auto"):
-            yield from along(problem.path(name), f"opt_einsum {name}")
+        for name in ("greedy",) if len(space.operands) > 40 else ("greedy", "auto"):
+            yield from along(space.path(name), f"opt_einsum {name}")
         return
     if isinstance(optimize, str) and not is_path_name(optimize):
         known = ", ".join(map(repr, (*SEARCHES, *PATH_NAMES)))
         raise PlannerError(f"optimize={optimize!r} is unknown: take one of {known}, a path or a PathOptimizer")
-    yield from along(problem.path(optimize), f"opt_einsum {optimize}" if isinstance(optimize, str) else "given path")
+    yield from along(space.path(optimize), f"opt_einsum {optimize}" if isinstance(optimize, str) else "given path")

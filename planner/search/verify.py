@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable
 from planner.cost.limits import within
 from planner.language.errors import PlannerLimitError
 from planner.language.options import Options
+from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
-from planner.program.plan import Plan
+from planner.program.plan import AnyPlan, PlanRecord
+from planner.search.choose import make_plan
 
 __all__ = ["accepted", "fitting"]
 
@@ -23,21 +25,23 @@ __all__ = ["accepted", "fitting"]
 MOST_SEARCHED = 3
 
 
-def accepted(make: Callable[[Options], Plan], options: Options, backend: str) -> Plan:
-    """Return what `make` gives for these options, or for tighter limits, and fits when compiled.
+def accepted(contraction: Contraction) -> PlanRecord:
+    """Return the plan of a contraction, made for its limits or for tighter ones, that fits when compiled.
 
     After Ctrl-C nothing more is searched, and what is being compiled counts as unverified.
 
     Args:
-        make: chooses a plan by predictions.
-        options: with or without a memory limit; without, nothing is compiled.
-        backend: its name.
+        contraction: what to plan; without a memory limit nothing is compiled.
 
     Raises:
         PlannerLimitError: none of the plans that were compiled is within the limits; what it names succeeds.
     """
-    limit = options.memory_limit
-    if limit is None or not load_backend(backend).compiles:
+    options, limit = contraction.options, contraction.options.memory_limit
+
+    def make(options: Options) -> PlanRecord:
+        return make_plan(dataclasses.replace(contraction, options=options))
+
+    if limit is None or not load_backend(contraction.backend).compiles:
         return make(options)
     tightened = limit
     for number in range(MOST_SEARCHED):
@@ -65,7 +69,7 @@ def accepted(make: Callable[[Options], Plan], options: Options, backend: str) ->
     raise PlannerLimitError.naming("no plan was found whose compiled programs stay", asked, enough)
 
 
-def _verified(plan: Plan) -> Plan:
+def _verified(plan: AnyPlan) -> AnyPlan:
     """Return a plan with the peak of its programs as the framework compiles them, where it compiles any."""
     framework = load_backend(plan.backend)
     if not framework.compiles:
@@ -76,7 +80,7 @@ def _verified(plan: Plan) -> Plan:
         return dataclasses.replace(plan, compiled_bytes=None, proven=False, origin=f"interrupted: {plan.origin}")
 
 
-def fitting(plans: Iterable[Plan]) -> list[Plan]:
+def fitting(plans: Iterable[AnyPlan]) -> list[AnyPlan]:
     """Return the plans that are within their own limits: as predicted, and under a memory limit as compiled."""
     found = []
     for plan in plans:
@@ -88,12 +92,12 @@ def fitting(plans: Iterable[Plan]) -> list[Plan]:
     return found
 
 
-def _need(plan: Plan) -> int:
+def _need(plan: PlanRecord) -> int:
     """The least memory limit that a verified plan is within."""
     return max(plan.cost.peak_bytes, plan.compiled_bytes or 0)
 
 
-def _least(make: Callable[[Options], Plan], options: Options) -> Plan:
+def _least(make: Callable[[Options], PlanRecord], options: Options) -> PlanRecord:
     """The plan of the least predicted peak, within the retain limit if there is one."""
     try:
         return make(dataclasses.replace(options, memory_limit=0))

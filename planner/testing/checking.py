@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hypothesis import HealthCheck, Verbosity, given, settings
 from hypothesis.errors import FailedHealthCheck, Flaky, Unsatisfiable
@@ -16,6 +16,7 @@ from planner.language.errors import PlannerError
 from planner.language.options import INDEX_MODES, check_index_mode
 from planner.language.parse import parse
 from planner.program.frameworks import load_backend
+from planner.program.implementations import Lowering
 from planner.search.paths import explicit_path, is_path_name
 from planner.testing import scripts
 from planner.testing.drawn_specs import axes_of, wrong_sizes
@@ -25,9 +26,6 @@ from planner.testing.laws import LAWS, Law, agreement
 from planner.testing.problem import DTYPES, FLOATS, Problem
 from planner.testing.steps import lowerings
 from planner.testing.strategies import problems_of
-
-if TYPE_CHECKING:
-    from planner.program.implementations import Lowering
 
 __all__ = ["Failure", "Report", "Verdict", "check"]
 
@@ -184,7 +182,7 @@ def check(
         implementation: a function to check in place of `planner.contract`, as ``f(*operands, **indices)`` of arrays of
             the framework; sizes that the spec leaves open are passed as `sizes=`, `index_mode=` if `index_modes` was
             given, else indices are in range. Index arrays are of int64 then, and sizes of 1 do not broadcast.
-        kernel: a row for a backend's table (`planner.program.implementations.Lowering`) to check on all steps, forward and
+        kernel: a row for a backend's table (`Lowering`) to check on all steps, forward and
             backward, that it supports; it needs one backend. It must give what the step means, change no input, and in
             torch allocate no more than its results and its scratch.
         progress: called before each law in each framework, with what begins and how many of these there are.

@@ -13,7 +13,7 @@ from planner.api import plan
 from planner.inspect import memory as measure
 from planner.language.errors import PlannerError, PlannerLimitError
 from planner.language.spec import Operand
-from planner.program.plan import Plan
+from planner.plan import Plan
 from planner.testing.problem import Array, Problem
 
 __all__ = ["Call", "Engine", "engine_of", "installed"]

@@ -12,18 +12,16 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from hypothesis.errors import HypothesisException
 
 from planner.api import contract, plan
 from planner.language.spec import Spec, Term
+from planner.program.implementations import Lowering
 from planner.testing.engines import Call
 from planner.testing.problem import FLOATS, Array, Problem
-
-if TYPE_CHECKING:
-    from planner.program.implementations import Lowering
 
 __all__ = ["Broken", "Subject", "absolute", "allowed", "differs", "raising", "steps_of", "terms_of"]
 

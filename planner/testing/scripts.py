@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from planner.program.plan import Plan
+from planner.plan import Plan
+from planner.testing.judgement import Subject
 from planner.testing.problem import Array, Problem
-
-if TYPE_CHECKING:
-    from planner.testing.judgement import Subject
 
 __all__ = ["of_gradients", "of_memory", "of_second", "of_step", "of_values", "vectors_of"]
 

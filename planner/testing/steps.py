@@ -7,25 +7,23 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hypothesis import assume
 
 from planner.cost.device import Device
 from planner.inspect import memory as measure
 from planner.language.errors import PlannerError
+from planner.plan import Plan
 from planner.program.frameworks import load_backend
+from planner.program.implementations import Lowering, Stepwise, Table
 from planner.program.ops import Op
-from planner.program.plan import Plan
 from planner.program.program import Step
 from planner.testing import scripts
 from planner.testing.engines import Engine, engine_of
 from planner.testing.judgement import Broken, Subject, absolute, allowed, differs, raising, steps_of, terms_of
 from planner.testing.problem import Array, Problem
 from planner.testing.reference import exact_bound, exact_range, reference, reference_gradients
-
-if TYPE_CHECKING:
-    from planner.program.implementations import Lowering, Stepwise, Table
 
 __all__ = ["lowerings", "run_step"]
 

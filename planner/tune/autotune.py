@@ -19,7 +19,7 @@ from planner.cost.rates import cpu_name
 from planner.language.errors import PlannerError
 from planner.language.units import seconds_text
 from planner.program.frameworks import framework_of, load_backend
-from planner.program.plan import Loop, Plan
+from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Programs
 from planner.program.serial import decode, encode
 from planner.program.tree import Leaf, Node
@@ -27,6 +27,7 @@ from planner.search.alternatives import alternatives
 from planner.search.verify import fitting
 from planner.tune.store import damaged, recall, remember
 from planner.tune.tiles import tuned
+from planner.version import __version__
 
 __all__ = ["Timings", "block_seconds", "candidates", "key_of", "measured", "time_programs"]
 
@@ -51,7 +52,7 @@ class Timings:
         return statistics.median(self.seconds[number]) if self.seconds[number] else float("inf")
 
 
-def measured(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any]) -> Plan:
+def measured(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> PlanRecord:
     """Return the plan remembered as the fastest for this problem, else the fastest of a few, timed now and remembered.
 
     Args:
@@ -105,13 +106,13 @@ class _Clock:
         self.operands, self.indices = operands, indices
         self.interrupted = False
 
-    def program(self, plan: Plan) -> Callable[[], None] | None:
+    def program(self, plan: PlanRecord) -> Callable[[], None] | None:
         """The backend's trial of a plan; None where an operand or index array is none at all, but a shape."""
         if any(framework_of(x) is None for x in (*self.operands, *self.indices.values())):
             return None
         return load_backend(plan.backend).trial(plan, self.operands, self.indices)
 
-    def timings(self, plans: Sequence[Plan]) -> list[float]:
+    def timings(self, plans: Sequence[PlanRecord]) -> list[float]:
         """The median seconds of each plan; infinite where it did not run, or after Ctrl-C."""
         if self.interrupted:
             return [float("inf")] * len(plans)
@@ -120,11 +121,11 @@ class _Clock:
         return [timings.median(number) for number in range(len(plans))]
 
 
-def _interrupted(plan: Plan) -> Plan:
+def _interrupted(plan: PlanRecord) -> PlanRecord:
     return dataclasses.replace(plan, origin=f"interrupted, not measured: {plan.origin}", proven=False)
 
 
-def candidates(plan: Plan) -> list[Plan]:
+def candidates(plan: PlanRecord) -> list[PlanRecord]:
     """Return the plans to time beside the chosen one: as good by what is minimised, within limits and reason.
 
     Time is what predictions are unsure of. Any other objective is known exactly: then only ties are timed.
@@ -201,10 +202,8 @@ def block_seconds(
 # -- the key ---------------------------------------------------------------------------------------------
 
 
-def key_of(plan: Plan, operands: Sequence[Any]) -> dict[str, Any] | None:
+def key_of(plan: PlanRecord, operands: Sequence[Any]) -> dict[str, Any] | None:
     """Return all that the choice depends on, as JSON; None where a function is part of it."""
-    from planner import __version__
-
     options = plan.options
     if callable(options.minimize):
         return None
@@ -227,7 +226,7 @@ def key_of(plan: Plan, operands: Sequence[Any]) -> dict[str, Any] | None:
     }
 
 
-def _recalled(plan: Plan, key: Mapping[str, Any]) -> Plan | None:
+def _recalled(plan: PlanRecord, key: Mapping[str, Any]) -> PlanRecord | None:
     """Return the remembered plan, after seeing that its steps are still offered, at the price that they had."""
     value = recall("measured", key)
     if value is None:

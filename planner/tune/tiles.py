@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from planner.program.frameworks import load_backend
 from planner.program.ops import Choice
-from planner.program.plan import Plan
+from planner.program.plan import PlanRecord
 
 __all__ = ["tuned"]
 
@@ -16,7 +16,7 @@ __all__ = ["tuned"]
 CLEARLY = 0.97
 
 
-def tuned(plan: Plan, timings: Callable[[Sequence[Plan]], Sequence[float]]) -> tuple[Plan, int, int]:
+def tuned(plan: PlanRecord, timings: Callable[[Sequence[PlanRecord]], Sequence[float]]) -> tuple[PlanRecord, int, int]:
     """Return the plan with the fastest tiling of each step that has several; of how many steps, and how many changed.
 
     Tilings cost the same memory. A plan that goes slice by slice is returned as it is.
@@ -36,7 +36,7 @@ def tuned(plan: Plan, timings: Callable[[Sequence[Plan]], Sequence[float]]) -> t
     return plan, timed, taken
 
 
-def _tilings(plan: Plan) -> Iterator[tuple[bool, int, tuple[Choice, ...]]]:
+def _tilings(plan: PlanRecord) -> Iterator[tuple[bool, int, tuple[Choice, ...]]]:
     """The steps that have tilings: whether of the backward program, number, and the other choices."""
     backend = load_backend(plan.backend)
     if plan.loop is not None or backend.pins_tiles():
@@ -48,7 +48,7 @@ def _tilings(plan: Plan) -> Iterator[tuple[bool, int, tuple[Choice, ...]]]:
                 yield bool(backward), number, choices
 
 
-def _with_choice(plan: Plan, backward: bool, number: int, choice: Choice) -> Plan:
+def _with_choice(plan: PlanRecord, backward: bool, number: int, choice: Choice) -> PlanRecord:
     programs = plan.programs
     program = programs.backward if backward else programs.forward
     assert program is not None

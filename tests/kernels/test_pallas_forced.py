@@ -14,7 +14,7 @@ from jax.test_util import check_grads  # noqa: E402
 
 import planner  # noqa: E402
 from planner.backends.jax import evaluation as jax_evaluation  # noqa: E402
-from planner.backends.jax import step as jax_step
+from planner.backends.jax import step as jax_step  # noqa: E402
 from planner.backends.jax.rows import make_table  # noqa: E402
 from planner.cost.device import CPU  # noqa: E402
 from planner.cost.objective import step_key  # noqa: E402

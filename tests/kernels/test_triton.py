@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 import planner  # noqa: E402
 from planner.backends.torch import index as torch_index  # noqa: E402
-from planner.backends.torch import tensor as torch_tensor
+from planner.backends.torch import tensor as torch_tensor  # noqa: E402
 from planner.backends.torch.bound import BoundPlan  # noqa: E402
 from planner.bench import card, torch_card  # noqa: E402
 from planner.bench.ahead_of_time import _occupancy, _signature, cases  # noqa: E402

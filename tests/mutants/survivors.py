@@ -34,8 +34,8 @@ SURVIVORS: dict[str, str] = {
     "planner/bench/ahead_of_time.py:Built:ReplaceTrueWithFalse:00cd0eee": (
         "equivalent: of the fields of what was compiled none is assigned, nor is it hashed"
     ),
-    "planner/tune/calibrate.py:_calibrate:ReplaceTrueWithFalse:00cc7e86": _STRICT,
-    "planner/tune/predictions.py:module:NumberReplacer:000303bb": (
+    "planner/calibrate/command.py:_calibrate:ReplaceTrueWithFalse:00cc7e86": _STRICT,
+    "planner/calibrate/predictions.py:module:NumberReplacer:000303bb": (
         "an effort only: which workloads are too large to be timed by the check; none lies near the bound"
     ),
     "planner/search/space.py:module:NumberReplacer:011008a4": (

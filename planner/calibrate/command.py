@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from planner.calibrate.predictions import Rows, check, check_text
 from planner.cost import rates
 from planner.cost.device import Device
 from planner.language.errors import PlannerError
@@ -29,7 +30,6 @@ from planner.language.resolve import resolve
 from planner.program.frameworks import load_backend
 from planner.program.ops import Op
 from planner.progress import Progress
-from planner.tune.predictions import Rows, check, check_text
 from planner.workloads import WORKLOADS
 
 __all__ = ["main", "measure"]

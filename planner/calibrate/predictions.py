@@ -16,6 +16,7 @@ from planner.language.spec import Gather
 from planner.language.units import seconds_text
 from planner.program.frameworks import load_backend
 from planner.program.loops import parts
+from planner.program.plan import PlanRecord
 from planner.workloads import WORKLOADS, Workload
 
 __all__ = ["Rows", "StepTime", "check", "check_text"]
@@ -72,7 +73,7 @@ def check_workload(framework: Framework, workload: Workload) -> Iterator[StepTim
     torch = framework == "torch"
     arrays = workload.operands(framework, values="normal", requires_grad=torch)
     indices = workload.indices(framework)
-    made = plan(workload.spec, *arrays, **workload.options, **indices)
+    made: PlanRecord = plan(workload.spec, *arrays, **workload.options, **indices)
     if made.cost.peak_bytes > MOST_PEAK or made.cost.seconds > MOST_SECONDS:
         return
     if torch:
