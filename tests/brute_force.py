@@ -17,7 +17,7 @@ from planner.program.build import Lowerer
 from planner.program.ops import Op
 from planner.program.tree import Leaf, Node, Tree
 from planner.search.network import Network, Status, Value
-from planner.search.space import Problem
+from planner.search.space import SearchSpace
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TooManyTreesError(Exception):
     """There are more trees than a test wants to price."""
 
 
-def every_tree(problem: Problem, most: int = 10**9) -> list[Tree]:
+def every_tree(problem: SearchSpace, most: int = 10**9) -> list[Tree]:
     """All trees of a problem, each in its plain order of evaluation.
 
     Raises:
@@ -143,7 +143,7 @@ def figure(cost: Cost, objective: str) -> int:
     }[objective]
 
 
-def every_keep(problem: Problem, tree: Tree) -> Iterator[Tree]:
+def every_keep(problem: SearchSpace, tree: Tree) -> Iterator[Tree]:
     """The tree with every choice of which values are kept, of those that the backward program would need."""
 
     def needs(tree: Tree) -> bool:
@@ -177,7 +177,7 @@ class Priced:
         return self.peak <= memory and self.cost.retained_bytes <= retain
 
 
-def price(problem: Problem, tree: Tree, lower: Lowerer, orders: bool = True) -> Iterator[Priced]:
+def price(problem: SearchSpace, tree: Tree, lower: Lowerer, orders: bool = True) -> Iterator[Priced]:
     """Price a tree with every choice of kept values."""
     for chosen in every_keep(problem, tree):
         evaluated = every_order(chosen, "order") if orders else [chosen]
@@ -190,7 +190,7 @@ def price(problem: Problem, tree: Tree, lower: Lowerer, orders: bool = True) -> 
 
 
 def price_all(
-    problem: Problem, trees: Sequence[Tree], lower: Lowerer, most: int = 10**9, orders: bool = True
+    problem: SearchSpace, trees: Sequence[Tree], lower: Lowerer, most: int = 10**9, orders: bool = True
 ) -> list[Priced]:
     """Price all trees with every choice of kept values.
 

@@ -18,12 +18,12 @@ import planner
 from planner.cost.objective import step_key
 from planner.inspect import memory as measure
 from planner.program.build import Lowerer
-from planner.search.space import Problem
+from planner.search.space import SearchSpace
 
 
 def with_kept(plan, random):
     """The plan with its kept values drawn anew; some of them kept and some not, where there is such a choice."""
-    problem = Problem(plan.resolved, plan.operands, plan.dtype, plan.backend, plan.device)
+    problem = SearchSpace(plan.contraction)
     lower = Lowerer(problem.choices, step_key("time"))
     trees = list(itertools.islice(every_keep(problem, plan.tree), 256))
     plans = [dataclasses.replace(plan, tree=tree, programs=problem.programs(tree, lower)) for tree in trees]

@@ -56,7 +56,7 @@ print(getattr(build_meta, "build_" + sys.argv[1])(sys.argv[2]))
 """
 WHERE = """
 import importlib.util, pathlib
-for name in ("planner", "planner.language.spec", "planner.kernels.grouping.torch_grouping", "planner.backends.protocol"):
+for name in ("planner", "planner.language.spec", "planner.kernels.grouping.keys", "planner.backends.protocol"):
     print(name, pathlib.Path(importlib.util.find_spec(name).origin).resolve())
 """
 

@@ -24,14 +24,15 @@ import planner
 from planner.cost.device import CPU
 from planner.cost.objective import OBJECTIVES, step_key
 from planner.language.dtypes import itemsize
+from planner.language.options import Options
 from planner.language.resolve import resolve_shapes
 from planner.language.spec import unused_letters
 from planner.program.build import Lowerer
+from planner.program.contraction import Contraction
 from planner.program.tree import Leaf
 from planner.search.dynamic import Peaks, Search, Way
 from planner.search.paths import splits_of
-from planner.search.space import AUTO_WORK, MOST_TRIED, Problem
-from planner.search.space import problem_of as problem_of_plan
+from planner.search.space import AUTO_WORK, MOST_TRIED, SearchSpace
 from planner.testing import problems
 
 MOST_TREES = examples(600, 20_000)  # that a random network may have, orders of evaluation included
@@ -90,10 +91,10 @@ def problem_of(network, backend):
     spec, operands, indices, output = network
     resolved = resolve_shapes(spec, [o.shape for o in operands], indices, output)
     dtype = "float64" if any(o.dtype == "float64" for o in operands) else "float32"
-    return RowMajor(resolved, operands, dtype, backend, CPU)
+    return RowMajor(Contraction(spec, resolved, (), tuple(operands), dtype, "raise", backend, CPU, Options()))
 
 
-class RowMajor(Problem):
+class RowMajor(SearchSpace):
     """A problem whose values are all row-major, as the search takes them to be."""
 
     def choices(self, op):
@@ -412,7 +413,7 @@ def test_every_tree_gives_the_oracles_values(random_problem):
     operands = case.operands()
     sizes = case.output_shape()
     plan = planner.plan(case.spec, *operands, sizes=sizes, index_mode=case.index_mode, backend="numpy", **case.indices)
-    problem = Problem(plan.resolved, plan.operands, plan.dtype, "numpy", CPU)
+    problem = SearchSpace(dataclasses.replace(plan.contraction, device=CPU))
     assume(3 ** len(operands) * 4 ** len(problem.network.gathers) <= 1500)
     assume(case.exact_bound() < 2**24)
     lower = Lowerer(problem.choices, step_key("time"))
@@ -642,7 +643,7 @@ def test_specs_with_many_index_arrays_are_planned(optimize, scattered):
 )  # fmt: skip
 def test_the_work_of_a_search_is_foretold(spec, shapes, indices, work):
     """Each operand is on one side of a split, or on the other, or not there; so is each index array."""
-    found = problem_of_plan(planner.plan(spec, *shapes, backend="numpy", **indices))
+    found = SearchSpace(planner.plan(spec, *shapes, backend="numpy", **indices).contraction)
     assert found.exact_work() == work
 
 
@@ -651,5 +652,5 @@ def test_a_chain_whose_splits_are_few_is_searched_exactly_beyond_the_work_that_i
     letters = "abcdefghijkl"
     spec = ",".join(a + b for a, b in itertools.pairwise(letters)) + "->al"
     plan = planner.plan(spec, *[(n + 2, n + 3) for n in range(11)], backend="numpy")
-    assert AUTO_WORK < problem_of_plan(plan).exact_work() <= MOST_TRIED * AUTO_WORK
+    assert AUTO_WORK < SearchSpace(plan.contraction).exact_work() <= MOST_TRIED * AUTO_WORK
     assert plan.origin.startswith("exact")
