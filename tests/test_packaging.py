@@ -164,8 +164,9 @@ def test_plain_pythonpath(tmp_path):
     lines = _run(sys.executable, "-c", WHERE, cwd=tmp_path, path=str(ROOT)).splitlines()
     assert {pathlib.Path(line.split()[1]).parent.relative_to(ROOT).as_posix() for line in lines} == {
         "planner",
+        "planner/language",
         "backends",
-        "kernels",
+        "kernels/grouping",
     }
 
 
