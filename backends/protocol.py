@@ -1,5 +1,5 @@
-"""The public names for rows of your own; they are defined in `planner.program.implementations`."""
+"""The public names for rows of your own. They are defined in `planner.program.implementations`."""
 
-from planner.program.implementations import Backend, Lowering, Stepwise, Table
+from planner.program.implementations import Backend, Implementation, Lowering, Stepwise, Table
 
-__all__ = ["Backend", "Lowering", "Stepwise", "Table"]
+__all__ = ["Backend", "Implementation", "Lowering", "Stepwise", "Table"]

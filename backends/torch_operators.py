@@ -1,3 +1,3 @@
-"""Registers the operators of exported graphs with torch; they are defined in `planner.backends.torch.operators`."""
+"""Registers the operators of exported graphs with torch; they are defined in `planner.backends.torch.traced`."""
 
-from planner.backends.torch.operators import *  # noqa: F403
+from planner.backends.torch.traced import *  # noqa: F403

@@ -15,7 +15,7 @@ from planner.language.dtypes import asked_dtype, dtype_name, itemsize
 from planner.language.errors import PlannerError, PlannerTypeError, ShapeError
 from planner.language.options import PRECISIONS, Options, Request, check_index_mode
 from planner.language.parse import parse, parse_sublists
-from planner.language.resolve import cut, resolve_shapes, shape_of
+from planner.language.resolve import resolve_shapes, shape_of, shorten
 from planner.language.spec import Operand, Spec
 from planner.language.units import parse_bytes
 from planner.plan import Plan
@@ -24,8 +24,8 @@ from planner.program.frameworks import framework_of, load_backend, operands_fram
 from planner.program.implementations import Backend
 from planner.run import for_dynamo, torch_compiles
 from planner.search.paths import explicit_path
-from planner.search.verify import accepted
-from planner.tune.autotune import measured
+from planner.search.verify import accept_plan
+from planner.tune.autotune import autotune
 
 __all__ = ["contract", "plan"]
 
@@ -256,8 +256,8 @@ def _plan(
         text, resolved, given, described, compute, request.index_mode, framework, device or backend.device(operands),
         options,
     )  # fmt: skip
-    made = accepted(contraction)
-    return Plan.of(measured(made, operands, indices) if options.optimize == "measure" else made)
+    made = accept_plan(contraction)
+    return Plan.of(autotune(made, operands, indices) if options.optimize == "measure" else made)
 
 
 def _check_names(call: Callable[..., Any], indices: Mapping[str, Any]) -> None:
@@ -276,13 +276,13 @@ def _lettered(sizes: Any, letters: Mapping[Any, str]) -> Any:
         return sizes
     for label in sizes:
         if label not in letters:
-            raise ShapeError(f"sizes= names {label!r}, which is no label of the lists: {cut(str(list(letters)))}")
+            raise ShapeError(f"sizes= names {label!r}, which is no label of the lists: {shorten(str(list(letters)))}")
     return {letters[label]: size for label, size in sizes.items()}
 
 
 def _call_text(spec: str | Spec, shapes: Sequence[Any], index_shapes: Mapping[str, Any], sizes: Any) -> str:
     """Write a call with shapes in place of arrays, cut to a readable length."""
-    given = [cut(repr(str(spec))), *map(str, shapes[:20]), *["..."] * (len(shapes) > 20)]
+    given = [shorten(repr(str(spec))), *map(str, shapes[:20]), *["..."] * (len(shapes) > 20)]
     given += [f"{name}={shape}" for name, shape in [*index_shapes.items()][:20]]
     given += [f"sizes={sizes!r:.80}"] if sizes is not None else []
     return ", ".join(given)[:600]

@@ -11,7 +11,7 @@ from planner.inspect.analyze import analyze
 from planner.inspect.collectives import Collective, collectives
 from planner.inspect.text import plan_text
 from planner.inspect.verdicts import Verdict, verdicts
-from planner.language.resolve import cut
+from planner.language.resolve import shorten
 from planner.program.plan import PlanRecord
 from planner.program.serial import plan_from_json, plan_to_json
 from planner.run import run_plan
@@ -184,6 +184,6 @@ class Plan(PlanRecord):
     def __repr__(self) -> str:
         cost = self.cost
         return (
-            f"<Plan '{cut(self.text, 80)}' {self.backend}/{self.device.name} {len(self.steps)} steps, "
+            f"<Plan '{shorten(self.text, 80)}' {self.backend}/{self.device.name} {len(self.steps)} steps, "
             f"{cost.flops} FLOPs, peak {cost.peak_bytes} B, retained {cost.retained_bytes} B>"
         )

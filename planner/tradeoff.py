@@ -13,11 +13,11 @@ from planner.cost.objective import OBJECTIVES
 from planner.inspect.text import table_lines
 from planner.language.errors import PlannerError, PlannerLimitError
 from planner.language.options import SEARCHES
-from planner.language.resolve import cut
+from planner.language.resolve import shorten
 from planner.language.units import bytes_text, count_text, parse_bytes, seconds_text
 from planner.plan import Plan
 from planner.search.alternatives import alternatives
-from planner.search.verify import fitting
+from planner.search.verify import keep_fitting
 
 __all__ = ["Tradeoff", "tradeoff"]
 
@@ -64,7 +64,7 @@ class Tradeoff:
         return "\n".join([head, *table_lines(rows, (0, 5))])
 
     def __repr__(self) -> str:
-        return f"<Tradeoff '{cut(self.plans[0].text, 80)}' {len(self)} plans>"
+        return f"<Tradeoff '{shorten(self.plans[0].text, 80)}' {len(self)} plans>"
 
     def plot(self, path: Any = None) -> Any:
         """Draw peak against time, a point for each plan, coloured by what it retains.
@@ -91,7 +91,7 @@ class Tradeoff:
             axes.annotate(str(number), (cost.seconds, cost.peak_bytes), xytext=(4, 4), textcoords="offset points")
         axes.set_xlabel("predicted time")
         axes.set_ylabel("peak")
-        axes.set_title(cut(self.plans[0].text, 80), parse_math=False)
+        axes.set_title(shorten(self.plans[0].text, 80), parse_math=False)
         axes.xaxis.set_major_formatter(lambda value, _: seconds_text(value) if value > 0 else "0")
         axes.yaxis.set_major_formatter(lambda value, _: bytes_text(round(value)))
         axes.grid(alpha=0.3)
@@ -162,7 +162,7 @@ def tradeoff(
         found += [planned(objective) for objective in OBJECTIVES if objective != "time"]
         if isinstance(first.options.optimize, str) and first.options.optimize in SEARCHES:
             others = (alternative.plan for alternative in alternatives(first, 100))
-            found += fitting(others)
+            found += keep_fitting(others)
         # Under a limit a search may settle for what is best for no single objective.
         for name, field in (("memory_limit", "peak_bytes"), ("retain_limit", "retained_bytes")):
             for rung in _rungs(sorted({getattr(point.cost, field) for point in _front(found)})):

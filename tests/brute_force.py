@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from planner.cost.figures import Cost, PlanCost
 from planner.program.build import Lowerer
-from planner.program.ops import Op
+from planner.program.ops import Cast, Einsum, Op
 from planner.program.tree import Leaf, Node, Tree
 from planner.search.network import Network, Status, Value
 from planner.search.space import SearchSpace
@@ -45,10 +45,10 @@ def every_tree(problem: SearchSpace, most: int = 10**9) -> list[Tree]:
         term = network.leaves[operand]
         tree: Tree = Leaf(operand)
         if (source := problem.casts[operand]) is not None:
-            tree = Node(Op(step((term,), term), dtype, source), (tree,))
+            tree = Node(Cast(step((term,), term), dtype, source_dtype=source), (tree,))
         if len(network.leaves) == 1 and not network.gathers:  # one operand, no index array: one step, if any
             if term != network.result:
-                tree = Node(Op(step((term,), network.result), dtype), (tree,))
+                tree = Node(Einsum(step((term,), network.result), dtype), (tree,))
             yield Grown(tree, network.open, network.result)
             return
         tidy = network.term(network.value_axes(Value(1 << operand, network.open)))
@@ -56,7 +56,7 @@ def every_tree(problem: SearchSpace, most: int = 10**9) -> list[Tree]:
             yield Grown(tree, network.open, term)
             return
         # Private and repeated axes go in a step of their own, or in the one that takes.
-        yield Grown(Node(Op(step((term,), tidy), dtype), (tree,)), network.open, tidy)
+        yield Grown(Node(Einsum(step((term,), tidy), dtype), (tree,)), network.open, tidy)
         yield Grown(tree, network.open, term)
 
     def step(terms, output):
@@ -69,7 +69,7 @@ def every_tree(problem: SearchSpace, most: int = 10**9) -> list[Tree]:
         result = Value(operands, status)
         spec = network.step_spec(tuple((value(o, g), g.order) for o, g in parts), result)
         return Grown(
-            Node(Op(spec, dtype), tuple(g.tree for _, g in parts)), status, network.term(network.value_axes(result))
+            Node(Einsum(spec, dtype), tuple(g.tree for _, g in parts)), status, network.term(network.value_axes(result))
         )
 
     def alone(operands: int, grown: Grown) -> Iterator[Grown]:
@@ -118,7 +118,7 @@ def finished(network: Network, grown: Grown, dtype: str) -> Tree:
     if len(network.leaves) == 1 and not network.gathers:
         return grown.tree
     spec = dataclasses.replace(network.spec, inputs=(grown.order,), output=network.result)
-    return Node(Op(network.restricted(spec), dtype), (grown.tree,))
+    return Node(Einsum(network.restricted(spec), dtype), (grown.tree,))
 
 
 def every_order(tree: Tree, field: str) -> Iterator[Tree]:

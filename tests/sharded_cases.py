@@ -250,12 +250,12 @@ def others() -> dict[str, Any]:
     limited = planner.plan("nij, q[n]jk, nk -> ni", *(x.shape for x in many[:3]), q=(64,), backend="jax",
                            memory_limit=10_000)  # fmt: skip
 
-    def looped(*arrays: Any) -> Any:
+    def make_loop(*arrays: Any) -> Any:
         return limited(*arrays[:3], q=arrays[3])
 
     found["loop"] = str(limited.loop)
     split = put(many[0], "x"), many[1], put(many[2], "x"), put(many[3], "x")
-    found["loop, split"] = same(looped, many, *split)[0]
+    found["loop, split"] = same(make_loop, many, *split)[0]
     found["loop foretold"] = refused(limited.collectives, {"n": 8})
 
     typed = put(a, "x", on=explicit), put(c, on=explicit), put(q, "x", on=explicit)

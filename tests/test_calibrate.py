@@ -16,7 +16,7 @@ from planner.calibrate import command as calibrate
 from planner.calibrate import predictions
 from planner.cost import rates
 from planner.cost.device import CPU, GPU, PRESETS, gpu_preset
-from planner.search.slicing import looped
+from planner.search.slicing import make_loop
 
 ROOT = Path(__file__).parent.parent
 KEY = rates.Key("a processor, 2 threads", "numpy", "2.0", "cpu")
@@ -26,9 +26,9 @@ MEASURED = dataclasses.replace(CPU, flop_rate=3e11, source="measured in a test")
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("PLANNER_CACHE", str(tmp_path))
-    rates.stored.cache_clear()
+    rates.stored_rates.cache_clear()
     yield tmp_path
-    rates.stored.cache_clear()
+    rates.stored_rates.cache_clear()
 
 
 def numpy_key():
@@ -206,7 +206,7 @@ def test_a_larger_problem_is_never_predicted_faster(name):
                     spec = planner.resolve(text, (k, j), q=(size,))
                 else:
                     spec = planner.resolve(text, (size, j), sizes={"q": k}, q=(size,))
-                for choice in table.choices(planner.program.ops.Op(spec, "float32"), device):
+                for choice in table.choices(planner.program.ops.Einsum(spec, "float32"), device):
                     cost = choice.cost.picoseconds
                     assert cost >= last.get(choice.lowering, 0), (text, size, choice.lowering)
                     last[choice.lowering] = cost
@@ -341,7 +341,7 @@ def test_the_check_times_the_steps_of_a_slice(monkeypatch):
     monkeypatch.setitem(predictions.WORKLOADS, "equivariant", tiny)
     whole = predictions.check(["equivariant"])
     monkeypatch.setattr(
-        predictions, "plan", lambda *given, **options: looped(planner.plan(*given, **options), {"n": 1})
+        predictions, "plan", lambda *given, **options: make_loop(planner.plan(*given, **options), {"n": 1})
     )
     slices = predictions.check(["equivariant"])
     assert {(t.framework, t.backward) for t in slices} == {(t.framework, t.backward) for t in whole}

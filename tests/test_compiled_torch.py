@@ -17,8 +17,8 @@ from planner.workloads import WORKLOADS
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from planner.backends.torch import operators as torch_operators  # noqa: E402
-from planner.backends.torch.bound import BoundPlan  # noqa: E402
+from planner.backends.torch import traced as torch_operators  # noqa: E402
+from planner.backends.torch.executable import Executable  # noqa: E402
 
 SPEC = "nij, q[n]jk -> nik"
 
@@ -250,8 +250,8 @@ def test_the_plan_is_what_runs(monkeypatch):
         return graph
 
     for name in ("forward", "backward"):
-        real = getattr(BoundPlan, name)
-        monkeypatch.setattr(BoundPlan, name, lambda *xs, real=real, name=name: ran.append(name) or real(*xs))
+        real = getattr(Executable, name)
+        monkeypatch.setattr(Executable, name, lambda *xs, real=real, name=name: ran.append(name) or real(*xs))
     backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=recorded, bw_compiler=recorded)
     made = torch.compile(
         lambda xs, qs: planner.contract(workload.spec, *xs, sizes={"d": 16}, **qs), fullgraph=True, backend=backend

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
-from planner.language.derive import summable, summed
+from planner.language.derive import sum_dims, summable_dims
 from planner.language.parse import parse
 from planner.language.resolve import resolve_shapes
 from planner.testing import problems, reference
@@ -74,7 +74,7 @@ def test_batched_is_a_loop(case, data):
 def test_a_gradient_that_repeats_is_one_of_a_sum(case, data):
     spec, operands, indices = resolved_call(case)
     gout = case.output_gradient()
-    free = [d for d in summable(spec) if gout.shape[d]]
+    free = [d for d in summable_dims(spec) if gout.shape[d]]
     dims = data.draw(st.sets(st.sampled_from(free))) if free else set()
     once = gout[tuple(slice(1) if d in dims else slice(None) for d in range(gout.ndim))]
     repeated = np.broadcast_to(once, gout.shape)
@@ -82,7 +82,7 @@ def test_a_gradient_that_repeats_is_one_of_a_sum(case, data):
     for number in range(len(operands)):
         others = list(operands)
         others[number] = once.reshape([n for d, n in enumerate(once.shape) if d not in dims])
-        short = planner.transpose(summed(spec, dims), number)
+        short = planner.transpose(sum_dims(spec, dims), number)
         found = planner.contract(short, *others, index_mode=case.index_mode, **indices)
         np.testing.assert_array_equal(found.reshape(wanted[number].shape), wanted[number])
 
@@ -102,7 +102,7 @@ def test_what_may_be_summed(spec, dims):
     shapes = [tuple(3 if e == "q" else 2 for e in term) for term in inputs]
     sizes = {"q": 3} if "-> q" in spec else {"k": 2} if spec == "i -> ik" else None
     indices = {"q": (2,)} if "q" in spec else {}
-    assert summable(planner.resolve(spec, *shapes, sizes=sizes, **indices)) == dims
+    assert summable_dims(planner.resolve(spec, *shapes, sizes=sizes, **indices)) == dims
 
 
 def test_what_does_not_derive():

@@ -661,7 +661,7 @@ def test_what_is_multiplied_and_summed_equals_the_product(groups, dtype, seed, s
     from planner.backends.jax.backend import backend
     from planner.backends.jax.products import reordered
     from planner.cost.device import CPU
-    from planner.program.ops import Op
+    from planner.program.ops import Einsum
 
     names = dict(zip("abcde", groups, strict=False))
     small = [e for e, group in names.items() if group != "left"]
@@ -671,7 +671,7 @@ def test_what_is_multiplied_and_summed_equals_the_product(groups, dtype, seed, s
         shuffler.shuffle(term)
     terms[:2] = shuffler.sample(terms[:2], 2)
     sizes = tuple((e, 2 + number % 3) for number, e in enumerate(names))
-    op = Op(Spec(tuple(map(tuple, terms[:2])), tuple(terms[2]), sizes), dtype)
+    op = Einsum(Spec(tuple(map(tuple, terms[:2])), tuple(terms[2]), sizes), dtype)
     choices = {choice.lowering: choice for choice in backend.table.choices(op, CPU)}
     aligned = [e for e in terms[0] if e in terms[1]] == [e for e in terms[1] if e in terms[0]]
     assert ("multiply, then sum" in choices) == (aligned and reordered(op.spec).apart > 0)

@@ -28,14 +28,14 @@ from laws import (
 import planner
 from planner.cost.device import H200
 from planner.inspect.memory import torch_counts
-from planner.program.ops import Op
+from planner.program.ops import Einsum, JointGradient
 from planner.testing import Problem
 from planner.testing.reference import reference, reference_gradients
 from planner.workloads import WORKLOADS
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from planner.backends.torch.bound import BoundPlan  # noqa: E402
+from planner.backends.torch.executable import Executable  # noqa: E402
 
 
 def to_torch(array, dtype=None):
@@ -221,7 +221,7 @@ def test_every_lowering_agrees():
     Rows for a card are interpreted here, on the CPU's tensors.
     """
     from planner.backends.torch.backend import backend
-    from planner.backends.torch.bound import BoundPlan
+    from planner.backends.torch.executable import Executable
 
     # Variants and what takes bfloat16 alone are run by tests/kernels.
     apart = {name for name, row in backend.table.rows.items() if row.variant_of or name.endswith("grouped_mm")}
@@ -229,7 +229,7 @@ def test_every_lowering_agrees():
 
     def agree(text, operands, options, seed):
         plan = planner.plan(text, *operands, **options)
-        bound, spec = BoundPlan(plan, backend.table), plan.resolved.spec
+        bound, spec = Executable(plan, backend.table), plan.resolved.spec
         indices = {name: q for name, q in options.items() if isinstance(q, torch.Tensor)}
         random = np.random.default_rng(seed)
 
@@ -237,12 +237,16 @@ def test_every_lowering_agrees():
             ran[lowering] += 1
             return backend.table.run(lowering, op, inputs, bound.prepare(indices))
 
-        singles = [Op(planner.transpose(spec, child), "float32") for child in range(len(spec.inputs))]
-        for op in (Op(spec, "float32"), *singles, *[Op(spec, "float32", pair=True)] * (len(singles) == 2)):
+        singles = [Einsum(planner.transpose(spec, child), "float32") for child in range(len(spec.inputs))]
+        for op in (
+            Einsum(spec, "float32"),
+            *singles,
+            *[Einsum(spec, "float32").joint_gradient()] * (len(singles) == 2),
+        ):
             inputs = [to_torch(random.integers(-2, 3, shape).astype(np.float32)) for shape in op.input_shapes]
             choices = [c for device in (plan.device, H200) for c in backend.table.choices(op, device)]
             outcomes = [run(lowering, op, inputs) for lowering in dict.fromkeys(c.lowering for c in choices)]
-            if op.pair and outcomes:
+            if isinstance(op, JointGradient) and outcomes:
                 gout, a, b = inputs
                 apart = [
                     run(backend.table.choices(one, plan.device)[0].lowering, one, pair)[0]
@@ -975,8 +979,8 @@ def test_gradients_read_no_tensor_of_a_transform_that_has_ended(monkeypatch):
         seen.extend([gradient, *operands, *kept])
         return inner(self, gradient, operands, index, kept)
 
-    inner = BoundPlan.backward
-    monkeypatch.setattr(BoundPlan, "backward", backward)
+    inner = Executable.backward
+    monkeypatch.setattr(Executable, "backward", backward)
     q = torch.tensor([1, 0, 1])
     a, c = torch.ones(3, 2, 4), torch.ones(2, 4, 5)
     result, pull = torch.func.vjp(lambda a, c: planner.contract("nij, q[n]jk -> nik", a, c, q=q), a, c)

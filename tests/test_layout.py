@@ -16,7 +16,7 @@ from planner.cost.layout import Layout, flattens, layout_of, neighbours, permute
 from planner.inspect.memory import torch_memory
 from planner.language.spec import Operand, Spec
 from planner.program.frameworks import load_backend
-from planner.program.ops import Op
+from planner.program.ops import Einsum
 from planner.testing import Problem
 from planner.workloads import WORKLOADS
 
@@ -170,7 +170,7 @@ def test_ways_around_a_copy_agree_and_cost_what_they_say(spec):
     table, shape = load_backend("torch").table, {"b": 2, "i": 3, "j": 40, "k": 50, "l": 20}
     first, second = spec.partition("->")[0].replace(" ", "").split(",")
     operands = [torch.randint(-3, 4, [shape[axis] for axis in term]).float() for term in (first, second)]
-    op = Op(planner.resolve(spec, *operands), "float32")
+    op = Einsum(planner.resolve(spec, *operands), "float32")
     expected = torch.einsum(spec.replace(" ", ""), *operands)
     found = {choice.lowering: choice.cost for choice in table.choices(op, CPU)}
     assert found["matmul"].copied_bytes > 0

@@ -293,9 +293,9 @@ def test_ctrl_c_ends_the_search_for_what_fits(monkeypatch, at):
     options = dataclasses.replace(plan.options, memory_limit=10**5)
     if at == "search":
         with pytest.raises(KeyboardInterrupt):
-            acceptance.accepted(dataclasses.replace(plan, options=options))
+            acceptance.accept_plan(dataclasses.replace(plan, options=options))
     else:
-        found = acceptance.accepted(dataclasses.replace(plan, options=options))
+        found = acceptance.accept_plan(dataclasses.replace(plan, options=options))
         assert found.compiled_bytes is None
         assert found.origin.startswith("interrupted")
         assert "limit unverified" in str(found)
@@ -308,7 +308,7 @@ def test_other_plans_do_not_carry_what_was_compiled_of_this_one():
     plan = planner.plan("ij,jk,kl->il", *shapes, backend="jax", memory_limit="1 MB")
     assert plan.compiled_bytes is not None
     assert all(other.plan.compiled_bytes is None for other in plan.alternatives(9))
-    for other in acceptance.fitting(other.plan for other in plan.alternatives(9)):
+    for other in acceptance.keep_fitting(other.plan for other in plan.alternatives(9)):
         assert other.compiled_bytes == planner.program.frameworks.load_backend("jax").compiled_bytes(other) <= 10**6
 
 

@@ -15,7 +15,7 @@ from planner import Operand, PlannerLimitError
 from planner.cost.figures import Cost
 from planner.language.derive import sliced
 from planner.program.loops import covers, parts, slice_counts
-from planner.search.slicing import can_be_cut, looped, worth_cutting
+from planner.search.slicing import can_be_cut, make_loop, worth_cutting
 from planner.testing.reference import reference, reference_gradients
 from planner.tune.autotune import candidates
 from planner.workloads import WORKLOADS
@@ -83,7 +83,7 @@ def test_numpy_values():
     def law(data):
         problem = data.draw(exact_problems())
         axes = data.draw(slicings(problem))
-        plan = looped(plan_of(problem, "numpy"), axes)
+        plan = make_loop(plan_of(problem, "numpy"), axes)
         got = plan(*problem.operands(), **problem.indices)
         assert_equal((got, got.dtype.name), problem.expected(), "float32")
         floors.note(gather=bool(problem.indices), two=len(axes) > 1, nonzero=problem.expected().any())
@@ -103,7 +103,7 @@ def test_torch_values_gradients_and_memory():
     def law(data):
         problem = data.draw(exact_problems())
         axes = data.draw(slicings(problem))
-        plan = looped(plan_of(problem, "torch", problem.requires_grad), axes)
+        plan = make_loop(plan_of(problem, "torch", problem.requires_grad), axes)
         assert plan.cost.retained_bytes == 0
         operands = [
             torch.from_numpy(x.copy()).requires_grad_(need)
@@ -138,7 +138,7 @@ def test_jax_values_and_gradients():
         problem = data.draw(exact_problems(max_operands=3))
         axes = data.draw(slicings(problem))
         assume(all(can_be_cut(resolved(problem), axis) for axis in axes))
-        plan = looped(plan_of(problem, "jax", problem.requires_grad), axes)
+        plan = make_loop(plan_of(problem, "jax", problem.requires_grad), axes)
         operands = [jax.numpy.asarray(x) for x in problem.operands()]
         indices = {name: jax.numpy.asarray(q) for name, q in problem.indices.items()}
         gout = problem.output_gradient()
@@ -164,7 +164,7 @@ def test_jax_slices_are_arrays_that_count(axes):
     from planner.inspect.memory import jax_compiled
 
     operands = [jax.numpy.ones(shape, "float32") for shape in ((8, 128, 64), (8, 64, 96))]
-    plan = looped(planner.plan("ijk, ikl -> jl", *operands), axes)
+    plan = make_loop(planner.plan("ijk, ikl -> jl", *operands), axes)
     _, compiled = jax_compiled(plan, *operands)
     assert 0.9 * plan.cost.peak_bytes <= compiled.peak_bytes <= plan.cost.peak_bytes + SMALL
 
@@ -174,7 +174,7 @@ def test_jax_slices_where_64_bits_are_enabled():
     jax = pytest.importorskip("jax", reason="jax is not installed")
     with jax.enable_x64(True):
         operands = [jax.numpy.ones(shape, "float64") for shape in ((6, 5, 4), (6, 4, 3))]
-        plan = looped(planner.plan("ijk, ikl -> jl", *operands), {"i": 4, "j": 2})
+        plan = make_loop(planner.plan("ijk, ikl -> jl", *operands), {"i": 4, "j": 2})
         result, pull = jax.vjp(plan, *operands)
         assert (result == 24).all()
         assert [(x.dtype, x[0, 0, 0]) for x in pull(result)] == [("float64", 24 * 3), ("float64", 24 * 5)]
@@ -199,7 +199,7 @@ def test_jax_multiplies_no_crumbs():
     plan = planner.plan("ijk, ikl -> jl", *shapes, backend="jax", device="cpu")
     assert plan.loop is None or dict(plan.loop.axes).get("j", 2048) >= 256
     whole = plan if plan.loop is None else plan.alternatives(9)[0].plan
-    assert looped(whole, {"i": 1, "j": 64}).cost.seconds > 1.3 * looped(whole, {"i": 1}).cost.seconds
+    assert make_loop(whole, {"i": 1, "j": 64}).cost.seconds > 1.3 * make_loop(whole, {"i": 1}).cost.seconds
 
 
 def test_what_each_slice_and_each_stretch_of_one_takes_counts():
@@ -207,10 +207,10 @@ def test_what_each_slice_and_each_stretch_of_one_takes_counts():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     x, y = torch.ones(1024, 4), torch.ones(4, 1024)
     plan = planner.plan("ij, jk -> ik", x, y, device="cpu")
-    short, long = (looped(plan, {"i": size}).cost.seconds for size in (1, 64))
+    short, long = (make_loop(plan, {"i": size}).cost.seconds for size in (1, 64))
     assert 1024 * 6e-5 < short < 1.3 * 1024 * 6e-5
     assert short > 8 * long
-    rows, columns = (looped(plan, {axis: 64}).cost.seconds for axis in ("i", "k"))
+    rows, columns = (make_loop(plan, {axis: 64}).cost.seconds for axis in ("i", "k"))
     assert columns - rows > 16 * 1024 * 1e-7  # the result is written in as many stretches as it has rows
 
 
@@ -218,7 +218,7 @@ def test_slices_of_a_transposed_operand_are_read_as_they_lie():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     x, y = torch.ones(64, 32), torch.ones(32, 4096)
     across, along = (
-        looped(planner.plan("ij, jk -> ik", x, b, device="cpu"), {"k": 64}).cost.seconds
+        make_loop(planner.plan("ij, jk -> ik", x, b, device="cpu"), {"k": 64}).cost.seconds
         for b in (y, y.t().contiguous().t())
     )
     assert across - along > 64 * 31 * 1e-7  # 32 rows in 64 slices, or each slice at once
@@ -263,7 +263,7 @@ def test_loops_that_are_as_fast_are_taken_for_the_memory_that_they_save():
 
 
 def test_a_loop_goes_to_json_and_back_and_runs():
-    plan = looped(planner.plan("ij, jk -> ik", (4, 6), (6, 5), backend="numpy"), {"j": 4, "i": 3})
+    plan = make_loop(planner.plan("ij, jk -> ik", (4, 6), (6, 5), backend="numpy"), {"j": 4, "i": 3})
     again = planner.Plan.from_json(plan.to_json())
     assert again == plan
     a, b = np.arange(24.0, dtype="float32").reshape(4, 6), np.arange(30.0, dtype="float32").reshape(6, 5)
@@ -351,7 +351,7 @@ def test_slices_of_a_half_type_are_added_up_in_float32(backend):
     framework = pytest.importorskip(backend, reason=f"{backend} is not installed")
     framework = framework.numpy if backend == "jax" else framework
     x = framework.asarray([2048.0] + [1.0] * 20, dtype=framework.float16)
-    plan = looped(planner.plan("i, i -> ", x, framework.ones_like(x)), {"i": 1})
+    plan = make_loop(planner.plan("i, i -> ", x, framework.ones_like(x)), {"i": 1})
     assert float(plan(x, framework.ones_like(x))) == 2068
 
 
@@ -359,12 +359,12 @@ def test_slices_of_a_half_type_are_added_up_in_float32(backend):
 def test_every_value_of_a_loop_has_storage_of_its_own(operands):
     spec = ",".join(["ij"] * operands) + "->i"
     given = [Operand((4, 6), requires_grad=True)] * operands
-    programs = looped(planner.plan(spec, *given, backend="numpy"), {"i": 2}).programs
+    programs = make_loop(planner.plan(spec, *given, backend="numpy"), {"i": 2}).programs
     assert [x.base for x in programs.variables] == list(range(2 * operands + 2))
 
 
 def test_the_steps_of_a_shorter_last_slice_are_its_own():
-    plan = looped(planner.plan("ij, jk -> ik", (5, 7), (7, 3), backend="numpy"), {"j": 3})
+    plan = make_loop(planner.plan("ij, jk -> ik", (5, 7), (7, 3), backend="numpy"), {"j": 3})
     assert [sizes for sizes, _ in slice_counts(plan.loop.axes, plan.resolved.spec)] == [{"j": 3}, {"j": 1}]
     flops = 2 * 5 * 7 * 3
     adds = 3 * 5 * 3
@@ -375,7 +375,7 @@ def test_the_steps_of_a_shorter_last_slice_are_its_own():
 def test_a_loop_is_analyzed_as_a_whole():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     a, b = torch.rand(40, 30, requires_grad=True), torch.rand(30, 20)
-    plan = looped(planner.plan("ij, jk -> ik", a, b), {"j": 7})
+    plan = make_loop(planner.plan("ij, jk -> ik", a, b), {"j": 7})
     found = plan.analyze(a, b, rounds=1)
     assert not found.steps
     forward, backward = found.totals

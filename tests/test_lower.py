@@ -6,7 +6,7 @@ import planner
 from planner.cost.device import CPU
 from planner.program.forms import GroupedForm, grouped_form, inner_product, pooled_form, product_form
 from planner.program.frameworks import load_backend
-from planner.program.ops import Op
+from planner.program.ops import Einsum
 
 
 @pytest.mark.parametrize(
@@ -61,5 +61,5 @@ def test_what_is_left_of_inputs_is_multiplied_in_the_order_of_the_output():
 )
 def test_both_gradients_share_a_loop_only_where_each_row_is_its_own(text, shapes):
     pytest.importorskip("torch", reason="torch is not installed")
-    op = Op(planner.resolve(text, *shapes, q=(4, 3)), "float32").paired()
+    op = Einsum(planner.resolve(text, *shapes, q=(4, 3)), "float32").joint_gradient()
     assert load_backend("torch").table.verdicts(op, CPU)["both grouped gradients"] == "rows are shared or summed"

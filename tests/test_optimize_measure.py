@@ -20,7 +20,7 @@ import planner
 from planner.cost.objective import plan_key
 from planner.program import implementations as protocol
 from planner.program.serial import encode
-from planner.search.slicing import looped
+from planner.search.slicing import make_loop
 from planner.tune import autotune as measure
 from planner.tune import store as remember
 
@@ -589,7 +589,7 @@ def test_a_loop_in_jax_is_recalled():
     jax = pytest.importorskip("jax", reason="jax is not installed")
     operands = [jax.numpy.ones(shape) for shape in ((64, 32), (32, 48))]
     plan = planner.plan("ij, jk -> ik", *operands)
-    loop = looped(plan, {"i": 16})
+    loop = make_loop(plan, {"i": 16})
     assert loop.loop.body.device != plan.device
     asked = measure.key_of(plan, operands)
     parts = {name: encode(getattr(loop, name)) for name in measure._PARTS}

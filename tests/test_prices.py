@@ -11,7 +11,7 @@ import planner
 from planner.cost.device import CPU, H100, TPU_V5E
 from planner.language.derive import transpose
 from planner.program.frameworks import load_backend
-from planner.program.ops import Op
+from planner.program.ops import Einsum, JointGradient, Op
 
 GOLDEN = Path(__file__).parent / "golden"
 MACHINES = {"numpy": (CPU,), "torch": (CPU, H100), "jax": (CPU, H100, TPU_V5E)}
@@ -38,8 +38,8 @@ STEPS = {
 
 def ops(spec: planner.Spec, dtype: str) -> list[Op]:
     """A step, the steps of its gradients, and both at once."""
-    found = [Op(spec, dtype)] + [Op(transpose(spec, i), dtype) for i in range(len(spec.inputs))]
-    return found + [found[0].paired()] * (len(spec.inputs) == 2)
+    found = [Einsum(spec, dtype)] + [Einsum(transpose(spec, i), dtype) for i in range(len(spec.inputs))]
+    return found + [found[0].joint_gradient()] * (len(spec.inputs) == 2)
 
 
 def prices(name: str, backend: str) -> list[str]:
@@ -49,7 +49,7 @@ def prices(name: str, backend: str) -> list[str]:
     table, lines = load_backend(backend).table, []
     for dtype in ("float32", "bfloat16") if backend != "numpy" else ("float32",):
         for op in ops(resolved, dtype):
-            lines.append(f"{name}, {dtype}: {'both gradients of ' * op.pair}{op.spec}")
+            lines.append(f"{name}, {dtype}: {'both gradients of ' * isinstance(op, JointGradient)}{op.spec}")
             for device in MACHINES[backend]:
                 found = table.choices(op, device)
                 lines += [f"  {device.name}, {c.lowering}: {' '.join(map(str, c.cost))}" for c in found]

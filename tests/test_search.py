@@ -30,7 +30,7 @@ from planner.language.spec import unused_letters
 from planner.program.build import Lowerer
 from planner.program.contraction import Contraction
 from planner.program.tree import Leaf
-from planner.search.dynamic import Peaks, Search, Way
+from planner.search.dynamic import PartialPlan, Peaks, Search
 from planner.search.paths import splits_of
 from planner.search.space import AUTO_WORK, MOST_TRIED, SearchSpace
 from planner.testing import problems
@@ -333,7 +333,7 @@ def test_what_is_kept_is_the_best_within_limits(network, objective, random):
 def test_a_full_front_loses_one_of_the_most_alike():
     """Never the least in retained bytes, in peak or in score: of 0, 40, 50 and 100 bytes the third goes."""
     front = [
-        Way(Leaf(i), (key, 0, 0, 0), kept, Peaks(forward=forward), 0, False, (kept,))
+        PartialPlan(Leaf(i), (key, 0, 0, 0), kept, Peaks(forward=forward), 0, False, (kept,))
         for i, (kept, key, forward) in enumerate([(50, 5, 600), (0, 9, 900), (100, 0, 500), (40, 7, 700)])
     ]
     search = types.SimpleNamespace(part=lambda way: way.key, peak=lambda way: way.peaks.forward)

@@ -15,7 +15,7 @@ import pytest
 import planner
 from planner.language.derive import transpose
 from planner.language.spec import Gather
-from planner.language.split import divided, divisible, local_spec, missing
+from planner.language.split import choose_splits, local_spec, missing, splittable
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from sharded_cases import cases
@@ -151,17 +151,17 @@ def test_parts_are_added_up_where_the_result_lacks_what_is_split():
 
 def test_of_arrays_that_disagree_the_smaller_one_moves():
     rows, pool = (("x",), (), ()), (("x",), (), ())
-    assert divided(SPEC, [(SPEC.inputs[0], rows), (SPEC.inputs[1], pool)]) == {POOL: ("x",)}
+    assert choose_splits(SPEC, [(SPEC.inputs[0], rows), (SPEC.inputs[1], pool)]) == {POOL: ("x",)}
     longer = planner.resolve("nij, q[n]jk -> nik", (60, 1, 2), (3, 2, 4), q=(60,))
-    assert divided(longer, [(longer.inputs[0], rows), (longer.inputs[1], pool)]) == {"n": ("x",)}
-    assert divided(SPEC, [(SPEC.output, (("x",), (), ("y",)))], {"j": ("x",)}) == {"j": ("x",), "k": ("y",)}
+    assert choose_splits(longer, [(longer.inputs[0], rows), (longer.inputs[1], pool)]) == {"n": ("x",)}
+    assert choose_splits(SPEC, [(SPEC.output, (("x",), (), ("y",)))], {"j": ("x",)}) == {"j": ("x",), "k": ("y",)}
 
 
 def test_what_cannot_be_split():
-    assert divisible(planner.resolve("iij -> j", (4, 4, 3))) == ("j",)
+    assert splittable(planner.resolve("iij -> j", (4, 4, 3))) == ("j",)
     two = planner.resolve("q[n]i, q[n]ij -> nj", (8, 3), (16, 3, 4), q=(5,))
-    assert not [entry for entry in divisible(two) if isinstance(entry, Gather)]
-    assert "i" not in divisible(SPEC)  # of size 1
+    assert not [entry for entry in splittable(two) if isinstance(entry, Gather)]
+    assert "i" not in splittable(SPEC)  # of size 1
 
 
 @pytest.mark.parametrize(

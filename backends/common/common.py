@@ -9,39 +9,40 @@ from typing import Any
 import numpy as np
 
 from planner.backends.common.stock import ArrayOps, diagonals, evaluate
-from planner.kernels.grouping.keys import Keys
+from planner.kernels.grouping.keys import IndexArray
 from planner.language.derive import batched
 from planner.language.errors import IndexRangeError, PlannerError
 from planner.language.spec import Gather, Spec, Term, term_axes
 from planner.program.implementations import Table
+from planner.program.ops import Cast
 from planner.program.program import Program
 from planner.program.tree import Leaf, Node, Tree
 
-__all__ = ["Prepared", "check_index_dtype", "prepare_numpy", "range_error", "run_program", "widened"]
+__all__ = ["RangedIndices", "check_index_dtype", "prepare_numpy", "range_error", "run_program", "widen_operands"]
 
 
 # The row that contracts a whole pool, read or not.
 WHOLE_POOL = "whole pool, then take"
 
 
-class Prepared(dict[Gather, Any]):
+class RangedIndices(dict[Gather, Any]):
     """Index arrays by gather, with values in [0, size]; `size` stands for "no row".
 
     What is in `given` alone is brought into range when a step first asks for it.
 
     Attributes:
-        guarded: whether that value can occur.
+        may_drop: whether that value can occur.
         orders: sorted orders, shared by the steps of one call.
         given: for kernels that read an index piece by piece and need no copy of it in range, nor a look at all of it
             before; empty where ranges were checked beforehand.
-        shown: whether the kernel that ran showed the bad indices that could not be refused, see `Keys.bad`.
+        shown: whether the kernel that ran showed the bad indices that could not be refused, see `IndexArray.bad`.
     """
 
-    def __init__(self, guarded: bool) -> None:
+    def __init__(self, may_drop: bool) -> None:
         super().__init__()
-        self.guarded = guarded
+        self.may_drop = may_drop
         self.orders: dict[Any, Any] = {}
-        self.given: dict[Gather, Keys] = {}
+        self.given: dict[Gather, IndexArray] = {}
         self.shown = False
 
     def __missing__(self, gather: Gather) -> Any:
@@ -96,13 +97,13 @@ def _term_mask(ops: ArrayOps, valid: Any, gather: Gather, term: Term, spec: Spec
     return valid.reshape([sizes[str(e)] if e in axes else 1 for e in term])
 
 
-def mask_term(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: Prepared) -> Any:
+def mask_term(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: RangedIndices) -> Any:
     """Zero the entries of an operand or a result that only dropped indices would meet, whatever they hold.
 
     The one-hot row of a dropped index is zero, but zero times NaN is not: where a term has all axes of a bracket,
     entries whose index is dropped are set to zero by selection.
     """
-    if not index.guarded:
+    if not index.may_drop:
         return x
     plain = [e for e in term if isinstance(e, str)]
     for gather, values in index.items():
@@ -111,12 +112,12 @@ def mask_term(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: Prepared) ->
     return x
 
 
-def mask_operands(ops: ArrayOps, operands: Sequence[Any], spec: Spec, index: Prepared) -> list[Any]:
+def mask_operands(ops: ArrayOps, operands: Sequence[Any], spec: Spec, index: RangedIndices) -> list[Any]:
     """Apply `mask_term` to every operand."""
     return [mask_term(ops, x, term, spec, index) for x, term in zip(operands, spec.inputs, strict=True)]
 
 
-def exposed(tree: Tree, spec: Spec) -> tuple[int, ...]:
+def operands_with_unread_rows(tree: Tree, spec: Spec) -> tuple[int, ...]:
     """Operands of which steps multiply rows that no index names, since they are contracted before the take.
 
     Such a row's product is never taken, but the backward program multiplies the row by zero, and 0 times NaN is NaN.
@@ -136,7 +137,7 @@ def exposed(tree: Tree, spec: Spec) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Exposed:
+class UnreadRows:
     """An operand that a step multiplies before the plan takes its rows, so that rows are read which no index names.
 
     Attributes:
@@ -148,18 +149,18 @@ class Exposed:
     spec: Spec
     at_once: bool
 
-    def batched(self, size: int, operand: bool, arrays: Sequence[str]) -> Exposed:
+    def batched(self, size: int, operand: bool, arrays: Sequence[str]) -> UnreadRows:
         """Return it with a leading axis on the operand, if asked, and on some index arrays."""
         own = [name for name in arrays if name in self.spec.arrays]
         return dataclasses.replace(self, spec=batched(self.spec, size, [0] * operand, own))
 
 
-def exposures(tree: Tree, spec: Spec) -> list[tuple[Node, tuple[Exposed | None, ...]]]:
-    """Return the steps of a tree that are no casts, and which of their inputs are exposed, seen through casts."""
-    found: list[tuple[Node, tuple[Exposed | None, ...]]] = []
+def steps_with_unread_rows(tree: Tree, spec: Spec) -> list[tuple[Node, tuple[UnreadRows | None, ...]]]:
+    """Return the steps of a tree that are no casts, and which of their inputs are unread_rows, seen through casts."""
+    found: list[tuple[Node, tuple[UnreadRows | None, ...]]] = []
 
-    def exposed_child(node: Node, child: Tree, term: Term, after: Term | None) -> Exposed | None:
-        if isinstance(child, Node) and child.op.source_dtype is not None:
+    def exposed_child(node: Node, child: Tree, term: Term, after: Term | None) -> UnreadRows | None:
+        if isinstance(child, Node) and isinstance(child.op, Cast):
             (child,) = child.children
         if not isinstance(child, Leaf):
             return None
@@ -171,12 +172,12 @@ def exposures(tree: Tree, spec: Spec) -> list[tuple[Node, tuple[Exposed | None, 
             return None
         out = node.op.spec.output
         taken = {e for e, entry in zip(out, after or (), strict=after is not None) if isinstance(entry, Gather)}
-        return Exposed(Spec((whole,), (), spec.sizes), taken.issuperset(rows))
+        return UnreadRows(Spec((whole,), (), spec.sizes), taken.issuperset(rows))
 
     def visit(node: Tree, after: Term | None) -> None:
         if isinstance(node, Node):
             terms = node.op.spec.inputs
-            if node.op.source_dtype is None:
+            if not isinstance(node.op, Cast):
                 inputs = zip(node.children, terms, strict=True)
                 found.append((node, tuple(exposed_child(node, child, term, after) for child, term in inputs)))
             for child, term in zip(node.children, terms, strict=True):
@@ -186,24 +187,24 @@ def exposures(tree: Tree, spec: Spec) -> list[tuple[Node, tuple[Exposed | None, 
     return found
 
 
-def read_rows(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: Prepared) -> Any:
+def find_read_rows(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: RangedIndices) -> Any:
     """Where some index names a row of a gathered operand: the gradient of a take of ones counts the readers."""
     rows = term_axes(tuple(e for e in term if isinstance(e, Gather) or term.count(e) > 1))
     addressed = tuple(e for e in term if isinstance(e, Gather) or e in rows)
     sizes = dict(spec.sizes)
     ones = ops.zeros([sizes[axis] for axis in rows], x) + 1
-    readers = evaluate(ops, Spec((rows,), addressed, spec.sizes), [ones], index, index.guarded)
+    readers = evaluate(ops, Spec((rows,), addressed, spec.sizes), [ones], index, index.may_drop)
     shape = [spec.size(e) if e in addressed else 1 for e in term]
     return (readers != 0).reshape(shape)
 
 
-def only_read_rows(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: Prepared) -> Any:
+def zero_unread_rows(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: RangedIndices) -> Any:
     """Zero the rows of a gathered operand that no index names."""
-    return ops.select(read_rows(ops, x, term, spec, index), x, 0)
+    return ops.select(find_read_rows(ops, x, term, spec, index), x, 0)
 
 
-def widened(
-    ops: ArrayOps, operands: Sequence[Any], spec: Spec, index: Prepared, finite: Callable[[Any], bool],
+def widen_operands(
+    ops: ArrayOps, operands: Sequence[Any], spec: Spec, index: RangedIndices, finite: Callable[[Any], bool],
     occurs: Callable[[Any], bool] = np.any,
 ) -> tuple[Spec, list[Any]] | None:  # fmt: skip
     """Rewrite a contraction in which dropped indices meet infinities or NaN that `mask_term` cannot reach.
@@ -284,7 +285,7 @@ def prepare_numpy(raw: np.ndarray[Any, Any], gather: Gather, mode: str) -> np.nd
     return raw.astype(np.int64)
 
 
-def run_program(table: Table, program: Program, values: dict[int, Any], index: Prepared) -> tuple[Any, ...]:
+def run_program(table: Table, program: Program, values: dict[int, Any], index: RangedIndices) -> tuple[Any, ...]:
     """Run a program's steps over a dictionary of variables; each is dropped after its last use.
 
     Args:

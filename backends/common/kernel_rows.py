@@ -11,18 +11,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from planner.backends.common.common import Prepared
+from planner.backends.common.common import RangedIndices
 from planner.backends.common.stock import ArrayOps
 from planner.backends.common.stock_layout import matrix_copies
 from planner.cost.device import Device
 from planner.cost.figures import StepCost
 from planner.cost.layout import Layout, flattens, reordered
-from planner.kernels.grouping.keys import Keys
+from planner.kernels.grouping.keys import IndexArray
 from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec, Term
 from planner.program.forms import GroupedForm, PooledForm, grouped_form, pooled_form
-from planner.program.implementations import Lowering
-from planner.program.ops import Op
+from planner.program.implementations import Implementation
+from planner.program.ops import Cast, JointGradient, Op
 
 __all__ = ["POOL_FUNCTIONS", "CostOf", "Kernels", "PoolKernels", "Refusal", "flattened_bytes", "group_sizes",
            "kernel_rows", "views_of"]  # fmt: skip
@@ -124,7 +124,7 @@ class Kernels:
             position = self.ops.iota(1, like).reshape([1] * len(gather.axes))
         return self.ops.expand(position, [sizes[axis] for axis in gather.axes]).reshape(-1)
 
-    def groups(self, gather: Gather, index: Prepared) -> Any:
+    def groups(self, gather: Gather, index: RangedIndices) -> Any:
         """The sorted order of an index array, made once per call."""
         known = index.orders.get(gather)
         if known is None:
@@ -158,7 +158,7 @@ def views_of(op: Op, form: GroupedForm | PooledForm) -> tuple[Views, Views]:
         }
         groups_of = (by_place[0], by_place[1], by_place[2])
     *given, result = zip(op.spec.terms, groups_of, strict=True)
-    return ([result, *given], given) if op.pair else (given, [result])
+    return ([result, *given], given) if isinstance(op, JointGradient) else (given, [result])
 
 
 def flattened_bytes(op: Op, form: GroupedForm | PooledForm) -> int:
@@ -185,7 +185,7 @@ def _layouts(find: Callable[[Spec], GroupedForm | PooledForm | str], op: Op) -> 
     return tuple(reordered([e for group in groups for e in group], term, op.spec) for term, groups in results)
 
 
-def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Lowering]:
+def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]:
     """Return the rows of a backend's table that run its kernels.
 
     Args:
@@ -194,8 +194,8 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Lowering]:
     """
     grouped, pooled = (partial(_layouts, find) if strided else None for find in (grouped_form, pooled_form))
 
-    def row(name: str, refuses: Refusal, cost: CostOf, run: Any, layouts: Any = grouped) -> Lowering:
-        return Lowering(
+    def row(name: str, refuses: Refusal, cost: CostOf, run: Any, layouts: Any = grouped) -> Implementation:
+        return Implementation(
             name, lambda op: refuses(op) or kernels.refuses(op), cost, partial(run, kernels), kinds=kernels.kinds,
             capabilities=kernels.capabilities, layouts=layouts,
         )  # fmt: skip
@@ -213,7 +213,7 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Lowering]:
 
 def _not_grouped(pair: bool, outer: bool, op: Op) -> str | None:
     """Why a step is no grouped product of the wanted kind."""
-    if op.source_dtype is not None or len(op.spec.inputs) != 2 or op.pair != pair:
+    if isinstance(op, Cast) or len(op.spec.inputs) != 2 or isinstance(op, JointGradient) != pair:
         return "the step is of another kind"
     form = grouped_form(op.spec)
     if isinstance(form, str):
@@ -262,12 +262,12 @@ def _run_pair(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tu
 
 def _not_pooled(op: Op) -> str | None:
     """Why a step is no pooled dot."""
-    if op.source_dtype is not None or len(op.spec.inputs) != 2:
+    if isinstance(op, Cast) or len(op.spec.inputs) != 2:
         return "the step is of another kind"
     form = pooled_form(op.spec)
     if isinstance(form, str):
         return form
-    if op.pair and (form.place == 2 or form.scores != 2):
+    if isinstance(op, JointGradient) and (form.place == 2 or form.scores != 2):
         return "the step is a gradient itself"
     return None
 
@@ -277,19 +277,19 @@ def _run_pooled(pool: PoolKernels, kernels: Kernels, op: Op, inputs: Sequence[An
     assert isinstance(form, PooledForm)
     given, results = views_of(op, form)
     query_place = 3 - form.place - form.scores
-    keys = index.given.get(form.gather) or Keys(index[form.gather], marked=index.guarded)
+    keys = index.given.get(form.gather) or IndexArray(index[form.gather], may_drop=index.may_drop)
     flat = kernels.flat(keys.values, form.gather.axes, (form.batch, form.queries, form.chosen))
     keys = dataclasses.replace(keys, values=flat)
     # By the place of their term; of a pair the output gradient, in the place of the scores, comes first.
-    places = (2, 0, 1) if op.pair else (0, 1)
-    differentiates = op.pair or form.scores != 2
+    places = (2, 0, 1) if isinstance(op, JointGradient) else (0, 1)
+    differentiates = isinstance(op, JointGradient) or form.scores != 2
     handed = [
         kernels.hand_over(x) if differentiates and place != form.scores else x
         for place, x in zip(places, inputs, strict=True)
     ]
     flats = dict(zip(places, kernels.flats(handed, given), strict=True))
     found: Sequence[Any]
-    if op.pair:
+    if isinstance(op, JointGradient):
         found = pool.gradients(flats[form.scores], flats[query_place], flats[form.place], keys)
         found = found if query_place == 0 else found[::-1]
     elif form.scores == 2:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from planner.backends.common.common import Prepared
+from planner.backends.common.common import RangedIndices
 from planner.language.spec import Spec, Term
 from planner.program.loops import Part, covers, parts
 from planner.program.plan import Loop
@@ -17,8 +17,8 @@ def run_loop(
     loop: Loop,
     spec: Spec,
     arrays: Sequence[tuple[Term, Any]],
-    index: Prepared,
-    run: Callable[[Part, Sequence[Any], Prepared], Sequence[Any]],
+    index: RangedIndices,
+    run: Callable[[Part, Sequence[Any], RangedIndices], Sequence[Any]],
     results: Sequence[tuple[Term, Callable[[bool], Any]] | None],
 ) -> list[Any]:
     """Run a program slice by slice.
@@ -43,7 +43,7 @@ def run_loop(
         if wanted is not None
     ]
     for part in parts(loop.axes, spec):
-        here = Prepared(index.guarded)
+        here = RangedIndices(index.may_drop)
         here.update((gather, cut(part)) for gather, cut in rows)
         found = run(part, [cut(part) for cut in inputs], here)
         for number, cut, covered in targets:

@@ -67,21 +67,21 @@ def evaluation(ops: ArrayOps, spec: Spec) -> Evaluation:
     # A lone input goes through a view at least: no result is an input itself.
     put = None if len(kept) == 2 and axes == spec.output else _writing(ops, axes, spec)
     if put is None and not any(readings):
-        return lambda inputs, index, guarded: product(*inputs)
+        return lambda inputs, index, may_drop: product(*inputs)
 
-    def run(inputs: Sequence[Any], index: Mapping[Gather, Any], guarded: bool) -> Any:
+    def run(inputs: Sequence[Any], index: Mapping[Gather, Any], may_drop: bool) -> Any:
         pairs = zip(readings, inputs, strict=True)
-        x = product(*[x if read is None else read(x, index, guarded) for read, x in pairs])
-        return x if put is None else put(x, index, guarded)
+        x = product(*[x if read is None else read(x, index, may_drop) for read, x in pairs])
+        return x if put is None else put(x, index, may_drop)
 
     return run
 
 
 def evaluate(
-    ops: ArrayOps, spec: Spec, inputs: Sequence[Any], index: Mapping[Gather, Any], guarded: bool = True
+    ops: ArrayOps, spec: Spec, inputs: Sequence[Any], index: Mapping[Gather, Any], may_drop: bool = True
 ) -> Any:
     """Compute a unary or binary spec."""
-    return evaluation(ops, spec)(inputs, index, guarded)
+    return evaluation(ops, spec)(inputs, index, may_drop)
 
 
 def _as_it_is(x: Any) -> Any:
@@ -111,8 +111,8 @@ def _reading(ops: ArrayOps, number: int, spec: Spec) -> tuple[Access | None, tup
         return take, axes
     left = tuple(axis for axis in axes if axis in others)
     if take is None:
-        return lambda x, index, guarded: ops.sum(x, private), left
-    return lambda x, index, guarded: ops.sum(take(x, index, guarded), private), left
+        return lambda x, index, may_drop: ops.sum(x, private), left
+    return lambda x, index, may_drop: ops.sum(take(x, index, may_drop), private), left
 
 
 def diagonals(ops: ArrayOps, term: Term) -> tuple[Callable[[Any], Any], Term]:
@@ -136,21 +136,21 @@ def _taking(ops: ArrayOps, term: Term, spec: Spec) -> tuple[Access | None, tuple
     diagonal, entries = diagonals(ops, term)
     gathers = tuple(e for e in entries if isinstance(e, Gather))
     if not gathers:
-        return None if entries == term else lambda x, index, guarded: diagonal(x), term_axes(entries)
+        return None if entries == term else lambda x, index, may_drop: diagonal(x), term_axes(entries)
     rows = term_axes(gathers)
     indexed = [d for d, e in enumerate(entries) if isinstance(e, Gather) or e in rows]
     rest = [d for d in range(len(entries)) if d not in indexed]
     axes = (*rows, *(str(entries[d]) for d in rest))
     shape = spec.shape(axes)
     if 0 in (*shape, *spec.shape(entries)):
-        return lambda x, index, guarded: ops.zeros(shape, x), axes
+        return lambda x, index, may_drop: ops.zeros(shape, x), axes
     indices = _indices(ops, [entries[d] for d in indexed], rows, spec)
 
-    def take(x: Any, index: Mapping[Gather, Any], guarded: bool) -> Any:
+    def take(x: Any, index: Mapping[Gather, Any], may_drop: bool) -> Any:
         x = ops.permute(diagonal(x), [*indexed, *rest])
-        arrays, valid = indices(index, x, guarded)
+        arrays, valid = indices(index, x, may_drop)
         x = ops.take(x, arrays)
-        return ops.select(valid.reshape([*valid.shape, *[1] * len(rest)]), x, 0) if guarded else x
+        return ops.select(valid.reshape([*valid.shape, *[1] * len(rest)]), x, 0) if may_drop else x
 
     return take, axes
 
@@ -161,11 +161,11 @@ def _indices(
     """What gives the index arrays of some dimensions, shaped over the row axes, and where all of them are in range."""
     shaped = [(entry, _shaped_index(ops, entry, rows, spec)) for entry in entries]
 
-    def indices(index: Mapping[Gather, Any], like: Any, guarded: bool) -> tuple[list[Any], Any]:
+    def indices(index: Mapping[Gather, Any], like: Any, may_drop: bool) -> tuple[list[Any], Any]:
         arrays, valid = [], None
         for entry, shape in shaped:
             q = shape(index, like)
-            if guarded and isinstance(entry, Gather):  # a value equal to the size means: no row
+            if may_drop and isinstance(entry, Gather):  # a value equal to the size means: no row
                 here = q < entry.size
                 q = ops.select(here, q, 0)
                 valid = here if valid is None else valid & here
@@ -205,16 +205,16 @@ def _writing(ops: ArrayOps, axes: tuple[str, ...], spec: Spec) -> Access:
         return ops.permute(ops.expand(x, [*added, *x.shape]) if missing else x, order)
 
     if not indexed:
-        return lambda x, index, guarded: arrange(x)
+        return lambda x, index, may_drop: arrange(x)
     back = [(*indexed, *rest).index(d) for d in range(len(term))]
     shape = spec.shape(tuple(term[d] for d in (*indexed, *rest)))
     if 0 in (*shape, *(sizes[axis] for axis in axes)):
-        return lambda x, index, guarded: ops.permute(ops.zeros(shape, x), back)
+        return lambda x, index, may_drop: ops.permute(ops.zeros(shape, x), back)
     indices = _indices(ops, [term[d] for d in indexed], rows, spec)
 
-    def put(x: Any, index: Mapping[Gather, Any], guarded: bool) -> Any:
+    def put(x: Any, index: Mapping[Gather, Any], may_drop: bool) -> Any:
         x = arrange(x)
-        arrays, valid = indices(index, x, guarded)
+        arrays, valid = indices(index, x, may_drop)
         if valid is not None:
             x = ops.select(valid.reshape([*valid.shape, *[1] * len(rest)]), x, 0)
         return ops.permute(ops.add_at(shape, arrays, x), back)

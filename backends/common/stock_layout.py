@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from planner.cost.layout import Layout, closed, flattens, neighbours, permuted, reordered, scattered
+from planner.cost.layout import Layout, flattens, neighbours, permuted, reordered, scattered, without_gaps
 from planner.language.spec import Gather, Spec, Term, term_axes
 from planner.program.forms import ProductForm, inner_product, product_form
-from planner.program.ops import Op
+from planner.program.ops import Cast, Op
 
 __all__ = ["matrix_copies", "product_copies", "scattered_vectors", "stock_layout"]
 
@@ -23,9 +23,9 @@ def stock_layout(op: Op) -> tuple[int, Layout | None]:
     """Return the elements that are copied only to be viewed in another shape, and the layout of the result."""
     spec = op.spec
     layouts = op.layouts or (None,) * len(spec.inputs)
-    if op.source_dtype is not None:
+    if isinstance(op, Cast):
         told = layouts[0] is None or not layouts[0].repeated
-        return 0, closed(layouts[0]) if told else scattered(spec.output_shape)
+        return 0, without_gaps(layouts[0]) if told else scattered(spec.output_shape)
     copied, read = 0, []
     for number, layout in enumerate(layouts):
         elements, axes, layout = _read(number, layout, spec)

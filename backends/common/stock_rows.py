@@ -15,8 +15,8 @@ from planner.cost.layout import Layout
 from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec, Term, term_axes
 from planner.program.forms import product_form
-from planner.program.implementations import Lowering
-from planner.program.ops import Op, joint_elements, spec_flops
+from planner.program.implementations import Implementation
+from planner.program.ops import Cast, JointGradient, Op, joint_elements, spec_flops
 
 __all__ = ["flat_stock_cost", "picoseconds", "runs_of", "short_run_seconds", "stock_cost", "stock_kind", "stock_rows"]
 
@@ -33,9 +33,9 @@ _SCATTERED_SECONDS = 20e-9
 def stock_kind(op: Op) -> str:
     """Name the stock row that runs an op."""
     spec = op.spec
-    if op.pair:
+    if isinstance(op, JointGradient):
         return "none"
-    if op.source_dtype is not None:
+    if isinstance(op, Cast):
         return "cast"
     reads = any(isinstance(e, Gather) for term in spec.inputs for e in term)
     writes = any(isinstance(e, Gather) for e in spec.output)
@@ -150,7 +150,7 @@ def flat_stock_cost(op: Op, device: Device) -> StepCost:
         cost = cost._replace(picoseconds=cost.picoseconds + picoseconds(runs))
     if kind == "broadcast" and spec_flops(op.spec) == 0:  # a view; what holds it in memory of its own pays for that
         return cost._replace(bytes_moved=0, picoseconds=picoseconds(device.launch_seconds))
-    if op.pair or kind in ("matmul", "multiply"):
+    if isinstance(op, JointGradient) or kind in ("matmul", "multiply"):
         return cost
     if op.dtype in ("float16", "bfloat16") and kind in ("segment sum", "take, segment sum", "take, multiply, add"):
         # Added up in float32: what is added, if it is, and the sums.
@@ -231,7 +231,7 @@ def stock_rows(
     skip: Sequence[str] = (),
     cost: Callable[[Op, Device], StepCost] = stock_cost,
     layouts: Callable[[Op], tuple[Layout | None, ...]] | None = None,
-) -> list[Lowering]:
+) -> list[Implementation]:
     """Return the rows that every backend starts from; between them they run every op.
 
     Args:
@@ -244,15 +244,15 @@ def stock_rows(
     """
 
     def run(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-        if op.source_dtype is not None:
+        if isinstance(op, Cast):
             return (cast(inputs[0], op.dtype),)
-        return (evaluate(ops, op.spec, inputs, index, getattr(index, "guarded", True)),)
+        return (evaluate(ops, op.spec, inputs, index, getattr(index, "may_drop", True)),)
 
     def supporting(kind: str) -> Callable[[Op], str | None]:
         return lambda op: None if stock_kind(op) == kind else f"the step is not a {kind}"
 
     return [
-        Lowering(kind, supporting(kind), cost, run, is_view=views and kind == "view", stock=True, layouts=layouts)
+        Implementation(kind, supporting(kind), cost, run, is_view=views and kind == "view", stock=True, layouts=layouts)
         for kind in KINDS
         if kind not in skip
     ]

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from planner.backends.common.common import check_index_dtype, clip_error, exposures
+from planner.backends.common.common import check_index_dtype, clip_error, steps_with_unread_rows
 from planner.backends.jax.evaluation import TABLE, compiled_cast, hopper
 from planner.backends.jax.index import JaxIndex, checked_arrays, index_shape
 from planner.backends.jax.loop import plan_run
@@ -21,6 +21,7 @@ from planner.cost.device import CPU, TPU_V5E, Device, gpu_preset
 from planner.language.errors import PlannerError
 from planner.language.spec import Operand
 from planner.program.implementations import Backend, Stepwise
+from planner.program.ops import Cast
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
 
@@ -215,16 +216,16 @@ class JaxBackend(Backend):
         if gradient is not None:
             values[plan.programs.output_gradient] = gradient
         reads = {}
-        for node, exposed in exposures(plan.tree, spec):
-            known = reads[node.op] = Reads.of(node.op, exposed)
+        for node, unread_rows in steps_with_unread_rows(plan.tree, spec):
+            known = reads[node.op] = Reads.of(node.op, unread_rows)
             if gradient is not None and len(node.children) == 2:
-                reads[dataclasses.replace(node.op, pair=True)] = known
+                reads[node.op.joint_gradient()] = known
             for child in range(len(node.children)) if gradient is not None else ():
                 reads[gradient_op(node.op, child)] = known.without(child)
 
         def bind(step: Step, inputs: Sequence[Any]) -> partial[Any]:
             op = step.op
-            if op.source_dtype is not None:
+            if isinstance(op, Cast):
                 return partial(compiled_cast(op.dtype), *inputs)
             own = reads.get(op) or Reads.of(op, (None,) * len(op.spec.inputs))
             function = compiled(

@@ -16,19 +16,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from planner.backends.common.common import Prepared
+from planner.backends.common.common import RangedIndices
 from planner.backends.jax.index import index_shape, is_bad, normalised
 from planner.backends.jax.partition import partitioned, partitioned_rows
 from planner.backends.jax.poison import poisoned
-from planner.backends.jax.reads import Reads, only_read_rows, unread, unread_pool
+from planner.backends.jax.reads import Reads, unread, unread_pool, zero_unread_rows
 from planner.backends.jax.rows import make_table
 from planner.cost.device import CPU
 from planner.cost.objective import step_key
-from planner.kernels.grouping.keys import Keys
+from planner.kernels.grouping.keys import IndexArray
 from planner.language.spec import Gather, Spec
 from planner.program.build import Lowerer
 from planner.program.implementations import Table
-from planner.program.ops import Choice, Op
+from planner.program.ops import Cast, Op, PricedImplementation
 
 __all__ = ["LOWER", "PLATFORMS", "TABLE", "Mode", "Shape", "cast", "compiled_cast", "evaluate", "hopper",
            "input_count"]  # fmt: skip
@@ -66,10 +66,10 @@ def hopper() -> bool:
 
 def input_count(op: Op) -> int:
     """Number of array inputs of an op, index arrays not counted."""
-    return 1 if op.source_dtype is not None else len(op.spec.inputs) + op.pair
+    return 1 if isinstance(op, Cast) else len(op.spec.inputs) + op.first_operand
 
 
-def _choices(op: Op) -> Sequence[Choice]:
+def _choices(op: Op) -> Sequence[PricedImplementation]:
     """Implementations of a derived step, by the rates of a CPU; elsewhere those that run anywhere."""
     choices = TABLE.choices(op, CPU)
     if jax.default_backend() == "cpu":
@@ -86,13 +86,15 @@ def _given(spec: Spec, raw: Mapping[str, Any]) -> dict[Gather, Any]:
     return {gather: raw[gather.array].reshape(index_shape(spec, gather.array)) for gather in spec.gathers}
 
 
-def _index_arrays(given: Mapping[Gather, Any], index_mode: str, poisons: bool) -> Prepared:
+def _index_arrays(given: Mapping[Gather, Any], index_mode: str, poisons: bool) -> RangedIndices:
     """Index arrays in range; `poisons` says that results will be NaN wherever a bad one acts."""
-    index = Prepared(index_mode in ("raise", "drop") and not poisons)
+    index = RangedIndices(index_mode in ("raise", "drop") and not poisons)
     for gather, values in given.items():
         normal = partial(normalised, gather=gather, mode="wrapped" if poisons else index_mode)
         index[gather] = normal(values)
-        index.given[gather] = Keys(values, normal, index.guarded, partial(is_bad, gather=gather) if poisons else None)
+        index.given[gather] = IndexArray(
+            values, normal, index.may_drop, partial(is_bad, gather=gather) if poisons else None
+        )
     return index
 
 
@@ -111,7 +113,7 @@ def evaluate(
     count, (index_mode, precision) = input_count(op), mode
     inputs = [x.reshape(shape) for x, shape in zip(arguments[:count], op.input_shapes, strict=True)]
     raw = dict(zip(reads.arrays, arguments[count:], strict=True))
-    rows = partitioned_rows if several else only_read_rows
+    rows = partitioned_rows if several else zero_unread_rows
     for place, spec, term in unread(op, reads):
         inputs[place] = rows(inputs[place], spec, term, _given(spec, raw), index_mode)
     given = _given(op.spec, raw)
@@ -132,7 +134,7 @@ def _run(
     index = _index_arrays(given, index_mode, poisons)
     inputs, pool = list(inputs), unread_pool(op, lowering)
     if pool is not None:
-        inputs[pool] = only_read_rows(inputs[pool], op.spec, op.input_terms[pool], given, index_mode)
+        inputs[pool] = zero_unread_rows(inputs[pool], op.spec, op.input_terms[pool], given, index_mode)
     with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
         results = (platform_table(platform) if platform else TABLE).run(lowering, op, inputs, index)
     if index_mode == "raise" and not index.shown:

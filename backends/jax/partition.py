@@ -23,22 +23,22 @@ from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from planner.backends.common.common import Prepared, mask_term
+from planner.backends.common.common import RangedIndices, mask_term
 from planner.backends.jax.index import normalised
 from planner.backends.jax.poison import poisoned
-from planner.backends.jax.reads import only_read_rows, read_mask
+from planner.backends.jax.reads import read_mask, zero_unread_rows
 from planner.backends.jax.rows import OPS
 from planner.language.spec import Gather, Spec, Term
 from planner.language.split import (
     Entry,
     Placement,
     Split,
-    divided,
-    divisible,
+    axes_to_add_over,
+    choose_splits,
     local_gather,
     local_spec,
     local_term,
-    missing,
+    splittable,
 )
 from planner.program.ops import Op
 
@@ -93,7 +93,7 @@ def partitioned(run: Run, op: Op, inputs: Sequence[Any], given: Indices, index_m
         if here.keys() == given.keys() and mode == index_mode:
             return run(own, inputs, here, mode)
         # What other devices' rows meet is zero here, whatever it holds: zero times infinity is NaN.
-        index = Prepared(True)
+        index = RangedIndices(True)
         index.update(here)
         inputs = [mask_term(OPS, x, term, own.spec, index) for x, term in zip(inputs, own.input_terms, strict=True)]
         results = run(own, inputs, here, mode)
@@ -105,7 +105,9 @@ def partitioned(run: Run, op: Op, inputs: Sequence[Any], given: Indices, index_m
 
     def added(part: _Part, inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
         found = of_device(part, inputs, given)
-        return tuple(_added(x, missing(term, part.split)) for x, term in zip(found, op.output_terms, strict=True))
+        return tuple(
+            _added(x, axes_to_add_over(term, part.split)) for x, term in zip(found, op.output_terms, strict=True)
+        )
 
     return _call(
         op.spec, op.input_terms, op.output_terms, inputs, given, lambda xs, qs: run(op, xs, qs, index_mode), added
@@ -113,15 +115,15 @@ def partitioned(run: Run, op: Op, inputs: Sequence[Any], given: Indices, index_m
 
 
 def partitioned_rows(x: Any, spec: Spec, term: Term, given: Indices, index_mode: str) -> Any:
-    """Zero the rows that no index names, as `only_read_rows` does, in a call that XLA partitions."""
+    """Zero the rows that no index names, as `zero_unread_rows` does, in a call that XLA partitions."""
 
     def of_device(part: _Part, inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
         (x,), own = inputs, local_term(term, part.parts)
         mask = read_mask(x, part.local, own, *part.indices(given, index_mode))
-        return (OPS.select(_added(mask, missing(term, part.split)), x, 0),)
+        return (OPS.select(_added(mask, axes_to_add_over(term, part.split)), x, 0),)
 
     def whole(inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
-        return (only_read_rows(inputs[0], spec, term, given, index_mode),)
+        return (zero_unread_rows(inputs[0], spec, term, given, index_mode),)
 
     (result,) = _call(dataclasses.replace(spec, output=term), [term], [term], [x], given, whole, of_device)
     return result
@@ -163,8 +165,8 @@ def _call(
 
     def split_of(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> dict[Entry, tuple[str, ...]]:
         """What operands are split over, and what results are besides."""
-        split = divided(spec, [(term, _placed(x, mesh)) for term, x in zip(terms, arguments, strict=True)])
-        return divided(
+        split = choose_splits(spec, [(term, _placed(x, mesh)) for term, x in zip(terms, arguments, strict=True)])
+        return choose_splits(
             spec, [(term, _placed(x, mesh)) for term, x in zip(outputs, results, strict=bool(results))], split
         )
 
@@ -235,7 +237,7 @@ def placement(x: Any) -> Placement:
 
 def _rule(spec: Spec, operands: Sequence[Term], results: Sequence[Term]) -> SdyShardingRule:
     """Which dimensions of operands and results go together."""
-    factors = {entry: f"f{number}" for number, entry in enumerate(divisible(spec))}
+    factors = {entry: f"f{number}" for number, entry in enumerate(splittable(spec))}
     whole: list[str] = []
 
     def name(entry: Entry) -> str:

@@ -13,14 +13,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from planner.backends.common.common import WHOLE_POOL, Exposed, Prepared, read_rows
+from planner.backends.common.common import WHOLE_POOL, RangedIndices, UnreadRows, find_read_rows
 from planner.backends.jax.index import normalised
 from planner.backends.jax.rows import OPS
 from planner.language.spec import Gather, Spec, Term, term_axes
 from planner.program.forms import PooledForm, pooled_form
-from planner.program.ops import Op
+from planner.program.ops import JointGradient, Op
 
-__all__ = ["Reads", "only_read_rows", "read_mask", "unread", "unread_pool"]
+__all__ = ["Reads", "zero_unread_rows", "read_mask", "unread", "unread_pool"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,29 +29,29 @@ class Reads:
 
     Attributes:
         arrays: letters of the index arrays among the step's arguments.
-        exposed: for each operand of the op's spec, whether rows are read of it that no index may name.
+        unread_rows: for each operand of the op's spec, whether rows are read of it that no index may name.
         gradient: whether the step is part of a gradient, no step of a plan.
     """
 
     arrays: tuple[str, ...]
-    exposed: tuple[Exposed | None, ...]
+    unread_rows: tuple[UnreadRows | None, ...]
     gradient: bool = False
 
     @classmethod
-    def of(cls, op: Op, exposed: tuple[Exposed | None, ...]) -> Reads:
-        """Return what a step of a plan reads: the index arrays of its own spec, and of exposed operands."""
-        later = {name for e in exposed if e is not None for name in e.spec.arrays}
-        return cls(tuple(sorted({*op.spec.arrays, *later})), exposed)
+    def of(cls, op: Op, unread_rows: tuple[UnreadRows | None, ...]) -> Reads:
+        """Return what a step of a plan reads: the index arrays of its own spec, and of unread_rows operands."""
+        later = {name for e in unread_rows if e is not None for name in e.spec.arrays}
+        return cls(tuple(sorted({*op.spec.arrays, *later})), unread_rows)
 
     def without(self, *places: int, gradient: bool = True) -> Reads:
         """With a tangent or a cotangent in some operands' places, whose unread rows are zero."""
-        exposed = tuple(None if i in places else e for i, e in enumerate(self.exposed))
-        return Reads(self.arrays, exposed, self.gradient or gradient)
+        unread_rows = tuple(None if i in places else e for i, e in enumerate(self.unread_rows))
+        return Reads(self.arrays, unread_rows, self.gradient or gradient)
 
     def batched(self, size: int, operands: Sequence[int], arrays: Sequence[str]) -> Reads:
         """With a leading axis on some operands and index arrays."""
-        exposed = tuple(e and e.batched(size, i in operands, arrays) for i, e in enumerate(self.exposed))
-        return Reads(self.arrays, exposed, self.gradient)
+        unread_rows = tuple(e and e.batched(size, i in operands, arrays) for i, e in enumerate(self.unread_rows))
+        return Reads(self.arrays, unread_rows, self.gradient)
 
 
 def unread(op: Op, reads: Reads) -> list[tuple[int, Spec, Term]]:
@@ -63,9 +63,9 @@ def unread(op: Op, reads: Reads) -> list[tuple[int, Spec, Term]]:
     if not jnp.issubdtype(jnp.dtype(op.dtype), jnp.inexact):
         return []
     return [
-        (place + op.pair, e.spec, e.spec.inputs[0])
-        for place, e in enumerate(reads.exposed)
-        if e is not None and (op.pair or reads.gradient or not e.at_once)
+        (place + op.first_operand, e.spec, e.spec.inputs[0])
+        for place, e in enumerate(reads.unread_rows)
+        if e is not None and (isinstance(op, JointGradient) or reads.gradient or not e.at_once)
     ]
 
 
@@ -75,10 +75,14 @@ def unread_pool(op: Op, lowering: str) -> int | None:
         return None
     form = pooled_form(op.spec)
     assert isinstance(form, PooledForm)
-    return form.place + op.pair if form.place != 2 and (op.pair or form.scores != 2) else None
+    return (
+        form.place + op.first_operand
+        if form.place != 2 and (isinstance(op, JointGradient) or form.scores != 2)
+        else None
+    )
 
 
-def only_read_rows(x: Any, spec: Spec, term: Term, given: Mapping[Gather, Any], index_mode: str) -> Any:
+def zero_unread_rows(x: Any, spec: Spec, term: Term, given: Mapping[Gather, Any], index_mode: str) -> Any:
     """Where an operand holds NaN or infinity, zero the rows that no index names."""
     return OPS.select(read_mask(x, spec, term, given, index_mode), x, 0)
 
@@ -105,14 +109,14 @@ def read_mask(x: Any, spec: Spec, term: Term, given: Mapping[Gather, Any], index
 
     def read() -> Any:
         def at(position: Any, mask: Any) -> Any:
-            here = Prepared(index_mode in ("raise", "drop"))
+            here = RangedIndices(index_mode in ("raise", "drop"))
             for gather in spec.gathers:
                 values = given[gather]
                 for dim, axis in enumerate(gather.axes):
                     if axis == slow:
                         values = lax.dynamic_slice_in_dim(values, position, 1, dim)
                 here[gather] = normalised(values, gather, index_mode)
-            return mask | read_rows(OPS, x, term, narrow, here)
+            return mask | find_read_rows(OPS, x, term, narrow, here)
 
         return lax.fori_loop(0, sizes[slow] if slow else 1, at, jnp.zeros(shape, bool))
 

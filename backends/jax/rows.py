@@ -34,8 +34,8 @@ from planner.kernels.grouping import jax_grouping
 from planner.language.dtypes import itemsize
 from planner.language.spec import Spec
 from planner.program.forms import GroupedForm, PooledForm, ProductForm, grouped_form, pooled_form, product_form
-from planner.program.implementations import Lowering, Table
-from planner.program.ops import Op, joint_elements, spec_flops
+from planner.program.implementations import Implementation, Table
+from planner.program.ops import Einsum, JointGradient, Op, joint_elements, spec_flops
 
 __all__ = ["OPS", "JaxOps", "make_table"]
 
@@ -120,7 +120,7 @@ _SUMMED_SMALL = (5e-10, 1e-8, 1.3e-7)
 def _stock_cost(op: Op, device: Device) -> StepCost:
     """The stock cost, with XLA's rate for products of few rows, columns or terms, and with what it copies."""
     cost = stock_cost(op, device)
-    if device.kind != "cpu" or op.pair or op.source_dtype is not None:
+    if device.kind != "cpu" or not isinstance(op, Einsum):
         return cost
     if stock_kind(op) != "matmul":
         more = rearranged(op.spec) * itemsize(op.dtype)
@@ -150,7 +150,7 @@ def _stock_cost(op: Op, device: Device) -> StepCost:
 
 def _not_summed(op: Op) -> str | None:
     """Why a product is not better multiplied and summed, element by element."""
-    form = None if op.pair or op.source_dtype is not None else product_form(op.spec)
+    form = None if not isinstance(op, Einsum) else product_form(op.spec)
     if form is None or not form.contracted or op.dtype == "bool":
         return "the step is no sum of products"
     if 1 not in form.sizes[1:3]:
@@ -216,11 +216,11 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     n, i, j, k = group_sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
     g = form.gather.size or 0
     shape = pallas_tiles.TPU if device.kind == "tpu" else pallas_tiles.GPU if device.capability == 90 else None
-    if shape is not None and shape.takes(n, i, g, j, k, op.dtype, sums=op.pair or form.outer):
+    if shape is not None and shape.takes(n, i, g, j, k, op.dtype, sums=isinstance(op, JointGradient) or form.outer):
         copied = flattened_bytes(op, form) + _reshaped_bytes(op, form)
         return tiled_cost(op, form, (n, i, g, j, k), shape, device, copied)
     sizes = (n, i, g, j, k, op.dtype)
-    if op.pair:
+    if isinstance(op, JointGradient):
         loop = jax_grouped.gradients_scratch_bytes(*sizes)
     elif form.outer:
         loop = jax_grouped.outer_scratch_bytes(*sizes)
@@ -231,14 +231,14 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     # Beside the order, for each operand or result that some of the row axes choose, where a row finds it.
     maps = sum(rows != form.gather.axes for rows in (form.rows_a, form.rows_b if form.outer else form.rows_out))
     scratch = 4 * (n + g + 1) + 8 * n * maps + max(jax_grouping.scratch_bytes(n, g), loop) + copied
-    flops = spec_flops(op.spec) * (2 if op.pair else 1)
+    flops = spec_flops(op.spec) * op.products
     moved = op.bytes_touched()
     # Measured on seed 000: a row's sort and addresses, filling the result, products on padded lanes, lanes moved.
     lanes = 1.28 * n * i
     seconds = (
         70e-9 * n + 1.8e-9 * n * i * k + lanes * (2 * j * k / 46e9 + 0.8e-9 * (j + k)) + 20 * device.launch_seconds
     )
-    if op.pair:
+    if isinstance(op, JointGradient):
         seconds *= 1.8
     seconds += device.moving_seconds(2 * copied)
     return StepCost(flops, moved + 2 * copied, copied, scratch, picoseconds(seconds))
@@ -249,9 +249,15 @@ def _pooled_cost(names: str, op: Op, device: Device) -> StepCost:
     assert isinstance(form, PooledForm)
     b, q, k, d = group_sizes(op.spec, form.batch, form.queries, form.chosen, form.depth)
     m = form.gather.size or 0
-    products = 2 if op.pair else 1
-    scores = not op.pair and form.scores == 2
-    what = "gradients" if op.pair else "scores" if scores else f"{'pool' if form.place == 2 else 'query'}_gradient"
+    products = op.products
+    scores = not isinstance(op, JointGradient) and form.scores == 2
+    what = (
+        "gradients"
+        if isinstance(op, JointGradient)
+        else "scores"
+        if scores
+        else f"{'pool' if form.place == 2 else 'query'}_gradient"
+    )
     chosen, moved, size = b * q * k, op.bytes_touched(), itemsize(op.dtype)
     # Nanoseconds measured on seed 003; gradients are of both operands, half of that is one's.
     if names == "pooled":
@@ -295,5 +301,5 @@ def make_table(grouped: Any = jax_grouped) -> Table:
         _grouped_cost,
         {WHOLE_POOL: _pool("pooled"), "take, then dot": _pool("gathered")},
     )
-    summed = Lowering("multiply, then sum", _not_summed, _summed_cost, _run_summed, kinds=("cpu",))
+    summed = Implementation("multiply, then sum", _not_summed, _summed_cost, _run_summed, kinds=("cpu",))
     return Table([*stock_rows(OPS, _cast, views=False, cost=_stock_cost), summed, *kernel_rows(kernels)])

@@ -24,7 +24,7 @@ from planner.backends.jax.evaluation import LOWER, PLATFORMS, Mode, Shape, evalu
 from planner.backends.jax.partition import devices_of, devices_wanted
 from planner.backends.jax.reads import Reads
 from planner.language.derive import batched, transpose
-from planner.program.ops import Op
+from planner.program.ops import Cast, Einsum, JointGradient, Op
 
 __all__ = ["bind_step", "compiled", "gradient_op"]
 
@@ -105,7 +105,7 @@ for _platform in PLATFORMS:
 
 def gradient_op(op: Op, child: int) -> Op:
     """The op that gives one child's gradient."""
-    return Op(transpose(op.spec, child), op.dtype)
+    return Einsum(transpose(op.spec, child), op.dtype)
 
 
 def _instantiated(tangent: Any) -> bool:
@@ -121,7 +121,7 @@ def _step_jvp(
     zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
     if not active:
         return results, zeros
-    if not op.pair:
+    if not isinstance(op, JointGradient):
         return results, [_multilinear(op, primals, tangents, active, mode, views, reads, lowering)]
     # Both gradients: each is a single step, bilinear in the output gradient and the other operand.
     slots = ((0, 2), (1, 0))  # inputs of each single step, by position in (gradient, a, b)
@@ -163,7 +163,9 @@ def _multilinear(
 @lru_cache(maxsize=4096)
 def _joint(op: Op) -> bool:
     """Whether one implementation gives both gradients and beats two steps."""
-    return len(op.spec.inputs) == 2 and any(g.pair for g, _, _ in LOWER.gradients(op, (True, True)))
+    return len(op.spec.inputs) == 2 and any(
+        isinstance(g, JointGradient) for g, _, _ in LOWER.gradients(op, (True, True))
+    )
 
 
 def _step_transpose(
@@ -179,16 +181,16 @@ def _step_transpose(
     (i,) = linear
     shape = arguments[i].aval.shape
     indices = arguments[count:]
-    if op.pair:
+    if isinstance(op, JointGradient):
         # Linear in the output gradient: with a tangent in each operand's place, the forward step itself.
         _, a, b = arguments[:count]
         ga, gb = (ad.instantiate_zeros(ct) for ct in cotangents)
-        forward = Op(op.spec, op.dtype)
+        forward = Einsum(op.spec, op.dtype)
         results[0] = tangent_p.bind(
             a, b, ga, gb, *indices, op=forward, lowering=None, mode=mode, views=(shape,), reads=reads
         )
         return results
-    if op.source_dtype is not None:
+    if isinstance(op, Cast):
         raise AssertionError("casts are convert_element_type")
     swapped = list(arguments)
     swapped[i] = cotangents[0]
@@ -208,7 +210,7 @@ def _step_batch(
     size = next(x.shape[d] for x, d in zip(arguments, dims, strict=True) if d is not None)
     moved = [_axis_front(x, d) for x, d in zip(arguments, dims, strict=True)]
     mapped = [d is not None for d in dims]
-    if op.pair:
+    if isinstance(op, JointGradient):
         gradient, a, b = moved[:3]
         outputs = []
         for child, inputs, places in ((0, (gradient, b), (0, 2)), (1, (a, gradient), (1, 0))):
@@ -236,7 +238,7 @@ def _batched_step(
         (result,) = bind_step(op, arguments, mode, (view,), reads)
         return jnp.broadcast_to(result, (size, *view))
     spec = batched(op.spec, size, operands, arrays)
-    (result,) = bind_step(Op(spec, op.dtype), arguments, mode, ((size, *view),), reads)
+    (result,) = bind_step(Einsum(spec, op.dtype), arguments, mode, ((size, *view),), reads)
     return result
 
 
@@ -301,7 +303,7 @@ def _tangent_transpose(
             results[i] = ad.Zero(arguments[i].aval)
         return results
     if linear == [2, 3]:
-        pair = Op(op.spec, op.dtype, pair=True)
+        pair = Einsum(op.spec, op.dtype).joint_gradient()
         shapes = (da.aval.shape, db.aval.shape)
         results[2], results[3] = bind_step(pair, (cotangent, a, b, *indices), mode, shapes, reads)
         return results

@@ -17,7 +17,7 @@ from planner.kernels.grouped_matmul.pallas_tiles import TPU, Shape, most_tiles
 from planner.kernels.grouping import jax_grouping
 from planner.language.dtypes import itemsize
 from planner.program.forms import GroupedForm
-from planner.program.ops import Op, spec_flops
+from planner.program.ops import JointGradient, Op, spec_flops
 
 __all__ = ["tiled_cost"]
 
@@ -36,19 +36,33 @@ def tiled_cost(
         copied: bytes that are copied before the kernels and after them.
     """
     n, i, g, j, k = sizes
-    size, sums = itemsize(op.dtype), op.pair or form.outer
+    size, sums = itemsize(op.dtype), isinstance(op, JointGradient) or form.outer
     each = shape.rows(n, i, g, size)
     tiles = most_tiles(n, each, g, sums and shape.empty)
     summed = not sums and form.rows_out != form.gather.axes
     targets = group_sizes(op.spec, form.rows_out)[0] if summed else 0
     direct = not summed and not sums and form.rows_a == form.gather.axes and shape.is_tile(n, i, size)
-    what = "pair" if op.pair else "outer" if form.outer else "summed" if summed else "direct" if direct else "product"
+    what = (
+        "pair"
+        if isinstance(op, JointGradient)
+        else "outer"
+        if form.outer
+        else "summed"
+        if summed
+        else "direct"
+        if direct
+        else "product"
+    )
     held = (_tpu_bytes if shape is TPU else _gpu_bytes)(what, sizes, tiles * each, targets, size)
     maps = sum(rows != form.gather.axes for rows in (form.rows_a, form.rows_b if form.outer else form.rows_out))
     sort = max(jax_grouping.scratch_bytes(n, g), 16 * tiles * each + 4 * n)
     tables = 4 * (n + g + 1) + 8 * n * maps + sort + _padded(1, tiles, each, 4)
-    moved = op.bytes_touched() + 2 * copied + (0 if direct else 2 * tiles * each * i * (j + k + op.pair * j) * size)
-    flops = spec_flops(op.spec) * (2 if op.pair else 1)
+    moved = (
+        op.bytes_touched()
+        + 2 * copied
+        + (0 if direct else 2 * tiles * each * i * (j + k + (op.products - 1) * j) * size)
+    )
+    flops = spec_flops(op.spec) * op.products
     rate = device.product_rate(max(1, n * i // max(1, min(g, n))), j, k, op.dtype)
     seconds = max(flops / rate, device.moving_seconds(moved)) + n * device.sort_row_seconds
     seconds += 20 * device.launch_seconds

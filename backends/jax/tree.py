@@ -9,13 +9,14 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from planner.backends.common.common import Prepared, exposures, mask_term
+from planner.backends.common.common import RangedIndices, mask_term, steps_with_unread_rows
 from planner.backends.jax.evaluation import cast
 from planner.backends.jax.index import index_shape, normalised
 from planner.backends.jax.reads import Reads
 from planner.backends.jax.rows import OPS
 from planner.backends.jax.step import bind_step
 from planner.language.spec import Term
+from planner.program.ops import Cast
 from planner.program.plan import PlanRecord
 from planner.program.tree import Leaf, Node, Tree
 
@@ -53,7 +54,10 @@ class _PlanTree:
     def __init__(self, plan: PlanRecord) -> None:
         self.plan, self.spec = plan, plan.resolved.spec
         self.lowerings = {step.op: step.choice.lowering for step in plan.programs.forward.steps}
-        self.reads = {id(node): Reads.of(node.op, exposed) for node, exposed in exposures(plan.tree, self.spec)}
+        self.reads = {
+            id(node): Reads.of(node.op, unread_rows)
+            for node, unread_rows in steps_with_unread_rows(plan.tree, self.spec)
+        }
         self.kept = {id(node) for node in plan.kept_nodes} if plan.keep == "some" else set()
         self.dropping = plan.index_mode == "drop"
 
@@ -85,7 +89,7 @@ class _PlanTree:
             else x
             for x, child in zip(inputs, tree.children, strict=True)
         ]
-        if op.source_dtype is not None:
+        if isinstance(op, Cast):
             (x,) = inputs
             result = cast(x, op.dtype)
         else:
@@ -110,7 +114,7 @@ class _PlanTree:
 
     def _masked(self, x: Any, term: Term, indices: Mapping[str, Any]) -> Any:
         """An operand or the result with the entries that only dropped indices meet set to zero."""
-        index = Prepared(True)
+        index = RangedIndices(True)
         for gather in self.spec.gathers:
             values = normalised(indices[gather.array], gather, "drop")
             index[gather] = values.reshape(index_shape(self.spec, gather.array))

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from planner.backends.jax.partition import placement
 from planner.language.errors import PlannerError
-from planner.language.split import Entry, Placement, divided, letter_of
+from planner.language.split import Entry, Placement, choose_splits, letter_of
 from planner.program.plan import PlanRecord
 
 __all__ = ["result_sharding"]
@@ -43,7 +43,7 @@ def result_sharding(plan: PlanRecord, operands: Sequence[Any], arrays: Sequence[
         **{f"index array {q!r}": (brackets[q], shapes[q], x) for q, x in zip(spec.arrays, arrays, strict=True)},
     }
     placed = {label: (term, _seen(x, shape)) for label, (term, shape, x) in seen.items()}
-    split = divided(spec, list(placed.values()))
+    split = choose_splits(spec, list(placed.values()))
     for label, (term, places) in placed.items():
         for entry, names in zip(term, places, strict=True):
             if names and split.get(entry) != names:

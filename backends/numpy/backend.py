@@ -10,21 +10,21 @@ from typing import Any
 import numpy as np
 
 from planner.backends.common.common import (
-    Prepared,
     PreparedIndex,
+    RangedIndices,
     check_index_dtype,
     mask_operands,
     mask_term,
     prepare_numpy,
     run_program,
-    widened,
+    widen_operands,
 )
 from planner.backends.common.loops import run_loop
 from planner.backends.common.stock import Product, matmul_product
 from planner.backends.common.stock_rows import picoseconds, runs_of, stock_cost, stock_kind, stock_rows
 from planner.cost.device import CPU, Device
 from planner.cost.figures import StepCost
-from planner.cost.rates import stored
+from planner.cost.rates import stored_rates
 from planner.language.errors import PlannerError
 from planner.language.spec import Gather, Operand, Spec, term_axes
 from planner.program.callbacks import callbacks
@@ -121,7 +121,7 @@ class NumpyBackend(Backend):
 
     def device(self, operands: Sequence[Any]) -> Device:
         """Rates of the machine that the operands are on."""
-        return stored(CPU, "numpy", np.__version__)
+        return stored_rates(CPU, "numpy", np.__version__)
 
     def check_index(self, name: str, index: Any) -> None:
         """Refuse an index array that is not of integers."""
@@ -157,8 +157,8 @@ class NumpyBackend(Backend):
 
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
             index, values = _views(plan, operands, indices)
-            if index.guarded and (
-                wide := widened(OPS, values, resolved.spec, index, lambda x: bool(np.isfinite(x).all()))
+            if index.may_drop and (
+                wide := widen_operands(OPS, values, resolved.spec, index, lambda x: bool(np.isfinite(x).all()))
             ):
                 arrays = {gather.array: index[gather] for gather in index}
                 return callbacks().contract(wide[0], *wide[1], index_mode="drop", dtype=plan.dtype, **arrays)
@@ -166,12 +166,12 @@ class NumpyBackend(Backend):
 
         return run
 
-    def _program(self, plan: PlanRecord) -> Callable[[Sequence[Any], Prepared], Any]:
+    def _program(self, plan: PlanRecord) -> Callable[[Sequence[Any], RangedIndices], Any]:
         """The function that runs a plan's forward program on operands as the spec sees them."""
         spec, loop = plan.resolved.spec, plan.loop
         if loop is None:
 
-            def run(values: Sequence[Any], index: Prepared) -> Any:
+            def run(values: Sequence[Any], index: RangedIndices) -> Any:
                 masked = mask_operands(OPS, values, spec, index)
                 (result,) = run_program(self.table, plan.programs.forward, dict(enumerate(masked)), index)
                 return mask_term(OPS, result, spec.output, spec, index)
@@ -180,7 +180,7 @@ class NumpyBackend(Backend):
 
         bodies = lru_cache(lambda *sizes: self._program(body_of(plan, dict(sizes))))
 
-        def run_slices(values: Sequence[Any], index: Prepared) -> Any:
+        def run_slices(values: Sequence[Any], index: RangedIndices) -> Any:
             assert loop is not None
             wide = np.dtype(accumulator(plan.dtype))
             (result,) = run_loop(
@@ -214,11 +214,11 @@ class NumpyBackend(Backend):
         return Stepwise(values, bind, index.orders)
 
 
-def _views(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> tuple[Prepared, list[Any]]:
+def _views(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> tuple[RangedIndices, list[Any]]:
     """Index arrays in range and operands without their broadcast dimensions."""
     resolved = plan.resolved
     shapes = dict(resolved.index_shapes)
-    index = Prepared(plan.index_mode == "drop")
+    index = RangedIndices(plan.index_mode == "drop")
     for gather in resolved.spec.gathers:
         raw = indices[gather.array]
         if isinstance(raw, PreparedIndex):

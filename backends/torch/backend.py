@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from planner.backends.common.common import check_index_dtype
-from planner.backends.torch.bound import BoundPlan
+from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex, in_range
 from planner.backends.torch.modes import as_planned, autocasts, grad_enabled, in_functorch, transform, transformed
 from planner.backends.torch.ops import torch_dtype
@@ -19,7 +19,7 @@ from planner.backends.torch.rows import make_table
 from planner.backends.torch.runner import runner
 from planner.backends.torch.tensor import dataless, not_dense
 from planner.cost.device import CPU, GPU, Device, gpu_preset
-from planner.cost.rates import cpu_name, stored
+from planner.cost.rates import cpu_name, stored_rates
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.spec import Gather, Operand
 from planner.program.implementations import Backend, Stepwise
@@ -80,7 +80,7 @@ class TorchBackend(Backend):
         """Rates of the machine that the operands are on."""
         first = next((x.device for x in operands if isinstance(x, Tensor)), None)
         if first is None or first.type == "cpu":
-            return stored(CPU, "torch", str(torch.__version__), cpu_name(torch.get_num_threads()))
+            return stored_rates(CPU, "torch", str(torch.__version__), cpu_name(torch.get_num_threads()))
         if first.type != "cuda":
             return GPU
         return _card(first)
@@ -103,9 +103,9 @@ class TorchBackend(Backend):
         """Check and sort an index array."""
         if dataless(q):
             raise PlannerError(f"an index array on the {q.device.type} device or a fake one has no values to group")
-        values, guarded = in_range(q, Gather("q", (), size), index_mode)
+        values, may_drop = in_range(q, Gather("q", (), size), index_mode)
         # A copy: the sorted order must not outlive the values that it was made from.
-        return TorchIndex(values.clone(), size, index_mode, guarded)
+        return TorchIndex(values.clone(), size, index_mode, may_drop)
 
     def trial(
         self, plan: PlanRecord, operands: Sequence[Tensor], indices: Mapping[str, Any]
@@ -170,7 +170,7 @@ class TorchBackend(Backend):
         kept: Mapping[int, Any] | None = None,
     ) -> Stepwise:
         """Return the forward program with what it is given, or the backward program."""
-        bound = BoundPlan(plan, self.table)
+        bound = Executable(plan, self.table)
         with torch.no_grad(), as_planned():
             index = bound.prepare(indices)
             if gradient is None:
@@ -202,7 +202,7 @@ def _run_moves(run: Callable[..., Any], dtype: str, operands: Sequence[Any], ind
 def _card(device: torch.device) -> Device:
     """Rates of a graphics card, and what it is capable of."""
     product, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    found = stored(gpu_preset(product), "torch", str(torch.__version__), product)
+    found = stored_rates(gpu_preset(product), "torch", str(torch.__version__), product)
     return dataclasses.replace(found, capability=10 * capability[0] + capability[1])
 
 

@@ -39,8 +39,8 @@ from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, cove
 from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec, Term
 from planner.program.forms import GroupedForm, PooledForm, grouped_form, pooled_form, product_form
-from planner.program.implementations import Lowering
-from planner.program.ops import Op, spec_flops
+from planner.program.implementations import Implementation
+from planner.program.ops import Einsum, JointGradient, Op, spec_flops
 
 __all__ = ["DTYPES", "LAUNCHES", "TABLES", "cuda_kernels", "cuda_rows", "grouped_mm_kernels"]
 
@@ -69,23 +69,27 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     assert isinstance(form, GroupedForm)
     n, i, j, k = group_sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
     g, size = form.gather.size or 0, itemsize(op.dtype)
-    flops = spec_flops(op.spec) * (2 if op.pair else 1)
+    flops = spec_flops(op.spec) * op.products
     copied = flattened_bytes(op, form)
     # The order and where groups begin; the sort's keys and sorted keys; four tables of tiles.
     tables = 24 * n + TABLES * (g + 2)
     mapped = form.rows_b if form.outer else form.rows_out
     tables += sum(8 * n for rows in (form.rows_a, mapped) if rows != form.gather.axes)
-    if not (form.outer or op.pair) and mapped != form.gather.axes:  # rows' products, then added to their targets
+    if (
+        not (form.outer or isinstance(op, JointGradient)) and mapped != form.gather.axes
+    ):  # rows' products, then added to their targets
         # summed in their order, which is sorted too.
         tables += n * i * k * max(4, size) + 40 * n + math.prod(op.output_shapes[0]) * (4 if size < 4 else 0)
-    fused = op.pair and covers_pair(j, k)
+    fused = isinstance(op, JointGradient) and covers_pair(j, k)
     cut = PAIR_TERMS if fused else _CUT
-    parts = 2 * (n * i // cut) * j * k * max(4, size) if form.outer or op.pair else 0
+    parts = 2 * (n * i // cut) * j * k * max(4, size) if form.outer or isinstance(op, JointGradient) else 0
     moved = op.bytes_touched() + 2 * copied + 16 * n
-    moved += n * i * k * size if op.pair and not fused else 0  # the output's gradient is read twice
+    moved += (
+        n * i * k * size if isinstance(op, JointGradient) and not fused else 0
+    )  # the output's gradient is read twice
     rate = device.product_rate(max(1, n * i // max(1, min(g, n))), j, k, op.dtype)
     seconds = max(_SLOWER * flops / rate, device.moving_seconds(moved))
-    seconds += n * device.sort_row_seconds + LAUNCHES * (1 + (op.pair and not fused)) * device.launch_seconds
+    seconds += n * device.sort_row_seconds + LAUNCHES * (op.products - fused) * device.launch_seconds
     return StepCost(flops, moved, copied, copied + tables + parts, picoseconds(seconds))
 
 
@@ -94,16 +98,16 @@ def _pooled_cost(op: Op, device: Device) -> StepCost:
     assert isinstance(form, PooledForm)
     b, q, k, d = group_sizes(op.spec, form.batch, form.queries, form.chosen, form.depth)
     chosen, size = b * q * k, itemsize(op.dtype)
-    flops = spec_flops(op.spec) * (2 if op.pair else 1)
+    flops = spec_flops(op.spec) * op.products
     copied = flattened_bytes(op, form)
-    sorts = op.pair or form.place == 2
+    sorts = isinstance(op, JointGradient) or form.place == 2
     # Rows that keys name; where queries begin; the sort of the keys, and the query of each.
     scratch = 8 * chosen + TABLES * (b * q + 2)
     scratch += 8 * 5 * chosen + TABLES * (b * (form.gather.size or 0) + 2) if sorts else 0
-    scratch += 2 * (chosen // _CUT) * d * max(4, size) if op.pair or form.scores != 2 else 0
-    moved = op.bytes_touched() + 2 * copied + (2 if op.pair else 1) * chosen * d * size + 8 * chosen
+    scratch += 2 * (chosen // _CUT) * d * max(4, size) if isinstance(op, JointGradient) or form.scores != 2 else 0
+    moved = op.bytes_touched() + 2 * copied + op.products * chosen * d * size + 8 * chosen
     seconds = max(flops / device.product_rate(d, d, d, op.dtype), device.moving_seconds(moved))
-    seconds += sorts * chosen * device.sort_row_seconds + LAUNCHES * (2 if op.pair else 1) * device.launch_seconds
+    seconds += sorts * chosen * device.sort_row_seconds + LAUNCHES * op.products * device.launch_seconds
     return StepCost(flops, moved, copied, scratch + copied, picoseconds(seconds))
 
 
@@ -182,7 +186,7 @@ def _summed_gather(spec: Spec) -> Gather | None:
 
 
 def _not_summed(op: Op) -> str | None:
-    if op.pair or op.source_dtype is not None or _summed_gather(op.spec) is None:
+    if not isinstance(op, Einsum) or _summed_gather(op.spec) is None:
         return "the step does not add rows up by one index array"
     return None
 
@@ -215,10 +219,10 @@ def _products(op: Op) -> list[tuple[str, int, int, int]]:
     if isinstance(grouped, GroupedForm):
         n, i, j, k = group_sizes(op.spec, grouped.gather.axes, grouped.inner, grouped.left, grouped.right)
         each = max(1, n * i // max(1, grouped.gather.size or 0))
-        if op.pair and covers_pair(j, k):
+        if isinstance(op, JointGradient) and covers_pair(j, k):
             return [("pair", j, k, each)]
         rows, terms = ("rows", each, k, j), ("terms", j, k, each)
-        return [("rows", each, j, k), terms] if op.pair else [terms if grouped.outer else rows]
+        return [("rows", each, j, k), terms] if isinstance(op, JointGradient) else [terms if grouped.outer else rows]
     if isinstance(pooled, PooledForm):
         b, q, k, d = group_sizes(op.spec, pooled.batch, pooled.queries, pooled.chosen, pooled.depth)
         each = max(1, q * k // max(1, pooled.gather.size or 0))
@@ -237,22 +241,22 @@ def _same_tiles(tiling: str, op: Op) -> str | None:
     return "its tiles are the default's"
 
 
-def cuda_rows() -> list[Lowering]:
+def cuda_rows() -> list[Implementation]:
     """Return the rows for CUDA, and their other tilings."""
     kernels = cuda_kernels()
 
-    def row(name: str, refuses: Refusal, cost: CostOf, run: Any) -> Lowering:
-        return Lowering(
+    def row(name: str, refuses: Refusal, cost: CostOf, run: Any) -> Implementation:
+        return Implementation(
             name, lambda op: refuses(op) or kernels.refuses(op), cost, run, kinds=kernels.kinds,
             layouts=lambda op: (None,),
         )  # fmt: skip
 
-    def tiled(tiling: str = "") -> list[Lowering]:
+    def tiled(tiling: str = "") -> list[Implementation]:
         rows = kernel_rows(cuda_kernels(tiling), strided=True)
         name = f"matmul without copies, Triton{', ' * bool(tiling)}{tiling}"
         return [*rows, row(name, _not_strided, _strided_cost, partial(_run_strided, tiling))]
 
-    def refuses(one: Lowering, tiling: str, op: Op) -> str | None:
+    def refuses(one: Implementation, tiling: str, op: Op) -> str | None:
         return one.supports(op) or _same_tiles(tiling, op)
 
     rows = tiled()
@@ -287,7 +291,7 @@ def _refuse_grouped_mm(op: Op) -> str | None:
 
 def _lie_in_order(op: Op, form: GroupedForm) -> bool:
     """Whether the matrices lie one after the other without gaps, each by rows or by columns."""
-    term, layout = op.spec.inputs[form.matrix], (op.layouts or (None,) * 3)[form.matrix + op.pair]
+    term, layout = op.spec.inputs[form.matrix], (op.layouts or (None,) * 3)[form.matrix + op.first_operand]
     if layout is not None and (layout.repeated or not layout.unit or len(layout.runs) > 1):
         return False
     found = [term[d] for d in (range(len(term)) if layout is None else layout.runs[0]) if op.spec.size(term[d]) != 1]
@@ -300,15 +304,15 @@ def _grouped_mm_cost(op: Op, device: Device) -> StepCost:
     assert isinstance(form, GroupedForm)
     n, i, j, k = group_sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
     g, size = form.gather.size or 0, itemsize(op.dtype)
-    flops = spec_flops(op.spec) * (2 if op.pair else 1)
+    flops = spec_flops(op.spec) * op.products
     # Rows in the order of their groups, of two arrays at a time; a pair takes those of three.
     rows = n * i * (j + k) * size
-    taken = rows + (n * i * j * size if op.pair else 0)
+    taken = rows + (n * i * j * size if isinstance(op, JointGradient) else 0)
     tables = 24 * n + TABLES * (g + 2) + 9 * n * i
     moved = op.bytes_touched() + 2 * taken + 16 * n
     rate = device.product_rate(max(1, n * i // max(1, min(g, n))), j, k, op.dtype)
     seconds = max(flops / rate, device.moving_seconds(op.bytes_touched())) + device.moving_seconds(2 * taken)
-    seconds += n * device.sort_row_seconds + LAUNCHES * (2 if op.pair else 1) * device.launch_seconds
+    seconds += n * device.sort_row_seconds + LAUNCHES * op.products * device.launch_seconds
     copied = flattened_bytes(op, form)
     return StepCost(flops, moved, copied, copied + rows + tables, picoseconds(seconds))
 

@@ -22,11 +22,11 @@ class TorchIndex(PreparedIndex):
 
     prepared_framework = "torch"
 
-    def __init__(self, values: Tensor, size: int, mode: str, guarded: bool) -> None:
+    def __init__(self, values: Tensor, size: int, mode: str, may_drop: bool) -> None:
         super().__init__(values, size, mode)
-        self.guarded = guarded
+        self.may_drop = may_drop
         self.groups = torch_grouping.group_rows(values.reshape(-1), size)
-        self.facts = str(size), mode, str(guarded)
+        self.facts = str(size), mode, str(may_drop)
 
     def reshape(self, shape: Sequence[int]) -> TorchIndex:
         """The same rows in another shape."""
@@ -44,8 +44,8 @@ class TorchIndex(PreparedIndex):
     def joined(cls, tensors: Iterable[Tensor], facts: Iterable[str]) -> TorchIndex:
         """The inverse of `parts`."""
         found = cls.__new__(cls)
-        (found.values, order, offsets), (size, found.mode, guarded) = tensors, facts
-        found.size, found.guarded, found.facts = int(size), guarded == "True", (size, found.mode, guarded)
+        (found.values, order, offsets), (size, found.mode, may_drop) = tensors, facts
+        found.size, found.may_drop, found.facts = int(size), may_drop == "True", (size, found.mode, may_drop)
         found.groups = torch_grouping.Groups(order, offsets, found.size)
         return found
 

@@ -24,8 +24,8 @@ from planner.cost.layout import Layout, reordered, without
 from planner.language.dtypes import itemsize
 from planner.language.spec import Spec, term_axes
 from planner.program.forms import ProductForm, product_form
-from planner.program.implementations import Lowering
-from planner.program.ops import Op, joint_elements, spec_flops
+from planner.program.implementations import Implementation
+from planner.program.ops import Einsum, Op, joint_elements, spec_flops
 
 __all__ = ["copied_form", "product_rows"]
 
@@ -35,18 +35,18 @@ ROUNDS = ("float16", "bfloat16", "bool")
 _WAIT_SECONDS = 25e-6
 
 
-def product_rows() -> list[Lowering]:
+def product_rows() -> list[Implementation]:
     """Return the rows."""
     return [
-        Lowering("matmul by slices", _not_sliced, _sliced_cost, _run_sliced, layouts=_sliced_layouts),
-        Lowering("batched matmul, then sum", _not_batched, _batched_cost, _run_batched, layouts=_batched_layouts),
-        Lowering("multiply, then sum", _not_summed, _summed_cost, _run_summed, layouts=_summed_layouts),
+        Implementation("matmul by slices", _not_sliced, _sliced_cost, _run_sliced, layouts=_sliced_layouts),
+        Implementation("batched matmul, then sum", _not_batched, _batched_cost, _run_batched, layouts=_batched_layouts),
+        Implementation("multiply, then sum", _not_summed, _summed_cost, _run_summed, layouts=_summed_layouts),
     ]
 
 
 def copied_form(op: Op) -> ProductForm | None:
     """Return the form of a product of which torch would copy an operand, as the operands lie; None if of none."""
-    if op.pair or op.source_dtype is not None:
+    if not isinstance(op, Einsum):
         return None
     form = product_form(op.spec)
     copies = form is not None and form.contracted and product_copies(form, op.spec, op.layouts or (None, None))
@@ -196,7 +196,7 @@ def _batched_layouts(op: Op) -> tuple[Layout | None, ...]:
 
 def _vectors(op: Op) -> ProductForm | None:
     """The form of a product in which one operand has no rows or columns of its own."""
-    form = None if op.pair or op.source_dtype is not None else product_form(op.spec)
+    form = None if not isinstance(op, Einsum) else product_form(op.spec)
     return form if form is not None and form.contracted and 1 in form.sizes[1:3] else None
 
 

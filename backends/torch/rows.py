@@ -32,7 +32,7 @@ from planner.kernels.grouping import torch_grouping
 from planner.language.dtypes import itemsize
 from planner.program.forms import GroupedForm, PooledForm, grouped_form, pooled_form
 from planner.program.implementations import Table
-from planner.program.ops import Op, spec_flops
+from planner.program.ops import JointGradient, Op, spec_flops
 
 __all__ = ["make_table"]
 
@@ -57,12 +57,12 @@ def _grouped_cost(share: int, op: Op, device: Device) -> StepCost:
     maps = sum(8 * n for rows in mapped if rows != form.gather.axes)
     scratch_of = (
         torch_grouped.gradients_scratch_bytes
-        if op.pair
+        if isinstance(op, JointGradient)
         else torch_grouped.outer_scratch_bytes
         if form.outer
         else torch_grouped.matmul_scratch_bytes
     )
-    flops = spec_flops(op.spec) * (2 if op.pair else 1)
+    flops = spec_flops(op.spec) * op.products
     moved = op.bytes_touched()
     results = sum(math.prod(shape) for shape in op.output_shapes) * size
     # Sorting is over before the results are made; the order stays for the call.
@@ -73,10 +73,10 @@ def _grouped_cost(share: int, op: Op, device: Device) -> StepCost:
     # Rows are gathered, multiplied and put one after the other: the times add up.
     seconds = (
         flops / device.product_rate(max(1, n * i // max(1, min(g, n))), j, k)
-        + device.moving_seconds(moved + 2 * copied + (3 if op.pair else 2) * rows)
+        + device.moving_seconds(moved + 2 * copied + (op.products + 1) * rows)
         + device.fresh_seconds(results)
         + device.fresh_seconds(copied)
-        + n * (device.take_row_seconds * (4 if op.pair else 3) + device.sort_row_seconds)
+        + n * (device.take_row_seconds * (op.products + 2) + device.sort_row_seconds)
         + min(g, n) * 2 * device.matrix_seconds
         + 40 * device.launch_seconds
     )
@@ -92,9 +92,9 @@ def _pooled_cost(share: int, op: Op, device: Device) -> StepCost:
     size, dtype = itemsize(op.dtype), torch_dtype(op.dtype)
     b, q, k, d = group_sizes(op.spec, form.batch, form.queries, form.chosen, form.depth)
     m = form.gather.size or 0
-    products = 2 if op.pair else 1
+    products = op.products
     kind: torch_pooled.Function = "gradients"
-    if not op.pair:
+    if not isinstance(op, JointGradient):
         kind = "scores" if form.scores == 2 else "pool_gradient" if form.place == 2 else "query_gradient"
     results = sum(math.prod(shape) for shape in op.output_shapes) * size
     moved = op.bytes_touched()
@@ -121,7 +121,11 @@ def _pooled_cost(share: int, op: Op, device: Device) -> StepCost:
             if torch_pooled.sorts(q, k, m, dtype):
                 summed = device.moving_seconds(2 * b * m * d * size)
                 seconds_of["pool_gradient"] = chosen * (d * 0.08e-9 + device.sort_row_seconds + 12e-9) + summed + 1e-3
-        seconds = seconds_of["query_gradient"] + seconds_of["pool_gradient"] if op.pair else seconds_of[kind]
+        seconds = (
+            seconds_of["query_gradient"] + seconds_of["pool_gradient"]
+            if isinstance(op, JointGradient)
+            else seconds_of[kind]
+        )
     copied = flattened_bytes(op, form)
     seconds += device.moving_seconds(2 * copied) + device.fresh_seconds(copied)
     seconds += device.fresh_seconds(results) + (10 + b) * device.launch_seconds

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.backends.torch.bound import BoundPlan, bound_plan
-from planner.backends.torch.function import recorded
+from planner.backends.torch.autograd import recorded
+from planner.backends.torch.eager import NATIVE, compile_native, standin
+from planner.backends.torch.executable import Executable, executable_of
 from planner.backends.torch.modes import as_planned, autocasts, forward_mode, in_functorch, transformed, untraced
-from planner.backends.torch.native import NATIVE, compile_native, standin
-from planner.backends.torch.operators import run_forward, wide_result
 from planner.backends.torch.ops import torch_dtype
 from planner.backends.torch.tensor import dataless
+from planner.backends.torch.traced import run_forward, wide_result
 from planner.language.errors import PlannerError
 from planner.program.implementations import Table
 from planner.program.plan import PlanRecord
@@ -35,7 +35,7 @@ Runner = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 def runner(plan: PlanRecord, table: Table) -> Runner:
     """Return the function from operands and index arrays to a plan's result."""
-    bound = bound_plan(plan, table)
+    bound = executable_of(plan, table)
     if autocasts() and not _only_views(plan):
         return partial(_run_as_planned, bound)
     return _native(bound) or partial(_run, bound)
@@ -50,7 +50,7 @@ def _has_kept(plan: PlanRecord) -> bool:
     return sum(len(step.inputs) > 0 for step in plan.programs.forward.steps) > 1
 
 
-def _native(bound: BoundPlan) -> Runner | None:
+def _native(bound: Executable) -> Runner | None:
     """The plan as native calls; None where it needs more, or they would keep or compute other things than it says."""
     plan, requires = bound.plan, bound.programs.backward is not None
     if plan.loop is not None or bound.gathers or (requires and plan.keep != "all" and _has_kept(plan)):
@@ -72,12 +72,12 @@ def _native(bound: BoundPlan) -> Runner | None:
     return native
 
 
-def _run_as_planned(bound: BoundPlan, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+def _run_as_planned(bound: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
     with as_planned():
         return _run(bound, operands, indices)
 
 
-def _run(bound: BoundPlan, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+def _run(bound: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
     if bound.plan.index_mode == "drop" and not (in_functorch() or dataless(operands[0])):
         wide = wide_result(bound, operands, indices, bound.prepare(indices))
         if wide is not None:
@@ -90,7 +90,7 @@ def _run(bound: BoundPlan, operands: Sequence[Tensor], indices: Mapping[str, Any
     return recorded(bound, operands, indices)
 
 
-def _check_gradients(bound: BoundPlan, operands: Sequence[Tensor]) -> None:
+def _check_gradients(bound: Executable, operands: Sequence[Tensor]) -> None:
     """Refuse operands that require a gradient which the plan does not give."""
     if not bound.inexact or not torch.is_grad_enabled():
         return

@@ -6,8 +6,8 @@ way takes the keys first. Pooled multiplies `Q M D` numbers however few keys are
 `(B, Q, K, D)`.
 
 Shapes: query `(B, Q, D)`, pool `(B, M, D)`, index and scores `(B, Q, K)`. An index equal to `M` is dropped: its score
-is 0 and it receives no gradient. An index comes with how it is read, see `Keys`: brought into `[0, M]` block by block,
-since a whole copy in range would be as large as the scores; scores are NaN where it is bad.
+is 0 and it receives no gradient. An `IndexArray` says how the index is read: it is brought into `[0, M]` block by
+block, since a whole copy in range would be as large as the scores. Scores are NaN where the index is bad.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from planner.kernels.grouping.jax_bits import bits, of_bits
-from planner.kernels.grouping.keys import Keys
+from planner.kernels.grouping.keys import IndexArray
 
 Result = TypeVar("Result")
 
 
-def pooled_scores(query: jax.Array, pool: jax.Array, keys: Keys) -> jax.Array:
+def pooled_scores(query: jax.Array, pool: jax.Array, keys: IndexArray) -> jax.Array:
     """Score each query against its keys, by scoring it against the whole pool."""
     shape, dtype = keys.values.shape, jnp.result_type(query, pool)
     if pool.shape[1] == 0 or 0 in shape:
@@ -49,7 +49,7 @@ def pooled_scores(query: jax.Array, pool: jax.Array, keys: Keys) -> jax.Array:
     return of_bits(lax.fori_loop(0, shape[0], write, zeros), dtype).reshape(shape)
 
 
-def pooled_query_gradient(g: jax.Array, pool: jax.Array, keys: Keys) -> jax.Array:
+def pooled_query_gradient(g: jax.Array, pool: jax.Array, keys: IndexArray) -> jax.Array:
     """Gradient `(B, Q, D)` of the query, from the gradient `g` of the scores."""
     dtype = jnp.result_type(g, pool)
 
@@ -59,7 +59,7 @@ def pooled_query_gradient(g: jax.Array, pool: jax.Array, keys: Keys) -> jax.Arra
     return _each_entry(entry, keys, g, pool)
 
 
-def pooled_pool_gradient(g: jax.Array, query: jax.Array, keys: Keys, size: int) -> jax.Array:
+def pooled_pool_gradient(g: jax.Array, query: jax.Array, keys: IndexArray, size: int) -> jax.Array:
     """Gradient `(B, size, D)` of the pool, from the gradient `g` of the scores."""
     dtype = jnp.result_type(g, query)
 
@@ -69,7 +69,7 @@ def pooled_pool_gradient(g: jax.Array, query: jax.Array, keys: Keys, size: int) 
     return _each_entry(entry, keys, g, query)
 
 
-def pooled_gradients(g: jax.Array, query: jax.Array, pool: jax.Array, keys: Keys) -> tuple[jax.Array, jax.Array]:
+def pooled_gradients(g: jax.Array, query: jax.Array, pool: jax.Array, keys: IndexArray) -> tuple[jax.Array, jax.Array]:
     """Gradients of the query and of the pool; the dense matrix is built once for both."""
     dtype = jnp.result_type(g, query, pool)
 
@@ -80,7 +80,7 @@ def pooled_gradients(g: jax.Array, query: jax.Array, pool: jax.Array, keys: Keys
     return _each_entry(entry, keys, g, query, pool)
 
 
-def gathered_scores(query: jax.Array, pool: jax.Array, keys: Keys) -> jax.Array:
+def gathered_scores(query: jax.Array, pool: jax.Array, keys: IndexArray) -> jax.Array:
     """Score each query against its keys, by taking the keys first."""
     dtype = jnp.result_type(query, pool)
     if pool.shape[1] == 0:
@@ -90,7 +90,7 @@ def gathered_scores(query: jax.Array, pool: jax.Array, keys: Keys) -> jax.Array:
     return _shown(_kept(scores, rows, pool.shape[1], keys).astype(dtype), keys.values, keys)
 
 
-def gathered_query_gradient(g: jax.Array, pool: jax.Array, keys: Keys) -> jax.Array:
+def gathered_query_gradient(g: jax.Array, pool: jax.Array, keys: IndexArray) -> jax.Array:
     """Gradient `(B, Q, D)` of the query, from the gradient `g` of the scores."""
     dtype, rows = jnp.result_type(g, pool), keys.part(keys.values)
     if pool.shape[1] == 0:
@@ -100,7 +100,7 @@ def gathered_query_gradient(g: jax.Array, pool: jax.Array, keys: Keys) -> jax.Ar
     return _matmul("bqk,bqkd->bqd", _kept(g, rows, pool.shape[1], keys), taken).astype(dtype)
 
 
-def gathered_pool_gradient(g: jax.Array, query: jax.Array, keys: Keys, size: int) -> jax.Array:
+def gathered_pool_gradient(g: jax.Array, query: jax.Array, keys: IndexArray, size: int) -> jax.Array:
     """Gradient `(B, size, D)` of the pool, from the gradient `g` of the scores."""
     dtype, rows = jnp.result_type(g, query), keys.part(keys.values)
     exact = _accumulator(dtype)
@@ -110,10 +110,12 @@ def gathered_pool_gradient(g: jax.Array, query: jax.Array, keys: Keys, size: int
     return zeros.at[entries, rows].add(terms, mode="drop").astype(dtype)
 
 
-def gathered_gradients(g: jax.Array, query: jax.Array, pool: jax.Array, keys: Keys) -> tuple[jax.Array, jax.Array]:
+def gathered_gradients(
+    g: jax.Array, query: jax.Array, pool: jax.Array, keys: IndexArray
+) -> tuple[jax.Array, jax.Array]:
     """Gradients of the query and of the pool."""
     dtype = jnp.result_type(g, query, pool)
-    keys = Keys(keys.part(keys.values), marked=keys.marked)  # once for both
+    keys = IndexArray(keys.part(keys.values), may_drop=keys.may_drop)  # once for both
     g = g.astype(dtype)
     to_query = gathered_query_gradient(g, pool, keys)
     return to_query, gathered_pool_gradient(g, query, keys, pool.shape[1]).astype(dtype)
@@ -153,7 +155,7 @@ def gathered_scratch_bytes(
     return numbers * max(exact.itemsize, 4) + 2**11
 
 
-def _each_entry(entry: Callable[..., Result], keys: Keys, *operands: jax.Array) -> Result:
+def _each_entry(entry: Callable[..., Result], keys: IndexArray, *operands: jax.Array) -> Result:
     """Apply a function to each batch entry of the index, brought into range, and of its operands."""
 
     def of_entry(n: jax.Array) -> Any:
@@ -195,12 +197,12 @@ def _dense(g: jax.Array, index: jax.Array, size: int, dtype: DTypeLike) -> jax.A
     return dense.reshape(rows, size)
 
 
-def _kept(x: jax.Array, rows: jax.Array, size: int, keys: Keys) -> jax.Array:
+def _kept(x: jax.Array, rows: jax.Array, size: int, keys: IndexArray) -> jax.Array:
     """X, zero where the index is dropped."""
-    return jnp.where(rows < size, x, jnp.zeros((), x.dtype)) if keys.marked else x
+    return jnp.where(rows < size, x, jnp.zeros((), x.dtype)) if keys.may_drop else x
 
 
-def _shown(scores: jax.Array, index: jax.Array, keys: Keys) -> jax.Array:
+def _shown(scores: jax.Array, index: jax.Array, keys: IndexArray) -> jax.Array:
     """The scores, NaN where some of the index as given is bad."""
     return scores if keys.bad is None else jnp.where(keys.bad(index), jnp.asarray(jnp.nan, scores.dtype), scores)
 

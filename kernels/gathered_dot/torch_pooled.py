@@ -11,8 +11,8 @@ Two ways with the same arguments, results and gradients:
 Either walks blocks of queries through buffers that are used again, and neither builds `pool[index]`. In all functions
 B, Q, D, M and K are the sizes of batch, queries, features, pool and asked rows. Any strides; half types are summed in
 float32; duplicates in an index add up, in order. An index of M is dropped: its score is 0 and it sends no gradient.
-An index comes with how it is read, see `Keys`. As the caller gave it, it is brought into range, and checked, by the
-pooled way only in blocks that torch refuses: torch reads and writes nothing out of bounds. That saves a look at all of
+An `IndexArray` says how the index is read. As the caller gave it, it is brought into range, and checked, by the pooled
+way only in blocks that torch refuses: torch reads and writes nothing out of bounds. That saves a look at all of
 it, which takes as long as the scores themselves when there are many.
 """
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from planner.kernels.grouping.keys import Keys
+from planner.kernels.grouping.keys import IndexArray
 from planner.kernels.grouping.torch_grouping import accumulator, group_rows
 
 Place = tuple[slice, slice]
@@ -52,7 +52,7 @@ COPIED_KEYS = 1 << 16
 ALIGN = 16
 
 
-def pooled_scores(query: Tensor, pool: Tensor, keys: Keys, share: int = 1) -> Tensor:
+def pooled_scores(query: Tensor, pool: Tensor, keys: IndexArray, share: int = 1) -> Tensor:
     """Scores by contracting the whole pool.
 
     Args:
@@ -85,7 +85,7 @@ def pooled_scores(query: Tensor, pool: Tensor, keys: Keys, share: int = 1) -> Te
     return out
 
 
-def pooled_query_gradient(g: Tensor, pool: Tensor, keys: Keys, share: int = 1) -> Tensor:
+def pooled_query_gradient(g: Tensor, pool: Tensor, keys: IndexArray, share: int = 1) -> Tensor:
     """The gradient of the query by dense weights: `(B, Q, K)`, `(B, M, D)`, `(B, Q, K)` to `(B, Q, D)`."""
     if not finite(pool):
         return gathered_query_gradient(g, pool, keys)
@@ -95,7 +95,7 @@ def pooled_query_gradient(g: Tensor, pool: Tensor, keys: Keys, share: int = 1) -
     return out
 
 
-def pooled_pool_gradient(g: Tensor, query: Tensor, keys: Keys, size: int, share: int = 1) -> Tensor:
+def pooled_pool_gradient(g: Tensor, query: Tensor, keys: IndexArray, size: int, share: int = 1) -> Tensor:
     """The gradient of a pool by dense weights: `(B, Q, K)`, `(B, Q, D)`, `(B, Q, K)` to `(B, size, D)`."""
     if not finite(query):
         return gathered_pool_gradient(g, query, keys, size)
@@ -105,7 +105,7 @@ def pooled_pool_gradient(g: Tensor, query: Tensor, keys: Keys, size: int, share:
     return out.to(query.dtype)
 
 
-def pooled_gradients(g: Tensor, query: Tensor, pool: Tensor, keys: Keys, share: int = 1) -> tuple[Tensor, Tensor]:
+def pooled_gradients(g: Tensor, query: Tensor, pool: Tensor, keys: IndexArray, share: int = 1) -> tuple[Tensor, Tensor]:
     """Both gradients, from dense weights that are scattered once; the gathered way where an operand is not finite.
 
         s[q, k] = query[q] . pool[x(q, k)]   gives, with W[q, m] = sum of g[q, k] over the k with x(q, k) = m,
@@ -131,7 +131,7 @@ def pooled_gradients(g: Tensor, query: Tensor, pool: Tensor, keys: Keys, share: 
     return grad_query, grad_pool.to(pool.dtype)
 
 
-def gathered_scores(query: Tensor, pool: Tensor, keys: Keys) -> Tensor:
+def gathered_scores(query: Tensor, pool: Tensor, keys: IndexArray) -> Tensor:
     """Scores by fetching the asked rows; arguments and result as in `pooled_scores`."""
     query, pool = query.resolve_conj(), pool.resolve_conj()
     out = query.new_zeros(keys.values.shape)
@@ -143,7 +143,7 @@ def gathered_scores(query: Tensor, pool: Tensor, keys: Keys) -> Tensor:
     return out
 
 
-def gathered_query_gradient(g: Tensor, pool: Tensor, keys: Keys) -> Tensor:
+def gathered_query_gradient(g: Tensor, pool: Tensor, keys: IndexArray) -> Tensor:
     """The gradient of the query from the asked rows; arguments and result as in `pooled_query_gradient`."""
     g, pool = g.resolve_conj(), pool.resolve_conj()
     out = pool.new_zeros((*keys.values.shape[:2], pool.shape[2]))
@@ -162,7 +162,7 @@ def gathered_query_gradient(g: Tensor, pool: Tensor, keys: Keys) -> Tensor:
     return out
 
 
-def gathered_pool_gradient(g: Tensor, query: Tensor, keys: Keys, size: int) -> Tensor:
+def gathered_pool_gradient(g: Tensor, query: Tensor, keys: IndexArray, size: int) -> Tensor:
     """The gradient of a pool by adding a row for each asked score; as `pooled_pool_gradient`."""
     g, query = g.resolve_conj(), query.resolve_conj()
     batch, queries, k = keys.values.shape
@@ -183,7 +183,7 @@ def gathered_pool_gradient(g: Tensor, query: Tensor, keys: Keys, size: int) -> T
         terms = _shaped(buffer, (*chosen.shape, d))
         torch.mul(g[b, q, :, None].to(wide), query[b, q, None, :].conj().to(wide), out=terms)
         rows, terms = (chosen + first[b]).reshape(-1), terms.view(-1, d)
-        dropped = (chosen == size).reshape(-1).nonzero().view(-1) if keys.marked else None
+        dropped = (chosen == size).reshape(-1).nonzero().view(-1) if keys.may_drop else None
         if dropped is not None and len(dropped):  # They add zero somewhere.
             rows.index_fill_(0, dropped, 0)
             terms.index_fill_(0, dropped, 0)
@@ -210,7 +210,7 @@ def _add_sorted(out: Tensor, g: Tensor, query: Tensor, chosen: Tensor) -> None:
     out += sums.view(out.shape)
 
 
-def gathered_gradients(g: Tensor, query: Tensor, pool: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
+def gathered_gradients(g: Tensor, query: Tensor, pool: Tensor, keys: IndexArray) -> tuple[Tensor, Tensor]:
     """Both gradients by fetched rows; arguments and results as in `pooled_gradients`."""
     return gathered_query_gradient(g, pool, keys), gathered_pool_gradient(g, query, keys, pool.shape[1])
 
@@ -290,7 +290,7 @@ def _blocks(batch: int, queries: int, bytes_each: int, limit: int) -> Iterator[P
             yield slice(b, min(b + entries, batch)), slice(queries * part // parts, queries * (part + 1) // parts)
 
 
-def _dense(keys: Keys, m: int, dtype: torch.dtype, share: int) -> tuple[Tensor, Iterator[Place]]:
+def _dense(keys: IndexArray, m: int, dtype: torch.dtype, share: int) -> tuple[Tensor, Iterator[Place]]:
     """A buffer `(queries, M or more)` for the dense scores of a block, and the blocks.
 
     Only a marked index may reach past the pool; without columns there, entries of the batch lie as torch multiplies
@@ -299,7 +299,7 @@ def _dense(keys: Keys, m: int, dtype: torch.dtype, share: int) -> tuple[Tensor, 
     columns = (m // ALIGN + 1) * ALIGN
     batch, queries, _ = keys.values.shape
     sizes = batch, queries, columns * accumulator(dtype).itemsize, DENSE_BYTES // share
-    shape = _queries(*sizes), columns if keys.marked else m
+    shape = _queries(*sizes), columns if keys.may_drop else m
     return torch.empty(shape, dtype=accumulator(dtype), device="cpu"), _blocks(*sizes)
 
 
@@ -308,7 +308,7 @@ def _block(buffer: Tensor, b: slice, q: slice) -> Tensor:
     return buffer[: prod(shape)].unflatten(0, shape)
 
 
-def _nothing(keys: Keys, *sizes: int) -> bool:
+def _nothing(keys: IndexArray, *sizes: int) -> bool:
     """Whether there is nothing to read or write; the index is checked all the same."""
     if keys.values.numel() and all(sizes):
         return False
@@ -316,7 +316,7 @@ def _nothing(keys: Keys, *sizes: int) -> bool:
     return True
 
 
-def _at(act: Callable[[Place, Tensor], None], keys: Keys, b: slice, q: slice) -> None:
+def _at(act: Callable[[Place, Tensor], None], keys: IndexArray, b: slice, q: slice) -> None:
     """Read or write at a block of an index: at once, or, where torch refuses or cannot read it, piece by piece."""
     block = keys.values[b, q]
     if block.dtype == torch.int64:
@@ -338,7 +338,7 @@ def finite(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex()) or bool(x.sum().isfinite())
 
 
-def _weights(g: Tensor, keys: Keys, m: int, share: int) -> Iterator[tuple[slice, slice, Tensor]]:
+def _weights(g: Tensor, keys: IndexArray, m: int, share: int) -> Iterator[tuple[slice, slice, Tensor]]:
     """The dense weights `W[b, q, m]` of each block: the gradients of the scores, added up where their index is m."""
     if _nothing(keys, m):
         return
@@ -354,11 +354,11 @@ def _weights(g: Tensor, keys: Keys, m: int, share: int) -> Iterator[tuple[slice,
         yield b, q, weights[..., :m]
 
 
-def _bagged(pool: Tensor, keys: Keys) -> bool:
+def _bagged(pool: Tensor, keys: IndexArray) -> bool:
     """Whether rows of the pool can be added up where they lie: one after the other, and none is dropped."""
     if pool.dtype not in BAGGED or pool.stride()[1:] != (pool.shape[2], 1):
         return False
-    return not (keys.marked and keys.values.numel() and int(keys.values.max()) == pool.shape[1])
+    return not (keys.may_drop and keys.values.numel() and int(keys.values.max()) == pool.shape[1])
 
 
 def _bag_bytes(keys: int, size_d: int, dtype: torch.dtype) -> int:
@@ -372,7 +372,7 @@ def sorts(queries: int, keys: int, size: int, dtype: torch.dtype) -> bool:
 
 
 def _rows(
-    pool: Tensor, keys: Keys, marked: bool, bytes_each: int
+    pool: Tensor, keys: IndexArray, may_drop: bool, bytes_each: int
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor | None]]:
     """Blocks of the index as row numbers of a table, and which of them are dropped, if some are."""
     batch, m, d = pool.shape
@@ -385,7 +385,7 @@ def _rows(
         blocks = ((slice(i, i + 1), q) for b, q in blocks for i in range(b.start, b.stop))
     for b, q in blocks:
         chosen, dropped = _chosen(keys, keys.values[b, q]), None
-        if marked:
+        if may_drop:
             dropped = (chosen == m).reshape(-1).nonzero().reshape(-1)
             chosen = chosen.clamp(max=m - 1) if len(dropped) else chosen
         if joined and not shared:
@@ -396,12 +396,12 @@ def _rows(
         del chosen, dropped  # before the next are made, as everywhere here
 
 
-def _fetched(pool: Tensor, keys: Keys) -> Iterator[tuple[slice, slice, Tensor]]:
+def _fetched(pool: Tensor, keys: IndexArray) -> Iterator[tuple[slice, slice, Tensor]]:
     """The asked rows `(B, Q, K, D)` of each block, zero where dropped."""
     (batch, _, d), wide, k = pool.shape, accumulator(pool.dtype), keys.values.shape[2]
     count = _queries(batch, keys.values.shape[1], k * d * wide.itemsize, FETCHED_BYTES)
     buffer = torch.empty(count * k * d, dtype=wide, device="cpu")
-    for b, q, table, chosen, dropped in _rows(pool, keys, keys.marked, k * d * wide.itemsize):
+    for b, q, table, chosen, dropped in _rows(pool, keys, keys.may_drop, k * d * wide.itemsize):
         rows = _shaped(buffer, (chosen.numel(), d))
         if rows.dtype == table.dtype:
             torch.index_select(table, 0, chosen.reshape(-1), out=rows)
@@ -413,7 +413,7 @@ def _fetched(pool: Tensor, keys: Keys) -> Iterator[tuple[slice, slice, Tensor]]:
         del chosen, dropped
 
 
-def _chosen(keys: Keys, part: Tensor) -> Tensor:
+def _chosen(keys: IndexArray, part: Tensor) -> Tensor:
     chosen: Tensor = keys.part(part)
     return chosen.long()
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from planner.kernels.grouped_matmul.triton_grouped import rows_product, terms_product
-from planner.kernels.grouping.keys import Keys
+from planner.kernels.grouping.keys import IndexArray
 from planner.kernels.grouping.torch_grouping import group_rows
 from planner.kernels.tiled_product.triton_axes import Axis, Matrices
 
 __all__ = ["gradients", "pool_gradient", "query_gradient", "scores"]
 
 
-def scores(query: Tensor, pool: Tensor, keys: Keys, tiling: str = "") -> Tensor:
+def scores(query: Tensor, pool: Tensor, keys: IndexArray, tiling: str = "") -> Tensor:
     """Scores `(B, Q, K)` of queries `(B, Q, D)` against a pool `(B, M, D)`."""
     (b, q, d), k = query.shape, keys.values.shape[2]
     out, query = query.new_empty((b, q, k)), query.resolve_neg()
@@ -33,7 +33,7 @@ def scores(query: Tensor, pool: Tensor, keys: Keys, tiling: str = "") -> Tensor:
     return out
 
 
-def query_gradient(g: Tensor, pool: Tensor, keys: Keys, tiling: str = "") -> Tensor:
+def query_gradient(g: Tensor, pool: Tensor, keys: IndexArray, tiling: str = "") -> Tensor:
     """The gradient of the query `(B, Q, D)`, of the scores' `(B, Q, K)`."""
     (b, q, k), d = keys.values.shape, pool.shape[2]
     out = g.new_empty((b, q, d))
@@ -44,7 +44,7 @@ def query_gradient(g: Tensor, pool: Tensor, keys: Keys, tiling: str = "") -> Ten
     return out
 
 
-def pool_gradient(g: Tensor, query: Tensor, keys: Keys, size: int, tiling: str = "") -> Tensor:
+def pool_gradient(g: Tensor, query: Tensor, keys: IndexArray, size: int, tiling: str = "") -> Tensor:
     """The gradient of the pool `(B, size, D)`, of the scores' `(B, Q, K)`."""
     (b, q, k), d = keys.values.shape, query.shape[2]
     out = g.new_empty((b, size, d))
@@ -63,9 +63,9 @@ def pool_gradient(g: Tensor, query: Tensor, keys: Keys, size: int, tiling: str =
     return out
 
 
-def gradients(g: Tensor, query: Tensor, pool: Tensor, keys: Keys, tiling: str = "") -> tuple[Tensor, Tensor]:
+def gradients(g: Tensor, query: Tensor, pool: Tensor, keys: IndexArray, tiling: str = "") -> tuple[Tensor, Tensor]:
     """Both gradients, of the query and of the pool."""
-    keys = Keys(keys.part(keys.values), marked=keys.marked)  # brought into range once
+    keys = IndexArray(keys.part(keys.values), may_drop=keys.may_drop)  # brought into range once
     return query_gradient(g, pool, keys, tiling), pool_gradient(g, query, keys, pool.shape[1], tiling)
 
 
@@ -73,17 +73,17 @@ def _weights(g: Tensor) -> Matrices:
     return Matrices(g.resolve_neg().reshape(-1), Axis(1), Axis(0), Axis(0))
 
 
-def _pool_rows(pool: Tensor, keys: Keys) -> Matrices:
+def _pool_rows(pool: Tensor, keys: IndexArray) -> Matrices:
     """The row of the pool that each key names, entry by entry of the batch."""
     pool = pool.resolve_neg()
     x = _in_pool(keys, pool.shape[1]).reshape(-1)
     return Matrices(pool, Axis(pool.stride(1), x), Axis(0), Axis(pool.stride(2)), pool.stride(0))
 
 
-def _in_pool(keys: Keys, size: int) -> Tensor:
+def _in_pool(keys: IndexArray, size: int) -> Tensor:
     """Rows that the keys name, -1 for none."""
     x = keys.part(keys.values).long()
-    return torch.where(x == size, -1, x) if keys.marked else x
+    return torch.where(x == size, -1, x) if keys.may_drop else x
 
 
 def _even(groups: int, each: int, like: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ import numpy as np
 from planner.bench.timing import Result, Settings, equal, seconds_in_peace
 from planner.demo.runs import PAUSE_SECONDS
 from planner.demo.ways import OURS, Framework
+from planner.plan import Plan
 from planner.program.frameworks import load_backend
-from planner.program.plan import PlanRecord
 from planner.program.program import Program, Step
 from planner.search.alternatives import alternatives
 from planner.tune.autotune import block_seconds
@@ -57,7 +57,7 @@ def lowerings(framework: Framework, settings: Settings) -> Iterator[Result]:
         )  # fmt: skip
 
 
-def _plan(workload: Workload, framework: Framework, operands: Sequence[Any], indices: Mapping[str, Any]) -> PlanRecord:
+def _plan(workload: Workload, framework: Framework, operands: Sequence[Any], indices: Mapping[str, Any]) -> Plan:
     import planner
 
     describe = load_backend(framework).operand
@@ -68,7 +68,7 @@ def _plan(workload: Workload, framework: Framework, operands: Sequence[Any], ind
     return planner.plan(workload.spec, *described, backend=framework, **workload.options, **indices)
 
 
-def known_plans(plan: PlanRecord) -> dict[str, PlanRecord]:
+def known_plans(plan: Plan) -> dict[str, Plan]:
     """Return by label other paths and objectives, and the plan with one of its steps done in another way."""
     others = [other.plan for other in alternatives(plan, 100) if other.plan.cost.peak_bytes <= _MOST_BYTES]
     # Numbered: keeping all and keeping only inputs may come of the same objective.

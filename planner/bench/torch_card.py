@@ -68,7 +68,7 @@ class TorchCard:
         """Yield each kernel and dtype, and what is wrong with it, "" if nothing: small integers, as on the CPU."""
         from planner.kernels.gathered_dot import torch_pooled, triton_pooled
         from planner.kernels.grouped_matmul import torch_grouped, torch_grouped_mm, triton_grouped
-        from planner.kernels.grouping.keys import Keys
+        from planner.kernels.grouping.keys import IndexArray
         from planner.kernels.grouping.torch_grouping import group_rows
         from planner.kernels.segment_sum import triton_sum
 
@@ -98,7 +98,7 @@ class TorchCard:
             b, q_, k, m, d = (2, 4, 5, 9, 20) if small else (4, 500, 30, 800, 32)
             query, pool = self.integers(b, q_, d, dtype=dtype), self.integers(b, m, d, dtype=dtype)
             weights, x = self.integers(b, q_, k, dtype=dtype), torch.randint(0, m + 1, (b, q_, k))
-            keys, host = Keys(x.to(self.place)), Keys(x)
+            keys, host = IndexArray(x.to(self.place)), IndexArray(x)
             found = triton_pooled.scores(query, pool, keys)
             yield (
                 f"scores {dtype}",

@@ -28,7 +28,7 @@ from planner.cost.device import Device
 from planner.language.errors import PlannerError
 from planner.language.resolve import resolve
 from planner.program.frameworks import load_backend
-from planner.program.ops import Op
+from planner.program.ops import Einsum
 from planner.progress import Progress
 from planner.workloads import WORKLOADS
 
@@ -175,7 +175,7 @@ def median_seconds(lab: Lab, run: Callable[[], Any], times: int = 7, most_second
 def _step(lab: Lab, text: str, *shapes: tuple[int, ...], sizes: Any = None, **indices: Any) -> Callable[[], Any]:
     """Return the call of one step, in the backend's stock way."""
     spec = resolve(text, *shapes, sizes=sizes, **{name: tuple(index.shape) for name, index in indices.items()})
-    op, table = Op(spec, "float32"), load_backend(lab.framework).table
+    op, table = Einsum(spec, "float32"), load_backend(lab.framework).table
     kind = next(c.lowering for c in table.choices(op, lab.preset) if table.rows[c.lowering].stock)
     inputs = [lab.normal(*shape) for shape in shapes]
     index = Rows({gather: indices[gather.array] for gather in spec.gathers})

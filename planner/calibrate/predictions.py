@@ -29,7 +29,7 @@ class Rows(dict[Gather, Any]):
 
     def __init__(self, rows: Mapping[Gather, Any]) -> None:
         super().__init__(rows)
-        self.guarded, self.shown = False, False
+        self.may_drop, self.shown = False, False
         self.orders: dict[Any, Any] = {}
         self.given: dict[Gather, Any] = {}
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from planner.language.spec import Gather, Operand, Spec, Term
 
-__all__ = ["Layout", "closed", "flattens", "layout_of", "neighbours", "permuted", "reordered", "row_major", "scattered",
-           "strides_in", "without"]  # fmt: skip
+__all__ = ["Layout", "flattens", "layout_of", "neighbours", "permuted", "reordered", "row_major", "scattered",
+           "strides_in", "without", "without_gaps"]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def without(layout: Layout | None, dim: int, shape: Sequence[int]) -> Layout | N
     return _plain([renumbered(run) for run in runs], known.unit and last != dim, kept)
 
 
-def closed(layout: Layout | None) -> Layout | None:
+def without_gaps(layout: Layout | None) -> Layout | None:
     """Return the layout of an array made alike: the same order of memory, without gaps.
 
     Where elements repeat, a row-major one stands for it: then the order is not told.

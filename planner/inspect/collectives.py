@@ -14,14 +14,15 @@ from planner.language.split import (
     Entry,
     Placement,
     Split,
-    divided,
-    divisible,
+    axes_to_add_over,
+    choose_splits,
     letter_of,
     local_spec,
     local_term,
-    missing,
+    splittable,
 )
 from planner.language.units import bytes_text
+from planner.program.ops import Cast
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
 
@@ -73,7 +74,7 @@ def collectives(plan: PlanRecord, splits: Mapping[str, int]) -> tuple[Collective
     found = []
     for step in plan.steps:
         op, given = step.op, [places[v] for v in step.inputs]
-        if op.source_dtype is not None:
+        if isinstance(op, Cast):
             places[step.outputs[0]] = given[0]
             continue
         for variable, whole in zip(step.inputs, exposed[step.outputs], strict=True):
@@ -81,17 +82,17 @@ def collectives(plan: PlanRecord, splits: Mapping[str, int]) -> tuple[Collective
                 continue
             reads = dataclasses.replace(spec, inputs=(whole,), output=whole)
             arrays = [(gather.axes, brackets[gather.array]) for gather in reads.gathers]
-            split = divided(reads, [(whole, places[variable]), *arrays])
-            if over := missing(whole, split):
+            split = choose_splits(reads, [(whole, places[variable]), *arrays])
+            if over := axes_to_add_over(whole, split):
                 axes = term_axes(tuple(e for e in whole if isinstance(e, Gather) or whole.count(e) > 1))
                 rows = tuple(e for e in local_term(whole, parts(split)) if isinstance(e, Gather) or e in axes)
                 found.append(Collective(step, over, math.prod(local_spec(reads, parts(split)).shape(rows)), mask=True))
         indices = [(gather.axes, brackets[gather.array]) for gather in op.spec.gathers]
-        split = divided(op.spec, [*zip(op.input_terms, given, strict=True), *indices])
+        split = choose_splits(op.spec, [*zip(op.input_terms, given, strict=True), *indices])
         shapes = dataclasses.replace(op, spec=local_spec(op.spec, parts(split))).output_shapes
         for variable, term, shape in zip(step.outputs, op.output_terms, shapes, strict=True):
             places[variable] = tuple(split.get(entry, ()) for entry in term)
-            if over := missing(term, split):
+            if over := axes_to_add_over(term, split):
                 found.append(Collective(step, over, math.prod(shape) * itemsize(op.dtype)))
     return tuple(found)
 
@@ -106,7 +107,7 @@ def _exposed(plan: PlanRecord) -> dict[tuple[int, ...], list[Term | None]]:
     count = len(plan.programs.forward.steps)
     read: dict[int, Term] = {}
     for step in plan.steps:
-        if step.op.source_dtype is not None and step.inputs[0] in operands:
+        if isinstance(step.op, Cast) and step.inputs[0] in operands:
             operands[step.outputs[0]] = operands[step.inputs[0]]
         for variable, term in zip(step.inputs, step.op.input_terms, strict=True):
             read.setdefault(variable, term)
@@ -143,7 +144,7 @@ def _checked(plan: PlanRecord, splits: Mapping[str, int]) -> dict[str, int]:
             parts = 0
         if parts < 1:
             raise PlannerError(f"{letter!r} is split into a positive number of parts, not {given!r:.80}")
-        if parts > 1 and not set(named) <= set(divisible(spec)):
+        if parts > 1 and not set(named) <= set(splittable(spec)):
             raise PlannerError(
                 f"{letter!r} of '{spec}' cannot be split: it has fewer than two elements, repeats in a term, or an "
                 "index array reads pools of two sizes or along two brackets; XLA gathers arrays that are split so"

@@ -8,6 +8,7 @@ from planner.cost.figures import Cost
 from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec
 from planner.language.units import bytes_text, count_text, seconds_text
+from planner.program.ops import JointGradient
 from planner.program.plan import PlanRecord
 from planner.program.program import Program, Step
 
@@ -115,7 +116,7 @@ def _rows(plan: PlanRecord, program: Program, first: int) -> list[list[str]]:
 def equation(step: Step) -> str:
     """Write what a step computes; of a step that gives both gradients, both."""
     spec = step.op.spec
-    if not step.op.pair:
+    if not isinstance(step.op, JointGradient):
         return str(spec)
     terms = ["".join(map(str, term)) for term in (spec.output, *spec.inputs)]
     outputs = ["".join(map(str, term)) for term in spec.inputs]

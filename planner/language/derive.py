@@ -17,7 +17,7 @@ from typing import SupportsIndex
 from planner.language.errors import ShapeError, SpecError
 from planner.language.spec import Gather, Spec, Term, term_axes, unused_letters
 
-__all__ = ["batched", "sliced", "summable", "summed", "transpose"]
+__all__ = ["batched", "slice_spec", "summable_dims", "sum_dims", "transpose"]
 
 
 def _check_resolved(spec: object, what: str) -> None:
@@ -123,7 +123,7 @@ def batched(
     return Spec(inputs, (axis, *indexed(spec.output)), sizes)
 
 
-def summable(spec: Spec) -> tuple[int, ...]:
+def summable_dims(spec: Spec) -> tuple[int, ...]:
     """Return the dimensions of the output that `summed` may sum over: axes that some input has, also in brackets.
 
     The sum over any other axis would be lost: no term would have it.
@@ -132,22 +132,22 @@ def summable(spec: Spec) -> tuple[int, ...]:
     return tuple(d for d, e in enumerate(spec.output) if isinstance(e, str) and e in read)
 
 
-def summed(spec: Spec, dims: Collection[int]) -> Spec:
+def sum_dims(spec: Spec, dims: Collection[int]) -> Spec:
     """Return the spec whose output is summed over some of its dimensions.
 
     An output gradient that repeats along these is one of that sum: the gradients of both specs are equal then.
 
     Args:
         spec: a resolved spec.
-        dims: dimensions among the `summable` ones.
+        dims: dimensions among the `summable_dims` ones.
     """
     return dataclasses.replace(spec, output=tuple(e for d, e in enumerate(spec.output) if d not in dims))
 
 
-def sliced(spec: Spec, sizes: Mapping[str, int]) -> Spec:
+def slice_spec(spec: Spec, sizes: Mapping[str, int]) -> Spec:
     """Return the spec of one slice: some axes shorter, all else the same.
 
-    A contraction is the sum of its slices over an axis that is summed, and their concatenation over an axis of the
+    A contraction is the sum of its slices over an axis that is sum_dims, and their concatenation over an axis of the
     result. An axis in brackets slices the index array, not what it indexes.
 
     Args:

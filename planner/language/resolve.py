@@ -156,7 +156,7 @@ def resolve_shapes(
         if letter in axis_sizes and axis_sizes[letter] != size:
             raise ShapeError(f"sizes= says {size} for axis {letter!r}, but the inputs say {axis_sizes[letter]}")
         if letter not in axis_sizes and letter not in index_shapes:
-            raise ShapeError(f"sizes= names {letter!r}, which is no axis or index array of '{cut(str(parsed))}'")
+            raise ShapeError(f"sizes= names {letter!r}, which is no axis or index array of '{shorten(str(parsed))}'")
         read = sorted({g.size or 0 for term in inputs for g in term if isinstance(g, Gather) and g.array == letter})
         if read and size not in read and letter not in written:
             said = " and ".join(map(str, read))
@@ -181,15 +181,15 @@ def _already_resolved(
         known[gather.array] = gather.size
     for letter, size in letters.items():
         if known.get(letter) != size:
-            raise ShapeError(f"sizes= says {size} for {letter!r}, but '{cut(str(spec))}' is resolved with {known}")
+            raise ShapeError(f"sizes= says {size} for {letter!r}, but '{shorten(str(spec))}' is resolved with {known}")
     if output is not None and output != spec.output_shape:
         raise ShapeError(
-            f"sizes= says {output}, but the result of '{cut(str(spec))}' is resolved as {spec.output_shape}"
+            f"sizes= says {output}, but the result of '{shorten(str(spec))}' is resolved as {spec.output_shape}"
         )
     for number, (term, shape) in enumerate(zip(spec.inputs, shapes, strict=True)):
         if tuple(shape) != spec.shape(term):
             raise ShapeError(
-                f"operand {number} has shape {tuple(shape)}, but '{cut(str(spec))}' needs {spec.shape(term)}"
+                f"operand {number} has shape {tuple(shape)}, but '{shorten(str(spec))}' needs {spec.shape(term)}"
             )
     for gather in spec.gathers:
         wanted = tuple(sizes[axis] for axis in gather.axes)
@@ -201,7 +201,7 @@ def _already_resolved(
 def _check_counts(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[str, Shape]) -> None:
     if len(spec.inputs) != len(shapes):
         raise ShapeError(
-            f"'{cut(str(spec))}' has {len(spec.inputs)} input terms, but {len(shapes)} operands were given"
+            f"'{shorten(str(spec))}' has {len(spec.inputs)} input terms, but {len(shapes)} operands were given"
         )
     arrays = spec.arrays
     for name in arrays:
@@ -210,12 +210,12 @@ def _check_counts(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[str
     for name in index_shapes:
         if name not in arrays:
             raise SpecError(
-                f"unknown option or index array {name!r}: '{cut(str(spec))}' "
+                f"unknown option or index array {name!r}: '{shorten(str(spec))}' "
                 + (f"has the index arrays {', '.join(arrays)}" if arrays else "has no index arrays")
             )
 
 
-def cut(text: str, most: int = 200) -> str:
+def shorten(text: str, most: int = 200) -> str:
     """Cut a text for a message: specs may have 10^5 characters."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
@@ -226,7 +226,7 @@ def _expand_ellipses(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[
     def span(entries: Sequence[Any], dims: int, what: str) -> int:
         written = len(entries) - (ELLIPSIS in entries)
         if dims < written or (dims > written and ELLIPSIS not in entries):
-            text = cut("".join(map(str, entries)), 100) or "''"
+            text = shorten("".join(map(str, entries)), 100) or "''"
             raise ShapeError(f"{what} has {dims} dimensions, but its axes are {text}")
         return dims - written
 
@@ -314,7 +314,7 @@ def _given_sizes(spec: Spec, sizes: Mapping[str, int] | Sequence[int] | None) ->
     shape = tuple(checked(size, f"entry {number}") for number, size in enumerate(sizes))
     if len(shape) != len(spec.output):
         raise ShapeError(
-            f"sizes= has {len(shape)} entries, but the output '{cut(''.join(map(str, spec.output)))}' "
+            f"sizes= has {len(shape)} entries, but the output '{shorten(''.join(map(str, spec.output)))}' "
             f"has {len(spec.output)} dimensions"
         )
     return {}, shape

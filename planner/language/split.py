@@ -19,13 +19,13 @@ __all__ = [
     "Entry",
     "Placement",
     "Split",
-    "divided",
-    "divisible",
+    "choose_splits",
+    "splittable",
     "letter_of",
     "local_gather",
     "local_spec",
     "local_term",
-    "missing",
+    "axes_to_add_over",
 ]
 
 Entry = str | Gather
@@ -35,7 +35,7 @@ Placement = tuple[tuple[str, ...], ...]
 Split = Mapping[Entry, tuple[str, ...]]
 
 
-def divisible(spec: Spec) -> tuple[Entry, ...]:
+def splittable(spec: Spec) -> tuple[Entry, ...]:
     """Return the entries that can be split: of two or more elements, and but once in every term and bracket.
 
     Nor a pool that one index array reads in the same brackets as a pool of another size, for the two could get one
@@ -54,7 +54,7 @@ def divisible(spec: Spec) -> tuple[Entry, ...]:
     return tuple(entry for entry in entries if spec.size(entry) > 1 and once(entry))
 
 
-def divided(
+def choose_splits(
     spec: Spec, arrays: Sequence[tuple[Term, Placement]], before: Split = MappingProxyType({})
 ) -> dict[Entry, tuple[str, ...]]:
     """Return what a step splits over which axes of the mesh: what its arrays are split over, the largest array's first.
@@ -66,7 +66,7 @@ def divided(
         arrays: terms, or brackets, of its operands and index arrays, or of its results, and how these are placed.
         before: what is split already.
     """
-    allowed, split = set(divisible(spec)), dict(before)
+    allowed, split = set(splittable(spec)), dict(before)
     used = {name for names in split.values() for name in names}
     for term, placement in sorted(arrays, key=lambda array: -math.prod(spec.shape(array[0]))):
         for entry, names in zip(term, placement, strict=True):
@@ -104,7 +104,7 @@ def local_spec(spec: Spec, parts: Mapping[Entry, int]) -> Spec:
     return Spec(tuple(local_term(term, parts) for term in spec.inputs), local_term(spec.output, parts), sizes)
 
 
-def missing(term: Term, split: Split) -> tuple[str, ...]:
+def axes_to_add_over(term: Term, split: Split) -> tuple[str, ...]:
     """Return the axes of the mesh over which parts of a result with this term are to be added up."""
     return tuple(name for entry, names in split.items() if entry not in term for name in names)
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 
 from planner.cost.figures import PlanCost, StepCost
-from planner.cost.layout import Layout, closed, layout_of, strides_in
+from planner.cost.layout import Layout, layout_of, strides_in, without_gaps
 from planner.language.derive import transpose
 from planner.language.resolve import Resolved
 from planner.language.spec import Operand
 from planner.program.frameworks import load_backend
-from planner.program.ops import Choice, Op
+from planner.program.ops import Cast, JointGradient, Op, PricedImplementation
 from planner.program.program import Program, Programs, Step, Variable, live_bytes, program_cost
 from planner.program.tree import Leaf, Node, Tree, kept_nodes
 
@@ -30,19 +30,19 @@ class Lowerer:
 
     def __init__(
         self,
-        choices: Callable[[Op], Sequence[Choice]],
+        choices: Callable[[Op], Sequence[PricedImplementation]],
         key: Callable[[StepCost], tuple[int, ...]],
-        fixed: Mapping[Op, Choice] = MappingProxyType({}),
+        fixed: Mapping[Op, PricedImplementation] = MappingProxyType({}),
     ) -> None:
         self.choices, self.key, self.fixed = choices, key, fixed
-        self._chosen: dict[Op, Choice] = dict(fixed)
-        self._gradients: dict[Hashable, tuple[tuple[Op, Choice, tuple[int, ...]], ...]] = {}
+        self._chosen: dict[Op, PricedImplementation] = dict(fixed)
+        self._gradients: dict[Hashable, tuple[tuple[Op, PricedImplementation, tuple[int, ...]], ...]] = {}
 
-    def fixing(self, op: Op, choice: Choice) -> Lowerer:
+    def fixing(self, op: Op, choice: PricedImplementation) -> Lowerer:
         """Return one that has this implementation for this op."""
         return Lowerer(self.choices, self.key, {**self.fixed, op: choice})
 
-    def __call__(self, op: Op) -> Choice:
+    def __call__(self, op: Op) -> PricedImplementation:
         """Return the best implementation of an op."""
         choice = self._chosen.get(op)
         if choice is None:
@@ -52,7 +52,7 @@ class Lowerer:
 
     def gradients(
         self, op: Op, wanted: tuple[bool, ...], layout: Layout | None = None
-    ) -> tuple[tuple[Op, Choice, tuple[int, ...]], ...]:
+    ) -> tuple[tuple[Op, PricedImplementation, tuple[int, ...]], ...]:
         """Return the steps that give the wanted children's gradients: op, implementation, children served.
 
         Args:
@@ -67,19 +67,19 @@ class Lowerer:
 
     def _choose_gradients(
         self, op: Op, wanted: tuple[bool, ...], layout: Layout | None
-    ) -> tuple[tuple[Op, Choice, tuple[int, ...]], ...]:
-        if op.source_dtype is not None:
-            back = dataclasses.replace(op, dtype=op.source_dtype, source_dtype=op.dtype).laid([layout])
+    ) -> tuple[tuple[Op, PricedImplementation, tuple[int, ...]], ...]:
+        if isinstance(op, Cast):
+            back = dataclasses.replace(op, dtype=op.source_dtype, source_dtype=op.dtype).with_layouts([layout])
             return ((back, self(back), (0,)),) if wanted[0] else ()
         layouts = op.layouts or (None,) * len(wanted)
         single = []
         for child, want in enumerate(wanted):
             if want:
                 gradient = dataclasses.replace(op, spec=transpose(op.spec, child))
-                gradient = gradient.laid((*layouts[:child], layout, *layouts[child + 1 :]))
+                gradient = gradient.with_layouts((*layouts[:child], layout, *layouts[child + 1 :]))
                 single.append((gradient, self(gradient), (child,)))
         if len(single) == 2:
-            pair = op.paired(layout)
+            pair = op.joint_gradient(layout)
             if self.choices(pair):
                 choice = self(pair)
                 apart = single[0][1].cost + single[1][1].cost
@@ -118,7 +118,7 @@ class _Builder:
         return number
 
     def emit(
-        self, op: Op, choice: Choice, inputs: tuple[int, ...], steps: list[Step], again: bool = False
+        self, op: Op, choice: PricedImplementation, inputs: tuple[int, ...], steps: list[Step], again: bool = False
     ) -> tuple[int, ...]:
         base = self.variables[inputs[0]].base if choice.view else None
         shapes = op.output_shapes
@@ -137,7 +137,7 @@ class _Builder:
             for child in tree.order[: len(tree.children)]:
                 self.value(tree.children[child], steps, values, again)
             inputs = tuple(self.value(child, steps, values) for child in tree.children)
-            op = tree.op.laid(map(self.layout, tree.children))
+            op = tree.op.with_layouts(map(self.layout, tree.children))
             values[id(tree)] = made = self.emit(op, self.lower(op), inputs, steps, again)[0]
             self.layouts[id(tree)] = self.variables[made].layout
         return values[id(tree)]
@@ -150,11 +150,11 @@ class _Builder:
             return
         needs = self.child_needs(tree)
         gradients: dict[int, int] = {}
-        forward = tree.op.laid(map(self.layout, tree.children))
+        forward = tree.op.with_layouts(map(self.layout, tree.children))
         for op, choice, served in self.lower.gradients(forward, needs, self.variables[gradient].layout):
-            read = [i for i in tree.order[: len(tree.children)] if op.pair or i != served[0]]
+            read = [i for i in tree.order[: len(tree.children)] if isinstance(op, JointGradient) or i != served[0]]
             found = {i: self.value(tree.children[i], steps, values, again=True) for i in read}
-            if op.pair:
+            if isinstance(op, JointGradient):
                 inputs = (gradient, *(found[i] for i in range(len(tree.children))))
             else:
                 inputs = tuple(gradient if i == served[0] else found[i] for i in range(len(tree.children)))
@@ -201,7 +201,7 @@ def build(
     gradients: dict[int, int] = {}
     shape = variables[result].shape
     # It is taken to lie as the result does: so do gradients that come of element-wise functions.
-    alike = closed(variables[result].layout)
+    alike = without_gaps(variables[result].layout)
     layout = alike if gradient_strides is None else layout_of(shape, gradient_strides)
     output_gradient = builder.variable(shape, dtype, layout=layout)
     backward, backward_cost = None, None

@@ -19,17 +19,17 @@ from planner.cost.device import Device
 from planner.cost.figures import StepCost
 from planner.cost.layout import Layout
 from planner.language.spec import Gather, Operand
-from planner.program.ops import Choice, Op
+from planner.program.ops import Op, PricedImplementation
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
 
-__all__ = ["Backend", "Lowering", "Stepwise", "Table"]
+__all__ = ["Backend", "Implementation", "Lowering", "Stepwise", "Table"]
 
 Indices = Mapping[Gather, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Lowering:
+class Implementation:
     """One row: an implementation of some ops.
 
     Attributes:
@@ -66,14 +66,18 @@ class Lowering:
         return self.supports(op)
 
 
+# The name that rows of users' own were written with.
+Lowering = Implementation
+
+
 class Table:
     """Rows of one backend on one device; a new kernel, or a user's own, is one more row."""
 
-    def __init__(self, rows: Sequence[Lowering]) -> None:
+    def __init__(self, rows: Sequence[Implementation]) -> None:
         self.rows = {row.name: row for row in rows}
-        self._choices: dict[tuple[Op, Device], tuple[Choice, ...]] = {}
+        self._choices: dict[tuple[Op, Device], tuple[PricedImplementation, ...]] = {}
 
-    def choices(self, op: Op, device: Device) -> tuple[Choice, ...]:
+    def choices(self, op: Op, device: Device) -> tuple[PricedImplementation, ...]:
         """Return the implementations of an op with their costs, variants aside; none for a pair means: one by one."""
         known = self._choices.get((op, device))
         if known is None:
@@ -87,7 +91,7 @@ class Table:
             self._choices[op, device] = known
         return known
 
-    def variants(self, lowering: str, op: Op, device: Device) -> tuple[Choice, ...]:
+    def variants(self, lowering: str, op: Op, device: Device) -> tuple[PricedImplementation, ...]:
         """Return the variants of a row that run an op otherwise than it does."""
         return tuple(
             _choice(row, op, device)
@@ -95,7 +99,7 @@ class Table:
             if row.variant_of == lowering and row.refusal(op, device) is None
         )
 
-    def offers(self, choice: Choice, op: Op, device: Device) -> bool:
+    def offers(self, choice: PricedImplementation, op: Op, device: Device) -> bool:
         """Whether an op can be run so at that cost."""
         row = self.rows.get(choice.lowering)
         return row is not None and row.refusal(op, device) is None and choice == _choice(row, op, device)
@@ -121,11 +125,11 @@ class Table:
         return self.rows[lowering].run(op, inputs, indices)
 
 
-def _choice(row: Lowering, op: Op, device: Device) -> Choice:
-    return Choice(row.name, row.cost(op, device), row.is_view, _laid(row, op))
+def _choice(row: Implementation, op: Op, device: Device) -> PricedImplementation:
+    return PricedImplementation(row.name, row.cost(op, device), row.is_view, _laid(row, op))
 
 
-def _laid(row: Lowering, op: Op) -> tuple[Layout | None, ...]:
+def _laid(row: Implementation, op: Op) -> tuple[Layout | None, ...]:
     found = row.layouts(op) if row.layouts is not None else ()
     return found if any(found) else ()
 

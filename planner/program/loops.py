@@ -18,18 +18,18 @@ from planner.cost.device import Device
 from planner.cost.figures import Cost, PlanCost, StepCost
 from planner.cost.layout import Layout, row_major, strides_in
 from planner.cost.objective import step_key
-from planner.language.derive import sliced
+from planner.language.derive import slice_spec
 from planner.language.dtypes import itemsize
 from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Operand, Spec, Term
 from planner.program.build import Lowerer, build, given_variables
 from planner.program.frameworks import load_backend
-from planner.program.ops import Choice, Op
+from planner.program.ops import Einsum, JointGradient, Op, PricedImplementation
 from planner.program.plan import PlanRecord
 from planner.program.program import Program, Programs, Step, Variable
 from planner.program.tree import Leaf, Tree
 
-__all__ = ["Part", "accumulator", "body_of", "covers", "device_in_loop", "loop_programs", "parts", "resized",
+__all__ = ["Part", "accumulator", "body_of", "covers", "device_in_loop", "loop_programs", "parts", "resize_tree",
            "slice_counts", "slice_of"]  # fmt: skip
 
 Axes = Sequence[tuple[str, int]]
@@ -104,12 +104,12 @@ def device_in_loop(device: Device, backend: str) -> Device:
     return dataclasses.replace(device, name=f"{device.name}, one core", **slow)
 
 
-def resized(tree: Tree, sizes: Mapping[str, int]) -> Tree:
+def resize_tree(tree: Tree, sizes: Mapping[str, int]) -> Tree:
     """The same tree for other sizes of some axes."""
     if isinstance(tree, Leaf):
         return tree
-    op = dataclasses.replace(tree.op, spec=sliced(tree.op.spec, sizes))
-    return dataclasses.replace(tree, op=op, children=tuple(resized(child, sizes) for child in tree.children))
+    op = dataclasses.replace(tree.op, spec=slice_spec(tree.op.spec, sizes))
+    return dataclasses.replace(tree, op=op, children=tuple(resize_tree(child, sizes) for child in tree.children))
 
 
 def body_of(plan: PlanRecord, sizes: Mapping[str, int]) -> PlanRecord:
@@ -120,7 +120,7 @@ def body_of(plan: PlanRecord, sizes: Mapping[str, int]) -> PlanRecord:
     if resolved == body.resolved:
         return body
     table, key = load_backend(plan.backend).table, step_key(body.options.minimize)
-    tree = resized(body.tree, sizes)
+    tree = resize_tree(body.tree, sizes)
     programs = build(
         tree,
         given_variables(resolved, operands, plan.backend),
@@ -138,7 +138,7 @@ def slice_of(
     resolved: Resolved, operands: Sequence[Operand], sizes: Mapping[str, int]
 ) -> tuple[Resolved, tuple[Operand, ...]]:
     """Return the resolved problem of one slice, and stand-ins for its operands, which are views of the whole's."""
-    spec = sliced(resolved.spec, sizes)
+    spec = slice_spec(resolved.spec, sizes)
     lengths = dict(spec.sizes)
     arrays = {g.array: tuple(lengths[axis] for axis in g.axes) for g in spec.gathers}
     shapes = tuple(spec.shape(term) for term in spec.inputs)
@@ -224,14 +224,16 @@ def loop_programs(
             seconds += slices * stretches[spec.terms.index(term)] * _STRETCH_SECONDS
             if not covers(axes, term) and accumulator(variables[v].dtype) != variables[v].dtype:
                 scratch += math.prod(variables[v].shape) * 4
-        seconds += slices * sum(stretches[: len(spec.terms) if op.pair else count]) * _STRETCH_SECONDS
+        seconds += (
+            slices * sum(stretches[: len(spec.terms) if isinstance(op, JointGradient) else count]) * _STRETCH_SECONDS
+        )
         if framework.compiles:
             moved += slices * 2 * copied
             # Backward, what is read across an axis has a gradient that is written so.
-            seconds += slices * (inside.moving_seconds(2 * copied) + across * (op.pair + 1))
+            seconds += slices * (inside.moving_seconds(2 * copied) + across * op.products)
         scratch += max((cost.peak_bytes for _, cost, _ in runs), default=0)
-        chosen = Choice(name, StepCost(flops, moved, 0, scratch, round(seconds * 1e12)))
-        given = tuple(range(count)) if not op.pair else (count + 1, *range(count))
+        chosen = PricedImplementation(name, StepCost(flops, moved, 0, scratch, round(seconds * 1e12)))
+        given = tuple(range(count)) if not isinstance(op, JointGradient) else (count + 1, *range(count))
         return Step(op, chosen, given, tuple(v for v, _ in outputs), (), made + scratch)
 
     def program(only: Step, given: tuple[int, ...], results: tuple[int, ...]) -> tuple[Program, Cost]:
@@ -241,14 +243,14 @@ def loop_programs(
 
     there = tuple(range(count))
     runs = [(body.forward, body.cost.forward, n) for body, n in bodies]
-    ahead = step(Op(spec, dtype), runs, [(count, spec.output)], copied)
+    ahead = step(Einsum(spec, dtype), runs, [(count, spec.output)], copied)
     forward, cost = program(ahead, there, (count,))
     backward, back_cost = None, None
     if any(requires):
         outputs = [(v, spec.inputs[i]) for i, v in enumerate(gradients) if v is not None]
         runs = [(b.backward, b.cost.backward, n) for b, n in bodies if b.backward is not None and b.cost.backward]
         copied += slice_bytes(spec.output, dtype)
-        back = step(Op(spec, dtype, pair=True), runs, outputs, copied)
+        back = step(Einsum(spec, dtype).joint_gradient(), runs, outputs, copied)
         backward, back_cost = program(back, (*there, count + 1), tuple(v for v, _ in outputs))
     return Programs(
         variables, forward, backward, count, (), count + 1, gradients, PlanCost.of(cost, back_cost)

@@ -1,8 +1,8 @@
 """What one step is, and which shapes of it the special implementations know.
 
-An `Op` is a unary or binary indirect einsum. A backend's table offers implementations for it (`Lowering` rows
-in `planner.program.implementations`); the functions here recognise, from the spec alone, the forms that such rows
-share between frameworks: a plain product, a grouped matmul, a grouped outer, a pooled dot.
+An `Op` is a unary or binary einsum with gathers, both gradients of one, or a cast. A backend's table offers
+implementations for it, rows of `planner.program.implementations.Table`; `planner.program.forms` recognises the shapes
+of specs that rows share between frameworks.
 """
 
 from __future__ import annotations
@@ -10,54 +10,70 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import Self
 
 from planner.cost.figures import StepCost
 from planner.cost.layout import Layout
 from planner.language.dtypes import itemsize
 from planner.language.spec import Spec, Term, term_axes
 
-__all__ = ["Choice", "Op", "joint_elements"]
+__all__ = ["Cast", "Einsum", "JointGradient", "Op", "PricedImplementation", "joint_elements"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Op:
-    """One step to be lowered.
+    """One step to be lowered: an `Einsum`, the `JointGradient` of one, or a `Cast`.
 
     Attributes:
         spec: a resolved spec of one or two inputs.
         dtype: dtype of the inputs and of the result.
-        source_dtype: dtype of the input where the step is a cast; then the spec is an identity.
-        pair: the step computes both gradients of the binary `spec`; its inputs are the output gradient and
-            the two operands.
         layouts: how the inputs lie in memory; none where all are row-major, or where that makes no difference.
     """
 
     spec: Spec
     dtype: str
-    source_dtype: str | None = None
-    pair: bool = False
     layouts: tuple[Layout | None, ...] = ()
 
-    def laid(self, layouts: Iterable[Layout | None]) -> Op:
+    @property
+    def pair(self) -> bool:
+        """True for a `JointGradient`: rows of a user's own may ask so."""
+        return isinstance(self, JointGradient)
+
+    @property
+    def source_dtype(self) -> str | None:
+        """The dtype that a `Cast` reads; None for other ops. Rows of a user's own may ask so."""
+        return None
+
+    @property
+    def products(self) -> int:
+        """How many products it computes: a joint gradient is two."""
+        return 1
+
+    @property
+    def first_operand(self) -> int:
+        """Which of the inputs is the spec's first operand: in a joint gradient the output gradient comes before it."""
+        return 0
+
+    def with_layouts(self, layouts: Iterable[Layout | None]) -> Self:
         """Return the op with inputs of these layouts."""
         found = tuple(layouts)
         found = found if any(found) else ()
         return self if found == self.layouts else dataclasses.replace(self, layouts=found)
 
-    def paired(self, layout: Layout | None = None) -> Op:
-        """Return the op that computes both gradients of this one, from an output gradient of that layout."""
+    def joint_gradient(self, layout: Layout | None = None) -> JointGradient:
+        """Return the op that computes both gradients of a binary einsum, from an output gradient of that layout."""
         layouts = self.layouts or (None,) * len(self.spec.inputs)
-        return dataclasses.replace(self, pair=True).laid((layout, *layouts))
+        return JointGradient(self.spec, self.dtype).with_layouts((layout, *layouts))
 
     @property
     def input_terms(self) -> tuple[Term, ...]:
         """Terms of the inputs, in order."""
-        return (self.spec.output, *self.spec.inputs) if self.pair else self.spec.inputs
+        return self.spec.inputs
 
     @property
     def output_terms(self) -> tuple[Term, ...]:
         """Terms of the results, in order."""
-        return self.spec.inputs if self.pair else (self.spec.output,)
+        return (self.spec.output,)
 
     @property
     def input_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -83,7 +99,44 @@ class Op:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
+class Einsum(Op):
+    """A unary or binary einsum with gathers: it computes the spec."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JointGradient(Op):
+    """Both gradients of the binary `spec` in one step. Its inputs are the output gradient and the two operands."""
+
+    @property
+    def products(self) -> int:
+        """Two: one for each gradient."""
+        return 2
+
+    @property
+    def first_operand(self) -> int:
+        """The input after the output gradient."""
+        return 1
+
+    @property
+    def input_terms(self) -> tuple[Term, ...]:
+        """Terms of the output gradient and the two operands."""
+        return (self.spec.output, *self.spec.inputs)
+
+    @property
+    def output_terms(self) -> tuple[Term, ...]:
+        """Terms of the two gradients."""
+        return self.spec.inputs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cast(Op):
+    """A change of dtype, from `source_dtype` to `dtype`. The spec is an identity."""
+
+    source_dtype: str = dataclasses.field(kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PricedImplementation:
     """An implementation of an op and what it would cost.
 
     Attributes:

@@ -16,7 +16,7 @@ from typing import Literal
 from planner.cost.figures import Cost, PlanCost
 from planner.cost.layout import Layout
 from planner.language.dtypes import itemsize
-from planner.program.ops import Choice, Op
+from planner.program.ops import Op, PricedImplementation
 
 __all__ = ["Keep", "Program", "Programs", "Step", "Variable", "live_bytes", "program_cost"]
 
@@ -59,7 +59,7 @@ class Step:
     """
 
     op: Op
-    choice: Choice
+    choice: PricedImplementation
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     releases: tuple[int, ...] = ()

@@ -14,7 +14,7 @@ from planner.language.errors import PlannerError
 from planner.language.options import Options
 from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Operand, Spec
-from planner.program.ops import Choice, Op
+from planner.program.ops import Cast, Einsum, JointGradient, Op, PricedImplementation
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Program, Programs, Step, Variable
 from planner.program.tree import Leaf, Node
@@ -42,8 +42,9 @@ class Forgotten:
 
 # The names in the JSON stay what they are, whatever the classes are called.
 _CLASSES = {
-    "Choice": Choice, "Cost": Cost, "Device": Device, "Forgotten": Forgotten, "Gather": Gather, "Layout": Layout,
-    "Leaf": Leaf, "Loop": Loop, "Node": Node, "Op": Op, "Operand": Operand, "Options": Options, "Plan": PlanRecord,
+    "Choice": PricedImplementation, "Cost": Cost, "Device": Device, "Forgotten": Forgotten, "Gather": Gather,
+    "Layout": Layout,
+    "Leaf": Leaf, "Loop": Loop, "Node": Node, "Operand": Operand, "Options": Options, "Plan": PlanRecord,
     "PlanCost": PlanCost, "Program": Program, "Programs": Programs, "Resolved": Resolved, "Spec": Spec, "Step": Step,
     "StepCost": StepCost, "Variable": Variable,
 }  # fmt: skip
@@ -96,6 +97,9 @@ def encode(value: Any) -> Any:
         if not math.isfinite(value):
             raise PlannerError(f"{value} cannot be written as JSON")
         return value
+    if isinstance(value, Op):
+        fields = {name: getattr(value, name) for name in ("spec", "dtype", "source_dtype", "pair", "layouts")}
+        return {"type": "Op", **{key: encode(entry) for key, entry in fields.items()}}
     name = "Plan" if isinstance(value, PlanRecord) else _NAMES.get(type(value))
     if name is not None:
         if isinstance(value, StepCost):
@@ -124,4 +128,11 @@ def decode(value: Any) -> Any:
         raise PlannerError(f"this plan was written by another version: only {VERSION} can be read")
     if name == "Device":
         fields = {key: math.inf if entry is None else entry for key, entry in fields.items()}
-    return _CLASSES[name](**{key: decode(entry) for key, entry in fields.items()})
+    parts = {key: decode(entry) for key, entry in fields.items()}
+    return _decode_op(**parts) if name == "Op" else _CLASSES[name](**parts)
+
+
+def _decode_op(spec: Spec, dtype: str, source_dtype: str | None, pair: bool, layouts: tuple[Layout | None, ...]) -> Op:
+    if source_dtype is not None:
+        return Cast(spec, dtype, layouts, source_dtype=source_dtype)
+    return (JointGradient if pair else Einsum)(spec, dtype, layouts)

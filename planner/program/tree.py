@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from planner.program.ops import Op
 
-__all__ = ["Leaf", "Node", "Tree", "keeping", "kept_nodes", "path_of", "read_by_gradients"]
+__all__ = ["Leaf", "Node", "Tree", "keep_values", "kept_nodes", "path_of", "read_by_gradients"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class Node:
 Tree = Leaf | Node
 
 
-def keeping(tree: Tree, kept: bool) -> Tree:
+def keep_values(tree: Tree, kept: bool) -> Tree:
     """Return a tree of which all values are kept, or none."""
     if isinstance(tree, Leaf):
         return tree
-    return dataclasses.replace(tree, children=tuple(keeping(child, kept) for child in tree.children), kept=kept)
+    return dataclasses.replace(tree, children=tuple(keep_values(child, kept) for child in tree.children), kept=kept)
 
 
 def read_by_gradients(needs: Sequence[bool]) -> tuple[bool, ...]:

@@ -13,8 +13,8 @@ from planner.language.options import SEARCHES
 from planner.program.build import Lowerer
 from planner.program.plan import AnyPlan, PlanRecord
 from planner.program.program import Programs
-from planner.program.tree import keeping
-from planner.search.dynamic import Found
+from planner.program.tree import keep_values
+from planner.search.dynamic import SearchResult
 from planner.search.paths import joined_by, left_to_right
 from planner.search.slicing import worth_cutting
 from planner.search.space import AUTO_WORK, MOST_TRIED, PATH_WORK, SearchSpace
@@ -49,14 +49,14 @@ def alternatives(plan: AnyPlan, most: int) -> tuple[Alternative[AnyPlan], ...]:
     key(plan.cost)  # a function that is not there any more shows here
     found: list[tuple[Any, AnyPlan, str]] = []
 
-    def consider(make: Callable[[], tuple[Found | None, Lowerer]], origin: str, bare: bool = False) -> None:
+    def consider(make: Callable[[], tuple[SearchResult | None, Lowerer]], origin: str, bare: bool = False) -> None:
         try:
             known, lower = make()
         except SearchLimitError:
             return
         if known is None:
             return
-        tree = keeping(known.tree, False) if bare else known.tree
+        tree = keep_values(known.tree, False) if bare else known.tree
         origin += ", keeps only the inputs" * bare
         programs = space.programs(tree, lower)
         if _signature(programs) not in seen:

@@ -10,10 +10,10 @@ from planner.cost.objective import OBJECTIVES, check_objective, plan_key
 from planner.language.errors import PlannerLimitError
 from planner.program.contraction import Contraction
 from planner.program.plan import PlanRecord
-from planner.program.tree import keeping
-from planner.search.refine import ordered, quickened
+from planner.program.tree import keep_values
+from planner.search.refine import order_children, quicken_steps
 from planner.search.slicing import fastest, loop_candidates
-from planner.search.space import Candidate, SearchSpace, searched
+from planner.search.space import Candidate, SearchSpace, run_searches
 
 __all__ = ["make_plan"]
 
@@ -30,7 +30,7 @@ def make_plan(contraction: Contraction) -> PlanRecord:
     space = SearchSpace(contraction)
     best = _best(space)
     try:
-        best = ordered(space, best)
+        best = order_children(space, best)
     except KeyboardInterrupt:
         best = dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}")
     return PlanRecord.of_contraction(
@@ -87,7 +87,7 @@ def _best(space: SearchSpace) -> Candidate:
             # Steps with less scratch, or a search that is not over all trees, may do what the objective's own did not.
             for objective, held in (("retained", NO_LIMITS), ("peak", Limits(None, options.retain_limit))):
                 lean = _candidates(space, objective, held)
-                consider(quickened(space, candidate) for candidate in lean)
+                consider(quicken_steps(space, candidate) for candidate in lean)
     if candidates:
         consider(loop_candidates(space, tuple(candidates)))
     allowed = least()
@@ -97,13 +97,13 @@ def _best(space: SearchSpace) -> Candidate:
 
 
 def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) -> Iterator[Candidate]:
-    for found, lower, origin in searched(space, space.options.optimize, objective, limits):
+    for found, lower, origin in run_searches(space, space.options.optimize, objective, limits):
         programs = space.programs(found.tree, lower)
         proven = found.exact and origin == "exact" and objective == space.options.minimize and programs.row_major
         how = f"{origin}, {objective}"
         yield Candidate(programs, found.tree, lower, proven, how, interrupted=found.interrupted)
         if any(space.requires) and not (limits == NO_LIMITS and proven):
-            bare = keeping(found.tree, False)
+            bare = keep_values(found.tree, False)
             yield Candidate(space.programs(bare, lower), bare, lower, False, how)
 
 

@@ -41,11 +41,11 @@ from planner.language.dtypes import itemsize
 from planner.language.errors import SearchLimitError
 from planner.language.spec import Spec
 from planner.program.build import Lowerer
-from planner.program.ops import Choice, Op
+from planner.program.ops import Cast, Einsum, JointGradient, Op, PricedImplementation
 from planner.program.tree import Leaf, Node, Tree, read_by_gradients
 from planner.search.network import ROWS, Network, Status, Value
 
-__all__ = ["Found", "Search", "all_splits"]
+__all__ = ["SearchResult", "Search", "all_splits"]
 
 Key = tuple[int, ...]
 Vector = tuple[Any, ...]
@@ -83,7 +83,7 @@ NO_PEAKS = Peaks()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Way:
+class PartialPlan:
     """One way to compute a value: its tree and the quantities that larger trees need.
 
     Attributes:
@@ -106,7 +106,7 @@ class Way:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The best tree, the objective's value for it, and whether no better one exists in the space searched.
 
     `interrupted` says that Ctrl-C ended the search: then it is the best so far.
@@ -199,7 +199,7 @@ class Search:
         self._needs = 0
         for operand, needed in enumerate(requires):
             self._needs |= needed << operand
-        self._ways: dict[int, dict[Status, list[Way]]] = {}
+        self._ways: dict[int, dict[Status, list[PartialPlan]]] = {}
         self._fixed: dict[int, tuple[str, ...] | None] = {}
         self._layouts: dict[int, Layout | None] = {}
         self.final = Value(network.everything, network.final)
@@ -216,7 +216,7 @@ class Search:
         if self.objective == "peak":
             return _zero()
         empty = [_product(terms, size) for terms in (("", "", ""), ("a", "a", "a"), ("a", "a", "")) for size in (0, 1)]
-        first = min(self.key(self.lower(Op(spec, self.dtype)).cost)[0] for spec in empty)
+        first = min(self.key(self.lower(Einsum(spec, self.dtype)).cost)[0] for spec in empty)
         first *= self._steps()
         return (0, first, 0, 0) if self.objective == "retained" else (first, 0, 0, 0)
 
@@ -224,7 +224,7 @@ class Search:
         """Return how many products a product brings at least, its gradients counted; a fused pair needs a gather."""
         return (2 if self.network.gathers else 3) if all(self.requires) else 1
 
-    def run(self, splits: Splits = all_splits) -> Found | None:
+    def run(self, splits: Splits = all_splits) -> SearchResult | None:
         """Return the best tree over the given splits of the operands, or None if limits leave none."""
         ways = self.ways(self.network.everything, splits).get(self.network.final, [])
         whole = [way for unfinished in ways for way in self.finish(unfinished)]
@@ -233,16 +233,16 @@ class Search:
                 return None
             raise SearchLimitError(f"no tree was found for '{self.network.spec}': please report this spec")
         best = min(whole, key=lambda way: (self.score(way), way.key))
-        return Found(best.tree, self.score(best), self.exact, self.interrupted)
+        return SearchResult(best.tree, self.score(best), self.exact, self.interrupted)
 
     # -- states --------------------------------------------------------------------------------------
 
-    def ways(self, operands: int, splits: Splits) -> dict[Status, list[Way]]:
+    def ways(self, operands: int, splits: Splits) -> dict[Status, list[PartialPlan]]:
         """Best ways to each status of a set of operands."""
         known = self._ways.get(operands)
         if known is not None:
             return known
-        found: dict[Status, list[Way]] = {}
+        found: dict[Status, list[PartialPlan]] = {}
         if operands & (operands - 1) == 0:
             self.leaf(operands, found)
         else:
@@ -269,14 +269,14 @@ class Search:
         self._ways[operands] = found
         return found
 
-    def _ascending(self, operands: int, found: dict[Status, list[Way]]) -> Iterable[Status]:
+    def _ascending(self, operands: int, found: dict[Status, list[PartialPlan]]) -> Iterable[Status]:
         done: set[Status] = set()
         while pending := [status for status in found if status not in done]:
             status = min(pending, key=lambda s: (sum(s), s))
             done.add(status)
             yield status
 
-    def leaf(self, operands: int, found: dict[Status, list[Way]]) -> None:
+    def leaf(self, operands: int, found: dict[Status, list[PartialPlan]]) -> None:
         """Offer an operand: as it is, cast, and with its repeated and private axes gone."""
         network, operand = self.network, operands.bit_length() - 1
         value = Value(operands, network.open)
@@ -286,14 +286,14 @@ class Search:
         shape_only = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=term))
         ways, layout = [way], self.layouts[operand]
         if (source := self.casts[operand]) is not None:
-            cast = Op(shape_only, self.dtype, source).laid([layout])
+            cast = Cast(shape_only, self.dtype, source_dtype=source).with_layouts([layout])
             ways, layout = self.extend_all(cast, (way,), self.count(term), (operands,)), None
         raw, mask = ways, network.value_axes(value)
         fixed: tuple[str, ...] | None = term
         output = network.result if self.one_step else network.term(mask)
         if (term != output) if self.one_step else (len(set(term)) < len(term) or network.mask(term) != mask):
             spec = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=output))
-            first = Op(spec, self.dtype).laid([layout])
+            first = Einsum(spec, self.dtype).with_layouts([layout])
             ways = self.extend_all(first, ways, self.count(output), (operands,))
             fixed = None
         self._fixed[operands] = fixed
@@ -303,7 +303,7 @@ class Search:
             # A take of few rows comes before the sums over axes of its own, not after: one step does both.
             for target in network.advances(value):
                 spec = network.step_spec(((value, term),), Value(operands, target))
-                op = Op(spec, self.dtype).laid([layout])
+                op = Einsum(spec, self.dtype).with_layouts([layout])
                 self.offer(found, target, op, (raw,), (operands,), Value(operands, target))
 
     def count(self, term: Iterable[str]) -> int:
@@ -313,7 +313,7 @@ class Search:
             product *= self.network.sizes[axis]
         return product
 
-    def products(self, left: int, right: int, splits: Splits, found: dict[Status, list[Way]]) -> None:
+    def products(self, left: int, right: int, splits: Splits, found: dict[Status, list[PartialPlan]]) -> None:
         """Offer every product of a value of one set of operands with one of the other."""
         network = self.network
         for status_a, ways_a in self.ways(left, splits).items():
@@ -327,10 +327,10 @@ class Search:
                         continue
                     result = Value(left | right, status)
                     spec = network.step_spec(((a, self.order_of(a)), (b, self.order_of(b))), result)
-                    op = Op(spec, self.dtype).laid((self.layout_of(a), self.layout_of(b)))
+                    op = Einsum(spec, self.dtype).with_layouts((self.layout_of(a), self.layout_of(b)))
                     self.offer(found, status, op, (ways_a, ways_b), (left, right), result)
 
-    def hopeless(self, ways_a: list[Way], ways_b: list[Way], left: int, right: int, axes: int) -> bool:
+    def hopeless(self, ways_a: list[PartialPlan], ways_b: list[PartialPlan], left: int, right: int, axes: int) -> bool:
         """Whether no product of these ways can be part of a tree as good as the one that is known."""
         if self.bound is None:
             return False
@@ -345,7 +345,7 @@ class Search:
             so_far = (so_far[0] + self.network.elements(axes), *so_far[1:])
         return bool(so_far > self.bound[0])
 
-    def beaten(self, way: Way, operands: int) -> bool:
+    def beaten(self, way: PartialPlan, operands: int) -> bool:
         """Whether a way cannot be part of a tree as good as the one that is known."""
         if self.bound is None:
             return False
@@ -353,7 +353,7 @@ class Search:
             return self.part(way) > self.bound
         return bool(_add(self.part(way), self.ahead(operands, True)) > self.bound[0])
 
-    def over(self, way: Way) -> bool:
+    def over(self, way: PartialPlan) -> bool:
         """Whether a way exceeds a limit, and so every tree that it is part of."""
         memory, retain = self.limits
         if retain is not None and way.retained > retain:
@@ -371,19 +371,19 @@ class Search:
         return self._ahead[left, max(left - there, 0)]
 
     @staticmethod
-    def peak(way: Way) -> int:
+    def peak(way: PartialPlan) -> int:
         """Return the peak of any tree that a way is part of, at least."""
         return max(way.peaks.forward, way.retained + max(way.peaks.alive, way.peaks.after))
 
-    def part(self, way: Way) -> Vector:
+    def part(self, way: PartialPlan) -> Vector:
         """Return what a way adds to the score of any tree that it is part of, at least."""
         return (self.peak(way),) if self.objective == "peak" else way.key
 
-    def unary(self, value: Value, target: Status, found: dict[Status, list[Way]]) -> None:
+    def unary(self, value: Value, target: Status, found: dict[Status, list[PartialPlan]]) -> None:
         """Offer the step from a value alone to another status of it."""
         result = Value(value.operands, target)
         spec = self.network.step_spec(((value, self.order_of(value)),), result)
-        op = Op(spec, self.dtype).laid([self.layout_of(value)])
+        op = Einsum(spec, self.dtype).with_layouts([self.layout_of(value)])
         self.offer(found, target, op, (found[value.status],), (value.operands,), result)
 
     def layout_of(self, value: Value) -> Layout | None:
@@ -398,10 +398,10 @@ class Search:
 
     def offer(
         self,
-        found: dict[Status, list[Way]],
+        found: dict[Status, list[PartialPlan]],
         status: Status,
         op: Op,
-        fronts: tuple[list[Way], ...],
+        fronts: tuple[list[PartialPlan], ...],
         parts: tuple[int, ...],
         result: Value,
     ) -> None:
@@ -419,7 +419,7 @@ class Search:
                 if not self.beaten(way, result.operands) and not (limited and self.over(way)):
                     self.insert(front, way)
 
-    def insert(self, front: list[Way], way: Way) -> None:
+    def insert(self, front: list[PartialPlan], way: PartialPlan) -> None:
         """Put a way into a Pareto front, unless another is as good; drop those that it beats."""
         for other in front:
             if (
@@ -436,7 +436,7 @@ class Search:
             self.exact = False
             self.thin(front, way.hot)
 
-    def thin(self, front: list[Way], hot: bool) -> None:
+    def thin(self, front: list[PartialPlan], hot: bool) -> None:
         """Drop one way of a full front, none that is the least in retained bytes, peak or score."""
         ways = sorted((o for o in front if o.hot == hot), key=lambda w: (w.vector, w.key))
         spared = [min(ways, key=figure) for figure in (self.part, self.peak, lambda w: (w.retained, self.peak(w)))]
@@ -445,7 +445,7 @@ class Search:
         gone = ways[min(free, key=lambda i: abs(ways[i].retained - ways[i - 1].retained))]
         front[:] = [o for o in front if o is not gone]
 
-    def finish(self, way: Way) -> list[Way]:
+    def finish(self, way: PartialPlan) -> list[PartialPlan]:
         """Add the last step where the result repeats axes or has ones that no input has."""
         if not self.needs_finish:
             return [way]
@@ -458,7 +458,7 @@ class Search:
             )
         )
         size, everything = self.count(network.result), network.everything
-        return [w for w in self.extend(Op(spec, self.dtype), (way,), size, (everything,)) if not self.over(w)]
+        return [w for w in self.extend(Einsum(spec, self.dtype), (way,), size, (everything,)) if not self.over(w)]
 
     # -- quantities ----------------------------------------------------------------------------------
 
@@ -466,38 +466,42 @@ class Search:
         """Whether any of these operands needs a gradient."""
         return bool(self._needs & operands)
 
-    def way(self, tree: Tree, key: Key, retained: int, peaks: Peaks, size: int, hot: bool) -> Way:
+    def way(self, tree: Tree, key: Key, retained: int, peaks: Peaks, size: int, hot: bool) -> PartialPlan:
         """Return a way with the vector by which it is compared."""
         vector: Vector = () if self.objective == "peak" else (key,)
         if self.counts_retained and self.objective != "retained":
             vector = (*vector, retained)
-        return Way(tree, key, retained, peaks, size, hot, (*vector, *peaks) if self.about_peaks else vector)
+        return PartialPlan(tree, key, retained, peaks, size, hot, (*vector, *peaks) if self.about_peaks else vector)
 
-    def score(self, way: Way) -> Vector:
+    def score(self, way: PartialPlan) -> Vector:
         """Return what is minimised, of a complete way."""
         return (self.peak(way),) if self.objective == "peak" else (way.key,)
 
-    def extend_all(self, op: Op, children: Sequence[Way], size: int, parts: tuple[int, ...]) -> list[Way]:
+    def extend_all(
+        self, op: Op, children: Sequence[PartialPlan], size: int, parts: tuple[int, ...]
+    ) -> list[PartialPlan]:
         """Return the ways that add one unary step to any of some ways, dominated ones left out."""
-        front: list[Way] = []
+        front: list[PartialPlan] = []
         for child in children:
             for way in self.extend(op, (child,), size, parts):
                 self.insert(front, way)
         return front
 
-    def extend(self, op: Op, children: tuple[Way, ...], size: int, parts: tuple[int, ...]) -> Iterator[Way]:
+    def extend(
+        self, op: Op, children: tuple[PartialPlan, ...], size: int, parts: tuple[int, ...]
+    ) -> Iterator[PartialPlan]:
         """Yield the ways that add one step to its children's ways."""
         needs = tuple(self.needs(part) for part in parts)
         choice = self.lower(op)
         gradients = self.lower.gradients(op, needs) if any(needs) else ()
         reads = read_by_gradients(needs)
         trees = tuple(way.tree for way in children)
-        done = op.laid(())  # how its inputs lie is for the programs to say
+        done = op.with_layouts(())  # how its inputs lie is for the programs to say
         own = children[0].bytes if choice.view else size
         below = [way.key for way in children]
         if self.keep == "all" and not self.about_peaks and self.objective != "retained":
             key = _add(self.key(choice.cost), *(self.key(c.cost) for _, c, _ in gradients), *below)
-            yield Way(Node(done, trees), key, 0, NO_PEAKS, own, False, (key,))
+            yield PartialPlan(Node(done, trees), key, 0, NO_PEAKS, own, False, (key,))
             return
         # The value can be needed in the backward program only if another operand's gradient can.
         may_be_hot = self.keep == "any" and self.needs(self.network.everything ^ sum(parts))
@@ -525,9 +529,9 @@ class Search:
     def _peaks(
         self,
         op: Op,
-        choice: Choice,
-        gradients: Sequence[tuple[Op, Choice, tuple[int, ...]]],
-        children: tuple[Way, ...],
+        choice: PricedImplementation,
+        gradients: Sequence[tuple[Op, PricedImplementation, tuple[int, ...]]],
+        children: tuple[PartialPlan, ...],
         needs: tuple[bool, ...],
         reads: tuple[bool, ...],
         order: tuple[int, ...],
@@ -565,7 +569,7 @@ class Search:
         alive = so_far = 0
         computed = {i for i, way in enumerate(children) if hot or not way.hot}
         for gradient, chosen, served in gradients:
-            read = [i for i in order if reads[i] and (gradient.pair or i != served[0])]
+            read = [i for i in order if reads[i] and (isinstance(gradient, JointGradient) or i != served[0])]
             for i in read:
                 if i not in computed:
                     computed.add(i)
@@ -573,7 +577,7 @@ class Search:
                     there += below[i].waiting + here[i]
             so_far += sum(produced[i] for i in served)
             alive = max(alive, so_far + chosen.cost.scratch_bytes + there)
-            if not gradient.pair:
+            if not isinstance(gradient, JointGradient):
                 there -= sum(here[i] for i in read)
         done = [p.done + p.stays * g for p, g in zip(below, produced, strict=True)]
         best: tuple[int, tuple[int, ...]] | None = None

@@ -6,16 +6,17 @@ import dataclasses
 
 from planner.cost.limits import within
 from planner.cost.objective import plan_key
+from planner.program.ops import JointGradient
 from planner.program.tree import Leaf, Node, Tree
 from planner.search.space import Candidate, SearchSpace
 
-__all__ = ["ordered", "quickened"]
+__all__ = ["order_children", "quicken_steps"]
 
 # Each try builds the programs anew.
 MOST_NODES, MOST_OPS = 12, 24
 
 
-def quickened(space: SearchSpace, candidate: Candidate) -> Candidate:
+def quicken_steps(space: SearchSpace, candidate: Candidate) -> Candidate:
     """Run steps in better implementations, one after the other, where the limits leave room.
 
     A search for the least peak takes the leanest of each, also in a program, or a step, that is far from the limit. The
@@ -32,8 +33,10 @@ def quickened(space: SearchSpace, candidate: Candidate) -> Candidate:
         # Both gradients in one step, where they are two now.
         known = dict.fromkeys((v.shape, v.layout) for v in candidate.programs.variables)
         pairs = [step.op for step in forward.steps if len(step.inputs) == 2]
-        ops += [op.paired(layout) for op in pairs for shape, layout in known if shape == op.spec.output_shape]
-    for op in [op for op in dict.fromkeys(ops) if len(space.choices(op)) > 1 or op.pair][:MOST_OPS]:
+        ops += [op.joint_gradient(layout) for op in pairs for shape, layout in known if shape == op.spec.output_shape]
+    for op in [op for op in dict.fromkeys(ops) if len(space.choices(op)) > 1 or isinstance(op, JointGradient)][
+        :MOST_OPS
+    ]:
         for choice in sorted(space.choices(op), key=lambda choice: choice.cost.picoseconds):
             lower = candidate.lower.fixing(op, choice)
             programs = space.programs(candidate.tree, lower)
@@ -43,7 +46,7 @@ def quickened(space: SearchSpace, candidate: Candidate) -> Candidate:
     return candidate
 
 
-def ordered(space: SearchSpace, best: Candidate) -> Candidate:
+def order_children(space: SearchSpace, best: Candidate) -> Candidate:
     """Evaluate children in the order that needs the least memory, where the objective left it open."""
     if space.options.minimize == "peak" or best.loop is not None:
         return best

@@ -16,13 +16,13 @@ from planner.language.options import Options
 from planner.language.spec import Spec, term_axes
 from planner.program.build import Lowerer, build, given_variables
 from planner.program.contraction import Contraction
-from planner.program.loops import device_in_loop, loop_programs, resized, slice_counts, slice_of
+from planner.program.loops import device_in_loop, loop_programs, resize_tree, slice_counts, slice_of
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Programs
-from planner.program.tree import Tree, keeping
-from planner.search.space import SLICE_WORK, Candidate, SearchSpace, searched
+from planner.program.tree import Tree, keep_values
+from planner.search.space import SLICE_WORK, Candidate, SearchSpace, run_searches
 
-__all__ = ["can_be_cut", "fastest", "loop_candidates", "looped", "worth_cutting"]
+__all__ = ["can_be_cut", "fastest", "loop_candidates", "make_loop", "worth_cutting"]
 
 # Without limits, loops over slices are considered where a plan allocates this much beyond its results.
 LARGE_BYTES = 1 << 25
@@ -56,7 +56,7 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
     lowerers = {name: _body_lowerer(space, name) for name in ("time", "peak")}
     keys = ("time", "peak") if limited or options.minimize in ("peak", "retained") else ("time",)
     found: list[Candidate] = []
-    trees = list(dict.fromkeys(keeping(c.tree, False) for c in candidates))
+    trees = list(dict.fromkeys(keep_values(c.tree, False) for c in candidates))
     axes: tuple[tuple[str, int], ...] = ()
     left = PRICED_STEPS_LIMITED if limited else PRICED_STEPS
 
@@ -157,10 +157,10 @@ def _slice_trees(space: SearchSpace, sizes: Mapping[str, int]) -> list[Tree]:
     part = SearchSpace(_slice_contraction(space, sizes))
     whole = dict(space.resolved.spec.sizes)
     try:
-        found = [tree for tree, _, _ in searched(part, space.options.optimize, "time", NO_LIMITS, SLICE_WORK)]
+        found = [tree for tree, _, _ in run_searches(part, space.options.optimize, "time", NO_LIMITS, SLICE_WORK)]
     except SearchLimitError:
         return []
-    return [keeping(resized(f.tree, whole), False) for f in found]
+    return [keep_values(resize_tree(f.tree, whole), False) for f in found]
 
 
 def _slice_contraction(space: SearchSpace, sizes: Mapping[str, int]) -> Contraction:
@@ -177,12 +177,12 @@ def _loop_candidate(
 ) -> Candidate:
     """Price one loop with one tree, whose steps are lowered by that key."""
     spec = space.resolved.spec
-    tree = keeping(tree, False)
+    tree = keep_values(tree, False)
     bodies, first = [], None
     for sizes, count in slice_counts(axes, spec):
         part = _slice_contraction(space, sizes)
         variables = given_variables(part.resolved, part.operands, part.backend)
-        small = resized(tree, sizes)
+        small = resize_tree(tree, sizes)
         programs = build(small, variables, space.requires, lower, space.dtype, space.gradient_strides)
         bodies.append((programs, count))
         if first is None:
@@ -198,7 +198,7 @@ def _loop_candidate(
     return Candidate(programs, tree, lower, False, "sliced", Loop(axes, first))
 
 
-def looped(plan: PlanRecord, axes: Mapping[str, int]) -> PlanRecord:
+def make_loop(plan: PlanRecord, axes: Mapping[str, int]) -> PlanRecord:
     """Return a plan with the same tree that goes slice by slice, whatever that costs.
 
     Args:

@@ -15,11 +15,11 @@ from planner.language.options import SEARCHES
 from planner.program.build import Lowerer, build, given_variables
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
-from planner.program.ops import Choice, Op
+from planner.program.ops import Op, PricedImplementation
 from planner.program.plan import Loop
 from planner.program.program import Programs
 from planner.program.tree import Tree
-from planner.search.dynamic import FRONT_LIMIT, Found, Search
+from planner.search.dynamic import FRONT_LIMIT, Search, SearchResult
 from planner.search.network import Network
 from planner.search.paths import PATH_NAMES, checked_path, external_path, is_path_name, splits_of
 
@@ -30,7 +30,7 @@ __all__ = [
     "SLICE_WORK",
     "Candidate",
     "SearchSpace",
-    "searched",
+    "run_searches",
 ]
 
 # Steps that a search may score; each takes 50 to 250 us. Any ten operands without index arrays have less than 30,000.
@@ -62,11 +62,11 @@ class SearchSpace:
         self.layouts = tuple(variable.layout for variable in self.variables)
         self._paths: dict[Any, Any] = {}
 
-    def choices(self, op: Op) -> Sequence[Choice]:
+    def choices(self, op: Op) -> Sequence[PricedImplementation]:
         """Return the implementations of an op, priced for the contraction's device."""
         return self.table.choices(op, self.device)
 
-    def stock_choices(self, op: Op) -> Sequence[Choice]:
+    def stock_choices(self, op: Op) -> Sequence[PricedImplementation]:
         """Only what a user would write by hand: the framework's own take, einsum and scatter."""
         return [choice for choice in self.choices(op) if self.table.rows[choice.lowering].stock]
 
@@ -77,7 +77,7 @@ class SearchSpace:
         path: Any = None,
         naive: bool = False,
         limits: Limits = NO_LIMITS,
-    ) -> tuple[Found | None, Lowerer]:
+    ) -> tuple[SearchResult | None, Lowerer]:
         """Search over the trees of a path, or over all of them; then the greedy path's score bounds what is followed.
 
         Where recomputing can serve the objective or a limit, what is kept is chosen with the tree. Nothing is found
@@ -96,7 +96,7 @@ class SearchSpace:
                 limits, layouts=self.layouts, **options,
             )  # fmt: skip
 
-        def along(path: Any) -> Found | None:
+        def along(path: Any) -> SearchResult | None:
             splits = splits_of(path, len(self.operands))
             keeps = chooses or limits != NO_LIMITS
             fronts, steps = (PATH_FRONTS, KEEPING_PATH_WORK) if keeps else ((FRONT_LIMIT,), PATH_WORK)
@@ -169,16 +169,16 @@ class Candidate:
         return self.programs.cost
 
 
-def searched(
+def run_searches(
     space: SearchSpace, optimize: Any, objective: str, limits: Limits, auto_work: int = AUTO_WORK
-) -> Iterator[tuple[Found, Lowerer, str]]:
+) -> Iterator[tuple[SearchResult, Lowerer, str]]:
     """Yield what the searches that `optimize` asks for find, and by what name; "auto" may score so many steps.
 
     Raises:
         PlannerError: `optimize` is unknown.
     """
 
-    def along(path: Any, origin: str) -> Iterator[tuple[Found, Lowerer, str]]:
+    def along(path: Any, origin: str) -> Iterator[tuple[SearchResult, Lowerer, str]]:
         found, lower = space.search(objective, PATH_WORK, path, limits=limits)
         if found is not None:
             yield found, lower, origin

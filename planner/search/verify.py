@@ -19,13 +19,13 @@ from planner.program.frameworks import load_backend
 from planner.program.plan import AnyPlan, PlanRecord
 from planner.search.choose import make_plan
 
-__all__ = ["accepted", "fitting"]
+__all__ = ["accept_plan", "keep_fitting"]
 
 # Searches before that of the least peak: each costs its own time and a compilation, a second or so.
 MOST_SEARCHED = 3
 
 
-def accepted(contraction: Contraction) -> PlanRecord:
+def accept_plan(contraction: Contraction) -> PlanRecord:
     """Return the plan of a contraction, made for its limits or for tighter ones, that fits when compiled.
 
     After Ctrl-C nothing more is searched, and what is being compiled counts as unverified.
@@ -80,7 +80,7 @@ def _verified(plan: AnyPlan) -> AnyPlan:
         return dataclasses.replace(plan, compiled_bytes=None, proven=False, origin=f"interrupted: {plan.origin}")
 
 
-def fitting(plans: Iterable[AnyPlan]) -> list[AnyPlan]:
+def keep_fitting(plans: Iterable[AnyPlan]) -> list[AnyPlan]:
     """Return the plans that are within their own limits: as predicted, and under a memory limit as compiled."""
     found = []
     for plan in plans:

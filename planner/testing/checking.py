@@ -16,7 +16,7 @@ from planner.language.errors import PlannerError
 from planner.language.options import INDEX_MODES, check_index_mode
 from planner.language.parse import parse
 from planner.program.frameworks import load_backend
-from planner.program.implementations import Lowering
+from planner.program.implementations import Implementation
 from planner.search.paths import explicit_path, is_path_name
 from planner.testing import scripts
 from planner.testing.drawn_specs import axes_of, wrong_sizes
@@ -149,7 +149,7 @@ def check(
     max_examples: int = 40,
     index_modes: str | Sequence[str] | None = None,
     implementation: Callable[..., Any] | None = None,
-    kernel: Lowering | None = None,
+    kernel: Implementation | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> Report:
     """Property-test a spec: its values, derivatives and memory, in every framework, against an independent oracle.
@@ -182,7 +182,7 @@ def check(
         implementation: a function to check in place of `planner.contract`, as ``f(*operands, **indices)`` of arrays of
             the framework; sizes that the spec leaves open are passed as `sizes=`, `index_mode=` if `index_modes` was
             given, else indices are in range. Index arrays are of int64 then, and sizes of 1 do not broadcast.
-        kernel: a row for a backend's table (`Lowering`) to check on all steps, forward and
+        kernel: a row for a backend's table (`Implementation`) to check on all steps, forward and
             backward, that it supports; it needs one backend. It must give what the step means, change no input, and in
             torch allocate no more than its results and its scratch.
         progress: called before each law in each framework, with what begins and how many of these there are.
@@ -274,7 +274,7 @@ def _check_arguments(
     engine_of(names[0])
     row = next(iter(load_backend(names[0]).table.rows.values()))
     if not isinstance(kernel, type(row)):
-        raise PlannerError(f"kernel={kernel!r:.80} is no planner.program.implementations.Lowering")
+        raise PlannerError(f"kernel={kernel!r:.80} is no planner.program.implementations.Implementation")
 
 
 def _paths(paths: Any, kernel: Any, implementation: Any) -> tuple[Any, ...] | None:

@@ -19,7 +19,7 @@ from hypothesis.errors import HypothesisException
 
 from planner.api import contract, plan
 from planner.language.spec import Spec, Term
-from planner.program.implementations import Lowering
+from planner.program.implementations import Implementation
 from planner.testing.engines import Call
 from planner.testing.problem import FLOATS, Array, Problem
 
@@ -65,7 +65,7 @@ class Subject:
     """
 
     implementation: Callable[..., Any] | None = None
-    kernel: Lowering | None = None
+    kernel: Implementation | None = None
     paths: tuple[Any, ...] | None = None
     passes_mode: bool = False
 

@@ -16,8 +16,8 @@ from planner.inspect import memory as measure
 from planner.language.errors import PlannerError
 from planner.plan import Plan
 from planner.program.frameworks import load_backend
-from planner.program.implementations import Lowering, Stepwise, Table
-from planner.program.ops import Op
+from planner.program.implementations import Implementation, Stepwise, Table
+from planner.program.ops import Cast, JointGradient, Op
 from planner.program.program import Step
 from planner.testing import scripts
 from planner.testing.engines import Engine, engine_of
@@ -64,7 +64,7 @@ class Stage:
         arguments: dict[str, Any] = {"sizes": op.spec.output_shape, "index_mode": self.plan.index_mode, **raw}
 
         def evaluate(arrays: Sequence[Array]) -> list[Array]:
-            if op.pair:
+            if isinstance(op, JointGradient):
                 return reference_gradients(text, *arrays, **arguments)
             return [reference(text, *arrays, **arguments)]
 
@@ -72,7 +72,7 @@ class Stage:
             sizes = zip(op.output_terms, evaluate([*map(absolute, arrays)]), strict=True)
             return [allowed(op.dtype, steps_of(op.spec), terms_of(op.spec, term), size) for term, size in sizes]
 
-        gout, operands = (arrays[0], arrays[1:]) if op.pair else (None, arrays)
+        gout, operands = (arrays[0], arrays[1:]) if isinstance(op, JointGradient) else (None, arrays)
         exact = exact_bound(text, *operands, gout=gout, **arguments) <= exact_range(op.dtype)
         return evaluate(arrays), None if exact else room
 
@@ -154,7 +154,7 @@ def lowerings(engine: Engine, subject: Subject, problem: Problem) -> None:
         with _added(table, subject.kernel) as own:
             for stage in (stage for plan in plans for stage in stages(plan, operands, indices, gradient)):
                 op = stage.step.op
-                if op.source_dtype is not None or op in seen:
+                if isinstance(op, Cast) or op in seen:
                     continue
                 seen.add(op)
                 for name in [own] if own else _names(table, op, stage.plan.device):
@@ -208,7 +208,7 @@ def _nth(room: Callable[[], list[Array]], place: int) -> Callable[[], Array]:
 
 
 @contextlib.contextmanager
-def _added(table: Table, kernel: Lowering | None) -> Iterator[str]:
+def _added(table: Table, kernel: Implementation | None) -> Iterator[str]:
     """Have a row of the user's own in a table for a while, under a name that no other has; no plan takes it."""
     if kernel is None:
         yield ""

@@ -24,12 +24,12 @@ from planner.program.program import Programs
 from planner.program.serial import decode, encode
 from planner.program.tree import Leaf, Node
 from planner.search.alternatives import alternatives
-from planner.search.verify import fitting
-from planner.tune.store import damaged, recall, remember
-from planner.tune.tiles import tuned
+from planner.search.verify import keep_fitting
+from planner.tune.store import recall, remember, warn_of_damage
+from planner.tune.tiles import tune_tiles
 from planner.version import __version__
 
-__all__ = ["Timings", "block_seconds", "candidates", "key_of", "measured", "time_programs"]
+__all__ = ["Timings", "block_seconds", "candidates", "key_of", "autotune", "time_programs"]
 
 MOST_CANDIDATES = 4
 # Predictions are rarely off by more; what is predicted to be slower is not tried, nor what could fill the machine.
@@ -52,7 +52,7 @@ class Timings:
         return statistics.median(self.seconds[number]) if self.seconds[number] else float("inf")
 
 
-def measured(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> PlanRecord:
+def autotune(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> PlanRecord:
     """Return the plan remembered as the fastest for this problem, else the fastest of a few, timed now and remembered.
 
     Args:
@@ -81,7 +81,7 @@ def measured(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, An
     counted = sum(median < float("inf") for median in seconds)
     if clock.interrupted and not counted:
         return _interrupted(plan)
-    best, tilings, taken = tuned(tried[order[0]], clock.timings)
+    best, tilings, taken = tune_tiles(tried[order[0]], clock.timings)
     if len(tried) == 1 and not tilings:
         return dataclasses.replace(plan, origin=f"measured: no other plan comes near; {plan.origin}")
     places = zip((f"best of {counted},", "next"), order[:counted], strict=False)
@@ -141,7 +141,7 @@ def candidates(plan: PlanRecord) -> list[PlanRecord]:
         near = other.cost.seconds <= SLOWEST * cost.seconds and other.cost.peak_bytes <= room
         if ties and near and within(other.cost, plan.options):
             found.append(other)
-    return fitting(found[: MOST_CANDIDATES - 1])
+    return keep_fitting(found[: MOST_CANDIDATES - 1])
 
 
 def time_programs(
@@ -248,6 +248,6 @@ def _recalled(plan: PlanRecord, key: Mapping[str, Any]) -> PlanRecord | None:
         whole = winner if loop is None else loop.body
         offered = all(table.offers(step.choice, step.op, whole.device) for step in whole.steps)
     except (PlannerError, ValueError, KeyError, TypeError, AttributeError) as error:
-        damaged("measured", key, error)
+        warn_of_damage("measured", key, error)
         return None
     return winner if offered else None

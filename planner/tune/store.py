@@ -55,12 +55,12 @@ def recall(kind: str, key: Mapping[str, Any]) -> Any:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        damaged(kind, key, error)
+        warn_of_damage(kind, key, error)
         return None
     return entry["value"]
 
 
-def damaged(kind: str, key: Mapping[str, Any], why: object) -> None:
+def warn_of_damage(kind: str, key: Mapping[str, Any], why: object) -> None:
     """Warn that an entry is not what was written, once for each file."""
     path = entry_path(kind, key)
     _warn(path, f"ignoring {path}, which is damaged ({why}); deleting it is safe")

@@ -7,16 +7,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from planner.program.frameworks import load_backend
-from planner.program.ops import Choice
+from planner.program.ops import PricedImplementation
 from planner.program.plan import PlanRecord
 
-__all__ = ["tuned"]
+__all__ = ["tune_tiles"]
 
 # A tiling that is not faster by this much is not told from the default.
 CLEARLY = 0.97
 
 
-def tuned(plan: PlanRecord, timings: Callable[[Sequence[PlanRecord]], Sequence[float]]) -> tuple[PlanRecord, int, int]:
+def tune_tiles(
+    plan: PlanRecord, timings: Callable[[Sequence[PlanRecord]], Sequence[float]]
+) -> tuple[PlanRecord, int, int]:
     """Return the plan with the fastest tiling of each step that has several; of how many steps, and how many changed.
 
     Tilings cost the same memory. A plan that goes slice by slice is returned as it is.
@@ -36,7 +38,7 @@ def tuned(plan: PlanRecord, timings: Callable[[Sequence[PlanRecord]], Sequence[f
     return plan, timed, taken
 
 
-def _tilings(plan: PlanRecord) -> Iterator[tuple[bool, int, tuple[Choice, ...]]]:
+def _tilings(plan: PlanRecord) -> Iterator[tuple[bool, int, tuple[PricedImplementation, ...]]]:
     """The steps that have tilings: whether of the backward program, number, and the other choices."""
     backend = load_backend(plan.backend)
     if plan.loop is not None or backend.pins_tiles():
@@ -48,7 +50,7 @@ def _tilings(plan: PlanRecord) -> Iterator[tuple[bool, int, tuple[Choice, ...]]]
                 yield bool(backward), number, choices
 
 
-def _with_choice(plan: PlanRecord, backward: bool, number: int, choice: Choice) -> PlanRecord:
+def _with_choice(plan: PlanRecord, backward: bool, number: int, choice: PricedImplementation) -> PlanRecord:
     programs = plan.programs
     program = programs.backward if backward else programs.forward
     assert program is not None

@@ -11,7 +11,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax_fast import SIZES_ALONE  # noqa: E402
 
 from planner.kernels.gathered_dot import jax_pooled  # noqa: E402
-from planner.kernels.grouping.keys import Keys  # noqa: E402
+from planner.kernels.grouping.keys import IndexArray  # noqa: E402
 
 DTYPES = ("float32", "bfloat16", "int32", "complex64")
 # (batch, queries, pool, D, keys): a handful, since each compiles once per dtype and way.
@@ -24,7 +24,9 @@ def jitted(name):
     """A kernel, compiled; its last array is the index, and options say how that is read."""
 
     def run(*arrays, size=None, **options):
-        return getattr(jax_pooled, name)(*arrays[:-1], Keys(arrays[-1], **options), *([] if size is None else [size]))
+        return getattr(jax_pooled, name)(
+            *arrays[:-1], IndexArray(arrays[-1], **options), *([] if size is None else [size])
+        )
 
     return jax.jit(run, static_argnames=("size", "normal", "marked", "bad"))
 
@@ -87,7 +89,7 @@ def test_bad_indices_show_as_nan(way, pool_size):
     index = jnp.array([[[0, -7]]])
     query, pool = jnp.ones((1, 1, 3)), jnp.ones((1, pool_size, 3))
     result = RUN[f"{way}_scores"](
-        query, pool, index, normal=jnp.abs, marked=False, bad=lambda i: (i < 0) | (i >= pool_size)
+        query, pool, index, normal=jnp.abs, may_drop=False, bad=lambda i: (i < 0) | (i >= pool_size)
     )
     np.testing.assert_array_equal(result, [[[3.0 if pool_size else np.nan, np.nan]]])
 
@@ -155,7 +157,7 @@ def test_scores_are_no_copy_of_what_a_loop_wrote():
     query, pool, index = jnp.ones((4, 100, 8)), jnp.ones((4, 60, 8)), jnp.zeros((4, 100, 200), jnp.int32)
 
     def scores(query, pool, index):
-        return jax_pooled.pooled_scores(query, pool, Keys(index)).reshape(4, 1, 100, 200)
+        return jax_pooled.pooled_scores(query, pool, IndexArray(index)).reshape(4, 1, 100, 200)
 
     used = jax.jit(scores).lower(query, pool, index).compile().memory_analysis().temp_size_in_bytes
     assert used < 4 * index.size

@@ -21,7 +21,7 @@ from planner.backends.jax import evaluation as jax_evaluation  # noqa: E402
 from planner.cost.device import TPU_V5E  # noqa: E402
 from planner.kernels.grouped_matmul.pallas_tiles import TPU, most_tiles  # noqa: E402
 from planner.kernels.grouping.jax_grouping import Groups, group_rows  # noqa: E402
-from planner.program.ops import Op  # noqa: E402
+from planner.program.ops import Einsum  # noqa: E402
 
 # Rows, I, J, K and groups at the limits of the code.
 LIMITS = [
@@ -137,8 +137,8 @@ def priced(what, n, i, j, k, groups, dtype):
     shapes = a, (n, i, k) if what == "outer" else (groups, j, k)
     operands = [planner.Operand(shape, dtype) for shape in shapes]
     sizes = {"q": groups} if what == "outer" else None
-    op = Op(planner.resolve(SPECS[what], *operands, q=planner.Operand(rows, "int32"), sizes=sizes), dtype)
-    op = op.paired() if what == "pair" else op
+    op = Einsum(planner.resolve(SPECS[what], *operands, q=planner.Operand(rows, "int32"), sizes=sizes), dtype)
+    op = op.joint_gradient() if what == "pair" else op
     name = {"pair": "both grouped gradients", "outer": "grouped outer"}.get(what, "grouped matmul")
     return next(x.cost.scratch_bytes for x in jax_evaluation.TABLE.choices(op, TPU_V5E) if x.lowering == name)
 

@@ -21,7 +21,7 @@ from planner.backends.jax import evaluation as jax_evaluation  # noqa: E402
 from planner.cost.device import CPU, TPU_V5E  # noqa: E402
 from planner.kernels.grouped_matmul import pallas_tiles, pallas_tpu  # noqa: E402
 from planner.kernels.grouping.jax_grouping import group_rows  # noqa: E402
-from planner.program.ops import Op  # noqa: E402
+from planner.program.ops import Einsum  # noqa: E402
 
 KERNELS = pallas_tpu.KERNELS
 SPEC = "nij, q[n]jk -> nik"
@@ -191,7 +191,7 @@ def test_plans_for_a_tpu_count_what_is_moved_into_tiles():
 @pytest.mark.parametrize(("i", "kernels"), [(512, True), (2048, False)])
 def test_what_the_kernels_refuse_is_priced_as_the_loops_that_run(i, kernels):
     operands = planner.Operand((64, i, 64)), planner.Operand((4, 64, 64))
-    op = Op(planner.resolve(SPEC, *operands, q=planner.Operand((64,), "int32")), "float32")
+    op = Einsum(planner.resolve(SPEC, *operands, q=planner.Operand((64,), "int32")), "float32")
     tpu, cpu = (
         next(x.cost for x in jax_evaluation.TABLE.choices(op, device) if x.lowering == "grouped matmul")
         for device in (TPU_V5E, CPU)

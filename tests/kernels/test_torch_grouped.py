@@ -180,7 +180,7 @@ def test_order_is_stable_and_offsets_count(case, index_dtype):
 
 @pytest.mark.parametrize("size", [2**15 - 1, 2**15, 2**15 + 1])
 def test_a_dropped_row_comes_last_where_its_key_is_the_widest(size):
-    """Keys are narrowed: the number of groups itself, which drops a row, must fit too."""
+    """IndexArray are narrowed: the number of groups itself, which drops a row, must fit too."""
     index = torch.tensor([size, 0, size - 1, size, 1])
     groups = group_rows(index, size)
     assert groups.order.tolist() == [1, 4, 2, 0, 3]

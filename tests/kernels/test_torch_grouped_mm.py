@@ -17,7 +17,7 @@ from planner.cost.layout import layout_of  # noqa: E402
 from planner.kernels.grouped_matmul import torch_grouped, torch_grouped_mm  # noqa: E402
 from planner.kernels.grouping.torch_grouping import group_rows  # noqa: E402
 from planner.program.frameworks import load_backend  # noqa: E402
-from planner.program.ops import Op  # noqa: E402
+from planner.program.ops import Einsum  # noqa: E402
 
 SPEC = "nij, q[n]jk -> nik"
 
@@ -59,7 +59,7 @@ def test_it_equals_a_loop_over_rows(seed, n, i, j, k, groups):
 def choices(spec, *operands, dtype="bfloat16", **indices):
     """Seconds of each row that runs the forward step on an H200, or why it does not."""
     plan = planner.plan(spec, *(planner.Operand(shape, dtype) for shape in operands), backend="torch", **indices)
-    return load_backend("torch").table.verdicts(Op(plan.resolved.spec, dtype), H200)
+    return load_backend("torch").table.verdicts(Einsum(plan.resolved.spec, dtype), H200)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_shared_rows_and_matrices_that_lie_apart_are_refused():
 )
 def test_matrices_lie_by_rows_or_by_columns(strides, taken):
     """One after the other, without gaps."""
-    op = Op(planner.resolve(SPEC, (90, 1, 8), (7, 8, 8), q=(90,)), "bfloat16")
-    laid = op.laid((None, layout_of((7, 8, 8), strides)))
+    op = Einsum(planner.resolve(SPEC, (90, 1, 8), (7, 8, 8), q=(90,)), "bfloat16")
+    laid = op.with_layouts((None, layout_of((7, 8, 8), strides)))
     found = load_backend("torch").table.verdicts(laid, H200)["grouped matmul, grouped_mm"]
     assert isinstance(found, str) != taken
 
@@ -105,7 +105,7 @@ def test_matrices_lie_by_rows_or_by_columns(strides, taken):
 def test_only_cards_that_do_not_wait_take_it():
     found = [
         load_backend("torch").table.verdicts(
-            Op(planner.resolve(SPEC, (90, 1, 8), (7, 8, 8), q=(90,)), "bfloat16"), device
+            Einsum(planner.resolve(SPEC, (90, 1, 8), (7, 8, 8), q=(90,)), "bfloat16"), device
         )
         for device in (H100, A100, planner.Device("mine", 1e13, 1e12, kind="cuda"), CPU)
     ]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from planner.kernels.gathered_dot import torch_pooled  # noqa: E402
-from planner.kernels.grouping.keys import Keys  # noqa: E402
+from planner.kernels.grouping.keys import IndexArray  # noqa: E402
 from planner.language.errors import IndexRangeError  # noqa: E402
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "complex64")
@@ -109,7 +109,7 @@ def test_both_ways_are_plain_indexing(case, dtype, index_dtype):
                 name: getattr(torch_pooled, f"{way}_{name}")
                 for name in ("scores", "query_gradient", "pool_gradient", "gradients")
             }
-            keys = Keys(index)
+            keys = IndexArray(index)
             same(kernel["scores"](query, pool, keys), scores, dtype)
             same(kernel["query_gradient"](g, pool, keys), grad_query, dtype)
             same(kernel["pool_gradient"](g, query, keys, m), grad_pool, dtype)
@@ -156,10 +156,10 @@ def test_an_index_as_given_is_brought_into_range_or_refused(case, index_dtype, r
                 kernel, size = getattr(torch_pooled, f"{way}_{name}"), [m] * (name == "pool_gradient")
                 if bad:
                     with pytest.raises(IndexRangeError, match="refused"):
-                        kernel(*arguments, Keys(index, normal, marked=False), *size)
+                        kernel(*arguments, IndexArray(index, normal, may_drop=False), *size)
                     continue
-                found = kernel(*arguments, Keys(index, normal, marked=False), *size)
-                expected = kernel(*arguments, Keys(positive), *size)
+                found = kernel(*arguments, IndexArray(index, normal, may_drop=False), *size)
+                expected = kernel(*arguments, IndexArray(positive), *size)
                 for x, y in zip(*(r if isinstance(r, tuple) else (r,) for r in (found, expected)), strict=True):
                     assert torch.equal(x, y)
 
@@ -168,7 +168,7 @@ def test_an_index_as_given_is_brought_into_range_or_refused(case, index_dtype, r
 def test_dropped_scores_are_zero_beside_values_that_are_not_finite(way):
     pool = torch.full((1, 3, 2), torch.nan)
     pool[0, 0] = 1
-    scores = getattr(torch_pooled, f"{way}_scores")(torch.ones(1, 1, 2), pool, Keys(torch.tensor([[[3, 0, 3]]])))
+    scores = getattr(torch_pooled, f"{way}_scores")(torch.ones(1, 1, 2), pool, IndexArray(torch.tensor([[[3, 0, 3]]])))
     assert scores.tolist() == [[[0, 2, 0]]]
 
 
@@ -202,7 +202,7 @@ def test_scratch_stays_within_its_bound(dtype, b, q, m, keys, index_dtype, layou
         for shape in ((b, q, d), (b, m, d), (b, q, keys))
     )
     index = torch.from_numpy(np.random.default_rng(0).integers(0, m + (not given), (b, q, keys))).to(index_dtype)
-    keyed = Keys(index, lambda part: part, marked=False) if given else Keys(index)
+    keyed = IndexArray(index, lambda part: part, may_drop=False) if given else IndexArray(index)
     sizes = (b, q, m, d, keys, dtype, index.itemsize)
     calls = {
         "scores": (query, pool, keyed), "query_gradient": (g, pool, keyed), "pool_gradient": (g, query, keyed, m),

@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 import planner  # noqa: E402
 from planner.backends.torch import index as torch_index  # noqa: E402
 from planner.backends.torch import tensor as torch_tensor  # noqa: E402
-from planner.backends.torch.bound import BoundPlan  # noqa: E402
+from planner.backends.torch.executable import Executable  # noqa: E402
 from planner.bench import card, torch_card  # noqa: E402
 from planner.bench.ahead_of_time import _occupancy, _signature, cases  # noqa: E402
 from planner.cost.device import H200  # noqa: E402
@@ -32,13 +32,13 @@ from planner.kernels.gathered_dot import torch_pooled, triton_pooled  # noqa: E4
 from planner.kernels.grouped_matmul import torch_grouped, triton_grouped, triton_pair  # noqa: E402
 from planner.kernels.grouped_matmul.triton_grouped import plain_product, rows_product, terms_product  # noqa: E402
 from planner.kernels.grouped_matmul.triton_pair import both_gradients  # noqa: E402
-from planner.kernels.grouping.keys import Keys  # noqa: E402
+from planner.kernels.grouping.keys import IndexArray  # noqa: E402
 from planner.kernels.grouping.torch_grouping import group_rows  # noqa: E402
 from planner.kernels.segment_sum import triton_sum  # noqa: E402
 from planner.kernels.tiled_product.triton_axes import Axis, Cut, Matrices, cut  # noqa: E402
 from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, Tiles, covers_pair, tiles_of  # noqa: E402
 from planner.program.frameworks import load_backend  # noqa: E402
-from planner.program.ops import Op  # noqa: E402
+from planner.program.ops import Einsum  # noqa: E402
 
 DTYPES = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
 BAND = 7
@@ -256,7 +256,7 @@ def test_grouped_kernels_equal_those_of_the_cpu(seed, dtype, rows, groups, i, j,
 def test_pooled_kernels_equal_those_of_the_cpu(seed, dtype, b, q, k, m, d, dropped):
     random = np.random.default_rng(seed)
     tensor = partial(tensor_of_integers, random, dtype)
-    keys = Keys(torch.from_numpy(random.integers(0, m + dropped, (b, q, k))), marked=dropped)
+    keys = IndexArray(torch.from_numpy(random.integers(0, m + dropped, (b, q, k))), may_drop=dropped)
     query, pool, g = tensor(b, d, q).transpose(1, 2), tensor(b, m, d), tensor(b, q, k)
     tiling = random.choice(["", *TILINGS])
     assert torch.equal(triton_pooled.scores(query, pool, keys, tiling), torch_pooled.gathered_scores(query, pool, keys))
@@ -275,7 +275,7 @@ def test_a_lazy_sign_is_no_sign_in_memory():
     for lazy in (a[:, 0], a[:, 0, :1].expand(6, 3), a[:, 0].t().contiguous().t()):
         expected = torch.zeros(2, lazy.shape[1]).index_add_(0, torch.tensor([0, 1, 0, 1, 1, 0]), lazy.resolve_neg())
         assert torch.equal(triton_sum.grouped_sum(lazy, index), expected)
-    query, pool, keys = a[:, 0][None], torch.ones(1, 3, 4), Keys(torch.tensor([[[0], [1], [2], [0], [1], [2]]]))
+    query, pool, keys = a[:, 0][None], torch.ones(1, 3, 4), IndexArray(torch.tensor([[[0], [1], [2], [0], [1], [2]]]))
     assert torch.equal(triton_pooled.scores(query, pool, keys), torch_pooled.gathered_scores(query, pool, keys))
 
 
@@ -291,7 +291,7 @@ def test_the_precision_is_what_torch_is_set_to():
 
 def test_what_is_dropped_is_zero_whatever_it_would_meet():
     query, pool = torch.full((1, 2, 3), torch.nan), torch.ones(1, 4, 3)
-    keys = Keys(torch.tensor([[[4, 4], [4, 1]]]), marked=True)
+    keys = IndexArray(torch.tensor([[[4, 4], [4, 1]]]), may_drop=True)
     found = triton_pooled.scores(query, pool, keys)
     assert found.nan_to_num(9).tolist() == [[[0, 0], [0, 9]]]
     a, c = torch.full((2, 1, 3), torch.nan), torch.full((1, 3, 2), torch.inf)
@@ -379,15 +379,15 @@ def test_scratch_on_a_card_is_bounded(monkeypatch, spec, shapes, groups, dtype):
         indices = {"q": torch.from_numpy(random.integers(0, groups, shape))}
     plan = planner.plan(spec, *operands, sizes={"q": groups} if groups else None, **indices)
     resolved, ran = plan.resolved.spec, 0
-    ops = [Op(resolved, dtype), *(Op(planner.transpose(resolved, n), dtype) for n in range(len(shapes)))]
-    ops += [Op(resolved, dtype, pair=True)] * (len(shapes) == 2)
+    ops = [Einsum(resolved, dtype), *(Einsum(planner.transpose(resolved, n), dtype) for n in range(len(shapes)))]
+    ops += [Einsum(resolved, dtype).joint_gradient()] * (len(shapes) == 2)
     for op in ops:
         inputs = [torch.from_numpy(integers(random, *x)).to(getattr(torch, dtype)) for x in op.input_shapes]
         for choice in table.choices(op, H200):
             for one in (choice, *table.variants(choice.lowering, op, H200)):
                 if table.rows[one.lowering].kinds is None:
                     continue
-                index = BoundPlan(plan, table).prepare(indices)
+                index = Executable(plan, table).prepare(indices)
                 results, memory = torch_memory(partial(table.run, one.lowering, op, inputs, index))
                 made = sum(x.numel() * x.element_size() for x in results)
                 assert memory.peak_bytes <= made + choice.cost.scratch_bytes, one.lowering

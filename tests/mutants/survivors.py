@@ -15,7 +15,7 @@ SURVIVORS: dict[str, str] = {
     "backends/jax/rows.py:_run_summed:NumberReplacer:01842fc9": (
         "equivalent: all inputs of a step have one dtype, the first and the last"
     ),
-    "backends/torch/function.py:_batched_contract:ReplaceTrueWithFalse:011be731": _STRICT,
+    "backends/torch/autograd.py:_batched_contract:ReplaceTrueWithFalse:011be731": _STRICT,
     "backends/torch/index.py:in_range:ReplaceBinaryOperator_BitAnd_Mul:01b4fcb4": (
         "equivalent: the product of two booleans is their conjunction"
     ),

@@ -12,7 +12,8 @@ import planner
 import planner.testing
 from planner.cost.figures import StepCost
 from planner.program.frameworks import load_backend
-from planner.program.implementations import Lowering
+from planner.program.implementations import Implementation
+from planner.program.ops import JointGradient
 from planner.testing import Problem, check
 from planner.testing.checking import _problems
 from planner.testing.engines import engine_of, installed
@@ -198,7 +199,7 @@ def test_every_law_can_fail(monkeypatch):
         assert all(f.script for f in report.failures)
 
     row = table.rows["grouped matmul"]
-    wrong = Lowering(
+    wrong = Implementation(
         **{
             **{f: getattr(row, f) for f in row.__dataclass_fields__},
             "run": lambda *a: tuple(x + 1 for x in row.run(*a)),
@@ -296,10 +297,10 @@ def product(run, **fields):
     """A row for plain products of two matrices."""
 
     def supports(op):
-        plain = len(op.spec.inputs) == 2 and not op.pair and not op.spec.gathers
+        plain = len(op.spec.inputs) == 2 and not isinstance(op, JointGradient) and not op.spec.gathers
         return None if plain and sorted(map(len, op.spec.terms)) == [2, 2, 2] else "it multiplies two matrices"
 
-    return Lowering("mine", supports, lambda op, device: StepCost(0, 0, 0, 0), run, **fields)
+    return Implementation("mine", supports, lambda op, device: StepCost(0, 0, 0, 0), run, **fields)
 
 
 def einsum(op, inputs, index):
@@ -429,7 +430,7 @@ def test_programs_of_steps_and_memory_run():
         (("ij -> i", [3]), {}, "no mapping"),
         (("ij -> i",), {"backends": 3}, "backends"),
         (("ij -> i",), {"implementation": 3}, "no function"),
-        (("ij -> i",), {"kernel": 3, "backends": "numpy"}, "Lowering"),
+        (("ij -> i",), {"kernel": 3, "backends": "numpy"}, "Implementation"),
         (("ij -> i",), {"kernel": product(einsum), "backends": ("numpy", "torch")}, "one backend"),
         (("q[n] -> n", {"q": 0, "n": 2}), {"index_modes": "raise"}, "no sizes"),
     ],

@@ -24,7 +24,7 @@ from planner.cost.layout import layout_of
 from planner.language.derive import transpose
 from planner.language.spec import Spec
 from planner.program.forms import product_form
-from planner.program.ops import Op
+from planner.program.ops import Cast, Op
 from planner.program.program import Program
 from planner.program.tree import Leaf, Tree
 
@@ -60,7 +60,7 @@ def _compile(tree: Tree, operands: Sequence[Tensor], chosen: Lowerings) -> tuple
     copies = chosen is None
     if isinstance(tree, Leaf):
         return operator.itemgetter(tree.operand), operands[tree.operand]
-    if tree.op.source_dtype is not None or stock_kind(tree.op) not in NATIVE:
+    if isinstance(tree.op, Cast) or stock_kind(tree.op) not in NATIVE:
         return None
     if not copies and stock_kind(tree.op) in COMPOSED:
         return None
@@ -76,7 +76,7 @@ def _compile(tree: Tree, operands: Sequence[Tensor], chosen: Lowerings) -> tuple
     if step is None:
         return None
     result = step(*standins)
-    planned = tree.op.laid(layout_of(x.shape, x.stride()) for x in standins)
+    planned = tree.op.with_layouts(layout_of(x.shape, x.stride()) for x in standins)
     _, layout = stock_layout(planned)
     if not (layout is not None and layout.unknown) and layout != layout_of(result.shape, result.stride()):
         return None

@@ -2,7 +2,7 @@
 
 A compiler traces with tensors that have no values, and what it records is run later on others. So it gets an operator
 for each program, the plan as text among the arguments, and a rule for what comes out: the shapes and strides that the
-plan says. Autograd sees the operators from within `planner.backends.torch.function`, so they need no derivatives.
+plan says. Autograd sees the operators from within `planner.backends.torch.autograd`, so they need no derivatives.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from planner.backends.common.common import Prepared, widened
-from planner.backends.torch.bound import BoundPlan, bound_plan
+from planner.backends.common.common import RangedIndices, widen_operands
+from planner.backends.torch.executable import Executable, executable_of
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.modes import as_planned
 from planner.backends.torch.ops import OPS, torch_dtype
 from planner.backends.torch.tensor import dataless, finite, occurs
-from planner.cost.layout import closed, row_major
+from planner.cost.layout import row_major, without_gaps
 from planner.language.derive import transpose
 from planner.language.spec import Operand
 from planner.program.frameworks import load_backend
@@ -32,7 +32,7 @@ __all__ = ["run_backward", "run_forward", "wide_result"]
 
 
 def run_forward(
-    bound: BoundPlan, operands: Sequence[Tensor], indices: Mapping[str, Any]
+    bound: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Run the forward program, or record that it is to be run: the result and the kept values."""
     if not dataless(operands[0]):
@@ -42,7 +42,7 @@ def run_forward(
 
 
 def run_backward(
-    bound: BoundPlan, gradient: Tensor, operands: Sequence[Tensor], indices: Mapping[str, Any], kept: Sequence[Tensor]
+    bound: Executable, gradient: Tensor, operands: Sequence[Tensor], indices: Mapping[str, Any], kept: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Run the backward program, or record that it is to be run: a gradient for each operand that needs one."""
     if not dataless(gradient):
@@ -52,7 +52,7 @@ def run_backward(
 
 
 def wide_result(
-    bound: BoundPlan, operands: Sequence[Tensor], indices: Mapping[str, Any], index: Prepared
+    bound: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any], index: RangedIndices
 ) -> Tensor | None:
     """The result where dropped indices meet what is not finite; None where the plan itself serves.
 
@@ -60,7 +60,7 @@ def wide_result(
     """
     if bound.plan.index_mode != "drop":
         return None
-    wide = widened(OPS, bound.views(operands), bound.spec, index, finite, occurs)
+    wide = widen_operands(OPS, bound.views(operands), bound.spec, index, finite, occurs)
     return None if wide is None else bound.contract(*wide, bound.index_views(indices))
 
 
@@ -104,7 +104,7 @@ def _(
 
 
 def _wide_gradients(
-    bound: BoundPlan, gradient: Tensor, operands: Sequence[Tensor], indices: Mapping[str, Any]
+    bound: Executable, gradient: Tensor, operands: Sequence[Tensor], indices: Mapping[str, Any]
 ) -> list[Tensor | None]:
     """Gradients as contractions of their own, each of which looks at what its operands hold."""
     views, found = [x.conj() for x in bound.views(operands)], list[Tensor | None]()
@@ -119,8 +119,8 @@ def _wide_gradients(
 
 
 @lru_cache(maxsize=256)
-def _bound(plan: str) -> BoundPlan:
-    return bound_plan(plan_from_json(plan), load_backend("torch").table)
+def _bound(plan: str) -> Executable:
+    return executable_of(plan_from_json(plan), load_backend("torch").table)
 
 
 def _split(indices: Mapping[str, Any]) -> tuple[str, list[Tensor]]:
@@ -156,7 +156,7 @@ class Promise(NamedTuple):
     @classmethod
     def of(cls, variable: Variable, operand: Operand | None = None) -> Promise:
         """Of a variable of the plan; as its operand, if it is a gradient."""
-        layout, strides, step = closed(variable.layout), list(row_major(variable.shape)), 1
+        layout, strides, step = without_gaps(variable.layout), list(row_major(variable.shape)), 1
         for d in reversed([d for run in layout.runs for d in run] if layout else []):
             strides[d] = step
             step *= variable.shape[d]

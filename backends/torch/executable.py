@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.backends.common.common import Prepared, exposed, mask_operands, mask_term, only_read_rows, run_program
+from planner.backends.common.common import (
+    RangedIndices,
+    mask_operands,
+    mask_term,
+    operands_with_unread_rows,
+    run_program,
+    zero_unread_rows,
+)
 from planner.backends.common.loops import run_loop
 from planner.backends.common.stock import evaluate
 from planner.backends.torch.index import TorchIndex, in_range, part_in_range, refuse_sparse
@@ -18,22 +25,23 @@ from planner.backends.torch.modes import transformed
 from planner.backends.torch.ops import OPS, cast, torch_dtype
 from planner.backends.torch.tensor import dataless, finite
 from planner.cost.layout import layout_of
-from planner.kernels.grouping.keys import Keys
+from planner.kernels.grouping.keys import IndexArray
 from planner.kernels.grouping.torch_grouping import accumulator
-from planner.language.derive import summable, summed
+from planner.language.derive import sum_dims, summable_dims
 from planner.language.errors import PlannerLimitError
 from planner.language.options import SEARCHES, Options
 from planner.language.spec import Spec, Term
 from planner.program.callbacks import callbacks
 from planner.program.implementations import Table
 from planner.program.loops import body_of
+from planner.program.ops import Cast
 from planner.program.plan import PlanRecord
 from planner.program.tree import Leaf, Tree
 
-__all__ = ["BoundPlan", "bound_plan"]
+__all__ = ["Executable", "executable_of"]
 
 
-class BoundPlan:
+class Executable:
     """A plan with what running it in torch needs; one for each plan, kept with the function that runs it."""
 
     def __init__(self, plan: PlanRecord, table: Table) -> None:
@@ -48,41 +56,41 @@ class BoundPlan:
         self.is_complex = self.dtype.is_complex
         self.inexact = self.is_complex or self.dtype.is_floating_point
         self.arrays = tuple(self.index_shapes)
-        self.exposed = exposed(plan.tree, self.spec)
+        self.unread_rows = operands_with_unread_rows(plan.tree, self.spec)
         # Views of operands are made anew for the backward program: one of a masked operand would keep the copy alive.
         base = [variable.base for variable in self.programs.variables]
         viewed = {base[v] for v in self.programs.kept} & set(range(len(self.shapes)))
         self.operand_views = [step for step in self.programs.forward.steps if base[step.outputs[0]] in viewed]
         self.kept = tuple(v for v in self.programs.kept if base[v] >= len(self.shapes))
         # Half types would be rounded between the sum and the product; float16 overflows there.
-        self.summable = () if plan.dtype in ("float16", "bfloat16") else summable(self.spec)
+        self.summable_dims = () if plan.dtype in ("float16", "bfloat16") else summable_dims(self.spec)
         self.planned = lru_cache(maxsize=8)(self._planned)
 
     def views(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """Operands without their broadcast dimensions."""
         return [x if shape is None else x.reshape(shape) for x, shape in zip(operands, self.reshape, strict=True)]
 
-    def leaves(self, operands: Sequence[Tensor], index: Prepared) -> list[Tensor]:
+    def leaves(self, operands: Sequence[Tensor], index: RangedIndices) -> list[Tensor]:
         """Operands as the steps read them: NaN and infinities that no index reads are out of the way."""
         values = mask_operands(OPS, self.views(operands), self.spec, index)
-        for number in self.exposed:
+        for number in self.unread_rows:
             x = values[number]
             if not finite(x):
-                values[number] = only_read_rows(OPS, x, self.spec.inputs[number], self.spec, index)
+                values[number] = zero_unread_rows(OPS, x, self.spec.inputs[number], self.spec, index)
         return values
 
     def index_views(self, indices: Mapping[str, Any]) -> dict[str, Any]:
         """Index arrays without their broadcast dimensions, as derived specs take them."""
         return {name: q.reshape(self.index_shapes[name]) for name, q in indices.items()}
 
-    def prepare(self, indices: Mapping[str, Any]) -> Prepared:
+    def prepare(self, indices: Mapping[str, Any]) -> RangedIndices:
         """Shape index arrays as the spec sees them; ranges are checked by the step that reads them first."""
-        prepared, mode = Prepared(False), self.plan.index_mode
+        prepared, mode = RangedIndices(False), self.plan.index_mode
         for gather in self.gathers:
             raw, shape = indices[gather.array], self.index_shapes[gather.array]
             if isinstance(raw, TorchIndex):
                 raw.check(gather, mode)
-                values, dropped = raw.values, raw.guarded
+                values, dropped = raw.values, raw.may_drop
                 if gather.axes and raw.values.dim() == len(gather.axes):
                     prepared.orders[gather] = raw.groups
             elif mode == "drop" or self.empty:  # what is dropped decides what runs; of nothing, no step reads an index
@@ -90,13 +98,13 @@ class BoundPlan:
             else:
                 refuse_sparse(raw, gather)
                 normal = partial(part_in_range, whole=raw, gather=gather, mode=mode)
-                prepared.given[gather] = Keys(raw.reshape(shape), normal, marked=False)
+                prepared.given[gather] = IndexArray(raw.reshape(shape), normal, may_drop=False)
                 continue
             prepared[gather] = values.reshape(shape)
-            prepared.guarded |= dropped
+            prepared.may_drop |= dropped
         return prepared
 
-    def forward(self, operands: Sequence[Tensor], index: Prepared) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, operands: Sequence[Tensor], index: RangedIndices) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the forward program: the result and the kept values."""
         values: dict[int, Any] = dict(enumerate(self.leaves(operands, index)))
         (result,) = run_program(self.table, self.programs.forward, values, index)
@@ -104,7 +112,7 @@ class BoundPlan:
         return result, tuple(values[v] for v in self.kept)
 
     def backward_values(
-        self, gradient: Tensor, operands: Sequence[Tensor], index: Prepared, kept: Mapping[int, Tensor]
+        self, gradient: Tensor, operands: Sequence[Tensor], index: RangedIndices, kept: Mapping[int, Tensor]
     ) -> dict[int, Any]:
         """What the backward program is given, by variable; `kept` need not hold the views of operands."""
         values: dict[int, Any] = {**dict(enumerate(self.leaves(operands, index))), **kept}
@@ -117,7 +125,7 @@ class BoundPlan:
         return values
 
     def backward(
-        self, gradient: Tensor, operands: Sequence[Tensor], index: Prepared, kept: Sequence[Tensor]
+        self, gradient: Tensor, operands: Sequence[Tensor], index: RangedIndices, kept: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Run the backward program: a gradient for each operand that needs one."""
         program = self.programs.backward
@@ -136,7 +144,7 @@ class BoundPlan:
             gradients.append(found.reshape(operand.shape))
         return gradients
 
-    def against(self, gradient: Tensor) -> tuple[BoundPlan, Tensor]:
+    def against(self, gradient: Tensor) -> tuple[Executable, Tensor]:
         """Return what to run the backward program of, for a gradient as it lies, and the gradient that it takes.
 
         One that repeats along some dimensions is a gradient of the sum over them, which takes less. Under a memory
@@ -149,7 +157,7 @@ class BoundPlan:
         if self.empty:
             return self, gradient
         strides, limit = gradient.stride(), self.plan.options.memory_limit
-        repeated = tuple(d for d in self.summable if strides[d] == 0 and gradient.shape[d] > 1)
+        repeated = tuple(d for d in self.summable_dims if strides[d] == 0 and gradient.shape[d] > 1)
         own = limit is None or self._takes(gradient, limit)
         if own and not repeated:
             return self, gradient
@@ -180,7 +188,7 @@ class BoundPlan:
         self, options: Options, repeated: tuple[int, ...] = (), strides: tuple[int, ...] | None = None
     ) -> PlanRecord:
         """Plan anew: without some of the output's dimensions, or for a gradient with these strides."""
-        plan, spec = self.plan, summed(self.spec, repeated)
+        plan, spec = self.plan, sum_dims(self.spec, repeated)
         options = dataclasses.replace(
             options,
             optimize=options.optimize if options.optimize in SEARCHES else plan.path,
@@ -192,13 +200,13 @@ class BoundPlan:
         )
         return callbacks().make_plan(contraction)
 
-    def _planned(self, repeated: tuple[int, ...], strides: tuple[int, ...]) -> BoundPlan | PlannerLimitError:
+    def _planned(self, repeated: tuple[int, ...], strides: tuple[int, ...]) -> Executable | PlannerLimitError:
         """A plan for such an output gradient that keeps nothing, or why there is none within the memory limit."""
         limit = self.plan.options.memory_limit
         left = None if limit is None else max(0, limit - self.plan.cost.retained_bytes)
         try:
             lean = dataclasses.replace(self.plan.options, memory_limit=left, retain_limit=0)
-            return bound_plan(self._plan(lean, repeated, strides), self.table)
+            return executable_of(self._plan(lean, repeated, strides), self.table)
         except PlannerLimitError as error:
             return error
 
@@ -229,26 +237,26 @@ class BoundPlan:
             if isinstance(tree, Leaf):
                 return leaves[tree.operand]
             inputs = [value(child) for child in tree.children]
-            if tree.op.source_dtype is not None:
+            if isinstance(tree.op, Cast):
                 return cast(inputs[0], tree.op.dtype)
-            return evaluate(OPS, tree.op.spec, inputs, index, index.guarded)
+            return evaluate(OPS, tree.op.spec, inputs, index, index.may_drop)
 
         return mask_term(OPS, value(self.plan.tree), self.spec.output, self.spec, index)
 
 
-def bound_plan(plan: PlanRecord, table: Table) -> BoundPlan:
+def executable_of(plan: PlanRecord, table: Table) -> Executable:
     """Return a plan, or a loop, with what running it needs."""
-    return BoundPlan(plan, table) if plan.loop is None else BoundLoop(plan, table)
+    return Executable(plan, table) if plan.loop is None else BoundLoop(plan, table)
 
 
-class BoundLoop(BoundPlan):
+class BoundLoop(Executable):
     """A plan that goes slice by slice: its programs call those of its body."""
 
     def __init__(self, plan: PlanRecord, table: Table) -> None:
         super().__init__(plan, table)
-        self.body = lru_cache(maxsize=64)(lambda *sizes: BoundPlan(body_of(plan, dict(sizes)), table))
+        self.body = lru_cache(maxsize=64)(lambda *sizes: Executable(body_of(plan, dict(sizes)), table))
 
-    def prepare(self, indices: Mapping[str, Any]) -> Prepared:
+    def prepare(self, indices: Mapping[str, Any]) -> RangedIndices:
         """Check index arrays and shape them as the spec sees them: what all slices share is checked once."""
         index = super().prepare(indices)
         for gather in self.gathers:
@@ -264,7 +272,7 @@ class BoundLoop(BoundPlan):
 
         return term, allocate
 
-    def forward(self, operands: Sequence[Tensor], index: Prepared) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, operands: Sequence[Tensor], index: RangedIndices) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the forward program of every slice."""
         assert self.plan.loop is not None
         (result,) = run_loop(
@@ -278,7 +286,7 @@ class BoundLoop(BoundPlan):
         return result.to(self.dtype), ()
 
     def backward(
-        self, gradient: Tensor, operands: Sequence[Tensor], index: Prepared, kept: Sequence[Tensor]
+        self, gradient: Tensor, operands: Sequence[Tensor], index: RangedIndices, kept: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Run the backward program of every slice."""
         assert self.plan.loop is not None

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.backends.torch.bound import BoundPlan
+from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.modes import as_planned, autograd_batches, in_functorch, over_batch, transformed, unwrapped
-from planner.backends.torch.operators import run_backward, run_forward
+from planner.backends.torch.traced import run_backward, run_forward
 from planner.language.derive import batched, transpose
 from planner.language.spec import Spec
 
 __all__ = ["recorded"]
 
 
-def recorded(bound: BoundPlan, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+def recorded(bound: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
     """Run a plan's forward program, recorded by autograd, which will run the backward program."""
     prepared = {n: q for n, q in indices.items() if isinstance(q, TorchIndex)}
     loose = (indices[n] for n in bound.arrays if n not in prepared)
@@ -39,7 +39,7 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 
 def _split(
-    bound: BoundPlan, prepared: Mapping[str, Any], arrays: Sequence[Tensor]
+    bound: Executable, prepared: Mapping[str, Any], arrays: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], dict[str, Any]]:
     """Operands and index arrays of the arguments that `recorded` made of them."""
     count = len(bound.plan.operands)
@@ -62,7 +62,7 @@ class _Contract(torch.autograd.Function):
     """The forward program; arguments are the bound plan, then operands, then index arrays."""
 
     @staticmethod
-    def forward(bound: BoundPlan, prepared: Mapping[str, Any], *arrays: Tensor) -> Any:
+    def forward(bound: Executable, prepared: Mapping[str, Any], *arrays: Tensor) -> Any:
         operands, indices = _split(bound, prepared, arrays)
         result, kept = run_forward(bound, operands, indices)
         if any(result is x for x in arrays):
@@ -106,7 +106,7 @@ class _Contract(torch.autograd.Function):
         )  # fmt: skip
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, bound: BoundPlan, prepared: Mapping[str, Any], *arrays: Tensor) -> Any:
+    def vmap(info: Any, in_dims: Any, bound: Executable, prepared: Mapping[str, Any], *arrays: Tensor) -> Any:
         result = _batched_call(info, in_dims[2:], bound, prepared, arrays)
         # Kept values are the batched call's own business.
         shape = (0,)
@@ -118,7 +118,7 @@ class _Gradient(torch.autograd.Function):
     """The backward program; arguments are the output gradient, operands, index arrays and kept values."""
 
     @staticmethod
-    def forward(bound: BoundPlan, prepared: Mapping[str, Any], gradient: Tensor, *saved: Tensor) -> Any:
+    def forward(bound: Executable, prepared: Mapping[str, Any], gradient: Tensor, *saved: Tensor) -> Any:
         count = len(bound.plan.operands)
         arrays = len(bound.arrays) - len(prepared)
         operands, indices = _split(bound, prepared, saved[: count + arrays])
@@ -177,7 +177,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, bound: BoundPlan, prepared: Mapping[str, Any], gradient: Tensor, *saved: Tensor
+        info: Any, in_dims: Any, bound: Executable, prepared: Mapping[str, Any], gradient: Tensor, *saved: Tensor
     ) -> Any:
         count = len(bound.plan.operands) + len(bound.arrays) - len(prepared)
         arrays, dims = saved[:count], in_dims[3 : 3 + count]
@@ -210,13 +210,13 @@ def _like(x: Tensor, operand: Tensor) -> Tensor:
     return x.to(operand.dtype)
 
 
-def _batched_call(info: Any, in_dims: Any, bound: BoundPlan, prepared: Mapping[str, Any], arrays: Any) -> Tensor:
+def _batched_call(info: Any, in_dims: Any, bound: Executable, prepared: Mapping[str, Any], arrays: Any) -> Tensor:
     operands, indices = _split(bound, prepared, arrays)
     return _batched_contract(info.batch_size, bound, bound.resolved.spec, operands, indices, in_dims)
 
 
 def _batched_contract(
-    size: int, bound: BoundPlan, spec: Spec, operands: Sequence[Tensor], indices: Mapping[str, Any], in_dims: Any,
+    size: int, bound: Executable, spec: Spec, operands: Sequence[Tensor], indices: Mapping[str, Any], in_dims: Any,
 ) -> Tensor:  # fmt: skip
     """Contract operands of which some carry a batch dimension, by the batched spec."""
     count = len(operands)
