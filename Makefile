@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # torch is pinned in constraints.txt, so every install goes through it: a bare torch brings gigabytes of CUDA.
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# setuptools prints a box of advice about editable installations; it does not concern this project.
+NO_ADVICE := ignore:Editable installation
 
 .PHONY: venv demo test peers nightly soak mutants check format bench gpu docs clean
 
@@ -13,13 +15,17 @@ venv: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else \
 	    "Python 3.11 to 3.13 is needed, this is %d.%d: try make PYTHON=python3.12" % v)'
-	$(PYTHON) -m venv --clear $(VENV)
-	$(INSTALL) pip setuptools
-	$(INSTALL) --no-build-isolation --editable '.[torch,jax,testing,viz,cuda]' --group dev
+	@echo "Setting up $(VENV) with torch, JAX and the test tools, at the versions in constraints.txt."
+	@echo "This is done once. It takes one to three minutes, most of it downloads, and 3 GB of disk."
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(INSTALL) pip setuptools
+	@PYTHONWARNINGS='$(NO_ADVICE)' $(INSTALL) --no-build-isolation --editable '.[torch,jax,testing,viz,cuda]' --group dev
 	@touch $@
+	@echo "$(VENV) is ready."
 
+# Two minutes. Everything, several times each (10 minutes): make demo DEMO=--full
 demo: $(READY)
-	$(BIN)/python -m planner demo $(DEMO)
+	@$(BIN)/python -m planner demo $(DEMO)
 
 # Two processes, for two cores: most of the time goes into JAX's compiler, which uses one.
 test: $(READY)

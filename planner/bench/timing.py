@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from planner.demo.rows import differences
-from planner.demo.runs import PAUSE_SECONDS, RUNS, Run
+from planner.demo.runs import PAUSE_SECONDS, RUNS, Run, differences
 from planner.demo.ways import Framework, Way
 from planner.tune.autotune import block_seconds
 from planner.workloads import Skew, Workload

@@ -4,172 +4,174 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from planner.demo.cases import POOLED, THREE_SLICES
-from planner.demo.figures import Figures, bytes_text, seconds_text
-from planner.demo.rows import Row
-from planner.demo.ways import OURS
-from planner.workloads import WORKLOADS
+from planner.demo.report import Comparison, bytes_text, ratio_text, seconds_text
 
-__all__ = ["answers"]
+__all__ = ["Answer", "answers"]
+
+Found = Mapping[str, Comparison]
+"""The comparisons of a framework, by the names of their cases."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Seen:
-    """The figures of one case, ours apart, and the sizes that were run."""
+class Answer:
+    """A question that an author asked, and what the figures of a framework say to it."""
 
-    sizes: dict[str, int]
-    ours: Figures
-    theirs: dict[str, Figures]
-
-    def best(self, quantity: str) -> tuple[str, float]:
-        """The author's way with the least of a quantity, and how much that is."""
-        label = min(self.theirs, key=lambda way: getattr(self.theirs[way], quantity))
-        return label, getattr(self.theirs[label], quantity)
+    seed: str
+    question: str
+    framework: str
+    text: str
 
 
-def _seen(rows: Sequence[Row], framework: str) -> dict[str, _Seen]:
-    found: dict[str, _Seen] = {}
-    for name in dict.fromkeys(row.case.name for row in rows if row.case.framework == framework):
-        of_case = [r for r in rows if r.case.name == name and r.case.framework == framework]
-        if any(row.differs for row in of_case):
-            continue
-        ours = next(row.figures for row in of_case if row.way.label == OURS)
-        theirs = {row.way.label: row.figures for row in of_case if row.way.label != OURS}
-        found[name] = _Seen(dict(of_case[0].case.workload.sizes), ours, theirs)
-    return found
+def answers(comparisons: Sequence[Comparison]) -> list[Answer]:
+    """Answer each author's questions, by what was measured."""
+    frameworks = list(dict.fromkeys(found.case.framework for found in comparisons))
+    made = []
+    for seed, question, answer in _QUESTIONS:
+        for framework in frameworks:
+            found = {c.case.name: c for c in comparisons if c.case.framework == framework}
+            made += [Answer(seed, question, framework, text) for text in answer(found)]
+    return made
 
 
 def _speed(theirs: float, ours: float) -> str:
-    """Ours against theirs, in words that turn with the figures."""
+    """Return planner's speed against another's, in words that turn with the figures."""
     ratio = theirs / ours
     if 0.9 <= ratio <= 1.1:
         return "as fast as"
-    return f"{ratio:.2g}x faster than" if ratio > 1 else f"{1 / ratio:.2g}x slower than"
+    return f"{ratio_text(ratio)} faster than" if ratio > 1 else f"{ratio_text(1 / ratio)} slower than"
 
 
-def answers(rows: Sequence[Row]) -> list[str]:
-    """Answer each seed's question, per framework, by what the figures say."""
-    found = []
-    for framework in dict.fromkeys(row.case.framework for row in rows):
-        seen = _seen(rows, framework)
-        for answer in (_answer_000, _answer_001, _answer_002, _answer_003):
-            found += [f"{line[0]} ({framework}): {line[1]}" for line in answer(seen)]
-    return found
-
-
-_Answers = Iterator[tuple[str, str]]
-
-
-def _answer_000(seen: dict[str, _Seen]) -> _Answers:
-    """Why does it take that much memory, and is there a way both fast and small?"""
-    both, only = seen.get("seed-gathered-matmul"), seen.get("seed-gathered-matmul, only c")
-    if both is None or only is None:
+def _fast_and_small(found: Found) -> Iterator[str]:
+    case = found.get("seed-gathered-matmul")
+    if case is None:
         return
-    ours = both.ours
-    label, fastest = both.best("gradient_seconds")
-    forward_label, forward_fastest = both.best("seconds")
-    small, smallest = both.best("gradient_peak_bytes")
+    ours = case.ours
+    label, fastest = case.least("gradient_seconds")
+    small, smallest = case.least("gradient_peak_bytes")
     verdict = {
         (True, True): "Yes, both at once",
         (True, False): "Fast, but not the smallest",
         (False, True): "Small, but not the fastest",
         (False, False): "No",
-    }[ours.gradient_seconds < fastest and ours.seconds < forward_fastest, ours.gradient_peak_bytes < smallest]
-    yield (
-        "000, can it be fast and take little memory?",
-        f"{verdict}. With gradients contract is {_speed(fastest, ours.gradient_seconds)} the fastest of the "
-        f"author's ways ({label}), forward {_speed(forward_fastest, ours.seconds)} {forward_label}. "
-        f"It peaks at {bytes_text(ours.gradient_peak_bytes)}, the smallest of the others ({small}) at "
-        f"{bytes_text(smallest)}, and retains {bytes_text(ours.retained_bytes)}.",
+    }[ours.gradient_seconds < fastest, ours.gradient_peak_bytes < smallest]
+    its_peak = case.theirs[label].gradient_peak_bytes
+    text = (
+        f"{verdict}. With gradients planner takes {seconds_text(ours.gradient_seconds)} and "
+        f"{bytes_text(ours.gradient_peak_bytes)}. The fastest other way, {label}, takes {seconds_text(fastest)} and "
+        f"{bytes_text(its_peak)}"
     )
+    if small != label:
+        about = "about " if case.theirs[small].extrapolated else ""
+        small_seconds = seconds_text(case.theirs[small].gradient_seconds)
+        text += f"; the smallest, {small}, {about}{small_seconds} and {bytes_text(smallest)}"
+    forward_label, forward = case.least("seconds")
+    if forward < ours.seconds:
+        text += (
+            f". Forward alone, {forward_label} is faster: {seconds_text(forward)}, planner {seconds_text(ours.seconds)}"
+        )
+    yield f"{text}."
+
+
+def _kept_copy(found: Found) -> Iterator[str]:
+    both, only = found.get("seed-gathered-matmul"), found.get("seed-gathered-matmul, only c")
+    if both is None or only is None:
+        return
     label = "matmul(a, c[q])"
     kept, dropped = both.theirs[label].retained_bytes, only.theirs[label].retained_bytes
     if kept > 10 * dropped:
-        reason = "c[q] is a new tensor that only a's gradient reads; c's gradient reads a."
+        reason = "c[q] is a new array, and only the gradient of A reads it."
     else:
-        reason = "here the copy is kept, or dropped, alike in both."
+        reason = "Here the copy is kept, or released, alike in both."
+    ours = " and ".join(dict.fromkeys(bytes_text(case.ours.retained_bytes) for case in (both, only)))
     yield (
-        "000, why is the copy kept when A takes a gradient, and released when not?",
-        f"{label} retains {bytes_text(kept)} when a and c take gradients and {bytes_text(dropped)} when only c "
-        f"does: {reason} contract retains {bytes_text(ours.retained_bytes)} and "
-        f"{bytes_text(only.ours.retained_bytes)}.",
+        f"{reason} {label} keeps {bytes_text(kept)} if A and C take gradients, and {bytes_text(dropped)} if only C "
+        f"does. planner builds no c[q]: it keeps {ours}."
     )
 
 
-def _answer_001(seen: dict[str, _Seen]) -> _Answers:
-    """Does it consider the options that einsum does not, and select the most efficient?"""
-    layouts = {name: case for name, case in seen.items() if "(x @ y).sum(0)" in case.theirs}
+def _best_option(found: Found) -> Iterator[str]:
+    layouts = {name: case for name, case in found.items() if "(x @ y).sum(0)" in case.theirs}
     if not layouts:
         return
-    keeps_more, slower = (
-        [name for name, c in layouts.items() if getattr(c.ours, quantity) > slack * c.best(quantity)[1]]
-        for quantity, slack in (("retained_bytes", 1.0), ("gradient_seconds", 1.1))
-    )
-    verdict = "Not everywhere" if keeps_more or slower else "Yes"
-    least = f"more than the best way on {', '.join(keeps_more)}" if keeps_more else "no more than any other way"
-    pace = f"slower than the fastest on {', '.join(slower)}" if slower else "as fast as the fastest everywhere"
     name = THREE_SLICES if THREE_SLICES in layouts else next(iter(layouts))
-    ours, einsum, two_step = (
-        layouts[name].ours,
-        *(layouts[name].theirs[w] for w in ("einsum", "(x @ y).sum(0)")),
-    )
+    case = layouts[name]
+    einsum, two_step = case.theirs["einsum"], case.theirs["(x @ y).sum(0)"]
+    if einsum.retained_bytes > two_step.retained_bytes:
+        einsum_text = (
+            f"Not einsum: it keeps a copy of {bytes_text(einsum.retained_bytes)}, where the two-step sum keeps "
+            f"{bytes_text(two_step.retained_bytes)}"
+        )
+    else:
+        einsum_text = f"einsum keeps {bytes_text(einsum.retained_bytes)} here, no more than the two-step sum"
     yield (
-        "001, does it select the most efficient option where einsum does not?",
-        f"{verdict}. contract retains {least}, and is {pace} (within 10%, with gradients). On {name}, einsum "
-        f"retains {bytes_text(einsum.retained_bytes)}, the two-step sum {bytes_text(two_step.retained_bytes)}, "
-        f"contract {bytes_text(ours.retained_bytes)}; contract is "
-        f"{_speed(einsum.gradient_seconds, ours.gradient_seconds)} einsum and "
-        f"{_speed(two_step.gradient_seconds, ours.gradient_seconds)} the two-step sum.",
+        f"{einsum_text}. planner keeps {bytes_text(case.ours.retained_bytes)}; with gradients it is "
+        f"{_speed(einsum.gradient_seconds, case.ours.gradient_seconds)} einsum and "
+        f"{_speed(two_step.gradient_seconds, case.ours.gradient_seconds)} the two-step sum."
     )
+    keeps_more = [n for n, c in layouts.items() if c.ours.retained_bytes > c.least("retained_bytes")[1]]
+    slower = [n for n, c in layouts.items() if c.gain() < 0.9]
+    if keeps_more:
+        yield f"planner keeps more than the best way on {', '.join(keeps_more)}."
+    if slower:
+        yield f"planner is slower than the fastest way on {', '.join(slower)}."
 
 
-def _answer_002(seen: dict[str, _Seen]) -> _Answers:
-    """What about speed?"""
-    case = seen.get("seed-outer-and-matmul/large")
+def _plain_speed(found: Found) -> Iterator[str]:
+    case = found.get("seed-outer-and-matmul/large")
     if case is None:
         return
     ours, matmul, einsum = case.ours, case.theirs["m1 @ m2"], case.theirs["einsum"]
+    images = dict(case.case.workload.sizes)["i"]
     yield (
-        "002, what about the speed of einsum against matmul?",
-        f"ik,kj->ij takes {seconds_text(ours.seconds)} as contract, {seconds_text(matmul.seconds)} as m1 @ m2 and "
-        f"{seconds_text(einsum.seconds)} as einsum: contract is {_speed(matmul.seconds, ours.seconds)} the "
-        f"product forward, and {_speed(matmul.gradient_seconds, ours.gradient_seconds)} it with gradients.",
+        f"For {images:,} images, m1 @ m2 takes {seconds_text(matmul.seconds)}, einsum {seconds_text(einsum.seconds)} "
+        f"and planner {seconds_text(ours.seconds)}. With gradients planner is "
+        f"{_speed(matmul.gradient_seconds, ours.gradient_seconds)} m1 @ m2."
     )
 
 
-def _answer_003(seen: dict[str, _Seen]) -> _Answers:
-    """Why are separate keys so much slower at the same FLOPs, and is there a way around it?"""
-    separate, shared = seen.get("seed-separate-keys"), seen.get("seed-shared-keys")
-    if separate and shared:
-        ratio = separate.theirs["einsum"].seconds / shared.theirs["einsum"].seconds
-        keys = [4 * math.prod(WORKLOADS[name].shapes[1]) for name in ("seed-separate-keys", "seed-shared-keys")]
-        times = f"{keys[0] // keys[1]}x the bytes at full size"
-        reason = (
-            f"the FLOPs are the same, the keys to read are not: "
-            f"{bytes_text(keys[0])} against {bytes_text(keys[1])}, {times}."
-            if ratio > 1.5
-            else f"although there are more keys to read, {times}."
-        )
-        yield (
-            "003, why do separate keys take longer at the same FLOPs?",
-            f"einsum takes {ratio:.2g}x the time with separate keys; {reason}",
-        )
-    pooled = [(seen[name].sizes["k"], seen[name]) for name in POOLED if name in seen]
+def _separate_keys(found: Found) -> Iterator[str]:
+    separate, shared = found.get("seed-separate-keys"), found.get("seed-shared-keys")
+    if separate is None or shared is None:
+        return
+    ratio = separate.theirs["einsum"].seconds / shared.theirs["einsum"].seconds
+    keys = [4 * math.prod(case.case.workload.shapes[1]) for case in (separate, shared)]
+    sizes = f"{bytes_text(keys[0])} instead of {bytes_text(keys[1])}"
+    if ratio > 1.5:
+        yield f"There are more keys to read: {sizes}. einsum takes {ratio_text(ratio)} the time."
+    else:
+        yield f"Here they are not: einsum takes {ratio_text(ratio)} the time, though there are more keys: {sizes}."
+
+
+def _around_separate_keys(found: Found) -> Iterator[str]:
+    pooled = [found[name] for name in POOLED if name in found]
     if not pooled:
         return
-    forward, both = (
-        [case.best(quantity)[1] / getattr(case.ours, quantity) for _, case in pooled]
-        for quantity in ("seconds", "gradient_seconds")
-    )
-    verdict = "Yes" if min(forward + both) >= 0.9 and forward[-1] > 1.5 and both[-1] > 1.5 else "Not always"
-    last = pooled[-1][1]
+    gains = [case.gain() for case in pooled]
+    slowest = min(gains + [case.gain("seconds") for case in pooled])
+    verdict = "Yes, if the keys come from a pool" if slowest >= 0.9 and gains[-1] > 1.5 else "Not always"
+    keys = [str(dict(case.case.workload.sizes)["k"]) for case in pooled]
+    most = pooled[-1]
+    label, peak = most.least("gradient_peak_bytes")
     yield (
-        "003, is there a way around it?",
-        f"{verdict}. Where the keys are taken from a pool, contract is, against gathering and then einsum, "
-        f"{', '.join(f'{gain:.2g}x' for gain in forward)} as fast at k = "
-        f"{', '.join(str(k) for k, _ in pooled)}, and "
-        f"{', '.join(f'{gain:.2g}x' for gain in both)} with gradients; at the largest k it peaks at "
-        f"{bytes_text(last.ours.gradient_peak_bytes)} against {bytes_text(last.best('gradient_peak_bytes')[1])}.",
+        f"{verdict}. planner does not copy them for each query. With gradients it is "
+        f'{_listed([ratio_text(gain) for gain in gains])} as fast as "{label}" at k = {_listed(keys)}. '
+        f"At k = {keys[-1]} it takes {bytes_text(most.ours.gradient_peak_bytes)}, the other {bytes_text(peak)}."
     )
+
+
+def _listed(words: Sequence[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+_QUESTIONS: tuple[tuple[str, str, Callable[[Found], Iterator[str]]], ...] = (
+    ("000", "Is there a way that is both fast and small?", _fast_and_small),
+    ("000", "Why is the copy kept when A takes a gradient, and released when not?", _kept_copy),
+    ("001", "Is the most efficient option selected?", _best_option),
+    ("002", "What about speed?", _plain_speed),
+    ("003", "Why are separate keys slower, at the same number of operations?", _separate_keys),
+    ("003", "Is there a way around it?", _around_separate_keys),
+)

@@ -1,36 +1,69 @@
-"""The command `python -m planner demo`: its options and what it prints."""
+"""The command `python -m planner demo`: its options, and the order in which it runs and prints."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 import sys
 import textwrap
+import time
 from collections.abc import Sequence
 
 from planner import demo
-from planner.demo.answers import answers
-from planner.demo.cases import cases
-from planner.demo.rows import run_case
-from planner.demo.table import table
+from planner.demo.answers import Answer, answers
+from planner.demo.cases import Case, Scale, cases
+from planner.demo.report import HEADINGS, Comparison, gain_line, header, line, table
+from planner.demo.runs import Row, measure_case
 from planner.demo.ways import Framework
 from planner.progress import Progress
 
 __all__ = ["main"]
 
+_WIDTH = 100
+_UNIT = re.compile(r"(?<=\d) (?=([kMG]?B|[mu]?s|min|h)\b)")
+_INTRODUCTION = """\
+Four authors were surprised by torch.einsum or torch.matmul, and wrote about it. Here is what they
+wrote, beside planner.contract, on the same arrays{sizes}.
+{duration}
+
+  forward, and backward   time of the forward pass alone, and of both passes
+  peak                    the most new memory at any moment of it
+  kept                    memory that the forward pass keeps for the backward pass
+"""
+_SCALES: dict[Scale, str] = {
+    "main": "the main cases at their authors' sizes: two minutes (the default)",
+    "full": "all cases, measured at length: ten minutes",
+    "quick": "all cases at small sizes: a minute; the times say little",
+}
+_SIZES: dict[Scale, str] = {
+    "main": " at the authors' sizes",
+    "full": " (the largest are made smaller)",
+    "quick": " at small sizes, where times say little",
+}
+_DURATIONS: dict[Scale, str] = {
+    "main": "It takes about two minutes on two quiet cores; slow ways run once, or on some of the rows.",
+    "full": "It takes about ten minutes on two quiet cores.",
+    "quick": "It takes about a minute.",
+}
+
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     about = (demo.__doc__ or "").split("\n\n")[1]
     parser = argparse.ArgumentParser("python -m planner demo", description=about)
-    parser.add_argument("--quick", action="store_true", help="small sizes, a minute at most; the times say little")
+    scale = parser.add_mutually_exclusive_group()
+    for name, words in _SCALES.items():
+        scale.add_argument(f"--{name}", dest="scale", action="store_const", const=name, help=words)
     parser.add_argument("--framework", choices=("torch", "jax"), help="one framework instead of both")
     parser.add_argument("--only", default="", metavar="NAME", help="only the cases whose name begins so")
+    parser.set_defaults(scale="main")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; return 0 when all values and gradients are equal, 1 when any differs."""
     options = _arguments(argv)
+    started = time.monotonic()
     asked: tuple[Framework, ...] = (options.framework,) if options.framework else ("torch", "jax")
     installed = [framework for framework in asked if importlib.util.find_spec(framework)]
     for missing in set(asked) - set(installed):
@@ -38,21 +71,63 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [
         case
         for framework in installed
-        for case in cases(framework, options.quick)
+        for case in cases(framework, options.scale)
         if case.name.startswith(options.only)
     ]
     if not chosen:
         print("nothing to run", file=sys.stderr)
         return 2
-    progress = Progress(sum(len(case.ways) for case in chosen), "{done}/{total}  {what:.70}")
-    rows = [row for case in chosen for row in run_case(case, progress, quick=options.quick)]
-    progress.clear()
-    print(table(rows))
-    print()
-    for answer in answers(rows):
-        print(textwrap.fill(answer, 110), end="\n\n")
+    _say(_INTRODUCTION.format(sizes=_SIZES[options.scale], duration=_DURATIONS[options.scale]))
+    progress = Progress(sum(len(case.ways) for case in chosen), "{done}/{total}  {what:.60}")
+    rows: list[Row] = []
+    comparisons: list[Comparison] = []
+    for case in chosen:
+        measured = _show(case, options.scale, progress)
+        rows += measured
+        comparison = Comparison.of(measured)
+        if comparison:
+            _say(gain_line(comparison))
+            comparisons.append(comparison)
+        _say()
+    if comparisons:
+        _say("Forward and backward pass, against the fastest of the other ways. The largest gain comes first.")
+        _say(table(comparisons))
+        _say()
+    _answer(answers(comparisons))
     wrong = [row for row in rows if row.differs]
     for row in wrong:
-        print(f"{row.case.name}, {row.case.framework}, {row.way.label}: {row.differs} differs")
-    print("All values and gradients are equal." if not wrong else f"{len(wrong)} of {len(rows)} ways differ.")
+        _say(f"{row.case.name}, {row.case.framework}, {row.way.label}: {row.differs} differs")
+    verdict = f"{len(wrong)} of {len(rows)} ways differ." if wrong else "All values and gradients are equal."
+    _say(f"{verdict} The demo took {time.monotonic() - started:.0f} s.")
     return 1 if wrong else 0
+
+
+def _say(text: str = "") -> None:
+    """Print at once, into a pipe too: a reader waits for each line."""
+    print(text, flush=True)
+
+
+def _show(case: Case, scale: Scale, progress: Progress) -> list[Row]:
+    """Run the ways of a case, and print each as soon as it is measured."""
+    _say(header(case))
+    _say(HEADINGS)
+    rows = []
+    for row in measure_case(case, scale, lambda way: progress(f"{case.name}, {case.framework}: {way.label}")):
+        progress.clear()
+        _say(line(row))
+        rows.append(row)
+    return rows
+
+
+def _answer(found: Sequence[Answer]) -> None:
+    """Print each question once, with what each framework's figures say to it below."""
+    asked = ""
+    for answer in found:
+        question = f"{answer.seed}: {answer.question}"
+        if question != asked:
+            _say(f"{question}")
+        asked = question
+        text = _UNIT.sub("\u00a0", f"{answer.framework}: {answer.text}")  # no line ends between a number and its unit
+        _say(textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ").replace("\u00a0", " "))
+    if found:
+        _say()

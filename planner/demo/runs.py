@@ -1,56 +1,134 @@
-"""Runs: one way to write a contraction on arrays of one framework, timed and measured."""
+"""Run each way to write a contraction: check its results, time it, and measure its memory."""
 
 from __future__ import annotations
 
 import abc
+import copy
 import dataclasses
+import gc
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from planner.demo.figures import Figures
+from planner.demo.cases import Case, Scale
 from planner.demo.ways import Framework, Way
 from planner.workloads import Skew, Workload
 
-__all__ = ["PAUSE_SECONDS", "RUNS", "JaxRun", "Run", "TorchRun"]
+__all__ = [
+    "PAUSE_SECONDS",
+    "RUNS",
+    "Figures",
+    "JaxRun",
+    "Row",
+    "Run",
+    "TorchRun",
+    "differences",
+    "extrapolate",
+    "measure_case",
+]
 
-# A program pays for the memory that the one before it gave back: without a pause equal code differs by 1.7x
-# in torch, by up to 3x in JAX (on 2 cores). So there is one before each program, a short one between runs.
+# A program pays for the memory that the one before it gave back: without a pause, equal code differs by 1.7x in
+# torch and by up to 3x in JAX (on 2 cores).
 PAUSE_SECONDS = {"torch": 0.05, "jax": 0.6}
 _BETWEEN_SECONDS = 0.05
-# A run this long is not repeated.
-_LONG_SECONDS = 2.0
-_TIMING_SECONDS = 0.4
 _BLOCK_SECONDS = 0.005
-_MOST_RUNS, _MOST_QUICK_RUNS = 5, 2
+
+Results = list[np.ndarray[Any, Any]]
 
 
-def _median_seconds(run: Callable[[], Any], framework: Framework, quick: bool) -> float:
-    """Time a program; a short one in blocks, so that waking threads after a pause is not what is timed."""
-    time.sleep(0 if quick else PAUSE_SECONDS[framework])
-    first = _block_seconds(run, 1)
-    if first > _TIMING_SECONDS:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Effort:
+    """How often a way is run.
+
+    Attributes:
+        long_seconds: a way whose forward and backward pass take longer than this is run once, unless they take less
+            than half the time of a way before it.
+        runs: the most runs behind a median.
+        timing_seconds: no further run begins after this much time.
+        pauses: whether to wait before runs, so that one does not disturb the next.
+    """
+
+    long_seconds: float
+    runs: int
+    timing_seconds: float
+    pauses: bool = True
+
+
+EFFORTS: dict[Scale, Effort] = {
+    "main": Effort(long_seconds=1.5, runs=5, timing_seconds=0.3),
+    "full": Effort(long_seconds=2.0, runs=5, timing_seconds=0.4),
+    "quick": Effort(long_seconds=2.0, runs=2, timing_seconds=0.4, pauses=False),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Figures:
+    """What was measured of one way. "With gradients" means the forward and backward pass together.
+
+    Attributes:
+        seconds: the forward pass alone, when no gradient is asked for.
+        peak_bytes: the most bytes newly allocated in it, the result counted.
+        gradient_seconds: with gradients.
+        gradient_peak_bytes: the most bytes newly allocated with gradients.
+        retained_bytes: what stays allocated between forward and backward pass, the result not counted.
+        once: whether the times are those of a single run.
+        extrapolated: whether only a part was run.
+    """
+
+    seconds: float = math.nan
+    peak_bytes: float = math.nan
+    gradient_seconds: float = math.nan
+    gradient_peak_bytes: float = math.nan
+    retained_bytes: float = math.nan
+    once: bool = False
+    extrapolated: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One way of a case: its figures, and which of its results differed ("" if none did)."""
+
+    case: Case
+    way: Way
+    figures: Figures
+    differs: str
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    start = time.perf_counter()
+    result = call()
+    return result, time.perf_counter() - start
+
+
+def _median_seconds(call: Callable[[], Any], framework: Framework, effort: Effort) -> float:
+    """Time a program. A short one is timed in blocks, so that waking threads after a pause is not what is timed."""
+    if effort.pauses:
+        time.sleep(PAUSE_SECONDS[framework])
+    first = _block_seconds(call, 1)
+    if first > effort.timing_seconds:
         return first
-    calls = max(1, min(100, int(_BLOCK_SECONDS / _block_seconds(run, 1))))
-    times: list[float] = []
-    while not times or (len(times) < (_MOST_QUICK_RUNS if quick else _MOST_RUNS) and sum(times) < _TIMING_SECONDS):
-        time.sleep(0 if quick else _BETWEEN_SECONDS)
-        times.append(_block_seconds(run, calls))
+    calls = max(1, min(100, int(_BLOCK_SECONDS / _block_seconds(call, 1))))
+    times = [_block_seconds(call, calls)]
+    while len(times) < effort.runs and sum(times) < effort.timing_seconds:
+        if effort.pauses:
+            time.sleep(_BETWEEN_SECONDS)
+        times.append(_block_seconds(call, calls))
     return statistics.median(times) / calls
 
 
-def _block_seconds(run: Callable[[], Any], calls: int) -> float:
+def _block_seconds(call: Callable[[], Any], calls: int) -> float:
     start = time.perf_counter()
     for _ in range(calls):
-        run()
+        call()
     return time.perf_counter() - start
 
 
 class Run(abc.ABC):
-    """One way to write a contraction, on fresh arrays: what can be timed and measured of it.
+    """One way to write a contraction, on fresh arrays.
 
     Args:
         way: what runs.
@@ -60,37 +138,62 @@ class Run(abc.ABC):
     """
 
     framework: Framework
-    checked_seconds = 0.0
+    way: Way
+
+    def use(self, way: Way) -> Run:
+        """Return a run of another way on the same arrays."""
+        other = copy.copy(self)
+        other.way = way
+        return other
 
     @abc.abstractmethod
     def forward(self) -> Any:
-        """Run forward, no gradient asked for, to the end."""
+        """Run forward to the end; no gradient is asked for."""
 
     @abc.abstractmethod
     def both(self) -> tuple[Any, ...]:
-        """Run forward and backward, to the end: the value and the gradients."""
+        """Run forward and backward to the end; return the value and the gradients."""
 
     @abc.abstractmethod
-    def memory(self) -> tuple[int, int, int]:
-        """Measure peak bytes of `forward`, peak bytes of `both`, and retained bytes between the two."""
+    def once(self) -> tuple[tuple[Any, ...], Figures]:
+        """Run everything once; return what `both` returns, and all figures."""
 
-    def results(self) -> list[np.ndarray[Any, Any]]:
+    def results(self) -> Results:
         """Return the value and the gradients as NumPy arrays."""
-        start = time.perf_counter()
-        results = self.both()
-        self.checked_seconds = time.perf_counter() - start
-        return [np.asarray(x) for x in results]
+        return [np.asarray(x) for x in self.both()]
 
-    def figures(self, quick: bool) -> Figures:
-        """Time and measure, after `results`."""
-        # In JAX the first run compiles; in torch one that took long is not run again for its time.
-        gradient_seconds = self.checked_seconds
-        if self.framework == "jax" or gradient_seconds < _LONG_SECONDS:
-            gradient_seconds = _median_seconds(self.both, self.framework, quick)
-        self.forward()  # warm: a plan is found, and XLA compiles, once
-        seconds = _median_seconds(self.forward, self.framework, quick)
-        peak_bytes, gradient_peak_bytes, retained_bytes = self.memory()
-        return Figures(seconds, peak_bytes, gradient_seconds, gradient_peak_bytes, retained_bytes)
+    def memory(self) -> tuple[int, int, int]:
+        """Measure peak bytes of `forward`, peak bytes of `both`, and bytes retained between the two passes."""
+        _, figures = self.once()
+        return int(figures.peak_bytes), int(figures.gradient_peak_bytes), int(figures.retained_bytes)
+
+    def measure(
+        self, expected: Results | None, effort: Effort, slowest_seconds: float = 0.0
+    ) -> tuple[Results, str, Figures]:
+        """Compare the results with those expected, and measure what agrees.
+
+        Args:
+            expected: the results that it must have, if known.
+            effort: how often to run it.
+            slowest_seconds: forward and backward pass of the slowest way before it.
+
+        Returns:
+            The results, which of them differ, and the figures: those of a single run where that took long.
+        """
+        found, figures = self.once()
+        results = [np.asarray(x) for x in found]
+        differs = differences(results, expected or results)
+        if differs:
+            return results, differs, Figures()
+        del found
+        if figures.gradient_seconds > max(effort.long_seconds, slowest_seconds / 2):
+            return results, "", figures
+        # The first run made the plan and warmed all caches, so its memory does not count either.
+        _, figures = self.once()
+        seconds, gradient_seconds = (
+            _median_seconds(program, self.framework, effort) for program in (self.forward, self.both)
+        )
+        return results, "", dataclasses.replace(figures, seconds=seconds, gradient_seconds=gradient_seconds, once=False)
 
 
 class TorchRun(Run):
@@ -102,34 +205,49 @@ class TorchRun(Run):
         import torch
 
         self.way, self.torch = way, torch
-        self.plain = workload.operands("torch")
         self.indices = workload.indices("torch", skew=skew)
         self.cotangent = workload.cotangent("torch")
         masked = dataclasses.replace(workload, gradients=gradients)
         self.operands = masked.operands("torch", requires_grad=True)
+        self.plain = tuple(x.detach() for x in self.operands)
         self.wanted = [x for x, wanted in zip(self.operands, gradients, strict=True) if wanted]
 
     def forward(self) -> Any:
-        """Run forward, no gradient asked for."""
+        """Run forward; no gradient is asked for."""
         return self.way.call(self.torch, *self.plain, **self.indices)
 
     def forward_kept(self) -> Any:
-        """Run forward, and keep what the backward will need."""
+        """Run forward, and keep what the backward pass will need."""
         return self.way.call(self.torch, *self.operands, **self.indices)
 
+    def _backward(self, result: Any) -> Any:
+        return self.torch.autograd.grad(result, self.wanted, self.cotangent)
+
     def both(self) -> tuple[Any, ...]:
-        """Run forward and backward: the value and the gradients."""
+        """Run forward and backward; return the value and the gradients."""
         result = self.forward_kept()
-        return (result.detach(), *self.torch.autograd.grad(result, self.wanted, self.cotangent))
+        return (result.detach(), *self._backward(result))
 
-    def memory(self) -> tuple[int, int, int]:
-        """Count torch's own allocations."""
-        from planner.inspect.memory import torch_memory
+    def once(self) -> tuple[tuple[Any, ...], Figures]:
+        """Run each pass once, and count torch's own allocations."""
+        from planner.inspect.memory import torch_allocations, torch_memory, torch_storages
 
-        _, forward = torch_memory(self.forward)
-        _, kept = torch_memory(self.forward_kept)
-        _, both = torch_memory(self.both)
-        return forward.peak_bytes, both.peak_bytes, kept.retained_bytes
+        (_, seconds), forward = torch_memory(lambda: _timed(self.forward))
+        (result, kept_seconds), kept_peak, live = torch_allocations(lambda: _timed(self.forward_kept), {})
+        own = torch_storages(result)
+        retained = sum(count for pointer, count in live.items() if pointer not in own)
+        (gradients, backward_seconds), backward_peak, _ = torch_allocations(
+            lambda: _timed(lambda: self._backward(result)), live
+        )
+        figures = Figures(
+            seconds=seconds,
+            peak_bytes=forward.peak_bytes,
+            gradient_seconds=kept_seconds + backward_seconds,
+            gradient_peak_bytes=max(kept_peak, backward_peak),
+            retained_bytes=retained,
+            once=True,
+        )
+        return (result.detach(), *gradients), figures
 
     def backward_peak_bytes(self) -> int:
         """Count what the backward alone has at most: what is retained, what it allocates, and the gradients."""
@@ -145,15 +263,31 @@ class JaxRun(Run):
 
     def __init__(self, way: Way, workload: Workload, gradients: tuple[bool, ...], skew: Skew = "uniform") -> None:
         import jax
-        import jax.numpy as jnp
 
         operands = workload.operands("jax")
         wanted = tuple(x for x, takes in zip(operands, gradients, strict=True) if takes)
         fixed = {number: x for number, x in enumerate(operands) if not gradients[number]}
 
+        self.ready: Callable[[Any], Any] = jax.block_until_ready
+        self.arguments = (wanted, fixed, workload.indices("jax", skew=skew))
+        self.cotangent = workload.cotangent("jax")
+        self._compile_later(way)
+
+    def use(self, way: Way) -> JaxRun:
+        """Return a run of another way on the same arrays."""
+        other = copy.copy(self)
+        other._compile_later(way)
+        return other
+
+    def _compile_later(self, way: Way) -> None:
+        """Make functions of a way that compile when they are first called."""
+        import jax
+        import jax.numpy as jnp
+
         def forward(wanted: tuple[Any, ...], fixed: dict[int, Any], indices: dict[str, Any]) -> Any:
             rest = iter(wanted)
-            whole = (fixed[number] if number in fixed else next(rest) for number in range(len(operands)))
+            numbers = range(len(wanted) + len(fixed))
+            whole = (fixed[number] if number in fixed else next(rest) for number in numbers)
             return way.call(jnp, *whole, **indices)
 
         def both(
@@ -162,18 +296,16 @@ class JaxRun(Run):
             result, pullback = jax.vjp(lambda *w: forward(w, fixed, indices), *wanted)
             return (result, *pullback(cotangent))
 
-        self.ready: Callable[[Any], Any] = jax.block_until_ready
-        self.arguments = (wanted, fixed, workload.indices("jax", skew=skew))
-        self.cotangent = workload.cotangent("jax")
+        self.way = way
         self.traced_forward, self.traced_both = forward, both
         self.jitted_forward, self.jitted_both = jax.jit(forward), jax.jit(both)
 
     def forward(self) -> Any:
-        """Run forward, no gradient asked for, to the end."""
+        """Run forward to the end; no gradient is asked for."""
         return self.ready(self.jitted_forward(*self.arguments))
 
     def both(self) -> tuple[Any, ...]:
-        """Run forward and backward, to the end: the value and the gradients."""
+        """Run forward and backward to the end; return the value and the gradients."""
         results: tuple[Any, ...] = self.ready(self.jitted_both(*self.arguments, self.cotangent))
         return results
 
@@ -186,16 +318,105 @@ class JaxRun(Run):
             jax_temp_bytes(self.traced_both, *self.arguments, self.cotangent),
         )
 
-    def memory(self) -> tuple[int, int, int]:
-        """Ask XLA for temporaries, the results added; and outside jit, count what the pullback holds."""
-        from planner.inspect.memory import jax_retained
+    def once(self) -> tuple[tuple[Any, ...], Figures]:
+        """Compile; run each pass once; ask XLA for its temporaries; outside jit, count what the pullback holds."""
+        from planner.inspect.memory import jax_compiled, jax_retained
 
         wanted, fixed, indices = self.arguments
-        forward, both = self.temporary_bytes()
+        # The calls below run the programs that are compiled here, so that compiling is not timed.
+        _, forward = jax_compiled(self.jitted_forward, *self.arguments)
+        _, both = jax_compiled(self.jitted_both, *self.arguments, self.cotangent)
+        assert forward.peak_bytes is not None, "this platform does not say what it allocates"
+        assert both.peak_bytes is not None, "this platform does not say what it allocates"
+        _, seconds = _timed(self.forward)
+        results, gradient_seconds = _timed(self.both)
         retained = jax_retained(lambda *w: self.traced_forward(w, fixed, indices), *wanted, held=(fixed, indices))
-        result_bytes = int(self.cotangent.nbytes)
-        gradient_bytes = sum(int(x.nbytes) for x in wanted)
-        return forward + result_bytes, both + result_bytes + gradient_bytes, retained
+        figures = Figures(
+            seconds=seconds,
+            peak_bytes=forward.peak_bytes,
+            gradient_seconds=gradient_seconds,
+            gradient_peak_bytes=both.peak_bytes,
+            retained_bytes=retained,
+            once=True,
+        )
+        return results, figures
 
 
 RUNS: dict[Framework, type[TorchRun] | type[JaxRun]] = {"torch": TorchRun, "jax": JaxRun}
+
+
+def measure_case(
+    case: Case, scale: Scale = "main", starting: Callable[[Way], None] = lambda way: None
+) -> Iterator[Row]:
+    """Measure the ways of a case one after the other; yield each as soon as it is known.
+
+    Args:
+        case: what to run.
+        scale: how often to run it.
+        starting: called with each way before it runs.
+    """
+    runs: dict[Workload, Run] = {}
+    expected: dict[Workload, Results] = {}
+    slowest_seconds: dict[Workload, float] = {}
+
+    def measure(way: Way, workload: Workload) -> tuple[str, Figures]:
+        """Measure a way on a workload; the first way's results on it are what all must have."""
+        if workload not in runs:
+            runs[workload] = RUNS[case.framework](case.ways[0], workload, case.gradients)
+        if workload not in expected and way is not case.ways[0]:
+            expected[workload] = runs[workload].results()
+        run = runs[workload].use(way)
+        slowest = slowest_seconds.get(workload, 0.0)
+        results, differs, figures = run.measure(expected.get(workload), EFFORTS[scale], slowest)
+        if not differs:
+            slowest_seconds[workload] = max(slowest_seconds.get(workload, 0.0), figures.gradient_seconds)
+        expected.setdefault(workload, results)
+        gc.collect()
+        return differs, figures
+
+    for way in case.ways:
+        starting(way)
+        sizes = dict(case.workload.sizes)
+        if way.part is None or way.part.size >= sizes[way.part.axis]:
+            differs, figures = measure(way, case.workload)
+        else:
+            axis, size = way.part.axis, way.part.size
+            differs, figures = measure(way, case.workload.resized(**{axis: size}))
+            if not differs:
+                differs, half = measure(way, case.workload.resized(**{axis: size // 2}))
+                figures = Figures() if differs else extrapolate(figures, half, sizes[axis] / size)
+            if not way.part.backward_in_proportion:
+                figures = dataclasses.replace(figures, gradient_seconds=math.nan, gradient_peak_bytes=math.nan)
+        yield Row(case, way, figures, differs)
+
+
+def extrapolate(part: Figures, half: Figures, times: float) -> Figures:
+    """Return the figures of a whole that is `times` the part, from those of the part and of half of the part.
+
+    Time grows in proportion: it is all in the loop. Bytes have a constant share too, such as the gradient of an
+    operand that every row reads, so they grow by what the second half of the part added.
+    """
+
+    def bytes_of(quantity: str) -> float:
+        second_half = getattr(part, quantity) - getattr(half, quantity)
+        return float(getattr(part, quantity) + 2 * second_half * (times - 1))
+
+    return Figures(
+        part.seconds * times,
+        bytes_of("peak_bytes"),
+        part.gradient_seconds * times,
+        bytes_of("gradient_peak_bytes"),
+        bytes_of("retained_bytes"),
+        extrapolated=True,
+    )
+
+
+def differences(results: Sequence[np.ndarray[Any, Any]], expected: Sequence[np.ndarray[Any, Any]]) -> str:
+    """Say what differs. The operands are small integers, so every sum is exact and the comparison is `==`."""
+    names = ("the value", *(f"gradient {number}" for number in range(len(expected) - 1)))
+    wrong = [
+        name
+        for name, result, wanted in zip(names, results, expected, strict=True)
+        if result.dtype != wanted.dtype or not np.array_equal(result, wanted)
+    ]
+    return ", ".join(wrong)

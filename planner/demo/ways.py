@@ -11,6 +11,7 @@ from planner.workloads import Workload
 __all__ = [
     "OURS",
     "Framework",
+    "Part",
     "Way",
     "contraction",
     "direct",
@@ -35,19 +36,35 @@ OURS = "planner.contract"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """The part of a workload that a slow way runs on.
+
+    Attributes:
+        axis: the axis that is made shorter.
+        size: its size in the part.
+        backward_in_proportion: whether the backward pass of the whole takes as many times longer as the axis is;
+            if not, nothing is said of it.
+    """
+
+    axis: str
+    size: int
+    backward_in_proportion: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Way:
     """One way to write a contraction.
 
     Attributes:
         label: what the table calls it.
         call: takes the framework's namespace (torch or jax.numpy), the operands, and index arrays by letter.
-        part: the axis and size of the part of the workload that it runs on where the whole would take
-            minutes; its figures are extrapolated, and marked so.
+        part: the part of the workload that it runs on where the whole would take minutes. The figures of the whole
+            are extrapolated from it, and marked so.
     """
 
     label: str
     call: Callable[..., Any]
-    part: tuple[str, int] | None = None
+    part: Part | None = None
 
 
 def contraction(spec: str, **options: Any) -> Callable[..., Any]:
