@@ -62,10 +62,10 @@ bench: $(READY)
 	$(BIN)/python -m planner.bench $(BENCH)
 
 # On a machine with a card, by its own Python (torch, triton, jax, absl-py, numpy and opt_einsum): nothing is installed.
-# JAX would take most of the card's memory at once.
+# Each result is written to the folder OUT as it comes. GPU="--seconds 540 --part torch" is a part of it.
+OUT ?= docs/benchmarks
 gpu:
-	PYTHONPATH=. $(PYTHON) -m planner.backends.torch_card
-	XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=. $(PYTHON) -m planner.backends.jax_card
+	PYTHONPATH=. $(PYTHON) -m planner.backends.card --out $(OUT) $(GPU)
 
 # The figures on these pages are measured: build them on a machine with nothing else to do.
 docs: $(READY)

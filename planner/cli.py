@@ -14,7 +14,7 @@ from planner.api import plan
 from planner.inspect.analysis import Analysis
 from planner.inspect.verdicts import implementations_text
 from planner.language.errors import PlannerError
-from planner.language.spec import Operand, is_letter
+from planner.language.spec import Operand, is_axis, is_letter
 from planner.plan import Plan
 from planner.progress import Progress
 from planner.tradeoff import Tradeoff, tradeoff
@@ -52,9 +52,10 @@ def _named_shape(text: str) -> tuple[str, tuple[int, ...]]:
 
 def _named_size(text: str) -> tuple[str, int]:
     """Read ``d=100``."""
-    name, equals, size = text.partition("=")
-    if not equals or len(name) != 1 or not is_letter(name):
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is no size of a letter: write d=100")
+    # By place, not by `partition`: an axis may be called "=".
+    name, equals, size = text[:1], text[1:2], text[2:]
+    if equals != "=" or not is_axis(name):
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no size of an axis or index array: write d=100")
     try:
         return name, int(size)
     except ValueError:

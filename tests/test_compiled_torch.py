@@ -55,6 +55,17 @@ def agree(function, *arguments, **options):
     return made
 
 
+@pytest.mark.parametrize("axes", ["\0'{\\", "×\u2028\u00a0\u3000", "µμK\u212a"])
+def test_axes_may_be_any_character(axes):
+    """They stand in the operators' arguments, and in the code that the compiler writes."""
+    n, i, j, k = axes
+    a, c = small((6, 2, 3), (4, 3, 5))
+    q = torch.tensor([0, 3, 1, 1, 2, 3])
+    spec = f"{n}{i}{j}, q[{n}]{j}{k} -> {n}{i}{k}"
+    agree(lambda a, c, q: planner.contract(spec, a, c, q=q), a, c, q)
+    assert torch.equal(planner.contract(spec, a, c, q=q), planner.contract(SPEC, a, c, q=q))
+
+
 def test_values_and_gradients():
     @settings(max_examples=examples(15, 300))
     @given(exact_problems(("float32", "complex64"), max_size=3), st.booleans())

@@ -108,7 +108,7 @@ def test_what_may_be_summed(spec, dims):
 def test_what_does_not_derive():
     spec = planner.resolve("nij,q[n]jk->nik", (5, 1, 2), (3, 2, 4), q=(5,))
     for letter in ("ab", "1", 3):
-        with pytest.raises(planner.ShapeError, match="must be one letter, not"):
+        with pytest.raises(planner.ShapeError, match="must be one character that can name an axis, not"):
             planner.batched(spec, 2, letter=letter)
     with pytest.raises(planner.ShapeError, match=r"non-negative integer, but is 2\.5"):
         planner.batched(spec, 2.5)

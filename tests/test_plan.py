@@ -548,8 +548,8 @@ def test_errors_go_to_stderr(arguments, message, capsys):
         (("explain", "ij -> ij", "9" * 30 + "x" + "9" * 30), "more than 2^62 elements"),
         (("explain", "i -> ij", "8"), "pass sizes={'j': N}"),
         (("explain", "i -> ij", "8", "--size", "j=many"), "'many' is no size: write d=100"),
-        (("explain", "i -> ij", "8", "--size", "j"), "'j' is no size of a letter: write d=100"),
-        (("explain", "i -> ij", "8", "--size", "=3"), "'=3' is no size of a letter"),
+        (("explain", "i -> ij", "8", "--size", "j"), "'j' is no size of an axis or index array: write d=100"),
+        (("explain", "i -> ij", "8", "--size", "=3"), "'=3' is no size of an axis or index array"),
         (("explain", "i -> ij", "8", "--size", "j=-1"), "must be a non-negative integer, not -1"),
         (("explain", "i -> i", "8", "--size", "i=9"), "sizes= says 9 for axis 'i'"),
         (("explain", "i -> i", "8", "--size", "z=9"), "'z', which is no axis or index array"),
@@ -588,6 +588,14 @@ def test_hostile_command_lines_end_in_one_line(arguments, message, capsys):
     assert message in first or "SpecError" in first
     assert all(line.startswith("    ") for line in more)
     assert out == ""
+
+
+def test_axes_on_the_command_line_may_be_any_character(capsys):
+    line = ["explain", "×=, q[×]÷ -> ÷=_", "4x3", "5x2", "--index", "q=4", "--size", "_=7", "--size", "==3"]
+    assert run_cli(*line) == 0
+    assert "×=, q[×]÷ -> ÷=_" in capsys.readouterr().out
+    assert run_cli(*line, "--json") == 0
+    assert planner.Plan.from_json(capsys.readouterr().out).resolved.spec.output_shape == (2, 3, 7)
 
 
 def test_a_plan_is_printed_on_an_ascii_terminal_too():

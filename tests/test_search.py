@@ -226,7 +226,12 @@ def assert_score_is_the_cost(network, backend):
             assert found.score[0][1] == figure(cost, "time")
 
 
+# Taken as an outer product of which operands and result are all empty.
+EMPTY = ("q[a],a->", (planner.Operand((0,), "float32"), planner.Operand((0,), "float32")), {"q": (0,)}, ())
+
+
 @settings(max_examples=examples(40, 400))
+@example(EMPTY, "numpy")
 @given(networks(most_nodes=4, sizes=(0, 1, 2, 40)), st.sampled_from(installed_frameworks()))
 def test_no_product_costs_less_than_what_the_search_takes_for_the_least(network, backend):
     problem = problem_of(network, backend)

@@ -1,19 +1,66 @@
-"""What measures a framework's kernels on a card, and writes the figures down: `torch_card` and `jax_card` say what.
+"""``make gpu``: hold the kernels to what is right on a card, time them, and write each figure down as it comes.
 
---smoke     tiny sizes on a CPU, the kernels interpreted: that the command works; nothing is written
+Each framework (a *part*) runs in a process of its own, which hands each result over as soon as it has it; the command
+appends it to a file of JSON lines, flushed. So a run that is cut off leaves all that it had found. An item that fails
+writes its error, and the next one follows: in a fresh process where the card is of no more use to the old one, as after
+an illegal access. At the end of a part the lines are also written as one JSON file and as a table in Markdown.
+
+    --out FOLDER   where the files go (docs/benchmarks); the lines go to <part>-<time>.jsonl
+    --seconds N    stop after so many seconds; what runs then is written down as unfinished
+    --part NAME    torch or jax; all by default
+    --smoke        tiny sizes on a CPU, the kernels interpreted: that the command works
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
+import importlib
 import json
+import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TextIO
 
-__all__ = ["Card", "Program", "run"]
+__all__ = ["Card", "Comparison", "Item", "Program", "collect", "items_of", "main", "serve"]
 
 Program = Callable[[], Any]
+PARTS = ("torch", "jax")
+# Names what goes wrong outside of any item.
+PROCESS = "the process"
+
+
+class Item(NamedTuple):
+    """One result to get.
+
+    Attributes:
+        about: its name as `what`; of what is timed the comparison, the way and the least bytes too.
+        run: what gets it: its figures by name. A check says the `difference` that it found, "" for none.
+    """
+
+    about: Mapping[str, Any]
+    run: Callable[[], Mapping[str, Any]]
+
+
+class Comparison(NamedTuple):
+    """Programs that compute the same, those of the library first.
+
+    Attributes:
+        what: the name.
+        ways: the programs by name.
+        least_bytes: what must be moved, in bytes; 0 where the floor is no matter of bytes.
+    """
+
+    what: str
+    ways: Mapping[str, Program]
+    least_bytes: float
 
 
 class Card(Protocol):
@@ -25,17 +72,17 @@ class Card(Protocol):
 
     device: str | None
 
-    def correctness(self) -> Iterator[tuple[str, str]]:
-        """Yield each kernel and dtype, and what is wrong with it, "" if nothing."""
+    def alive(self) -> bool:
+        """Whether the card still computes for this process; an illegal access ends that."""
 
-    def repeated(self, times: int) -> str:
-        """Whether equal calls give equal bits; "" if so."""
+    def checks(self) -> Iterator[tuple[str, Callable[[], str]]]:
+        """Yield what is checked, and a function that says what is wrong with it, "" if nothing."""
 
-    def rates(self) -> dict[str, float]:
-        """Bytes a second of a copy, as "copy, bytes/s", and FLOP/s of a large product in each dtype."""
+    def rates(self) -> Iterator[tuple[str, Callable[[], float]]]:
+        """Yield what is measured of the card: "copy, bytes/s", and the FLOP/s of a large product in each dtype."""
 
-    def comparisons(self) -> Iterator[tuple[str, Mapping[str, Program], float]]:
-        """Yield what is compared: its name, programs, those of the library first, and the bytes that it must move."""
+    def comparisons(self) -> Iterator[tuple[str, Callable[[], Iterator[Comparison]]]]:
+        """Yield families of comparisons that share their arrays: a name, and what makes them."""
 
     def seconds(self, program: Program) -> float:
         """The median of many runs."""
@@ -44,71 +91,240 @@ class Card(Protocol):
         """What a run allocates at most; None where nobody knows."""
 
 
-def run(make: Callable[[bool], Card], framework: str, about: str | None) -> int:
-    """Hold the kernels to what is right, time them, and write the figures; 1 if something differs.
+def items_of(card: Card) -> Iterator[Item]:
+    """Yield all that is to be found out on a card, in the same order in every process."""
+    for what, check in card.checks():
+        yield Item({"what": what}, partial(_as, "difference", check))
+    for what, rate in card.rates():
+        yield Item({"what": what}, partial(_as, "rate", rate))
+    for family, make in card.comparisons():
+        try:
+            for comparison in make():
+                for way, program in comparison.ways.items():
+                    about = {"comparison": comparison.what, "way": way, "least_bytes": comparison.least_bytes}
+                    yield Item({"what": f"{comparison.what}: {way}", **about}, partial(_time, card, program))
+        except Exception as error:  # the arrays could not be made: the next family has others
+            yield Item({"what": family}, partial(_raise, error))
+
+
+def _as(name: str, run: Callable[[], Any]) -> Mapping[str, Any]:
+    return {name: run()}
+
+
+def _time(card: Card, program: Program) -> Mapping[str, Any]:
+    return {"seconds": card.seconds(program), "extra_bytes": card.extra_bytes(program)}
+
+
+def _raise(error: Exception) -> Mapping[str, Any]:
+    raise error
+
+
+# -- the process that uses the card ----------------------------------------------------------------------
+
+
+def serve(make: Callable[[], Card], part: str, smoke: bool, done: int) -> None:
+    """Get results, and write each to standard output as a line of JSON, after one that names it.
 
     Args:
-        make: the framework's card; whether sizes are tiny and it is a CPU.
-        framework: its name.
-        about: what the command says of itself.
+        make: makes the card.
+        part: the framework's name.
+        smoke: whether sizes are tiny and it is a CPU.
+        done: how many results earlier processes got.
     """
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/benchmarks"), metavar="FOLDER")
-    options = parser.parse_args()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # What libraries print must not get between the lines.
+    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def say(line: Mapping[str, Any]) -> None:
+        print(json.dumps(line), file=lines, flush=True)
+
+    try:
+        _serve(make(), part, smoke, done, say)
+    except Exception as error:
+        say({"what": PROCESS, "error": _said(error)})
+
+
+def _serve(card: Card, part: str, smoke: bool, done: int, say: Callable[[Mapping[str, Any]], None]) -> None:
+    if not smoke and card.device is None:
+        say({"what": PROCESS, "error": f"{part} sees no card here; --smoke runs tiny sizes on the CPU"})
+        return
+    if not done:
+        say({"what": "circumstances", **_circumstances(card, part, smoke)})
+    for number, item in enumerate(items_of(card), 1):
+        if number < done:
+            continue
+        say({"begun": dict(item.about)})
+        begun = time.perf_counter()
+        try:
+            found = dict(item.run())
+        except Exception as error:  # an item that fails is a result too
+            found = {"error": _said(error)}
+        say({**item.about, **found, "took_seconds": round(time.perf_counter() - begun, 3)})
+        if "error" in found and not card.alive():
+            sys.exit(3)
+    say({"end": True})
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:500]}"
+
+
+def _end_with_parent() -> None:
+    """Leave the card to others when the command that started this process is gone, killed perhaps."""
+    os.read(0, 1)  # nothing is ever written: it returns when the pipe is closed
+    os._exit(1)
+
+
+def _circumstances(card: Card, part: str, smoke: bool) -> dict[str, Any]:
     from planner.bench.report import circumstances
     from planner.bench.timing import Settings
 
-    card = make(options.smoke)
-    if not options.smoke and card.device is None:
-        parser.error(f"{framework} sees no card here; --smoke runs tiny sizes on the CPU")
-    wrong = 0
-    for what, difference in card.correctness():
-        wrong += bool(difference)
-        print(f"{what}: {difference or 'equal'}", flush=True)
-    difference = card.repeated(3 if options.smoke else 100)
-    wrong += bool(difference)
-    print(f"repeated: {difference or 'equal bits'}", flush=True)
-    rates, rows = card.rates(), []
-    print(rates, flush=True)
-    for name, ways, size in card.comparisons():
-        row: dict[str, Any] = {
-            "what": name,
-            "seconds": {},
-            "extra_bytes": {},
-            "floor_seconds": size / rates["copy, bytes/s"],
-        }
-        for label, program in ways.items():
+    machine = "cpu" if smoke else str(card.device).lower().replace(" ", "-")
+    return {**circumstances(Settings()), "machine": machine, "framework": part, "smoke": smoke}
+
+
+# -- the process that writes the results down ------------------------------------------------------------
+
+
+def collect(command: Sequence[str], lines: TextIO, ends: float = float("inf")) -> list[dict[str, Any]]:
+    """Run a process that serves results, and another after each that ends early; write down each result at once.
+
+    Args:
+        command: starts the process; the number of results that are there is added to it.
+        lines: where the results are written.
+        ends: when to stop, by `time.monotonic`.
+
+    Returns:
+        The results.
+    """
+    results: list[dict[str, Any]] = []
+
+    def write(line: dict[str, Any]) -> None:
+        results.append(line)
+        lines.write(json.dumps(line) + "\n")
+        lines.flush()
+        os.fsync(lines.fileno())
+        print(json.dumps(line), flush=True)
+
+    while True:
+        before, ended = len(results), False
+        running: dict[str, Any] | None = {"what": PROCESS}
+        # A session of its own, so that the processes that compile for it end with it.
+        with subprocess.Popen(
+            [*command, str(before)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        ) as child:
+            assert child.stdout is not None
+            left = max(0.0, min(ends - time.monotonic(), threading.TIMEOUT_MAX))
+            alarm = threading.Timer(left, _kill, (child,))
+            alarm.start()
             try:
-                row["seconds"][label] = card.seconds(program)
-                row["extra_bytes"][label] = card.extra_bytes(program)
-            except Exception as error:  # noqa: BLE001  # a way that fails is a figure too
-                row["seconds"][label] = None
-                row["extra_bytes"][label] = f"{type(error).__name__}: {str(error)[:200]}"
-                wrong += label.startswith("planner")
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    if card.device is not None and not options.smoke:
-        name = card.device.lower().replace(" ", "-")
-        told = {**circumstances(Settings()), "machine": name, "framework": framework, "wrong": wrong, "rates": rates}
-        options.out.mkdir(parents=True, exist_ok=True)
-        path = options.out / f"{name}-{framework}.json"
-        path.write_text(json.dumps({"circumstances": told, "results": rows}, indent=2) + "\n")
-        path.with_suffix(".md").write_text(_markdown(told, rows))
+                for text in child.stdout:
+                    if not text.endswith("\n"):  # it was killed while it wrote
+                        break
+                    line = json.loads(text)
+                    if "begun" in line:
+                        running = line["begun"]
+                    elif "end" in line:
+                        running, ended = None, True
+                    else:
+                        write(line)
+                        running = None
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(10)
+            finally:
+                alarm.cancel()
+                _kill(child)
+            code = child.wait()
+        late = time.monotonic() >= ends
+        if running is not None:
+            why = "not finished within --seconds" if late else f"the process ended: {_ending(code)}"
+            write({**running, "error": why})
+        if late or ended or len(results) == before or results[-1]["what"] == PROCESS:
+            return results
+
+
+def _kill(child: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def _ending(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit status {code}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Hold the kernels to what is right, time them, and write the figures; 1 if something differs or fails."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/benchmarks"), metavar="FOLDER")
+    parser.add_argument("--seconds", type=float, metavar="N")
+    parser.add_argument("--part", action="append", choices=PARTS)
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--serve", type=int, metavar="DONE", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.serve is not None:
+        (part,) = options.part
+        module = importlib.import_module(f"{__package__}.{part}_card")
+        serve(lambda: module.CARD(options.smoke), part, options.smoke, options.serve)
+        return 0
+    ends = float("inf") if options.seconds is None else time.monotonic() + options.seconds
+    options.out.mkdir(parents=True, exist_ok=True)
+    # JAX would take most of the card's memory at once.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    wrong = 0
+    for part in dict.fromkeys(options.part or PARTS):
+        now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+        path = options.out / f"{part}-{now}-{os.getpid()}.jsonl"
+        smoke = ["--smoke"] * options.smoke
+        command = [sys.executable, "-m", f"{__package__}.card", "--part", part, *smoke, "--serve"]
+        with path.open("x", encoding="utf-8") as lines:
+            results = collect(command, lines, ends)
+        wrong += sum(map(_is_wrong, results))
+        if not options.smoke:
+            _summarize(results, options.out)
+        print(f"{part}: {len(results)} results in {path}", flush=True)
     return int(wrong > 0)
 
 
-def _markdown(about: Mapping[str, Any], rows: list[dict[str, Any]]) -> str:
+def _is_wrong(line: Mapping[str, Any]) -> bool:
+    """Whether a result says that something is wrong; that another's way fails is none of our faults."""
+    ours = "way" not in line or line["way"].startswith("planner")
+    return bool(line.get("difference")) or ("error" in line and ours)
+
+
+def _summarize(results: Sequence[Mapping[str, Any]], folder: pathlib.Path) -> None:
+    """Write what a part found as one JSON file and as a table."""
+    about = dict(results[0]) if results and results[0]["what"] == "circumstances" else None
+    if about is None:
+        return
+    rates = {line["what"]: line["rate"] for line in results if "rate" in line}
+    about |= {"wrong": sum(map(_is_wrong, results)), "rates": rates}
+    path = folder / f"{about['machine']}-{about['framework']}.json"
+    path.write_text(json.dumps({"circumstances": about, "results": results[1:]}, indent=2) + "\n")
+    path.with_suffix(".md").write_text(_markdown(about, results))
+
+
+def _markdown(about: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
     lines = [f"# Benchmarks of {about['framework']} on {about['machine']}", "", "Written by `make gpu`.", ""]
     lines += [f"- {about['date']}, commit {about['commit']}, {about['versions']}, {about['wrong']} checks failed"]
     lines += [f"- {name} {rate:.3g}" for name, rate in about["rates"].items()]
     lines += ["", "| what | way | time | beside the least | extra memory |", "| --- | --- | --- | --- | --- |"]
-    for row in rows:
-        for label, seconds in row["seconds"].items():
-            extra = row["extra_bytes"][label]
-            floor = f"{seconds / row['floor_seconds']:.2f}x" if seconds and row["floor_seconds"] else ""
-            told = f"{extra / 1e6:.1f} MB" if isinstance(extra, int) else str(extra)
-            lines.append(
-                f"| {row['what']} | {label} | {f'{1e6 * seconds:.1f} us' if seconds else 'failed'} | {floor} | {told} |"
-            )
-    return "\n".join(lines) + "\n"
+    copy = about["rates"].get("copy, bytes/s")
+    for line in results:
+        if "seconds" not in line:
+            continue
+        floor = line["least_bytes"] / copy if copy else 0.0
+        beside = f"{line['seconds'] / floor:.2f}x" if floor else ""
+        extra = line["extra_bytes"]
+        memory = "" if extra is None else f"{extra / 1e6:.1f} MB"
+        lines.append(f"| {line['comparison']} | {line['way']} | {1e6 * line['seconds']:.1f} us | {beside} | {memory} |")
+    failed = [f"- {x['what']}: {x.get('error') or x['difference']}" for x in results if _failed(x)]
+    return "\n".join([*lines, *(["", "What failed or differs:", ""] if failed else []), *failed]) + "\n"
+
+
+def _failed(line: Mapping[str, Any]) -> bool:
+    return "error" in line or bool(line.get("difference"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,10 +1,7 @@
-"""JAX's kernels on a card: ``python -m planner.bench.jax_card`` holds them to loops over groups, then times them.
+"""JAX's kernels on a card: held to loops over groups, then timed. `planner.bench.card` is the command.
 
 Times are medians of runs behind one another, with the second-level cache written over before each and the time of that
-taken off, beside the bandwidth of a copy and the rate of a large product of the same run. Written to
-`docs/benchmarks/<device>-jax.json` and `.md`.
-
-    --smoke     tiny sizes on a CPU, in JAX's simulation of a card: that the command works; nothing is written
+taken off, beside the bandwidth of a copy and the rate of a large product of the same run.
 """
 
 from __future__ import annotations
@@ -12,28 +9,40 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from planner.bench.card import Program, run
+from planner.bench.card import Comparison, Program, main
 
-__all__ = ["JaxCard"]
+__all__ = ["CARD", "JaxCard"]
+
+# Rows, rows of an index, sides of the matrices, and groups.
+_TINY = ((50, 2, 5, 7, 4),)
+_SIZES = (
+    (130, 1, 20, 33, 3), (20_000, 1, 64, 64, 300), (5_000, 3, 65, 17, 7), (9_000, 1, 200, 300, 2),
+    (70_000, 1, 8, 8, 6_600), (50, 256, 128, 192, 9), (4_000, 1, 128, 128, 10), (0, 1, 4, 4, 3),
+    (3_000, 1, 2048, 512, 3),
+)  # fmt: skip
 
 # Behind one another in one measurement, and measurements.
 _RUNS, _TIMES = 20, 11
 
 
 class _Way:
-    """A compiled function with its arguments."""
+    """A function with its arguments, compiled when it is first needed."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
+        self.function, self.arguments = function, arguments
+
+    @cached_property
+    def compiled(self) -> Any:
+        """The program of XLA."""
         import jax
 
-        self.arguments = arguments
-        self.compiled = jax.jit(function).lower(*arguments).compile()
+        return jax.jit(self.function).lower(*self.arguments).compile()
 
     def __call__(self) -> Any:
         return self.compiled(*self.arguments)
@@ -54,6 +63,13 @@ class JaxCard:
     def integers(self, *shape: int, dtype: str = "float32") -> Any:
         """Integers of [-2, 2] in a dtype, where the kernels run."""
         return self.jax.numpy.asarray(self.random.integers(-2, 3, shape), dtype)
+
+    def alive(self) -> bool:
+        """Whether the card still computes for this process."""
+        try:
+            return float(self.jax.numpy.ones(3).sum()) == 3
+        except Exception:  # whatever it is, the process is of no more use
+            return False
 
     def seconds(self, program: Program) -> float:
         """The median of many runs."""
@@ -93,50 +109,56 @@ class JaxCard:
             found["kernel"] = pallas_gpu.KERNELS
         return found
 
-    def correctness(self) -> Iterator[tuple[str, str]]:
-        """Yield each kernel and dtype, and what is wrong with it, "" if nothing: small integers, exactly."""
-        import planner
+    def checks(self) -> Iterator[tuple[str, Callable[[], str]]]:
+        """Yield each kernel and dtype with a check of it: small integers, exactly."""
+        for dtype in ("bfloat16",) if self.smoke else ("bfloat16", "float16", "float32"):
+            for sizes in _TINY if self.smoke else _TINY + _SIZES:
+                for name in self.kernels():
+                    yield f"{name} {dtype} {sizes}", partial(self.grouped, name, dtype, *sizes)
+                # Plans of small problems may round twice, where an intermediate is of 16 bits.
+                if not self.smoke and (dtype == "float32" or sizes[0] >= 4_000):
+                    yield f"contract {dtype} {sizes}", partial(self.contracted, dtype, *sizes)
+        yield "repeated", partial(self.repeated, 3 if self.smoke else 100)
+
+    def problem(self, dtype: str, n: int, i: int, j: int, k: int, g: int) -> tuple[Any, ...]:
+        """Rows, matrices, a gradient and an index with rows that are dropped."""
+        arrays = (self.integers(*x, dtype=dtype) for x in ((n, i, j), (g, j, k), (n, i, k)))
+        return *arrays, self.random.integers(0, g + 1, n)
+
+    def grouped(self, name: str, dtype: str, n: int, i: int, j: int, k: int, g: int) -> str:
+        """Hold the kernels of a name to loops over groups."""
         from planner.kernels.grouping.jax_grouping import group_rows
 
-        jax = self.jax
-        sizes = [(50, 2, 5, 7, 4)]
-        if not self.smoke:
-            sizes += [
-                (130, 1, 20, 33, 3), (20_000, 1, 64, 64, 300), (5_000, 3, 65, 17, 7), (9_000, 1, 200, 300, 2),
-                (70_000, 1, 8, 8, 6_600), (50, 256, 128, 192, 9), (4_000, 1, 128, 128, 10), (0, 1, 4, 4, 3),
-                (3_000, 1, 2048, 512, 3),
-            ]  # fmt: skip
-        for dtype in ("bfloat16",) if self.smoke else ("bfloat16", "float16", "float32"):
-            for n, i, j, k, g in sizes:
-                a, c, gradient = (self.integers(*x, dtype=dtype) for x in ((n, i, j), (g, j, k), (n, i, k)))
-                q = self.random.integers(0, g + 1, n)
-                wanted = _looped(a, c, gradient, q)
+        kernels = self.kernels()[name]
+        a, c, gradient, q = self.problem(dtype, n, i, j, k, g)
 
-                def whole(a: Any, c: Any, gradient: Any, q: Any, kernels: Any, g: int = g) -> Any:
-                    index = group_rows(q, g)
-                    return (
-                        kernels.grouped_matmul(a, c, index),
-                        *kernels.grouped_gradients(gradient, a, c, index),
-                        kernels.grouped_outer(a, gradient, index, g),
-                    )
+        def whole(a: Any, c: Any, gradient: Any, q: Any) -> Any:
+            index = group_rows(q, g)
+            return (
+                kernels.grouped_matmul(a, c, index),
+                *kernels.grouped_gradients(gradient, a, c, index),
+                kernels.grouped_outer(a, gradient, index, g),
+            )
 
-                for name, kernels in self.kernels().items():
-                    found = jax.jit(partial(whole, kernels=kernels))(a, c, gradient, q)
-                    yield f"{name} {dtype} {(n, i, j, k, g)}", _difference(found, (*wanted, wanted[2]))
-                # Plans of small problems may round twice, where an intermediate is of 16 bits.
-                if self.smoke or (dtype != "float32" and n < 4_000):
-                    continue
+        wanted = _looped(a, c, gradient, q)
+        return _difference(self.jax.jit(whole)(a, c, gradient, q), (*wanted, wanted[2]))
 
-                def contracted(a: Any, c: Any, gradient: Any, q: Any) -> Any:
-                    result, pullback = jax.vjp(
-                        lambda a, c: planner.contract("nij, q[n]jk -> nik", a, c, q=q, index_mode="drop"), a, c
-                    )
-                    return (result, *pullback(gradient))
+    def contracted(self, dtype: str, n: int, i: int, j: int, k: int, g: int) -> str:
+        """Hold a contraction and its gradients to loops over groups."""
+        import planner
 
-                yield f"contract {dtype} {(n, i, j, k, g)}", _difference(jax.jit(contracted)(a, c, gradient, q), wanted)
+        a, c, gradient, q = self.problem(dtype, n, i, j, k, g)
+
+        def whole(a: Any, c: Any, gradient: Any, q: Any) -> Any:
+            result, pullback = self.jax.vjp(
+                lambda a, c: planner.contract("nij, q[n]jk -> nik", a, c, q=q, index_mode="drop"), a, c
+            )
+            return (result, *pullback(gradient))
+
+        return _difference(self.jax.jit(whole)(a, c, gradient, q), _looped(a, c, gradient, q))
 
     def repeated(self, times: int) -> str:
-        """Whether equal calls give equal bits; "" if so."""
+        """Say whether equal calls differ in bits; "" if not."""
         jax = self.jax
         n, g = (60, 3) if self.smoke else (131_072, 50)
         a, c, w = (jax.random.normal(jax.random.key(0), x, "bfloat16") for x in ((n, 1, 64), (g, 64, 64), (n, 1, 64)))
@@ -148,43 +170,61 @@ class JaxCard:
                 return "equal calls differ"
         return ""
 
-    def rates(self) -> dict[str, float]:
-        """Bytes a second of a copy, and FLOP/s of a large product in each dtype."""
-        jnp, side = self.jax.numpy, 64 if self.smoke else 8192
-        x = jnp.zeros(1024 if self.smoke else 1 << 28)
-        found = {"copy, bytes/s": 2 * x.nbytes / max(1e-9, self.seconds(_Way(lambda x: x + 1, x)))}
+    def rates(self) -> Iterator[tuple[str, Callable[[], float]]]:
+        """Yield bytes a second of a copy, and FLOP/s of a large product in each dtype."""
+        yield "copy, bytes/s", self.copy_rate
         for dtype in ("float32",) if self.smoke else ("float32", "bfloat16", "float16"):
-            m = self.integers(side, side, dtype=dtype)
-            found[f"{dtype}, FLOP/s"] = 2 * side**3 / max(1e-9, self.seconds(_Way(jnp.matmul, m, m)))
-        return found
+            yield f"{dtype}, FLOP/s", partial(self.product_rate, dtype)
 
-    def comparisons(self) -> Iterator[tuple[str, Mapping[str, Program], float]]:
-        """Yield what is compared: its name, programs of which the first is ours, and the bytes that it must move."""
+    def copy_rate(self) -> float:
+        """Measure bytes a second that a copy reads and writes."""
+        x = self.jax.numpy.zeros(1024 if self.smoke else 1 << 28)
+        return float(2 * x.nbytes / max(1e-9, self.seconds(_Way(lambda x: x + 1, x))))
+
+    def product_rate(self, dtype: str) -> float:
+        """Measure FLOP/s of a large product."""
+        side = 64 if self.smoke else 8192
+        m = self.integers(side, side, dtype=dtype)
+        return 2 * side**3 / max(1e-9, self.seconds(_Way(self.jax.numpy.matmul, m, m)))
+
+    def comparisons(self) -> Iterator[tuple[str, Callable[[], Iterator[Comparison]]]]:
+        """Yield families of comparisons, of which the first way is ours."""
+        for dtype in ("float32",) if self.smoke else ("float32", "bfloat16"):
+            yield f"seed-gathered-matmul {dtype}", partial(self.seed_matmul, dtype)
+        yield "experts", self.experts
+
+    def seed_matmul(self, dtype: str) -> Iterator[Comparison]:
+        """Compare ways to multiply each row by the matrix that its index names."""
         from planner.kernels.grouping.jax_grouping import group_rows
 
         jax, jnp, small = self.jax, self.jax.numpy, self.smoke
         n, j, g = (60, 16, 3) if small else (131_072, 64, 2048)
-        for dtype in ("float32",) if small else ("float32", "bfloat16"):
-            a, c, w = (self.integers(*x, dtype=dtype) for x in ((n, 1, j), (g, j, j), (n, 1, j)))
-            q = jnp.asarray(self.random.integers(0, g, n))
-            size = a.dtype.itemsize * (2 * n * j + g * j * j)
+        a, c, w = (self.integers(*x, dtype=dtype) for x in ((n, 1, j), (g, j, j), (n, 1, j)))
+        q = jnp.asarray(self.random.integers(0, g, n))
+        size = a.dtype.itemsize * (2 * n * j + g * j * j)
 
-            def naive(a: Any, c: Any, q: Any) -> Any:
-                return jnp.einsum("nij,njk->nik", a, c[q])
+        def naive(a: Any, c: Any, q: Any) -> Any:
+            return jnp.einsum("nij,njk->nik", a, c[q])
 
-            ways = {"planner": _Way(_contracted, a, c, q), "einsum(a, c[q])": _Way(naive, a, c, q)}
-            for name, kernels in () if small else self.kernels().items():
-                ways[name] = _Way(
-                    lambda a, c, q, kernels=kernels, g=g: kernels.grouped_matmul(a, c, group_rows(q, g)), a, c, q
-                )
-            yield f"seed-gathered-matmul {dtype}, forward", ways, size
+        ways = {"planner": _Way(_contracted, a, c, q), "einsum(a, c[q])": _Way(naive, a, c, q)}
+        for name, kernels in () if small else self.kernels().items():
+            ways[name] = _Way(
+                lambda a, c, q, kernels=kernels, g=g: kernels.grouped_matmul(a, c, group_rows(q, g)), a, c, q
+            )
+        yield Comparison(f"seed-gathered-matmul {dtype}, forward", ways, size)
 
-            def naive_gradients(a: Any, c: Any, q: Any, w: Any, naive: Any = naive) -> Any:
-                result, pullback = jax.vjp(lambda a, c: naive(a, c, q), a, c)
-                return (result, *pullback(w))
+        def naive_gradients(a: Any, c: Any, q: Any, w: Any, naive: Any = naive) -> Any:
+            result, pullback = jax.vjp(lambda a, c: naive(a, c, q), a, c)
+            return (result, *pullback(w))
 
-            ways = {"planner": _Way(_gradients, a, c, q, w), "einsum(a, c[q])": _Way(naive_gradients, a, c, q, w)}
-            yield f"seed-gathered-matmul {dtype}, with gradients", ways, 2.65 * size
+        ways = {"planner": _Way(_gradients, a, c, q, w), "einsum(a, c[q])": _Way(naive_gradients, a, c, q, w)}
+        yield Comparison(f"seed-gathered-matmul {dtype}, with gradients", ways, 2.65 * size)
+
+    def experts(self) -> Iterator[Comparison]:
+        """Compare ways to run a layer of experts."""
+        from planner.kernels.grouping.jax_grouping import group_rows
+
+        jax, jnp, small = self.jax, self.jax.numpy, self.smoke
         t, width, e = (64, 16, 2) if small else (32_768, 2048, 32)
         dtype = "float32" if small else "bfloat16"
         a, c, w = (self.integers(*x, dtype=dtype) for x in ((t, 1, width), (e, width, width), (t, 1, width)))
@@ -196,8 +236,8 @@ class JaxCard:
         }
         for name, kernels in () if small else self.kernels().items():
             ways[name] = _Way(lambda a, c, q, kernels=kernels: kernels.grouped_matmul(a, c, group_rows(q, e)), a, c, q)
-        yield f"experts {dtype}, forward, {2 * t * width * width / 1e9:.0f} GFLOP", ways, 0.0
-        yield f"experts {dtype}, with gradients", {"planner": _Way(_gradients, a, c, q, w)}, 0.0
+        yield Comparison(f"experts {dtype}, forward, {2 * t * width * width / 1e9:.0f} GFLOP", ways, 0.0)
+        yield Comparison(f"experts {dtype}, with gradients", {"planner": _Way(_gradients, a, c, q, w)}, 0.0)
 
 
 def _contracted(a: Any, c: Any, q: Any) -> Any:
@@ -234,5 +274,7 @@ def _difference(found: Any, expected: Any) -> str:
     return "" if not wrong else f"{wrong} entries differ"
 
 
+CARD = JaxCard
+
 if __name__ == "__main__":
-    sys.exit(run(JaxCard, "jax", __doc__))
+    sys.exit(main(["--part", "jax", *sys.argv[1:]]))

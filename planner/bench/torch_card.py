@@ -1,9 +1,7 @@
-"""The Triton kernels on a card: ``python -m planner.bench.torch_card`` holds them to the CPU's, then times them.
+"""The Triton kernels on a card: held to the CPU's, then timed. `planner.bench.card` is the command.
 
 Times are medians of `triton.testing.do_bench`, the second-level cache flushed before each run, beside the bandwidth of
-a copy and the rate of a large product of the same session. Written to `docs/benchmarks/<device>.json` and `.md`.
-
-    --smoke     tiny sizes on a CPU, under Triton's interpreter: that the command works; nothing is written
+a copy and the rate of a large product of the same session.
 """
 
 from __future__ import annotations
@@ -12,13 +10,19 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from planner.bench.card import Program, run
+from planner.bench.card import Comparison, Program, main
 
-__all__ = ["TorchCard"]
+__all__ = ["CARD", "TorchCard"]
+
+# Rows, rows of an index, sides of the matrices, and groups.
+_TINY = ((50, 2, 5, 7, 4), (130, 1, 20, 33, 3))
+_SIZES = (
+    (20_000, 1, 64, 64, 300), (5_000, 3, 65, 17, 7), (9_000, 1, 200, 300, 2), (70_000, 1, 8, 8, 66_000),
+)  # fmt: skip
 
 
 class TorchCard:
@@ -37,6 +41,13 @@ class TorchCard:
         """Integers of [least, most) in a dtype, where the kernels run."""
         made = self.torch.randint(least, most, shape, device=self.place)
         return made.to(getattr(self.torch, dtype))
+
+    def alive(self) -> bool:
+        """Whether the card still computes for this process."""
+        try:
+            return int(self.torch.ones(3, device=self.place).sum()) == 3
+        except Exception:  # whatever it is, the process is of no more use
+            return False
 
     def seconds(self, program: Program) -> float:
         """The median of many runs."""
@@ -64,63 +75,90 @@ class TorchCard:
         del kept
         return int(found)
 
-    def correctness(self) -> Iterator[tuple[str, str]]:
-        """Yield each kernel and dtype, and what is wrong with it, "" if nothing: small integers, as on the CPU."""
-        from planner.kernels.gathered_dot import torch_pooled, triton_pooled
+    def checks(self) -> Iterator[tuple[str, Callable[[], str]]]:
+        """Yield each kernel and dtype with a check of it: small integers, exactly as on the CPU."""
+        for dtype in ("float32", "float64") if self.smoke else ("float16", "bfloat16", "float32", "float64"):
+            for sizes in _TINY if self.smoke else _TINY + _SIZES:
+                for name in ("grouped_matmul", "grouped_outer", "grouped_gradients"):
+                    yield f"{name} {dtype} {sizes}", partial(self.grouped, name, dtype, *sizes)
+                _, _, j, k, g = sizes
+                if dtype == "bfloat16" and not (j % 8 or k % 8) and g < 1024:
+                    yield f"torch's grouped_mm {sizes}", partial(self.grouped, "grouped_mm", dtype, *sizes)
+            yield f"scores {dtype}", partial(self.scores, dtype)
+            yield f"gradients {dtype}", partial(self.pooled_gradients, dtype)
+            yield f"sums of rows {dtype}", partial(self.sums, dtype)
+            yield f"products of axes that lie apart {dtype}", partial(self.batched, dtype)
+        yield "repeated", partial(self.repeated, 3 if self.smoke else 100)
+
+    def grouped(self, name: str, dtype: str, n: int, i: int, j: int, k: int, g: int) -> str:
+        """Hold a grouped product to the CPU's."""
         from planner.kernels.grouped_matmul import torch_grouped, torch_grouped_mm, triton_grouped
+        from planner.kernels.grouping.torch_grouping import group_rows
+
+        a, c = self.integers(n, i, j, dtype=dtype), self.integers(g, k, j, dtype=dtype).transpose(1, 2)
+        gradient, q = self.integers(n, i, k, dtype=dtype), self.torch.randint(0, g + 1, (n,))
+        arguments = {
+            "grouped_matmul": (a, c), "grouped_outer": (a, gradient), "grouped_gradients": (gradient, a, c),
+            "grouped_mm": (gradient, a, c),
+        }[name]  # fmt: skip
+        module, function = (
+            (torch_grouped_mm, "grouped_gradients") if name == "grouped_mm" else (triton_grouped, name)
+        )  # fmt: skip
+        found = getattr(module, function)(*arguments, group_rows(q.to(self.place), g))
+        expected = getattr(torch_grouped, function)(*(x.cpu() for x in arguments), group_rows(q, g))
+        return _difference(self.torch, found, expected)
+
+    def pooled(self, dtype: str) -> tuple[Any, ...]:
+        """Queries, a pool, weights and indices into it: arrays of attention over some keys."""
+        b, queries, k, m, d = (2, 4, 5, 9, 20) if self.smoke else (4, 500, 30, 800, 32)
+        index = self.torch.randint(0, m + 1, (b, queries, k))
+        return *(self.integers(*x, dtype=dtype) for x in ((b, queries, d), (b, m, d), (b, queries, k))), index
+
+    def scores(self, dtype: str) -> str:
+        """Hold products of queries with chosen rows of a pool to the CPU's."""
+        from planner.kernels.gathered_dot import torch_pooled, triton_pooled
         from planner.kernels.grouping.keys import IndexArray
+
+        query, pool, _, index = self.pooled(dtype)
+        found = triton_pooled.scores(query, pool, IndexArray(index.to(self.place)))
+        return _difference(self.torch, found, torch_pooled.gathered_scores(query.cpu(), pool.cpu(), IndexArray(index)))
+
+    def pooled_gradients(self, dtype: str) -> str:
+        """Hold the gradients of such products to the CPU's."""
+        from planner.kernels.gathered_dot import torch_pooled, triton_pooled
+        from planner.kernels.grouping.keys import IndexArray
+
+        query, pool, weights, index = self.pooled(dtype)
+        found = triton_pooled.gradients(weights, query, pool, IndexArray(index.to(self.place)))
+        expected = torch_pooled.gathered_gradients(weights.cpu(), query.cpu(), pool.cpu(), IndexArray(index))
+        return _difference(self.torch, found, expected)
+
+    def sums(self, dtype: str) -> str:
+        """Hold sums of rows that lie apart to exact ones."""
         from planner.kernels.grouping.torch_grouping import group_rows
         from planner.kernels.segment_sum import triton_sum
 
-        torch, small = self.torch, self.smoke
-        dtypes = ("float32", "float64") if small else ("float16", "bfloat16", "float32", "float64")
-        sizes = [(50, 2, 5, 7, 4), (130, 1, 20, 33, 3)]
-        sizes += (
-            []
-            if small
-            else [(20_000, 1, 64, 64, 300), (5_000, 3, 65, 17, 7), (9_000, 1, 200, 300, 2), (70_000, 1, 8, 8, 66_000)]
-        )
-        for dtype in dtypes:
-            for n, i, j, k, g in sizes:
-                values = self.integers(n, i, j, dtype=dtype), self.integers(g, k, j, dtype=dtype).transpose(1, 2)
-                gradient, q = self.integers(n, i, k, dtype=dtype), torch.randint(0, g + 1, (n,))
-                there, here = group_rows(q.to(self.place), g), group_rows(q, g)
-                for name, arguments in (
-                    ("grouped_matmul", values), ("grouped_outer", (values[0], gradient)),
-                    ("grouped_gradients", (gradient, *values)),
-                ):  # fmt: skip
-                    found = getattr(triton_grouped, name)(*arguments, there)
-                    expected = getattr(torch_grouped, name)(*(x.cpu() for x in arguments), here)
-                    yield f"{name} {dtype} {(n, i, j, k, g)}", _difference(torch, found, expected)
-                if dtype == "bfloat16" and not (j % 8 or k % 8) and g < 1024:
-                    found = torch_grouped_mm.grouped_gradients(gradient, *values, there)
-                    yield f"torch's grouped_mm {(n, i, j, k, g)}", _difference(torch, found, expected)
-            b, q_, k, m, d = (2, 4, 5, 9, 20) if small else (4, 500, 30, 800, 32)
-            query, pool = self.integers(b, q_, d, dtype=dtype), self.integers(b, m, d, dtype=dtype)
-            weights, x = self.integers(b, q_, k, dtype=dtype), torch.randint(0, m + 1, (b, q_, k))
-            keys, host = IndexArray(x.to(self.place)), IndexArray(x)
-            found = triton_pooled.scores(query, pool, keys)
-            yield (
-                f"scores {dtype}",
-                _difference(torch, found, torch_pooled.gathered_scores(query.cpu(), pool.cpu(), host)),
-            )
-            found = triton_pooled.gradients(weights, query, pool, keys)
-            expected = torch_pooled.gathered_gradients(weights.cpu(), query.cpu(), pool.cpu(), host)
-            yield f"gradients {dtype}", _difference(torch, found, expected)
-            x, q = self.integers(k, m, d, dtype=dtype), torch.randint(0, q_ + 1, (m,))
-            out = torch.empty((d, q_, k), dtype=x.dtype, device=x.device)
-            groups = group_rows(q.to(self.place), q_)
-            triton_sum.sum_rows(triton_sum.Rows.of(x, [1], [0, 2]), triton_sum.Rows.of(out, [1], [2, 0]), k * d, groups)
-            wanted = torch.zeros(q_ + 1, k, d, dtype=torch.float64).index_add_(0, q, x.cpu().double().transpose(0, 1))
-            yield f"sums of rows {dtype}", _difference(torch, out, wanted[:-1].permute(2, 0, 1).to(x.dtype))
-            left, right = self.integers(k, b, d, 3, dtype=dtype), self.integers(3, m, b, d, dtype=dtype)
-            out = torch.empty((m, b, k), dtype=x.dtype, device=x.device)
-            triton_grouped.batched_matmul(left, right, out, [[[1], [0], [2, 3]], [[2], [3, 0], [1]], [[1], [2], [0]]])
-            wanted = torch.einsum("kbde,embd->mbk", left.cpu().double(), right.cpu().double()).to(x.dtype)
-            yield f"products of axes that lie apart {dtype}", _difference(torch, out, wanted)
+        torch, (k, m, d, g) = self.torch, (5, 9, 20, 4) if self.smoke else (30, 800, 32, 500)
+        x, q = self.integers(k, m, d, dtype=dtype), torch.randint(0, g + 1, (m,))
+        out = torch.empty((d, g, k), dtype=x.dtype, device=x.device)
+        source, target = triton_sum.Rows.of(x, [1], [0, 2]), triton_sum.Rows.of(out, [1], [2, 0])
+        triton_sum.sum_rows(source, target, k * d, group_rows(q.to(self.place), g))
+        wanted = torch.zeros(g + 1, k, d, dtype=torch.float64).index_add_(0, q, x.cpu().double().transpose(0, 1))
+        return _difference(torch, out, wanted[:-1].permute(2, 0, 1).to(x.dtype))
+
+    def batched(self, dtype: str) -> str:
+        """Hold a product of arrays whose axes do not lie in one to an exact one."""
+        from planner.kernels.grouped_matmul import triton_grouped
+
+        torch, (k, m, b, d) = self.torch, (5, 9, 2, 20) if self.smoke else (30, 800, 4, 32)
+        left, right = self.integers(k, b, d, 3, dtype=dtype), self.integers(3, m, b, d, dtype=dtype)
+        out = torch.empty((m, b, k), dtype=left.dtype, device=left.device)
+        triton_grouped.batched_matmul(left, right, out, [[[1], [0], [2, 3]], [[2], [3, 0], [1]], [[1], [2], [0]]])
+        wanted = torch.einsum("kbde,embd->mbk", left.cpu().double(), right.cpu().double()).to(left.dtype)
+        return _difference(torch, out, wanted)
 
     def repeated(self, times: int) -> str:
-        """Whether equal calls give equal bits, and whether a captured graph does what the call does; "" if so."""
+        """Say whether equal calls differ in bits, or a captured graph from the call; "" if neither."""
         import planner
         from planner.kernels.grouped_matmul import triton_grouped
         from planner.kernels.grouping.torch_grouping import group_rows
@@ -152,8 +190,15 @@ class TorchCard:
                 return "a captured graph differs"
         return ""
 
-    def comparisons(self) -> Iterator[tuple[str, Mapping[str, Program], float]]:
-        """Yield what is compared: its name, programs of which the first is ours, and the bytes that it must move."""
+    def comparisons(self) -> Iterator[tuple[str, Callable[[], Iterator[Comparison]]]]:
+        """Yield families of comparisons, of which the first way is ours."""
+        for dtype in ("float32",) if self.smoke else ("float32", "bfloat16"):
+            yield f"seed-gathered-matmul {dtype}", partial(self.seed_matmul, dtype)
+        yield "experts", self.experts
+        yield "seed-gathered-keys", self.seed_keys
+
+    def seed_matmul(self, dtype: str) -> Iterator[Comparison]:
+        """Compare ways to multiply each row by the matrix that its index names."""
         import planner
         from planner.kernels.grouped_matmul import triton_grouped
         from planner.kernels.grouping.torch_grouping import group_rows
@@ -161,44 +206,50 @@ class TorchCard:
 
         torch, small = self.torch, self.smoke
         n, j, g = (300, 16, 5) if small else (131_072, 64, 2048)
-        for dtype in ("float32",) if small else ("float32", "bfloat16"):
-            a, c = (
-                x.requires_grad_() for x in (self.integers(n, 1, j, dtype=dtype), self.integers(g, j, j, dtype=dtype))
+        a, c = (x.requires_grad_() for x in (self.integers(n, 1, j, dtype=dtype), self.integers(g, j, j, dtype=dtype)))
+        q = torch.randint(0, g, (n,), device=self.place)
+        prepared, gradient = planner.group(q, g), torch.ones(n, 1, j, device=self.place, dtype=a.dtype)
+        size = a.element_size() * (2 * n * j + g * j * j)
+
+        def ours(a: Any = a, c: Any = c, q: Any = prepared) -> Any:
+            return planner.contract("nij, q[n]jk -> nik", a, c, q=q)
+
+        def loose(a: Any = a, c: Any = c, q: Any = q) -> Any:
+            return planner.contract("nij, q[n]jk -> nik", a, c, q=q)
+
+        def naive(a: Any = a, c: Any = c, q: Any = q) -> Any:
+            return torch.matmul(a, c[q])
+
+        ways: dict[str, Program] = {"planner, prepared": ours, "planner": loose, "matmul(a, c[q])": naive}
+        if not small:
+            ways["planner, compiled"] = torch.compile(ours, fullgraph=True)
+            ways["compiled"] = torch.compile(naive)
+        yield Comparison(f"seed-gathered-matmul {dtype}, forward", _without_gradients(torch, ways), size)
+        both = {label: _with_gradients(torch, way, (a, c), gradient) for label, way in ways.items()}
+        yield Comparison(f"seed-gathered-matmul {dtype}, with gradients", both, 2.65 * size)
+        order, values = group_rows(q, g), (gradient, a.detach(), c.detach())
+        alone: dict[str, Program] = {
+            f"kernel, {tiling or 'default tiles'}": partial(
+                triton_grouped.grouped_gradients, *values, order, tiling=tiling
             )
-            q = torch.randint(0, g, (n,), device=self.place)
-            prepared, gradient = planner.group(q, g), torch.ones(n, 1, j, device=self.place, dtype=a.dtype)
-            size = a.element_size() * (2 * n * j + g * j * j)
+            for tiling in ("", *triton_tiles.TILINGS)
+        }
 
-            def ours(a: Any = a, c: Any = c, q: Any = prepared) -> Any:
-                return planner.contract("nij, q[n]jk -> nik", a, c, q=q)
+        def apart(g: Any = gradient, a: Any = values[1], c: Any = values[2], order: Any = order) -> Any:
+            rows = triton_grouped.grouped_matmul(g, c.transpose(1, 2), order)
+            return rows, triton_grouped.grouped_outer(a, g, order)
 
-            def loose(a: Any = a, c: Any = c, q: Any = q) -> Any:
-                return planner.contract("nij, q[n]jk -> nik", a, c, q=q)
+        alone["two products"] = apart
+        yield Comparison(f"seed-gathered-matmul {dtype}, both gradients", alone, 1.65 * size)
 
-            def naive(a: Any = a, c: Any = c, q: Any = q) -> Any:
-                return torch.matmul(a, c[q])
+    def experts(self) -> Iterator[Comparison]:
+        """Compare ways to run a layer of experts."""
+        import planner
+        from planner.kernels.grouped_matmul import triton_grouped
+        from planner.kernels.grouping.torch_grouping import group_rows
+        from planner.kernels.tiled_product import triton_tiles
 
-            ways: dict[str, Program] = {"planner, prepared": ours, "planner": loose, "matmul(a, c[q])": naive}
-            if not small:
-                ways["planner, compiled"] = torch.compile(ours, fullgraph=True)
-                ways["compiled"] = torch.compile(naive)
-            yield f"seed-gathered-matmul {dtype}, forward", _without_gradients(torch, ways), size
-            both = {label: _with_gradients(torch, way, (a, c), gradient) for label, way in ways.items()}
-            yield f"seed-gathered-matmul {dtype}, with gradients", both, 2.65 * size
-            order, values = group_rows(q, g), (gradient, a.detach(), c.detach())
-            alone: dict[str, Program] = {
-                f"kernel, {tiling or 'default tiles'}": partial(
-                    triton_grouped.grouped_gradients, *values, order, tiling=tiling
-                )
-                for tiling in ("", *triton_tiles.TILINGS)
-            }
-
-            def apart(g: Any = gradient, a: Any = values[1], c: Any = values[2], order: Any = order) -> Any:
-                rows = triton_grouped.grouped_matmul(g, c.transpose(1, 2), order)
-                return rows, triton_grouped.grouped_outer(a, g, order)
-
-            alone["two products"] = apart
-            yield f"seed-gathered-matmul {dtype}, both gradients", alone, 1.65 * size
+        torch, small = self.torch, self.smoke
         t, width, e = (64, 16, 2) if small else (32_768, 2048, 32)
         dtype = "float32" if small else "bfloat16"
         a, c = self.integers(t, 1, width, dtype=dtype), self.integers(e, width, width, dtype=dtype)
@@ -213,7 +264,13 @@ class TorchCard:
             ways[f"kernel, {tiling or 'default tiles'}"] = partial(
                 triton_grouped.grouped_matmul, a, c, group_rows(q, e), tiling=tiling
             )
-        yield f"experts {dtype}, forward, {2 * t * width * width / 1e9:.0f} GFLOP", ways, 0.0
+        yield Comparison(f"experts {dtype}, forward, {2 * t * width * width / 1e9:.0f} GFLOP", ways, 0.0)
+
+    def seed_keys(self) -> Iterator[Comparison]:
+        """Compare ways to score queries against the keys that are chosen for them."""
+        import planner
+
+        torch, small = self.torch, self.smoke
         b, heads, queries, pool, depth, k = (1, 1, 6, 20, 8, 4) if small else (8, 8, 1000, 1000, 32, 100)
         query, keys = (self.integers(b, heads, m, depth).requires_grad_() for m in (queries, pool))
         x = torch.randint(0, pool, (b, heads, queries, k), device=self.place)
@@ -231,21 +288,28 @@ class TorchCard:
             "planner": lambda: scored(x),
             "gather, then einsum": gathered,
         }
-        yield f"seed-gathered-keys k = {k}, forward", _without_gradients(torch, ways), 0.0
+        yield Comparison(f"seed-gathered-keys k = {k}, forward", _without_gradients(torch, ways), 0.0)
         gradient = torch.ones(x.shape, device=self.place)
         both = {label: _with_gradients(torch, way, (query, keys), gradient) for label, way in ways.items()}
-        yield f"seed-gathered-keys k = {k}, with gradients", both, 0.0
+        yield Comparison(f"seed-gathered-keys k = {k}, with gradients", both, 0.0)
 
-    def rates(self) -> dict[str, float]:
-        """Bytes a second of a copy, and FLOP/s of a large product in each dtype."""
-        torch, side = self.torch, 64 if self.smoke else 8192
-        x = torch.zeros(1024 if self.smoke else 1 << 28, device=self.place)
-        y = torch.empty_like(x)
-        found = {"copy, bytes/s": 2 * x.nbytes / self.seconds(lambda: y.copy_(x))}
+    def rates(self) -> Iterator[tuple[str, Callable[[], float]]]:
+        """Yield bytes a second of a copy, and FLOP/s of a large product in each dtype."""
+        yield "copy, bytes/s", self.copy_rate
         for dtype in ("float32",) if self.smoke else ("float32", "bfloat16", "float16"):
-            m = torch.randn(side, side, device=self.place).to(getattr(torch, dtype))
-            found[f"{dtype}, FLOP/s"] = 2 * side**3 / self.seconds(partial(torch.matmul, m, m))
-        return found
+            yield f"{dtype}, FLOP/s", partial(self.product_rate, dtype)
+
+    def copy_rate(self) -> float:
+        """Measure bytes a second that a copy reads and writes."""
+        x = self.torch.zeros(1024 if self.smoke else 1 << 28, device=self.place)
+        y = self.torch.empty_like(x)
+        return float(2 * x.nbytes / self.seconds(lambda: y.copy_(x)))
+
+    def product_rate(self, dtype: str) -> float:
+        """Measure FLOP/s of a large product."""
+        side = 64 if self.smoke else 8192
+        m = self.torch.randn(side, side, device=self.place).to(getattr(self.torch, dtype))
+        return 2 * side**3 / self.seconds(partial(self.torch.matmul, m, m))
 
 
 def _difference(torch: Any, found: Any, expected: Any) -> str:
@@ -266,5 +330,7 @@ def _with_gradients(torch: Any, way: Program, leaves: Any, gradient: Any) -> Pro
     return lambda: torch.autograd.grad(way(), leaves, gradient)
 
 
+CARD = TorchCard
+
 if __name__ == "__main__":
-    sys.exit(run(TorchCard, "torch", __doc__))
+    sys.exit(main(["--part", "torch", *sys.argv[1:]]))

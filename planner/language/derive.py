@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from typing import SupportsIndex
 
 from planner.language.errors import ShapeError, SpecError
-from planner.language.spec import Gather, Spec, Term, term_axes, unused_letters
+from planner.language.spec import Gather, Spec, Term, is_axis, term_axes, unused_letters
 
 __all__ = ["batched", "slice_spec", "summable_dims", "sum_dims", "transpose"]
 
@@ -87,14 +87,14 @@ def batched(
         size: size of the new axis.
         operands: numbers of the operands that have the new axis, in front; None for all.
         arrays: index arrays that have it, in front.
-        letter: name of the new axis; the first unused letter by default.
+        letter: name of the new axis, a character; the first unused letter by default.
 
     Returns:
         The batched spec; its output has the new axis in front.
 
     Raises:
-        ShapeError: there is no such operand or index array, the letter is none or in use, or the size is no
-            non-negative integer.
+        ShapeError: there is no such operand or index array, the letter cannot name an axis or is in use, or the size
+            is no non-negative integer.
         SpecError: the spec is not resolved.
     """
     _check_resolved(spec, "batched")
@@ -103,8 +103,8 @@ def batched(
     chosen = set(range(len(spec.inputs)) if operands is None else operands)
     used = {axis for axis, _ in spec.sizes} | set(spec.arrays)
     axis = letter or unused_letters(used, 1)[0]
-    if not (isinstance(axis, str) and len(axis) == 1 and axis.isalpha()):
-        raise ShapeError(f"the new axis must be one letter, not {letter!r}")
+    if not (isinstance(axis, str) and is_axis(axis)):
+        raise ShapeError(f"the new axis must be one character that can name an axis, not {letter!r}")
     if axis in used:
         raise ShapeError(f"{axis!r} is in use in '{spec}'")
     if not chosen <= set(range(len(spec.inputs))):

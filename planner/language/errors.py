@@ -31,7 +31,8 @@ class SpecError(PlannerError):
         if position is not None:
             # A window around the place, so that a spec of 10^5 characters stays readable.
             start = max(0, position - 60)
-            window = spec[start : position + 60].replace("\n", " ").replace("\r", " ").replace("\t", " ")
+            # One column for each character: a tab, a line break or another invisible character shows as a space.
+            window = "".join(c if c.isprintable() else " " for c in spec[start : position + 60])
             message = f"{message}\n    {window}\n    {' ' * (position - start)}^"
         super().__init__(message)
 

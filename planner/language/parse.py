@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from planner.language.errors import PlannerTypeError, SpecError
-from planner.language.spec import ELLIPSIS, Gather, Spec, Term, is_letter, unused_letters
+from planner.language.spec import ELLIPSIS, WHITESPACE, Gather, Spec, Term, is_axis, is_letter, unused_letters
 
 __all__ = ["parse", "parse_sublists"]
 
@@ -54,7 +54,7 @@ class _Parser:
         return SpecError(message, self.text, self.position if position is None else position)
 
     def peek(self) -> str:
-        while self.position < len(self.text) and self.text[self.position].isspace():
+        while self.position < len(self.text) and self.text[self.position] in WHITESPACE:
             self.position += 1
         return self.text[self.position] if self.position < len(self.text) else ""
 
@@ -79,9 +79,10 @@ class _Parser:
         while (character := self.peek()) and character not in ",-":
             if character == ".":
                 self.ellipsis(entries)
-            elif is_letter(character):
+            elif is_axis(character):
+                start = self.position
                 self.position += 1
-                entries.append(self.gather(character) if self.peek() == "[" else character)
+                entries.append(self.gather(character, start) if self.peek() == "[" else character)
             else:
                 raise self.fail(self.reason(character))
         return tuple(entries)
@@ -94,7 +95,9 @@ class _Parser:
         self.position += 3
         entries.append(ELLIPSIS)  # type: ignore[attr-defined]
 
-    def gather(self, array: str) -> Gather:
+    def gather(self, array: str, start: int) -> Gather:
+        if not is_letter(array):
+            raise self.fail(_no_array(array), start)
         opened = self.position
         self.position += 1
         axes: list[str] = []
@@ -103,7 +106,7 @@ class _Parser:
                 raise self.fail("this bracket is never closed: add ']'", opened)
             if character == ".":
                 self.ellipsis(axes)
-            elif is_letter(character):
+            elif is_axis(character):
                 self.position += 1
                 if self.peek() == "[":
                     raise self.fail("a bracket holds axes only: index the index array before the call instead")
@@ -120,12 +123,24 @@ class _Parser:
             return "this ']' has no '[' before it"
         if character == ">":
             return "'>' must follow '-': write '->' before the output"
-        if character.isalpha():
-            normal = unicodedata.normalize("NFKC", character)
-            return (
-                f"{character!r} becomes {normal!r} by the NFKC normalisation of Python's keywords: take another letter"
-            )
-        return f"{where}{character!r} is no letter: axes and index arrays are single letters"
+        return (
+            f"{where}{character!r} cannot name an axis: an axis is one character other than ASCII whitespace, "
+            "ASCII digits and , - > . [ ]"
+        )
+
+
+def _no_array(character: str) -> str:
+    """Why a character before a bracket names no index array."""
+    normal = unicodedata.normalize("NFKC", character)
+    if normal != character and character.isidentifier():
+        return (
+            f"{character!r} cannot name an index array: index arrays are keyword arguments, and Python reads this one "
+            f"as {normal!r} (NFKC normalisation); take another letter"
+        )
+    return (
+        f"{character!r} cannot name an index array: index arrays are keyword arguments, so their names are single "
+        "letters, as in 'q[n]'"
+    )
 
 
 def _implicit_output(inputs: tuple[Term, ...], text: str) -> Term:
@@ -149,7 +164,7 @@ def _check_letters(spec: Spec, text: str) -> None:
         for entry in term:
             for axis in entry.axes if isinstance(entry, Gather) else (entry,):
                 if axis in arrays:
-                    position = re.search(re.escape(axis) + r"\s*+(?!\[)", text)
+                    position = re.search(rf"{re.escape(axis)}[{WHITESPACE}]*+(?!\[)", text)
                     raise SpecError(
                         f"{axis!r} names an index array elsewhere, so it cannot name an axis: take another letter",
                         text,

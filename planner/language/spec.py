@@ -13,9 +13,13 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-__all__ = ["ELLIPSIS", "Gather", "Operand", "Spec", "Term", "is_letter", "term_axes", "unused_letters"]
+__all__ = ["ELLIPSIS", "WHITESPACE", "Gather", "Operand", "Spec", "Term", "is_axis", "is_letter", "term_axes",
+           "unused_letters"]  # fmt: skip
 
 ELLIPSIS = "..."
+# What may stand between the parts of a spec. Other spaces of Unicode are axes: `opt_einsum.get_symbol` hands them out.
+WHITESPACE = " \t\n\r\f\v"
+_NO_AXIS = frozenset(f"{WHITESPACE}0123456789,->.[]")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,8 +45,16 @@ Term = tuple["str | Gather", ...]
 
 
 def is_letter(character: str) -> bool:
-    """Whether the character can name an axis: a letter that Python's keyword normalisation leaves alone."""
+    """Whether the character can name an index array: a letter that Python's keyword normalisation leaves alone."""
     return character.isidentifier() and character != "_" and unicodedata.normalize("NFKC", character) == character
+
+
+def is_axis(character: str) -> bool:
+    """Whether the character can name an axis: any but ASCII whitespace, ASCII digits and the grammar's own.
+
+    Half of a surrogate pair is no character: no file and no JSON could hold it.
+    """
+    return len(character) == 1 and character not in _NO_AXIS and not "\ud800" <= character <= "\udfff"
 
 
 def term_axes(term: Term) -> tuple[str, ...]:

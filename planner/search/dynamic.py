@@ -215,7 +215,9 @@ class Search:
         """Return what any product adds to the score at least: as much as the cheapest one of almost nothing."""
         if self.objective == "peak":
             return _zero()
-        empty = [_product(terms, size) for terms in (("", "", ""), ("a", "a", "a"), ("a", "a", "")) for size in (0, 1)]
+        kinds = (("", "", ""), ("a", "a", "a"), ("a", "a", ""), ("a", "b", "ab"))
+        # Of size 0 an outer product is the cheapest: not even its result has a byte.
+        empty = [_product(terms, size) for terms in kinds for size in (0, 1)]
         first = min(self.key(self.lower(Einsum(spec, self.dtype)).cost)[0] for spec in empty)
         first *= self._steps()
         return (0, first, 0, 0) if self.objective == "retained" else (first, 0, 0, 0)

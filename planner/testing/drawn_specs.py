@@ -45,10 +45,14 @@ FEATURES = frozenset(
         "negative",  # negative indices under "raise"
         "index dtypes",  # other than int64
         "sizes tuple",  # the whole output shape as sizes
+        "odd axes",  # axes that are no letters, or letters that look alike
     }
 )
 
 _AXES = "abcdefghijklmno"
+# Unicode's spaces, digits, marks and line ends, characters that mean something in regular expressions, in code or in C,
+# and pairs that NFKC would unify: all of them axes, and all of them different ones.
+_ODD_AXES = "×\u00b5\u03bcK\u212a\u00a0\u0663²_\u0301ﬁ\u2028\0+\u3000*𝒜\u200b\x1f'\\({$\u0085→"
 _INDEX_ARRAYS = "qp"
 MOST_AXES = len(_AXES)
 
@@ -151,6 +155,9 @@ def drawn_spec(
         gathers = bool(features & {"gather", "scatter"}) and draw(chance(6))
 
     letters = _AXES[: draw(st.integers(1, max_axes))]
+    if happens("odd axes", 1):
+        first = draw(st.integers(0, len(_ODD_AXES) - 1))
+        letters = (_ODD_AXES[first:] + _ODD_AXES)[: len(letters)]
     sizes = sizes_to_choose(max_size)
     extents: dict[str, int] = {a: draw(sampled(*sizes)) for a in letters}
     if happens("size zero", 1, 12):
@@ -247,5 +254,5 @@ def text_of(terms: list[list[Any]], output: list[Any] | None) -> str:
             return "..."
         return item if isinstance(item, str) else f" {item[0]}[{''.join(map(text, item[1]))}] "
 
-    left = ", ".join("".join(map(text, term)).strip() for term in terms)
-    return left if output is None else f"{left} -> {''.join(map(text, output)).strip()}"
+    left = ", ".join("".join(map(text, term)).strip(" ") for term in terms)
+    return left if output is None else f"{left} -> {''.join(map(text, output)).strip(' ')}"

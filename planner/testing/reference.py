@@ -1,8 +1,8 @@
 """The oracle: what an indirect einsum means, point by point, in higher precision.
 
 It is written apart from all the code it judges: it has its own small parser, and it imports numpy
-and nothing of `planner`. Every letter of a spec is an axis, and the axes together span the *joint
-space*. At each of its points every term names one position, and the meaning is
+and nothing of `planner`. Every character of a spec that names a dimension is an axis, and the axes together
+span the *joint space*. At each of its points every term names one position, and the meaning is
 
     output[position of the output] += product over the inputs of input[position of the input]
 
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
-Axis: TypeAlias = Hashable  # a letter, a label of the sublist form, or ("...", places from the right)
+Axis: TypeAlias = Hashable  # a character, a label of the sublist form, or ("...", places from the right)
 Sizes: TypeAlias = Mapping[Any, int] | Sequence[int] | None
 
 SMALL_POINTS = 1 << 16  # up to here the joint space is enumerated; beyond, pairs of factors are joined
@@ -523,15 +523,13 @@ def _absolute(array: Array) -> npt.NDArray[np.float64]:
 
 # --- the language -------------------------------------------------------------------------------
 
-_LETTER = r"[^\W\d_]"
-_ITEM = re.compile(rf"(?P<array>{_LETTER})\[(?P<bracket>[^\[\]]*)\]|(?P<axis>\.\.\.|{_LETTER})")
+_AXIS = r"[^ \t\n\r\f\v0-9,\->.\[\]\ud800-\udfff]"
+_ITEM = re.compile(rf"(?P<array>{_AXIS})\[(?P<bracket>[^\[\]]*)\]|(?P<axis>\.\.\.|{_AXIS})")
 
 
 @lru_cache(maxsize=4096)
 def _parse(spec: str) -> tuple[tuple[_Term, ...], _Term | None]:
-    text = "".join(spec.split())
-    if unicodedata.normalize("NFKC", text) != text:
-        raise ValueError(f"{spec!r} has letters that NFKC changes")
+    text = re.sub(r"[ \t\n\r\f\v]+", "", spec)
     left, arrow, right = text.partition("->")
     inputs = tuple(_parse_term(term) for term in left.split(","))
     return inputs, (_parse_term(right) if arrow else None)
@@ -545,6 +543,8 @@ def _parse_term(text: str, brackets: bool = True) -> _Term:
         if match is None or (match["array"] and not brackets):
             raise ValueError(f"cannot read {text[place:]!r} in term {text!r}")
         if match["array"]:
+            if not re.fullmatch(r"[^\W\d_]", match["array"]) or not unicodedata.is_normalized("NFKC", match["array"]):
+                raise ValueError(f"{match['array']!r} is no letter, or NFKC changes it: it names no index array")
             items.append(_Gather(match["array"], _parse_term(match["bracket"], brackets=False)))
         else:
             items.append(... if match["axis"] == "..." else match["axis"])

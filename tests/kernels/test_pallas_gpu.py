@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import sys
 import types
 
 import pytest
@@ -20,8 +19,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # no
 
 import planner  # noqa: E402
 from planner.backends.jax import backend as jax_backend  # noqa: E402
-from planner.backends.jax import evaluation as jax_evaluation  # noqa: E402
-from planner.bench import card, jax_card  # noqa: E402
+from planner.backends.jax import evaluation as jax_evaluation
 from planner.kernels.grouped_matmul import pallas_gpu  # noqa: E402
 from planner.kernels.grouping.jax_grouping import group_rows  # noqa: E402
 
@@ -149,14 +147,3 @@ def test_kernels_are_priced_where_they_run(monkeypatch, capability, installed, f
     monkeypatch.setattr(jax, "devices", lambda *_: cards)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: installed or None)
     assert jax_backend.backend.device(()).capability == found
-
-
-def test_the_command_for_a_card_works(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["card", "--smoke"])
-    monkeypatch.setattr(pallas_gpu, "INTERPRET", None)
-    assert card.run(jax_card.JaxCard, "jax", None) == 0
-    said = capsys.readouterr().out
-    assert "kernel bfloat16 (50, 2, 5, 7, 4): equal" in said
-    assert "differ" not in said
-    assert "Error" not in said
-    assert said.count('"floor_seconds"') == 4

@@ -24,7 +24,6 @@ import planner  # noqa: E402
 from planner.backends.torch import index as torch_index  # noqa: E402
 from planner.backends.torch import tensor as torch_tensor  # noqa: E402
 from planner.backends.torch.executable import Executable  # noqa: E402
-from planner.bench import card, torch_card  # noqa: E402
 from planner.bench.ahead_of_time import _occupancy, _signature, cases  # noqa: E402
 from planner.cost.device import H200  # noqa: E402
 from planner.inspect.memory import torch_memory  # noqa: E402
@@ -364,12 +363,17 @@ def test_plans_for_a_card_equal_those_for_the_cpu(spec, shapes, indices):
     ],
 )
 def test_scratch_on_a_card_is_bounded(monkeypatch, spec, shapes, groups, dtype):
-    """What each row allocates beside its results; the kernels themselves, which allocate nothing, are left out."""
+    """What each row allocates beside its results; the kernels themselves, which allocate nothing else, are left out.
+
+    So is torch's grouped product: it runs on the CPU here, where oneDNN's product of bfloat16 matrices takes scratch of
+    its own on some processors and none on others (871,692 bytes for 742,540 with avx512_bf16). No card has that.
+    """
     for module, name in (
         (triton_grouped, "product_kernel"), (triton_pair, "pair_kernel"), (triton_sum, "sum_kernel"),
         (triton_sum, "add_parts_kernel"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, collections.defaultdict(lambda: lambda *_, **__: None))
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", _result_of_grouped_mm)
     random, table = np.random.default_rng(0), load_backend("torch").table
     operands = [torch.from_numpy(integers(random, *shape)).to(getattr(torch, dtype)) for shape in shapes]
     indices = {}
@@ -395,13 +399,10 @@ def test_scratch_on_a_card_is_bounded(monkeypatch, spec, shapes, groups, dtype):
     assert ran
 
 
-def test_the_command_for_a_card_works(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["card", "--smoke"])
-    assert card.run(torch_card.TorchCard, "torch", None) == 0
-    said = capsys.readouterr().out
-    assert "differ" not in said
-    assert "Error" not in said
-    assert said.count('"floor_seconds"') == 6
+def _result_of_grouped_mm(a, b, *, offs):
+    """Memory for the result of torch's grouped product: of rows and matrices, or of two matrices that share rows."""
+    shape = (len(a), b.shape[2]) if b.dim() == 3 else (len(offs), len(a), b.shape[1])
+    return a.new_empty(shape)
 
 
 def test_equal_problems_have_equal_tiles():

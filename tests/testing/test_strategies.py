@@ -1,5 +1,7 @@
 """The strategies: what they draw, what they refuse, how far failures shrink, and that Hypothesis knows them."""
 
+import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -16,6 +18,8 @@ from planner.testing import Problem, indices, operands, problems, problems_of, r
 from planner.testing.array_strategies import INDEX_DTYPES
 from planner.testing.drawn_specs import axes_of
 from planner.testing.strategy_tools import sampled
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @settings(max_examples=50, deadline=None)
@@ -98,6 +102,41 @@ def test_a_problem_prints_what_makes_it_again(problem):
     assert repr(again) == repr(problem)
     for name in names[2:]:
         assert f"{name}=" in repr(problem)
+
+
+DRAWS = """
+import sys
+sys.path.insert(0, {tests!r})
+import conftest
+from hypothesis import given, settings
+from planner.testing import problems
+
+@settings(max_examples=30)
+@given(problems(dtypes=("float32", "int64", "complex64"), mixed_dtypes=True, index_modes=("raise", "drop", "clip")))
+def law(problem):
+    print(problem)
+
+law()
+"""
+
+
+def test_every_run_draws_the_same_examples_but_the_nightly_one(tmp_path):
+    """Whatever the hash seed; nothing is written down that a later run would read."""
+
+    def drawn(profile, seed):
+        environment = os.environ | {"HYPOTHESIS_PROFILE": profile, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        code = DRAWS.format(tests=str(ROOT / "tests"))
+        run = subprocess.run(
+            [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 0, run.stderr
+        return run.stdout.splitlines()
+
+    first = drawn("ci", "1")
+    assert len(first) >= 30
+    assert drawn("ci", "2") == first
+    assert not any(tmp_path.rglob("examples"))
+    assert drawn("nightly", "1") != drawn("nightly", "1")
 
 
 # -- arguments ----------------------------------------------------------------------------------------
@@ -258,11 +297,11 @@ def test_types_are_known_to_hypothesis():
     code = (
         "import hypothesis, sys\n"
         "assert 'torch' not in sys.modules and 'jax' not in sys.modules\n"
-        "from hypothesis import strategies as st\n"
+        "from hypothesis import find, strategies as st\n"
         "import planner\n"
         "from planner.testing import Problem\n"
-        "assert isinstance(st.from_type(Problem).example(), Problem)\n"
-        "spec = st.from_type(planner.Spec).example()\n"
+        "assert isinstance(find(st.from_type(Problem), lambda _: True), Problem)\n"
+        "spec = find(st.from_type(planner.Spec), lambda _: True)\n"
         "assert spec.output_shape is not None\n"
     )
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
