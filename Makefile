@@ -65,7 +65,7 @@ bench: $(READY)
 # Each result is written to the folder OUT as it comes. GPU="--seconds 540 --part torch" is a part of it.
 OUT ?= docs/benchmarks
 gpu:
-	PYTHONPATH=. $(PYTHON) -m planner.backends.card --out $(OUT) $(GPU)
+	PYTHONPATH=. $(PYTHON) -m planner.bench.card --out $(OUT) $(GPU)
 
 # The figures on these pages are measured: build them on a machine with nothing else to do.
 docs: $(READY)

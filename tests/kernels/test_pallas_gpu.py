@@ -19,7 +19,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # no
 
 import planner  # noqa: E402
 from planner.backends.jax import backend as jax_backend  # noqa: E402
-from planner.backends.jax import evaluation as jax_evaluation
+from planner.backends.jax import evaluation as jax_evaluation  # noqa: E402
 from planner.kernels.grouped_matmul import pallas_gpu  # noqa: E402
 from planner.kernels.grouping.jax_grouping import group_rows  # noqa: E402
 
