@@ -14,13 +14,13 @@ from planner.cost.device import Device
 from planner.language.dtypes import asked_dtype, dtype_name, itemsize
 from planner.language.errors import PlannerError, PlannerTypeError, ShapeError
 from planner.language.options import PRECISIONS, Options, Request, check_index_mode
-from planner.language.parse import parse, parse_sublists
+from planner.language.parse import parse, parse_sublists, unpack_operands
 from planner.language.resolve import resolve_shapes, shape_of, shorten
 from planner.language.spec import Operand, Spec
 from planner.language.units import parse_bytes
 from planner.plan import Plan
 from planner.program.contraction import Contraction
-from planner.program.frameworks import framework_of, load_backend, operands_framework
+from planner.program.frameworks import HOW_GIVEN, framework_of, load_backend, operands_framework
 from planner.program.implementations import Backend
 from planner.run import for_dynamo, torch_compiles
 from planner.search.paths import explicit_path
@@ -60,7 +60,7 @@ def contract(
 
     Args:
         spec: the spec; or the operands in numpy's sublist form, ``contract(a, [0, 1], b, [1, 2], [0, 2])``.
-        *operands: torch tensors, jax arrays or numpy arrays, never mixed.
+        *operands: torch tensors, jax arrays or numpy arrays, never mixed; one by one, or all in one list or tuple.
         sizes: sizes of output axes that no input has and of scattered dimensions (by the index array's letter), or
             the whole output shape; by label in the sublist form.
         optimize: "auto", "optimal", "greedy", another opt_einsum name, an explicit path, a `PathOptimizer`, or
@@ -106,7 +106,7 @@ def contract(
 
 def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
     """Contract by the first call of its kind: plan it, remember how to run it, run it."""
-    spec = request.spec
+    spec, operands = request.spec, unpack_operands(request.spec, operands)
     _check_names(contract, indices)
     if not isinstance(spec, (str, Spec)):
         if framework_of(spec) is None or not operands:
@@ -162,7 +162,8 @@ def plan(
 
     Args:
         spec: as in `contract`.
-        *operands: arrays, `Operand` stand-ins, or shapes (float32).
+        *operands: arrays, `Operand` stand-ins, or shapes (float32); one by one, or all in one list or tuple. A list or
+            tuple of integers is the shape of one operand.
         sizes: as in `contract`, and so are the next six.
         optimize: how the tree is found; "measure" times plans only if all operands and index arrays are arrays.
         minimize: what the plan minimises.
@@ -187,6 +188,7 @@ def plan(
         PlannerError: an option is unknown, or the backend's framework is not installed.
     """
     _check_names(plan, indices)
+    operands = tuple(unpack_operands(spec, operands))
     if not isinstance(spec, (str, Spec)):
         spec, operands, letters = parse_sublists((spec, *operands))
         sizes = _lettered(sizes, letters)
@@ -257,7 +259,10 @@ def _plan(
         options,
     )  # fmt: skip
     made = accept_plan(contraction)
-    return Plan.of(autotune(made, operands, indices) if options.optimize == "measure" else made)
+    if options.optimize == "measure":
+        with backend.unwatched():
+            made = autotune(made, operands, indices)
+    return Plan.of(made)
 
 
 def _check_names(call: Callable[..., Any], indices: Mapping[str, Any]) -> None:
@@ -292,6 +297,8 @@ def _describe(backend: Backend, operand: Any, number: int) -> Operand:
     """Describe an array, or read a stand-in or a shape."""
     what = f"operand {number}"
     if isinstance(operand, (tuple, list)):
+        if any(framework_of(n) is not None and getattr(n, "shape", ()) != () for n in operand):
+            raise PlannerTypeError(f"{what} is a {type(operand).__name__} of arrays: {HOW_GIVEN}")
         operand = Operand(tuple(operand))
     if isinstance(operand, Operand):
         described = dataclasses.replace(operand, shape=shape_of(operand.shape, what))

@@ -124,6 +124,12 @@ WRONG = [
     (GATHER, (C,), {"q": Q, "index_mode": "wrap"}, planner.PlannerError, "index_mode='wrap' is unknown"),
     (GATHER, (C,), {"q": Q, "index_mode": ["raise"]}, planner.PlannerError, "index_mode=.* is unknown"),
     ("ij->ij", ([[1.0]],), {}, planner.PlannerTypeError, "operand 0 is a list"),
+    ("ij,jk->ik", (A, [B]), {}, planner.PlannerTypeError, "operand 1 is a list, not an array of torch, jax or numpy: convert it first; give the operands one by one, or all of them in one list or tuple"),
+    ("ij,jk->ik", ([A, [B]],), {}, planner.PlannerTypeError, "operand 1 is a list, not an array"),
+    ("ij,jk->ik", ([A, B], B), {}, planner.PlannerTypeError, "operand 0 is a list, not an array"),
+    ("ij,jk->ik", ([A],), {}, planner.ShapeError, "2 input"),
+    ("ij->ij", ([],), {}, planner.PlannerTypeError, "operand 0 is a list"),
+    ([A, B], ("ij,jk->ik",), {}, planner.PlannerTypeError, "the spec must be a string, not list"),
     ("ij,jk->ik", (A, None), {}, planner.PlannerTypeError, "operand 1 is a NoneType"),
     ("ij->ij", ("ab",), {}, planner.PlannerTypeError, "operand 0 is a str"),
     ("ij->ij", (A,), {"minimize": "speed"}, planner.PlannerError, "minimize='speed' is unknown"),
@@ -260,7 +266,7 @@ def test_backends_are_held_to_the_protocol(name):
     assert asked == {
         "bind", "check_devices", "check_index", "compiled_bytes", "compiles", "device", "environment", "group", "name",
         "operand", "pins_tiles", "refuse_dataless", "result_dtype", "signature", "stepwise", "strided", "table",
-        "trial",
+        "trial", "unwatched",
     }  # fmt: skip
     backend = type(load_backend(name))
     assert Backend in backend.__mro__

@@ -1,6 +1,7 @@
 """torch against the oracle: values, gradients, transforms and kernels, on integers that make every sum exact."""
 
 import dataclasses
+import itertools
 from random import Random
 
 import numpy as np
@@ -27,6 +28,7 @@ from laws import (
 
 import planner
 from planner.cost.device import H200
+from planner.cost.figures import ITEMSIZES
 from planner.inspect.memory import torch_counts
 from planner.program.ops import Einsum, JointGradient
 from planner.testing import Problem
@@ -36,6 +38,7 @@ from planner.workloads import WORKLOADS
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from planner.backends.torch.executable import Executable  # noqa: E402
+from planner.backends.torch.ops import promote  # noqa: E402
 
 
 def to_torch(array, dtype=None):
@@ -136,6 +139,16 @@ def test_values_of_integers(dtype):
         check_values(problem, strided)
 
     law()
+
+
+def test_promotion_is_that_of_torch():
+    """All pairs of dtypes: planning does not ask torch, so that nothing sees it ask."""
+    for first, second in itertools.product(ITEMSIZES, repeat=2):
+        try:
+            expected = name_of(torch.promote_types(getattr(torch, first), getattr(torch, second)))
+        except RuntimeError:
+            expected = None
+        assert promote(first, second) == expected, (first, second)
 
 
 @settings(max_examples=examples(100, 1_000))

@@ -12,7 +12,7 @@ from laws import Floors, exact_problems, in_other_strides
 
 import planner
 from planner.cost.device import CPU
-from planner.cost.layout import Layout, flattens, layout_of, neighbours, permuted, strides_in, without
+from planner.cost.layout import Layout, flattens, layout_of, neighbours, permuted, strides_in, view_strides, without
 from planner.inspect.memory import torch_memory
 from planner.language.spec import Operand, Spec
 from planner.program.frameworks import load_backend
@@ -67,6 +67,31 @@ def test_what_flattens_can_be_viewed(array, random):
     assert found == viewable or (viewable and strides_of(array).count(0) > 1)
 
 
+@settings(max_examples=examples(500, 10_000))
+@given(arrays(), st.randoms(use_true_random=False), st.booleans())
+def test_view_strides_are_those_of_torch(array, random, empty):
+    """The same views exist, with the same strides, dimensions of size 1 included."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    tensor = torch.empty_strided(array.shape, strides_of(array))
+    if empty and array.ndim:
+        tensor = tensor.narrow(random.randrange(array.ndim), 0, 0)
+    # Other groups of neighbours, with dimensions of size 1 in between.
+    factors = [f for n in tensor.shape for f in {4: (2, 2)}.get(n, (n,)) if f != 1]
+    shape = []
+    for factor in factors:
+        if shape and random.random() < 0.4:
+            shape[-1] *= factor
+        else:
+            shape += [1] * (random.random() < 0.2) + [factor]
+    shape += [1] * (random.random() < 0.2)
+    for into in (tuple(shape), tuple(tensor.shape)):
+        try:
+            expected = tensor.view(into).stride()
+        except RuntimeError:
+            expected = None
+        assert view_strides(tensor.shape, tensor.stride(), into) == expected, (tensor.shape, tensor.stride(), into)
+
+
 @settings(max_examples=examples(200, 5_000))
 @given(arrays(), st.randoms(use_true_random=False))
 def test_views_have_the_layouts_of_their_strides(array, random):
@@ -90,6 +115,45 @@ def test_dimensions_of_size_1_make_no_difference():
     assert layout_of((4, 1, 3), operand.strides) == Layout(((0, 2),), unit=False)
     assert layout_of((1, 1), (7, 9)) is None
     assert layout_of((0, 3), (7, 9)) is None
+
+
+def test_stand_ins_have_the_shapes_and_strides_of_tensors():
+    """What the stock evaluation makes of stand-ins, step by step, beside what it makes of tensors."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from planner.backends.common.stock import evaluation
+    from planner.backends.torch.ops import OPS
+    from planner.backends.torch_strides import STRIDE_OPS, Strided
+
+    floors = Floors()
+
+    def standin(x):
+        return Strided(tuple(x.shape), x.stride(), x.requires_grad)
+
+    @settings(max_examples=examples(400, 10_000))
+    @example(Problem("abcd, abcd -> abcd", ((2, 3, 4, 5), (2, 3, 4, 5)), seed=1), True, 1)
+    @example(Problem("ik, kj -> ikj", ((5, 4), (4, 3))), True, 0)
+    @given(exact_problems(max_operands=2, max_axes=5, max_size=3), st.booleans(), st.integers(0, 2))
+    def law(problem, gradients, alike):
+        arrays = [in_other_strides(x, Random(problem.seed)) for x in problem.operands()]
+        operands = [torch.from_numpy(x) for x in arrays]
+        if alike == 1:  # images with neighbouring channels, which torch tells from others
+            operands = [x.to(memory_format=torch.channels_last) if x.dim() == 4 else x for x in operands]
+        if alike == 2:  # dense, in one order of memory
+            operands = [x.mT.contiguous().mT if x.dim() > 1 else x for x in operands]
+        operands = [x.detach().requires_grad_(gradients) for x in operands]
+        indices = {name: torch.from_numpy(q).long() for name, q in problem.indices.items()}
+        spec = planner.resolve(problem.spec, *operands, sizes=problem.sizes, **indices)
+        views = [x.reshape(shape) for x, shape in zip(operands, map(spec.shape, spec.inputs), strict=True)]
+        index = {g: (indices[g.array] % max(1, g.size or 1)).reshape(spec.shape(g.axes)) for g in spec.gathers}
+        result = evaluation(OPS, spec)(views, index, False)
+        shadow = {gather: standin(q) for gather, q in index.items()}
+        found = evaluation(STRIDE_OPS, spec)([standin(x) for x in views], shadow, False)
+        assert (found.shape, found.strides) == (tuple(result.shape), result.stride()), str(spec)
+        assert found.requires_grad == result.requires_grad
+        floors.note(pairs=len(operands) == 2, strided=not result.is_contiguous(), gathers=bool(index))
+
+    law()
+    floors.at_least(examples(400, 10_000), pairs=0.3, strided=0.1, gathers=0.1)
 
 
 def test_results_lie_in_memory_as_the_plan_says():

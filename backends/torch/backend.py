@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,16 @@ from torch import Tensor
 from planner.backends.common.common import check_index_dtype
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex, in_range
-from planner.backends.torch.modes import as_planned, autocasts, grad_enabled, in_functorch, transform, transformed
-from planner.backends.torch.ops import torch_dtype
+from planner.backends.torch.modes import (
+    as_planned,
+    autocasts,
+    grad_enabled,
+    in_functorch,
+    transform,
+    transformed,
+    unwatched,
+)
+from planner.backends.torch.ops import promote
 from planner.backends.torch.rows import make_table
 from planner.backends.torch.runner import runner
 from planner.backends.torch.tensor import dataless, not_dense
@@ -65,16 +74,15 @@ class TorchBackend(Backend):
 
     def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any]) -> str:
         """Promote as torch does tensors of the same category."""
-        result = torch_dtype(dtypes[0])
+        result = dtypes[0]
         for number, name in enumerate(dtypes[1:], 1):
-            try:
-                result = torch.promote_types(result, torch_dtype(name))
-            except RuntimeError:  # of the wider unsigned types torch promotes none
-                other = str(result).removeprefix("torch.")
+            wider = promote(result, name)
+            if wider is None:
                 raise PlannerTypeError(
-                    f"operand {number} is {name}, which torch does not promote with {other}: cast one of the operands"
-                ) from None
-        return str(result).removeprefix("torch.")
+                    f"operand {number} is {name}, which torch does not promote with {result}: cast one of the operands"
+                )
+            result = wider
+        return result
 
     def device(self, operands: Sequence[Any]) -> Device:
         """Rates of the machine that the operands are on."""
@@ -132,6 +140,10 @@ class TorchBackend(Backend):
                 torch.cuda.synchronize(leaves[0].device)
 
         return once
+
+    def unwatched(self) -> AbstractContextManager[object]:
+        """Hide what runs from modes and from hooks on saved tensors."""
+        return unwatched()
 
     def pins_tiles(self) -> bool:
         """As torch is asked for deterministic algorithms: another tiling adds in another order."""

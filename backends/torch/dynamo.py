@@ -17,6 +17,7 @@ from planner.backends.torch.index import TorchIndex
 from planner.language.dtypes import asked_dtype
 from planner.language.errors import PlannerError
 from planner.language.options import Request
+from planner.language.parse import unpack_operands
 from planner.program.callbacks import callbacks
 
 __all__ = ["contract", "group", "run_plan"]
@@ -32,6 +33,7 @@ register_pytree_node(TorchIndex, TorchIndex.parts, TorchIndex.joined, serialized
 
 def contract(asked: Sequence[Any], operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
     """Contract as `planner.contract` does; `asked` are its arguments in the order of `Request`."""
+    operands = unpack_operands(asked[0], operands)
     # Dynamo records tensors, numbers and strings.
     if not any(isinstance(x, torch.Tensor) for x in (asked[0], *operands)):
         return _contract_apart(Request(*asked), operands, indices)

@@ -8,10 +8,8 @@ plan has it, and a product with a repeated operand whose gradient the plan sums 
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +17,8 @@ from torch import Tensor
 from planner.backends.common.stock import evaluation
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
-from planner.backends.torch.ops import OPS, unit_strided
+from planner.backends.torch.ops import OPS
+from planner.backends.torch_strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps
 from planner.cost.layout import layout_of
 from planner.language.derive import transpose
 from planner.language.spec import Spec
@@ -28,7 +27,7 @@ from planner.program.ops import Cast, Op
 from planner.program.program import Program
 from planner.program.tree import Leaf, Tree
 
-__all__ = ["NATIVE", "compile_native", "standin"]
+__all__ = ["NATIVE", "compile_native"]
 
 # From operands to the result; index arrays, which plans of native calls have none of, may be given as well.
 Run = Callable[..., Tensor]
@@ -41,21 +40,28 @@ NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multipl
 COMPOSED = ("diagonal", "multiply, sum")
 
 
-def compile_native(tree: Tree, operands: Sequence[Tensor], backward: Program | None) -> Run | None:
+def compile_native(
+    tree: Tree, operands: Sequence[Strided], backward: Program | None, transformed: bool = False
+) -> Run | None:
     """Return a function from operands to the result, or None if the tree needs more than native calls.
+
+    No operator of torch runs here: what the calls would do is found out on stand-ins.
 
     Args:
         tree: the plan's tree.
-        operands: stand-ins on the meta device, with the true strides; they take gradients where operands do.
+        operands: stand-ins with the strides of the operands; they take gradients where operands do.
         backward: the plan's backward program; None where no gradient is asked for: then steps may copy, since nothing
             is kept.
+        transformed: whether the calls will stand under a transform of `torch.func`, or in forward mode.
     """
     chosen = None if backward is None else {step.op.spec: step.choice.lowering for step in backward.steps}
-    made = _compile(tree, operands, chosen)
+    made = _compile(tree, operands, chosen, TRANSFORMED_STRIDE_OPS if transformed else STRIDE_OPS)
     return None if made is None else made[0]
 
 
-def _compile(tree: Tree, operands: Sequence[Tensor], chosen: Lowerings) -> tuple[Run, Tensor] | None:
+def _compile(
+    tree: Tree, operands: Sequence[Strided], chosen: Lowerings, stride_ops: StrideOps
+) -> tuple[Run, Strided] | None:
     """Also the stand-in of the result."""
     copies = chosen is None
     if isinstance(tree, Leaf):
@@ -64,22 +70,22 @@ def _compile(tree: Tree, operands: Sequence[Tensor], chosen: Lowerings) -> tuple
         return None
     if not copies and stock_kind(tree.op) in COMPOSED:
         return None
-    children = [_compile(child, operands, chosen) for child in tree.children]
+    children = [_compile(child, operands, chosen, stride_ops) for child in tree.children]
     if any(child is None for child in children):
         return None
     parts = [child for child in children if child is not None]
     standins = [standin for _, standin in parts]
     if chosen is not None and not _sums_alike(tree.op, standins, chosen):
         return None
-    direct = stock_kind(tree.op) == "matmul" and tree.op.dtype != "bool"  # torch multiplies no bool matrices
-    step = _matmul_step(tree.op, standins, copies) if direct else _stock_step(tree.op)
-    if step is None:
+    result = evaluation(stride_ops, tree.op.spec)(standins, {}, False)
+    if result.copied and not copies:
         return None
-    result = step(*standins)
-    planned = tree.op.with_layouts(layout_of(x.shape, x.stride()) for x in standins)
+    planned = tree.op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
     _, layout = stock_layout(planned)
-    if not (layout is not None and layout.unknown) and layout != layout_of(result.shape, result.stride()):
+    if not (layout is not None and layout.unknown) and layout != layout_of(result.shape, result.strides):
         return None
+    direct = stock_kind(tree.op) == "matmul" and tree.op.dtype != "bool"  # torch multiplies no bool matrices
+    step = _matmul_step(tree.op) if direct else _stock_step(tree.op)
     if len(parts) == 1:
         (inner, _) = parts[0]
         return (lambda xs, _=None: step(inner(xs))), result
@@ -94,7 +100,7 @@ def _compile(tree: Tree, operands: Sequence[Tensor], chosen: Lowerings) -> tuple
     return (lambda xs, _=None: step(left(xs), right(xs))), result
 
 
-def _sums_alike(op: Op, standins: Sequence[Tensor], chosen: Mapping[Spec, str]) -> bool:
+def _sums_alike(op: Op, standins: Sequence[Strided], chosen: Mapping[Spec, str]) -> bool:
     """Whether the plan makes gradients of a product's repeated operands as torch does: a product as a whole, summed."""
     if stock_kind(op) != "multiply":
         return True
@@ -110,7 +116,7 @@ def _stock_step(op: Op) -> Callable[..., Tensor]:
     return lambda *inputs: run(inputs, {}, False)
 
 
-def _matmul_step(op: Op, standins: Sequence[Tensor], copies: bool) -> Callable[..., Tensor] | None:
+def _matmul_step(op: Op) -> Callable[..., Tensor]:
     spec, form = op.spec, product_form(op.spec)
     assert form is not None
     letters = [tuple(str(e) for e in term) for term in spec.inputs]
@@ -129,31 +135,4 @@ def _matmul_step(op: Op, standins: Sequence[Tensor], copies: bool) -> Callable[.
         if first == 0:
             return lambda a, b: mm(a.t() if flip_a else a, b.t() if flip_b else b)
         return lambda a, b: mm(b.t() if flip_a else b, a.t() if flip_b else a)
-    if not copies:
-        b_, m, n, k = form.sizes
-        groups = form.matrices[:2]
-        for x, axes, parts, shape in zip(standins, letters, groups, ((b_, m, k), (b_, k, n)), strict=True):
-            ordered = x.permute([axes.index(axis) for group in parts for axis in group])
-            if not _viewable(ordered, shape):
-                return None
-            matrices = ordered.reshape(shape)
-            if form.batch and unit_strided(matrices) is not matrices:
-                return None
     return OPS.product(form, spec)
-
-
-def _viewable(x: Tensor, shape: Sequence[int]) -> bool:
-    if math.prod(shape) == 0:
-        return True
-    try:
-        x.view(tuple(shape))
-    except (RuntimeError, ValueError):  # the latter of rules in Python, which compilers use
-        return False
-    return True
-
-
-def standin(shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype) -> Any:
-    """Return a tensor without data."""
-    if strides is None:
-        return torch.empty(tuple(shape), dtype=dtype, device="meta")
-    return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device="meta")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 __all__ = ["as_planned", "autocasts", "autograd_batches", "forward_mode", "grad_enabled", "in_functorch", "over_batch",
-           "transform", "transformed", "untraced", "unwrapped"]  # fmt: skip
+           "transform", "transformed", "unwatched", "unwrapped"]  # fmt: skip
 
 # Arguments without the wrappers of transforms that have ended: tensors that a Function saved may have some.
 unwrapped = torch._functorch.utils.unwrap_dead_wrappers
@@ -22,8 +23,23 @@ grad_enabled = torch.is_grad_enabled
 autocasts = torch._C._is_any_autocast_enabled
 # Plans say what is computed in which dtype: within this context nothing is cast.
 as_planned = torch._C._DisableAutocast
-# Within this context tensors are what they say: a compiler's fake tensors, and its record of what is done, are away.
-untraced = torch.utils._python_dispatch._disable_current_modes
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Run what is timed so that the caller's modes and hooks on saved tensors do not see it.
+
+    Otherwise `optimize="measure"` inside of `torch.utils.checkpoint` would save more tensors the first time than when
+    the call is computed again.
+    """
+    hooks: Any = torch._C._autograd
+    hooked = hooks._saved_tensors_hooks_is_enabled() and hooks._top_saved_tensors_default_hooks(True) is not None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        if hooked:  # only the innermost hooks are called
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
+        yield
 
 
 def in_functorch() -> bool:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from planner.backends.common.stock import Product, matmul_product
 from planner.backends.torch.modes import transformed
+from planner.cost.figures import itemsize
 from planner.language.spec import Spec
 from planner.program.forms import ProductForm
 
-__all__ = ["OPS", "TorchOps", "cast", "multiply", "torch_dtype", "unit_strided"]
+__all__ = ["OPS", "TorchOps", "cast", "multiply", "promote", "torch_dtype", "unit_strided"]
 
 
 @lru_cache(maxsize=64)
@@ -23,6 +24,36 @@ def torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def promote(first: str, second: str) -> str | None:
+    """Return the dtype that torch promotes two dtypes to, or None where it refuses.
+
+    `torch.promote_types` is an operator: whatever watches the operators around a call would see it.
+    """
+    if first == second:
+        return first
+    if first in _WIDE_UNSIGNED or second in _WIDE_UNSIGNED:
+        other = second if first in _WIDE_UNSIGNED else first
+        return other if _kind(other) == 2 else None
+    if {first, second} == {"int8", "uint8"}:
+        return "int16"
+    if {first, second} == {"float16", "bfloat16"}:
+        return "float32"
+    if {first, second} == {"float64", "complex64"}:
+        return "complex128"
+    return max(first, second, key=lambda dtype: (_kind(dtype), itemsize(dtype)))
+
+
+# Torch promotes these with floats only.
+_WIDE_UNSIGNED = ("uint16", "uint32", "uint64")
+
+
+def _kind(dtype: str) -> int:
+    """The rank of a dtype's category: truth values, integers, floats, complex numbers."""
+    if dtype == "bool":
+        return 0
+    return 3 if dtype.startswith("complex") else 2 if "float" in dtype else 1
 
 
 def _is_half(x: Tensor) -> bool:

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from planner.backends.torch.autograd import recorded
-from planner.backends.torch.eager import NATIVE, compile_native, standin
+from planner.backends.torch.eager import NATIVE, compile_native
 from planner.backends.torch.executable import Executable, executable_of
-from planner.backends.torch.modes import as_planned, autocasts, forward_mode, in_functorch, transformed, untraced
-from planner.backends.torch.ops import torch_dtype
+from planner.backends.torch.modes import as_planned, autocasts, forward_mode, in_functorch, transformed
 from planner.backends.torch.tensor import dataless
 from planner.backends.torch.traced import run_forward, wide_result
+from planner.backends.torch_strides import Strided
+from planner.cost.layout import row_major
 from planner.language.errors import PlannerError
 from planner.program.implementations import Table
 from planner.program.plan import PlanRecord
@@ -61,12 +62,13 @@ def _native(bound: Executable) -> Runner | None:
         return lambda operands, indices: bound.views(operands)[0].view_as(bound.views(operands)[0])
     if not all(step.choice.lowering in NATIVE for step in plan.programs.forward.steps):
         return None
-    with torch.set_grad_enabled(requires), untraced():
-        metas = [standin(o.shape, o.strides, torch_dtype(o.dtype)) for o in plan.operands]
-        if not transformed():  # else steps do as they do where derivatives are recorded
-            metas = [x.requires_grad_(o.requires_grad) for x, o in zip(metas, plan.operands, strict=True)]
-        metas = [x.reshape(shape) for x, shape in zip(metas, bound.shapes, strict=True)]
-        native = compile_native(plan.tree, metas, bound.programs.backward)
+    under_transform = transformed()  # there steps do as they do where derivatives are recorded
+    standins = []
+    for o, shape in zip(plan.operands, bound.reshape, strict=True):
+        strides = row_major(o.shape) if o.strides is None else o.strides
+        x = Strided(o.shape, strides, requires and o.requires_grad and not under_transform)
+        standins.append(x if shape is None else x.reshape(shape))
+    native = compile_native(plan.tree, standins, bound.programs.backward, under_transform)
     if native is not None and any(shape is not None for shape in bound.reshape):
         return lambda operands, indices: native(bound.views(operands))
     return native

@@ -21,7 +21,7 @@ from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.modes import as_planned
 from planner.backends.torch.ops import OPS, torch_dtype
 from planner.backends.torch.tensor import dataless, finite, occurs
-from planner.cost.layout import row_major, without_gaps
+from planner.cost.layout import row_major, view_strides, without_gaps
 from planner.language.derive import transpose
 from planner.language.spec import Operand
 from planner.program.frameworks import load_backend
@@ -162,8 +162,9 @@ class Promise(NamedTuple):
             step *= variable.shape[d]
         if operand is None:
             return cls(variable.shape, tuple(strides), torch_dtype(variable.dtype))
-        shaped = torch.empty_strided(variable.shape, strides, device="meta").view(operand.shape)
-        return cls(operand.shape, shaped.stride(), torch_dtype(operand.dtype))
+        shaped = view_strides(variable.shape, strides, operand.shape)
+        assert shaped is not None  # they differ by dimensions of size 1
+        return cls(operand.shape, shaped, torch_dtype(operand.dtype))
 
     def standin(self, like: Tensor) -> Tensor:
         """A tensor without values, on another's device."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from planner.language.spec import Gather, Operand, Spec, Term
 
 __all__ = ["Layout", "flattens", "layout_of", "neighbours", "permuted", "reordered", "row_major", "scattered",
-           "strides_in", "without", "without_gaps"]  # fmt: skip
+           "strides_in", "view_strides", "without", "without_gaps"]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +48,45 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(1, size)
     return tuple(reversed(strides))
+
+
+def view_strides(shape: Sequence[int], strides: Sequence[int], into: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the strides of an array's view in another shape, or None if only a copy can have that shape.
+
+    Example:
+        >>> view_strides((2, 3, 4), (12, 4, 1), (6, 4))
+        (4, 1)
+        >>> view_strides((3, 2, 4), (4, 12, 1), (6, 4)) is None
+        True
+
+    Args:
+        shape: the array's sizes.
+        strides: the array's strides.
+        into: the view's sizes, of as many elements.
+
+    Source:
+        `computeStride` of torch, which gives dimensions of size 1 these strides too.
+    """
+    if 0 in shape:
+        return tuple(strides) if tuple(shape) == tuple(into) else row_major(into)
+    if not shape:
+        return (1,) * len(into)
+    found: list[int] = []
+    left = list(into)
+    # From the innermost dimension outwards: runs of the array that are flat, each parted into dimensions of the view.
+    step, flat = strides[-1], 1
+    for d in reversed(range(len(shape))):
+        flat *= shape[d]
+        if d > 0 and (shape[d - 1] == 1 or strides[d - 1] == flat * step):
+            continue
+        seen = 1
+        while left and (seen < flat or left[-1] == 1):
+            found.append(seen * step)
+            seen *= left.pop()
+        if seen != flat:
+            return None
+        step, flat = strides[d - 1], 1
+    return None if left else tuple(reversed(found))
 
 
 def layout_of(shape: Sequence[int], strides: Sequence[int] | None) -> Layout | None:

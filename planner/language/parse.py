@@ -13,7 +13,10 @@ import numpy as np
 from planner.language.errors import PlannerTypeError, SpecError
 from planner.language.spec import ELLIPSIS, WHITESPACE, Gather, Spec, Term, is_axis, is_letter, unused_letters
 
-__all__ = ["parse", "parse_sublists"]
+__all__ = ["parse", "parse_sublists", "unpack_operands"]
+
+# A list of these is no list of operands.
+NUMBERS = (int, float, complex, np.integer)
 
 
 @lru_cache(maxsize=4096)
@@ -218,3 +221,14 @@ def parse_sublists(arguments: Sequence[Any]) -> tuple[Spec, tuple[Any, ...], dic
     if len(sublists) > len(operands):
         return Spec(inputs, term(sublists[-1])), operands, names
     return Spec(inputs, _implicit_output(inputs, "")), operands, names
+
+
+def unpack_operands(spec: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Return the operands of a call, which may be given as one list or tuple, as to `torch.einsum`.
+
+    A list or tuple of numbers is no list of operands: of integers it is a shape.
+    """
+    if len(operands) != 1 or not isinstance(spec, (str, Spec)) or not isinstance(operands[0], (list, tuple)):
+        return operands
+    (given,) = operands
+    return operands if all(isinstance(n, NUMBERS) for n in given) else tuple(given)

@@ -12,9 +12,11 @@ from typing import Any
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.program.implementations import Backend
 
-__all__ = ["framework_of", "load_backend", "operands_framework"]
+__all__ = ["HOW_GIVEN", "framework_of", "load_backend", "operands_framework"]
 
 BACKENDS = ("torch", "jax", "numpy")
+# What errors say of a list among the operands.
+HOW_GIVEN = "give the operands one by one, or all of them in one list or tuple"
 
 
 @lru_cache(maxsize=8)
@@ -72,8 +74,9 @@ def operands_framework(operands: Sequence[Any], indices: Mapping[str, Any]) -> s
     ):
         found = framework_of(array)
         if found is None:
+            hint = f"; {HOW_GIVEN}" if isinstance(array, (list, tuple)) else ""
             raise PlannerTypeError(
-                f"{label} is a {type(array).__name__}, not an array of torch, jax or numpy: convert it first"
+                f"{label} is a {type(array).__name__}, not an array of torch, jax or numpy: convert it first{hint}"
             )
         if first is not None and found != first:
             raise PlannerError(f"{label} is a {found} array, but operand 0 is of {first}: convert one of them")

@@ -11,6 +11,7 @@ Laws, held by the tests for every backend:
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -265,6 +266,10 @@ class Backend(Protocol):
         None where the arrays hold no values to run on, as under tracing. It changes nothing of the arrays.
         """
         ...
+
+    def unwatched(self) -> AbstractContextManager[object]:
+        """Return a context for measuring: what runs in it is hidden from all that watches operators around a call."""
+        return nullcontext()
 
     def pins_tiles(self) -> bool:
         """Whether the tiles of a kernel are those of the problem alone, whatever is measured."""

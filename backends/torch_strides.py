@@ -1,0 +1,231 @@
+"""Stand-ins for tensors that have a shape and strides and nothing else, and torch's functions on them, in plain Python.
+
+A plan runs as native torch calls only if autograd then keeps what the plan says, and if results have the strides that
+the plan says. To find out, the calls are tried on these stand-ins (see `torch_native`). They cannot be tried on
+tensors, not even on meta tensors. A call is often planned inside of something that watches operators, such as
+`torch.utils.checkpoint`, hooks on saved tensors or a `TorchDispatchMode`. It would see operators that the user never
+called.
+
+Each rule below is torch's own, dimensions of size 1 included. The tests compare them with what torch does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from planner.backends.common.stock import Product, matmul_product
+from planner.cost.layout import row_major, view_strides
+from planner.language.spec import Spec
+from planner.program.ops import ProductForm
+
+__all__ = ["STRIDE_OPS", "TRANSFORMED_STRIDE_OPS", "Strided", "StrideOps"]
+
+
+class Strided(NamedTuple):
+    """A stand-in for a tensor.
+
+    Attributes:
+        shape: sizes of the dimensions.
+        strides: elements between neighbours along each dimension.
+        requires_grad: whether autograd records what is computed from it.
+        copied: whether it, or what it is computed from, was copied to be seen in another shape or with unit strides.
+            Under autograd such a copy is kept for the backward pass.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    requires_grad: bool = False
+    copied: bool = False
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether it is row-major, as torch sees it."""
+        if 0 in self.shape:
+            return True
+        wanted = row_major(self.shape)
+        return all(n == 1 or self.strides[d] == wanted[d] for d, n in enumerate(self.shape))
+
+    def view(self, shape: Sequence[int], strides: Sequence[int]) -> Strided:
+        """Return a view of it."""
+        return self._replace(shape=tuple(shape), strides=tuple(strides))
+
+    def reshape(self, shape: Sequence[int]) -> Strided:
+        """Return it in another shape: a view where there is one, else a copy."""
+        strides = view_strides(self.shape, self.strides, shape)
+        if strides is None:
+            return self.view(shape, row_major(shape))._replace(copied=True)
+        return self.view(shape, strides)
+
+
+@dataclasses.dataclass(frozen=True)
+class StrideOps:
+    """`ArrayOps` of stand-ins.
+
+    Attributes:
+        transformed: whether the calls stand under a transform of `torch.func`, or in forward mode.
+    """
+
+    transformed: bool = False
+
+    def permute(self, x: Strided, dims: Sequence[int]) -> Strided:
+        return x.view([x.shape[d] for d in dims], [x.strides[d] for d in dims])
+
+    def diagonal(self, x: Strided, first: int, second: int) -> Strided:
+        rest = [d for d in range(len(x.shape)) if d not in (first, second)]
+        size, stride = min(x.shape[first], x.shape[second]), x.strides[first] + x.strides[second]
+        return x.view([*(x.shape[d] for d in rest), size], [*(x.strides[d] for d in rest), stride])
+
+    def expand(self, x: Strided, shape: Sequence[int]) -> Strided:
+        strides: list[int] = []
+        missing = len(shape) - len(x.shape)
+        for d in reversed(range(len(shape))):
+            size = x.shape[d - missing] if d >= missing else 1
+            if size != shape[d] or not x.shape:
+                stride = 0
+            else:
+                stride = x.strides[d - missing] if d >= missing else shape[d + 1] * strides[0]
+            strides.insert(0, stride)
+        return x.view(shape, strides)
+
+    def sum(self, x: Strided, dims: Sequence[int]) -> Strided:
+        return _computed([n for d, n in enumerate(x.shape) if d not in dims], x)
+
+    def product(self, form: ProductForm, spec: Spec) -> Product:
+        return matmul_product(self.matmul, self.multiply, self.permute, form, spec)
+
+    def matmul(self, a: Strided, b: Strided) -> Strided:
+        if len(a.shape) == 3:
+            a, b = _unit_strided(a), _unit_strided(b)
+        return _computed((*a.shape[:-1], b.shape[-1]), a, b)
+
+    def multiply(self, a: Strided, b: Strided) -> Strided:
+        """As `torch_ops.multiply`: row-major unless derivatives are recorded."""
+        product = _pointwise(a, b)
+        recorded = self.transformed or product.requires_grad
+        if recorded or (a.is_contiguous and b.is_contiguous and product.is_contiguous):
+            return product
+        return _computed(product.shape, a, b)
+
+    def iota(self, size: int, like: Strided) -> Strided:
+        return Strided((size,), (1,))
+
+    def take(self, x: Strided, index: Sequence[Strided]) -> Strided:
+        flat = index[0] if len(index) == 1 else _pointwise(*index)
+        return _computed((*flat.shape, *x.shape[len(index) :]), x)
+
+    def add_at(self, shape: Sequence[int], index: Sequence[Strided], values: Strided) -> Strided:
+        return _computed(shape, values)
+
+    def select(self, mask: Strided, x: Strided, otherwise: float) -> Strided:
+        return _pointwise(mask, x, Strided((), ()))
+
+    def zeros(self, shape: Sequence[int], like: Strided) -> Strided:
+        return Strided(tuple(shape), row_major(shape))
+
+
+# Two, so that what a spec is worked out into is found again.
+STRIDE_OPS, TRANSFORMED_STRIDE_OPS = StrideOps(), StrideOps(transformed=True)
+
+
+def _computed(shape: Sequence[int], *inputs: Strided, strides: Sequence[int] | None = None) -> Strided:
+    """A new tensor, row-major unless strides are given."""
+    return Strided(
+        tuple(shape),
+        row_major(shape) if strides is None else tuple(strides),
+        any(x.requires_grad for x in inputs),
+        any(x.copied for x in inputs),
+    )
+
+
+def _unit_strided(x: Strided) -> Strided:
+    """As `torch_ops.unit_strided`."""
+    if x.is_contiguous or 1 in x.strides[-2:] or 1 in x.shape[-2:] or x.shape[0] == 1:
+        return x
+    return x.view(x.shape, row_major(x.shape))._replace(copied=True)
+
+
+def _pointwise(*inputs: Strided) -> Strided:
+    """What torch's TensorIterator allocates for the result of a function of elements.
+
+    If all inputs lie alike and without gaps, so does the result. Else it has no gaps, and its dimensions lie in the
+    order in which the first input that tells them apart has them.
+    """
+    ndim = max(len(x.shape) for x in inputs)
+    padded = [(1,) * (ndim - len(x.shape)) + x.shape for x in inputs]
+    shape = tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
+    if all(x.shape == shape for x in inputs):
+        if all(x.is_contiguous for x in inputs):
+            return _computed(shape, *inputs)
+        if all(_channels_last(x) for x in inputs):
+            _, c, h, w = shape
+            return _computed(shape, *inputs, strides=(c * w * h, 1, c * w, c))
+        if all(_dense(x) and x.strides == inputs[0].strides for x in inputs):
+            return _computed(shape, *inputs, strides=inputs[0].strides)
+    steps = [_steps(x, shape) for x in inputs]
+    order = _innermost_first(shape, steps)
+    if order == list(reversed(range(ndim))):
+        return _computed(shape, *inputs)
+    strides, stride = [0] * ndim, 1
+    for d in order:
+        strides[d] = stride
+        stride *= shape[d]
+    return _computed(shape, *inputs, strides=strides)
+
+
+def _steps(x: Strided, shape: Sequence[int]) -> list[int]:
+    """The strides of an input along the dimensions of a result, 0 where it is broadcast."""
+    missing = len(shape) - len(x.shape)
+    return [0 if d < missing or x.shape[d - missing] != shape[d] else x.strides[d - missing] for d in range(len(shape))]
+
+
+def _innermost_first(shape: Sequence[int], steps: Sequence[Sequence[int]]) -> list[int]:
+    """Dimensions in the order of memory of a result, by torch's insertion sort, in which not all pairs compare."""
+    order = list(reversed(range(len(shape))))
+    for start in range(1, len(order)):
+        at = start
+        for before in reversed(range(start)):
+            comparison = _compare(order[before], order[at], shape, steps)
+            if comparison > 0:
+                order[before], order[at] = order[at], order[before]
+                at = before
+            elif comparison < 0:
+                break
+    return order
+
+
+def _compare(first: int, second: int, shape: Sequence[int], steps: Sequence[Sequence[int]]) -> int:
+    """1 if the second dimension lies inside of the first, -1 if the first does, 0 if no input tells."""
+    for along in steps:
+        if along[first] == 0 or along[second] == 0:  # broadcast
+            continue
+        if along[first] != along[second]:
+            return 1 if along[first] > along[second] else -1
+        if shape[first] > shape[second]:
+            return 1
+    return 0
+
+
+def _channels_last(x: Strided) -> bool:
+    """Whether torch takes a tensor for images with neighbouring channels."""
+    if len(x.shape) != 4:
+        return False
+    stride = 1
+    for d in (1, 3, 2, 0):
+        if x.shape[d] != 1:
+            if x.strides[d] != stride:
+                return False
+            stride *= x.shape[d]
+    return True
+
+
+def _dense(x: Strided) -> bool:
+    """Whether a tensor has neither gaps nor repeated elements, whatever the order of its dimensions."""
+    wide = sorted((stride, n) for n, stride in zip(x.shape, x.strides, strict=True) if n != 1)
+    wanted = 1
+    for stride, n in wide:
+        if stride != wanted:
+            return False
+        wanted *= n
+    return True
