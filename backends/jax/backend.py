@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from planner.backends.common.common import check_index_dtype, clip_error, steps_with_unread_rows
 from planner.backends.jax.evaluation import TABLE, compiled_cast, hopper
 from planner.backends.jax.index import JaxIndex, checked_arrays, index_shape
-from planner.backends.jax.loop import plan_run
+from planner.backends.jax.loop import as_one, plan_run
 from planner.backends.jax.reads import Reads
 from planner.backends.jax.step import compiled, gradient_op
 from planner.backends.jax.typed import result_sharding
@@ -114,7 +114,9 @@ class JaxBackend(Backend):
                 return compiled()(values, arrays)
 
         def once() -> None:
-            jax.block_until_ready(call(seen, arrays))
+            # Not what the caller runs: it is timed as it runs without debugging.
+            with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+                jax.block_until_ready(call(seen, arrays))
 
         return once
 
@@ -137,11 +139,16 @@ class JaxBackend(Backend):
                 if gather.size == 0 and 0 not in index_shape(spec, gather.array):
                     raise clip_error(gather)
 
-        whole = plan_run(plan)
+        steps, config = plan_run(plan), jax.config
+        alone = as_one(steps) if plan.loop is None else steps
 
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
             values, mode = checked_arrays(plan, indices)
             given = tuple(values[name] for name in arrays)
+            # JAX looks for NaN in all that is computed by itself or kept for gradients, and those values may hold rows
+            # that no index names. Of one function that keeps nothing it sees the result and the gradients alone.
+            debugging = config.jax_debug_nans or config.jax_debug_infs  # type: ignore[attr-defined]
+            whole = alone if debugging else steps
             result = result_sharding(plan, operands, given)
             if result is None:
                 return whole(tuple(operands), given, mode)
@@ -212,6 +219,7 @@ class JaxBackend(Backend):
         """Return the forward program with what it is given, or the backward program: each step jitted apart."""
         spec = plan.resolved.spec
         arrays, mode = checked_arrays(plan, indices)
+        precision = plan.options.precision or jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
         values = {**dict(enumerate(operands)), **(kept or {})}
         if gradient is not None:
             values[plan.programs.output_gradient] = gradient
@@ -229,8 +237,7 @@ class JaxBackend(Backend):
                 return partial(compiled_cast(op.dtype), *inputs)
             own = reads.get(op) or Reads.of(op, (None,) * len(op.spec.inputs))
             function = compiled(
-                op=op, lowering=step.choice.lowering, mode=(mode, plan.options.precision), views=op.output_shapes,
-                reads=own,
+                op=op, lowering=step.choice.lowering, mode=(mode, precision), views=op.output_shapes, reads=own,
             )  # fmt: skip
             return partial(function, *inputs, *(arrays[name] for name in own.arrays))
 

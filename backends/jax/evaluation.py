@@ -6,7 +6,6 @@ caller's own array wherever possible.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -135,7 +134,8 @@ def _run(
     inputs, pool = list(inputs), unread_pool(op, lowering)
     if pool is not None:
         inputs[pool] = zero_unread_rows(inputs[pool], op.spec, op.input_terms[pool], given, index_mode)
-    with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
+    # Settled when the step was bound: a program may be lowered in another context than it was traced in.
+    with jax.default_matmul_precision(precision):
         results = (platform_table(platform) if platform else TABLE).run(lowering, op, inputs, index)
     if index_mode == "raise" and not index.shown:
         results = tuple(poisoned(x, term, op.spec, given) for x, term in zip(results, op.output_terms, strict=True))

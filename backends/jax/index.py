@@ -16,7 +16,7 @@ from planner.language.errors import PlannerError
 from planner.language.spec import Gather, Spec
 from planner.program.plan import PlanRecord
 
-__all__ = ["JaxIndex", "checked_arrays", "index_shape", "is_bad", "normalised"]
+__all__ = ["JaxIndex", "check_values", "checked_arrays", "index_shape", "is_bad", "normalised"]
 
 
 def index_shape(spec: Spec, array: str) -> tuple[int, ...]:
@@ -95,10 +95,17 @@ check_p = Primitive("planner_check")
 check_p.multiple_results = True
 
 
-@check_p.def_impl
-def _check_impl(raw: Any, *, gather: Gather, mode: str) -> list[Any]:
+def check_values(raw: Any, gather: Gather, mode: str) -> list[Any]:
+    """Check an index array whose values can be seen.
+
+    Raises:
+        IndexRangeError: one of them is out of range.
+    """
     prepare_numpy(np.asarray(raw), gather, mode)
     return []
+
+
+check_p.def_impl(check_values)
 
 
 check_p.def_abstract_eval(lambda raw, **_: [])
@@ -144,7 +151,7 @@ def checked_arrays(plan: PlanRecord, indices: Mapping[str, Any]) -> tuple[dict[s
                 refuse_integers(name)
             for gather in gathers:
                 # A constant under jit is checked here, where its values can be seen; a primitive would be staged.
-                check = check_p.bind if traced else _check_impl
+                check = check_p.bind if traced else check_values
                 check(raw, gather=gather, mode=mode)
         values[name] = raw
     return values, "checked" if mode == "raise" and concrete else mode

@@ -16,7 +16,7 @@ from planner.language.spec import Gather
 from planner.program.loops import accumulator, body_of, covers, slice_counts
 from planner.program.plan import PlanRecord
 
-__all__ = ["plan_run"]
+__all__ = ["as_one", "plan_run"]
 
 
 def plan_run(plan: PlanRecord) -> Run:
@@ -24,8 +24,22 @@ def plan_run(plan: PlanRecord) -> Run:
     if plan.loop is None:
         return tree_run(plan)
     # Only counters are kept of a loop whose body is checkpointed; a checkpoint around it computes them anew instead.
-    sliced: Run = jax.jit(jax.checkpoint(_SliceLoop(plan).whole, static_argnums=(2,)), static_argnums=(2,))
-    return sliced
+    return as_one(_SliceLoop(plan).whole)
+
+
+def as_one(run: Run) -> Run:
+    """Return a run as one compiled function, which keeps nothing for a backward pass, under `jax.disable_jit` too."""
+
+    def planner_contraction(leaves: tuple[Any, ...], index_values: tuple[Any, ...], mode: str) -> Any:
+        return run(leaves, index_values, mode)
+
+    compiled: Run = jax.jit(jax.checkpoint(planner_contraction, static_argnums=(2,)), static_argnums=(2,))
+
+    def whole(leaves: tuple[Any, ...], index_values: tuple[Any, ...], mode: str) -> Any:
+        with jax.disable_jit(False):
+            return compiled(leaves, index_values, mode)
+
+    return whole
 
 
 class _SliceLoop:

@@ -152,8 +152,6 @@ def _call(
     brackets = {gather.array: gather.axes for gather in given}
     arrays = {gather.array: values for gather, values in given.items()}
     terms, count = [*operands, *brackets.values()], len(operands)
-    # XLA asks for the parts on a thread of its own, where nothing is known of the context.
-    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def told(arguments: Sequence[Any]) -> tuple[Sequence[Any], dict[Gather, Any]]:
         values = dict(zip(brackets, arguments[count:], strict=True))
@@ -178,7 +176,8 @@ def _call(
         part = _Part(spec, split, {entry: math.prod(mesh.shape[name] for name in split[entry]) for entry in split})
 
         def local(*arguments: Any) -> tuple[Any, ...]:
-            with jax.default_matmul_precision(precision):
+            # XLA asks for the parts on a thread of its own, where nothing is known of the context of the call.
+            with jax.disable_jit(False):
                 inputs, given = told([part.filled(x, term) for x, term in zip(arguments, terms, strict=True)])
                 return of_device(part, inputs, given)
 

@@ -10,7 +10,7 @@ The two primitives bind each other, so they are one module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from planner.backends.jax.evaluation import LOWER, PLATFORMS, Mode, Shape, evaluate, input_count
+from planner.backends.jax.index import check_values
 from planner.backends.jax.partition import devices_of, devices_wanted
 from planner.backends.jax.reads import Reads
 from planner.language.derive import batched, transpose
@@ -38,10 +39,10 @@ class _StepPrimitive(Primitive):
 
 def _varying_alike(arguments: Sequence[Any]) -> Sequence[Any]:
     """Arguments of which, inside of `shard_map`, all vary over the axes of the mesh over which one does."""
+    if not any([jax.typeof(x).mat.varying for x in arguments if isinstance(x, jax.core.Tracer)]):
+        return arguments
     axes = [jax.typeof(x).mat.varying if isinstance(x, jax.core.Tracer) else frozenset() for x in arguments]
     together = frozenset().union(*axes)
-    if not together:
-        return arguments
     missing = [tuple(together - own) for own in axes]
     return [lax.pcast(x, names, to="varying") if names else x for x, names in zip(arguments, missing, strict=True)]
 
@@ -66,8 +67,20 @@ tangent_p = _StepPrimitive("planner_tangent")
 def bind_step(
     op: Op, arguments: Sequence[Any], mode: Mode, views: tuple[Shape, ...], reads: Reads, lowering: str | None = None
 ) -> list[Any]:
-    """Bind a step; the implementation is the fastest one unless the plan chose another."""
+    """Bind a step.
+
+    Args:
+        op: the op.
+        arguments: its inputs, then the index arrays of `reads`.
+        mode: the index mode and the precision. Where no precision was asked for, it is that of the context here, as in
+            `jax.lax.dot_general`: the derivatives of a step then have the precision of the step.
+        views: the shapes of the results.
+        reads: what the step reads.
+        lowering: the implementation that the plan chose; the fastest one by default.
+    """
     lowering = lowering or LOWER(op).lowering
+    if mode[1] is None and (precision := jax.config.jax_default_matmul_precision) is not None:  # type: ignore[attr-defined]
+        mode = (mode[0], precision)
     found: list[Any] = step_p.bind(*arguments, op=op, lowering=lowering, mode=mode, views=views, reads=reads)
     return found
 
@@ -75,7 +88,37 @@ def bind_step(
 @lru_cache(maxsize=4096)
 def compiled(**parameters: Any) -> Callable[..., list[Any]]:
     """Return the step with these parameters, jitted: what it runs is chosen for the platform that it is lowered for."""
-    return jax.jit(partial(step_p.bind, **parameters))
+
+    def planner_step(*arguments: Any) -> list[Any]:
+        if any(isinstance(x, jax.core.Tracer) for x in arguments):
+            found: list[Any] = step_p.bind(*arguments, **parameters)
+            return found
+        return _not_traced(arguments, parameters)
+
+    return jax.jit(planner_step)
+
+
+def _not_traced(arguments: Sequence[Any], parameters: Mapping[str, Any]) -> list[Any]:
+    """Run a step whose jitted function JAX calls with arrays: it does so in two cases.
+
+    Under `jax.disable_jit` a step is compiled all the same, as every primitive of JAX is. Under `jax.debug_nans` and
+    `jax.debug_infs` JAX calls the function of a result that holds one, to learn where it comes from: from here.
+
+    Raises:
+        IndexRangeError: an index is out of range, and the NaN marks what it had a say in.
+        FloatingPointError: the NaN or the infinity comes from the operands.
+    """
+    config: Any = jax.config
+    if config.jax_disable_jit:
+        with jax.disable_jit(False):
+            return compiled(**parameters)(*arguments)
+    op: Op = parameters["op"]
+    raw = dict(zip(parameters["reads"].arrays, arguments[input_count(op) :], strict=True))
+    if parameters["mode"][0] == "raise":
+        for gather in op.spec.gathers:
+            check_values(raw[gather.array], gather, "raise")
+    held = " or ".join(name for name, on in (("nan", config.jax_debug_nans), ("inf", config.jax_debug_infs)) if on)
+    raise FloatingPointError(f"invalid value ({held}) encountered in planner's step {str(op.spec)!r}")
 
 
 @step_p.def_impl
@@ -95,7 +138,9 @@ def _step_lowering(context: Any, *values: Any, platform: str = "", **parameters:
     # Inside of `shard_map` types say over which axes values vary: constants of the step's own would not agree.
     if any(aval.mat.varying for aval in context.avals_in):
         context = context.replace(avals_in=[jax.core.ShapedArray(x.shape, x.dtype) for x in context.avals_in])
-    return mlir.lower_fun(function, multiple_results=True)(context, *values, **parameters)
+    # Under `disable_jit` loops would be traced turn by turn.
+    with jax.disable_jit(False):
+        return mlir.lower_fun(function, multiple_results=True)(context, *values, **parameters)
 
 
 mlir.register_lowering(step_p, _step_lowering)
@@ -267,10 +312,13 @@ def _tangent_abstract(*arguments: Any, op: Op, views: tuple[Shape, ...], **_: An
     return _typed(views[0], op.dtype, arguments[0])
 
 
-mlir.register_lowering(
-    tangent_p,
-    mlir.lower_fun(lambda *arguments, **parameters: _tangent_parts(arguments, **parameters), multiple_results=False),
-)
+def _tangent_lowering(context: Any, *values: Any, **parameters: Any) -> Any:
+    # The precision was settled when the program was traced.
+    with jax.default_matmul_precision(None):
+        return mlir.lower_fun(_tangent_impl, multiple_results=False)(context, *values, **parameters)
+
+
+mlir.register_lowering(tangent_p, _tangent_lowering)
 
 
 def _tangent_jvp(

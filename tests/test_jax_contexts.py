@@ -1,0 +1,444 @@
+"""JAX's contexts around a call: `disable_jit`, `debug_nans`, `debug_infs` and `default_matmul_precision`."""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+import planner
+from planner import api
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+jnp = jax.numpy
+
+from planner.backends.jax import step as jax_step  # noqa: E402
+
+
+def numbers(*shape, dtype="float32"):
+    """Small integers, so that every order of summation gives the same floats."""
+    return jnp.asarray(np.random.default_rng(sum(shape)).integers(-2, 3, shape), dtype)
+
+
+def names(count, size):
+    """An index array that names every row but the last."""
+    return jnp.asarray(np.random.default_rng(count).integers(0, size - 1, count))
+
+
+# A call: spec, operands, keywords.
+SMALL = (numbers(9, 3), numbers(4, 3, 5), names(9, 4))
+CALLS = {
+    "product": ("ij,jk->ik", (numbers(3, 4), numbers(4, 5)), {}),
+    "chain": ("ij,jk,kl->il", (numbers(3, 4), numbers(4, 5), numbers(5, 6)), {}),
+    "sum": ("ij->j", (numbers(3, 4),), {}),
+    "view": ("ij->ij", (numbers(3, 4),), {}),
+    "gather": ("nj,q[n]jk->nk", SMALL[:2], {"q": SMALL[2]}),
+    "scatter": ("nj->q[n]j", SMALL[:1], {"q": SMALL[2], "sizes": {"q": 4}}),
+    "pool first": ("nk,jk,q[n]j->n", (numbers(500, 8), numbers(8, 8), numbers(4, 8)), {"q": names(500, 4)}),
+    "dropped": ("nj,q[n]jk->nk", SMALL[:2], {"q": SMALL[2].at[2].set(7), "index_mode": "drop"}),
+    "clipped": ("nj,q[n]jk->nk", SMALL[:2], {"q": SMALL[2].at[2].set(7), "index_mode": "clip"}),
+    "two dtypes": ("nj,q[n]jk->nk", (SMALL[0], SMALL[1].astype(jnp.bfloat16)), {"q": SMALL[2]}),
+    "recomputed": ("ab,bc,cd,de->ae", tuple(numbers(8, 8) for _ in range(4)), {"retain_limit": 300}),
+    "loop": (
+        "nij,q[n]jk,nk->ni",
+        (numbers(64, 8, 16), numbers(8, 16, 16), numbers(64, 16)),
+        {"q": names(64, 8), "memory_limit": 10_000},
+    ),
+    "trained loop": (
+        "nij,q[n]jk,nk->ni",
+        (numbers(64, 8, 16), numbers(8, 16, 16), numbers(64, 16)),
+        {"q": names(64, 8), "memory_limit": 70_000},
+    ),
+    "measured": ("nj,q[n]jk->nk", SMALL[:2], {"q": SMALL[2], "optimize": "measure"}),
+}
+
+
+def bound(name):
+    """A call of the table as a function of its operands."""
+    spec, operands, options = CALLS[name]
+    return (lambda *xs: planner.contract(spec, *xs, **options)), operands
+
+
+def value(call, *xs):
+    return call(*xs)
+
+
+def planned(name):
+    """The same call through a plan."""
+    spec, operands, options = CALLS[name]
+    plan, arrays = planner.plan(spec, *operands, **options), {k: v for k, v in options.items() if len(k) == 1}
+    return (lambda *xs: plan(*xs, **arrays)), operands
+
+
+def gradients(call, *xs):
+    return jax.grad(lambda *xs: (call(*xs) ** 2).sum(), tuple(range(len(xs))))(*xs)
+
+
+def second_derivatives(call, *xs):
+    return jax.grad(lambda *xs: sum((g**2).sum() for g in gradients(call, *xs)))(*xs)
+
+
+def tangents(call, *xs):
+    return jax.jvp(call, xs, tuple(map(jnp.ones_like, xs)))
+
+
+def mapped(call, *xs):
+    """Over the last axis of the first operand, and the others as they are."""
+    first = jnp.stack([xs[0], xs[0]], -1)
+    return jax.vmap(call, (-1, *[None] * (len(xs) - 1)))(first, *xs[1:])
+
+
+def scanned(call, *xs):
+    """Three times in a row, added up."""
+    start = jnp.zeros_like(call(*xs))
+    return jax.lax.scan(lambda total, scale: (total + scale * call(*xs), None), start, jnp.arange(3.0))[0]
+
+
+def forget():
+    """Make the next call cold: nothing is planned, bound or compiled."""
+    api._RUNNERS.clear()
+    jax_step.compiled.cache_clear()
+    jax.clear_caches()
+
+
+def assert_same(got, wanted):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x, "float32"), np.asarray(y, "float32"))
+
+
+def test_the_table_holds_what_its_names_say():
+    plans = {name: planner.plan(spec, *xs, **options) for name, (spec, xs, options) in CALLS.items()}
+    assert plans["loop"].loop is not None
+    assert any(step.op.source_dtype for step in plans["two dtypes"].steps)
+    assert not plans["pool first"].steps[0].op.arrays
+    spec, operands, options = CALLS["recomputed"]
+    trained = [planner.Operand(x.shape, "float32", requires_grad=True) for x in operands]
+    assert planner.plan(spec, *trained, backend="jax", **options).keep != "all"
+    spec, operands, options = CALLS["trained loop"]
+    trained = [planner.Operand(x.shape, "float32", requires_grad=True) for x in operands]
+    assert planner.plan(spec, *trained, backend="jax", **options).loop is not None
+
+
+# -- disable_jit --------------------------------------------------------------------------------------------
+
+
+WITHOUT_JIT = [
+    *itertools.product(CALLS, [value]),
+    *itertools.product([name for name in CALLS if name not in ("measured", "loop")], [gradients]),
+    *itertools.product(["product", "gather", "pool first", "trained loop"], [mapped, tangents, scanned]),
+    ("gather", second_derivatives),
+]
+
+
+@pytest.mark.parametrize(("name", "way"), WITHOUT_JIT, ids=lambda x: x if isinstance(x, str) else x.__name__)
+def test_calls_work_without_jit(name, way):
+    call, operands = bound(name)
+    wanted = way(call, *operands)
+    forget()
+    with jax.disable_jit():
+        cold = way(call, *operands)
+        warm = way(call, *operands)
+        assert jax.config.jax_disable_jit
+    for got in (cold, warm):
+        assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("name", ["product", "gather", "loop"])
+def test_plans_run_without_jit(name):
+    call, operands = planned(name)
+    wanted = call(*operands)
+    with jax.disable_jit():
+        assert_same(call(*operands), wanted)
+        made, _ = planned(name)
+        assert_same(made(*operands), wanted)
+
+
+def test_without_jit_a_step_is_still_one_compiled_operation():
+    call, operands = bound("gather")
+    call(*operands)
+    with jax.disable_jit():
+        call(*operands)
+        before = jax_step.compiled.cache_info().misses
+        call(*operands)
+    assert jax_step.compiled.cache_info().misses == before
+
+
+def test_a_process_that_never_compiles_contracts():
+    program = textwrap.dedent("""
+        import jax.numpy as jnp, planner
+        x, q = jnp.arange(6.).reshape(2, 3), jnp.array([1, 0, 1])
+        assert (planner.contract("ij,kj->ik", x, x) == x @ x.T).all()
+        assert (planner.contract("nj,q[n]j->n", x[q], x, q=q) == (x[q] ** 2).sum(1)).all()
+    """)
+    environment = {**os.environ, "JAX_DISABLE_JIT": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+# -- debug_nans and debug_infs ------------------------------------------------------------------------------
+
+DEBUG = {"nan": jax.debug_nans, "inf": jax.debug_infs}
+WAYS = {
+    "value": value,
+    "jit": lambda call, *xs: jax.jit(call)(*xs),
+    "gradients": gradients,
+    "jit of gradients": lambda call, *xs: jax.jit(lambda *xs: gradients(call, *xs))(*xs),
+    "gradients of jit": lambda call, *xs: gradients(jax.jit(call), *xs),
+    "tangents": tangents,
+    "vmap": mapped,
+    "checkpoint": lambda call, *xs: gradients(jax.checkpoint(call), *xs),
+    "scan": scanned,
+}
+
+
+def spoilt(name, held):
+    """The call's operands with a NaN or an infinity that the result shows."""
+    call, (first, *others) = bound(name)
+    return call, (first.at[(1,) * first.ndim].set(held), *others)
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "held"),
+    [
+        *itertools.product(["gather"], [way for way in WAYS if way != "checkpoint"], ["nan"]),
+        *itertools.product(["product", "scatter", "pool first", "recomputed"], ["value", "gradients"], ["nan"]),
+        ("loop", "value", "nan"),
+        ("trained loop", "gradients", "nan"),
+        *itertools.product(["gather"], ["value", "jit", "gradients"], ["inf"]),
+    ],
+)
+def test_what_a_result_shows_is_raised(name, way, held):
+    call, operands = spoilt(name, float(held))
+    sound, others = bound(name)
+    with DEBUG[held](True):
+        with pytest.raises(FloatingPointError):
+            WAYS[way](call, *operands)
+        WAYS[way](sound, *others)
+
+
+@pytest.mark.parametrize("way", ["value", "gradients"])
+def test_the_message_names_the_step(way):
+    call, operands = spoilt("product", float("nan"))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"invalid value \(nan\).*'ij, jk -> ik'"):
+        WAYS[way](call, *operands)
+
+
+def test_a_gradient_that_is_no_number_is_raised():
+    call, operands = bound("gather")
+    result, pullback = jax.vjp(call, *operands)
+    with jax.debug_nans(True):
+        pullback(jnp.ones_like(result))
+        with pytest.raises(FloatingPointError):
+            pullback(jnp.full_like(result, jnp.nan))
+        with pytest.raises(FloatingPointError):
+            jax.grad(lambda *xs: jnp.sqrt(0 * call(*xs)).sum())(*operands)
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "held"),
+    [
+        *itertools.product(["pool first"], WAYS, ["nan"]),
+        *itertools.product(["gather", "dropped", "two dtypes"], ["value", "gradients"], ["nan"]),
+        ("loop", "value", "nan"),
+        ("trained loop", "gradients", "nan"),
+        *itertools.product(["two dtypes"], ["gradients of jit", "vmap"], ["nan"]),
+        *itertools.product(["pool first"], ["value", "gradients"], ["inf"]),
+        ("measured", "value", "nan"),
+    ],
+)
+def test_rows_that_no_index_names_may_hold_anything(name, way, held):
+    call, operands = bound(name)
+    pool = next(i for i, term in enumerate(CALLS[name][0].split("->")[0].split(",")) if "q" in term)
+    unread = tuple(x.at[-1].set(float(held)) if i == pool else x for i, x in enumerate(operands))
+    wanted = WAYS[way](call, *operands)
+    forget()
+    with DEBUG[held](True):
+        cold = WAYS[way](call, *unread)
+        warm = WAYS[way](call, *unread)
+    for got in (cold, warm, WAYS[way](call, *unread)):
+        assert_same(got, wanted)
+
+
+def test_both_contexts_at_once():
+    call, operands = spoilt("gather", float("nan"))
+    with jax.disable_jit(), jax.debug_nans(True):
+        with pytest.raises(FloatingPointError):
+            call(*operands)
+        sound, numbers = bound("gather")
+        sound(*numbers)
+
+
+def test_a_bad_index_is_named_where_its_mark_is_found():
+    """Where values cannot be seen a bad index shows as NaN; `debug_nans` finds the NaN, and then the index."""
+    spec, operands, options = CALLS["gather"]
+    q = options["q"].at[3].set(11)
+
+    def call(q):
+        return planner.contract(spec, *operands, q=q)
+
+    assert jnp.isnan(jax.jit(call)(q)).any()
+    with jax.debug_nans(True), pytest.raises(planner.IndexRangeError, match="'q'.*11"):
+        jax.jit(call)(q)
+
+
+def test_a_checkpoint_that_is_not_compiled_raises():
+    """JAX raises an error of its own for any compiled function inside of one: no `FloatingPointError`."""
+    call, operands = spoilt("gather", float("nan"))
+    for function in (call, jax.jit(lambda x, c: jnp.log(x - 9))):
+        with jax.debug_nans(True), pytest.raises(Exception, match="nan"):
+            jax.checkpoint(function)(*operands)
+
+
+# -- default_matmul_precision -------------------------------------------------------------------------------
+
+PRECISE = jax.default_matmul_precision
+
+
+def precisions(function, *xs):
+    """The precisions of all products of a program, in the order in which it computes them."""
+    text = jax.jit(function).lower(*xs).as_text()
+    return [found.split(",")[0] for found in re.findall(r"precision = \[([A-Z, ]+)\]", text)]
+
+
+def einsum(spec, *xs, **options):
+    return jnp.einsum(spec, *xs, **options)
+
+
+X = numbers(4, 4)
+
+
+def inside(contract):
+    def function(x):
+        with PRECISE("highest"):
+            return contract("ij,jk->ik", x, x)
+
+    return function
+
+
+def nested(contract):
+    def function(x):
+        with PRECISE("highest"):
+            y = contract("ij,jk->ik", x, x)
+            with PRECISE("high"):
+                y = contract("ij,jk->ik", x, y)
+            y = contract("ij,jk->ik", x, y)
+        return contract("ij,jk->ik", x, y)
+
+    return function
+
+
+def explicit(contract):
+    def function(x):
+        with PRECISE("highest"):
+            y = contract("ij,jk->ik", x, x, precision="default")
+            return contract("ij,jk->ik", x, y, precision="high")
+
+    return function
+
+
+def differentiated(contract):
+    return lambda x: jax.grad(lambda x: (inside(contract)(x) ** 2).sum())(x)
+
+
+def differentiated_in_the_context(contract):
+    def function(x):
+        result, pullback = jax.vjp(lambda y: contract("ij,jk->ik", y, x), x)
+        with PRECISE("highest"):
+            return pullback(result)
+
+    return function
+
+
+def differentiated_out_of_the_context(contract):
+    def function(x):
+        with PRECISE("highest"):
+            result, pullback = jax.vjp(lambda y: contract("ij,jk->ik", y, x), x)
+        with PRECISE("high"):
+            return pullback(result)
+
+    return function
+
+
+def pushed_forward(contract):
+    return lambda x: jax.jvp(inside(contract), (x,), (x,))
+
+
+def mapped_over(contract):
+    return lambda x: jax.vmap(inside(contract))(jnp.stack([x, x]))
+
+
+def twice(contract):
+    return lambda x: jax.grad(lambda x: (differentiated(contract)(x) ** 2).sum())(x)
+
+
+def checkpointed(contract):
+    return lambda x: jax.grad(lambda x: (jax.checkpoint(inside(contract))(x) ** 2).sum())(x)
+
+
+def jitted(contract):
+    return lambda x: jax.jit(inside(contract))(x) + jax.jit(lambda x: contract("ij,jk->ik", x, x))(x)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        inside, nested, explicit, differentiated, differentiated_in_the_context, differentiated_out_of_the_context,
+        pushed_forward, mapped_over, checkpointed, jitted,
+    ],
+    ids=lambda program: program.__name__,
+)  # fmt: skip
+def test_products_have_the_precision_that_einsum_gives_them(program):
+    wanted = precisions(program(einsum), X)
+    assert wanted
+    assert precisions(program(planner.contract), X) == wanted
+    with PRECISE("high"):
+        assert precisions(program(planner.contract), X) == precisions(program(einsum), X)
+
+
+def test_all_products_of_second_derivatives_are_as_precise():
+    assert set(precisions(twice(planner.contract), X)) == {"HIGHEST"}
+
+
+@pytest.mark.parametrize("name", ["gather", "pool first", "recomputed", "trained loop"])
+def test_every_product_of_a_plan_is_as_precise(name):
+    call, operands = bound(name)
+
+    def asked(*xs):
+        with PRECISE("highest"):
+            return call(*xs)
+
+    for way in (value, gradients):
+        found = precisions(lambda *xs, way=way: way(asked, *xs), *operands)
+        assert found
+        assert set(found) == {"HIGHEST"}
+        assert set(precisions(lambda *xs, way=way: way(call, *xs), *operands)) == {"DEFAULT"}
+
+
+def test_a_program_is_as_precise_as_it_was_traced():
+    for program in (lambda x: planner.contract("ij,jk->ik", x, x), differentiated(planner.contract)):
+        traced = jax.jit(program).trace(X)
+        alone = traced.lower().as_text()
+        with PRECISE("highest"):
+            assert traced.lower().as_text() == alone
+            assert jax.jit(program).trace(X).lower().as_text().count("HIGHEST") > 0
+
+
+@pytest.mark.parametrize("plan", [False, True], ids=["contract", "plan"])
+def test_eager_calls_are_as_precise_as_their_context(plan):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)), "float32")
+    call = planner.plan("ij,jk->ik", x, x) if plan else lambda *xs: planner.contract("ij,jk->ik", *xs)
+    context = PRECISE("F64_F64_F64")  # on a CPU it alone gives other numbers
+    for function in (call, lambda *xs: jax.grad(lambda a, b: call(a, b).sum())(*xs)):
+        plain = function(x, x)
+        for _ in range(2):  # cold and warm
+            with context:
+                exact = function(x, x)
+                with PRECISE(None):
+                    assert (function(x, x) == plain).all()
+            assert (exact != plain).any()
+            assert (function(x, x) == plain).all()
