@@ -122,7 +122,7 @@ def test_stand_ins_have_the_shapes_and_strides_of_tensors():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from planner.backends.common.stock import evaluation
     from planner.backends.torch.ops import OPS
-    from planner.backends.torch_strides import STRIDE_OPS, Strided
+    from planner.backends.torch.strides import STRIDE_OPS, Strided
 
     floors = Floors()
 

@@ -23,10 +23,9 @@ from planner.backends.torch.modes import (
     transformed,
     unwatched,
 )
-from planner.backends.torch.ops import promote
+from planner.backends.torch.ops import dataless, not_dense, promote
 from planner.backends.torch.rows import make_table
 from planner.backends.torch.runner import runner
-from planner.backends.torch.tensor import dataless, not_dense
 from planner.cost.device import CPU, GPU, Device, gpu_preset
 from planner.cost.rates import cpu_name, stored_rates
 from planner.language.errors import PlannerError, PlannerTypeError

@@ -18,7 +18,7 @@ from planner.backends.common.stock import evaluation
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.ops import OPS
-from planner.backends.torch_strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps
+from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps
 from planner.cost.layout import layout_of
 from planner.language.derive import transpose
 from planner.language.spec import Spec

@@ -22,8 +22,7 @@ from planner.backends.common.loops import run_loop
 from planner.backends.common.stock import evaluate
 from planner.backends.torch.index import TorchIndex, in_range, part_in_range, refuse_sparse
 from planner.backends.torch.modes import transformed
-from planner.backends.torch.ops import OPS, cast, torch_dtype
-from planner.backends.torch.tensor import dataless, finite
+from planner.backends.torch.ops import OPS, cast, dataless, finite, torch_dtype
 from planner.cost.layout import layout_of
 from planner.kernels.grouping.keys import IndexArray
 from planner.kernels.grouping.torch_grouping import accumulator

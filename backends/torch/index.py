@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from planner.backends.common.common import PreparedIndex, clip_error, range_error
-from planner.backends.torch.tensor import captured, dataless, not_dense
+from planner.backends.torch.ops import captured, dataless, not_dense
 from planner.kernels.grouping import torch_grouping
 from planner.language.errors import IndexRangeError, PlannerError
 from planner.language.spec import Gather

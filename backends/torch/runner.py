@@ -20,9 +20,9 @@ from planner.backends.torch.autograd import recorded
 from planner.backends.torch.eager import NATIVE, compile_native
 from planner.backends.torch.executable import Executable, executable_of
 from planner.backends.torch.modes import as_planned, autocasts, forward_mode, in_functorch, transformed
-from planner.backends.torch.tensor import dataless
+from planner.backends.torch.ops import dataless
+from planner.backends.torch.strides import Strided
 from planner.backends.torch.traced import run_forward, wide_result
-from planner.backends.torch_strides import Strided
 from planner.cost.layout import row_major
 from planner.language.errors import PlannerError
 from planner.program.implementations import Table

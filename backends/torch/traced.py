@@ -19,8 +19,7 @@ from planner.backends.common.common import RangedIndices, widen_operands
 from planner.backends.torch.executable import Executable, executable_of
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.modes import as_planned
-from planner.backends.torch.ops import OPS, torch_dtype
-from planner.backends.torch.tensor import dataless, finite, occurs
+from planner.backends.torch.ops import OPS, dataless, finite, occurs, torch_dtype
 from planner.cost.layout import row_major, view_strides, without_gaps
 from planner.language.derive import transpose
 from planner.language.spec import Operand

@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 import planner  # noqa: E402
 from planner.backends.torch import index as torch_index  # noqa: E402
-from planner.backends.torch import tensor as torch_tensor  # noqa: E402
+from planner.backends.torch import ops as torch_ops  # noqa: E402
 from planner.backends.torch.executable import Executable  # noqa: E402
 from planner.bench.ahead_of_time import _occupancy, _signature, cases  # noqa: E402
 from planner.cost.device import H200  # noqa: E402
@@ -569,7 +569,7 @@ def test_nothing_is_looked_at_while_a_graph_is_captured(monkeypatch, spec, shape
     stand_ins = [planner.Operand(x, requires_grad=True) for x in shapes]
     plan = planner.plan(spec, *stand_ins, q=shape, backend="torch", device="H200", minimize="peak", **options)
     assert "grouped matmul, Triton" in str(plan) or spec != "nij, q[n]jk -> nik"
-    for module in (torch_tensor, torch_index):
+    for module in (torch_ops, torch_index):
         monkeypatch.setattr(module, "captured", lambda x: True)
     with NoLooks():
         result = plan(*operands, q=index)

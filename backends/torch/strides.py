@@ -18,7 +18,7 @@ from typing import NamedTuple
 from planner.backends.common.stock import Product, matmul_product
 from planner.cost.layout import row_major, view_strides
 from planner.language.spec import Spec
-from planner.program.ops import ProductForm
+from planner.program.forms import ProductForm
 
 __all__ = ["STRIDE_OPS", "TRANSFORMED_STRIDE_OPS", "Strided", "StrideOps"]
 
