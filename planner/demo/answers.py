@@ -111,12 +111,12 @@ def _best_option(found: Found) -> Iterator[str]:
         f"{_speed(einsum.gradient_seconds, case.ours.gradient_seconds)} einsum and "
         f"{_speed(two_step.gradient_seconds, case.ours.gradient_seconds)} the two-step sum."
     )
-    keeps_more = [n for n, c in layouts.items() if c.ours.retained_bytes > c.least("retained_bytes")[1]]
-    slower = [n for n, c in layouts.items() if c.gain() < 0.9]
+    keeps_more = [c.case.title for c in layouts.values() if c.ours.retained_bytes > c.least("retained_bytes")[1]]
+    slower = [c.case.title for c in layouts.values() if c.gain() < 0.9]
     if keeps_more:
-        yield f"planner keeps more than the best way on {', '.join(keeps_more)}."
+        yield f"planner keeps more than the best way here: {'; '.join(keeps_more)}."
     if slower:
-        yield f"planner is slower than the fastest way on {', '.join(slower)}."
+        yield f"planner is slower than the fastest way here: {'; '.join(slower)}."
 
 
 def _plain_speed(found: Found) -> Iterator[str]:
