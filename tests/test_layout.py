@@ -117,6 +117,28 @@ def test_dimensions_of_size_1_make_no_difference():
     assert layout_of((0, 3), (7, 9)) is None
 
 
+@pytest.mark.parametrize(
+    ("shape", "first", "second"),
+    [
+        ((1, 3, 4, 5), (7, 1, 15, 3), (60, 1, 15, 3)),  # images with neighbouring channels
+        ((2, 1, 4, 5), (20, 1, 5, 1), (20, 20, 5, 1)),  # the same with one channel
+        ((3, 4, 2), (1, 6, 3), (1, 6, 3)),  # dense and alike
+        ((3, 1, 4), (1, 100, 3), (1, 100, 3)),  # the same with a dimension of size 1
+        ((3, 4, 2), (1, 6, 3), (8, 2, 1)),  # dense, in two orders
+        ((2, 3, 4), (0, 1, 3), (1, 2, 0)),  # each repeats along a dimension
+        ((2, 2, 3), (3, 3, 1), (1, 2, 4)),  # two dimensions of equal strides
+        ((3, 2, 2), (2, 2, 1), (0, 0, 0)),
+    ],
+)
+def test_products_of_elements_lie_as_torch_lays_them(shape, first, second):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from planner.backends.torch_strides import STRIDE_OPS, Strided
+
+    expected = torch.empty_strided(shape, first, requires_grad=True) * torch.empty_strided(shape, second)
+    found = STRIDE_OPS.multiply(Strided(shape, first, requires_grad=True), Strided(shape, second))
+    assert (found.shape, found.strides) == (tuple(expected.shape), expected.stride())
+
+
 def test_stand_ins_have_the_shapes_and_strides_of_tensors():
     """What the stock evaluation makes of stand-ins, step by step, beside what it makes of tensors."""
     torch = pytest.importorskip("torch", reason="torch is not installed")

@@ -120,6 +120,16 @@ def test_torch_retains_what_the_plan_says(name, minimize):
         assert allocated == 0
 
 
+def test_torch_retains_no_copy_of_matrices_with_gaps():
+    """Products in a batch copy them; native calls would keep the copy for the backward pass."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    operands = [torch.randn(4, 32, 32, 2)[..., 0].requires_grad_() for _ in range(2)]
+    plan, allocated, saved = torch_retained(torch, "bij, bjk -> bik", operands, {}, "flops")
+    assert [step.choice.lowering for step in plan.programs.forward.steps] == ["matmul"]
+    assert plan.cost.copied_bytes > 0
+    assert_retained(plan, allocated, saved)
+
+
 def test_torch_retains_what_the_plan_says_of_random_specs():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     floors = Floors()
