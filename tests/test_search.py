@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 import re
-import time
 import types
 from random import Random
 from unittest import mock
@@ -584,7 +583,22 @@ def test_wrong_paths_say_what_is_wrong(optimize, message):
         planner.plan(*CHAIN, optimize=optimize, backend="numpy")
 
 
-def test_ten_nodes_are_planned_exactly_in_seconds():
+@pytest.fixture
+def work(monkeypatch):
+    """The steps that the searches of a test have scored, a search an entry: what takes their time, on any machine."""
+    counts, run = [], Search.run
+
+    def counted(self, *arguments):
+        try:
+            return run(self, *arguments)
+        finally:
+            counts.append(self.work)
+
+    monkeypatch.setattr(Search, "run", counted)
+    return counts
+
+
+def test_ten_nodes_are_planned_exactly_with_little_work(work):
     """Six operands and four gathers, gradients of all."""
     letters = "abcdefg"
     terms = [
@@ -595,37 +609,34 @@ def test_ten_nodes_are_planned_exactly_in_seconds():
     spec = f"{','.join(terms)}->s[n]a t[m]g"
     shapes = [(50, 4, 5), (60, 5, 6), (6, 7), (7, 8), (8, 9), (9, 3)]
     operands = [planner.Operand(shape, requires_grad=True) for shape in shapes]
-    start = time.process_time()
     plan = planner.plan(
         spec, *operands, q=(100,), p=(100,), s=(100,), t=(20,), sizes={"s": 30, "t": 40},
         optimize="optimal", backend="numpy",
     )  # fmt: skip
     assert plan.proven
-    assert time.process_time() - start < 10
+    assert sum(work) < 3_000
 
 
 @pytest.mark.parametrize("operands", [10, 12])
-def test_plain_networks_of_ten_and_more_are_exact(operands):
+def test_plain_networks_of_ten_and_more_are_exact(operands, work):
     letters = "abcdefghijklmn"
     spec = ",".join(letters[i : i + 2] for i in range(operands)) + f"->{letters[0]}{letters[operands]}"
     shapes = [(i % 5 + 2, (i + 1) % 5 + 2) for i in range(operands)]
-    start = time.process_time()
     plan = planner.plan(spec, *shapes, minimize="flops", optimize="optimal", backend="numpy")
     assert plan.proven
-    assert time.process_time() - start < 10
+    assert sum(work) < {10: 800, 12: 2_400}[operands]
     best = opt_einsum.contract_path(spec, *shapes, shapes=True, optimize="dp")[0]
     assert plan.cost.flops <= opt_einsum_flops(spec, shapes, best)
 
 
 @pytest.mark.parametrize("operands", [30, 100, 200])
-def test_long_chains_are_planned_by_paths(operands):
+def test_long_chains_are_planned_by_paths(operands, work):
     letters = unused_letters((), operands + 1)
     spec = ",".join(f"{letters[i]}{letters[i + 1]}" for i in range(operands)) + f"->{letters[0]}{letters[operands]}"
-    start = time.process_time()
     plan = planner.plan(spec, *[(3, 3)] * operands, backend="numpy")
     assert not plan.proven
     assert len(plan.path) == operands - 1
-    assert time.process_time() - start < 5
+    assert sum(work) <= 3 * operands
 
 
 @pytest.mark.parametrize("optimize", ["auto", "greedy", [(0, 1)] * 15], ids=["auto", "greedy", "path"])
