@@ -1,7 +1,8 @@
-"""Rewrites what the examples of a page print: each block of Python is run, and its output becomes the block below.
+"""Rewrites what the examples of a page print: each block of Python is run, and its output becomes the block below it.
 
-Usage: ``python docs/build.py [PAGE ...]``, by default the pages whose figures are measured. A block is run in a process
-of its own, as a reader would paste it; one that fails ends the build, and its page is left as it was.
+Usage: ``python docs/build.py [PAGE ...]``. Without a page it builds those whose figures are measured. Each block runs
+in a process of its own, as if a reader had pasted it. On a page that holds the comment ``<!-- one session -->`` each
+block goes on from the blocks above it. If an example fails, the build ends and the page stays as it was.
 """
 
 from __future__ import annotations
@@ -15,31 +16,40 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "docs" / "cost-model.md",)
-EXAMPLE = re.compile(r"```python\n(.*?)```\n\n```text\n(.*?)```", re.DOTALL)
+EXAMPLE = re.compile(r"```python\n((?:(?!```).)*)```\n\n```text\n(.*?)```", re.DOTALL)
+ONE_SESSION = "<!-- one session -->"
+NEXT = "--- the next example ---\n"
 
 
-def printed(code: str) -> str:
-    """Return what a block prints when it is run by itself."""
+def sessions(text: str) -> list[list[tuple[str, str]]]:
+    """Return the examples of a page, (code, what the page shows): one list for each process that runs them."""
+    examples = EXAMPLE.findall(text)
+    return [examples] if ONE_SESSION in text else [[example] for example in examples]
+
+
+def printed(blocks: Sequence[str]) -> list[str]:
+    """Return what each block prints when they run one after another in a new process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
     run = subprocess.run(
         [sys.executable, "-"],
-        input=code,
+        input=f"print({NEXT.rstrip()!r})\n".join(blocks),
         capture_output=True,
         text=True,
         encoding="utf-8",
         env=environment,
         check=False,
+        timeout=300,
     )
     if run.returncode:
-        raise SystemExit(f"an example fails:\n{code}\n{run.stderr}")
-    return run.stdout
+        raise SystemExit("\n".join(["an example fails:", *blocks, run.stderr]))
+    return run.stdout.split(NEXT)
 
 
 def build(page: Path) -> int:
     """Rewrite the outputs in a page and return how many there are."""
-    text, count = EXAMPLE.subn(
-        lambda found: f"```python\n{found[1]}```\n\n```text\n{printed(found[1])}```", page.read_text(encoding="utf-8")
-    )
+    text = page.read_text(encoding="utf-8")
+    outputs = iter([output for session in sessions(text) for output in printed([code for code, _ in session])])
+    text, count = EXAMPLE.subn(lambda block: f"```python\n{block[1]}```\n\n```text\n{next(outputs)}```", text)
     page.write_text(text, encoding="utf-8")
     return count
 

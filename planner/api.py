@@ -67,7 +67,7 @@ def contract(
             "measure": the best few plans are timed on these operands, once, and the fastest is remembered on disk.
         minimize: "time", "flops", "peak", "retained", "bytes", or a function of the plan's cost.
         memory_limit: most bytes that either program may newly allocate; an int or such as ``"2 GiB"``. What it
-            does not cover stands in docs/how-it-works.md.
+            does not cover stands in docs/limits.md.
         retain_limit: most bytes that may stay alive for the backward program.
         index_mode: what an index outside of its dimension does: "raise" (negative ones count from the end), "drop" (it
             contributes nothing) or "clip".

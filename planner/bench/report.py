@@ -109,9 +109,9 @@ def markdown(results: Sequence[Result], about: Mapping[str, Any]) -> str:
             f"- {about['processor']}; {about.get('torch_threads')} torch threads",
             f"- Python {about['python']}, {versions}",
             f"- medians of up to {about['rounds']} interleaved runs, a pause before each: {pauses}; "
-            "where one of the programs takes less than 20 ms, each is averaged over as many runs as last for that",
-            "- {timed} runs, {repeated} of them repeated because other machines were given a core meanwhile; "
-            "{disturbed} of these count though every repetition lost one too".format_map(Counter(about["runs"])),
+            "if a program takes less than 20 ms, each program of its comparison is averaged over 20 ms of runs",
+            "- {timed} runs, {repeated} of them repeated because another machine was given a core meanwhile; "
+            "{disturbed} of these count although every repetition lost a core too".format_map(Counter(about["runs"])),
             f"- opt_einsum {active} in `torch.einsum`; THP_MEM_ALLOC_ENABLE {about['THP_MEM_ALLOC_ENABLE']}",
             "",
             *("| " + " | ".join(row) + " |" for row in rows),

@@ -347,7 +347,7 @@ class Law:
 
 
 _LARGE = {"large": True, "without": ("size zero", "size one"), "strided": False}
-# What a limit does not cover, see docs/how-it-works.md: indices that are copied or dropped.
+# What a limit does not cover, see docs/limits.md: indices that are copied or dropped.
 _COVERED = {**_LARGE, "index_modes": ("raise",), "without": ("size zero", "size one", "negative", "index dtypes")}
 LAWS = (
     Law("values", values),
