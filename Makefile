@@ -29,7 +29,7 @@ demo: $(READY)
 
 # Two processes, for two cores: most of the time goes into JAX's compiler, which uses one.
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(TESTS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations=40 $(TESTS)
 
 # The einsum tests that NumPy, opt_einsum, torch and JAX ship, with planner in the place of what they test.
 peers: $(READY)

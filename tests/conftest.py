@@ -58,3 +58,21 @@ def examples(ci: int, nightly: int) -> int:
 def installed_frameworks() -> tuple[str, ...]:
     """NumPy, and which of torch and JAX this machine has; nothing is imported."""
     return ("numpy", *(name for name in ("torch", "jax") if importlib.util.find_spec(name)))
+
+
+@pytest.fixture(scope="session")
+def torch():
+    """The framework; a test that needs it is skipped without it."""
+    return pytest.importorskip("torch", reason="torch is not installed")
+
+
+@pytest.fixture(scope="session")
+def jax():
+    """The framework; a test that needs it is skipped without it."""
+    return pytest.importorskip("jax", reason="jax is not installed")
+
+
+@pytest.fixture(scope="session")
+def jnp(jax):
+    """JAX's arrays."""
+    return jax.numpy

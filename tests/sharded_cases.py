@@ -99,6 +99,7 @@ def report(case: Case) -> dict[str, Any]:
     """Run a case with all gradients, on eight devices and on one, and say what the programs hold."""
     import jax
     import jax.numpy as jnp
+    import jax_fast
     import numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -150,10 +151,10 @@ def report(case: Case) -> dict[str, Any]:
         whole = NamedSharding(mesh, PartitionSpec())
         given = [(x + 50, whole) if case.uneven else (x, sharding(t)) for x, t in zip(arrays, terms, strict=True)]
         place = [jax.device_put(*one) for one in given]
-        program = jax.jit(function).lower(*place).compile()
+        program = jax.jit(function).lower(*place).compile(jax_fast.FAST)
         return program(*place), program.as_text()
 
-    wanted = jax.tree.leaves(jax.jit(run)(*map(jnp.asarray, arrays)))
+    wanted = jax.tree.leaves(jax_fast.jit(run)(*map(jnp.asarray, arrays)))
     found, text = compiled(placed)
     if case.uneven:  # a result of another size is gathered when it leaves the program
         _, text = compiled(lambda *arrays: [x.sum() for x in jax.tree.leaves(placed(*arrays))])
@@ -173,6 +174,7 @@ def others() -> dict[str, Any]:
     """What is no case: transforms, loops, dtypes, and what types say and refuse."""
     import jax
     import jax.numpy as jnp
+    import jax_fast
     import numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -197,8 +199,8 @@ def others() -> dict[str, Any]:
 
     def same(function: Any, whole: Any, *split: Any) -> list[Any]:
         """Whether it gives on split arrays what it gives on one device, and what is exchanged."""
-        program = jax.jit(function).lower(*split).compile()
-        pairs = zip(jax.tree.leaves(program(*split)), jax.tree.leaves(jax.jit(function)(*whole)), strict=True)
+        program = jax.jit(function).lower(*split).compile(jax_fast.FAST)
+        pairs = zip(jax.tree.leaves(program(*split)), jax.tree.leaves(jax_fast.jit(function)(*whole)), strict=True)
         return [all(bool((x == y).all()) for x, y in pairs), exchanged(program.as_text())]
 
     def refused(function: Any, *arguments: Any) -> str:

@@ -159,8 +159,7 @@ def test_bytes_are_shown_without_times():
     assert report.cells(result(1.0, unit="MB", at_most=True))[3:] == ("<= 2 MB", "1 MB", "yes", "")
 
 
-def test_warm_calls_are_timed_with_and_without_gradients():
-    pytest.importorskip("torch", reason="torch is not installed")
+def test_warm_calls_are_timed_with_and_without_gradients(torch):
     found = list(
         dense.warm_call("torch", Settings(rounds=3, budget_seconds=0.0, pause_seconds={"torch": 0.0}, calls=3))
     )

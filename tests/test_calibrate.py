@@ -4,8 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -119,29 +117,6 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(folder, monkeypatch
     with pytest.raises(type(failure)):
         rates.write(CPU, KEY)
     assert rates.read(KEY) == MEASURED
-    assert len(list(folder.iterdir())) == 1
-
-
-WRITER = """
-import dataclasses, sys
-from planner.cost import rates
-from planner.cost.device import CPU
-key = rates.Key("a processor, 2 threads", "numpy", "2.0", "cpu")
-for _ in range(100):
-    rates.write(dataclasses.replace(CPU, source=sys.argv[1] * 150), key)
-    assert rates.read(key).source in ("a" * 150, "b" * 150)
-"""
-
-
-def test_two_processes_write_at_once(folder):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
-    running = [
-        subprocess.Popen([sys.executable, "-c", WRITER, name], env=environment, stderr=subprocess.PIPE, text=True)
-        for name in "ab"
-    ]
-    for process in running:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
     assert len(list(folder.iterdir())) == 1
 
 

@@ -168,8 +168,7 @@ def test_wrong_calls_name_the_culprit(spec, operands, options, kind, message):
         assert caught.value.__suppress_context__ or caught.value.__context__ is None
 
 
-def test_mixed_frameworks_name_the_operand():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_mixed_frameworks_name_the_operand(torch):
     with pytest.raises(planner.PlannerError, match="operand 1 is a torch array, but operand 0 is of numpy"):
         planner.contract("ij,jk->ik", A, torch.ones(3, 4))
     with pytest.raises(planner.PlannerError, match="index array 'q' is a torch array, but operand 0 is of numpy"):
@@ -218,7 +217,7 @@ def test_dtypes_are_taken_in_every_form(dtype, name):
     assert planner.contract("ij->i", A, dtype=dtype).dtype == name
 
 
-def test_sizes_and_limits_are_taken_in_every_form():
+def test_sizes_and_limits_are_taken_in_every_form(torch):
     assert planner.contract(planner.resolve("ij->ij", (2, 3)), A, sizes={"i": 2}).shape == (2, 3)
     assert planner.transpose(planner.resolve("ij->j", (2, 3)), np.int64(0)).output_shape == (2, 3)
     assert planner.batched(planner.resolve("ij->j", (2, 3)), np.int64(4)).output_shape == (4, 3)
@@ -231,7 +230,6 @@ def test_sizes_and_limits_are_taken_in_every_form():
     assert planner.contract(np.ones(2), ["row"], ["row", "row 2"], sizes={"row 2": 4}).shape == (2, 4)
     assert planner.plan(A, [0, 1], [0, 1, 2], sizes={2: 4}).resolved.spec.output_shape == (2, 3, 4)
     assert planner.plan("ij->ij", (2, 3), memory_limit=np.int64(1000)).options.memory_limit == 1000
-    torch = pytest.importorskip("torch", reason="torch is not installed")
     assert planner.plan("ij->ij", planner.Operand((2, 3), torch.float64), backend="torch").dtype == "float64"
 
 

@@ -44,8 +44,7 @@ _SIZES = {"min_operands": 3, "max_operands": 4, "max_axes": 4, "max_size": 3, "w
 PROBLEMS = st.one_of(exact_problems(**_SIZES, gathers=True), exact_problems(**_SIZES))
 
 
-def test_torch_runs_any_choice_of_kept_values():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_torch_runs_any_choice_of_kept_values(torch):
     floors = Floors()
 
     @settings(max_examples=examples(100, 1_000))
@@ -72,8 +71,7 @@ def test_torch_runs_any_choice_of_kept_values():
     floors.at_least(examples(100, 1_000), some=0.25, gather=0.5)
 
 
-def test_jax_runs_any_choice_of_kept_values():
-    jax = pytest.importorskip("jax", reason="jax is not installed")
+def test_jax_runs_any_choice_of_kept_values(jax):
     floors = Floors()
 
     @settings(max_examples=examples(25, 400))
@@ -101,8 +99,7 @@ def test_jax_runs_any_choice_of_kept_values():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_torch_backward_peak_of_a_chain(seed):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_torch_backward_peak_of_a_chain(seed, torch):
     random = Random(seed)
     sizes = [random.choice([64, 96, 128, 256]) for _ in range(8)]
     operands = [torch.ones(shape).requires_grad_() for shape in itertools.pairwise(sizes)]

@@ -46,8 +46,7 @@ def spec_of(array):
 
 @settings(max_examples=examples(300, 10_000))
 @given(arrays(), st.randoms(use_true_random=False))
-def test_what_flattens_can_be_viewed(array, random):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_what_flattens_can_be_viewed(torch, array, random):
     order = random.sample(range(array.ndim), array.ndim)
     cuts = sorted(random.sample(range(1, array.ndim), random.randint(0, array.ndim - 1))) if array.ndim > 1 else []
     groups = [order[a:b] for a, b in zip([0, *cuts], [*cuts, array.ndim], strict=True)]
@@ -130,18 +129,16 @@ def test_dimensions_of_size_1_make_no_difference():
         ((3, 2, 2), (2, 2, 1), (0, 0, 0)),
     ],
 )
-def test_products_of_elements_lie_as_torch_lays_them(shape, first, second):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    from planner.backends.torch_strides import STRIDE_OPS, Strided
+def test_products_of_elements_lie_as_torch_lays_them(torch, shape, first, second):
+    from planner.backends.torch.strides import STRIDE_OPS, Strided
 
     expected = torch.empty_strided(shape, first, requires_grad=True) * torch.empty_strided(shape, second)
     found = STRIDE_OPS.multiply(Strided(shape, first, requires_grad=True), Strided(shape, second))
     assert (found.shape, found.strides) == (tuple(expected.shape), expected.stride())
 
 
-def test_stand_ins_have_the_shapes_and_strides_of_tensors():
+def test_stand_ins_have_the_shapes_and_strides_of_tensors(torch):
     """What the stock evaluation makes of stand-ins, step by step, beside what it makes of tensors."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
     from planner.backends.common.stock import evaluation
     from planner.backends.torch.ops import OPS
     from planner.backends.torch.strides import STRIDE_OPS, Strided
@@ -178,9 +175,8 @@ def test_stand_ins_have_the_shapes_and_strides_of_tensors():
     floors.at_least(examples(400, 10_000), pairs=0.3, strided=0.1, gathers=0.1)
 
 
-def test_results_lie_in_memory_as_the_plan_says():
+def test_results_lie_in_memory_as_the_plan_says(torch):
     """Every step of both programs, on operands of any strides; a layout of which nothing is known says nothing."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
     backend, floors = load_backend("torch"), Floors()
 
     @settings(max_examples=examples(80, 2_000))
@@ -214,9 +210,8 @@ def test_results_lie_in_memory_as_the_plan_says():
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_the_result_of_a_call_lies_as_the_plan_says(gradients):
+def test_the_result_of_a_call_lies_as_the_plan_says(gradients, torch):
     """Native calls as well as programs."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
     floors = Floors()
 
     @settings(max_examples=examples(100, 3_000))
@@ -241,8 +236,7 @@ def test_the_result_of_a_call_lies_as_the_plan_says(gradients):
 
 
 @pytest.mark.parametrize("name", [name for name in WORKLOADS if name.startswith(("seed-sliced", "seed-two-by"))])
-def test_slices_of_one_array_are_not_copied(name):
-    pytest.importorskip("torch", reason="torch is not installed")
+def test_slices_of_one_array_are_not_copied(name, torch):
     workload = WORKLOADS[name].cpu()
     plan = planner.plan(workload.spec, *workload.operands("torch", requires_grad=True), minimize="time")
     assert plan.cost.copied_bytes == 0
@@ -251,8 +245,7 @@ def test_slices_of_one_array_are_not_copied(name):
 
 
 @pytest.mark.parametrize("spec", ["ijk, ikl -> jl", "ijk, ikl -> lj", "bijk, bikl -> bjl", "ijk, ilk -> jl"])
-def test_ways_around_a_copy_agree_and_cost_what_they_say(spec):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_ways_around_a_copy_agree_and_cost_what_they_say(spec, torch):
     table, shape = load_backend("torch").table, {"b": 2, "i": 3, "j": 40, "k": 50, "l": 20}
     first, second = spec.partition("->")[0].replace(" ", "").split(",")
     operands = [torch.randint(-3, 4, [shape[axis] for axis in term]).float() for term in (first, second)]

@@ -59,7 +59,6 @@ def test_what_is_left_of_inputs_is_multiplied_in_the_order_of_the_output():
     ("text", "shapes"),
     [("abij, q[ab]jk -> aik", [(4, 3, 2, 5), (6, 5, 7)]), ("aij, q[ab]jk -> abik", [(4, 2, 5), (6, 5, 7)])],
 )
-def test_both_gradients_share_a_loop_only_where_each_row_is_its_own(text, shapes):
-    pytest.importorskip("torch", reason="torch is not installed")
+def test_both_gradients_share_a_loop_only_where_each_row_is_its_own(text, shapes, torch):
     op = Einsum(planner.resolve(text, *shapes, q=(4, 3)), "float32").joint_gradient()
     assert load_backend("torch").table.verdicts(op, CPU)["both grouped gradients"] == "rows are shared or summed"

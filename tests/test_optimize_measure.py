@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -179,8 +177,7 @@ def test_another_problem_has_another_key(monkeypatch):
     assert key() == keys[0]
 
 
-def test_strides_and_gradients_and_index_shapes_are_in_the_key():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_strides_and_gradients_and_index_shapes_are_in_the_key(torch):
     a, b = torch.ones(4, 4), torch.ones(4, 4)
     q = torch.tensor([0, 1])
 
@@ -287,31 +284,6 @@ def test_nothing_but_whole_entries_is_left(cache, monkeypatch):
     assert not list(cache.rglob("*.tmp"))
 
 
-WRITER = """
-import sys, warnings
-warnings.simplefilter("error")
-from planner.tune.store import recall, remember
-key, big = {"entry": 1}, list(range(20_000))
-for number in range(60):
-    remember("race", key, {"by": sys.argv[1], "number": number, "big": big})
-    found = recall("race", key)
-    assert found is not None and found["big"] == big and found["by"] in ("one", "two"), found
-"""
-
-
-def test_two_processes_write_and_read_one_entry(cache):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    running = [
-        subprocess.Popen([sys.executable, "-c", WRITER, name], env=environment, stderr=subprocess.PIPE, text=True)
-        for name in ("one", "two")
-    ]
-    for process in running:
-        _, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
-    assert [path.suffix for path in cache.rglob("*") if path.is_file()] == [".json"]
-    assert remember.recall("race", {"entry": 1})["number"] == 59
-
-
 # -- timing ----------------------------------------------------------------------------------------------
 
 
@@ -412,8 +384,7 @@ def test_ctrl_c_gives_the_best_so_far(cache, monkeypatch, at):
 # -- frameworks ------------------------------------------------------------------------------------------
 
 
-def test_torch_times_forward_and_backward_and_touches_no_gradient():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_torch_times_forward_and_backward_and_touches_no_gradient(torch):
     a = torch.arange(24.0).reshape(8, 3).requires_grad_()
     c = torch.ones(4, 3, 5, requires_grad=True)
     q = torch.tensor([0, 1, 3, 3, 1, 2, 0, 1])
@@ -428,9 +399,8 @@ def test_torch_times_forward_and_backward_and_touches_no_gradient():
 
 
 @pytest.fixture
-def on_card():
+def on_card(torch):
     """A grouped product with gradients as it is planned for a card; its kernels are interpreted here."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
     pytest.importorskip("triton", reason="Triton is not installed")
     # Tiles of less than 32 rows cannot be halved.
     a, c = torch.ones(100, 1, 70, requires_grad=True), torch.ones(2, 70, 70, requires_grad=True)
@@ -466,8 +436,7 @@ def named_programs(monkeypatch):
     monkeypatch.setattr(measure._Clock, "program", told)
 
 
-def test_tiles_are_timed_step_by_step_and_remembered(monkeypatch, on_card):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_tiles_are_timed_step_by_step_and_remembered(monkeypatch, on_card, torch):
     planned, operands, q = on_card
     named_programs(monkeypatch)
     monkeypatch.setattr(measure, "time_programs", faster_when(", half tiles"))
@@ -497,9 +466,8 @@ def test_tiles_are_timed_step_by_step_and_remembered(monkeypatch, on_card):
     assert not [step for step in pinned.steps if step.choice.lowering.endswith("tiles")]
 
 
-def test_calls_follow_what_is_asked_of_torch():
+def test_calls_follow_what_is_asked_of_torch(torch):
     """A plan with tiles that were measured serves no call that asks for pinned ones."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
     backend, x = planner.program.frameworks.load_backend("torch"), torch.ones(2)
     before = backend.signature([x], {})
     torch.use_deterministic_algorithms(True)
@@ -541,8 +509,7 @@ def test_a_tiling_that_is_hardly_faster_is_not_taken(monkeypatch, on_card):
     assert not [step for step in plan.steps if step.choice.lowering.endswith(("tiles", "stages"))]
 
 
-def test_torch_transforms_and_dataless_tensors_are_not_timed():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_torch_transforms_and_dataless_tensors_are_not_timed(torch):
     a, b = torch.ones(3, 4), torch.ones(4, 5)
     c = torch.ones(5, 2)
 
@@ -558,8 +525,7 @@ def test_torch_transforms_and_dataless_tensors_are_not_timed():
     assert all(o.startswith("not measured") for o in [*origins, meta.origin])
 
 
-def test_jax_times_eagerly_and_traces_take_what_is_remembered():
-    jax = pytest.importorskip("jax", reason="jax is not installed")
+def test_jax_times_eagerly_and_traces_take_what_is_remembered(jax):
     jnp = jax.numpy
     a, c = jnp.arange(24.0).reshape(8, 3), jnp.ones((4, 3, 5))
     q = jnp.array([0, 1, 3, 3, 1, 2, 0, 1])
@@ -584,9 +550,8 @@ def test_jax_times_eagerly_and_traces_take_what_is_remembered():
     assert origins[-1] == "measured"
 
 
-def test_a_loop_in_jax_is_recalled():
+def test_a_loop_in_jax_is_recalled(jax):
     """The steps of its body are priced by what a loop's steps cost."""
-    jax = pytest.importorskip("jax", reason="jax is not installed")
     operands = [jax.numpy.ones(shape) for shape in ((64, 32), (32, 48))]
     plan = planner.plan("ij, jk -> ik", *operands)
     loop = make_loop(plan, {"i": 16})
@@ -600,9 +565,8 @@ def test_a_loop_in_jax_is_recalled():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_what_jax_does_not_compile_is_left_out(monkeypatch, error):
+def test_what_jax_does_not_compile_is_left_out(monkeypatch, error, jax):
     """And Ctrl-C while it compiles gives the best so far."""
-    jax = pytest.importorskip("jax", reason="jax is not installed")
     shapes = (64, 48), (48, 56), (56, 40), (40, 8)
     operands = [jax.numpy.ones(shape) for shape in shapes]
     compiled, compile_ = [], jax.stages.Lowered.compile

@@ -271,8 +271,7 @@ def test_alternatives_of_a_searched_plan_name_no_path():
     assert not any("path than" in other.loses for other in chain().alternatives(50))
 
 
-def test_ordering_children_keeps_the_implementations_that_the_search_chose():
-    pytest.importorskip("torch", reason="torch is not installed")
+def test_ordering_children_keeps_the_implementations_that_the_search_chose(torch):
     shapes = [(512, 4), (8, 4, 4), (512, 16), (8, 16, 4)]
     operands = [planner.Operand(shape, requires_grad=True) for shape in shapes]
 
@@ -402,11 +401,6 @@ def test_a_plan_of_a_resolved_spec_takes_its_shapes_only():
         plan(a, b, q=q.reshape(1, 4))
 
 
-def test_import_loads_no_framework():
-    code = "import sys, planner; sys.exit(bool({'torch', 'jax', 'hypothesis', 'matplotlib'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 # -- printing --------------------------------------------------------------------------------------------
 
 PRINTED = {
@@ -491,8 +485,7 @@ def test_explain_prints_the_plan(capsys):
 
 
 @pytest.mark.parametrize("device", [None, "H200"])
-def test_each_implementation_has_a_cost_or_a_refusal(device):
-    pytest.importorskip("torch", reason="torch is not installed")
+def test_each_implementation_has_a_cost_or_a_refusal(device, torch):
     operands = planner.Operand((90, 1, 8), requires_grad=True), planner.Operand((7, 8, 8), requires_grad=True)
     plan = planner.plan("nij, q[n]jk -> nik", *operands, q=(90,), backend="torch", device=device)
     assert len(plan.implementations()) == len(plan.steps) >= 2
@@ -608,9 +601,8 @@ def test_a_plan_is_printed_on_an_ascii_terminal_too():
     assert "this plan" in done.stdout
 
 
-def test_within_a_limit_only_the_step_that_is_near_it_is_lean():
+def test_within_a_limit_only_the_step_that_is_near_it_is_lean(torch):
     """Seed 000: both gradients take 67 MB; the forward is far from the limit, and keeps its large buffers."""
-    pytest.importorskip("torch", reason="torch is not installed")
     operands = [
         planner.Operand((131072, 1, 64), requires_grad=True),
         planner.Operand((2048, 64, 64), requires_grad=True),
@@ -673,9 +665,7 @@ def test_dtypes_are_given_by_name_or_as_frameworks_have_them(given, name):
     assert dtype_name(given) == name
 
 
-def test_dtypes_of_torch_and_jax_have_names():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
+def test_dtypes_of_torch_and_jax_have_names(torch, jnp):
     assert dtype_name(torch.bfloat16) == dtype_name(jnp.bfloat16) == "bfloat16"
     assert dtype_name(torch.double) == dtype_name(jnp.dtype("float64")) == "float64"
     with pytest.raises(planner.PlannerError, match="dtype 'object' is not supported"):

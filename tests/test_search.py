@@ -235,11 +235,12 @@ EMPTY = ("q[a],a->", (planner.Operand((0,), "float32"), planner.Operand((0,), "f
 def test_no_product_costs_less_than_what_the_search_takes_for_the_least(network, backend):
     problem = problem_of(network, backend)
     assume(len(problem.operands) > 1)
+    products = {op for tree in every_tree(problem)[:200] for op in ops(tree) if len(op.spec.inputs) == 2}
     for objective in ("time", "flops", "bytes", "retained"):
         lower = Lowerer(problem.choices, step_key(objective))
         known = (problem.network, problem.requires, problem.casts, problem.dtype, lower, objective, "any", 10**6)
         floor = Search(*known, bound=((10**30,) * 4,)).least[objective == "retained"]
-        for op in {op for tree in every_tree(problem)[:200] for op in ops(tree) if len(op.spec.inputs) == 2}:
+        for op in products:
             steps = [lower(op)]
             if all(problem.requires):
                 steps += [choice for _, choice, _ in lower.gradients(op, (True, True))]
@@ -266,15 +267,13 @@ def test_scores_are_the_costs_of_the_programs(network):
 
 @settings(max_examples=examples(30, 300))
 @given(networks(most_nodes=4))
-def test_torch_search_finds_the_least_of_all_trees(network):
-    pytest.importorskip("torch", reason="torch is not installed")
+def test_torch_search_finds_the_least_of_all_trees(torch, network):
     assert_least(network, "torch", MOST_TREES // 3)
 
 
 @settings(max_examples=examples(30, 300))
 @given(networks(most_nodes=4))
-def test_torch_scores_are_the_costs_of_the_programs(network):
-    pytest.importorskip("torch", reason="torch is not installed")
+def test_torch_scores_are_the_costs_of_the_programs(torch, network):
     assert_score_is_the_cost(network, "torch")
 
 

@@ -59,67 +59,47 @@ def test_cases_are_what_they_claim(reports):
     assert ("all-reduce", 8) in map(tuple, reports["taken last n"]["exchanged"])  # the mask of a pool of 8 rows
 
 
-@pytest.mark.parametrize("name", ["vmap", "jvp", "shard_map"])
-def test_transforms_exchange_nothing(name, reports):
-    assert reports["others"][name] == [True, []]
-
-
-def test_gradients_inside_of_shard_map(reports):
-    assert reports["others"]["gradients in shard_map"] == [True] * 4
-
-
-def test_kernels_run_where_a_program_is_of_one_device(reports):
-    """XLA cannot partition them: elsewhere stock operators run."""
-    assert reports["others"]["kernels"] == {
+# Equal to the values of one device, and what is exchanged, where that is asked for.
+OTHERS = {
+    "vmap": [True, []],
+    "jvp": [True, []],
+    "shard_map": [True, []],
+    "gradients in shard_map": [True] * 4,
+    # XLA cannot partition kernels: they run where a program is of one device, elsewhere stock operators do.
+    "kernels": {
         "one device": True, "exported for several": False, "shard_map": True, "shard_map, unchecked": True,
         "shard_map over one axis of two": False,
-    }  # fmt: skip
+    },
+    "reshaped": True,  # dimensions share an axis of the mesh, as a reshape leaves them
+    "locations": [True, True],  # hidden in partitioned calls, over which XLA's compiler may not end; told again later
+    "two brackets": True,  # an index array in two brackets is not split
+    "precision": True,  # the context says how exact products are
+    "loop, split": True,
+    # The result's type says how it is split.
+    "type": "float32[16@x,2,4]",
+    "type under vmap": "float32[8@x,16,2,4]",
+}  # fmt: skip
+# What is refused or told, by a part of what is said.
+SAID = {
+    "analyzed": "on one device",
+    "loop": "loop over n",
+    "loop foretold": "loop over n",
+    "conflict": "operand 1 has 'j' split over x, but that splits 'n'",
+    "repeated": "operand 0 has 'i' split over x, but it repeats",
+    "outside of jit": "jax.jit(jax.grad(...))",
+}
 
 
-def test_dimensions_that_share_an_axis_of_the_mesh(reports):
-    """As a reshape leaves them."""
-    assert reports["others"]["reshaped"] is True
-
-
-def test_places_in_the_source_are_told_again_afterwards(reports):
-    """Of partitioned calls they are hidden: XLA's compiler may not end over them."""
-    assert reports["others"]["locations"] == [True, True]
-
-
-def test_measuring_is_refused_on_several_devices(reports):
-    assert "on one device" in reports["others"]["analyzed"]
-
-
-def test_an_index_array_in_two_brackets_is_not_split(reports):
-    assert reports["others"]["two brackets"] is True
-
-
-def test_the_context_says_how_exact_products_are(reports):
-    assert reports["others"]["precision"] is True
-
-
-@pytest.mark.parametrize("dtype", ["bool", "int32"])
-def test_sums_of_other_dtypes(dtype, reports):
-    equal, ((kind, _),) = reports["others"][dtype]
-    assert equal
-    assert kind == "all-reduce"
-
-
-def test_loops_give_the_same_values(reports):
+def test_other_calls(reports):
+    """Transforms, kernels, loops and types, and what none of them can have, refused by name."""
     others = reports["others"]
+    assert {name: others[name] for name in OTHERS} == OTHERS
+    assert not [name for name, part in SAID.items() if part not in others[name]]
     assert others["loop"].startswith("loop over n")
-    assert others["loop, split"] is True
-    assert "loop over n" in others["loop foretold"]
-
-
-def test_explicit_axes(reports):
-    """The result's type says how it is split; what one result cannot have is refused by name."""
-    others = reports["others"]
-    assert others["type"] == "float32[16@x,2,4]"
-    assert others["type under vmap"] == "float32[8@x,16,2,4]"
-    assert "operand 1 has 'j' split over x, but that splits 'n'" in others["conflict"]
-    assert "operand 0 has 'i' split over x, but it repeats" in others["repeated"]
-    assert "jax.jit(jax.grad(...))" in others["outside of jit"]
+    for dtype in ("bool", "int32"):
+        equal, ((kind, _),) = others[dtype]
+        assert (equal, kind) == (True, "all-reduce")
+    assert others.keys() == {*OTHERS, *SAID, "bool", "int32"}
 
 
 def test_one_device_has_no_partitioned_call():

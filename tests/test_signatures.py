@@ -6,7 +6,6 @@ import contextlib
 import itertools
 
 import numpy as np
-import pytest
 
 import planner
 from planner.program.frameworks import load_backend
@@ -46,8 +45,7 @@ def test_numpy():
     )
 
 
-def test_torch():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_torch(torch):
     x, q = torch.ones(4, 4), torch.arange(3)
 
     @contextlib.contextmanager
@@ -84,8 +82,7 @@ def test_torch():
     )
 
 
-def test_jax():
-    jax = pytest.importorskip("jax", reason="jax is not installed")
+def test_jax(jax):
     jnp = jax.numpy
     x, q = jnp.ones((4, 4)), jnp.arange(3)
     all_differ(

@@ -78,8 +78,7 @@ def test_each_point_runs(case):
         assert_equal((got, got.dtype.name), case.expected(), np.result_type(*operands).name)
 
 
-def test_each_point_has_the_right_gradients():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_each_point_has_the_right_gradients(torch):
     operands = [(torch.arange(n * m) % 3.0).reshape(n, m).requires_grad_() for n, m in CHAIN[1]]
     expected = torch.autograd.grad(torch.linalg.multi_dot(operands).sum(), operands)
     front = planner.tradeoff(CHAIN[0], *operands)

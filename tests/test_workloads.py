@@ -116,8 +116,7 @@ def test_seeds_differ_and_repeat():
     assert not np.array_equal(first, other)
 
 
-def test_views_share_their_base():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_views_share_their_base(torch):
     tiny = WORKLOADS["seed-sliced-einsum/strided"].tiny()
     x, y = tiny.operands("torch", requires_grad=True)
     i, j, k = tiny.shapes[0]

@@ -199,8 +199,7 @@ def test_options_are_named_in_what_their_values_are_refused_for():
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
-def test_torch_has_no_sums_of_wide_unsigned_integers(dtype):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_torch_has_no_sums_of_wide_unsigned_integers(dtype, torch):
     a = torch.ones(2, 3).to(getattr(torch, dtype))
     for spec, options in (("ij, kj -> ik", {}), ("ij -> q[i]j", {"q": torch.tensor([0, 0]), "sizes": {"q": 2}})):
         operands = [a] * (spec.count(",") + 1)
@@ -220,8 +219,7 @@ def test_truth_values_add_up_to_true(framework):
 
 
 @pytest.mark.parametrize("other", ["complex64", "uint8", "bool"])
-def test_torch_names_what_it_does_not_promote(other):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_torch_names_what_it_does_not_promote(other, torch):
     operands = torch.ones(2, 2, dtype=getattr(torch, other)), torch.ones(2, 2).to(torch.uint16)
     with pytest.raises(planner.PlannerError, match="operand 1 is uint16, which torch does not promote"):
         planner.contract("ij, jk -> ik", *operands)

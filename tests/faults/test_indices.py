@@ -278,9 +278,8 @@ class Jax:
 
 
 @pytest.fixture(autouse=True)
-def plain_tracebacks():
+def plain_tracebacks(jax):
     """To shorten the traceback of a refusal takes JAX longer than to refuse."""
-    jax = pytest.importorskip("jax", reason="jax is not installed")
     with jax.enable_x64(True), jax._src.config.traceback_filtering("off"):
         yield
 

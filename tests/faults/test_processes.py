@@ -75,8 +75,7 @@ def test_plans_are_the_same_whatever_the_hash_seed(backend, seeds):
     pytest.importorskip(backend, reason=f"{backend} is not installed")
     first = printed(0, backend)
     assert first.count('"type": "Plan"') > 20
-    # The first seed once more: two processes.
-    for seed in range(seeds):
+    for seed in range(1, seeds):
         assert printed(seed, backend) == first, f"another plan with PYTHONHASHSEED={seed}"
 
 

@@ -17,7 +17,7 @@ REPEATS = 100
 def sized(name):
     """A workload at sizes at which a hundred runs are short, and with so few groups that indices collide."""
     workload = WORKLOADS[name].cpu()
-    most = examples(16, 100)
+    most = examples(12, 100)
     sizes = {axis: min(size, most) for axis, size in workload.sizes}
     # Many rows, few groups: duplicates in every gradient that is scattered.
     long = max(workload.index_shapes.values(), key=len, default=())

@@ -13,6 +13,7 @@ from conftest import examples
 
 import planner
 from planner import api
+from planner.testing.engines import engine_of
 from planner.testing.problem import Problem
 from planner.testing.reference import reference, reference_gradients
 
@@ -34,38 +35,19 @@ PROBLEMS = [
 BAD = ("q[n]j -> nj", np.ones((4, 3), np.float32), np.array([0, 9]))
 
 
-def run_numpy(problem):
-    got = planner.contract(problem.spec, *problem.operands(), **problem.arguments())
-    return [got]
+def run(problem, framework):
+    """The result and the gradients that the problem wants, as NumPy has them."""
+    engine = engine_of(framework)
+    operands, indices = engine.operands(problem), engine.indices(problem)
 
-
-def run_torch(problem):
-    import torch
-
-    operands = [torch.from_numpy(x) for x in problem.operands()]
-    wanted = [x.requires_grad_() for x in operands if x.is_floating_point()]
-    indices = {name: torch.from_numpy(q) for name, q in problem.indices.items()}
-    got = planner.contract(problem.spec, *operands, **{**problem.arguments(), **indices})
-    gout = torch.from_numpy(problem.output_gradient())
-    return [x.detach().numpy() for x in (got, *(torch.autograd.grad(got, wanted, gout) if wanted else ()))]
-
-
-def run_jax(problem):
-    import jax
-
-    operands = [jax.numpy.asarray(x) for x in problem.operands()]
-    indices = {name: jax.numpy.asarray(q) for name, q in problem.indices.items()}
-
-    def call(*operands):
+    def call(operands, indices):
         return planner.contract(problem.spec, *operands, **{**problem.arguments(), **indices})
 
-    if not np.issubdtype(problem.operands()[0].dtype, np.floating):
-        return [np.asarray(call(*operands))]
-    result, pull = jax.vjp(call, *operands)
-    return [np.asarray(x) for x in (result, *pull(jax.numpy.asarray(problem.output_gradient())))]
-
-
-RUNS = {"numpy": run_numpy, "torch": run_torch, "jax": run_jax}
+    found = [call(operands, indices)]
+    if engine.differentiates and problem.wanted:
+        gout = engine.array(problem.output_gradient())
+        found += engine.gradients(call, operands, indices, problem.wanted, gout)
+    return [engine.described(x)[0] for x in found]
 
 
 @pytest.fixture
@@ -78,10 +60,7 @@ def impatient():
 
 
 def expected_of(problem, framework):
-    found = [problem.expected()]
-    if framework != "numpy" and np.issubdtype(problem.operands()[0].dtype, np.floating):
-        found += problem.expected_gradients()
-    return found
+    return [problem.expected(), *(problem.expected_gradients() if framework != "numpy" and problem.wanted else ())]
 
 
 # A cache of three runners forgets in almost every call what another thread looks for.
@@ -102,7 +81,7 @@ def test_threads_share_caches(framework, ci, limit, impatient, monkeypatch):
         together.wait()
         for done in range(calls):
             at = rng.randrange(len(problems))
-            for got, wanted in zip(RUNS[framework](problems[at]), answers[at], strict=True):
+            for got, wanted in zip(run(problems[at], framework), answers[at], strict=True):
                 assert got.shape == wanted.shape
                 assert (got == wanted.astype(got.dtype)).all(), problems[at]
             if framework == "numpy" and done % 50 == 0:
@@ -141,8 +120,7 @@ def test_the_answers_differ():
     assert len({answer for _, answer in found}) == len(PROBLEMS)
 
 
-def test_threads_share_a_plan_and_a_prepared_index(impatient):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_threads_share_a_plan_and_a_prepared_index(impatient, torch):
     spec, q = "nij, q[n]jk -> nik", np.arange(40) % 3
     random_ = np.random.default_rng(0)
     a, c = (random_.integers(-2, 3, shape).astype(np.float32) for shape in ((40, 1, 8), (3, 8, 8)))

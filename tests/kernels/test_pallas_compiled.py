@@ -11,15 +11,16 @@ libtpu = pytest.importorskip(
 )
 
 import jax.numpy as jnp  # noqa: E402
+from grouped_laws import TPU_SHAPES  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
-from pallas_laws import EXPORTED  # noqa: E402
-from test_pallas_tpu import KERNELS, SHAPES  # noqa: E402
+from test_pallas import EXPORTED  # noqa: E402
 
 import planner  # noqa: E402
 from planner.backends.jax import evaluation as jax_evaluation  # noqa: E402
 from planner.cost.device import TPU_V5E  # noqa: E402
 from planner.kernels.grouped_matmul.pallas_tiles import TPU, most_tiles  # noqa: E402
+from planner.kernels.grouped_matmul.pallas_tpu import KERNELS  # noqa: E402
 from planner.kernels.grouping.jax_grouping import Groups, group_rows  # noqa: E402
 from planner.program.ops import Einsum  # noqa: E402
 
@@ -54,10 +55,11 @@ def compiled():
     return compile_for_tpu
 
 
+UNEVEN = [(rows, i, j, k, groups) for rows, _, groups, i, j, k, _ in TPU_SHAPES]
 PRECISIONS = [("float32", "highest"), ("float32", "default"), ("bfloat16", "default")]
 COMPILED = [
     *((shape, *how) for shape in LIMITS for how in PRECISIONS),
-    *((shape[:5], *how) for shape in (*EXPORTED, *SHAPES) for how in PRECISIONS[1:]),
+    *((shape, *how) for shape in (*EXPORTED, *UNEVEN) for how in PRECISIONS[1:]),
 ]
 
 

@@ -105,10 +105,6 @@ def integers(random, *shape):
     return random.integers(-2, 3, shape).astype(float)
 
 
-def tensor_of_integers(random, dtype, *shape):
-    return torch.from_numpy(integers(random, *shape)).to(getattr(torch, dtype))
-
-
 def grouping(random, rows, groups):
     """Group of each row, their order, and where groups begin in it; in order already as often as not."""
     group = (
@@ -134,61 +130,36 @@ PROBLEM = {
 }  # fmt: skip
 
 
-@settings(max_examples=examples(100, 1000))
-@given(**PROBLEM)
-def test_a_batch_of_products(seed, dtype, tiles, sizes, groups):
-    random = np.random.default_rng(seed)
-    m, _, n, k = sizes
-    values = integers(random, groups, m, k), integers(random, groups, k, n)
-    (*a, _), (*b, _), (*out, at) = (
-        laid(values[0], random),
-        laid(values[1], random),
-        laid(np.zeros((groups, m, n)), random, True),
-    )
-    (a, _), (b, _), (result, x) = (handed(*y, dtype) for y in (a, b, out))
-    with mock.patch.object(triton_grouped, "tiles_of", return_value=tiles):
-        plain_product(a, b, result, (groups, m, n, k))
-    check(x, out[1], at, values[0] @ values[1], dtype)
-
-
+@pytest.mark.parametrize("mode", ["plain", "rows", "terms"])
 @settings(max_examples=examples(100, 1000))
 @given(**PROBLEM, some_absent=st.booleans())
-def test_rows_meet_the_matrix_of_their_group(seed, dtype, tiles, sizes, groups, some_absent):
-    random = np.random.default_rng(seed)
-    rows, i, n, k = sizes
-    group, order, starts = grouping(random, rows, groups)
-    absent = np.flatnonzero(random.random(rows) < 0.2) if some_absent else ()
-    values = integers(random, rows, i, k), integers(random, groups, k, n)
-    (*a, _), (*b, _) = laid(values[0], random, absent=absent), laid(values[1], random)
-    *out, at = laid(np.zeros((rows, i, n)), random, True)
-    (a, _), (b, _), (result, x) = (handed(*y, dtype) for y in (a, b, out))
-    with mock.patch.object(triton_grouped, "tiles_of", return_value=tiles):
-        rows_product(a, b, result, (rows, i, n, k), order, starts, groups, True)
-    matrices = np.concatenate([values[1], np.zeros((1, k, n))])
-    expected = values[0] @ matrices[group]
-    expected[list(absent)] = 0
-    check(x, out[1], at, expected, dtype)
-
-
-@settings(max_examples=examples(100, 1000))
-@given(**PROBLEM, some_absent=st.booleans())
-def test_products_are_summed_over_the_rows_of_each_group(seed, dtype, tiles, sizes, groups, some_absent):
+def test_products(mode, seed, dtype, tiles, sizes, groups, some_absent):
+    """A batch of products, rows times the matrix of their group, and products summed over the rows of each group."""
     random = np.random.default_rng(seed)
     rows, i, m, n = sizes
-    rows *= 1 + 3 * (random.random() < 0.3)  # more than one piece
+    if mode == "terms" and random.random() < 0.3:
+        rows *= 4  # more than one piece
     group, order, starts = grouping(random, rows, groups)
-    absent = np.flatnonzero(random.random(rows) < 0.2) if some_absent else ()
-    values = integers(random, rows, i, m), integers(random, rows, i, n)
-    (*a, _), (*b, _) = laid(values[0], random, absent=absent), laid(values[1], random)
-    *out, at = laid(np.zeros((groups, m, n)), random, True)
-    (a, _), (b, _), (result, x) = (handed(*y, dtype) for y in (a, b, out))
+    absent = np.flatnonzero(random.random(rows) < 0.2) if some_absent and mode != "plain" else ()
+    x = integers(random, *((groups, rows, n) if mode == "plain" else (rows, i, n)))
+    y = integers(random, *((rows, i, m) if mode == "terms" else (groups, n, m)))
+    (*a, _), (*b, _) = laid(x, random, absent=absent), laid(y, random)
+    if mode == "plain":
+        product, arguments, expected = plain_product, ((groups, rows, m, n),), x @ y
+    elif mode == "rows":
+        product, arguments = rows_product, ((rows, i, m, n), order, starts, groups, True)
+        expected = x @ np.concatenate([y, np.zeros((1, n, m))])[group]
+        expected[list(absent)] = 0
+    else:
+        product, arguments = terms_product, ((rows, i, n, m), order, starts[:-1], groups)
+        expected = np.zeros((groups, n, m))
+        for row in np.setdiff1d(np.flatnonzero(group < groups), absent):
+            expected[group[row]] += x[row].T @ y[row]
+    *out, at = laid(np.zeros(expected.shape), random, True)
+    (a, _), (b, _), (result, memory) = (handed(*part, dtype) for part in (a, b, out))
     with mock.patch.object(triton_grouped, "tiles_of", return_value=tiles):
-        terms_product(a, b, result, (rows, i, m, n), order, starts[:-1], groups)
-    expected = np.zeros((groups, m, n))
-    for row in range(rows):
-        if group[row] < groups and row not in absent:
-            expected[group[row]] += values[0][row].T @ values[1][row]
-    check(x, out[1], at, expected, dtype)
+        product(a, b, result, *arguments)
+    check(memory, out[1], at, expected, dtype)
 
 
 @settings(max_examples=examples(100, 1000))
@@ -218,50 +189,6 @@ def test_both_gradients_are_made_in_one_walk(seed, dtype, step, chunk, groups, r
     for row in range(rows):
         expected[group[row]] += values[1][row].T @ values[0][row]
     check(y, dc[1], at_c, expected[:-1], dtype)
-
-
-@settings(max_examples=examples(25, 200))
-@given(
-    seed=st.integers(0, 2**30), dtype=st.sampled_from(["float32", "float64"]), rows=st.integers(0, 90),
-    groups=st.integers(1, 6), i=st.integers(0, 3), j=st.sampled_from([0, 1, 7, 16, 40, 64, 65]),
-    k=st.sampled_from([0, 1, 7, 16, 40, 64, 65]), sourced=st.booleans(),
-)  # fmt: skip
-def test_grouped_kernels_equal_those_of_the_cpu(seed, dtype, rows, groups, i, j, k, sourced):
-    random = np.random.default_rng(seed)
-    tensor = partial(tensor_of_integers, random, dtype)
-    index = group_rows(torch.from_numpy(random.integers(0, groups + 1, rows)), groups)
-    source = torch.from_numpy(random.integers(0, 5, rows)) if sourced else None
-    tiling = random.choice(["", *TILINGS])
-    target = torch.from_numpy(random.integers(0, 4, rows))
-    a, c, g = tensor(5 if sourced else rows, i, j), tensor(groups, k, j).transpose(1, 2), tensor(rows, i, k)
-    cases = [
-        ("grouped_matmul", (a, c, index, source)),
-        ("grouped_matmul", (a, c, index, source, target, 3)),
-        ("grouped_outer", (a, g, index, source)),
-        ("grouped_gradients", (g, a, c, index, source)),
-    ]
-    for name, arguments in cases:
-        found = getattr(triton_grouped, name)(*arguments, tiling=tiling)
-        expected = getattr(torch_grouped, name)(*arguments)
-        pairs = zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (found, expected)), strict=True)
-        assert all(torch.equal(x, y) for x, y in pairs), name
-
-
-@settings(max_examples=examples(25, 200))
-@given(
-    seed=st.integers(0, 2**30), dtype=st.sampled_from(["float32", "float64"]), b=st.integers(0, 3),
-    q=st.integers(0, 6), k=st.integers(0, 20), m=st.integers(1, 9), d=st.integers(0, 40), dropped=st.booleans(),
-)  # fmt: skip
-def test_pooled_kernels_equal_those_of_the_cpu(seed, dtype, b, q, k, m, d, dropped):
-    random = np.random.default_rng(seed)
-    tensor = partial(tensor_of_integers, random, dtype)
-    keys = IndexArray(torch.from_numpy(random.integers(0, m + dropped, (b, q, k))), may_drop=dropped)
-    query, pool, g = tensor(b, d, q).transpose(1, 2), tensor(b, m, d), tensor(b, q, k)
-    tiling = random.choice(["", *TILINGS])
-    assert torch.equal(triton_pooled.scores(query, pool, keys, tiling), torch_pooled.gathered_scores(query, pool, keys))
-    found = triton_pooled.gradients(g, query, pool, keys, tiling)
-    expected = torch_pooled.gathered_gradients(g, query, pool, keys)
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 def test_a_lazy_sign_is_no_sign_in_memory():
@@ -469,11 +396,13 @@ def test_the_kernel_compiles_for_cards(arch):
 @settings(max_examples=examples(40, 400))
 @given(
     seed=st.integers(0, 2**30), dtype=st.sampled_from(sorted(DTYPES)),
-    sizes=st.lists(st.sampled_from([0, 1, 2, 3, 17]), min_size=6, max_size=6), sets=st.integers(0, 63),
+    sizes=st.lists(st.sampled_from([0, 1, 2, 3]), min_size=6, max_size=6), long=st.integers(0, 11),
+    sets=st.integers(0, 63),
 )  # fmt: skip
-def test_products_whose_axes_lie_apart(seed, dtype, sizes, sets):
-    """Two axes in each group, in any order, with gaps and repeated: nothing is viewed as a matrix."""
+def test_products_whose_axes_lie_apart(seed, dtype, sizes, long, sets):
+    """Two axes in each group, in any order, with gaps and repeated: nothing is viewed as a matrix; one may be long."""
     random = np.random.default_rng(seed)
+    sizes = [17 if number == long else size for number, size in enumerate(sizes)]
     batch, left, right, summed = "bc", "mn", "uv", "kl"
     size = dict(zip("bcmnuvkl", [*sizes, 2, 3], strict=True))
 

@@ -101,7 +101,7 @@ PLANTED = (
         "kernels/tiled_product/triton_product.py",
         "there = there & (a_row >= 0) & (b_row >= 0)",
         "there = there & (a_row >= 0)",
-        ("tests/kernels/test_triton.py::test_pooled_kernels_equal_those_of_the_cpu",),
+        ("tests/kernels/test_pooled.py::test_kernels_equal_a_loop_over_keys[Triton]",),
     ),
     Planted(
         "a missing mask: an index that means no row still reads one",
@@ -129,7 +129,7 @@ PLANTED = (
         "kernels/gathered_dot/jax_pooled.py",
         'zeros.at[entries, rows].add(terms, mode="drop")',
         'zeros.at[entries, rows].set(terms, mode="drop")',
-        ("tests/kernels/test_jax_pooled.py::test_scores_and_gradients[gathered]",),
+        ("tests/kernels/test_pooled.py::test_kernels_equal_a_loop_over_keys[JAX, gathered]",),
     ),
     Planted(
         "swapped axes: a batch axis goes last in the brackets",
@@ -150,7 +150,7 @@ PLANTED = (
         "kernels/grouped_matmul/torch_grouped.py",
         "sums.add(piece, x.conj(), g)",
         "sums.add(piece, x, g)",
-        ("tests/kernels/test_torch_grouped.py::test_gradients_are_those_of_autograd",),
+        ("tests/kernels/test_grouped.py::test_kernels_equal_a_loop_over_rows[torch]",),
     ),
     Planted(
         "a wrong conjugate in a second derivative",
@@ -206,7 +206,7 @@ PLANTED = (
         "kernels/grouped_matmul/pallas_tiles.py",
         "(position < stops[group][:, None])",
         "(position <= stops[group][:, None])",
-        ("tests/kernels/test_pallas_tpu.py::test_tiles_hold_each_row_once_and_are_as_many_as_foretold",),
+        ("tests/kernels/test_pallas.py::test_tiles_hold_each_row_once_and_are_as_many_as_foretold",),
     ),
     Planted(
         "off by one at a tile's edge: the row behind a piece is summed (Triton)",

@@ -52,8 +52,7 @@ def test_specs_that_hold(spec):
     assert "laws hold" in str(report)
 
 
-def test_jax_and_the_agreement_of_frameworks():
-    pytest.importorskip("jax", reason="jax is not installed")
+def test_jax_and_the_agreement_of_frameworks(jax):
     report = check("nj, q[n]j -> n", {"j": 2}, backends=("numpy", "jax"), max_examples=4)
     assert report.passed, report
     assert {"frameworks agree", "second derivatives"} <= {v.law for v in report.verdicts if v.examples}
@@ -187,9 +186,8 @@ def test_chance_is_told():
 
 
 @TORCH
-def test_every_law_can_fail(monkeypatch):
+def test_every_law_can_fail(monkeypatch, torch):
     """Each law, with a fault that it alone is about."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
     table = load_backend("torch").table
     spec = "nij, q[n]jk -> nik"
 
@@ -241,10 +239,8 @@ def test_every_law_can_fail(monkeypatch):
     assert {f.law for f in report.failures} == wrong, report
 
 
-def test_frameworks_that_disagree_are_each_shown(monkeypatch):
+def test_frameworks_that_disagree_are_each_shown(monkeypatch, torch, jax):
     """Which may be one without NumPy."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    pytest.importorskip("jax", reason="jax is not installed")
     real = planner.contract
 
     def differs(text, *operands, **options):

@@ -28,11 +28,6 @@ def test_import_loads_no_framework() -> None:
 # --- torch --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def torch() -> Any:
-    return pytest.importorskip("torch", reason="torch is not installed")
-
-
 def test_torch_result_alone(torch: Any) -> None:
     result, measured = torch_memory(lambda: torch.ones(1001))
     assert result.shape == (1001,)

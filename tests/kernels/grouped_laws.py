@@ -1,0 +1,330 @@
+"""Rows times the matrices of their groups: problems, a loop over the rows, and a table of the kernels held to it.
+
+Operands are small integers, so every result is exact. What a kernel has no business to read is NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+__all__ = [
+    "GPU_SHAPES", "JAX_SHAPES", "KERNELS", "Kernels", "Problem", "TPU_SHAPES", "gpu", "hold", "jax_array", "problems",
+    "torch_array", "tpu", "values",
+]  # fmt: skip
+
+SKEWS = ("even", "sorted", "half in one", "all in one", "steep", "all dropped", "one row each")
+LAYOUTS = ("plain", "columns", "transposed", "sliced", "expanded")
+# Rows are added up into so many targets; one more is no target.
+TARGETS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """How many rows, factors and groups there are, the sizes of a product, and how rows are spread over groups.
+
+    Where factors are not as many as rows, maps say which left and which right factor a row has.
+    """
+
+    rows: int
+    factors: int
+    groups: int
+    i: int
+    j: int
+    k: int
+    dtype: str
+    skew: str = "even"
+    layout: str = "plain"
+    bad: float = 0.0  # what the factors of one row hold instead of numbers
+    small: bool = True  # buffers so small that every kind of piece occurs, where a kernel cuts its work
+    seed: int = 0
+
+    def index(self) -> np.ndarray:
+        """The group of each row; the number of groups drops a row."""
+        random, n, g = np.random.default_rng(self.seed), self.rows, self.groups
+        even = random.integers(0, g + 1, n)
+        return {
+            "even": even,
+            "sorted": np.sort(even),
+            "half in one": np.where(random.random(n) < 0.5, g // 2, even),
+            "all in one": np.full(n, g // 2),
+            "steep": (random.random(n) ** 6 * (g + 1)).astype(int),
+            "all dropped": np.full(n, g),
+            "one row each": np.arange(n) % (g + 1),
+        }[self.skew]
+
+    def arrays(self) -> tuple[list[np.ndarray], list[Any]]:
+        """Left factors, matrices, gradients and right factors; groups, both maps (or None each), and targets."""
+        random, q, n = np.random.default_rng(self.seed), self.index(), self.rows
+        shapes = (self.factors, self.i, self.j), (self.groups, self.j, self.k), (n, self.i, self.k)
+        operands = [random.integers(-2, 3, x).astype(float) for x in (*shapes, (self.factors, self.i, self.k))]
+        if self.dtype.startswith("complex"):
+            operands = [x + 1j * random.integers(-2, 3, x.shape) for x in operands]
+        maps = [None if self.factors == n else random.integers(0, self.factors, n) for _ in range(2)]
+        kept = np.flatnonzero(q < self.groups)
+        left, right = (kept if m is None else m[kept] for m in maps)
+        for x, places in zip(operands, (left, q, kept, right), strict=True):
+            if self.layout == "expanded":
+                x[:] = x[:1]
+            elif "float" in self.dtype:
+                x[~np.isin(np.arange(len(x)), places)] = np.nan
+                if self.bad and len(kept) and places is not q:
+                    x[places[0]] = self.bad
+        return operands, [q, *maps, random.integers(0, TARGETS + 1, n)]
+
+
+def problems(sizes: st.SearchStrategy[Any], layouts: tuple[str, ...] = ("plain",)) -> st.SearchStrategy[Problem]:
+    """Problems of these sizes and dtypes, in any of these layouts."""
+    how = {
+        "skew": st.sampled_from(SKEWS), "layout": st.sampled_from(layouts), "small": st.booleans(),
+        "bad": st.sampled_from([0.0, np.nan, np.inf]), "seed": st.integers(0, 2**30),
+    }  # fmt: skip
+    return st.builds(lambda size, **how: Problem(*size, **how), sizes, **how)
+
+
+def by_a_loop(operands: list[np.ndarray], index: list[Any], conjugates: bool) -> dict[str, np.ndarray]:
+    """What the kernels compute, row by row."""
+    (a, c, g, b), (q, source, other, target) = operands, index
+    of_rows, of_matrices = np.zeros((len(q), *a.shape[1:]), a.dtype), np.zeros_like(c)
+    found = {
+        "product": np.zeros_like(g),
+        "sum": np.zeros((TARGETS, *g.shape[1:]), g.dtype),
+        "outer": of_matrices.copy(),
+    }
+    for row in np.flatnonzero(q < len(c)):
+        x, y = a[row if source is None else source[row]], b[row if other is None else other[row]]
+        found["product"][row] = np.einsum("ij,jk->ik", x, c[q[row]])
+        found["outer"][q[row]] += np.einsum("ij,ik->jk", x, y)
+        if target[row] < TARGETS:
+            found["sum"][target[row]] += found["product"][row]
+        x, matrix = (x.conj(), c[q[row]].conj()) if conjugates else (x, c[q[row]])
+        of_rows[row] = np.einsum("ik,jk->ij", g[row], matrix)
+        of_matrices[q[row]] += np.einsum("ij,ik->jk", x, g[row])
+    return {**found, "rows' gradient": of_rows, "matrices' gradient": of_matrices}
+
+
+# -- frameworks ------------------------------------------------------------------------------------------
+
+
+def torch_array(x: Any, dtype: str = "int64", layout: str = "plain") -> Any:
+    """An array as torch has it, laid out in memory in some way."""
+    import torch
+
+    x = torch.from_numpy(np.ascontiguousarray(x)).to(getattr(torch, dtype))
+    if layout == "sliced":
+        return x.new_zeros([2 * n for n in x.shape])[::2, ::2, 1::2].copy_(x)
+    if layout == "padded":
+        return x.new_zeros(*x.shape[:2], x.shape[2] + 3)[..., : x.shape[2]].copy_(x)
+    if layout == "expanded":
+        return x[:1].expand(x.shape)
+    order = {"columns": (0, 2, 1), "transposed": (2, 1, 0)}.get(layout)
+    return x.permute(order).contiguous().permute(order) if order else x
+
+
+def jax_array(x: Any, dtype: str = "int32", layout: str = "plain") -> Any:
+    """An array as JAX has it."""
+    import jax.numpy as jnp
+
+    return jnp.asarray(x).astype(dtype)
+
+
+def values(x: Any) -> np.ndarray:
+    """The numbers of a framework's array, in NumPy."""
+    if hasattr(x, "detach"):
+        x = x.numpy() if x.is_complex() else x.double().numpy()
+    return np.asarray(x, complex if x.dtype.kind == "c" else float)
+
+
+# -- the table -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """A module's `grouped_matmul`, `grouped_outer` and `grouped_gradients`.
+
+    Attributes:
+        name: of what runs them.
+        needs: the packages without which they are skipped, the framework first.
+        problems: what they are tried on.
+        examples: how many of these in CI and nightly.
+        open: gives the three functions for a problem, as a context that sets what a test may set.
+        half: a half type that they take.
+        maps: whether rows may share factors, and be added up into targets.
+        long: whether long sums are affordable.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    problems: st.SearchStrategy[Problem]
+    examples: tuple[int, int]
+    open: Callable[[Problem], contextlib.AbstractContextManager[Any]]
+    half: str = "bfloat16"
+    maps: bool = True
+    long: bool = True
+
+    def results(self, problem: Problem, operands: list[np.ndarray], index: list[Any], jit: Any) -> list[Any]:
+        """All that the kernels compute."""
+        if self.needs[0] == "jax":
+            given = [jax_array(x, problem.dtype) for x in operands], [x if x is None else jax_array(x) for x in index]
+            return _compiled(self, problem.groups, jit)(*given)
+        from planner.kernels.grouping.torch_grouping import group_rows
+
+        tensors = [torch_array(x, problem.dtype, problem.layout) for x in operands]
+        q, *rest = (x if x is None else torch_array(x) for x in index)
+        with self.open(problem) as kernels:
+            return self.all_of(kernels, tensors, group_rows(q, problem.groups), rest)
+
+    def all_of(self, kernels: Any, operands: Any, groups: Any, maps: Any, *size: int) -> list[Any]:
+        """Call each of the functions."""
+        (a, c, g, b), (source, other, target) = operands, maps
+        both = [m for m in (source, other) if m is not None]
+        return [
+            kernels.grouped_matmul(a, c, groups, *both[:1]),
+            *([kernels.grouped_matmul(a, c, groups, source, target, TARGETS)] if self.maps else []),
+            kernels.grouped_outer(a, b, groups, *size, *both),
+            *kernels.grouped_gradients(g, a, c, groups, *both[:1]),
+        ]
+
+
+@functools.cache
+def _compiled(kernels: Kernels, groups: int, jit: Any) -> Any:
+    import jax_fast
+
+    from planner.kernels.grouping.jax_grouping import group_rows
+
+    def run(operands: Any, index: Any) -> Any:
+        with kernels.open(None) as functions:
+            return kernels.all_of(functions, operands, group_rows(index[0], groups), index[1:], groups)
+
+    return (jit or jax_fast.jit)(run)
+
+
+def hold(kernels: Kernels, problem: Problem, arrays: Any = None, jit: Any = None) -> None:
+    """Hold all functions to the loop over rows, wherever that meets nothing but numbers.
+
+    Args:
+        kernels: a row of the table.
+        problem: what to compute, or its dtype and number of groups if `arrays` are given.
+        arrays: operands and index arrays, as `Problem.arrays` gives them.
+        jit: what compiles JAX's programs; `jax_fast.jit` if None.
+    """
+    operands, index = arrays or problem.arrays()
+    with np.errstate(invalid="ignore"):
+        expected = by_a_loop(operands, index, conjugates=kernels.needs[0] == "torch")
+    if not kernels.maps:
+        del expected["sum"]
+    make = jax_array if kernels.needs[0] == "jax" else torch_array
+    for found, (name, wanted) in zip(kernels.results(problem, operands, index, jit), expected.items(), strict=True):
+        assert str(found.dtype).removeprefix("torch.") == problem.dtype
+        assert found.shape == wanted.shape
+        known = np.isfinite(wanted)
+        rounded = values(make(np.where(known, wanted, 0), problem.dtype))
+        assert np.array_equal(values(found)[known], rounded[known]), name
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"planner.kernels.{name}")
+
+
+@contextlib.contextmanager
+def _torch(problem: Problem) -> Iterator[Any]:
+    module = _module("torch_grouped")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (
+            {"BUFFER_BYTES": 400, "FEWEST_ROWS": 6, "MATRIX_BYTES": 300}.items() if problem.small else ()
+        ):
+            patch.setattr(module, name, value)
+        yield module
+
+
+@contextlib.contextmanager
+def _triton(problem: Problem) -> Iterator[Any]:
+    module, tilings = _module("triton_grouped"), ("", *_module("triton_tiles").TILINGS)
+    how = {"tiling": tilings[problem.seed % len(tilings)]}
+    names = "grouped_matmul", "grouped_outer", "grouped_gradients"
+    yield types.SimpleNamespace(**{name: functools.partial(getattr(module, name), **how) for name in names})
+
+
+@contextlib.contextmanager
+def tpu(problem: Problem | None, how: Any = True) -> Iterator[Any]:
+    """Interpreted, with small blocks."""
+    module = _module("pallas_tpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "INTERPRET", how)
+        patch.setattr(module, "_SIDE", 128)
+        yield module.KERNELS
+
+
+@contextlib.contextmanager
+def gpu(problem: Problem | None, how: Any) -> Iterator[Any]:
+    """On a simulated card."""
+    module = _module("pallas_gpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "INTERPRET", how)
+        yield module.KERNELS
+
+
+def _sizes(groups: Any, i: Any, j: Any, k: Any, dtypes: tuple[str, ...], shared: bool = True) -> st.SearchStrategy[Any]:
+    """Sizes of up to 90 rows, which may share factors."""
+    free = st.integers(not shared, 90), st.integers(1, 20), groups, i, j, k, st.sampled_from(dtypes)
+    equal = st.booleans() if shared else st.just(True)
+    return st.builds(lambda size, equal: (size[0], size[0] if equal else size[1], *size[2:]), st.tuples(*free), equal)
+
+
+# Rows, factors, groups, I, J, K and dtype. A handful, since each compiles.
+JAX_SHAPES = [
+    (60, 60, 7, 1, 3, 4),
+    (300, 40, 2, 2, 5, 3),  # more than one step of tiles
+    (9, 20, 30, 3, 2, 1),  # more groups than rows
+    (1, 1, 1, 1, 1, 1), (0, 3, 2, 1, 2, 2), (5, 5, 0, 1, 2, 2), (5, 5, 3, 0, 2, 2), (5, 5, 3, 1, 0, 2),
+    (5, 5, 3, 2, 2, 0),
+]  # fmt: skip
+# One of each, none, sizes that no tile divides, matrices of several blocks, rows that are tiles, more groups than rows.
+TPU_SHAPES = [
+    (1, 1, 1, 1, 1, 1, "float32"), (0, 0, 3, 1, 4, 4, "float32"), (50, 50, 3, 1, 5, 7, "bfloat16"),
+    (90, 90, 6, 2, 16, 33, "float32"), (40, 30, 9, 3, 8, 8, "bfloat16"), (130, 130, 2, 1, 300, 200, "float32"),
+    (20, 9, 4, 1, 140, 130, "bfloat16"), (9, 9, 3, 32, 16, 24, "float32"), (9, 9, 3, 64, 20, 130, "bfloat16"),
+    (6, 6, 2, 1, 0, 3, "float32"), (5, 5, 40, 1, 8, 8, "float32"),
+]  # fmt: skip
+GPU_SHAPES = [
+    (2, 2, 2, 256, 20, 64, "float16"), (50, 50, 3, 1, 5, 7, "bfloat16"), (20, 9, 4, 3, 16, 70, "float16"),
+    (150, 40, 1, 1, 130, 20, "bfloat16"), (0, 0, 3, 1, 4, 4, "float16"), (6, 6, 2, 1, 0, 3, "bfloat16"),
+    (1, 1, 1, 1, 1, 1, "bfloat16"),
+]  # fmt: skip
+FEW = st.sampled_from([0, 1, 7, 16, 40, 64, 65])
+KERNELS = (
+    Kernels(
+        "torch", ("torch",), examples=(150, 1000), open=_torch, problems=problems(_sizes(
+            st.integers(0, 40), st.integers(0, 3), st.integers(0, 5), st.integers(0, 5),
+            ("float32", "float64", "bfloat16", "float16", "int64", "int32", "complex64"),
+        ), LAYOUTS),
+    ),
+    Kernels(
+        "torch, grouped_mm", ("torch",), examples=(60, 600), maps=False, problems=problems(_sizes(
+            st.integers(1, 9), st.integers(1, 3), st.sampled_from([8, 16, 40]), st.sampled_from([8, 24]),
+            ("bfloat16",), shared=False,
+        ), ("plain", "columns")),
+        open=lambda problem: contextlib.nullcontext(_module("torch_grouped_mm")),
+    ),
+    Kernels(
+        "Triton", ("torch", "triton"), examples=(25, 200), open=_triton, half="float16",
+        problems=problems(_sizes(st.integers(1, 6), st.integers(0, 3), FEW, FEW, ("float32", "float64")), LAYOUTS),
+    ),
+    Kernels(
+        "JAX", ("jax",), examples=(40, 200), open=lambda problem: contextlib.nullcontext(_module("jax_grouped")),
+        problems=problems(st.builds(
+            lambda size, dtype: (*size, dtype), st.sampled_from(JAX_SHAPES),
+            st.sampled_from(["float32", "bfloat16", "float16", "int32", "complex64"]),
+        )),
+    ),
+    Kernels("Pallas, TPU", ("jax",), problems(st.sampled_from(TPU_SHAPES)), (200, 2000), open=tpu),
+)  # fmt: skip

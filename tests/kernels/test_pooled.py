@@ -1,0 +1,336 @@
+"""Every implementation of scores against chosen rows of a pool, whatever its framework, is held to one loop over keys.
+
+Operands are small integers, so every result is exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import examples
+from grouped_laws import jax_array, torch_array, values
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from planner.kernels.grouping.keys import IndexArray
+from planner.language.errors import IndexRangeError
+
+FUNCTIONS = "scores", "query_gradient", "pool_gradient", "gradients"
+JAX_SHAPES = [  # a handful, since each compiles
+    (2, 5, 4, 3, 6), (1, 1, 1, 1, 1), (0, 2, 3, 2, 2), (2, 0, 3, 2, 2), (2, 3, 0, 2, 2), (2, 3, 4, 0, 2),
+    (2, 3, 4, 2, 0),
+]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One implementation: a module's functions of one prefix, and what they are tried on."""
+
+    name: str
+    needs: tuple[str, ...]
+    module: str
+    prefix: str
+    sizes: st.SearchStrategy[tuple[int, ...]]
+    dtypes: tuple[str, ...]
+    examples: tuple[int, int]
+    layouts: tuple[str, ...] = ("plain",)
+
+    def function(self, name: str, **options: Any) -> Any:
+        """One of the functions; its last array is the index, and options say how that is read."""
+        if self.needs[0] == "jax":
+            return _jitted(self, name, frozenset(options.items()))
+        return self._plain(name, **options)
+
+    def _plain(self, name: str, **options: Any) -> Any:
+        found = getattr(importlib.import_module(f"planner.kernels.{self.module}"), self.prefix + name)
+        size = [options.pop("size")] if "size" in options else []
+        return lambda *arrays: found(*arrays[:-1], IndexArray(arrays[-1], **options), *size)
+
+    def make(self, x: np.ndarray, dtype: str, layout: str = "plain") -> Any:
+        """An array of the framework."""
+        return jax_array(x, dtype) if self.needs[0] == "jax" else torch_array(x, dtype, layout)
+
+
+@functools.cache
+def _jitted(way: Way, name: str, options: frozenset[Any]) -> Any:
+    import jax_fast
+
+    return jax_fast.jit(way._plain(name, **dict(options)))
+
+
+FREE = st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 20), st.integers(0, 5), st.integers(0, 12))
+TORCH = ("float32", "float64", "bfloat16", "float16", "int64", "complex64")
+LAYOUTS = ("plain", "columns", "transposed", "sliced", "padded", "expanded")
+JAX = ("float32", "bfloat16", "int32", "complex64")
+FOR_TRITON = st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(1, 9), st.integers(0, 40), st.integers(0, 20))
+WAYS = (
+    Way("torch, pooled", ("torch",), "torch_pooled", "pooled_", FREE, TORCH, (200, 2000), LAYOUTS),
+    Way("torch, gathered", ("torch",), "torch_pooled", "gathered_", FREE, TORCH, (200, 2000), LAYOUTS),
+    Way("Triton", ("torch", "triton"), "triton_pooled", "", FOR_TRITON, ("float32", "float64"), (25, 200), LAYOUTS[:2]),
+    Way("JAX, pooled", ("jax",), "jax_pooled", "pooled_", st.sampled_from(JAX_SHAPES), JAX, (25, 200)),
+    Way("JAX, gathered", ("jax",), "jax_pooled", "gathered_", st.sampled_from(JAX_SHAPES), JAX, (25, 200)),
+)
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way.name)
+def way(request):
+    for name in request.param.needs:
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    return request.param
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Sizes of batch, queries, pool, features and chosen rows; and how the index is given."""
+
+    batch: int
+    queries: int
+    pool: int
+    depth: int
+    chosen: int
+    dtype: str = "float32"
+    index_dtype: str = "int32"
+    layout: str = "plain"
+    index: str = "in range"  # or "dropped" too, "repeated", or as "given", from -pool on
+    small: bool = True  # buffers so small that torch's kernels cut their work
+    seed: int = 0
+
+    def arrays(self) -> list[np.ndarray]:
+        """Query, pool, the scores' gradient, and the index."""
+        random, b, q, k, m = np.random.default_rng(self.seed), self.batch, self.queries, self.chosen, self.pool
+        operands = [
+            random.integers(-2, 3, x).astype(float) for x in ((b, q, self.depth), (b, m, self.depth), (b, q, k))
+        ]
+        if self.dtype.startswith("complex"):
+            operands = [x + 1j * random.integers(-2, 3, x.shape) for x in operands]
+        low = -m if self.index == "given" and self.index_dtype[0] != "u" else 0
+        chosen = random.integers(low, max(m, low + 1) + (self.index == "dropped"), (b, q, k))
+        chosen = np.full_like(chosen, m // 2) if self.index == "repeated" else chosen
+        if not m:
+            chosen[:] = 0  # which means no row
+        arrays = [*operands, chosen]
+        return [np.repeat(x[:1], len(x), 0) if self.layout == "expanded" else x for x in arrays]
+
+
+def problems(way: Way, given: tuple[str, ...]) -> st.SearchStrategy[Problem]:
+    how = {
+        "dtype": st.sampled_from(way.dtypes), "index_dtype": st.sampled_from(["int64", "int32", "uint8"]),
+        "layout": st.sampled_from(way.layouts), "index": st.sampled_from(given), "small": st.booleans(),
+        "seed": st.integers(0, 2**30),
+    }  # fmt: skip
+    if way.needs[0] == "jax":
+        how["index_dtype"] = st.just("int32")
+    return st.builds(lambda size, **how: Problem(*size, **how), way.sizes, **how)
+
+
+def by_a_loop(query, pool, g, index, conjugates):
+    """Scores, and both gradients, key by key."""
+    scores, of_query, of_pool = np.zeros_like(g), np.zeros_like(query), np.zeros_like(pool)
+    conjugate = np.conj if conjugates else np.asarray
+    for b, q, k in np.ndindex(g.shape):
+        if (m := index[b, q, k]) < pool.shape[1]:
+            scores[b, q, k] = query[b, q] @ pool[b, m]
+            of_query[b, q] += g[b, q, k] * conjugate(pool[b, m])
+            of_pool[b, m] += g[b, q, k] * conjugate(query[b, q])
+    return scores, of_query, of_pool
+
+
+def wrapped(size, part):
+    """Values of an index counted from 0; refused where they are out of range, if they can be looked at."""
+    if hasattr(part, "detach"):
+        part = part.long()
+        if ((part < -size) | (part >= size)).any():
+            raise IndexRangeError("refused")
+        return part.where(part >= 0, part + size)
+    import jax.numpy as jnp
+
+    return jnp.where(part < 0, part + size, part)
+
+
+# One object a size: what is compiled is looked up by it.
+normal = functools.cache(lambda size: functools.partial(wrapped, size))
+
+
+def calls(way, problem, arrays, **options):
+    """Each function with its arguments; rows that no key names are NaN, and so are in JAX gradients of such keys."""
+    query, pool, g, index = arrays
+    unread, dropped = pool, g
+    if "float" in problem.dtype and problem.index == "dropped" and problem.layout != "expanded":
+        named = [np.isin(np.arange(problem.pool), chosen) for chosen in index]
+        unread = np.where(np.reshape(named, (*pool.shape[:2], 1)), pool, np.nan)
+        if way.needs[0] == "jax":
+            dropped = np.where(index < problem.pool, g, np.nan)
+    given = (query, unread), (g, pool), (dropped, query), (g, query, pool)
+    for name, operands in zip(FUNCTIONS, given, strict=True):
+        size = {"size": problem.pool} if name == "pool_gradient" else {}
+        placed = [way.make(x, problem.dtype, problem.layout) for x in operands]
+        placed.append(way.make(index, problem.index_dtype, problem.layout))
+        yield name, functools.partial(way.function(name, **size, **options), *placed)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A function that makes torch's buffers small for a problem."""
+    before = {}
+
+    def resize(problem):
+        module = (
+            pytest.importorskip("planner.kernels.gathered_dot.torch_pooled")
+            if importlib.util.find_spec("torch")
+            else None
+        )
+        for name, value in {"DENSE_BYTES": 2000, "FETCHED_BYTES": 600}.items() if module else ():
+            before.setdefault(name, getattr(module, name))
+            monkeypatch.setattr(module, name, value if problem.small else before[name])
+
+    return resize
+
+
+def test_kernels_equal_a_loop_over_keys(way, small):
+    @settings(max_examples=examples(*way.examples))
+    @example(Problem(2, 5, 7, 3, 4, index="dropped"))
+    @given(problems(way, ("in range", "dropped", "repeated", "given")))
+    def law(problem):
+        small(problem)
+        query, pool, g, index = arrays = problem.arrays()
+        positive = np.where(index < 0, index + problem.pool, index)
+        scores, of_query, of_pool = by_a_loop(query, pool, g, positive, way.needs[0] == "torch")
+        as_given = problem.index == "given" and problem.pool > 0
+        options = {"normal": normal(problem.pool), "marked": False} if as_given else {}
+        wanted = {"scores": [scores], "query_gradient": [of_query], "pool_gradient": [of_pool]}
+        wanted["gradients"] = [of_query, of_pool]
+        for name, call in calls(way, problem, arrays, **options):
+            found = call()
+            for x, y in zip(found if isinstance(found, tuple) else (found,), wanted[name], strict=True):
+                assert str(x.dtype).removeprefix("torch.") == problem.dtype
+                assert x.shape == y.shape
+                assert np.array_equal(values(x), values(way.make(y, problem.dtype))), name
+
+    law()
+
+
+@pytest.mark.parametrize("way", WAYS[:2], indirect=True, ids=lambda way: way.name)
+def test_an_index_out_of_range_is_refused_by_the_kernel(way, small):
+    @settings(max_examples=examples(50, 500))
+    @given(problems(way, ("given",)), st.data())
+    def law(problem, data):
+        small(problem)
+        *operands, index = problem.arrays()
+        if not index.size:
+            return
+        low, m = 0 if problem.index_dtype == "uint8" else -problem.pool, problem.pool
+        index = index.copy()
+        index.flat[data.draw(st.integers(0, index.size - 1))] = data.draw(
+            st.sampled_from([m, m + 1, m + 40, *([-m - 1] if low else [])])
+        )
+        for _, call in calls(way, problem, [*operands, index], normal=normal(m), may_drop=False):
+            with pytest.raises(IndexRangeError, match="refused"):
+                call()
+
+    law()
+
+
+@pytest.mark.parametrize("way", WAYS[3:], indirect=True, ids=lambda way: way.name)
+@pytest.mark.parametrize("pool_size", [0, 2])
+def test_bad_indices_show_as_nan(way, pool_size):
+    import jax.numpy as jnp
+
+    query, pool, index = jnp.ones((1, 1, 3)), jnp.ones((1, pool_size, 3)), jnp.array([[[0, -7]]])
+    scores = way.function("scores", normal=jnp.abs, may_drop=False, bad=lambda i: (i < 0) | (i >= pool_size))
+    np.testing.assert_array_equal(scores(query, pool, index), [[[3.0 if pool_size else np.nan, np.nan]]])
+
+
+# -- scratch ---------------------------------------------------------------------------------------------
+
+
+def bound(way, name, *sizes):
+    """What a function is foretold to allocate beside its results."""
+    module = importlib.import_module(f"planner.kernels.{way.module}")
+    named = [] if way.name == "torch, pooled" else [name]
+    return getattr(module, f"{way.prefix}scratch_bytes")(*named, *sizes)
+
+
+def test_scratch_of_many_blocks_is_no_walk_over_them(monkeypatch, torch):
+    monkeypatch.delattr("planner.kernels.gathered_dot.torch_pooled._blocks")
+    for way in WAYS[:2]:
+        assert bound(way, "gradients", 10**12, 10**9, 10**6, 16, 3, torch.float32) < 10**9
+
+
+@pytest.mark.parametrize("way", WAYS[:2], indirect=True, ids=lambda way: way.name)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize(
+    ("b", "q", "m", "keys", "index_dtype", "layout"),
+    [
+        (4, 300, 500, 10, "int64", "plain"),
+        (4, 300, 500, 100, "int32", "plain"),
+        (4, 300, 500, 100, "int64", "columns"),
+        (4, 300, 500, 30, "int64", "padded"),
+        (1, 4180, 1000, 20, "int64", "plain"),  # just over the queries of a block
+        (2, 200, 20_000, 3, "int64", "plain"),  # few rows of a large pool
+        (2, 20_000, 50, 1, "int64", "plain"),  # sums larger than what they are made of
+    ],
+)
+@pytest.mark.parametrize("given", [False, True])
+def test_scratch_in_torch_stays_within_its_bound(way, dtype, b, q, m, keys, index_dtype, layout, given):
+    from planner.inspect.memory import torch_memory
+
+    shapes = (b, q, 16), (b, m, 16), (b, q, keys)
+    query, pool, g = (torch_array(np.ones(shape), dtype, layout) for shape in shapes)
+    index = torch_array(np.random.default_rng(0).integers(0, m + (not given), (b, q, keys)), index_dtype)
+    options = {"normal": lambda part: part, "marked": False} if given else {}
+    for name, operands in zip(FUNCTIONS, ((query, pool), (g, pool), (g, query), (g, query, pool)), strict=True):
+        call = way.function(name, **options, **({"size": m} if name == "pool_gradient" else {}))
+        results, memory = torch_memory(functools.partial(call, *operands, index))
+        made = sum(x.nbytes for x in (results if isinstance(results, tuple) else (results,)))
+        assert memory.peak_bytes - made <= bound(way, name, b, q, m, 16, keys, query.dtype, index.itemsize), name
+
+
+def temporaries(way, name, sizes, dtype):
+    """Bytes of those of a compiled function."""
+    import jax
+
+    batch, queries, pool_size, size_d, keys = sizes
+    shapes = {
+        "query": ((batch, queries, size_d), dtype), "pool": ((batch, pool_size, size_d), dtype),
+        "g": ((batch, queries, keys), dtype), "index": ((batch, queries, keys), "int32"),
+    }  # fmt: skip
+    names = {
+        "scores": ("query", "pool"), "query_gradient": ("g", "pool"), "pool_gradient": ("g", "query"),
+        "gradients": ("g", "query", "pool"),
+    }[name]  # fmt: skip
+    stand_ins = [jax.ShapeDtypeStruct(*shapes[x]) for x in (*names, "index")]
+    run = way._plain(name, **({"size": pool_size} if name == "pool_gradient" else {}))
+    from jax_fast import SIZES_ALONE
+
+    return jax.jit(run).lower(*stand_ins).compile(SIZES_ALONE).memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("way", WAYS[3:], indirect=True, ids=lambda way: way.name)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_temporaries_in_jax_are_what_is_foretold(way, dtype):
+    """No more, and in float32 half of it at least: a plan's peak is off by that."""
+    for sizes in ((4, 100, 120, 16, 30), (1, 64, 40, 32, 8), (8, 16, 64, 64, 64), (2, 256, 100, 32, 200)):
+        for name in FUNCTIONS:
+            used, foretold = temporaries(way, name, sizes, dtype), bound(way, name, *sizes, dtype)
+            assert used <= foretold, (name, sizes)
+            assert dtype != "float32" or sizes[0] == 1 or used >= foretold / 2, (name, sizes, used, foretold)
+
+
+def test_one_key_of_one_query_is_taken_and_multiplied_at_once(jax):
+    shapes = ((40, 1, 1), "float32"), ((40, 60, 500), "float32"), ((40, 1, 1), "int32")
+    lowered = jax.jit(WAYS[4]._plain("query_gradient")).lower(*(jax.ShapeDtypeStruct(*x) for x in shapes))
+    used = lowered.compile().memory_analysis().temp_size_in_bytes
+    assert used <= bound(WAYS[4], "query_gradient", 40, 1, 60, 500, 1, "float32") <= 2**11
+
+
+def test_scores_are_no_copy_of_what_a_loop_wrote(jax):
+    """With a batch axis of size 1 between others, as one head of attention makes it."""
+    scores, shapes = WAYS[3]._plain("scores"), (((4, 100, 8), "float32"), ((4, 60, 8), "float32"))
+    given = [jax.ShapeDtypeStruct(*x) for x in (*shapes, ((4, 100, 200), "int32"))]
+    lowered = jax.jit(lambda *arrays: scores(*arrays).reshape(4, 1, 100, 200)).lower(*given)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 4 * 4 * 100 * 200
