@@ -39,7 +39,7 @@ Mode = tuple[str, str | None]
 TABLE = make_table()
 # Platforms on which rows of the table run kernels of their own, and the module of these; the rows and their names are
 # the same everywhere.
-PLATFORMS = {"tpu": "pallas_tpu", "cuda": "pallas_gpu"}
+PLATFORMS = {"tpu": "grouped_matmul.pallas_tpu", "cuda": "grouped_matmul.pallas_gpu"}
 
 
 @lru_cache(maxsize=len(PLATFORMS))

@@ -120,15 +120,17 @@ def cuda_kernels(tiling: str = "") -> Kernels:
     label, tiled = f", Triton{', ' * bool(tiling)}{tiling}", {"tiling": tiling}
 
     def outer(a: Any, b: Any, groups: Any, size: int, source_a: Any, source_b: Any) -> Any:
-        return _kernel("triton_grouped", "grouped_outer", **tiled)(a, b, groups, source_a, source_b)
+        return _kernel("grouped_matmul.triton_grouped", "grouped_outer", **tiled)(a, b, groups, source_a, source_b)
 
-    pool = PoolKernels(**{name: _kernel("triton_pooled", name, **tiled) for name in POOL_FUNCTIONS}, cost=_pooled_cost)
+    pool = PoolKernels(
+        **{name: _kernel("gathered_dot.triton_pooled", name, **tiled) for name in POOL_FUNCTIONS}, cost=_pooled_cost
+    )
     return Kernels(
         OPS,
         torch_grouping.group_rows,
-        _kernel("triton_grouped", "grouped_matmul", **tiled),
+        _kernel("grouped_matmul.triton_grouped", "grouped_matmul", **tiled),
         outer,
-        _kernel("triton_grouped", "grouped_gradients", **tiled),
+        _kernel("grouped_matmul.triton_grouped", "grouped_gradients", **tiled),
         _grouped_cost,
         {f"gathered dot{label}": pool},
         # As on a CPU, the programs hand over operands that are conjugated already; these are real.
@@ -169,7 +171,7 @@ def _run_strided(tiling: str, op: Op, inputs: Sequence[Any], index: Any) -> tupl
         [[term.index(axis) for axis in group] for group in groups]
         for term, groups in zip(op.spec.terms, form.matrices, strict=True)
     ]
-    _kernel("triton_grouped", "batched_matmul", tiling=tiling)(*inputs, out, dims)
+    _kernel("grouped_matmul.triton_grouped", "batched_matmul", tiling=tiling)(*inputs, out, dims)
     return (out,)
 
 
@@ -206,10 +208,12 @@ def _run_summed(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> 
     ((x,), (term,)), gather = (inputs, op.spec.inputs), _summed_gather(op.spec)
     assert gather is not None
     out, rest = x.new_empty(op.spec.output_shape), [str(e) for e in op.spec.output if e != gather]
-    rows = _kernel("triton_sum", "Rows.of")
+    rows = _kernel("segment_sum.triton_sum", "Rows.of")
     given = rows(x, [term.index(e) for e in gather.axes], [term.index(e) for e in rest])
     made = rows(out, [op.spec.output.index(gather)], [op.spec.output.index(e) for e in rest])
-    _kernel("triton_sum", "sum_rows")(given, made, group_sizes(op.spec, rest)[0], kernels.groups(gather, index))
+    _kernel("segment_sum.triton_sum", "sum_rows")(
+        given, made, group_sizes(op.spec, rest)[0], kernels.groups(gather, index)
+    )
     return (out,)
 
 

@@ -237,7 +237,7 @@ def _module(name: str) -> Any:
 
 @contextlib.contextmanager
 def _torch(problem: Problem) -> Iterator[Any]:
-    module = _module("torch_grouped")
+    module = _module("grouped_matmul.torch_grouped")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (
             {"BUFFER_BYTES": 400, "FEWEST_ROWS": 6, "MATRIX_BYTES": 300}.items() if problem.small else ()
@@ -248,7 +248,7 @@ def _torch(problem: Problem) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _triton(problem: Problem) -> Iterator[Any]:
-    module, tilings = _module("triton_grouped"), ("", *_module("triton_tiles").TILINGS)
+    module, tilings = _module("grouped_matmul.triton_grouped"), ("", *_module("tiled_product.triton_tiles").TILINGS)
     how = {"tiling": tilings[problem.seed % len(tilings)]}
     names = "grouped_matmul", "grouped_outer", "grouped_gradients"
     yield types.SimpleNamespace(**{name: functools.partial(getattr(module, name), **how) for name in names})
@@ -257,7 +257,7 @@ def _triton(problem: Problem) -> Iterator[Any]:
 @contextlib.contextmanager
 def tpu(problem: Problem | None, how: Any = True) -> Iterator[Any]:
     """Interpreted, with small blocks."""
-    module = _module("pallas_tpu")
+    module = _module("grouped_matmul.pallas_tpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "INTERPRET", how)
         patch.setattr(module, "_SIDE", 128)
@@ -267,7 +267,7 @@ def tpu(problem: Problem | None, how: Any = True) -> Iterator[Any]:
 @contextlib.contextmanager
 def gpu(problem: Problem | None, how: Any) -> Iterator[Any]:
     """On a simulated card."""
-    module = _module("pallas_gpu")
+    module = _module("grouped_matmul.pallas_gpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "INTERPRET", how)
         yield module.KERNELS
@@ -313,14 +313,15 @@ KERNELS = (
             st.integers(1, 9), st.integers(1, 3), st.sampled_from([8, 16, 40]), st.sampled_from([8, 24]),
             ("bfloat16",), shared=False,
         ), ("plain", "columns")),
-        open=lambda problem: contextlib.nullcontext(_module("torch_grouped_mm")),
+        open=lambda problem: contextlib.nullcontext(_module("grouped_matmul.torch_grouped_mm")),
     ),
     Kernels(
         "Triton", ("torch", "triton"), examples=(25, 200), open=_triton, half="float16",
         problems=problems(_sizes(st.integers(1, 6), st.integers(0, 3), FEW, FEW, ("float32", "float64")), LAYOUTS),
     ),
     Kernels(
-        "JAX", ("jax",), examples=(40, 200), open=lambda problem: contextlib.nullcontext(_module("jax_grouped")),
+        "JAX", ("jax",), examples=(40, 200),
+        open=lambda problem: contextlib.nullcontext(_module("grouped_matmul.jax_grouped")),
         problems=problems(st.builds(
             lambda size, dtype: (*size, dtype), st.sampled_from(JAX_SHAPES),
             st.sampled_from(["float32", "bfloat16", "float16", "int32", "complex64"]),

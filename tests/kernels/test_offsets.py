@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 KERNELS = pathlib.Path(__file__).parents[2] / "kernels"
-SOURCES = sorted(p for p in KERNELS.glob("triton_*.py") if "@triton.jit" in p.read_text())
+SOURCES = sorted(p for p in KERNELS.rglob("triton_*.py") if "@triton.jit" in p.read_text())
 # What an address is made of, besides indices: strides, and sizes that are strides in a kernel's own memory.
 STRIDES = ("_outer", "_inner", "_column", "_batch", "_row", "_group", "size_m", "size_n", "inner")
 TABLES = ("order", "starts", "tile_starts", "part_starts", "table")
@@ -85,6 +85,10 @@ def kernels(text):
     return [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.decorator_list]
 
 
+def test_the_lint_reads_every_kernel():
+    assert {path.name for path in SOURCES} == {"triton_pair.py", "triton_product.py", "triton_sum.py"}
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.name)
 def test_every_offset_has_64_bits(path):
     found = [Kernel(function) for function in kernels(path.read_text())]
@@ -94,7 +98,8 @@ def test_every_offset_has_64_bits(path):
 
 def test_positions_have_64_bits():
     """What the lint takes for granted."""
-    (function,) = (f for f in kernels((KERNELS / "triton_product.py").read_text()) if f.name == "position")
+    text = (KERNELS / "tiled_product" / "triton_product.py").read_text()
+    (function,) = (f for f in kernels(text) if f.name == "position")
     returned = [ast.unparse(n.value) for n in ast.walk(function) if isinstance(n, ast.Return)]
     assert len(returned) == 2
     assert all(text.endswith(".to(tl.int64)") for text in returned)

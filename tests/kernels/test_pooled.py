@@ -47,7 +47,7 @@ class Way:
         return self._plain(name, **options)
 
     def _plain(self, name: str, **options: Any) -> Any:
-        found = getattr(importlib.import_module(f"planner.kernels.{self.module}"), self.prefix + name)
+        found = getattr(importlib.import_module(f"planner.kernels.gathered_dot.{self.module}"), self.prefix + name)
         size = [options.pop("size")] if "size" in options else []
         return lambda *arrays: found(*arrays[:-1], IndexArray(arrays[-1], **options), *size)
 
@@ -250,7 +250,7 @@ def test_bad_indices_show_as_nan(way, pool_size):
 
 def bound(way, name, *sizes):
     """What a function is foretold to allocate beside its results."""
-    module = importlib.import_module(f"planner.kernels.{way.module}")
+    module = importlib.import_module(f"planner.kernels.gathered_dot.{way.module}")
     named = [] if way.name == "torch, pooled" else [name]
     return getattr(module, f"{way.prefix}scratch_bytes")(*named, *sizes)
 
