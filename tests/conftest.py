@@ -76,3 +76,12 @@ def jax():
 def jnp(jax):
     """JAX's arrays."""
     return jax.numpy
+
+
+@pytest.fixture
+def jax_in_a_hurry(monkeypatch):
+    """Eager calls in JAX, if it is there, run steps compiled without optimisation: the same values, sooner."""
+    if importlib.util.find_spec("jax"):
+        import jax_fast
+
+        monkeypatch.setattr("planner.backends.jax.step.compiled", jax_fast.compiled)

@@ -113,7 +113,7 @@ def untouched(operands, needs):
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_steps_one_by_one_compute_what_the_call_does(framework):
+def test_steps_one_by_one_compute_what_the_call_does(framework, jax_in_a_hurry):
     @settings(max_examples=examples(40, 400) if framework != "jax" else examples(6, 60))
     @given(exact_problems(max_operands=3, **_SHAPE))
     def law(problem):

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from random import Random
 
-import numpy as np
 import pytest
 from brute_force import every_keep
 from conftest import examples
@@ -19,6 +18,7 @@ from planner.cost.objective import step_key
 from planner.inspect import memory as measure
 from planner.program.build import Lowerer
 from planner.search.space import SearchSpace
+from planner.testing.engines import engine_of
 
 
 def with_kept(plan, random):
@@ -44,58 +44,40 @@ _SIZES = {"min_operands": 3, "max_operands": 4, "max_axes": 4, "max_size": 3, "w
 PROBLEMS = st.one_of(exact_problems(**_SIZES, gathers=True), exact_problems(**_SIZES))
 
 
-def test_torch_runs_any_choice_of_kept_values(torch):
-    floors = Floors()
+@pytest.mark.parametrize(("framework", "ci", "nightly", "some", "gather"), [
+    ("torch", 100, 1_000, 0.25, 0.5), ("jax", 25, 400, 0.2, 0.3),
+])  # fmt: skip
+def test_any_choice_of_kept_values_runs(framework, ci, nightly, some, gather, jax_in_a_hurry):
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    engine, floors = engine_of(framework), Floors()
 
-    @settings(max_examples=examples(100, 1_000))
+    @settings(max_examples=examples(ci, nightly))
     @given(PROBLEMS)
     def law(problem):
-        plan = drawn(problem, "torch")
-        operands = [torch.from_numpy(x).requires_grad_() for x in problem.operands()]
-        indices = {n: torch.from_numpy(q) for n, q in problem.indices.items()}
+        problem = dataclasses.replace(problem, requires_grad=(True,) * len(problem.shapes))
+        plan = drawn(problem, framework)
+        assume(framework == "torch" or plan.keep != "all")
+        operands, indices = engine.operands(problem), engine.indices(problem)
 
-        def call():
+        def call(operands, indices):
             return plan(*operands, **indices)
 
-        call()
-        result, measured = measure.torch_memory(call)
-        assert measured.retained_bytes == plan.cost.retained_bytes, str(plan)
-        assert measure.saved_tensor_bytes(call, [*operands, *indices.values()]) == plan.cost.retained_bytes
-        assert (result.detach().numpy() == problem.expected()).all()
-        gradients = torch.autograd.grad(result, operands, torch.from_numpy(problem.output_gradient()))
-        for found, expected in zip(gradients, problem.expected_gradients(), strict=True):
-            assert (found.numpy() == expected).all(), str(plan)
+        result, retained = call(operands, indices), plan.cost.retained_bytes
+        if framework == "torch":
+            _, measured = measure.torch_memory(lambda: call(operands, indices))
+            assert measured.retained_bytes == retained, str(plan)
+            held = measure.saved_tensor_bytes(lambda: call(operands, indices), [*operands, *indices.values()])
+        else:
+            held = measure.jax_retained(lambda *xs: call(xs, indices), *operands, held=(operands, indices))
+        assert held == retained, str(plan)
+        gout = engine.array(problem.output_gradient())
+        found = result, *engine.gradients(call, operands, indices, problem.wanted, gout)
+        for x, expected in zip(found, [problem.expected(), *problem.expected_gradients()], strict=True):
+            assert (engine.described(x)[0] == expected).all(), str(plan)
         floors.note(some=plan.keep == "some", gather=bool(problem.indices))
 
     law()
-    floors.at_least(examples(100, 1_000), some=0.25, gather=0.5)
-
-
-def test_jax_runs_any_choice_of_kept_values(jax):
-    floors = Floors()
-
-    @settings(max_examples=examples(25, 400))
-    @given(PROBLEMS)
-    def law(problem):
-        plan = drawn(problem, "jax")
-        assume(plan.keep != "all")
-        operands = [jax.numpy.asarray(x) for x in problem.operands()]
-        indices = {n: jax.numpy.asarray(q) for n, q in problem.indices.items()}
-
-        def call(*xs):
-            return plan(*xs, **indices)
-
-        held = measure.jax_retained(call, *operands, held=(operands, indices))
-        assert held == plan.cost.retained_bytes, str(plan)
-        result, pull = jax.vjp(call, *operands)
-        assert (np.asarray(result) == problem.expected()).all()
-        gradients = pull(jax.numpy.asarray(problem.output_gradient()))
-        for found, expected in zip(gradients, problem.expected_gradients(), strict=True):
-            assert (np.asarray(found) == expected).all(), str(plan)
-        floors.note(some=plan.keep == "some", gather=bool(problem.indices))
-
-    law()
-    floors.at_least(examples(25, 400), some=0.2, gather=0.3)
+    floors.at_least(examples(ci, nightly), some=some, gather=gather)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -156,7 +156,7 @@ def to_framework(name, x):
 @pytest.mark.parametrize(
     ("framework", "ci", "nightly"), [("numpy", 9_000, 60_000), ("torch", 900, 30_000), ("jax", 200, 10_000)]
 )
-def test_random_calls_give_results_or_name_the_culprit(framework, ci, nightly):
+def test_random_calls_give_results_or_name_the_culprit(framework, ci, nightly, jax_in_a_hurry):
     pytest.importorskip(framework, reason=f"{framework} is not installed")
     results, kinds = 0, set()
     for seed in range(examples(ci, nightly)):

@@ -66,7 +66,7 @@ def expected_of(problem, framework):
 # A cache of three runners forgets in almost every call what another thread looks for.
 @pytest.mark.parametrize("limit", [4096, 3])
 @pytest.mark.parametrize(("framework", "ci"), [("numpy", 500), ("torch", 25), ("jax", 5)])
-def test_threads_share_caches(framework, ci, limit, impatient, monkeypatch):
+def test_threads_share_caches(framework, ci, limit, impatient, monkeypatch, jax_in_a_hurry):
     pytest.importorskip(framework, reason=f"{framework} is not installed")
     monkeypatch.setattr(api, "_CACHE_LIMIT", limit)
     api._RUNNERS.clear()

@@ -1,5 +1,6 @@
 """The strategies: what they draw, what they refuse, how far failures shrink, and that Hypothesis knows them."""
 
+import dataclasses
 import os
 import pathlib
 import re
@@ -83,18 +84,7 @@ def test_given_sizes_stay(problem):
 @given(problems(index_modes=("raise", "drop", "clip"), dtypes=("float32", "int64"), mixed_dtypes=True))
 def test_a_problem_prints_what_makes_it_again(problem):
     """The seed, the strides and everything else stand in the text."""
-    names = (
-        "spec",
-        "shapes",
-        "sizes",
-        "indices",
-        "index_mode",
-        "dtypes",
-        "requires_grad",
-        "seed",
-        "max_value",
-        "strided",
-    )
+    names = [field.name for field in dataclasses.fields(Problem)]
     again = Problem(**{name: getattr(problem, name) for name in names})
     for x, y in zip(problem.operands(), again.operands(), strict=True):
         assert (x == y).all()
