@@ -11,7 +11,11 @@ import functools
 
 import jax
 
+from planner.backends.jax import backend as jax_backend
 from planner.backends.jax import step as jax_step
+
+# It has the steps of eager calls by name: what a test puts in their place must not be what it imports.
+assert jax_backend.compiled is jax_step.compiled
 
 
 def _known(**options):
@@ -27,7 +31,9 @@ def _known(**options):
 
 
 # Buffers are assigned before LLVM begins: for their sizes it need not optimise.
-SIZES_ALONE = _known(xla_backend_optimization_level=0, xla_llvm_disable_expensive_passes=True)
+SIZES_ALONE = _known(
+    xla_backend_optimization_level=0, xla_llvm_disable_expensive_passes=True, xla_cpu_parallel_codegen_split_count=1
+)
 FAST = SIZES_ALONE | _known(xla_cpu_use_fusion_emitters=False)
 
 
@@ -40,3 +46,9 @@ def jit(function):
 def compiled(**parameters):
     """In place of `jax_step.compiled`: the steps of eager calls."""
     return jit(functools.partial(jax_step.step_p.bind, **parameters))
+
+
+def for_sizes_alone(monkeypatch):
+    """Have programs compiled for what XLA says of their buffers, not to run fast."""
+    inner = jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self, options=SIZES_ALONE: inner(self, options))

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import collections
-from random import Random
+import itertools
+import zlib
+from collections.abc import Callable, Sequence
+from random import Random, getrandbits
 
 import numpy as np
+from engines import Ask
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from planner.testing import Problem, problems
+from planner.testing.engines import Engine
+from planner.testing.judgement import Subject
 from planner.testing.reference import reference, reference_gradients
 
 MODES = ("raise", "drop", "clip")
@@ -76,15 +83,6 @@ def repeating(x: np.ndarray, random: Random) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(view, x.shape, strides)
 
 
-def tangents_of(problem: Problem, wanted) -> list:
-    """Small integers in the shape of each wanted operand."""
-    random = np.random.default_rng([problem.seed, 7])
-    return [
-        random.integers(-2, 3, x.shape).astype(x.dtype) if want else None
-        for x, want in zip(problem.operands(), wanted, strict=True)
-    ]
-
-
 class Floors:
     """Counts over a run, so that a sample of trivial cases does not pass for a test."""
 
@@ -110,6 +108,7 @@ def note_language(floors: Floors, problem: Problem, **facts: object) -> None:
         gather=bool(problem.indices),
         scatter="[" in problem.spec.rpartition("->")[2] if "->" in problem.spec else False,
         nonzero=problem.expected().any(),
+        gradient=any(problem.requires_grad),
         **facts,
     )
 
@@ -120,12 +119,12 @@ def pick(problem: Problem, values):
 
 
 def with_unread_nan(problem: Problem) -> tuple[list, bool]:
-    """The operands with NaN wherever no point of the sum reads them; also whether there is such a place."""
+    """The operands with NaN and infinity where no point of the sum reads them; and whether there is such a place."""
     operands = problem.operands()
     ones = [np.ones_like(x) for x in operands]
     counts = reference_gradients(problem.spec, np.ones(problem.output_shape()), *ones, **problem.arguments())
     for x, count in zip(operands, counts, strict=True):
-        x[count == 0] = np.nan
+        x[count == 0] = np.resize([np.nan, np.inf, -np.inf], (count == 0).sum())
     return operands, any((count == 0).any() for count in counts)
 
 
@@ -149,3 +148,123 @@ def wide_index(dtype: str, size: int) -> np.ndarray:
     if info.min < 0:
         values += [-1, -2, max(int(info.min), -size)]
     return np.array(values, dtype)
+
+
+# --- what is asked of a framework, and what the oracle says ---------------------------------------
+
+
+def asked(engine, problem, run, *more, expected):
+    """Ask for `run(operands, indices, *more)`, in each way in which the framework runs a problem."""
+    operands, indices = engine.operands(problem), engine.indices(problem)
+    inexact = problem.output_gradient().dtype.kind in "fc"
+    if engine.name == "jax" and problem.index_mode == "raise" and not inexact:
+        # Under jit no NaN could mark a bad index: such calls are refused, where the array is no constant.
+        asks = (lambda xs, *more: run(xs, indices, *more)), (operands, *more)
+    else:
+        asks = run, (operands, indices, *more)
+    return [Ask(*asks, expected, jitted) for jitted in engine.ways(problem)]
+
+
+def oracle(engine, problem, operands=None, gout=None):
+    """What the result and the gradients are to be, by the framework's convention of conjugates."""
+    operands = problem.operands() if operands is None else operands
+    expected = [
+        ("result", reference(problem.spec, *operands, **problem.arguments()), engine.result_dtype(problem.dtypes))
+    ]
+    if engine.differentiates and problem.wanted:
+        others = [np.conj(x) for x in operands] if engine.conjugates else operands
+        gout = problem.output_gradient() if gout is None else gout
+        gradients = reference_gradients(problem.spec, gout, *others, **problem.arguments())
+        expected += [
+            (f"gradient {n}", real(gradients[n], problem.dtypes[n]), problem.dtypes[n]) for n in problem.wanted
+        ]
+    return expected
+
+
+def real(gradient, dtype):
+    return gradient if dtype.startswith("complex") else gradient.real
+
+
+def values_and_gradients(engine, problem, call=None, **options):
+    """The result, and the gradients of the operands that need one."""
+    call = call or Subject().call(problem, **options)
+    wanted, gout = problem.wanted, engine.array(problem.output_gradient())
+
+    def run(xs, qs, gout):
+        return engine.pulled(call, xs, qs, gout, wanted)
+
+    return asked(engine, problem, run, gout, expected=oracle(engine, problem))
+
+
+# --- holding a framework to a law -----------------------------------------------------------------
+
+
+def judge(engine: Engine, law: Callable, some: Sequence[Problem]) -> None:
+    """Hold a framework to a law on these problems, which ask for the same settings."""
+    with engine.context(some[0]):
+        rows = [(problem, ask) for problem in some for ask in law(engine, problem)]
+        compare(engine, *zip(*rows, strict=True))
+
+
+def compare(engine: Engine, owners: Sequence[object], asks: Sequence) -> None:
+    """Run what is asked of a framework, and compare what comes out; of a failure the owner is told."""
+    for owner, ask, answers in zip(owners, asks, engine.answers(asks), strict=True):
+        for answer, (what, expected, dtype) in zip(answers, ask.expected, strict=True):
+            try:
+                assert_equal(engine.described(answer), expected, dtype, what)
+            except AssertionError as error:
+                error.add_note(f"{engine.name}{', jitted' if ask.jitted else ''}: {owner}")
+                raise
+
+
+def hold(
+    engine: Engine, law: Callable, problems: st.SearchStrategy[Problem], count: int,
+    *, pinned: Sequence[Problem] = (), note: Callable = note_language, **shares: float,
+) -> None:  # fmt: skip
+    """Hold a framework to a law on drawn problems; of one that fails, on the smallest.
+
+    Args:
+        engine: the framework.
+        law: what to ask of it about a problem: see `Ask`.
+        problems: what to draw from.
+        count: how many are drawn.
+        pinned: problems that are tried first: failures of old.
+        note: told of the counts and of each problem that was drawn.
+        shares: how many of the problems must be of a kind that `note` tells.
+    """
+    drawn, floors = [], Floors()
+    # With the same seed a second run draws what the first one drew.
+    number = zlib.crc32(f"{engine.name} {law.__name__} {count}".encode())
+    if not settings.default.derandomize:
+        number = getrandbits(32)
+
+    def each(function: Callable, after: int = 0) -> None:
+        place = itertools.count()
+
+        def one(problem: Problem) -> None:
+            if next(place) >= after:
+                function(problem)
+
+        seed(number)(settings(max_examples=count, database=None)(given(problems)(one)))()
+
+    def alone(problem: Problem) -> None:
+        judge(engine, law, [problem])
+
+    def draw(problem: Problem) -> None:
+        drawn.append(problem)
+        if engine.batch == 1:
+            alone(problem)
+
+    for problem in pinned:
+        alone(problem)
+    each(draw)
+    for start in range(0, len(drawn) if engine.batch > 1 else 0, engine.batch):
+        some = drawn[start : start + engine.batch]
+        try:
+            judge(engine, law, some)
+        except Exception as error:
+            each(alone, after=start)
+            raise AssertionError(f"fails beside other problems only: {some}") from error
+    for problem in drawn:
+        note(floors, problem)
+    floors.at_least(count * 9 // 10, **shares)

@@ -2,37 +2,22 @@
 
 import dataclasses
 import itertools
-from random import Random
 
 import numpy as np
 import pytest
 from conftest import examples
-from hypothesis import assume, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings
 from laws import (
-    BAD_INDICES,
-    INDEX_DTYPES,
-    MODES,
-    OBJECTIVES,
-    Floors,
     assert_equal,
-    directional,
     exact_problems,
-    note_language,
-    pick,
-    repeating,
-    tangents_of,
-    wide_index,
-    with_unread_nan,
 )
 
 import planner
 from planner.cost.device import H200
-from planner.cost.figures import ITEMSIZES
 from planner.inspect.memory import torch_counts
+from planner.language.dtypes import ITEMSIZES
 from planner.program.ops import Einsum, JointGradient
-from planner.testing import Problem
-from planner.testing.reference import reference, reference_gradients
+from planner.testing.reference import reference_gradients
 from planner.workloads import WORKLOADS
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -58,13 +43,6 @@ def arguments(problem):
     return {**problem.arguments(), **{name: to_torch(q) for name, q in problem.indices.items()}}
 
 
-def promoted(problem):
-    result = getattr(torch, problem.dtypes[0])
-    for dtype in problem.dtypes[1:]:
-        result = torch.promote_types(result, getattr(torch, dtype))
-    return name_of(result)
-
-
 def name_of(dtype):
     return str(dtype).removeprefix("torch.")
 
@@ -75,72 +53,6 @@ def described(x):
     return (x.float() if x.dtype == torch.bfloat16 else x).numpy(), name
 
 
-def conjugated(arrays):
-    return [np.conj(x) if np.iscomplexobj(x) else x for x in arrays]
-
-
-def check_values(problem, strided, **options):
-    got = planner.contract(problem.spec, *tensors(problem, strided), **arguments(problem), **options)
-    assert_equal(described(got), problem.expected(), promoted(problem))
-
-
-def check_gradients(problem, strided, **options):
-    """Gradients of the operands that need one, by torch's convention: the other operands are conjugated."""
-    operands = [
-        x.requires_grad_(need) for x, need in zip(tensors(problem, strided), problem.requires_grad, strict=True)
-    ]
-    got = planner.contract(problem.spec, *operands, **arguments(problem), **options)
-    assert_equal(described(got), problem.expected(), promoted(problem))
-    if not any(problem.requires_grad):
-        assert not got.requires_grad
-        return
-    gout = problem.output_gradient()
-    expected = reference_gradients(problem.spec, gout, *conjugated(problem.operands()), **problem.arguments())
-    wanted = [x for x in operands if x.requires_grad]
-    found = iter(torch.autograd.grad(got, wanted, to_torch(gout).to(got.dtype)))
-    for number, (x, gradient) in enumerate(zip(operands, expected, strict=True)):
-        if x.requires_grad:
-            wide = gradient if x.is_complex() else gradient.real
-            assert_equal(described(next(found)), wide, name_of(x.dtype), f"gradient {number}")
-
-
-def test_values_and_gradients():
-    floors = Floors()
-
-    @settings(max_examples=examples(500, 10_000))
-    @given(exact_problems())
-    def law(problem):
-        minimize = pick(problem, OBJECTIVES)
-        for strided in (False, True):
-            check_values(problem, strided, minimize=minimize)
-            check_gradients(problem, strided, minimize=minimize)
-        note_language(floors, problem, gradient=any(problem.requires_grad))
-
-    law()
-    floors.at_least(examples(450, 9_000), three_operands=0.5, gather=0.5, scatter=0.1, nonzero=0.3, gradient=0.8)
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "complex64", "complex128"])
-def test_gradients_in_each_dtype(dtype):
-    @settings(max_examples=examples(40, 800))
-    @given(exact_problems((dtype,), max_size=3), st.booleans())
-    def law(problem, strided):
-        check_values(problem, strided)
-        check_gradients(problem, strided)
-
-    law()
-
-
-@pytest.mark.parametrize("dtype", ["int64", "int32", "int8", "uint8"])
-def test_values_of_integers(dtype):
-    @settings(max_examples=examples(30, 600))
-    @given(exact_problems((dtype,), max_size=3, max_operands=3, max_axes=4), st.booleans())
-    def law(problem, strided):
-        check_values(problem, strided)
-
-    law()
-
-
 def test_promotion_is_that_of_torch():
     """All pairs of dtypes: planning does not ask torch, so that nothing sees it ask."""
     for first, second in itertools.product(ITEMSIZES, repeat=2):
@@ -149,61 +61,6 @@ def test_promotion_is_that_of_torch():
         except RuntimeError:
             expected = None
         assert promote(first, second) == expected, (first, second)
-
-
-@settings(max_examples=examples(100, 1_000))
-@given(exact_problems(("float32", "float64", "float16", "int32", "complex64"), mixed_dtypes=True), st.booleans())
-def test_mixed_dtypes_promote_as_torch_does(problem, strided):
-    check_gradients(problem, strided)
-
-
-@settings(max_examples=examples(60, 1_000))
-@given(exact_problems())
-def test_dtype_is_the_dtype_of_the_result(problem):
-    operands = [x.requires_grad_(need) for x, need in zip(tensors(problem), problem.requires_grad, strict=True)]
-    got = planner.contract(problem.spec, *operands, **arguments(problem), dtype=torch.float64)
-    assert_equal(described(got), problem.expected(), "float64")
-    if any(problem.requires_grad):
-        expected = problem.expected_gradients()
-        got.backward(to_torch(problem.output_gradient()).double())
-        for x, gradient in zip(operands, expected, strict=True):
-            if x.requires_grad:
-                assert_equal(described(x.grad), gradient, "float32", "gradient")
-
-
-@settings(max_examples=examples(60, 2_000))
-@given(exact_problems())
-def test_every_plan_gives_the_same_values_and_gradients(problem):
-    operands = [
-        x.requires_grad_(need) for x, need in zip(tensors(problem, strided=True), problem.requires_grad, strict=True)
-    ]
-    indices = {name: to_torch(q) for name, q in problem.indices.items()}
-    plan = planner.plan(problem.spec, *operands, **arguments(problem))
-    wanted = [x for x in operands if x.requires_grad]
-    expected = [g for g, need in zip(problem.expected_gradients(), problem.requires_grad, strict=True) if need]
-    gout = to_torch(problem.output_gradient())
-    for other in (plan, *(alternative.plan for alternative in plan.alternatives())):
-        got = other(*operands, **indices)
-        assert_equal(described(got), problem.expected(), "float32", str(other))
-        for found, gradient in zip(torch.autograd.grad(got, wanted, gout) if wanted else (), expected, strict=True):
-            assert_equal(described(found), gradient, "float32", f"gradient by {other}")
-
-
-@settings(max_examples=examples(100, 2_000))
-@given(exact_problems(), st.booleans(), st.booleans())
-def test_output_gradients_in_any_strides(problem, limited, graph):
-    """Repeated along some dimensions, permuted, with gaps; what repeats is planned as a gradient of the sum."""
-    operands = [x.requires_grad_(need) for x, need in zip(tensors(problem), problem.requires_grad, strict=True)]
-    wanted = [x for x in operands if x.requires_grad]
-    assume(wanted)
-    gout = repeating(problem.output_gradient(), Random(problem.seed))
-    options = {"memory_limit": 10**9} if limited else {}
-    result = planner.contract(problem.spec, *operands, **arguments(problem), **options)
-    found = torch.autograd.grad(result, wanted, to_torch(gout), create_graph=graph)
-    expected = reference_gradients(problem.spec, gout, *problem.operands(), **problem.arguments())
-    expected = [g for g, need in zip(expected, problem.requires_grad, strict=True) if need]
-    for got, gradient in zip(found, expected, strict=True):
-        assert_equal(described(got), gradient, "float32", "gradient")
 
 
 def test_a_gradient_that_repeats_costs_little():
@@ -308,155 +165,7 @@ def test_second_derivatives_of_complex_operands():
     assert all(map(torch.allclose, *found))
 
 
-def test_second_derivatives():
-    floors = Floors()
-
-    # The second derivative passed index arrays on with their dims of size 1.
-    @settings(max_examples=examples(100, 500))
-    @example(
-        Problem(
-            "a p[c]  p[a] c, ca, acb -> q[ca]",
-            ((2, 2, 2, 2), (2, 2), (2, 2, 2)),
-            sizes={"q": 2},
-            indices={"q": np.array([[3, 0], [0, 1]]), "p": np.array([-1])},
-            index_mode="drop",
-            dtypes=("float64",) * 3,
-            seed=72,
-            max_value=2,
-        )
-    )
-    @given(
-        exact_problems(
-            ("float64", "float64", "complex128"),
-            max_operands=3, max_axes=3, max_size=2, max_value=2, without=("size zero",),
-        )
-    )  # fmt: skip
-    def law(problem):
-        assume(any(problem.requires_grad))
-        operands = [x.requires_grad_(need) for x, need in zip(tensors(problem), problem.requires_grad, strict=True)]
-
-        def call(*operands):
-            return planner.contract(problem.spec, *operands, **arguments(problem))
-
-        assert torch.autograd.gradcheck(call, operands)
-        assert torch.autograd.gradgradcheck(call, operands)
-        second = len(operands) > 1 and bool(problem.expected().any())
-        floors.note(gather=bool(problem.indices), second=second)
-
-    law()
-    floors.at_least(examples(90, 450), gather=0.3, second=0.3)
-
-
-@settings(max_examples=examples(60, 500))
-@given(exact_problems(slack=8), st.booleans())
-def test_forward_mode(problem, strided):
-    import torch.autograd.forward_ad as fwd
-
-    operands = tensors(problem, strided)
-    wanted = problem.requires_grad if any(problem.requires_grad) else (True,) * len(operands)
-    tangents = tangents_of(problem, wanted)
-    expected = directional(problem, problem.operands(), tangents)
-    with fwd.dual_level():
-        duals = [x if t is None else fwd.make_dual(x, to_torch(t)) for x, t in zip(operands, tangents, strict=True)]
-        value, tangent = fwd.unpack_dual(planner.contract(problem.spec, *duals, **arguments(problem)))
-    assert_equal(described(value), problem.expected(), "float32")
-    tangent = torch.zeros_like(value) if tangent is None else tangent
-    assert_equal(described(tangent), expected, "float32", "tangent")
-
-
-@settings(max_examples=examples(60, 500))
-@given(exact_problems(slack=8))
-def test_func_jvp_and_grad(problem):
-    operands = tensors(problem)
-    wanted = problem.requires_grad if any(problem.requires_grad) else (True,) * len(operands)
-    chosen = [i for i, want in enumerate(wanted) if want]
-    tangents = tangents_of(problem, wanted)
-    gout = to_torch(problem.output_gradient())
-
-    def call(*some):
-        full = list(operands)
-        for number, x in zip(chosen, some, strict=True):
-            full[number] = x
-        return planner.contract(problem.spec, *full, **arguments(problem))
-
-    primals = tuple(operands[i] for i in chosen)
-    value, tangent = torch.func.jvp(call, primals, tuple(to_torch(tangents[i]) for i in chosen))
-    assert_equal(described(value), problem.expected(), "float32")
-    expected = directional(problem, problem.operands(), tangents)
-    assert_equal(described(tangent), expected, "float32", "tangent")
-
-    gradients = torch.func.grad(lambda *some: (call(*some) * gout).sum(), argnums=tuple(range(len(chosen))))(*primals)
-    for number, gradient in zip(chosen, gradients, strict=True):
-        assert_equal(described(gradient), problem.expected_gradients()[number], "float32", f"grad {number}")
-
-
-def batches(problem, data, size):
-    """Stacked operands and index arrays with their in_dims; rows of the index arrays are shuffled."""
-    random = np.random.default_rng([problem.seed, 9])
-    stacked, in_dims = [], []
-    for number, x in enumerate(problem.operands()):
-        dim = data.draw(st.sampled_from([None, *range(x.ndim + 1)]), label=f"in_dim of operand {number}")
-        in_dims.append(dim)
-        stacked.append(
-            to_torch(x)
-            if dim is None
-            else to_torch(np.moveaxis(random.integers(-3, 4, (size, *x.shape)).astype(x.dtype), 0, dim))
-        )
-    arrays, array_dims = [], []
-    for name, q in problem.indices.items():
-        dim = data.draw(st.sampled_from([None, *range(q.ndim + 1)]), label=f"in_dim of {name}")
-        array_dims.append(dim)
-        rows = [random.permutation(q.ravel()).reshape(q.shape) for _ in range(size)]
-        arrays.append(to_torch(q if dim is None else np.stack(rows, dim)))
-    return (*stacked, *arrays), (*in_dims, *array_dims)
-
-
-@settings(max_examples=examples(60, 1_000))
-@given(exact_problems(), st.sampled_from([2, 1, 3]), st.data())
-def test_vmap_is_a_loop(problem, size, data):
-    batch, in_dims = batches(problem, data, size)
-    assume(any(dim is not None for dim in in_dims))
-    count = len(problem.shapes)
-
-    def call(*arrays):
-        indices = dict(zip(problem.indices, arrays[count:], strict=True))
-        return planner.contract(problem.spec, *arrays[:count], **{**problem.arguments(), **indices})
-
-    def gradients(*arrays):
-        floats = tuple(range(count))
-        return torch.func.grad(lambda *xs: (call(*xs) * gout).sum(), argnums=floats)(*arrays)
-
-    gout = to_torch(problem.output_gradient())
-    slices = [
-        [x if dim is None else x.select(dim, b) for x, dim in zip(batch, in_dims, strict=True)] for b in range(size)
-    ]
-    got = torch.func.vmap(call, in_dims)(*batch)
-    assert torch.equal(got, torch.stack([call(*one) for one in slices]))
-    found = torch.func.vmap(gradients, in_dims)(*batch)
-    looped = [gradients(*one) for one in slices]
-    for number in range(count):
-        assert torch.equal(found[number], torch.stack([one[number] for one in looped]))
-
-
 # -- index modes ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("values", "size", "position", "value"), BAD_INDICES)
-@pytest.mark.parametrize("needs", [False, True])
-def test_a_bad_index_is_named(values, size, position, value, needs):
-    q = torch.tensor(values)
-    axes = "ab"[: q.dim()]
-    place = f"'q'[{', '.join(map(str, np.atleast_1d(position)))}]"
-    for spec, shape, sizes in (
-        (f"q[{axes}]c -> {axes}c", (size, 2), None),
-        (f"{axes}c -> q[{axes}]c", (*q.shape, 2), {"q": size}),
-    ):
-        with pytest.raises(planner.IndexRangeError) as caught:
-            planner.contract(spec, torch.ones(shape, requires_grad=needs), sizes=sizes, q=q)
-        message = str(caught.value)
-        assert place in message
-        assert f"is {value}," in message
-        assert f"[-{size}, {size})" in message
 
 
 @pytest.mark.parametrize(
@@ -529,88 +238,6 @@ def test_scores_of_a_whole_pool_check_each_index(needs):
         assert torch.equal(clipped, planner.contract(spec, query, keys, i=i.clamp(0, pool - 1)))
         dropped = planner.contract(spec, query, keys, i=i, index_mode="drop")
         assert torch.equal(dropped, torch.where((i >= 0) & (i < pool), clipped, 0))
-
-
-@pytest.mark.parametrize("dtype", INDEX_DTYPES)
-@pytest.mark.parametrize("size", [5, 1000])
-def test_the_width_of_an_index_never_matters(dtype, size):
-    q = wide_index(dtype, size)
-    x = np.arange(2 * size, dtype=np.float64).reshape(size, 2)
-    g = np.arange(2 * q.size, dtype=np.float64).reshape(q.size, 2)
-    for mode in MODES:
-        for spec, operand, sizes in (("q[n]c -> nc", x, None), ("nc -> q[n]c", g, {"q": size})):
-            options = {"sizes": sizes, "index_mode": mode}
-            expected = reference(spec, operand, q=q.astype(np.int64), **options)
-            tensor = torch.from_numpy(operand).requires_grad_()
-            got = planner.contract(spec, tensor, q=torch.from_numpy(q), **options)
-            assert_equal(described(got), expected, "float64")
-            got.backward(torch.ones_like(got))
-            (gradient,) = reference_gradients(spec, np.ones_like(expected), operand, q=q.astype(np.int64), **options)
-            assert_equal(described(tensor.grad), gradient, "float64", "gradient")
-
-
-def test_a_uint64_beyond_int64_is_out_of_range():
-    q = torch.from_numpy(np.array([0, 2**64 - 1, 2**63], np.uint64))
-    x = torch.tensor([1.0, 2.0])
-    with pytest.raises(planner.IndexRangeError, match=r"\[1\] is 18446744073709551615,"):
-        planner.contract("q[n] -> n", x, q=q)
-    assert planner.contract("q[n] -> n", x, q=q, index_mode="drop").tolist() == [1, 0, 0]
-    assert planner.contract("q[n] -> n", x, q=q, index_mode="clip").tolist() == [1, 2, 2]
-
-
-@pytest.mark.parametrize("matrix", [2, 100])
-def test_rows_that_no_index_names_never_matter(matrix):
-    c = torch.ones(4, matrix, 3)
-    c[1], c[3] = torch.nan, torch.inf
-    got = planner.contract("nij, q[n]jk -> nik", torch.ones(3, 1, matrix), c, q=torch.tensor([0, 2, -2]))
-    assert (got == matrix).all()
-
-
-@pytest.mark.parametrize(("n", "matrix"), [(2000, 32), (500, 8)])
-def test_rows_that_no_index_names_never_matter_to_gradients(n, matrix):
-    c = torch.ones(64, matrix, matrix)
-    c[1], c[3] = torch.nan, torch.inf
-    c.requires_grad_()
-    a = torch.ones(n, 1, matrix, requires_grad=True)
-    q = torch.arange(n) % 30 * 2
-    got = planner.contract("nij, q[n]jk -> nik", a, c, q=q)
-    got.sum().backward()
-    assert (a.grad == matrix).all()
-    assert torch.equal(c.grad[:, 0, 0], torch.bincount(q, minlength=64).float())
-
-
-def test_rows_that_no_index_names_never_matter_in_any_spec():
-    floors = Floors()
-
-    @settings(max_examples=examples(100, 2_000))
-    @given(exact_problems(gathers=True, index_modes=("raise", "clip"), without=("size zero",)))
-    def law(problem):
-        operands, unread = with_unread_nan(problem)
-        operands = [torch.from_numpy(x).requires_grad_() for x in operands]
-        got = planner.contract(problem.spec, *operands, minimize=pick(problem, OBJECTIVES), **arguments(problem))
-        assert_equal(described(got), problem.expected(), "float32")
-        gradients = torch.autograd.grad(got, operands, to_torch(problem.output_gradient()))
-        for found, expected in zip(gradients, problem.expected_gradients(), strict=True):
-            assert_equal(described(found), expected, "float32", "gradient")
-        floors.note(unread=unread)
-
-    law()
-    floors.at_least(examples(90, 1_800), unread=0.5)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_drop_ignores_the_other_factors(bad):
-    a = torch.ones(3, 1, 2)
-    a[1] = bad
-    a.requires_grad_()
-    c = torch.ones(2, 2, 3, requires_grad=True)
-    got = planner.contract("nij, q[n]jk -> nik", a, c, q=torch.tensor([0, 5, -1]), index_mode="drop")
-    assert got[:, 0].tolist() == [[2] * 3, [0] * 3, [0] * 3]
-    gout = torch.ones_like(got)
-    gout[1] = bad
-    got.backward(gout)
-    assert a.grad[:, 0].tolist() == [[3, 3], [0, 0], [0, 0]]
-    assert c.grad[:, 0, 0].tolist() == [1, 0]
 
 
 # -- autocast, in-place, tensors without data or strides, and what surrounds a call ----------------
@@ -867,65 +494,6 @@ def test_checkpoint_and_saved_tensor_hooks(spec, shapes, options):
         assert_same((got, *gradients_of(got, operands)), (expected, *wanted))
 
 
-# -- prepared indices and determinism ------------------------------------------------------------
-
-
-@settings(max_examples=examples(100, 1_000))
-@given(exact_problems(gathers=True))
-def test_prepared_indices_give_the_same_values_and_gradients(problem):
-    spec = planner.resolve(
-        problem.spec,
-        *problem.shapes,
-        sizes=problem.sizes,
-        **{n: q.shape for n, q in problem.indices.items()},
-    )
-    sizes = {}
-    for gather in spec.gathers:
-        sizes.setdefault(gather.array, set()).add(gather.size)
-    assume(all(len(found) == 1 for found in sizes.values()))
-    prepared = {
-        name: planner.group(to_torch(q), min(sizes[name]), problem.index_mode) for name, q in problem.indices.items()
-    }
-    operands = [x.requires_grad_() for x in tensors(problem)]
-    gout = to_torch(problem.output_gradient())
-    for _ in range(2):
-        got = planner.contract(problem.spec, *operands, **{**problem.arguments(), **prepared})
-        assert_equal(described(got), problem.expected(), "float32")
-        gradients = torch.autograd.grad(got, operands, gout)
-        for found, expected in zip(gradients, problem.expected_gradients(), strict=True):
-            assert_equal(described(found), expected, "float32", "gradient")
-
-
-def test_a_prepared_index_refuses_another_size_or_mode():
-    q = planner.group(torch.tensor([0, 1]), 2)
-    with pytest.raises(planner.PlannerError, match="size 2"):
-        planner.contract("q[n] -> n", torch.ones(3), q=q)
-    with pytest.raises(planner.PlannerError, match="index_mode"):
-        planner.contract("q[n] -> n", torch.ones(2), q=q, index_mode="drop")
-
-
-@pytest.mark.parametrize(
-    ("spec", "shapes", "sizes"),
-    [
-        ("nc -> q[n]c", [(20_000, 8)], {"q": 7}),
-        ("nij, q[n]jk -> nik", [(20_000, 1, 8), (7, 8, 8)], None),
-        ("n, q[n] -> ", [(20_000,), (7,)], None),
-    ],
-)
-def test_calls_repeat_bitwise(spec, shapes, sizes):
-    generator = torch.Generator().manual_seed(0)
-    operands = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-    q = torch.randint(0, 7, (20_000,), generator=generator)
-
-    def run():
-        result = planner.contract(spec, *operands, sizes=sizes, q=q)
-        return (result.detach(), *torch.autograd.grad(result.square().sum(), operands))
-
-    first = run()
-    for _ in range(3):
-        assert all(torch.equal(x, y) for x, y in zip(first, run(), strict=True))
-
-
 # -- the kernels run -----------------------------------------------------------------------------
 
 
@@ -962,26 +530,6 @@ def test_the_grouped_kernels_run(monkeypatch):
     expected = reference_gradients(workload.spec, gout.numpy(), *(x.detach().numpy() for x in (a, c)), **arrays)
     assert_equal(described(ga), expected[0], "float32")
     assert_equal(described(gc), expected[1], "float32")
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
-@pytest.mark.parametrize("minimize", OBJECTIVES)
-def test_named_workloads(name, minimize):
-    tiny = WORKLOADS[name].tiny()
-    operands = tiny.operands("torch", requires_grad=True)
-    indices = tiny.indices("torch")
-    got = planner.contract(tiny.spec, *operands, minimize=minimize, **tiny.options, **indices)
-    arrays = [x.detach().numpy() for x in operands]
-    numpy_indices = tiny.indices("numpy")
-    assert_equal(described(got), reference(tiny.spec, *arrays, **tiny.options, **numpy_indices), "float32")
-    gout = tiny.cotangent("torch")
-    expected = reference_gradients(tiny.spec, gout.numpy(), *arrays, **tiny.options, **numpy_indices)
-    by_tensor = {}
-    for x, gradient in zip(operands, expected, strict=True):
-        by_tensor[id(x)] = by_tensor.get(id(x), 0) + gradient
-    distinct = list({id(x): x for x in operands}.values())
-    for x, found in zip(distinct, torch.autograd.grad(got, distinct, gout), strict=True):
-        assert_equal(described(found), by_tensor[id(x)], "float32", "gradient")
 
 
 def test_gradients_read_no_tensor_of_a_transform_that_has_ended(monkeypatch):

@@ -6,7 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from conftest import examples
+from conftest import PROFILE, examples
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from laws import Floors, exact_problems, in_other_strides, repeating
@@ -50,6 +50,18 @@ def planned_within(spec, operands, options, backend, random):
         return planned(error.memory_limit), error.memory_limit, True
 
 
+@pytest.fixture
+def jax(monkeypatch):
+    """JAX, compiled for what XLA says of sizes and in a hurry: in the nightly run as users compile it."""
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    import jax_fast
+
+    if PROFILE == "ci":
+        jax_fast.for_sizes_alone(monkeypatch)
+        monkeypatch.setattr("planner.backends.jax.step.compiled", jax_fast.compiled)
+    return jax
+
+
 def compiled_peak(jax, plan, operands, indices):
     """Peaks of both programs, each compiled by itself, as XLA plans them; the backward's with what is retained."""
 
@@ -61,9 +73,11 @@ def compiled_peak(jax, plan, operands, indices):
         given = jax.tree.leaves((xs, qs))
         return result, [x for x in jax.tree.leaves(pull) if not any(x is y for y in given)]
 
+    from jax_fast import jit
+
     _, first = jax_compiled(forward, tuple(operands), indices)
     retained = jax_retained(lambda *xs: plan(*xs, **indices), *operands, held=(operands, indices))
-    _, second = jax_compiled(lambda pull, gradient: pull(gradient), *reversed(jax.jit(both)(tuple(operands), indices)))
+    _, second = jax_compiled(lambda pull, gradient: pull(gradient), *reversed(jit(both)(tuple(operands), indices)))
     return max(first.peak_bytes, second.peak_bytes + retained)
 
 
@@ -171,8 +185,7 @@ def test_an_expanded_output_gradient_keeps_to_the_limit():
     assert all((g == 400).all() for g in found)
 
 
-def test_xla_plans_no_more_than_the_limit():
-    jax = pytest.importorskip("jax", reason="jax is not installed")
+def test_xla_plans_no_more_than_the_limit(jax):
     floors = Floors()
 
     @settings(max_examples=examples(12, 200))
@@ -198,9 +211,8 @@ def test_xla_plans_no_more_than_the_limit():
     floors.at_least(examples(12, 200), held=0.05, gather=0.2)
 
 
-def test_a_plan_that_compiles_to_more_than_it_seems_gives_way(monkeypatch):
+def test_a_plan_that_compiles_to_more_than_it_seems_gives_way(jax, monkeypatch):
     """Where XLA takes twice what was predicted, a plan of half the peak is taken; the error names what holds."""
-    pytest.importorskip("jax", reason="jax is not installed")
     backend = planner.program.frameworks.load_backend("jax")
     monkeypatch.setattr(type(backend), "compiled_bytes", lambda self, plan: 2 * plan.cost.peak_bytes)
     sizes = [planner.Operand((64, 64), requires_grad=True) for _ in range(5)]
@@ -224,8 +236,7 @@ def test_a_plan_that_compiles_to_more_than_it_seems_gives_way(monkeypatch):
         planned(caught.value.memory_limit - 1)
 
 
-def test_the_plan_says_what_was_compiled():
-    pytest.importorskip("jax", reason="jax is not installed")
+def test_the_plan_says_what_was_compiled(jax):
     shapes = [planner.Operand((8, 8), requires_grad=True)] * 3
     plan = planner.plan("ij,jk,kl->il", *shapes, backend="jax", memory_limit="1 MB")
     assert "; compiled " in str(plan)
@@ -237,9 +248,8 @@ def test_the_plan_says_what_was_compiled():
     assert "compiled" not in str(dataclasses.replace(plan, options=planner.plan("i->", (2,), backend="jax").options))
 
 
-def test_a_plan_that_xla_makes_small_runs_step_by_step_too():
+def test_a_plan_that_xla_makes_small_runs_step_by_step_too(jax):
     """XLA fuses all of it, but a call outside of jit takes what the steps take."""
-    pytest.importorskip("jax", reason="jax is not installed")
     shapes = [(64,), (64,), (64, 64), (64, 64)]
     call = partial(planner.plan, "q[i],q[j],ij,ij->ij", *shapes, q=(64,), backend="jax")
     with pytest.raises(planner.PlannerLimitError) as caught:
@@ -248,9 +258,8 @@ def test_a_plan_that_xla_makes_small_runs_step_by_step_too():
     assert plan.compiled_bytes < plan.cost.peak_bytes == plan.options.memory_limit
 
 
-def test_xla_makes_tighter_plans_taken():
+def test_xla_makes_tighter_plans_taken(jax):
     """Here it takes more than was predicted, and what a refusal names is no more than no limit needs."""
-    pytest.importorskip("jax", reason="jax is not installed")
     operands = [planner.Operand((64, 64), requires_grad=True)] * 3
     call = partial(planner.plan, "ij,ij,jk->ik", *operands, backend="jax")
     free = call(memory_limit=10**9)
@@ -260,9 +269,8 @@ def test_xla_makes_tighter_plans_taken():
     assert call(memory_limit=caught.value.memory_limit).compiled_bytes <= caught.value.memory_limit
 
 
-def test_what_is_kept_counts_in_the_forward_program():
+def test_what_is_kept_counts_in_the_forward_program(jax):
     """Values that a gradient needs are results of the compiled forward."""
-    pytest.importorskip("jax", reason="jax is not installed")
     shapes = ((4096, 16), (16, 64), (64, 64), (64, 256))
     operands = [planner.Operand(shape, requires_grad=number > 0) for number, shape in enumerate(shapes)]
     path = ((0, 1), (0, 2), (0, 1))
@@ -271,8 +279,7 @@ def test_what_is_kept_counts_in_the_forward_program():
 
 
 @pytest.mark.parametrize("at", ["search", "compile"])
-def test_ctrl_c_ends_the_search_for_what_fits(monkeypatch, at):
-    pytest.importorskip("jax", reason="jax is not installed")
+def test_ctrl_c_ends_the_search_for_what_fits(jax, monkeypatch, at):
     backend = planner.program.frameworks.load_backend("jax")
     sizes = [planner.Operand((16, 16), requires_grad=True) for _ in range(3)]
     plan = planner.plan("ab,bc,cd->ad", *sizes, backend="jax")
@@ -302,8 +309,7 @@ def test_ctrl_c_ends_the_search_for_what_fits(monkeypatch, at):
     assert len(seen) == 1
 
 
-def test_other_plans_do_not_carry_what_was_compiled_of_this_one():
-    pytest.importorskip("jax", reason="jax is not installed")
+def test_other_plans_do_not_carry_what_was_compiled_of_this_one(jax):
     shapes = [(64, 8), (8, 64), (64, 64)]
     plan = planner.plan("ij,jk,kl->il", *shapes, backend="jax", memory_limit="1 MB")
     assert plan.compiled_bytes is not None
@@ -312,8 +318,7 @@ def test_other_plans_do_not_carry_what_was_compiled_of_this_one():
         assert other.compiled_bytes == planner.program.frameworks.load_backend("jax").compiled_bytes(other) <= 10**6
 
 
-def test_inside_jit_grad_and_vmap_a_limit_is_planned_with():
-    jax = pytest.importorskip("jax", reason="jax is not installed")
+def test_inside_jit_grad_and_vmap_a_limit_is_planned_with(jax):
     jnp = jax.numpy
     x = jnp.arange(12.0).reshape(3, 4)
     y = jnp.arange(20.0).reshape(4, 5)

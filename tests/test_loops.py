@@ -2,21 +2,25 @@
 
 import dataclasses
 import re
+from functools import partial
+from random import Random
 
 import numpy as np
 import pytest
 from conftest import examples
+from engines import in_each
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from laws import Floors, assert_equal, exact_problems
+from laws import exact_problems, hold, note_language, values_and_gradients
 
 import planner
 from planner import Operand, PlannerLimitError
 from planner.cost.figures import Cost
+from planner.inspect.memory import jax_retained, torch_memory
 from planner.language.derive import sliced
 from planner.program.loops import covers, parts, slice_counts
 from planner.search.slicing import can_be_cut, make_loop, worth_cutting
-from planner.testing.reference import reference, reference_gradients
+from planner.testing.reference import reference
 from planner.tune.autotune import candidates
 from planner.workloads import WORKLOADS
 
@@ -75,86 +79,41 @@ def test_slices_tile_the_iteration_space(data):
     assert not covers(tuple(axes.items()), spec.output) or (once == 1).all()
 
 
-def test_numpy_values():
-    floors = Floors()
-
-    @settings(max_examples=examples(200, 2_000))
-    @given(st.data())
-    def law(data):
-        problem = data.draw(exact_problems())
-        axes = data.draw(slicings(problem))
-        plan = make_loop(plan_of(problem, "numpy"), axes)
-        got = plan(*problem.operands(), **problem.indices)
-        assert_equal((got, got.dtype.name), problem.expected(), "float32")
-        floors.note(gather=bool(problem.indices), two=len(axes) > 1, nonzero=problem.expected().any())
-
-    law()
-    floors.at_least(examples(150, 1_500), gather=0.4, two=0.05, nonzero=0.3)
+def cut(engine, problem):
+    """Axes to slice and the sizes of the slices, settled by the problem's seed; {} if no axis can be cut."""
+    random, spec = Random(problem.seed), resolved(problem)
+    axes = [(axis, size) for axis, size in spec.sizes if size > 1 and (engine.name != "jax" or can_be_cut(spec, axis))]
+    some = random.sample(axes, min(len(axes), 1 + problem.seed % 2))
+    return {axis: random.randint(1, size - 1) for axis, size in some}
 
 
-def test_torch_values_gradients_and_memory():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    from planner.inspect.memory import torch_memory
-
-    floors = Floors()
-
-    @settings(max_examples=examples(200, 2_000))
-    @given(st.data())
-    def law(data):
-        problem = data.draw(exact_problems())
-        axes = data.draw(slicings(problem))
-        plan = make_loop(plan_of(problem, "torch", problem.requires_grad), axes)
-        assert plan.cost.retained_bytes == 0
-        operands = [
-            torch.from_numpy(x.copy()).requires_grad_(need)
-            for x, need in zip(problem.operands(), problem.requires_grad, strict=True)
-        ]
-        indices = {name: torch.from_numpy(np.asarray(q)) for name, q in problem.indices.items()}
-        got, measured = torch_memory(lambda: plan(*operands, **indices))
+def slice_by_slice(engine, problem):
+    """Values and gradients are those of the whole; nothing is retained, and torch's peak is no higher than planned."""
+    needs = problem.requires_grad if engine.differentiates else None
+    plan = make_loop(plan_of(problem, engine.name, needs), cut(engine, problem))
+    assert plan.cost.retained_bytes == 0
+    operands, indices = engine.operands(problem), engine.indices(problem)
+    if engine.name == "torch":
+        measured = torch_memory(lambda: plan(*operands, **indices))[1]
         assert measured.peak_bytes <= plan.cost.forward.peak_bytes + SMALL
-        assert_equal((got.detach().numpy(), "float32"), problem.expected(), "float32")
-        if any(problem.requires_grad):
-            gout = problem.output_gradient()
-            expected = reference_gradients(problem.spec, gout, *problem.operands(), **problem.arguments())
-            got.backward(torch.from_numpy(gout))
-            for number, (x, gradient) in enumerate(zip(operands, expected, strict=True)):
-                if x.requires_grad:
-                    assert_equal((x.grad.numpy(), "float32"), gradient, "float32", f"gradient {number}")
-        floors.note(gather=bool(problem.indices), gradient=any(problem.requires_grad))
-
-    law()
-    floors.at_least(examples(150, 1_500), gather=0.4, gradient=0.7)
+        assert measured.retained_bytes == 0
+    if engine.name == "jax":
+        assert jax_retained(lambda *xs: plan(*xs, **indices), *operands, held=(operands, indices)) == 0
+    return values_and_gradients(engine, problem, lambda xs, qs: plan(*xs, **qs))
 
 
-def test_jax_values_and_gradients():
-    jax = pytest.importorskip("jax", reason="jax is not installed")
-    from planner.inspect.memory import jax_retained
+@in_each(
+    numpy=(examples(200, 2_000), {}), torch=(examples(200, 2_000), {}), jax=(examples(25, 1_000), {"max_operands": 3})
+)  # fmt: skip
+def test_values_and_gradients_slice_by_slice(engine, sample):
+    count, small = sample
 
-    floors = Floors()
+    def note(floors, problem):
+        note_language(floors, problem, two=len(cut(engine, problem)) > 1)
 
-    @settings(max_examples=examples(25, 1_000))
-    @given(st.data())
-    def law(data):
-        problem = data.draw(exact_problems(max_operands=3))
-        axes = data.draw(slicings(problem))
-        assume(all(can_be_cut(resolved(problem), axis) for axis in axes))
-        plan = make_loop(plan_of(problem, "jax", problem.requires_grad), axes)
-        operands = [jax.numpy.asarray(x) for x in problem.operands()]
-        indices = {name: jax.numpy.asarray(q) for name, q in problem.indices.items()}
-        gout = problem.output_gradient()
-        expected = reference_gradients(problem.spec, gout, *problem.operands(), **problem.arguments())
-        for traced in (True, False):
-            run = jax.jit(lambda xs: plan(*xs, **indices)) if traced else lambda xs: plan(*xs, **indices)
-            got, pull = jax.vjp(run, operands)
-            assert_equal((np.asarray(got), got.dtype.name), problem.expected(), "float32")
-            for number, (x, gradient) in enumerate(zip(pull(jax.numpy.asarray(gout))[0], expected, strict=True)):
-                assert_equal((np.asarray(x), x.dtype.name), gradient, "float32", f"gradient {number}")
-        held = (operands, indices)
-        assert jax_retained(lambda *xs: plan(*xs, **indices), *operands, held=held) == plan.cost.retained_bytes
-        floors.note(gather=bool(problem.indices))
-
-    law()
-    floors.at_least(examples(20, 800), gather=0.2)
+    problems = exact_problems(**small).filter(partial(cut, engine))
+    least = 0.4 if engine.name != "jax" else 0.2
+    hold(engine, slice_by_slice, problems, count, note=note, gather=least, two=0.05, nonzero=0.3, gradient=0.7)
 
 
 @pytest.mark.parametrize("axes", [{"i": 1}, {"i": 2, "j": 16}, {"i": 1, "j": 64, "l": 32}], ids=str)

@@ -5,12 +5,14 @@ import statistics
 
 import numpy as np
 import pytest
-from conftest import examples
+from conftest import PROFILE, examples
+from engines import Jax, Torch
 from hypothesis import assume, example, given, settings
 from laws import Floors, exact_problems, pick
 
 import planner
 from planner.inspect import memory as measure
+from planner.inspect import meter
 from planner.language.parse import parse
 from planner.language.spec import Gather
 from planner.testing import Problem
@@ -102,6 +104,33 @@ def assert_retained(plan, allocated, saved=None):
     predicted = plan.cost.retained_bytes
     assert allocated == predicted, f"{allocated} B retained, {predicted} B predicted\n{plan}"
     assert saved in (None, predicted), f"{saved} B saved by the hooks, {predicted} B predicted\n{plan}"
+
+
+@pytest.fixture
+def jax(monkeypatch):
+    """JAX, whose eager steps are compiled in a hurry: in the nightly run as users compile them."""
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    import jax_fast
+
+    if PROFILE == "ci":
+        monkeypatch.setattr("planner.backends.jax.step.compiled", jax_fast.compiled)
+    return jax
+
+
+@pytest.fixture
+def steps_alone(monkeypatch):
+    """JAX's programs step by step: neither calls nor programs as wholes are compiled."""
+    pytest.importorskip("jax", reason="jax is not installed")
+    import jax_fast
+
+    if PROFILE == "ci":
+        jax_fast.for_sizes_alone(monkeypatch)
+
+    def total(self, steps):
+        return [("", meter.Figures(0.0, *meter._sums(steps), meter._most(steps)))]
+
+    for program in ("forward", "backward"):
+        monkeypatch.setattr(meter.JaxMeter, program, total)
 
 
 # -- retained ------------------------------------------------------------------------------------
@@ -204,8 +233,7 @@ def jax_retained(spec, operands, wanted, options, minimize):
 
 @pytest.mark.parametrize("minimize", ["time", "retained"])
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_jax_retains_what_the_plan_says(name, minimize):
-    pytest.importorskip("jax", reason="jax is not installed")
+def test_jax_retains_what_the_plan_says(jax, name, minimize):
     tiny = WORKLOADS[name].tiny()
     operands = tiny.operands("jax")
     options = {**tiny.options, **tiny.indices("jax")}
@@ -215,8 +243,7 @@ def test_jax_retains_what_the_plan_says(name, minimize):
         assert held == 0
 
 
-def test_jax_retains_what_the_plan_says_of_random_specs():
-    jax = pytest.importorskip("jax", reason="jax is not installed")
+def test_jax_retains_what_the_plan_says_of_random_specs(jax):
     floors = Floors()
 
     # Masks of dropped indices, and masked copies of operands, were kept.
@@ -307,53 +334,62 @@ def label(name, program):
     return name, tuple(step.choice.lowering for step in program.steps)
 
 
-def test_torch_peaks():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    forward, backward = [], []
+def peaks_of_workloads(framework, peaks, **given):
+    """Measured over predicted peaks of the named workloads, forward and backward."""
+    found = [], []
     for name in WORKLOADS:
         workload = moderate(name)
-        operands = workload.operands("torch", requires_grad=True)
-        peaks = torch_peaks(workload.spec, operands, {**workload.options, **workload.indices("torch")})
-        for into, (measured, predicted, program) in zip((forward, backward), peaks, strict=True):
+        options = {**workload.options, **workload.indices(framework)}
+        measured = peaks(workload.spec, workload.operands(framework, **given), options)
+        for into, (bytes_, predicted, program) in zip(found, measured, strict=True):
             if predicted:
-                into.append((label(name, program), measured / predicted))
-    assert len(forward) == len(WORKLOADS)
+                into.append((label(name, program), bytes_ / predicted))
+    assert len(found[0]) == len(WORKLOADS)
+    return found
 
+
+def peaks_of_random_problems(engine, peaks, problems, count, fits, found):
+    """Add those of drawn problems, at sizes of which the peaks say something; there are at least so many that do."""
     floors = Floors()
 
-    @settings(max_examples=examples(120, 1_200))
-    @given(exact_problems(min_operands=2, max_axes=4, without=PLAIN, index_modes=("raise", "drop", "clip")))
+    @settings(max_examples=count)
+    @given(problems)
     def law(problem):
         for largest in (96, 48, 24, 12):
             arrays, options = scaled(problem, largest)
             cost = planner.plan(problem.spec, *arrays, **options, backend="numpy").cost
             if cost.flops < 3 * 10**8 and cost.peak_bytes < 3 * 10**7:
                 break
-        fits = cost.peak_bytes > 2 * 10**4 and cost.flops < 10**9
-        floors.note(fits=fits)
-        if not fits:
+        large = cost.peak_bytes > 2 * 10**4 and cost.flops < 10**9
+        floors.note(fits=large)
+        if not large:
             return
-        operands = [
-            torch.from_numpy(x).requires_grad_(need) for x, need in zip(arrays, problem.requires_grad, strict=True)
-        ]
-        options = {n: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
-        peaks = torch_peaks(problem.spec, operands, options)
-        for into, (measured, predicted, program) in zip((forward, backward), peaks, strict=False):
+        operands = [engine.array(x) for x in arrays]
+        if engine.name == "torch":
+            operands = [x.requires_grad_(need) for x, need in zip(operands, problem.requires_grad, strict=True)]
+        options = {n: engine.array(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+        for into, (measured, predicted, program) in zip(found, peaks(problem.spec, operands, options), strict=False):
             # What is only broadcast is a view in torch; the plan counts it whole. How a view of the output's gradient
             # lies it does not know, and counts a copy where one may be needed. There, too much is no fault.
-            careful = {"broadcast", "view"} & {step.choice.lowering for step in program.steps}
+            careful = engine.name == "torch" and {"broadcast", "view"} & {s.choice.lowering for s in program.steps}
             if predicted > 10**4:
                 ratio = measured / predicted
                 into.append((label(problem.spec, program), max(1.0, ratio) if careful else ratio))
 
     law()
-    floors.at_least(examples(100, 1_000), fits=0.2)
-    report_peaks("torch forward", forward)
-    report_peaks("torch backward", backward)
-    for found in (forward, backward):
-        ratios_within(found)
+    floors.at_least(count * 4 // 5, fits=fits)
+
+
+def test_torch_peaks():
+    pytest.importorskip("torch", reason="torch is not installed")
+    found = peaks_of_workloads("torch", torch_peaks, requires_grad=True)
+    problems = exact_problems(min_operands=2, max_axes=4, without=PLAIN)
+    peaks_of_random_problems(Torch(), torch_peaks, problems, examples(120, 1_200), 0.2, found)
+    for title, ratios in zip(("torch forward", "torch backward"), found, strict=True):
+        report_peaks(title, ratios)
+        ratios_within(ratios)
         # Of some seventy drawn ones three or four would decide the 95th percentile.
-        nearly_all_within(found, part=examples(0.9, 0.95))
+        nearly_all_within(ratios, part=examples(0.9, 0.95))
 
 
 @pytest.mark.parametrize("minimize", ["time", "peak"])
@@ -387,68 +423,35 @@ def jax_peaks(spec, operands, options):
         yield total.measured.live_bytes, total.predicted.live_bytes, plan.programs.forward
 
 
-def test_jax_peaks():
+def test_jax_peaks(steps_alone):
     """Of calls that are not jitted, as XLA has it of each step: the named workloads."""
-    pytest.importorskip("jax", reason="jax is not installed")
-    forward, backward = [], []
-    for name in WORKLOADS:
-        workload = moderate(name)
-        peaks = jax_peaks(workload.spec, workload.operands("jax"), {**workload.options, **workload.indices("jax")})
-        for into, (measured, predicted, program) in zip((forward, backward), peaks, strict=True):
-            if predicted:
-                into.append((label(name, program), measured / predicted))
-    for title, ratios in (("JAX forward", forward), ("JAX backward", backward)):
+    found = peaks_of_workloads("jax", jax_peaks)
+    for title, ratios in zip(("JAX forward", "JAX backward"), found, strict=True):
         assert len(ratios) == len(WORKLOADS)
         report_peaks(title, ratios)
         ratios_within(ratios)
         nearly_all_within(ratios)
 
 
-def test_jax_peaks_of_random_problems():
-    jax = pytest.importorskip("jax", reason="jax is not installed")
-    forward, backward, floors = [], [], Floors()
-
-    @settings(max_examples=examples(25, 400))
-    @given(exact_problems(min_operands=2, max_operands=4, max_axes=4, without=PLAIN))
-    def law(problem):
-        for largest in (96, 48, 24, 12):
-            arrays, options = scaled(problem, largest)
-            cost = planner.plan(problem.spec, *arrays, **options, backend="numpy").cost
-            if cost.flops < 3 * 10**8 and cost.peak_bytes < 3 * 10**7:
-                break
-        fits = cost.peak_bytes > 2 * 10**4 and cost.flops < 10**9
-        floors.note(fits=fits)
-        if not fits:
-            return
-        operands = [jax.numpy.asarray(x) for x in arrays]
-        options = {n: jax.numpy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
-        peaks = jax_peaks(problem.spec, operands, options)
-        for into, (measured, predicted, program) in zip((forward, backward), peaks, strict=True):
-            if predicted > 10**4:
-                into.append((label(problem.spec, program), measured / predicted))
-
-    law()
-    floors.at_least(examples(20, 400), fits=0.08)  # 4 of 25 were seen
-    report_peaks("JAX forward", forward)
-    report_peaks("JAX backward", backward)
-    for ratios in (forward, backward):
+def test_jax_peaks_of_random_problems(steps_alone):
+    found = [], []
+    problems = exact_problems(min_operands=2, max_operands=4, max_axes=4, without=PLAIN)
+    # Of 25, 4 were seen.
+    peaks_of_random_problems(Jax(), jax_peaks, problems, examples(25, 400), 0.08, found)
+    for title, ratios in zip(("JAX forward", "JAX backward"), found, strict=True):
+        report_peaks(title, ratios)
         ratios_within(ratios)
         if examples(0, 1):  # of so few as in CI one is 5%
             nearly_all_within(ratios)
 
 
 @pytest.mark.parametrize("name", ["seed-gathered-matmul", "seed-shared-keys", "gathered-heads"])
-def test_jax_peaks_of_what_xla_reshapes(name):
+def test_jax_peaks_of_what_xla_reshapes(name, steps_alone):
     """Buffers of grouped products, and copies of results that have dimensions of size 1 or lose them."""
-    pytest.importorskip("jax", reason="jax is not installed")
     workload = moderate(name)
-    operands, indices = workload.operands("jax"), workload.indices("jax")
-    stand_ins = [planner.Operand(x.shape, x.dtype.name, requires_grad=True) for x in operands]
-    plan = planner.plan(workload.spec, *stand_ins, backend="jax", **workload.options, **indices)
-    found = plan.analyze(*operands, rounds=1, **indices)
-    for program in ("forward", "backward"):
-        total = found.total(program)
-        assert 0.8 < total.measured.live_bytes / total.predicted.live_bytes < 1.2, str(found)
+    options = {**workload.options, **workload.indices("jax")}
+    for measured, predicted, program in jax_peaks(workload.spec, workload.operands("jax"), options):
+        assert 0.8 < measured / predicted < 1.2, str(program)
 
 
 def test_numpy_peaks():

@@ -1,0 +1,201 @@
+"""The frameworks as the tests of laws ask them: `planner.testing.engines`, and what tests need beyond those.
+
+A law asks a framework to run functions of arrays. NumPy and torch run one at a time. JAX compiles what it is asked of
+sixteen problems as one program, which takes half the time of sixteen programs; it also runs one problem in eight
+without `jit`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from planner.testing.engines import Engine, JaxEngine, TorchEngine
+
+
+class Ask(NamedTuple):
+    """A function to run, its arrays, and what comes out: for each result its name, its values and its dtype."""
+
+    run: Callable[..., Any]
+    arrays: tuple[Any, ...]
+    expected: list[tuple[str, np.ndarray, str]]
+    jitted: bool = False
+
+
+def of_some(call, operands, indices, wanted) -> Callable[..., Any]:
+    """A call as a function of the wanted operands alone."""
+
+    def function(*chosen):
+        given = dict(zip(wanted, chosen, strict=True))
+        return call([given.get(number, x) for number, x in enumerate(operands)], indices)
+
+    return function
+
+
+class Numpy(Engine):
+    """NumPy computes no derivatives: of what is asked it gives the result alone."""
+
+    batch = 1
+    alternatives: tuple[int, ...] = ()  # how many of a plan's alternatives are tried; all
+    smaller: dict[str, int] = {}  # what keeps problems small where each is compiled
+
+    def ways(self, problem) -> tuple[bool, ...]:
+        """In which ways a problem is run: without `jit`, with it, or both."""
+        return (False,)
+
+    def answers(self, asks) -> list[Any]:
+        return [ask.run(*ask.arrays) for ask in asks]
+
+    def pulled(self, call, operands, indices, gout, wanted) -> list[Any]:
+        """The result, and the gradients of the wanted operands."""
+        return [call(operands, indices)]
+
+    def jit(self, function):
+        return function
+
+    def around(self, function) -> list[Callable[..., Any]]:
+        """The function of one array, and its transforms."""
+        return [function]
+
+
+class Torch(TorchEngine, Numpy):
+    """Autograd and `torch.func`."""
+
+    def pulled(self, call, operands, indices, gout, wanted):
+        import torch
+
+        result = call(operands, indices)
+        assert result.requires_grad == bool(wanted)
+        leaves = [operands[number] for number in wanted]
+        return [result, *(torch.autograd.grad(result, leaves, gout.to(result.dtype)) if wanted else ())]
+
+    def functional(self, function, operands, gout):
+        """The result and all gradients, by a functional transform."""
+        import torch
+
+        count = tuple(range(len(operands)))
+        return [function(*operands), *torch.func.grad(lambda *xs: (function(*xs) * gout).sum(), count)(*operands)]
+
+    def tangents(self, function, operands, tangents):
+        """The result and its directional derivative, by each kind of forward mode."""
+        import torch
+        from torch.autograd import forward_ad
+
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(x, t) for x, t in zip(operands, tangents, strict=True)]
+            value, tangent = forward_ad.unpack_dual(function(*duals))
+        both = [value, torch.zeros_like(value) if tangent is None else tangent]
+        return [*both, *torch.func.jvp(function, tuple(operands), tuple(tangents))]
+
+    def vmap(self, function, dims):
+        import torch
+
+        return torch.func.vmap(function, dims)
+
+    def seconds(self, function, operands, gout, given):
+        """What `given`, for the gradients of `gout`, gives back to the operands and to `gout`: once."""
+        import torch
+
+        gout = gout.requires_grad_()
+        first = torch.autograd.grad(function(*operands), operands, gout, create_graph=True)
+        return [torch.autograd.grad(first, [*operands, gout], given, materialize_grads=True)]
+
+    def around(self, function):
+        return [function, lambda x: function(x.requires_grad_())]
+
+
+class Jax(JaxEngine, Numpy):
+    """JAX, without `jit` and with it."""
+
+    batch = 16
+    alternatives = (3,)
+    smaller = {"max_size": 3, "max_axes": 4}
+
+    def __init__(self, in_a_hurry: bool = True) -> None:
+        self.in_a_hurry = in_a_hurry
+
+    def ways(self, problem):
+        return (True, False) if problem.seed % 8 == 0 else (True,)
+
+    def jit(self, function):
+        import jax
+        import jax_fast
+
+        return (jax_fast.jit if self.in_a_hurry else jax.jit)(function)
+
+    def answers(self, asks):
+        together = [ask for ask in asks if ask.jitted]
+        run = self.jit(lambda arrays: [ask.run(*own) for ask, own in zip(together, arrays, strict=True)])
+        jitted = iter(run([ask.arrays for ask in together]) if together else ())
+        return [next(jitted) if ask.jitted else ask.run(*ask.arrays) for ask in asks]
+
+    def pulled(self, call, operands, indices, gout, wanted):
+        if not wanted:
+            return [call(operands, indices)]
+        return self.functional(of_some(call, operands, indices, wanted), [operands[n] for n in wanted], gout)
+
+    def functional(self, function, operands, gout):
+        import jax
+
+        result, pull = jax.vjp(function, *operands)
+        return [result, *pull(gout.astype(result.dtype))]
+
+    def tangents(self, function, operands, tangents):
+        import jax
+
+        return list(jax.jvp(function, tuple(operands), tuple(tangents)))
+
+    def vmap(self, function, dims):
+        import jax
+
+        return jax.vmap(function, dims)
+
+    def seconds(self, function, operands, gout, given):
+        """By reverse mode over reverse, forward over reverse, reverse over forward, and forward over forward."""
+        import jax
+
+        operands, given = tuple(operands), tuple(given)
+
+        def first(operands, gout):
+            return jax.vjp(function, *operands)[1](gout)
+
+        def along(operands, given):
+            return jax.jvp(function, operands, given)[1]
+
+        _, ahead = jax.jvp(lambda operands: first(operands, gout), (operands,), (given,))
+        back, gradients = jax.vjp(along, operands, given)[1](gout)
+        _, twice = jax.jvp(lambda operands: along(operands, given), (operands,), (given,))
+        to_operands, to_gout = jax.vjp(first, operands, gout)[1](given)
+        return [[*to_operands, to_gout], [*ahead, to_gout], [*back, to_gout], [*gradients], [twice]]
+
+    def around(self, function):
+        import jax
+
+        summed = jax.grad(lambda x: function(x).sum())
+        return [function, summed, lambda x: jax.vmap(function)(x[None])]
+
+
+ENGINES = {"numpy": Numpy, "torch": Torch, "jax": Jax}
+
+
+def in_each(*names: str, **samples: Any):
+    """Parametrize a test by `engine`, or by `engine` and `sample`: by name, a sample or a list of samples.
+
+    What is not installed is skipped.
+    """
+    rows = [(name, None) for name in names]
+    for name, given in samples.items():
+        rows += [(name, sample) for sample in (given if isinstance(given, list) else [given])]
+    cases = []
+    for place, (name, sample) in enumerate(rows):
+        absent = pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
+        first = rows.index((name, sample)) if sample is None else [n for n, _ in rows].index(name)
+        alone = [n for n, _ in rows].count(name) == 1
+        engine = ENGINES[name]()
+        values = (engine,) if sample is None else (engine, sample)
+        cases.append(pytest.param(*values, marks=absent, id=name if alone else f"{name}-{place - first}"))
+    return pytest.mark.parametrize("engine" if names else ("engine", "sample"), cases)

@@ -1,0 +1,526 @@
+"""Every framework against the oracle: one law a test, on integers that make every sum exact, so without tolerance."""
+
+import collections
+import dataclasses
+import itertools
+import re
+import warnings
+from functools import partial
+from random import Random
+
+import numpy as np
+import pytest
+from conftest import PROFILE, examples
+from engines import Ask, Jax, in_each, of_some
+from laws import (
+    BAD_INDICES,
+    INDEX_DTYPES,
+    MODES,
+    OBJECTIVES,
+    asked,
+    compare,
+    directional,
+    exact_problems,
+    hold,
+    judge,
+    oracle,
+    pick,
+    real,
+    repeating,
+    values_and_gradients,
+    wide_index,
+    with_unread_nan,
+)
+
+import planner
+from planner.backends.common.common import prepare_numpy
+from planner.language.spec import Gather
+from planner.testing import Problem
+from planner.testing.judgement import Subject
+from planner.testing.reference import reference_gradients
+from planner.testing.scripts import vectors_of
+from planner.workloads import WORKLOADS
+
+
+@pytest.fixture(autouse=True)
+def compiled_in_a_hurry(request, monkeypatch):
+    """The steps of JAX's eager calls; but as users compile them in the nightly run, and where a test asks for it."""
+    engine = request.getfixturevalue("engine") if "engine" in request.fixturenames else None
+    if isinstance(engine, Jax) and engine.in_a_hurry and PROFILE == "ci":
+        import jax_fast
+
+        monkeypatch.setattr("planner.backends.jax.step.compiled", jax_fast.compiled)
+
+
+# --- the laws: what is asked of a framework about a problem, and what the oracle says -------------
+
+
+def values(engine, problem, **options):
+    """The result, of a call that nothing surrounds."""
+    call = Subject().call(problem, **options)
+    arrays = engine.operands(problem), engine.indices(problem)
+    return [Ask(lambda xs, qs: [call(xs, qs)], arrays, oracle(engine, problem)[:1])]
+
+
+def everywhere(engine, problem, **options):
+    """The result without `jit`; then values and gradients, of operands in any strides too."""
+    options.setdefault("minimize", pick(problem, OBJECTIVES))
+    laid = [problem, dataclasses.replace(problem, strided=True)] if engine.strided else [problem]
+    found = [ask for one in laid for ask in values_and_gradients(engine, one, **options)]
+    return found if engine.strided else values(engine, problem, **options) + found
+
+
+def of_any_strides(engine, problem, **options):
+    """As `everywhere`, with strides for every other problem."""
+    strided = engine.strided and problem.seed % 2 == 1
+    return values_and_gradients(engine, dataclasses.replace(problem, strided=strided), **options)
+
+
+def every_plan(engine, problem):
+    """Each plan that was not taken gives what the plan gives; in JAX, which compiles it, of three the result."""
+    plan = engine.plan(problem, engine.operands(problem), engine.indices(problem))
+    if engine.name == "jax":
+        problem = dataclasses.replace(problem, requires_grad=(False,) * len(problem.shapes), seed=problem.seed | 1)
+    asks = []
+    for other in (plan, *(alternative.plan for alternative in plan.alternatives(*engine.alternatives))):
+        asks += values_and_gradients(engine, problem, lambda xs, qs, other=other: other(*xs, **qs))
+    return asks
+
+
+def prepared(engine, problem):
+    """Prepared index arrays give the same as plain ones, the second time too; those of one size can be prepared."""
+    problem = dataclasses.replace(problem, requires_grad=(engine.differentiates,) * len(problem.shapes))
+    call, gout, sizes = Subject().call(problem), engine.array(problem.output_gradient()), {}
+    for gather in problem.resolved().gathers:
+        sizes.setdefault(gather.array, set()).add(gather.size)
+    given = {
+        name: planner.group(q, min(sizes[name]), problem.index_mode) if len(sizes[name]) == 1 else q
+        for name, q in engine.indices(problem).items()
+    }
+    arrays = engine.operands(problem), given, gout
+    run, expected = lambda xs, qs, g: engine.pulled(call, xs, qs, g, problem.wanted), oracle(engine, problem)
+    return [Ask(run, arrays, expected, jitted) for jitted in (*engine.ways(problem), engine.name == "jax")]
+
+
+def second_derivatives(engine, problem):
+    """Derivatives of the gradients: those of one gradient are gradients with another operand.
+
+    With the vectors v for the operands x: the sum over i and j of the gradients of x_j with v_i in the place of x_i,
+    and for the output's gradient the result's directional derivative.
+    """
+    wanted, gout, arguments = problem.wanted, problem.output_gradient(), problem.arguments()
+    operands, vectors = problem.operands(), vectors_of(problem)
+    conjugated = [np.conj(x) for x in operands], [np.conj(x) for x in vectors]
+    others, along = conjugated if engine.conjugates else (operands, vectors)
+    total, twice = [np.zeros(x.shape, np.result_type(x, gout)) for x in operands], 0
+    for number in wanted:
+        changed = [*others[:number], along[number], *others[number + 1 :]]
+        for other, part in enumerate(reference_gradients(problem.spec, gout, *changed, **arguments)):
+            if other != number:
+                total[other] = total[other] + part
+        rest = [v if n in wanted and n != number else None for n, v in enumerate(vectors)]
+        if any(v is not None for v in rest):
+            twice = twice + directional(problem, [*operands[:number], vectors[number], *operands[number + 1 :]], rest)
+    dtypes = [problem.dtypes[n] for n in wanted]
+    hessian = [(f"second derivative {n}", real(total[n], problem.dtypes[n]), problem.dtypes[n]) for n in wanted]
+    moved = [v if n in wanted else None for n, v in enumerate(vectors)]
+    ahead = ("derivative by the output's gradient", directional(problem, operands, moved), dtypes[0])
+    twice = ("second directional derivative", twice + np.zeros(problem.output_shape()), dtypes[0])
+    orders = [[*hessian, ahead]] * 3 + [oracle(engine, problem)[1:], [twice]]
+    call = Subject().call(problem)
+
+    def run(xs, qs, gout, given):
+        found = engine.seconds(of_some(call, xs, qs, wanted), [xs[n] for n in wanted], gout, given)
+        return [x for order in found for x in order]
+
+    expected = [row for order in orders[: 1 if engine.name == "torch" else 5] for row in order]
+    given = [engine.array(vectors[n], problem.dtypes[n]) for n in wanted]
+    return asked(engine, problem, run, engine.array(gout), given, expected=expected)
+
+
+def forward_mode(engine, problem):
+    """The directional derivative, and in torch the gradients of a functional transform."""
+    wanted = problem.wanted or tuple(range(len(problem.shapes)))
+    plain = dataclasses.replace(
+        problem, requires_grad=(False,) * len(problem.shapes), strided=engine.strided and problem.seed % 2 == 1
+    )
+    vectors = [v if n in wanted else None for n, v in enumerate(vectors_of(problem))]
+    expected = [
+        ("result", problem.expected(), "float32"),
+        ("tangent", directional(problem, problem.operands(), vectors), "float32"),
+    ]
+    call, gout = Subject().call(problem), engine.array(problem.output_gradient())
+
+    def run(xs, qs, given):
+        return engine.tangents(of_some(call, xs, qs, wanted), [xs[n] for n in wanted], given)
+
+    asks = asked(engine, plain, run, [engine.array(vectors[n]) for n in wanted], expected=expected)
+    if engine.name == "torch":
+        asks = [ask._replace(expected=expected * 2) for ask in asks]
+        own = dataclasses.replace(problem, requires_grad=tuple(n in wanted for n in range(len(problem.shapes))))
+        asks += asked(
+            engine, plain,
+            lambda xs, qs, g: engine.functional(of_some(call, xs, qs, wanted), [xs[n] for n in wanted], g), gout,
+            expected=oracle(engine, own),
+        )  # fmt: skip
+    return asks
+
+
+def mapped(engine, problem):
+    """`vmap` over some dimensions of operands and index arrays is a loop; so are gradients inside of it."""
+    size, random, draws = pick(problem, (2, 1, 3)), np.random.default_rng([problem.seed, 9]), Random(problem.seed)
+    arrays, count = [*problem.operands(), *problem.indices.values()], len(problem.shapes)
+    dims = [draws.choice([None, *range(x.ndim + 1)]) for x in arrays]
+    if all(dim is None for dim in dims):
+        dims[0] = 0
+    singles = [list(arrays) for _ in range(size)]
+    for place, (x, dim) in enumerate(zip(arrays, dims, strict=True)):
+        for one in singles:
+            if dim is not None and place < count:
+                one[place] = random.integers(-3, 4, x.shape).astype(x.dtype)
+            elif dim is not None:
+                one[place] = random.permutation(x.ravel()).reshape(x.shape)
+    batch = [x if dim is None else np.stack([one[place] for one in singles], dim)
+             for place, (x, dim) in enumerate(zip(arrays, dims, strict=True))]  # fmt: skip
+    whole = dataclasses.replace(problem, requires_grad=(True,) * count)
+    rows = []
+    for one in singles:
+        row = dataclasses.replace(whole, indices=dict(zip(problem.indices, one[count:], strict=True)))
+        rows.append(oracle(engine, row, one[:count]))
+    expected = [(cells[0][0], np.stack([x for _, x, _ in cells]), cells[0][2]) for cells in zip(*rows, strict=True)]
+    call, gout = Subject().call(problem), engine.array(problem.output_gradient())
+
+    def run(*arrays):
+        indices = dict(zip(problem.indices, arrays[count:], strict=True))
+        return engine.functional(lambda *xs: call(xs, indices), arrays[:count], gout)
+
+    arrays = [engine.array(x) for x in batch]
+    return [Ask(engine.vmap(run, tuple(dims)), tuple(arrays), expected, engine.name == "jax")]
+
+
+def unread_rows(engine, problem):
+    """NaN in rows that no index names reaches neither the result nor a gradient."""
+    problem = dataclasses.replace(problem, requires_grad=(engine.differentiates,) * len(problem.shapes))
+    operands, _ = with_unread_nan(problem)
+    xs = [engine.array(x) for x in operands]
+    if engine.name == "torch":
+        xs = [x.requires_grad_() for x in xs]
+    call = Subject().call(problem, minimize=pick(problem, OBJECTIVES))
+
+    @np.errstate(invalid="ignore")  # NumPy warns of NaN in rows that it multiplies before it takes others
+    def run(xs, qs, gout):
+        return engine.pulled(call, xs, qs, gout, problem.wanted)
+
+    return [
+        Ask(
+            run,
+            (xs, engine.indices(problem), engine.array(problem.output_gradient())),
+            oracle(engine, problem), jitted,
+        )
+        for jitted in engine.ways(problem)
+    ]  # fmt: skip
+
+
+# --- values and gradients -------------------------------------------------------------------------
+
+# In JAX in parts, which several processes may share. Of a hundred problems, which resemble each other, shares are too
+# far from their means (43 to 87 had gathers where 75 are the mean): three parts have three operands, three gathers.
+JAX_PARTS = [
+    (
+        examples(100, 2_000),
+        {"min_operands": least, "max_operands": examples(3, 4), "max_axes": 5, "max_size": 3, "gathers": gathers},
+        {"three_operands": 0.95 if least == 3 else 0.1, "gather": 0.95 if gathers else 0.25,
+         "scatter": examples(2, 5) / 100 if gathers else 0},
+    )
+    for least, gathers in ((3, True), (3, None), (3, True), (1, None), (1, True))
+]  # fmt: skip
+WHOLE = (examples(500, 10_000), {}, {"three_operands": 0.5, "gather": 0.5, "scatter": 0.1})
+
+
+@in_each(numpy=WHOLE, torch=WHOLE, jax=JAX_PARTS)
+def test_values_and_gradients(engine, sample):
+    """By every objective; contiguous and in any strides; in JAX without `jit` and with it."""
+    count, options, shares = sample
+    pinned = [Problem("a, , q[a] aa -> ", ((2,), (), (2, 2, 2)), indices={"q": np.array([0, 0])})]
+    hold(engine, everywhere, exact_problems(**options), count, pinned=pinned, nonzero=0.3, gradient=0.8, **shares)
+
+
+@pytest.mark.parametrize("engine", [pytest.param(Jax(in_a_hurry=False), id="jax")])
+def test_values_and_gradients_as_users_compile_them(engine):
+    pytest.importorskip("jax", reason="jax is not installed")
+    hold(engine, values_and_gradients, exact_problems(max_operands=3, gathers=True), examples(20, 500))
+
+
+@in_each(
+    numpy=(examples(40, 800), ("float64", "float16", "int64", "int32", "int8", "complex64", "complex128")),
+    torch=(
+        examples(40, 800),
+        ("float64", "float16", "bfloat16", "complex64", "complex128", "int64", "int32", "int8", "uint8"),
+    ),
+    jax=(examples(10, 400), ("float64", "float16", "bfloat16", "int64", "int32", "complex64", "complex128")),
+)  # fmt: skip
+def test_values_and_gradients_in_each_dtype(engine, sample):
+    count, dtypes = sample
+    for dtype in dtypes:
+        small = {"max_operands": 3, "max_axes": 4} if engine.name == "jax" or "int" in dtype else {}
+        hold(engine, everywhere, exact_problems((dtype,), max_size=3, **small), count)
+
+
+@in_each(numpy=examples(60, 1_000), torch=examples(100, 1_000), jax=examples(20, 400))
+def test_mixed_dtypes_promote_as_the_framework_does(engine, sample):
+    dtypes = ("float32", "float64", "float16", "int32", "complex64")
+    if engine.name == "jax":  # 64 bits are a setting there
+        dtypes = ("float32", "float16", "int32", "complex64")
+    hold(engine, everywhere, exact_problems(dtypes, mixed_dtypes=True, **engine.smaller), sample)
+
+
+def in_double_precision(engine, problem):
+    """`dtype=` is the dtype of the result; gradients are of the operands' dtypes."""
+    asks = values_and_gradients(engine, problem, dtype="float64")
+    return [ask._replace(expected=[(*ask.expected[0][:2], "float64"), *ask.expected[1:]]) for ask in asks]
+
+
+@in_each(numpy=examples(60, 1_000), torch=examples(60, 1_000))
+def test_dtype_is_the_dtype_of_the_result(engine, sample):
+    hold(engine, in_double_precision, exact_problems(max_size=3), sample)
+
+
+@in_each(numpy=examples(100, 2_000), torch=examples(60, 2_000), jax=examples(15, 400))
+def test_every_plan_gives_the_same_values_and_gradients(engine, sample):
+    hold(engine, every_plan, exact_problems(**engine.smaller), sample)
+
+
+@in_each(numpy=examples(100, 1_000), torch=examples(100, 1_000), jax=examples(20, 400))
+def test_prepared_indices_give_the_same_values_and_gradients(engine, sample):
+    hold(engine, prepared, exact_problems(gathers=True, **engine.smaller), sample)
+
+
+@in_each(torch=(examples(60, 1_000), {}), jax=(examples(25, 500), {"max_axes": 4, "max_size": 3, "max_operands": 3}))
+def test_vmap_is_a_loop(engine, sample):
+    count, small = sample
+    hold(engine, mapped, exact_problems(**small), count)
+
+
+@in_each(torch=examples(60, 500), jax=examples(20, 500))
+def test_forward_mode(engine, sample):
+    hold(engine, forward_mode, exact_problems(slack=8, **engine.smaller), sample)
+
+
+@in_each(torch=(("float64", "float64", "complex128"), 1), jax=(("float64",), 2))
+def test_second_derivatives(engine, sample):
+    dtypes, least = sample
+    # The second derivative passed index arrays on with their dims of size 1.
+    pinned = Problem(
+        "a p[c]  p[a] c, ca, acb -> q[ca]", ((2, 2, 2, 2), (2, 2), (2, 2, 2)), {"q": 2},
+        {"q": np.array([[3, 0], [0, 1]]), "p": np.array([-1])}, "drop", ("float64",) * 3, seed=72,
+    )  # fmt: skip
+    sizes = {
+        "min_operands": least,
+        "max_operands": 3,
+        "max_axes": 3,
+        "max_size": 2,
+        "max_value": 2,
+        "without": ("size zero",),
+    }
+    problems = exact_problems(dtypes, slack=16, **sizes).filter(lambda problem: problem.wanted)
+    hold(
+        engine,
+        second_derivatives,
+        problems,
+        examples(100, 500),
+        pinned=[pinned],
+        gather=0.3,
+        nonzero=0.3,
+        three_operands=0.2,
+    )
+
+
+@in_each("torch")
+def test_output_gradients_in_any_strides(engine):
+    """Repeated along some dimensions, permuted, with gaps; what repeats is planned as a gradient of the sum."""
+    import torch
+
+    def law(engine, problem):
+        gout = repeating(problem.output_gradient(), Random(problem.seed))
+        call = Subject().call(problem, **{"memory_limit": 10**9} if problem.seed % 2 else {})
+
+        def run(xs, qs):
+            result, wanted = call(xs, qs), [xs[n] for n in problem.wanted]
+            return [result, *torch.autograd.grad(result, wanted, engine.array(gout), create_graph=problem.seed % 4 > 1)]
+
+        return asked(engine, problem, run, expected=oracle(engine, problem, gout=gout))
+
+    hold(engine, law, exact_problems().filter(lambda problem: problem.wanted), examples(100, 2_000))
+
+
+@in_each(numpy=OBJECTIVES, torch=OBJECTIVES, jax=("time",))
+def test_named_workloads(engine, sample):
+    """Of torch's operands some are one tensor, whose gradient is the sum of those of its places."""
+    asks = []
+    for minimize, workload in itertools.product(sample, WORKLOADS.values()):
+        tiny = workload.tiny()
+        xs, gout = (
+            tiny.operands(engine.name, **{"requires_grad": True} if engine.name == "torch" else {}),
+            tiny.cotangent("numpy"),
+        )
+        wanted = tuple(n for n, takes in enumerate(tiny.takes_gradient) if takes)
+        problem = Problem(
+            tiny.spec, tiny.shapes, indices=tiny.indices("numpy"), **tiny.options,
+            requires_grad=tiny.takes_gradient,
+        )  # fmt: skip
+        result, *gradients = oracle(engine, problem, tiny.operands("numpy"), gout)
+        if engine.name == "torch":
+            by_tensor = collections.Counter()
+            for n, (_, gradient, _) in zip(wanted, gradients, strict=True):
+                by_tensor[id(xs[n])] = by_tensor[id(xs[n])] + gradient
+            gradients = [(f"gradient {n}", by_tensor[id(xs[n])], "float32") for n in wanted]
+        call = Subject().call(problem, minimize=minimize)
+        arrays = xs, tiny.indices(engine.name), engine.array(gout)
+        run = partial(lambda call, wanted, xs, qs, g: engine.pulled(call, xs, qs, g, wanted), call, wanted)
+        asks.append(Ask(run, arrays, [result, *gradients], engine.name == "jax"))
+    compare(engine, [*WORKLOADS] * len(sample), asks)
+
+
+# --- index arrays ---------------------------------------------------------------------------------
+
+
+@in_each("numpy", "torch", "jax")
+@pytest.mark.parametrize(("values", "size", "position", "value"), BAD_INDICES)
+def test_a_bad_index_is_named(engine, values, size, position, value):
+    """In gradients and transforms too."""
+    q = np.array(values)
+    axes = "ab"[: q.ndim]
+    named = f"index array 'q'[{', '.join(map(str, np.atleast_1d(position)))}] is {value}, outside of [-{size}, {size})"
+    for spec, shape, sizes in (
+        (f"q[{axes}]c -> {axes}c", (size, 2), None),
+        (f"{axes}c -> q[{axes}]c", (*q.shape, 2), {"q": size}),
+    ):
+        call = partial(planner.contract, spec, sizes=sizes, q=engine.array(q))
+        for run in engine.around(lambda x, call=call: call(x)):
+            with pytest.raises(planner.IndexRangeError, match=re.escape(named)) as caught:
+                run(engine.array(np.ones(shape, np.float32)))
+            assert isinstance(caught.value, IndexError)
+
+
+@in_each("numpy", "torch", "jax")
+def test_the_width_of_an_index_never_matters(engine):
+    """Of indices up to the largest that a dtype names, in arrays that are larger and smaller than that."""
+    for narrow in (True, False) if engine.name == "jax" else (None,):  # 64 bits are a setting there
+        dtype = "float32" if narrow else "float64"
+        for size in (5, 1000):
+            some = []
+            for mode, kind in itertools.product(MODES, INDEX_DTYPES):
+                q = wide_index(kind, size)
+                if narrow in (None, "64" not in kind):
+                    given = {"indices": {"q": q}, "index_mode": mode, "dtypes": (dtype,), "seed": 9, "max_value": 10**4}
+                    some.append(Problem("q[n]c -> nc", ((size, 2),), **given))
+                    some.append(Problem("nc -> q[n]c", ((q.size, 2),), {"q": size}, **given))
+            judge(engine, values, some)
+            judge(engine, values_and_gradients, some)
+
+
+@in_each("numpy", "torch", "jax")
+def test_a_uint64_beyond_int64_is_out_of_range(engine):
+    problem = Problem(
+        "q[n] -> n", ((2,),), indices={"q": np.array([0, 2**64 - 1, 2**63], np.uint64)}, dtypes=("float64",)
+    )
+    with engine.context(problem):
+        x, q = engine.array(np.array([1.0, 2.0])), engine.array(problem.indices["q"])
+        with pytest.raises(planner.IndexRangeError, match=r"\[1\] is 18446744073709551615,"):
+            planner.contract("q[n] -> n", x, q=q)
+        for mode, expected in (("drop", [1, 0, 0]), ("clip", [1, 2, 2])):
+            for wrap in (lambda f: f, engine.jit):
+                run = wrap(lambda x, q, mode=mode: planner.contract("q[n] -> n", x, q=q, index_mode=mode))
+                assert run(x, q).tolist() == expected
+
+
+@pytest.mark.parametrize("low", [-3, -2, -1, 0])
+def test_prepared_positions_count_from_the_first_row(low):
+    prepared = prepare_numpy(np.arange(low, 3), Gather("q", ("n",), 3), "raise")
+    assert prepared.tolist() == [*range(3 + low, 3), *range(3)]
+
+
+GROUPED = "nij, q[n]jk -> nik"
+
+
+@in_each(numpy=(examples(100, 2_000), {}), torch=(examples(100, 2_000), {}), jax=(examples(50, 2_000), {}))
+def test_rows_that_no_index_names_never_matter(engine, sample):
+    """In any spec, and where grouped kernels run."""
+    count, small = sample
+    pinned = [
+        Problem("nj, q[n]jk -> q[n]k", ((9, 2), (4, 2, 3)), indices={"q": np.array([0, 2] * 4 + [0])}),
+        Problem("nj, q[n]jk, mk -> nm", ((3, 2), (4, 2, 3), (2, 3)), indices={"q": np.array([0, 2, 0])}),
+        *(Problem(GROUPED, ((3, 1, n), (4, n, 3)), indices={"q": np.array([0, 2, -2])}) for n in (2, 100)),
+        *(
+            Problem(GROUPED, ((n, 1, m), (64, m, m)), indices={"q": np.arange(n) % 30 * 2}, max_value=1)
+            for n, m in ((2000, 32), (500, 8))
+        ),
+    ]
+    drawn = exact_problems(gathers=True, index_modes=("raise", "clip"), without=("size zero",), **small)
+
+    def note(floors, problem):
+        floors.note(unread=with_unread_nan(problem)[1])
+
+    hold(engine, unread_rows, drawn, count, pinned=pinned, note=note, unread=0.4)
+
+
+@in_each("numpy", "torch", "jax")
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_drop_ignores_the_other_factors(engine, bad):
+    """What would multiply a dropped row is not read, in gradients neither."""
+    a, c, gout = (np.ones(shape, np.float32) for shape in ((3, 1, 2), (2, 2, 3), (3, 1, 3)))
+    a[1] = gout[1] = bad
+    problem = Problem(GROUPED, (a.shape, c.shape), indices={"q": np.array([0, 5, -1])}, index_mode="drop")
+    rows = np.array([1, 0, 0], np.float32)
+    expected = [
+        ("result", 2 * rows[:, None, None] * np.ones((3, 1, 3)), "float32"),
+        ("gradient 0", 3 * rows[:, None, None] * np.ones((3, 1, 2)), "float32"),
+        ("gradient 1", rows[:2, None, None] * np.ones((2, 2, 3)), "float32"),
+    ]
+    xs, call = [engine.array(a), engine.array(c)], Subject().call(problem)
+    if engine.name == "torch":
+        xs = [x.requires_grad_() for x in xs]
+    arrays, ways = (
+        (xs, engine.indices(problem), engine.array(gout)),
+        (False, True) if engine.name == "jax" else (False,),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        expected = expected if engine.differentiates else expected[:1]
+        asks = [Ask(lambda xs, qs, g: engine.pulled(call, xs, qs, g, (0, 1)), arrays, expected, way) for way in ways]
+        compare(engine, ways, asks)
+
+
+@in_each("numpy", "torch", "jax")
+def test_a_prepared_index_refuses_another_size_or_mode(engine):
+    q = planner.group(engine.array(np.array([0, 1])), 2)
+    with pytest.raises(planner.PlannerError, match="size 2"):
+        planner.contract("q[n] -> n", engine.array(np.ones(3)), q=q)
+    with pytest.raises(planner.PlannerError, match="index_mode"):
+        planner.contract("q[n] -> n", engine.array(np.ones(2)), q=q, index_mode="drop")
+
+
+@in_each("numpy", "torch", "jax")
+@pytest.mark.parametrize(
+    ("spec", "shapes", "sizes"),
+    [
+        ("nc -> q[n]c", [(20_000, 8)], {"q": 7}),
+        (GROUPED, [(20_000, 1, 8), (7, 8, 8)], None),
+        ("n, q[n] -> ", [(20_000,), (7,)], None),
+    ],
+)
+def test_calls_repeat_bitwise(engine, spec, shapes, sizes):
+    """Sums of many duplicates, whose order decides how they are rounded."""
+    random = np.random.default_rng(0)
+    operands = [random.standard_normal(shape).astype(np.float32) for shape in shapes]
+    problem = Problem(spec, tuple(shapes), sizes, {"q": random.integers(0, 7, 20_000)})
+    gout = random.standard_normal(problem.output_shape()).astype(np.float32)
+    xs, call = [engine.array(x) for x in operands], Subject().call(problem)
+    if engine.name == "torch":
+        xs = [x.requires_grad_() for x in xs]
+    run = engine.jit(lambda xs, qs, g: engine.pulled(call, xs, qs, g, tuple(range(len(shapes)))))
+    first, *others = (
+        [engine.described(x)[0] for x in run(xs, engine.indices(problem), engine.array(gout))] for _ in range(4)
+    )
+    for again in others:
+        assert all(np.array_equal(x, y) for x, y in zip(first, again, strict=True))
