@@ -165,7 +165,7 @@ def _all_cases(framework: Framework, scale: Scale) -> Iterator[Case]:
         yield case("002", name, title, Way("einsum", einsum_of(WORKLOADS[name].spec)), *matmul)
 
     for name, title, product in (
-        ("seed-separate-keys", "IndexArray of its own for each query", separate_matmul),
+        ("seed-separate-keys", "Keys of its own for each query", separate_matmul),
         ("seed-shared-keys", "The same keys for all queries", shared_matmul),
         ("seed-shared-keys/all", "All keys for all queries", shared_matmul),
     ):

@@ -28,7 +28,7 @@ def test_result_in_another_dtype():
 
 @pytest.mark.parametrize("size", [2**15 - 1, 2**15, 2**15 + 1])
 def test_a_dropped_row_comes_last_where_its_key_is_the_widest(size):
-    """IndexArray are narrowed: the number of groups itself, which drops a row, must fit too."""
+    """Keys are narrowed: the number of groups itself, which drops a row, must fit too."""
     index = torch.tensor([size, 0, size - 1, size, 1])
     groups = group_rows(index, size)
     assert groups.order.tolist() == [1, 4, 2, 0, 3]
