@@ -1,4 +1,4 @@
-"""``python -m planner``: explain a plan, show a trade-off, check a spec, run the demo, measure the machine."""
+"""``python -m planner``: explain a plan, show a trade-off, check a spec, run the demo, or measure the machine."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = ["main"]
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as those of the library."""
+    """A parser that prints errors in one line, as the library does."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message:.600} (see --help)\n")
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    """Read ``128x1x64``; ``-`` is a single number."""
+    """Parse a shape such as ``128x1x64``; ``-`` is the shape of a single number."""
     try:
         return tuple(int(size) for size in text.split("x")) if text != "-" else ()
     except ValueError:
@@ -41,7 +41,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _named_shape(text: str) -> tuple[str, tuple[int, ...]]:
-    """Read ``q=128``."""
+    """Parse the shape of an index array, such as ``q=128``."""
     name, equals, shape = text.partition("=")
     if not equals or len(name) != 1 or not is_letter(name):
         raise argparse.ArgumentTypeError(
@@ -51,8 +51,8 @@ def _named_shape(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _named_size(text: str) -> tuple[str, int]:
-    """Read ``d=100``."""
-    # By place, not by `partition`: an axis may be called "=".
+    """Parse the size of an axis or index array, such as ``d=100``."""
+    # Split by position instead of `partition`: an axis may be called "=".
     name, equals, size = text[:1], text[1:2], text[2:]
     if equals != "=" or not is_axis(name):
         raise argparse.ArgumentTypeError(f"{text!r:.80} is no size of an axis or index array: write d=100")
@@ -63,38 +63,38 @@ def _named_size(text: str) -> tuple[str, int]:
 
 
 def _by_letter(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Collect what an option gave for each letter.
+    """Collect the values that an option gave for each letter.
 
     Raises:
-        PlannerError: a letter was given twice.
+        PlannerError: A letter was given twice.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for letter, value in pairs:
-        if letter in found:
-            raise PlannerError(f"{option} gives {letter!r} twice: {found[letter]} and {value}")
-        found[letter] = value
-    return found
+        if letter in values:
+            raise PlannerError(f"{option} gives {letter!r} twice: {values[letter]} and {value}")
+        values[letter] = value
+    return values
 
 
-def _analyze(made: Plan) -> Analysis:
-    """Run a plan on small random integers and random indices."""
-    framework: Any = made.backend
+def _analyze(plan: Plan) -> Analysis:
+    """Run a plan on small random integers and random indices, and compare predicted with measured figures."""
+    framework: Any = plan.backend
     random = np.random.default_rng(0)
-    operands = [to_framework(framework, random.integers(-2, 3, o.shape), o.dtype) for o in made.operands]
+    operands = [to_framework(framework, random.integers(-2, 3, o.shape), o.dtype) for o in plan.operands]
     sizes: dict[str, int] = {}
-    for gather in made.resolved.spec.gathers:  # an array that reads two dimensions must fit the smaller
+    for gather in plan.resolved.spec.gathers:  # indices into two dimensions must fit the smaller one
         sizes[gather.array] = min(sizes.get(gather.array, gather.size or 0), gather.size or 0)
     indices = {}
-    for name, shape in made.index_shapes:
+    for name, shape in plan.index_shapes:
         if not sizes[name] and 0 not in shape:
             raise PlannerError(f"no index array {name!r} fits a dimension of size 0, so there is nothing to run")
         values = random.integers(0, max(sizes[name], 1), shape)
         indices[name] = to_framework(framework, np.asarray(values), "int64")
-    return made.analyze(*operands, **indices)
+    return plan.analyze(*operands, **indices)
 
 
 def _add_problem(command: argparse.ArgumentParser) -> None:
-    """Add what says which contraction is meant."""
+    """Add the arguments that describe a contraction."""
     command.add_argument("spec", help="such as 'nij, q[n]jk -> nik'")
     command.add_argument("shapes", nargs="*", type=_shape, help="a shape for each operand, such as 128x1x64")
     command.add_argument(
@@ -123,9 +123,13 @@ def _add_check(commands: Any) -> None:
     )
     command.add_argument("spec", help="such as 'nij, q[n]jk -> nik'")
     command.add_argument(
-        "--size", action="append", default=[], type=_named_size, metavar="d=100",
-        help="settle the size of an axis or of an indexed dimension; others are drawn",
-    )  # fmt: skip
+        "--size",
+        action="append",
+        default=[],
+        type=_named_size,
+        metavar="d=100",
+        help="fix the size of an axis or of an indexed dimension; others are drawn",
+    )
     command.add_argument(
         "--backend", action="append", choices=("torch", "jax", "numpy"), help="by default all installed"
     )
@@ -136,7 +140,7 @@ def _add_check(commands: Any) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
-    """Run `planner.testing.check`; 0 says that every law holds, 1 that one does not."""
+    """Run `planner.testing.check`; return 0 if every law holds, else 1."""
     try:
         from planner.testing.checking import check
     except ModuleNotFoundError as error:
@@ -168,19 +172,8 @@ def _check(options: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["demo"]:
-        from planner.demo import command
-
-        return command.main(arguments[1:])
-    if arguments[:1] == ["calibrate"]:
-        from planner.calibrate import command as calibrate
-
-        return calibrate.main(arguments[1:])
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII only
+def _make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = _Parser(prog="python -m planner", description="Plan contractions with gather indices.")
     commands = parser.add_subparsers(dest="command", required=True)
     explain = commands.add_parser("explain", help="print the plan of a spec")
@@ -201,26 +194,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_check(commands)
     commands.add_parser("demo", help="run the seed workloads against what their authors wrote")
     commands.add_parser("calibrate", help="measure this machine's rates and store them for plans to use")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["demo"]:
+        from planner.demo import command
+
+        return command.main(arguments[1:])
+    if arguments[:1] == ["calibrate"]:
+        from planner.calibrate import command as calibrate
+
+        return calibrate.main(arguments[1:])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII only
+    options = _make_parser().parse_args(arguments)
     try:
         if options.command == "check":
             return _check(options)
         operands = [Operand(shape, options.dtype, requires_grad=options.grad) for shape in options.shapes]
         problem: dict[str, Any] = {
-            "sizes": _by_letter("--size", options.size) or None, "backend": options.backend,
-            "device": options.device, "memory_limit": options.memory_limit, "retain_limit": options.retain_limit,
+            "sizes": _by_letter("--size", options.size) or None,
+            "backend": options.backend,
+            "device": options.device,
+            "memory_limit": options.memory_limit,
+            "retain_limit": options.retain_limit,
             **_by_letter("--index", options.index),
-        }  # fmt: skip
+        }
         if options.command == "tradeoff":
             return _tradeoff(tradeoff(options.spec, *operands, **problem), options)
-        made = plan(options.spec, *operands, minimize=options.minimize, **problem)
-        alternatives = made.alternatives() if options.alternatives else ()
-        analysis = _analyze(made) if options.analyze else None
+        return _explain(plan(options.spec, *operands, minimize=options.minimize, **problem), options)
     except PlannerError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
+
+
+def _explain(plan: Plan, options: argparse.Namespace) -> int:
+    """Print a plan, and what the options ask for beside it."""
+    # Both may fail, so they come before anything is printed.
+    alternatives = plan.alternatives() if options.alternatives else ()
+    analysis = _analyze(plan) if options.analyze else None
     if analysis is None or not options.json:
-        print(made.to_json() if options.json else made)
+        print(plan.to_json() if options.json else plan)
     if analysis is not None:
         print(analysis.to_json() if options.json else analysis)
     if options.alternatives:
@@ -228,11 +245,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for alternative in alternatives:
             print(f"  {alternative}")
     if options.implementations:
-        print(implementations_text(made))
+        print(implementations_text(plan))
     return 0
 
 
 def _tradeoff(front: Tradeoff, options: argparse.Namespace) -> int:
+    """Print the plans of a trade-off, and draw them if a file was named."""
     if options.plot:
         try:
             front.plot(options.plot)

@@ -8,12 +8,11 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """One line on stderr that is written over; nothing where stderr is no terminal.
+    """One line on stderr that is overwritten again and again; if stderr is no terminal, nothing is written.
 
     Args:
-        total: how often it will be called.
-        beside: what stands beside the bar: a format of `done` and `total`, the calls before and in all, and of
-            `what` begins now.
+        total: how often the bar will be called.
+        beside: format of the text beside the bar, with `done` (the calls so far), `total` and `what` (what begins now).
     """
 
     def __init__(self, total: int, beside: str = "{what:.50}") -> None:
@@ -29,7 +28,7 @@ class Progress:
         self.done += 1
 
     def clear(self) -> None:
-        """Take the bar away."""
+        """Remove the bar from the terminal."""
         if sys.stderr.isatty():
             sys.stderr.write("\r\033[K")
             sys.stderr.flush()

@@ -11,7 +11,7 @@ import pytest
 
 import planner
 from planner.calibrate import command as calibrate
-from planner.calibrate import predictions
+from planner.calibrate import labs, measurements, predictions
 from planner.cost import rates
 from planner.cost.device import CPU, GPU, PRESETS, gpu_preset
 from planner.search.slicing import make_loop
@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def numpy_key():
-    return calibrate.NumpyLab().key
+    return labs.NumpyLab().key
 
 
 def test_what_is_written_is_read():
@@ -190,13 +190,13 @@ def test_a_larger_problem_is_never_predicted_faster(name):
 # -- the command ---------------------------------------------------------------------------------------
 
 
-class _Quick(calibrate.NumpyLab):
+class _Quick(labs.NumpyLab):
     """A lab whose clock is not asked: what is tested is what happens to the figures."""
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(calibrate, "labs", lambda: iter([_Quick()]))
+    monkeypatch.setattr(calibrate, "make_labs", lambda: iter([_Quick()]))
     monkeypatch.setattr(calibrate, "measure", lambda lab, progress: MEASURED)
 
 
@@ -232,11 +232,11 @@ def test_an_interrupt_leaves_the_old_file(quick, monkeypatch, capsys):
 def test_measured_rates_are_rates(monkeypatch):
     """The measurements run, on a clock that only counts: every field is filled in and can be stored."""
     ticks = iter(range(10**9))
-    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: float(next(ticks)))
-    lab = calibrate.NumpyLab()
+    monkeypatch.setattr(measurements.time, "perf_counter", lambda: float(next(ticks)))
+    lab = labs.NumpyLab()
     stages = []
-    device = calibrate.measure(lab, stages.append)
-    assert len(stages) == calibrate.STAGES
+    device = measurements.measure(lab, stages.append)
+    assert len(stages) == measurements.STAGES
     rates.write(device, lab.key)
     assert rates.read(lab.key) == device
 
@@ -261,34 +261,34 @@ def fresh_seconds(slopes):
     def seconds(lab, run):
         count = run.args[-1]
         writing = count * 4 / 1e10
-        return writing + 4 * count * slopes(4 * count) if run.func is calibrate._fill_new else writing
+        return writing + 4 * count * slopes(4 * count) if run.func is measurements._fill_new else writing
 
     return seconds
 
 
 def test_fresh_memory_has_two_rates_that_part_at_a_power_of_two(monkeypatch):
     for bound, least in ((12, 16), (20, 32), (36, 64)):
-        slow = fresh_seconds(lambda size, bound=bound: 5e-10 if size > bound * calibrate.MEGABYTE else 1e-10)
-        monkeypatch.setattr(calibrate, "median_seconds", slow)
-        found = calibrate._fresh(_Told())
-        assert found["fresh_bytes"] == least * calibrate.MEGABYTE
+        slow = fresh_seconds(lambda size, bound=bound: 5e-10 if size > bound * measurements.MEGABYTE else 1e-10)
+        monkeypatch.setattr(measurements, "median_seconds", slow)
+        found = measurements._fresh(_Told())
+        assert found["fresh_bytes"] == least * measurements.MEGABYTE
         assert found["fresh_bandwidth"] == pytest.approx(2e9)
         assert found["reused_bandwidth"] == pytest.approx(1e10)
 
 
 def test_fresh_memory_of_one_rate_has_no_bound(monkeypatch):
-    monkeypatch.setattr(calibrate, "median_seconds", fresh_seconds(lambda size: 2e-10))
-    found = calibrate._fresh(_Told())
+    monkeypatch.setattr(measurements, "median_seconds", fresh_seconds(lambda size: 2e-10))
+    found = measurements._fresh(_Told())
     assert found == {"fresh_bandwidth": pytest.approx(5e9), "reused_bandwidth": pytest.approx(5e9), "fresh_bytes": 0}
 
 
 def test_rates_are_work_by_time(monkeypatch):
-    monkeypatch.setattr(calibrate, "median_seconds", lambda lab, run: 0.5)
-    monkeypatch.setattr(calibrate, "_step", lambda lab, spec, *shapes: None)
-    assert calibrate._bandwidth(_Told()) == 2 * 128 * 2**20 / 0.5
-    assert calibrate._flop_rate(_Told()) == 2 * 1024**3 / 0.5
-    assert calibrate._skinny_rate(_Told()) == 2 * 4 * 1024**2 / 0.5
-    assert calibrate._half_rate(_Told()) == 0
+    monkeypatch.setattr(measurements, "median_seconds", lambda lab, run: 0.5)
+    monkeypatch.setattr(measurements, "_step", lambda lab, spec, *shapes: None)
+    assert measurements._bandwidth(_Told()) == 2 * 128 * 2**20 / 0.5
+    assert measurements._flop_rate(_Told()) == 2 * 1024**3 / 0.5
+    assert measurements._skinny_rate(_Told()) == 2 * 4 * 1024**2 / 0.5
+    assert measurements._half_rate(_Told()) == 0
 
 
 def test_the_check_times_every_step(monkeypatch):

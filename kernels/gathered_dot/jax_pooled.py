@@ -1,13 +1,14 @@
-"""Scores against rows taken from a pool, in stock XLA: `bqd, b i[bqk] d -> bqk`.
+"""Scores against rows of a pool, in stock XLA: `bqd, b i[bqk] d -> bqk`. The package states the contract.
 
-Two ways for each function. The *pooled* way contracts the query with the whole pool, one batch entry at a
-time, and takes the wanted scores; its gradients add into a dense `(Q, M)` matrix and multiply. The *gathered*
-way takes the keys first. Pooled multiplies `Q M D` numbers however few keys are asked for, gathered builds
-`(B, Q, K, D)`.
+Each function comes in two variants:
 
-Shapes: query `(B, Q, D)`, pool `(B, M, D)`, index and scores `(B, Q, K)`. An index equal to `M` is dropped: its score
-is 0 and it receives no gradient. An `IndexArray` says how the index is read: it is brought into `[0, M]` block by
-block, since a whole copy in range would be as large as the scores. Scores are NaN where the index is bad.
+- *pooled*: contract the query with the whole pool, one batch entry at a time, and take the wanted scores. Gradients
+  are added into a dense `(Q, M)` matrix, which is then multiplied. The work is `Q M D` multiplications, even if few
+  keys are asked for.
+- *gathered*: take the rows that the keys name, then multiply. This builds an array `(B, Q, K, D)`.
+
+The index is brought into `[0, M]` block by block, because a whole copy would be as large as the scores. Scores are NaN
+where the index is bad (`IndexArray.bad`).
 """
 
 from collections.abc import Callable
@@ -29,21 +30,21 @@ def pooled_scores(query: jax.Array, pool: jax.Array, keys: IndexArray) -> jax.Ar
     """Score each query against its keys, by scoring it against the whole pool."""
     shape, dtype = keys.values.shape, jnp.result_type(query, pool)
     if pool.shape[1] == 0 or 0 in shape:
-        return _shown(jnp.zeros(shape, dtype), keys.values, keys)
+        return _mark_bad(jnp.zeros(shape, dtype), keys.values, keys)
 
     def entry(query: jax.Array, pool: jax.Array, index: jax.Array) -> jax.Array:
         dense, rows = _matmul("qd,md->qm", query, pool), keys.part(index)
-        taken = jnp.take_along_axis(dense, rows, axis=1, mode="clip")
-        return _shown(_kept(taken, rows, pool.shape[0], keys).astype(dtype), index, keys)
+        scores = jnp.take_along_axis(dense, rows, axis=1, mode="clip")
+        return _mark_bad(_zero_dropped(scores, rows, pool.shape[0], keys).astype(dtype), index, keys)
 
     each = shape[1] * shape[2]
     if shape[0] * each >= 2**31:
         return lax.map(lambda slices: entry(*slices), (query, pool, keys.values))
 
-    # A flat result: one with more dimensions XLA copies to put others of size 1 between them.
-    def write(n: jax.Array, scores: jax.Array) -> jax.Array:
-        found = entry(_entry(query, n), _entry(pool, n), keys.values[n])
-        return lax.dynamic_update_slice(scores, bits(found).reshape(-1), (n * each,))
+    # The result is flat: XLA copies one with more dimensions to insert dimensions of size 1.
+    def write(n: jax.Array, all_scores: jax.Array) -> jax.Array:
+        scores = entry(_entry(query, n), _entry(pool, n), keys.values[n])
+        return lax.dynamic_update_slice(all_scores, bits(scores).reshape(-1), (n * each,))
 
     zeros = bits(jnp.zeros(shape[0] * each, dtype))
     return of_bits(lax.fori_loop(0, shape[0], write, zeros), dtype).reshape(shape)
@@ -54,7 +55,7 @@ def pooled_query_gradient(g: jax.Array, pool: jax.Array, keys: IndexArray) -> ja
     dtype = jnp.result_type(g, pool)
 
     def entry(index: jax.Array, g: jax.Array, pool: jax.Array) -> jax.Array:
-        return _matmul("qm,md->qd", _dense(g, index, pool.shape[0], dtype), pool).astype(dtype)
+        return _matmul("qm,md->qd", _scatter_dense(g, index, pool.shape[0], dtype), pool).astype(dtype)
 
     return _each_entry(entry, keys, g, pool)
 
@@ -64,7 +65,7 @@ def pooled_pool_gradient(g: jax.Array, query: jax.Array, keys: IndexArray, size:
     dtype = jnp.result_type(g, query)
 
     def entry(index: jax.Array, g: jax.Array, query: jax.Array) -> jax.Array:
-        return _matmul("qm,qd->md", _dense(g, index, size, dtype), query).astype(dtype)
+        return _matmul("qm,qd->md", _scatter_dense(g, index, size, dtype), query).astype(dtype)
 
     return _each_entry(entry, keys, g, query)
 
@@ -74,20 +75,20 @@ def pooled_gradients(g: jax.Array, query: jax.Array, pool: jax.Array, keys: Inde
     dtype = jnp.result_type(g, query, pool)
 
     def entry(index: jax.Array, g: jax.Array, query: jax.Array, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
-        dense = _dense(g, index, pool.shape[0], dtype)
+        dense = _scatter_dense(g, index, pool.shape[0], dtype)
         return _matmul("qm,md->qd", dense, pool).astype(dtype), _matmul("qm,qd->md", dense, query).astype(dtype)
 
     return _each_entry(entry, keys, g, query, pool)
 
 
 def gathered_scores(query: jax.Array, pool: jax.Array, keys: IndexArray) -> jax.Array:
-    """Score each query against its keys, by taking the keys first."""
+    """Score each query against its keys, by taking the named rows first."""
     dtype = jnp.result_type(query, pool)
     if pool.shape[1] == 0:
-        return _shown(jnp.zeros(keys.values.shape, dtype), keys.values, keys)
+        return _mark_bad(jnp.zeros(keys.values.shape, dtype), keys.values, keys)
     rows = keys.part(keys.values)
-    scores = _matmul("bqd,bqkd->bqk", query, _taken(pool, rows))
-    return _shown(_kept(scores, rows, pool.shape[1], keys).astype(dtype), keys.values, keys)
+    scores = _matmul("bqd,bqkd->bqk", query, _take_rows(pool, rows))
+    return _mark_bad(_zero_dropped(scores, rows, pool.shape[1], keys).astype(dtype), keys.values, keys)
 
 
 def gathered_query_gradient(g: jax.Array, pool: jax.Array, keys: IndexArray) -> jax.Array:
@@ -95,9 +96,9 @@ def gathered_query_gradient(g: jax.Array, pool: jax.Array, keys: IndexArray) -> 
     dtype, rows = jnp.result_type(g, pool), keys.part(keys.values)
     if pool.shape[1] == 0:
         return jnp.zeros((*g.shape[:2], pool.shape[2]), dtype)
-    # Both factors are masked: a dropped index reads some key, and zero times a NaN there would be NaN.
-    taken = _kept(_taken(pool, rows), rows[..., None], pool.shape[1], keys)
-    return _matmul("bqk,bqkd->bqd", _kept(g, rows, pool.shape[1], keys), taken).astype(dtype)
+    # Both factors are masked: a dropped index still reads some row, and zero times a NaN in it would be NaN.
+    pool_rows = _zero_dropped(_take_rows(pool, rows), rows[..., None], pool.shape[1], keys)
+    return _matmul("bqk,bqkd->bqd", _zero_dropped(g, rows, pool.shape[1], keys), pool_rows).astype(dtype)
 
 
 def gathered_pool_gradient(g: jax.Array, query: jax.Array, keys: IndexArray, size: int) -> jax.Array:
@@ -115,7 +116,7 @@ def gathered_gradients(
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of the query and of the pool."""
     dtype = jnp.result_type(g, query, pool)
-    keys = IndexArray(keys.part(keys.values), may_drop=keys.may_drop)  # once for both
+    keys = IndexArray(keys.part(keys.values), may_drop=keys.may_drop)  # brought into range once for both
     g = g.astype(dtype)
     to_query = gathered_query_gradient(g, pool, keys)
     return to_query, gathered_pool_gradient(g, query, keys, pool.shape[1]).astype(dtype)
@@ -124,9 +125,10 @@ def gathered_gradients(
 def pooled_scratch_bytes(
     what: str, batch: int, queries: int, pool: int, size_d: int, keys: int, dtype: DTypeLike
 ) -> int:
-    """Upper bound of what a `pooled_*` function allocates beside its results."""
+    """Upper bound of the bytes that the function `pooled_` + `what` allocates beside its results."""
     query, rows, dense, chosen = queries * size_d, pool * size_d, queries * pool, queries * keys
-    # Slices of the operands; while the dense matrix is filled, positions and gradients; then slices of the results.
+    # Elements that stand beside the dense matrix: slices of the operands; slices held after it is filled (while it is
+    # filled, positions and gradients stand there); and slices of the results.
     first, last, results = {
         "scores": (query + rows, 0, chosen),
         "query_gradient": (rows, query, query),
@@ -141,49 +143,49 @@ def pooled_scratch_bytes(
 def gathered_scratch_bytes(
     what: str, batch: int, queries: int, pool: int, size_d: int, keys: int, dtype: DTypeLike
 ) -> int:
-    """Upper bound of what a `gathered_*` function allocates beside its results."""
+    """Upper bound of the bytes that the function `gathered_` + `what` allocates beside its results."""
     exact, scores = _accumulator(dtype), batch * queries * keys
     numbers = scores * (2 * size_d + 5 if what == "gradients" else size_d + 3)
-    if what == "query_gradient" and keys == 1:  # one loop takes and multiplies
+    if what == "query_gradient" and keys == 1:  # XLA takes and multiplies in one loop
         numbers = 0
-        if queries == 1 and exact == jnp.dtype(dtype):  # and writes the result
+        if queries == 1 and exact == jnp.dtype(dtype):  # and the same loop writes the result
             return 2**11
     if what in ("scores", "query_gradient") or exact != jnp.dtype(dtype):
         numbers += batch * queries * size_d
-    if exact != jnp.dtype(dtype):  # the other operand in float32, or sums
+    if exact != jnp.dtype(dtype):  # the other operand in float32, or float32 sums
         numbers += batch * pool * size_d
     return numbers * max(exact.itemsize, 4) + 2**11
 
 
 def _each_entry(entry: Callable[..., Result], keys: IndexArray, *operands: jax.Array) -> Result:
-    """Apply a function to each batch entry of the index, brought into range, and of its operands."""
+    """Call `entry` for each batch entry, with its index brought into range and its part of each operand."""
 
     def of_entry(n: jax.Array) -> Any:
         return jax.tree.map(bits, entry(keys.part(_entry(keys.values, n)), *(_entry(x, n) for x in operands)))
 
-    found = lax.map(of_entry, jnp.arange(keys.values.shape[0], dtype=jnp.int32))
+    results_as_bits = lax.map(of_entry, jnp.arange(keys.values.shape[0], dtype=jnp.int32))
     dtype = jnp.result_type(*operands)
-    mapped: Result = jax.tree.map(lambda x: of_bits(x, dtype), found)
-    return mapped
+    results: Result = jax.tree.map(lambda x: of_bits(x, dtype), results_as_bits)
+    return results
 
 
 def _entry(x: jax.Array, n: jax.Array) -> jax.Array:
-    """The part of one batch entry; some zeros where there is none."""
+    """Return batch entry `n`; zeros if the batch is empty."""
     if x.shape[0] == 0:
         return jnp.zeros(x.shape[1:], x.dtype)
-    if x.dtype == jnp.bfloat16:  # bound to the entry: its bits are not to be copied before the loop either
+    if x.dtype == jnp.bfloat16:  # bound to the loop step: else XLA converts the whole array to bits before the loop
         x, n = lax.optimization_barrier((x, n))
     return of_bits(bits(x)[n], x.dtype)
 
 
-def _dense(g: jax.Array, index: jax.Array, size: int, dtype: DTypeLike) -> jax.Array:
-    """The scores' gradient as a `(Q, size)` matrix; several gradients of one key add up."""
+def _scatter_dense(g: jax.Array, index: jax.Array, size: int, dtype: DTypeLike) -> jax.Array:
+    """Return the scores' gradient as a `(Q, size)` matrix; several gradients of one row add up."""
     rows, exact = g.shape[0], _accumulator(dtype)
     query = lax.broadcasted_iota(jnp.int32, index.shape, 0)
     if rows * size >= 2**31:
         return jnp.zeros((rows, size), exact).at[query, index].add(g.astype(exact), mode="drop")
-    # One flat position per gradient: a fifth faster than a pair of numbers (1000 keys a query, 2-core CPU).
-    # A dropped one points behind the last row, and not at the first key of the next query.
+    # One flat position per gradient is a fifth faster than a pair of numbers (1000 keys per query, 2-core CPU).
+    # A dropped gradient points behind the end of the matrix, not at the first row of the next query.
     index = index.astype(jnp.int32)
     position = jnp.where(index < size, query * size + index, rows * size)
     numbers = lax.ScatterDimensionNumbers((), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,))
@@ -197,17 +199,17 @@ def _dense(g: jax.Array, index: jax.Array, size: int, dtype: DTypeLike) -> jax.A
     return dense.reshape(rows, size)
 
 
-def _kept(x: jax.Array, rows: jax.Array, size: int, keys: IndexArray) -> jax.Array:
-    """X, zero where the index is dropped."""
+def _zero_dropped(x: jax.Array, rows: jax.Array, size: int, keys: IndexArray) -> jax.Array:
+    """Return x with zeros where the index is dropped."""
     return jnp.where(rows < size, x, jnp.zeros((), x.dtype)) if keys.may_drop else x
 
 
-def _shown(scores: jax.Array, index: jax.Array, keys: IndexArray) -> jax.Array:
-    """The scores, NaN where some of the index as given is bad."""
+def _mark_bad(scores: jax.Array, index: jax.Array, keys: IndexArray) -> jax.Array:
+    """Return the scores with NaN where the caller's index is bad."""
     return scores if keys.bad is None else jnp.where(keys.bad(index), jnp.asarray(jnp.nan, scores.dtype), scores)
 
 
-def _taken(pool: jax.Array, index: jax.Array) -> jax.Array:
+def _take_rows(pool: jax.Array, index: jax.Array) -> jax.Array:
     return jax.vmap(lambda pool, index: pool.at[index].get(mode="clip"))(pool, index)
 
 
@@ -217,6 +219,6 @@ def _matmul(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _accumulator(dtype: DTypeLike) -> "np.dtype[Any]":
-    """The dtype in which sums of `dtype` are formed."""
+    """Return the dtype in which sums of `dtype` are formed."""
     exact = jnp.dtype(dtype)
     return jnp.dtype("float32") if exact in (jnp.bfloat16, jnp.float16) else exact

@@ -1,19 +1,19 @@
-"""Scores of a query against some rows of a pool, `b q d, b index[b q k] d -> b q k`, and both gradients.
+"""Scores of a query against some rows of a pool, `b q d, b index[b q k] d -> b q k`, and both gradients, on a CPU.
 
-Two ways with the same arguments, results and gradients:
+The package states the contract. Each function comes in two variants, with the same arguments and results:
 
-- *pooled*: every row of the pool is contracted, `query @ pool^T` in a buffer, then the asked scores are taken. The
-  work does not depend on K, and runs at the speed of a matrix product.
-- *gathered*: the asked rows of the pool are fetched into a buffer, then contracted. The work grows with K. Gradients
-  are weighted sums of rows, and in float32 and float64 `embedding_bag` adds up rows where they lie: those of the pool
-  that a query asked for, or, after sorting, those of the queries that asked for a row.
+- *pooled*: multiply the query with the whole pool, `query @ pool^T` in a buffer, then take the named scores. The work
+  does not depend on K, and runs at the speed of a matrix product.
+- *gathered*: fetch the named rows of the pool into a buffer, then multiply. The work grows with K. Gradients are
+  weighted sums of rows. In float32 and float64, `embedding_bag` adds up rows without a copy: the rows of the pool that
+  a query names, or, after sorting, the queries that name a row.
 
-Either walks blocks of queries through buffers that are used again, and neither builds `pool[index]`. In all functions
-B, Q, D, M and K are the sizes of batch, queries, features, pool and asked rows. Any strides; half types are summed in
-float32; duplicates in an index add up, in order. An index of M is dropped: its score is 0 and it sends no gradient.
-An `IndexArray` says how the index is read. As the caller gave it, it is brought into range, and checked, by the pooled
-way only in blocks that torch refuses: torch reads and writes nothing out of bounds. That saves a look at all of
-it, which takes as long as the scores themselves when there are many.
+Both variants walk blocks of queries through buffers that are used again, and neither builds `pool[index]`. Duplicates
+in an index add up in order.
+
+The pooled variant hands the caller's index to torch unchecked. Torch refuses values out of bounds, and only blocks
+that it refuses are brought into range and checked. That saves a pass over the whole index, which would take as long as
+the scores themselves when there are many keys.
 """
 
 from __future__ import annotations
@@ -33,47 +33,44 @@ from planner.kernels.grouping.torch_grouping import accumulator, group_rows
 Place = tuple[slice, slice]
 Function = Literal["scores", "query_gradient", "pool_gradient", "gradients"]
 
-# What `embedding_bag` adds up exactly as a product would.
+# The dtypes in which `embedding_bag` rounds as a matrix product does.
 BAGGED = (torch.float32, torch.float64)
 
-# Bytes of the dense scores of a block, and of the fetched rows of a block. Fetched blocks of 1 MiB take up to twice the
-# time. Dense ones hold several entries of the batch, which is multiplied as one: each product and each take waits until
-# the slowest core is done (1000 keys of 8,000 queries: 19.4 ms; 26.5 ms in blocks of 4 MiB; 2 cores of an Intel Xeon at
+# Bytes of a block: of its dense scores, and of its fetched rows. Fetched blocks of 1 MiB take up to twice the time.
+# Dense blocks hold several entries of the batch, and these are multiplied in one call: each call waits until the
+# slowest core is done (1000 keys of 8,000 queries: 19.4 ms; 26.5 ms in blocks of 4 MiB; 2 cores of an Intel Xeon at
 # 2.8 GHz, torch 2.13, 2026-11-21).
 DENSE_BYTES = 16 << 20
 FETCHED_BYTES = 4 << 20
-# Bytes that a block allocates to sort its index, and of these for each element: itself, its group and what sorting
-# needs. Small sorts are slow: there 30,000 integers took 3.4 ms, 240,000 took 4.4 ms.
+# Bytes that a block may allocate to sort its index, and how many of them each element takes: the element, its group and
+# the sort's own arrays. Small sorts are slow: on the same machine 30,000 integers took 3.4 ms, 240,000 took 4.4 ms.
 SORTED_BYTES = 16 << 20
 SORTED_ROW_BYTES = 56
-# Elements of an index that are copied at a time, where they are narrow or have to be brought into range.
+# Elements of an index that are copied at a time if they are narrow or must be brought into range.
 COPIED_KEYS = 1 << 16
-# Rows of dense scores start at multiples of this many elements; the columns past M take what is dropped.
+# Rows of dense scores start at multiples of this many elements. Dropped scores are written to the columns past M.
 ALIGN = 16
 
 
 def pooled_scores(query: Tensor, pool: Tensor, keys: IndexArray, share: int = 1) -> Tensor:
-    """Scores by contracting the whole pool.
+    """Return the scores `(B, Q, K)`, by multiplying with the whole pool.
 
     Args:
         query: `(B, Q, D)`.
         pool: `(B, M, D)`.
         keys: `(B, Q, K)` integers.
-        share: the buffer has one share of its usual bytes, of as many as this.
-
-    Returns:
-        `(B, Q, K)`.
+        share: divides the buffer's size: the buffer has `DENSE_BYTES // share` bytes.
     """
     query, pool = query.resolve_conj(), pool.resolve_conj()
     out = query.new_empty(keys.values.shape)
     if not out.numel():
         return out
     m = pool.shape[1]
-    buffer, blocks = _dense(keys, m, query.dtype, share)
+    buffer, blocks = _dense_buffer(keys, m, query.dtype, share)
     for b, q in blocks:
         scores = _block(buffer, b, q)
         scores[..., m:].zero_()
-        _product(query[b, q], pool[b].transpose(1, 2), scores[..., :m])
+        _multiply(query[b, q], pool[b].transpose(1, 2), scores[..., :m])
 
         def take(at: Place, chosen: Tensor, scores: Tensor = scores, into: Tensor = out[b, q]) -> None:
             if into.dtype == scores.dtype:
@@ -81,35 +78,39 @@ def pooled_scores(query: Tensor, pool: Tensor, keys: IndexArray, share: int = 1)
             else:
                 into[at].copy_(scores[at].gather(2, chosen))
 
-        _at(take, keys, b, q)
+        _act_on_block(take, keys, b, q)
     return out
 
 
 def pooled_query_gradient(g: Tensor, pool: Tensor, keys: IndexArray, share: int = 1) -> Tensor:
-    """The gradient of the query by dense weights: `(B, Q, K)`, `(B, M, D)`, `(B, Q, K)` to `(B, Q, D)`."""
+    """Return the gradient of the query `(B, Q, D)`, from dense weights; arguments as in `pooled_gradients`."""
     if not finite(pool):
         return gathered_query_gradient(g, pool, keys)
     out = pool.new_zeros((*keys.values.shape[:2], pool.shape[2]))
     for b, q, weights in _weights(g, keys, pool.shape[1], share):
-        _product(weights, pool[b].conj(), out[b, q])
+        _multiply(weights, pool[b].conj(), out[b, q])
     return out
 
 
 def pooled_pool_gradient(g: Tensor, query: Tensor, keys: IndexArray, size: int, share: int = 1) -> Tensor:
-    """The gradient of a pool by dense weights: `(B, Q, K)`, `(B, Q, D)`, `(B, Q, K)` to `(B, size, D)`."""
+    """Return the gradient of a pool `(B, size, D)`, from dense weights; arguments as in `pooled_gradients`."""
     if not finite(query):
         return gathered_pool_gradient(g, query, keys, size)
     out = query.new_zeros((query.shape[0], size, query.shape[2]), dtype=accumulator(query.dtype))
     for b, q, weights in _weights(g, keys, size, share):
-        _product(weights.transpose(1, 2), query[b, q].conj(), out[b], add=q.start > 0)
+        _multiply(weights.transpose(1, 2), query[b, q].conj(), out[b], add=q.start > 0)
     return out.to(query.dtype)
 
 
 def pooled_gradients(g: Tensor, query: Tensor, pool: Tensor, keys: IndexArray, share: int = 1) -> tuple[Tensor, Tensor]:
-    """Both gradients, from dense weights that are scattered once; the gathered way where an operand is not finite.
+    """Return both gradients, `(B, Q, D)` and `(B, M, D)`, from dense weights that are scattered once.
 
-        s[q, k] = query[q] . pool[x(q, k)]   gives, with W[q, m] = sum of g[q, k] over the k with x(q, k) = m,
+    With W[q, m] = sum of g[q, k] over the k with x(q, k) = m:
+
         dquery = W @ conj(pool),   dpool = W^T @ conj(query)
+
+    The products also read rows that no key names, with weight zero. If an operand is not finite, zero times it would be
+    NaN, so the gathered variant runs instead.
 
     Args:
         g: `(B, Q, K)`, the gradient of the scores.
@@ -117,26 +118,23 @@ def pooled_gradients(g: Tensor, query: Tensor, pool: Tensor, keys: IndexArray, s
         pool: `(B, M, D)`.
         keys: `(B, Q, K)` integers.
         share: as in `pooled_scores`.
-
-    Returns:
-        `(B, Q, D)` and `(B, M, D)`.
     """
     if not (finite(query) and finite(pool)):
         return gathered_gradients(g, query, pool, keys)
     grad_query = query.new_zeros(query.shape)
     grad_pool = pool.new_zeros(pool.shape, dtype=accumulator(pool.dtype))
     for b, q, weights in _weights(g, keys, pool.shape[1], share):
-        _product(weights, pool[b].conj(), grad_query[b, q])
-        _product(weights.transpose(1, 2), query[b, q].conj(), grad_pool[b], add=q.start > 0)
+        _multiply(weights, pool[b].conj(), grad_query[b, q])
+        _multiply(weights.transpose(1, 2), query[b, q].conj(), grad_pool[b], add=q.start > 0)
     return grad_query, grad_pool.to(pool.dtype)
 
 
 def gathered_scores(query: Tensor, pool: Tensor, keys: IndexArray) -> Tensor:
-    """Scores by fetching the asked rows; arguments and result as in `pooled_scores`."""
+    """Return the scores, by fetching the named rows; arguments and result as in `pooled_scores`."""
     query, pool = query.resolve_conj(), pool.resolve_conj()
     out = query.new_zeros(keys.values.shape)
-    for b, q, rows in _fetched(pool, keys):
-        # A row times many columns runs several times as fast as many rows times a column.
+    for b, q, rows in _fetch_rows(pool, keys):
+        # One row times many columns runs several times as fast as many rows times one column.
         scores = torch.bmm(query[b, q].to(rows.dtype).reshape(-1, 1, rows.shape[3]), rows.flatten(0, 1).transpose(1, 2))
         out[b, q].copy_(scores.view(rows.shape[:3]))
         del scores
@@ -144,18 +142,18 @@ def gathered_scores(query: Tensor, pool: Tensor, keys: IndexArray) -> Tensor:
 
 
 def gathered_query_gradient(g: Tensor, pool: Tensor, keys: IndexArray) -> Tensor:
-    """The gradient of the query from the asked rows; arguments and result as in `pooled_query_gradient`."""
+    """Return the gradient of the query, from the named rows; arguments and result as in `pooled_query_gradient`."""
     g, pool = g.resolve_conj(), pool.resolve_conj()
     out = pool.new_zeros((*keys.values.shape[:2], pool.shape[2]))
-    if _bagged(pool, keys):
+    if _can_bag(pool, keys):
         k = keys.values.shape[2]
-        for b, q, table, chosen, _ in _rows(pool, keys, False, _bag_bytes(k, pool.shape[2], pool.dtype)):
+        for b, q, table, chosen, _ in _row_blocks(pool, keys, False, _bag_bytes(k, pool.shape[2], pool.dtype)):
             weights = g[b, q].reshape(-1, k)
             sums = embedding_bag(chosen.reshape(-1, k), table, per_sample_weights=weights, mode="sum")
             out[b, q].copy_(sums.view(out[b, q].shape))
             del chosen, weights, sums
         return out
-    for b, q, rows in _fetched(pool, keys):
+    for b, q, rows in _fetch_rows(pool, keys):
         sums = torch.bmm(g[b, q].to(rows.dtype).reshape(-1, 1, rows.shape[2]), rows.flatten(0, 1).conj())
         out[b, q].copy_(sums.view(out[b, q].shape))
         del sums
@@ -163,28 +161,28 @@ def gathered_query_gradient(g: Tensor, pool: Tensor, keys: IndexArray) -> Tensor
 
 
 def gathered_pool_gradient(g: Tensor, query: Tensor, keys: IndexArray, size: int) -> Tensor:
-    """The gradient of a pool by adding a row for each asked score; as `pooled_pool_gradient`."""
+    """Return the gradient of a pool, by adding one row per score; arguments and result as in `pooled_pool_gradient`."""
     g, query = g.resolve_conj(), query.resolve_conj()
     batch, queries, k = keys.values.shape
     d, wide = query.shape[2], accumulator(query.dtype)
     out = torch.zeros((batch, size, d), dtype=wide, device="cpu")
-    if _nothing(keys, size, d):
+    if _is_empty(keys, size, d):
         return out.to(query.dtype)
     if sorts(queries, k, size, query.dtype):
         for b, q in _blocks(batch, queries, k * SORTED_ROW_BYTES, SORTED_BYTES):
-            _add_sorted(out[b], g[b, q], query[b, q], _chosen(keys, keys.values[b, q]))
+            _add_sorted(out[b], g[b, q], query[b, q], _in_range(keys, keys.values[b, q]))
         return out
     flat = out.view(batch * size, d)
     first = torch.arange(batch, device="cpu")[:, None, None] * size
     sizes = batch, queries, k * d * wide.itemsize, FETCHED_BYTES
     buffer = torch.empty(_queries(*sizes) * k * d, dtype=wide, device="cpu")
     for b, q in _blocks(*sizes):
-        chosen = _chosen(keys, keys.values[b, q])
-        terms = _shaped(buffer, (*chosen.shape, d))
+        chosen = _in_range(keys, keys.values[b, q])
+        terms = _reshape(buffer, (*chosen.shape, d))
         torch.mul(g[b, q, :, None].to(wide), query[b, q, None, :].conj().to(wide), out=terms)
         rows, terms = (chosen + first[b]).reshape(-1), terms.view(-1, d)
         dropped = (chosen == size).reshape(-1).nonzero().view(-1) if keys.may_drop else None
-        if dropped is not None and len(dropped):  # They add zero somewhere.
+        if dropped is not None and len(dropped):  # Dropped entries add zeros to row 0.
             rows.index_fill_(0, dropped, 0)
             terms.index_fill_(0, dropped, 0)
         flat.index_add_(0, rows, terms)
@@ -192,9 +190,9 @@ def gathered_pool_gradient(g: Tensor, query: Tensor, keys: IndexArray, size: int
 
 
 def _add_sorted(out: Tensor, g: Tensor, query: Tensor, chosen: Tensor) -> None:
-    """Add to each row of `out`, `(B, M, D)`, the queries that asked for it, times their gradients."""
+    """Add to each row of `out`, `(B, M, D)`, the queries that name it, times their gradients."""
     b, m, d = out.shape
-    # The entries' rows stand one after the other; what is dropped belongs to none of them.
+    # The batch entries' rows are numbered one after the other; the number behind the last stands for dropped entries.
     keys = torch.where(chosen == m, b * m, chosen + m * torch.arange(b, device="cpu")[:, None, None])
     groups = group_rows(keys.reshape(-1), b * m)
     del keys
@@ -211,7 +209,7 @@ def _add_sorted(out: Tensor, g: Tensor, query: Tensor, chosen: Tensor) -> None:
 
 
 def gathered_gradients(g: Tensor, query: Tensor, pool: Tensor, keys: IndexArray) -> tuple[Tensor, Tensor]:
-    """Both gradients by fetched rows; arguments and results as in `pooled_gradients`."""
+    """Return both gradients, from fetched rows; arguments and results as in `pooled_gradients`."""
     return gathered_query_gradient(g, pool, keys), gathered_pool_gradient(g, query, keys, pool.shape[1])
 
 
@@ -225,7 +223,7 @@ def pooled_scratch_bytes(
     index_itemsize: int = 8,
     share: int = 1,
 ) -> int:
-    """Upper bound of what each `pooled_*` function allocates beside its results."""
+    """Upper bound of the bytes that each `pooled_*` function allocates beside its results."""
     wide = accumulator(dtype).itemsize
     row = (pool // ALIGN + 1) * ALIGN * wide
     count = _queries(batch, queries, row, DENSE_BYTES // share)
@@ -247,10 +245,10 @@ def gathered_scratch_bytes(
     dtype: torch.dtype,
     index_itemsize: int = 8,
 ) -> int:
-    """Upper bound of what the function `gathered_` and that name allocates beside its results."""
+    """Upper bound of the bytes that the function `gathered_` + `what` allocates beside its results."""
     if what == "gradients":
         sizes = batch, queries, pool, size_d, keys, dtype, index_itemsize
-        return max(gathered_scratch_bytes(one, *sizes) for one in ("query_gradient", "pool_gradient"))
+        return max(gathered_scratch_bytes("query_gradient", *sizes), gathered_scratch_bytes("pool_gradient", *sizes))
     wide = accumulator(dtype).itemsize
     if what == "pool_gradient" and sorts(queries, keys, pool, dtype):
         count = _queries(batch, queries, SORTED_ROW_BYTES * keys, SORTED_BYTES)
@@ -258,18 +256,18 @@ def gathered_scratch_bytes(
         return count * (keys * (SORTED_ROW_BYTES + wide) + size_d * wide) + groups * (32 + size_d * wide) + 2048
     count = _queries(batch, queries, keys * size_d * wide, FETCHED_BYTES)
     chosen = count * keys
-    # The rows, their scores, and their numbers: from the index, moved to the batch's place, and those dropped.
+    # The rows, their scores, and their row numbers: taken from the index, offset by the batch entry, and the dropped.
     needed = chosen * size_d * wide + count * max(keys, size_d) * wide + 8 * chosen * (2 + (index_itemsize != 8)) + 2048
     if accumulator(dtype) != dtype:
         needed += chosen * size_d * dtype.itemsize + wide * (count * (size_d + keys) + batch * pool * size_d)
-    if what == "query_gradient" and dtype in BAGGED:  # Which way it goes depends on the pool's strides too.
+    if what == "query_gradient" and dtype in BAGGED:  # The pool's strides decide whether rows are bagged or fetched.
         count = _queries(batch, queries, _bag_bytes(keys, size_d, dtype), FETCHED_BYTES)
         needed = max(needed, count * (keys * (16 + 8 * (index_itemsize != 8)) + 40 + size_d * wide) + 2048)
     return needed
 
 
-def _cut(batch: int, queries: int, bytes_each: int, limit: int) -> tuple[int, int]:
-    """How many entries of the batch a block has within a limit of bytes, and in how many parts their queries come."""
+def _block_shape(batch: int, queries: int, bytes_each: int, limit: int) -> tuple[int, int]:
+    """Return how many batch entries a block of `limit` bytes holds, and into how many parts their queries are cut."""
     most = max(1, limit // max(1, bytes_each))
     if most >= queries:
         return max(1, min(batch, most // max(1, queries))), 1
@@ -277,24 +275,24 @@ def _cut(batch: int, queries: int, bytes_each: int, limit: int) -> tuple[int, in
 
 
 def _queries(batch: int, queries: int, bytes_each: int, limit: int) -> int:
-    """The most queries that a block has."""
-    entries, parts = _cut(batch, queries, bytes_each, limit)
+    """Return how many queries the largest block has."""
+    entries, parts = _block_shape(batch, queries, bytes_each, limit)
     return entries * -(-queries // parts)
 
 
 def _blocks(batch: int, queries: int, bytes_each: int, limit: int) -> Iterator[Place]:
-    """The blocks: slices of batch and queries within a limit of bytes."""
-    entries, parts = _cut(batch, queries, bytes_each, limit)
+    """Yield the blocks: slices of the batch and of the queries, each within a limit of bytes."""
+    entries, parts = _block_shape(batch, queries, bytes_each, limit)
     for b in range(0, batch, entries):
         for part in range(parts):
             yield slice(b, min(b + entries, batch)), slice(queries * part // parts, queries * (part + 1) // parts)
 
 
-def _dense(keys: IndexArray, m: int, dtype: torch.dtype, share: int) -> tuple[Tensor, Iterator[Place]]:
-    """A buffer `(queries, M or more)` for the dense scores of a block, and the blocks.
+def _dense_buffer(keys: IndexArray, m: int, dtype: torch.dtype, share: int) -> tuple[Tensor, Iterator[Place]]:
+    """Return a buffer `(queries, M or more)` for the dense scores of a block, and the blocks.
 
-    Only a marked index may reach past the pool; without columns there, entries of the batch lie as torch multiplies
-    them all at once.
+    An index that may drop entries needs columns past M. Without such columns, the batch entries are contiguous, and
+    torch multiplies all of them in one call.
     """
     columns = (m // ALIGN + 1) * ALIGN
     batch, queries, _ = keys.values.shape
@@ -308,16 +306,19 @@ def _block(buffer: Tensor, b: slice, q: slice) -> Tensor:
     return buffer[: prod(shape)].unflatten(0, shape)
 
 
-def _nothing(keys: IndexArray, *sizes: int) -> bool:
-    """Whether there is nothing to read or write; the index is checked all the same."""
+def _is_empty(keys: IndexArray, *sizes: int) -> bool:
+    """Return True if there is nothing to read or write; the index is checked even then."""
     if keys.values.numel() and all(sizes):
         return False
     keys.part(keys.values)
     return True
 
 
-def _at(act: Callable[[Place, Tensor], None], keys: IndexArray, b: slice, q: slice) -> None:
-    """Read or write at a block of an index: at once, or, where torch refuses or cannot read it, piece by piece."""
+def _act_on_block(act: Callable[[Place, Tensor], None], keys: IndexArray, b: slice, q: slice) -> None:
+    """Call `act` on a block of the index: once for all of it, or piece by piece if torch refuses or cannot read it.
+
+    Torch refuses values out of bounds, and reads int64 alone. A piece is brought into range and made int64 first.
+    """
     block = keys.values[b, q]
     if block.dtype == torch.int64:
         with suppress(RuntimeError) if keys.normal is not None else nullcontext():
@@ -327,56 +328,59 @@ def _at(act: Callable[[Place, Tensor], None], keys: IndexArray, b: slice, q: sli
     for entry in range(block.shape[0]):
         for low in range(0, block.shape[1], step):
             at = slice(entry, entry + 1), slice(low, low + step)
-            act(at, _chosen(keys, block[at]))
+            act(at, _in_range(keys, block[at]))
 
 
 def finite(x: Tensor) -> bool:
-    """Whether a sum is finite, as none with NaN or infinity is: zero times these is NaN, where nothing was asked for.
+    """Whether the sum of all elements is finite; then no element is NaN or infinite.
 
-    One that overflows, as in float16 it may, counts as not finite.
+    A sum that overflows, as float16 may, counts as not finite.
     """
     return not (x.is_floating_point() or x.is_complex()) or bool(x.sum().isfinite())
 
 
 def _weights(g: Tensor, keys: IndexArray, m: int, share: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """The dense weights `W[b, q, m]` of each block: the gradients of the scores, added up where their index is m."""
-    if _nothing(keys, m):
+    """Yield each block with its dense weights `W[b, q, m]`: the sum of the gradients whose index is m."""
+    if _is_empty(keys, m):
         return
     g = g.resolve_conj()
-    buffer, blocks = _dense(keys, m, g.dtype, share)
+    buffer, blocks = _dense_buffer(keys, m, g.dtype, share)
     for b, q in blocks:
         weights, terms = _block(buffer, b, q), g[b, q].to(buffer.dtype)
 
         def add(at: Place, chosen: Tensor, weights: Tensor = weights, terms: Tensor = terms) -> None:
             weights[at].zero_().scatter_add_(2, chosen, terms[at])
 
-        _at(add, keys, b, q)
+        _act_on_block(add, keys, b, q)
         yield b, q, weights[..., :m]
 
 
-def _bagged(pool: Tensor, keys: IndexArray) -> bool:
-    """Whether rows of the pool can be added up where they lie: one after the other, and none is dropped."""
+def _can_bag(pool: Tensor, keys: IndexArray) -> bool:
+    """Whether `embedding_bag` can read the pool without a copy: its rows are contiguous, and no key is dropped."""
     if pool.dtype not in BAGGED or pool.stride()[1:] != (pool.shape[2], 1):
         return False
     return not (keys.may_drop and keys.values.numel() and int(keys.values.max()) == pool.shape[1])
 
 
 def _bag_bytes(keys: int, size_d: int, dtype: torch.dtype) -> int:
-    """Bytes of a query's row numbers or of its sum, whichever are more."""
+    """Return the bytes of a query's row numbers or of its sum, whichever is larger."""
     return max(8 * keys, size_d * dtype.itemsize)
 
 
 def sorts(queries: int, keys: int, size: int, dtype: torch.dtype) -> bool:
-    """Whether the pool's gradient is summed after sorting: for few rows of a large pool it is not worth it."""
+    """Whether the pool's gradient is summed after sorting the keys; with few keys for a large pool this is slower."""
     return dtype in BAGGED and queries * keys >= size
 
 
-def _rows(
+def _row_blocks(
     pool: Tensor, keys: IndexArray, may_drop: bool, bytes_each: int
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor | None]]:
-    """Blocks of the index as row numbers of a table, and which of them are dropped, if some are."""
+    """Yield each block with a table of rows, the row numbers that its keys name in it, and the dropped positions.
+
+    The dropped positions are None unless `may_drop` is set.
+    """
     batch, m, d = pool.shape
-    if _nothing(keys, m, d):
+    if _is_empty(keys, m, d):
         return
     shared, joined = pool.stride(0) == 0, pool.stride(0) == m * pool.stride(1)
     table = pool[0] if shared or not joined else pool.view(batch * m, d)
@@ -384,7 +388,7 @@ def _rows(
     if not (shared or joined):
         blocks = ((slice(i, i + 1), q) for b, q in blocks for i in range(b.start, b.stop))
     for b, q in blocks:
-        chosen, dropped = _chosen(keys, keys.values[b, q]), None
+        chosen, dropped = _in_range(keys, keys.values[b, q]), None
         if may_drop:
             dropped = (chosen == m).reshape(-1).nonzero().reshape(-1)
             chosen = chosen.clamp(max=m - 1) if len(dropped) else chosen
@@ -393,16 +397,16 @@ def _rows(
         elif not shared:
             table = pool[b.start]
         yield b, q, table, chosen, dropped
-        del chosen, dropped  # before the next are made, as everywhere here
+        del chosen, dropped  # Freed before the next ones are made, as in all loops of this module.
 
 
-def _fetched(pool: Tensor, keys: IndexArray) -> Iterator[tuple[slice, slice, Tensor]]:
-    """The asked rows `(B, Q, K, D)` of each block, zero where dropped."""
+def _fetch_rows(pool: Tensor, keys: IndexArray) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield each block with the rows `(B, Q, K, D)` that its keys name, zero where a key is dropped."""
     (batch, _, d), wide, k = pool.shape, accumulator(pool.dtype), keys.values.shape[2]
     count = _queries(batch, keys.values.shape[1], k * d * wide.itemsize, FETCHED_BYTES)
     buffer = torch.empty(count * k * d, dtype=wide, device="cpu")
-    for b, q, table, chosen, dropped in _rows(pool, keys, keys.may_drop, k * d * wide.itemsize):
-        rows = _shaped(buffer, (chosen.numel(), d))
+    for b, q, table, chosen, dropped in _row_blocks(pool, keys, keys.may_drop, k * d * wide.itemsize):
+        rows = _reshape(buffer, (chosen.numel(), d))
         if rows.dtype == table.dtype:
             torch.index_select(table, 0, chosen.reshape(-1), out=rows)
         else:
@@ -413,13 +417,14 @@ def _fetched(pool: Tensor, keys: IndexArray) -> Iterator[tuple[slice, slice, Ten
         del chosen, dropped
 
 
-def _chosen(keys: IndexArray, part: Tensor) -> Tensor:
-    chosen: Tensor = keys.part(part)
-    return chosen.long()
+def _in_range(keys: IndexArray, part: Tensor) -> Tensor:
+    """Return a part of the index as int64 values in `[0, M]`."""
+    values: Tensor = keys.part(part)
+    return values.long()
 
 
-def _product(x: Tensor, y: Tensor, out: Tensor, add: bool = False) -> None:
-    """`x @ y`, batched, into (or added to) `out`; computed in the dtype that sums are kept in."""
+def _multiply(x: Tensor, y: Tensor, out: Tensor, add: bool = False) -> None:
+    """Write the batched product `x @ y` into `out`, or add it; computed in the dtype that sums are kept in."""
     wide = accumulator(x.dtype) if x.dtype == y.dtype else torch.promote_types(x.dtype, y.dtype)
     x, y = x.to(wide), y.to(wide)
     if out.dtype != wide:
@@ -430,5 +435,5 @@ def _product(x: Tensor, y: Tensor, out: Tensor, add: bool = False) -> None:
         torch.baddbmm(out, x, y, beta=int(add), out=out)
 
 
-def _shaped(buffer: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _reshape(buffer: Tensor, shape: tuple[int, ...]) -> Tensor:
     return buffer[: prod(shape)].view(shape)

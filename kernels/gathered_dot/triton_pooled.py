@@ -1,11 +1,12 @@
-"""Pooled dots and their gradients on CUDA, by the kernel of grouped products: keys are rows, queries are groups.
+"""Scores of queries against rows of a pool, and their gradients, on CUDA. The package states the contract.
 
-    scores       s[r] = pool[x(r)] . query[g]             "rows",  one matrix (D, 1) a query
-    query        dq[g] = sum of s[r] pool[x(r)]           "terms", a query's keys stand together
-    pool         dp[m] = sum of s[r] query[q(r)]          "terms", keys sorted by the row that they name
+The kernel is that of grouped products (`kernels/tiled_product`): each key is a row r, each query q(r) a group.
 
-Arguments are those of `planner.kernels.gathered_dot.torch_pooled`. Nothing waits for the device but the range check of
-an index that is not prepared, and no row of the pool is copied.
+    scores       s[r] = pool[x(r)] . query[q(r)]          mode "rows": each query is a matrix (D, 1)
+    query        dq[q] = sum of g[r] pool[x(r)]           mode "terms": the keys of a query are neighbours
+    pool         dp[m] = sum of g[r] query[q(r)]          mode "terms": keys sorted by the row that they name
+
+Only the range check of an index that is not prepared waits for the device. No row of the pool is copied.
 """
 
 from __future__ import annotations
@@ -22,49 +23,71 @@ __all__ = ["gradients", "pool_gradient", "query_gradient", "scores"]
 
 
 def scores(query: Tensor, pool: Tensor, keys: IndexArray, tiling: str = "") -> Tensor:
-    """Scores `(B, Q, K)` of queries `(B, Q, D)` against a pool `(B, M, D)`."""
+    """Return the scores `(B, Q, K)` of queries `(B, Q, D)` against a pool `(B, M, D)`.
+
+    Here and below, `tiling` is as in `planner.kernels.tiled_product.triton_tiles.tiles_of`.
+    """
     (b, q, d), k = query.shape, keys.values.shape[2]
     out, query = query.new_empty((b, q, k)), query.resolve_neg()
     rows_product(
-        _pool_rows(pool, keys), Matrices(query, Axis(query.stride(1)), Axis(query.stride(2)), Axis(0), query.stride(0)),
-        Matrices(out, Axis(1), Axis(0), Axis(0)), (b * q * k, 1, 1, d), None, _even(b * q, k, query), b * q,
-        batch_groups=max(1, q), tiling=tiling,
-    )  # fmt: skip
+        _pool_rows(pool, keys),
+        Matrices(query, Axis(query.stride(1)), Axis(query.stride(2)), Axis(0), query.stride(0)),
+        Matrices(out, Axis(1), Axis(0), Axis(0)),
+        sizes=(b * q * k, 1, 1, d),
+        order=None,
+        starts=_even_starts(b * q, k, query),
+        groups=b * q,
+        batch_groups=max(1, q),
+        tiling=tiling,
+    )
     return out
 
 
 def query_gradient(g: Tensor, pool: Tensor, keys: IndexArray, tiling: str = "") -> Tensor:
-    """The gradient of the query `(B, Q, D)`, of the scores' `(B, Q, K)`."""
+    """Return the gradient of the query `(B, Q, D)`, from that of the scores `(B, Q, K)`."""
     (b, q, k), d = keys.values.shape, pool.shape[2]
     out = g.new_empty((b, q, d))
     terms_product(
-        _weights(g), _pool_rows(pool, keys), Matrices(out, Axis(d), Axis(0), Axis(1)), (b * q * k, 1, 1, d), None,
-        _even(b * q, k, g), b * q, batch_groups=max(1, q), tiling=tiling,
-    )  # fmt: skip
+        _weights(g),
+        _pool_rows(pool, keys),
+        Matrices(out, Axis(d), Axis(0), Axis(1)),
+        sizes=(b * q * k, 1, 1, d),
+        order=None,
+        starts=_even_starts(b * q, k, g),
+        groups=b * q,
+        batch_groups=max(1, q),
+        tiling=tiling,
+    )
     return out
 
 
 def pool_gradient(g: Tensor, query: Tensor, keys: IndexArray, size: int, tiling: str = "") -> Tensor:
-    """The gradient of the pool `(B, size, D)`, of the scores' `(B, Q, K)`."""
+    """Return the gradient of the pool `(B, size, D)`, from that of the scores `(B, Q, K)`."""
     (b, q, k), d = keys.values.shape, query.shape[2]
     out = g.new_empty((b, size, d))
-    x = _in_pool(keys, size)
-    entries = torch.arange(b, device=x.device).view(-1, 1, 1)
+    named_rows = _named_rows(keys, size)
+    entries = torch.arange(b, device=named_rows.device).view(-1, 1, 1)
     # A key that names no row belongs to the group behind the last.
-    groups = group_rows(torch.where(x < 0, b * size, x + entries * size).reshape(-1), b * size)
+    group_of_key = torch.where(named_rows < 0, b * size, named_rows + entries * size)
+    groups = group_rows(group_of_key.reshape(-1), b * size)
     query = query.resolve_neg()
-    queries = torch.arange(q, device=x.device).view(1, -1, 1)
-    rows = (entries * query.stride(0) + queries * query.stride(1)).expand(b, q, k).reshape(-1)
+    queries = torch.arange(q, device=named_rows.device).view(1, -1, 1)
+    query_positions = (entries * query.stride(0) + queries * query.stride(1)).expand(b, q, k).reshape(-1)
     terms_product(
-        _weights(g), Matrices(query, Axis(1, rows), Axis(0), Axis(query.stride(2))),
-        Matrices(out, Axis(d), Axis(0), Axis(1)), (b * q * k, 1, 1, d), groups.order, groups.offsets, b * size,
+        _weights(g),
+        Matrices(query, Axis(1, query_positions), Axis(0), Axis(query.stride(2))),
+        Matrices(out, Axis(d), Axis(0), Axis(1)),
+        sizes=(b * q * k, 1, 1, d),
+        order=groups.order,
+        starts=groups.offsets,
+        groups=b * size,
         tiling=tiling,
-    )  # fmt: skip
+    )
     return out
 
 
 def gradients(g: Tensor, query: Tensor, pool: Tensor, keys: IndexArray, tiling: str = "") -> tuple[Tensor, Tensor]:
-    """Both gradients, of the query and of the pool."""
+    """Return both gradients, of the query and of the pool."""
     keys = IndexArray(keys.part(keys.values), may_drop=keys.may_drop)  # brought into range once
     return query_gradient(g, pool, keys, tiling), pool_gradient(g, query, keys, pool.shape[1], tiling)
 
@@ -74,17 +97,18 @@ def _weights(g: Tensor) -> Matrices:
 
 
 def _pool_rows(pool: Tensor, keys: IndexArray) -> Matrices:
-    """The row of the pool that each key names, entry by entry of the batch."""
+    """Return the rows of the pool that the keys name, as the kernel addresses them."""
     pool = pool.resolve_neg()
-    x = _in_pool(keys, pool.shape[1]).reshape(-1)
-    return Matrices(pool, Axis(pool.stride(1), x), Axis(0), Axis(pool.stride(2)), pool.stride(0))
+    rows = _named_rows(keys, pool.shape[1]).reshape(-1)
+    return Matrices(pool, Axis(pool.stride(1), rows), Axis(0), Axis(pool.stride(2)), pool.stride(0))
 
 
-def _in_pool(keys: IndexArray, size: int) -> Tensor:
-    """Rows that the keys name, -1 for none."""
-    x = keys.part(keys.values).long()
-    return torch.where(x == size, -1, x) if keys.may_drop else x
+def _named_rows(keys: IndexArray, size: int) -> Tensor:
+    """Return the row that each key names, -1 for a dropped key."""
+    rows = keys.part(keys.values).long()
+    return torch.where(rows == size, -1, rows) if keys.may_drop else rows
 
 
-def _even(groups: int, each: int, like: Tensor) -> Tensor:
+def _even_starts(groups: int, each: int, like: Tensor) -> Tensor:
+    """Return where each group starts if all have `each` rows, and where the last one ends."""
     return torch.arange(groups + 1, device=like.device).mul_(each)

@@ -1,16 +1,16 @@
-"""Rows meet the matrix of their group, in stock XLA: `out[r] = a[r] @ c[g(r)]`, and both gradients.
+"""Each row times the matrix of its group, in stock XLA, and both gradients. The package states the contract.
 
-`c[g]` is never built. The rows are read in the order of their groups, in tiles that lie within one group:
+Rows are read in the order of their groups, in tiles that lie within one group:
 
     sorted rows   | group 0     | group 1 | group 3          |
     tiles         [ 0:0  ][ 0:1 ][ 1:0   ][ 3:0  ][ 3:1  ][ 3:2 ]
 
-A loop with a dynamic number of steps takes a few tiles a step, gathers their rows and matrices, multiplies
-them as one batched product, and scatters the result to its rows. Lanes beyond the end of a tile's group point
-behind the last row. A scatter drops them. Where a product sums over the lanes, a gather reads zeros for them,
-on both sides: zero times the NaN of another group's row would be NaN.
+A loop with a dynamic number of steps takes a few tiles per step. It gathers their rows and matrices, multiplies them as
+one batched product, and scatters the products to their rows.
 
-Shapes: a `(Na, I, J)`, c `(G, J, K)`, out `(N, I, K)`; N is the number of rows in the groups.
+A lane is a place for a row in a tile. Lanes beyond the end of a tile's group point behind the last row, so a scatter
+drops them. If a product sums over the lanes, both gathers read zeros for them: zero times the NaN of another group's
+row would be NaN.
 """
 
 import math
@@ -26,9 +26,9 @@ from jax.typing import DTypeLike
 from planner.kernels.grouping.jax_bits import bits, of_bits
 from planner.kernels.grouping.jax_grouping import Groups
 
-TILE_ROWS = 256  # most rows of matrices in a tile
+TILE_ROWS = 256  # most rows of a tile's matrix
 LANES = 8  # rows per tile are a multiple of this
-STEP_NUMBERS = 2**19  # numbers that a step touches: 2 MB of float32
+STEP_NUMBERS = 2**19  # numbers that a step reads and writes: 2 MB of float32
 MAX_TILES = 64
 
 Carry = TypeVar("Carry")
@@ -37,11 +37,11 @@ _CLIP, _SKIP = lax.GatherScatterMode.CLIP, lax.GatherScatterMode.FILL_OR_DROP
 
 
 class Tiling(NamedTuple):
-    """How many rows make a tile and how many tiles a step of the loop takes.
+    """How many rows a tile has, and how many tiles a step of the loop takes.
 
     Attributes:
-        rows: Rows of a tile.
-        tiles: Tiles of a step.
+        rows: Rows per tile.
+        tiles: Tiles per step.
     """
 
     rows: int
@@ -49,13 +49,13 @@ class Tiling(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """The tiles of a grouping; entries from `total` on are empty tiles.
+    """The tiles of a grouping; tiles from `total` on are empty.
 
     Attributes:
         group: Group of each tile, `(T,)`.
-        start: First sorted position, `(T,)`.
-        stop: Sorted position behind the tile's group, `(T,)`.
-        total: How many tiles there are.
+        start: Position of the tile's first row in the sorted order, `(T,)`.
+        stop: Position behind the last row of the tile's group, `(T,)`.
+        total: Number of tiles that are not empty.
     """
 
     group: jax.Array
@@ -72,22 +72,10 @@ def grouped_matmul(
     target: jax.Array | None = None,
     targets: int | None = None,
 ) -> jax.Array:
-    """Multiply each row by the matrix of its group.
-
-    Args:
-        a: Left factors `(Na, I, J)`.
-        c: One matrix per group, `(G, J, K)`.
-        groups: Which rows belong to which group.
-        source: Which left factor a row has, `(N,)`; without it, row r has `a[r]`.
-        target: Which result a row is added to, `(N,)`, values in `[0, targets]`; `targets` means that it is
-            dropped. Without it, row r is `out[r]`.
-        targets: Number of results; given exactly when `target` is.
-
-    Returns:
-        `(N, I, K)`, or `(targets, I, K)` with `target`.
+    """Multiply each row by the matrix of its group, see the package.
 
     Raises:
-        ValueError: only one of `target` and `targets` is given.
+        ValueError: Only one of `target` and `targets` is given.
     """
     if (target is None) != (targets is None):
         raise ValueError("target and targets go together")
@@ -102,22 +90,22 @@ def grouped_matmul(
     if size_j == 0:
         return out.astype(dtype) if target is not None else _fill_kept(out, groups)
 
-    cut = tiling(rows, size_i, *c.shape)
-    tiles = _cut(groups, cut)
+    tile_sizes = tiling(rows, size_i, *c.shape)
+    tiles = _make_tiles(groups, tile_sizes)
 
     def step(number: jax.Array, out: jax.Array) -> jax.Array:
-        group, row = _step_rows(tiles, groups.order, number, cut)
-        # Lanes without a row read any row: their products go nowhere.
+        group, row = _step_rows(tiles, groups.order, number, tile_sizes)
+        # Lanes without a row read some row: the scatter drops their products.
         left = _gather(a, row if source is None else _gather(source, row))
-        product = _tile_matmul("tij,tjk->tik", _tile_matrix(left, cut), _take_group(c, group))
+        product = _tile_matmul("tij,tjk->tik", _tile_matrix(left, tile_sizes), _take_group(c, group))
         product = product.reshape(-1, size_i, size_k)
         if target is None:
             return _put(out, row, bits(product.astype(dtype)))
         return _add(out, _take_index(target, row, out.shape[0]), product.astype(out.dtype))
 
     if target is None:
-        return of_bits(_loop(tiles, cut, step, bits(out)), dtype)
-    return _loop(tiles, cut, step, out).astype(dtype)
+        return of_bits(_loop(tiles, tile_sizes, step, bits(out)), dtype)
+    return _loop(tiles, tile_sizes, step, out).astype(dtype)
 
 
 def grouped_outer(
@@ -128,56 +116,30 @@ def grouped_outer(
     source_a: jax.Array | None = None,
     source_b: jax.Array | None = None,
 ) -> jax.Array:
-    """Sum `a[r].T @ b[r]` over the rows of each group.
-
-    Args:
-        a: Left factors `(Na, I, J)`.
-        b: Right factors `(Nb, I, K)`.
-        groups: Which rows belong to which group.
-        size: Number of groups.
-        source_a: Which left factor a row has, `(N,)`; without it, row r has `a[r]`.
-        source_b: Which right factor a row has, `(N,)`; without it, row r has `b[r]`.
-
-    Returns:
-        `(size, J, K)`; a group without rows is zero.
-    """
+    """Sum `a[r]^T @ b[r]` over the rows of each of `size` groups, see the package."""
     dtype = jnp.result_type(a, b)
     rows = groups.order.shape[0]
     out = _filled((size, a.shape[2], b.shape[2]), _accumulator(dtype), groups, 2)
     if 0 in (rows, *a.shape, *b.shape, size):
         return out.astype(dtype)
 
-    cut = tiling(rows, a.shape[1], *out.shape)
-    tiles = _cut(groups, cut)
+    tile_sizes = tiling(rows, a.shape[1], *out.shape)
+    tiles = _make_tiles(groups, tile_sizes)
 
     def step(number: jax.Array, out: jax.Array) -> jax.Array:
-        group, row = _step_rows(tiles, groups.order, number, cut)
+        group, row = _step_rows(tiles, groups.order, number, tile_sizes)
         left = _take(a, row if source_a is None else _take_index(source_a, row, a.shape[0]))
         right = _take(b, row if source_b is None else _take_index(source_b, row, b.shape[0]))
-        product = _tile_matmul("tij,tik->tjk", _tile_matrix(left, cut), _tile_matrix(right, cut))
+        product = _tile_matmul("tij,tik->tjk", _tile_matrix(left, tile_sizes), _tile_matrix(right, tile_sizes))
         return _add(out, group, product.astype(out.dtype))
 
-    return _loop(tiles, cut, step, out).astype(dtype)
+    return _loop(tiles, tile_sizes, step, out).astype(dtype)
 
 
 def grouped_gradients(
     gout: jax.Array, a: jax.Array, c: jax.Array, groups: Groups, source: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Both gradients of `grouped_matmul` in one loop, which gathers each row once for both.
-
-    With `out[r] = a[r] @ c[g]`: the gradient of the row is `gout[r] @ c[g].T`, and that of `c[g]` is the sum
-    of `a[r].T @ gout[r]` over the rows of g. Nothing is conjugated.
-
-    Args:
-        gout: Gradient of the result, `(N, I, K)`.
-        a: Left factors `(Na, I, J)`.
-        c: One matrix per group, `(G, J, K)`.
-        groups: Which rows belong to which group.
-        source: Which left factor a row has, `(N,)`.
-
-    Returns:
-        The gradient of each row's left factor `(N, I, J)`, zero for a dropped row, and that of c `(G, J, K)`.
-    """
+    """Return both gradients of `grouped_matmul`, see the package; one loop gathers each row once for both."""
     rows = groups.order.shape[0]
     dtype = jnp.result_type(gout, a, c)
     grad_rows = _filled((rows, *a.shape[1:]), dtype, groups, 3)
@@ -185,29 +147,29 @@ def grouped_gradients(
     if 0 in (rows, *a.shape, *c.shape):
         return grad_rows, grad_c.astype(dtype)
 
-    cut = tiling(rows, a.shape[1], *c.shape)
-    tiles = _cut(groups, cut)
+    tile_sizes = tiling(rows, a.shape[1], *c.shape)
+    tiles = _make_tiles(groups, tile_sizes)
 
     def step(number: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        group, row = _step_rows(tiles, groups.order, number, cut)
-        left = _tile_matrix(_take(a, row if source is None else _take_index(source, row, a.shape[0])), cut)
-        gradient = _tile_matrix(_take(gout, row), cut)
+        group, row = _step_rows(tiles, groups.order, number, tile_sizes)
+        left = _tile_matrix(_take(a, row if source is None else _take_index(source, row, a.shape[0])), tile_sizes)
+        gradient = _tile_matrix(_take(gout, row), tile_sizes)
         to_rows = _tile_matmul("tik,tjk->tij", gradient, _take_group(c, group))
         to_c = _tile_matmul("tij,tik->tjk", left, gradient)
         grad_rows, grad_c = grads
         grad_rows = _put(grad_rows, row, bits(to_rows.reshape(-1, *a.shape[1:]).astype(dtype)))
         return grad_rows, _add(grad_c, group, to_c.astype(grad_c.dtype))
 
-    grad_rows, grad_c = _loop(tiles, cut, step, (bits(grad_rows), grad_c))
+    grad_rows, grad_c = _loop(tiles, tile_sizes, step, (bits(grad_rows), grad_c))
     return of_bits(grad_rows, dtype), grad_c.astype(dtype)
 
 
 def tiling(rows: int, size_i: int, groups: int, size_j: int, size_k: int) -> Tiling:
-    """Choose the tiles for `rows` rows `(I, J)` or `(I, K)` that meet `groups` matrices `(J, K)`.
+    """Choose the tiles for `rows` rows `(I, J)` or `(I, K)` and `groups` matrices `(J, K)`.
 
-    A tile should hold a whole group, yet lanes beyond its end are multiplied in vain: so it has the average
-    and two standard deviations, for rows that chose their groups independently. A step takes as many tiles as
-    stay in the cache.
+    A tile should hold a whole group, but lanes beyond the group's end are multiplied in vain. So a tile has the average
+    number of rows plus two standard deviations, as if rows chose their groups independently. A step takes as many tiles
+    as stay in the cache.
     """
     average = rows / max(groups, 1)
     whole_group = math.ceil((average + 2 * math.sqrt(average)) / LANES) * LANES
@@ -218,78 +180,98 @@ def tiling(rows: int, size_i: int, groups: int, size_j: int, size_k: int) -> Til
 
 
 def matmul_scratch_bytes(
-    rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: DTypeLike, targets: int | None = None
-) -> int:  # fmt: skip
-    """Upper bound of what `grouped_matmul` allocates beside its result."""
-    found = _bits_bytes(rows * size_i * size_k, dtype)
-    if targets is not None:
-        found = _float32_sum(targets * size_i * size_k, dtype)
-    return _scratch_bytes(rows, size_i, groups, size_j, size_k, dtype) + found
+    rows: int,
+    size_i: int,
+    groups: int,
+    size_j: int,
+    size_k: int,
+    dtype: DTypeLike,
+    targets: int | None = None,
+) -> int:
+    """Upper bound of the bytes that `grouped_matmul` allocates beside its result."""
+    if targets is None:
+        copied_result = _bits_bytes(rows * size_i * size_k, dtype)
+    else:
+        copied_result = _float32_sum(targets * size_i * size_k, dtype)
+    return _scratch_bytes(rows, size_i, groups, size_j, size_k, dtype) + copied_result
 
 
 def outer_scratch_bytes(rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: DTypeLike) -> int:
-    """Upper bound of what `grouped_outer` allocates beside its result."""
+    """Upper bound of the bytes that `grouped_outer` allocates beside its result."""
     return _scratch_bytes(rows, size_i, groups, size_j, size_k, dtype) + _float32_sum(groups * size_j * size_k, dtype)
 
 
 def gradients_scratch_bytes(rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: DTypeLike) -> int:
-    """Upper bound of what `grouped_gradients` allocates beside its results."""
+    """Upper bound of the bytes that `grouped_gradients` allocates beside its results."""
     sums = _float32_sum(groups * size_j * size_k, dtype) + _bits_bytes(rows * size_i * size_j, dtype)
     return _scratch_bytes(rows, size_i, groups, size_j, size_k, dtype, pair=True) + sums
 
 
 def _scratch_bytes(
-    rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: DTypeLike, pair: bool = False
-) -> int:  # fmt: skip
-    cut, exact = tiling(rows, size_i, groups, size_j, size_k), _accumulator(dtype)
-    lanes = cut.tiles * cut.rows
-    left, right, matrices = lanes * size_i * size_j, lanes * size_i * size_k, cut.tiles * size_j * size_k
-    # Both factors of a product and the product, or of one tile this as multiplied and as put; of a pair two products.
-    numbers = max(left + right + matrices, 2 * right * (cut.tiles == 1)) + pair * left
+    rows: int,
+    size_i: int,
+    groups: int,
+    size_j: int,
+    size_k: int,
+    dtype: DTypeLike,
+    pair: bool = False,
+) -> int:
+    """Upper bound of the bytes that a loop allocates beside its results; `pair` stands for both gradients."""
+    tile_sizes, exact = tiling(rows, size_i, groups, size_j, size_k), _accumulator(dtype)
+    lanes = tile_sizes.tiles * tile_sizes.rows
+    left, right, matrices = lanes * size_i * size_j, lanes * size_i * size_k, tile_sizes.tiles * size_j * size_k
+    # Both factors and the product; if a step has one tile, the product as multiplied and as scattered. Both gradients
+    # make a second product.
+    numbers = max(left + right + matrices, 2 * right * (tile_sizes.tiles == 1)) + pair * left
     rounded = 0 if exact == jnp.dtype(dtype) else 2 * (left if pair else right)
-    table = rows // cut.rows + min(groups, rows) + cut.tiles + groups
+    table = rows // tile_sizes.rows + min(groups, rows) + tile_sizes.tiles + groups
     return max(exact.itemsize, 4) * numbers + rounded + 4 * 4 * (lanes + table) + 4096
 
 
 def _bits_bytes(numbers: int, dtype: DTypeLike) -> int:
+    """Bytes of the integers in which a loop keeps bfloat16 results."""
     return 2 * numbers if jnp.dtype(dtype) == jnp.bfloat16 else 0
 
 
 def _float32_sum(numbers: int, dtype: DTypeLike) -> int:
+    """Bytes of the float32 array in which a loop sums half types."""
     return 0 if _accumulator(dtype) == jnp.dtype(dtype) else 4 * numbers
 
 
-def _cut(groups: Groups, cut: Tiling) -> _Tiles:
+def _make_tiles(groups: Groups, tile_sizes: Tiling) -> _Tiles:
+    """Cut sorted rows into tiles; there are as many as any grouping of so many rows could need."""
     rows, size = groups.order.shape[0], groups.offsets.shape[0] - 1
-    bound = -(-rows // cut.rows) + min(size, rows)
-    bound = -(-bound // cut.tiles) * cut.tiles
+    bound = -(-rows // tile_sizes.rows) + min(size, rows)
+    bound = -(-bound // tile_sizes.tiles) * tile_sizes.tiles
     starts, stops = groups.offsets[:-1], groups.offsets[1:]
-    counts = (stops - starts + (cut.rows - 1)) // cut.rows
+    counts = (stops - starts + (tile_sizes.rows - 1)) // tile_sizes.rows
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     tile = lax.iota(jnp.int32, bound)
     group = jnp.searchsorted(ends, tile, side="right").astype(jnp.int32)
     group = jnp.minimum(group, size - 1)
-    start = starts[group] + (tile - (ends - counts)[group]) * cut.rows
+    start = starts[group] + (tile - (ends - counts)[group]) * tile_sizes.rows
     exists = tile < ends[-1]
     return _Tiles(group, jnp.where(exists, start, rows), jnp.where(exists, stops[group], 0), ends[-1])
 
 
-def _loop(tiles: _Tiles, cut: Tiling, step: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
-    steps = (tiles.total + (cut.tiles - 1)) // cut.tiles
+def _loop(tiles: _Tiles, tile_sizes: Tiling, step: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
+    """Run `step` for each batch of tiles, up to the last tile that has rows."""
+    steps = (tiles.total + (tile_sizes.tiles - 1)) // tile_sizes.tiles
     return lax.fori_loop(jnp.int32(0), steps, step, carry)
 
 
-def _step_rows(tiles: _Tiles, order: jax.Array, number: jax.Array, cut: Tiling) -> tuple[jax.Array, jax.Array]:
-    """Groups of the step's tiles, and the rows of all of them; lanes without a row hold N."""
-    first = number * cut.tiles
-    group, start, stop = (lax.dynamic_slice(part, (first,), (cut.tiles,)) for part in tiles[:3])
-    position = start[:, None] + lax.iota(jnp.int32, cut.rows)
+def _step_rows(tiles: _Tiles, order: jax.Array, number: jax.Array, tile_sizes: Tiling) -> tuple[jax.Array, jax.Array]:
+    """Return the groups of a step's tiles, and the row of each of their lanes; a lane without a row holds N."""
+    first = number * tile_sizes.tiles
+    group, start, stop = (lax.dynamic_slice(part, (first,), (tile_sizes.tiles,)) for part in tiles[:3])
+    position = start[:, None] + lax.iota(jnp.int32, tile_sizes.rows)
     row = _gather(order, position.reshape(-1)).reshape(position.shape)
     return group, jnp.where(position < stop[:, None], row, order.shape[0]).reshape(-1)
 
 
-def _tile_matrix(taken: jax.Array, cut: Tiling) -> jax.Array:
-    return taken.reshape(cut.tiles, cut.rows * taken.shape[1], taken.shape[2])
+def _tile_matrix(rows: jax.Array, tile_sizes: Tiling) -> jax.Array:
+    """Reshape the rows of a step, `(tiles * rows, I, J)`, to one matrix per tile, `(tiles, rows * I, J)`."""
+    return rows.reshape(tile_sizes.tiles, tile_sizes.rows * rows.shape[1], rows.shape[2])
 
 
 def _tile_matmul(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
@@ -298,7 +280,7 @@ def _tile_matmul(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _take(operand: jax.Array, rows: jax.Array) -> jax.Array:
-    """`operand[rows]`, zero where a row is out of bounds."""
+    """Return `operand[rows]`, zero where a row is out of bounds."""
     return _gather(operand, rows, _SKIP)
 
 
@@ -307,25 +289,25 @@ def _take_group(matrices: jax.Array, group: jax.Array) -> jax.Array:
 
 
 def _take_index(index: jax.Array, rows: jax.Array, absent: int) -> jax.Array:
-    """`index[rows]` as int32, `absent` where a row is out of bounds."""
-    taken = _gather(index, rows).astype(jnp.int32)
-    return jnp.where(rows < index.shape[0], taken, absent)
+    """Return `index[rows]` as int32, `absent` where a row is out of bounds."""
+    values = _gather(index, rows).astype(jnp.int32)
+    return jnp.where(rows < index.shape[0], values, absent)
 
 
 def _gather(operand: jax.Array, rows: jax.Array, mode: lax.GatherScatterMode = _CLIP) -> jax.Array:
-    # lax.gather and not `operand[rows]`: jnp's indexing adds two passes over the rows for negative numbers.
+    # lax.gather instead of `operand[rows]`: jnp's indexing adds two passes over the row numbers, for negative ones.
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(1, operand.ndim)), collapsed_slice_dims=(0,), start_index_map=(0,)
     )
     fill, dtype = 0 if mode is _SKIP else None, operand.dtype
-    if dtype == jnp.bfloat16:  # bound to the rows: its bits are not to be copied before the loop either
+    if dtype == jnp.bfloat16:  # bound to the rows: else XLA converts the whole operand to bits before the loop
         operand, rows = lax.optimization_barrier((operand, rows))
-    taken = lax.gather(bits(operand), rows[:, None], numbers, (1, *operand.shape[1:]), mode=mode, fill_value=fill)
-    return of_bits(taken, dtype)
+    gathered = lax.gather(bits(operand), rows[:, None], numbers, (1, *operand.shape[1:]), mode=mode, fill_value=fill)
+    return of_bits(gathered, dtype)
 
 
 def _put(out: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
-    # Not unique_indices: several lanes point behind the last row.
+    # Without unique_indices: several lanes point behind the last row.
     return lax.scatter(out, rows[:, None], values[:, None], _scatter_numbers(out), mode=_SKIP)
 
 
@@ -334,7 +316,7 @@ def _add(out: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _scatter_numbers(out: jax.Array) -> lax.ScatterDimensionNumbers:
-    # Windows of the operand's rank, `(1, I, K)`: without the row axis XLA copies the updates once more.
+    # Windows have the operand's rank, `(1, I, K)`: without the row axis XLA copies the updates once more.
     return lax.ScatterDimensionNumbers(
         update_window_dims=tuple(range(1, out.ndim + 1)),
         inserted_window_dims=(),
@@ -343,22 +325,22 @@ def _scatter_numbers(out: jax.Array) -> lax.ScatterDimensionNumbers:
 
 
 def _filled(shape: tuple[int, ...], dtype: DTypeLike, groups: Groups, number: int) -> jax.Array:
-    """Zeros that no other array of zeros is merged with.
+    """Return zeros that XLA cannot merge with other zeros.
 
-    XLA shares equal constants between results of equal size and then copies each before a loop writes to it: 33 MB
-    for each on seed 000. The first offset is always zero, which XLA cannot know.
+    XLA shares equal constants between results of equal size, and then copies each one before a loop writes to it: 33 MB
+    for each on seed 000. The first offset is always zero, but XLA does not know that.
     """
     return jnp.full(shape, groups.offsets[0] * number, dtype)
 
 
 def _fill_kept(out: jax.Array, groups: Groups) -> jax.Array:
-    """Zero the rows that have a group: a product over an empty axis."""
-    kept = lax.iota(jnp.int32, groups.order.shape[0]) < groups.offsets[-1]
-    rows = jnp.where(kept, groups.order, out.shape[0])
+    """Write zeros to the rows that have a group: their product is a sum over an empty axis."""
+    has_group = lax.iota(jnp.int32, groups.order.shape[0]) < groups.offsets[-1]
+    rows = jnp.where(has_group, groups.order, out.shape[0])
     return _put(out, rows, jnp.zeros_like(out))
 
 
 def _accumulator(dtype: DTypeLike) -> "np.dtype[Any]":
-    """The dtype in which sums of `dtype` are formed."""
+    """Return the dtype in which sums of `dtype` are formed."""
     exact = jnp.dtype(dtype)
     return jnp.dtype("float32") if exact in (jnp.bfloat16, jnp.float16) else exact

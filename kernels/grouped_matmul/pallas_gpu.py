@@ -1,8 +1,8 @@
 """Products of tiles with the matrix of their group on NVIDIA's Hopper GPUs, by Pallas for Mosaic.
 
-`pallas_grouped` cuts the tiles. A program multiplies a block of rows of a tile by a block of its
-matrix's columns, or sums a block of one group's outer products over its tiles; blocks are copied to shared memory while
-the ones before them are multiplied. Sizes that blocks do not divide are filled up with zeros. Sums are in float32.
+`pallas_grouped` cuts the tiles. One program multiplies a block of a tile's rows by a block of its matrix's columns, or
+sums a block of one group's outer products over the group's tiles. The next blocks are copied to shared memory while the
+current ones are multiplied. Sizes that are no multiple of a block are padded with zeros. Sums are in float32.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from planner.kernels.grouped_matmul.pallas_tiles import GPU, Tiles
 
 __all__ = ["KERNELS", "matrices_outer", "matrices_product"]
 
-# Terms of a block, and what its rows and columns are a multiple of: a swizzled row of shared memory holds 64 numbers of
-# 16 bits. A program holds 128 by 128 sums at most, in 128 registers of each thread.
+# A block has 64 terms, and its rows and columns are multiples of 64: a swizzled row of shared memory holds 64 numbers
+# of 16 bits. A program holds at most 128 by 128 sums, in 128 registers of each thread.
 _UNIT, _MOST = 64, 128
-# Blocks in flight: of two operands 32 kB each at most, beside 64 kB for the result, of 227.
+# Blocks in flight. They take at most 32 kB of shared memory each for both operands, and the result 64 kB, of 227 kB.
 _STAGES = 4
-# What interprets the kernels; tests set it.
+# The `interpret` argument of the kernels; tests set it.
 INTERPRET: Any = None
 
 
-def _filled_up(x: jax.Array) -> jax.Array:
-    """Matrices with zeros behind both dimensions, up to multiples of what blocks have."""
+def _pad(x: jax.Array) -> jax.Array:
+    """Pad matrices with zeros at the end of both dimensions, to multiples of a block."""
     return jnp.pad(x, [(0, 0), *((0, -size % _UNIT) for size in x.shape[1:])])
 
 
@@ -44,14 +44,14 @@ def matrices_product(
 ) -> jax.Array:
     """Multiply each tile by the matrix of its group; see `pallas_tpu.matrices_product`."""
     m, k, dtype = a.shape[1], c.shape[1 if transposes else 2], jnp.dtype(dtype or a.dtype)
-    # Transposed ones are copied: JAX's interpreter reads no transposed blocks, so that nothing would prove those.
-    a, c = _filled_up(a), _filled_up(jnp.swapaxes(c, 1, 2) if transposes else c)
+    # Transposed matrices are copied: JAX's interpreter reads no transposed blocks, so no test could cover those.
+    a, c = _pad(a), _pad(jnp.swapaxes(c, 1, 2) if transposes else c)
     (tiles, long, j), wide = a.shape, c.shape[2]
     rows, columns = _block(long), _block(wide)
 
     def body(group: Any, live: Any, a: Any, c: Any, out: Any, block: Any) -> None:
         column, row, tile = (lax.axis_index(name) for name in ("column", "row", "tile"))
-        # A tile that is not there has no terms: its product is zero.
+        # A tile behind the last has no terms: its product is zero.
         total = _sum_of_products(
             (live[tile] * (j // _UNIT), rows, columns),
             plgpu.BlockSpec((rows, _UNIT), lambda step: (row, step), delay_release=1),
@@ -67,7 +67,7 @@ def matrices_product(
 def matrices_outer(a: jax.Array, b: jax.Array, of: Tiles) -> jax.Array:
     """Sum `a[t]^T @ b[t]` over the tiles of each group; see `pallas_tpu.matrices_outer`."""
     j, k, size = a.shape[2], b.shape[2], of.starts.shape[0] - 1
-    a, b = _filled_up(a), _filled_up(b)
+    a, b = _pad(a), _pad(b)
     parts, tall, wide = a.shape[1] // _UNIT, a.shape[2], b.shape[2]
     rows, columns = _block(tall), _block(wide)
 
@@ -83,31 +83,31 @@ def matrices_outer(a: jax.Array, b: jax.Array, of: Tiles) -> jax.Array:
 
     shape = jax.ShapeDtypeStruct((size, tall, wide), a.dtype)
     grid = {"column": wide // columns, "row": tall // rows, "group": size}
-    # Left ones are copied too, as rows of terms.
+    # Left factors are copied too: the kernel reads them with the terms along rows.
     left, right = jnp.swapaxes(a.reshape(-1, tall), 0, 1), b.reshape(-1, wide)
     return _call(body, shape, grid, (rows, columns), "planner_grouped_outer")(of.starts, left, right)[:, :j, :k]
 
 
 def _sum_of_products(sizes: tuple[Any, int, int], *in_specs: Any) -> Callable[..., Any]:
-    """The sum over so many steps of the products of two blocks, as many rows by as many columns."""
+    """Return a function that sums the products of two blocks over steps; `sizes` are steps, rows and columns."""
     steps, rows, columns = sizes
 
     def run(*arrays: Any) -> Any:
-        def summed(total: Any) -> Any:
+        def accumulate(total: Any) -> Any:
             def add(_: Any, x: Any, y: Any) -> None:
                 plgpu.wgmma(total, x, y)
-                plgpu.wgmma_wait(1)  # the product before this one is done: the pipeline fills its blocks anew
+                plgpu.wgmma_wait(1)  # wait for the previous product: the pipeline fills its blocks again
 
             plgpu.emit_pipeline(add, grid=(steps,), in_specs=in_specs, max_concurrent_steps=_STAGES)(*arrays)
             return total[...]
 
-        return pl.run_scoped(summed, plgpu.ACC((rows, columns)))  # type: ignore[attr-defined]
+        return pl.run_scoped(accumulate, plgpu.ACC((rows, columns)))  # type: ignore[attr-defined]
 
     return run
 
 
 def _store(total: Any, block: Any, out: Any) -> None:
-    """Write sums, through shared memory."""
+    """Write sums to the output, through shared memory."""
     block[...] = total.astype(block.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(block, out)
@@ -117,8 +117,8 @@ def _store(total: Any, block: Any, out: Any) -> None:
 def _call(
     body: Callable[..., None], out: Any, grid: dict[str, int], block: tuple[int, int], name: str
 ) -> Callable[..., jax.Array]:
-    """The kernel; of a card's dimensions the last one is the longest that there can be."""
-    found: Callable[..., jax.Array] = plgpu.kernel(
+    """Return the kernel; `grid` ends with the longest axis, because a card allows most programs along the last one."""
+    kernel: Callable[..., jax.Array] = plgpu.kernel(
         body,
         out_type=out,
         grid=tuple(grid.values()),
@@ -128,7 +128,7 @@ def _call(
         interpret=INTERPRET,
         kernel_name=name,
     )
-    return found
+    return kernel
 
 
 KERNELS = Platform(GPU, matrices_product, matrices_outer)

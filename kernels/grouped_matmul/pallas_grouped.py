@@ -1,8 +1,8 @@
-"""Grouped products by Pallas: `jax_grouped`'s contracts, over a platform's kernels for tiles.
+"""Grouped products by Pallas, over the kernels of a platform. The package states the contract.
 
-Rows are taken in the order of their groups, in tiles that lie within one group; a kernel fetches the matrix of each
-tile by its group. `c[q]` is never built. Where each row is itself a large enough tile, its matrix is fetched by its own
-index, and no row is moved. What a platform's kernels do not take is left to stock XLA.
+Rows are gathered in the order of their groups, in tiles that lie within one group. A kernel fetches the matrix of each
+tile by the number of its group. If a single row is large enough to be a tile, no row is moved: the kernel fetches the
+row's matrix by the row's own group. Problems that a platform's kernels do not take run in stock XLA (`jax_grouped`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from planner.kernels.grouped_matmul import jax_grouped
-from planner.kernels.grouped_matmul.pallas_tiles import Shape, Tiles, cut, put_back, taken
+from planner.kernels.grouped_matmul.pallas_tiles import Shape, Tiles, cut, gather_rows, put_back
 from planner.kernels.grouping.jax_grouping import Groups
 
 __all__ = ["Platform"]
@@ -25,9 +25,9 @@ class Platform(NamedTuple):
     """The kernels of a platform.
 
     Attributes:
-        shape: what its tiles are like.
-        product: see `planner.kernels.grouped_matmul.pallas_tpu.matrices_product`.
-        outer: see `planner.kernels.grouped_matmul.pallas_tpu.matrices_outer`.
+        shape: the limits of its tiles.
+        product: multiplies tiles, see `planner.kernels.grouped_matmul.pallas_tpu.matrices_product`.
+        outer: sums products of tiles, see `planner.kernels.grouped_matmul.pallas_tpu.matrices_outer`.
     """
 
     shape: Shape
@@ -43,7 +43,7 @@ class Platform(NamedTuple):
         target: jax.Array | None = None,
         targets: int | None = None,
     ) -> jax.Array:
-        """Multiply each row by the matrix of its group; see `jax_grouped.grouped_matmul`."""
+        """Multiply each row by the matrix of its group, see the package."""
         rows, (_, i, j), (g, _, k) = groups.order.shape[0], a.shape, c.shape
         if a.dtype != c.dtype or not self.shape.takes(rows, i, g, j, k, a.dtype.name, sums=False):
             return jax_grouped.grouped_matmul(a, c, groups, source, target, targets)
@@ -51,13 +51,13 @@ class Platform(NamedTuple):
             return self.product(a, c, *_groups_of_rows(groups))
         tiles = cut(groups, self.shape.rows(rows, i, g, a.dtype.itemsize), empty=False)
         wide = None if target is None else jnp.float32
-        found = self.product(taken(a, tiles.slot, source), c, tiles.group, tiles.live, dtype=wide)
+        products = self.product(gather_rows(a, tiles.slot, source), c, tiles.group, tiles.live, dtype=wide)
         if target is None:
-            return put_back(found, tiles.slot, rows, i)
+            return put_back(products, tiles.slot, rows, i)
         assert targets is not None
         to = target.at[tiles.slot.reshape(-1)].get(mode="fill", fill_value=targets)
         out = jnp.zeros((targets, i, k), jnp.float32)
-        return out.at[to].add(found.reshape(-1, i, k), mode="drop").astype(a.dtype)
+        return out.at[to].add(products.reshape(-1, i, k), mode="drop").astype(a.dtype)
 
     def grouped_outer(
         self,
@@ -68,23 +68,23 @@ class Platform(NamedTuple):
         source_a: jax.Array | None = None,
         source_b: jax.Array | None = None,
     ) -> jax.Array:
-        """Sum `a[r]^T @ b[r]` over the rows of each group; see `jax_grouped.grouped_outer`."""
+        """Sum `a[r]^T @ b[r]` over the rows of each of `size` groups, see the package."""
         rows, (_, i, j), k = groups.order.shape[0], a.shape, b.shape[2]
         if a.dtype != b.dtype or not self.shape.takes(rows, i, size, j, k, a.dtype.name):
             return jax_grouped.grouped_outer(a, b, groups, size, source_a, source_b)
         tiles = cut(groups, self.shape.rows(rows, i, size, a.dtype.itemsize), self.shape.empty)
-        return self.outer(taken(a, tiles.slot, source_a), taken(b, tiles.slot, source_b), tiles)
+        return self.outer(gather_rows(a, tiles.slot, source_a), gather_rows(b, tiles.slot, source_b), tiles)
 
     def grouped_gradients(
         self, gout: jax.Array, a: jax.Array, c: jax.Array, groups: Groups, source: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Both gradients of `grouped_matmul`; see `planner.kernels.grouped_matmul.jax_grouped.grouped_gradients`."""
+        """Return both gradients of `grouped_matmul`, see the package."""
         rows, i, (g, j, k) = groups.order.shape[0], a.shape[1], c.shape
         if not a.dtype == c.dtype == gout.dtype or not self.shape.takes(rows, i, g, j, k, a.dtype.name):
             return jax_grouped.grouped_gradients(gout, a, c, groups, source)
         tiles = cut(groups, self.shape.rows(rows, i, g, a.dtype.itemsize), self.shape.empty)
-        gradient = taken(gout, tiles.slot)
-        to_c = self.outer(taken(a, tiles.slot, source), gradient, tiles)
+        gradient = gather_rows(gout, tiles.slot)
+        to_c = self.outer(gather_rows(a, tiles.slot, source), gradient, tiles)
         if self.shape.is_tile(rows, i, a.dtype.itemsize):
             return self.product(gout, c, *_groups_of_rows(groups), transposes=True), to_c
         to_rows = self.product(gradient, c, tiles.group, tiles.live, transposes=True)
@@ -92,7 +92,7 @@ class Platform(NamedTuple):
 
 
 def _groups_of_rows(groups: Groups) -> tuple[jax.Array, jax.Array]:
-    """The group of each row, and 1 where it is not dropped."""
+    """Return the group of each row, and 1 for each row that is not dropped."""
     at, size = lax.iota(jnp.int32, groups.order.shape[0]), groups.offsets.shape[0] - 1
     group = jnp.searchsorted(groups.offsets, at, side="right").astype(jnp.int32) - 1
     group = jnp.zeros_like(group).at[groups.order].set(group)

@@ -1,7 +1,7 @@
 """Products of tiles with the matrix of their group on TPUs, by Pallas; `pallas_grouped` cuts the tiles.
 
-A tile's matrix is fetched by its group, from a table that is there before the grid begins. Sums are in float32. What
-lies beyond an edge is left out by select, for zero times NaN is none.
+The kernel fetches a tile's matrix by its group, from a table that is prefetched before the grid starts. Sums are in
+float32. Values beyond the edge of an array are replaced by zeros on both sides, because they may be NaN.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from planner.kernels.grouped_matmul.pallas_tiles import TPU, Tiles
 
 __all__ = ["KERNELS", "matrices_outer", "matrices_product"]
 
-# Side of a block of a large matrix: with tiles of as many rows, buffers take 7 MB of a v5e's 16.
+# Side of a block of a large matrix: with tiles of 512 rows, buffers take 7 MB of a v5e's 16 MB.
 _SIDE = 512
-# What interprets the kernels; tests set it.
+# The `interpret` argument of the kernels; tests set it.
 INTERPRET: Any = False
 
 
 def _block(size: int) -> int:
-    """Side of a block: the whole, or a multiple of the lanes."""
+    """Return the side of a block: the whole dimension, or a multiple of the lanes."""
     return size if size <= _SIDE else _SIDE
 
 
 def _inside(x: jax.Array, dim: int, begin: jax.Array, size: int, block: int) -> jax.Array:
-    """Zeros for what lies beyond an edge along a dimension."""
+    """Replace the values beyond the edge of a dimension by zeros."""
     if size % block == 0:
         return x
     if 1 in x.shape:  # Mosaic cannot select within a vector of bfloat16
@@ -42,15 +42,18 @@ def _inside(x: jax.Array, dim: int, begin: jax.Array, size: int, block: int) -> 
 
 
 def _dot(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    if 1 in (*x.shape, *y.shape):  # a product with a vector goes element by element, which bfloat16 does not
+    if 1 in (*x.shape, *y.shape):  # Mosaic multiplies a vector element by element, which it cannot do in bfloat16
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    # Mosaic knows two precisions: that of one pass, exact for 16 bits, and that of float32.
+    # Mosaic knows two precisions: one pass, which is exact for 16 bits, and float32.
     asked = str(jax.config.jax_default_matmul_precision or "default")  # type: ignore[attr-defined]
     exact = x.dtype == jnp.float32 and asked not in ("default", "fastest", "bfloat16")
     return lax.dot_general(
-        x, y, (((contract[0],), (contract[1],)), ((), ())), preferred_element_type=jnp.float32,
+        x,
+        y,
+        (((contract[0],), (contract[1],)), ((), ())),
+        preferred_element_type=jnp.float32,
         precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
-    )  # fmt: skip
+    )
 
 
 def _product_kernel(
@@ -84,8 +87,8 @@ def matrices_product(
         c: `(G, J, K)`; `(G, K, J)` with `transposes`.
         group: of each tile, `(T,)` int32, values in `[0, G)`.
         live: 0 for tiles whose product is zero, `(T,)` int32.
-        transposes: whether the matrices' transposes are meant.
-        dtype: of the result; None for that of a.
+        transposes: whether to multiply by the transposed matrices.
+        dtype: dtype of the result; None for the dtype of a.
 
     Returns:
         `(T, M, K)`.
@@ -94,7 +97,8 @@ def matrices_product(
     block_j, block_k = _block(j), _block(k)
 
     def tile(k: Any, t: Any, j: Any, group: Any, live: Any) -> tuple[Any, ...]:
-        return jnp.where(live[t] == 1, t, 0), 0, jnp.where(live[t] == 1, j, 0)  # what is not there fetches no other
+        # An unused tile keeps to one block, so that nothing new is fetched for it.
+        return jnp.where(live[t] == 1, t, 0), 0, jnp.where(live[t] == 1, j, 0)
 
     def matrix(k: Any, t: Any, j: Any, group: Any, live: Any) -> tuple[Any, ...]:
         j = jnp.where(live[t] == 1, j, 0)
@@ -159,21 +163,31 @@ def matrices_outer(a: jax.Array, b: jax.Array, of: Tiles) -> jax.Array:
 
 
 def _call(
-    kernel: Callable[..., None], grid: tuple[int, ...], in_specs: list[Any], out_specs: Any, out: Any,
-    total: tuple[int, int], name: str,
-) -> Callable[..., jax.Array]:  # fmt: skip
-    found: Callable[..., jax.Array] = pl.pallas_call(
+    kernel: Callable[..., None],
+    grid: tuple[int, ...],
+    in_specs: list[Any],
+    out_specs: Any,
+    out: Any,
+    total: tuple[int, int],
+    name: str,
+) -> Callable[..., jax.Array]:
+    """Return the call of a kernel; `total` is the shape of its float32 sums."""
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=2,
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        scratch_shapes=[pltpu.VMEM(total, jnp.float32)],
+    )
+    call: Callable[..., jax.Array] = pl.pallas_call(
         kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2, grid=grid, in_specs=in_specs, out_specs=out_specs,
-            scratch_shapes=[pltpu.VMEM(total, jnp.float32)],
-        ),
+        grid_spec=grid_spec,
         out_shape=out,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         interpret=INTERPRET,
         name=name,
-    )  # fmt: skip
-    return found
+    )
+    return call
 
 
 KERNELS = Platform(TPU, matrices_product, matrices_outer)

@@ -1,11 +1,12 @@
-"""Rows meet the matrix of their group, `n i j, g[n] j k -> n i k`, and both its gradients, without building `c[g]`.
+"""Each row times the matrix of its group, and both gradients, on a CPU. The package states the contract.
 
-Rows are walked in sorted order, one piece of some 50 groups at a time, through two buffers that every step uses
-again: fresh memory is dear on a CPU (33 MB of new pages cost 11 ms, refilling them 0.9 ms).
+Rows are walked in sorted order, one piece of some 50 groups at a time, through two buffers that every step uses again:
+new memory is expensive on a CPU (33 MB of new pages cost 11 ms, refilling them 0.9 ms).
 
     a  --take rows-->  left (groups, pad, J)  --@ c-->  right (groups, pad, K)  --pack-->  left  --put-->  out[rows]
 
-Loops run on the host, so these serve tensors on a CPU. No gradients are recorded: call them without autograd.
+The loops run on the host, so these functions are for tensors on a CPU. They record no gradients: call them without
+autograd. `share` divides the size of the buffers, a half or a sixteenth of their usual bytes, to save memory.
 """
 
 from __future__ import annotations
@@ -20,26 +21,23 @@ from torch import Tensor
 
 from planner.kernels.grouping.torch_grouping import Cutting, Groups, Piece, accumulator, pieces
 
-# Bytes of each of the two buffers. Half of it takes a sixth to a half more time on seed 000 (2-core Xeon with 2 MiB of
-# L2 a core), a sixteenth twice the time; twice of it wins little and costs memory.
+# Bytes of each of the two buffers. With half of it, seed 000 takes a sixth to a half more time (2-core Xeon with 2 MiB
+# of L2 per core); with a sixteenth, twice the time. With twice the bytes it gains little and costs memory.
 BUFFER_BYTES = 2 << 20
-# A matrix product of fewer rows does not pay for reading its matrix.
+# Matrix products of fewer rows take as long as reading their matrix.
 FEWEST_ROWS = 512
-# Bytes of the matrices that a piece may copy: those of half types, and those of groups that it names.
+# Bytes of matrices that a piece may copy: matrices of half types, and of groups that it names one by one.
 MATRIX_BYTES = 1 << 19
-# Measured on a 2-core AMD EPYC 7003 (AVX2), torch 2.13: flop/s of small products, bytes/s of taken rows, seconds
+# Measured on a 2-core AMD EPYC 7003 (AVX2), torch 2.13: FLOP/s of small products, bytes/s of taking rows, seconds
 # of the calls of one piece.
 FLOPS, TAKEN, PIECE = 90e9, 8e9, 60e-6
-# Whether large results ask for huge pages, see `fresh`.
+# Whether large results ask the kernel for huge pages, see `fresh`.
 HUGE_PAGES = sys.platform == "linux"
 HUGE_PAGE = 1 << 21
 
 
 def cutting(i: int, j: int, k: int, n: int, dtype: torch.dtype, share: int = 1) -> Cutting:
-    """How N rows `(i, j)` are cut for matrices `(j, k)`; shapes alone decide, so that a plan can foretell memory.
-
-    `share` cuts them for buffers of that share, a half or a sixteenth: for where memory is what counts.
-    """
+    """Choose how N rows `(i, j)` are cut for matrices `(j, k)`, from shapes alone: so plans can predict the memory."""
     buffer_bytes = BUFFER_BYTES // share
     itemsize = accumulator(dtype).itemsize
     rows = max(buffer_bytes // max(1, i * max(j, k) * itemsize), FEWEST_ROWS // max(1, i))
@@ -60,48 +58,33 @@ def grouped_matmul(
     out_dtype: torch.dtype | None = None,
     share: int = 1,
 ) -> Tensor:
-    """Multiply each row by the matrix of its group.
-
-    Args:
-        a: `(Na, I, J)`, any strides.
-        c: `(G, J, K)`, any strides; the same dtype.
-        groups: The group of each of N rows.
-        source: `(N,)` integers in `[0, Na)`: row `r` uses `a[source[r]]`; None: `a[r]`.
-        target: `(N,)` integers in `[0, targets]`: the product is added to `out[target[r]]`, or dropped where that is
-            `targets`; None: it is `out[r]`, and dropped rows are zero.
-        targets: Rows of the result where `target` is given.
-        out_dtype: Dtype of the result; None: that of `a`. Half types are summed in float32 either way.
-        share: For buffers of this share of their usual bytes, see `cutting`.
-
-    Returns:
-        `(N, I, K)`, or `(targets, I, K)` with `target`.
-    """
+    """Multiply each row by the matrix of its group, see the package; the result has `out_dtype`, by default a's."""
     out_dtype = out_dtype or a.dtype
     wide = accumulator(a.dtype)
     n, (i, j), k = len(groups.order), a.shape[1:], c.shape[2]
     a, c = a.resolve_conj(), c.resolve_conj()
-    rows_left_out = False
+    drops_targets = False
     if target is None:
         out = fresh((n, i, k), out_dtype)
         out.index_fill_(0, groups.order[int(groups.ends[-1]) :], 0)
     else:
         assert targets is not None
         out = torch.zeros((targets, i, k), dtype=accumulator(out_dtype), device="cpu")
-        rows_left_out = bool((target == targets).any())
+        drops_targets = bool((target == targets).any())
     if not (out.numel() and j):
         return out.zero_().to(out_dtype)
-    cut = cutting(i, j, k, n, a.dtype, share)
-    left, right = _buffers(cut.rows * i * max(j, k), wide)
-    for piece, matrices in _walk(groups, cut, c, wide):
+    limits = cutting(i, j, k, n, a.dtype, share)
+    left, right = _buffers(limits.rows * i * max(j, k), wide)
+    for piece, matrices in _walk(groups, limits, c, wide):
         if not piece.pad:
             continue
         x = _take(a, piece.padded, source, left).view(piece.count, piece.pad * i, j)
-        y = _packed(piece, _multiply(x, matrices, right).view(-1, i, k), left)
+        y = _pack(piece, _multiply(x, matrices, right).view(-1, i, k), left)
         if target is None:
             _put(out, piece.rows, y.to(out.dtype))
             continue
         rows = target.index_select(0, piece.rows)
-        if rows_left_out:
+        if drops_targets:
             kept = (rows < out.shape[0]).nonzero().view(-1)
             rows, y = rows.index_select(0, kept), y.index_select(0, kept)
         out.index_add_(0, rows, y.to(out.dtype))
@@ -116,27 +99,15 @@ def grouped_outer(
     source_b: Tensor | None = None,
     share: int = 1,
 ) -> Tensor:
-    """Sum `a[r]^T @ b[r]` over the rows of each group; empty groups are zero.
-
-    Args:
-        a: `(Na, I, J)`, any strides.
-        b: `(Nb, I, K)`, any strides; the same dtype.
-        groups: The group of each of N rows.
-        source_a: `(N,)`: row `r` uses `a[source_a[r]]`; None: `a[r]`.
-        source_b: The same for `b`.
-        share: For buffers of this share of their usual bytes, see `cutting`.
-
-    Returns:
-        `(G, J, K)`, summed in float32 for half types.
-    """
+    """Sum `a[r]^T @ b[r]` over the rows of each group, see the package."""
     a, b = a.resolve_conj(), b.resolve_conj()
     (i, j), k, n = a.shape[1:], b.shape[2], len(groups.order)
-    cut = cutting(i, j, k, n, a.dtype, share)
-    sums = _Sums(groups, min(cut.picked, groups.size), j, k, a.dtype)
+    limits = cutting(i, j, k, n, a.dtype, share)
+    sums = _Sums(groups, min(limits.picked, groups.size), j, k, a.dtype)
     if not (sums.out.numel() and i):
         return sums.out.zero_()
-    left, right = _buffers(cut.rows * i * max(j, k), sums.wide)
-    for piece, _ in _walk(groups, cut, None, sums.wide):
+    left, right = _buffers(limits.rows * i * max(j, k), sums.wide)
+    for piece, _ in _walk(groups, limits, None, sums.wide):
         blank = piece.blank()
         x = _take(a, piece.padded, source_a, left, blank).view(piece.count, piece.pad * i, j)
         y = _take(b, piece.padded, source_b, right, blank).view(piece.count, piece.pad * i, k)
@@ -147,89 +118,97 @@ def grouped_outer(
 def grouped_gradients(
     gout: Tensor, a: Tensor, c: Tensor, groups: Groups, source: Tensor | None = None, share: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Both gradients of `grouped_matmul` without target, in one walk.
-
-        out[r] = a[s(r)] @ c[g(r)]   gives
-        da[r] = gout[r] @ c[g(r)]^H,   dc[g] = sum of a[s(r)]^H @ gout[r] over its rows
-
-    Args:
-        gout: `(N, I, K)`, any strides.
-        a: `(Na, I, J)`.
-        c: `(G, J, K)`.
-        groups: The group of each row.
-        source: As in `grouped_matmul`.
-        share: As in `grouped_matmul`.
-
-    Returns:
-        `(N, I, J)`, a gradient for each row (zero where it was dropped; the caller sums those of one source), and
-        `(G, J, K)`.
-    """
+    """Return both gradients of `grouped_matmul` without a target, see the package; one walk takes each row once."""
     gout, a, c = gout.resolve_conj(), a.resolve_conj(), c.resolve_conj()
     (i, j), k, n = a.shape[1:], c.shape[2], len(groups.order)
     grad_rows = fresh((n, i, j), a.dtype)
     grad_rows.index_fill_(0, groups.order[int(groups.ends[-1]) :], 0)
-    cut = cutting(i, j, k, n, a.dtype, share)
-    sums = _Sums(groups, min(cut.picked, groups.size), j, k, a.dtype)
+    limits = cutting(i, j, k, n, a.dtype, share)
+    sums = _Sums(groups, min(limits.picked, groups.size), j, k, a.dtype)
     if not (sums.out.numel() and i and n):
         return grad_rows.zero_(), sums.out.zero_()
-    left, right = _buffers(cut.rows * i * max(j, k), sums.wide)
-    for piece, matrices in _walk(groups, cut, c.transpose(1, 2), sums.wide):
+    left, right = _buffers(limits.rows * i * max(j, k), sums.wide)
+    for piece, matrices in _walk(groups, limits, c.transpose(1, 2), sums.wide):
         blank = piece.blank()
         x = _take(a, piece.padded, source, left, blank).view(piece.count, piece.pad * i, j)
         g = _take(gout, piece.padded, None, right, blank).view(piece.count, piece.pad * i, k)
         sums.add(piece, x.conj(), g)
         if piece.pad:
-            y = _multiply(g, matrices.conj(), left).view(-1, i, j)  # The rows of a are done with.
-            _put(grad_rows, piece.rows, _packed(piece, y, right).to(a.dtype))
+            y = _multiply(g, matrices.conj(), left).view(
+                -1, i, j
+            )  # This overwrites the rows of a: `sums` has used them.
+            _put(grad_rows, piece.rows, _pack(piece, y, right).to(a.dtype))
     return grad_rows, sums.result()
 
 
 def matmul_scratch_bytes(
-    rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: torch.dtype, sourced: bool = False,
+    rows: int,
+    size_i: int,
+    groups: int,
+    size_j: int,
+    size_k: int,
+    dtype: torch.dtype,
+    sourced: bool = False,
     share: int = 1,
-) -> int:  # fmt: skip
-    """Upper bound of what `grouped_matmul` allocates beside its result.
+) -> int:
+    """Upper bound of the bytes that `grouped_matmul` allocates beside its result.
 
-    A half-precision result that is added into targets is summed in float32: add its bytes in that dtype.
+    With a target, a result of a half type is summed in a float32 array: add the bytes of that array.
     """
-    cut = cutting(size_i, size_j, size_k, rows, dtype, share)
+    limits = cutting(size_i, size_j, size_k, rows, dtype, share)
     wide = accumulator(dtype).itemsize
-    width = cut.rows * size_i * max(size_j, size_k)
-    needed = 2 * width * wide + _matrix_bytes(cut, groups, size_j, size_k, dtype)
+    width = limits.rows * size_i * max(size_j, size_k)
+    needed = 2 * width * wide + _matrix_bytes(limits, groups, size_j, size_k, dtype)
     if accumulator(dtype) != dtype:
-        # Rows in the half type, or named matrices before they are converted.
-        needed += max(width, min(cut.picked, groups) * size_j * size_k) * dtype.itemsize
-    # Six index arrays of a piece; those that decide the cut are a few for each group.
-    return needed + (6 + sourced) * 8 * cut.rows + 64 * groups + 1024
+        # Rows in the half type, or the matrices of named groups before they are converted.
+        needed += max(width, min(limits.picked, groups) * size_j * size_k) * dtype.itemsize
+    # Six index arrays per piece, and a few numbers per group to decide how rows are cut.
+    return needed + (6 + sourced) * 8 * limits.rows + 64 * groups + 1024
 
 
-def _matrix_bytes(cut: Cutting, groups: int, size_j: int, size_k: int, dtype: torch.dtype) -> int:
-    """Bytes of the matrices that are copied: none where a group is always alone and needs no conversion."""
-    if cut.picked == 1 and accumulator(dtype) == dtype:
+def _matrix_bytes(limits: Cutting, groups: int, size_j: int, size_k: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the matrices that are copied: 0 if each named group is alone and needs no conversion."""
+    if limits.picked == 1 and accumulator(dtype) == dtype:
         return 0
-    return min(cut.picked, groups) * size_j * size_k * accumulator(dtype).itemsize
+    return min(limits.picked, groups) * size_j * size_k * accumulator(dtype).itemsize
 
 
 def outer_scratch_bytes(
-    rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: torch.dtype, sourced: bool = False,
+    rows: int,
+    size_i: int,
+    groups: int,
+    size_j: int,
+    size_k: int,
+    dtype: torch.dtype,
+    sourced: bool = False,
     share: int = 1,
-) -> int:  # fmt: skip
-    """Upper bound of what `grouped_outer` allocates beside its result."""
+) -> int:
+    """Upper bound of the bytes that `grouped_outer` allocates beside its result."""
     return matmul_scratch_bytes(rows, size_i, groups, size_j, size_k, dtype, sourced, share)
 
 
 def gradients_scratch_bytes(
-    rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: torch.dtype, sourced: bool = False,
+    rows: int,
+    size_i: int,
+    groups: int,
+    size_j: int,
+    size_k: int,
+    dtype: torch.dtype,
+    sourced: bool = False,
     share: int = 1,
-) -> int:  # fmt: skip
-    """Upper bound of what `grouped_gradients` allocates beside its results."""
-    cut = cutting(size_i, size_j, size_k, rows, dtype, share)
-    sums = _matrix_bytes(cut, groups, size_j, size_k, dtype)
+) -> int:
+    """Upper bound of the bytes that `grouped_gradients` allocates beside its results."""
+    limits = cutting(size_i, size_j, size_k, rows, dtype, share)
+    sums = _matrix_bytes(limits, groups, size_j, size_k, dtype)
     return matmul_scratch_bytes(rows, size_i, groups, size_j, size_k, dtype, sourced, share) + sums
 
 
 class _Sums:
-    """The sums of outer products, filled piece by piece; `held` are those of the latest first piece, at most `most`."""
+    """The sums of outer products, filled piece by piece.
+
+    `held` are the sums of the current groups, at most `most` of them. Later pieces of the same group are added to them.
+    They are stored in `out` when a piece of other groups comes, and at the end.
+    """
 
     def __init__(self, groups: Groups, most: int, j: int, k: int, dtype: torch.dtype) -> None:
         self.wide = accumulator(dtype)
@@ -240,7 +219,7 @@ class _Sums:
         self.scratch: Tensor | None = None
 
     def add(self, piece: Piece, x: Tensor, y: Tensor) -> None:
-        """Add `x^T @ y`, `(count, rows, J)` and `(count, rows, K)`, to the groups of a piece."""
+        """Add `x^T @ y` to the sums of a piece's groups; x is `(count, rows, J)`, y is `(count, rows, K)`."""
         if not piece.pad:
             assert isinstance(piece.groups, Tensor)
             self.out.index_fill_(0, piece.groups, 0)
@@ -253,7 +232,7 @@ class _Sums:
             torch.bmm(x.transpose(1, 2), y, out=self.held)
 
     def result(self) -> Tensor:
-        """All the sums."""
+        """Store the sums that are still held, and return all of them."""
         self._store()
         return self.out
 
@@ -265,7 +244,7 @@ class _Sums:
             return
         if self.scratch is None:
             self.scratch = torch.empty(self.most * prod(self.out.shape[1:]), dtype=self.wide, device="cpu")
-        self.held = _shaped(self.scratch, (piece.count, *self.out.shape[1:]))
+        self.held = _reshape(self.scratch, (piece.count, *self.out.shape[1:]))
 
     def _store(self) -> None:
         if isinstance(self.place, Tensor):
@@ -274,44 +253,44 @@ class _Sums:
             self.out[self.place].copy_(self.held)
 
 
-def _walk(groups: Groups, cut: Cutting, c: Tensor | None, wide: torch.dtype) -> Iterator[tuple[Piece, Tensor]]:
-    """Every piece with the matrices of its groups, in the accumulator's dtype."""
+def _walk(groups: Groups, limits: Cutting, c: Tensor | None, wide: torch.dtype) -> Iterator[tuple[Piece, Tensor]]:
+    """Yield every piece with the matrices of its groups, in the accumulator's dtype."""
     held = torch.empty(0, dtype=wide, device="cpu")
     matrices = held
-    for piece in pieces(groups, cut):
+    for piece in pieces(groups, limits):
         if c is not None and piece.pad and piece.first:
             by_range = isinstance(piece.groups, slice)
             if by_range and c.dtype == wide:
                 matrices = c[piece.groups]
             else:
                 if not held.numel():
-                    held = torch.empty(min(cut.picked, groups.size) * prod(c.shape[1:]), dtype=wide, device="cpu")
+                    held = torch.empty(min(limits.picked, groups.size) * prod(c.shape[1:]), dtype=wide, device="cpu")
                 matrices = _pick(c, piece.groups, held)
         yield piece, matrices
 
 
 def _pick(c: Tensor, groups: slice | Tensor, buffer: Tensor) -> Tensor:
-    """`c[groups]` in the buffer, in the layout of `c`: a copy that also transposes is several times slower."""
+    """Copy `c[groups]` to the buffer, in the layout of `c`: a copy that also transposes is several times slower."""
     if c.stride(1) < c.stride(2):
         return _pick(c.transpose(1, 2), groups, buffer).transpose(1, 2)
     if isinstance(groups, slice):
-        return _shaped(buffer, c[groups].shape).copy_(c[groups])
-    out = _shaped(buffer, (len(groups), *c.shape[1:]))
+        return _reshape(buffer, c[groups].shape).copy_(c[groups])
+    out = _reshape(buffer, (len(groups), *c.shape[1:]))
     return torch.index_select(c, 0, groups, out=out) if c.dtype == out.dtype else out.copy_(c.index_select(0, groups))
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised array; a large one asks the kernel for huge pages.
+    """Return an uninitialised array; if it is large, ask the kernel for huge pages.
 
-    Rows that are put in random order touch a new page almost each time: 33 MB cost 25 ms so, 13 ms in huge pages, and
-    10 ms where the pages are not new (2-core AMD EPYC 7003, Linux with transparent huge pages by `madvise`, torch
-    2.13). Elsewhere this is `torch.empty`.
+    Rows that are written in random order touch a new page almost each time. Writing 33 MB so takes 25 ms, 13 ms in huge
+    pages, and 10 ms if the pages are not new (2-core AMD EPYC 7003, Linux with transparent huge pages by `madvise`,
+    torch 2.13). On other systems this is `torch.empty`.
     """
     out = torch.empty(shape, dtype=dtype, device="cpu")
     if HUGE_PAGES and out.nbytes >= 2 * HUGE_PAGE:
         first = -(-out.data_ptr() // HUGE_PAGE) * HUGE_PAGE
         last = (out.data_ptr() + out.nbytes) // HUGE_PAGE * HUGE_PAGE
-        # 14 is MADV_HUGEPAGE. Whole pages inside the array, and advice only: a refusal changes nothing.
+        # 14 is MADV_HUGEPAGE, for the whole pages inside the array. It is advice only: a refusal changes nothing.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), 14)
     return out
 
@@ -321,10 +300,10 @@ def _buffers(numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _take(x: Tensor, rows: Tensor, source: Tensor | None, buffer: Tensor, blank: Tensor | None = None) -> Tensor:
-    """`x[source[rows]]` in the buffer, zero at `blank`."""
+    """Copy `x[source[rows]]` to the buffer, with zeros at the positions `blank`."""
     if source is not None:
         rows = source.index_select(0, rows)
-    out = _shaped(buffer, (len(rows), *x.shape[1:]))
+    out = _reshape(buffer, (len(rows), *x.shape[1:]))
     if x.dtype == buffer.dtype:
         torch.index_select(x, 0, rows, out=out)
     else:
@@ -335,8 +314,8 @@ def _take(x: Tensor, rows: Tensor, source: Tensor | None, buffer: Tensor, blank:
 
 
 def _multiply(x: Tensor, matrices: Tensor, buffer: Tensor) -> Tensor:
-    """`(G, rows, J) @ (G, J, K)` in the buffer; one group by itself is a plain product, which uses all cores."""
-    out = _shaped(buffer, (x.shape[0], x.shape[1], matrices.shape[2]))
+    """Write `(G, rows, J) @ (G, J, K)` to the buffer; a single group is a plain product, which uses all cores."""
+    out = _reshape(buffer, (x.shape[0], x.shape[1], matrices.shape[2]))
     if x.shape[0] == 1:
         torch.mm(x[0], matrices[0], out=out[0])
     elif x.shape[1]:
@@ -344,15 +323,18 @@ def _multiply(x: Tensor, matrices: Tensor, buffer: Tensor) -> Tensor:
     return out
 
 
-def _packed(piece: Piece, y: Tensor, buffer: Tensor) -> Tensor:
-    """The real rows of a piece, in the buffer where some are not."""
+def _pack(piece: Piece, y: Tensor, buffer: Tensor) -> Tensor:
+    """Return the rows of a piece without its padding; they are copied to the buffer if there is padding."""
     if piece.kept is None:
         return y
-    return torch.index_select(y, 0, piece.kept, out=_shaped(buffer, (len(piece.kept), *y.shape[1:])))
+    return torch.index_select(y, 0, piece.kept, out=_reshape(buffer, (len(piece.kept), *y.shape[1:])))
 
 
 def _put(out: Tensor, rows: Tensor, y: Tensor) -> None:
-    """`out[rows] = y`, both contiguous, in the widest elements that divide a row: they are moved one by one."""
+    """Write `out[rows] = y`, both contiguous.
+
+    Torch copies element by element, so rows are viewed as the widest elements that divide them.
+    """
     row = prod(out.shape[1:]) * out.itemsize
     out, y = out.view(len(out), -1), y.view(len(y), -1)
     for dtype in (torch.complex128, torch.int64, torch.int32):
@@ -362,6 +344,6 @@ def _put(out: Tensor, rows: Tensor, y: Tensor) -> None:
     out.index_copy_(0, rows, y)
 
 
-def _shaped(buffer: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """The first elements of a flat buffer, as an array of that shape."""
+def _reshape(buffer: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
+    """Return the first elements of a flat buffer as an array of that shape."""
     return buffer[: prod(shape)].view(shape)

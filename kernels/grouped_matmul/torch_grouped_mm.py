@@ -1,8 +1,9 @@
-"""Grouped products on CUDA by torch's own grouped product of matrices; `torch_grouped`'s contracts.
+"""Grouped products on CUDA by torch's own `grouped_mm`. The package states the contract, here without source or target.
 
-It takes rows that lie group by group, so they are taken in that order and put back. Matrices that it does not take as
-they lie, in memory that 16 does not divide say, are left to the Triton kernel, which does. Nothing waits for the device
-on cards of capability 9.0 and 10.0; elsewhere torch copies the groups' sizes to the host.
+`grouped_mm` reads rows in the order of their groups, so the rows are copied into that order and the results are put
+back. It refuses matrices in some layouts, for example at addresses that are no multiple of 16. The Triton kernel takes
+those. On cards of capability 9.0 and 10.0 nothing waits for the device; on others torch copies the groups' sizes to the
+host.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ __all__ = ["grouped_gradients", "grouped_matmul", "grouped_outer"]
 
 
 def grouped_matmul(a: Tensor, c: Tensor, groups: Groups) -> Tensor:
-    """Multiply each row by the matrix of its group; those of dropped rows are zero."""
+    """Multiply each row by the matrix of its group."""
     if not _takes(c):
         return _kernels().grouped_matmul(a, c, groups)
-    return _put_back(_products(_taken(a, groups), c, groups, a.shape[1]), groups, a.shape[1])
+    return _put_back(_multiply(_sort_rows(a, groups), c, groups, a.shape[1]), groups, a.shape[1])
 
 
 def grouped_outer(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
     """Sum `a[r]^T @ b[r]` over the rows of each group."""
-    return _sums(_taken(a, groups), _taken(b, groups), groups, a.shape[1])
+    return _sum_outer(_sort_rows(a, groups), _sort_rows(b, groups), groups, a.shape[1])
 
 
 def grouped_gradients(gout: Tensor, a: Tensor, c: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """Both gradients of `grouped_matmul`."""
+    """Return both gradients of `grouped_matmul`."""
     if not _takes(c):
         return _kernels().grouped_gradients(gout, a, c, groups)
-    i, g = a.shape[1], _taken(gout, groups)
-    rows = _put_back(_products(g, c.transpose(1, 2), groups, i), groups, i)
-    return rows, _sums(_taken(a, groups), g, groups, i)
+    i, g = a.shape[1], _sort_rows(gout, groups)
+    rows = _put_back(_multiply(g, c.transpose(1, 2), groups, i), groups, i)
+    return rows, _sum_outer(_sort_rows(a, groups), g, groups, i)
 
 
 def _takes(c: Tensor) -> bool:
-    """Whether matrices lie as torch takes them: by rows or by columns, all of it in steps of 16 bytes."""
+    """Whether `grouped_mm` takes matrices in this layout: row- or column-major, in multiples of 16 bytes."""
     size = c.element_size()
     strides = [c.stride(d) for d in range(3) if c.shape[d] > 1]
     by_lines = c.stride(2) == 1 and c.stride(1) >= c.shape[2] or c.stride(1) == 1 and c.stride(2) >= c.shape[1]
@@ -51,8 +52,8 @@ def _kernels() -> Any:
     return importlib.import_module("planner.kernels.grouped_matmul.triton_grouped")
 
 
-def _taken(x: Tensor, groups: Groups) -> Tensor:
-    """Rows in the order of their groups, as a matrix."""
+def _sort_rows(x: Tensor, groups: Groups) -> Tensor:
+    """Copy rows into the order of their groups, as one matrix."""
     return x.index_select(0, groups.order).reshape(-1, x.shape[2])
 
 
@@ -60,18 +61,18 @@ def _ends(groups: Groups, inner: int) -> Tensor:
     return (groups.offsets[1:] * inner).to(torch.int32)
 
 
-def _products(rows: Tensor, c: Tensor, groups: Groups, inner: int) -> Tensor:
-    found = torch.nn.functional.grouped_mm(rows, c, offs=_ends(groups, inner))
-    # What lies behind the last group is whatever was in memory.
+def _multiply(rows: Tensor, c: Tensor, groups: Groups, inner: int) -> Tensor:
+    products = torch.nn.functional.grouped_mm(rows, c, offs=_ends(groups, inner))
+    # `grouped_mm` leaves the rows behind the last group uninitialised.
     dropped = torch.arange(len(rows), device=rows.device) >= groups.offsets[-1] * inner
-    return found.masked_fill_(dropped.unsqueeze(1), 0)
+    return products.masked_fill_(dropped.unsqueeze(1), 0)
 
 
-def _put_back(found: Tensor, groups: Groups, inner: int) -> Tensor:
-    n, k = len(groups.order), found.shape[1]
-    return found.new_empty((n, inner, k)).index_copy_(0, groups.order, found.view(n, inner, k))
+def _put_back(products: Tensor, groups: Groups, inner: int) -> Tensor:
+    n, k = len(groups.order), products.shape[1]
+    return products.new_empty((n, inner, k)).index_copy_(0, groups.order, products.view(n, inner, k))
 
 
-def _sums(a: Tensor, b: Tensor, groups: Groups, inner: int) -> Tensor:
-    found = torch.nn.functional.grouped_mm(a.t(), b, offs=_ends(groups, inner))
-    return found.masked_fill_((groups.offsets.diff() == 0).view(-1, 1, 1), 0)
+def _sum_outer(a: Tensor, b: Tensor, groups: Groups, inner: int) -> Tensor:
+    sums = torch.nn.functional.grouped_mm(a.t(), b, offs=_ends(groups, inner))
+    return sums.masked_fill_((groups.offsets.diff() == 0).view(-1, 1, 1), 0)

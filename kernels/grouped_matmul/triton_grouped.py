@@ -1,6 +1,7 @@
-"""Grouped products on CUDA by one Triton kernel: `torch_grouped`'s contracts, without a host's loop.
+"""Grouped products on CUDA by one Triton kernel. The package states the contract.
 
-Nothing waits for the device. Strides are taken as they are; sums are in one order, so that equal calls give equal bits.
+Nothing waits for the device. Operands are read in any strides without a copy. Sums are formed in one order, so equal
+calls give equal bits. In all functions `tiling` is as in `planner.kernels.tiled_product.triton_tiles.tiles_of`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,15 @@ from planner.kernels.tiled_product.triton_axes import Cut, Matrices, axis_of, cu
 from planner.kernels.tiled_product.triton_product import precision, product_kernel
 from planner.kernels.tiled_product.triton_tiles import Tiles, covers_pair, tiles_of
 
-__all__ = ["batched_matmul", "grouped_gradients", "grouped_matmul", "grouped_outer", "plain_product",
-           "rows_product", "terms_product"]  # fmt: skip
+__all__ = [
+    "batched_matmul",
+    "grouped_gradients",
+    "grouped_matmul",
+    "grouped_outer",
+    "plain_product",
+    "rows_product",
+    "terms_product",
+]
 
 
 def grouped_matmul(
@@ -32,16 +40,20 @@ def grouped_matmul(
     targets: int | None = None,
     tiling: str = "",
 ) -> Tensor:
-    """Multiply each row by the matrix of its group; see `planner.kernels.grouped_matmul.torch_grouped.grouped_matmul`.
-
-    Here and below `tiling` is as in `planner.kernels.tiled_product.triton_tiles.tiles_of`.
-    """
+    """Multiply each row by the matrix of its group, see the package."""
     n, (i, j), (g, _, k) = len(groups.order), a.shape[1:], c.shape
     rows = a.new_empty((n, i, k), dtype=a.dtype if target is None else accumulator(a.dtype))
     rows_product(
-        Matrices.of(a, source), Matrices.of(c), Matrices.of(rows), (n, i, k, j), groups.order, _all_starts(groups), g,
-        True, tiling=tiling,
-    )  # fmt: skip
+        Matrices.of(a, source),
+        Matrices.of(c),
+        Matrices.of(rows),
+        sizes=(n, i, k, j),
+        order=groups.order,
+        starts=_all_starts(groups),
+        groups=g,
+        drops=True,
+        tiling=tiling,
+    )
     if target is None:
         return rows
     assert targets is not None
@@ -49,25 +61,35 @@ def grouped_matmul(
 
 
 def grouped_outer(
-    a: Tensor, b: Tensor, groups: Groups, source_a: Tensor | None = None, source_b: Tensor | None = None,
+    a: Tensor,
+    b: Tensor,
+    groups: Groups,
+    source_a: Tensor | None = None,
+    source_b: Tensor | None = None,
     tiling: str = "",
-) -> Tensor:  # fmt: skip
-    """Sum `a[r]^T @ b[r]` over the rows of each group; see `torch_grouped.grouped_outer`."""
+) -> Tensor:
+    """Sum `a[r]^T @ b[r]` over the rows of each group, see the package."""
     sizes = len(groups.order), a.shape[1], a.shape[2], b.shape[2]
     out = a.new_empty((groups.size, *sizes[2:]))
     terms_product(
-        Matrices.of(a, source_a), Matrices.of(b, source_b), Matrices.of(out), sizes, groups.order, groups.offsets,
-        groups.size, tiling=tiling,
-    )  # fmt: skip
+        Matrices.of(a, source_a),
+        Matrices.of(b, source_b),
+        Matrices.of(out),
+        sizes=sizes,
+        order=groups.order,
+        starts=groups.offsets,
+        groups=groups.size,
+        tiling=tiling,
+    )
     return out
 
 
 def grouped_gradients(
     gout: Tensor, a: Tensor, c: Tensor, groups: Groups, source: Tensor | None = None, tiling: str = ""
 ) -> tuple[Tensor, Tensor]:
-    """Both gradients of `grouped_matmul` without target; see `torch_grouped.grouped_gradients`.
+    """Return both gradients of `grouped_matmul` without a target, see the package.
 
-    Where a program holds a whole matrix they are made in one walk.
+    If a matrix is small enough for one program, one walk over the rows makes both.
     """
     n, (i, j), k = len(groups.order), a.shape[1:], c.shape[2]
     if not covers_pair(j, k):
@@ -85,21 +107,21 @@ def grouped_gradients(
 
 
 def _all_starts(groups: Groups) -> Tensor:
-    """Where each group begins, the dropped rows as one more, whose products are zero."""
+    """Return where each group begins; the dropped rows form one more group, whose products are zero."""
     return torch.nn.functional.pad(groups.offsets, (0, 1), value=len(groups.order))
 
 
 def batched_matmul(
     a: Tensor, b: Tensor, out: Tensor, dims: Sequence[Sequence[Sequence[int]]], tiling: str = ""
 ) -> None:
-    """Write a batched product of operands whose dimensions may lie in any way; nothing is copied.
+    """Write a batched product of operands with dimensions in any order and any strides; nothing is copied.
 
     Args:
-        a: operand.
-        b: operand.
-        out: result.
-        dims: for each of the three, its dimensions in groups: of the batch, then rows, then columns.
-        tiling: as in `planner.kernels.tiled_product.triton_tiles.tiles_of`.
+        a: left operand.
+        b: right operand.
+        out: the result is written here.
+        dims: for each of the three tensors, its dimensions in three groups: the batch, then rows, then columns.
+        tiling: see the module.
     """
     x, y, z = (
         Matrices(tensor, axis_of(tensor, outer), axis_of(tensor, inner), axis_of(tensor, column))
@@ -111,7 +133,7 @@ def batched_matmul(
 
 
 def plain_product(a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int, int, int], tiling: str = "") -> None:
-    """Write a batch of products, `a[z, m, k] b[z, k, n]`; sizes of z, m, n, k."""
+    """Write a batch of products, `a[z, m, k] b[z, k, n]`; `sizes` are those of z, m, n and k."""
     batch, m, n, k = sizes
     if batch * m * n:
         tiles = _tiles("plain", m, n, k, a, b, out, tiling=tiling)
@@ -119,22 +141,30 @@ def plain_product(a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int
 
 
 def rows_product(
-    a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int, int, int], order: Tensor | None, starts: Tensor,
-    groups: int, drops: bool = False, batch_groups: int | None = None, tiling: str = "",
-) -> None:  # fmt: skip
+    a: Matrices,
+    b: Matrices,
+    out: Matrices,
+    sizes: tuple[int, int, int, int],
+    order: Tensor | None,
+    starts: Tensor,
+    groups: int,
+    drops: bool = False,
+    batch_groups: int | None = None,
+    tiling: str = "",
+) -> None:
     """Write the products of rows with the matrix of their group, `a[r, i, k] b[g, k, n]`.
 
     Args:
-        a: operand.
-        b: matrices.
-        out: result, of which no two places are one.
-        sizes: of r, i, n and k.
-        order: rows sorted by group; None where they are.
-        starts: where each group begins in it, and where the last ends.
-        groups: how many there are, the dropped ones aside.
-        drops: whether there is one more group, of rows whose products are zero.
-        batch_groups: groups of an entry of a batch; None where there is none.
-        tiling: as in `planner.kernels.tiled_product.triton_tiles.tiles_of`.
+        a: the rows.
+        b: one matrix per group.
+        out: the result is written here; no two of its elements may share memory.
+        sizes: sizes of r, i, n and k.
+        order: row numbers sorted by group; None if the rows are sorted already.
+        starts: where each group begins in `order`, and where the last one ends.
+        groups: number of groups, without the group of dropped rows.
+        drops: whether one more group follows, of dropped rows, whose products are zero.
+        batch_groups: groups per batch entry; None if there is no batch.
+        tiling: see the module.
     """
     rows, i, n, k = sizes
     if rows * i * n:
@@ -143,18 +173,37 @@ def rows_product(
         tile_starts = starts_of(cut(starts, i, step))
         count = most_tiles(rows * i, step, groups + drops)
         _launch(
-            "rows", a, b, out, (rows * i, n, k), tiles, groups + drops, count, order, starts, tile_starts,
-            inner=i, drops=drops, batch_groups=batch_groups,
-        )  # fmt: skip
+            "rows",
+            a,
+            b,
+            out,
+            (rows * i, n, k),
+            tiles,
+            groups + drops,
+            count,
+            order=order,
+            starts=starts,
+            tile_starts=tile_starts,
+            inner=i,
+            drops=drops,
+            batch_groups=batch_groups,
+        )
 
 
 def terms_product(
-    a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int, int, int], order: Tensor | None, starts: Tensor,
-    groups: int, batch_groups: int | None = None, tiling: str = "",
-) -> None:  # fmt: skip
-    """Write the products summed over the rows of each group, `a[r, i, m] b[r, i, n]`; arguments as of `rows_product`.
+    a: Matrices,
+    b: Matrices,
+    out: Matrices,
+    sizes: tuple[int, int, int, int],
+    order: Tensor | None,
+    starts: Tensor,
+    groups: int,
+    batch_groups: int | None = None,
+    tiling: str = "",
+) -> None:
+    """Write the products summed over the rows of each group, `a[r, i, m] b[r, i, n]`.
 
-    Sizes are of r, i, m and n.
+    `sizes` are those of r, i, m and n; the other arguments are as in `rows_product`.
     """
     rows, i, m, n = sizes
     if not groups * m * n:
@@ -165,9 +214,22 @@ def terms_product(
     parts = pieces.parts(out.x, m, n)
     count = pieces.most * triton.cdiv(m, tiles.m)
     _launch(
-        "terms", a, b, out, (m, n, rows * i), tiles, groups, count, order, starts, pieces.tile_starts,
-        pieces.part_starts, parts, inner=i, batch_groups=batch_groups,
-    )  # fmt: skip
+        "terms",
+        a,
+        b,
+        out,
+        (m, n, rows * i),
+        tiles,
+        groups,
+        count,
+        order=order,
+        starts=starts,
+        tile_starts=pieces.tile_starts,
+        part_starts=pieces.part_starts,
+        parts=parts,
+        inner=i,
+        batch_groups=batch_groups,
+    )
     if pieces.slots:
         add_parts(parts, pieces.part_starts, groups, out.x, (out.outer, out.inner, out.column))
 
@@ -180,11 +242,25 @@ def _tiles(mode: str, m: int, n: int, k: int, *operands: Matrices, tiling: str =
 
 
 def _launch(
-    mode: str, a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int, int], tiles: Tiles, groups: int,
-    count: int, order: Tensor | None = None, starts: Tensor | None = None, tile_starts: Tensor | None = None,
-    part_starts: Tensor | None = None, parts: Tensor | None = None, *, inner: int = 1, drops: bool = False,
+    mode: str,
+    a: Matrices,
+    b: Matrices,
+    out: Matrices,
+    sizes: tuple[int, int, int],
+    tiles: Tiles,
+    groups: int,
+    count: int,
+    *,
+    order: Tensor | None = None,
+    starts: Tensor | None = None,
+    tile_starts: Tensor | None = None,
+    part_starts: Tensor | None = None,
+    parts: Tensor | None = None,
+    inner: int = 1,
+    drops: bool = False,
     batch_groups: int | None = None,
-) -> None:  # fmt: skip
+) -> None:
+    """Start the kernel in `count` programs along rows; arguments as in `product_kernel`, sizes are m, n and k."""
     m, n, k = sizes
     with torch.cuda.device_of(out.x):  # Triton launches on the device that is current
         product_kernel[grid(count * triton.cdiv(n, tiles.n))](

@@ -1,10 +1,10 @@
-"""Both gradients of a grouped product on CUDA in one walk over the rows: the output's gradient is read once.
+"""Both gradients of a grouped product on CUDA, in one walk over the rows: the output's gradient is read once.
 
     da[r, i, j] = sum over k of g[r, i, k] c[group, j, k],    dc[group, j, k] = sum over r, i of a[r, i, j] g[r, i, k]
 
-For matrices that one program holds whole: one tile of `c` and one of its gradient. Rows are walked in the order of
-their groups, and sums are in one order, as in `triton_product`, which says how operands are addressed.
-A row that the table of `g` or `a` lacks adds nothing, and its gradient is zero.
+One program holds a whole matrix: one tile of `c` and one tile of its gradient, so this is for small matrices. Rows are
+walked in the order of their groups, and sums are formed in one order. `triton_product` says how operands are addressed.
+A row with a negative position in the table of `g` or `a` adds nothing, and its gradient is zero.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     order, starts, tile_starts, part_starts, parts, groups, inner, size_m, size_n,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Walk one piece of a group's rows; see the module, and `triton_product` for the arguments.
+    """Walk one piece of a group's rows; see the module, and `triton_product` for the other arguments.
 
     Args:
         g, a, c, da, dc: pointers, each followed by a table or None, and a stride, for each of its three axes.
-        groups: how many there are, the last one of the rows that are dropped: it has no matrix.
+        groups: number of groups; the last one holds the dropped rows and has no matrix.
         size_m, size_n: sizes of j and k.
-        BLOCK_M, BLOCK_N: cover j and k.
-        BLOCK_K: rows of a step.
+        BLOCK_M, BLOCK_N: at least the sizes of j and k.
+        BLOCK_K: rows per step.
     """
     wide = tl.float64 if dc.dtype.element_ty == tl.float64 else tl.float32
     tile = tl.program_id(0).to(tl.int64)
@@ -98,22 +98,30 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
 
 
 def both_gradients(
-    g: Matrices, a: Matrices, c: Matrices, da: Matrices, dc: Matrices, sizes: tuple[int, int, int, int],
-    order: Tensor | None, starts: Tensor, groups: int, tiles: Tiles,
-) -> None:  # fmt: skip
+    g: Matrices,
+    a: Matrices,
+    c: Matrices,
+    da: Matrices,
+    dc: Matrices,
+    sizes: tuple[int, int, int, int],
+    order: Tensor | None,
+    starts: Tensor,
+    groups: int,
+    tiles: Tiles,
+) -> None:
     """Write both gradients.
 
     Args:
         g: the output's gradient, `g[r, i, k]`.
         a: the rows, `a[r, i, j]`.
         c: the matrices, `c[group, j, k]`.
-        da: gradient of the rows; zero where they are dropped.
-        dc: gradient of the matrices.
-        sizes: of r, i, j and k.
-        order: rows sorted by group; None where they are.
-        starts: where each group begins in it, the dropped rows behind the last, and where those end.
-        groups: how many there are, the dropped ones aside.
-        tiles: of j, k and rows; they cover j and k.
+        da: the gradient of the rows is written here; zero for dropped rows.
+        dc: the gradient of the matrices is written here.
+        sizes: sizes of r, i, j and k.
+        order: row numbers sorted by group; None if the rows are sorted already.
+        starts: where each group begins in `order`, where the dropped rows begin, and where those end.
+        groups: number of groups, without the group of dropped rows.
+        tiles: tile sizes for j, k and rows; those for j and k cover the whole axes.
     """
     rows, i, m, n = sizes
     step = tiles.k * tiles.chunk

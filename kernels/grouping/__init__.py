@@ -1,4 +1,6 @@
-"""Rows sorted by the group that their index names, in torch and in JAX; the other kernels work on sorted rows.
+"""Rows sorted by the group that their index names; the other kernels work on sorted rows.
 
-Kernels know arrays and nothing of specs or plans.
+Each framework has its own `Groups` with the same meaning: `order` lists the row numbers, group after group, and
+`offsets` says where each group starts in it. A row with the group number `size` is dropped: it belongs to no group, and
+comes last. Kernels know arrays, but nothing about specs or plans.
 """

@@ -1,4 +1,4 @@
-"""The group plan in JAX: which rows belong together, and where each group starts.
+"""Rows sorted by group, in JAX.
 
 Everything here has static shapes and runs under ``jax.jit``: no value leaves the device.
 """
@@ -14,11 +14,11 @@ UINT32_BITS = 32
 
 
 class Groups(NamedTuple):
-    """Rows sorted by their group; a pytree, so that it crosses ``jit`` and ``scan``.
+    """Rows sorted by their group; a pytree, so it can pass through ``jit`` and ``scan``.
 
     Attributes:
         order: Row numbers `(N,)`, int32, group after group, rising within a group; dropped rows come last.
-        offsets: Where each group starts in `order`, `(groups + 1,)`, int32; the last counts the kept rows.
+        offsets: Where each group starts in `order`, `(groups + 1,)`, int32; the last entry counts the kept rows.
     """
 
     order: jax.Array
@@ -56,7 +56,7 @@ def fits_packed(rows: int, size: int) -> bool:
 
 
 def scratch_bytes(rows: int, size: int) -> int:
-    """Upper bound of what `group_rows` allocates beside its results."""
+    """Upper bound of the bytes that `group_rows` allocates beside its results."""
     key_bytes = 4 if size < 2**32 else 8
     search = 4 * 4 * (size + 1)
     keys = 2 * rows * 4 if fits_packed(rows, size) else 2 * rows * (key_bytes + 4)
@@ -64,13 +64,13 @@ def scratch_bytes(rows: int, size: int) -> int:
 
 
 def _group_packed(index: jax.Array, size: int) -> Groups:
-    # One sort of single numbers: 4.7 ms for 131,072 rows, where argsort takes 23 (2-core CPU). The row number
-    # in the low bits makes every key distinct, so the order within a group needs no stable sort.
+    # One sort of single numbers takes 4.7 ms for 131,072 rows, argsort takes 23 ms (2-core CPU). The row number in the
+    # low bits makes every key distinct, so the sort need not be stable to keep the order within a group.
     bits = _row_bits(index.shape[0])
     row = lax.iota(jnp.uint32, index.shape[0])
     key = lax.sort((index.astype(jnp.uint32) << bits) | row, is_stable=False)
     order = (key & jnp.uint32(2**bits - 1)).astype(jnp.int32)
-    # The group of each sorted row is compared, not the packed key: `size << bits` may be one bit too long.
+    # Compare the group of each sorted row, not the packed key: `size << bits` may be one bit too long.
     return Groups(order, _first_position(key >> bits, jnp.arange(size + 1, dtype=jnp.uint32)))
 
 

@@ -1,4 +1,4 @@
-"""An index array as a kernel is handed it: its values, and how these are to be read."""
+"""An index array as kernels receive it: its values, and how to bring them into range."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["IndexArray"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IndexArray:
-    """An index array of a pool with M rows.
+    """An index array into a pool with M rows.
 
     Attributes:
-        values: integers.
-        normal: brings some of the values, or all, into [0, M), or refuses them; None where all are in [0, M] already.
-            A kernel that reads blocks, each through `normal`, makes no copy of the whole.
-        may_drop: whether values may be M, which stands for no row; not with `normal` in torch.
-        bad: tells which values are out of range and could not be refused: a kernel that writes NaN there spares the
-            caller a look at all of them. None where there are none.
+        values: the integers that the caller gave.
+        normal: a function that brings values into [0, M), or raises an error; None if all values are in [0, M] already.
+            It can be called on parts: a kernel that reads block by block makes no copy of the whole array.
+        may_drop: whether a value may be M, which stands for no row. In torch this is never set together with `normal`.
+        bad: a function that says which values are out of range, if no error can be raised for them. The kernel writes
+            NaN for these, so that no separate pass over the values is needed. None if no value is out of range.
     """
 
     values: Any
@@ -28,5 +28,5 @@ class IndexArray:
     bad: Callable[[Any], Any] | None = None
 
     def part(self, values: Any) -> Any:
-        """Return some of the values, in range."""
+        """Return a part of the values, brought into range."""
         return values if self.normal is None else self.normal(values)

@@ -1,4 +1,4 @@
-"""Rows sorted by group: the plan that every grouped kernel walks."""
+"""Rows sorted by group in torch, and how a CPU kernel cuts them into pieces that it can process at once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ class Groups:
     """The rows of an index, sorted by group.
 
     Attributes:
-        order: `(N,)` int64. Row numbers, those of group 0 first; dropped rows last.
-        offsets: `(size + 1,)`. Group `g` owns `order[offsets[g]:offsets[g + 1]]`.
+        order: Row numbers `(N,)`, int64, group after group; dropped rows come last.
+        offsets: Where each group starts in `order`, `(size + 1,)`; the last entry counts the kept rows.
         size: The number of groups.
-
-    The rows from `offsets[size]` on are dropped: they belong to no group.
     """
 
     order: Tensor
@@ -38,22 +36,22 @@ class Groups:
 
 
 def group_rows(index: Tensor, size: int) -> Groups:
-    """Sort rows by group, stably, without waiting for a device.
+    """Sort the rows by the group that `index` gives them; the sort is stable and does not wait for a device.
 
     >>> groups = group_rows(torch.tensor([1, 0, 2, 1]), 2)
     >>> groups.order.tolist(), groups.offsets.tolist()
     ([1, 0, 3, 2], [0, 1, 3])
 
     Args:
-        index: `(N,)`, any integer dtype, values in `[0, size]`. The value `size` drops the row. The range is the
-            caller's to check: it cannot be checked here once the keys are narrowed.
+        index: Group of each row, `(N,)`, any integer dtype, values in `[0, size]`; `size` drops the row. The caller
+            must check the range: narrowed keys wrap around and would hide bad values.
         size: The number of groups.
     """
     # A stable sort of int16 keys is a radix sort of two passes: 1.0 ms for 131,072 rows, int64 several times that.
     keys = index.to(_key_dtype(size))
     if keys.is_cpu:
         order = torch.sort(keys, stable=True).indices
-        counts = torch.bincount(index, minlength=size + 1)  # It would wait for a device; searchsorted does not.
+        counts = torch.bincount(index, minlength=size + 1)  # On a GPU bincount would wait for the device.
         offsets = torch.nn.functional.pad(counts[:size].cumsum(0), (1, 0))
     else:
         ordered, order = torch.sort(keys, stable=True)
@@ -62,9 +60,9 @@ def group_rows(index: Tensor, size: int) -> Groups:
 
 
 def group_bytes(n: int, size: int, index_itemsize: int = 8) -> int:
-    """The bytes that `group_rows` allocates on a CPU at its peak; `8 * (n + size + 1)` of them are kept."""
+    """Return the bytes that `group_rows` allocates on a CPU at its peak; `8 * (n + size + 1)` of them are kept."""
     key = _key_dtype(size).itemsize
-    # The sort holds its keys, the sorted keys and two int64 orders; counting makes other integers int64.
+    # The sort holds its keys, the sorted keys and two int64 orders. `bincount` converts other integers to int64.
     return ((0 if key == index_itemsize else key) + key + 16) * n + 3 * 8 * (size + 1) + 1024
 
 
@@ -74,17 +72,17 @@ def _key_dtype(size: int) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some groups as one rectangle of rows, each padded to the same height.
+    """Some groups as one rectangle of rows: each group is padded to the same number of rows.
 
     Attributes:
         groups: The groups: a range, or their numbers.
-        count: How many.
-        pad: The height; 0 for groups without rows.
-        padded: `(count * pad,)` row numbers; past a group's end they name some other row.
-        kept: Positions in `padded` that are real, in sorted order; None when all are.
+        count: Number of groups.
+        pad: Rows of each padded group; 0 if the groups have no rows.
+        padded: Row numbers `(count * pad,)`; the padding of a group names some other row.
+        kept: Positions in `padded` that are no padding, in sorted order; None if there is no padding.
         rows: The row numbers at `kept`.
-        first: Whether no earlier piece had rows of these groups. Only a group by itself is cut into several pieces,
-            which follow one another.
+        first: Whether no earlier piece had rows of these groups. Only a single group is cut into several pieces, and
+            these follow one another.
     """
 
     groups: slice | Tensor
@@ -96,28 +94,24 @@ class Piece:
     first: bool = True
 
     def blank(self) -> Tensor | None:
-        """Positions in `padded` that are not real; None when all are."""
+        """Return the positions in `padded` that are padding; None if there is no padding."""
         if self.kept is None:
             return None
-        return (
-            torch.ones(len(self.padded), dtype=torch.bool, device="cpu")
-            .index_fill_(0, self.kept, False)
-            .nonzero()
-            .view(-1)
-        )
+        is_padding = torch.ones(len(self.padded), dtype=torch.bool, device="cpu").index_fill_(0, self.kept, False)
+        return is_padding.nonzero().view(-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """What decides how sorted rows are cut into pieces.
+    """Limits and prices that decide how sorted rows are cut into pieces.
 
     Attributes:
-        rows: The most rows of a piece.
-        matrices: The most groups of a piece that is a range.
-        picked: The most groups of a piece that names its groups.
-        row_seconds: What a row of padding costs.
-        pick_seconds: What it costs to name a group, since its matrix is copied.
-        piece_seconds: What one more piece costs.
+        rows: Most rows of a piece.
+        matrices: Most groups of a piece that is a range of groups.
+        picked: Most groups of a piece that names its groups one by one.
+        row_seconds: Seconds that a row of padding costs.
+        pick_seconds: Seconds that naming a group costs, because its matrix is copied.
+        piece_seconds: Seconds that one more piece costs.
     """
 
     rows: int
@@ -129,20 +123,21 @@ class Cutting:
 
 
 def pieces(groups: Groups, cutting: Cutting) -> Iterator[Piece]:
-    """Cut sorted rows into pieces, cheaply for any distribution of sizes; every group is in one, or alone in several.
+    """Cut sorted rows into pieces, at low cost for any distribution of group sizes.
 
-    Groups of usual size stand in ranges, at the height that is cheapest for each range:
+    Every group is in one piece, or alone in several. Groups of usual size form ranges, and each range has the height
+    that is cheapest for it:
 
         range 0   ████████░░   group 0        names 900, 4, 61 (sorted by size)   ██████████████████
                   ██████████   group 1                                            █████████████████░
-                  ░░░░░░░░░░   group 2: too long, stands elsewhere                █████████████████░
+                  ░░░░░░░░░░   group 2: too long, is in another piece             █████████████████░
 
-    Longer ones are sorted by size and stand beside others of nearly the same size; the longest are alone. Where most
-    groups are empty, all of the others are named in that way.
+    Longer groups are sorted by size, and pieces of them name groups of nearly the same size; the longest are alone. If
+    most groups are empty, all other groups are named in that way.
     """
     sizes = np.diff(groups.ends)
     starts = groups.ends[:-1]
-    alone = np.ones(groups.size, bool)  # Those that no range holds.
+    alone = np.ones(groups.size, bool)  # the groups that no range holds
     filled = int(np.count_nonzero(sizes))
     if 2 * filled > groups.size:
         usual = float(np.median(sizes))
@@ -150,7 +145,7 @@ def pieces(groups: Groups, cutting: Cutting) -> Iterator[Piece]:
         if width > 1:
             grid = np.zeros((-(-groups.size // width), width), np.int64)
             grid.reshape(-1)[: groups.size] = sizes
-            pads = _pads(grid, cutting)
+            pads = _cheapest_heights(grid, cutting)
             alone = (sizes > pads.repeat(width)[: groups.size]) | (pads.repeat(width)[: groups.size] == 0)
             inside = np.where(alone, 0, sizes)
             for block in np.flatnonzero(pads).tolist():
@@ -169,7 +164,7 @@ def pieces(groups: Groups, cutting: Cutting) -> Iterator[Piece]:
             chosen, real = names[position : position + width], lengths[position : position + width]
             yield _rectangle(groups, torch.from_numpy(chosen), starts[chosen], real, height, False)
         else:
-            yield from _parts(groups, int(names[position]), cutting.rows)
+            yield from _split_group(groups, int(names[position]), cutting.rows)
         position += width
     if stop < len(names):
         nothing = groups.order[:0]
@@ -180,7 +175,10 @@ def pieces(groups: Groups, cutting: Cutting) -> Iterator[Piece]:
 def _rectangle(
     groups: Groups, span: slice | Tensor, starts: np.ndarray, sizes: np.ndarray, pad: int, together: bool
 ) -> Piece:
-    """A piece whose groups have these first rows and sizes; `together`: their rows are one stretch of the order."""
+    """Return a piece of groups that start at `starts` in the order and have these sizes.
+
+    `together` says that their rows are one contiguous part of the order.
+    """
     order, count, real = groups.order, len(sizes), int(sizes.sum())
     positions = (starts[:, None] + np.arange(pad)).reshape(-1)
     if starts[-1] + pad > len(order) or not together:
@@ -188,15 +186,15 @@ def _rectangle(
     padded = order.index_select(0, torch.from_numpy(positions))
     if real == len(padded):
         return Piece(span, count, pad, padded, None, padded)
-    # The r-th real row moves on by the padding of the groups before its own.
-    moved = np.arange(count) * pad - (sizes.cumsum() - sizes)
-    kept = torch.from_numpy(moved.repeat(sizes) + np.arange(real))
+    # The r-th row is shifted by the padding of the groups before its own.
+    shifts = np.arange(count) * pad - (sizes.cumsum() - sizes)
+    kept = torch.from_numpy(shifts.repeat(sizes) + np.arange(real))
     rows = order[int(starts[0]) : int(starts[0]) + real] if together else padded.index_select(0, kept)
     return Piece(span, count, pad, padded, kept, rows)
 
 
-def _parts(groups: Groups, name: int, capacity: int) -> Iterator[Piece]:
-    """One group by itself, in equal parts."""
+def _split_group(groups: Groups, name: int, capacity: int) -> Iterator[Piece]:
+    """Cut a single group into equal pieces of at most `capacity` rows."""
     start, stop = int(groups.ends[name]), int(groups.ends[name + 1])
     parts = -(-(stop - start) // capacity)
     cuts = [start + (stop - start) * part // parts for part in range(parts + 1)]
@@ -205,8 +203,8 @@ def _parts(groups: Groups, name: int, capacity: int) -> Iterator[Piece]:
         yield Piece(slice(name, name + 1), 1, high - low, rows, None, rows, low == start)
 
 
-def _pads(grid: np.ndarray, cutting: Cutting) -> np.ndarray:
-    """The cheapest height of each range, given the sizes of its groups `(ranges, width)`."""
+def _cheapest_heights(grid: np.ndarray, cutting: Cutting) -> np.ndarray:
+    """Return the cheapest height of each range, given the sizes of its groups `(ranges, width)`."""
     blocks, width = grid.shape
     heights = np.concatenate([np.zeros((blocks, 1), np.int64), np.sort(grid, axis=1)], axis=1)
     longer = width - np.arange(width + 1)
@@ -218,5 +216,5 @@ def _pads(grid: np.ndarray, cutting: Cutting) -> np.ndarray:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that products of `dtype` are summed in: float32 for the half types."""
+    """Return the dtype in which products of `dtype` are summed: float32 for float16 and bfloat16."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

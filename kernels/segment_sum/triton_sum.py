@@ -1,4 +1,4 @@
-"""Rows summed by group on CUDA, in the order of the rows: no atomics, so that equal calls give equal bits."""
+"""Sums of rows by group on CUDA. The package states the contract."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from planner.kernels.tiled_product.triton_product import add_parts_kernel, group
 
 __all__ = ["Rows", "add_parts", "grouped_sum", "sum_kernel", "sum_rows"]
 
-# Elements of a tile, tiles of rows of a program, and elements of a cut group that one program adds.
+# Elements of a tile, tiles of rows per program, and elements of a group's parts that one program adds up.
 _TILE, _CHUNK, _ADDED = 2048, 64, 1024
 
 
@@ -27,7 +27,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     order, starts, tile_starts, part_starts, parts, groups, size_n,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Sum a piece of one group's rows; see `triton_product` for what the arguments mean."""
+    """Sum a piece of one group's rows; the arguments are those of `triton_product.product_kernel`."""
     tiles_n = tl.cdiv(size_n, BLOCK_N)
     tile = (tl.program_id(0) // tiles_n).to(tl.int64)
     if tile >= tl.load(tile_starts + groups):
@@ -59,7 +59,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]
 
 
 class Rows(NamedTuple):
-    """A tensor as rows and columns."""
+    """A tensor read as rows and columns, each of which may be several of its dimensions."""
 
     x: Tensor
     row: Axis
@@ -67,24 +67,24 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, rows: Sequence[int], columns: Sequence[int]) -> Rows:
-        """Some dimensions as rows, some as columns, wherever they lie."""
+        """Read some dimensions of a tensor as rows and the others as columns, in any strides."""
         x = x.resolve_neg()  # a copy with strides of its own
         return cls(x, axis_of(x, rows), axis_of(x, columns))
 
     @property
     def flat(self) -> list[Any]:
-        """What the kernel takes of it."""
+        """The kernel's arguments for this tensor."""
         return [self.x, *self.row.flat, *self.column.flat]
 
 
 def sum_rows(rows: Rows, out: Rows, columns: int, groups: Groups) -> None:
-    """Write the sum of each group's rows, zero where it has none.
+    """Write the sum of each group's rows to `out`; zero if a group has none.
 
     Args:
-        rows: operand.
-        out: result, a row for each group.
-        columns: how many columns both have.
-        groups: rows sorted by group; the dropped ones are left out.
+        rows: the operand.
+        out: the result, one row per group.
+        columns: number of columns of both.
+        groups: which rows belong to which group.
     """
     if not groups.size * columns:
         return
@@ -103,14 +103,14 @@ def sum_rows(rows: Rows, out: Rows, columns: int, groups: Groups) -> None:
 
 
 def add_parts(parts: Tensor, part_starts: Tensor, groups: int, out: Tensor, axes: tuple[Axis, Axis, Axis]) -> None:
-    """Write the sums of the pieces of each group that was cut.
+    """Add up the pieces of each group that was cut, and write the sums to `out`.
 
     Args:
-        parts: `(slots, m, n)`, the pieces' sums.
-        part_starts: slots before those of each group.
-        groups: how many there are.
-        out: result.
-        axes: its axes: of groups, m and n.
+        parts: the sums of the pieces, `(slots, m, n)`.
+        part_starts: number of slots before each group's first.
+        groups: number of groups.
+        out: the result is written here.
+        axes: the result's axes: groups, m and n.
     """
     _, m, n = parts.shape
     with torch.cuda.device_of(out):
@@ -120,7 +120,7 @@ def add_parts(parts: Tensor, part_starts: Tensor, groups: int, out: Tensor, axes
 
 
 def grouped_sum(x: Tensor, groups: Groups) -> Tensor:
-    """Sum the rows `(N, K)` of each group: `(groups, K)`, in the order of the rows."""
+    """Return the sum of each group's rows, `(groups, K)`, for rows `(N, K)`."""
     out = x.new_empty((groups.size, x.shape[1]))
     sum_rows(Rows.of(x, [0], [1]), Rows.of(out, [0], [1]), x.shape[1], groups)
     return out

@@ -1,4 +1,4 @@
-"""The Triton kernel of a product in tiles, with operands addressed by tables of rows; its tile sizes and launches.
+"""The Triton kernel of a product in tiles, its tile sizes, and how it addresses operands through tables of rows.
 
-The kernels of grouped products and gathered dots are calls of this one.
+The Triton kernels for grouped products and gathered dots call this one.
 """

@@ -1,8 +1,8 @@
-"""One product of matrices for CUDA that copies nothing: batched, over the rows of groups, or summed over them.
+"""One matrix product for CUDA that copies nothing: over a batch, over the rows of groups, or summed over these rows.
 
-Each operand is addressed through three axes, `x[outer, inner, column]`, so that permuted, sliced, expanded and gathered
-operands are read where they lie. A position along an axis may be looked up in a table first, then it is multiplied by a
-stride; where a row is read, a negative position in its table stands for zeros.
+Each operand is addressed through three axes, `x[outer, inner, column]`, so permuted, sliced, expanded and gathered
+operands are read without a copy. A position along an axis may be looked up in a table; then it is multiplied by a
+stride. A negative position in the table of a row stands for zeros.
 
     mode     sum over k of                            gives           groups
     "plain"  a[z, m, k]        b[z, k, n]             out[z, m, n]    none
@@ -10,7 +10,8 @@ stride; where a row is read, a negative position in its table stands for zeros.
     "terms"  a[r, i, m]        b[r, i, n]             out[g, m, n]    summed over r and i too, the rows r of group g
 
 Rows are walked in the order of their groups. Nothing waits for the device: the grid is an upper bound, and programs
-past the last tile return. Sums are in float32, float64 for float64, in one order: equal calls give equal bits.
+past the last tile return. Sums are in float32, or in float64 for float64, and formed in one order: equal calls give
+equal bits.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ __all__ = ["add_parts_kernel", "group_of", "position", "precision", "product_ker
 
 
 def precision() -> str:
-    """What torch is set to for products of float32."""
+    """Return the precision that torch is set to for products of float32."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 @triton.jit
 def position(index, table, mask):  # type: ignore[no-untyped-def]
-    """Positions along an axis, int64: a stride times them may exceed 32 bits."""
+    """Return positions along an axis, in int64: a position times a stride may exceed 32 bits."""
     if table is not None:
         return tl.load(table + index, mask=mask, other=-1).to(tl.int64)
     else:
@@ -38,7 +39,7 @@ def position(index, table, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def group_of(tile, tile_starts, groups):  # type: ignore[no-untyped-def]
-    """The group that holds a tile: the last that begins there or before; others that begin there are empty."""
+    """Return the group of a tile: the last group that begins at or before it; others that begin there are empty."""
     low = tile * 0
     high = low + groups
     while low + 1 < high:
@@ -63,20 +64,20 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
 
     Args:
         a, b, out: pointers, each followed by a table or None, and a stride, for each of its three axes.
-        order: ("rows", "terms") rows sorted by group; None where they are.
-        starts: ("rows", "terms") where each group begins in `order`; of `groups` and one.
-        tile_starts: ("rows", "terms") tiles before each group; of `groups` and one.
-        part_starts: ("terms") slots in `parts` before each group; of `groups` and one.
-        parts: ("terms") sums of pieces of the groups that are cut, `(slots, size_m, size_n)`.
-        groups: ("plain") the batch.
-        batch_groups, a_batch, b_batch: ("rows", "terms") groups of an entry of a batch (all where there is none), and
-            strides along that.
+        order: ("rows", "terms") row numbers sorted by group; None if the rows are sorted already.
+        starts: ("rows", "terms") where each group begins in `order`, `(groups + 1,)`.
+        tile_starts: ("rows", "terms") number of tiles before each group, `(groups + 1,)`.
+        part_starts: ("terms") number of slots in `parts` before each group, `(groups + 1,)`.
+        parts: ("terms") sums of the pieces of groups that are cut, `(slots, size_m, size_n)`.
+        groups: number of groups; ("plain") size of the batch.
+        batch_groups, a_batch, b_batch: ("rows", "terms") groups per batch entry (all groups if there is no batch), and
+            the strides between batch entries.
         inner: ("rows", "terms") size of the axis i.
-        size_m, size_k, size_n: sizes of the axes of those names; of all rows and i where these are m or k.
-        DROPS: ("rows") whether the last group holds rows that are dropped, whose products are zero.
-        PRECISION: of products of float32: "ieee", "tf32" or "tf32x3".
-        CHUNK: ("rows") tiles of rows of a program; ("terms") steps of BLOCK_K of a program.
-        ONE_K: ("plain", "rows") whether one step of BLOCK_K covers all of k: `b` is read once for all tiles of rows.
+        size_m, size_k, size_n: sizes of the axes m, k, n; an axis that stands for rows and i has the size of both.
+        DROPS: ("rows") whether the last group holds dropped rows, whose products are zero.
+        PRECISION: precision of products of float32: "ieee", "tf32" or "tf32x3".
+        CHUNK: ("rows") tiles of rows per program; ("terms") steps of BLOCK_K per program.
+        ONE_K: ("plain", "rows") whether one step of BLOCK_K covers all of k: then `b` is read once for all tiles.
     """
     wide = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
     tiles_n = tl.cdiv(size_n, BLOCK_N)
@@ -181,7 +182,7 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
                     y = tl.load(b + b_k[:, None] + b_n[None, :], mask=there[:, None] & n_there[None, :], other=0.0)
                     total = tl.dot(x, y, total, input_precision=PRECISION, out_dtype=wide)
             if MODE == "rows":
-                total = tl.where(reads[:, None], total, 0.0)  # zero times NaN is none
+                total = tl.where(reads[:, None], total, 0.0)  # zero times NaN would be NaN
             tl.store(
                 out + out_m[:, None] + out_n[None, :],
                 total.to(out.dtype.element_ty),
@@ -194,7 +195,7 @@ def add_parts_kernel(  # type: ignore[no-untyped-def]
     parts, part_starts, out, out_outer_table, out_outer, out_inner_table, out_inner, out_column_table, out_column,
     size_m, size_n, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add up the pieces of each group that was cut, in order; other groups are left as they are."""
+    """Add up the pieces of each group that was cut, in order; the results of other groups are not touched."""
     elements = tl.cast(size_m, tl.int64) * size_n
     blocks = tl.cdiv(elements, BLOCK)
     group = (tl.program_id(0) // blocks).to(tl.int64)

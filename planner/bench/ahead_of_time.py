@@ -1,7 +1,9 @@
-"""Compile the Triton kernels for cards not here; ``python -m planner.bench.ahead_of_time`` tells what it takes.
+"""Compile the Triton kernels without a card, and print the registers and memory that they take.
+
+``python -m planner.bench.ahead_of_time`` takes these options:
 
 --arch 80 90      compute capabilities, times ten
---every           every tile that can be chosen, not only those of sides of 64
+--every           every tile that can be chosen, not only tiles with sides of 64
 """
 
 from __future__ import annotations
@@ -30,26 +32,27 @@ __all__ = ["Built", "Case", "build", "cases", "markdown"]
 
 _POINTEES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 _ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-# By capability: registers and bytes of shared memory of a multiprocessor, and warps and programs that it runs at once.
+# By capability: a multiprocessor's registers, its bytes of shared memory, and the warps and programs it runs at once.
 _LIMITS = {80: (65536, 164 << 10, 64, 32), 90: (65536, 228 << 10, 64, 32)}
-_KERNELS = {
-    "sum": sum_kernel,
-    "add": add_parts_kernel,
-    "pair": pair_kernel,
-}  # by mode; the others are those of one kernel
+# Kernels by mode; all other modes are of `product_kernel`.
+_KERNELS = {"sum": sum_kernel, "add": add_parts_kernel, "pair": pair_kernel}
 _OF_GROUPS = ("order", "starts", "tile_starts", "part_starts", "parts")
 _STRIDES = ("_outer", "_inner", "_batch", "_row", "_group")
-_RESERVED = 1 << 10  # bytes of shared memory that the system takes for each program
+_RESERVED = 1 << 10  # bytes of shared memory that CUDA reserves for each program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """What is compiled: a mode of the product kernel, or one that adds, for a dtype, a precision and tiles.
+    """A kernel with the constants that it is compiled for.
 
     Attributes:
-        one_k: whether a tile covers all of k, where it matters.
+        mode: a mode of the product kernel, or "pair", "sum", "add" for the other kernels.
+        dtype: dtype of the operands.
+        precision: precision of float32 products, "ieee" or "tf32".
+        tiles: tile sizes.
+        one_k: whether a tile covers all of k, in the modes that distinguish it.
         tables: whether every axis is looked up in a table.
-        aligned: whether 16 divides the sizes, as Triton tells when it compiles for a call.
+        aligned: whether the sizes are multiples of 16, which Triton detects when it compiles for a call.
     """
 
     mode: str
@@ -68,12 +71,12 @@ class Built:
     Attributes:
         arch: compute capability, times ten.
         case: what was compiled.
-        instructions: kinds of multiplications in it: "mma", "wgmma", "fma.f32", "fma.f64".
-        registers: of a thread.
-        spilled: bytes of a thread's registers that are in memory.
-        shared: bytes of shared memory of a program.
-        occupancy: warps that run at once, of those that could.
-        widest: bytes that a thread reads of memory at once, at most.
+        instructions: the kinds of multiplications that it uses: "mma", "wgmma", "fma.f32", "fma.f64".
+        registers: registers per thread.
+        spilled: bytes of a thread's registers that are spilled to memory.
+        shared: bytes of shared memory per program.
+        occupancy: share of a multiprocessor's warps that run at once.
+        widest: bytes of the widest read of a thread.
     """
 
     arch: int
@@ -87,7 +90,7 @@ class Built:
 
 
 def cases(every: bool = False) -> Iterator[Case]:
-    """Yield what the kernels are compiled for: default tiles, or all that `tiles_of` can choose."""
+    """Yield the kernels to compile: with default tiles, or with all tiles that `tiles_of` can choose."""
     sides = (16, 32, 64, 128) if every else (64,)
     seen = set()
     for dtype, mode in itertools.product(_POINTEES, ("rows", "terms", "plain", "pair")):
@@ -113,14 +116,17 @@ def cases(every: bool = False) -> Iterator[Case]:
 
 
 def build(case: Case, arch: int) -> Built:
-    """Compile; needs no card, and the kernel as a card runs it, not interpreted."""
+    """Compile a kernel for a compute capability; this needs no card, but Triton must not be in interpreter mode."""
     source = ASTSource(_KERNELS.get(case.mode, product_kernel), *_signature(case))
     options = {"num_warps": case.tiles.warps, "num_stages": case.tiles.stages}
     kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    found = {
-        "wgmma": r"wgmma\.mma_async", "mma": r"\bmma\.sync", "fma.f32": r"fma\.rn\.f32", "fma.f64": r"fma\.rn\.f64",
-    }  # fmt: skip
-    instructions = tuple(name for name, text in found.items() if re.search(text, kernel.asm["ptx"]))
+    patterns = {
+        "wgmma": r"wgmma\.mma_async",
+        "mma": r"\bmma\.sync",
+        "fma.f32": r"fma\.rn\.f32",
+        "fma.f64": r"fma\.rn\.f64",
+    }
+    instructions = tuple(name for name, text in patterns.items() if re.search(text, kernel.asm["ptx"]))
     registers, spilled = _resources(kernel.asm["cubin"])
     shared = kernel.metadata.shared
     occupancy = _occupancy(arch, registers, shared, case.tiles.warps)
@@ -128,21 +134,29 @@ def build(case: Case, arch: int) -> Built:
 
 
 def _widest(ptx: str) -> int:
-    """Bytes of the widest read: of a load of several words, or of a copy that is waited for later on."""
+    """Return the bytes of the widest read: a load of several words, or an asynchronous copy."""
     loads = (int(n or 1) * int(bits) // 8 for n, bits in re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", ptx))
     copies = (int(size, 0) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx))
     return max(*loads, *copies, 0, 0)
 
 
 def _signature(case: Case) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
-    """Types of the arguments, those that are constants, and those that 16 divides."""
+    """Return the types of the arguments, the constants, and the arguments that are multiples of 16."""
     element, wide = _POINTEES[case.dtype], "fp64" if case.dtype == "float64" else "fp32"
     tiles, names = case.tiles, _KERNELS.get(case.mode, product_kernel).arg_names
     constants: dict[str, Any] = {
-        "MODE": case.mode, "DROPS": case.mode == "rows", "PRECISION": case.precision, "BLOCK_M": tiles.m,
-        "BLOCK_N": tiles.n, "BLOCK_K": tiles.k, "CHUNK": tiles.chunk, "ONE_K": case.one_k, "inner": 1,
-        "BLOCK_R": tiles.m, "BLOCK": 1024,
-    }  # fmt: skip
+        "MODE": case.mode,
+        "DROPS": case.mode == "rows",
+        "PRECISION": case.precision,
+        "BLOCK_M": tiles.m,
+        "BLOCK_N": tiles.n,
+        "BLOCK_K": tiles.k,
+        "CHUNK": tiles.chunk,
+        "ONE_K": case.one_k,
+        "inner": 1,
+        "BLOCK_R": tiles.m,
+        "BLOCK": 1024,
+    }
     absent = {
         "rows": ("part_starts", "parts"),
         "plain": ("order", "starts", "tile_starts", "part_starts", "parts"),
@@ -171,7 +185,7 @@ def _signature(case: Case) -> tuple[dict[str, str], dict[tuple[int, ...], Any], 
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and spilled bytes of a thread."""
+    """Return the registers and spilled bytes of a thread."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -179,25 +193,25 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         said = subprocess.run(
             [str(tool), "--dump-resource-usage", str(path)], capture_output=True, text=True, check=True
         ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
-    if found is None:
+    match = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    if match is None:
         raise RuntimeError(f"cuobjdump tells no registers: {said}")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def _occupancy(arch: int, registers: int, shared: int, warps: int) -> float:
-    """The share of a multiprocessor's warps that run at once; registers are given out to warps, 256 at a time."""
+    """Return the share of a multiprocessor's warps that run at once; a warp gets registers in units of 256."""
     all_registers, all_shared, all_warps, programs = _LIMITS[arch]
     of_warp = -(-registers * 32 // 256) * 256
     running = min(all_registers // (of_warp * warps), all_shared // (shared + _RESERVED), all_warps // warps, programs)
     return running * warps / all_warps
 
 
-def markdown(found: list[Built]) -> str:
-    """Return a table."""
+def markdown(kernels: list[Built]) -> str:
+    """Return the compiled kernels as a table in Markdown."""
     rows = ["| sm | mode | dtype | tile | warps | multiplies by | reads | registers | spilled | shared | occupancy |"]
     rows.append("| --- " * 11 + "|")
-    for x in found:
+    for x in kernels:
         case, tiles = x.case, x.case.tiles
         dtype = case.dtype + (f" ({case.precision})" if case.dtype == "float32" and case.precision else "")
         mode = case.mode + ", tables" * case.tables + ", odd sizes" * (not case.aligned)
@@ -210,7 +224,7 @@ def markdown(found: list[Built]) -> str:
 
 
 def main() -> None:
-    """Print the table."""
+    """Compile all kernels and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", type=int, nargs="+", default=sorted(_LIMITS), choices=sorted(_LIMITS))
     parser.add_argument("--every", action="store_true")

@@ -1,14 +1,15 @@
-"""``make gpu``: hold the kernels to what is right on a card, time them, and write each figure down as it comes.
+"""``make gpu``: check the kernels on a card, time them, and write each figure to a file at once.
 
-Each framework (a *part*) runs in a process of its own, which hands each result over as soon as it has it; the command
-appends it to a file of JSON lines, flushed. So a run that is cut off leaves all that it had found. An item that fails
-writes its error, and the next one follows: in a fresh process where the card is of no more use to the old one, as after
-an illegal access. At the end of a part the lines are also written as one JSON file and as a table in Markdown.
+Each framework (a *part*) runs in a process of its own, which passes on each result as soon as it has it. The command
+appends the result to a file of JSON lines and flushes it, so an interrupted run leaves all results so far. If an item
+fails, its error is written and the next item follows. If the old process can no longer use the card, for example after
+an illegal access, a new process continues. At the end of a part the lines are also written as one JSON file and as a
+table in Markdown.
 
     --out FOLDER   where the files go (docs/benchmarks); the lines go to <part>-<time>.jsonl
-    --seconds N    stop after so many seconds; what runs then is written down as unfinished
+    --seconds N    stop after this many seconds; the item that runs then is written as unfinished
     --part NAME    torch or jax; all by default
-    --smoke        tiny sizes on a CPU, the kernels interpreted: that the command works
+    --smoke        tiny sizes on a CPU with interpreted kernels: tests that the command works
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ __all__ = ["Card", "Comparison", "Item", "Program", "collect", "items_of", "main
 
 Program = Callable[[], Any]
 PARTS = ("torch", "jax")
-# Names what goes wrong outside of any item.
+# The name of errors that happen outside of any item.
 PROCESS = "the process"
 
 
 class Item(NamedTuple):
-    """One result to get.
+    """A check or a measurement.
 
     Attributes:
-        about: its name as `what`; of what is timed the comparison, the way and the least bytes too.
-        run: what gets it: its figures by name. A check says the `difference` that it found, "" for none.
+        about: its name as `what`; for a timing also the comparison, the way and the least bytes.
+        run: returns its figures by name. A check returns the `difference` that it found, "" for none.
     """
 
     about: Mapping[str, Any]
@@ -50,12 +51,12 @@ class Item(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Programs that compute the same, those of the library first.
+    """Programs that compute the same; the library's come first.
 
     Attributes:
-        what: the name.
+        what: the name of the comparison.
         ways: the programs by name.
-        least_bytes: what must be moved, in bytes; 0 where the floor is no matter of bytes.
+        least_bytes: bytes that every program must move; 0 if the time is not bounded by bytes.
     """
 
     what: str
@@ -64,35 +65,35 @@ class Comparison(NamedTuple):
 
 
 class Card(Protocol):
-    """A framework's view of a card.
+    """A card as a framework uses it.
 
     Attributes:
-        device: the card's name; None where there is none.
+        device: the card's name; None if there is no card.
     """
 
     device: str | None
 
     def alive(self) -> bool:
-        """Whether the card still computes for this process; an illegal access ends that."""
+        """Whether this process can still use the card; after an illegal access it cannot."""
 
     def checks(self) -> Iterator[tuple[str, Callable[[], str]]]:
-        """Yield what is checked, and a function that says what is wrong with it, "" if nothing."""
+        """Yield the name of each check, and a function that returns what is wrong; "" if nothing is."""
 
     def rates(self) -> Iterator[tuple[str, Callable[[], float]]]:
-        """Yield what is measured of the card: "copy, bytes/s", and the FLOP/s of a large product in each dtype."""
+        """Yield rates of the card: "copy, bytes/s", and the FLOP/s of a large product in each dtype."""
 
     def comparisons(self) -> Iterator[tuple[str, Callable[[], Iterator[Comparison]]]]:
-        """Yield families of comparisons that share their arrays: a name, and what makes them."""
+        """Yield families of comparisons that share arrays: a name, and a function that makes the comparisons."""
 
     def seconds(self, program: Program) -> float:
-        """The median of many runs."""
+        """Return the median seconds of many runs."""
 
     def extra_bytes(self, program: Program) -> int | None:
-        """What a run allocates at most; None where nobody knows."""
+        """Return the most bytes that a run allocates; None if this is not known."""
 
 
 def items_of(card: Card) -> Iterator[Item]:
-    """Yield all that is to be found out on a card, in the same order in every process."""
+    """Yield all checks and measurements for a card, in the same order in every process."""
     for what, check in card.checks():
         yield Item({"what": what}, partial(_as, "difference", check))
     for what, rate in card.rates():
@@ -103,7 +104,7 @@ def items_of(card: Card) -> Iterator[Item]:
                 for way, program in comparison.ways.items():
                     about = {"comparison": comparison.what, "way": way, "least_bytes": comparison.least_bytes}
                     yield Item({"what": f"{comparison.what}: {way}", **about}, partial(_time, card, program))
-        except Exception as error:  # the arrays could not be made: the next family has others
+        except Exception as error:  # the arrays could not be made; the next family has other arrays
             yield Item({"what": family}, partial(_raise, error))
 
 
@@ -123,16 +124,16 @@ def _raise(error: Exception) -> Mapping[str, Any]:
 
 
 def serve(make: Callable[[], Card], part: str, smoke: bool, done: int) -> None:
-    """Get results, and write each to standard output as a line of JSON, after one that names it.
+    """Run the items, and write each result to standard output as a line of JSON, after a line that announces it.
 
     Args:
         make: makes the card.
         part: the framework's name.
-        smoke: whether sizes are tiny and it is a CPU.
-        done: how many results earlier processes got.
+        smoke: whether to run tiny sizes on a CPU.
+        done: number of results that earlier processes wrote.
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # What libraries print must not get between the lines.
+    # Output that libraries print goes to standard error, so that it does not mix with the lines.
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -157,11 +158,11 @@ def _serve(card: Card, part: str, smoke: bool, done: int, say: Callable[[Mapping
         say({"begun": dict(item.about)})
         begun = time.perf_counter()
         try:
-            found = dict(item.run())
+            figures = dict(item.run())
         except Exception as error:  # an item that fails is a result too
-            found = {"error": _said(error)}
-        say({**item.about, **found, "took_seconds": round(time.perf_counter() - begun, 3)})
-        if "error" in found and not card.alive():
+            figures = {"error": _said(error)}
+        say({**item.about, **figures, "took_seconds": round(time.perf_counter() - begun, 3)})
+        if "error" in figures and not card.alive():
             sys.exit(3)
     say({"end": True})
 
@@ -171,8 +172,8 @@ def _said(error: Exception) -> str:
 
 
 def _end_with_parent() -> None:
-    """Leave the card to others when the command that started this process is gone, killed perhaps."""
-    os.read(0, 1)  # nothing is ever written: it returns when the pipe is closed
+    """End this process when the command that started it has ended or was killed, to free the card."""
+    os.read(0, 1)  # nothing is ever written to it: the read returns when the pipe is closed
     os._exit(1)
 
 
@@ -188,11 +189,11 @@ def _circumstances(card: Card, part: str, smoke: bool) -> dict[str, Any]:
 
 
 def collect(command: Sequence[str], lines: TextIO, ends: float = float("inf")) -> list[dict[str, Any]]:
-    """Run a process that serves results, and another after each that ends early; write down each result at once.
+    """Run a process that serves results, and start another one if it ends early; write each result at once.
 
     Args:
-        command: starts the process; the number of results that are there is added to it.
-        lines: where the results are written.
+        command: starts the process; the number of results so far is appended to it.
+        lines: the file that results are written to.
         ends: when to stop, by `time.monotonic`.
 
     Returns:
@@ -210,7 +211,7 @@ def collect(command: Sequence[str], lines: TextIO, ends: float = float("inf")) -
     while True:
         before, ended = len(results), False
         running: dict[str, Any] | None = {"what": PROCESS}
-        # A session of its own, so that the processes that compile for it end with it.
+        # In its own session, so that the compiler processes that it starts can be ended with it.
         with subprocess.Popen(
             [*command, str(before)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         ) as child:
@@ -220,7 +221,7 @@ def collect(command: Sequence[str], lines: TextIO, ends: float = float("inf")) -
             alarm.start()
             try:
                 for text in child.stdout:
-                    if not text.endswith("\n"):  # it was killed while it wrote
+                    if not text.endswith("\n"):  # the process was killed while it wrote the line
                         break
                     line = json.loads(text)
                     if "begun" in line:
@@ -254,7 +255,7 @@ def _ending(code: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Hold the kernels to what is right, time them, and write the figures; 1 if something differs or fails."""
+    """Check and time the kernels, and write the figures; return 1 if a result differs or an item fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/benchmarks"), metavar="FOLDER")
     parser.add_argument("--seconds", type=float, metavar="N")
@@ -269,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     ends = float("inf") if options.seconds is None else time.monotonic() + options.seconds
     options.out.mkdir(parents=True, exist_ok=True)
-    # JAX would take most of the card's memory at once.
+    # By default JAX allocates most of the card's memory at once.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     wrong = 0
     for part in dict.fromkeys(options.part or PARTS):
@@ -287,13 +288,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_wrong(line: Mapping[str, Any]) -> bool:
-    """Whether a result says that something is wrong; that another's way fails is none of our faults."""
+    """Whether a result is a fault of this library; a peer's program that fails is not."""
     ours = "way" not in line or line["way"].startswith("planner")
     return bool(line.get("difference")) or ("error" in line and ours)
 
 
 def _summarize(results: Sequence[Mapping[str, Any]], folder: pathlib.Path) -> None:
-    """Write what a part found as one JSON file and as a table."""
+    """Write the results of a part as one JSON file and as a table."""
     about = dict(results[0]) if results and results[0]["what"] == "circumstances" else None
     if about is None:
         return

@@ -1,6 +1,6 @@
-"""Every plan that the planner knew of a workload, timed: was the one it took the fastest?
+"""Time every plan that the planner considered for a workload: was the chosen one the fastest?
 
-Of their results the values are compared, before any is timed.
+All plans must return equal values before any of them is timed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from planner.workloads import WORKLOADS, Workload
 
 __all__ = ["known_plans", "lowerings"]
 
-# What would fill the machine is left out, and after one run what takes so much longer than the fastest.
+# Plans with a larger peak are left out. After one round, so are plans that take this much longer than the fastest.
 _MOST_BYTES = 6 * 10**9
 _HOPELESS = 1.5
-# What takes so many times the least in its first run, and seconds, is not run again: the first may compile.
+# A plan is not run again if its first run takes this many times the least time, and this many seconds at least. The
+# limit is generous because the first run may compile.
 _BEYOND, _BEYOND_SECONDS = 4.0, 2.0
 
 
 def lowerings(framework: Framework, settings: Settings) -> Iterator[Result]:
-    """Every named workload: the chosen plan's time against the best of all that the planner knew."""
+    """Compare the chosen plan's time with the fastest plan that the planner considered, for every named workload."""
     for name, workload in WORKLOADS.items():
         workload = workload.cpu()
         operands, indices = workload.operands(framework), workload.indices(framework)
@@ -52,9 +53,8 @@ def lowerings(framework: Framework, settings: Settings) -> Iterator[Result]:
         what = f"{name}: of the time of the fastest of {len(times)} plans, {fastest}"
         shown = {label: medians[label] for label in dict.fromkeys((OURS, fastest))}
         ratio = medians[OURS] / medians[fastest]
-        yield Result(
-            "lowerings", framework, what, 1.15, ratio, at_most=True, medians=shown, rounds=len(times[OURS])
-        )  # fmt: skip
+        rounds = len(times[OURS])
+        yield Result("lowerings", framework, what, 1.15, ratio, at_most=True, medians=shown, rounds=rounds)
 
 
 def _plan(workload: Workload, framework: Framework, operands: Sequence[Any], indices: Mapping[str, Any]) -> Plan:
@@ -69,14 +69,14 @@ def _plan(workload: Workload, framework: Framework, operands: Sequence[Any], ind
 
 
 def known_plans(plan: Plan) -> dict[str, Plan]:
-    """Return by label other paths and objectives, and the plan with one of its steps done in another way."""
+    """Return by label plans of other paths and objectives, and the plan with one step in another implementation."""
     others = [other.plan for other in alternatives(plan, 100) if other.plan.cost.peak_bytes <= _MOST_BYTES]
-    # Numbered: keeping all and keeping only inputs may come of the same objective.
-    found = {f"{number}: {other.origin}": other for number, other in enumerate(others)}
+    # Labels are numbered, because two plans may have the same origin: one retains all values, one only inputs.
+    plans = {f"{number}: {other.origin}": other for number, other in enumerate(others)}
     if plan.loop is not None:
-        return found
+        return plans
     table, (forward, backward) = load_backend(plan.backend).table, (plan.programs.forward, plan.programs.backward)
-    # Backward steps of torch's native calls and of JAX's transposes are not chosen by the plan.
+    # The plan does not choose the backward steps of torch's native calls, nor those of JAX's transposes.
     chosen = plan.steps if plan.backend == "torch" and plan.resolved.spec.gathers else forward.steps
     for number, step in enumerate(chosen):
         for choice in table.choices(step.op, plan.device):
@@ -91,8 +91,8 @@ def known_plans(plan: Plan) -> dict[str, Plan]:
                 backward=_with_step(backward, number - first, other) if backward and number >= first else backward,
             )
             label = f"step {number} as {choice.lowering}"
-            found[label] = dataclasses.replace(plan, programs=programs, proven=False, origin=label)
-    return found
+            plans[label] = dataclasses.replace(plan, programs=programs, proven=False, origin=label)
+    return plans
 
 
 def _with_step(program: Program, number: int, step: Step) -> Program:
@@ -103,7 +103,7 @@ def _with_step(program: Program, number: int, step: Step) -> Program:
 def _best_rounds(
     programs: dict[str, Callable[[], None]], settings: Settings, pause: float
 ) -> dict[str, Sequence[float]]:
-    """Time all programs in one round, then in further rounds those that may yet be the fastest, and the first."""
+    """Time all programs once, then in more rounds the first one and those that may still be the fastest."""
 
     def timed_block(program: Callable[[], None]) -> float:
         return seconds_in_peace(partial(block_seconds, program), pause, settings)

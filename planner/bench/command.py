@@ -33,7 +33,7 @@ PARTS: dict[str, Callable[[Framework, Settings], Iterator[Result]]] = {
 
 
 def _refusal(frameworks: Sequence[Framework]) -> str:
-    """Say what would make the figures mean something else, "" if nothing would."""
+    """Return a reason not to measure: a setting that would distort the figures; "" if there is none."""
     if os.environ.get("THP_MEM_ALLOC_ENABLE"):
         return "THP_MEM_ALLOC_ENABLE is set: it makes allocation cheaper for some programs only; unset it"
     if "torch" in frameworks:
@@ -46,7 +46,7 @@ def _refusal(frameworks: Sequence[Framework]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, and write it after a whole run; 1 if `--strict` and a target is missed."""
+    """Measure and print the table, and write it after a complete run; return 1 if `--strict` and a target is missed."""
     parser = argparse.ArgumentParser("python -m planner.bench", description=(bench.__doc__ or "").split("\n\n")[1])
     parser.add_argument("--only", choices=PARTS, help="one part; nothing is written")
     parser.add_argument("--framework", choices=("torch", "jax"), help="one framework; nothing is written")
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     frameworks = [framework for framework in asked if importlib.util.find_spec(framework)]
     for missing in set(asked) - set(frameworks):
         print(f"{missing} is not installed: its targets are left out", file=sys.stderr)
-    # The targets are a CPU's, and a GPU would make JAX alone run elsewhere.
+    # The targets are for a CPU. If there is a GPU, JAX would use it, but torch would not.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     refusal = _refusal(frameworks)
     if refusal:

@@ -1,4 +1,4 @@
-"""Products without gathers, against torch's own ways to write them."""
+"""Products without gathers, compared with the ways to write them in torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["clique", "sliced_einsum", "three_way_batch", "warm_call"]
 
 
 def three_way_batch(framework: Framework, settings: Settings) -> Iterator[Result]:
-    """opt_einsum #254: the (b, k) weight belongs on the small operand first."""
+    """opt_einsum #254: it is cheapest to multiply the (b, k) weight with the small operand first."""
     if framework != "torch":
         return
     part = "three-way-batch"
@@ -32,7 +32,7 @@ def three_way_batch(framework: Framework, settings: Settings) -> Iterator[Result
 
 
 def warm_call(framework: Framework, settings: Settings) -> Iterator[Result]:
-    """A call on small matrices is overhead alone: the plan must be found in a few microseconds."""
+    """Time a call on small matrices, which is all overhead: the plan must be looked up in a few microseconds."""
     if framework != "torch":
         return
     import torch
@@ -75,8 +75,8 @@ def warm_call(framework: Framework, settings: Settings) -> Iterator[Result]:
         )
 
 
-# Variant of the workload, and what may be taken of the fastest peer's time, forward alone and with gradients. A
-# tenth is left to noise where nothing is to be won over a plain product.
+# A variant of the workload, its title, and how much of the fastest peer's time it may take, forward alone and with
+# gradients. If nothing can be gained over a plain product, the share is 1.1: a tenth is left to noise.
 _SLICED = (
     ("seed-sliced-einsum", "X[:8]", 0.97, 1.1),
     ("seed-sliced-einsum/strided", "X[:8, ::2]", 0.97, 1.1),
@@ -88,7 +88,7 @@ _SLICED = (
 
 
 def sliced_einsum(framework: Framework, settings: Settings) -> Iterator[Result]:
-    """Seed 001: slices and strides of one array, against einsum, the two-step sum and a GEMM made by hand."""
+    """Seed 001: slices and strides of one array, compared with einsum, a two-step sum and a GEMM written by hand."""
     if framework != "torch":
         return
     for name, title, *targets in _SLICED:
@@ -106,14 +106,13 @@ def sliced_einsum(framework: Framework, settings: Settings) -> Iterator[Result]:
             medians = medians_of(times)
             ratio = medians[OURS] / min(medians[peer.label] for peer in peers)
             what = f"{title}, {words}: of the fastest other way's time"
-            yield Result(
-                "seed-sliced-einsum", framework, what, target, ratio, at_most=True, medians=medians,
-                rounds=len(times[OURS]),
-            )  # fmt: skip
+            rounds = len(times[OURS])
+            part = "seed-sliced-einsum"
+            yield Result(part, framework, what, target, ratio, at_most=True, medians=medians, rounds=rounds)
 
 
 def clique(framework: Framework, settings: Settings) -> Iterator[Result]:
-    """Jax #24915: fastest slice by slice; einsum, which takes half a minute and 17 GB, is run once."""
+    """Jax #24915: the fastest plan goes slice by slice. einsum, which takes half a minute and 17 GB, runs once."""
     if framework != "torch":
         return
     part = "clique"
@@ -130,10 +129,10 @@ def clique(framework: Framework, settings: Settings) -> Iterator[Result]:
     once = {"torch.einsum": time.perf_counter() - begun}
     equal(found, expected, part)
     rounds = len(times["forward"])
-    yield Result(
-        part, framework, "forward: times faster than torch.einsum, which is run once", 150,
-        once["torch.einsum"] / medians["forward"], medians={**once, OURS: medians["forward"]}, rounds=rounds,
-    )  # fmt: skip
+    what = "forward: times faster than torch.einsum, which is run once"
+    ratio = once["torch.einsum"] / medians["forward"]
+    shown = {**once, OURS: medians["forward"]}
+    yield Result(part, framework, what, 150, ratio, medians=shown, rounds=rounds)
     what = "with gradients: of the forward's time"
     ratio = medians["with gradients"] / medians["forward"]
     yield Result(part, framework, what, 6, ratio, at_most=True, medians=medians, rounds=rounds)

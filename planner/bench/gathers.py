@@ -1,4 +1,4 @@
-"""Seeds 000 and 003: products of rows taken by an index, against those who build the rows."""
+"""Seeds 000 and 003: products of rows that an index names, compared with programs that build those rows."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def _skew(part: str, framework: Framework, workload: Workload, settings: Setting
 
 
 def _gather_then_matmul(xp: Any, queries: Any, keys: Any, i: Any) -> Any:
-    taken = gathered_keys(xp, keys, i)
-    return xp.matmul(taken, queries[..., None])[..., 0]
+    rows = gathered_keys(xp, keys, i)
+    return xp.matmul(rows, queries[..., None])[..., 0]
 
 
 def _gather_then_sum(xp: Any, queries: Any, keys: Any, i: Any) -> Any:
@@ -86,12 +86,12 @@ _GATHERED_KEYS_TARGETS: dict[int, dict[Framework, dict[Mode, float]]] = {
     100: {"torch": {"f": 5, "g": 8}, "jax": {"f": 5, "g": 4}},
     1000: {"torch": {"f": 30, "g": 60}, "jax": {"f": 25, "g": 8}},
 }
-# At small k the target is what is fastest there, whichever it is; a tenth is left to noise.
+# At small k the target is to be as fast as the fastest peer, whichever that is; a tenth is left to noise.
 _AS_FAST = 0.9
 
 
 def gathered_keys_part(framework: Framework, settings: Settings) -> Iterator[Result]:
-    """Seed 003 with keys from a pool: against gather-then-einsum, at small k against every way."""
+    """Seed 003 with keys from a pool: compared with gather-then-einsum, and at small k with every other way."""
     part = "seed-gathered-keys"
     for k in (10, 30, 100, 1000):
         workload = WORKLOADS[part].resized(k=k)
@@ -116,7 +116,7 @@ def gathered_keys_part(framework: Framework, settings: Settings) -> Iterator[Res
 
 
 def limited_matmul(framework: Framework, settings: Settings) -> Iterator[Result]:
-    """Seed 000 within limits, of which the two gradients alone take 67 MB: time, and each program's peak."""
+    """Seed 000 under memory limits: time, and each program's peak. The two gradients alone take 67 MB."""
     if framework != "torch":
         return
     part, workload = "seed-gathered-matmul-limited", WORKLOADS["seed-gathered-matmul"]

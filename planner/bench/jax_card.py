@@ -1,7 +1,7 @@
-"""JAX's kernels on a card: held to loops over groups, then timed. `planner.bench.card` is the command.
+"""Check JAX's kernels on a card against loops over groups, then time them. `planner.bench.card` is the command.
 
-Times are medians of runs behind one another, with the second-level cache written over before each and the time of that
-taken off, beside the bandwidth of a copy and the rate of a large product of the same run.
+Times are medians over measurements of several runs. The second-level cache is overwritten before each run, and the time
+that this takes is subtracted. The bandwidth of a copy and the rate of a large product are measured in the same process.
 """
 
 from __future__ import annotations
@@ -19,15 +19,21 @@ from planner.bench.card import Comparison, Program, main
 
 __all__ = ["CARD", "JaxCard"]
 
-# Rows, rows of an index, sides of the matrices, and groups.
+# Sizes of N, I, J, K and the number of groups.
 _TINY = ((50, 2, 5, 7, 4),)
 _SIZES = (
-    (130, 1, 20, 33, 3), (20_000, 1, 64, 64, 300), (5_000, 3, 65, 17, 7), (9_000, 1, 200, 300, 2),
-    (70_000, 1, 8, 8, 6_600), (50, 256, 128, 192, 9), (4_000, 1, 128, 128, 10), (0, 1, 4, 4, 3),
+    (130, 1, 20, 33, 3),
+    (20_000, 1, 64, 64, 300),
+    (5_000, 3, 65, 17, 7),
+    (9_000, 1, 200, 300, 2),
+    (70_000, 1, 8, 8, 6_600),
+    (50, 256, 128, 192, 9),
+    (4_000, 1, 128, 128, 10),
+    (0, 1, 4, 4, 3),
     (3_000, 1, 2048, 512, 3),
-)  # fmt: skip
+)
 
-# Behind one another in one measurement, and measurements.
+# Runs per measurement, and measurements.
 _RUNS, _TIMES = 20, 11
 
 
@@ -49,7 +55,7 @@ class _Way:
 
 
 class JaxCard:
-    """Where and how to measure."""
+    """JAX on its first GPU, or on a CPU for `--smoke`; the methods are described in `planner.bench.card.Card`."""
 
     def __init__(self, smoke: bool) -> None:
         import jax
@@ -61,18 +67,18 @@ class JaxCard:
         self.large = jax.numpy.zeros(1024 if smoke else 1 << 27, "int8")
 
     def integers(self, *shape: int, dtype: str = "float32") -> Any:
-        """Integers of [-2, 2] in a dtype, where the kernels run."""
+        """Return random integers in [-2, 2] of a dtype, on the device."""
         return self.jax.numpy.asarray(self.random.integers(-2, 3, shape), dtype)
 
     def alive(self) -> bool:
-        """Whether the card still computes for this process."""
+        """Whether this process can still use the card."""
         try:
             return float(self.jax.numpy.ones(3).sum()) == 3
-        except Exception:  # whatever it is, the process is of no more use
+        except Exception:  # after any error the process cannot go on
             return False
 
     def seconds(self, program: Program) -> float:
-        """The median of many runs."""
+        """Return the median seconds of many runs."""
         program()
         runs, times = (1, 3) if self.smoke else (_RUNS, _TIMES)
 
@@ -89,16 +95,16 @@ class JaxCard:
         return max(0.0, statistics.median(differences) / runs)
 
     def extra_bytes(self, program: Program) -> int | None:
-        """What XLA sets aside for a run beside its arguments; None where it does not say."""
+        """Return the bytes that XLA allocates for a run beside its arguments; None if it does not say."""
         memory = program.compiled.memory_analysis() if isinstance(program, _Way) else None
         return None if memory is None else int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
 
     def kernels(self) -> dict[str, Any]:
-        """The grouped products that there are: of Mosaic where it has them, and of stock XLA."""
+        """Return the kernels of grouped products by name: stock XLA's, and Mosaic's where they run."""
         from planner.backends.jax.evaluation import hopper
         from planner.kernels.grouped_matmul import jax_grouped
 
-        found: dict[str, Any] = {"stock": jax_grouped}
+        kernels: dict[str, Any] = {"stock": jax_grouped}
         if self.smoke or hopper():
             from planner.kernels.grouped_matmul import pallas_gpu
 
@@ -106,8 +112,8 @@ class JaxCard:
                 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
                 pallas_gpu.INTERPRET = InterpretGPUParams()
-            found["kernel"] = pallas_gpu.KERNELS
-        return found
+            kernels["kernel"] = pallas_gpu.KERNELS
+        return kernels
 
     def checks(self) -> Iterator[tuple[str, Callable[[], str]]]:
         """Yield each kernel and dtype with a check of it: small integers, exactly."""
@@ -121,12 +127,12 @@ class JaxCard:
         yield "repeated", partial(self.repeated, 3 if self.smoke else 100)
 
     def problem(self, dtype: str, n: int, i: int, j: int, k: int, g: int) -> tuple[Any, ...]:
-        """Rows, matrices, a gradient and an index with rows that are dropped."""
+        """Return rows, matrices, a gradient, and an index that drops some rows."""
         arrays = (self.integers(*x, dtype=dtype) for x in ((n, i, j), (g, j, k), (n, i, k)))
         return *arrays, self.random.integers(0, g + 1, n)
 
     def grouped(self, name: str, dtype: str, n: int, i: int, j: int, k: int, g: int) -> str:
-        """Hold the kernels of a name to loops over groups."""
+        """Compare the kernels of a name with loops over groups."""
         from planner.kernels.grouping.jax_grouping import group_rows
 
         kernels = self.kernels()[name]
@@ -144,7 +150,7 @@ class JaxCard:
         return _difference(self.jax.jit(whole)(a, c, gradient, q), (*wanted, wanted[2]))
 
     def contracted(self, dtype: str, n: int, i: int, j: int, k: int, g: int) -> str:
-        """Hold a contraction and its gradients to loops over groups."""
+        """Compare a contraction and its gradients with loops over groups."""
         import planner
 
         a, c, gradient, q = self.problem(dtype, n, i, j, k, g)
@@ -188,7 +194,7 @@ class JaxCard:
         return 2 * side**3 / max(1e-9, self.seconds(_Way(self.jax.numpy.matmul, m, m)))
 
     def comparisons(self) -> Iterator[tuple[str, Callable[[], Iterator[Comparison]]]]:
-        """Yield families of comparisons, of which the first way is ours."""
+        """Yield families of comparisons, whose first way is the library's."""
         for dtype in ("float32",) if self.smoke else ("float32", "bfloat16"):
             yield f"seed-gathered-matmul {dtype}", partial(self.seed_matmul, dtype)
         yield "experts", self.experts
@@ -247,7 +253,7 @@ def _contracted(a: Any, c: Any, q: Any) -> Any:
 
 
 def _gradients(a: Any, c: Any, q: Any, w: Any) -> Any:
-    """The result and both gradients."""
+    """Return the result and both gradients."""
     import jax
 
     result, pullback = jax.vjp(lambda a, c: _contracted(a, c, q), a, c)
@@ -255,7 +261,7 @@ def _gradients(a: Any, c: Any, q: Any, w: Any) -> Any:
 
 
 def _looped(a: Any, c: Any, gradient: Any, q: Any) -> tuple[Any, Any, Any]:
-    """The product and both gradients, group by group, in float64."""
+    """Return the product and both gradients, computed group by group in float64."""
     a, c, gradient = (np.asarray(x, "float64") for x in (a, c, gradient))
     out, to_a, to_c = np.zeros(gradient.shape), np.zeros(a.shape), np.zeros(c.shape)
     for group in np.unique(q[q < len(c)]):
@@ -266,7 +272,7 @@ def _looped(a: Any, c: Any, gradient: Any, q: Any) -> tuple[Any, Any, Any]:
 
 
 def _difference(found: Any, expected: Any) -> str:
-    """How many entries are not the exact numbers, rounded to the dtype."""
+    """Say how many entries differ from the exact numbers rounded to the dtype; "" if none does."""
     wrong = sum(
         int((np.asarray(x, "float64") != y.astype(x.dtype).astype("float64")).sum())
         for x, y in zip(found, expected, strict=True)

@@ -1,4 +1,4 @@
-"""What was measured and under which circumstances, as a table and as JSON."""
+"""The results and the circumstances of a benchmark run, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _version(distribution: str) -> str:
 
 
 def circumstances(settings: Settings) -> dict[str, Any]:
-    """Return what the figures depend on beside the code."""
-    found: dict[str, Any] = {
+    """Return what the figures depend on: date, commit, machine, versions and settings."""
+    facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": (_git("rev-parse", "--short", "HEAD") or "unknown")
         + (" with changes" if _git("status", "--porcelain", "--untracked-files=no") else ""),
@@ -56,9 +56,9 @@ def circumstances(settings: Settings) -> dict[str, Any]:
         import torch
 
         opt_einsum: Any = torch.backends.opt_einsum
-        found["torch_threads"] = torch.get_num_threads()
-        found["opt_einsum_in_torch_einsum"] = bool(opt_einsum.is_available() and opt_einsum.enabled)
-    return found
+        facts["torch_threads"] = torch.get_num_threads()
+        facts["opt_einsum_in_torch_einsum"] = bool(opt_einsum.is_available() and opt_einsum.enabled)
+    return facts
 
 
 def _number(value: float, unit: str) -> str:
@@ -66,7 +66,7 @@ def _number(value: float, unit: str) -> str:
 
 
 def cells(result: Result) -> tuple[str, ...]:
-    """Write a result as the cells of a row of the table."""
+    """Return a result as the cells of a table row."""
     bound = "<=" if result.at_most else ">="
     return (
         result.part,
@@ -93,7 +93,7 @@ _HEADINGS = ("workload", "in", "what", "target", "measured", "met", "medians")
 
 
 def markdown(results: Sequence[Result], about: Mapping[str, Any]) -> str:
-    """Write the results as a page."""
+    """Return the results as a page in Markdown."""
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     rule = ("---",) * len(_HEADINGS)
     rows = [_HEADINGS, rule, *(cells(result) for result in results)]
@@ -121,6 +121,6 @@ def markdown(results: Sequence[Result], about: Mapping[str, Any]) -> str:
 
 
 def as_json(results: Sequence[Result], about: Mapping[str, Any]) -> str:
-    """Write the results and their circumstances as JSON."""
+    """Return the results and their circumstances as JSON."""
     rows = [{**dataclasses.asdict(result), "met": result.met} for result in results]
     return json.dumps({"circumstances": about, "results": rows}, indent=2) + "\n"

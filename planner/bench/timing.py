@@ -1,4 +1,4 @@
-"""Programs timed in turn, and the line of a target that comes of it."""
+"""Time programs in turn, and compare the result with a target."""
 
 from __future__ import annotations
 
@@ -19,17 +19,30 @@ from planner.demo.ways import Framework, Way
 from planner.tune.autotune import block_seconds
 from planner.workloads import Skew, Workload
 
-__all__ = ["MODES", "Mode", "Result", "Settings", "block_of", "equal", "interleaved", "medians_of", "prepared",
-           "seconds_in_peace", "stolen_seconds", "timed"]  # fmt: skip
+__all__ = [
+    "MODES",
+    "Mode",
+    "Result",
+    "Settings",
+    "block_of",
+    "equal",
+    "interleaved",
+    "medians_of",
+    "prepared",
+    "seconds_in_peace",
+    "stolen_seconds",
+    "timed",
+]
 
 Mode = Literal["f", "g"]
 MODES: tuple[tuple[Mode, str], ...] = (("f", "forward"), ("g", "forward and gradients"))
 
 
-# Runs that are made until one is left in peace, and the share of the cores' time that a run in peace may have lost.
+# A run counts if the hypervisor took at most this share of the cores' time. It is repeated until one counts, at most
+# this often.
 _TRIES = 6
 _STOLEN_SHARE = 0.02
-# What is shorter is run again and again without a pause: after one, the cores that a program waits for wake late.
+# Shorter programs run several times without a pause: after a pause, cores that a program waits for wake up late.
 _SHORT_SECONDS = 0.02
 
 
@@ -38,12 +51,12 @@ class Settings:
     """How to measure.
 
     Attributes:
-        rounds: runs of each program, at most.
+        rounds: most runs of each program.
         budget_seconds: time for one comparison, after which no further round begins (three are always run).
-        pause_seconds: the pause before each run: a program pays for the memory that the one before gave back.
+        pause_seconds: the pause before each run. Without it, a program pays for memory that the previous one freed.
         calls: calls in a block when a single call's overhead is measured.
-        runs: how many runs were timed, how many of them were repeated because a core was taken away, and how many of
-            those count though each repetition lost one too.
+        runs: number of runs that were timed; of those repeated because the hypervisor took a core away; and of those
+            that count although it took one away in every repetition.
     """
 
     rounds: int = 11
@@ -55,18 +68,18 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """One target line.
+    """A target and what was measured.
 
     Attributes:
         part: name in `PARTS`.
-        framework: where it ran.
+        framework: the framework that ran.
         what: the comparison in words.
         target: the number to reach.
         measured: the number reached.
         unit: "x" for a ratio of medians, "MB" for bytes.
         at_most: whether the target is an upper bound.
         medians: median seconds (or bytes) of each program, by label.
-        rounds: runs behind each median.
+        rounds: number of runs per median.
     """
 
     part: str
@@ -86,9 +99,9 @@ class Result:
 
 
 def stolen_seconds() -> float:
-    """Return for how long a hypervisor has kept this machine's cores from running; 0 where the system does not say.
+    """Return for how long a hypervisor has kept this machine's cores from running; 0 if the system does not say.
 
-    Counted in ticks of the clock (10 ms as a rule), by Linux in ``/proc/stat``.
+    Linux counts this in ``/proc/stat``, in ticks of the clock (usually 10 ms).
     """
     try:
         ticks = pathlib.Path("/proc/stat").read_text().split("\n", 1)[0].split()[8]
@@ -98,15 +111,15 @@ def stolen_seconds() -> float:
 
 
 def seconds_in_peace(measure: Callable[[], float], pause: float, settings: Settings) -> float:
-    """Measure after a pause, again if other machines were given this one's cores meanwhile.
+    """Measure after a pause, and again if the hypervisor gave this machine's cores to other machines meanwhile.
 
-    A program that waits for its slowest core loses more to that than its share, so that medians would tell of the
-    neighbours. After some tries the one that lost least counts.
+    A program that waits for its slowest core loses more than that share of time, so medians would depend on other
+    machines. After some tries, the run that lost least counts.
 
     Args:
         measure: runs a program and returns its seconds.
-        pause: seconds to wait before.
-        settings: whose `runs` are counted up.
+        pause: seconds to wait before each run.
+        settings: the settings whose `runs` are counted up.
     """
     cores, least = os.cpu_count() or 1, (float("inf"), 0.0)
     settings.runs["timed"] += 1
@@ -134,10 +147,10 @@ def _seconds(program: Callable[[], Any]) -> float:
 def interleaved(
     programs: Mapping[str, Callable[[], Any]], framework: Framework, settings: Settings
 ) -> dict[str, list[float]]:
-    """Time programs in turn, round after round, with a pause before each run; they must be warm.
+    """Time programs in turn, round after round, with a pause before each run; they must have run before.
 
-    Where one of them takes less than 20 ms, each is averaged over as many runs as last for that (1,000 at most), after
-    one that does not count and without pauses between.
+    If one of them takes less than 20 ms, every program is averaged over as many runs as take 20 ms (1,000 at most),
+    without pauses between them and after one run that does not count.
     """
     short = min(map(_seconds, programs.values())) < _SHORT_SECONDS
     measure = partial(block_seconds, least_seconds=_SHORT_SECONDS) if short else _seconds
@@ -158,7 +171,7 @@ def medians_of(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def prepared(framework: Framework, workload: Workload, ways: Sequence[Way], skew: Skew = "uniform") -> dict[str, Run]:
-    """Prepare all ways, see that their values and gradients are equal, and warm them."""
+    """Prepare all ways, check that their values and gradients are equal, and run each once."""
     runs: dict[str, Run] = {}
     expected = None
     for way in ways:
@@ -175,20 +188,20 @@ def prepared(framework: Framework, workload: Workload, ways: Sequence[Way], skew
 
 
 def timed(runs: Mapping[Any, Run], mode: Mode, framework: Framework, settings: Settings) -> dict[str, list[float]]:
-    """Time runs, forward alone or with gradients."""
+    """Time all runs, forward alone or with gradients."""
     programs = {label: run.forward if mode == "f" else run.both for label, run in runs.items()}
     return interleaved(programs, framework, settings)
 
 
 def equal(found: Any, expected: Any, what: str) -> None:
-    """Refuse to time what differs: on small integers every sum is exact."""
+    """Raise an error if two results differ; on small integers every sum is exact."""
     arrays = [np.asarray(x.detach() if hasattr(x, "detach") else x) for x in (found, expected)]
     if differences(arrays[:1], arrays[1:]):
         raise AssertionError(f"{what}: the values differ")
 
 
 def block_of(call: Callable[[], Any], calls: int) -> Callable[[], None]:
-    """Return a program of that many calls."""
+    """Return a program that makes that many calls."""
 
     def block() -> None:
         for _ in range(calls):

@@ -1,7 +1,7 @@
-"""The Triton kernels on a card: held to the CPU's, then timed. `planner.bench.card` is the command.
+"""Check the Triton kernels on a card against the CPU kernels, then time them. `planner.bench.card` is the command.
 
-Times are medians of `triton.testing.do_bench`, the second-level cache flushed before each run, beside the bandwidth of
-a copy and the rate of a large product of the same session.
+Times are medians of `triton.testing.do_bench`, which flushes the second-level cache before each run. The bandwidth of a
+copy and the rate of a large product are measured in the same process.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from planner.bench.card import Comparison, Program, main
 
 __all__ = ["CARD", "TorchCard"]
 
-# Rows, rows of an index, sides of the matrices, and groups.
+# Sizes of N, I, J, K and the number of groups.
 _TINY = ((50, 2, 5, 7, 4), (130, 1, 20, 33, 3))
 _SIZES = (
-    (20_000, 1, 64, 64, 300), (5_000, 3, 65, 17, 7), (9_000, 1, 200, 300, 2), (70_000, 1, 8, 8, 66_000),
-)  # fmt: skip
+    (20_000, 1, 64, 64, 300),
+    (5_000, 3, 65, 17, 7),
+    (9_000, 1, 200, 300, 2),
+    (70_000, 1, 8, 8, 66_000),
+)
 
 
 class TorchCard:
-    """Where and how to measure."""
+    """Torch on its GPU, or on a CPU for `--smoke`; the methods are described in `planner.bench.card.Card`."""
 
     def __init__(self, smoke: bool) -> None:
         if smoke:
@@ -38,19 +41,19 @@ class TorchCard:
         self.torch: Any = torch
 
     def integers(self, *shape: int, dtype: str = "float32", least: int = -2, most: int = 3) -> Any:
-        """Integers of [least, most) in a dtype, where the kernels run."""
-        made = self.torch.randint(least, most, shape, device=self.place)
-        return made.to(getattr(self.torch, dtype))
+        """Return random integers in [least, most) of a dtype, on the device."""
+        values = self.torch.randint(least, most, shape, device=self.place)
+        return values.to(getattr(self.torch, dtype))
 
     def alive(self) -> bool:
-        """Whether the card still computes for this process."""
+        """Whether this process can still use the card."""
         try:
             return int(self.torch.ones(3, device=self.place).sum()) == 3
-        except Exception:  # whatever it is, the process is of no more use
+        except Exception:  # after any error the process cannot go on
             return False
 
     def seconds(self, program: Program) -> float:
-        """The median of many runs."""
+        """Return the median seconds of many runs."""
         if not self.smoke:
             import triton.testing
 
@@ -63,17 +66,17 @@ class TorchCard:
         return statistics.median(times)
 
     def extra_bytes(self, program: Program) -> int | None:
-        """What a run allocates at most; None on a CPU."""
+        """Return the most bytes that a run allocates; None on a CPU."""
         if self.smoke:
             return None
         program()
         self.torch.cuda.synchronize()
         before = self.torch.cuda.memory_allocated()
         self.torch.cuda.reset_peak_memory_stats()
-        kept = program()
-        found = self.torch.cuda.max_memory_allocated() - before
-        del kept
-        return int(found)
+        result = program()
+        extra = self.torch.cuda.max_memory_allocated() - before
+        del result
+        return int(extra)
 
     def checks(self) -> Iterator[tuple[str, Callable[[], str]]]:
         """Yield each kernel and dtype with a check of it: small integers, exactly as on the CPU."""
@@ -91,31 +94,31 @@ class TorchCard:
         yield "repeated", partial(self.repeated, 3 if self.smoke else 100)
 
     def grouped(self, name: str, dtype: str, n: int, i: int, j: int, k: int, g: int) -> str:
-        """Hold a grouped product to the CPU's."""
+        """Compare a grouped product with the CPU's."""
         from planner.kernels.grouped_matmul import torch_grouped, torch_grouped_mm, triton_grouped
         from planner.kernels.grouping.torch_grouping import group_rows
 
         a, c = self.integers(n, i, j, dtype=dtype), self.integers(g, k, j, dtype=dtype).transpose(1, 2)
         gradient, q = self.integers(n, i, k, dtype=dtype), self.torch.randint(0, g + 1, (n,))
         arguments = {
-            "grouped_matmul": (a, c), "grouped_outer": (a, gradient), "grouped_gradients": (gradient, a, c),
+            "grouped_matmul": (a, c),
+            "grouped_outer": (a, gradient),
+            "grouped_gradients": (gradient, a, c),
             "grouped_mm": (gradient, a, c),
-        }[name]  # fmt: skip
-        module, function = (
-            (torch_grouped_mm, "grouped_gradients") if name == "grouped_mm" else (triton_grouped, name)
-        )  # fmt: skip
+        }[name]
+        module, function = (torch_grouped_mm, "grouped_gradients") if name == "grouped_mm" else (triton_grouped, name)
         found = getattr(module, function)(*arguments, group_rows(q.to(self.place), g))
         expected = getattr(torch_grouped, function)(*(x.cpu() for x in arguments), group_rows(q, g))
         return _difference(self.torch, found, expected)
 
     def pooled(self, dtype: str) -> tuple[Any, ...]:
-        """Queries, a pool, weights and indices into it: arrays of attention over some keys."""
+        """Return queries, a pool, weights and an index into the pool."""
         b, queries, k, m, d = (2, 4, 5, 9, 20) if self.smoke else (4, 500, 30, 800, 32)
         index = self.torch.randint(0, m + 1, (b, queries, k))
         return *(self.integers(*x, dtype=dtype) for x in ((b, queries, d), (b, m, d), (b, queries, k))), index
 
     def scores(self, dtype: str) -> str:
-        """Hold products of queries with chosen rows of a pool to the CPU's."""
+        """Compare scores of queries against rows of a pool with the CPU's."""
         from planner.kernels.gathered_dot import torch_pooled, triton_pooled
         from planner.kernels.grouping.keys import IndexArray
 
@@ -124,7 +127,7 @@ class TorchCard:
         return _difference(self.torch, found, torch_pooled.gathered_scores(query.cpu(), pool.cpu(), IndexArray(index)))
 
     def pooled_gradients(self, dtype: str) -> str:
-        """Hold the gradients of such products to the CPU's."""
+        """Compare the gradients of such scores with the CPU's."""
         from planner.kernels.gathered_dot import torch_pooled, triton_pooled
         from planner.kernels.grouping.keys import IndexArray
 
@@ -134,7 +137,7 @@ class TorchCard:
         return _difference(self.torch, found, expected)
 
     def sums(self, dtype: str) -> str:
-        """Hold sums of rows that lie apart to exact ones."""
+        """Compare sums of rows in unusual strides with exact ones."""
         from planner.kernels.grouping.torch_grouping import group_rows
         from planner.kernels.segment_sum import triton_sum
 
@@ -147,7 +150,7 @@ class TorchCard:
         return _difference(torch, out, wanted[:-1].permute(2, 0, 1).to(x.dtype))
 
     def batched(self, dtype: str) -> str:
-        """Hold a product of arrays whose axes do not lie in one to an exact one."""
+        """Compare a product of arrays whose axes cannot be joined to one stride with an exact one."""
         from planner.kernels.grouped_matmul import triton_grouped
 
         torch, (k, m, b, d) = self.torch, (5, 9, 2, 20) if self.smoke else (30, 800, 4, 32)
@@ -191,7 +194,7 @@ class TorchCard:
         return ""
 
     def comparisons(self) -> Iterator[tuple[str, Callable[[], Iterator[Comparison]]]]:
-        """Yield families of comparisons, of which the first way is ours."""
+        """Yield families of comparisons, whose first way is the library's."""
         for dtype in ("float32",) if self.smoke else ("float32", "bfloat16"):
             yield f"seed-gathered-matmul {dtype}", partial(self.seed_matmul, dtype)
         yield "experts", self.experts

@@ -1,4 +1,5 @@
-"""`python -m planner calibrate`: it measures the rates of this machine, by which plans predict time.
+"""`python -m planner calibrate` measures the rates of this machine; plans predict times from them.
 
-`predictions.py` checks the predictions against the clock. The files that it writes are read by `planner.cost.rates`.
+`labs` wraps a framework on a device, `measurements` measures rates in a lab, and `command` stores them in files, which
+`planner.cost.rates` reads. `predictions` compares predicted with measured times.
 """

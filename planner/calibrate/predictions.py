@@ -1,4 +1,4 @@
-"""Predictions against the clock: each step of the named workloads, timed by itself as its plan runs it."""
+"""Predicted against measured times: each step of the named workloads is timed alone, as its plan runs it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from planner.language.units import seconds_text
 from planner.program.frameworks import load_backend
 from planner.program.loops import parts
 from planner.program.plan import PlanRecord
+from planner.program.program import Step
 from planner.workloads import WORKLOADS, Workload
 
-__all__ = ["Rows", "StepTime", "check", "check_text"]
+__all__ = ["CheckedIndices", "StepTime", "check", "check_text"]
 
 Framework = Literal["torch", "numpy"]
 
 
-class Rows(dict[Gather, Any]):
-    """Index arrays in range, as steps read them."""
+class CheckedIndices(dict[Gather, Any]):
+    """Index arrays that are known to be in range, in the form in which a backend's table reads them."""
 
     def __init__(self, rows: Mapping[Gather, Any]) -> None:
         super().__init__(rows)
@@ -40,10 +41,10 @@ class StepTime:
 
     Attributes:
         framework: "torch" or "numpy".
-        workload: its name.
+        workload: the workload's name.
         step: the step's spec.
         lowering: the implementation.
-        backward: whether it is of the backward program.
+        backward: whether the step is part of the backward program.
         predicted, measured: seconds.
     """
 
@@ -57,67 +58,82 @@ class StepTime:
 
     @property
     def within(self) -> bool:
-        """Whether the prediction is within 2x."""
+        """Whether the prediction is within a factor of 2."""
         return self.predicted <= 2 * self.measured and self.measured <= 2 * self.predicted
 
 
+# Workloads with a larger peak in bytes, or with a longer predicted time, are not timed.
 MOST_PEAK, MOST_SECONDS = 6 * 10**9, 10.0
 
 
 def check_workload(framework: Framework, workload: Workload) -> Iterator[StepTime]:
-    """Time every step of a workload at its CPU sizes; nothing if it needs too much memory or time here.
+    """Time every step of a workload at its CPU sizes; no step if the workload needs too much memory or time here.
 
-    Of a plan that goes slice by slice the steps of the first slice.
+    If the plan goes slice by slice, the steps of the first slice are timed.
     """
     workload = workload.cpu()
     torch = framework == "torch"
     arrays = workload.operands(framework, values="normal", requires_grad=torch)
     indices = workload.indices(framework)
-    made: PlanRecord = plan(workload.spec, *arrays, **workload.options, **indices)
-    if made.cost.peak_bytes > MOST_PEAK or made.cost.seconds > MOST_SECONDS:
+    record: PlanRecord = plan(workload.spec, *arrays, **workload.options, **indices)
+    if record.cost.peak_bytes > MOST_PEAK or record.cost.seconds > MOST_SECONDS:
         return
     if torch:
         arrays = tuple(x.detach() for x in arrays)
-    spec, shapes = made.resolved.spec, dict(made.resolved.index_shapes)
-    arrays = tuple(x.reshape(shape) for x, shape in zip(arrays, made.resolved.shapes, strict=True))
+    spec, shapes = record.resolved.spec, dict(record.resolved.index_shapes)
+    arrays = tuple(x.reshape(shape) for x, shape in zip(arrays, record.resolved.shapes, strict=True))
     rows = {g: indices[g.array].reshape(shapes[g.array]) for g in spec.gathers}
     gradient = workload.cotangent(framework).reshape(spec.output_shape)
-    if made.loop is not None:
-        part = next(parts(made.loop.axes, spec))
+    if record.loop is not None:
+        part = next(parts(record.loop.axes, spec))
         arrays = tuple(x[part.of(term)] for x, term in zip(arrays, spec.inputs, strict=True))
         rows = {g: q[part.of(g.axes)] for g, q in rows.items()}
-        gradient, made = gradient[part.of(spec.output)], made.loop.body
-    table, programs, index = load_backend(framework).table, made.programs, Rows(rows)
+        gradient, record = gradient[part.of(spec.output)], record.loop.body
+    programs, index = record.programs, CheckedIndices(rows)
     values: dict[int, Any] = {**dict(enumerate(arrays)), programs.output_gradient: gradient}
     kept = {*programs.kept, *range(len(arrays)), programs.output_gradient}
     for program in (programs.forward, programs.backward):
         if program is None:
             continue
         for step in program.steps:
-            times: list[float] = []
-            results: Any = None
-            # One run to warm up, then five, fewer where they take long.
-            while len(times) < 6 and sum(times) < 2.0:
-                index.orders.clear()
-                results = None
-                start = time.perf_counter()
-                results = table.run(step.choice.lowering, step.op, [values[v] for v in step.inputs], index)
-                times.append(time.perf_counter() - start)
+            seconds, results = _time_step(framework, step, [values[v] for v in step.inputs], index)
             values.update(zip(step.outputs, results, strict=True))
             for variable in step.releases:
                 if variable not in kept:
                     values.pop(variable, None)
             yield StepTime(
-                framework, workload.name, str(step.op.spec), step.choice.lowering, program is programs.backward,
-                step.choice.cost.picoseconds / 1e12, statistics.median(times[1:] or times),
-            )  # fmt: skip
+                framework,
+                workload.name,
+                str(step.op.spec),
+                step.choice.lowering,
+                backward=program is programs.backward,
+                predicted=step.choice.cost.picoseconds / 1e12,
+                measured=seconds,
+            )
+
+
+def _time_step(
+    framework: Framework, step: Step, inputs: Sequence[Any], index: CheckedIndices
+) -> tuple[float, Sequence[Any]]:
+    """Run a step several times, and return the median seconds and the results."""
+    table = load_backend(framework).table
+    times: list[float] = []
+    results: Any = None
+    # One run to warm up, then five more, or fewer if they take long.
+    while len(times) < 6 and sum(times) < 2.0:
+        index.orders.clear()
+        results = None
+        start = time.perf_counter()
+        results = table.run(step.choice.lowering, step.op, inputs, index)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:] or times), results
 
 
 def check(names: Sequence[str] = (), progress: Callable[[str], None] = lambda what: None) -> list[StepTime]:
     """Time the steps of named workloads, all by default, in torch and NumPy.
 
     Raises:
-        PlannerError: there is no workload of a name.
+        PlannerError: A name is none of a workload.
     """
     unknown = [name for name in names if name not in WORKLOADS]
     if unknown:
@@ -125,17 +141,17 @@ def check(names: Sequence[str] = (), progress: Callable[[str], None] = lambda wh
     frameworks: list[Framework] = ["numpy"]
     if importlib.util.find_spec("torch") is not None:
         frameworks.insert(0, "torch")
-    found: list[StepTime] = []
+    times: list[StepTime] = []
     for framework in frameworks:
         for name in names or WORKLOADS:
             progress(f"{framework} {name}")
-            found += check_workload(framework, WORKLOADS[name])
+            times += check_workload(framework, WORKLOADS[name])
             gc.collect()
-    return found
+    return times
 
 
 def check_text(times: Sequence[StepTime]) -> str:
-    """Write a row for each step, then the share of predictions within 2x."""
+    """Return a table with a row for each step, then the share of predictions within a factor of 2."""
     lines = [f"{'predicted':>10} {'measured':>10} {'ratio':>6}"]
     for t in times:
         mark = " " if t.within else "!"
@@ -144,8 +160,8 @@ def check_text(times: Sequence[StepTime]) -> str:
             f"{t.framework:5} {t.workload:30} {'b' if t.backward else 'f'}  {t.step}  [{t.lowering}]"
         )
     for framework in dict.fromkeys(t.framework for t in times):
-        own = [t.within for t in times if t.framework == framework]
-        lines.append(f"{framework}: {sum(own)} of {len(own)} steps within 2x, {sum(own) / len(own):.0%}")
+        within = [t.within for t in times if t.framework == framework]
+        lines.append(f"{framework}: {sum(within)} of {len(within)} steps within 2x, {sum(within) / len(within):.0%}")
     if times:
         share = sum(t.within for t in times) / len(times)
         lines.append(f"within 2x: {share:.0%} of {len(times)} steps")

@@ -1,7 +1,7 @@
-"""The testing kit: an oracle, random problems, a check of whole specs, and what calls really allocate.
+"""The testing kit: an oracle, random problems, a check of whole specs, and measurements of what calls allocate.
 
-`reference` needs numpy alone. The strategies and `check` need hypothesis, which is imported when one of them is first
-asked for. `planner.inspect.memory` imports each framework when it measures it.
+`reference` needs only numpy. The strategies and `check` need hypothesis, which is imported when one of them is first
+used. `planner.inspect.memory` imports a framework when it measures it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-# Bound at once, not on demand: importing the module of the same name would set the attribute first.
+# Imported at once, not on demand: importing the module `reference` would set the attribute of the same name first.
 from planner.testing.problem import DTYPES, Problem
 from planner.testing.reference import exact_bound, magnitude, reference, reference_gradients
 
@@ -58,5 +58,5 @@ def __getattr__(name: str) -> Any:
 
 
 def _hypothesis_setup_hook() -> None:
-    """Make the package's types known to Hypothesis, which calls this when it is imported."""
+    """Register the package's types with Hypothesis, which calls this function when it is imported."""
     import planner.testing.strategies  # noqa: F401

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for what a call is given: operands and index arrays."""
+"""Hypothesis strategies for the arrays of a call: operands and index arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["INDEX_DTYPES", "indices", "operands"]
 
 INDEX_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
 
-# Of longer index arrays a seed is drawn, not each element.
+# For longer index arrays a seed is drawn instead of each element.
 _MOST_DRAWN = 64
 
 
@@ -41,15 +41,16 @@ def operands(
     Args:
         draw: given by Hypothesis.
         shape: the array's shape.
-        dtype: a dtype name; bfloat16, which NumPy lacks, comes as float32.
-        max_value: values are integers from -max_value to max_value, from 0 on for unsigned dtypes.
-        strided: whether the array is a view that is not row-major: permuted, with steps and an offset; None for both.
+        dtype: a dtype name; for bfloat16, which NumPy lacks, the array is float32.
+        max_value: values are integers from -max_value to max_value; from 0 to max_value for unsigned dtypes.
+        strided: True for a view that is not row-major (permuted, with steps and an offset), False for a row-major
+            array, None to draw either.
 
     Returns:
         A strategy for arrays of that shape and dtype.
 
     Raises:
-        InvalidArgument: an argument is none of these.
+        InvalidArgument: an argument is not as described.
     """
     check_shape(shape)
     check_names("dtype", (dtype,), DTYPES)
@@ -72,7 +73,7 @@ def indices(
     dtypes: Sequence[str] = ("int64",),
     max_size: int | None = None,
 ) -> Array:
-    """Draw index arrays of a shape for a dim of `size`; duplicates are common.
+    """Draw index arrays for a dimension of `size`; duplicates are common.
 
     Example:
         >>> from hypothesis import find
@@ -81,18 +82,18 @@ def indices(
 
     Args:
         draw: given by Hypothesis.
-        size: the indexed dim's size; the smallest, if the array indexes several.
+        size: size of the indexed dimension; the smallest size if the array indexes several.
         shape: the array's shape.
-        index_mode: "raise" keeps indices in range; "drop" and "clip" go beyond it on both sides.
-        negative: whether "raise" counts from the end too.
-        dtypes: integer dtypes to choose from; values stay within the chosen one.
-        max_size: the largest indexed dim's size, if the array indexes several; None for `size`.
+        index_mode: with "raise" indices are in range; with "drop" and "clip" they go beyond it on both sides.
+        negative: whether negative indices, which count from the end, are drawn with "raise".
+        dtypes: integer dtypes to choose from; values fit the chosen one.
+        max_size: the largest size if the array indexes several dimensions; None for `size`.
 
     Returns:
         A strategy for index arrays.
 
     Raises:
-        InvalidArgument: an argument is none of these, or no index is in range.
+        InvalidArgument: an argument is not as described, or no index is in range.
     """
     check_shape(shape)
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:

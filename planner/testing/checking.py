@@ -1,4 +1,4 @@
-"""`check`: one spec, held to every law in every framework; what was found is a `Report`."""
+"""`check` tests one spec against every law in every framework, and returns a `Report`."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from planner.testing.strategies import problems_of
 __all__ = ["Failure", "Report", "Verdict", "check"]
 
 AGREEMENT = "frameworks agree"
-# What calls allocate is measured: two checks at once would see each other's.
+# Checks run one at a time: they measure what calls allocate, and would measure each other's allocations.
 _ALONE = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A law that does not hold, on the smallest problem that was found to show it.
+    """A law that does not hold, with the smallest problem that was found to break it.
 
     Attributes:
         law: the law's name.
         backend: the framework.
-        problem: the problem; None where none was drawn.
-        what: what is wrong.
-        found: what came out.
-        expected: what should have.
-        script: a Python program that shows both.
+        problem: the problem; None if none was drawn.
+        what: what is wrong, in words.
+        found: the result, as text.
+        expected: the expected result, as text.
+        script: a Python program that prints both.
     """
 
     law: str
@@ -68,14 +68,14 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One law in one framework.
+    """The outcome of one law in one framework.
 
     Attributes:
         law: the law's name.
-        backend: the framework; "all" for the law that compares them.
-        examples: on how many problems it was tried.
-        failure: how it fails; None if it holds.
-        skipped: why it was not tried; "" if it was.
+        backend: the framework; "all" for the law that compares the frameworks.
+        examples: number of problems on which the law held.
+        failure: the failure; None if the law holds.
+        skipped: why the law was not tested; "" if it was.
     """
 
     law: str
@@ -87,13 +87,13 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """What `check` found; it prints as a table, with a program for each failure, in a failed assertion too.
+    """What `check` found. It prints as a table, followed by a program for each failure.
 
     Attributes:
         spec: the spec.
         backends: the frameworks.
         verdicts: one for each law and framework.
-        seconds: how long it took.
+        seconds: how long the check took.
     """
 
     spec: str
@@ -103,33 +103,40 @@ class Report:
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Laws that do not hold."""
+        """The laws that do not hold."""
         return tuple(v.failure for v in self.verdicts if v.failure is not None)
 
     @property
     def passed(self) -> bool:
-        """Whether every law that was tried holds."""
+        """Whether every law that was tested holds."""
         return not self.failures
 
     def __str__(self) -> str:
-        tried = [v for v in self.verdicts if not v.skipped]
-        laws = len({v.law for v in tried})
-        broken = len({f.law for f in self.failures})
-        summary = f"{broken} of {laws} laws broken" if broken else f"{laws} laws hold"
-        problems = sum(v.examples for v in tried)
-        lines = [f"{self.spec}: {summary}, {problems} problems in {self.seconds:.0f} s"]
-        columns = [*self.backends, *(["all"] if any(v.backend == "all" for v in self.verdicts) else [])]
-        cells = {(v.law, v.backend): _cell(v) for v in self.verdicts}
-        names = list(dict.fromkeys(v.law for v in self.verdicts))
-        width = max(map(len, names))
-        lines.append("  ".join([" " * (width + 2), *(f"{c:>6}" for c in columns)]).rstrip())
-        lines += [
-            "  ".join([f"  {n:{width}}", *(f"{cells.get((n, c), ''):>6}" for c in columns)]).rstrip() for n in names
-        ]
         reasons = dict.fromkeys(f"  -: {v.law} in {v.backend}: {v.skipped}" for v in self.verdicts if v.skipped)
-        return "\n".join([*lines, *reasons, *(f"\n{failure}" for failure in self.failures)])
+        failures = [f"\n{failure}" for failure in self.failures]
+        return "\n".join([self._summary(), *self._table(), *reasons, *failures])
 
     __repr__ = __str__
+
+    def _summary(self) -> str:
+        tested = [v for v in self.verdicts if not v.skipped]
+        laws = len({v.law for v in tested})
+        broken = len({f.law for f in self.failures})
+        outcome = f"{broken} of {laws} laws broken" if broken else f"{laws} laws hold"
+        problems = sum(v.examples for v in tested)
+        return f"{self.spec}: {outcome}, {problems} problems in {self.seconds:.0f} s"
+
+    def _table(self) -> list[str]:
+        columns = list(self.backends)
+        if any(v.backend == "all" for v in self.verdicts):
+            columns.append("all")
+        cells = {(v.law, v.backend): _cell(v) for v in self.verdicts}
+        laws = list(dict.fromkeys(v.law for v in self.verdicts))
+        width = max(map(len, laws))
+        rows = [[" " * (width + 2), *(f"{column:>6}" for column in columns)]]
+        for law in laws:
+            rows.append([f"  {law:{width}}", *(f"{cells.get((law, column), ''):>6}" for column in columns)])
+        return ["  ".join(row).rstrip() for row in rows]
 
 
 def _cell(verdict: Verdict) -> str:
@@ -154,13 +161,17 @@ def check(
 ) -> Report:
     """Property-test a spec: its values, derivatives and memory, in every framework, against an independent oracle.
 
-    Hypothesis draws problems of the spec and makes those that fail smaller. The laws: values, gradients and second
-    derivatives are the oracle's, also of operands in any strides and of sizes 0 and 1; bad indices do what the index
-    mode says, and are named in the same words everywhere; every path, and every implementation of every step, gives the
-    same; what is retained is what the plan says, to the byte; a memory limit holds in torch, and elsewhere the peak is
-    at most twice what the plan says; the frameworks agree.
-    Values are small integers, so that results are equal, not close; where sizes make sums too long for that, they may
-    differ by what rounding explains.
+    Hypothesis draws problems of the spec, and shrinks those that fail. These are the laws:
+
+    - Values, gradients and second derivatives equal the oracle's, also for operands in any strides and sizes 0 and 1.
+    - Bad indices are treated as the index mode says, and every framework names them in the same words.
+    - Every path, and every implementation of every step, gives the same results.
+    - The retained bytes are those that the plan predicts, to the byte.
+    - A memory limit holds in torch. Elsewhere the peak is at most twice the predicted one.
+    - The frameworks agree.
+
+    Values are small integers, so results must be equal, not just close. If sums are too long for exact arithmetic,
+    results may differ by as much as rounding explains.
 
     Example:
         >>> report = check("ij, j -> i", backends="numpy", max_examples=5)
@@ -169,23 +180,24 @@ def check(
 
     Args:
         spec: the spec.
-        sizes: sizes to settle, of axes, and by the letter of an index array of the dimension that it indexes; others
-            are drawn, from 0 to 4 for values, and for memory so that there are some 10^5 points.
+        sizes: fixed sizes: of axes by letter, and of indexed dimensions by the letter of the index array. Other sizes
+            are drawn: from 0 to 4 for values; for memory such that there are some 10^5 points.
         backends: frameworks, or one; by default those that are installed.
         dtypes: dtype names, or one; each problem takes one of them.
-        paths: what `optimize=` is to take in the law "every path"; by default the searches, all pairwise orders of up
-            to four operands, the objectives, and the plans that were not taken.
-        laws: laws to hold it to, or one, by the names that the report has; by default all.
-        max_examples: how many problems are drawn for each law in each framework; in JAX a quarter of that, for it
-            compiles every one.
+        paths: values of `optimize=` for the law "every path"; by default the searches, all pairwise orders of up to
+            four operands, the objectives, and the alternatives to the plan.
+        laws: names of laws to test, or one, as the report shows them; by default all.
+        max_examples: how many problems are drawn for each law in each framework; in JAX a quarter of that, because JAX
+            compiles every problem.
         index_modes: index modes to draw from, or one; by default all.
-        implementation: a function to check in place of `planner.contract`, as ``f(*operands, **indices)`` of arrays of
-            the framework; sizes that the spec leaves open are passed as `sizes=`, `index_mode=` if `index_modes` was
-            given, else indices are in range. Index arrays are of int64 then, and sizes of 1 do not broadcast.
-        kernel: a row for a backend's table (`Implementation`) to check on all steps, forward and
-            backward, that it supports; it needs one backend. It must give what the step means, change no input, and in
-            torch allocate no more than its results and its scratch.
-        progress: called before each law in each framework, with what begins and how many of these there are.
+        implementation: a function to check instead of `planner.contract`, called as ``f(*operands, **indices)`` with
+            arrays of the framework. If the spec leaves sizes open, they are passed as `sizes=`. If `index_modes` is
+            given, the mode is passed as `index_mode=`; else indices are in range. Index arrays are then int64, and
+            sizes of 1 do not broadcast.
+        kernel: a row for a backend's table (`Implementation`), to check on all forward and backward steps that it
+            supports; give one backend. It must compute what the step means, change no input, and in torch allocate no
+            more than its results and its scratch.
+        progress: called before each law in each framework, with what begins and the number of these calls in all.
 
     Returns:
         The report; `report.passed` says whether every law holds.
@@ -195,7 +207,7 @@ def check(
         PlannerError: an option is unknown, a framework is not installed, or no sizes fit the spec.
 
     Source:
-        Exact arithmetic on small integers as the test of a sum's order: see `planner.testing.judgement`.
+        Results on small integers are exact whatever the order of a sum: see `planner.testing.judgement`.
     """
     names = tuple(dict.fromkeys(_names("backends", installed() if backends is None else backends)))
     kinds = _names("dtypes", dtypes)
@@ -205,34 +217,33 @@ def check(
     subject = Subject(implementation, kernel, _paths(paths, kernel, implementation), modes is not None)
     chosen = _laws(subject, wanted)
     engines = [engine_of(name) for name in names]
-    compared = (
-        kernel is None and implementation is None and len(engines) > 1 and (wanted is None or AGREEMENT in wanted)
-    )
-    told = progress or (lambda what, total: None)
-    total, start, verdicts = len(chosen) * len(engines) + compared, time.monotonic(), []
+    own_code = kernel is not None or implementation is not None
+    compares = not own_code and len(engines) > 1 and (wanted is None or AGREEMENT in wanted)
+    report_progress = progress or (lambda what, total: None)
+    total, start, verdicts = len(chosen) * len(engines) + compares, time.monotonic(), []
     with _ALONE:
         for law in chosen:
             for engine in engines:
-                told(f"{law.name} in {engine.name}", total)
-                usable = [kind for kind in kinds if not _refused(law, engine, kind)]
-                if reason := _skip(law, engine, spec, sizes, modes) or (
-                    "" if usable else _refused(law, engine, kinds[0])
-                ):
+                report_progress(f"{law.name} in {engine.name}", total)
+                usable = [kind for kind in kinds if not _refusal(law, engine, kind)]
+                reason = _skip_reason(law, engine, spec, sizes, modes)
+                if not reason and not usable:
+                    reason = _refusal(law, engine, kinds[0])
+                if reason:
                     verdicts.append(Verdict(law.name, engine.name, skipped=reason))
                     continue
                 problems = _problems(law, spec, sizes, usable, modes, subject)
-                verdicts.append(_judged(law, engine, subject, problems, max_examples, engine.name))
-        if compared:
-            told(AGREEMENT, total)
+                verdicts.append(_judge(law, engine, subject, problems, max_examples, engine.name))
+        if compares:
+            report_progress(AGREEMENT, total)
             law = Law(AGREEMENT, lambda engine, subject, problem: agreement(engines, problem))
-            usable = [kind for kind in kinds if not any(_refused(law, engine, kind) for engine in engines)]
+            usable = [kind for kind in kinds if not any(_refusal(law, engine, kind) for engine in engines)]
             if usable:
                 problems = _problems(law, spec, sizes, usable, modes, subject)
-                verdicts.append(_judged(law, engines[0], subject, problems, max_examples, "all"))
+                verdicts.append(_judge(law, engines[0], subject, problems, max_examples, "all"))
             else:
-                verdicts.append(
-                    Verdict(AGREEMENT, "all", skipped="no dtype that was asked for is known to all frameworks")
-                )
+                reason = "no dtype that was asked for is known to all frameworks"
+                verdicts.append(Verdict(AGREEMENT, "all", skipped=reason))
     report = Report(spec, names, tuple(verdicts), time.monotonic() - start)
     if all(verdict.skipped for verdict in verdicts):
         reasons = dict.fromkeys(f"{v.law} in {v.backend}: {v.skipped}" for v in verdicts)
@@ -240,20 +251,27 @@ def check(
     return report
 
 
-def _names(option: str, given: Any) -> tuple[str, ...]:
-    """Names that an option gives, or one."""
-    found = (given,) if isinstance(given, str) else given
-    if not isinstance(found, Collection) or isinstance(found, Mapping) or not all(isinstance(x, str) for x in found):
-        raise PlannerError(f"{option}={given!r:.80} is neither a name nor names")
-    if not found:
+def _names(option: str, value: Any) -> tuple[str, ...]:
+    """Return the names that an option was given, as one string or as a collection."""
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, Collection) or isinstance(names, Mapping) or not all(isinstance(x, str) for x in names):
+        raise PlannerError(f"{option}={value!r:.80} is neither a name nor names")
+    if not names:
         raise PlannerError(f"{option}= is empty: give at least one")
-    return tuple(found)
+    return tuple(names)
 
 
 def _check_arguments(
-    spec: Any, sizes: Any, names: Sequence[str], dtypes: Sequence[str], modes: Sequence[str] | None, max_examples: Any,
-    kernel: Any, implementation: Any,
-) -> None:  # fmt: skip
+    spec: Any,
+    sizes: Any,
+    names: Sequence[str],
+    dtypes: Sequence[str],
+    modes: Sequence[str] | None,
+    max_examples: Any,
+    kernel: Any,
+    implementation: Any,
+) -> None:
+    """Raise `PlannerError` if an argument of `check` is wrong."""
     if wrong := wrong_sizes(spec, parse(spec), sizes):
         raise PlannerError(wrong)
     for dtype in dtypes:
@@ -278,51 +296,57 @@ def _check_arguments(
 
 
 def _paths(paths: Any, kernel: Any, implementation: Any) -> tuple[Any, ...] | None:
-    """What `optimize=` is to take; None for the default."""
+    """Return the values of `optimize=` to test, checked; None for the default."""
     if paths is None:
         return None
     if kernel is not None or implementation is not None:
         raise PlannerError("paths= is about planner.contract: a kernel or an implementation has none")
-    found = (paths,) if isinstance(paths, str) else paths
-    if not isinstance(found, Sequence) or not found:
+    values = (paths,) if isinstance(paths, str) else paths
+    if not isinstance(values, Sequence) or not values:
         raise PlannerError(f"paths={paths!r:.80} is no list of what optimize= takes")
-    for path in found:
+    for path in values:
         if isinstance(path, str):
             if path not in ("auto", "optimal", "greedy") and not is_path_name(path):
                 raise PlannerError(f"paths= has {path!r:.80}, which optimize= does not take")
         elif not callable(path):
             explicit_path(path)
-    return tuple(found)
+    return tuple(values)
 
 
 def _laws(subject: Subject, names: Sequence[str] | None) -> tuple[Law, ...]:
-    """The laws that a subject is held to, or those of them that were asked for."""
+    """Return the laws that apply to a subject, or those of them that were asked for."""
     if subject.kernel is not None:
         if names is not None:
             raise PlannerError("laws= is about planner.contract or an implementation: a kernel has one law")
         return (Law(f"kernel {subject.kernel.name!r}", lowerings),)
-    known = {law.name: law for law in LAWS if law.own or subject.implementation is None}
+    laws = {law.name: law for law in LAWS if law.own or subject.implementation is None}
     for name in names or ():
-        if name not in (*known, AGREEMENT):
-            raise PlannerError(f"law {name!r:.80} is unknown: take from {', '.join((*known, AGREEMENT))}")
-    return tuple(law for name, law in known.items() if names is None or name in names)
+        if name not in (*laws, AGREEMENT):
+            raise PlannerError(f"law {name!r:.80} is unknown: take from {', '.join((*laws, AGREEMENT))}")
+    return tuple(law for name, law in laws.items() if names is None or name in names)
 
 
-def _refused(law: Law, engine: Engine, dtype: str) -> str:
-    """Why a law is not tried on a dtype; "" if it is."""
+def _refusal(law: Law, engine: Engine, dtype: str) -> str:
+    """Return why a law is not tested on a dtype; "" if it is."""
     if reason := engine.refuses(dtype):
         return reason
     if law.derives and dtype not in FLOATS:
         return "integers have no gradients"
     if law.name == "peak bytes" and dtype in ("float16", "bfloat16") and engine.name != "jax":
-        return "what a CPU's library allocates for half types is not foretold"
+        return "plans do not predict what a CPU's library allocates for half types"
     if law.name == "peak bytes" and dtype.startswith("complex") and engine.name == "torch":
-        return "conjugates of complex operands are not foretold"
+        return "plans do not predict the conjugates of complex operands"
     return ""
 
 
-def _skip(law: Law, engine: Engine, spec: str, sizes: Mapping[str, int] | None, modes: Sequence[str] | None) -> str:
-    """Why a law is not tried whatever the dtype; "" if it is."""
+def _skip_reason(
+    law: Law,
+    engine: Engine,
+    spec: str,
+    sizes: Mapping[str, int] | None,
+    modes: Sequence[str] | None,
+) -> str:
+    """Return why a law is not tested in a framework, whatever the dtype; "" if it is."""
     parsed = parse(spec)
     if law.derives and not engine.differentiates:
         return f"{engine.name} computes no gradients"
@@ -333,38 +357,45 @@ def _skip(law: Law, engine: Engine, spec: str, sizes: Mapping[str, int] | None, 
     if law.draws.get("max_size") == 1 and set(axes_of(parsed)) <= set(sizes or {}) and "..." not in spec:
         return "all sizes are given"
     if law.draws.get("index_modes") == ("raise",) and modes is not None and "raise" not in modes and parsed.arrays:
-        return "of what may be dropped or clipped no peak is foretold"
+        return "plans do not predict peaks where indices may be dropped or clipped"
     return ""
 
 
 def _problems(
-    law: Law, spec: str, sizes: Mapping[str, int] | None, dtypes: Sequence[str], modes: Sequence[str] | None,
+    law: Law,
+    spec: str,
+    sizes: Mapping[str, int] | None,
+    dtypes: Sequence[str],
+    modes: Sequence[str] | None,
     subject: Subject,
-) -> SearchStrategy[Problem]:  # fmt: skip
-    """The problems on which a law is tried."""
-    every = INDEX_MODES if subject.implementation is None else ("raise",)
-    chosen: dict[str, Any] = {
-        "strided": False, "dtypes": dtypes, "max_value": 1 if {"float16", "bfloat16"} & {*dtypes} else 3,
-        "index_modes": every if modes is None else modes, **law.draws,
-    }  # fmt: skip
+) -> SearchStrategy[Problem]:
+    """Return a strategy for the problems on which a law is tested."""
+    all_modes = INDEX_MODES if subject.implementation is None else ("raise",)
+    options: dict[str, Any] = {
+        "strided": False,
+        "dtypes": dtypes,
+        "max_value": 1 if {"float16", "bfloat16"} & {*dtypes} else 3,
+        "index_modes": all_modes if modes is None else modes,
+        **law.draws,
+    }
     if modes is not None and law.name == "index modes":
-        chosen["index_modes"] = modes
+        options["index_modes"] = modes
     if subject.implementation is not None:
-        chosen["without"] = ("size one", "sizes tuple", "index dtypes", *chosen.get("without", ()))
-    if chosen.pop("large", False):
-        # Some 3 * 10^5 points, so that bytes count and not objects.
+        options["without"] = ("size one", "sizes tuple", "index dtypes", *options.get("without", ()))
+    if options.pop("large", False):
+        # Some 3 * 10^5 points, so that arrays outweigh Python objects.
         axes = len(axes_of(parse(spec))) + 2 * ("..." in spec)
         most = max(3, min(4096, int(3e5 ** (1 / max(1, axes)))))
-        chosen |= {"min_size": most // 2, "max_size": most}
-    return problems_of(spec, sizes, **chosen)
+        options |= {"min_size": most // 2, "max_size": most}
+    return problems_of(spec, sizes, **options)
 
 
-def _judged(
+def _judge(
     law: Law, engine: Engine, subject: Subject, problems: SearchStrategy[Problem], max_examples: int, name: str
 ) -> Verdict:
-    """Try a law on problems; of one that fails, on the smallest.
+    """Test a law on drawn problems; Hypothesis shrinks a problem that fails.
 
-    `name` is the framework's, or "all" for a law that asks no single engine: programs are the first one's then.
+    `name` is the framework's, or "all" for the law that compares frameworks; then scripts are for the first framework.
     """
     count = 0
     if name in ("jax", "all"):
@@ -372,9 +403,14 @@ def _judged(
     last: list[Problem] = []
 
     @settings(
-        max_examples=max_examples, deadline=None, database=None, print_blob=False, report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck), verbosity=Verbosity.quiet,
-    )  # fmt: skip
+        max_examples=max_examples,
+        deadline=None,
+        database=None,
+        print_blob=False,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        verbosity=Verbosity.quiet,
+    )
     @given(problems)
     def attempt(problem: Problem) -> None:
         nonlocal count

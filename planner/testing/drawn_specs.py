@@ -1,7 +1,7 @@
-"""Specs as `problems` draws them, axes first: before they are text, with the sizes of their axes.
+"""Specs as `problems` draws them: lists of axes with their sizes, before they are written as text.
 
-The letters and their sizes come first, then the axes of every term, then the index arrays and the places that they
-read or add into, last the ellipses. A spec that is given is read into the same form.
+Letters and their sizes are drawn first, then the axes of every term, then the index arrays and the places that they
+read or add into, and last the ellipses. A caller's spec is read into the same form.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ FEATURES = frozenset(
 )
 
 _AXES = "abcdefghijklmno"
-# Unicode's spaces, digits, marks and line ends, characters that mean something in regular expressions, in code or in C,
-# and pairs that NFKC would unify: all of them axes, and all of them different ones.
+# Unicode's spaces, digits, marks and line ends, characters with a meaning in regular expressions, in Python or in C,
+# and pairs that NFKC would unify. Each of them is an axis, and no two are the same axis.
 _ODD_AXES = "×\u00b5\u03bcK\u212a\u00a0\u0663²_\u0301ﬁ\u2028\0+\u3000*𝒜\u200b\x1f'\\({$\u0085→"
 _INDEX_ARRAYS = "qp"
 MOST_AXES = len(_AXES)
@@ -66,9 +66,9 @@ class DrawnArray:
 
 
 class Written(NamedTuple):
-    """Terms before their shapes: lists of letters, of (index array, bracket) pairs and of `...`; and the sizes.
+    """A drawn spec: its terms are lists of letters, of (index array, bracket) pairs and of `...`; and its sizes.
 
-    `ranks` are how many of the ellipsis's axes each operand has; `output` is None where it is not written.
+    `ranks` says how many of the ellipsis's axes each operand has. `output` is None if the spec does not write it.
     """
 
     terms: list[list[Any]]
@@ -80,13 +80,17 @@ class Written(NamedTuple):
 
 
 def axes_of(spec: Spec) -> list[str]:
-    """All axes of a parsed spec, those in brackets too, ellipses not."""
-    found = [e.axes if isinstance(e, Gather) else (e,) for term in spec.terms for e in term]
-    return list(dict.fromkeys(a for axes in found for a in axes if a != ELLIPSIS))
+    """Return all axes of a parsed spec, including those in brackets, without ellipses."""
+    axes: dict[str, None] = {}
+    for term in spec.terms:
+        for entry in term:
+            axes.update(dict.fromkeys(entry.axes if isinstance(entry, Gather) else (entry,)))
+    axes.pop(ELLIPSIS, None)
+    return list(axes)
 
 
 def wrong_sizes(text: str, spec: Spec, sizes: Any) -> str:
-    """What is wrong with sizes that are given by letter for a spec, parsed from a text; "" if nothing is."""
+    """Return what is wrong with sizes by letter for a spec and its text; "" if nothing is."""
     if sizes is not None and not isinstance(sizes, Mapping):
         return f"sizes={sizes!r:.80} is no mapping of letters to sizes"
     known = (*axes_of(spec), *spec.arrays)
@@ -99,7 +103,7 @@ def wrong_sizes(text: str, spec: Spec, sizes: Any) -> str:
 
 
 def tie(spec: Spec, extents: dict[str, int]) -> None:
-    """Make axes that stand at the same place in brackets of one index array equally long."""
+    """Give axes equal sizes if they stand at the same place in brackets of one index array."""
     first: dict[tuple[str, int], str] = {}
     for _ in spec.gathers:  # ties may follow from one another
         for gather in spec.gathers:
@@ -112,14 +116,15 @@ def tie(spec: Spec, extents: dict[str, int]) -> None:
 def read_spec(
     draw: st.DrawFn, spec: Spec, has_output: bool, extents: dict[str, int], ellipsis: tuple[int, ...]
 ) -> Written:
-    """A parsed spec in the form in which specs are drawn."""
+    """Return a parsed spec in the form in which specs are drawn."""
+
+    def item(entry: Any) -> Any:
+        if isinstance(entry, Gather):
+            return entry.array, tuple(... if axis == ELLIPSIS else axis for axis in entry.axes)
+        return ... if entry == ELLIPSIS else entry
 
     def items(term: tuple[Any, ...]) -> list[Any]:
-        return [
-            (e.array, tuple(... if a == ELLIPSIS else a for a in e.axes)) if isinstance(e, Gather)
-            else ... if e == ELLIPSIS else e
-            for e in term
-        ]  # fmt: skip
+        return [item(entry) for entry in term]
 
     terms = [items(term) for term in spec.inputs]
     ranks = [draw(st.integers(0, len(ellipsis))) if ... in term else 0 for term in terms]
@@ -207,7 +212,7 @@ def drawn_spec(
 
 
 def sizes_to_choose(max_size: int) -> list[int]:
-    """Sizes to choose from, the simplest first."""
+    """Return sizes to choose from, the simplest first."""
     return [n for n in (2, 3, 1, 2, 3, 4, 2, 3, *range(5, max_size + 1)) if n <= max_size] or [1]
 
 
@@ -236,7 +241,7 @@ def _drawn_array(
 
 
 def _places(draw: st.DrawFn, operands: int, features: frozenset[str]) -> list[int]:
-    """Which terms an index array reads, the output being number `operands`; at least one."""
+    """Draw which terms an index array indexes, at least one; the output has the number `operands`."""
     places = []
     if "gather" in features:
         places = draw(st.lists(st.integers(0, operands - 1), min_size=1, max_size=2))

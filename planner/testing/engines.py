@@ -1,4 +1,4 @@
-"""The frameworks as the laws of `planner.testing.laws` ask for them: arrays, gradients, and what calls allocate."""
+"""The frameworks behind one interface for `planner.testing.laws`: arrays, gradients, and what calls allocate."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from planner.testing.problem import Array, Problem
 
 __all__ = ["Call", "Engine", "engine_of", "installed"]
 
-# Where a long index array addresses several dimensions of little else, its copies in range, flat and broadcast are what
-# is allocated; plans do not count them.
+# Plans do not count copies of index arrays: in range, flattened, broadcast. If index arrays are long and the other
+# arrays are small, these copies are most of what is allocated.
 _INDEX_COPIES = 6
-# Objects of Python, which NumPy's meter sees too, and what XLA pads.
+# Python's objects, which the measurement of NumPy counts too, and padding by XLA.
 _OWN_BYTES = 2**15
 
 # A contraction of a problem, as a function of operands and index arrays.
@@ -29,10 +29,10 @@ Call: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 
 class Engine:
-    """One framework, here NumPy, which computes no gradients; the others override what they do otherwise.
+    """One framework. This base class is NumPy, which computes no gradients; the others override what differs.
 
     Attributes:
-        name: as `planner` knows it.
+        name: the backend's name.
         differentiates: whether it computes gradients.
         strided: whether arrays have strides.
         conjugates: whether gradients conjugate the other operands.
@@ -44,52 +44,57 @@ class Engine:
     conjugates = False
 
     def context(self, problem: Problem) -> contextlib.AbstractContextManager[Any]:
-        """The settings that the problem's dtypes need."""
+        """Return a context with the settings that the problem's dtypes need."""
         return contextlib.nullcontext()
 
     def refuses(self, dtype: str) -> str:
-        """Why operands of a dtype cannot be run; "" if they can."""
+        """Return why operands of a dtype cannot be run; "" if they can."""
         return "NumPy has no bfloat16" if dtype == "bfloat16" else ""
 
     def array(self, x: Array, dtype: str = "") -> Any:
-        """An array of the framework with the same values, and strides where it has any."""
+        """Return an array of the framework with the same values, and the same strides if it has strides."""
         return x
 
     def described(self, x: Any) -> tuple[Array, str]:
-        """The values as NumPy has them, and the dtype's name; bfloat16 comes as float32."""
+        """Return the values as a NumPy array, and the dtype's name; bfloat16 values are returned as float32."""
         return np.asarray(x), np.asarray(x).dtype.name
 
     def result_dtype(self, dtypes: Sequence[str]) -> str:
-        """The dtype of a result."""
+        """Return the dtype of a result."""
         return np.result_type(*map(np.dtype, dtypes)).name
 
     def operands(self, problem: Problem) -> list[Any]:
-        """The problem's operands."""
+        """Return the problem's operands."""
         return [self.array(x, dtype) for x, dtype in zip(problem.operands(), problem.dtypes, strict=True)]
 
     def indices(self, problem: Problem) -> dict[str, Any]:
-        """The problem's index arrays."""
+        """Return the problem's index arrays."""
         return {name: self.array(q) for name, q in problem.indices.items()}
 
     def plan(self, problem: Problem, operands: Sequence[Any], indices: Mapping[str, Any], **options: Any) -> Plan:
-        """The plan of a problem, with the gradients that it wants."""
+        """Plan a problem, with the gradients that it needs."""
         return plan(problem.spec, *operands, **{**problem.arguments(), **indices}, backend=self.name, **options)
 
     def gradients(
         self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int], gout: Any
     ) -> list[Any]:
-        """What `gout` gives back to the wanted operands."""
+        """Return the gradients of the wanted operands, for the output gradient `gout`."""
         raise AssertionError(f"{self.name} computes no gradients")
 
     def second(
-        self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int], gout: Any,
+        self,
+        call: Call,
+        operands: Sequence[Any],
+        indices: Mapping[str, Any],
+        wanted: Sequence[int],
+        gout: Any,
         given: Sequence[Any],
-    ) -> list[Any]:  # fmt: skip
-        """What `given`, for the wanted operands' gradients, gives back to the wanted operands."""
+    ) -> list[Any]:
+        """Return the gradients of the wanted operands, for cotangents `given` of their first gradients."""
         raise AssertionError(f"{self.name} computes no gradients")
 
     def retained(self, problem: Problem, call: Call) -> tuple[int, int]:
-        """Bytes that the call keeps alive, as the plan has them and as they are measured."""
+        """Return the bytes that the call keeps alive: predicted by the plan, and measured."""
         operands, indices = self.operands(problem), self.indices(problem)
         call(operands, indices)  # plans, and fills caches
         predicted = self.plan(problem, operands, indices).cost.retained_bytes
@@ -98,7 +103,7 @@ class Engine:
     def peaks(
         self, problem: Problem, operands: Sequence[Any], indices: Mapping[str, Any]
     ) -> Iterator[tuple[str, int, int]]:
-        """What is too large if it is, the most bytes alive as measured, and the most that are allowed."""
+        """Yield what would be wrong, the measured peak in bytes, and the most bytes that are allowed."""
         analysis = self.plan(problem, operands, indices).analyze(*operands, rounds=1, **indices)
         copies = _INDEX_COPIES * sum(8 * q.size for q in problem.indices.values())
         for total in analysis.totals:
@@ -119,11 +124,11 @@ class TorchEngine(Engine):
     conjugates = True
 
     def refuses(self, dtype: str) -> str:
-        """Torch has no sums of the wider unsigned dtypes."""
+        """Refuse the wider unsigned dtypes, which torch cannot sum."""
         return f"torch has no sums of {dtype}" if dtype in ("uint16", "uint32", "uint64") else ""
 
     def array(self, x: Array, dtype: str = "") -> Any:
-        """A tensor over the same memory; in another dtype, a copy that is laid out alike."""
+        """Return a tensor over the same memory; in another dtype, a copy with the same strides."""
         import torch
 
         tensor = torch.from_numpy(np.asarray(x))
@@ -141,7 +146,7 @@ class TorchEngine(Engine):
         return (x.float() if x.dtype == torch.bfloat16 else x).numpy(), name
 
     def result_dtype(self, dtypes: Sequence[str]) -> str:
-        """As torch promotes tensors."""
+        """Return the dtype that torch promotes tensors to."""
         import torch
 
         result = getattr(torch, dtypes[0])
@@ -150,14 +155,14 @@ class TorchEngine(Engine):
         return str(result).removeprefix("torch.")
 
     def operands(self, problem: Problem) -> list[Any]:
-        """The problem's operands; those that want a gradient require it."""
-        found = super().operands(problem)
-        return [x.requires_grad_(need) for x, need in zip(found, problem.requires_grad, strict=True)]
+        """Return the problem's operands, with `requires_grad` set where the problem needs a gradient."""
+        operands = super().operands(problem)
+        return [x.requires_grad_(need) for x, need in zip(operands, problem.requires_grad, strict=True)]
 
     def gradients(
         self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int], gout: Any
     ) -> list[Any]:
-        """By autograd."""
+        """Compute gradients by autograd."""
         import torch
 
         result = call(operands, indices)
@@ -165,10 +170,15 @@ class TorchEngine(Engine):
         return list(torch.autograd.grad(result, leaves, gout.to(result.dtype), materialize_grads=True))
 
     def second(
-        self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int], gout: Any,
+        self,
+        call: Call,
+        operands: Sequence[Any],
+        indices: Mapping[str, Any],
+        wanted: Sequence[int],
+        gout: Any,
         given: Sequence[Any],
-    ) -> list[Any]:  # fmt: skip
-        """By autograd, twice."""
+    ) -> list[Any]:
+        """Compute second derivatives by autograd, applied twice."""
         import torch
 
         result = call(operands, indices)
@@ -181,7 +191,7 @@ class TorchEngine(Engine):
         return list(torch.autograd.grad(outputs, leaves, vectors, materialize_grads=True))
 
     def retained(self, problem: Problem, call: Call) -> tuple[int, int]:
-        """As torch's allocator has it."""
+        """Measure with torch's allocator."""
         operands, indices = self.operands(problem), self.indices(problem)
         call(operands, indices)
         predicted = self.plan(problem, operands, indices).cost.retained_bytes
@@ -190,27 +200,27 @@ class TorchEngine(Engine):
     def peaks(
         self, problem: Problem, operands: Sequence[Any], indices: Mapping[str, Any]
     ) -> Iterator[tuple[str, int, int]]:
-        """The allocator's, of a plan under a limit that is what a plan without one needs."""
+        """Measure a plan whose memory limit is what the unlimited plan needs, with torch's allocator."""
         import torch
 
         limit = self.plan(problem, operands, indices).cost.peak_bytes
         try:
-            made = self.plan(problem, operands, indices, memory_limit=limit)
-        except PlannerLimitError as error:  # scratch counts under a limit
+            plan = self.plan(problem, operands, indices, memory_limit=limit)
+        except PlannerLimitError as error:  # under a limit, scratch memory counts too
             limit = error.memory_limit or limit
-            made = self.plan(problem, operands, indices, memory_limit=limit)
+            plan = self.plan(problem, operands, indices, memory_limit=limit)
         wanted = [x for x in operands if x.requires_grad]
-        if not made.steps:  # the result is the operand, its gradient the output's
+        if not plan.steps:  # the result is the operand itself
             return
 
         def call() -> Any:
-            return made(*operands, **indices)
+            return plan(*operands, **indices)
 
         result = call()
         if wanted:
             torch.autograd.grad(result, wanted, torch.ones_like(result), materialize_grads=True)
         del result
-        # The allocator sees arrays alone; beside them a program holds a number or two.
+        # Programs also hold a few single numbers, which the limit does not count.
         limit += 256
         yield "the forward program is over the limit", measure.torch_memory(call)[1].peak_bytes, limit
         if wanted:
@@ -226,18 +236,18 @@ class JaxEngine(Engine):
     strided = False
 
     def context(self, problem: Problem) -> contextlib.AbstractContextManager[Any]:
-        """64-bit types are off by default."""
+        """Enable 64-bit types if the problem has any: they are off by default."""
         import jax
 
         wide = any(d in ("float64", "int64", "uint64", "complex128") for d in problem.dtypes)
         return jax.enable_x64(True) if wide else contextlib.nullcontext()
 
     def refuses(self, dtype: str) -> str:
-        """JAX computes in all dtypes."""
+        """Refuse nothing: JAX computes in all dtypes."""
         return ""
 
     def array(self, x: Array, dtype: str = "") -> Any:
-        """An array of JAX."""
+        """Return an array of JAX."""
         import jax.numpy as jnp
 
         return jnp.asarray(x, dtype or None)
@@ -248,13 +258,13 @@ class JaxEngine(Engine):
         return np.asarray(x.astype("float32") if name == "bfloat16" else x), name
 
     def result_dtype(self, dtypes: Sequence[str]) -> str:
-        """As JAX promotes arrays."""
+        """Return the dtype that JAX promotes arrays to."""
         import jax.numpy as jnp
 
         return str(jnp.result_type(*map(jnp.dtype, dtypes)).name)
 
     def plan(self, problem: Problem, operands: Sequence[Any], indices: Mapping[str, Any], **options: Any) -> Plan:
-        """Arrays of JAX do not say whether they want a gradient."""
+        """Plan with stand-ins for the operands, because JAX arrays do not say whether they need a gradient."""
         stand_ins = [
             Operand(tuple(x.shape), x.dtype.name, requires_grad=need)
             for x, need in zip(operands, problem.requires_grad, strict=True)
@@ -262,7 +272,7 @@ class JaxEngine(Engine):
         return super().plan(problem, stand_ins, indices, **options)
 
     def _of(self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int]) -> Any:
-        """The call as a function of the wanted operands."""
+        """Return the call as a function of the wanted operands."""
 
         def some(*chosen: Any) -> Any:
             full = list(operands)
@@ -275,7 +285,7 @@ class JaxEngine(Engine):
     def gradients(
         self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int], gout: Any
     ) -> list[Any]:
-        """By `jax.vjp`."""
+        """Compute gradients by `jax.vjp`."""
         import jax
 
         some = self._of(call, operands, indices, wanted)
@@ -283,10 +293,15 @@ class JaxEngine(Engine):
         return list(pullback(gout.astype(result.dtype)))
 
     def second(
-        self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int], gout: Any,
+        self,
+        call: Call,
+        operands: Sequence[Any],
+        indices: Mapping[str, Any],
+        wanted: Sequence[int],
+        gout: Any,
         given: Sequence[Any],
-    ) -> list[Any]:  # fmt: skip
-        """By `jax.vjp` of `jax.vjp`."""
+    ) -> list[Any]:
+        """Compute second derivatives by `jax.vjp` of `jax.vjp`."""
         import jax
 
         some = self._of(call, operands, indices, wanted)
@@ -298,7 +313,7 @@ class JaxEngine(Engine):
         return list(jax.vjp(first, *(operands[number] for number in wanted))[1](tuple(given)))
 
     def retained(self, problem: Problem, call: Call) -> tuple[int, int]:
-        """The buffers of the pullback's leaves."""
+        """Measure the buffers that the pullback's leaves hold."""
         operands, indices = self.operands(problem), self.indices(problem)
         predicted = self.plan(problem, operands, indices).cost.retained_bytes
         some = self._of(call, operands, indices, problem.wanted)
@@ -310,15 +325,15 @@ _ENGINES: dict[str, type[Engine]] = {"numpy": Engine, "torch": TorchEngine, "jax
 
 
 def installed() -> tuple[str, ...]:
-    """Names of the frameworks that this machine has; none is imported."""
+    """Return the names of the installed frameworks, without importing them."""
     return tuple(name for name in _ENGINES if importlib.util.find_spec(name) is not None)
 
 
 def engine_of(name: Any) -> Engine:
-    """Return a framework by name.
+    """Return the engine of a framework.
 
     Raises:
-        PlannerError: there is none, or it is not installed.
+        PlannerError: the name is unknown, or the framework is not installed.
     """
     if name not in _ENGINES:
         raise PlannerError(f"backend {name!r:.80} is unknown: take from {', '.join(_ENGINES)}")

@@ -1,9 +1,8 @@
-"""What is checked, how results are compared, and what is raised when they differ.
+"""What is checked, how results are compared, and the error that says that they differ.
 
-Operands are small integers: wherever every number that a plan can meet is exact in the dtype, results must be
-equal; elsewhere they may differ by as much as rounding can explain: some units in the last place of the sum of the
-absolute values for each term and each step (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2002,
-section 3.1).
+Operands are small integers. If every number that a plan can compute is exact in the dtype, results must be equal.
+Otherwise they may differ by as much as rounding can explain: some units in the last place of the sum of the absolute
+values, for each term and each step (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1).
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class Broken(Exception):
     Attributes:
         problem: the problem that shows it.
         what: what is wrong, such as "the result differs".
-        found: what came out, as text.
-        expected: what should have.
-        script: a Python program that shows both.
+        found: the result, as text.
+        expected: the expected result, as text.
+        script: a Python program that prints both.
     """
 
     def __init__(self, problem: Problem, what: str, found: str, expected: str, script: str) -> None:
@@ -44,7 +43,7 @@ class Broken(Exception):
 
 @contextlib.contextmanager
 def raising(problem: Problem, script: Callable[[], str]) -> Iterator[None]:
-    """What is raised inside breaks the law, with the script that shows it."""
+    """Turn any error raised inside into `Broken`, with the script that shows it."""
     try:
         yield
     except (Broken, HypothesisException):
@@ -58,9 +57,9 @@ class Subject:
     """What is checked.
 
     Attributes:
-        implementation: a function of operands, and index arrays by keyword; None for `planner.contract`.
-        kernel: a row for a backend's table, beside the backend's own; None for those.
-        paths: what `optimize=` is to take; None for all pairwise orders of up to four operands, and the searches.
+        implementation: a function of operands, and of index arrays by keyword; None for `planner.contract`.
+        kernel: a user's row for a backend's table; None to check the backend's own rows.
+        paths: values of `optimize=`; None for all pairwise orders of up to four operands, and the searches.
         passes_mode: whether the implementation takes `index_mode=`.
     """
 
@@ -70,41 +69,44 @@ class Subject:
     passes_mode: bool = False
 
     def call(self, problem: Problem, **options: Any) -> Call:
-        """The problem's contraction; `alternative` is the number of a plan that was not taken."""
+        """Return the problem's contraction as a function; `alternative` is the number of an alternative plan to run."""
         if self.implementation is not None:
-            function, own = self.implementation, self.passed(problem)
-            return lambda operands, indices: function(*operands, **own, **indices)
+            function, keywords = self.implementation, self.keywords(problem)
+            return lambda operands, indices: function(*operands, **keywords, **indices)
         fixed: dict[str, Any] = {"sizes": problem.sizes, "index_mode": problem.index_mode, **options}
         if "alternative" not in fixed:
             return lambda operands, indices: contract(problem.spec, *operands, **fixed, **indices)
         number = fixed.pop("alternative")
 
-        def other(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
-            made = plan(problem.spec, *operands, **fixed, **indices).alternatives()
-            return made[number].plan(*operands, **indices)
+        def run_alternative(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
+            alternatives = plan(problem.spec, *operands, **fixed, **indices).alternatives()
+            return alternatives[number].plan(*operands, **indices)
 
-        return other
+        return run_alternative
 
-    def passed(self, problem: Problem) -> dict[str, Any]:
-        """Keyword arguments of an implementation, besides index arrays."""
-        own: dict[str, Any] = {"sizes": problem.sizes} if problem.sizes is not None else {}
-        return own | ({"index_mode": problem.index_mode} if self.passes_mode else {})
+    def keywords(self, problem: Problem) -> dict[str, Any]:
+        """Return the keyword arguments of an implementation, without the index arrays."""
+        keywords: dict[str, Any] = {}
+        if problem.sizes is not None:
+            keywords["sizes"] = problem.sizes
+        if self.passes_mode:
+            keywords["index_mode"] = problem.index_mode
+        return keywords
 
 
 _DIGITS = {"float16": 11, "bfloat16": 8, "float32": 24, "complex64": 24, "float64": 53, "complex128": 53}
 
 
 def allowed(dtype: str, steps: int, terms: int, size: Array) -> Array:
-    """By how much a result may differ that rounding explains.
+    """Return by how much a result may differ because of rounding.
 
-    Each step rounds once to the dtype; within a step sums are rounded as often as they have terms, for half types in
-    float32.
+    Each step rounds once to the dtype. Within a step, a sum is rounded once per term; for half types in float32.
 
     Args:
-        dtype: of intermediates and of the result.
-        steps: how many steps may lead to it.
-        terms: how many terms are added up to it at most.
-        size: the same sum of absolute values.
+        dtype: dtype of the intermediates and of the result.
+        steps: most steps that lead to the result.
+        terms: most terms that are added up.
+        size: the same sum, of absolute values.
     """
     inside = max(_DIGITS[dtype], 24)
     room: Array = (2 * steps * 2.0 ** -_DIGITS[dtype] + 4 * terms * 2.0**-inside) * size
@@ -112,18 +114,21 @@ def allowed(dtype: str, steps: int, terms: int, size: Array) -> Array:
 
 
 def terms_of(spec: Spec, term: Term) -> int:
-    """How many points of a resolved spec add up to one entry of a term, at most."""
+    """Return how many points of a resolved spec add up to one entry of a term, at most."""
     kept = {entry for entry in term if isinstance(entry, str)}
     return math.prod(max(1, size) for axis, size in spec.sizes if axis not in kept)
 
 
 def steps_of(spec: Spec) -> int:
-    """How many steps a plan of a resolved spec has at most: a product or a take each."""
+    """Return how many steps a plan of a resolved spec has at most; each step is a product or takes rows."""
     return len(spec.inputs) + len(spec.gathers) + 1
 
 
 def differs(found: tuple[Array, str], expected: Array, dtype: str, room: Callable[[], Array] | None) -> str:
-    """In what a result differs from what is expected; "" if it does not. `room` is None where it must be equal."""
+    """Say how a result differs from the expected one; "" if it does not.
+
+    `room` returns the allowed difference; it is None if results must be equal.
+    """
     array, name = found
     if name != dtype:
         return f"has dtype {name}, not {dtype}"
@@ -136,6 +141,6 @@ def differs(found: tuple[Array, str], expected: Array, dtype: str, room: Callabl
 
 
 def absolute(x: Array) -> Array:
-    """Absolute values; of a complex number, the sum of those of its parts."""
+    """Return the absolute values; for a complex number, the sum of the absolute values of its parts."""
     size: Array = np.abs(x.real) + np.abs(x.imag)
     return size

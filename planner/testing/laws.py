@@ -1,7 +1,6 @@
-"""What `planner.testing.check` holds a contraction to: one law a row, each for one problem in one framework.
+"""The laws that `planner.testing.check` tests. A law is a function of one problem in one framework.
 
-A law returns nothing where it holds and raises `Broken` where it does not, with both results and a program that shows
-them.
+A law returns nothing if it holds. Otherwise it raises `Broken`, with both results and a program that prints them.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def _real(x: Array, dtype: str) -> Array:
 
 
 def values(engine: Engine, subject: Subject, problem: Problem, **options: Any) -> None:
-    """The result is the oracle's."""
+    """The result equals the oracle's."""
 
     def script() -> str:
         return scripts.of_values(engine.name, problem, subject, options)
@@ -69,7 +68,7 @@ def values(engine: Engine, subject: Subject, problem: Problem, **options: Any) -
 
 
 def gradients(engine: Engine, subject: Subject, problem: Problem, **options: Any) -> None:
-    """Each gradient is the oracle's."""
+    """Each gradient equals the oracle's."""
     wanted = problem.wanted
     assume(wanted)
 
@@ -79,9 +78,12 @@ def gradients(engine: Engine, subject: Subject, problem: Problem, **options: Any
     gout = problem.output_gradient()
     with engine.context(problem), raising(problem, script):
         found = engine.gradients(
-            subject.call(problem, **options), engine.operands(problem), engine.indices(problem), wanted,
+            subject.call(problem, **options),
+            engine.operands(problem),
+            engine.indices(problem),
+            wanted,
             engine.array(gout),
-        )  # fmt: skip
+        )
         operands, arguments = _conjugated(engine, problem.operands()), problem.arguments()
         expected = reference_gradients(problem.spec, gout, *operands, **arguments)
         sizes = _once(lambda: reference_gradients(problem.spec, absolute(gout), *map(absolute, operands), **arguments))
@@ -89,7 +91,7 @@ def gradients(engine: Engine, subject: Subject, problem: Problem, **options: Any
 
 
 def second(engine: Engine, subject: Subject, problem: Problem) -> None:
-    """Derivatives of the gradients are the oracle's: those of one gradient are gradients with another operand."""
+    """Second derivatives equal the oracle's, which are gradients with one operand replaced by a vector."""
     wanted = problem.wanted
     assume(wanted)
 
@@ -124,13 +126,13 @@ def _narrowest(problem: Problem) -> str:
 
 
 def _once(make: Callable[[], list[Array]]) -> Callable[[], list[Array]]:
-    """What a function makes when it is first asked for."""
-    made: list[list[Array]] = []
+    """Return a function that calls `make` once and returns the same result each time."""
+    results: list[list[Array]] = []
 
     def once() -> list[Array]:
-        if not made:
-            made.append(make())
-        return made[0]
+        if not results:
+            results.append(make())
+        return results[0]
 
     return once
 
@@ -161,14 +163,14 @@ def _compare_gradients(
 
 
 def both(engine: Engine, subject: Subject, problem: Problem, **options: Any) -> None:
-    """The result and the gradients are the oracle's."""
+    """The result and the gradients equal the oracle's."""
     values(engine, subject, problem, **options)
     if engine.differentiates and any(problem.requires_grad):
         gradients(engine, subject, problem, **options)
 
 
 def modes(engine: Engine, subject: Subject, problem: Problem) -> None:
-    """Under "drop" and "clip" as the oracle; under "raise" a bad index is named, in the same words as by NumPy."""
+    """Modes "drop" and "clip" give the oracle's results; "raise" names a bad index in the same words as NumPy."""
     both(engine, subject, problem)
     bad = _with_bad_index(problem)
     if bad is None:
@@ -179,17 +181,18 @@ def modes(engine: Engine, subject: Subject, problem: Problem) -> None:
     changed[position] = value
     spoiled = dataclasses.replace(problem, indices={**problem.indices, name: changed}, index_mode="raise")
     plain = dataclasses.replace(spoiled, dtypes=("float32",) * len(problem.shapes))
-    told = _told(engine, spoiled)
+    message = _index_message(engine, spoiled)
     place = f"[{', '.join(map(str, position))}]" if position else ""
     named = f"index array {name!r}{place} is {value}, outside of [-{size}, {size})"
-    expected = _told(engine_of("numpy"), plain)
-    if not told.startswith(named) or told != expected:
+    expected = _index_message(engine_of("numpy"), plain)
+    if not message.startswith(named) or message != expected:
         script = scripts.of_values(engine.name, spoiled, subject, {}, expected=False)
-        raise Broken(spoiled, "a bad index is told otherwise", told, f"{named}, ... as NumPy: {expected}", script)
+        what = "the error for a bad index differs"
+        raise Broken(spoiled, what, message, f"{named}, ... as NumPy: {expected}", script)
 
 
-def _told(engine: Engine, problem: Problem) -> str:
-    """What is said of a bad index."""
+def _index_message(engine: Engine, problem: Problem) -> str:
+    """Return the error message for a bad index."""
     with engine.context(problem):
         try:
             result = Subject().call(problem)(engine.operands(problem), engine.indices(problem))
@@ -199,9 +202,10 @@ def _told(engine: Engine, problem: Problem) -> str:
 
 
 def _with_bad_index(problem: Problem) -> tuple[str, tuple[int, ...], int] | None:
-    """An index array that can hold a bad index, a place in it, and the size of what it indexes; None if none can.
+    """Return an index array that can hold a bad index, a place in it, and the size that it indexes; None if none can.
 
-    Others must be in range, and it must index one size: which of two bad ones is named first is not promised.
+    All other index arrays must be in range, and the array must index a single size: which of two bad indices is named
+    first is not promised.
     """
     sizes: dict[str, set[int]] = {}
     for gather in problem.resolved().gathers:
@@ -220,7 +224,7 @@ def _with_bad_index(problem: Problem) -> tuple[str, tuple[int, ...], int] | None
 
 
 def pairwise_orders(count: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """All orders in which operands can be contracted two by two, in opt_einsum's form."""
+    """Yield all orders in which operands can be contracted pairwise, in opt_einsum's form."""
     if count < 2:
         yield ()
     for i, j in itertools.combinations(range(count), 2):
@@ -229,7 +233,7 @@ def pairwise_orders(count: int) -> Iterator[tuple[tuple[int, int], ...]]:
 
 
 def paths(engine: Engine, subject: Subject, problem: Problem) -> None:
-    """Every path, every objective, and the plans that were not taken, give the oracle's values and gradients."""
+    """Every path, every objective and every alternative plan give the oracle's values and gradients."""
     if subject.paths is not None:
         for path in subject.paths:
             both(engine, subject, problem, optimize=path)
@@ -241,8 +245,8 @@ def paths(engine: Engine, subject: Subject, problem: Problem) -> None:
         both(engine, subject, problem, minimize=objective)
     with engine.context(problem):
         operands, indices = engine.operands(problem), engine.indices(problem)
-        made = plan(problem.spec, *operands, sizes=problem.sizes, index_mode=problem.index_mode, **indices)
-        others = made.alternatives()
+        chosen = plan(problem.spec, *operands, sizes=problem.sizes, index_mode=problem.index_mode, **indices)
+        others = chosen.alternatives()
     for number in range(len(others)):
         both(engine, subject, problem, alternative=number)
 
@@ -251,7 +255,7 @@ def paths(engine: Engine, subject: Subject, problem: Problem) -> None:
 
 
 def retained(engine: Engine, subject: Subject, problem: Problem) -> None:
-    """What stays alive for the backward pass is what the plan says, to the byte."""
+    """The bytes retained for the backward pass are those that the plan predicts, to the byte."""
 
     def script() -> str:
         return scripts.of_memory(engine.name, problem)
@@ -263,7 +267,7 @@ def retained(engine: Engine, subject: Subject, problem: Problem) -> None:
 
 
 def peak(engine: Engine, subject: Subject, problem: Problem) -> None:
-    """In torch a memory limit holds; elsewhere the most bytes alive are at most twice what the plan says."""
+    """In torch a memory limit holds; elsewhere the peak is at most twice the predicted one."""
 
     def script() -> str:
         return scripts.of_memory(engine.name, problem)
@@ -279,7 +283,7 @@ def peak(engine: Engine, subject: Subject, problem: Problem) -> None:
 
 
 def agreement(engines: Sequence[Engine], problem: Problem) -> None:
-    """All frameworks give the same values and, of real dtypes, gradients: of complex ones torch conjugates them."""
+    """All frameworks give the same values, and the same gradients for real dtypes: torch conjugates complex ones."""
     wanted, spec = problem.wanted, problem.resolved()
     real = not any(d.startswith("complex") for d in problem.dtypes)
     seen: dict[int | None, tuple[str, Array]] = {}
@@ -290,7 +294,8 @@ def agreement(engines: Sequence[Engine], problem: Problem) -> None:
 
         with engine.context(problem), raising(problem, script):
             call, operands, arrays = Subject().call(problem), engine.operands(problem), engine.indices(problem)
-            found: dict[int | None, Any] = {None: call(operands, arrays)}  # the gradients by number, and the result
+            # The result under None, and the gradients by operand number.
+            found: dict[int | None, Any] = {None: call(operands, arrays)}
             if engine.differentiates and wanted and real:
                 given = engine.gradients(call, operands, arrays, wanted, engine.array(problem.output_gradient()))
                 found |= dict(zip(wanted, given, strict=True))
@@ -309,7 +314,7 @@ def agreement(engines: Sequence[Engine], problem: Problem) -> None:
 
 
 def _close(problem: Problem, terms: int, number: int | None, x: Array, y: Array) -> bool:
-    """Whether two results (or gradients of an operand) are equal, or, where sums are rounded, both near to the sum."""
+    """Whether two results, or two gradients of an operand, are equal, or differ by no more than rounding explains."""
     if problem.is_exact() or _narrowest(problem) not in FLOATS:
         return bool((x == y).all())
     operands, arguments = [*map(absolute, problem.operands())], problem.arguments()
@@ -327,15 +332,15 @@ def _close(problem: Problem, terms: int, number: int | None, x: Array, y: Array)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Law:
-    """One row of a report.
+    """A law, which is one row of a report.
 
     Attributes:
-        name: as the report shows it.
-        holds: raises `Broken` if it does not.
-        draws: what of the problems is settled: options of `problems_of`; "large" for sizes at which memory counts.
-        own: whether an implementation of the user's is held to it too; else it is about `planner.contract` alone.
-        derives: whether it is about gradients.
-        lays: whether it is about strides.
+        name: the name that the report shows.
+        holds: a function that raises `Broken` if the law does not hold.
+        draws: options of `problems_of` that the law fixes; "large" for sizes at which arrays outweigh Python objects.
+        own: whether the law applies to a user's implementation too; else it applies to `planner.contract` alone.
+        derives: whether the law is about gradients.
+        lays: whether the law is about strides.
     """
 
     name: str
@@ -347,7 +352,7 @@ class Law:
 
 
 _LARGE = {"large": True, "without": ("size zero", "size one"), "strided": False}
-# What a limit does not cover, see docs/limits.md: indices that are copied or dropped.
+# A limit does not cover indices that are copied or dropped, see docs/limits.md.
 _COVERED = {**_LARGE, "index_modes": ("raise",), "without": ("size zero", "size one", "negative", "index dtypes")}
 LAWS = (
     Law("values", values),

@@ -1,4 +1,4 @@
-"""A contraction with all that a call needs: spec, shapes, sizes, index arrays, dtypes, strides, gradient flags."""
+"""A contraction with all arguments of a call: spec, shapes, sizes, index arrays, dtypes, strides, gradient flags."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Array: TypeAlias = npt.NDArray[Any]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 DTYPES = (*FLOATS, "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-_GAP = 99  # stands between the elements of a strided operand
+_GAP = 99  # fills the memory between the elements of a strided operand
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A spec with all that a call needs.
+    """A spec with all arguments of a call.
 
     Attributes:
         spec: the spec string.
-        shapes: one shape an operand.
-        sizes: what to pass as ``sizes=``: by letter, the whole output shape, or None.
+        shapes: one shape per operand.
+        sizes: the argument ``sizes=``: sizes by letter, the whole output shape, or None.
         indices: the index arrays by letter.
         index_mode: "raise", "drop" or "clip".
-        dtypes: one dtype name an operand.
+        dtypes: one dtype name per operand.
         requires_grad: which operands need a gradient.
-        seed: determines the operands' values.
+        seed: seed of the operands' values.
         max_value: operands hold integers from -max_value to max_value.
         strided: whether operands are views that are not row-major.
     """
@@ -51,7 +51,7 @@ class Problem:
     strided: bool = False
 
     def __post_init__(self) -> None:
-        """Fill in float32 and a gradient for every operand where nothing is said."""
+        """By default every operand is float32, and every float operand needs a gradient."""
         if not self.dtypes:
             object.__setattr__(self, "dtypes", ("float32",) * len(self.shapes))
         if not self.requires_grad:
@@ -59,11 +59,11 @@ class Problem:
 
     @property
     def wanted(self) -> tuple[int, ...]:
-        """The operands whose gradient is wanted, by number."""
+        """The numbers of the operands that need a gradient."""
         return tuple(number for number, need in enumerate(self.requires_grad) if need)
 
     def operands(self) -> list[Array]:
-        """Draw small integers in each operand's dtype; bfloat16, which numpy lacks, comes as float32."""
+        """Draw small integers in each operand's dtype; for bfloat16, which NumPy lacks, the arrays are float32."""
         return self.strided_operands() if self.strided else self._plain_operands()
 
     def _plain_operands(self) -> list[Array]:
@@ -74,7 +74,7 @@ class Problem:
         ]
 
     def strided_operands(self) -> list[Array]:
-        """The same values in views that are not row-major: transposed, sliced with steps, offset."""
+        """Return the same values in views that are not row-major: transposed, sliced with steps, offset."""
         random = np.random.default_rng([self.seed, 1])
         return [strided_view(random, x) for x in self._plain_operands()]
 
@@ -85,45 +85,45 @@ class Problem:
         return small_integers(random, self.output_shape(), dtype.name, self.max_value)
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the call: sizes, index_mode and the index arrays."""
+        """Return the keyword arguments of the call: sizes, index_mode and the index arrays."""
         return {"sizes": self.sizes, "index_mode": self.index_mode, **self.indices}
 
     def resolved(self) -> Spec:
-        """The resolved spec."""
+        """Return the resolved spec."""
         return resolve(self.spec, *self.shapes, sizes=self.sizes, **self.indices)
 
     def resolved_indices(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Shapes of the index arrays without dims that broadcast, by letter."""
+        """Return the shapes of the index arrays by letter, without dimensions that broadcast."""
         shapes = {name: q.shape for name, q in self.indices.items()}
         return resolve_shapes(self.spec, self.shapes, shapes, self.sizes).index_shapes
 
     def output_shape(self) -> tuple[int, ...]:
-        """The shape of the result."""
+        """Return the shape of the result."""
         return output_shape(self.spec, *self.operands(), **self.arguments())
 
     def expected(self) -> Array:
-        """The oracle's result, in higher precision."""
+        """Return the oracle's result, in higher precision."""
         return reference(self.spec, *self.operands(), **self.arguments())
 
     def expected_gradients(self) -> list[Array]:
-        """The oracle's gradient of every operand for `output_gradient`."""
+        """Return the oracle's gradient of every operand for `output_gradient`."""
         gout = self.output_gradient()
         return reference_gradients(self.spec, gout, *self.operands(), **self.arguments())
 
     def exact_bound(self) -> float:
-        """Bound every number that a plan can meet, forward or backward (see `reference.exact_bound`)."""
+        """Return a bound on every number that a plan can compute, forward or backward (`reference.exact_bound`)."""
         gout = self.output_gradient()
         return exact_bound(self.spec, *self.operands(), gout=gout, **self.arguments())
 
     def is_exact(self, slack: int = 1) -> bool:
-        """Whether every number that a plan can meet is exact in each operand's dtype.
+        """Whether every number that a plan can compute is exact in each operand's dtype.
 
-        `slack` leaves room for sums of that many results, as second and directional derivatives make.
+        `slack` leaves room for sums of that many results, which second and directional derivatives form.
         """
         return slack * self.exact_bound() <= min(map(exact_range, self.dtypes))
 
     def __repr__(self) -> str:
-        """All that makes the problem, as an expression but for the dtypes of index arrays."""
+        """Return an expression that makes the problem, except that it notes the dtypes of index arrays separately."""
         indices = {name: q.tolist() if q.size else np.zeros(q.shape, int) for name, q in self.indices.items()}
         kinds = {name: q.dtype.name for name, q in self.indices.items()}
         return (
@@ -134,7 +134,7 @@ class Problem:
 
 
 def small_integers(random: np.random.Generator, shape: tuple[int, ...], dtype: str, limit: int) -> Array:
-    """Draw integers from -limit to limit in a dtype; of unsigned dtypes their absolute values."""
+    """Draw integers from -limit to limit in a dtype; for unsigned dtypes, their absolute values."""
     values = random.integers(-limit, limit + 1, shape)
     if dtype.startswith("complex"):
         return np.asarray(values + 1j * random.integers(-limit, limit + 1, shape), dtype)
@@ -144,7 +144,7 @@ def small_integers(random: np.random.Generator, shape: tuple[int, ...], dtype: s
 
 
 def strided_view(random: np.random.Generator, x: Array) -> Array:
-    """Equal values in a view of a larger, permuted buffer; steps are positive, as torch demands."""
+    """Return equal values in a view of a larger, permuted buffer; steps are positive, as torch requires."""
     order = random.permutation(x.ndim)
     steps = [int(n) for n in random.integers(1, 4, x.ndim)]
     offsets = [int(n) for n in random.integers(0, 3, x.ndim)]

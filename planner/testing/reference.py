@@ -1,15 +1,14 @@
 """The oracle: what an indirect einsum means, point by point, in higher precision.
 
-It is written apart from all the code it judges: it has its own small parser, and it imports numpy
-and nothing of `planner`. Every character of a spec that names a dimension is an axis, and the axes together
-span the *joint space*. At each of its points every term names one position, and the meaning is
+It shares no code with what it judges: it has its own small parser, and it imports numpy but nothing from `planner`.
+Every character of a spec that names a dimension is an axis, and the axes together span the *joint space*. At each point
+of this space every term names one position, and the meaning is
 
     output[position of the output] += product over the inputs of input[position of the input]
 
-A gather names a position through its index array, so the oracle *selects* rows: rows that no index
-names never matter, NaN or not. Under ``index_mode="drop"`` a point with an index out of range is
-left out, whatever its factors are. A gradient is the same sum over the same points, with the
-roles of one input and the output exchanged.
+A gather names a position through its index array, so the oracle *selects* rows: rows that no index names never matter,
+even if they are NaN. Under ``index_mode="drop"``, a point with an index out of range is left out, whatever its factors
+are. A gradient is the same sum over the same points, with the roles of one input and the output exchanged.
 
 Example:
     >>> import numpy as np
@@ -45,7 +44,7 @@ Array: TypeAlias = npt.NDArray[Any]
 Axis: TypeAlias = Hashable  # a character, a label of the sublist form, or ("...", places from the right)
 Sizes: TypeAlias = Mapping[Any, int] | Sequence[int] | None
 
-SMALL_POINTS = 1 << 16  # up to here the joint space is enumerated; beyond, pairs of factors are joined
+SMALL_POINTS = 1 << 16  # the joint space is enumerated up to this size; beyond it, pairs of factors are joined
 BLOCK_POINTS = 1 << 22  # most points enumerated at once, 32 MB of float64
 MAX_ENUMERATED_AXES = 60  # numpy arrays have at most 64 dims
 
@@ -56,7 +55,7 @@ class _Gather:
     axes: tuple[Axis, ...]
 
 
-_Term: TypeAlias = tuple[Any, ...]  # of axes and gathers, and `...` until it is expanded
+_Term: TypeAlias = tuple[Any, ...]  # axes and gathers; also `...` until it is expanded
 
 
 def reference(
@@ -67,23 +66,23 @@ def reference(
     dtype: Any = None,
     **indices: Any,
 ) -> Array:
-    """Contract with the plainest meaning of `spec`; the result stays in the higher precision.
+    """Contract by the definition of `spec`; the result stays in the higher precision.
 
-    Floats are computed in float64, complex numbers in complex128, integers in int64, which wraps
-    as narrower integers do, so that casting back gives what their own arithmetic gives.
+    Floats are computed in float64, complex numbers in complex128, integers in int64. int64 wraps around as narrower
+    integers do, so a cast back gives the same result as their own arithmetic.
 
     Args:
         spec: a spec string, or the first operand of the sublist form ``a, [0, 1], b, [1, 2], [0, 2]``.
-        operands: anything `numpy.asarray` takes.
-        sizes: sizes of output axes that no input has, by letter, and of scattered output dims, by
-            the letter of the index array; or the whole output shape.
+        operands: anything that `numpy.asarray` takes.
+        sizes: sizes of output axes that appear in no input, by letter, and of scattered output dimensions, by the
+            letter of the index array; or the whole output shape.
         index_mode: "raise", "drop" or "clip".
-        dtype: operands are cast to it first.
+        dtype: dtype that operands are cast to first.
         indices: the index arrays, by letter.
 
     Raises:
         ValueError: the spec, the shapes or the sizes do not fit together.
-        IndexError: an index is out of range under "raise", or clips into a dim of size 0.
+        IndexError: an index is out of range under "raise", or clips into a dimension of size 0.
     """
     problem, arrays = _resolve(spec, operands, sizes, index_mode, dtype, indices)
     sources = list(zip(problem.inputs, arrays, strict=True))
@@ -111,7 +110,7 @@ def reference_gradients(
         indices: as in `reference`.
 
     Returns:
-        One array an operand, in its shape and in the higher precision.
+        One array per operand, in its shape and in the higher precision.
     """
     problem, arrays = _resolve(spec, operands, sizes, index_mode, dtype, indices)
     gout = _widen(np.asarray(gout), None)
@@ -137,7 +136,7 @@ def magnitude(
     dtype: Any = None,
     **indices: Any,
 ) -> Array:
-    """Contract the absolute values (of a complex number, the sum of those of its two parts).
+    """Contract the absolute values; for a complex number, the sum of the absolute values of its parts.
 
     No partial sum of the contraction itself is larger. For intermediates see `exact_bound`.
     """
@@ -155,12 +154,11 @@ def exact_bound(
     dtype: Any = None,
     **indices: Any,
 ) -> float:
-    """Bound every number that any plan for the contraction can meet, forward and (given gout) backward.
+    """Return a bound on every number that any plan for the contraction can compute, forward and, with gout, backward.
 
-    The bound is the product of the operands' largest absolute values times the number of points of
-    the joint space: any intermediate multiplies some of the operands and sums over some of the
-    axes. If the operands are integers and the bound is at most ``exact_range(dtype)``, every plan
-    is exact and the comparison needs no tolerance.
+    The bound is the product of the operands' largest absolute values times the number of points of the joint space: any
+    intermediate multiplies some of the operands and sums over some of the axes. If the operands are integers and the
+    bound is at most ``exact_range(dtype)``, every plan is exact and the comparison needs no tolerance.
     """
     problem, arrays = _resolve(spec, operands, sizes, index_mode, dtype, indices)
     if gout is not None:
@@ -170,7 +168,7 @@ def exact_bound(
 
 
 def exact_range(dtype: Any) -> int:
-    """Largest n such that `dtype` holds every integer from -n to n.
+    """Return the largest n such that `dtype` holds every integer from -n to n.
 
     >>> exact_range("float32") == 2**24, exact_range("bfloat16") == 2**8
     (True, True)
@@ -187,7 +185,7 @@ def output_shape(
     index_mode: str = "raise",
     **indices: Any,
 ) -> tuple[int, ...]:
-    """Infer the shape of the result, without computing it."""
+    """Return the shape of the result without computing it."""
     return _resolve(spec, operands, sizes, index_mode, None, indices)[0].output_shape
 
 
@@ -241,7 +239,7 @@ def _add_block(
     result: Array,
     block: dict[Axis, range],
 ) -> None:
-    """The definition: every array gets one dim for each axis of the joint space."""
+    """Add by the definition: every array gets one dimension for each axis of the joint space."""
     product = np.ones((1,) * len(block), result.dtype)
     positions, valid = _positions(problem, target, result.shape, block)
     with np.errstate(all="ignore"):
@@ -257,7 +255,7 @@ def _add_block(
 
 
 def _add_pairwise(problem: _Problem, sources: list[tuple[_Term, Array]], target: _Term, result: Array) -> None:
-    """The same for many points and finite numbers: join the two factors with the smallest product."""
+    """Add for many points and finite numbers: join the two factors with the smallest product, again and again."""
     factors: list[tuple[tuple[Axis, ...], Array]] = []
     for term, array in sources:
         axes = _axes(problem, term, array.shape)
@@ -291,13 +289,13 @@ def _add_pairwise(problem: _Problem, sources: list[tuple[_Term, Array]], target:
 
 
 def _joined(factors: list[tuple[tuple[Axis, ...], Array]], i: int, j: int, kept: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    """Axes of the product of factors i and j: those that the target or another factor still needs."""
+    """Return the axes of the product of factors i and j: those that the target or another factor still needs."""
     needed = set(kept).union(*(f[0] for k, f in enumerate(factors) if k not in (i, j)))
     return tuple(a for a in dict.fromkeys((*factors[i][0], *factors[j][0])) if a in needed)
 
 
 def _axes(problem: _Problem, term: _Term, shape: tuple[int, ...]) -> tuple[Axis, ...]:
-    """Axes of the joint space along which the term's position moves (so no size-1 broadcast)."""
+    """Return the axes of the joint space along which the term's position moves, without broadcast axes of size 1."""
     found: dict[Axis, None] = {}
     for item, n in zip(term, shape, strict=True):
         dims = [(item, n)]
@@ -310,7 +308,7 @@ def _axes(problem: _Problem, term: _Term, shape: tuple[int, ...]) -> tuple[Axis,
 def _read(
     problem: _Problem, term: _Term, array: Array, ranges: dict[Axis, range]
 ) -> tuple[Array, npt.NDArray[np.bool_]]:
-    """The operand's value at each point, and whether all of its indices are in range there."""
+    """Return the operand's value at each point, and whether all of its indices are in range there."""
     positions, inside = _positions(problem, term, array.shape, ranges)
     if not term:
         return array.reshape((1,) * len(ranges)), inside
@@ -329,12 +327,12 @@ def _add_at(result: Array, positions: tuple[Array, ...], values: Array) -> None:
 def _positions(
     problem: _Problem, term: _Term, shape: tuple[int, ...], ranges: dict[Axis, range]
 ) -> tuple[tuple[Array, ...], npt.NDArray[np.bool_]]:
-    """Where in an array of this shape each point falls, one index array a dim, and whether it is inside."""
+    """Return each point's position in an array of this shape, one index array per dimension, and if it is inside."""
     order = {axis: i for i, axis in enumerate(ranges)}
 
     def coordinate(axis: Axis, n: int) -> Array:
         dims = [1] * len(order)
-        if n != problem.extents[axis]:  # a dim of size 1, broadcast
+        if n != problem.extents[axis]:  # a dimension of size 1, which is broadcast
             return np.zeros(dims, np.int64)
         dims[order[axis]] = -1
         return np.arange(ranges[axis].start, ranges[axis].stop).reshape(dims)
@@ -408,7 +406,7 @@ def _extents(
     sizes: Sizes,
     index_arrays: Mapping[str, Array],
 ) -> dict[Axis, int]:
-    """The size of every axis: dims of size 1 give way to larger ones, all others agree."""
+    """Return the size of every axis: dimensions of size 1 are broadcast to larger ones, all others must agree."""
     groups: list[list[tuple[Axis, int]]] = []  # within one group nothing broadcasts
     for term, shape in zip(inputs, shapes, strict=True):
         groups.append([(a, n) for a, n in zip(term, shape, strict=True) if not isinstance(a, _Gather)])
@@ -497,7 +495,7 @@ def _as_index(name: str, q: Any) -> Array:
     array = np.asarray(q)
     if array.dtype.kind not in "iu":
         raise TypeError(f"index array {name!r} has dtype {array.dtype}, not an integer one")
-    if array.dtype == np.uint64:  # stays out of range
+    if array.dtype == np.uint64:  # a value that int64 cannot hold must stay out of range
         array = np.minimum(array, np.uint64(np.iinfo(np.int64).max))
     return array.astype(np.int64)
 
@@ -511,7 +509,7 @@ def _widen(array: Array, dtype: Any) -> Array:
         return array.astype(np.result_type(array.dtype, np.complex128))
     if array.dtype.kind == "f":
         return array.astype(np.result_type(array.dtype, np.float64))
-    return array.astype(np.float64)  # bfloat16 and its like, which numpy does not know
+    return array.astype(np.float64)  # bfloat16 and other dtypes that numpy does not know
 
 
 def _absolute(array: Array) -> npt.NDArray[np.float64]:
@@ -572,7 +570,7 @@ def _implicit_output(inputs: tuple[_Term, ...]) -> _Term:
 
 
 def _expand(term: _Term, ndim: int, ranks: Mapping[str, int]) -> _Term:
-    """Replace the ellipsis by axes ("...", k), k counted from the right, so that they line up as in numpy."""
+    """Replace the ellipsis by axes ("...", k), with k counted from the right, so that they align as in numpy."""
     rank = ndim - len(term) + (... in term)
     if rank < 0 or (rank and ... not in term):
         raise ValueError(f"a term of {len(term)} dims does not fit {ndim} dims")

@@ -1,4 +1,4 @@
-"""Python programs that show a broken law: the spec, the operands as code, and both results, printed."""
+"""Python programs that show a broken law: they contain the spec and the operands as code, and print both results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from planner.testing.problem import Array, Problem
 __all__ = ["of_gradients", "of_memory", "of_second", "of_step", "of_values", "vectors_of"]
 
 _IMPORTS = {"numpy": (), "torch": ("import torch",), "jax": ("import jax", "import jax.numpy as jnp")}
-# Beyond so many elements operands are drawn anew from their seed.
+# Operands with more elements are drawn again from their seed, not written as code.
 _MOST_ELEMENTS = 256
 _WIDE = ("float64", "int64", "uint64", "complex128")
 
@@ -24,7 +24,7 @@ _WIDE = ("float64", "int64", "uint64", "complex128")
 def of_values(
     framework: str, problem: Problem, subject: Subject, options: Mapping[str, Any], *, expected: bool = True
 ) -> str:
-    """Show a result, and the oracle's; without the latter where an error is expected."""
+    """Return a program that prints a result, and the oracle's unless an error is expected."""
     lines = [f"found = {_call(problem, subject, options)}", "print('found', found, sep='\\n')"]
     if expected:
         lines += [
@@ -35,23 +35,23 @@ def of_values(
 
 
 def of_gradients(framework: str, problem: Problem, subject: Subject, options: Mapping[str, Any]) -> str:
-    """Show gradients, and the oracle's."""
+    """Return a program that prints gradients, and the oracle's."""
     return _derived(framework, problem, subject, options, twice=False)
 
 
 def of_second(framework: str, problem: Problem, subject: Subject, options: Mapping[str, Any]) -> str:
-    """Show derivatives of gradients; the oracle's are sums of gradients with one operand exchanged."""
+    """Return a program that prints second derivatives; the oracle's sum gradients with one operand replaced."""
     return _derived(framework, problem, subject, options, twice=True)
 
 
 def of_memory(framework: str, problem: Problem) -> str:
-    """Show what a plan predicts of memory beside what is measured."""
+    """Return a program that prints a plan's predicted memory beside the measured one."""
     plan = f"plan = {_plan(framework, problem)}"
     return _program(framework, problem, None, [plan, "print(plan.analyze(*xs, rounds=1, **qs))"], needs_gradients=True)
 
 
 def of_step(framework: str, problem: Problem, number: int, lowering: str, made: Plan, *, own: bool) -> str:
-    """Show what one step gives in an implementation, and what it means."""
+    """Return a program that prints the results of one step in an implementation, and the oracle's."""
     lines = [f"plan = {_plan(framework, problem, f', minimize={made.options.minimize!r}')}"]
     if own:
         lines += [
@@ -74,12 +74,12 @@ def of_step(framework: str, problem: Problem, number: int, lowering: str, made: 
 
 
 def vectors_of(problem: Problem) -> list[Array]:
-    """Other operands of the same shapes: what second derivatives are taken with."""
+    """Return other operands of the same shapes, along which second derivatives are taken."""
     return dataclasses.replace(problem, seed=problem.seed + 1000, strided=False).operands()
 
 
 def _plan(framework: str, problem: Problem, options: str = "") -> str:
-    """The call that plans; arrays of JAX do not say whether they want a gradient."""
+    """Return the code that plans; with stand-ins for JAX, whose arrays do not say whether they need a gradient."""
     stand_ins = ", ".join(
         f"planner.Operand({shape}, {dtype!r}, requires_grad={need})"
         for shape, dtype, need in zip(problem.shapes, problem.dtypes, problem.requires_grad, strict=True)
@@ -138,33 +138,33 @@ def _derived(framework: str, problem: Problem, subject: Subject, options: Mappin
 
 
 def _drawn(problem: Problem) -> str:
-    """What settles a problem's operands, besides their shapes."""
+    """Return the arguments of `Problem` that determine its operands, besides their shapes."""
     names = ("sizes", "dtypes", "seed", "max_value", "strided")
     return "indices=indices, " + ", ".join(f"{name}={getattr(problem, name)!r}" for name in names)
 
 
 def _call(problem: Problem, subject: Subject, options: Mapping[str, Any]) -> str:
-    """The call, of operands `xs` and index arrays `qs`."""
+    """Return the code of the call, with operands `xs` and index arrays `qs`."""
     if subject.implementation is not None:
-        extra = "".join(f", {name}={value!r}" for name, value in subject.passed(problem).items())
+        extra = "".join(f", {name}={value!r}" for name, value in subject.keywords(problem).items())
         return f"implementation(*xs, **qs{extra})"
     if "alternative" in options:
         given = "spec, *xs, **arguments, **qs"
         return f"planner.plan({given}).alternatives()[{options['alternative']}].plan(*xs, **qs)"
-    # What has no literal, such as a PathOptimizer, is left to the reader.
+    # Values without a literal, such as a PathOptimizer, must be filled in by the reader.
     texts = {name: name if repr(value).startswith("<") else repr(value) for name, value in options.items()}
     return f"planner.contract(spec, *xs, **arguments, **qs{''.join(f', {n}={t}' for n, t in texts.items())})"
 
 
 def _converted(framework: str, name: str, dtype: str) -> str:
-    """Code that makes an array of NumPy one of a framework."""
+    """Return the code that converts a NumPy array to one of a framework."""
     if framework == "torch":
         return f"torch.from_numpy({name}).to(torch.{dtype})" if dtype == "bfloat16" else f"torch.from_numpy({name})"
     return f"jnp.asarray({name}, {dtype!r})" if framework == "jax" else name
 
 
 def _code(x: Array) -> str:
-    """An array as code, strides included."""
+    """Return an array as code, with its strides."""
     x = np.asarray(x)
     if not x.size:
         return f"np.zeros({x.shape}, {x.dtype.name!r})"
@@ -176,10 +176,15 @@ def _code(x: Array) -> str:
 
 
 def _program(
-    framework: str, problem: Problem, subject: Subject | None, lines: list[str],
-    *, needs_gradients: bool = False, needs_gout: bool = False,
-) -> str:  # fmt: skip
-    """Everything before the lines that differ: imports, spec, operands, index arrays."""
+    framework: str,
+    problem: Problem,
+    subject: Subject | None,
+    lines: list[str],
+    *,
+    needs_gradients: bool = False,
+    needs_gout: bool = False,
+) -> str:
+    """Return a program: imports, spec, operands and index arrays, then the given lines."""
     text = "\n".join(lines)
     operands = problem.operands()
     large = sum(x.size for x in operands) > _MOST_ELEMENTS
@@ -218,7 +223,7 @@ def _program(
 
 
 def _import_of(implementation: Callable[..., Any]) -> str:
-    """Import a function by name where its module has it so; else leave it to the reader."""
+    """Return the code that imports a function, or a placeholder if its module does not have it by name."""
     module, name = getattr(implementation, "__module__", None), getattr(implementation, "__qualname__", "")
     if module not in (None, "__main__") and getattr(sys.modules.get(module or ""), name, None) is implementation:
         return f"from {module} import {name} as implementation"

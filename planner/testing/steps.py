@@ -1,4 +1,4 @@
-"""The steps of a plan, one by one, each in every implementation that runs it."""
+"""Run the steps of a plan one by one, each in every implementation that supports it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ __all__ = ["lowerings", "run_step"]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One step of a plan with the values that it is given.
+    """One step of a plan with its inputs.
 
     Attributes:
         plan: the plan.
         number: the step's place in `plan.steps`.
         step: the step.
         inputs: arrays of the plan's framework.
-        given: what binds the step to them.
+        given: the backend's object that binds a step to its inputs.
     """
 
     plan: Plan
@@ -54,9 +54,9 @@ class Stage:
     def expected(
         self, engine: Engine, indices: Mapping[str, Any]
     ) -> tuple[list[Array], Callable[[], list[Array]] | None]:
-        """What the step means; and how far rounding may lead from it, None where results must be equal."""
+        """Return the oracle's results of the step, and how much rounding may change them; None if not at all."""
         op = self.step.op
-        # In JAX, values are as the caller gave them until a step reads them: with dims of size 1 that its spec lacks.
+        # In JAX, values may have dimensions of size 1 that the step's spec lacks: a step removes them when it reads.
         arrays = [engine.described(x)[0].reshape(n) for x, n in zip(self.inputs, op.input_shapes, strict=True)]
         shapes = dict(self.plan.resolved.index_shapes)
         raw = {name: engine.described(indices[name])[0].reshape(shapes[name]) for name in op.arrays}
@@ -78,18 +78,18 @@ class Stage:
 
 
 def stages(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any], gradient: Any) -> Iterator[Stage]:
-    """Run both programs of a plan step by step; the backward one from an output gradient, if there is one."""
+    """Run a plan's forward program step by step; then the backward program too, if there is an output gradient."""
     backend, programs = load_backend(plan.backend), plan.programs
-    given = backend.stepwise(plan, operands, indices)
-    values, number = dict(given.values), 0
+    stepwise = backend.stepwise(plan, operands, indices)
+    values, number = dict(stepwise.values), 0
     for program in (programs.forward, programs.backward):
         if program is None or (program is programs.backward and gradient is None):
             return
         if program is programs.backward:
-            given = backend.stepwise(plan, operands, indices, gradient, {v: values[v] for v in programs.kept})
-            values = dict(given.values)
+            stepwise = backend.stepwise(plan, operands, indices, gradient, {v: values[v] for v in programs.kept})
+            values = dict(stepwise.values)
         for step in program.steps:
-            stage = Stage(plan, number, step, [values[v] for v in step.inputs], given)
+            stage = Stage(plan, number, step, [values[v] for v in step.inputs], stepwise)
             yield stage
             values.update(zip(step.outputs, stage.run(step.choice.lowering), strict=True))
             number += 1
@@ -104,7 +104,7 @@ def run_step(
     *,
     gradient: Any = None,
 ) -> tuple[list[Array], list[Array]]:
-    """Run one step of a plan in a named implementation: what it gives, and what the oracle gives for its inputs.
+    """Run one step of a plan in a named implementation; return its results and the oracle's for the same inputs.
 
     Example:
         >>> import numpy as np
@@ -117,11 +117,11 @@ def run_step(
 
     Args:
         plan: the plan.
-        operands: what it is called with.
+        operands: the operands of the call.
         indices: index arrays by letter.
-        number: the step's place in ``plan.steps``; the steps before it are run as planned.
+        number: the step's place in ``plan.steps``; the steps before it run as planned.
         lowering: the implementation, a row of the backend's table; "" for the planned one.
-        gradient: the output's gradient, for steps of the backward program.
+        gradient: the output's gradient; needed for steps of the backward program.
 
     Returns:
         The step's results, and the oracle's, as NumPy arrays.
@@ -137,35 +137,37 @@ def run_step(
                 raise PlannerError(f"{plan.backend} has no implementation {name!r}: take from {', '.join(rows)}")
             return [engine.described(x)[0] for x in stage.run(name)], stage.expected(engine, indices)[0]
     count = len(plan.steps) if gradient is not None else len(plan.programs.forward.steps)
-    raise PlannerError(f"there is no step {number!r} to run: the steps are 0 to {count - 1}; those of the backward "
-                       "program need gradient=")  # fmt: skip
+    raise PlannerError(
+        f"there is no step {number!r} to run: the steps are 0 to {count - 1}; those of the backward program need "
+        "gradient="
+    )
 
 
 def lowerings(engine: Engine, subject: Subject, problem: Problem) -> None:
-    """Every implementation that runs a step of the plan gives what the step means; or a user's own kernel does."""
+    """Every implementation that supports a step computes what the step means; or a user's kernel does."""
     with engine.context(problem):
         operands, indices = engine.operands(problem), engine.indices(problem)
-        # Small problems are fastest with takes apart from products; in the others they are one step.
+        # On small problems the fastest plans take rows and multiply in two steps. Other objectives do both in one step.
         plans = [engine.plan(problem, operands, indices, minimize=least) for least in ("time", "flops", "bytes")]
         gradient = None
         if plans[0].programs.backward is not None:
             gradient = engine.array(problem.output_gradient(), plans[0].dtype)
         table, seen, ran = load_backend(engine.name).table, set(), 0
-        with _added(table, subject.kernel) as own:
+        with _add_row(table, subject.kernel) as kernel_name:
             for stage in (stage for plan in plans for stage in stages(plan, operands, indices, gradient)):
                 op = stage.step.op
                 if isinstance(op, Cast) or op in seen:
                     continue
                 seen.add(op)
-                for name in [own] if own else _names(table, op, stage.plan.device):
+                for name in [kernel_name] if kernel_name else _names(table, op, stage.plan.device):
                     if table.rows[name].refusal(op, stage.plan.device) is None:
                         _check_step(engine, subject, problem, stage, name, indices)
                         ran += 1
-        assume(ran or subject.kernel is None)  # a kernel may know none of a problem's steps
+        assume(ran or subject.kernel is None)  # a user's kernel may support none of a problem's steps
 
 
 def _names(table: Table, op: Op, device: Device) -> list[str]:
-    """Implementations that run an op, other tilings of them too."""
+    """Return the names of all implementations that run an op, and of their variants with other tilings."""
     names = [choice.lowering for choice in table.choices(op, device)]
     return names + [choice.lowering for name in names for choice in table.variants(name, op, device)]
 
@@ -173,6 +175,7 @@ def _names(table: Table, op: Op, device: Device) -> list[str]:
 def _check_step(
     engine: Engine, subject: Subject, problem: Problem, stage: Stage, name: str, indices: Mapping[str, Any]
 ) -> None:
+    """Raise `Broken` if an implementation's results are wrong, or if a user's kernel breaks its other promises."""
     expected, room = stage.expected(engine, indices)
     before = [engine.described(x)[0].copy() for x in stage.inputs]
     op = stage.step.op
@@ -208,8 +211,8 @@ def _nth(room: Callable[[], list[Array]], place: int) -> Callable[[], Array]:
 
 
 @contextlib.contextmanager
-def _added(table: Table, kernel: Implementation | None) -> Iterator[str]:
-    """Have a row of the user's own in a table for a while, under a name that no other has; no plan takes it."""
+def _add_row(table: Table, kernel: Implementation | None) -> Iterator[str]:
+    """Add a user's row to a table for a while, under a unique name, which is yielded; plans do not choose it."""
     if kernel is None:
         yield ""
         return

@@ -1,11 +1,12 @@
-"""Hypothesis strategies: random contractions of the whole language, and everything that a call of one needs.
+"""Hypothesis strategies: random contractions of the whole language, with all arguments of a call.
 
-A problem is drawn axes first (`drawn_specs`), then its shapes, index arrays and dtypes. What is drawn first in each
-choice is the simple case, so problems shrink to few operands, few axes, no gathers, row-major float32 and small values.
+A problem's axes are drawn first (`drawn_specs`), then its shapes, index arrays and dtypes. The first alternative of
+each choice is the simple one, so problems shrink to few operands, few axes, no gathers, row-major float32 and small
+values.
 
 All strategies check their arguments when they are first drawn from, as Hypothesis's own do, and raise its
-``InvalidArgument``. With the package installed, ``from_type(Problem)`` and ``from_type(planner.Spec)`` are known to
-Hypothesis.
+``InvalidArgument``. If the package is installed, Hypothesis knows ``from_type(Problem)`` and
+``from_type(planner.Spec)``.
 
 Example:
     >>> from hypothesis import given, settings
@@ -54,7 +55,7 @@ __all__ = ["FEATURES", "indices", "operands", "problems", "problems_of", "specs"
 
 
 class _Choices(NamedTuple):
-    """What `problems` and `problems_of` have in common: what a problem's arrays may be."""
+    """The options that `problems` and `problems_of` share: what a problem's arrays may be."""
 
     dtypes: Sequence[str]
     index_modes: Sequence[str]
@@ -94,8 +95,8 @@ def problems(
 ) -> Problem:
     """Draw problems of the whole language: specs, shapes, sizes, index arrays, dtypes, strides, gradient flags.
 
-    At least half of many draws have 3 operands or more, if the bounds allow it, and at least half have an index array,
-    unless `gathers` says otherwise.
+    Over many draws, at least half have 3 operands or more, if the bounds allow it, and at least half have an index
+    array, unless `gathers` says otherwise.
 
     Example:
         >>> from hypothesis import find
@@ -107,21 +108,21 @@ def problems(
         draw: given by Hypothesis.
         min_operands: fewest operands.
         max_operands: most operands; None for 4, or `min_operands` if that is more.
-        max_axes: most letters, at most 15; axes of an ellipsis (at most 2) and index arrays (at most 2) not counted.
-        max_size: largest size of an axis; gathered dims go one beyond.
-        gathers: whether there is an index array; None for both.
-        dtypes: dtype names to choose from, one a problem.
-        mixed_dtypes: choose a dtype for every operand by itself.
+        max_axes: most letters, at most 15; the axes of an ellipsis and the index arrays, at most 2 each, do not count.
+        max_size: largest size of an axis; gathered dimensions may be larger by one.
+        gathers: whether there is an index array; None to draw either.
+        dtypes: dtype names to choose from, one per problem.
+        mixed_dtypes: choose a dtype for each operand.
         index_modes: index modes to choose from.
         without: members of `FEATURES` to leave out.
         max_value: operands hold integers from -max_value to max_value.
-        strided: whether operands are views that are not row-major; None for both.
+        strided: whether operands are views that are not row-major; None to draw either.
 
     Returns:
         A strategy for problems.
 
     Raises:
-        InvalidArgument: an argument is none of these.
+        InvalidArgument: an argument is not as described.
     """
     if max_operands is None:
         max_operands = max(4, min_operands) if isinstance(min_operands, int) else 4
@@ -134,7 +135,7 @@ def problems(
         raise InvalidArgument("gathers=True needs the feature 'gather' or 'scatter', but both are left out")
     mode = draw(sampled(*choices.index_modes))
     written = drawn_spec(draw, min_operands, max_operands, max_axes, max_size, gathers, choices.features)
-    return _filled(draw, written, mode, max_size, choices, {})
+    return _fill(draw, written, mode, max_size, choices, {})
 
 
 def specs(min_operands: int = 1, max_operands: int | None = None, **options: Any) -> st.SearchStrategy[str]:
@@ -157,7 +158,7 @@ def specs(min_operands: int = 1, max_operands: int | None = None, **options: Any
         A strategy for strings that `planner.contract` takes.
 
     Raises:
-        InvalidArgument: an argument is none of these.
+        InvalidArgument: an argument is not as described.
     """
     return problems(min_operands, max_operands, **options).map(lambda problem: problem.spec)
 
@@ -188,21 +189,21 @@ def problems_of(
     Args:
         draw: given by Hypothesis.
         spec: the spec.
-        sizes: sizes that are not drawn: of axes, and by the letter of an index array of all dims that it indexes.
+        sizes: fixed sizes: of axes by letter, and of indexed dimensions by the letter of the index array.
         min_size: smallest size of an axis that `sizes` does not give.
         max_size: largest size of an axis that `sizes` does not give.
-        dtypes: as for `problems`, and so are the next five.
-        mixed_dtypes: choose a dtype for every operand by itself.
+        dtypes: dtype names to choose from, one per problem.
+        mixed_dtypes: choose a dtype for each operand.
         index_modes: index modes to choose from.
-        without: members of `FEATURES` to leave out; those of the spec itself stay.
+        without: members of `FEATURES` to leave out; features of the spec itself stay.
         max_value: operands hold integers from -max_value to max_value.
-        strided: whether operands are views that are not row-major; None for both.
+        strided: whether operands are views that are not row-major; None to draw either.
 
     Returns:
         A strategy for problems.
 
     Raises:
-        InvalidArgument: an argument is none of these, or the spec is malformed.
+        InvalidArgument: an argument is not as described, or the spec is malformed.
     """
     check_range("size", min_size, max_size, 0)
     choices = _Choices.checked(dtypes, index_modes, mixed_dtypes, max_value, strided, without)
@@ -222,13 +223,12 @@ def problems_of(
     ellipsis: tuple[int, ...] = ()
     if any(e == ELLIPSIS or (isinstance(e, Gather) and ELLIPSIS in e.axes) for term in parsed.terms for e in term):
         ellipsis = tuple(draw(st.lists(lengths, max_size=2)))
-    return _filled(
-        draw, read_spec(draw, parsed, "->" in spec, extents, ellipsis), mode, max_size, choices,
-        {name: (sizes or {}).get(name, draw(lengths)) for name in parsed.arrays}, spec,
-    )  # fmt: skip
+    written = read_spec(draw, parsed, "->" in spec, extents, ellipsis)
+    pools = {name: (sizes or {}).get(name, draw(lengths)) for name in parsed.arrays}
+    return _fill(draw, written, mode, max_size, choices, pools, spec)
 
 
-def _filled(
+def _fill(
     draw: st.DrawFn,
     written: Written,
     mode: str,
@@ -237,18 +237,18 @@ def _filled(
     pools: Mapping[str, int],
     text: str | None = None,
 ) -> Problem:
-    """Draw everything else: shapes, sizes, index arrays, dtypes, strides and gradient flags.
+    """Draw everything beside the spec: shapes, sizes, index arrays, dtypes, strides and gradient flags.
 
-    `pools` are sizes of indexed dims that are settled, `text` the spec as it was given.
+    `pools` are fixed sizes of indexed dimensions by index array. `text` is the spec as the caller gave it.
     """
     terms, output, arrays, extents, ellipsis, ranks = written
     features, placed = choices.features, output or []
     happens = functools.partial(is_drawn, draw, features)
 
-    # Index arrays first, since the dims they read must hold their indices.
+    # Index arrays come first, because the dimensions that they index must hold their indices.
     index_shapes = {}
     for name, array in arrays.items():
-        distinct = all(len(set(b)) == len(b) for b in array.brackets)  # else dims of one bracket must agree
+        distinct = all(len(set(b)) == len(b) for b in array.brackets)  # else the dimensions of one bracket must agree
         index_shapes[name] = tuple(1 if distinct and happens("size one", 1, 12) else n for n in array.shape)
     dims: dict[str, list[int]] = {name: [] for name in arrays}
 
@@ -276,13 +276,13 @@ def _filled(
                 shape.append(1 if item in ones else extents[item])
         shapes.append(tuple(shape))
 
-    # Sizes that no input tells; now and then some that one does.
-    told = {a for term in terms for a in term if isinstance(a, str)}
-    told |= {a for term in (*terms, placed) for g in term if isinstance(g, tuple) for a in g[1]}
-    given: dict[str, int] = {a: extents[a] for a in placed if isinstance(a, str) and a not in told}
+    # Sizes that no input determines; and sometimes sizes that one does.
+    determined = {a for term in terms for a in term if isinstance(a, str)}
+    determined |= {a for term in (*terms, placed) for g in term if isinstance(g, tuple) for a in g[1]}
+    sizes: dict[str, int] = {a: extents[a] for a in placed if isinstance(a, str) and a not in determined}
     for name in {item[0]: None for item in placed if isinstance(item, tuple)}:
         if len(set(dims[name])) != 1 or draw(chance(2)):
-            given[name] = indexed_size(name)
+            sizes[name] = indexed_size(name)
 
     drawn = {}
     for name in arrays:
@@ -303,15 +303,15 @@ def _filled(
     else:
         kinds_drawn = (draw(sampled(*choices.dtypes)),) * len(terms)
     spec = text_of(terms, output) if text is None else text
-    if text is not None:  # a spec that was not drawn may want more of its sizes than was thought of
+    if text is not None:  # a caller's spec may constrain its sizes in more ways than are drawn
         try:
-            resolve(spec, *shapes, sizes=given or None, **{name: q.shape for name, q in drawn.items()})
+            resolve(spec, *shapes, sizes=sizes or None, **{name: q.shape for name, q in drawn.items()})
         except PlannerError:
             reject()
     problem = Problem(
         spec=spec,
         shapes=tuple(shapes),
-        sizes=given or None,
+        sizes=sizes or None,
         indices=drawn,
         index_mode=mode,
         dtypes=kinds_drawn,
@@ -325,6 +325,6 @@ def _filled(
     return problem
 
 
-# `from_type` finds them: the entry point of the package imports this module when Hypothesis is imported.
+# For `from_type`: the package's entry point imports this module when Hypothesis is imported.
 st.register_type_strategy(Problem, problems())
 st.register_type_strategy(Spec, problems().map(Problem.resolved))

@@ -1,0 +1,206 @@
+"""The rates of one framework on one device, measured in a lab.
+
+Most rates are measured by steps of the backend's own table, on shapes at which one rate decides the time. Rates of
+memory are measured by fills and copies. Every figure is a median, and every random array has a fixed seed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from planner.calibrate.labs import Lab
+from planner.calibrate.predictions import CheckedIndices
+from planner.cost.device import Device
+from planner.language.resolve import resolve
+from planner.program.frameworks import load_backend
+from planner.program.ops import Einsum
+
+__all__ = ["STAGES", "measure"]
+
+MEGABYTE = 2**20
+
+
+def median_seconds(lab: Lab, run: Callable[[], Any], times: int = 7, most_seconds: float = 1.5) -> float:
+    """Time a call after one warm-up, and return the median.
+
+    There are `times` runs, or fewer, but at least two, once they have taken `most_seconds`.
+    """
+    run()
+    lab.finish()
+    seconds: list[float] = []
+    while len(seconds) < times and (len(seconds) < 2 or sum(seconds) < most_seconds):
+        start = time.perf_counter()
+        result = run()
+        lab.finish()
+        seconds.append(time.perf_counter() - start)
+        del result
+    return statistics.median(seconds)
+
+
+def _step(lab: Lab, text: str, *shapes: tuple[int, ...], sizes: Any = None, **indices: Any) -> Callable[[], Any]:
+    """Return a function that runs one step, in the backend's stock implementation."""
+    spec = resolve(text, *shapes, sizes=sizes, **{name: tuple(index.shape) for name, index in indices.items()})
+    op, table = Einsum(spec, "float32"), load_backend(lab.framework).table
+    kind = next(c.lowering for c in table.choices(op, lab.preset) if table.rows[c.lowering].stock)
+    inputs = [lab.normal(*shape) for shape in shapes]
+    index = CheckedIndices({gather: indices[gather.array] for gather in spec.gathers})
+    return lambda: table.run(kind, op, inputs, index)
+
+
+def _flop_rate(lab: Lab) -> float:
+    size = 1024 if lab.key.kind == "cpu" else 8192
+    return 2 * size**3 / median_seconds(lab, _step(lab, "ij,jk->ik", (size, size), (size, size)))
+
+
+def _half_rate(lab: Lab) -> float:
+    """Measure FLOP/s in bfloat16 on a graphics card; on a processor 0, which stands for the rate of float32."""
+    if lab.key.kind == "cpu":
+        return 0.0
+    x = lab.normal(8192, 8192).bfloat16()
+    return 2 * 8192**3 / median_seconds(lab, lambda: x @ x)
+
+
+def _skinny_rate(lab: Lab) -> float:
+    """Measure FLOP/s of thin products: the median over four rows, four columns, and sums of four terms."""
+    shapes = [(4, 1024, 1024), (1024, 1024, 4), (1024, 4, 1024)]
+    times = [median_seconds(lab, _step(lab, "ij,jk->ik", (m, k), (k, n))) for m, k, n in shapes]
+    return statistics.median(2 * math.prod(shape) / seconds for shape, seconds in zip(shapes, times, strict=True))
+
+
+def _bandwidth(lab: Lab) -> float:
+    size = 128 * MEGABYTE if lab.key.kind == "cpu" else 1024 * MEGABYTE
+    x, out = lab.empty(size // 4), lab.empty(size // 4)
+    lab.fill(x)
+    return 2 * size / median_seconds(lab, lambda: lab.copy(x, out))
+
+
+def _fill_new(lab: Lab, count: int) -> None:
+    lab.fill(lab.empty(count))
+
+
+def _fresh(lab: Lab) -> dict[str, float]:
+    """Measure what the first write to new memory costs beyond the write itself.
+
+    Small and large allocations have a rate each, and `fresh_bytes` is the size that parts them.
+    """
+    if lab.key.kind != "cpu":  # the caching allocator hands out memory that was written before
+        return {"fresh_bandwidth": math.inf, "reused_bandwidth": math.inf, "fresh_bytes": 0}
+    sizes = [size * MEGABYTE for size in (6, 12, 20, 28, 30, 34, 36, 48, 72, 128)]
+    extra = [_extra_seconds_per_byte(lab, size) for size in sizes]
+    split = _best_split(extra)
+    small, large = statistics.median(extra[:split]), statistics.median(extra[split:])
+    if large < 2 * small:  # all sizes have the same rate
+        both = 1 / statistics.median(extra)
+        return {"fresh_bandwidth": both, "reused_bandwidth": both, "fresh_bytes": 0}
+    # The C library's thresholds are powers of two.
+    bound = next(s for s in (2**n for n in range(21, 28)) if s > sizes[split - 1])
+    return {"fresh_bandwidth": 1 / large, "reused_bandwidth": 1 / small, "fresh_bytes": bound}
+
+
+def _extra_seconds_per_byte(lab: Lab, size: int) -> float:
+    """Measure how much longer it takes to fill new memory than old memory, in seconds per byte."""
+    old = lab.empty(size // 4)
+    lab.fill(old)
+    first = median_seconds(lab, partial(_fill_new, lab, size // 4))
+    again = median_seconds(lab, partial(lab.fill, old))
+    return max(first - again, 0.02 * again) / size
+
+
+def _best_split(extra: Sequence[float]) -> int:
+    """Return where to cut a list in two: the squared distances of logarithms to the mean of their side are least."""
+    logs = [math.log(seconds) for seconds in extra]
+
+    def spread(values: Sequence[float]) -> float:
+        return sum((value - statistics.fmean(values)) ** 2 for value in values)
+
+    return min(range(1, len(extra)), key=lambda at: spread(logs[:at]) + spread(logs[at:]))
+
+
+def _launch_seconds(lab: Lab) -> float:
+    """Measure one step on a few numbers; 1,000 are timed together, because a graphics card overlaps launches."""
+    run = _step(lab, "ij,ij->ij", (2, 2), (2, 2))
+
+    def many() -> None:
+        for _ in range(1000):
+            run()
+
+    return median_seconds(lab, many) / 1000
+
+
+def _matrix_seconds(lab: Lab) -> float:
+    """Measure what each small matrix of a batch costs beyond its FLOPs, compared with one product of many columns."""
+    batch, size = 8192, 8
+    run = _step(lab, "bij,bjk->bik", (batch, size, size), (batch, size, size))
+    whole = _step(lab, "ij,jk->ik", (size, size), (size, batch * size))
+    return max(median_seconds(lab, run) - median_seconds(lab, whole), 0.0) / batch
+
+
+def _row_seconds(lab: Lab, text: str, device: Device) -> float:
+    """Measure what taking or adding a row of 16 numbers at a random place costs beyond the bytes that it moves."""
+    rows, pool, width = 200_000, 20_000, 16
+    q = lab.integers(pool, rows)
+    takes = not text.endswith("]j")
+    run = _step(lab, text, (pool if takes else rows, width), sizes=None if takes else {"q": pool}, q=q)
+    moved, result = 4 * width * (rows + pool) + 8 * rows, 4 * width * (rows if takes else pool)
+    return max(median_seconds(lab, run) - device.seconds(0, moved, result, 1), 0.0) / rows
+
+
+def _sort_row_seconds(lab: Lab) -> float:
+    rows = lab.integers(2048, 131072)
+    return median_seconds(lab, lambda: lab.sort(rows)) / len(rows)
+
+
+def measure(lab: Lab, progress: Callable[[str], None] = lambda what: None) -> Device:
+    """Measure the rates of one framework on one device.
+
+    Args:
+        lab: the framework on the device.
+        progress: called with the name of each rate before it is measured.
+    """
+    measured: dict[str, Any] = {}
+    # The cache is the preset's: it saves time in loops over slices, not in one step that runs alone.
+    blank = Device(
+        lab.preset.name,
+        math.inf,
+        math.inf,
+        kind=lab.preset.kind,
+        cache_bytes=lab.preset.cache_bytes,
+        cache_bandwidth=lab.preset.cache_bandwidth,
+    )
+
+    def device() -> Device:
+        """Return a device with the rates measured so far; all other work is free on it."""
+        return dataclasses.replace(blank, **measured)
+
+    for name, run in (
+        ("flop_rate", _flop_rate),
+        ("half_rate", _half_rate),
+        ("skinny_rate", _skinny_rate),
+        ("bandwidth", _bandwidth),
+        ("launch_seconds", _launch_seconds),
+        ("matrix_seconds", _matrix_seconds),
+        ("sort_row_seconds", _sort_row_seconds),
+    ):
+        progress(name)
+        measured[name] = run(lab)
+        gc.collect()
+    progress("fresh_bandwidth")
+    measured |= _fresh(lab)
+    progress("take_row_seconds")
+    measured["take_row_seconds"] = _row_seconds(lab, "q[n]j->nj", device())
+    progress("add_row_seconds")
+    measured["add_row_seconds"] = _row_seconds(lab, "nj->q[n]j", device())
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    source = f"measured on {lab.key.machine} with {lab.framework} {lab.key.framework_version}, {today}"
+    return dataclasses.replace(device(), name=lab.key.kind, source=source)
+
+
+STAGES = 10
