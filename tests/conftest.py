@@ -84,4 +84,4 @@ def jax_in_a_hurry(monkeypatch):
     if importlib.util.find_spec("jax"):
         import jax_fast
 
-        monkeypatch.setattr("planner.backends.jax.step.compiled", jax_fast.compiled)
+        monkeypatch.setattr("planner.backends.jax.step.compile_step", jax_fast.compiled)

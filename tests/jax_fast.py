@@ -15,7 +15,7 @@ from planner.backends.jax import backend as jax_backend
 from planner.backends.jax import step as jax_step
 
 # It has the steps of eager calls by name: what a test puts in their place must not be what it imports.
-assert jax_backend.compiled is jax_step.compiled
+assert jax_backend.compile_step is jax_step.compile_step
 
 
 def _known(**options):
@@ -44,7 +44,7 @@ def jit(function):
 
 @functools.lru_cache(maxsize=4096)
 def compiled(**parameters):
-    """In place of `jax_step.compiled`: the steps of eager calls."""
+    """In place of `jax_step.compile_step`: the steps of eager calls."""
     return jit(functools.partial(jax_step.step_p.bind, **parameters))
 
 

@@ -237,10 +237,10 @@ def others() -> dict[str, Any]:
         lambda x, y: planner.contract("nmj, jk -> nmk", x.reshape(4, 16, 8), y), (long, matrix), put(long, "x"), matrix
     )[0]
     limits: list[int] = []
-    real, before = jax_partition._Part.filled, limit()
-    jax_partition._Part.filled = lambda *given: limits.append(limit()) or real(*given)
+    real, before = jax_partition._Part.zero_padding, limit()
+    jax_partition._Part.zero_padding = lambda *given: limits.append(limit()) or real(*given)
     jax.jit(lambda x, y: planner.contract("nj, jk -> kn", x, y)).lower(put(long, "x"), matrix).compile()
-    jax_partition._Part.filled = real
+    jax_partition._Part.zero_padding = real
     found["locations"] = [set(limits) == {0}, limit() == before > 0]
     plan = planner.plan("nj, jk -> nk", long, matrix)
     found["analyzed"] = refused(plan.analyze, put(long, "x"), matrix)

@@ -101,7 +101,7 @@ def scanned(call, *xs):
 def forget():
     """Make the next call cold: nothing is planned, bound or compiled."""
     api._RUNNERS.clear()
-    jax_step.compiled.cache_clear()
+    jax_step.compile_step.cache_clear()
     jax.clear_caches()
 
 
@@ -163,9 +163,9 @@ def test_without_jit_a_step_is_still_one_compiled_operation():
     call(*operands)
     with jax.disable_jit():
         call(*operands)
-        before = jax_step.compiled.cache_info().misses
+        before = jax_step.compile_step.cache_info().misses
         call(*operands)
-    assert jax_step.compiled.cache_info().misses == before
+    assert jax_step.compile_step.cache_info().misses == before
 
 
 def test_a_process_that_never_compiles_contracts():

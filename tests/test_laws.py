@@ -33,7 +33,7 @@ from laws import (
 )
 
 import planner
-from planner.backends.common.common import prepare_numpy
+from planner.backends.common.indices import prepare_numpy
 from planner.language.spec import Gather
 from planner.testing import Problem
 from planner.testing.judgement import Subject
@@ -49,7 +49,7 @@ def compiled_in_a_hurry(request, monkeypatch):
     if isinstance(engine, Jax) and engine.in_a_hurry and PROFILE == "ci":
         import jax_fast
 
-        monkeypatch.setattr("planner.backends.jax.step.compiled", jax_fast.compiled)
+        monkeypatch.setattr("planner.backends.jax.step.compile_step", jax_fast.compiled)
 
 
 # --- the laws: what is asked of a framework about a problem, and what the oracle says -------------

@@ -12,7 +12,7 @@ from laws import (
 )
 
 import planner
-from planner.backends.jax.index import normalised
+from planner.backends.jax.index import normalise
 from planner.language.spec import Gather, Spec
 from planner.testing.reference import reference, reference_gradients
 from planner.workloads import WORKLOADS
@@ -28,7 +28,7 @@ from jax_fast import jit  # noqa: E402
 def compiled_in_a_hurry(request, monkeypatch):
     """Steps of eager calls; but as users compile them in the nightly run, and where a test is marked."""
     if PROFILE == "ci" and not request.node.get_closest_marker("compiled_as_by_users"):
-        monkeypatch.setattr("planner.backends.jax.step.compiled", jax_fast.compiled)
+        monkeypatch.setattr("planner.backends.jax.step.compile_step", jax_fast.compiled)
 
 
 def described(x):
@@ -226,7 +226,7 @@ def test_the_grouped_kernels_run(monkeypatch):
 def test_what_is_multiplied_and_summed_equals_the_product(groups, dtype, seed, shuffler):
     """Vectors times matrices in any order of axes: the row runs just where XLA's product would copy."""
     from planner.backends.jax.backend import backend
-    from planner.backends.jax.products import reordered
+    from planner.backends.jax.products import count_reordered
     from planner.cost.device import CPU
     from planner.program.ops import Einsum
 
@@ -241,7 +241,7 @@ def test_what_is_multiplied_and_summed_equals_the_product(groups, dtype, seed, s
     op = Einsum(Spec(tuple(map(tuple, terms[:2])), tuple(terms[2]), sizes), dtype)
     choices = {choice.lowering: choice for choice in backend.table.choices(op, CPU)}
     aligned = [e for e in terms[0] if e in terms[1]] == [e for e in terms[1] if e in terms[0]]
-    assert ("multiply, then sum" in choices) == (aligned and reordered(op.spec).apart > 0)
+    assert ("multiply, then sum" in choices) == (aligned and count_reordered(op.spec).apart > 0)
     if "multiply, then sum" in choices:
         random = np.random.default_rng(seed)
         inputs = [jnp.asarray(random.integers(-2, 3, shape), dtype) for shape in op.input_shapes]
@@ -342,6 +342,6 @@ def test_a_vector_in_the_middle_is_no_copy_in_xla(spec, shapes):
 def test_wrapped_indices_name_rows_that_there_are(dtype):
     """Where a bad index shows as NaN the row that is read in its place is one: no read is out of bounds."""
     raw = jnp.asarray(np.array([-9, -6, -5, -1, 0, 4, 5, 100]).astype(dtype))
-    found = normalised(raw, Gather("q", (), 5), "wrapped")
+    found = normalise(raw, Gather("q", (), 5), "wrapped")
     expected = [4, 4, 4, 4, 0, 4, 4, 4] if dtype == "uint8" else [0, 0, 0, 4, 0, 4, 4, 4]
     assert found.tolist() == expected

@@ -58,7 +58,7 @@ def jax(monkeypatch):
 
     if PROFILE == "ci":
         jax_fast.for_sizes_alone(monkeypatch)
-        monkeypatch.setattr("planner.backends.jax.step.compiled", jax_fast.compiled)
+        monkeypatch.setattr("planner.backends.jax.step.compile_step", jax_fast.compiled)
     return jax
 
 

@@ -113,7 +113,7 @@ def jax(monkeypatch):
     import jax_fast
 
     if PROFILE == "ci":
-        monkeypatch.setattr("planner.backends.jax.step.compiled", jax_fast.compiled)
+        monkeypatch.setattr("planner.backends.jax.step.compile_step", jax_fast.compiled)
     return jax
 
 

@@ -1,6 +1,7 @@
-"""The table rows that fit a step to a grouped or pooled kernel: axes into groups, the call, and back.
+"""The rows of a table that run grouped and pooled kernels.
 
-Both frameworks share them; a backend gives its kernels (`Kernels`) and what they cost.
+A row flattens each group of axes into one dimension, calls the kernel, and restores the axes of the result. Torch and
+JAX share the rows; each backend gives its kernels, `Kernels`, and their costs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from planner.backends.common.common import RangedIndices
 from planner.backends.common.stock import ArrayOps
 from planner.backends.common.stock_layout import matrix_copies
 from planner.cost.device import Device
@@ -21,20 +21,20 @@ from planner.kernels.grouping.keys import IndexArray
 from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec, Term
 from planner.program.forms import GroupedForm, PooledForm, grouped_form, pooled_form
-from planner.program.implementations import Implementation
+from planner.program.implementations import Implementation, RangedIndices
 from planner.program.ops import Cast, JointGradient, Op
 
 __all__ = ["POOL_FUNCTIONS", "CostOf", "Kernels", "PoolKernels", "Refusal", "flattened_bytes", "group_sizes",
            "kernel_rows", "views_of"]  # fmt: skip
 
 Groups = Sequence[Sequence[str | Gather]]
-# Terms of arrays, each with the groups of axes as which a kernel sees it.
+# Terms of arrays, each with the groups of axes that are one dimension each to the kernel.
 Views = Sequence[tuple[Term, Groups]]
 CostOf = Callable[[Op, Device], StepCost]
 Refusal = Callable[[Op], str | None]
 
 
-# The functions of `PoolKernels`, as the kernel modules name them after a prefix.
+# The names of the functions of `PoolKernels`; the kernel modules put a prefix before them.
 POOL_FUNCTIONS = ("scores", "query_gradient", "pool_gradient", "gradients")
 
 
@@ -49,7 +49,7 @@ def takes_all(op: Op) -> str | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolKernels:
-    """One way to compute pooled dots and their gradients; see `torch_pooled` for the contracts."""
+    """One way to compute pooled dots and their gradients; `planner.kernels.gathered_dot` has the contracts."""
 
     scores: Callable[..., Any]
     query_gradient: Callable[..., Any]
@@ -64,17 +64,17 @@ class Kernels:
 
     Attributes:
         ops: the framework's array functions.
-        group_rows: index array and number of groups to the sorted order.
-        matmul: (a, c, groups, source, target, targets) to the rows' products.
-        outer: (a, b, groups, size, source_a, source_b) to the groups' sums.
-        gradients: (gradient, a, c, groups) to both gradients of `matmul`.
-        grouped_cost: what these three cost.
+        group_rows: from an index array and the number of groups to the sorted order.
+        matmul: from (a, c, groups, source, target, targets) to the products of the rows.
+        outer: from (a, b, groups, size, source_a, source_b) to the sums of the groups.
+        gradients: from (gradient, a, c, groups) to both gradients of `matmul`.
+        grouped_cost: the cost of these three.
         pools: ways to compute pooled dots, by the name of their row.
-        label: what the names of the grouped rows end in.
+        label: the end of the names of the grouped rows.
         kinds: kinds of device that the kernels run on; None for all.
         capabilities: compute capabilities of cards that they run on, times ten; None for all.
-        refuses: why they cannot run a step, whatever its form.
-        hand_over: applied to the operands of gradient kernels, which conjugate them in torch.
+        refuses: tells why they cannot run a step, for a reason other than its form.
+        hand_over: a function that is applied to operands before gradient kernels; in torch it conjugates them.
     """
 
     ops: ArrayOps
@@ -91,26 +91,26 @@ class Kernels:
     label: str = ""
 
     def flat(self, x: Any, term: Term, groups: Groups) -> Any:
-        """Permute an operand into groups of axes and flatten each group."""
+        """Permute an operand into groups of axes, and flatten each group into one dimension."""
         dims = [term.index(entry) for group in groups for entry in group]
         shape = [math.prod(x.shape[term.index(entry)] for entry in group) for group in groups]
         return self.ops.permute(x, dims).reshape(shape)
 
     def flats(self, inputs: Sequence[Any], views: Views) -> list[Any]:
-        """Flatten each input as the kernel sees it."""
+        """Flatten all inputs as the kernel sees them."""
         return [self.flat(x, term, groups) for x, (term, groups) in zip(inputs, views, strict=True)]
 
     def unflats(self, results: Sequence[Any], views: Views, spec: Spec) -> tuple[Any, ...]:
         """Give flat results the axes and the order of their terms: the inverse of `flats`."""
-        found = []
+        shaped_results = []
         for x, (term, groups) in zip(results, views, strict=True):
             order = [entry for group in groups for entry in group]
             shaped = x.reshape(spec.shape(tuple(order)))
-            found.append(self.ops.permute(shaped, [order.index(entry) for entry in term]))
-        return tuple(found)
+            shaped_results.append(self.ops.permute(shaped, [order.index(entry) for entry in term]))
+        return tuple(shaped_results)
 
     def row_map(self, gather: Gather, rows: Sequence[str], spec: Spec, like: Any) -> Any:
-        """For each row (over all row axes) the flat position over some of them; None where that is the row itself."""
+        """Return each row's flat position over some of the row axes; None if these are all of them."""
         if tuple(rows) == gather.axes:
             return None
         sizes = dict(spec.sizes)
@@ -125,21 +125,21 @@ class Kernels:
         return self.ops.expand(position, [sizes[axis] for axis in gather.axes]).reshape(-1)
 
     def groups(self, gather: Gather, index: RangedIndices) -> Any:
-        """The sorted order of an index array, made once per call."""
-        known = index.orders.get(gather)
-        if known is None:
-            known = index.orders[gather] = self.group_rows(index[gather].reshape(-1), gather.size or 0)
-        return known
+        """Return the sorted order of an index array. It is made once per call."""
+        order = index.orders.get(gather)
+        if order is None:
+            order = index.orders[gather] = self.group_rows(index[gather].reshape(-1), gather.size or 0)
+        return order
 
 
 def group_sizes(spec: Spec, *groups: Sequence[str]) -> tuple[int, ...]:
-    """Sizes of groups of axes."""
+    """Return the size of each group of axes."""
     sizes = dict(spec.sizes)
     return tuple(math.prod(sizes[axis] for axis in group) for group in groups)
 
 
 def views_of(op: Op, form: GroupedForm | PooledForm) -> tuple[Views, Views]:
-    """How a kernel sees its inputs and its results."""
+    """Return how a kernel sees the inputs, and how it sees the results."""
     if isinstance(form, GroupedForm):
         rows: Groups = (form.rows_a, form.inner, form.left)
         matrix: Groups = ((form.gather,), form.left, form.right)
@@ -162,10 +162,10 @@ def views_of(op: Op, form: GroupedForm | PooledForm) -> tuple[Views, Views]:
 
 
 def flattened_bytes(op: Op, form: GroupedForm | PooledForm) -> int:
-    """Bytes of the inputs and index arrays that are copied to be seen as the kernels see them."""
+    """Return the bytes of the inputs and index arrays that are copied to be flattened for the kernels."""
     spec, size = op.spec, itemsize(op.dtype)
     given, _ = views_of(op, form)
-    # Rows are taken one by one, whatever their strides; priced as the matrices are, they may count for too much.
+    # Kernels take rows one by one, whatever their strides. They are priced like matrices, which may be too much.
     copied = size * sum(
         matrix_copies(term, layout, groups, spec)
         for (term, groups), layout in zip(given, op.layouts or (None,) * len(given), strict=True)
@@ -178,7 +178,7 @@ def flattened_bytes(op: Op, form: GroupedForm | PooledForm) -> int:
 
 
 def _layouts(find: Callable[[Spec], GroupedForm | PooledForm | str], op: Op) -> tuple[Layout | None, ...]:
-    """How a kernel's results lie in memory."""
+    """Return the layouts in memory of a kernel's results."""
     form = find(op.spec)
     assert not isinstance(form, str)
     _, results = views_of(op, form)
@@ -196,9 +196,14 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]
 
     def row(name: str, refuses: Refusal, cost: CostOf, run: Any, layouts: Any = grouped) -> Implementation:
         return Implementation(
-            name, lambda op: refuses(op) or kernels.refuses(op), cost, partial(run, kernels), kinds=kernels.kinds,
-            capabilities=kernels.capabilities, layouts=layouts,
-        )  # fmt: skip
+            name,
+            lambda op: refuses(op) or kernels.refuses(op),
+            cost,
+            partial(run, kernels),
+            kinds=kernels.kinds,
+            capabilities=kernels.capabilities,
+            layouts=layouts,
+        )
 
     cost, label = kernels.grouped_cost, kernels.label
     rows = [
@@ -212,7 +217,7 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]
 
 
 def _not_grouped(pair: bool, outer: bool, op: Op) -> str | None:
-    """Why a step is no grouped product of the wanted kind."""
+    """Return why a step is no grouped product of the wanted kind, or None if it is one."""
     if isinstance(op, Cast) or len(op.spec.inputs) != 2 or isinstance(op, JointGradient) != pair:
         return "the step is of another kind"
     form = grouped_form(op.spec)
@@ -256,12 +261,12 @@ def _run_pair(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tu
     given, results = views_of(op, form)
     gradient, *operands = kernels.flats([inputs[0], *map(kernels.hand_over, inputs[1:])], given)
     a, c = operands[1 - form.matrix], operands[form.matrix]
-    found = kernels.gradients(gradient, a, c, kernels.groups(form.gather, index))
-    return kernels.unflats(found if form.matrix == 1 else found[::-1], results, op.spec)
+    gradients = kernels.gradients(gradient, a, c, kernels.groups(form.gather, index))
+    return kernels.unflats(gradients if form.matrix == 1 else gradients[::-1], results, op.spec)
 
 
 def _not_pooled(op: Op) -> str | None:
-    """Why a step is no pooled dot."""
+    """Return why a step is no pooled dot, or None if it is one."""
     if isinstance(op, Cast) or len(op.spec.inputs) != 2:
         return "the step is of another kind"
     form = pooled_form(op.spec)
@@ -280,7 +285,7 @@ def _run_pooled(pool: PoolKernels, kernels: Kernels, op: Op, inputs: Sequence[An
     keys = index.given.get(form.gather) or IndexArray(index[form.gather], may_drop=index.may_drop)
     flat = kernels.flat(keys.values, form.gather.axes, (form.batch, form.queries, form.chosen))
     keys = dataclasses.replace(keys, values=flat)
-    # By the place of their term; of a pair the output gradient, in the place of the scores, comes first.
+    # The place of each input's term. In a joint gradient the output gradient comes first, in the place of the scores.
     places = (2, 0, 1) if isinstance(op, JointGradient) else (0, 1)
     differentiates = isinstance(op, JointGradient) or form.scores != 2
     handed = [
@@ -288,15 +293,15 @@ def _run_pooled(pool: PoolKernels, kernels: Kernels, op: Op, inputs: Sequence[An
         for place, x in zip(places, inputs, strict=True)
     ]
     flats = dict(zip(places, kernels.flats(handed, given), strict=True))
-    found: Sequence[Any]
+    flat_results: Sequence[Any]
     if isinstance(op, JointGradient):
-        found = pool.gradients(flats[form.scores], flats[query_place], flats[form.place], keys)
-        found = found if query_place == 0 else found[::-1]
+        flat_results = pool.gradients(flats[form.scores], flats[query_place], flats[form.place], keys)
+        flat_results = flat_results if query_place == 0 else flat_results[::-1]
     elif form.scores == 2:
         index.shown = keys.bad is not None
-        found = [pool.scores(flats[query_place], flats[form.place], keys)]
+        flat_results = [pool.scores(flats[query_place], flats[form.place], keys)]
     elif form.place == 2:
-        found = [pool.pool_gradient(flats[form.scores], flats[query_place], keys, form.gather.size)]
+        flat_results = [pool.pool_gradient(flats[form.scores], flats[query_place], keys, form.gather.size)]
     else:
-        found = [pool.query_gradient(flats[form.scores], flats[form.place], keys)]
-    return kernels.unflats(found, results, spec)
+        flat_results = [pool.query_gradient(flats[form.scores], flats[form.place], keys)]
+    return kernels.unflats(flat_results, results, spec)

@@ -1,8 +1,8 @@
-"""Any step, from a framework's ordinary array functions: take, multiply, sum, add at.
+"""The stock evaluation: any step, computed by a framework's ordinary array functions (take, multiply, sum, add at).
 
-This is what every backend falls back on, and the NumPy backend's only way. It builds gathered operands; the special
-rows of a table exist to avoid that. A spec is worked out once, into functions that only touch arrays: a step inside of
-a loop is run thousands of times.
+Every backend falls back on it, and the NumPy backend has nothing else. It builds gathered operands in memory; the other
+rows of a table exist to avoid that. Each spec is compiled once into functions that only touch arrays, because a step
+inside a loop runs thousands of times.
 """
 
 from __future__ import annotations
@@ -17,62 +17,68 @@ from planner.program.forms import ProductForm, inner_product, product_form
 
 __all__ = ["ArrayOps", "Product", "diagonals", "evaluate", "evaluation", "matmul_product", "viewing"]
 
-# What a spec is worked out into, once: functions of arrays.
+# A function of arrays that computes a product.
 Product = Callable[..., Any]
-# Of the inputs, the index arrays, and whether these may say "no row".
+# A function that computes a step, from its inputs, the index arrays, and whether indices may mean "no row".
 Evaluation = Callable[[Sequence[Any], Mapping[Gather, Any], bool], Any]
-# The same for one array, read or written through its term.
+# The same for one array, which is read or written through its term.
 Access = Callable[[Any, Mapping[Gather, Any], bool], Any]
+# A function that gives the index arrays of some dimensions, and a mask of the places where all of them are in range.
+# Its arguments are the index arrays of the call, an array on the same device, and whether indices may mean "no row".
+IndexReader = Callable[[Mapping[Gather, Any], Any, bool], tuple[list[Any], Any]]
 
 
 class ArrayOps(Hashable, Protocol):
-    """The array functions that the stock evaluation is written in."""
+    """The array functions that the stock evaluation needs of a framework."""
 
     def permute(self, x: Any, dims: Sequence[int]) -> Any:
         """Reorder dimensions; a view."""
 
     def diagonal(self, x: Any, first: int, second: int) -> Any:
-        """Diagonal of two dimensions, moved to the end; a view where the framework has views."""
+        """Return the diagonal of two dimensions, as the last dimension; a view if the framework has views."""
 
     def expand(self, x: Any, shape: Sequence[int]) -> Any:
         """Broadcast to a shape."""
 
     def sum(self, x: Any, dims: Sequence[int]) -> Any:
-        """Sum over dimensions, in the dtype of x, half types accumulated in float32."""
+        """Sum over dimensions. The result has the dtype of x; half types are accumulated in float32."""
 
     def product(self, form: ProductForm, spec: Spec) -> Product:
-        """What does a binary step without gathers; `matmul_product` makes it of `permute` and products of matrices."""
+        """Return the function that computes a binary step without gathers; see `matmul_product`."""
 
     def iota(self, size: int, like: Any) -> Any:
-        """0, 1, ..., size - 1 as indices on the device of `like`."""
+        """Return 0, 1, ..., size - 1 as indices on the device of `like`."""
 
     def take(self, x: Any, index: Sequence[Any]) -> Any:
-        """x[index] over the leading dimensions; the index arrays broadcast with each other."""
+        """Return x[index] over the leading dimensions; the index arrays broadcast with each other."""
 
     def add_at(self, shape: Sequence[int], index: Sequence[Any], values: Any) -> Any:
-        """Zeros of a shape with `values` added at leading indices, duplicates added up in order."""
+        """Add `values` into zeros of a shape at leading indices; values of equal indices are added in order."""
 
     def select(self, mask: Any, x: Any, otherwise: float) -> Any:
-        """X where the mask holds, which broadcasts to it, else a constant."""
+        """Return x where the mask is true, else a constant; the mask broadcasts to x."""
 
     def zeros(self, shape: Sequence[int], like: Any) -> Any:
-        """Zeros of the dtype and device of `like`."""
+        """Return zeros of the dtype and device of `like`."""
 
 
 @lru_cache(maxsize=16384)
 def evaluation(ops: ArrayOps, spec: Spec) -> Evaluation:
-    """Return what computes a unary or binary spec: take, sum what is private, multiply, put."""
-    readings, kept = zip(*(_reading(ops, number, spec) for number in range(len(spec.inputs))), strict=True)
-    product, axes = _product(ops, kept, spec)
-    # A lone input goes through a view at least: no result is an input itself.
-    put = None if len(kept) == 2 and axes == spec.output else _writing(ops, axes, spec)
-    if put is None and not any(readings):
+    """Return the function that computes a unary or binary spec.
+
+    It takes rows, sums the axes that only one input has, multiplies, and puts the product into the result.
+    """
+    readers, axes_left = zip(*(_make_reader(ops, number, spec) for number in range(len(spec.inputs))), strict=True)
+    product, axes = _make_product(ops, axes_left, spec)
+    # A single input goes through a view at least, so that no result is the input itself.
+    write = None if len(axes_left) == 2 and axes == spec.output else _make_writer(ops, axes, spec)
+    if write is None and not any(readers):
         return lambda inputs, index, may_drop: product(*inputs)
 
     def run(inputs: Sequence[Any], index: Mapping[Gather, Any], may_drop: bool) -> Any:
-        pairs = zip(readings, inputs, strict=True)
+        pairs = zip(readers, inputs, strict=True)
         x = product(*[x if read is None else read(x, index, may_drop) for read, x in pairs])
-        return x if put is None else put(x, index, may_drop)
+        return x if write is None else write(x, index, may_drop)
 
     return run
 
@@ -84,27 +90,27 @@ def evaluate(
     return evaluation(ops, spec)(inputs, index, may_drop)
 
 
-def _as_it_is(x: Any) -> Any:
+def _unchanged(x: Any) -> Any:
     return x
 
 
-def _product(ops: ArrayOps, kept: Sequence[tuple[str, ...]], spec: Spec) -> tuple[Product, tuple[str, ...]]:
-    """What multiplies the inputs by their axes that are left, and the axes of the product."""
-    if len(kept) == 1:
-        return _as_it_is, kept[0]
-    # In the order of the output as far as that has them: then nothing is permuted afterwards.
-    inner = inner_product(spec, kept)
+def _make_product(ops: ArrayOps, axes_left: Sequence[tuple[str, ...]], spec: Spec) -> tuple[Product, tuple[str, ...]]:
+    """Return the function that multiplies the inputs after they are read, and the axes of the product."""
+    if len(axes_left) == 1:
+        return _unchanged, axes_left[0]
+    # The product has its axes in the order of the output where it can, so that nothing is permuted afterwards.
+    inner = inner_product(spec, axes_left)
     form = product_form(inner)
     assert form is not None
     return ops.product(form, inner), term_axes(inner.output)
 
 
-def _reading(ops: ArrayOps, number: int, spec: Spec) -> tuple[Access | None, tuple[str, ...]]:
-    """What reads an input through its term and sums the axes that nothing else has; and the axes that are left.
+def _make_reader(ops: ArrayOps, number: int, spec: Spec) -> tuple[Access | None, tuple[str, ...]]:
+    """Return the function that reads an input, and the axes of what it returns.
 
-    None where the input is read as it is.
+    It takes the input's rows and sums the axes that no other term has. It is None if the input needs neither.
     """
-    take, axes = _taking(ops, spec.inputs[number], spec)
+    take, axes = _make_taker(ops, spec.inputs[number], spec)
     others = {axis for place, term in enumerate(spec.terms) if place != number for axis in term_axes(term)}
     private = tuple(dim for dim, axis in enumerate(axes) if axis not in others)
     if not private:
@@ -116,7 +122,11 @@ def _reading(ops: ArrayOps, number: int, spec: Spec) -> tuple[Access | None, tup
 
 
 def diagonals(ops: ArrayOps, term: Term) -> tuple[Callable[[Any], Any], Term]:
-    """Return what takes the diagonals of a term's repeated axes, and the term then: each diagonal is at its end."""
+    """Return the function that takes the diagonals of repeated axes, and the term afterwards.
+
+    Each diagonal becomes the last dimension. For the term `iji` the function takes the diagonal of dimensions 0 and 2,
+    and the term is `ji` afterwards.
+    """
     pairs, entries = [], list(term)
     while repeated := [e for e in entries if isinstance(e, str) and entries.count(e) > 1]:
         i, j = [d for d, e in enumerate(entries) if e == repeated[0]][:2]
@@ -128,121 +138,146 @@ def diagonals(ops: ArrayOps, term: Term) -> tuple[Callable[[Any], Any], Term]:
             x = ops.diagonal(x, i, j)
         return x
 
-    return take if pairs else _as_it_is, tuple(entries)
+    return take if pairs else _unchanged, tuple(entries)
 
 
-def _taking(ops: ArrayOps, term: Term, spec: Spec) -> tuple[Access | None, tuple[str, ...]]:
-    """What takes gathers and the diagonals of repeated axes, if there are any; and the distinct axes that it gives."""
-    diagonal, entries = diagonals(ops, term)
+def _make_taker(ops: ArrayOps, term: Term, spec: Spec) -> tuple[Access | None, tuple[str, ...]]:
+    """Return the function that reads an array through its term, and the axes of what it returns.
+
+    It takes the diagonals of repeated axes and the rows that brackets name; it is None if there are neither. What it
+    returns has the axes of the brackets first, then the other axes of the term, each once. In `n q[nk] d` the axis `n`
+    is in a bracket too, so row (n, k) reads `x[n, q[n, k]]`, and the result has the axes `nkd`.
+    """
+    take_diagonals, entries = diagonals(ops, term)
     gathers = tuple(e for e in entries if isinstance(e, Gather))
     if not gathers:
-        return None if entries == term else lambda x, index, may_drop: diagonal(x), term_axes(entries)
-    rows = term_axes(gathers)
-    indexed = [d for d, e in enumerate(entries) if isinstance(e, Gather) or e in rows]
-    rest = [d for d in range(len(entries)) if d not in indexed]
-    axes = (*rows, *(str(entries[d]) for d in rest))
+        return None if entries == term else lambda x, index, may_drop: take_diagonals(x), term_axes(entries)
+    row_axes = term_axes(gathers)
+    indexed_dims = [d for d, e in enumerate(entries) if isinstance(e, Gather) or e in row_axes]
+    other_dims = [d for d in range(len(entries)) if d not in indexed_dims]
+    axes = (*row_axes, *(str(entries[d]) for d in other_dims))
     shape = spec.shape(axes)
     if 0 in (*shape, *spec.shape(entries)):
         return lambda x, index, may_drop: ops.zeros(shape, x), axes
-    indices = _indices(ops, [entries[d] for d in indexed], rows, spec)
+    read_indices = _make_index_reader(ops, [entries[d] for d in indexed_dims], row_axes, spec)
 
     def take(x: Any, index: Mapping[Gather, Any], may_drop: bool) -> Any:
-        x = ops.permute(diagonal(x), [*indexed, *rest])
-        arrays, valid = indices(index, x, may_drop)
-        x = ops.take(x, arrays)
-        return ops.select(valid.reshape([*valid.shape, *[1] * len(rest)]), x, 0) if may_drop else x
+        x = ops.permute(take_diagonals(x), [*indexed_dims, *other_dims])
+        arrays, in_range = read_indices(index, x, may_drop)
+        rows = ops.take(x, arrays)
+        return ops.select(_with_dims(in_range, len(other_dims)), rows, 0) if may_drop else rows
 
     return take, axes
 
 
-def _indices(
-    ops: ArrayOps, entries: Sequence[str | Gather], rows: Sequence[str], spec: Spec
-) -> Callable[[Mapping[Gather, Any], Any, bool], tuple[list[Any], Any]]:
-    """What gives the index arrays of some dimensions, shaped over the row axes, and where all of them are in range."""
-    shaped = [(entry, _shaped_index(ops, entry, rows, spec)) for entry in entries]
+def _make_index_reader(
+    ops: ArrayOps, entries: Sequence[str | Gather], row_axes: Sequence[str], spec: Spec
+) -> IndexReader:
+    """Return the function that gives the index arrays of some dimensions, each shaped over the row axes."""
+    shaped = [(entry, _make_shaped_index(ops, entry, row_axes, spec)) for entry in entries]
 
-    def indices(index: Mapping[Gather, Any], like: Any, may_drop: bool) -> tuple[list[Any], Any]:
-        arrays, valid = [], None
-        for entry, shape in shaped:
-            q = shape(index, like)
-            if may_drop and isinstance(entry, Gather):  # a value equal to the size means: no row
-                here = q < entry.size
-                q = ops.select(here, q, 0)
-                valid = here if valid is None else valid & here
+    def read_indices(index: Mapping[Gather, Any], like: Any, may_drop: bool) -> tuple[list[Any], Any]:
+        arrays, all_in_range = [], None
+        for entry, shape_index in shaped:
+            q = shape_index(index, like)
+            if may_drop and isinstance(entry, Gather):  # a value equal to the size means "no row"
+                in_range = q < entry.size
+                q = ops.select(in_range, q, 0)
+                all_in_range = in_range if all_in_range is None else all_in_range & in_range
             arrays.append(q)
-        return arrays, valid
+        return arrays, all_in_range
 
-    return indices
+    return read_indices
 
 
-def _shaped_index(
-    ops: ArrayOps, entry: str | Gather, rows: Sequence[str], spec: Spec
+def _make_shaped_index(
+    ops: ArrayOps, entry: str | Gather, row_axes: Sequence[str], spec: Spec
 ) -> Callable[[Mapping[Gather, Any], Any], Any]:
-    """What gives the index array of a dimension, shaped over the row axes: that of a bracket, or an axis' own."""
+    """Return the function that gives the index array of one dimension, shaped to broadcast over the row axes.
+
+    A bracket has an index array; an axis is indexed by 0, 1, ..., size - 1.
+    """
     sizes = dict(spec.sizes)
-    diagonal, own = diagonals(ops, entry.axes if isinstance(entry, Gather) else (entry,))
-    order = [own.index(axis) for axis in rows if axis in own]
-    shape = [sizes[axis] if axis in own else 1 for axis in rows]
+    take_diagonals, index_axes = diagonals(ops, entry.axes if isinstance(entry, Gather) else (entry,))
+    order = [index_axes.index(axis) for axis in row_axes if axis in index_axes]
+    shape = [sizes[axis] if axis in index_axes else 1 for axis in row_axes]
     if isinstance(entry, str):
         return lambda index, like: ops.iota(sizes[entry], like).reshape(shape)
-    return lambda index, like: ops.permute(diagonal(index[entry]), order).reshape(shape)
+    return lambda index, like: ops.permute(take_diagonals(index[entry]), order).reshape(shape)
 
 
-def _writing(ops: ArrayOps, axes: tuple[str, ...], spec: Spec) -> Access:
-    """What writes a value with distinct axes into the result: scatters add, repeated axes go on the diagonal."""
+def _with_dims(mask: Any, count: int) -> Any:
+    """Append dimensions of size 1 to a mask."""
+    return mask.reshape([*mask.shape, *[1] * count])
+
+
+def _make_writer(ops: ArrayOps, axes: tuple[str, ...], spec: Spec) -> Access:
+    """Return the function that writes an array with these axes, each once, into the result.
+
+    Rows that a bracket sends to the same place are added up. An axis that the output has twice is written on the
+    diagonal. Along an output axis that the array lacks, it is repeated.
+    """
     term, sizes = spec.output, dict(spec.sizes)
     plain = [e for e in term if isinstance(e, str)]
-    rows_all = term_axes(tuple(e for e in term if isinstance(e, Gather)))
-    missing = tuple(axis for axis in dict.fromkeys((*rows_all, *plain)) if axis not in axes)
-    added, axes = [sizes[axis] for axis in missing], (*missing, *axes)
+    bracket_axes = term_axes(tuple(e for e in term if isinstance(e, Gather)))
+    missing = tuple(axis for axis in dict.fromkeys((*bracket_axes, *plain)) if axis not in axes)
+    missing_sizes, axes = [sizes[axis] for axis in missing], (*missing, *axes)
     repeated = {e for e in plain if plain.count(e) > 1}
-    indexed = [d for d, e in enumerate(term) if isinstance(e, Gather) or e in repeated or e in rows_all]
-    rest = [d for d in range(len(term)) if d not in indexed]
-    rows = tuple(dict.fromkeys([*rows_all, *(e for e in plain if e in repeated)]))
-    order = [axes.index(str(e)) for e in (*rows, *(term[d] for d in rest))]
+    indexed_dims = [d for d, e in enumerate(term) if isinstance(e, Gather) or e in repeated or e in bracket_axes]
+    other_dims = [d for d in range(len(term)) if d not in indexed_dims]
+    row_axes = tuple(dict.fromkeys([*bracket_axes, *(e for e in plain if e in repeated)]))
+    order = [axes.index(str(e)) for e in (*row_axes, *(term[d] for d in other_dims))]
 
     def arrange(x: Any) -> Any:
-        return ops.permute(ops.expand(x, [*added, *x.shape]) if missing else x, order)
+        return ops.permute(ops.expand(x, [*missing_sizes, *x.shape]) if missing else x, order)
 
-    if not indexed:
+    if not indexed_dims:
         return lambda x, index, may_drop: arrange(x)
-    back = [(*indexed, *rest).index(d) for d in range(len(term))]
-    shape = spec.shape(tuple(term[d] for d in (*indexed, *rest)))
+    written_dims = (*indexed_dims, *other_dims)
+    back = [written_dims.index(d) for d in range(len(term))]
+    shape = spec.shape(tuple(term[d] for d in written_dims))
     if 0 in (*shape, *(sizes[axis] for axis in axes)):
         return lambda x, index, may_drop: ops.permute(ops.zeros(shape, x), back)
-    indices = _indices(ops, [term[d] for d in indexed], rows, spec)
+    read_indices = _make_index_reader(ops, [term[d] for d in indexed_dims], row_axes, spec)
 
-    def put(x: Any, index: Mapping[Gather, Any], may_drop: bool) -> Any:
+    def write(x: Any, index: Mapping[Gather, Any], may_drop: bool) -> Any:
         x = arrange(x)
-        arrays, valid = indices(index, x, may_drop)
-        if valid is not None:
-            x = ops.select(valid.reshape([*valid.shape, *[1] * len(rest)]), x, 0)
+        arrays, in_range = read_indices(index, x, may_drop)
+        if in_range is not None:
+            x = ops.select(_with_dims(in_range, len(other_dims)), x, 0)
         return ops.permute(ops.add_at(shape, arrays, x), back)
 
-    return put
+    return write
 
 
 def viewing(
     permute: Callable[[Any, Sequence[int]], Any], order: Sequence[int], before: Sequence[int], after: Sequence[int]
 ) -> Callable[[Any], Any]:
-    """Return what views an array of one shape, its dimensions reordered, in another; copied where strides need that."""
+    """Return the function that permutes an array and reshapes it. It makes a view where the strides allow one.
+
+    Args:
+        permute: reorders dimensions.
+        order: the permutation.
+        before: the array's shape.
+        after: the shape to return.
+    """
     dims, shape = tuple(order), tuple(after)
     reshaped = tuple(before[dim] for dim in dims) != shape
     if dims == tuple(range(len(dims))):
-        return (lambda x: x.reshape(shape)) if reshaped else _as_it_is
+        return (lambda x: x.reshape(shape)) if reshaped else _unchanged
     return (lambda x: permute(x, dims).reshape(shape)) if reshaped else lambda x: permute(x, dims)
 
 
 def matmul_product(
     matmul: Product, multiply: Product, permute: Callable[[Any, Sequence[int]], Any], form: ProductForm, spec: Spec
 ) -> Product:
-    """Return what multiplies two arrays as matrices, in a batch if there is one, or by element where nothing is summed.
+    """Return the function that multiplies two arrays as matrices, or by element where nothing is summed.
 
-    The result is row-major where the output has the batch first and one operand's axes before the other's.
+    The result is row-major if the output has the batch first, and all axes of one operand before those of the other.
 
     Args:
-        matmul: [m, k] times [k, n], or all with a batch in front; half types accumulated in float32.
-        multiply: product of arrays of as many dimensions that broadcast, row-major.
+        matmul: multiplies [m, k] by [k, n], or both with a batch in front. It accumulates half types in float32.
+        multiply: multiplies arrays of equally many dimensions by element, with broadcasting. Its result is row-major.
         permute: reorders dimensions.
         form: the groups of axes.
         spec: the step's spec.
@@ -254,12 +289,13 @@ def matmul_product(
         return viewing(permute, [term.index(e) for e in order], [sizes[e] for e in term], shape)
 
     if not form.contracted:
-        # The order of the output, with size 1 for the axes that an operand lacks and none for summed ones of size 1.
-        first, second = (
-            view(t, [*(e for e in out if e in t), *(e for e in t if e not in out)],
-                 [sizes[e] if e in t else 1 for e in out])
-            for t in terms
-        )  # fmt: skip
+        # Both operands get the axes of the output, of size 1 where an operand lacks one. Summed axes have size 1 here,
+        # and are dropped.
+        def view_as_output(term: tuple[str, ...]) -> Callable[[Any], Any]:
+            order = [*(e for e in out if e in term), *(e for e in term if e not in out)]
+            return view(term, order, [sizes[e] if e in term else 1 for e in out])
+
+        first, second = map(view_as_output, terms)
         return lambda a, b: multiply(first(a), second(b))
     left, right = form.left, form.right
     swapped = out != (*form.batch, *left, *right) and out == (*form.batch, *right, *left)

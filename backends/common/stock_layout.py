@@ -1,7 +1,8 @@
-"""What the stock evaluation of a step copies where arrays have strides, and how its result then lies in memory.
+"""What the stock evaluation copies if arrays have strides, and the layout in memory of its result.
 
-The same walk as `stock` makes, over layouts in place of arrays: a take through several dimensions and
-a segment sum view these as one, a product views groups of axes as one and wants neighbours along a matrix dimension.
+It goes through a step as `stock` does, with layouts instead of arrays. A take through several dimensions, and a segment
+sum, view these dimensions as one. A product views each group of axes as one dimension, and needs a stride of 1 along
+one of the two matrix dimensions. Where there is no such view, a copy is made.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["matrix_copies", "product_copies", "scattered_vectors", "stock_layout
 
 @lru_cache(maxsize=65536)
 def stock_layout(op: Op) -> tuple[int, Layout | None]:
-    """Return the elements that are copied only to be viewed in another shape, and the layout of the result."""
+    """Return how many elements are copied only to change their shape, and the layout of the result."""
     spec = op.spec
     layouts = op.layouts or (None,) * len(spec.inputs)
     if isinstance(op, Cast):
@@ -52,13 +53,13 @@ def stock_layout(op: Op) -> tuple[int, Layout | None]:
 
 
 def product_copies(form: ProductForm, spec: Spec, layouts: Sequence[Layout | None]) -> int:
-    """Return the elements of the operands that a product of matrices copies."""
+    """Return how many elements of its operands a product of matrices copies."""
     operands = zip(spec.inputs, layouts, form.matrices[:2], strict=True)
     return sum(matrix_copies(term, layout, groups, spec) for term, layout, groups in operands)
 
 
 def scattered_vectors(form: ProductForm, spec: Spec, layouts: Sequence[Layout | None]) -> int:
-    """Return the elements of operands that are vectors in a batch, each of which has its elements far apart."""
+    """Return how many elements are in operands that are batches of vectors with a stride other than 1."""
     groups_of = ((form.left, form.contracted), (form.contracted, form.right))
     elements = 0
     for term, layout, groups in zip(spec.inputs, layouts, groups_of, strict=True):
@@ -69,10 +70,10 @@ def scattered_vectors(form: ProductForm, spec: Spec, layouts: Sequence[Layout | 
 
 
 def matrix_copies(term: Term, layout: Layout | None, groups: Sequence[Sequence[str | Gather]], spec: Spec) -> int:
-    """Return the elements of an operand that are copied to make it a batch of matrices.
+    """Return how many elements of an operand are copied to make it a batch of matrices.
 
-    None are where the groups can be viewed as one dimension each, rows or columns are contiguous, and no two rows share
-    elements. Vectors in a batch are copied one at a time.
+    Nothing is copied if each group can be viewed as one dimension, rows or columns are contiguous, and no two rows
+    share elements. Vectors in a batch are copied one at a time.
     """
     elements = math.prod(spec.shape(term))
     if not elements:
@@ -89,11 +90,11 @@ def matrix_copies(term: Term, layout: Layout | None, groups: Sequence[Sequence[s
 
 
 def _read(number: int, layout: Layout | None, spec: Spec) -> tuple[int, tuple[str, ...], Layout | None]:
-    """What is copied to read an input, its axes that the product has, and how these lie."""
+    """Return how many elements are copied to read an input, its axes in the product, and their layout."""
     term = spec.inputs[number]
     plain = [e for e in term if isinstance(e, str)]
     repeated = [e for e in dict.fromkeys(plain) if plain.count(e) > 1]
-    # Diagonals go to the end.
+    # A diagonal becomes the last dimension.
     entries = (*(e for e in term if e not in repeated), *repeated)
     if repeated:
         layout = scattered(spec.shape(entries))
@@ -114,7 +115,7 @@ def _read(number: int, layout: Layout | None, spec: Spec) -> tuple[int, tuple[st
 
 
 def _written(axes: tuple[str, ...], layout: Layout | None, spec: Spec) -> tuple[int, Layout | None]:
-    """What is copied to write a value with these axes into the result, and how that lies."""
+    """Return how many elements are copied to write a value with these axes into the result, and the result's layout."""
     term = spec.output
     plain = [e for e in term if isinstance(e, str)]
     rows_all = term_axes(tuple(e for e in term if isinstance(e, Gather)))
@@ -126,7 +127,7 @@ def _written(axes: tuple[str, ...], layout: Layout | None, spec: Spec) -> tuple[
     if not indexed:
         if wide:
             return 0, scattered(spec.output_shape)
-        # What is missing is of size 1 here, and has no place in a layout.
+        # The missing axes have size 1 here, and do not appear in a layout.
         return 0, permuted(layout, [axes.index(str(e)) if e in axes else -1 for e in term], spec.output_shape)
     rows = tuple(dict.fromkeys([*rows_all, *(e for e in plain if e in repeated)]))
     copied = 0

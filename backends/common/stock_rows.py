@@ -1,4 +1,4 @@
-"""The rows that every backend's table starts from: the stock evaluation of a step, by kind, and what it costs."""
+"""The rows that every backend's table starts with: the stock evaluation, by kind of step, and its cost."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from planner.program.ops import Cast, JointGradient, Op, joint_elements, spec_fl
 
 __all__ = ["flat_stock_cost", "picoseconds", "runs_of", "short_run_seconds", "stock_cost", "stock_kind", "stock_rows"]
 
-# What torch's loops over elements take beside the elements' memory. They run over the two innermost runs of neighbours
-# at a time, of 3 x 3 elements as of 16 x 16; short runs element by element, longer ones as vectors; and each sum of
-# neighbours takes as long whatever it is of. 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-22.
+# Seconds that torch's elementwise loops take besides moving memory. A loop takes the two innermost runs of neighbours
+# at a time, whether of 3 x 3 or of 16 x 16 elements. It goes through short runs element by element, and through longer
+# ones as vectors. Each sum of neighbours takes the same time, whatever their number. 2 cores of an Intel Xeon at 2.8
+# GHz, torch 2.13, 2026-11-22.
 _BLOCK_SECONDS, _ELEMENT_SECONDS, _VECTORS_SECONDS, _SUM_SECONDS = 30e-9, 1.3e-9, 2e-9, 10e-9
 _SHORT_RUN = 8
-# And for each element of vectors in a batch that lie across it: 4 to 75 ns were measured, the more the longer they are.
+# Seconds for each element of a batch of vectors with a stride other than 1: 4 to 75 ns were measured, more for longer
+# vectors.
 _SCATTERED_SECONDS = 20e-9
 
 
@@ -64,7 +66,7 @@ def picoseconds(seconds: float) -> int:
 
 
 def _row_seconds(spec: Spec, device: Device) -> float:
-    """Time that the rows addressed by a spec's takes and segment sums cost, besides their bytes."""
+    """Return the seconds for addressing the rows of takes and segment sums, besides moving their bytes."""
     sizes = dict(spec.sizes)
     seconds = 0.0
     for number, term in enumerate(spec.terms):
@@ -78,31 +80,33 @@ def _row_seconds(spec: Spec, device: Device) -> float:
 
 
 def _flat_index_bytes(spec: Spec) -> int:
-    """Bytes of the index into flattened dimensions, where a term addresses several at once.
+    """Return the bytes of the flat index that a term needs if it addresses several dimensions at once.
 
-    Each dimension is added to the index so far, times its size, a tensor too: three arrays at most. An axis has
-    positions of its own.
+    The flat index is built dimension by dimension: the index so far is multiplied by the dimension's size, and the
+    dimension's index is added. At most three arrays exist at once. An axis needs an array of its positions.
     """
     sizes, most = dict(spec.sizes), 0
     for term in spec.terms:
         rows = term_axes(tuple(e for e in term if isinstance(e, Gather)))
-        own = {e for e in term if isinstance(e, str) and (e in rows or term.count(e) > 1)}
-        addressed = sum(isinstance(e, Gather) or e in own for e in term)
+        indexed_axes = {e for e in term if isinstance(e, str) and (e in rows or term.count(e) > 1)}
+        addressed = sum(isinstance(e, Gather) or e in indexed_axes for e in term)
         if any(len(set(e.axes)) < len(e.axes) for e in term if isinstance(e, Gather)):
             most = max(most, 8 * math.prod(sizes[axis] for axis in rows))  # a diagonal of an index array is copied
         if addressed > 1:
-            flat = 8 * math.prod(sizes[axis] for axis in {*rows, *own})
-            most = max(most, min(addressed, 3) * flat + 8 * sum(sizes[axis] for axis in own) + 8)
+            flat = 8 * math.prod(sizes[axis] for axis in {*rows, *indexed_axes})
+            most = max(most, min(addressed, 3) * flat + 8 * sum(sizes[axis] for axis in indexed_axes) + 8)
     return most
 
 
 def runs_of(order: Sequence[str], terms: Sequence[Term], spec: Spec) -> tuple[list[int], bool]:
-    """Return the runs of a loop over elements, and whether some term has the innermost.
+    """Return the lengths of the runs of an elementwise loop, and whether some term has the innermost run.
+
+    A run is a sequence of axes that can be viewed as one: the same terms have all of them.
 
     Args:
         order: axes of the loop, the innermost last.
-        terms: the inputs of a product, or the result of a sum; a run ends where other terms have the axis.
-        spec: whose sizes the axes have.
+        terms: the inputs of a product, or the result of a sum.
+        spec: the spec, for the sizes of the axes.
     """
     wide = [axis for axis in order if spec.size(axis) != 1]
     runs = [spec.size(axis) for axis in wide]
@@ -115,15 +119,15 @@ def runs_of(order: Sequence[str], terms: Sequence[Term], spec: Spec) -> tuple[li
 
 
 def short_run_seconds(order: Sequence[str], terms: Sequence[Term], spec: Spec) -> float:
-    """Time that a loop over elements takes where runs are short: a broadcast of (3, 1) by (1, 3) in each of a million.
+    """Return the seconds that an elementwise loop takes for short runs, as in a million products of (3, 1) by (1, 3).
 
     Args are those of `runs_of`.
     """
-    runs, found = runs_of(order, terms, spec)
+    runs, in_a_term = runs_of(order, terms, spec)
     if len(runs) < 2:
         return 0.0
     rows, run = math.prod(runs[:-1]), runs[-1]
-    if not found:
+    if not in_a_term:
         return rows * _SUM_SECONDS
     return math.prod(runs[:-2]) * _BLOCK_SECONDS + rows * (
         run * _ELEMENT_SECONDS if run <= _SHORT_RUN else _VECTORS_SECONDS
@@ -131,7 +135,7 @@ def short_run_seconds(order: Sequence[str], terms: Sequence[Term], spec: Spec) -
 
 
 def flat_stock_cost(op: Op, device: Device) -> StepCost:
-    """Cost of the stock evaluation of an op in a framework that takes by one flat index, what is not flat copied."""
+    """Return the cost of the stock evaluation in torch, which takes by one flat index and copies what is not flat."""
     cost = stock_cost(op, device)
     kind, elements = stock_kind(op), joint_elements(op.spec)
     if kind == "matmul" and op.dtype == "bool":  # multiplied as int32
@@ -144,16 +148,16 @@ def flat_stock_cost(op: Op, device: Device) -> StepCost:
         return cost._replace(picoseconds=cost.picoseconds + picoseconds(scattered * _SCATTERED_SECONDS))
     if kind in ("multiply", "sum") and device.kind == "cpu":
         order, terms = (op.spec.output, op.spec.inputs) if kind == "multiply" else (op.spec.inputs[0], [op.spec.output])
-        if kind == "sum" and op.layouts and op.layouts[0]:  # it goes through the operand as that lies
+        if kind == "sum" and op.layouts and op.layouts[0]:  # the loop follows the memory order of the operand
             order = tuple(order[d] for run in op.layouts[0].runs for d in run)
         runs = short_run_seconds(term_axes(order), terms, op.spec)
         cost = cost._replace(picoseconds=cost.picoseconds + picoseconds(runs))
-    if kind == "broadcast" and spec_flops(op.spec) == 0:  # a view; what holds it in memory of its own pays for that
+    if kind == "broadcast" and spec_flops(op.spec) == 0:  # a view; a step that needs it in memory pays
         return cost._replace(bytes_moved=0, picoseconds=picoseconds(device.launch_seconds))
     if isinstance(op, JointGradient) or kind in ("matmul", "multiply"):
         return cost
     if op.dtype in ("float16", "bfloat16") and kind in ("segment sum", "take, segment sum", "take, multiply, add"):
-        # Added up in float32: what is added, if it is, and the sums.
+        # Half types are added up in float32: the terms and the sums need memory.
         cost = cost._replace(scratch_bytes=cost.scratch_bytes + 4 * (elements + math.prod(op.spec.output_shape)))
     copied = stock_layout(op)[0] * itemsize(op.dtype)
     seconds = device.moving_seconds(2 * copied) + device.fresh_seconds(copied)
@@ -166,7 +170,7 @@ def flat_stock_cost(op: Op, device: Device) -> StepCost:
 
 
 def stock_cost(op: Op, device: Device) -> StepCost:
-    """Cost of the stock evaluation of an op."""
+    """Return the cost of the stock evaluation of an op."""
     spec, size = op.spec, itemsize(op.dtype)
     kind = stock_kind(op)
     result = math.prod(spec.output_shape) * size
@@ -188,7 +192,7 @@ def stock_cost(op: Op, device: Device) -> StepCost:
         return StepCost(0 if plain else spec_flops(spec), moved, 0, scratch, picoseconds(seconds))
     if kind in ("matmul", "multiply"):
         return _product_cost(op, device, spec, result)
-    # Takes of both operands, then their product, then the segment sum: all of it in memory.
+    # Both operands are taken, then multiplied, then added up by segment; each intermediate result is in memory.
     sizes = dict(spec.sizes)
     taken, axes_of = 0, []
     for term in spec.inputs:
@@ -213,7 +217,7 @@ def _product_cost(op: Op, device: Device, spec: Spec, result: int) -> StepCost:
     if not form.contracted:
         return StepCost(flops, moved, 0, 0, picoseconds(device.seconds(0, moved, result, 1)))
     copied = size * product_copies(form, spec, op.layouts or (None, None))
-    # What is copied is there before the product begins: the times add up.
+    # Copies are made before the product begins, so the times add up.
     seconds = (
         max(flops / device.product_rate(m, n, k, op.dtype), device.moving_seconds(moved))
         + device.moving_seconds(2 * copied)
@@ -237,10 +241,10 @@ def stock_rows(
     Args:
         ops: the framework's array functions.
         cast: converts an array to a dtype.
-        views: whether permuting and diagonals share storage.
-        skip: kinds for which the backend has rows of its own.
-        cost: what they cost.
-        layouts: how their results lie in memory; None where that makes no difference.
+        views: whether permuted arrays and diagonals share storage with their input.
+        skip: kinds for which the backend has other rows.
+        cost: the cost of a step.
+        layouts: the layouts of a step's results in memory; None if arrays have no strides.
     """
 
     def run(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
@@ -248,11 +252,11 @@ def stock_rows(
             return (cast(inputs[0], op.dtype),)
         return (evaluate(ops, op.spec, inputs, index, getattr(index, "may_drop", True)),)
 
-    def supporting(kind: str) -> Callable[[Op], str | None]:
+    def support(kind: str) -> Callable[[Op], str | None]:
         return lambda op: None if stock_kind(op) == kind else f"the step is not a {kind}"
 
     return [
-        Implementation(kind, supporting(kind), cost, run, is_view=views and kind == "view", stock=True, layouts=layouts)
+        Implementation(kind, support(kind), cost, run, is_view=views and kind == "view", stock=True, layouts=layouts)
         for kind in KINDS
         if kind not in skip
     ]

@@ -1,4 +1,4 @@
-"""JAX: plans as functions of its arrays, under `grad`, `jvp`, `vmap` and `jit`."""
+"""The JAX backend: it describes and checks arrays, and makes functions of plans for `grad`, `jvp`, `vmap`, `jit`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from planner.backends.common.common import check_index_dtype, clip_error, steps_with_unread_rows
-from planner.backends.jax.evaluation import TABLE, compiled_cast, hopper
+from planner.backends.common.indices import check_index_dtype, clip_error
+from planner.backends.common.unread_rows import steps_with_unread_rows
+from planner.backends.jax.evaluation import TABLE, compile_cast, hopper
 from planner.backends.jax.index import JaxIndex, checked_arrays, index_shape
 from planner.backends.jax.loop import as_one, plan_run
 from planner.backends.jax.reads import Reads
-from planner.backends.jax.step import compiled, gradient_op
+from planner.backends.jax.step import compile_step, gradient_op
 from planner.backends.jax.typed import result_sharding
 from planner.cost.device import CPU, TPU_V5E, Device, gpu_preset
 from planner.language.errors import PlannerError
@@ -27,12 +28,12 @@ from planner.program.program import Step
 
 __all__ = ["JaxBackend", "backend"]
 
-# What JAX takes in place of 64-bit types, silently, unless they are enabled.
+# The types that JAX silently uses in place of 64-bit types, unless these are enabled.
 NARROW = {"float64": "float32", "complex128": "complex64", "int64": "int32", "uint64": "uint32"}
 
 
 def _wide_types() -> bool:
-    """Whether JAX's 64-bit types are on, here and now: there is a context manager for it."""
+    """Return whether JAX's 64-bit types are enabled in the current context."""
     return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
 
@@ -46,12 +47,12 @@ class JaxBackend(Backend):
         self.table = TABLE
 
     def operand(self, array: Any) -> Operand:
-        """Describe an array; under differentiation outside of jit it is known that it needs a gradient."""
+        """Describe an array. Only under differentiation outside of `jit` its type says that it needs a gradient."""
         traced = type(array).__name__ in ("JVPTracer", "LinearizeTracer")
         return Operand(tuple(array.shape), jnp.dtype(array.dtype).name, None, traced)
 
     def signature(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> Hashable:
-        """Return all of some arrays that a plan depends on: here also what decides promotion."""
+        """Return all that a plan depends on; here also weak types and whether 64-bit types are enabled."""
         weak = tuple(x.weak_type for x in operands)
         return (super().signature(operands, indices), weak, _wide_types())
 
@@ -61,7 +62,7 @@ class JaxBackend(Backend):
         return jnp.result_type(*(x if hasattr(x, "weak_type") else jnp.dtype(dtype) for dtype, x in pairs)).name
 
     def device(self, operands: Sequence[Any]) -> Device:
-        """Rates of the machine that JAX runs on; of a card's capabilities the one that our kernels need."""
+        """Return the rates of JAX's device; a card has capability 9.0 if our kernels run on it, else 0."""
         platform = jax.default_backend()
         if platform in ("cpu", "tpu"):
             return CPU if platform == "cpu" else TPU_V5E
@@ -81,7 +82,7 @@ class JaxBackend(Backend):
     def trial(self, plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:
         """Return a function that runs a plan, compiled, with its gradients, and waits for them.
 
-        Eager differentiation shows the arrays that it differentiates at; other tracing shows none.
+        Under eager differentiation the arrays are known. Under any other tracing they are not, and the answer is None.
         """
         seen = tuple(_primal(x) for x in operands)
         arrays = dict(indices)
@@ -100,21 +101,22 @@ class JaxBackend(Backend):
             result, pullback = jax.vjp(of, *(values[number] for number in needs))
             return result, pullback(jnp.ones_like(result))
 
-        # Where a traced index array would be refused, the plan runs step by step.
+        # Under "raise" a traced index array is refused for integers, which have no NaN. Then the plan runs step by
+        # step.
         if arrays and plan.index_mode == "raise" and not jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact):
 
             def call(values: tuple[Any, ...], arrays: dict[str, Any]) -> Any:
                 with jax.ensure_compile_time_eval():
                     return whole(values, arrays)
         else:
-            # Compiled by the first run; traced in `ensure_compile_time_eval` a loop of chain-ijkl took 16 s, not 0.5.
+            # The first run compiles it. In `ensure_compile_time_eval` tracing a loop of chain-ijkl took 16 s, not 0.5.
             compiled = cache(lambda: jax.jit(whole).lower(seen, arrays).compile())
 
             def call(values: tuple[Any, ...], arrays: dict[str, Any]) -> Any:
                 return compiled()(values, arrays)
 
         def once() -> None:
-            # Not what the caller runs: it is timed as it runs without debugging.
+            # It is timed as it runs without debugging, whatever the caller has switched on.
             with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
                 jax.block_until_ready(call(seen, arrays))
 
@@ -145,21 +147,25 @@ class JaxBackend(Backend):
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
             values, mode = checked_arrays(plan, indices)
             given = tuple(values[name] for name in arrays)
-            # JAX looks for NaN in all that is computed by itself or kept for gradients, and those values may hold rows
-            # that no index names. Of one function that keeps nothing it sees the result and the gradients alone.
+            # When it debugs NaN, JAX looks at every value that is computed by itself or kept for gradients. Such a
+            # value may have unread rows that hold NaN. As one function that keeps nothing, the plan shows JAX its
+            # result and its gradients only.
             debugging = config.jax_debug_nans or config.jax_debug_infs  # type: ignore[attr-defined]
             whole = alone if debugging else steps
             result = result_sharding(plan, operands, given)
             if result is None:
                 return whole(tuple(operands), given, mode)
-            # In between shardings are left to XLA: the steps tell it how they are partitioned.
+            # Between the operands and the result XLA chooses shardings: each step tells it how it is partitioned.
             typed = jax.sharding.auto_axes(lambda xs, qs: whole(xs, qs, mode), out_sharding=result)
             return typed(tuple(operands), given)
 
         return run
 
     def compiled_bytes(self, plan: PlanRecord) -> int | None:
-        """Compile both programs for stand-ins, and ask XLA; None where the plan is for another kind of device."""
+        """Compile both programs for arrays without values, and return XLA's peak of the larger.
+
+        Return None if the plan is for another kind of device.
+        """
         if plan.device.kind != self.device(()).kind or (plan.dtype in NARROW and not _wide_types()):
             return None
         run = plan_run(plan)
@@ -169,7 +175,7 @@ class JaxBackend(Backend):
         operands = [
             jax.ShapeDtypeStruct(o.shape, jax.dtypes.canonicalize_dtype(o.dtype)) for o in plan.operands
         ]  # fmt: skip
-        # Traced integers have no NaN to mark a bad index with, so under "raise" only values that were seen are taken.
+        # Integers have no NaN to mark a bad index with, so under "raise" they are only computed from checked indices.
         marks = plan.index_mode != "raise" or jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact)
         mode = plan.index_mode if marks else "checked"
         needs = [number for number, variable in enumerate(plan.programs.gradients) if variable is not None]
@@ -184,7 +190,7 @@ class JaxBackend(Backend):
             return jax.vjp(of, *(xs[number] for number in needs))
 
         def forward(xs: tuple[Any, ...], qs: tuple[Any, ...]) -> Any:
-            """The result, and what is kept for the backward program beside operands and index arrays."""
+            """Return the result, and what is kept for the backward pass besides operands and index arrays."""
             result, back = both(xs, qs)
             free = {id(x) for x in (*xs, *qs)}
             return result, [x for x in jax.tree.leaves(back) if id(x) not in free]
@@ -216,7 +222,7 @@ class JaxBackend(Backend):
         gradient: Any = None,
         kept: Mapping[int, Any] | None = None,
     ) -> Stepwise:
-        """Return the forward program with what it is given, or the backward program: each step jitted apart."""
+        """Return the forward program with its inputs, or the backward program. Each step is jitted by itself."""
         spec = plan.resolved.spec
         arrays, mode = checked_arrays(plan, indices)
         precision = plan.options.precision or jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
@@ -225,33 +231,39 @@ class JaxBackend(Backend):
             values[plan.programs.output_gradient] = gradient
         reads = {}
         for node, unread_rows in steps_with_unread_rows(plan.tree, spec):
-            known = reads[node.op] = Reads.of(node.op, unread_rows)
-            if gradient is not None and len(node.children) == 2:
-                reads[node.op.joint_gradient()] = known
-            for child in range(len(node.children)) if gradient is not None else ():
-                reads[gradient_op(node.op, child)] = known.without(child)
+            node_reads = reads[node.op] = Reads.of(node.op, unread_rows)
+            if gradient is None:
+                continue
+            if len(node.children) == 2:
+                reads[node.op.joint_gradient()] = node_reads
+            for child in range(len(node.children)):
+                reads[gradient_op(node.op, child)] = node_reads.without(child)
 
         def bind(step: Step, inputs: Sequence[Any]) -> partial[Any]:
             op = step.op
             if isinstance(op, Cast):
-                return partial(compiled_cast(op.dtype), *inputs)
-            own = reads.get(op) or Reads.of(op, (None,) * len(op.spec.inputs))
-            function = compiled(
-                op=op, lowering=step.choice.lowering, mode=(mode, precision), views=op.output_shapes, reads=own,
-            )  # fmt: skip
-            return partial(function, *inputs, *(arrays[name] for name in own.arrays))
+                return partial(compile_cast(op.dtype), *inputs)
+            step_reads = reads.get(op) or Reads.of(op, (None,) * len(op.spec.inputs))
+            function = compile_step(
+                op=op,
+                lowering=step.choice.lowering,
+                mode=(mode, precision),
+                views=op.output_shapes,
+                reads=step_reads,
+            )
+            return partial(function, *inputs, *(arrays[name] for name in step_reads.arrays))
 
         return Stepwise(values, bind, {})
 
 
 def _peak_bytes(function: Callable[..., Any], *stand_ins: Any) -> int | None:
-    """What a compiled function allocates at most, its results counted; None where the platform does not say."""
+    """Return the peak bytes of a compiled function, its results counted; None if the platform does not say."""
     memory = jax.jit(function).lower(*stand_ins).compile().memory_analysis()
     return None if memory is None else int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
 
 
 def _primal(x: Any) -> Any:
-    """The array at which a tracer of eager differentiation stands; any other array, and tracer, is itself."""
+    """Return the array behind a tracer of eager differentiation. Any other array or tracer is returned unchanged."""
     while type(x).__name__ in ("JVPTracer", "LinearizeTracer"):
         x = x.primal
     return x

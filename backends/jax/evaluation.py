@@ -1,7 +1,7 @@
-"""What a step computes: an op in a named implementation, on arrays as the caller gave them.
+"""What a step of a plan computes: an op in a named implementation, on arrays as the caller gave them.
 
-Operands and index arrays are reshaped and brought into range in here, so that what a backward pass holds is the
-caller's own array wherever possible.
+Operands and index arrays are reshaped and brought into range inside of the step. So a backward pass holds the caller's
+arrays, and not copies of them.
 """
 
 from __future__ import annotations
@@ -15,45 +15,44 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from planner.backends.common.common import RangedIndices
-from planner.backends.jax.index import index_shape, is_bad, normalised
-from planner.backends.jax.partition import partitioned, partitioned_rows
-from planner.backends.jax.poison import poisoned
-from planner.backends.jax.reads import Reads, unread, unread_pool, zero_unread_rows
+from planner.backends.jax.index import index_shape, is_bad, normalise
+from planner.backends.jax.partition import run_on_devices, zero_rows_on_devices
+from planner.backends.jax.poison import poison
+from planner.backends.jax.reads import Reads, unread_inputs, unread_pool, zero_unread_rows
 from planner.backends.jax.rows import make_table
 from planner.cost.device import CPU
 from planner.cost.objective import step_key
 from planner.kernels.grouping.keys import IndexArray
 from planner.language.spec import Gather, Spec
 from planner.program.build import Lowerer
-from planner.program.implementations import Table
+from planner.program.implementations import RangedIndices, Table
 from planner.program.ops import Cast, Op, PricedImplementation
 
-__all__ = ["LOWER", "PLATFORMS", "TABLE", "Mode", "Shape", "cast", "compiled_cast", "evaluate", "hopper",
+__all__ = ["LOWER", "PLATFORMS", "TABLE", "Mode", "Shape", "cast", "compile_cast", "evaluate", "hopper",
            "input_count"]  # fmt: skip
 
 Shape = tuple[int, ...]
-# The index mode, in which index arrays are read, and the precision of products.
+# The index mode and the precision of products.
 Mode = tuple[str, str | None]
 
 TABLE = make_table()
-# Platforms on which rows of the table run kernels of their own, and the module of these; the rows and their names are
-# the same everywhere.
+# Platforms that have kernels of their own, and the module of these in `planner.kernels`. The table has the same rows on
+# every platform.
 PLATFORMS = {"tpu": "grouped_matmul.pallas_tpu", "cuda": "grouped_matmul.pallas_gpu"}
 
 
 @lru_cache(maxsize=len(PLATFORMS))
 def platform_table(platform: str) -> Table:
-    """Return the table for a platform: its kernels are imported when the first program is lowered for it."""
+    """Return the table for a platform. Its kernels are imported when the first program is lowered for the platform."""
     if platform == "cuda" and not hopper():
         return TABLE
     return make_table(importlib.import_module(f"planner.kernels.{PLATFORMS[platform]}").KERNELS)
 
 
 def hopper() -> bool:
-    """Whether what is compiled here for CUDA runs on cards of capability 9.0, the only ones with these instructions.
+    """Return whether programs compiled for CUDA run on cards of capability 9.0 only, which our kernels need.
 
-    Where no card is visible a program is exported, and must run on any.
+    If no card is visible, the program is exported and must run on any card.
     """
     try:
         cards = jax.devices("cuda")
@@ -64,32 +63,32 @@ def hopper() -> bool:
 
 
 def input_count(op: Op) -> int:
-    """Number of array inputs of an op, index arrays not counted."""
+    """Return the number of inputs of an op, index arrays not counted."""
     return 1 if isinstance(op, Cast) else len(op.spec.inputs) + op.first_operand
 
 
 def _choices(op: Op) -> Sequence[PricedImplementation]:
-    """Implementations of a derived step, by the rates of a CPU; elsewhere those that run anywhere."""
+    """Return the implementations of a derived step, priced for a CPU; elsewhere only those that run on any device."""
     choices = TABLE.choices(op, CPU)
     if jax.default_backend() == "cpu":
         return choices
     return [choice for choice in choices if TABLE.rows[choice.lowering].kinds is None]
 
 
-# Chooses implementations of the steps that no plan holds.
+# Chooses the implementations of derived steps, which no plan holds.
 LOWER = Lowerer(_choices, step_key("time"))
 
 
 def _given(spec: Spec, raw: Mapping[str, Any]) -> dict[Gather, Any]:
-    """Index arrays as a spec has them."""
+    """Return the index arrays by gather, shaped as the spec has them."""
     return {gather: raw[gather.array].reshape(index_shape(spec, gather.array)) for gather in spec.gathers}
 
 
-def _index_arrays(given: Mapping[Gather, Any], index_mode: str, poisons: bool) -> RangedIndices:
-    """Index arrays in range; `poisons` says that results will be NaN wherever a bad one acts."""
+def _bring_into_range(given: Mapping[Gather, Any], index_mode: str, poisons: bool) -> RangedIndices:
+    """Bring index arrays into range; `poisons` says that results which depend on a bad index become NaN."""
     index = RangedIndices(index_mode in ("raise", "drop") and not poisons)
     for gather, values in given.items():
-        normal = partial(normalised, gather=gather, mode="wrapped" if poisons else index_mode)
+        normal = partial(normalise, gather=gather, mode="wrapped" if poisons else index_mode)
         index[gather] = normal(values)
         index.given[gather] = IndexArray(
             values, normal, index.may_drop, partial(is_bad, gather=gather) if poisons else None
@@ -108,50 +107,69 @@ def evaluate(
     several: bool = False,
     **_: Any,
 ) -> list[Any]:
-    """Compute a step: what a primitive lowers to, on a platform of `PLATFORMS` or any other, on one device or many."""
+    """Compute a step. This is the function that the primitive lowers to.
+
+    Args:
+        arguments: the op's inputs, then the index arrays of `reads`.
+        op: the op.
+        lowering: the name of the implementation.
+        mode: the index mode and the precision.
+        views: the shapes of the results.
+        reads: what the step reads of index arrays.
+        platform: a key of `PLATFORMS`, or "" for a platform without kernels of its own.
+        several: whether the step runs on several devices.
+    """
     count, (index_mode, precision) = input_count(op), mode
     inputs = [x.reshape(shape) for x, shape in zip(arguments[:count], op.input_shapes, strict=True)]
     raw = dict(zip(reads.arrays, arguments[count:], strict=True))
-    rows = partitioned_rows if several else zero_unread_rows
-    for place, spec, term in unread(op, reads):
-        inputs[place] = rows(inputs[place], spec, term, _given(spec, raw), index_mode)
+    zero_rows = zero_rows_on_devices if several else zero_unread_rows
+    for place, spec, term in unread_inputs(op, reads):
+        inputs[place] = zero_rows(inputs[place], spec, term, _given(spec, raw), index_mode)
     given = _given(op.spec, raw)
     run = partial(_run, lowering=lowering, precision=precision, platform=platform)
-    results = partitioned(run, op, inputs, given, index_mode) if several else run(op, inputs, given, index_mode)
+    results = run_on_devices(run, op, inputs, given, index_mode) if several else run(op, inputs, given, index_mode)
     return [x.reshape(view) for x, view in zip(results, views, strict=True)]
 
 
 def _run(
-    op: Op, inputs: Sequence[Any], given: Mapping[Gather, Any], index_mode: str, lowering: str, precision: str | None,
+    op: Op,
+    inputs: Sequence[Any],
+    given: Mapping[Gather, Any],
+    index_mode: str,
+    lowering: str,
+    precision: str | None,
     platform: str,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Run an op on arrays as its spec has them; where the implementation is for longer ones only, the fastest other."""
+) -> tuple[Any, ...]:
+    """Run an op on arrays as its spec has them.
+
+    On one of several devices arrays are shorter. If the implementation does not support that, the fastest other runs.
+    """
     if TABLE.rows[lowering].supports(op) is not None:
         lowering = LOWER(op).lowering
-    # A bad index that cannot be refused puts NaN wherever it had a say, so until then it may read any row of its own.
+    # A bad index that cannot raise turns all results that depend on it into NaN. Before that it may read any row.
     poisons = index_mode == "raise" and jnp.issubdtype(op.dtype, jnp.inexact) and all(g.size for g in op.spec.gathers)
-    index = _index_arrays(given, index_mode, poisons)
+    index = _bring_into_range(given, index_mode, poisons)
     inputs, pool = list(inputs), unread_pool(op, lowering)
     if pool is not None:
         inputs[pool] = zero_unread_rows(inputs[pool], op.spec, op.input_terms[pool], given, index_mode)
-    # Settled when the step was bound: a program may be lowered in another context than it was traced in.
+    # The precision was fixed when the step was bound: a program may be lowered in another context than that.
     with jax.default_matmul_precision(precision):
         results = (platform_table(platform) if platform else TABLE).run(lowering, op, inputs, index)
     if index_mode == "raise" and not index.shown:
-        results = tuple(poisoned(x, term, op.spec, given) for x, term in zip(results, op.output_terms, strict=True))
+        results = tuple(poison(x, term, op.spec, given) for x, term in zip(results, op.output_terms, strict=True))
     return results
 
 
 def cast(x: Any, dtype: str) -> Any:
-    """Compute a cast; of a complex array the real part where the dtype is real."""
+    """Compute a cast. A complex array that is cast to a real dtype gives its real part."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating):
         x = x.real
     return lax.convert_element_type(x, jnp.dtype(dtype))
 
 
 @lru_cache(maxsize=64)
-def compiled_cast(dtype: str) -> Callable[..., list[Any]]:
-    """Return a cast, jitted, with its result in a list as a step has them."""
+def compile_cast(dtype: str) -> Callable[..., list[Any]]:
+    """Return a jitted cast whose result is in a list, as the results of a step are."""
 
     def as_step(x: Any) -> list[Any]:
         return [cast(x, dtype)]

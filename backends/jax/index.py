@@ -1,4 +1,4 @@
-"""Index arrays in JAX: brought into range, and checked wherever their values can be seen."""
+"""Index arrays in JAX: bringing them into range, and checking them where their values can be seen."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from planner.backends.common.common import PreparedIndex, prepare_numpy
+from planner.backends.common.indices import PreparedIndex, prepare_numpy
 from planner.language.errors import PlannerError
 from planner.language.spec import Gather, Spec
 from planner.program.plan import PlanRecord
 
-__all__ = ["JaxIndex", "check_values", "checked_arrays", "index_shape", "is_bad", "normalised"]
+__all__ = ["JaxIndex", "check_values", "checked_arrays", "index_shape", "is_bad", "normalise"]
 
 
 def index_shape(spec: Spec, array: str) -> tuple[int, ...]:
-    """The shape of an index array: the sizes of its bracket's axes."""
+    """Return the shape of an index array: the sizes of its bracket's axes."""
     sizes = dict(spec.sizes)
     gather = next(g for g in spec.gathers if g.array == array)
     return tuple(sizes[axis] for axis in gather.axes)
 
 
-def normalised(raw: Any, gather: Gather, mode: str) -> Any:
-    """Bring an index array into [0, size]; out-of-range values become `size` unless the mode clips them.
+def normalise(raw: Any, gather: Gather, mode: str) -> Any:
+    """Bring an index array into [0, size]. Values out of range become `size`, unless the mode clips them.
 
-    Besides the index modes there are "checked", which trusts that values are in range, and "wrapped", which clips.
+    There are two modes besides the index modes. "checked" trusts that all values are in range, and only wraps negative
+    ones. "wrapped" wraps negative ones and then clips.
     """
     size = gather.size
     assert size is not None
@@ -51,15 +52,15 @@ def normalised(raw: Any, gather: Gather, mode: str) -> Any:
 
 
 def is_bad(raw: Any, gather: Gather) -> Any:
-    """Which entries of an index array are out of range, negative ones counting from the end."""
-    return normalised(raw, gather, "raise") == gather.size
+    """Return a mask of the entries that are out of range; negative entries count from the end."""
+    return normalise(raw, gather, "raise") == gather.size
 
 
 class JaxIndex(PreparedIndex):
     """A prepared index: a pytree whose leaf is the index array with values in [0, size].
 
     Attributes:
-        checked: whether its values were seen, so that none of them is out of range.
+        checked: True if its values could be checked, so that all of them are in range.
     """
 
     prepared_framework = "jax"
@@ -75,7 +76,7 @@ class JaxIndex(PreparedIndex):
         if isinstance(q, jax.core.Tracer):
             if mode == "raise":
                 check_p.bind(q, gather=gather, mode=mode)
-            return cls(normalised(q, gather, mode), size, mode, False)
+            return cls(normalise(q, gather, mode), size, mode, False)
         values = prepare_numpy(np.asarray(q), gather, mode)
         return cls(jnp.asarray(values.astype(np.int32 if size < 2**31 else np.int64)), size, mode, True)
 
@@ -87,10 +88,11 @@ jax.tree_util.register_pytree_node(
 )
 
 
-# -- the range check: raises where values can be seen ----------------------------------------------------
+# -- the range check: it raises where values can be seen -------------------------------------------------
 
-# It returns nothing, so that a program that is traced whole (`jit`, the derivative of a `checkpoint`) drops it: results
-# are NaN there. What passed through it would be another array, which `vjp` under `jit` keeps besides the caller's.
+# The check returns nothing, so that a program that is traced as a whole (under `jit`, or as the derivative of a
+# `checkpoint`) drops it; results are NaN there. If the check returned the array, that would be a second array, which
+# `vjp` under `jit` would keep besides the caller's.
 check_p = Primitive("planner_check")
 check_p.multiple_results = True
 
@@ -120,7 +122,13 @@ batching.primitive_batchers[check_p] = _check_batched
 
 
 def checked_arrays(plan: PlanRecord, indices: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Index arrays by letter, checked where their values can be seen, and the mode in which the steps read them."""
+    """Return the index arrays by letter, checked where values can be seen, and the mode in which steps read them.
+
+    Raises:
+        IndexRangeError: an index is out of range.
+        PlannerError: an index array is traced under "raise" and the result is of integers, which have no NaN; or it was
+            prepared for another call.
+    """
     spec, mode = plan.resolved.spec, plan.index_mode
     inexact = jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact)
 
@@ -150,7 +158,7 @@ def checked_arrays(plan: PlanRecord, indices: Mapping[str, Any]) -> tuple[dict[s
             if traced:
                 refuse_integers(name)
             for gather in gathers:
-                # A constant under jit is checked here, where its values can be seen; a primitive would be staged.
+                # A constant under `jit` is checked at once. The primitive would become a part of the traced program.
                 check = check_p.bind if traced else check_values
                 check(raw, gather=gather, mode=mode)
         values[name] = raw

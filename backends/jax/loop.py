@@ -1,4 +1,4 @@
-"""A plan's loop over slices: one `scan` for all slices of a size."""
+"""A plan's loop over slices in JAX: one `scan` for all slices of the same sizes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ __all__ = ["as_one", "plan_run"]
 
 
 def plan_run(plan: PlanRecord) -> Run:
-    """Return the function that runs a plan, slice by slice where it is a loop."""
+    """Return the function that runs a plan, slice by slice if it has a loop."""
     if plan.loop is None:
         return tree_run(plan)
-    # Only counters are kept of a loop whose body is checkpointed; a checkpoint around it computes them anew instead.
+    # JAX would keep the counters of a loop with a checkpointed body. A checkpoint around the loop computes them again.
     return as_one(_SliceLoop(plan).whole)
 
 
 def as_one(run: Run) -> Run:
-    """Return a run as one compiled function, which keeps nothing for a backward pass, under `jax.disable_jit` too."""
+    """Return a function that is compiled as a whole and keeps nothing for the backward pass.
+
+    It is compiled under `jax.disable_jit` too.
+    """
 
     def planner_contraction(leaves: tuple[Any, ...], index_values: tuple[Any, ...], mode: str) -> Any:
         return run(leaves, index_values, mode)
@@ -43,13 +46,13 @@ def as_one(run: Run) -> Run:
 
 
 class _SliceLoop:
-    """A plan's loop.
+    """A plan's loop over slices.
 
-    Operands are cut inside a checkpointed body, and sums are carried: so nothing of a slice is kept for the backward
-    pass.
+    The body is checkpointed and cuts its slices out of the operands itself, and the scan carries the result. So nothing
+    of a slice is kept for the backward pass.
 
     Attributes:
-        bodies: sizes that slices have, how many have them, and the function that runs one.
+        bodies: for each combination of slice sizes, how many slices have it and the function that runs one of them.
         brackets: the axes of each index array.
     """
 
@@ -69,34 +72,40 @@ class _SliceLoop:
         indices = [q.reshape(shape) for q, shape in zip(index_values, shapes, strict=True)]
         out = jnp.zeros(spec.output_shape, jnp.dtype(accumulator(self.dtype)))
         for sizes, count, body in self.bodies:
-            of_slice = jax.checkpoint(partial(self._with_slice, sizes, body, mode))
+            add_slice = jax.checkpoint(partial(self._add_slice, sizes, body, mode))
 
-            def step(out: Any, number: Any, of_slice: Callable[..., Any] = of_slice) -> Any:
-                return of_slice(out, number, xs, indices), None
+            def step(out: Any, number: Any, add_slice: Callable[..., Any] = add_slice) -> Any:
+                return add_slice(out, number, xs, indices), None
 
             out, _ = lax.scan(step, out, jnp.arange(count, dtype=jnp.int32))
         return out.astype(self.dtype)
 
-    def _with_slice(
-        self, sizes: Mapping[str, int], body: Run, mode: str, out: Any, number: Any, xs: Sequence[Any],
+    def _add_slice(
+        self,
+        sizes: Mapping[str, int],
+        body: Run,
+        mode: str,
+        out: Any,
+        number: Any,
+        xs: Sequence[Any],
         indices: Sequence[Any],
-    ) -> Any:  # fmt: skip
-        """The result so far with that of a slice: it is a part of it, or is added to it."""
+    ) -> Any:
+        """Run one slice, and return `out` with its result: written as a part of `out`, or added to it."""
         starts, term = self._starts(sizes, number), self.spec.output
         pieces = tuple(_cut(x, term, sizes, starts) for x, term in zip(xs, self.spec.inputs, strict=True))
         rows = tuple(_cut(q, axes, sizes, starts) for q, axes in zip(indices, self.brackets, strict=True))
         value = body(pieces, rows, mode).astype(out.dtype)
         if not covers(self.axes, term):
-            here = _cut(out, term, sizes, starts)
-            value = here | value if value.dtype == bool else here + value
+            so_far = _cut(out, term, sizes, starts)
+            value = so_far | value if value.dtype == bool else so_far + value
         return lax.dynamic_update_slice(out, value, _corner(term, starts))
 
     def _starts(self, sizes: Mapping[str, int], number: Any) -> dict[str, Any]:
-        """Where the slice of a number starts, among those of the same sizes: the last axis is cut fastest."""
+        """Return where a slice starts along each axis. Slices of the same sizes are numbered, the last axis fastest."""
         starts: dict[str, Any] = {}
         for axis, size in reversed(self.axes):
             whole = self.spec.size(axis) // size
-            if sizes[axis] < size:  # the one that is left over
+            if sizes[axis] < size:  # the shorter slice at the end
                 starts[axis] = whole * size
             else:
                 starts[axis] = lax.rem(number, jnp.int32(whole)) * size
@@ -105,11 +114,11 @@ class _SliceLoop:
 
 
 def _cut(x: Any, term: Sequence[str | Gather], sizes: Mapping[str, int], starts: Mapping[str, Any]) -> Any:
-    """A slice of an array with this term."""
+    """Return a slice of an array with this term."""
     shape = [sizes.get(e, n) if isinstance(e, str) else n for e, n in zip(term, x.shape, strict=True)]
     return lax.dynamic_slice(x, _corner(term, starts), shape)
 
 
 def _corner(term: Sequence[str | Gather], starts: Mapping[str, Any]) -> list[Any]:
-    """Where a slice of an array with this term begins: numbers of one dtype, also where 64 bits are enabled."""
+    """Return where a slice of an array with this term begins; all numbers are int32, even if 64 bits are enabled."""
     return [jnp.int32(starts.get(e, 0) if isinstance(e, str) else 0) for e in term]

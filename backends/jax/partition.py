@@ -1,8 +1,8 @@
-"""A step compiled for several devices: each computes its part, and only sums go between them.
+"""A step compiled for several devices: each device computes its part, and only sums are sent between devices.
 
-XLA knows nothing of what a step is lowered to (sorts and loops), and would gather all of its operands. So the step is
-one call that is partitioned by its spec, see `split`: Shardy is told which dimensions go together, and what
-a device runs is the step of shorter operands.
+A step is lowered to sorts and loops, which XLA cannot partition: it would gather all operands on each device. So the
+step is one custom call that is partitioned by its spec, see `planner.language.split`. Shardy is told which dimensions
+go together, and each device runs the same step on shorter operands.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from planner.backends.common.common import RangedIndices, mask_term
-from planner.backends.jax.index import normalised
-from planner.backends.jax.poison import poisoned
+from planner.backends.common.masks import mask_term
+from planner.backends.jax.index import normalise
+from planner.backends.jax.poison import poison
 from planner.backends.jax.reads import read_mask, zero_unread_rows
 from planner.backends.jax.rows import OPS
 from planner.language.spec import Gather, Spec, Term
@@ -40,9 +40,10 @@ from planner.language.split import (
     local_term,
     splittable,
 )
+from planner.program.implementations import RangedIndices
 from planner.program.ops import Op
 
-__all__ = ["devices_of", "devices_wanted", "partitioned", "partitioned_rows", "placement"]
+__all__ = ["devices_of", "devices_wanted", "run_on_devices", "zero_rows_on_devices", "placement"]
 
 # From an op, its inputs, index arrays and an index mode to its results.
 Run = Callable[[Op, Sequence[Any], Mapping[Gather, Any], str], tuple[Any, ...]]
@@ -51,9 +52,10 @@ Indices = Mapping[Gather, Any]
 
 @lru_cache(maxsize=1)
 def devices_wanted() -> Any:
-    """Return a parameter by which JAX sees that a primitive is lowered for devices that it must name.
+    """Return a parameter that makes JAX name the devices when it lowers a primitive.
 
-    It names them to programs that hold a partitioned call, and looks for those in parameters: here is one.
+    JAX names them only for programs that hold a partitioned call, and looks for such calls in the parameters of
+    primitives. This is a jaxpr with one.
     """
     call = custom_partitioning(lambda x: x)
     call.def_partition(None, sharding_rule=SdyShardingRule((ArrayMapping(),), (ArrayMapping(),)))
@@ -61,10 +63,10 @@ def devices_wanted() -> Any:
 
 
 def devices_of(context: Any) -> str:
-    """Return for which devices a primitive is lowered: "one", "several" of a mesh, or several that are "unknown".
+    """Return for which devices a primitive is lowered: "one", "several" of a mesh, or several "unknown" ones.
 
-    Inside of `shard_map` over all axes of a mesh each program is one device's. Exported programs hold no partitioned
-    calls, which name functions of this process.
+    Inside of `shard_map` over all axes of a mesh, each program runs on one device. For an exported program the answer
+    is "unknown", because a partitioned call names functions of this process, which another process does not have.
     """
     module = context.module_context
     axes = module.axis_context
@@ -76,56 +78,54 @@ def devices_of(context: Any) -> str:
     return "several" if known else "unknown"
 
 
-def partitioned(run: Run, op: Op, inputs: Sequence[Any], given: Indices, index_mode: str) -> tuple[Any, ...]:
-    """Run an op as a call that XLA partitions by its spec.
+def run_on_devices(run: Run, op: Op, inputs: Sequence[Any], given: Indices, index_mode: str) -> tuple[Any, ...]:
+    """Run an op as a call that XLA partitions by the op's spec.
 
     Args:
-        run: runs an op, here or on one device.
-        op: the step.
-        inputs: operands as its spec has them.
-        given: index arrays as its spec has them.
-        index_mode: how they are read.
+        run: runs an op on one device, or the whole op.
+        op: the op.
+        inputs: operands as the spec has them.
+        given: index arrays as the spec has them.
+        index_mode: the index mode.
     """
 
-    def of_device(part: _Part, inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
-        own = dataclasses.replace(op, spec=part.local)
-        here, mode = part.indices(given, index_mode)
-        if here.keys() == given.keys() and mode == index_mode:
-            return run(own, inputs, here, mode)
-        # What other devices' rows meet is zero here, whatever it holds: zero times infinity is NaN.
-        index = RangedIndices(True)
-        index.update(here)
-        inputs = [mask_term(OPS, x, term, own.spec, index) for x, term in zip(inputs, own.input_terms, strict=True)]
-        results = run(own, inputs, here, mode)
-        found = []
-        for x, term in zip(results, own.output_terms, strict=True):
-            dropped = mask_term(OPS, x, term, own.spec, index)
-            found.append(poisoned(dropped, term, own.spec, given) if index_mode == "raise" else dropped)
-        return tuple(found)
+    def run_whole(inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
+        return run(op, inputs, given, index_mode)
 
-    def added(part: _Part, inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
-        found = of_device(part, inputs, given)
-        return tuple(
-            _added(x, axes_to_add_over(term, part.split)) for x, term in zip(found, op.output_terms, strict=True)
-        )
+    def run_part(part: _Part, inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
+        local_op = dataclasses.replace(op, spec=part.local)
+        local_indices, mode = part.indices(given, index_mode)
+        if local_indices.keys() == given.keys() and mode == index_mode:
+            return run(local_op, inputs, local_indices, mode)
+        # Rows of other devices are dropped here, and zero times infinity is NaN: so what they would meet is zeroed.
+        index = RangedIndices(True, local_indices)
+        pairs = zip(inputs, local_op.input_terms, strict=True)
+        masked = [mask_term(OPS, x, term, local_op.spec, index) for x, term in pairs]
+        results = []
+        for x, term in zip(run(local_op, masked, local_indices, mode), local_op.output_terms, strict=True):
+            result = mask_term(OPS, x, term, local_op.spec, index)
+            results.append(poison(result, term, local_op.spec, given) if index_mode == "raise" else result)
+        return tuple(results)
 
-    return _call(
-        op.spec, op.input_terms, op.output_terms, inputs, given, lambda xs, qs: run(op, xs, qs, index_mode), added
-    )
+    def run_part_and_add(part: _Part, inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
+        pairs = zip(run_part(part, inputs, given), op.output_terms, strict=True)
+        return tuple(_add_over(x, axes_to_add_over(term, part.split)) for x, term in pairs)
+
+    return _call(op.spec, op.input_terms, op.output_terms, inputs, given, run_whole, run_part_and_add)
 
 
-def partitioned_rows(x: Any, spec: Spec, term: Term, given: Indices, index_mode: str) -> Any:
+def zero_rows_on_devices(x: Any, spec: Spec, term: Term, given: Indices, index_mode: str) -> Any:
     """Zero the rows that no index names, as `zero_unread_rows` does, in a call that XLA partitions."""
 
-    def of_device(part: _Part, inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
-        (x,), own = inputs, local_term(term, part.parts)
-        mask = read_mask(x, part.local, own, *part.indices(given, index_mode))
-        return (OPS.select(_added(mask, axes_to_add_over(term, part.split)), x, 0),)
+    def run_part(part: _Part, inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
+        (x,) = inputs
+        mask = read_mask(x, part.local, local_term(term, part.parts), *part.indices(given, index_mode))
+        return (OPS.select(_add_over(mask, axes_to_add_over(term, part.split)), x, 0),)
 
-    def whole(inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
+    def run_whole(inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
         return (zero_unread_rows(inputs[0], spec, term, given, index_mode),)
 
-    (result,) = _call(dataclasses.replace(spec, output=term), [term], [term], [x], given, whole, of_device)
+    (result,) = _call(dataclasses.replace(spec, output=term), [term], [term], [x], given, run_whole, run_part)
     return result
 
 
@@ -135,34 +135,34 @@ def _call(
     outputs: Sequence[Term],
     inputs: Sequence[Any],
     given: Indices,
-    whole: Callable[[Sequence[Any], Indices], tuple[Any, ...]],
-    of_device: Callable[[_Part, Sequence[Any], Indices], tuple[Any, ...]],
+    run_whole: Callable[[Sequence[Any], Indices], tuple[Any, ...]],
+    run_part: Callable[[_Part, Sequence[Any], Indices], tuple[Any, ...]],
 ) -> tuple[Any, ...]:
-    """Call a function of operands and index arrays whose dimensions are entries of a spec.
+    """Call a function of operands and index arrays as one call that XLA partitions by a spec.
 
     Args:
-        spec: whose entries they are.
-        operands: their terms.
-        outputs: terms of the results.
+        spec: the spec; the dimensions of all arrays are entries of it.
+        operands: the terms of the operands.
+        outputs: the terms of the results.
         inputs: the operands.
         given: the index arrays.
-        whole: the function.
-        of_device: what one device computes, of its slices.
+        run_whole: the function.
+        run_part: computes one device's part of the results, from its slices.
     """
     brackets = {gather.array: gather.axes for gather in given}
     arrays = {gather.array: values for gather, values in given.items()}
     terms, count = [*operands, *brackets.values()], len(operands)
 
-    def told(arguments: Sequence[Any]) -> tuple[Sequence[Any], dict[Gather, Any]]:
+    def unpack(arguments: Sequence[Any]) -> tuple[Sequence[Any], dict[Gather, Any]]:
         values = dict(zip(brackets, arguments[count:], strict=True))
         return arguments[:count], {gather: values[gather.array] for gather in given}
 
     @custom_partitioning
     def call(*arguments: Any) -> tuple[Any, ...]:
-        return whole(*told(arguments))
+        return run_whole(*unpack(arguments))
 
     def split_of(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> dict[Entry, tuple[str, ...]]:
-        """What operands are split over, and what results are besides."""
+        """Return over which axes of the mesh each entry is split. Operands decide first, then results."""
         split = choose_splits(spec, [(term, _placed(x, mesh)) for term, x in zip(terms, arguments, strict=True)])
         return choose_splits(
             spec, [(term, _placed(x, mesh)) for term, x in zip(outputs, results, strict=bool(results))], split
@@ -176,28 +176,28 @@ def _call(
         part = _Part(spec, split, {entry: math.prod(mesh.shape[name] for name in split[entry]) for entry in split})
 
         def local(*arguments: Any) -> tuple[Any, ...]:
-            # XLA asks for the parts on a thread of its own, where nothing is known of the context of the call.
+            # XLA calls this on a thread of its own, which does not have the JAX configuration of the caller.
             with jax.disable_jit(False):
-                inputs, given = told([part.filled(x, term) for x, term in zip(arguments, terms, strict=True)])
-                return of_device(part, inputs, given)
+                inputs, given = unpack([part.zero_padding(x, term) for x, term in zip(arguments, terms, strict=True)])
+                return run_part(part, inputs, given)
 
-        _lowered_without_locations(local)
+        _lower_without_locations(local)
         return mesh, local, shardings(mesh, split, outputs), shardings(mesh, split, terms)
 
     def infer(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
         return shardings(mesh, split_of(mesh, arguments, ()), outputs)
 
-    # JAX cannot decode dimensions that share an axis of the mesh, as a reshape may leave them.
+    # JAX cannot decode shardings in which two dimensions share an axis of the mesh, and a reshape may leave such ones.
     call.def_partition(partition, infer, decode_shardings=False, sharding_rule=_rule(spec, terms, outputs))
     results: tuple[Any, ...] = call(*inputs, *(arrays[name] for name in brackets))
     return results
 
 
-def _lowered_without_locations(function: Callable[..., Any]) -> None:
-    """Keep places in the source out of what is lowered while JAX holds a function.
+def _lower_without_locations(function: Callable[..., Any]) -> None:
+    """Keep source locations out of lowered programs for as long as JAX holds a function.
 
-    XLA takes those of a partitioned call for others of the program that holds it, and its pass over them may then never
-    end (seen in jaxlib 0.10.2; which programs it hits depends on the callers).
+    XLA mistakes the locations of a partitioned call for other locations of the program around it, and its pass over
+    them may then never end (seen in jaxlib 0.10.2; which programs are hit depends on the callers).
     """
     name = "jax_traceback_in_locations_limit"
     before = getattr(jax.config, name)
@@ -207,35 +207,39 @@ def _lowered_without_locations(function: Callable[..., Any]) -> None:
 
 
 def _placed(x: Any, mesh: Any) -> Placement:
-    """How XLA has placed an array on a mesh: for each dimension the axes, none where it is split over a part of one."""
+    """Return how XLA has placed an array on a mesh: for each dimension, the axes that it is split over.
+
+    A dimension that is split over a part of an axis counts as not split.
+    """
     devices = list(mesh.devices.flat)
-    # Of as many elements as devices any number of parts is even.
+    # With as many elements as devices along each dimension, any number of parts divides evenly.
     slices = x.sharding.devices_indices_map((len(devices),) * len(x.shape))
     sizes = dict(mesh.shape)
     steps = dict(zip(sizes, np.indices(mesh.devices.shape).reshape(len(sizes), -1), strict=True))
-    found: list[tuple[str, ...]] = []
-    for dim in range(len(x.shape)):
-        starts = np.array([slices[device][dim].start or 0 for device in devices])
+    candidates = [names for k in range(len(sizes) + 1) for names in itertools.permutations(sizes, k)]
+
+    def axes_of(starts: np.ndarray[Any, Any]) -> tuple[str, ...]:
+        """Return the axes over which a dimension is split, from where each device's slice of it starts."""
         parts = len(set(starts.tolist()))
-        for names in itertools.chain.from_iterable(itertools.permutations(sizes, k) for k in range(len(sizes) + 1)):
+        for names in candidates:
             if math.prod(sizes[name] for name in names) == parts and all(sizes[name] > 1 for name in names):
                 place = functools.reduce(lambda at, name: at * sizes[name] + steps[name], names, 0 * starts)
                 if np.array_equal(place * (len(devices) // parts), starts):
-                    found.append(names)
-                    break
-        else:
-            found.append(())
-    return tuple(found)
+                    return names
+        return ()
+
+    dims = range(len(x.shape))
+    return tuple(axes_of(np.array([slices[device][dim].start or 0 for device in devices])) for dim in dims)
 
 
 def placement(x: Any) -> Placement:
-    """Return how an array, or its type, is placed by its sharding: names, a name or none for each dimension."""
+    """Return the axes of the mesh over which each dimension of an array, or of its type, is split by its sharding."""
     entries = [*x.sharding.spec, *[None] * (len(x.shape) - len(x.sharding.spec))]
     return tuple(e if isinstance(e, tuple) else () if e is None else (e,) for e in entries)
 
 
 def _rule(spec: Spec, operands: Sequence[Term], results: Sequence[Term]) -> SdyShardingRule:
-    """Which dimensions of operands and results go together."""
+    """Return the rule that tells Shardy which dimensions of operands and results go together."""
     factors = {entry: f"f{number}" for number, entry in enumerate(splittable(spec))}
     whole: list[str] = []
 
@@ -253,8 +257,8 @@ def _rule(spec: Spec, operands: Sequence[Term], results: Sequence[Term]) -> SdyS
     return SdyShardingRule(*sides, reduction_factors=reduced, need_replication_factors=tuple(whole))
 
 
-def _added(x: Any, names: tuple[str, ...]) -> Any:
-    """The sum of all devices' parts; of booleans, whether any is true."""
+def _add_over(x: Any, names: tuple[str, ...]) -> Any:
+    """Return the sum of the parts of all devices; of booleans, whether any is true."""
     if not names:
         return x
     return lax.pmax(x, names) if x.dtype == jnp.bool_ else lax.psum(x, names)
@@ -262,12 +266,12 @@ def _added(x: Any, names: tuple[str, ...]) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
-    """What one device has of a call.
+    """One device's part of a call.
 
     Attributes:
-        spec: the call's.
-        split: axes of the mesh by entry.
-        parts: into how many parts each of these is split.
+        spec: the spec of the whole call.
+        split: for each entry that is split, the axes of the mesh that it is split over.
+        parts: for each of these entries, the number of parts.
     """
 
     spec: Spec
@@ -276,44 +280,45 @@ class _Part:
 
     @property
     def local(self) -> Spec:
-        """The spec of the device's slices."""
+        """Return the spec of the device's slices."""
         return local_spec(self.spec, self.parts)
 
-    def filled(self, x: Any, term: Term) -> Any:
-        """A slice with zeros where it is filled up, which could be anything."""
+    def zero_padding(self, x: Any, term: Term) -> Any:
+        """Zero the padding of a slice, which could hold anything. Sizes that do not divide evenly are padded."""
         for dim, entry in enumerate(term):
             if self._uneven(entry):
                 x = OPS.select(self._occupied(entry, dim, x.ndim), x, 0)
         return x
 
     def indices(self, given: Indices, index_mode: str) -> tuple[dict[Gather, Any], str]:
-        """Index arrays for the device's slices of the pools, and the mode in which they are to be read.
+        """Return the index arrays for the device's slices of the pools, and the mode to read them in.
 
-        Rows of other slices have the slice's size and are dropped, and so are those that fill a slice up.
+        Indices of rows on other devices become the size of the slice, which means "no row", and so do indices in the
+        padding.
         """
         if not any(gather in self.parts or any(map(self._uneven, gather.axes)) for gather in given):
             return dict(given), index_mode
-        found = {}
+        local_indices = {}
         for gather, values in given.items():
             start, size = self._start(gather)
-            whole = normalised(values, gather, index_mode)
-            here = (whole >= start) & (whole < start + size) & (whole < gather.size)
+            whole = normalise(values, gather, index_mode)
+            is_local = (whole >= start) & (whole < start + size) & (whole < gather.size)
             for dim, axis in enumerate(gather.axes):
                 if self._uneven(axis):
-                    here &= self._occupied(axis, dim, whole.ndim)
-            found[local_gather(gather, self.parts)] = jnp.where(here, whole - start, size)
-        return found, "drop"
+                    is_local &= self._occupied(axis, dim, whole.ndim)
+            local_indices[local_gather(gather, self.parts)] = jnp.where(is_local, whole - start, size)
+        return local_indices, "drop"
 
     def _uneven(self, entry: Entry) -> bool:
         return self.spec.size(entry) % self.parts.get(entry, 1) != 0
 
     def _start(self, entry: Entry) -> tuple[Any, int]:
-        """Where the device's slice of an entry begins, and its size with what fills it up."""
+        """Return where the device's slice of an entry begins, and the size of the slice with its padding."""
         size = -(-self.spec.size(entry) // self.parts.get(entry, 1))
         return (lax.axis_index(self.split[entry]) * size if entry in self.split else 0), size
 
     def _occupied(self, entry: Entry, dim: int, ndim: int) -> Any:
-        """Which places of a slice hold something, along a dimension of an array."""
+        """Return a mask of the places of a slice that are no padding, along a dimension of an array."""
         start, size = self._start(entry)
-        there = jnp.arange(size) < self.spec.size(entry) - start
-        return jnp.expand_dims(there, [d for d in range(ndim) if d != dim])
+        occupied = jnp.arange(size) < self.spec.size(entry) - start
+        return jnp.expand_dims(occupied, [d for d in range(ndim) if d != dim])

@@ -1,4 +1,4 @@
-"""NaN where a bad index had a say: what a result shows of an index that is out of range and could not be refused."""
+"""NaN for bad indices under `jit`, where an index out of range cannot raise: results that depend on it become NaN."""
 
 from __future__ import annotations
 
@@ -15,33 +15,36 @@ from planner.backends.jax.index import is_bad
 from planner.backends.jax.rows import OPS
 from planner.language.spec import Gather, Spec, Term
 
-__all__ = ["poisoned"]
+__all__ = ["poison"]
 
 
-def poisoned(x: Any, term: Term, spec: Spec, given: Mapping[Gather, Any]) -> Any:
-    """Put NaN where a bad index had a say: its own rows, or every target that it could have meant.
+def poison(x: Any, term: Term, spec: Spec, given: Mapping[Gather, Any]) -> Any:
+    """Put NaN into the entries of a result that depend on a bad index.
+
+    If the result has axes of the index array, these are the entries at the place of the bad index. Otherwise, as in a
+    segment sum, the index could have meant any entry, so all of them become NaN.
 
     Args:
         x: a result.
-        term: of the result.
-        spec: the spec that it was computed by.
-        given: index arrays, before they are brought into range.
+        term: its term.
+        spec: the spec by which it was computed.
+        given: the index arrays, before they are brought into range.
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
 
-    def poison(x: Any) -> Any:
-        for gather, values in given.items():  # brought into range here, so that no such copy waits
+    def put_nan(x: Any) -> Any:
+        for gather, values in given.items():  # the check is inside the branch, so that no copy is held for it
             x = OPS.select(~_bad_mask(gather, is_bad(values, gather), term, spec), x, math.nan)
         return x
 
     bad = [is_bad(values, gather).any() for gather, values in given.items()]
-    # The usual case reads the index arrays, and leaves the result where it is.
-    return lax.cond(functools.reduce(operator.or_, bad), poison, lambda x: x, x) if bad else x
+    # Usually no index is bad: then only the index arrays are read, and the result is not copied.
+    return lax.cond(functools.reduce(operator.or_, bad), put_nan, lambda x: x, x) if bad else x
 
 
 def _bad_mask(gather: Gather, bad: Any, term: Term, spec: Spec) -> Any:
-    """Where bad entries of an index array have a say in a result, broadcastable to its term."""
+    """Return a mask of the entries of a result that depend on bad indices; it broadcasts to the result."""
     plain = [e for e in term if isinstance(e, str)]
     axes = list(gather.axes)
     if len(axes) > len(set(axes)) or not set(axes) & set(plain):
@@ -54,7 +57,10 @@ def _bad_mask(gather: Gather, bad: Any, term: Term, spec: Spec) -> Any:
     first = {e: term.index(e) for e in distinct}
     mask = mask.reshape([sizes[str(e)] if e in axes and first[str(e)] == d else 1 for d, e in enumerate(term)])
     for dim, e in enumerate(term):
-        if e in axes and dim != first[str(e)]:  # a repeated axis: only the diagonal is the index's
-            one, other = ([sizes[str(e)] if d == at else 1 for d in range(len(term))] for at in (first[str(e)], dim))
-            mask = mask & (jnp.arange(sizes[str(e)]).reshape(one) == jnp.arange(sizes[str(e)]).reshape(other))
+        if e in axes and dim != first[str(e)]:  # along a repeated axis the index decides the diagonal only
+            positions = jnp.arange(sizes[str(e)])
+            along_first, along_dim = (
+                positions.reshape([-1 if d == at else 1 for d in range(len(term))]) for at in (first[str(e)], dim)
+            )
+            mask = mask & (along_first == along_dim)
     return mask

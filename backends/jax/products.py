@@ -1,4 +1,4 @@
-"""Products as XLA is handed them, and what it copies of them and of sums into another order."""
+"""Products in the form that XLA multiplies fastest, and how many elements XLA copies for products and sums."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from planner.backends.common.stock import Product
 from planner.language.spec import Gather, Spec, Term, term_axes
 from planner.program.forms import inner_product, product_form
 
-__all__ = ["Reordered", "as_matrices", "rearranged", "reordered", "wide"]
+__all__ = ["ProductCopies", "as_matrices", "count_copied", "count_reordered", "wide"]
 
-# Where more than these many elements stay neighbours, a copy into another order takes so many times less than one by
-# one.
+# If more elements than this stay neighbours in a copy into another order, the copy of one element takes less time than
+# a copy one by one, by their number divided by this.
 _TOGETHER = 64
 
 
 class _Groups(NamedTuple):
-    """The axes of a product, those of size 1 left out, in the orders in which the least is copied."""
+    """The axes of a product by group, without those of size 1, in the orders for which XLA copies least."""
 
     batch: tuple[str, ...]
     left: tuple[str, ...]
@@ -31,16 +31,16 @@ class _Groups(NamedTuple):
     contracted: tuple[str, ...]
 
     def of(self, place: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The two groups that an operand, or the result (2), has besides the batch."""
+        """Return the two groups, besides the batch, of an operand (place 0 or 1) or of the result (place 2)."""
         return ((self.left, self.contracted), (self.contracted, self.right), (self.left, self.right))[place]
 
 
 @lru_cache(maxsize=16384)
 def _groups(spec: Spec) -> tuple[_Groups, tuple[int, ...]]:
-    """The groups of axes of a product, and which terms XLA then copies (2 is the result).
+    """Return the groups of axes of a product, and the places of the terms that XLA then copies (2 is the result).
 
-    A term is copied unless it has the batch first, and then both of its groups, in either order; and a result where a
-    dimension of size 1 is not in front.
+    XLA copies a term unless it has the batch first and then both of its groups, in either order. It also copies a
+    result that has a dimension of size 1 behind a larger one.
     """
     form, sizes, terms = product_form(spec), dict(spec.sizes), [_wide_axes(term, spec) for term in spec.terms]
     assert form is not None
@@ -48,23 +48,27 @@ def _groups(spec: Spec) -> tuple[_Groups, tuple[int, ...]]:
     def orders(group: tuple[str, ...], places: tuple[int, ...]) -> list[tuple[str, ...]]:
         return list(dict.fromkeys(tuple(e for e in terms[place] if e in group) for place in places))
 
-    def copied(groups: _Groups) -> tuple[int, ...]:
-        found = []
+    def copied_places(groups: _Groups) -> tuple[int, ...]:
+        places = []
         for place, term in enumerate(terms):
             first, second = groups.of(place)
             narrow = [spec.size(e) == 1 for e in spec.terms[place]]
             inside = place == 2 and narrow != sorted(narrow, reverse=True)
             whole = ((*groups.batch, *first, *second), (*groups.batch, *second, *first))
             if inside or term not in whole:
-                found.append(place)
-        return tuple(found)
+                places.append(place)
+        return tuple(places)
+
+    def copied_elements(pair: tuple[_Groups, tuple[int, ...]]) -> int:
+        return sum(math.prod(sizes[e] for e in terms[place]) for place in pair[1])
 
     choices = itertools.product(
-        orders(form.batch, (2, 0, 1)), orders(form.left, (2, 0)), orders(form.right, (2, 1)),
+        orders(form.batch, (2, 0, 1)),
+        orders(form.left, (2, 0)),
+        orders(form.right, (2, 1)),
         orders(form.contracted, (0, 1)),
-    )  # fmt: skip
-    pairs = [(groups, copied(groups)) for groups in itertools.starmap(_Groups, choices)]
-    return min(pairs, key=lambda pair: sum(math.prod(sizes[e] for e in terms[place]) for place in pair[1]))
+    )
+    return min(((groups, copied_places(groups)) for groups in itertools.starmap(_Groups, choices)), key=copied_elements)
 
 
 def _wide_axes(term: Term, spec: Spec) -> tuple[str, ...]:
@@ -73,12 +77,15 @@ def _wide_axes(term: Term, spec: Spec) -> tuple[str, ...]:
 
 @lru_cache(maxsize=16384)
 def as_matrices(spec: Spec) -> Product:
-    """What multiplies two operands as matrices, in one batch: XLA copies products of more dimensions."""
+    """Return the function that multiplies two operands as batches of matrices.
+
+    XLA would copy the operands of products of more dimensions.
+    """
     (groups, _), sizes = _groups(spec), dict(spec.sizes)
     *terms, out = (_wide_axes(term, spec) for term in spec.terms)
 
-    def shaped(place: int) -> tuple[Callable[[Any], Any], list[tuple[str, ...]]]:
-        """What views an operand with a dimension for each of its groups, and these."""
+    def make_view(place: int) -> tuple[Callable[[Any], Any], list[tuple[str, ...]]]:
+        """Return the function that views an operand with one dimension for each of its groups, and the groups."""
         first, second = groups.of(place)
         order = [groups.batch, first, second]
         if terms[place] == (*groups.batch, *second, *first):
@@ -89,25 +96,26 @@ def as_matrices(spec: Spec) -> Product:
         shape = [math.prod(sizes[e] for e in group) for group in order]
         return lambda x: jnp.transpose(x.reshape(whole), dims).reshape(shape), order
 
-    (first, groups_a), (second, groups_b) = shaped(0), shaped(1)
+    (first, groups_a), (second, groups_b) = make_view(0), make_view(1)
 
     def both(group: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The dimension of a group in either factor."""
+        """Return the dimension of a group in each factor."""
         x, y = ((order.index(group),) if group else () for order in factors)
         return x, y
 
-    # The result has the first factor's own axes before the second's.
+    # `dot_general` returns the axes of the first factor before those of the second.
     swapped = out == (*groups.batch, *groups.right, *groups.left)
     factors = (groups_b, groups_a) if swapped else (groups_a, groups_b)
     numbers = (both(groups.contracted), both(groups.batch))
-    own = (groups.right, groups.left) if swapped else (groups.left, groups.right)
-    made = (*groups.batch, *own[0], *own[1])
-    back, whole, shape = [made.index(e) for e in out], [sizes[e] for e in made], spec.output_shape
+    rows, columns = (groups.right, groups.left) if swapped else (groups.left, groups.right)
+    product_axes = (*groups.batch, *rows, *columns)
+    back = [product_axes.index(e) for e in out]
+    whole, shape = [sizes[e] for e in product_axes], spec.output_shape
 
     def product(a: Any, b: Any) -> Any:
         x, y = (second(b), first(a)) if swapped else (first(a), second(b))
-        found = lax.dot_general(x, y, numbers, preferred_element_type=wide(a.dtype)).astype(a.dtype)
-        return jnp.transpose(found.reshape(whole), back).reshape(shape)
+        result = lax.dot_general(x, y, numbers, preferred_element_type=wide(a.dtype)).astype(a.dtype)
+        return jnp.transpose(result.reshape(whole), back).reshape(shape)
 
     return product
 
@@ -117,13 +125,13 @@ def wide(dtype: Any) -> Any:
     return jnp.float32 if jnp.dtype(dtype).name in ("float16", "bfloat16") else dtype
 
 
-class Reordered(NamedTuple):
+class ProductCopies(NamedTuple):
     """What XLA copies for a product, in elements.
 
     Attributes:
-        elements: of operands and result.
-        apart: how many of them by ones or few.
-        reused: how many are copied into the result's memory, which is written last.
+        elements: copied elements of operands and result.
+        apart: how many of them are copied one by one or few at a time, which is slow.
+        reused: how many are copied into the memory of the result, which is written last.
     """
 
     elements: int
@@ -132,11 +140,12 @@ class Reordered(NamedTuple):
 
 
 @lru_cache(maxsize=16384)
-def reordered(spec: Spec) -> Reordered:
+def count_reordered(spec: Spec) -> ProductCopies:
     """Return what XLA copies for a product.
 
-    It copies where a batch is not in front, or rows and columns are no two groups, and a result that has dimensions of
-    size 1 behind others, which it multiplies without them.
+    XLA copies an operand or a result whose batch axes are not in front, or whose row or column axes are not side by
+    side. It also copies a result that has a dimension of size 1 behind a larger one, because it multiplies without
+    dimensions of size 1.
     """
     (groups, places), sizes = _groups(spec), dict(spec.sizes)
     copied, apart = {}, 0.0
@@ -154,17 +163,17 @@ def reordered(spec: Spec) -> Reordered:
                 copied.setdefault(place, math.prod(spec.shape(spec.terms[place])))
     result = copied.get(2, 0)
     reused = max((n for place, n in copied.items() if place != 2 and n <= result), default=0)
-    return Reordered(sum(copied.values()), apart, reused)
+    return ProductCopies(sum(copied.values()), apart, reused)
 
 
 @lru_cache(maxsize=16384)
-def rearranged(spec: Spec) -> int:
+def count_copied(spec: Spec) -> int:
     """Return how many elements XLA copies for a sum, a segment sum, a diagonal or a product of what is taken."""
-    given = _of_product(spec) if len(spec.inputs) == 2 else _of_operand(spec)
+    before = _of_product(spec) if len(spec.inputs) == 2 else _of_operand(spec)
     out = spec.output
     rows = {*term_axes(tuple(e for e in out if isinstance(e, Gather))), *(e for e in out if out.count(e) > 1)}
     indexed = tuple(e for e in out if isinstance(e, Gather) or e in rows)
-    if indexed:  # put by rows, each a slice of what remains
+    if indexed:  # written row by row, each a slice of the remaining axes
         first = (*indexed, *(e for e in out if e not in indexed))
         copied = not _same_order(first, out, spec)
     else:
@@ -173,11 +182,11 @@ def rearranged(spec: Spec) -> int:
         copied = summed and not _same_order(
             tuple(e for e in term if e in out), tuple(e for e in out if e in term), spec
         )
-    return given + copied * math.prod(spec.output_shape)
+    return before + copied * math.prod(spec.output_shape)
 
 
 def _of_operand(spec: Spec) -> int:
-    """What is copied of the only operand: its diagonals before they are summed, or rows that are to be added."""
+    """Return how many elements are copied of a single operand: diagonals that are summed, or rows that are added up."""
     (term,), out = spec.inputs, spec.output
     if any(isinstance(e, Gather) for e in term):
         return 0
@@ -194,14 +203,14 @@ def _of_operand(spec: Spec) -> int:
 
 
 def _of_product(spec: Spec) -> int:
-    """What is copied for the product of values of which some were taken, or are added up by rows afterwards."""
+    """Return how many elements are copied for a product with a take before it or a segment sum after it."""
     if not any(isinstance(e, Gather) for term in spec.terms for e in term):
         return 0
     inner = _inner(spec)
     form = product_form(inner)
     if form is None or not form.contracted:
         return 0
-    # What is taken is made in the order that serves; so is what is added up.
+    # A take writes its result in the order that the product needs, and a product in the order of the segment sum.
     plain = [all(isinstance(e, str) for e in term) for term in spec.terms]
     copied = {p: math.prod(inner.shape(inner.terms[p])) for p in _groups(inner)[1] if plain[p]}
     result = copied.get(2, 0)
@@ -209,9 +218,9 @@ def _of_product(spec: Spec) -> int:
 
 
 def fused_takes(spec: Spec) -> int:
-    """Return how many of the elements that a product of taken values takes are never in memory.
+    """Return how many of the elements that a product takes are never in memory.
 
-    XLA takes, and sums what is private, in one loop; a product without a sum is part of it too.
+    XLA takes elements and sums axes that only one operand has in one loop. A product without a sum joins that loop.
     """
     fused = 0
     inner = _inner(spec)
@@ -225,7 +234,7 @@ def fused_takes(spec: Spec) -> int:
 
 
 def _inner(spec: Spec) -> Spec:
-    """The product of what two inputs are once they are taken and what is private is summed."""
+    """Return the spec of the product that is left after takes, and after sums over axes that only one input has."""
     kept = []
     for number, term in enumerate(spec.inputs):
         others = {axis for place, other in enumerate(spec.terms) if place != number for axis in term_axes(other)}
@@ -238,7 +247,7 @@ def _same_order(one: Term, other: Term, spec: Spec) -> bool:
 
 
 def _together(order: Sequence[str], other: Sequence[str], sizes: Mapping[str, int]) -> int:
-    """How many elements stay neighbours when axes change their order: those of the last axes that both share."""
+    """Return how many elements stay neighbours when axes are reordered: those of the last axes that agree."""
     together = 1
     for axis, same in zip(reversed(order), reversed(other), strict=True):
         if axis != same:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from planner.backends.common.common import WHOLE_POOL
 from planner.backends.common.kernel_rows import (
     POOL_FUNCTIONS,
     Kernels,
@@ -24,7 +23,8 @@ from planner.backends.common.kernel_rows import (
 from planner.backends.common.stock import Product
 from planner.backends.common.stock_layout import matrix_copies
 from planner.backends.common.stock_rows import picoseconds, stock_cost, stock_kind, stock_rows
-from planner.backends.jax.products import as_matrices, fused_takes, rearranged, reordered, wide
+from planner.backends.common.unread_rows import WHOLE_POOL
+from planner.backends.jax.products import as_matrices, count_copied, count_reordered, fused_takes, wide
 from planner.backends.jax.tiled import tiled_cost
 from planner.cost.device import Device
 from planner.cost.figures import StepCost
@@ -79,14 +79,14 @@ class JaxOps:
         return x.at[tuple(index)].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
     def add_at(self, shape: Sequence[int], index: Sequence[Any], values: Any) -> Any:
-        # Truth values have no sum of their own in XLA: one is true where any is.
+        # XLA cannot add booleans up. A result is true if any of its values is.
         kind = jnp.int32 if values.dtype == jnp.bool_ else wide(values.dtype)
         out = jnp.zeros(tuple(shape), kind)
         out = out.at[tuple(index)].add(values.astype(out.dtype), mode="promise_in_bounds", wrap_negative_indices=False)
         return out.astype(values.dtype)
 
     def select(self, mask: Any, x: Any, otherwise: float) -> Any:
-        # `jnp.where` is a compiled function of its own wherever it is called, and so is each derivative of it.
+        # `jnp.where` and each of its derivatives would be compiled as functions of their own.
         return lax.select(jnp.broadcast_to(mask, x.shape), x, lax.full_like(x, otherwise))
 
     def zeros(self, shape: Sequence[int], like: Any) -> Any:
@@ -94,7 +94,7 @@ class JaxOps:
 
 
 def _spread(x: Any, axes: Sequence[int], order: Sequence[int]) -> Any:
-    """Permute to an order of axes that holds more of them, size 1 for those that x lacks."""
+    """Permute an array to an order of axes; axes that it lacks get size 1."""
     present = [axis for axis in order if axis in axes]
     x = jnp.transpose(x, [axes.index(axis) for axis in present])
     missing = tuple(position for position, axis in enumerate(order) if axis not in axes)
@@ -108,22 +108,23 @@ OPS = JaxOps()
 # terms and 512 columns ran at 28 to 39, 43 to 54, 58 to 79 and 70 to 129 GFLOP/s, by the preset 37, 55, 73 and 88
 # (2 cores of an Intel Xeon at 2.8 GHz, JAX 0.10.2, 2026-11-22).
 _HALF_RATE_SIDE = 32
-# Seconds that it takes there for each element that it copies into another order, beyond moving it, and for each that it
-# multiplies and sums in one loop: 8 to 17 million elements, products of matrices with vectors whose batch axes do not
-# come first.
+# Seconds on a CPU for each element that XLA copies into another order, besides moving it, and for each element that it
+# multiplies and sums in one loop. Measured on 8 to 17 million elements, on products of matrices with vectors whose
+# batch axes do not come first.
 _REORDERED, _SUMMED = 2e-9, 1.5e-9
-# Or, where the innermost two dimensions are small, for each element, row and matrix of them: 20 ns an element were
-# measured for matrices of 3 x 3 (by this 18), 2.3 for 8 x 8 (3.8), 1.9 for 128 x 8 (1.9), 0.6 for 32 x 32 (1.5 above).
+# If the innermost two dimensions are small: seconds for each element, for each row, and for each matrix. Measured and,
+# in parentheses, predicted ns for an element: 20 (18) for matrices of 3 x 3, 2.3 (3.8) for 8 x 8, 1.9 (1.9) for 128 x
+# 8, and 0.6 for 32 x 32, where the 1.5 above apply.
 _SUMMED_SMALL = (5e-10, 1e-8, 1.3e-7)
 
 
 def _stock_cost(op: Op, device: Device) -> StepCost:
-    """The stock cost, with XLA's rate for products of few rows, columns or terms, and with what it copies."""
+    """Return the stock cost, corrected for XLA's copies and its rate on products of few rows, columns or terms."""
     cost = stock_cost(op, device)
     if device.kind != "cpu" or not isinstance(op, Einsum):
         return cost
     if stock_kind(op) != "matmul":
-        more = rearranged(op.spec) * itemsize(op.dtype)
+        more = count_copied(op.spec) * itemsize(op.dtype)
         fused = fused_takes(op.spec) * itemsize(op.dtype) if stock_kind(op) == "take, multiply, add" else 0
         return cost._replace(
             bytes_moved=cost.bytes_moved + 2 * more,
@@ -135,21 +136,21 @@ def _stock_cost(op: Op, device: Device) -> StepCost:
     assert form is not None
     side = min(form.sizes[1:])
     rate = max(device.skinny_rate, device.flop_rate * side / (side + _HALF_RATE_SIDE))
-    found = reordered(op.spec)
-    more = found.elements * itemsize(op.dtype) - cost.copied_bytes
-    seconds = device.moving_seconds(2 * max(0, more)) + found.apart * _REORDERED
+    copies = count_reordered(op.spec)
+    more = copies.elements * itemsize(op.dtype) - cost.copied_bytes
+    seconds = device.moving_seconds(2 * max(0, more)) + copies.apart * _REORDERED
     result = math.prod(op.spec.output_shape) * itemsize(op.dtype)
     product = cost.flops / rate + device.launch_seconds + device.fresh_seconds(result)
     return cost._replace(
         bytes_moved=cost.bytes_moved + 2 * more,
         copied_bytes=cost.copied_bytes + more,
-        scratch_bytes=cost.scratch_bytes + more - found.reused * itemsize(op.dtype),
+        scratch_bytes=cost.scratch_bytes + more - copies.reused * itemsize(op.dtype),
         picoseconds=max(cost.picoseconds, picoseconds(product)) + picoseconds(seconds),
     )
 
 
 def _not_summed(op: Op) -> str | None:
-    """Why a product is not better multiplied and summed, element by element."""
+    """Return why a product is not better multiplied and summed element by element; None if it is."""
     form = None if not isinstance(op, Einsum) else product_form(op.spec)
     if form is None or not form.contracted or op.dtype == "bool":
         return "the step is no sum of products"
@@ -158,7 +159,7 @@ def _not_summed(op: Op) -> str | None:
     first, second = ([e for e in term if op.spec.size(e) != 1] for term in op.spec.inputs)
     if [e for e in first if e in second] != [e for e in second if e in first]:
         return "one operand would be read across its order"  # 40 ns an element, measured on a slice of chain-ijkl
-    return None if reordered(op.spec).apart else "XLA's product copies nothing into another order"
+    return None if count_reordered(op.spec).apart else "XLA's product copies nothing into another order"
 
 
 def _summed_cost(op: Op, device: Device) -> StepCost:
@@ -172,7 +173,7 @@ def _summed_cost(op: Op, device: Device) -> StepCost:
 
 
 def _run_summed(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    """Multiply in the order of the operand with more axes, which XLA reads as it lies, and sum in the same loop."""
+    """Multiply in the order of the operand with more axes, so that XLA copies none of it, and sum in the same loop."""
     names = {axis: number for number, (axis, _) in enumerate(op.spec.sizes)}
     *terms, out = ([names[str(e)] for e in term] for term in op.spec.terms)
     large = max(terms, key=len)
@@ -184,12 +185,14 @@ def _run_summed(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
 
 
 def _reshaped_bytes(op: Op, form: GroupedForm | PooledForm, flat: bool = False) -> int:
-    """Bytes of the results that XLA copies: into another order, or where dimensions of size 1 behind others differ.
+    """Return the bytes of the results that XLA copies to reshape them.
+
+    It copies a result whose axes change their order, and one in which dimensions of size 1 behind others differ.
 
     Args:
         op: the step.
-        form: what the kernel makes of it.
-        flat: whether the kernel makes its result flat, whose dimensions are free.
+        form: its axes by group, as the kernel sees them.
+        flat: whether the kernel makes a flat result, which takes any shape without a copy.
     """
     spec, copied = op.spec, 0
     for term, groups in views_of(op, form)[1]:
@@ -201,7 +204,7 @@ def _reshaped_bytes(op: Op, form: GroupedForm | PooledForm, flat: bool = False) 
 
 
 def _turned_bytes(op: Op, form: PooledForm) -> int:
-    """Bytes of the operands that a loop over batch entries has copied before, into the order of its kernel."""
+    """Return the bytes of the operands that are copied into the kernel's order before a loop over batch entries."""
     spec, turned = op.spec, 0
     for term, groups in views_of(op, form)[0]:
         order = [e for group in groups for e in group if spec.size(e) != 1]
@@ -228,12 +231,12 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
         targets = None if form.rows_out == form.gather.axes else group_sizes(op.spec, form.rows_out)[0]
         loop = jax_grouped.matmul_scratch_bytes(*sizes, targets)
     copied = flattened_bytes(op, form) + _reshaped_bytes(op, form)
-    # Beside the order, for each operand or result that some of the row axes choose, where a row finds it.
+    # Besides the sorted order: a map of rows for each operand or result that has only some of the row axes.
     maps = sum(rows != form.gather.axes for rows in (form.rows_a, form.rows_b if form.outer else form.rows_out))
     scratch = 4 * (n + g + 1) + 8 * n * maps + max(jax_grouping.scratch_bytes(n, g), loop) + copied
     flops = spec_flops(op.spec) * op.products
     moved = op.bytes_touched()
-    # Measured on seed 000: a row's sort and addresses, filling the result, products on padded lanes, lanes moved.
+    # Measured on seed 000: sorting and addressing a row, filling the result, products on padded lanes, moving lanes.
     lanes = 1.28 * n * i
     seconds = (
         70e-9 * n + 1.8e-9 * n * i * k + lanes * (2 * j * k / 46e9 + 0.8e-9 * (j + k)) + 20 * device.launch_seconds
@@ -259,7 +262,7 @@ def _pooled_cost(names: str, op: Op, device: Device) -> StepCost:
         else f"{'pool' if form.place == 2 else 'query'}_gradient"
     )
     chosen, moved, size = b * q * k, op.bytes_touched(), itemsize(op.dtype)
-    # Nanoseconds measured on seed 003; gradients are of both operands, half of that is one's.
+    # Nanoseconds measured on seed 003. For gradients both operands' were measured, and half of it is taken for one.
     if names == "pooled":
         flops, dense = products * 2 * b * q * m * d, b * q * m * d / 32
         seconds = 0.8e-9 * dense + 1.4e-9 * chosen if scores else products * (0.55e-9 * dense + 0.7e-9 * chosen)
@@ -275,7 +278,7 @@ def _pooled_cost(names: str, op: Op, device: Device) -> StepCost:
     copied = flattened_bytes(op, form) + (0 if fused else _reshaped_bytes(op, form, flat=scores and names == "pooled"))
     if names == "pooled":
         seconds += b * (1e-6 if scores else 2.2e-6)
-        masked = what in ("gradients", "query_gradient")  # where the pool holds NaN, see `jax_reads`
+        masked = what in ("gradients", "query_gradient")  # the pool may hold NaN, see `reads`
         copied += _turned_bytes(op, form) + masked * b * m * d * size
     seconds += device.moving_seconds(2 * copied) + 10 * device.launch_seconds
     return StepCost(flops, moved + 2 * copied, copied, scratch + copied, picoseconds(seconds))
@@ -291,7 +294,7 @@ def _cast(x: Any, dtype: str) -> Any:
 
 
 def make_table(grouped: Any = jax_grouped) -> Table:
-    """Return the table of the JAX backend; its grouped products are the module's, or those of a `Platform`."""
+    """Return the table of the JAX backend; `grouped` is a module or a `Platform` with kernels of grouped products."""
     kernels = Kernels(
         OPS,
         jax_grouping.group_rows,

@@ -1,18 +1,19 @@
-"""Each step of a plan is a primitive of ours, and its derivatives are steps again.
+"""Two JAX primitives: a step of a plan, and the joint tangent of a step in both of its operands.
 
-One primitive, the step, runs any op in a named implementation. Its derivative in forward mode is a step with a tangent
-in an operand's place, or, where the gradients of both operands share a loop, one joint tangent: a primitive that is
-linear in both tangents together, so that its transpose can be that loop. Transposes are transposed specs, `vmap` is
-one more axis. What is kept follows from that: a step's tangent reads the other operand, and nothing else.
+The step runs any op in a named implementation. Its rules make steps again: the tangent of a step is a step with a
+tangent in an operand's place, its transpose is a step by the transposed spec, and `vmap` adds an axis to the spec. So
+JAX keeps for a backward pass what these steps read, the other operand, and nothing else.
 
-The two primitives bind each other, so they are one module.
+Some implementations compute the gradients of both operands in one loop. For these the tangent is a single primitive,
+linear in both tangents together, whose transpose is that loop. The two primitives bind each other, so they share a
+module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,38 +28,41 @@ from planner.backends.jax.reads import Reads
 from planner.language.derive import batched, transpose
 from planner.program.ops import Cast, Einsum, JointGradient, Op
 
-__all__ = ["bind_step", "compiled", "gradient_op"]
+__all__ = ["bind_step", "compile_step", "gradient_op"]
 
 
 class _StepPrimitive(Primitive):
-    """A primitive whose arguments vary alike inside of `shard_map`, and that is lowered for devices with names."""
+    """A primitive that can be called inside of `shard_map`, and is told for which devices it is lowered."""
 
     def bind(self, *arguments: Any, **parameters: Any) -> Any:
         return super().bind(*_varying_alike(arguments), **{"devices": devices_wanted(), **parameters})
 
 
 def _varying_alike(arguments: Sequence[Any]) -> Sequence[Any]:
-    """Arguments of which, inside of `shard_map`, all vary over the axes of the mesh over which one does."""
+    """Mark all arguments as varying over the same axes of the mesh, as JAX asks for inside of `shard_map`.
+
+    Those are the axes over which at least one argument varies.
+    """
     if not any([jax.typeof(x).mat.varying for x in arguments if isinstance(x, jax.core.Tracer)]):
         return arguments
     axes = [jax.typeof(x).mat.varying if isinstance(x, jax.core.Tracer) else frozenset() for x in arguments]
-    together = frozenset().union(*axes)
-    missing = [tuple(together - own) for own in axes]
+    all_axes = frozenset().union(*axes)
+    missing = [tuple(all_axes - varying) for varying in axes]
     return [lax.pcast(x, names, to="varying") if names else x for x, names in zip(arguments, missing, strict=True)]
 
 
-def _typed(view: Shape, dtype: str, like: Any) -> Any:
-    """The type of a result; inside of `shard_map` it varies as the arguments do."""
-    found = jax.core.ShapedArray(view, jnp.dtype(dtype))
+def _result_type(view: Shape, dtype: str, like: Any) -> Any:
+    """Return the type of a result; inside of `shard_map` it varies as the arguments do."""
+    plain = jax.core.ShapedArray(view, jnp.dtype(dtype))
     if not like.mat.varying:
-        return found
+        return plain
     sharding = like.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(view)))
-    return like.update(shape=found.shape, dtype=found.dtype, weak_type=False, sharding=sharding)
+    return like.update(shape=plain.shape, dtype=plain.dtype, weak_type=False, sharding=sharding)
 
 
-# Parameters: op, lowering, mode, `views`, the shapes of the results as the caller sees them, and `reads`. Arguments are
-# the op's inputs, then index arrays in the order of `reads.arrays`. The primitives add `devices` themselves, see
-# `devices_wanted`.
+# Both primitives take the parameters op, lowering, mode, views (the shapes of the results as the caller sees them) and
+# reads. Their arguments end with the index arrays, in the order of `reads.arrays`. The primitives add the parameter
+# `devices` themselves, see `devices_wanted`.
 step_p = _StepPrimitive("planner_step")
 step_p.multiple_results = True
 tangent_p = _StepPrimitive("planner_tangent")
@@ -67,51 +71,52 @@ tangent_p = _StepPrimitive("planner_tangent")
 def bind_step(
     op: Op, arguments: Sequence[Any], mode: Mode, views: tuple[Shape, ...], reads: Reads, lowering: str | None = None
 ) -> list[Any]:
-    """Bind a step.
+    """Compute a step by binding the primitive, and return its results.
 
     Args:
         op: the op.
         arguments: its inputs, then the index arrays of `reads`.
-        mode: the index mode and the precision. Where no precision was asked for, it is that of the context here, as in
-            `jax.lax.dot_general`: the derivatives of a step then have the precision of the step.
+        mode: the index mode and the precision. If no precision was asked for, it is the default precision of the
+            current context, as in `jax.lax.dot_general`. The derivatives of the step then have the same precision.
         views: the shapes of the results.
-        reads: what the step reads.
-        lowering: the implementation that the plan chose; the fastest one by default.
+        reads: what the step reads of index arrays.
+        lowering: the name of the implementation that the plan chose; by default the fastest.
     """
     lowering = lowering or LOWER(op).lowering
     if mode[1] is None and (precision := jax.config.jax_default_matmul_precision) is not None:  # type: ignore[attr-defined]
         mode = (mode[0], precision)
-    found: list[Any] = step_p.bind(*arguments, op=op, lowering=lowering, mode=mode, views=views, reads=reads)
-    return found
+    results: list[Any] = step_p.bind(*arguments, op=op, lowering=lowering, mode=mode, views=views, reads=reads)
+    return results
 
 
 @lru_cache(maxsize=4096)
-def compiled(**parameters: Any) -> Callable[..., list[Any]]:
-    """Return the step with these parameters, jitted: what it runs is chosen for the platform that it is lowered for."""
+def compile_step(**parameters: Any) -> Callable[..., list[Any]]:
+    """Return the step with these parameters, jitted. Its kernels are chosen for the platform that it is lowered for."""
 
     def planner_step(*arguments: Any) -> list[Any]:
         if any(isinstance(x, jax.core.Tracer) for x in arguments):
-            found: list[Any] = step_p.bind(*arguments, **parameters)
-            return found
-        return _not_traced(arguments, parameters)
+            results: list[Any] = step_p.bind(*arguments, **parameters)
+            return results
+        return _run_untraced(arguments, parameters)
 
     return jax.jit(planner_step)
 
 
-def _not_traced(arguments: Sequence[Any], parameters: Mapping[str, Any]) -> list[Any]:
-    """Run a step whose jitted function JAX calls with arrays: it does so in two cases.
+def _run_untraced(arguments: Sequence[Any], parameters: Mapping[str, Any]) -> list[Any]:
+    """Run a jitted step that JAX calls with arrays instead of tracers. JAX does so in two cases.
 
-    Under `jax.disable_jit` a step is compiled all the same, as every primitive of JAX is. Under `jax.debug_nans` and
-    `jax.debug_infs` JAX calls the function of a result that holds one, to learn where it comes from: from here.
+    Under `jax.disable_jit` the step is compiled all the same, as JAX compiles its own primitives. Under
+    `jax.debug_nans` and `jax.debug_infs` JAX calls the function again if a result holds NaN or infinity, to find the
+    operation that made it. Then this function raises.
 
     Raises:
-        IndexRangeError: an index is out of range, and the NaN marks what it had a say in.
+        IndexRangeError: an index is out of range, and the NaN marks the results that depend on it.
         FloatingPointError: the NaN or the infinity comes from the operands.
     """
     config: Any = jax.config
     if config.jax_disable_jit:
         with jax.disable_jit(False):
-            return compiled(**parameters)(*arguments)
+            return compile_step(**parameters)(*arguments)
     op: Op = parameters["op"]
     raw = dict(zip(parameters["reads"].arrays, arguments[input_count(op) :], strict=True))
     if parameters["mode"][0] == "raise":
@@ -123,22 +128,23 @@ def _not_traced(arguments: Sequence[Any], parameters: Mapping[str, Any]) -> list
 
 @step_p.def_impl
 def _step_impl(*arguments: Any, **parameters: Any) -> list[Any]:
-    return compiled(**parameters)(*arguments)
+    return compile_step(**parameters)(*arguments)
 
 
 @step_p.def_abstract_eval
 def _step_abstract(*arguments: Any, op: Op, views: tuple[Shape, ...], **_: Any) -> list[Any]:
-    return [_typed(view, op.dtype, arguments[0]) for view in views]
+    return [_result_type(view, op.dtype, arguments[0]) for view in views]
 
 
 def _step_lowering(context: Any, *values: Any, platform: str = "", **parameters: Any) -> Any:
     devices = devices_of(context)
     # Kernels of a platform run on one device: XLA cannot partition them.
     function = partial(evaluate, platform="" if devices == "unknown" else platform, several=devices == "several")
-    # Inside of `shard_map` types say over which axes values vary: constants of the step's own would not agree.
+    # Inside of `shard_map` types say over which axes values vary. The constants that a step makes vary over none, and
+    # would not fit; so types without axes are used inside the step.
     if any(aval.mat.varying for aval in context.avals_in):
         context = context.replace(avals_in=[jax.core.ShapedArray(x.shape, x.dtype) for x in context.avals_in])
-    # Under `disable_jit` loops would be traced turn by turn.
+    # Under `disable_jit` each turn of a loop would be traced by itself.
     with jax.disable_jit(False):
         return mlir.lower_fun(function, multiple_results=True)(context, *values, **parameters)
 
@@ -149,11 +155,16 @@ for _platform in PLATFORMS:
 
 
 def gradient_op(op: Op, child: int) -> Op:
-    """The op that gives one child's gradient."""
+    """Return the op that computes the gradient of one operand."""
     return Einsum(transpose(op.spec, child), op.dtype)
 
 
-def _instantiated(tangent: Any) -> bool:
+# The inputs of a joint gradient are (output gradient, a, b). These are the inputs, among them, of the steps that
+# compute the gradient of a alone, and that of b alone.
+_SINGLE_GRADIENT_INPUTS = ((0, 2), (1, 0))
+
+
+def _is_nonzero(tangent: Any) -> bool:
     return not isinstance(tangent, ad.Zero)
 
 
@@ -162,40 +173,54 @@ def _step_jvp(
 ) -> Any:
     results = bind_step(op, primals, mode, views, reads, lowering)
     count = input_count(op)
-    active = [i for i in range(count) if _instantiated(tangents[i])]
+    active = [i for i in range(count) if _is_nonzero(tangents[i])]
     zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
     if not active:
         return results, zeros
     if not isinstance(op, JointGradient):
         return results, [_multilinear(op, primals, tangents, active, mode, views, reads, lowering)]
-    # Both gradients: each is a single step, bilinear in the output gradient and the other operand.
-    slots = ((0, 2), (1, 0))  # inputs of each single step, by position in (gradient, a, b)
-    outputs = []
-    for child in (0, 1):
-        single, order = gradient_op(op, child), slots[child]
-        inner = [*(primals[i] for i in order), *primals[count:]]
-        inner_tangents = [tangents[i] for i in order]
-        here = [i for i in (0, 1) if _instantiated(inner_tangents[i])]
-        rest = reads.without(child)
-        outputs.append(
-            _multilinear(single, inner, inner_tangents, here, mode, (views[child],), rest, None)
-            if here
-            else zeros[child]
+    # Each of both gradients is a step of its own, bilinear in the output gradient and the other operand.
+    result_tangents = []
+    for child, places in enumerate(_SINGLE_GRADIENT_INPUTS):
+        single_tangents = [tangents[place] for place in places]
+        single_active = [i for i in (0, 1) if _is_nonzero(single_tangents[i])]
+        if not single_active:
+            result_tangents.append(zeros[child])
+            continue
+        single_primals = [*(primals[place] for place in places), *primals[count:]]
+        single, view, single_reads = gradient_op(op, child), (views[child],), reads.without(child)
+        result_tangents.append(
+            _multilinear(single, single_primals, single_tangents, single_active, mode, view, single_reads, None)
         )
-    return results, outputs
+    return results, result_tangents
 
 
 def _multilinear(
-    op: Op, primals: Any, tangents: Any, active: Sequence[int], mode: Mode, views: Any, reads: Reads,
+    op: Op,
+    primals: Any,
+    tangents: Any,
+    active: Sequence[int],
+    mode: Mode,
+    views: Any,
+    reads: Reads,
     lowering: str | None,
-) -> Any:  # fmt: skip
-    """The tangent of a step: the sum over operands of the step with a tangent in that operand's place."""
+) -> Any:
+    """Return the tangent of a step: the sum, over its active operands, of the step with the operand's tangent in place.
+
+    Active operands are those whose tangent is not zero.
+    """
     count = input_count(op)
     if len(active) == 2 and _joint(op):
         return tangent_p.bind(
-            *primals[:count], *tangents[:count], *primals[count:],
-            op=op, lowering=lowering, mode=mode, views=views, reads=reads,
-        )  # fmt: skip
+            *primals[:count],
+            *tangents[:count],
+            *primals[count:],
+            op=op,
+            lowering=lowering,
+            mode=mode,
+            views=views,
+            reads=reads,
+        )
     total = None
     for i in active:
         swapped = list(primals)
@@ -207,7 +232,7 @@ def _multilinear(
 
 @lru_cache(maxsize=4096)
 def _joint(op: Op) -> bool:
-    """Whether one implementation gives both gradients and beats two steps."""
+    """Return whether one implementation computes both gradients, and is faster than two steps."""
     return len(op.spec.inputs) == 2 and any(
         isinstance(g, JointGradient) for g, _, _ in LOWER.gradients(op, (True, True))
     )
@@ -227,7 +252,8 @@ def _step_transpose(
     shape = arguments[i].aval.shape
     indices = arguments[count:]
     if isinstance(op, JointGradient):
-        # Linear in the output gradient: with a tangent in each operand's place, the forward step itself.
+        # Both gradients are linear in the output gradient. Their transpose is the forward step, summed over the
+        # operands, with a tangent in the operand's place: the joint tangent.
         _, a, b = arguments[:count]
         ga, gb = (ad.instantiate_zeros(ct) for ct in cotangents)
         forward = Einsum(op.spec, op.dtype)
@@ -239,7 +265,7 @@ def _step_transpose(
         raise AssertionError("casts are convert_element_type")
     swapped = list(arguments)
     swapped[i] = cotangents[0]
-    # The cotangent has the shape that the caller sees; the step reshapes its inputs itself.
+    # The cotangent has the shape that the caller sees. The step reshapes its inputs itself.
     results[i] = bind_step(gradient_op(op, i), swapped, mode, (shape,), reads.without(i))[0]
     return results
 
@@ -256,29 +282,35 @@ def _step_batch(
     moved = [_axis_front(x, d) for x, d in zip(arguments, dims, strict=True)]
     mapped = [d is not None for d in dims]
     if isinstance(op, JointGradient):
-        gradient, a, b = moved[:3]
-        outputs = []
-        for child, inputs, places in ((0, (gradient, b), (0, 2)), (1, (a, gradient), (1, 0))):
-            outputs.append(
-                _batched_step(
-                    gradient_op(op, child), (*inputs, *moved[3:]), [*(mapped[p] for p in places), *mapped[3:]], 2, size,
-                    mode, views[child], reads.without(child),
-                )
-            )  # fmt: skip
-        return outputs, [0, 0]
-    result = _batched_step(op, moved, mapped, count, size, mode, views[0], reads)
+        gradients = []
+        for child, places in enumerate(_SINGLE_GRADIENT_INPUTS):
+            inputs = [*(moved[p] for p in places), *moved[3:]]
+            inputs_mapped = [*(mapped[p] for p in places), *mapped[3:]]
+            single, view, single_reads = gradient_op(op, child), views[child], reads.without(child)
+            gradients.append(_bind_batched(single, inputs, inputs_mapped, 2, size, mode, view, single_reads))
+        return gradients, [0, 0]
+    result = _bind_batched(op, moved, mapped, count, size, mode, views[0], reads)
     return [result], [0]
 
 
-def _batched_step(
-    op: Op, arguments: Sequence[Any], mapped: Sequence[bool], count: int, size: int, mode: Mode, view: Shape,
+def _bind_batched(
+    op: Op,
+    arguments: Sequence[Any],
+    mapped: Sequence[bool],
+    count: int,
+    size: int,
+    mode: Mode,
+    view: Shape,
     reads: Reads,
-) -> Any:  # fmt: skip
-    """One step with a leading batch axis; broadcast where nothing of this step is batched."""
+) -> Any:
+    """Bind a step whose mapped arguments have a leading batch axis; its result has one too.
+
+    If none of the step's own arguments is mapped, its result is repeated along that axis.
+    """
     operands = [i for i in range(count) if mapped[i]]
-    hit = [name for name, is_mapped in zip(reads.arrays, mapped[count:], strict=True) if is_mapped]
-    arrays = [name for name in hit if name in op.arrays]
-    reads = reads.batched(size, operands, hit)
+    mapped_arrays = [name for name, is_mapped in zip(reads.arrays, mapped[count:], strict=True) if is_mapped]
+    arrays = [name for name in mapped_arrays if name in op.arrays]
+    reads = reads.batched(size, operands, mapped_arrays)
     if not operands and not arrays:
         (result,) = bind_step(op, arguments, mode, (view,), reads)
         return jnp.broadcast_to(result, (size, *view))
@@ -292,7 +324,38 @@ ad.primitive_transposes[step_p] = _step_transpose
 batching.primitive_batchers[step_p] = _step_batch
 
 
-# -- the joint tangent of a binary step: f(da, b) + f(a, db) -------------------------------------------
+# -- the joint tangent of a binary step f: f(da, b) + f(a, db) -----------------------------------------
+
+# The positions of its arguments; index arrays follow.
+A, B, DA, DB = range(4)
+# The arguments of each of its two steps.
+_TANGENT_STEPS = ((DA, B), (A, DB))
+
+
+class _Role(NamedTuple):
+    """What an argument of the joint tangent is in the one of the two steps that reads it.
+
+    Attributes:
+        argument: its position.
+        child: 0 or 1, the input of the step that it is.
+        other: the position of the argument that is the step's other input.
+        tangents: the inputs of the step that are tangents once the argument is replaced by its tangent. Their unread
+            rows are zero.
+    """
+
+    argument: int
+    child: int
+    other: int
+    tangents: tuple[int, ...]
+
+    def inputs(self, x: Any, arguments: Sequence[Any]) -> tuple[Any, Any]:
+        """Return the step's inputs with x in the place of the argument."""
+        other = arguments[self.other]
+        return (x, other) if self.child == 0 else (other, x)
+
+
+# In the order in which tangents are added up.
+_ROLES = (_Role(DA, 0, B, (0,)), _Role(B, 1, DA, (0, 1)), _Role(A, 0, DB, (0, 1)), _Role(DB, 1, A, (1,)))
 
 
 def _tangent_parts(arguments: Any, op: Op, mode: Mode, views: Any, reads: Reads, lowering: str | None, **_: Any) -> Any:
@@ -309,11 +372,11 @@ def _tangent_impl(*arguments: Any, **parameters: Any) -> Any:
 
 @tangent_p.def_abstract_eval
 def _tangent_abstract(*arguments: Any, op: Op, views: tuple[Shape, ...], **_: Any) -> Any:
-    return _typed(views[0], op.dtype, arguments[0])
+    return _result_type(views[0], op.dtype, arguments[0])
 
 
 def _tangent_lowering(context: Any, *values: Any, **parameters: Any) -> Any:
-    # The precision was settled when the program was traced.
+    # The precision was fixed when the program was traced.
     with jax.default_matmul_precision(None):
         return mlir.lower_fun(_tangent_impl, multiple_results=False)(context, *values, **parameters)
 
@@ -326,14 +389,13 @@ def _tangent_jvp(
 ) -> Any:
     result = tangent_p.bind(*primals, op=op, lowering=lowering, mode=mode, views=views, reads=reads)
     total = None
-    a, b, da, db, *indices = primals
-    for position, (left, right), free in (
-        (2, (None, b), (0,)), (1, (da, None), (0, 1)), (0, (None, db), (0, 1)), (3, (a, None), (1,)),
-    ):  # fmt: skip
-        tangent = tangents[position]
-        if _instantiated(tangent):
-            pair = (tangent if left is None else left, tangent if right is None else right)
-            (part,) = bind_step(op, (*pair, *indices), mode, views, reads.without(*free, gradient=False), lowering)
+    indices = primals[4:]
+    for role in _ROLES:
+        tangent = tangents[role.argument]
+        if _is_nonzero(tangent):
+            arguments = (*role.inputs(tangent, primals), *indices)
+            part_reads = reads.without(*role.tangents, gradient=False)
+            (part,) = bind_step(op, arguments, mode, views, part_reads, lowering)
             total = part if total is None else ad.add_jaxvals(total, part)
     if total is None:
         return result, ad.Zero(jax.typeof(result).to_tangent_aval())
@@ -345,23 +407,21 @@ def _tangent_transpose(
 ) -> Any:
     results: list[Any] = [None] * len(arguments)
     a, b, da, db, *indices = arguments
-    linear = [i for i in (0, 1, 2, 3) if ad.is_undefined_primal(arguments[i])]
+    linear = [i for i in (A, B, DA, DB) if ad.is_undefined_primal(arguments[i])]
     if isinstance(cotangent, ad.Zero):
         for i in linear:
             results[i] = ad.Zero(arguments[i].aval)
         return results
-    if linear == [2, 3]:
-        pair = Einsum(op.spec, op.dtype).joint_gradient()
+    if linear == [DA, DB]:
+        joint = Einsum(op.spec, op.dtype).joint_gradient()
         shapes = (da.aval.shape, db.aval.shape)
-        results[2], results[3] = bind_step(pair, (cotangent, a, b, *indices), mode, shapes, reads)
+        results[DA], results[DB] = bind_step(joint, (cotangent, a, b, *indices), mode, shapes, reads)
         return results
-    for i, child, others, free in (
-        (2, 0, (None, b), (0,)), (3, 1, (a, None), (1,)), (0, 0, (None, db), (0, 1)), (1, 1, (da, None), (0, 1)),
-    ):  # fmt: skip
-        if i in linear:
-            inputs = [cotangent if other is None else other for other in others]
-            shape, rest = arguments[i].aval.shape, reads.without(*free)
-            results[i] = bind_step(gradient_op(op, child), (*inputs, *indices), mode, (shape,), rest)[0]
+    for role in sorted(_ROLES):
+        if role.argument in linear:
+            inputs = (*role.inputs(cotangent, arguments), *indices)
+            shape, role_reads = arguments[role.argument].aval.shape, reads.without(*role.tangents)
+            (results[role.argument],) = bind_step(gradient_op(op, role.child), inputs, mode, (shape,), role_reads)
     return results
 
 
@@ -372,13 +432,11 @@ def _tangent_batch(
     moved = [_axis_front(x, d) for x, d in zip(arguments, dims, strict=True)]
     mapped = [d is not None for d in dims]
     parts = []
-    for child, places in enumerate(((2, 1), (0, 3))):
-        parts.append(
-            _batched_step(
-                op, [*(moved[p] for p in places), *moved[4:]], [*(mapped[p] for p in places), *mapped[4:]], 2, size,
-                mode, views[0], reads.without(child, gradient=False),
-            )
-        )  # fmt: skip
+    for child, places in enumerate(_TANGENT_STEPS):
+        inputs = [*(moved[p] for p in places), *moved[4:]]
+        inputs_mapped = [*(mapped[p] for p in places), *mapped[4:]]
+        part_reads = reads.without(child, gradient=False)
+        parts.append(_bind_batched(op, inputs, inputs_mapped, 2, size, mode, views[0], part_reads))
     return ad.add_jaxvals(*parts), 0
 
 

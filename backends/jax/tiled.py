@@ -1,8 +1,7 @@
-"""What grouped products cost in Pallas kernels: rows are moved into tiles, results out of them.
+"""The cost of grouped products in Pallas kernels, which move rows into tiles and results out of tiles.
 
-They have run on no device yet, so that times are estimates. What is allocated on a TPU is bounded by what XLA's
-compiler for a v5e allots, which keeps arrays of some megabytes in vector memory instead; on a GPU arrays are counted
-one by one.
+The kernels have run on no device yet, so times are estimates. Memory on a TPU is bounded by what XLA's compiler for a
+v5e allocates; it keeps arrays of a few megabytes in vector memory instead. Memory on a GPU is the sum of the arrays.
 """
 
 from __future__ import annotations
@@ -25,15 +24,16 @@ __all__ = ["tiled_cost"]
 def tiled_cost(
     op: Op, form: GroupedForm, sizes: tuple[int, int, int, int, int], shape: Shape, device: Device, copied: int
 ) -> StepCost:
-    """Return what a step costs that a platform's kernels take.
+    """Return the cost of a step that a platform's kernels run.
 
     Args:
         op: the step.
-        form: what the kernels make of it.
-        sizes: rows, rows of one row's matrix, groups, columns of the rows and of the results.
-        shape: what the platform's tiles are like.
-        device: its rates.
-        copied: bytes that are copied before the kernels and after them.
+        form: its axes by group, as the kernels see them.
+        sizes: the number of rows, the rows of the matrix that one row is, the number of groups, and the columns of the
+            rows and of the results.
+        shape: the shape of the platform's tiles.
+        device: the rates of the device.
+        copied: bytes that are copied before and after the kernels.
     """
     n, i, g, j, k = sizes
     size, sums = itemsize(op.dtype), isinstance(op, JointGradient) or form.outer
@@ -70,10 +70,10 @@ def tiled_cost(
 
 
 def _tpu_bytes(what: str, sizes: tuple[int, int, int, int, int], slots: int, targets: int, size: int) -> int:
-    """Bytes of what a TPU's kernels hold at once beside their tables.
+    """Return the bytes that a TPU's kernels hold at once, besides their tables.
 
-    Arrays of a program lie compactly: those that whole registers pad are copied for a kernel, or out of it. Rows are
-    taken, then zeros selected where there is none, and results likewise: twice the bytes.
+    Outside of kernels arrays have no padding. An array that a kernel needs padded to whole registers is copied before
+    the kernel, or after it. Rows are taken and then masked with zeros, in a second array; so are results.
     """
     n, i, g, j, k = sizes
     shapes = (n, i, j), (n, i, k), (g, j, k)
@@ -93,16 +93,20 @@ def _tpu_bytes(what: str, sizes: tuple[int, int, int, int, int], slots: int, tar
 
 
 def _padded(rows: int, inner: int, columns: int, size: int) -> int:
-    """Bytes of `(rows, inner, columns)` in a TPU's registers: 128 columns wide, 8 rows of 4 bytes or a power of 2."""
+    """Return the bytes of `(rows, inner, columns)` padded for a TPU's registers.
+
+    A register is 128 columns wide, and has 8 rows of 4 bytes, or as many rows as the next power of 2 if that is fewer.
+    """
     high = min(32 // size, 1 << (inner - 1).bit_length())
     return rows * (-(-inner // high) * high) * (-(-columns // 128) * 128) * size
 
 
 def _gpu_bytes(what: str, sizes: tuple[int, int, int, int, int], slots: int, targets: int, size: int) -> int:
-    """Bytes of what a GPU's kernels hold at once beside their tables.
+    """Return the bytes that a GPU's kernels hold at once, besides their tables.
 
-    Columns, and rows of matrices, are filled up to 64 with zeros, in a copy where they are not multiples of it.
-    Gradients transpose the matrices, sums the rows. Tiles are counted twice, as taken and as filled up.
+    Columns, and the rows of matrices, are padded with zeros to multiples of 64, in a copy if they are not multiples
+    already. Gradients transpose the matrices, and sums transpose the rows. Tiles are counted twice: once as taken, and
+    once as padded.
     """
     n, i, g, j, k = sizes
     wide_j, wide_k = (-(-x // 64) * 64 for x in (j, k))

@@ -1,4 +1,4 @@
-"""A plan's tree, run: a step for each node, and what of their results is kept for a backward pass."""
+"""Running a plan's tree in JAX, a step for each node; the plan decides what JAX keeps for the backward pass."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from planner.backends.common.common import RangedIndices, mask_term, steps_with_unread_rows
+from planner.backends.common.masks import mask_term
+from planner.backends.common.unread_rows import steps_with_unread_rows
 from planner.backends.jax.evaluation import cast
-from planner.backends.jax.index import index_shape, normalised
+from planner.backends.jax.index import index_shape, normalise
 from planner.backends.jax.reads import Reads
 from planner.backends.jax.rows import OPS
 from planner.backends.jax.step import bind_step
 from planner.language.spec import Term
+from planner.program.implementations import RangedIndices
 from planner.program.ops import Cast
 from planner.program.plan import PlanRecord
 from planner.program.tree import Leaf, Node, Tree
@@ -33,7 +35,7 @@ def tree_run(plan: PlanRecord) -> Run:
     """Return the function that runs a plan's tree and keeps what the plan says."""
     tree = _PlanTree(plan)
     if plan.keep == "all":
-        # Without a checkpoint JAX keeps all that gradients read, and faster than one which names all of it.
+        # Without a checkpoint JAX keeps everything that gradients read. A checkpoint that names all of it is slower.
         return tree.run
     policy = jax.checkpoint_policies.save_only_these_names(KEPT) if tree.kept else None
     kept: Run = jax.checkpoint(tree.run, static_argnums=(2,), policy=policy)
@@ -41,7 +43,7 @@ def tree_run(plan: PlanRecord) -> Run:
 
 
 class _PlanTree:
-    """A plan's tree with what its nodes need to run.
+    """A plan's tree, with what its nodes need to run.
 
     Attributes:
         spec: the resolved spec of the contraction.
@@ -69,19 +71,19 @@ class _PlanTree:
         return self._value(tree, leaves, dict(zip(self.spec.arrays, index_values, strict=True)), mode)
 
     def _value(self, tree: Tree, leaves: Sequence[Any], indices: Mapping[str, Any], mode: str) -> Any:
-        """What a part of the tree computes."""
+        """Return the value of a part of the tree."""
         if isinstance(tree, Leaf):
             return leaves[tree.operand]
         inputs = [self._value(child, leaves, indices, mode) for child in tree.children]
         run: Callable[..., Any] = partial(self._node, tree, mode)
         if any(self._is_masked(term) for term in self._outer_terms(tree)):
-            # Else masks and masked copies would be kept for the backward pass, where operands and index arrays do.
+            # The checkpoint keeps operands and index arrays for the backward pass, instead of masks and masked copies.
             run = jax.checkpoint(run)
         result = run(inputs, indices)
         return checkpoint_name(result, KEPT) if id(tree) in self.kept else result
 
     def _node(self, tree: Node, mode: str, inputs: Sequence[Any], indices: Mapping[str, Any]) -> Any:
-        """One step, with the entries that only dropped indices meet set to zero in operands and result."""
+        """Run one step. In the contraction's operands and its result, entries of dropped indices are set to zero."""
         op = tree.op
         inputs = [
             self._masked(x, self.spec.inputs[child.operand], indices)
@@ -103,19 +105,19 @@ class _PlanTree:
         return tree is self.plan.tree
 
     def _outer_terms(self, tree: Node) -> list[Term]:
-        """Terms of the contraction's own operands, and of its result, that a node takes and gives."""
+        """Return the terms of a node's inputs and result that are operands of the contraction, or its result."""
         terms = [self.spec.inputs[child.operand] for child in tree.children if isinstance(child, Leaf)]
         return [*terms, *[self.spec.output] * self._is_root(tree)]
 
     def _is_masked(self, term: Term) -> bool:
-        """Whether indices are dropped and `mask_term` would do anything to a term."""
+        """Return whether indices may be dropped and `mask_term` would mask an array with this term."""
         plain = {e for e in term if isinstance(e, str)}
         return self.dropping and any(g.axes and g not in term and plain.issuperset(g.axes) for g in self.spec.gathers)
 
     def _masked(self, x: Any, term: Term, indices: Mapping[str, Any]) -> Any:
-        """An operand or the result with the entries that only dropped indices meet set to zero."""
+        """Return an operand or the result with the entries that only dropped indices address set to zero."""
         index = RangedIndices(True)
         for gather in self.spec.gathers:
-            values = normalised(indices[gather.array], gather, "drop")
+            values = normalise(indices[gather.array], gather, "drop")
             index[gather] = values.reshape(index_shape(self.spec, gather.array))
         return mask_term(OPS, x.reshape(self.spec.shape(term)), term, self.spec, index)

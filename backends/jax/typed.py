@@ -1,4 +1,4 @@
-"""Arrays whose types say over which axes of a mesh they are split: JAX's explicit axes."""
+"""Explicit axes of a mesh in JAX: array types say over which axes an array is split, and so must the result's."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ __all__ = ["result_sharding"]
 
 
 def result_sharding(plan: PlanRecord, operands: Sequence[Any], arrays: Sequence[Any]) -> NamedSharding | None:
-    """Return how the result is split where the types of operands or index arrays say how these are; else None.
+    """Return the sharding of the result if the type of an operand or index array has explicit axes; else None.
 
     Args:
         plan: the plan.
-        operands: what it is called with.
-        arrays: index arrays, in the order of the spec.
+        operands: the operands of the call.
+        arrays: the index arrays of the call, in the order of the spec.
 
     Raises:
-        PlannerError: two of them are split in ways that one result cannot have, or a gradient is taken outside of
-            `jit`.
+        PlannerError: two arrays are split in ways that do not fit together, or a gradient is taken outside of `jit`.
     """
     mesh = next(filter(None, map(_explicit_mesh, (*operands, *arrays))), None)
     if mesh is None:
         return None
-    # What is kept for the backward pass is on automatic axes, the output's gradient is not, and JAX compiles no program
-    # of both for devices that are named.
+    # Kept values are on automatic axes, and the output's gradient is on explicit axes. JAX compiles no program of both
+    # for named devices.
     if any(type(x).__name__ == "LinearizeTracer" and not isinstance(x.primal, jax.core.Tracer) for x in operands):
         raise PlannerError("gradients on explicit axes of a mesh are taken under jit: call jax.jit(jax.grad(...))")
     spec, resolved = plan.resolved.spec, plan.resolved
@@ -52,21 +51,21 @@ def result_sharding(plan: PlanRecord, operands: Sequence[Any], arrays: Sequence[
 
 
 def _explicit_mesh(x: Any) -> Any:
-    """The mesh by whose axes the type of an array says how it is split; None where it does not."""
+    """Return the mesh whose explicit axes are in the type of an array; None if there is none."""
     if not isinstance(x, jax.core.Tracer) and not isinstance(x.sharding, NamedSharding):
-        return None  # an array on one device, without asking for its type: that takes microseconds
+        return None  # an array on one device: asking for its type would take microseconds
     mesh = jax.typeof(x).sharding.mesh
     return mesh if AxisType.Explicit in mesh.axis_types else None
 
 
 def _seen(x: Any, shape: Sequence[int]) -> Placement:
-    """How an array is placed as the spec sees it: without some dimensions of size 1, which are not split."""
+    """Return how an array is split in the shape that the spec has, without broadcast dimensions of size 1."""
     longer = (names for names, size in zip(placement(jax.typeof(x)), x.shape, strict=True) if size != 1)
     return tuple(() if size == 1 else next(longer) for size in shape)
 
 
 def _conflict(label: str, entry: Entry, names: tuple[str, ...], split: dict[Entry, tuple[str, ...]]) -> str:
-    """Why an array cannot stay as it is split, and what to do."""
+    """Return why the split of an array does not fit the other arrays, and what to do."""
     other = split.get(entry)
     if other is not None:
         why = f"another array has it split over {', '.join(other)}"

@@ -1,4 +1,4 @@
-"""NumPy: the plain runner, each step in its simplest form. Forward only."""
+"""The NumPy backend: it runs each step in its simplest form, and computes no gradients."""
 
 from __future__ import annotations
 
@@ -9,17 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from planner.backends.common.common import (
-    PreparedIndex,
-    RangedIndices,
-    check_index_dtype,
-    mask_operands,
-    mask_term,
-    prepare_numpy,
-    run_program,
-    widen_operands,
-)
-from planner.backends.common.loops import run_loop
+from planner.backends.common.indices import PreparedIndex, check_index_dtype, prepare_numpy
+from planner.backends.common.masks import mask_operands, mask_term, widen_operands
+from planner.backends.common.run import run_loop, run_program
 from planner.backends.common.stock import Product, matmul_product
 from planner.backends.common.stock_rows import picoseconds, runs_of, stock_cost, stock_kind, stock_rows
 from planner.cost.device import CPU, Device
@@ -29,7 +21,7 @@ from planner.language.errors import PlannerError
 from planner.language.spec import Gather, Operand, Spec, term_axes
 from planner.program.callbacks import callbacks
 from planner.program.forms import ProductForm
-from planner.program.implementations import Backend, Stepwise, Table
+from planner.program.implementations import Backend, RangedIndices, Stepwise, Table
 from planner.program.loops import accumulator, body_of
 from planner.program.ops import Op
 from planner.program.plan import PlanRecord
@@ -39,7 +31,7 @@ __all__ = ["NumpyBackend", "NumpyOps", "backend"]
 
 
 def _accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Half types accumulate in float32."""
+    """Return the dtype in which sums are accumulated: float32 for half types."""
     return np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
 
 
@@ -85,26 +77,26 @@ class NumpyOps:
 
 OPS = NumpyOps()
 
-# What NumPy's loops over elements take beside the elements' memory: each run of neighbours, each element, and each sum
-# of neighbours; 2 cores of an Intel Xeon at 2.8 GHz, NumPy 2.4, 2026-11-22.
+# Seconds that NumPy's elementwise loops take besides moving memory: for each run of neighbours, for each element, and
+# for each sum of neighbours; 2 cores of an Intel Xeon at 2.8 GHz, NumPy 2.4, 2026-11-22.
 _RUN_SECONDS, _ELEMENT_SECONDS, _SUM_SECONDS = 16e-9, 0.3e-9, 25e-9
 
 
 def _cost(op: Op, device: Device) -> StepCost:
-    """Cost of a step: products and sums of elements go one run after the other, on one core."""
+    """Return the cost of a step: elementwise products and sums go through one run after another, on one core."""
     cost, kind = stock_cost(op, device), stock_kind(op)
     if kind not in ("multiply", "sum"):
         return cost
     spec = op.spec
     order, terms = (spec.output, spec.inputs) if kind == "multiply" else (spec.inputs[0], [spec.output])
-    runs, found = runs_of(term_axes(order), terms, spec)
+    runs, in_a_term = runs_of(term_axes(order), terms, spec)
     rows, elements = math.prod(runs[:-1]), math.prod(runs)
-    seconds = rows * (_RUN_SECONDS if found else _SUM_SECONDS) + elements * _ELEMENT_SECONDS * found
+    seconds = rows * (_RUN_SECONDS if in_a_term else _SUM_SECONDS) + elements * _ELEMENT_SECONDS * in_a_term
     return cost._replace(picoseconds=cost.picoseconds + picoseconds(seconds))
 
 
 class NumpyBackend(Backend):
-    """Runs plans on numpy arrays."""
+    """Runs plans on NumPy arrays."""
 
     name = "numpy"
 
@@ -112,15 +104,15 @@ class NumpyBackend(Backend):
         self.table = Table(stock_rows(OPS, cast=lambda x, dtype: x.astype(dtype), cost=_cost))
 
     def operand(self, array: Any) -> Operand:
-        """Describe a numpy array."""
+        """Describe a NumPy array."""
         return Operand(array.shape, array.dtype.name)
 
     def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any]) -> str:
-        """Promote as numpy does."""
+        """Promote dtypes as NumPy does."""
         return str(np.result_type(*map(np.dtype, dtypes)))
 
     def device(self, operands: Sequence[Any]) -> Device:
-        """Rates of the machine that the operands are on."""
+        """Return the rates of the machine."""
         return stored_rates(CPU, "numpy", np.__version__)
 
     def check_index(self, name: str, index: Any) -> None:
@@ -128,7 +120,7 @@ class NumpyBackend(Backend):
         check_index_dtype(name, index.dtype.name)
 
     def check_devices(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
-        """Numpy has one device."""
+        """Accept all arrays: NumPy has one device."""
 
     def group(self, q: Any, size: int, index_mode: str) -> PreparedIndex:
         """Check an index array."""
@@ -167,7 +159,7 @@ class NumpyBackend(Backend):
         return run
 
     def _program(self, plan: PlanRecord) -> Callable[[Sequence[Any], RangedIndices], Any]:
-        """The function that runs a plan's forward program on operands as the spec sees them."""
+        """Return the function that runs a plan's forward program on operands as the spec has them."""
         spec, loop = plan.resolved.spec, plan.loop
         if loop is None:
 
@@ -184,16 +176,19 @@ class NumpyBackend(Backend):
             assert loop is not None
             wide = np.dtype(accumulator(plan.dtype))
             (result,) = run_loop(
-                loop, spec, list(zip(spec.inputs, values, strict=True)), index,
-                lambda part, xs, here: (bodies(*part.sizes.items())(xs, here),),
+                loop,
+                spec,
+                list(zip(spec.inputs, values, strict=True)),
+                index,
+                lambda part, xs, part_index: (bodies(*part.sizes.items())(xs, part_index),),
                 [(spec.output, lambda zero: np.zeros(spec.output_shape, wide))],
-            )  # fmt: skip
+            )
             return result.astype(plan.dtype, copy=False)
 
         return run_slices
 
     def refuse_dataless(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
-        """Numpy's arrays all have values."""
+        """Accept all arrays: those of NumPy have values."""
 
     def stepwise(
         self,
@@ -203,7 +198,7 @@ class NumpyBackend(Backend):
         gradient: Any = None,
         kept: Mapping[int, Any] | None = None,
     ) -> Stepwise:
-        """Return the forward program with what it is given."""
+        """Return the forward program with its inputs."""
         assert gradient is None, "numpy computes no gradients"
         index, views = _views(plan, operands, indices)
         values = dict(enumerate(mask_operands(OPS, views, plan.resolved.spec, index)))
@@ -215,7 +210,7 @@ class NumpyBackend(Backend):
 
 
 def _views(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> tuple[RangedIndices, list[Any]]:
-    """Index arrays in range and operands without their broadcast dimensions."""
+    """Return index arrays in range, and operands without their broadcast dimensions."""
     resolved = plan.resolved
     shapes = dict(resolved.index_shapes)
     index = RangedIndices(plan.index_mode == "drop")

@@ -1,7 +1,8 @@
-"""Plans under autograd: a Function runs the forward program and saves the operands and the kept values.
+"""Plans under autograd: a Function runs the forward program, and saves the operands and the kept values.
 
-Its backward is a Function too, which runs the backward program, and whose own derivative is made of transposed specs,
-so that any order works. Under `vmap` both are contractions by a batched spec.
+Its backward pass is a second Function, which runs the backward program. The derivative of that one is a sum of
+contractions by transposed specs, so derivatives of any order work. Under `vmap` both become contractions by a batched
+spec.
 """
 
 from __future__ import annotations
@@ -15,42 +16,47 @@ from torch import Tensor
 
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
-from planner.backends.torch.modes import as_planned, autograd_batches, in_functorch, over_batch, transformed, unwrapped
+from planner.backends.torch.modes import as_planned, autograd_batches, in_functorch, over_batch, transformed, unwrap
 from planner.backends.torch.traced import run_backward, run_forward
 from planner.language.derive import batched, transpose
 from planner.language.spec import Spec
 
-__all__ = ["recorded"]
+__all__ = ["record"]
 
 
-def recorded(bound: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
-    """Run a plan's forward program, recorded by autograd, which will run the backward program."""
+def record(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+    """Run a plan's forward program so that autograd records it and can run the backward program."""
     prepared = {n: q for n, q in indices.items() if isinstance(q, TorchIndex)}
-    loose = (indices[n] for n in bound.arrays if n not in prepared)
-    return _apply(_Contract, bound, prepared, *operands, *loose)[0]
+    loose = (indices[n] for n in executable.arrays if n not in prepared)
+    return _apply(_Contract, executable, prepared, *operands, *loose)[0]
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Apply a Function; without a transform past what takes longer than a small product: the names of its arguments."""
+    """Apply a Function.
+
+    Outside of transforms this skips `torch.autograd.Function.apply`, which binds the arguments to their names: that
+    takes longer than a small product.
+    """
     if in_functorch():
         return function.apply(*arguments)
     plain: Any = super(torch.autograd.Function, function)
-    return plain.apply(*unwrapped(arguments))
+    return plain.apply(*unwrap(arguments))
 
 
 def _split(
-    bound: Executable, prepared: Mapping[str, Any], arrays: Sequence[Tensor]
+    executable: Executable, prepared: Mapping[str, Any], arrays: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], dict[str, Any]]:
-    """Operands and index arrays of the arguments that `recorded` made of them."""
-    count = len(bound.plan.operands)
+    """Return the operands and the index arrays that `record` passed as the arguments of a Function."""
+    count = len(executable.plan.operands)
     loose = iter(arrays[count:])
-    return arrays[:count], {n: prepared[n] if n in prepared else next(loose) for n in bound.arrays}
+    return arrays[:count], {n: prepared[n] if n in prepared else next(loose) for n in executable.arrays}
 
 
 def _owned(result: Tensor, arrays: Sequence[Tensor]) -> Tensor:
-    """A Function's result as no view of what it allocated: torch refuses in-place operations on such views.
+    """Return a Function's result, detached if it is a view of a tensor that the Function allocated.
 
-    A view of one of its arguments stays one, so that they are refused: a write would reach the argument unseen.
+    Torch refuses in-place operations on views that a Function returns. For a view of an argument that is right, since a
+    write would change the argument unseen. For a view of a fresh tensor it would be a needless refusal.
     """
     base = result._base
     if base is None or any(base is x or base is x._base for x in arrays):
@@ -59,29 +65,29 @@ def _owned(result: Tensor, arrays: Sequence[Tensor]) -> Tensor:
 
 
 class _Contract(torch.autograd.Function):
-    """The forward program; arguments are the bound plan, then operands, then index arrays."""
+    """The forward program. Its arguments are the executable, prepared index arrays, operands, other index arrays."""
 
     @staticmethod
-    def forward(bound: Executable, prepared: Mapping[str, Any], *arrays: Tensor) -> Any:
-        operands, indices = _split(bound, prepared, arrays)
-        result, kept = run_forward(bound, operands, indices)
+    def forward(executable: Executable, prepared: Mapping[str, Any], *arrays: Tensor) -> Any:
+        operands, indices = _split(executable, prepared, arrays)
+        result, kept = run_forward(executable, operands, indices)
         if any(result is x for x in arrays):
             result = result.view_as(result)
         return (_owned(result, arrays), *kept)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        bound, prepared, *arrays = inputs
+        executable, prepared, *arrays = inputs
         _, *kept = output
-        ctx.bound, ctx.prepared = bound, prepared
+        ctx.executable, ctx.prepared = executable, prepared
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*kept)
         ctx.save_for_backward(*arrays, *kept)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, *_: Any) -> Any:
-        count = len(ctx.bound.plan.operands)
-        blank = (None,) * (len(ctx.bound.arrays) - len(ctx.prepared))
+        count = len(ctx.executable.plan.operands)
+        blank = (None,) * (len(ctx.executable.arrays) - len(ctx.prepared))
         if gradient is None:
             return (None, None, *(None,) * count, *blank)
         if autograd_batches(gradient):
@@ -90,47 +96,49 @@ class _Contract(torch.autograd.Function):
         arrays = saved[: count + len(blank)]
         kept = saved[count + len(blank) :]
         with as_planned():
-            bound, gradient = ctx.bound.against(gradient)
-            kept = kept if bound is ctx.bound else ()
-            arguments = bound, ctx.prepared, gradient, *arrays, *kept
-            # A Function takes longer than a small product: it is needed where something may be derived from gradients.
+            executable, gradient = ctx.executable.against(gradient)
+            kept = kept if executable is ctx.executable else ()
+            arguments = executable, ctx.prepared, gradient, *arrays, *kept
+            # Applying a Function takes longer than a small product, and is needed only if gradients may be
+            # differentiated.
             if torch.is_grad_enabled() or transformed():
                 gradients = _apply(_Gradient, *arguments)
             else:
-                gradients = _Gradient.forward(*unwrapped(arguments))
-        found = iter(gradients)
-        return (
-            None, None,
-            *(next(found) if v is not None else None for v in ctx.bound.programs.gradients),
-            *blank,
-        )  # fmt: skip
+                gradients = _Gradient.forward(*unwrap(arguments))
+        given = iter(gradients)
+        of_operands = [next(given) if v is not None else None for v in ctx.executable.programs.gradients]
+        return (None, None, *of_operands, *blank)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, bound: Executable, prepared: Mapping[str, Any], *arrays: Tensor) -> Any:
-        result = _batched_call(info, in_dims[2:], bound, prepared, arrays)
-        # Kept values are the batched call's own business.
+    def vmap(info: Any, in_dims: Any, executable: Executable, prepared: Mapping[str, Any], *arrays: Tensor) -> Any:
+        result = _batched_call(info, in_dims[2:], executable, prepared, arrays)
+        # The batched call keeps its own values, so these are placeholders.
         shape = (0,)
-        kept = tuple(result.new_zeros(shape) for _ in bound.kept)
+        kept = tuple(result.new_zeros(shape) for _ in executable.kept)
         return (result, *kept), (0, *(None for _ in kept))
 
 
 class _Gradient(torch.autograd.Function):
-    """The backward program; arguments are the output gradient, operands, index arrays and kept values."""
+    """The backward program.
+
+    Its arguments are the executable, prepared index arrays, the output gradient, operands, other index arrays and the
+    kept values.
+    """
 
     @staticmethod
-    def forward(bound: Executable, prepared: Mapping[str, Any], gradient: Tensor, *saved: Tensor) -> Any:
-        count = len(bound.plan.operands)
-        arrays = len(bound.arrays) - len(prepared)
-        operands, indices = _split(bound, prepared, saved[: count + arrays])
+    def forward(executable: Executable, prepared: Mapping[str, Any], gradient: Tensor, *saved: Tensor) -> Any:
+        count = len(executable.plan.operands)
+        arrays = len(executable.arrays) - len(prepared)
+        operands, indices = _split(executable, prepared, saved[: count + arrays])
         kept = saved[count + arrays :]
-        found = run_backward(bound, gradient, operands, indices, kept)
-        return tuple(_owned(g, (gradient, *saved)) for g in found if g is not None)
+        gradients = run_backward(executable, gradient, operands, indices, kept)
+        return tuple(_owned(g, (gradient, *saved)) for g in gradients if g is not None)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        bound, prepared, gradient, *saved = inputs
-        count = len(bound.plan.operands) + len(bound.arrays) - len(prepared)
-        ctx.bound, ctx.prepared = bound, prepared
+        executable, prepared, gradient, *saved = inputs
+        count = len(executable.plan.operands) + len(executable.arrays) - len(prepared)
+        ctx.executable, ctx.prepared = executable, prepared
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(gradient, *saved[:count])
         ctx.kept = len(saved) - count
@@ -139,21 +147,22 @@ class _Gradient(torch.autograd.Function):
     def backward(ctx: Any, *tangents: Tensor | None) -> Any:
         if autograd_batches(*tangents):
             return over_batch(partial(_Gradient.backward, ctx), tangents)
-        bound, prepared = ctx.bound, ctx.prepared
+        executable, prepared = ctx.executable, ctx.prepared
         gradient, *arrays = ctx.saved_tensors
-        operands, indices = _split(bound, prepared, arrays)
-        blank = (None,) * (len(bound.arrays) - len(prepared) + ctx.kept)
-        spec: Spec = bound.resolved.spec
-        views, indices = bound.views(operands), bound.index_views(indices)
+        operands, indices = _split(executable, prepared, arrays)
+        blank = (None,) * (len(executable.arrays) - len(prepared) + ctx.kept)
+        spec: Spec = executable.resolved.spec
+        views, indices = executable.views(operands), executable.index_views(indices)
         count = len(views)
         needs_gradient, *needs = ctx.needs_input_grad[2 : 3 + count]
-        wanted = [number for number, v in enumerate(bound.programs.gradients) if v is not None]
+        wanted = [number for number, v in enumerate(executable.programs.gradients) if v is not None]
         to_gradient: Tensor | None = None
         to_operands: list[Tensor | None] = [None] * count
         for tangent, number in zip(tangents, wanted, strict=True):
             if tangent is None:
                 continue
-            # The gradient of operand i is multilinear in the output gradient and the other conjugated operands.
+            # The gradient of operand `number` is linear in the output gradient and in each other operand, conjugated.
+            # So the derivative in one of them, its slot, is again a transposed contraction.
             inner = transpose(spec, number)
             factors = [x.conj() if x.is_complex() else x for x in views]
             factors[number] = gradient
@@ -163,27 +172,27 @@ class _Gradient(torch.autograd.Function):
                     continue
                 others = [x.conj() if x.is_complex() else x for x in factors]
                 others[slot] = along
-                part = bound.contract(transpose(inner, slot), others, indices)
+                part = executable.contract(transpose(inner, slot), others, indices)
                 if slot == number:
                     to_gradient = part if to_gradient is None else to_gradient + part
                     continue
                 part = _like(part.conj() if part.is_complex() else part, views[slot])
                 part = part.reshape(operands[slot].shape)
-                known = to_operands[slot]
-                to_operands[slot] = part if known is None else known + part
+                total = to_operands[slot]
+                to_operands[slot] = part if total is None else total + part
         if to_gradient is not None:
             to_gradient = _like(to_gradient, gradient)
         return (None, None, to_gradient, *to_operands, *blank)
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, bound: Executable, prepared: Mapping[str, Any], gradient: Tensor, *saved: Tensor
+        info: Any, in_dims: Any, executable: Executable, prepared: Mapping[str, Any], gradient: Tensor, *saved: Tensor
     ) -> Any:
-        count = len(bound.plan.operands) + len(bound.arrays) - len(prepared)
+        count = len(executable.plan.operands) + len(executable.arrays) - len(prepared)
         arrays, dims = saved[:count], in_dims[3 : 3 + count]
-        operands, indices = _split(bound, prepared, arrays)
+        operands, indices = _split(executable, prepared, arrays)
         results = []
-        for number, variable in enumerate(bound.programs.gradients):
+        for number, variable in enumerate(executable.programs.gradients):
             if variable is None:
                 continue
             swapped = list(operands)
@@ -191,34 +200,41 @@ class _Gradient(torch.autograd.Function):
             swapped_dims = list(dims)
             swapped_dims[number] = in_dims[2]
             conjugated = [x.conj() if i != number and x.is_complex() else x for i, x in enumerate(swapped)]
-            found = _batched_contract(
-                info.batch_size, bound, transpose(bound.resolved.spec, number), conjugated, indices, swapped_dims
-            )
+            spec = transpose(executable.resolved.spec, number)
+            result = _batched_contract(info.batch_size, executable, spec, conjugated, indices, swapped_dims)
             operand = operands[number]
-            found = _like(found, operand)
+            result = _like(result, operand)
             shape = list(operand.shape)
             if dims[number] is not None:
                 del shape[dims[number]]
-            results.append(found.reshape([info.batch_size, *shape]))
+            results.append(result.reshape([info.batch_size, *shape]))
         return tuple(results), (0,) * len(results)
 
 
 def _like(x: Tensor, operand: Tensor) -> Tensor:
-    """A gradient in the dtype of its operand: the real part for a real one."""
+    """Convert a gradient to the dtype of its operand; a real operand takes the real part."""
     if x.is_complex() and not operand.is_complex():
         x = x.real
     return x.to(operand.dtype)
 
 
-def _batched_call(info: Any, in_dims: Any, bound: Executable, prepared: Mapping[str, Any], arrays: Any) -> Tensor:
-    operands, indices = _split(bound, prepared, arrays)
-    return _batched_contract(info.batch_size, bound, bound.resolved.spec, operands, indices, in_dims)
+def _batched_call(info: Any, in_dims: Any, executable: Executable, prepared: Mapping[str, Any], arrays: Any) -> Tensor:
+    operands, indices = _split(executable, prepared, arrays)
+    return _batched_contract(info.batch_size, executable, executable.resolved.spec, operands, indices, in_dims)
 
 
 def _batched_contract(
-    size: int, bound: Executable, spec: Spec, operands: Sequence[Tensor], indices: Mapping[str, Any], in_dims: Any,
-) -> Tensor:  # fmt: skip
-    """Contract operands of which some carry a batch dimension, by the batched spec."""
+    size: int,
+    executable: Executable,
+    spec: Spec,
+    operands: Sequence[Tensor],
+    indices: Mapping[str, Any],
+    in_dims: Any,
+) -> Tensor:
+    """Contract by the batched spec, where some operands and index arrays have a batch dimension.
+
+    `in_dims` has the batch dimension of each operand, then of each index array that is not prepared; None without one.
+    """
     count = len(operands)
     batched_operands = [i for i in range(count) if in_dims[i] is not None]
     values = []
@@ -227,13 +243,13 @@ def _batched_contract(
         values.append(x.reshape(shape) if dim is None else x.movedim(dim, 0).reshape((size, *shape)))
     arrays, moved = [], {}
     loose = iter(in_dims[count:])
-    for name in bound.arrays:
+    for name in executable.arrays:
         raw = indices[name]
         dim = None if isinstance(raw, TorchIndex) else next(loose, None)
-        shape = bound.index_shapes[name]
+        shape = executable.index_shapes[name]
         if dim is None:
             moved[name] = raw.reshape(shape)
         else:
             arrays.append(name)
             moved[name] = raw.movedim(dim, 0).reshape((size, *shape))
-    return bound.contract(batched(spec, size, batched_operands, arrays), values, moved)
+    return executable.contract(batched(spec, size, batched_operands, arrays), values, moved)

@@ -1,4 +1,4 @@
-"""PyTorch: tensors described, compared and refused; plans bound to the functions that run them."""
+"""The PyTorch backend: it describes and checks tensors, and makes functions of plans."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.backends.common.common import check_index_dtype
+from planner.backends.common.indices import check_index_dtype
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex, in_range
 from planner.backends.torch.modes import (
@@ -53,12 +53,12 @@ class TorchBackend(Backend):
         needs = grad_enabled() and array.requires_grad
         if in_functorch():
             needs = array.dtype.is_floating_point or array.dtype.is_complex
-        # Sizes that a compiler took for symbols are numbers here, for which it compiles.
+        # A compiler may have symbols for sizes. As numbers, they are the sizes that it then compiles for.
         shape, strides = tuple(map(int, array.shape)), tuple(map(int, array.stride()))
         return Operand(shape, str(array.dtype).removeprefix("torch."), strides, needs)
 
     def signature(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
-        """All that a plan depends on, cheaply; an AttributeError says that something is no tensor."""
+        """Return all that a plan depends on, in microseconds; an AttributeError says that something is no tensor."""
         key: list[Any] = [grad_enabled(), transform() is None, autocasts(), self.pins_tiles()]
         try:
             for x in operands:
@@ -72,7 +72,7 @@ class TorchBackend(Backend):
         return tuple(key)
 
     def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any]) -> str:
-        """Promote as torch does tensors of the same category."""
+        """Promote dtypes as torch promotes tensors, and not Python numbers."""
         result = dtypes[0]
         for number, name in enumerate(dtypes[1:], 1):
             wider = promote(result, name)
@@ -84,7 +84,7 @@ class TorchBackend(Backend):
         return result
 
     def device(self, operands: Sequence[Any]) -> Device:
-        """Rates of the machine that the operands are on."""
+        """Return the rates of the machine that the operands are on."""
         first = next((x.device for x in operands if isinstance(x, Tensor)), None)
         if first is None or first.type == "cpu":
             return stored_rates(CPU, "torch", str(torch.__version__), cpu_name(torch.get_num_threads()))
@@ -93,7 +93,7 @@ class TorchBackend(Backend):
         return _card(first)
 
     def check_index(self, name: str, index: Any) -> None:
-        """Refuse an index array that is not of integers, or not dense."""
+        """Refuse an index array that is not of integers, or is not dense."""
         if isinstance(index, Tensor) and (reason := not_dense(index)) is not None:
             raise PlannerError(f"index array {name!r} {reason}")
         check_index_dtype(name, str(index.dtype).removeprefix("torch."))
@@ -111,13 +111,13 @@ class TorchBackend(Backend):
         if dataless(q):
             raise PlannerError(f"an index array on the {q.device.type} device or a fake one has no values to group")
         values, may_drop = in_range(q, Gather("q", (), size), index_mode)
-        # A copy: the sorted order must not outlive the values that it was made from.
+        # It copies the values: if the caller changed them later, the sorted order would no longer fit.
         return TorchIndex(values.clone(), size, index_mode, may_drop)
 
     def trial(
         self, plan: PlanRecord, operands: Sequence[Tensor], indices: Mapping[str, Any]
     ) -> Callable[[], None] | None:
-        """Return a function that runs a plan with its gradients, which go nowhere, and waits for the device."""
+        """Return a function that runs a plan with its gradients, discards them, and waits for the device."""
         values = [q for q in indices.values() if isinstance(q, Tensor)]
         if transformed() or any(map(dataless, (*operands, *values))):
             return None
@@ -141,11 +141,11 @@ class TorchBackend(Backend):
         return once
 
     def unwatched(self) -> AbstractContextManager[object]:
-        """Hide what runs from modes and from hooks on saved tensors."""
+        """Hide what runs inside from modes and from hooks on saved tensors."""
         return unwatched()
 
     def pins_tiles(self) -> bool:
-        """As torch is asked for deterministic algorithms: another tiling adds in another order."""
+        """Return whether torch is asked for deterministic algorithms: another tiling adds in another order."""
         return torch.are_deterministic_algorithms_enabled()
 
     def environment(self, operands: Sequence[Any]) -> dict[str, str]:
@@ -154,8 +154,8 @@ class TorchBackend(Backend):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         precision = torch.get_float32_matmul_precision()
         threads = str(torch.get_num_threads())
-        found = {"torch": torch.__version__, "device": name, "threads": threads, "precision": precision}
-        return {**found, "tiles": "pinned" if self.pins_tiles() else "free"}
+        settings = {"torch": torch.__version__, "device": name, "threads": threads, "precision": precision}
+        return {**settings, "tiles": "pinned" if self.pins_tiles() else "free"}
 
     def bind(self, plan: PlanRecord) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan."""
@@ -163,7 +163,7 @@ class TorchBackend(Backend):
         return run if plan.dtype not in _MOVED_ONLY else partial(_run_moves, run, plan.dtype)
 
     def refuse_dataless(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> None:
-        """Refuse tensors of the meta device, fake ones, and calls under a transform or a compiler."""
+        """Refuse meta tensors, fake tensors, and calls under a transform or a compiler."""
         if transformed() or torch.compiler.is_compiling():
             raise PlannerError("inside of a transform or a compiled function nothing can be measured: call it outside")
         arrays = [(f"operand {number}", x) for number, x in enumerate(operands)]
@@ -180,14 +180,14 @@ class TorchBackend(Backend):
         gradient: Tensor | None = None,
         kept: Mapping[int, Any] | None = None,
     ) -> Stepwise:
-        """Return the forward program with what it is given, or the backward program."""
-        bound = Executable(plan, self.table)
+        """Return the forward program with its inputs, or the backward program."""
+        executable = Executable(plan, self.table)
         with torch.no_grad(), as_planned():
-            index = bound.prepare(indices)
+            index = executable.prepare(indices)
             if gradient is None:
-                values: dict[int, Any] = dict(enumerate(bound.leaves(operands, index)))
+                values: dict[int, Any] = dict(enumerate(executable.leaves(operands, index)))
             else:
-                values = bound.backward_values(gradient, operands, index, kept or {})
+                values = executable.backward_values(gradient, operands, index, kept or {})
 
         def run(step: Step, inputs: Sequence[Tensor]) -> Any:
             with torch.no_grad(), as_planned():
@@ -196,7 +196,7 @@ class TorchBackend(Backend):
         return Stepwise(values, lambda step, inputs: partial(run, step, inputs), index.orders)
 
 
-# Dtypes that torch moves and multiplies, but neither adds nor scatters.
+# Dtypes that torch can move and multiply, but neither sum nor scatter.
 _MOVED_ONLY = ("uint16", "uint32", "uint64")
 
 
@@ -211,14 +211,14 @@ def _run_moves(run: Callable[..., Any], dtype: str, operands: Sequence[Any], ind
 
 
 def _card(device: torch.device) -> Device:
-    """Rates of a graphics card, and what it is capable of."""
+    """Return the rates of a graphics card, with its compute capability."""
     product, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    found = stored_rates(gpu_preset(product), "torch", str(torch.__version__), product)
-    return dataclasses.replace(found, capability=10 * capability[0] + capability[1])
+    rates = stored_rates(gpu_preset(product), "torch", str(torch.__version__), product)
+    return dataclasses.replace(rates, capability=10 * capability[0] + capability[1])
 
 
 def _refuse(operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
-    """Name the array that is not dense, if one is."""
+    """Raise an error that names the array that is not dense, if there is one."""
     labels = [*(f"operand {i}" for i in range(len(operands))), *(f"index array {name!r}" for name in indices)]
     for label, x in zip(labels, (*operands, *indices.values()), strict=True):
         if isinstance(x, Tensor) and (reason := not_dense(x)) is not None:

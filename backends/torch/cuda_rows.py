@@ -1,7 +1,7 @@
-"""The rows of the torch backend's table that run Triton kernels on CUDA, and what they cost.
+"""The rows of the torch backend's table that run Triton kernels on CUDA cards, and their costs.
 
-Beside grouped products and pooled dots these are products of operands that cannot be viewed as matrices, which torch
-would copy, and segment sums, which torch makes by atomics, in any order.
+Besides grouped products and pooled dots there are two more kinds: products of operands that cannot be viewed as
+matrices, which torch would copy, and segment sums, which torch computes by atomics and so adds in any order.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from planner.program.ops import Einsum, JointGradient, Op, spec_flops
 __all__ = ["DTYPES", "LAUNCHES", "TABLES", "cuda_kernels", "cuda_rows", "grouped_mm_kernels"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-# What a call launches beside the kernel: the tiles of each group and, unless the index is prepared, its order.
+# The launches of a call besides the kernel: for the tiles of each group and, unless the index is prepared, its order.
 LAUNCHES = 12
 # The kernel's time for the same product beside cuBLAS's: an estimate, as all of this is until it ran on a card.
 _SLOWER = 1.5
-# Bytes of tables for each group: where it begins, its pieces and their slots, and what makes these.
+# Bytes of tables for each group: where it begins, its pieces and their slots, and intermediate arrays for these.
 TABLES = 8 * 7
-# Terms after which the sum of a group is cut, as `planner.kernels.tiled_product.triton_tiles` has them.
+# The number of terms after which the sum of a group is split, as in `planner.kernels.tiled_product.triton_tiles`.
 _CUT = 4096
 
 
 def _kernel(module: str, name: str, **options: Any) -> Callable[..., Any]:
-    """A function that imports its module, and Triton with it, when it is called."""
+    """Return a kernel as a function that imports its module, and Triton with it, only when it is called."""
 
     def call(*arguments: Any) -> Any:
         return operator.attrgetter(name)(importlib.import_module(f"planner.kernels.{module}"))(*arguments, **options)
@@ -78,7 +78,7 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     if (
         not (form.outer or isinstance(op, JointGradient)) and mapped != form.gather.axes
     ):  # rows' products, then added to their targets
-        # summed in their order, which is sorted too.
+        # They are added up in the order of their targets, which needs a second sort.
         tables += n * i * k * max(4, size) + 40 * n + math.prod(op.output_shapes[0]) * (4 if size < 4 else 0)
     fused = isinstance(op, JointGradient) and covers_pair(j, k)
     cut = PAIR_TERMS if fused else _CUT
@@ -101,7 +101,7 @@ def _pooled_cost(op: Op, device: Device) -> StepCost:
     flops = spec_flops(op.spec) * op.products
     copied = flattened_bytes(op, form)
     sorts = isinstance(op, JointGradient) or form.place == 2
-    # Rows that keys name; where queries begin; the sort of the keys, and the query of each.
+    # The rows that keys name; where queries begin; the sort of the keys; the query of each key.
     scratch = 8 * chosen + TABLES * (b * q + 2)
     scratch += 8 * 5 * chosen + TABLES * (b * (form.gather.size or 0) + 2) if sorts else 0
     scratch += 2 * (chosen // _CUT) * d * max(4, size) if isinstance(op, JointGradient) or form.scores != 2 else 0
@@ -133,7 +133,7 @@ def cuda_kernels(tiling: str = "") -> Kernels:
         _kernel("grouped_matmul.triton_grouped", "grouped_gradients", **tiled),
         _grouped_cost,
         {f"gathered dot{label}": pool},
-        # As on a CPU, the programs hand over operands that are conjugated already; these are real.
+        # As on a CPU: a backward program passes conjugated operands. Here all operands are real.
         hand_over=torch.conj,
         kinds=("cuda",),
         refuses=_other_dtype,
@@ -150,7 +150,7 @@ def _strided_cost(op: Op, device: Device) -> StepCost:
     assert form is not None
     _, m, n, k = form.sizes
     terms = zip(op.spec.terms, form.matrices, (*(op.layouts or (None, None)), None), strict=True)
-    # A table holds the position of each index of a group that is no one stride; it is made of two more.
+    # A group that has no single stride needs a table of positions, which is computed from two more tables.
     tables = sum(
         24 * math.prod(map(op.spec.size, group))
         for term, groups, layout in terms
@@ -176,15 +176,15 @@ def _run_strided(tiling: str, op: Op, inputs: Sequence[Any], index: Any) -> tupl
 
 
 def _summed_gather(spec: Spec) -> Gather | None:
-    """The bracket of a step that adds rows up by one index array, and does nothing else."""
+    """Return the bracket of a step that only adds rows up by one index array; None for any other step."""
     (*inputs,), out = spec.inputs, spec.output
-    found = [e for e in out if isinstance(e, Gather)]
-    if len(inputs) != 1 or len(found) != 1 or any(isinstance(e, Gather) for e in inputs[0]):
+    gathers = [e for e in out if isinstance(e, Gather)]
+    if len(inputs) != 1 or len(gathers) != 1 or any(isinstance(e, Gather) for e in inputs[0]):
         return None
-    rest = [e for e in out if e != found[0]]
-    axes = [*found[0].axes, *rest]
+    (gather,) = gathers
+    axes = [*gather.axes, *(e for e in out if e != gather)]
     once = len(set(axes)) == len(axes) == len(inputs[0]) and set(axes) == set(inputs[0])
-    return found[0] if once and found[0].axes else None
+    return gather if once and gather.axes else None
 
 
 def _not_summed(op: Op) -> str | None:
@@ -209,16 +209,16 @@ def _run_summed(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> 
     assert gather is not None
     out, rest = x.new_empty(op.spec.output_shape), [str(e) for e in op.spec.output if e != gather]
     rows = _kernel("segment_sum.triton_sum", "Rows.of")
-    given = rows(x, [term.index(e) for e in gather.axes], [term.index(e) for e in rest])
-    made = rows(out, [op.spec.output.index(gather)], [op.spec.output.index(e) for e in rest])
+    source = rows(x, [term.index(e) for e in gather.axes], [term.index(e) for e in rest])
+    target = rows(out, [op.spec.output.index(gather)], [op.spec.output.index(e) for e in rest])
     _kernel("segment_sum.triton_sum", "sum_rows")(
-        given, made, group_sizes(op.spec, rest)[0], kernels.groups(gather, index)
+        source, target, group_sizes(op.spec, rest)[0], kernels.groups(gather, index)
     )
     return (out,)
 
 
 def _products(op: Op) -> list[tuple[str, int, int, int]]:
-    """The products of a step, as `planner.kernels.tiled_product.triton_tiles.tiles_of` takes them."""
+    """Return the products of a step as arguments of `planner.kernels.tiled_product.triton_tiles.tiles_of`."""
     grouped, pooled = grouped_form(op.spec), pooled_form(op.spec)
     if isinstance(grouped, GroupedForm):
         n, i, j, k = group_sizes(op.spec, grouped.gather.axes, grouped.inner, grouped.left, grouped.right)
@@ -236,7 +236,7 @@ def _products(op: Op) -> list[tuple[str, int, int, int]]:
 
 
 def _same_tiles(tiling: str, op: Op) -> str | None:
-    """Why a tiling is not tried: it is the default."""
+    """Return why a tiling is not tried: its tiles are the default's. None if they differ."""
     size = itemsize(op.dtype)
     settings = list(itertools.product((False, True) if op.dtype == "float32" else (False,), (False, True)))
     for product, (fma, tables) in itertools.product(_products(op), settings):
@@ -246,14 +246,18 @@ def _same_tiles(tiling: str, op: Op) -> str | None:
 
 
 def cuda_rows() -> list[Implementation]:
-    """Return the rows for CUDA, and their other tilings."""
+    """Return the rows for CUDA cards, in the default tiling and in the others."""
     kernels = cuda_kernels()
 
     def row(name: str, refuses: Refusal, cost: CostOf, run: Any) -> Implementation:
         return Implementation(
-            name, lambda op: refuses(op) or kernels.refuses(op), cost, run, kinds=kernels.kinds,
+            name,
+            lambda op: refuses(op) or kernels.refuses(op),
+            cost,
+            run,
+            kinds=kernels.kinds,
             layouts=lambda op: (None,),
-        )  # fmt: skip
+        )
 
     def tiled(tiling: str = "") -> list[Implementation]:
         rows = kernel_rows(cuda_kernels(tiling), strided=True)
@@ -273,7 +277,7 @@ def cuda_rows() -> list[Implementation]:
 
 
 def _refuse_grouped_mm(op: Op) -> str | None:
-    """Why torch's own grouped product does not take a step: it wants strides of whole 16 bytes, and few groups."""
+    """Return why torch's `grouped_mm` cannot run a step: it needs strides in multiples of 16 bytes, and few groups."""
     form = grouped_form(op.spec)
     assert isinstance(form, GroupedForm)
     n, i, j, k = group_sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
@@ -294,13 +298,14 @@ def _refuse_grouped_mm(op: Op) -> str | None:
 
 
 def _lie_in_order(op: Op, form: GroupedForm) -> bool:
-    """Whether the matrices lie one after the other without gaps, each by rows or by columns."""
+    """Return whether the matrices follow one another in memory without gaps, each row-major or column-major."""
     term, layout = op.spec.inputs[form.matrix], (op.layouts or (None,) * 3)[form.matrix + op.first_operand]
     if layout is not None and (layout.repeated or not layout.unit or len(layout.runs) > 1):
         return False
-    found = [term[d] for d in (range(len(term)) if layout is None else layout.runs[0]) if op.spec.size(term[d]) != 1]
+    dims = range(len(term)) if layout is None else layout.runs[0]
+    order = [term[d] for d in dims if op.spec.size(term[d]) != 1]
     orders: list[Term] = [(form.gather, *form.left, *form.right), (form.gather, *form.right, *form.left)]
-    return any([e for e in order if op.spec.size(e) != 1] == found for order in orders)
+    return any([e for e in wanted if op.spec.size(e) != 1] == order for wanted in orders)
 
 
 def _grouped_mm_cost(op: Op, device: Device) -> StepCost:
@@ -309,7 +314,7 @@ def _grouped_mm_cost(op: Op, device: Device) -> StepCost:
     n, i, j, k = group_sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
     g, size = form.gather.size or 0, itemsize(op.dtype)
     flops = spec_flops(op.spec) * op.products
-    # Rows in the order of their groups, of two arrays at a time; a pair takes those of three.
+    # Rows of two arrays are taken in the order of their groups; a joint gradient takes rows of three.
     rows = n * i * (j + k) * size
     taken = rows + (n * i * j * size if isinstance(op, JointGradient) else 0)
     tables = 24 * n + TABLES * (g + 2) + 9 * n * i
@@ -331,7 +336,13 @@ def grouped_mm_kernels() -> Kernels:
         return torch_grouped_mm.grouped_outer(a, b, groups)
 
     return dataclasses.replace(
-        cuda_kernels(), matmul=matmul, outer=outer, gradients=torch_grouped_mm.grouped_gradients,
-        grouped_cost=_grouped_mm_cost, pools={}, refuses=_refuse_grouped_mm, capabilities=(90, 100),
+        cuda_kernels(),
+        matmul=matmul,
+        outer=outer,
+        gradients=torch_grouped_mm.grouped_gradients,
+        grouped_cost=_grouped_mm_cost,
+        pools={},
+        refuses=_refuse_grouped_mm,
+        capabilities=(90, 100),
         label=", grouped_mm",
-    )  # fmt: skip
+    )

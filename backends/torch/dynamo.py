@@ -1,6 +1,6 @@
-"""What Dynamo finds in place of calls that it cannot read: of `planner.contract` one that it records whole.
+"""What `torch.compile` records for calls of planner: Dynamo records `planner.contract` whole, and skips the others.
 
-Loaded when it first meets one, since to load Dynamo takes seconds.
+This module is loaded when Dynamo first meets such a call, because loading Dynamo takes seconds.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from planner.program.callbacks import callbacks
 
 __all__ = ["contract", "group", "run_plan"]
 
-# A plan is no argument that Dynamo takes, and to prepare an index looks at its values.
+# Dynamo takes no plan as an argument, and preparing an index array looks at its values. So these calls run outside of
+# the compiled program.
 run_plan = disable(callbacks().run_plan, reason="call planner.contract, which plans while it is recorded")
 group = disable(callbacks().group, reason="call planner.group outside, and pass what it returns")
 _contract_apart = disable(callbacks().plan_and_run, reason="planner.contract is recorded with tensors only")
 
 
-register_pytree_node(TorchIndex, TorchIndex.parts, TorchIndex.joined, serialized_type_name="planner.TorchIndex")
+register_pytree_node(TorchIndex, TorchIndex.parts, TorchIndex.join, serialized_type_name="planner.TorchIndex")
 
 
 def contract(asked: Sequence[Any], operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
-    """Contract as `planner.contract` does; `asked` are its arguments in the order of `Request`."""
+    """Contract as `planner.contract` does; `asked` holds its arguments in the order of `Request`."""
     operands = unpack_operands(asked[0], operands)
     # Dynamo records tensors, numbers and strings.
     if not any(isinstance(x, torch.Tensor) for x in (asked[0], *operands)):
@@ -48,6 +49,6 @@ def _contract(given: Mapping[str, Any], operands: Sequence[Any], indices: Mappin
     try:
         return callbacks().plan_and_run(Request(**{**dict.fromkeys(Request._fields), **given}), operands, indices)
     except PlannerError as error:
-        # Dynamo raises an error of its own, and names this one far down in its causes.
+        # Dynamo raises its own error, and names this one only deep in its causes.
         warnings.warn(f"{type(error).__name__}: {error}", stacklevel=2)
         raise

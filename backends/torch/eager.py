@@ -1,9 +1,11 @@
-"""Plans as a few native torch calls: what runs when no gather, cast or copy is in the way.
+"""Plans as a few native torch calls, for plans without gathers, casts and copies.
 
-Each step becomes a small function over views; autograd then keeps exactly what the plan says, since `mm`, `bmm` and
-`mul` save their operands as they read them. A step that would have to copy an operand into another layout makes the
-plan not native under autograd, because the copy would be kept; so does a result that would not lie in memory as the
-plan has it, and a product with a repeated operand whose gradient the plan sums in another way than torch does.
+Each step becomes a small function over views. Autograd then keeps exactly what the plan says, because `mm`, `bmm` and
+`mul` save the operands that they are given. Under autograd a plan does not run as native calls in three cases:
+
+- a step would copy an operand into another layout: autograd would keep the copy;
+- a result would have other strides than the plan says;
+- an operand is repeated along an axis in a product, and the plan sums its gradient in another way than torch does.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ from planner.program.tree import Leaf, Tree
 
 __all__ = ["NATIVE", "compile_native"]
 
-# From operands to the result; index arrays, which plans of native calls have none of, may be given as well.
+# A function from operands to the result. It ignores its second argument, the index arrays, which such a plan has not.
 Run = Callable[..., Tensor]
-# What runs each step of the backward program, by its spec; None without one.
+# The implementation of each step of the backward program, by the step's spec; None if there is no backward program.
 Lowerings = Mapping[Spec, str] | None
 
 NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum")
-# Made of several native calls, of which autograd keeps more than the step's operands: the positions of the diagonal,
-# sums that the step makes itself.
+# Steps made of several native calls, for which autograd would keep more than the step's operands: positions of the
+# diagonal, or a sum inside of the step.
 COMPOSED = ("diagonal", "multiply, sum")
 
 
@@ -45,24 +47,24 @@ def compile_native(
 ) -> Run | None:
     """Return a function from operands to the result, or None if the tree needs more than native calls.
 
-    No operator of torch runs here: what the calls would do is found out on stand-ins.
+    This runs no operator of torch. It tries the calls on stand-ins.
 
     Args:
         tree: the plan's tree.
         operands: stand-ins with the strides of the operands; they take gradients where operands do.
-        backward: the plan's backward program; None where no gradient is asked for: then steps may copy, since nothing
-            is kept.
-        transformed: whether the calls will stand under a transform of `torch.func`, or in forward mode.
+        backward: the plan's backward program; None if no gradient is asked for. Then steps may copy, since nothing is
+            kept.
+        transformed: whether the calls will run under a transform of `torch.func` or in forward mode.
     """
     chosen = None if backward is None else {step.op.spec: step.choice.lowering for step in backward.steps}
-    made = _compile(tree, operands, chosen, TRANSFORMED_STRIDE_OPS if transformed else STRIDE_OPS)
-    return None if made is None else made[0]
+    compiled = _compile(tree, operands, chosen, TRANSFORMED_STRIDE_OPS if transformed else STRIDE_OPS)
+    return None if compiled is None else compiled[0]
 
 
 def _compile(
     tree: Tree, operands: Sequence[Strided], chosen: Lowerings, stride_ops: StrideOps
 ) -> tuple[Run, Strided] | None:
-    """Also the stand-in of the result."""
+    """Return the function that computes a part of the tree, and the stand-in of its result; None if not native."""
     copies = chosen is None
     if isinstance(tree, Leaf):
         return operator.itemgetter(tree.operand), operands[tree.operand]
@@ -101,7 +103,7 @@ def _compile(
 
 
 def _sums_alike(op: Op, standins: Sequence[Strided], chosen: Mapping[Spec, str]) -> bool:
-    """Whether the plan makes gradients of a product's repeated operands as torch does: a product as a whole, summed."""
+    """Return whether the plan sums gradients of repeated operands as torch does: a whole product, then its sum."""
     if stock_kind(op) != "multiply":
         return True
     repeated = (any(op.spec.size(e) != 1 for e in op.spec.output if e not in term) for term in op.spec.inputs)

@@ -1,4 +1,4 @@
-"""A plan with what running it in torch needs: views of its arrays, both programs, and what they leave to autograd."""
+"""A plan made ready to run in torch: it shapes operands and index arrays and runs both programs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.backends.common.common import (
-    RangedIndices,
-    mask_operands,
-    mask_term,
-    operands_with_unread_rows,
-    run_program,
-    zero_unread_rows,
-)
-from planner.backends.common.loops import run_loop
+from planner.backends.common.masks import mask_operands, mask_term
+from planner.backends.common.run import run_loop, run_program
 from planner.backends.common.stock import evaluate
+from planner.backends.common.unread_rows import operands_with_unread_rows, zero_unread_rows
 from planner.backends.torch.index import TorchIndex, in_range, part_in_range, refuse_sparse
 from planner.backends.torch.modes import transformed
 from planner.backends.torch.ops import OPS, cast, dataless, finite, torch_dtype
@@ -31,7 +25,7 @@ from planner.language.errors import PlannerLimitError
 from planner.language.options import SEARCHES, Options
 from planner.language.spec import Spec, Term
 from planner.program.callbacks import callbacks
-from planner.program.implementations import Table
+from planner.program.implementations import RangedIndices, Table
 from planner.program.loops import body_of
 from planner.program.ops import Cast
 from planner.program.plan import PlanRecord
@@ -41,7 +35,7 @@ __all__ = ["Executable", "executable_of"]
 
 
 class Executable:
-    """A plan with what running it in torch needs; one for each plan, kept with the function that runs it."""
+    """A plan made ready to run in torch. There is one for each plan, kept with the function that runs the plan."""
 
     def __init__(self, plan: PlanRecord, table: Table) -> None:
         self.plan, self.table = plan, table
@@ -56,21 +50,21 @@ class Executable:
         self.inexact = self.is_complex or self.dtype.is_floating_point
         self.arrays = tuple(self.index_shapes)
         self.unread_rows = operands_with_unread_rows(plan.tree, self.spec)
-        # Views of operands are made anew for the backward program: one of a masked operand would keep the copy alive.
+        # The backward program makes views of operands again: a kept view of a masked operand would keep the copy alive.
         base = [variable.base for variable in self.programs.variables]
         viewed = {base[v] for v in self.programs.kept} & set(range(len(self.shapes)))
         self.operand_views = [step for step in self.programs.forward.steps if base[step.outputs[0]] in viewed]
         self.kept = tuple(v for v in self.programs.kept if base[v] >= len(self.shapes))
-        # Half types would be rounded between the sum and the product; float16 overflows there.
+        # A gradient in a half type would be rounded between its sum and the product, and float16 could overflow.
         self.summable_dims = () if plan.dtype in ("float16", "bfloat16") else summable_dims(self.spec)
-        self.planned = lru_cache(maxsize=8)(self._planned)
+        self.executable_for = lru_cache(maxsize=8)(self._executable_for)
 
     def views(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """Operands without their broadcast dimensions."""
+        """Return the operands without their broadcast dimensions."""
         return [x if shape is None else x.reshape(shape) for x, shape in zip(operands, self.reshape, strict=True)]
 
     def leaves(self, operands: Sequence[Tensor], index: RangedIndices) -> list[Tensor]:
-        """Operands as the steps read them: NaN and infinities that no index reads are out of the way."""
+        """Return the operands as the steps read them: NaN and infinities that no index reads are set to zero."""
         values = mask_operands(OPS, self.views(operands), self.spec, index)
         for number in self.unread_rows:
             x = values[number]
@@ -79,11 +73,11 @@ class Executable:
         return values
 
     def index_views(self, indices: Mapping[str, Any]) -> dict[str, Any]:
-        """Index arrays without their broadcast dimensions, as derived specs take them."""
+        """Return the index arrays without their broadcast dimensions, as derived specs take them."""
         return {name: q.reshape(self.index_shapes[name]) for name, q in indices.items()}
 
     def prepare(self, indices: Mapping[str, Any]) -> RangedIndices:
-        """Shape index arrays as the spec sees them; ranges are checked by the step that reads them first."""
+        """Shape index arrays as the spec has them. The step that reads an index array first checks its range."""
         prepared, mode = RangedIndices(False), self.plan.index_mode
         for gather in self.gathers:
             raw, shape = indices[gather.array], self.index_shapes[gather.array]
@@ -92,7 +86,9 @@ class Executable:
                 values, dropped = raw.values, raw.may_drop
                 if gather.axes and raw.values.dim() == len(gather.axes):
                     prepared.orders[gather] = raw.groups
-            elif mode == "drop" or self.empty:  # what is dropped decides what runs; of nothing, no step reads an index
+            elif mode == "drop" or self.empty:
+                # Dropped indices decide which program runs, and in an empty contraction no step reads the index arrays:
+                # both check them here.
                 values, dropped = in_range(raw, gather, mode)
             else:
                 refuse_sparse(raw, gather)
@@ -104,7 +100,7 @@ class Executable:
         return prepared
 
     def forward(self, operands: Sequence[Tensor], index: RangedIndices) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Run the forward program: the result and the kept values."""
+        """Run the forward program, and return the result and the kept values."""
         values: dict[int, Any] = dict(enumerate(self.leaves(operands, index)))
         (result,) = run_program(self.table, self.programs.forward, values, index)
         result = mask_term(OPS, result, self.spec.output, self.spec, index)
@@ -113,7 +109,7 @@ class Executable:
     def backward_values(
         self, gradient: Tensor, operands: Sequence[Tensor], index: RangedIndices, kept: Mapping[int, Tensor]
     ) -> dict[int, Any]:
-        """What the backward program is given, by variable; `kept` need not hold the views of operands."""
+        """Return the inputs of the backward program by variable; `kept` need not hold the views of operands."""
         values: dict[int, Any] = {**dict(enumerate(self.leaves(operands, index))), **kept}
         for step in self.operand_views:
             results = self.table.run(step.choice.lowering, step.op, [values[v] for v in step.inputs], index)
@@ -126,7 +122,7 @@ class Executable:
     def backward(
         self, gradient: Tensor, operands: Sequence[Tensor], index: RangedIndices, kept: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Run the backward program: a gradient for each operand that needs one."""
+        """Run the backward program, and return a gradient for each operand that needs one, None for the others."""
         program = self.programs.backward
         assert program is not None
         values = self.backward_values(gradient, operands, index, dict(zip(self.kept, kept, strict=True)))
@@ -136,48 +132,54 @@ class Executable:
             if variable is None:
                 gradients.append(None)
                 continue
-            found = mask_term(OPS, values[variable], self.spec.inputs[number], self.spec, index)
+            operand_gradient = mask_term(OPS, values[variable], self.spec.inputs[number], self.spec, index)
             operand = operands[number]
-            if found.is_complex() and not operand.is_complex():
-                found = found.real
-            gradients.append(found.reshape(operand.shape))
+            if operand_gradient.is_complex() and not operand.is_complex():
+                operand_gradient = operand_gradient.real
+            gradients.append(operand_gradient.reshape(operand.shape))
         return gradients
 
     def against(self, gradient: Tensor) -> tuple[Executable, Tensor]:
-        """Return what to run the backward program of, for a gradient as it lies, and the gradient that it takes.
+        """Return the executable whose backward pass suits this gradient's strides, and the gradient to give it.
 
-        One that repeats along some dimensions is a gradient of the sum over them, which takes less. Under a memory
-        limit, one that products would copy has a program of its own. Neither needs kept values. A gradient that needs
-        one itself, under a transform or in a compiled function, is taken as it lies, whatever is copied.
+        Usually that is this executable. There are two exceptions, which use no kept values:
+
+        - A gradient that repeats along some dimensions (stride 0), as `sum().backward()` makes it, is the gradient of
+          the sum over them. The contraction with that sum is smaller.
+        - Under a memory limit, a product may have to copy a gradient with unusual strides. Then a backward program is
+          planned for these strides.
+
+        A gradient that requires a gradient itself, is transformed, or is in a compiled function, goes to this
+        executable in any case.
 
         Raises:
-            PlannerLimitError: there is no such program within the memory limit.
+            PlannerLimitError: no backward program for these strides fits the memory limit.
         """
         if self.empty:
             return self, gradient
         strides, limit = gradient.stride(), self.plan.options.memory_limit
         repeated = tuple(d for d in self.summable_dims if strides[d] == 0 and gradient.shape[d] > 1)
-        own = limit is None or self._takes(gradient, limit)
-        if own and not repeated:
+        fits = limit is None or self._fits(gradient, limit)
+        if fits and not repeated:
             return self, gradient
         plain = type(gradient) is Tensor and not (gradient.requires_grad or dataless(gradient) or transformed())
         if not plain or torch.compiler.is_compiling():
             return self, gradient
-        once = gradient
+        unrepeated = gradient
         for d in reversed(repeated):
-            once = once.select(d, 0)
-        other = self.planned(repeated, once.stride())
+            unrepeated = unrepeated.select(d, 0)
+        other = self.executable_for(repeated, unrepeated.stride())
         if isinstance(other, PlannerLimitError):
-            if own:
+            if fits:
                 return self, gradient
-            raise self._refusal(other, once.stride())
-        backward, alone = other.programs.cost.backward, self.programs.cost.backward
-        assert backward is not None
-        assert alone is not None
-        return (self, gradient) if limit is None and alone.seconds <= backward.seconds else (other, once)
+            raise self._refusal(other, unrepeated.stride())
+        other_cost, cost = other.programs.cost.backward, self.programs.cost.backward
+        assert other_cost is not None
+        assert cost is not None
+        return (self, gradient) if limit is None and cost.seconds <= other_cost.seconds else (other, unrepeated)
 
-    def _takes(self, gradient: Tensor, limit: int) -> bool:
-        """Whether the plan's own backward program is within a limit, whatever it copies of the gradient."""
+    def _fits(self, gradient: Tensor, limit: int) -> bool:
+        """Return whether the plan's backward program stays within a limit, even if it copies the gradient."""
         variable = self.programs.variables[self.programs.output_gradient]
         if layout_of(gradient.shape, gradient.stride()) == variable.layout:
             return True
@@ -186,7 +188,7 @@ class Executable:
     def _plan(
         self, options: Options, repeated: tuple[int, ...] = (), strides: tuple[int, ...] | None = None
     ) -> PlanRecord:
-        """Plan anew: without some of the output's dimensions, or for a gradient with these strides."""
+        """Plan again, with some dimensions of the output summed, or for an output gradient of these strides."""
         plan, spec = self.plan, sum_dims(self.spec, repeated)
         options = dataclasses.replace(
             options,
@@ -199,8 +201,11 @@ class Executable:
         )
         return callbacks().make_plan(contraction)
 
-    def _planned(self, repeated: tuple[int, ...], strides: tuple[int, ...]) -> Executable | PlannerLimitError:
-        """A plan for such an output gradient that keeps nothing, or why there is none within the memory limit."""
+    def _executable_for(self, repeated: tuple[int, ...], strides: tuple[int, ...]) -> Executable | PlannerLimitError:
+        """Return an executable that keeps nothing, for an output gradient of these strides.
+
+        If none fits the memory limit, return the error that says so.
+        """
         limit = self.plan.options.memory_limit
         left = None if limit is None else max(0, limit - self.plan.cost.retained_bytes)
         try:
@@ -210,8 +215,9 @@ class Executable:
             return error
 
     def _refusal(self, error: PlannerLimitError, strides: tuple[int, ...]) -> PlannerLimitError:
-        """Name a limit that succeeds: within a wider one the plan may keep more, at most what it keeps without one."""
+        """Return the error that names a memory limit under which the call succeeds."""
         options = self.plan.options
+        # Under a wider limit the plan may keep more, but never more than it keeps without a limit.
         free = self._plan(dataclasses.replace(options, memory_limit=None)).cost
         enough = max(free.peak_bytes, (error.memory_limit or 0) + free.retained_bytes)
         why = f"no backward program was found that takes an output gradient of strides {strides}"
@@ -228,7 +234,7 @@ class Executable:
         return result
 
     def stock(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
-        """Run the plan's tree with differentiable stock operators."""
+        """Run the plan's tree with torch's own operators, which torch can differentiate."""
         index = self.prepare(indices)
         leaves = self.leaves(operands, index)
 
@@ -244,26 +250,27 @@ class Executable:
 
 
 def executable_of(plan: PlanRecord, table: Table) -> Executable:
-    """Return a plan, or a loop, with what running it needs."""
-    return Executable(plan, table) if plan.loop is None else BoundLoop(plan, table)
+    """Return the executable of a plan."""
+    return Executable(plan, table) if plan.loop is None else LoopExecutable(plan, table)
 
 
-class BoundLoop(Executable):
-    """A plan that goes slice by slice: its programs call those of its body."""
+class LoopExecutable(Executable):
+    """A plan that runs slice by slice: its programs run those of its body."""
 
     def __init__(self, plan: PlanRecord, table: Table) -> None:
         super().__init__(plan, table)
         self.body = lru_cache(maxsize=64)(lambda *sizes: Executable(body_of(plan, dict(sizes)), table))
 
     def prepare(self, indices: Mapping[str, Any]) -> RangedIndices:
-        """Check index arrays and shape them as the spec sees them: what all slices share is checked once."""
+        """Check index arrays and shape them as the spec has them. They are checked once, not for each slice."""
         index = super().prepare(indices)
         for gather in self.gathers:
-            index[gather]  # brings it into range
+            index[gather]  # reading it brings it into range
         index.given.clear()
         return index
 
     def _result(self, term: Term, dtype: torch.dtype, like: Tensor) -> tuple[Term, Callable[[bool], Tensor]]:
+        """Describe a result to `run_loop`: its term, and the function that allocates it."""
         shape = self.spec.shape(term)
 
         def allocate(zero: bool) -> Tensor:
@@ -279,7 +286,7 @@ class BoundLoop(Executable):
             self.spec,
             list(zip(self.spec.inputs, self.views(operands), strict=True)),
             index,
-            lambda part, xs, here: self.body(*part.sizes.items()).forward(xs, here)[:1],
+            lambda part, slices, part_index: self.body(*part.sizes.items()).forward(slices, part_index)[:1],
             [self._result(self.spec.output, self.dtype, operands[0])],
         )
         return result.to(self.dtype), ()
@@ -290,15 +297,16 @@ class BoundLoop(Executable):
         """Run the backward program of every slice."""
         assert self.plan.loop is not None
         spec, needs = self.spec, [v is not None for v in self.programs.gradients]
-        found = run_loop(
+        gradients = run_loop(
             self.plan.loop,
             spec,
             list(zip((spec.output, *spec.inputs), (gradient, *self.views(operands)), strict=True)),
             index,
-            lambda part, xs, here: self.body(*part.sizes.items()).backward(xs[0], xs[1:], here, ()),
+            lambda part, xs, part_index: self.body(*part.sizes.items()).backward(xs[0], xs[1:], part_index, ()),
             [
                 self._result(term, x.dtype, x) if need else None
                 for term, x, need in zip(spec.inputs, operands, needs, strict=True)
             ],
         )
-        return [None if g is None else g.to(x.dtype).reshape(x.shape) for g, x in zip(found, operands, strict=True)]
+        pairs = zip(gradients, operands, strict=True)
+        return [None if g is None else g.to(x.dtype).reshape(x.shape) for g, x in pairs]

@@ -1,4 +1,4 @@
-"""Index arrays: checked, brought into range, and prepared for many calls with their rows sorted by group."""
+"""Index arrays in torch: checks, conversion into range, and arrays prepared for many calls with their rows sorted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from planner.backends.common.common import PreparedIndex, clip_error, range_error
+from planner.backends.common.indices import PreparedIndex, clip_error, range_error
 from planner.backends.torch.ops import captured, dataless, not_dense
 from planner.kernels.grouping import torch_grouping
 from planner.language.errors import IndexRangeError, PlannerError
@@ -29,7 +29,7 @@ class TorchIndex(PreparedIndex):
         self.facts = str(size), mode, str(may_drop)
 
     def reshape(self, shape: Sequence[int]) -> TorchIndex:
-        """The same rows in another shape."""
+        """Return the same rows in another shape."""
         if tuple(shape) == tuple(self.shape):
             return self
         view = copy.copy(self)
@@ -37,17 +37,17 @@ class TorchIndex(PreparedIndex):
         return view
 
     def parts(self) -> tuple[list[Tensor], tuple[str, ...]]:
-        """Its tensors, and what else it is made of: as text, for Dynamo makes symbols of numbers."""
+        """Return its tensors and its other facts. These are text, because Dynamo turns numbers into symbols."""
         return [self.values, self.groups.order, self.groups.offsets], self.facts
 
     @classmethod
-    def joined(cls, tensors: Iterable[Tensor], facts: Iterable[str]) -> TorchIndex:
-        """The inverse of `parts`."""
-        found = cls.__new__(cls)
-        (found.values, order, offsets), (size, found.mode, may_drop) = tensors, facts
-        found.size, found.may_drop, found.facts = int(size), may_drop == "True", (size, found.mode, may_drop)
-        found.groups = torch_grouping.Groups(order, offsets, found.size)
-        return found
+    def join(cls, tensors: Iterable[Tensor], facts: Iterable[str]) -> TorchIndex:
+        """Return the index of some tensors and facts: the inverse of `parts`."""
+        index = cls.__new__(cls)
+        (index.values, order, offsets), (size, index.mode, may_drop) = tensors, facts
+        index.size, index.may_drop, index.facts = int(size), may_drop == "True", (size, index.mode, may_drop)
+        index.groups = torch_grouping.Groups(order, offsets, index.size)
+        return index
 
 
 def refuse_sparse(raw: Tensor, gather: Gather) -> None:
@@ -57,16 +57,21 @@ def refuse_sparse(raw: Tensor, gather: Gather) -> None:
 
 
 def in_range(raw: Tensor, gather: Gather, mode: str) -> tuple[Tensor, bool]:
-    """Bring an index array into [0, size]; also whether `size`, which means no row, occurs.
+    """Bring an index array into [0, size], and return whether the value `size`, which means "no row", can occur.
 
-    While a CUDA graph is captured it may occur, and under "raise" the device refuses it when the graph is run.
+    While a CUDA graph is captured, values cannot be looked at. Then `size` may occur under "drop", and under "raise"
+    the device refuses a bad index when the graph runs.
+
+    Raises:
+        IndexRangeError: an index is out of range under "raise", or is clipped into a dimension of size 0.
+        PlannerError: the index array is sparse.
     """
     size = gather.size
     assert size is not None
     refuse_sparse(raw, gather)
     if raw.numel() == 0 or raw.is_meta:
         return raw.long(), False
-    if dataless(raw):  # looked at when what is recorded now is run
+    if dataless(raw):  # a tracer records the check, which looks at the values when it runs
         return _in_range_later(raw, gather.array, "".join(gather.axes), size, mode), mode == "drop"
     # A uint64 has no comparisons of its own: values from 2^63 on become negative, far out of any range.
     wide = raw if raw.dtype in (torch.int64, torch.int32) else raw.long()
@@ -106,7 +111,7 @@ def _(raw: Tensor, array: str, axes: str, size: int, mode: str) -> Tensor:
 
 
 def part_in_range(part: Tensor, whole: Tensor, gather: Gather, mode: str) -> Tensor:
-    """Bring a part of an index array into range; an error names the place in the whole."""
+    """Bring a part of an index array into range. An error names the position in the whole array."""
     try:
         return in_range(part, gather, mode)[0]
     except IndexRangeError:

@@ -10,10 +10,10 @@ import torch
 from torch.autograd import forward_ad
 
 __all__ = ["as_planned", "autocasts", "autograd_batches", "forward_mode", "grad_enabled", "in_functorch", "over_batch",
-           "transform", "transformed", "unwatched", "unwrapped"]  # fmt: skip
+           "transform", "transformed", "unwatched", "unwrap"]  # fmt: skip
 
-# Arguments without the wrappers of transforms that have ended: tensors that a Function saved may have some.
-unwrapped = torch._functorch.utils.unwrap_dead_wrappers
+# Removes the wrappers of transforms that have ended; tensors that a Function saved may still have some.
+unwrap = torch._functorch.utils.unwrap_dead_wrappers
 # The innermost transform of `torch.func`, or None.
 transform = torch._C._functorch.peek_interpreter_stack
 _transforms = torch._C._functorch.get_interpreter_stack
@@ -21,62 +21,65 @@ _batched = torch._C._functorch.is_legacy_batchedtensor
 _JVP = torch._C._functorch.TransformType.Jvp
 grad_enabled = torch.is_grad_enabled
 autocasts = torch._C._is_any_autocast_enabled
-# Plans say what is computed in which dtype: within this context nothing is cast.
+# A plan says in which dtype each step is computed. Within this context autocast changes none of them.
 as_planned = torch._C._DisableAutocast
 
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Run what is timed so that the caller's modes and hooks on saved tensors do not see it.
+    """Hide what runs inside from the caller's modes and hooks on saved tensors.
 
-    Otherwise `optimize="measure"` inside of `torch.utils.checkpoint` would save more tensors the first time than when
-    the call is computed again.
+    Otherwise `optimize="measure"` inside of `torch.utils.checkpoint` would save more tensors in the first run, which
+    measures, than when checkpointing runs the call again.
     """
     hooks: Any = torch._C._autograd
     hooked = hooks._saved_tensors_hooks_is_enabled() and hooks._top_saved_tensors_default_hooks(True) is not None
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
         stack.enter_context(torch._C.DisableTorchFunction())
-        if hooked:  # only the innermost hooks are called
+        if hooked:  # torch calls the innermost hooks only, so these hide the caller's
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
         yield
 
 
 def in_functorch() -> bool:
-    """Whether a transform of `torch.func` is at work."""
+    """Return whether the call is under a transform of `torch.func`."""
     return transform() is not None
 
 
 def forward_mode() -> bool:
-    """Whether tensors may carry tangents."""
-    # A compiled `torch.func.jvp` shows in the stack of transforms alone.
+    """Return whether tensors may carry tangents, as under `torch.func.jvp`."""
+    # A compiled `torch.func.jvp` shows only in the stack of transforms.
     return forward_ad._current_level >= 0 or (in_functorch() and any(t.key() == _JVP for t in _transforms() or ()))
 
 
 def autograd_batches(*tensors: torch.Tensor | None) -> bool:
-    """Whether autograd batches any of these, as `is_grads_batched` asks: by a `vmap` that knows no `out=`."""
+    """Return whether autograd batches any of these tensors, as `is_grads_batched=True` asks it to.
+
+    It uses an old `vmap`, which does not support `out=`.
+    """
     return any(x is not None and _batched(x) for x in tensors)
 
 
 def over_batch(backward: Callable[..., Sequence[Any]], gradients: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-    """Call a backward function on gradients that autograd batches, by `torch.func.vmap` in the place of its own."""
+    """Call a backward function on gradients that autograd batches, using `torch.func.vmap` instead of the old one."""
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     batched = {
         n: torch._remove_batch_dim(x, level, 0, 0) for n, x in enumerate(gradients) if x is not None and _batched(x)
     }
-    shown: list[bool] = []
+    has_result: list[bool] = []
 
-    def one(*own: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = dict(zip(batched, own, strict=True))
-        found = backward(*(given.get(n, x) for n, x in enumerate(gradients)))
-        shown[:] = [x is not None for x in found]
-        return tuple(x for x in found if x is not None)
+    def run_one(*entries: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        by_number = dict(zip(batched, entries, strict=True))
+        outputs = backward(*(by_number.get(n, x) for n, x in enumerate(gradients)))
+        has_result[:] = [x is not None for x in outputs]
+        return tuple(x for x in outputs if x is not None)
 
-    results = iter(torch.func.vmap(one)(*batched.values()))
-    return tuple(torch._add_batch_dim(next(results), 0, level) if show else None for show in shown)
+    results = iter(torch.func.vmap(run_one)(*batched.values()))
+    return tuple(torch._add_batch_dim(next(results), 0, level) if has else None for has in has_result)
 
 
 def transformed() -> bool:
-    """Whether `torch.func` or forward mode is at work."""
+    """Return whether the call is under a transform of `torch.func` or in forward mode."""
     return in_functorch() or forward_mode()

@@ -1,4 +1,4 @@
-"""Torch's array functions as the stock evaluation is written in them, its dtypes and its casts."""
+"""The array functions, dtypes and casts of torch that the stock evaluation needs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def torch_dtype(name: str) -> torch.dtype:
 def promote(first: str, second: str) -> str | None:
     """Return the dtype that torch promotes two dtypes to, or None where it refuses.
 
-    `torch.promote_types` is an operator: whatever watches the operators around a call would see it.
+    It does not call `torch.promote_types`, which is an operator: a mode around the call would see it.
     """
     if first == second:
         return first
@@ -60,12 +60,12 @@ def promote(first: str, second: str) -> str | None:
     return max(first, second, key=lambda dtype: (_kind(dtype), itemsize(dtype)))
 
 
-# Torch promotes these with floats only.
+# Torch promotes these dtypes only with floats.
 _WIDE_UNSIGNED = ("uint16", "uint32", "uint64")
 
 
 def _kind(dtype: str) -> int:
-    """The rank of a dtype's category: truth values, integers, floats, complex numbers."""
+    """Return the rank of a dtype's category: booleans, integers, floats, complex numbers."""
     if dtype == "bool":
         return 0
     return 3 if dtype.startswith("complex") else 2 if "float" in dtype else 1
@@ -76,7 +76,7 @@ def _is_half(x: Tensor) -> bool:
 
 
 def unit_strided(x: Tensor) -> Tensor:
-    """Matrices one of whose strides is 1, copied if need be: torch multiplies others one by one, each copied."""
+    """Return a batch of matrices with a stride of 1, copied if need be; torch copies other matrices one by one."""
     if x.is_contiguous() or 1 in x.stride()[-2:] or 1 in x.shape[-2:] or x.shape[0] == 1:
         return x
     return x.contiguous()
@@ -109,19 +109,19 @@ class TorchOps:
         return torch.arange(size, device=like.device)
 
     def take(self, x: Tensor, index: Sequence[Tensor]) -> Tensor:
-        # index_select over one flat index is several times faster than indexing by several arrays.
+        # `index_select` by one flat index is several times faster than indexing by several arrays.
         count = len(index)
         flat, rows = _flat_index(index, x.shape[:count])
         taken = x.reshape([math.prod(x.shape[:count]), *x.shape[count:]]).index_select(0, flat)
         return taken.reshape([*rows, *x.shape[count:]])
 
     def add_at(self, shape: Sequence[int], index: Sequence[Tensor], values: Tensor) -> Tensor:
-        # index_add_ over one flat index: index_put_ with accumulate adds in any order on a CPU.
+        # `index_add_` by one flat index adds in order. On a CPU, `index_put_` with `accumulate` adds in any order.
         count = len(index)
         flat, _ = _flat_index(index, shape[:count])
         wide = values.float() if _is_half(values) else values
         out = wide.new_zeros((math.prod(shape[:count]), *shape[count:]))
-        # Out of place where a transform must see it: that copies the zeros once more.
+        # Under a transform it must be out of place, which copies the zeros once more.
         add = out.index_add if transformed() else out.index_add_
         out = add(0, flat, wide.reshape(flat.shape[0], *shape[count:]))
         return out.reshape(tuple(shape)).to(values.dtype)
@@ -134,10 +134,13 @@ class TorchOps:
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
-    """Product of tensors of as many dimensions, row-major unless derivatives are recorded: torch follows strides."""
+    """Multiply tensors of equally many dimensions; the result is row-major, unless autograd records it.
+
+    By itself torch gives the result strides that follow those of the operands.
+    """
     if a.is_contiguous() and b.is_contiguous():
         product = a * b
-        if product.is_contiguous():  # but for odd strides of dimensions of size 1 it is
+        if product.is_contiguous():  # always, except for odd strides of dimensions of size 1
             return product
         del product
     if transformed() or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
@@ -147,7 +150,7 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _flat_index(index: Sequence[Tensor], shape: Sequence[int]) -> tuple[Tensor, torch.Size]:
-    """One index over flattened leading dimensions, and the shape of the rows that it addresses."""
+    """Return one flat index into the flattened leading dimensions, and the shape of the rows that it addresses."""
     flat = index[0] if len(index) == 1 else index[0].long()
     for size, more in zip(shape[1:], index[1:], strict=True):
         flat = flat * size + more
@@ -158,7 +161,7 @@ OPS = TorchOps()
 
 
 def cast(x: Tensor, dtype: str) -> Tensor:
-    """Convert; from complex to real by the real part, which is the gradient's rule."""
+    """Convert to a dtype. From complex to real it takes the real part, as the gradient of a real operand needs."""
     wanted = torch_dtype(dtype)
     if x.is_complex() and not wanted.is_complex:
         x = x.real
@@ -166,7 +169,7 @@ def cast(x: Tensor, dtype: str) -> Tensor:
 
 
 def not_dense(x: Tensor) -> str | None:
-    """Why a tensor cannot be contracted and what to do about it, or None if it is dense."""
+    """Return why a tensor cannot be contracted and what to do about it, or None if it is dense."""
     if x.is_nested:
         return "is a nested tensor, whose rows have no one shape: pad it, as torch.nested.to_padded_tensor(x, 0.0) does"
     if x.is_quantized:
@@ -177,22 +180,22 @@ def not_dense(x: Tensor) -> str | None:
 
 
 def dataless(x: Tensor) -> bool:
-    """Whether a tensor has a shape and a dtype but no values to look at."""
-    if type(x) in (Tensor, torch.nn.Parameter) and not in_functorch():  # in a fifth of the time
+    """Return whether a tensor has a shape and a dtype but no values."""
+    if type(x) in (Tensor, torch.nn.Parameter) and not in_functorch():  # the usual case, in a fifth of the time
         return x.is_meta
     return x.is_meta or is_fake(x)
 
 
 def captured(x: Tensor) -> bool:
-    """Whether a CUDA graph is being captured: values cannot be looked at, and will be others when it is run."""
+    """Return whether a CUDA graph is being captured. Then values cannot be read, and differ when the graph runs."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def occurs(x: Tensor) -> bool:
-    """Whether something is true, or may be: what cannot be looked at may hold anything."""
+    """Return whether any entry is true, or may be: during capture values cannot be read."""
     return captured(x) or bool(x.any())
 
 
 def finite(x: Tensor) -> bool:
-    """Whether all numbers are finite, or there are none to see; a sum that overflows costs a needless look."""
+    """Return whether all numbers are finite, or cannot be seen; the check is cheaper if their sum does not overflow."""
     return dataless(x) or (not captured(x) and torch_pooled.finite(x.detach()))

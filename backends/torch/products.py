@@ -1,7 +1,8 @@
 """Rows for products of two operands that torch's own einsum would copy, or multiply slowly.
 
-Where the summed axes of an operand cannot be viewed as one, einsum copies it, and keeps the copy. Slices along one axis
-are matrices as they lie: their products go one by one into one result, or all at once, to be summed then.
+If the summed axes of an operand cannot be viewed as one dimension, einsum copies the operand, and keeps the copy for
+the backward pass. But slices along one axis may be matrices without a copy. Their products are written or added into
+one result one by one, or are computed as a batch that is summed afterwards.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from planner.program.ops import Einsum, Op, joint_elements, spec_flops
 __all__ = ["copied_form", "product_rows"]
 
 ROUNDS = ("float16", "bfloat16", "bool")
-# A product on all cores that is added to the last one's result waits for it: two of 128 x 1024 x 128 took 25 us each
-# longer than one of twice the terms, sixteen 50 us; 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-22.
+# A product on all cores that is added to the result of the one before waits for it. Two products of 128 x 1024 x 128
+# took 25 us each longer than one of twice the terms, and sixteen took 50 us; 2 cores of an Intel Xeon at 2.8 GHz, torch
+# 2.13, 2026-11-22.
 _WAIT_SECONDS = 25e-6
 
 
@@ -45,7 +47,7 @@ def product_rows() -> list[Implementation]:
 
 
 def copied_form(op: Op) -> ProductForm | None:
-    """Return the form of a product of which torch would copy an operand, as the operands lie; None if of none."""
+    """Return the form of a product if torch would copy one of its operands in their present layouts, else None."""
     if not isinstance(op, Einsum):
         return None
     form = product_form(op.spec)
@@ -54,10 +56,10 @@ def copied_form(op: Op) -> ProductForm | None:
 
 
 @lru_cache(maxsize=16384)
-def _sliced(op: Op) -> tuple[str, ProductForm] | None:
-    """The axis over which a product can go slice by slice without copying an operand, and a slice's product.
+def _choose_slices(op: Op) -> tuple[str, ProductForm] | None:
+    """Return an axis along which the product needs no copy slice by slice, and the form of a slice's product.
 
-    Slices over a summed axis are accumulated, those over a row or column axis are parts of the result.
+    Slices along a summed axis are added up; slices along a row or column axis are parts of the result.
     """
     form, sizes, layouts = copied_form(op), dict(op.spec.sizes), op.layouts or (None, None)
     if form is None or form.batch:
@@ -79,13 +81,13 @@ def _sliced(op: Op) -> tuple[str, ProductForm] | None:
 def _not_sliced(op: Op) -> str | None:
     if op.dtype in ROUNDS:
         return f"{op.dtype} would be rounded between the slices"
-    return "no one axis parts operands that cannot be viewed flat" if _sliced(op) is None else None
+    return "no one axis parts operands that cannot be viewed flat" if _choose_slices(op) is None else None
 
 
 def _sliced_cost(op: Op, device: Device) -> StepCost:
-    found = _sliced(op)
-    assert found is not None
-    axis, part = found
+    choice = _choose_slices(op)
+    assert choice is not None
+    axis, part = choice
     slices = dict(op.spec.sizes)[axis]
     _, m, n, k = part.sizes
     flops, result = spec_flops(op.spec), math.prod(op.spec.output_shape) * itemsize(op.dtype)
@@ -95,15 +97,15 @@ def _sliced_cost(op: Op, device: Device) -> StepCost:
     seconds = max(flops / device.product_rate(m, n, k, op.dtype), device.moving_seconds(moved)) + device.fresh_seconds(
         result
     )
-    if accumulates and device.kind == "cpu":  # products that take no longer than that take one core
+    if accumulates and device.kind == "cpu":  # a product that takes less time than the wait runs on one core
         seconds += min(seconds, slices * _WAIT_SECONDS)
     return StepCost(flops, moved, 0, 0, picoseconds(seconds + slices * device.launch_seconds))
 
 
 def _run_sliced(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    found = _sliced(op)
-    assert found is not None
-    axis, part = found
+    choice = _choose_slices(op)
+    assert choice is not None
+    axis, part = choice
     sizes, (_, m, n, k) = dict(op.spec.sizes), part.sizes
     slices = []
     groups_of = ((part.left, part.contracted), (part.contracted, part.right))
@@ -127,16 +129,19 @@ def _run_sliced(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
 
 
 def _sliced_layouts(op: Op) -> tuple[Layout | None, ...]:
-    found = _sliced(op)
-    assert found is not None
-    axis, part = found
+    choice = _choose_slices(op)
+    assert choice is not None
+    axis, part = choice
     order = (*((axis,) if axis in op.spec.output else ()), *part.left, *part.right)
     return (reordered(order, op.spec.output, op.spec),)
 
 
 @lru_cache(maxsize=16384)
-def _batched(op: Op) -> tuple[str, ProductForm, Spec] | None:
-    """A summed axis, and the product with it as a batch axis, where that copies no operand; a sum over it follows."""
+def _choose_batch(op: Op) -> tuple[str, ProductForm, Spec] | None:
+    """Return a summed axis that can be a batch axis instead, so that no operand is copied, and the batched product.
+
+    The batched product is summed over that axis afterwards.
+    """
     form, sizes, layouts = copied_form(op), dict(op.spec.sizes), op.layouts or (None, None)
     if form is None or len(form.contracted) < 2:
         return None
@@ -155,13 +160,13 @@ def _batched(op: Op) -> tuple[str, ProductForm, Spec] | None:
 def _not_batched(op: Op) -> str | None:
     if op.dtype in ROUNDS:
         return f"{op.dtype} would be rounded before it is summed"
-    return "no one summed axis parts operands that cannot be viewed flat" if _batched(op) is None else None
+    return "no one summed axis parts operands that cannot be viewed flat" if _choose_batch(op) is None else None
 
 
 def _batched_cost(op: Op, device: Device) -> StepCost:
-    found = _batched(op)
-    assert found is not None
-    _, form, spec = found
+    choice = _choose_batch(op)
+    assert choice is not None
+    _, form, spec = choice
     batch, m, n, k = form.sizes
     wide, result = (math.prod(shape) * itemsize(op.dtype) for shape in (spec.output_shape, op.spec.output_shape))
     flops, touched = spec_flops(op.spec), op.bytes_touched()
@@ -176,10 +181,10 @@ def _run_batched(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=16384)
 def _batched_product(op: Op) -> Product:
-    """What multiplies two operands in batches and sums these."""
-    found = _batched(op)
-    assert found is not None
-    axis, form, spec = found
+    """Return the function that multiplies two operands as a batch and sums over the batch axis."""
+    choice = _choose_batch(op)
+    assert choice is not None
+    axis, form, spec = choice
     wide, summed = OPS.product(form, spec), (spec.output.index(axis),)
     order = [e for e in spec.output if e != axis]
     back = [order.index(e) for e in op.spec.output]
@@ -187,15 +192,15 @@ def _batched_product(op: Op) -> Product:
 
 
 def _batched_layouts(op: Op) -> tuple[Layout | None, ...]:
-    found = _batched(op)
-    assert found is not None
-    axis, _, spec = found
+    choice = _choose_batch(op)
+    assert choice is not None
+    axis, _, spec = choice
     order = [e for e in spec.output if e != axis]
     return (reordered(order, op.spec.output, op.spec),)
 
 
 def _vectors(op: Op) -> ProductForm | None:
-    """The form of a product in which one operand has no rows or columns of its own."""
+    """Return the form of a product in which one operand is a vector, or a batch of vectors; else None."""
     form = None if not isinstance(op, Einsum) else product_form(op.spec)
     return form if form is not None and form.contracted and 1 in form.sizes[1:3] else None
 
@@ -228,7 +233,10 @@ def _summed_layouts(op: Op) -> tuple[Layout | None, ...]:
 
 
 def _summed_order(spec: Spec) -> tuple[str, ...]:
-    """The axes of the product before its sum: as the larger operand has them where that gives a row-major result."""
+    """Return the order of the axes in which elements are multiplied before they are summed.
+
+    It is the order of the larger operand if the sum is then row-major, else the order of the output.
+    """
     sizes = dict(spec.sizes)
     *terms, out = (term_axes(term) for term in spec.terms)
     widest = max(terms, key=lambda term: math.prod(sizes[e] for e in term))
@@ -240,7 +248,7 @@ def _summed_order(spec: Spec) -> tuple[str, ...]:
 
 @lru_cache(maxsize=16384)
 def _summed_product(spec: Spec) -> Product:
-    """What multiplies two operands and sums."""
+    """Return the function that multiplies two operands element by element and sums."""
     sizes, order = dict(spec.sizes), _summed_order(spec)
     *terms, out = (term_axes(term) for term in spec.terms)
     first, second = (

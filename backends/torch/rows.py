@@ -1,4 +1,4 @@
-"""The torch backend's table: stock rows, rows for products, and the rows that run the grouped and pooled kernels."""
+"""The table of the torch backend: stock rows, rows for products, and rows for the grouped and pooled kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.backends.common.common import WHOLE_POOL
 from planner.backends.common.kernel_rows import (
     POOL_FUNCTIONS,
     Kernels,
@@ -21,6 +20,7 @@ from planner.backends.common.kernel_rows import (
 )
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import flat_stock_cost, picoseconds, stock_rows
+from planner.backends.common.unread_rows import WHOLE_POOL
 from planner.backends.torch.cuda_rows import cuda_rows, grouped_mm_kernels
 from planner.backends.torch.ops import OPS, cast, torch_dtype
 from planner.backends.torch.products import product_rows
@@ -37,8 +37,8 @@ from planner.program.ops import JointGradient, Op, spec_flops
 __all__ = ["make_table"]
 
 
-# Buffers of a share of their usual bytes, what the rows that use them are called, and how much longer they take:
-# measured on seed 000, on two cores of an AMD EPYC 7003 and of an Intel Xeon.
+# For buffers of 1/2 or 1/16 of their usual bytes: the end of the names of the rows that use them, and how much longer
+# these take, measured on seed 000, on two cores of an AMD EPYC 7003 and of an Intel Xeon.
 _SHARES = {1: "", 2: ", half buffers", 16: ", small buffers"}
 _SHARE_TIMES = {2: 1.25, 16: 1.8}
 # The same for the dense scores of a pool: 2 cores of an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-21.
@@ -70,7 +70,7 @@ def _grouped_cost(share: int, op: Op, device: Device) -> StepCost:
     copied = flattened_bytes(op, form)
     scratch = copied + max(8 * (n + g + 1) + maps + kernel, torch_grouping.group_bytes(n, g) + maps - results)
     rows = n * i * (j + k) * size
-    # Rows are gathered, multiplied and put one after the other: the times add up.
+    # Rows are gathered, then multiplied, then written, so the times add up.
     seconds = (
         flops / device.product_rate(max(1, n * i // max(1, min(g, n))), j, k)
         + device.moving_seconds(moved + 2 * copied + (op.products + 1) * rows)
@@ -86,7 +86,10 @@ def _grouped_cost(share: int, op: Op, device: Device) -> StepCost:
 
 
 def _pooled_cost(share: int, op: Op, device: Device) -> StepCost:
-    """The cost by the whole pool in buffers of a share of their bytes; a share of 0 stands for taken rows."""
+    """Return the cost of a pooled dot by the whole pool, in buffers of 1/share of their bytes.
+
+    A share of 0 stands for the implementation that takes rows.
+    """
     form = pooled_form(op.spec)
     assert isinstance(form, PooledForm)
     size, dtype = itemsize(op.dtype), torch_dtype(op.dtype)
@@ -133,7 +136,7 @@ def _pooled_cost(share: int, op: Op, device: Device) -> StepCost:
 
 
 def _pools() -> dict[str, PoolKernels]:
-    """Ways to compute pooled dots: by the whole pool, in buffers of a share of their usual bytes, or by taken rows."""
+    """Return the ways to compute pooled dots: by the whole pool, in large or small buffers, or by taking rows."""
     pools = {}
     for share, label in _POOL_SHARES.items():
         functions = {what: partial(getattr(torch_pooled, f"pooled_{what}"), share=share) for what in POOL_FUNCTIONS}
@@ -143,7 +146,7 @@ def _pools() -> dict[str, PoolKernels]:
 
 
 def _kernels(share: int) -> Kernels:
-    """The kernels with buffers of a share of their usual bytes."""
+    """Return the kernels with buffers of 1/share of their usual bytes."""
 
     def outer(a: Tensor, b: Tensor, groups: Any, size: int, source_a: Tensor | None, source_b: Tensor | None) -> Tensor:
         return torch_grouped.grouped_outer(a, b, groups, source_a, source_b, share)
@@ -156,9 +159,10 @@ def _kernels(share: int) -> Kernels:
         partial(torch_grouped.grouped_gradients, share=share),
         partial(_grouped_cost, share),
         _pools() if share == 1 else {},
-        # The gradient kernels conjugate, but the programs hand over operands that are conjugated already.
+        # The gradient kernels conjugate their operands, but a backward program passes operands that are conjugated
+        # already. So they are conjugated once more before.
         hand_over=torch.conj,
-        kinds=("cpu",),  # loops over host offsets and reused host buffers
+        kinds=("cpu",),  # they loop over offsets on the host, and reuse buffers there
         label=_SHARES[share],
     )
 

@@ -1,10 +1,10 @@
-"""The function that runs a plan: a few native calls, stock operators, or the plan's own programs under autograd.
+"""Choose how a plan runs in torch: as a few native calls, as an autograd Function, or by operators that torch traces.
 
-What is kept is the plan's decision. Where native operators keep just that, the plan runs as native calls (see
-`torch_native`), elsewhere as one `autograd.Function` (see `torch_function`), whose programs are operators of torch's
-library where tensors have no data (see `torch_operators`). In forward mode the plan is run with out-of-place stock
-operators, which torch differentiates itself. Autocast changes no dtype: under it native calls, which torch would cast,
-give way to the Function.
+The plan decides what is kept for the backward pass. If torch's own operators keep exactly that, the plan runs as native
+calls (see `eager`). Otherwise it runs as one `autograd.Function` (see `autograd`), whose programs become operators of
+torch's library when tensors have no data (see `traced`). In forward mode the plan runs by stock operators, out of
+place, which torch differentiates itself. Autocast must not change a dtype of the plan: it would cast the arguments of
+native calls, so under autocast the Function runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.backends.torch.autograd import recorded
+from planner.backends.torch.autograd import record
 from planner.backends.torch.eager import NATIVE, compile_native
 from planner.backends.torch.executable import Executable, executable_of
 from planner.backends.torch.modes import as_planned, autocasts, forward_mode, in_functorch, transformed
@@ -35,11 +35,11 @@ Runner = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 
 def runner(plan: PlanRecord, table: Table) -> Runner:
-    """Return the function from operands and index arrays to a plan's result."""
-    bound = executable_of(plan, table)
+    """Return the function that computes a plan's result from operands and index arrays."""
+    executable = executable_of(plan, table)
     if autocasts() and not _only_views(plan):
-        return partial(_run_as_planned, bound)
-    return _native(bound) or partial(_run, bound)
+        return partial(_run_as_planned, executable)
+    return _native(executable) or partial(_run, executable)
 
 
 def _only_views(plan: PlanRecord) -> bool:
@@ -47,56 +47,60 @@ def _only_views(plan: PlanRecord) -> bool:
 
 
 def _has_kept(plan: PlanRecord) -> bool:
-    """Whether keeping everything would keep anything."""
+    """Return whether a plan that keeps everything would keep any intermediate result."""
     return sum(len(step.inputs) > 0 for step in plan.programs.forward.steps) > 1
 
 
-def _native(bound: Executable) -> Runner | None:
-    """The plan as native calls; None where it needs more, or they would keep or compute other things than it says."""
-    plan, requires = bound.plan, bound.programs.backward is not None
-    if plan.loop is not None or bound.gathers or (requires and plan.keep != "all" and _has_kept(plan)):
+def _native(executable: Executable) -> Runner | None:
+    """Return the plan as native calls.
+
+    Return None if the plan needs more than native calls, or if native calls would keep or compute something else than
+    the plan says.
+    """
+    plan, requires = executable.plan, executable.programs.backward is not None
+    if plan.loop is not None or executable.gathers or (requires and plan.keep != "all" and _has_kept(plan)):
         return None
-    if requires and plan.options.memory_limit is not None:  # they copy gradients that repeat elements
+    if requires and plan.options.memory_limit is not None:  # native calls copy gradients that repeat elements
         return None
     if isinstance(plan.tree, Leaf):
-        return lambda operands, indices: bound.views(operands)[0].view_as(bound.views(operands)[0])
+        return lambda operands, indices: executable.views(operands)[0].view_as(executable.views(operands)[0])
     if not all(step.choice.lowering in NATIVE for step in plan.programs.forward.steps):
         return None
-    under_transform = transformed()  # there steps do as they do where derivatives are recorded
+    under_transform = transformed()  # there steps behave as they do when autograd records
     standins = []
-    for o, shape in zip(plan.operands, bound.reshape, strict=True):
+    for o, shape in zip(plan.operands, executable.reshape, strict=True):
         strides = row_major(o.shape) if o.strides is None else o.strides
         x = Strided(o.shape, strides, requires and o.requires_grad and not under_transform)
         standins.append(x if shape is None else x.reshape(shape))
-    native = compile_native(plan.tree, standins, bound.programs.backward, under_transform)
-    if native is not None and any(shape is not None for shape in bound.reshape):
-        return lambda operands, indices: native(bound.views(operands))
+    native = compile_native(plan.tree, standins, executable.programs.backward, under_transform)
+    if native is not None and any(shape is not None for shape in executable.reshape):
+        return lambda operands, indices: native(executable.views(operands))
     return native
 
 
-def _run_as_planned(bound: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+def _run_as_planned(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
     with as_planned():
-        return _run(bound, operands, indices)
+        return _run(executable, operands, indices)
 
 
-def _run(bound: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
-    if bound.plan.index_mode == "drop" and not (in_functorch() or dataless(operands[0])):
-        wide = wide_result(bound, operands, indices, bound.prepare(indices))
+def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+    if executable.plan.index_mode == "drop" and not (in_functorch() or dataless(operands[0])):
+        wide = wide_result(executable, operands, indices, executable.prepare(indices))
         if wide is not None:
             return wide
     if forward_mode():
-        return bound.stock(operands, indices)
-    _check_gradients(bound, operands)
-    if bound.programs.backward is None:
-        return run_forward(bound, operands, indices)[0]
-    return recorded(bound, operands, indices)
+        return executable.stock(operands, indices)
+    _check_gradients(executable, operands)
+    if executable.programs.backward is None:
+        return run_forward(executable, operands, indices)[0]
+    return record(executable, operands, indices)
 
 
-def _check_gradients(bound: Executable, operands: Sequence[Tensor]) -> None:
+def _check_gradients(executable: Executable, operands: Sequence[Tensor]) -> None:
     """Refuse operands that require a gradient which the plan does not give."""
-    if not bound.inexact or not torch.is_grad_enabled():
+    if not executable.inexact or not torch.is_grad_enabled():
         return
-    for number, (x, gradient) in enumerate(zip(operands, bound.programs.gradients, strict=True)):
+    for number, (x, gradient) in enumerate(zip(operands, executable.programs.gradients, strict=True)):
         if x.requires_grad and gradient is None:
             raise PlannerError(
                 f"the plan was made without the gradient of operand {number}, which requires one: "

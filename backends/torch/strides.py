@@ -1,9 +1,9 @@
-"""Stand-ins for tensors that have a shape and strides and nothing else, and torch's functions on them, in plain Python.
+"""Stand-ins for tensors, with a shape and strides only, and torch's functions on them in plain Python.
 
 A plan runs as native torch calls only if autograd then keeps what the plan says, and if results have the strides that
-the plan says. To find out, the calls are tried on these stand-ins (see `torch_native`). They cannot be tried on
-tensors, not even on meta tensors. A call is often planned inside of something that watches operators, such as
-`torch.utils.checkpoint`, hooks on saved tensors or a `TorchDispatchMode`. It would see operators that the user never
+the plan says. To find out, the calls are tried on these stand-ins (see `eager`). They cannot be tried on tensors, not
+even on meta tensors: a call is often planned inside of something that watches operators, such as
+`torch.utils.checkpoint`, hooks on saved tensors or a `TorchDispatchMode`, which would see operators that the user never
 called.
 
 Each rule below is torch's own, dimensions of size 1 included. The tests compare them with what torch does.
@@ -30,7 +30,7 @@ class Strided(NamedTuple):
         shape: sizes of the dimensions.
         strides: elements between neighbours along each dimension.
         requires_grad: whether autograd records what is computed from it.
-        copied: whether it, or what it is computed from, was copied to be seen in another shape or with unit strides.
+        copied: whether it, or a tensor that it is computed from, was copied for another shape or for unit strides.
             Under autograd such a copy is kept for the backward pass.
     """
 
@@ -101,7 +101,7 @@ class StrideOps:
         return _computed((*a.shape[:-1], b.shape[-1]), a, b)
 
     def multiply(self, a: Strided, b: Strided) -> Strided:
-        """As `torch_ops.multiply`: row-major unless derivatives are recorded."""
+        """As `ops.multiply`: the result is row-major unless autograd records it."""
         product = _pointwise(a, b)
         recorded = self.transformed or product.requires_grad
         if recorded or (a.is_contiguous and b.is_contiguous and product.is_contiguous):
@@ -125,12 +125,12 @@ class StrideOps:
         return Strided(tuple(shape), row_major(shape))
 
 
-# Two, so that what a spec is worked out into is found again.
+# Two instances for all calls, so that the cache of compiled specs finds them again.
 STRIDE_OPS, TRANSFORMED_STRIDE_OPS = StrideOps(), StrideOps(transformed=True)
 
 
 def _computed(shape: Sequence[int], *inputs: Strided, strides: Sequence[int] | None = None) -> Strided:
-    """A new tensor, row-major unless strides are given."""
+    """Return a new tensor, row-major unless strides are given."""
     return Strided(
         tuple(shape),
         row_major(shape) if strides is None else tuple(strides),
@@ -140,17 +140,17 @@ def _computed(shape: Sequence[int], *inputs: Strided, strides: Sequence[int] | N
 
 
 def _unit_strided(x: Strided) -> Strided:
-    """As `torch_ops.unit_strided`."""
+    """As `ops.unit_strided`."""
     if x.is_contiguous or 1 in x.strides[-2:] or 1 in x.shape[-2:] or x.shape[0] == 1:
         return x
     return x.view(x.shape, row_major(x.shape))._replace(copied=True)
 
 
 def _pointwise(*inputs: Strided) -> Strided:
-    """What torch's TensorIterator allocates for the result of a function of elements.
+    """Return the result of an elementwise function with the strides that torch's TensorIterator allocates.
 
-    If all inputs lie alike and without gaps, so does the result. Else it has no gaps, and its dimensions lie in the
-    order in which the first input that tells them apart has them.
+    If all inputs have the same strides and no gaps, so has the result. Otherwise it has no gaps, and the order of two
+    of its dimensions in memory is that of the first input in which their strides differ.
     """
     ndim = max(len(x.shape) for x in inputs)
     padded = [(1,) * (ndim - len(x.shape)) + x.shape for x in inputs]
@@ -175,13 +175,13 @@ def _pointwise(*inputs: Strided) -> Strided:
 
 
 def _steps(x: Strided, shape: Sequence[int]) -> list[int]:
-    """The strides of an input along the dimensions of a result, 0 where it is broadcast."""
+    """Return the strides of an input along the dimensions of a result, 0 where the input is broadcast."""
     missing = len(shape) - len(x.shape)
     return [0 if d < missing or x.shape[d - missing] != shape[d] else x.strides[d - missing] for d in range(len(shape))]
 
 
 def _innermost_first(shape: Sequence[int], steps: Sequence[Sequence[int]]) -> list[int]:
-    """Dimensions in the order of memory of a result, by torch's insertion sort, in which not all pairs compare."""
+    """Return the dimensions of a result, innermost first, by torch's insertion sort; some pairs do not compare."""
     order = list(reversed(range(len(shape))))
     for start in range(1, len(order)):
         at = start
@@ -196,7 +196,7 @@ def _innermost_first(shape: Sequence[int], steps: Sequence[Sequence[int]]) -> li
 
 
 def _compare(first: int, second: int, shape: Sequence[int], steps: Sequence[Sequence[int]]) -> int:
-    """1 if the second dimension lies inside of the first, -1 if the first does, 0 if no input tells."""
+    """Return 1 if the second dimension is the inner one, -1 if the first is, 0 if no input tells."""
     for along in steps:
         if along[first] == 0 or along[second] == 0:  # broadcast
             continue
@@ -208,7 +208,7 @@ def _compare(first: int, second: int, shape: Sequence[int], steps: Sequence[Sequ
 
 
 def _channels_last(x: Strided) -> bool:
-    """Whether torch takes a tensor for images with neighbouring channels."""
+    """Return whether torch takes a tensor for images in its channels-last format."""
     if len(x.shape) != 4:
         return False
     stride = 1
@@ -221,7 +221,7 @@ def _channels_last(x: Strided) -> bool:
 
 
 def _dense(x: Strided) -> bool:
-    """Whether a tensor has neither gaps nor repeated elements, whatever the order of its dimensions."""
+    """Return whether a tensor has neither gaps nor repeated elements, in any order of its dimensions."""
     wide = sorted((stride, n) for n, stride in zip(x.shape, x.strides, strict=True) if n != 1)
     wanted = 1
     for stride, n in wide:

@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any
 
 from planner.calibrate.labs import Lab
-from planner.calibrate.predictions import CheckedIndices
 from planner.cost.device import Device
 from planner.language.resolve import resolve
 from planner.program.frameworks import load_backend
+from planner.program.implementations import RangedIndices
 from planner.program.ops import Einsum
 
 __all__ = ["STAGES", "measure"]
@@ -51,7 +51,7 @@ def _step(lab: Lab, text: str, *shapes: tuple[int, ...], sizes: Any = None, **in
     op, table = Einsum(spec, "float32"), load_backend(lab.framework).table
     kind = next(c.lowering for c in table.choices(op, lab.preset) if table.rows[c.lowering].stock)
     inputs = [lab.normal(*shape) for shape in shapes]
-    index = CheckedIndices({gather: indices[gather.array] for gather in spec.gathers})
+    index = RangedIndices(False, {gather: indices[gather.array] for gather in spec.gathers})
     return lambda: table.run(kind, op, inputs, index)
 
 

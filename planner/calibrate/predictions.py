@@ -7,32 +7,22 @@ import gc
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from planner.api import plan
 from planner.language.errors import PlannerError
-from planner.language.spec import Gather
 from planner.language.units import seconds_text
 from planner.program.frameworks import load_backend
+from planner.program.implementations import RangedIndices
 from planner.program.loops import parts
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
 from planner.workloads import WORKLOADS, Workload
 
-__all__ = ["CheckedIndices", "StepTime", "check", "check_text"]
+__all__ = ["StepTime", "check", "check_text"]
 
 Framework = Literal["torch", "numpy"]
-
-
-class CheckedIndices(dict[Gather, Any]):
-    """Index arrays that are known to be in range, in the form in which a backend's table reads them."""
-
-    def __init__(self, rows: Mapping[Gather, Any]) -> None:
-        super().__init__(rows)
-        self.may_drop, self.shown = False, False
-        self.orders: dict[Any, Any] = {}
-        self.given: dict[Gather, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +79,7 @@ def check_workload(framework: Framework, workload: Workload) -> Iterator[StepTim
         arrays = tuple(x[part.of(term)] for x, term in zip(arrays, spec.inputs, strict=True))
         rows = {g: q[part.of(g.axes)] for g, q in rows.items()}
         gradient, record = gradient[part.of(spec.output)], record.loop.body
-    programs, index = record.programs, CheckedIndices(rows)
+    programs, index = record.programs, RangedIndices(False, rows)
     values: dict[int, Any] = {**dict(enumerate(arrays)), programs.output_gradient: gradient}
     kept = {*programs.kept, *range(len(arrays)), programs.output_gradient}
     for program in (programs.forward, programs.backward):
@@ -113,7 +103,7 @@ def check_workload(framework: Framework, workload: Workload) -> Iterator[StepTim
 
 
 def _time_step(
-    framework: Framework, step: Step, inputs: Sequence[Any], index: CheckedIndices
+    framework: Framework, step: Step, inputs: Sequence[Any], index: RangedIndices
 ) -> tuple[float, Sequence[Any]]:
     """Run a step several times, and return the median seconds and the results."""
     table = load_backend(framework).table

@@ -10,7 +10,7 @@ Laws, held by the tests for every backend:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +24,37 @@ from planner.program.ops import Op, PricedImplementation
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
 
-__all__ = ["Backend", "Implementation", "Lowering", "Stepwise", "Table"]
+__all__ = ["Backend", "Implementation", "Lowering", "RangedIndices", "Stepwise", "Table"]
 
 Indices = Mapping[Gather, Any]
+
+
+class RangedIndices(dict[Gather, Any]):
+    """The index arrays of a call by gather, with values in [0, size]; the value `size` means "no row".
+
+    An array that is in `given` only is brought into range when a step first asks for it.
+
+    Attributes:
+        may_drop: True if the value `size` can occur.
+        orders: sorted orders of the index arrays, shared by the steps of one call.
+        given: index arrays as the caller gave them, each a `planner.kernels.grouping.keys.IndexArray`, for kernels that
+            read an index piece by piece. Such a kernel needs no copy of the whole index in range, and no look at all of
+            it before. Empty where ranges were checked beforehand.
+        shown: True if the kernel that ran wrote NaN for the bad indices that could not be refused, see
+            `IndexArray.bad`.
+    """
+
+    def __init__(self, may_drop: bool, values: Mapping[Gather, Any] | Iterable[tuple[Gather, Any]] = ()) -> None:
+        super().__init__(values)
+        self.may_drop = may_drop
+        self.orders: dict[Any, Any] = {}
+        self.given: dict[Gather, Any] = {}
+        self.shown = False
+
+    def __missing__(self, gather: Gather) -> Any:
+        given = self.given[gather]
+        values = self[gather] = given.part(given.values)
+        return values
 
 
 @dataclass(frozen=True, slots=True)

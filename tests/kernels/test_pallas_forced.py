@@ -55,7 +55,7 @@ def force(monkeypatch):
 
     def forget():
         jax.clear_caches()
-        jax_step.compiled.cache_clear()
+        jax_step.compile_step.cache_clear()
         jax_step._joint.cache_clear()
 
     yield forced

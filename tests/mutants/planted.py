@@ -49,7 +49,7 @@ class Planted:
 PLANTED = (
     Planted(
         "a negative index is clipped, not wrapped (NumPy)",
-        "backends/common/common.py",
+        "backends/common/indices.py",
         "np.where(wide < 0, wide + size, wide) if low < 0",
         "np.where(wide < 0, 0, wide) if low < 0",
         ("tests/test_laws.py::test_the_width_of_an_index_never_matters[numpy]",),
@@ -70,7 +70,7 @@ PLANTED = (
     ),
     Planted(
         "a uint64 index is narrowed before it is clipped",
-        "backends/common/common.py",
+        "backends/common/indices.py",
         "np.clip(raw, 0, min(size - 1, np.iinfo(raw.dtype).max)).astype(np.int64)",
         "np.clip(raw.astype(np.int64), 0, size - 1)",
         ("tests/test_laws.py::test_a_uint64_beyond_int64_is_out_of_range[numpy]",),
@@ -106,8 +106,8 @@ PLANTED = (
     Planted(
         "a missing mask: an index that means no row still reads one",
         "backends/common/stock.py",
-        "return ops.select(valid.reshape([*valid.shape, *[1] * len(rest)]), x, 0) if guarded else x",
-        "return x",
+        "return ops.select(_with_dims(in_range, len(other_dims)), rows, 0) if may_drop else rows",
+        "return rows",
         ("tests/test_derive.py::test_transpose_is_the_oracles_gradient",),
     ),
     Planted(
@@ -197,7 +197,7 @@ PLANTED = (
     Planted(
         "a lost gradient: the last of several terms is kept, not their sum",
         "backends/torch/autograd.py",
-        "to_operands[slot] = part if known is None else known + part",
+        "to_operands[slot] = part if total is None else total + part",
         "to_operands[slot] = part",
         ("tests/test_laws_torch.py::test_second_derivatives_of_complex_operands",),
     ),

@@ -8,7 +8,9 @@ from __future__ import annotations
 _STRICT = "equivalent: both have as many entries by construction, so that a strict zip never raises"
 
 SURVIVORS: dict[str, str] = {
-    "backends/jax/products.py:rearranged:NumberReplacer:016832b0": "an effort only: a cache of one entry more or less",
+    "backends/jax/products.py:count_copied:NumberReplacer:016832b0": (
+        "an effort only: a cache of one entry more or less"
+    ),
     "backends/jax/rows.py:_pooled_cost:ReplaceComparisonOperator_Eq_LtE:00343ab0": (
         "a price only, of steps that have no query and no key: there is nothing to compute"
     ),
