@@ -243,7 +243,7 @@ def test_no_product_costs_less_than_what_the_search_takes_for_the_least(network,
         for op in products:
             steps = [lower(op)]
             if all(problem.requires):
-                steps += [choice for _, choice, _ in lower.gradients(op, (True, True))]
+                steps += [gradient.choice for gradient in lower.gradients(op, (True, True))]
             assert sum(lower.key(choice.cost)[0] for choice in steps) >= floor
 
 

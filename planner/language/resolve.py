@@ -1,4 +1,4 @@
-"""From a parsed spec and shapes to a resolved one: no ellipsis, no size-1 broadcasting, every size known."""
+"""Resolve a parsed spec by the shapes of its arrays: no ellipsis, no size-1 broadcasting, every size known."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from planner.language.errors import SearchLimitError, ShapeError, SpecError
 from planner.language.parse import parse
-from planner.language.spec import ELLIPSIS, Gather, Spec, Term, unused_letters
+from planner.language.spec import ELLIPSIS, Gather, Spec, Term, term_axes, unused_letters
 
 __all__ = ["Resolved", "resolve", "resolve_shapes"]
 
 Shape = tuple[int, ...]
 _MAX_ELEMENTS = 2**62
-# Trees may be as deep as they have operands, and Python's functions may not call each other much deeper.
+# A tree may be as deep as it has operands, and Python limits how deep functions may call each other.
 MOST_OPERANDS = 200
 
 
@@ -25,7 +25,7 @@ class Resolved:
 
     Attributes:
         spec: the resolved spec.
-        shapes: shape of each operand as the spec sees it: broadcast dimensions of size 1 are gone.
+        shapes: shape of each operand as the spec sees it: without the dimensions of size 1 that are broadcast.
         index_shapes: the same for each index array.
     """
 
@@ -47,8 +47,8 @@ def resolve(
     Args:
         spec: a spec string or a parsed spec.
         *operands: arrays, `Operand` stand-ins or shapes, one for each input term.
-        sizes: sizes of output axes that no input has, and of scattered output dimensions by the letter of
-            their index array; or the whole output shape as a tuple.
+        sizes: sizes of output axes that no input has, and of output dimensions that are added into through an index
+            array, by the array's letter; or the whole output shape as a tuple.
         **indices: index arrays or their shapes, by letter.
 
     Returns:
@@ -67,7 +67,7 @@ def shape_of(array: Any, what: str = "an operand") -> Shape:
     """Return the shape of an array, a stand-in or a shape itself.
 
     Raises:
-        ShapeError: it has none, or one with an entry that is no size.
+        ShapeError: it has no shape, or an entry of its shape is not a size.
     """
     shape = array if isinstance(array, (tuple, list)) else getattr(array, "shape", None)
     if shape is None:
@@ -87,7 +87,19 @@ def resolve_shapes(
     index_shapes: Mapping[str, Shape],
     sizes: Mapping[str, int] | Sequence[int] | None = None,
 ) -> Resolved:
-    """As `resolve`, on shapes alone, and telling how the arrays must be reshaped."""
+    """Resolve a spec by shapes alone, and return how the arrays must be reshaped to fit it.
+
+    Args:
+        spec: a spec string or a parsed spec.
+        shapes: the shape of each operand.
+        index_shapes: the shape of each index array, by letter.
+        sizes: as in `resolve`.
+
+    Raises:
+        SpecError: the spec is malformed, or an index array is missing or not in the spec.
+        ShapeError: shapes contradict the spec or each other.
+        SearchLimitError: there are more operands, or more elements, than one call can have.
+    """
     parsed = spec if isinstance(spec, Spec) else parse(spec)
     _check_counts(parsed, shapes, index_shapes)
     if len(shapes) > MOST_OPERANDS:
@@ -98,93 +110,146 @@ def resolve_shapes(
         return _already_resolved(parsed, shapes, index_shapes, sizes)
     parsed = _expand_ellipses(parsed, shapes, index_shapes)
     axis_sizes = _axis_sizes(parsed, shapes, index_shapes)
-    named, output_shape = _given_sizes(parsed, sizes)
+    letter_sizes, output_shape = _given_sizes(parsed, sizes)
+    kept_dims = _kept_index_dims(parsed, index_shapes, axis_sizes)
 
-    inputs, input_shapes = [], []
-    # One view of an index array serves all its brackets, so a dimension of size 1 goes if any axis on it is larger.
-    kept_dims = {
-        name: tuple(
-            d
-            for d, n in enumerate(shape)
-            if n != 1 or all(axis_sizes[g.axes[d]] == 1 for g in parsed.gathers if g.array == name)
+    terms = [
+        _resolve_input(term, shape, axis_sizes, kept_dims) for term, shape in zip(parsed.inputs, shapes, strict=True)
+    ]
+    inputs = tuple(terms)
+    output = _resolve_output(parsed.output, inputs, axis_sizes, kept_dims, letter_sizes, output_shape)
+    _check_given_sizes(parsed, inputs, output, axis_sizes, letter_sizes)
+    resolved = Spec(inputs, output, tuple(sorted(axis_sizes.items())))
+    _check_addressable(resolved)
+    index_views = tuple((name, tuple(index_shapes[name][d] for d in kept_dims[name])) for name in resolved.arrays)
+    return Resolved(resolved, tuple(resolved.shape(term) for term in inputs), index_views)
+
+
+def _kept_index_dims(
+    spec: Spec, index_shapes: Mapping[str, Shape], axis_sizes: Mapping[str, int]
+) -> dict[str, tuple[int, ...]]:
+    """Return the dimensions of each index array that are not broadcast.
+
+    One view of an index array serves all of its brackets. So a dimension of size 1 goes if any axis on it is larger.
+    """
+    kept: dict[str, tuple[int, ...]] = {}
+    for name, shape in index_shapes.items():
+        brackets = [gather.axes for gather in spec.gathers if gather.array == name]
+        kept[name] = tuple(
+            d for d, size in enumerate(shape) if size != 1 or all(axis_sizes[axes[d]] == 1 for axes in brackets)
         )
-        for name, shape in index_shapes.items()
-    }
+    return kept
 
-    def squeezed(gather: Gather, size: int) -> Gather:
-        return Gather(gather.array, tuple(gather.axes[d] for d in kept_dims[gather.array]), size)
 
-    gathered: dict[str, int] = {}
-    for term, shape in zip(parsed.inputs, shapes, strict=True):
-        entries: list[str | Gather] = []
-        kept: list[int] = []
-        for entry, size in zip(term, shape, strict=True):
-            if isinstance(entry, Gather):
-                gathered.setdefault(entry.array, size)
-                entries.append(squeezed(entry, size))
-            elif size == axis_sizes[entry]:
-                entries.append(entry)
-            else:
-                continue
-            kept.append(size)
-        inputs.append(tuple(entries))
-        input_shapes.append(tuple(kept))
+def _resolve_gather(gather: Gather, size: int, kept_dims: Mapping[str, tuple[int, ...]]) -> Gather:
+    """Return a gather with the axes of its array's kept dimensions, and the size of the dimension that it indexes."""
+    return Gather(gather.array, tuple(gather.axes[d] for d in kept_dims[gather.array]), size)
 
-    output: list[str | Gather] = []
-    for position, entry in enumerate(parsed.output):
-        given = output_shape[position] if output_shape is not None else None
+
+def _resolve_input(
+    term: Term, shape: Shape, axis_sizes: Mapping[str, int], kept_dims: Mapping[str, tuple[int, ...]]
+) -> Term:
+    """Return an input's term without the dimensions of size 1 that are broadcast."""
+    entries: list[str | Gather] = []
+    for entry, size in zip(term, shape, strict=True):
         if isinstance(entry, Gather):
-            known = [s for s in (given, named.get(entry.array), gathered.get(entry.array)) if s is not None]
-            if not known:
+            entries.append(_resolve_gather(entry, size, kept_dims))
+        elif size == axis_sizes[entry]:
+            entries.append(entry)
+    return tuple(entries)
+
+
+def _resolve_output(
+    term: Term,
+    inputs: Sequence[Term],
+    axis_sizes: dict[str, int],
+    kept_dims: Mapping[str, tuple[int, ...]],
+    letter_sizes: Mapping[str, int],
+    output_shape: Shape | None,
+) -> Term:
+    """Return the output's term with the size of each gather; enter the sizes of axes that no input has.
+
+    Args:
+        term: the output's term.
+        inputs: the resolved terms of the inputs.
+        axis_sizes: the size of each axis. Those that only `sizes=` tells are added.
+        kept_dims: the dimensions of each index array that are not broadcast.
+        letter_sizes: the sizes that `sizes=` gives by letter.
+        output_shape: the whole output shape, if `sizes=` gives it.
+    """
+    read_sizes: dict[str, int | None] = {}
+    for input_term in inputs:
+        for entry in input_term:
+            if isinstance(entry, Gather):
+                read_sizes.setdefault(entry.array, entry.size)
+    output: list[str | Gather] = []
+    for position, entry in enumerate(term):
+        asked = output_shape[position] if output_shape is not None else None
+        if isinstance(entry, Gather):
+            sources = (asked, letter_sizes.get(entry.array), read_sizes.get(entry.array))
+            size = next((source for source in sources if source is not None), None)
+            if size is None:
                 raise ShapeError(
                     f"the size of the output's dimension {entry} is not known: pass sizes={{{entry.array!r}: N}}"
                 )
-            output.append(squeezed(entry, known[0]))
+            output.append(_resolve_gather(entry, size, kept_dims))
             continue
-        wanted = given if given is not None else named.get(entry)
+        if asked is None:
+            asked = letter_sizes.get(entry)
         if entry not in axis_sizes:
-            if wanted is None:
+            if asked is None:
                 raise ShapeError(
                     f"no input has the output's axis {entry!r}, so its size is not known: pass sizes={{{entry!r}: N}}"
                 )
-            axis_sizes[entry] = wanted
-        elif wanted is not None and wanted != axis_sizes[entry]:
-            raise ShapeError(f"sizes= says {wanted} for axis {entry!r}, but the inputs say {axis_sizes[entry]}")
+            axis_sizes[entry] = asked
+        elif asked is not None and asked != axis_sizes[entry]:
+            raise ShapeError(f"sizes= says {asked} for axis {entry!r}, but the inputs say {axis_sizes[entry]}")
         output.append(entry)
+    return tuple(output)
+
+
+def _check_given_sizes(
+    spec: Spec,
+    inputs: Sequence[Term],
+    output: Term,
+    axis_sizes: Mapping[str, int],
+    letter_sizes: Mapping[str, int],
+) -> None:
+    """Refuse sizes that the inputs contradict, and letters that are not in the spec."""
     written = {entry.array for entry in output if isinstance(entry, Gather)}
-    for letter, size in named.items():
+    for letter, size in letter_sizes.items():
         if letter in axis_sizes and axis_sizes[letter] != size:
             raise ShapeError(f"sizes= says {size} for axis {letter!r}, but the inputs say {axis_sizes[letter]}")
-        if letter not in axis_sizes and letter not in index_shapes:
-            raise ShapeError(f"sizes= names {letter!r}, which is no axis or index array of '{shorten(str(parsed))}'")
-        read = sorted({g.size or 0 for term in inputs for g in term if isinstance(g, Gather) and g.array == letter})
+        if letter not in axis_sizes and letter not in spec.arrays:
+            raise ShapeError(f"sizes= names {letter!r}, which is no axis or index array of '{shorten(str(spec))}'")
+        read = {
+            entry.size or 0 for term in inputs for entry in term if isinstance(entry, Gather) and entry.array == letter
+        }
         if read and size not in read and letter not in written:
-            said = " and ".join(map(str, read))
+            said = " and ".join(map(str, sorted(read)))
             raise ShapeError(f"sizes= says {size} for the dimension that {letter!r} indexes, but the inputs say {said}")
-
-    resolved = Spec(tuple(inputs), tuple(output), tuple(sorted(axis_sizes.items())))
-    _check_addressable(resolved)
-    index_views = tuple((name, tuple(index_shapes[name][d] for d in kept_dims[name])) for name in resolved.arrays)
-    return Resolved(resolved, tuple(input_shapes), index_views)
 
 
 def _already_resolved(
-    spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[str, Shape],
+    spec: Spec,
+    shapes: Sequence[Shape],
+    index_shapes: Mapping[str, Shape],
     asked: Mapping[str, int] | Sequence[int] | None,
-) -> Resolved:  # fmt: skip
+) -> Resolved:
+    """Check that arrays fit a spec that is resolved already."""
     _check_addressable(spec)
-    sizes = dict(spec.sizes)
-    letters, output = _given_sizes(spec, asked)
+    letter_sizes, output_shape = _given_sizes(spec, asked)
     known: dict[str, int | None] = dict(spec.sizes)
-    # By its index array, as in a spec that is not resolved: the scattered dimension, else the one that is read.
+    # As in a spec that is not resolved, the letter of an index array stands for the dimension that is added into, or
+    # else for the one that is read.
     for gather in (*spec.gathers, *(e for e in spec.output if isinstance(e, Gather))):
         known[gather.array] = gather.size
-    for letter, size in letters.items():
+    for letter, size in letter_sizes.items():
         if known.get(letter) != size:
             raise ShapeError(f"sizes= says {size} for {letter!r}, but '{shorten(str(spec))}' is resolved with {known}")
-    if output is not None and output != spec.output_shape:
+    if output_shape is not None and output_shape != spec.output_shape:
         raise ShapeError(
-            f"sizes= says {output}, but the result of '{shorten(str(spec))}' is resolved as {spec.output_shape}"
+            f"sizes= says {output_shape}, but the result of '{shorten(str(spec))}' is resolved as {spec.output_shape}"
         )
     for number, (term, shape) in enumerate(zip(spec.inputs, shapes, strict=True)):
         if tuple(shape) != spec.shape(term):
@@ -192,13 +257,14 @@ def _already_resolved(
                 f"operand {number} has shape {tuple(shape)}, but '{shorten(str(spec))}' needs {spec.shape(term)}"
             )
     for gather in spec.gathers:
-        wanted = tuple(sizes[axis] for axis in gather.axes)
+        wanted = spec.shape(gather.axes)
         if tuple(index_shapes[gather.array]) != wanted:
             raise ShapeError(f"index array {gather.array!r} has shape {index_shapes[gather.array]}, not {wanted}")
     return Resolved(spec, tuple(shapes), tuple((name, tuple(index_shapes[name])) for name in spec.arrays))
 
 
 def _check_counts(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[str, Shape]) -> None:
+    """Refuse operands that are too many or too few, and index arrays that are missing or not in the spec."""
     if len(spec.inputs) != len(shapes):
         raise ShapeError(
             f"'{shorten(str(spec))}' has {len(spec.inputs)} input terms, but {len(shapes)} operands were given"
@@ -216,71 +282,67 @@ def _check_counts(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[str
 
 
 def shorten(text: str, most: int = 200) -> str:
-    """Cut a text for a message: specs may have 10^5 characters."""
+    """Shorten a text for a message: specs may have 10^5 characters."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _expand_ellipses(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[str, Shape]) -> Spec:
     """Give each ellipsis its axes: aligned at the right, the same letters in every term and bracket."""
 
-    def span(entries: Sequence[Any], dims: int, what: str) -> int:
+    def dots_in(entries: Sequence[Any], dims: int, what: str) -> int:
+        """Return how many dimensions the ellipsis of a term or bracket stands for."""
         written = len(entries) - (ELLIPSIS in entries)
         if dims < written or (dims > written and ELLIPSIS not in entries):
             text = shorten("".join(map(str, entries)), 100) or "''"
             raise ShapeError(f"{what} has {dims} dimensions, but its axes are {text}")
         return dims - written
 
-    longest = 0
-    for number, (term, shape) in enumerate(zip(spec.inputs, shapes, strict=True)):
-        longest = max(longest, span(term, len(shape), f"operand {number}"))
-    for gather in spec.gathers:
-        dims = len(index_shapes[gather.array])
-        longest = max(longest, span(gather.axes, dims, f"index array {gather.array!r}"))
+    term_dots = [
+        dots_in(term, len(shape), f"operand {number}")
+        for number, (term, shape) in enumerate(zip(spec.inputs, shapes, strict=True))
+    ]
+    bracket_dots = {
+        gather: dots_in(gather.axes, len(index_shapes[gather.array]), f"index array {gather.array!r}")
+        for gather in spec.gathers
+    }
+    longest = max((*term_dots, *bracket_dots.values()), default=0)
 
-    used = {axis for term in spec.terms for e in term for axis in (e.axes if isinstance(e, Gather) else e)}
+    used = {axis for term in spec.terms for axis in term_axes(term)}
     used.update(spec.arrays)
-    dots = unused_letters(used, longest)
+    letters = unused_letters(used, longest)
 
     def expand(entries: tuple[Any, ...], count: int) -> tuple[Any, ...]:
         if ELLIPSIS not in entries:
             return entries
         at = entries.index(ELLIPSIS)
-        return (*entries[:at], *dots[longest - count :], *entries[at + 1 :])
+        return (*entries[:at], *letters[longest - count :], *entries[at + 1 :])
 
     def expand_term(term: Term, count: int) -> Term:
-        return expand(
-            tuple(
-                Gather(
-                    e.array,
-                    expand(e.axes, len(index_shapes[e.array]) - len(e.axes) + (ELLIPSIS in e.axes)),
-                )
-                if isinstance(e, Gather)
-                else e
-                for e in term
-            ),
-            count,
-        )
+        expanded: list[str | Gather] = []
+        for entry in term:
+            if isinstance(entry, Gather):
+                expanded.append(Gather(entry.array, expand(entry.axes, bracket_dots[entry])))
+            else:
+                expanded.append(entry)
+        return expand(tuple(expanded), count)
 
-    inputs = tuple(
-        expand_term(term, len(shape) - len(term) + (ELLIPSIS in term))
-        for term, shape in zip(spec.inputs, shapes, strict=True)
-    )
+    inputs = tuple(expand_term(term, count) for term, count in zip(spec.inputs, term_dots, strict=True))
     return Spec(inputs, expand_term(spec.output, longest))
 
 
 def _axis_sizes(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """Size of each axis: what its dimensions agree on, those of size 1 set aside."""
+    """Return the size of each axis: the one that its dimensions agree on, apart from those of size 1."""
     sizes: dict[str, int] = {}
     source: dict[str, str] = {}
 
-    def meet(entries: Sequence[Any], shape: Shape, what: str) -> None:
-        here: dict[str, int] = {}
+    def read_sizes(entries: Sequence[Any], shape: Shape, what: str) -> None:
+        within: dict[str, int] = {}
         for axis, size in zip(entries, shape, strict=True):
             if isinstance(axis, Gather):
                 continue
-            if here.setdefault(axis, size) != size:
+            if within.setdefault(axis, size) != size:
                 raise ShapeError(
-                    f"axis {axis!r} repeats within {what} with sizes {here[axis]} and {size}: "
+                    f"axis {axis!r} repeats within {what} with sizes {within[axis]} and {size}: "
                     "repeated axes of one term must be equal"
                 )
             known = sizes.get(axis, 1)
@@ -290,28 +352,28 @@ def _axis_sizes(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[str, 
                 raise ShapeError(f"axis {axis!r} has size {known} in {source[axis]} but {size} in {what}")
 
     for number, (term, shape) in enumerate(zip(spec.inputs, shapes, strict=True)):
-        meet(term, shape, f"operand {number}")
+        read_sizes(term, shape, f"operand {number}")
     for gather in spec.gathers:
-        meet(gather.axes, index_shapes[gather.array], f"index array {gather.array!r}")
+        read_sizes(gather.axes, index_shapes[gather.array], f"index array {gather.array!r}")
     return sizes
 
 
 def _given_sizes(spec: Spec, sizes: Mapping[str, int] | Sequence[int] | None) -> tuple[dict[str, int], Shape | None]:
-    """Split `sizes=` into sizes by letter and a whole output shape."""
+    """Return the sizes that `sizes=` gives by letter, and the whole output shape if it gives that."""
     if sizes is None:
         return {}, None
 
-    def checked(size: Any, what: str) -> int:
+    def check(size: Any, what: str) -> int:
         if isinstance(size, bool) or not hasattr(size, "__index__") or size.__index__() < 0:
             raise ShapeError(f"sizes=: {what} must be a non-negative integer, not {size!r}")
         return int(size.__index__())
 
     if isinstance(sizes, Mapping):
-        return {str(name): checked(size, repr(name)) for name, size in sizes.items()}, None
+        return {str(name): check(size, repr(name)) for name, size in sizes.items()}, None
     text: object = sizes
     if isinstance(text, str) or not isinstance(sizes, Sequence):
         raise ShapeError(f"sizes= takes a mapping of letters or the output's shape, not {type(sizes).__name__}")
-    shape = tuple(checked(size, f"entry {number}") for number, size in enumerate(sizes))
+    shape = tuple(check(size, f"entry {number}") for number, size in enumerate(sizes))
     if len(shape) != len(spec.output):
         raise ShapeError(
             f"sizes= has {len(shape)} entries, but the output '{shorten(''.join(map(str, spec.output)))}' "
@@ -321,7 +383,7 @@ def _given_sizes(spec: Spec, sizes: Mapping[str, int] | Sequence[int] | None) ->
 
 
 def _check_addressable(spec: Spec) -> None:
-    """Refuse results and operands beyond any address space before anything multiplies such sizes."""
+    """Refuse results and operands that no address space can hold, before anything multiplies such sizes."""
     for number, term in enumerate(spec.terms):
         elements = 1
         for size in spec.shape(term):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 from planner.cost.figures import PlanCost, StepCost
 from planner.cost.layout import Layout, layout_of, strides_in, without_gaps
@@ -16,16 +17,30 @@ from planner.program.ops import Cast, JointGradient, Op, PricedImplementation
 from planner.program.program import Program, Programs, Step, Variable, live_bytes, program_cost
 from planner.program.tree import Leaf, Node, Tree, kept_nodes
 
-__all__ = ["Lowerer", "build", "given_variables"]
+__all__ = ["GradientStep", "Lowerer", "build", "given_variables"]
+
+
+class GradientStep(NamedTuple):
+    """A step of the backward program that computes gradients of a forward step's children.
+
+    Attributes:
+        op: what the step computes.
+        choice: its implementation.
+        served: the children whose gradients it computes.
+    """
+
+    op: Op
+    choice: PricedImplementation
+    served: tuple[int, ...]
 
 
 class Lowerer:
-    """Chooses the implementation of each op by the key of the objective; ties keep the table's order.
+    """Chooses the implementation of each op by the objective's key. A tie goes to the first in the table.
 
     Args:
-        choices: the backend's offers for an op, at least one.
-        key: what to minimise, of a step's cost.
-        fixed: implementations that are given; that of a pair of gradients goes before two steps.
+        choices: returns the backend's implementations of an op. There is at least one.
+        key: turns a step's cost into what to minimise.
+        fixed: implementations chosen beforehand. One for a joint gradient means that both gradients are one step.
     """
 
     def __init__(
@@ -36,10 +51,10 @@ class Lowerer:
     ) -> None:
         self.choices, self.key, self.fixed = choices, key, fixed
         self._chosen: dict[Op, PricedImplementation] = dict(fixed)
-        self._gradients: dict[Hashable, tuple[tuple[Op, PricedImplementation, tuple[int, ...]], ...]] = {}
+        self._gradients: dict[Hashable, tuple[GradientStep, ...]] = {}
 
     def fixing(self, op: Op, choice: PricedImplementation) -> Lowerer:
-        """Return one that has this implementation for this op."""
+        """Return a lowerer that uses this implementation for this op, and else chooses as this one does."""
         return Lowerer(self.choices, self.key, {**self.fixed, op: choice})
 
     def __call__(self, op: Op) -> PricedImplementation:
@@ -50,45 +65,45 @@ class Lowerer:
             self._chosen[op] = choice
         return choice
 
-    def gradients(
-        self, op: Op, wanted: tuple[bool, ...], layout: Layout | None = None
-    ) -> tuple[tuple[Op, PricedImplementation, tuple[int, ...]], ...]:
-        """Return the steps that give the wanted children's gradients: op, implementation, children served.
+    def gradients(self, op: Op, wanted: tuple[bool, ...], layout: Layout | None = None) -> tuple[GradientStep, ...]:
+        """Return the steps that compute the gradients of the wanted children.
 
         Args:
             op: the forward step.
-            wanted: which children need a gradient.
+            wanted: for each child, whether its gradient is needed.
             layout: how the output's gradient lies in memory.
         """
-        known = self._gradients.get((op, wanted, layout))
-        if known is None:
-            known = self._gradients[op, wanted, layout] = self._choose_gradients(op, wanted, layout)
-        return known
+        steps = self._gradients.get((op, wanted, layout))
+        if steps is None:
+            steps = self._gradients[op, wanted, layout] = self._choose_gradients(op, wanted, layout)
+        return steps
 
-    def _choose_gradients(
-        self, op: Op, wanted: tuple[bool, ...], layout: Layout | None
-    ) -> tuple[tuple[Op, PricedImplementation, tuple[int, ...]], ...]:
+    def _choose_gradients(self, op: Op, wanted: tuple[bool, ...], layout: Layout | None) -> tuple[GradientStep, ...]:
         if isinstance(op, Cast):
+            if not wanted[0]:
+                return ()
             back = dataclasses.replace(op, dtype=op.source_dtype, source_dtype=op.dtype).with_layouts([layout])
-            return ((back, self(back), (0,)),) if wanted[0] else ()
+            return (GradientStep(back, self(back), (0,)),)
         layouts = op.layouts or (None,) * len(wanted)
         single = []
         for child, want in enumerate(wanted):
             if want:
                 gradient = dataclasses.replace(op, spec=transpose(op.spec, child))
                 gradient = gradient.with_layouts((*layouts[:child], layout, *layouts[child + 1 :]))
-                single.append((gradient, self(gradient), (child,)))
+                single.append(GradientStep(gradient, self(gradient), (child,)))
         if len(single) == 2:
-            pair = op.joint_gradient(layout)
-            if self.choices(pair):
-                choice = self(pair)
-                apart = single[0][1].cost + single[1][1].cost
-                if pair in self.fixed or self.key(choice.cost) < self.key(apart):
-                    return ((pair, choice, (0, 1)),)
+            joint = op.joint_gradient(layout)
+            if self.choices(joint):
+                choice = self(joint)
+                apart = single[0].choice.cost + single[1].choice.cost
+                if joint in self.fixed or self.key(choice.cost) < self.key(apart):
+                    return (GradientStep(joint, choice, (0, 1)),)
         return tuple(single)
 
 
 class _Builder:
+    """Turns a tree into steps, and numbers the variables that they read and write."""
+
     def __init__(self, operands: Sequence[Variable], requires: Sequence[bool], lower: Lowerer) -> None:
         self.variables = list(operands)
         self.requires, self.lower = requires, lower
@@ -96,21 +111,21 @@ class _Builder:
         self.layouts: dict[int, Layout | None] = {}
 
     def layout(self, tree: Tree) -> Layout | None:
-        """How a tree's value lies in memory, which must have been computed once."""
+        """Return how a tree's value lies in memory. The value must have been computed once."""
         return self.variables[tree.operand].layout if isinstance(tree, Leaf) else self.layouts[id(tree)]
 
     def needs_gradient(self, tree: Tree) -> bool:
         if isinstance(tree, Leaf):
             return self.requires[tree.operand]
-        known = self.needs.get(id(tree))
-        if known is None:
-            known = self.needs[id(tree)] = any(self.needs_gradient(child) for child in tree.children)
-        return known
+        needed = self.needs.get(id(tree))
+        if needed is None:
+            needed = self.needs[id(tree)] = any(self.needs_gradient(child) for child in tree.children)
+        return needed
 
     def child_needs(self, node: Node) -> tuple[bool, ...]:
         return tuple(self.needs_gradient(child) for child in node.children)
 
-    def variable(
+    def add_variable(
         self, shape: tuple[int, ...], dtype: str, base: int | None = None, layout: Layout | None = None
     ) -> int:
         number = len(self.variables)
@@ -120,17 +135,18 @@ class _Builder:
     def emit(
         self, op: Op, choice: PricedImplementation, inputs: tuple[int, ...], steps: list[Step], again: bool = False
     ) -> tuple[int, ...]:
+        """Append a step, and return the variables of its results."""
         base = self.variables[inputs[0]].base if choice.view else None
         shapes = op.output_shapes
         layouts = choice.layouts or (None,) * len(shapes)
         outputs = tuple(
-            self.variable(shape, op.dtype, base, layout) for shape, layout in zip(shapes, layouts, strict=True)
+            self.add_variable(shape, op.dtype, base, layout) for shape, layout in zip(shapes, layouts, strict=True)
         )
         steps.append(Step(op, choice, inputs, outputs, recomputed=again))
         return outputs
 
     def value(self, tree: Tree, steps: list[Step], values: dict[int, int], again: bool = False) -> int:
-        """Return the variable of a tree's value; emit the steps that compute it unless it is there."""
+        """Return the variable of a tree's value. Emit the steps that compute it unless `values` has it."""
         if isinstance(tree, Leaf):
             return tree.operand
         if id(tree) not in values:
@@ -138,28 +154,40 @@ class _Builder:
                 self.value(tree.children[child], steps, values, again)
             inputs = tuple(self.value(child, steps, values) for child in tree.children)
             op = tree.op.with_layouts(map(self.layout, tree.children))
-            values[id(tree)] = made = self.emit(op, self.lower(op), inputs, steps, again)[0]
-            self.layouts[id(tree)] = self.variables[made].layout
+            (variable,) = self.emit(op, self.lower(op), inputs, steps, again)
+            values[id(tree)] = variable
+            self.layouts[id(tree)] = self.variables[variable].layout
         return values[id(tree)]
 
     def backward(
         self, tree: Tree, gradient: int, steps: list[Step], values: dict[int, int], into: dict[int, int]
     ) -> None:
+        """Emit the backward steps of a tree.
+
+        Args:
+            tree: the tree.
+            gradient: the variable of its value's gradient.
+            steps: where steps are appended.
+            values: the variables of the trees' values that exist already.
+            into: where the variable of each operand's gradient is entered.
+        """
         if isinstance(tree, Leaf):
             into[tree.operand] = gradient
             return
+        children = range(len(tree.children))
         needs = self.child_needs(tree)
         gradients: dict[int, int] = {}
         forward = tree.op.with_layouts(map(self.layout, tree.children))
         for op, choice, served in self.lower.gradients(forward, needs, self.variables[gradient].layout):
-            read = [i for i in tree.order[: len(tree.children)] if isinstance(op, JointGradient) or i != served[0]]
-            found = {i: self.value(tree.children[i], steps, values, again=True) for i in read}
-            if isinstance(op, JointGradient):
-                inputs = (gradient, *(found[i] for i in range(len(tree.children))))
+            joint = isinstance(op, JointGradient)
+            read = [i for i in tree.order[: len(children)] if joint or i != served[0]]
+            read_values = {i: self.value(tree.children[i], steps, values, again=True) for i in read}
+            if joint:
+                inputs = (gradient, *(read_values[i] for i in children))
             else:
-                inputs = tuple(gradient if i == served[0] else found[i] for i in range(len(tree.children)))
+                inputs = tuple(gradient if i == served[0] else read_values[i] for i in children)
             gradients.update(zip(served, self.emit(op, choice, inputs, steps), strict=True))
-        for child in tree.backward_order[: len(tree.children)]:
+        for child in tree.backward_order[: len(children)]:
             if needs[child]:
                 self.backward(tree.children[child], gradients[child], steps, values, into)
 
@@ -180,43 +208,49 @@ def build(
         requires: which operands need a gradient.
         lower: chooses each step's implementation.
         dtype: dtype of the result.
-        gradient_strides: how the output's gradient lies; None where nothing says so.
+        gradient_strides: the strides of the output's gradient. If None, it is assumed to lie as the result does.
     """
     builder = _Builder(operands, requires, lower)
-    count = len(operands)
+    variables = builder.variables
+    inputs = tuple(range(len(operands)))
     steps: list[Step] = []
     values: dict[int, int] = {}
     result = builder.value(tree, steps, values)
-    differentiable = builder.needs_gradient(tree)
-    left = kept_nodes(tree, requires)
-    kept = tuple(values[id(node)] for node in left)
-    variables = builder.variables
-    steps, peak = live_bytes(steps, variables, range(count), (result, *kept))
-    bases = {variables[v].base for v in kept} - {variables[result].base} - set(range(count))
-    retained = sum(variables[base].bytes for base in bases)
-    steps = [dataclasses.replace(s, keeps=tuple(v for v in s.inputs if v in kept)) for s in steps]
-    forward = Program(tuple(steps), tuple(range(count)), (result,), peak)
+    saved_nodes = kept_nodes(tree, requires)
+    kept = tuple(values[id(node)] for node in saved_nodes)
+    steps, peak = live_bytes(steps, variables, inputs, (result, *kept))
+    retained_bases = {variables[v].base for v in kept} - {variables[result].base} - set(inputs)
+    retained = sum(variables[base].bytes for base in retained_bases)
+    steps = [dataclasses.replace(step, keeps=tuple(v for v in step.inputs if v in kept)) for step in steps]
+    forward = Program(tuple(steps), inputs, (result,), peak)
     forward_cost = program_cost(steps, peak, retained)
 
     gradients: dict[int, int] = {}
     shape = variables[result].shape
-    # It is taken to lie as the result does: so do gradients that come of element-wise functions.
-    alike = without_gaps(variables[result].layout)
-    layout = alike if gradient_strides is None else layout_of(shape, gradient_strides)
-    output_gradient = builder.variable(shape, dtype, layout=layout)
+    # Gradients that come out of element-wise functions lie as the result does.
+    as_result = without_gaps(variables[result].layout)
+    layout = as_result if gradient_strides is None else layout_of(shape, gradient_strides)
+    output_gradient = builder.add_variable(shape, dtype, layout=layout)
     backward, backward_cost = None, None
-    if differentiable:
+    if builder.needs_gradient(tree):
         back: list[Step] = []
-        values = {id(node): values[id(node)] for node in left}
-        builder.backward(tree, output_gradient, back, values, gradients)
-        given = (*range(count), output_gradient, *kept)
-        back, back_peak = live_bytes(back, variables, given, tuple(gradients.values()), retained)
-        backward = Program(tuple(back), given, tuple(gradients.values()), back_peak)
+        saved_values = {id(node): values[id(node)] for node in saved_nodes}
+        builder.backward(tree, output_gradient, back, saved_values, gradients)
+        given = (*inputs, output_gradient, *kept)
+        results = tuple(gradients.values())
+        back, back_peak = live_bytes(back, variables, given, results, retained)
+        backward = Program(tuple(back), given, results, back_peak)
         backward_cost = program_cost(back, back_peak, retained)
     return Programs(
-        tuple(variables), forward, backward, result, kept, output_gradient,
-        tuple(gradients.get(i) for i in range(count)), PlanCost.of(forward_cost, backward_cost),
-    )  # fmt: skip
+        variables=tuple(variables),
+        forward=forward,
+        backward=backward,
+        result=result,
+        kept=kept,
+        output_gradient=output_gradient,
+        gradients=tuple(gradients.get(i) for i in inputs),
+        cost=PlanCost.of(forward_cost, backward_cost),
+    )
 
 
 def given_variables(resolved: Resolved, operands: Sequence[Operand], backend: str) -> tuple[Variable, ...]:

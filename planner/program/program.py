@@ -1,9 +1,10 @@
-"""Forward and backward as two programs of one form, and the one liveness loop that prices both.
+"""The forward and the backward program, and the liveness loop that finds the peak of both.
 
-A tree says which steps are done; `build` turns it into a `Program`, a list of steps in SSA form. The backward
-program is derived from the same tree: each step's gradients are its transposed specs. What the two share is what
-is kept: of the values that the backward program needs, those whose node says so. The others it computes again, each
-once, where the gradient first reaches a step that reads them, from operands, kept values and what is still there.
+A tree says which steps are done. `build` turns it into a `Program`, a list of steps in SSA form. The backward program
+comes from the same tree: each step's gradients are its transposed specs. The forward program keeps some of the values
+that the backward program needs; the nodes of the tree say which. The backward program computes the other values again,
+each once: when the gradient first reaches a step that reads the value, from operands, kept values and values that are
+still alive.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class Variable:
     """A value of a program.
 
     Attributes:
-        shape, dtype: what it is.
-        base: the variable whose storage it shares: itself, if its own.
-        layout: how it lies in memory; None where it is row-major, or where that makes no difference.
+        shape, dtype: shape and dtype of the value.
+        base: the variable whose storage it shares, or its own number.
+        layout: how it lies in memory; None if it is row-major or the layout makes no difference.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +41,7 @@ class Variable:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of the value's elements."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
 
@@ -49,13 +50,14 @@ class Step:
     """One step of a program: an op in one implementation, from variables to variables.
 
     Attributes:
-        op: what it computes.
+        op: what the step computes.
         choice: the implementation and its cost.
         inputs, outputs: numbers of variables.
-        releases: variables that no later step reads; their storage may go.
-        live_bytes: bytes newly allocated while it runs, scratch included.
+        releases: variables that no later step reads, so that their storage can be freed.
+        live_bytes: bytes that the program has newly allocated while the step runs, scratch included.
         keeps: variables among its inputs that stay alive for the backward program.
-        recomputed: whether it computes again, in the backward program, what the forward program did not keep.
+        recomputed: whether the step, in the backward program, repeats a step of the forward program whose value was
+            not kept.
     """
 
     op: Op
@@ -70,7 +72,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """Steps, with the variables given to it and the ones it leaves."""
+    """Steps, the variables that the program is given, and those of its results."""
 
     steps: tuple[Step, ...]
     given: tuple[int, ...]
@@ -83,11 +85,14 @@ class Programs:
     """Both programs of a plan over one table of variables.
 
     Attributes:
-        variables: operands first, then in the order in which they are made.
-        forward: gives `result` from the operands.
-        backward: gives the operands' gradients from `output_gradient`; None if none needs one.
-        kept: variables that the forward program leaves to the backward program, operands not counted.
-        gradients: for each operand the variable of its gradient, or None.
+        variables: the operands, then all other values in the order in which they are computed.
+        forward: computes `result` from the operands.
+        backward: computes the operands' gradients from `output_gradient`; None if no operand needs one.
+        result: the variable of the result.
+        kept: the variables that the forward program keeps for the backward program, operands not counted.
+        output_gradient: the variable of the result's gradient.
+        gradients: for each operand, the variable of its gradient or None.
+        cost: the cost of both programs.
     """
 
     variables: tuple[Variable, ...]
@@ -101,7 +106,7 @@ class Programs:
 
     @property
     def row_major(self) -> bool:
-        """Whether all values that steps read are row-major, operands aside: as the search takes them to be."""
+        """Whether every intermediate that a step reads is row-major, as the search assumes."""
         steps = self.forward.steps + (self.backward.steps if self.backward else ())
         computed = len(self.gradients)
         return not any(self.variables[v].layout for step in steps for v in step.inputs if v >= computed)
@@ -110,16 +115,16 @@ class Programs:
 def live_bytes(
     steps: Sequence[Step], variables: Sequence[Variable], given: Sequence[int], held: Sequence[int], start: int = 0
 ) -> tuple[list[Step], int]:
-    """Price a program: what is alive while each step runs, and the most of it.
+    """Find the bytes that are alive while each step of a program runs, and the peak.
 
-    Storage is alive from the step that makes it to the last that reads it or a view of it; what is `held` never
-    dies. Given variables cost nothing.
+    Storage is alive from the step that writes it to the last step that reads it or a view of it. Variables in `held`
+    stay alive to the end. Given variables cost nothing.
 
     Args:
         steps: the program.
         variables: the table of variables.
-        given: variables that the caller owns.
-        held: variables that outlive the program.
+        given: the variables that the caller owns.
+        held: the variables that outlive the program.
         start: bytes that are alive all the time.
 
     Returns:
@@ -141,19 +146,15 @@ def live_bytes(
         live += sum(variables[v].bytes for v in step.outputs if variables[v].base == v and v not in free)
         now = live + step.choice.cost.scratch_bytes
         peak = max(peak, now)
-        gone = dying.get(number, [])
-        live -= sum(variables[base].bytes for base in gone if base not in free)
-        releases = tuple(
-            v
-            for v in dict.fromkeys((*step.inputs, *step.outputs))
-            if variables[v].base in gone and variables[v].base not in free
-        )
+        freed = [base for base in dying.get(number, []) if base not in free]
+        live -= sum(variables[base].bytes for base in freed)
+        releases = tuple(v for v in dict.fromkeys((*step.inputs, *step.outputs)) if variables[v].base in freed)
         priced.append(dataclasses.replace(step, releases=releases, live_bytes=now))
     return priced, peak
 
 
 def program_cost(steps: Sequence[Step], peak: int, retained: int) -> Cost:
-    """Return what the steps cost together, with the peak and retained bytes of their program."""
+    """Return the cost of a program: the sum over its steps, and the peak and retained bytes given."""
     costs = [step.choice.cost for step in steps]
     return Cost(
         flops=sum(c.flops for c in costs),

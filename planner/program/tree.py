@@ -1,4 +1,4 @@
-"""The contraction tree: which steps are done, on what, and which of their values are kept."""
+"""The contraction tree: its steps, what each reads, and which values are kept for the backward program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Leaf", "Node", "Tree", "keep_values", "kept_nodes", "path_of", "read
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
-    """An operand, by number."""
+    """An operand, by its number."""
 
     operand: int
 
@@ -22,12 +22,11 @@ class Node:
     """A step of the contraction tree.
 
     Attributes:
-        op: what it computes.
-        children: what it reads.
-        order: children in the order in which the forward program evaluates them.
-        backward_order: children in the order in which the backward program descends into them.
-        kept: whether its value, where the backward program needs it, is left by the forward program; else it is
-            computed again.
+        op: what the step computes.
+        children: the trees whose values it reads.
+        order: the order in which the forward program evaluates the children.
+        backward_order: the order in which the backward program descends into the children.
+        kept: if the backward program needs the step's value: True to keep it, False to compute it again.
     """
 
     op: Op
@@ -41,27 +40,27 @@ Tree = Leaf | Node
 
 
 def keep_values(tree: Tree, kept: bool) -> Tree:
-    """Return a tree of which all values are kept, or none."""
+    """Return the tree with all of its values kept, or with none kept."""
     if isinstance(tree, Leaf):
         return tree
     return dataclasses.replace(tree, children=tuple(keep_values(child, kept) for child in tree.children), kept=kept)
 
 
 def read_by_gradients(needs: Sequence[bool]) -> tuple[bool, ...]:
-    """Which children's values a step's gradients read: each whose sibling needs a gradient."""
+    """Return, for each child, whether a gradient step reads its value: if a sibling needs a gradient."""
     return tuple(any(needs[:i]) or any(needs[i + 1 :]) for i in range(len(needs)))
 
 
 def kept_nodes(tree: Tree, requires: Sequence[bool]) -> tuple[Node, ...]:
-    """Return the nodes below a tree whose values the forward program leaves to the backward program.
+    """Return the nodes below a tree whose values the forward program keeps for the backward program.
 
-    That needs what gradient steps read, and what the values are computed from that are computed again.
+    The backward program needs the values that gradient steps read, and the values that recomputed ones are made from.
 
     Args:
         tree: the contraction tree.
         requires: which operands need a gradient.
     """
-    found: list[Node] = []
+    kept: list[Node] = []
     needs: dict[int, bool] = {}
 
     def needs_gradient(tree: Tree) -> bool:
@@ -77,16 +76,16 @@ def kept_nodes(tree: Tree, requires: Sequence[bool]) -> tuple[Node, ...]:
             if isinstance(child, Node):
                 needed = read or recomputed
                 if needed and child.kept:
-                    found.append(child)
+                    kept.append(child)
                 visit(child, needed and not child.kept)
 
     if isinstance(tree, Node):
         visit(tree, False)
-    return tuple(found)
+    return tuple(kept)
 
 
 def path_of(tree: Tree, operands: int) -> tuple[tuple[int, ...], ...]:
-    """Return a tree's path over the operands in opt_einsum's form; steps on one operand are left out."""
+    """Return a tree's path over the operands in opt_einsum's form, without the steps on one operand."""
     steps: list[tuple[int, ...]] = []
     positions: list[object] = list(range(operands))
 
@@ -99,10 +98,10 @@ def path_of(tree: Tree, operands: int) -> tuple[tuple[int, ...], ...]:
         places = sorted(positions.index(name) for name in names)
         for place in reversed(places):
             del positions[place]
-        made = object()
-        positions.append(made)
+        result = object()
+        positions.append(result)
         steps.append(tuple(places))
-        return made
+        return result
 
     visit(tree)
     return tuple(steps) or ((0,),)

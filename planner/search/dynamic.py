@@ -1,29 +1,29 @@
 """Exact dynamic programming over sets of operands and the status of each one-hot factor.
 
-For every set of operands and every status (see `network`) the best ways to get there are kept: one way for an
-objective that adds up over steps, a Pareto front where it does not (the peak). Every quantity of a larger tree is a
-nondecreasing function of the same quantities of its subtrees, so a dominated way is never part of a best tree.
+For every set of operands and every status (see `network`) the search keeps the best partial plans: a single one if the
+objective adds up over steps, a Pareto front if it does not (the peak). Every quantity of a larger tree is a
+nondecreasing function of the same quantities of its subtrees. So a dominated partial plan is never part of a best tree.
 
-Each way is *cold* or *hot*. The backward program computes the value of a hot way again; that of a cold one it has from
-the forward program (it is kept), or does without. A child's value is needed in the backward program where the sibling
-needs a gradient, or where the parent is hot; a child that is needed is kept or hot, any other is cold and not kept.
-So the kept values are chosen together with the tree.
+A partial plan is *saved* or *recomputed*. The backward program computes the value of a recomputed one again. It finds
+the value of a saved one among the values that the forward program kept, or does not need it. The backward program needs
+a child's value in two cases: a gradient step reads it because the sibling needs a gradient, or the parent is
+recomputed. A saved child is kept only if it is needed, and only a needed child may be recomputed. So the search chooses
+the kept values together with the tree.
 
-How the quantities of a step S with children A, B follow from the children's. There `out` is a value's bytes, g its
-gradient's:
+The quantities of a step S with children A and B follow from the children's. Below, `out` is the size of a value in
+bytes and g the size of its gradient:
 
-    retained       R(S) = R(A) + R(B) + [out(child) for each child that is kept]
-    forward peak   F(S) = max(F(first), R(first) + out(first) + F(second), R(A) + out(A) + R(B) + out(B) + last)
-    computing a hot S again
-                   Q(S) = as F(S), over the hot children, with W in place of R
-    what waits     W(S) = W(A) + W(B) + [out(child) for each hot child that a gradient step of S reads]
-    backward peak  G(S) = max(g(S) + alive(S), after(S))
-                alive(S) = gradients made so far + scratch + values that wait        while g(S) is there
-                after(S) = max(g(other) + G(first), done(first) + G(second))         once it is gone
+    retained         R(S) = R(A) + R(B) + [out(child) for each child that is kept]
+    forward peak     F(S) = max(F(first), R(first) + out(first) + F(second), R(A) + out(A) + R(B) + out(B) + last)
+    recompute peak   Q(S) = the same as F(S), over the recomputed children, with W in place of R
+    waiting          W(S) = W(A) + W(B) + [out(child) for each recomputed child that a gradient step of S reads]
+    backward peak    G(S) = max(g(S) + alive(S), after(S))
+                 alive(S) = the children's gradients computed so far + scratch + waiting values   while g(S) is alive
+                 after(S) = max(g(other) + G(first), finished(first) + G(second))                 once g(S) is freed
 
-where `last` is scratch + out(S), and `done` the bytes of the operands' gradients below. Where S is cold, each gradient
-step first computes the hot children again that it reads, so alive(S) includes their Q. Where a gradient step is a view,
-g(S) lives on in the child's gradient. The retained bytes R of the whole tree are alive all the time.
+where `last` is scratch + out(S), and `finished` is the size of the operands' gradients computed below. If S is saved,
+each gradient step first recomputes the children that it reads, so alive(S) includes their Q. If a gradient step is a
+view, g(S) lives on in the child's gradient. The retained bytes R of the whole tree are alive all the time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from planner.cost.limits import NO_LIMITS, Limits
 from planner.language.dtypes import itemsize
 from planner.language.errors import SearchLimitError
 from planner.language.spec import Spec
-from planner.program.build import Lowerer
+from planner.program.build import GradientStep, Lowerer
 from planner.program.ops import Cast, Einsum, JointGradient, Op, PricedImplementation
 from planner.program.tree import Leaf, Node, Tree, read_by_gradients
 from planner.search.network import ROWS, Network, Status, Value
@@ -56,27 +56,27 @@ FEW_STATUSES = 4
 
 
 class Peaks(NamedTuple):
-    """Bytes that peaks are made of; retained ones are not part of what concerns the backward program.
+    """The bytes that peaks are made of. The backward program's do not count the retained bytes.
 
     Attributes:
         forward: peak of the forward program.
-        again: peak of computing a hot value again.
-        waiting: bytes below a hot value that wait for their gradient steps once it is computed again.
-        held: bytes of a hot value that are its own once it is computed again.
-        alive: peak of the backward program while the value's gradient is there, that one not counted.
+        recompute: peak of computing a recomputed value again.
+        waiting: bytes below a recomputed value that wait for their gradient steps once the value is computed again.
+        held: bytes that a recomputed value itself takes once it is computed again.
+        alive: peak of the backward program while the value's gradient is alive. The gradient itself is not counted.
         after: peak of the backward program from then on.
-        done: bytes of the operands' gradients made below.
-        stays: whether the value's gradient is one of these in the end.
+        finished: bytes of the operands' gradients computed below.
+        is_result: 1 if the value's gradient is one of these in the end, else 0.
     """
 
     forward: int = 0
-    again: int = 0
+    recompute: int = 0
     waiting: int = 0
     held: int = 0
     alive: int = 0
     after: int = 0
-    done: int = 0
-    stays: int = 0
+    finished: int = 0
+    is_result: int = 0
 
 
 NO_PEAKS = Peaks()
@@ -84,16 +84,17 @@ NO_PEAKS = Peaks()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PartialPlan:
-    """One way to compute a value: its tree and the quantities that larger trees need.
+    """A plan for one value of the search: its tree, and the quantities that larger trees need.
 
     Attributes:
-        tree: how it is computed; the root says whether it is kept.
-        key: the objective's additive key of all steps below, in both programs.
-        retained: bytes kept below it.
-        peaks: what its peaks are made of, where the search is about them.
-        bytes: bytes of its own storage: none if it is a view of an operand.
-        hot: whether the backward program computes it again.
-        vector: the quantities that count; of two ways alike hot, one is as good if none of its entries is larger.
+        tree: the steps that compute the value. The root says whether the value is kept.
+        key: the objective's additive key, summed over all steps below in both programs.
+        retained: bytes kept below the value.
+        peaks: what its peaks are made of; all 0 if neither the objective nor a limit is about peaks.
+        bytes: bytes of the value's own storage: 0 if it is a view of an operand.
+        recomputed: whether the backward program computes the value again.
+        vector: the quantities that are compared. Of two partial plans that are both saved, or both recomputed, one is
+            at least as good as the other if no entry of its vector is larger.
     """
 
     tree: Tree
@@ -101,15 +102,24 @@ class PartialPlan:
     retained: int
     peaks: Peaks
     bytes: int
-    hot: bool
+    recomputed: bool
     vector: Vector
+
+
+# The best partial plans for one set of operands and one status, and those for each status.
+Front = list[PartialPlan]
+Fronts = dict[Status, Front]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The best tree, the objective's value for it, and whether no better one exists in the space searched.
+    """What a search found.
 
-    `interrupted` says that Ctrl-C ended the search: then it is the best so far.
+    Attributes:
+        tree: the best tree.
+        score: the objective's value for it.
+        exact: whether no better tree exists in the space that was searched.
+        interrupted: whether Ctrl-C ended the search. Then the tree is the best that was found until then.
     """
 
     tree: Tree
@@ -119,7 +129,7 @@ class SearchResult:
 
 
 def all_splits(operands: int) -> Iterable[tuple[int, int]]:
-    """All ways to part a set of operands in two, each once."""
+    """Yield every split of a set of operands into two parts, each split once."""
     low = operands & -operands
     rest = operands ^ low
     part = (rest - 1) & rest
@@ -139,22 +149,22 @@ def _add(*keys: Key) -> Key:
 
 
 class Search:
-    """One search: a network, who needs gradients, how steps are lowered and what is minimised.
+    """One search: a network, the operands that need gradients, how steps are lowered, and what is minimised.
 
     Args:
         network: the one-hot network.
-        requires: which operands need a gradient.
-        casts: for each operand the dtype that it must be cast from, or None.
+        requires: for each operand, whether it needs a gradient.
+        casts: for each operand, the dtype that it must be cast from, or None.
         dtype: dtype of the computation.
-        lower: chooses implementations, by the objective's key.
+        lower: chooses the implementation of each step by the objective's key.
         objective: one of `planner.cost.objective.OBJECTIVES`.
-        keep: "all" for trees that keep every value that gradients read, "any" to choose.
-        work_limit: number of steps that may be scored.
-        limits: what a tree must not exceed.
-        front_limit: most ways that are kept for one value; where there are more, the search is not exact.
-        takes_first: only trees that take every operand's gathers before anything else: the naive way.
-        bound: score of a tree that is known already; what exceeds it in part is not followed.
-        layouts: how the operands lie in memory; intermediates are taken for row-major.
+        keep: "all" to keep every value that gradients read, "any" to choose what is kept.
+        work_limit: the search fails if it would score more steps than this.
+        limits: the memory and retain limits that every tree must meet.
+        front_limit: most partial plans kept for one value. If a front grows beyond it, the search is not exact.
+        takes_first: whether to search only the trees that gather every operand before anything else, the naive plan.
+        bound: score of a tree that is already known. Partial plans that exceed it are dropped.
+        layouts: how the operands lie in memory. Intermediates are assumed row-major.
     """
 
     def __init__(
@@ -183,24 +193,13 @@ class Search:
         self.itemsize = itemsize(dtype)
         self.takes_first, self.bound = takes_first, bound
         self.layouts = layouts or (None,) * len(network.leaves)
-        self.least = _zero() if bound is None else self._least()
-        self.least_again = _zero()
-        if objective == "retained" and keep == "any" and all(requires) and 0 not in network.sizes.values():
-            # What retains nothing computes every product but the last twice.
-            self.least_again = tuple(part // self._steps() for part in self.least)
-        # By the number of products to come, and of those among them that imply that one is computed again.
-        self._ahead = {
-            (left, again): tuple(
-                left * part + again * more for part, more in zip(self.least, self.least_again, strict=True)
-            )
-            for left in range(len(network.leaves))
-            for again in (max(left - 1, 0), left)
-        }
-        self._needs = 0
+        self.least = _zero() if bound is None else self._least_of_a_product()
+        self._ahead = self._least_by_products_to_come()
+        self._gradient_operands = 0
         for operand, needed in enumerate(requires):
-            self._needs |= needed << operand
-        self._ways: dict[int, dict[Status, list[PartialPlan]]] = {}
-        self._fixed: dict[int, tuple[str, ...] | None] = {}
+            self._gradient_operands |= needed << operand
+        self._fronts: dict[int, Fronts] = {}
+        self._term_orders: dict[int, tuple[str, ...] | None] = {}
         self._layouts: dict[int, Layout | None] = {}
         self.final = Value(network.everything, network.final)
         # Whether the final value lacks axes of the result, or the result repeats some. A plain spec of one
@@ -211,118 +210,143 @@ class Search:
             or network.mask(network.result) != network.value_axes(self.final)
         )
 
-    def _least(self) -> Key:
-        """Return what any product adds to the score at least: as much as the cheapest one of almost nothing."""
+    def _least_of_a_product(self) -> Key:
+        """Return a lower bound on what any product adds to the score: the cheapest product of almost no elements."""
         if self.objective == "peak":
             return _zero()
         kinds = (("", "", ""), ("a", "a", "a"), ("a", "a", ""), ("a", "b", "ab"))
-        # Of size 0 an outer product is the cheapest: not even its result has a byte.
-        empty = [_product(terms, size) for terms in kinds for size in (0, 1)]
-        first = min(self.key(self.lower(Einsum(spec, self.dtype)).cost)[0] for spec in empty)
-        first *= self._steps()
+        # If all sizes are 0, an outer product is the cheapest: not even its result takes a byte.
+        tiny = [_product(terms, size) for terms in kinds for size in (0, 1)]
+        first = min(self.key(self.lower(Einsum(spec, self.dtype)).cost)[0] for spec in tiny)
+        first *= self._least_steps()
         return (0, first, 0, 0) if self.objective == "retained" else (first, 0, 0, 0)
 
-    def _steps(self) -> int:
-        """Return how many products a product brings at least, its gradients counted; a fused pair needs a gather."""
+    def _least_steps(self) -> int:
+        """Return the least number of steps that a product takes, its gradients counted.
+
+        Only a product with a gather can have both gradients in one step.
+        """
         return (2 if self.network.gathers else 3) if all(self.requires) else 1
 
+    def _least_by_products_to_come(self) -> dict[tuple[int, int], Key]:
+        """Return a lower bound on the score still to come, for a number of products and of those computed again."""
+        once, again = self.least, _zero()
+        may_retain_nothing = self.objective == "retained" and self.keep == "any" and all(self.requires)
+        if may_retain_nothing and 0 not in self.network.sizes.values():
+            # A tree that retains nothing computes every product but the last twice.
+            again = tuple(entry // self._least_steps() for entry in once)
+        bounds: dict[tuple[int, int], Key] = {}
+        for products in range(len(self.network.leaves)):
+            for repeated in (max(products - 1, 0), products):
+                pairs = zip(once, again, strict=True)
+                bounds[products, repeated] = tuple(products * first + repeated * second for first, second in pairs)
+        return bounds
+
     def run(self, splits: Splits = all_splits) -> SearchResult | None:
-        """Return the best tree over the given splits of the operands, or None if limits leave none."""
-        ways = self.ways(self.network.everything, splits).get(self.network.final, [])
-        whole = [way for unfinished in ways for way in self.finish(unfinished)]
-        if not whole:
+        """Return the best tree over the given splits of the operands, or None if no tree is within the limits."""
+        unfinished = self.best_partials(self.network.everything, splits).get(self.network.final, [])
+        complete = [finished for partial in unfinished for finished in self.finish(partial)]
+        if not complete:
             if self.limits != NO_LIMITS or self.bound is not None:
                 return None
             raise SearchLimitError(f"no tree was found for '{self.network.spec}': please report this spec")
-        best = min(whole, key=lambda way: (self.score(way), way.key))
+        best = min(complete, key=lambda partial: (self.score(partial), partial.key))
         return SearchResult(best.tree, self.score(best), self.exact, self.interrupted)
 
     # -- states --------------------------------------------------------------------------------------
 
-    def ways(self, operands: int, splits: Splits) -> dict[Status, list[PartialPlan]]:
-        """Best ways to each status of a set of operands."""
-        known = self._ways.get(operands)
-        if known is not None:
-            return known
-        found: dict[Status, list[PartialPlan]] = {}
+    def best_partials(self, operands: int, splits: Splits) -> Fronts:
+        """Return the best partial plans for a set of operands, by status."""
+        cached = self._fronts.get(operands)
+        if cached is not None:
+            return cached
+        fronts: Fronts = {}
         if operands & (operands - 1) == 0:
-            self.leaf(operands, found)
+            self.add_operand(operands, fronts)
         else:
             try:
                 for left, right in splits(operands):
-                    self.products(left, right, splits, found)
+                    self.add_products(left, right, splits, fronts)
             except KeyboardInterrupt:
-                # Whole trees are enough to answer with; a part of one is not.
-                if operands != self.network.everything or not found.get(self.network.final):
+                # Whole trees are enough for an answer; the trees of a part are not.
+                if operands != self.network.everything or not fronts.get(self.network.final):
                     raise
                 self.exact, self.interrupted = False, True
         # Unary steps only ever raise a status, so ascending order visits each source before its targets.
-        for status in tuple(found) if self.network.few else self._ascending(operands, found):
-            for target in self.network.advances(Value(operands, status)):
-                self.unary(Value(operands, status), target, found)
-        if self.takes_first and operands != self.network.everything:
-            naive = max(found, key=lambda status: (sum(s == ROWS for s in status), [-s for s in status]))
-            found = {naive: found[naive]}
-        elif self.network.few and operands != self.network.everything and len(found) > FEW_STATUSES:
-            # The best so far, and the one from which every tree can be finished.
-            taken = max(found, key=lambda status: (sum(s == ROWS for s in status), [-s for s in status]))
-            order = sorted((s for s in found if found[s]), key=lambda s: min((self.part(w), w.key) for w in found[s]))
-            found = {status: found[status] for status in dict.fromkeys((taken, *order[:FEW_STATUSES]))}
-        self._ways[operands] = found
-        return found
+        for status in tuple(fronts) if self.network.few else _ascending(fronts):
+            value = Value(operands, status)
+            for target in self.network.advances(value):
+                self.add_unary(value, target, fronts)
+        if operands != self.network.everything:
+            fronts = self._reduce_statuses(fronts)
+        self._fronts[operands] = fronts
+        return fronts
 
-    def _ascending(self, operands: int, found: dict[Status, list[PartialPlan]]) -> Iterable[Status]:
-        done: set[Status] = set()
-        while pending := [status for status in found if status not in done]:
-            status = min(pending, key=lambda s: (sum(s), s))
-            done.add(status)
-            yield status
+    def _reduce_statuses(self, fronts: Fronts) -> Fronts:
+        """Return the statuses to go on with: all of them, the naive one, or a few."""
+        if not self.takes_first and (not self.network.few or len(fronts) <= FEW_STATUSES):
+            return fronts
+        # The status with the most gathers done. Every tree can be finished from it.
+        most_taken = max(fronts, key=lambda status: (status.count(ROWS), [-factor for factor in status]))
+        if self.takes_first:
+            return {most_taken: fronts[most_taken]}
 
-    def leaf(self, operands: int, found: dict[Status, list[PartialPlan]]) -> None:
-        """Offer an operand: as it is, cast, and with its repeated and private axes gone."""
+        def best(status: Status) -> tuple[Vector, Key]:
+            return min((self.least_score(partial), partial.key) for partial in fronts[status])
+
+        order = sorted((status for status, front in fronts.items() if front), key=best)
+        return {status: fronts[status] for status in dict.fromkeys((most_taken, *order[:FEW_STATUSES]))}
+
+    def add_operand(self, operands: int, fronts: Fronts) -> None:
+        """Offer one operand: as it is, cast, and with its repeated and private axes removed."""
         network, operand = self.network, operands.bit_length() - 1
         value = Value(operands, network.open)
-        term = network.leaves[operand]
-        peaks = Peaks(stays=int(self.requires[operand]))
-        way = self.way(Leaf(operand), _zero(), 0, peaks, 0, False)
-        shape_only = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=term))
-        ways, layout = [way], self.layouts[operand]
+        term, layout = network.leaves[operand], self.layouts[operand]
+        peaks = Peaks(is_result=int(self.requires[operand]))
+        front = [self.partial_plan(Leaf(operand), _zero(), 0, peaks, 0, False)]
         if (source := self.casts[operand]) is not None:
-            cast = Cast(shape_only, self.dtype, source_dtype=source).with_layouts([layout])
-            ways, layout = self.extend_all(cast, (way,), self.count(term), (operands,)), None
-        raw, mask = ways, network.value_axes(value)
-        fixed: tuple[str, ...] | None = term
-        output = network.result if self.one_step else network.term(mask)
-        if (term != output) if self.one_step else (len(set(term)) < len(term) or network.mask(term) != mask):
-            spec = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=output))
-            first = Einsum(spec, self.dtype).with_layouts([layout])
-            ways = self.extend_all(first, ways, self.count(output), (operands,))
-            fixed = None
-        self._fixed[operands] = fixed
-        self._layouts[operands] = layout if fixed is not None else None
-        found[network.open] = ways
-        if fixed is None and not self.one_step:
-            # A take of few rows comes before the sums over axes of its own, not after: one step does both.
-            for target in network.advances(value):
-                spec = network.step_spec(((value, term),), Value(operands, target))
-                op = Einsum(spec, self.dtype).with_layouts([layout])
-                self.offer(found, target, op, (raw,), (operands,), Value(operands, target))
+            identity = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=term))
+            cast = Cast(identity, self.dtype, source_dtype=source).with_layouts([layout])
+            front, layout = self.extend_all(cast, front, self.bytes_of(term), (operands,)), None
+        axes = network.value_axes(value)
+        if self.one_step:
+            output = network.result
+            unchanged = term == output
+        else:
+            output = network.term(axes)
+            unchanged = len(set(term)) == len(term) and network.mask(term) == axes
+        if unchanged:
+            self._term_orders[operands], self._layouts[operands] = term, layout
+            fronts[network.open] = front
+            return
+        self._term_orders[operands] = self._layouts[operands] = None
+        spec = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=output))
+        first = Einsum(spec, self.dtype).with_layouts([layout])
+        fronts[network.open] = self.extend_all(first, front, self.bytes_of(output), (operands,))
+        if self.one_step:
+            return
+        # Gathering few rows pays before the sums over private axes, not after them: one step does both.
+        for target in network.advances(value):
+            spec = network.step_spec(((value, term),), Value(operands, target))
+            op = Einsum(spec, self.dtype).with_layouts([layout])
+            self.offer(fronts, target, op, (front,), (operands,), Value(operands, target))
 
-    def count(self, term: Iterable[str]) -> int:
-        """Bytes of a value with these axes."""
+    def bytes_of(self, term: Iterable[str]) -> int:
+        """Return the bytes of a value with these axes."""
         product = self.itemsize
         for axis in term:
             product *= self.network.sizes[axis]
         return product
 
-    def products(self, left: int, right: int, splits: Splits, found: dict[Status, list[PartialPlan]]) -> None:
-        """Offer every product of a value of one set of operands with one of the other."""
+    def add_products(self, left: int, right: int, splits: Splits, fronts: Fronts) -> None:
+        """Offer every product of a value of one set of operands with a value of the other."""
         network = self.network
-        for status_a, ways_a in self.ways(left, splits).items():
+        for status_a, front_a in self.best_partials(left, splits).items():
             a = Value(left, status_a)
-            for status_b, ways_b in self.ways(right, splits).items():
+            for status_b, front_b in self.best_partials(right, splits).items():
                 b = Value(right, status_b)
-                if self.hopeless(ways_a, ways_b, left, right, network.value_axes(a) | network.value_axes(b)):
+                axes = network.value_axes(a) | network.value_axes(b)
+                if self.cannot_win(front_a, front_b, left, right, axes):
                     continue
                 for status in network.merges(a, b):
                     if self.takes_first and status != tuple(map(max, status_a, status_b)):
@@ -330,199 +354,227 @@ class Search:
                     result = Value(left | right, status)
                     spec = network.step_spec(((a, self.order_of(a)), (b, self.order_of(b))), result)
                     op = Einsum(spec, self.dtype).with_layouts((self.layout_of(a), self.layout_of(b)))
-                    self.offer(found, status, op, (ways_a, ways_b), (left, right), result)
+                    self.offer(fronts, status, op, (front_a, front_b), (left, right), result)
 
-    def hopeless(self, ways_a: list[PartialPlan], ways_b: list[PartialPlan], left: int, right: int, axes: int) -> bool:
-        """Whether no product of these ways can be part of a tree as good as the one that is known."""
+    def add_unary(self, value: Value, target: Status, fronts: Fronts) -> None:
+        """Offer the step that takes a value alone to another status."""
+        result = Value(value.operands, target)
+        spec = self.network.step_spec(((value, self.order_of(value)),), result)
+        op = Einsum(spec, self.dtype).with_layouts([self.layout_of(value)])
+        self.offer(fronts, target, op, (fronts[value.status],), (value.operands,), result)
+
+    def layout_of(self, value: Value) -> Layout | None:
+        """Return the memory layout of an operand; computed values are assumed row-major."""
+        return self._layouts.get(value.operands) if value.status == self.network.open else None
+
+    def order_of(self, value: Value) -> tuple[str, ...] | None:
+        """Return an operand's own axis order; None for a value in the network's order."""
+        if value.status == self.network.open:
+            return self._term_orders.get(value.operands)
+        return None
+
+    # -- what can be dropped -------------------------------------------------------------------------
+
+    def cannot_win(self, front_a: Front, front_b: Front, left: int, right: int, axes: int) -> bool:
+        """Whether no product of these partial plans can be part of a tree as good as the known one."""
         if self.bound is None:
             return False
-        if not ways_a or not ways_b:
+        if not front_a or not front_b:
             return True
-        least = [min(self.part(way) for way in ways) for ways in (ways_a, ways_b)]
+        least = [min(self.least_score(partial) for partial in front) for front in (front_a, front_b)]
         if self.objective == "peak":
             return max(least) > self.bound
-        so_far = _add(*least, self.least, self.ahead(left | right, False))
+        so_far = _add(*least, self.least, self.least_ahead(left | right, False))
         if self.objective == "flops" and not self.network.gathers:
             # Every implementation multiplies each element of the joint space at least.
             so_far = (so_far[0] + self.network.elements(axes), *so_far[1:])
         return bool(so_far > self.bound[0])
 
-    def beaten(self, way: PartialPlan, operands: int) -> bool:
-        """Whether a way cannot be part of a tree as good as the one that is known."""
+    def is_beaten(self, partial: PartialPlan, operands: int) -> bool:
+        """Whether a partial plan cannot be part of a tree as good as the known one."""
         if self.bound is None:
             return False
         if self.objective == "peak":
-            return self.part(way) > self.bound
-        return bool(_add(self.part(way), self.ahead(operands, True)) > self.bound[0])
+            return self.least_score(partial) > self.bound
+        return bool(_add(self.least_score(partial), self.least_ahead(operands, True)) > self.bound[0])
 
-    def over(self, way: PartialPlan) -> bool:
-        """Whether a way exceeds a limit, and so every tree that it is part of."""
+    def exceeds_limit(self, partial: PartialPlan) -> bool:
+        """Whether a partial plan exceeds a limit. Then every tree that contains it does."""
         memory, retain = self.limits
-        if retain is not None and way.retained > retain:
+        if retain is not None and partial.retained > retain:
             return True
-        return memory is not None and self.peak(way) > memory
+        return memory is not None and self.least_peak(partial) > memory
 
-    def ahead(self, operands: int, there: bool) -> Key:
-        """Return what the products with all other operands add to the score at least.
+    def least_ahead(self, operands: int, decided: bool) -> Key:
+        """Return a lower bound on what the products with all other operands add to the score.
 
         Args:
-            operands: the set that a value is of.
-            there: whether the value itself was computed again already, if it has to be.
+            operands: the set of operands of a value.
+            decided: whether the value's score already says if the value is recomputed.
         """
-        left = len(self.network.leaves) - operands.bit_count()
-        return self._ahead[left, max(left - there, 0)]
+        products = len(self.network.leaves) - operands.bit_count()
+        return self._ahead[products, max(products - decided, 0)]
 
     @staticmethod
-    def peak(way: PartialPlan) -> int:
-        """Return the peak of any tree that a way is part of, at least."""
-        return max(way.peaks.forward, way.retained + max(way.peaks.alive, way.peaks.after))
+    def least_peak(partial: PartialPlan) -> int:
+        """Return a lower bound on the peak of any tree that contains a partial plan."""
+        return max(partial.peaks.forward, partial.retained + max(partial.peaks.alive, partial.peaks.after))
 
-    def part(self, way: PartialPlan) -> Vector:
-        """Return what a way adds to the score of any tree that it is part of, at least."""
-        return (self.peak(way),) if self.objective == "peak" else way.key
+    def least_score(self, partial: PartialPlan) -> Vector:
+        """Return a lower bound on what a partial plan adds to the score of any tree that contains it."""
+        return (self.least_peak(partial),) if self.objective == "peak" else partial.key
 
-    def unary(self, value: Value, target: Status, found: dict[Status, list[PartialPlan]]) -> None:
-        """Offer the step from a value alone to another status of it."""
-        result = Value(value.operands, target)
-        spec = self.network.step_spec(((value, self.order_of(value)),), result)
-        op = Einsum(spec, self.dtype).with_layouts([self.layout_of(value)])
-        self.offer(found, target, op, (found[value.status],), (value.operands,), result)
-
-    def layout_of(self, value: Value) -> Layout | None:
-        """How an operand lies in memory; anything that was computed is taken for row-major."""
-        return self._layouts.get(value.operands) if value.status == self.network.open else None
-
-    def order_of(self, value: Value) -> tuple[str, ...] | None:
-        """Axis order of a value where it is not the network's own: an operand's."""
-        if value.status == self.network.open:
-            return self._fixed.get(value.operands)
-        return None
+    # -- fronts --------------------------------------------------------------------------------------
 
     def offer(
         self,
-        found: dict[Status, list[PartialPlan]],
+        fronts: Fronts,
         status: Status,
         op: Op,
-        fronts: tuple[list[PartialPlan], ...],
+        children: tuple[Front, ...],
         parts: tuple[int, ...],
         result: Value,
     ) -> None:
-        """Extend each combination of the children's ways by a step and keep what is not dominated."""
-        front, limited = found.setdefault(status, []), self.limits != NO_LIMITS
+        """Extend each combination of the children's partial plans by a step, and keep what is not dominated.
+
+        Args:
+            fronts: the fronts of the result's operands; the one of `status` grows.
+            status: the result's status.
+            op: the step.
+            children: the fronts of the values that the step reads.
+            parts: the set of operands of each of these values.
+            result: the value that the step computes.
+
+        Raises:
+            SearchLimitError: the search has scored as many steps as it may.
+        """
+        front, limited = fronts.setdefault(status, []), self.limits != NO_LIMITS
         size = self.network.elements(self.network.value_axes(result)) * self.itemsize
-        for children in itertools.product(*fronts):
+        for combination in itertools.product(*children):
             self.work += 1
             if self.work > self.work_limit:
                 raise SearchLimitError(
                     f"the exact search needs more than {self.work_limit} steps: "
                     "pass optimize='greedy' or an explicit path"
                 )
-            for way in self.extend(op, children, size, parts):
-                if not self.beaten(way, result.operands) and not (limited and self.over(way)):
-                    self.insert(front, way)
+            for partial in self.extend(op, combination, size, parts):
+                if not self.is_beaten(partial, result.operands) and not (limited and self.exceeds_limit(partial)):
+                    self.insert(front, partial)
 
-    def insert(self, front: list[PartialPlan], way: PartialPlan) -> None:
-        """Put a way into a Pareto front, unless another is as good; drop those that it beats."""
+    def insert(self, front: Front, partial: PartialPlan) -> None:
+        """Insert a partial plan into a Pareto front unless another is as good; drop those that it dominates."""
         for other in front:
             if (
-                other.hot == way.hot
-                and all(o <= w for o, w in zip(other.vector, way.vector, strict=True))
-                and (other.vector != way.vector or other.key <= way.key)
+                other.recomputed == partial.recomputed
+                and all(o <= p for o, p in zip(other.vector, partial.vector, strict=True))
+                and (other.vector != partial.vector or other.key <= partial.key)
             ):
                 return
         front[:] = [
-            o for o in front if o.hot != way.hot or not all(w <= v for w, v in zip(way.vector, o.vector, strict=True))
+            other
+            for other in front
+            if other.recomputed != partial.recomputed
+            or not all(p <= o for p, o in zip(partial.vector, other.vector, strict=True))
         ]
-        front.append(way)
-        if len(front) > self.front_limit and sum(o.hot == way.hot for o in front) > self.front_limit:
-            self.exact = False
-            self.thin(front, way.hot)
+        front.append(partial)
+        if len(front) > self.front_limit:
+            alike = sum(other.recomputed == partial.recomputed for other in front)
+            if alike > self.front_limit:
+                self.exact = False
+                self.thin(front, partial.recomputed)
 
-    def thin(self, front: list[PartialPlan], hot: bool) -> None:
-        """Drop one way of a full front, none that is the least in retained bytes, peak or score."""
-        ways = sorted((o for o in front if o.hot == hot), key=lambda w: (w.vector, w.key))
-        spared = [min(ways, key=figure) for figure in (self.part, self.peak, lambda w: (w.retained, self.peak(w)))]
+    def thin(self, front: Front, recomputed: bool) -> None:
+        """Drop one partial plan of a full front, but none that is the least in score, peak or retained bytes."""
+        alike = [partial for partial in front if partial.recomputed == recomputed]
+        alike.sort(key=lambda partial: (partial.vector, partial.key))
+        figures = (self.least_score, self.least_peak, lambda partial: (partial.retained, self.least_peak(partial)))
+        spared = [min(alike, key=figure) for figure in figures]
         # Neighbours in the order of the vectors are the most alike: one of a close pair goes.
-        free = [i for i in range(1, len(ways)) if not any(ways[i] is way for way in spared)] or [len(ways) - 1]
-        gone = ways[min(free, key=lambda i: abs(ways[i].retained - ways[i - 1].retained))]
-        front[:] = [o for o in front if o is not gone]
+        free = [i for i in range(1, len(alike)) if not any(alike[i] is partial for partial in spared)]
+        closest = min(free or [len(alike) - 1], key=lambda i: abs(alike[i].retained - alike[i - 1].retained))
+        front[:] = [partial for partial in front if partial is not alike[closest]]
 
-    def finish(self, way: PartialPlan) -> list[PartialPlan]:
-        """Add the last step where the result repeats axes or has ones that no input has."""
+    def finish(self, partial: PartialPlan) -> Front:
+        """Add the last step if the result repeats axes or has axes that no input has."""
         if not self.needs_finish:
-            return [way]
+            return [partial]
         network = self.network
-        spec = network.restricted(
-            dataclasses.replace(
-                network.spec,
-                inputs=(network.term(network.value_axes(self.final)),),
-                output=network.result,
-            )
-        )
-        size, everything = self.count(network.result), network.everything
-        return [w for w in self.extend(Einsum(spec, self.dtype), (way,), size, (everything,)) if not self.over(w)]
+        term = network.term(network.value_axes(self.final))
+        spec = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=network.result))
+        size, everything = self.bytes_of(network.result), network.everything
+        finished = self.extend(Einsum(spec, self.dtype), (partial,), size, (everything,))
+        return [complete for complete in finished if not self.exceeds_limit(complete)]
 
     # -- quantities ----------------------------------------------------------------------------------
 
-    def needs(self, operands: int) -> bool:
+    def needs_gradient(self, operands: int) -> bool:
         """Whether any of these operands needs a gradient."""
-        return bool(self._needs & operands)
+        return bool(self._gradient_operands & operands)
 
-    def way(self, tree: Tree, key: Key, retained: int, peaks: Peaks, size: int, hot: bool) -> PartialPlan:
-        """Return a way with the vector by which it is compared."""
+    def partial_plan(
+        self, tree: Tree, key: Key, retained: int, peaks: Peaks, size: int, recomputed: bool
+    ) -> PartialPlan:
+        """Return a partial plan with the vector that it is compared by."""
         vector: Vector = () if self.objective == "peak" else (key,)
         if self.counts_retained and self.objective != "retained":
             vector = (*vector, retained)
-        return PartialPlan(tree, key, retained, peaks, size, hot, (*vector, *peaks) if self.about_peaks else vector)
+        if self.about_peaks:
+            vector = (*vector, *peaks)
+        return PartialPlan(tree, key, retained, peaks, size, recomputed, vector)
 
-    def score(self, way: PartialPlan) -> Vector:
-        """Return what is minimised, of a complete way."""
-        return (self.peak(way),) if self.objective == "peak" else (way.key,)
+    def score(self, partial: PartialPlan) -> Vector:
+        """Return what the search minimises, of a complete plan."""
+        return (self.least_peak(partial),) if self.objective == "peak" else (partial.key,)
 
-    def extend_all(
-        self, op: Op, children: Sequence[PartialPlan], size: int, parts: tuple[int, ...]
-    ) -> list[PartialPlan]:
-        """Return the ways that add one unary step to any of some ways, dominated ones left out."""
-        front: list[PartialPlan] = []
+    def extend_all(self, op: Op, children: Front, size: int, parts: tuple[int, ...]) -> Front:
+        """Return a front of some partial plans, each extended by one unary step."""
+        front: Front = []
         for child in children:
-            for way in self.extend(op, (child,), size, parts):
-                self.insert(front, way)
+            for partial in self.extend(op, (child,), size, parts):
+                self.insert(front, partial)
         return front
 
     def extend(
         self, op: Op, children: tuple[PartialPlan, ...], size: int, parts: tuple[int, ...]
     ) -> Iterator[PartialPlan]:
-        """Yield the ways that add one step to its children's ways."""
-        needs = tuple(self.needs(part) for part in parts)
+        """Yield the partial plans that add one step to its children's: saved and recomputed, in each useful order."""
+        needs = tuple(self.needs_gradient(part) for part in parts)
         choice = self.lower(op)
         gradients = self.lower.gradients(op, needs) if any(needs) else ()
         reads = read_by_gradients(needs)
-        trees = tuple(way.tree for way in children)
-        done = op.with_layouts(())  # how its inputs lie is for the programs to say
-        own = children[0].bytes if choice.view else size
-        below = [way.key for way in children]
+        trees = tuple(child.tree for child in children)
+        node_op = op.with_layouts(())  # the programs find out how inputs lie in memory
+        own_bytes = children[0].bytes if choice.view else size
+        costs = [choice.cost, *(gradient.choice.cost for gradient in gradients)]
+        once = _add(*map(self.key, costs))
+        below = [child.key for child in children]
         if self.keep == "all" and not self.about_peaks and self.objective != "retained":
-            key = _add(self.key(choice.cost), *(self.key(c.cost) for _, c, _ in gradients), *below)
-            yield PartialPlan(Node(done, trees), key, 0, NO_PEAKS, own, False, (key,))
+            key = _add(once, *below)
+            yield PartialPlan(Node(node_op, trees), key, 0, NO_PEAKS, own_bytes, False, (key,))
             return
-        # The value can be needed in the backward program only if another operand's gradient can.
-        may_be_hot = self.keep == "any" and self.needs(self.network.everything ^ sum(parts))
-        for hot in (False, True) if may_be_hot else (False,):
-            if any(way.hot and not (read or hot) for way, read in zip(children, reads, strict=True)):
-                continue  # what is not needed is not computed again
-            kept = sum(way.bytes for way, read in zip(children, reads, strict=True) if (read or hot) and not way.hot)
-            retained = kept + sum(way.retained for way in children)
-            costs = [choice.cost, *(c.cost for _, c, _ in gradients), *[choice.cost] * hot]
-            step = _add(*map(self.key, costs))
+        # The backward program can need the value only if some other operand needs a gradient.
+        may_be_recomputed = self.keep == "any" and self.needs_gradient(self.network.everything ^ sum(parts))
+        for recomputed in (False, True) if may_be_recomputed else (False,):
+            needed = [read or recomputed for read in reads]
+            if any(child.recomputed and not need for child, need in zip(children, needed, strict=True)):
+                continue  # nothing that is not needed is recomputed
+            kept = sum(
+                child.bytes for child, need in zip(children, needed, strict=True) if need and not child.recomputed
+            )
+            retained = kept + sum(child.retained for child in children)
+            # The backward program runs a recomputed step a second time.
+            step = _add(once, self.key(choice.cost)) if recomputed else once
             if self.objective == "retained":
                 step = (kept, *step[:3])
             key = _add(step, *below)
             if not self.about_peaks:
-                yield self.way(Node(done, trees, kept=not hot), key, retained, NO_PEAKS, own, hot)
+                node = Node(node_op, trees, kept=not recomputed)
+                yield self.partial_plan(node, key, retained, NO_PEAKS, own_bytes, recomputed)
                 continue
-            for order in _orders(trees):
-                peaks, descent = self._peaks(op, choice, gradients, children, needs, reads, order, hot)
-                yield self.way(Node(done, trees, order, descent, not hot), key, retained, peaks, own, hot)
+            for order in _useful_orders(trees):
+                peaks, backward_order = self._peaks(op, choice, gradients, children, needs, reads, order, recomputed)
+                node = Node(node_op, trees, order, backward_order, not recomputed)
+                yield self.partial_plan(node, key, retained, peaks, own_bytes, recomputed)
 
     def key(self, cost: StepCost) -> Key:
         """Return the additive part of a step's score."""
@@ -532,68 +584,57 @@ class Search:
         self,
         op: Op,
         choice: PricedImplementation,
-        gradients: Sequence[tuple[Op, PricedImplementation, tuple[int, ...]]],
+        gradients: Sequence[GradientStep],
         children: tuple[PartialPlan, ...],
         needs: tuple[bool, ...],
         reads: tuple[bool, ...],
         order: tuple[int, ...],
-        hot: bool,
+        recomputed: bool,
     ) -> tuple[Peaks, tuple[int, ...]]:
-        """Return the peaks of a step, and the best order of descent in the backward program."""
-        below = [way.peaks for way in children]
+        """Return the peaks of a step, and the order in which the backward program best descends into its children."""
+        below = [child.peaks for child in children]
         last = choice.cost.scratch_bytes + (0 if choice.view else self._output_bytes(op))
-
-        def climb(places: Iterable[int], peaks: Sequence[int], held: Sequence[int]) -> int:
-            before = top = 0
-            for child in places:
-                top = max(top, before + peaks[child])
-                before += held[child]
-            return max(top, before + last)
-
-        forward = climb(order, [p.forward for p in below], [way.retained + way.bytes for way in children])
-        # Of the children that are computed again: all that waits, and the part that this step's gradients free.
-        here = [p.held if way.hot and read else 0 for p, way, read in zip(below, children, reads, strict=True)]
-        again = waiting = held = 0
-        if hot:
-            again = climb(
-                [child for child in order if children[child].hot],
-                [p.again for p in below],
-                [p.waiting + p.held for p in below],
+        forward = _evaluation_peak(
+            order, [peaks.forward for peaks in below], [child.retained + child.bytes for child in children], last
+        )
+        # The bytes of each recomputed child that this step's gradients read, and then free.
+        read_bytes = [
+            child.peaks.held if child.recomputed and read else 0 for child, read in zip(children, reads, strict=True)
+        ]
+        recompute = waiting = held = 0
+        if recomputed:
+            recompute = _evaluation_peak(
+                [child for child in order if children[child].recomputed],
+                [peaks.recompute for peaks in below],
+                [peaks.waiting + peaks.held for peaks in below],
+                last,
             )
-            waiting = sum(p.waiting for p in below) + sum(here)
+            waiting = sum(peaks.waiting for peaks in below) + sum(read_bytes)
             held = self._output_bytes(op) if not choice.view else below[0].held
-        there = waiting
-        if len(gradients) == 1 and gradients[0][1].view:
+        if len(gradients) == 1 and gradients[0].choice.view:
+            # The gradient of the value lives on as that of its only child.
             (child,) = below
-            alive = max(child.alive, gradients[0][1].cost.scratch_bytes + there)
-            return Peaks(forward, again, waiting, held, alive, child.after, child.done, child.stays), (0,)
+            alive = max(child.alive, gradients[0].choice.cost.scratch_bytes + waiting)
+            view = Peaks(forward, recompute, waiting, held, alive, child.after, child.finished, child.is_result)
+            return view, (0,)
         produced = [self._input_bytes(op, i) if need else 0 for i, need in enumerate(needs)]
-        alive = so_far = 0
-        computed = {i for i, way in enumerate(children) if hot or not way.hot}
-        for gradient, chosen, served in gradients:
-            read = [i for i in order if reads[i] and (isinstance(gradient, JointGradient) or i != served[0])]
-            for i in read:
-                if i not in computed:
-                    computed.add(i)
-                    alive = max(alive, there + so_far + below[i].again)
-                    there += below[i].waiting + here[i]
-            so_far += sum(produced[i] for i in served)
-            alive = max(alive, so_far + chosen.cost.scratch_bytes + there)
-            if not isinstance(gradient, JointGradient):
-                there -= sum(here[i] for i in read)
-        done = [p.done + p.stays * g for p, g in zip(below, produced, strict=True)]
-        best: tuple[int, tuple[int, ...]] | None = None
-        for backward_order in _orders([way.tree for way in children]):
-            rest, after = sum(produced) + sum(p.waiting for p in below), 0
+        reading = [i for i in order if reads[i]]
+        computed = {i for i, child in enumerate(children) if recomputed or not child.recomputed}
+        alive = _gradient_steps_peak(gradients, below, reading, computed, produced, read_bytes, waiting)
+        finished = [peaks.finished + peaks.is_result * size for peaks, size in zip(below, produced, strict=True)]
+
+        def peak_after(backward_order: tuple[int, ...]) -> int:
+            rest, peak = sum(produced) + sum(peaks.waiting for peaks in below), 0
             for i in backward_order:
                 if needs[i]:
                     rest -= produced[i] + below[i].waiting
-                    after = max(after, rest + max(produced[i] + below[i].alive, below[i].after))
-                    rest += done[i]
-            if best is None or after < best[0]:
-                best = (after, backward_order)
-        assert best is not None
-        return Peaks(forward, again, waiting, held, alive, best[0], sum(done), 0), best[1]
+                    peak = max(peak, rest + max(produced[i] + below[i].alive, below[i].after))
+                    rest += finished[i]
+            return peak
+
+        backward_order = min(_useful_orders([child.tree for child in children]), key=peak_after)
+        after = peak_after(backward_order)
+        return Peaks(forward, recompute, waiting, held, alive, after, sum(finished), 0), backward_order
 
     def _output_bytes(self, op: Op) -> int:
         return math.prod(op.spec.output_shape) * itemsize(op.dtype)
@@ -602,14 +643,76 @@ class Search:
         return math.prod(op.spec.shape(op.spec.inputs[child])) * itemsize(op.source_dtype or op.dtype)
 
 
+def _ascending(fronts: Fronts) -> Iterator[Status]:
+    """Yield statuses in ascending order, those included that are added meanwhile."""
+    visited: set[Status] = set()
+    while pending := [status for status in fronts if status not in visited]:
+        status = min(pending, key=lambda s: (sum(s), s))
+        visited.add(status)
+        yield status
+
+
+def _evaluation_peak(order: Iterable[int], peaks: Sequence[int], left: Sequence[int], last: int) -> int:
+    """Return the peak of evaluating a step's children one after the other, then the step itself.
+
+    Args:
+        order: the children, in the order in which they are evaluated.
+        peaks: the peak of evaluating each child.
+        left: the bytes that each child leaves behind.
+        last: the bytes that the step itself allocates.
+    """
+    before = peak = 0
+    for child in order:
+        peak = max(peak, before + peaks[child])
+        before += left[child]
+    return max(peak, before + last)
+
+
+def _gradient_steps_peak(
+    gradients: Sequence[GradientStep],
+    below: Sequence[Peaks],
+    reading: Sequence[int],
+    computed: set[int],
+    produced: Sequence[int],
+    read_bytes: Sequence[int],
+    waiting: int,
+) -> int:
+    """Return the peak of a step's gradient steps. The gradient that they start from is not counted.
+
+    Args:
+        gradients: the gradient steps, in order.
+        below: the peaks of the step's children.
+        reading: the children whose values gradient steps read, in the order of their evaluation.
+        computed: the children whose values need not be recomputed before that.
+        produced: the bytes of each child's gradient.
+        read_bytes: the bytes of each child that a gradient step frees after it has read them.
+        waiting: the bytes that wait for gradient steps at the start.
+    """
+    computed = set(computed)
+    peak = so_far = 0
+    for gradient, choice, served in gradients:
+        joint = isinstance(gradient, JointGradient)
+        read = [i for i in reading if joint or i != served[0]]
+        for i in read:
+            if i not in computed:
+                computed.add(i)
+                peak = max(peak, waiting + so_far + below[i].recompute)
+                waiting += below[i].waiting + read_bytes[i]
+        so_far += sum(produced[i] for i in served)
+        peak = max(peak, so_far + choice.cost.scratch_bytes + waiting)
+        if not joint:
+            waiting -= sum(read_bytes[i] for i in read)
+    return peak
+
+
 def _product(terms: tuple[str, str, str], size: int) -> Spec:
-    """Return the spec of a product of two terms, all axes of one size."""
+    """Return the spec of a product of two terms whose axes all have one size."""
     a, b, output = (tuple(term) for term in terms)
     return Spec((a, b), output, tuple((axis, size) for axis in sorted({*a, *b})))
 
 
-def _orders(children: Sequence[Tree]) -> tuple[tuple[int, ...], ...]:
-    """Orders that can make a difference: an operand costs nothing whenever its turn comes."""
+def _useful_orders(children: Sequence[Tree]) -> tuple[tuple[int, ...], ...]:
+    """Return the orders of evaluation that can differ in memory: an operand costs nothing whenever its turn comes."""
     if len(children) == 1:
         return ((0,),)
     return ((0, 1), (1, 0)) if all(isinstance(child, Node) for child in children) else ((0, 1),)

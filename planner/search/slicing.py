@@ -1,9 +1,8 @@
-"""Which axes to cut, and into slices of which size: candidates that go slice by slice."""
+"""Which axes to cut, and into slices of which size: candidate plans that are loops over slices."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -24,71 +23,68 @@ from planner.search.space import SLICE_WORK, Candidate, SearchSpace, run_searche
 
 __all__ = ["can_be_cut", "fastest", "loop_candidates", "make_loop", "worth_cutting"]
 
-# Without limits, loops over slices are considered where a plan allocates this much beyond its results.
+# Without limits, loops over slices are considered if a plan allocates this much beyond its results.
 LARGE_BYTES = 1 << 25
 MOST_LOOPS, MOST_SLICES = 3, 4096
-# Steps that may be priced for it, without limits and with; each takes 50 to 200 us.
+# How many steps the search for loops may price, without limits and with; each takes 50 to 200 us.
 PRICED_STEPS, PRICED_STEPS_LIMITED = 10_000, 30_000
-# Under a limit slices predicted to take no more than this times the fastest are as fast, and the leanest are taken.
+# Under a limit, slices predicted to take no more than this times the fastest count as equally fast, and the leanest of
+# them are taken.
 TIES = 1.05
-# Without limits, for time: between plans that are closer no prediction decides, and what allocates this many times less
-# is taken, for new memory must be touched. Measured with gradients in torch, time of the loop over that of the whole:
-# clique 0.9 to 1.0 (3 MB for 337), chain-ijkl 1.3 to 2.5 (169 for 369), equivariant 2.2 (68 for 101); in JAX clique 0.6
-# (11 for 337) and seed-sliced-einsum, forward, 1.3 (13 for 71). Each was predicted to be about as fast.
+# Without limits, for time: predictions do not decide between plans whose times are closer than CLOSE. Of those a loop
+# is taken if it allocates SAVING times less, because touching new memory costs time. Measured with gradients in torch,
+# time of the loop over the time without: clique 0.9 to 1.0 (3 MB for 337), chain-ijkl 1.3 to 2.5 (169 for 369),
+# equivariant 2.2 (68 for 101); in JAX clique 0.6 (11 for 337) and seed-sliced-einsum, forward, 1.3 (13 for 71). Each
+# was predicted to be about as fast.
 CLOSE, SAVING = 1.25, 16
 
 
 def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Candidates that go slice by slice: where a limit asks for it, or where large intermediates cost time.
+    """Yield candidates that go slice by slice, if a limit asks for them or if large intermediates cost time.
 
-    Axes are added one at a time, each time the one whose slices serve best, until nothing gets better or enough were
-    tried: first those of the largest values. Slices are priced with the trees that were found for the whole, and with
-    trees made for slices of one element. Of slices that take about the same time, those with the least peak are taken.
+    The loops grow by one axis at a time. Each time the search prices slices of every axis that can be cut, those of the
+    largest values first, and takes the best. It ends if nothing gets better or if it has priced enough. It prices
+    slices with the trees that were found for the whole contraction, and with trees made for slices of one element. Of
+    slices that take about the same time it takes those with the least peak.
+
+    Args:
+        space: the contraction, and the searches on it.
+        candidates: the candidates found so far.
     """
     options = space.options
     limits = Limits(options.memory_limit, options.retain_limit)
     limited = limits != NO_LIMITS
     key = plan_key(options.minimize)
-    allowed = [c for c in candidates if keeps_within(c.cost, limits)]
-    rival = min(allowed or candidates, key=lambda c: key(c.cost))
+    allowed = [candidate for candidate in candidates if keeps_within(candidate.cost, limits)]
+    rival = min(allowed or candidates, key=lambda candidate: key(candidate.cost))
     if allowed and rival.cost.peak_bytes - _results_bytes(rival.programs) < LARGE_BYTES:
         return
-    lowerers = {name: _body_lowerer(space, name) for name in ("time", "peak")}
-    keys = ("time", "peak") if limited or options.minimize in ("peak", "retained") else ("time",)
-    found: list[Candidate] = []
-    trees = list(dict.fromkeys(keep_values(c.tree, False) for c in candidates))
+    trees = dict.fromkeys(keep_values(candidate.tree, False) for candidate in candidates)
+    search = _LoopSearch(space, rival.programs, tuple(trees))
+
+    def excess(candidate: Candidate) -> int:
+        limit = options.memory_limit
+        return 0 if limit is None else max(0, candidate.cost.peak_bytes - limit)
+
+    def rank(candidate: Candidate) -> Any:
+        return (excess(candidate), *key(candidate.cost))
+
+    def leanest_of_the_fast(tried: Sequence[Candidate], first: Candidate) -> Candidate:
+        most = (TIES if limited else CLOSE) * first.cost.seconds
+        fast = [c for c in tried if excess(c) == excess(first) and c.cost.seconds <= most]
+        return min(fast, key=lambda candidate: (candidate.cost.peak_bytes, rank(candidate)))
+
     axes: tuple[tuple[str, int], ...] = ()
-    left = PRICED_STEPS_LIMITED if limited else PRICED_STEPS
-
-    def rank(c: Candidate) -> Any:
-        over = max(0, c.cost.peak_bytes - options.memory_limit) if options.memory_limit is not None else 0
-        return (over, *key(c.cost))
-
+    previous: Candidate | None = None
     for _ in range(MOST_LOOPS):
-        tried: list[Candidate] = []
-        for axis, size in _by_bytes(rival.programs, space.resolved.spec):
-            if size < 2 or axis in dict(axes) or not can_be_cut(space.resolved.spec, axis) or left <= 0:
-                continue
-            left -= min(SLICE_WORK, space.exact_work())
-            pool = list(dict.fromkeys((*trees, *_slice_trees(space, {**dict(axes), axis: 1}))))
-            for step in _ladder(size):
-                cut = (*axes, (axis, step))
-                if math.prod(-(-space.resolved.spec.size(a) // s) for a, s in cut) > MOST_SLICES:
-                    continue
-                for tree, name in itertools.product(pool, keys):
-                    tried.append(_loop_candidate(space, cut, tree, lowerers[name], name))
-                    priced = len(slice_counts(cut, space.resolved.spec)) * len(rival.programs.forward.steps)
-                    left -= priced * (4 if any(space.requires) else 1)
+        tried = search.price_another_axis(axes)
         if not tried:
             break
-        best = first = min(tried, key=rank)
-        if found and rank(first) >= rank(found[-1]):
+        first = min(tried, key=rank)
+        if previous is not None and rank(first) >= rank(previous):
             break
-        found.append(first)
-        if options.minimize == "time":
-            over, most = rank(first)[0], (TIES if limited else CLOSE) * first.cost.seconds
-            near = [c for c in tried if rank(c)[0] == over and c.cost.seconds <= most]
-            best = min(near, key=lambda c: (c.cost.peak_bytes, rank(c)))
+        previous = first
+        best = leanest_of_the_fast(tried, first) if options.minimize == "time" else first
         yield best
         if best is not first and not limited:
             yield first
@@ -98,15 +94,65 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
             break
 
 
+class _LoopSearch:
+    """Prices loops, until it has priced as many steps as it may.
+
+    Args:
+        space: the contraction, and the searches on it.
+        whole: the best programs that are no loop, or the best over the limits.
+        trees: trees for the whole contraction; each loop is priced with all of them.
+    """
+
+    def __init__(self, space: SearchSpace, whole: Programs, trees: Sequence[Tree]) -> None:
+        self.space, self.whole, self.trees = space, whole, trees
+        options = space.options
+        limited = options.memory_limit is not None or options.retain_limit is not None
+        self.steps_left = PRICED_STEPS_LIMITED if limited else PRICED_STEPS
+        keys = ("time", "peak") if limited or options.minimize in ("peak", "retained") else ("time",)
+        self.lowerers = {key: _body_lowerer(space, key) for key in keys}
+
+    def price_another_axis(self, axes: tuple[tuple[str, int], ...]) -> list[Candidate]:
+        """Return loops over the given axes and one more: each axis that can be cut, in slices of several sizes."""
+        spec = self.space.resolved.spec
+        priced: list[Candidate] = []
+        for axis, size in _by_bytes(self.whole, spec):
+            if size < 2 or axis in dict(axes) or not can_be_cut(spec, axis) or self.steps_left <= 0:
+                continue
+            self.steps_left -= min(SLICE_WORK, self.space.exact_work())
+            slice_trees = _slice_trees(self.space, {**dict(axes), axis: 1})
+            trees = tuple(dict.fromkeys((*self.trees, *slice_trees)))
+            for slice_size in _ladder(size):
+                cut = (*axes, (axis, slice_size))
+                if math.prod(-(-spec.size(a) // length) for a, length in cut) <= MOST_SLICES:
+                    priced += self._price(cut, trees)
+        return priced
+
+    def _price(self, axes: tuple[tuple[str, int], ...], trees: Sequence[Tree]) -> list[Candidate]:
+        """Return a loop with each tree, its steps lowered by each key."""
+        steps = len(slice_counts(axes, self.space.resolved.spec)) * len(self.whole.forward.steps)
+        if any(self.space.requires):
+            steps *= 4
+        priced = []
+        for tree in trees:
+            for key, lower in self.lowerers.items():
+                priced.append(_loop_candidate(self.space, axes, tree, lower, key))
+                self.steps_left -= steps
+        return priced
+
+
 def worth_cutting(loop: Cost, whole: Cost) -> bool:
-    """Whether a loop is faster than a plan without one, or as fast, as far as predictions tell, and far leaner."""
+    """Whether a loop is faster than a plan without one, or far leaner and, as far as predictions tell, as fast."""
     if CLOSE * loop.seconds <= whole.seconds:
         return True
     return loop.seconds <= CLOSE * whole.seconds and SAVING * loop.peak_bytes <= whole.peak_bytes
 
 
 def fastest(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the fastest candidate without a loop, or of the loops that are worth it the leanest of the fast ones."""
+    """Return the best candidate for time.
+
+    If some loops are worth it, that is the leanest of those that are about as fast as the fastest loop. Otherwise it is
+    the fastest candidate without a loop.
+    """
     key = plan_key("time")
     whole = min((c for c in candidates if c.loop is None), key=lambda c: key(c.cost))
     loops = [c for c in candidates if c.loop is not None and worth_cutting(c.cost, whole.cost)]
@@ -116,16 +162,23 @@ def fastest(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _by_bytes(programs: Programs, spec: Spec) -> list[tuple[str, int]]:
-    """The axes and their sizes, first those of what the steps of a program make most of."""
-    made = dict.fromkeys(dict(spec.sizes), 0)
+    """Return the axes and their sizes, sorted by how many bytes the steps that involve the axis write, most first."""
+    written = dict.fromkeys(dict(spec.sizes), 0)
     for step in programs.forward.steps:
-        for axis in {axis for term in step.op.spec.terms for axis in term_axes(term)} & made.keys():
-            made[axis] += sum(programs.variables[v].bytes for v in step.outputs)
-    return sorted(spec.sizes, key=lambda pair: -made[pair[0]])
+        size = sum(programs.variables[v].bytes for v in step.outputs)
+        step_axes: set[str] = set()
+        for term in step.op.spec.terms:
+            step_axes.update(term_axes(term))
+        for axis in step_axes & written.keys():
+            written[axis] += size
+    return sorted(spec.sizes, key=lambda pair: -written[pair[0]])
 
 
 def can_be_cut(spec: Spec, axis: str) -> bool:
-    """Whether a slice cuts each index array in one way: not if one is used with other brackets too."""
+    """Whether a slice along an axis cuts each index array in one way only.
+
+    An index array that is used in several different brackets must have the axis in none of them.
+    """
     brackets: dict[str, set[tuple[str, ...]]] = {}
     for gather in spec.gathers:
         brackets.setdefault(gather.array, set()).add(gather.axes)
@@ -133,7 +186,7 @@ def can_be_cut(spec: Spec, axis: str) -> bool:
 
 
 def _ladder(size: int) -> list[int]:
-    """Sizes of slices to consider: halves, down to one."""
+    """Return the sizes of slices to consider: a half of the size, a quarter, and so on down to one."""
     steps = [size]
     while steps[-1] > 1:
         steps.append(-(-steps[-1] // 2))
@@ -141,41 +194,46 @@ def _ladder(size: int) -> list[int]:
 
 
 def _results_bytes(programs: Programs) -> int:
-    """Bytes that the larger program must allocate whatever it does: the result, or the gradients."""
+    """Return the bytes of the larger program's results: the result of the contraction, or the gradients."""
     gradients = sum(programs.variables[v].bytes for v in programs.gradients if v is not None)
     return max(gradients, programs.variables[programs.result].bytes)
 
 
 def _body_lowerer(space: SearchSpace, key: str) -> Lowerer:
-    """What lowers the steps of a slice."""
+    """Return the lowerer of a slice's steps."""
     device = device_in_loop(space.device, space.backend)
     return Lowerer(lambda op: space.table.choices(op, device), step_key(key))
 
 
 def _slice_trees(space: SearchSpace, sizes: Mapping[str, int]) -> list[Tree]:
-    """Trees made for a slice, at the sizes of the whole."""
+    """Search trees for a slice, and return them with the sizes of the whole contraction."""
     part = SearchSpace(_slice_contraction(space, sizes))
     whole = dict(space.resolved.spec.sizes)
     try:
-        found = [tree for tree, _, _ in run_searches(part, space.options.optimize, "time", NO_LIMITS, SLICE_WORK)]
+        searches = run_searches(part, space.options.optimize, "time", NO_LIMITS, SLICE_WORK)
+        trees = [result.tree for result, _, _ in searches]
     except SearchLimitError:
         return []
-    return [keep_values(resize_tree(f.tree, whole), False) for f in found]
+    return [keep_values(resize_tree(tree, whole), False) for tree in trees]
 
 
 def _slice_contraction(space: SearchSpace, sizes: Mapping[str, int]) -> Contraction:
-    """The contraction of one slice, on the device that runs it."""
+    """Return the contraction of one slice, on the device that runs it."""
     resolved, operands = slice_of(space.resolved, space.operands, sizes)
     return dataclasses.replace(
-        space.contraction, text=str(space.resolved.spec), resolved=resolved, index_shapes=resolved.index_shapes,
-        operands=operands, device=device_in_loop(space.device, space.backend),
-    )  # fmt: skip
+        space.contraction,
+        text=str(space.resolved.spec),
+        resolved=resolved,
+        index_shapes=resolved.index_shapes,
+        operands=operands,
+        device=device_in_loop(space.device, space.backend),
+    )
 
 
 def _loop_candidate(
     space: SearchSpace, axes: tuple[tuple[str, int], ...], tree: Tree, lower: Lowerer, key: str
 ) -> Candidate:
-    """Price one loop with one tree, whose steps are lowered by that key."""
+    """Price one loop with one tree. `key` names the objective by which `lower` chooses implementations."""
     spec = space.resolved.spec
     tree = keep_values(tree, False)
     bodies, first = [], None
@@ -188,9 +246,13 @@ def _loop_candidate(
         if first is None:
             options = Options(minimize=key, precision=space.options.precision)
             first = PlanRecord.of_contraction(
-                dataclasses.replace(part, options=options), tree=small, programs=programs,
-                naive_cost=programs.cost, proven=False, origin="slice",
-            )  # fmt: skip
+                dataclasses.replace(part, options=options),
+                tree=small,
+                programs=programs,
+                naive_cost=programs.cost,
+                proven=False,
+                origin="slice",
+            )
     assert first is not None
     programs = loop_programs(
         spec, axes, bodies, space.variables, space.requires, space.dtype, space.device, space.backend
@@ -199,7 +261,7 @@ def _loop_candidate(
 
 
 def make_loop(plan: PlanRecord, axes: Mapping[str, int]) -> PlanRecord:
-    """Return a plan with the same tree that goes slice by slice, whatever that costs.
+    """Return a plan with the same tree that goes slice by slice, whatever it costs.
 
     Args:
         plan: a plan that is no loop.
@@ -208,7 +270,7 @@ def make_loop(plan: PlanRecord, axes: Mapping[str, int]) -> PlanRecord:
     space = SearchSpace(plan.contraction)
     key = plan.options.minimize if isinstance(plan.options.minimize, str) else "time"
     lower = _body_lowerer(space, key)
-    found = _loop_candidate(space, tuple(axes.items()), plan.tree, lower, key)
+    candidate = _loop_candidate(space, tuple(axes.items()), plan.tree, lower, key)
     return dataclasses.replace(
-        plan, tree=found.tree, programs=found.programs, proven=False, origin="sliced", loop=found.loop
+        plan, tree=candidate.tree, programs=candidate.programs, proven=False, origin="sliced", loop=candidate.loop
     )
