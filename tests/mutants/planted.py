@@ -245,7 +245,7 @@ PLANTED = (
     ),
     Planted(
         "what a gradient does not read is kept for it",
-        "planner/program/program.py",
+        "planner/program/tree.py",
         "any(needs[:i]) or any(needs[i + 1 :])",
         "any(needs[:i]) or any(needs[i:])",
         ("tests/test_plan.py::test_printed_plans_are_those_on_file[gathered-matmul]",),
