@@ -18,6 +18,7 @@ import cosmic_ray.plugins
 from tests.mutants.judge import ROOT
 
 STORED = ROOT / ".mutants" / "drawn.json"
+VERDICTS = Path(__file__).with_name("verdicts.json")
 SEED = "planner, issue 6"
 DRAWN = 300
 FOLDERS = ("planner", "backends", "kernels")
@@ -72,7 +73,7 @@ def files() -> list[str]:
 
 def draw() -> list[Mutation]:
     """The drawn mutations, by name; found once for a state of the library, which takes a minute."""
-    state = hashlib.sha256(Path(__file__).read_bytes())
+    state = hashlib.sha256(Path(__file__).read_bytes() + VERDICTS.read_bytes())
     for file in files():
         state.update(file.encode() + (ROOT / file).read_bytes())
     if STORED.exists():
@@ -87,9 +88,14 @@ def draw() -> list[Mutation]:
 
 
 def _draw(number: int) -> list[Mutation]:
-    """The mutations of least rank that compile, at most one of an operator in a line."""
+    """The mutations that were judged before and are still there, then those of least rank; all of them compile.
+
+    At most one mutation of an operator is drawn in a line. Code that is moved or renamed has other ranks: its verdicts
+    are kept under their new names, so that only new code is judged anew.
+    """
+    judged = json.loads(VERDICTS.read_text())
     drawn: dict[tuple[str, int, str], Mutation] = {}
-    for mutation in sorted(m for file in files() for m in mutations(file)):
+    for mutation in sorted((m for file in files() for m in mutations(file)), key=lambda m: (m.name not in judged, m)):
         place = (mutation.file, mutation.line, mutation.operator)
         if place not in drawn and mutation.apply() is not None:
             drawn[place] = mutation
