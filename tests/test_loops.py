@@ -17,7 +17,7 @@ import planner
 from planner import Operand, PlannerLimitError
 from planner.cost.figures import Cost
 from planner.inspect.memory import jax_retained, torch_memory
-from planner.language.derive import sliced
+from planner.language.derive import slice_spec
 from planner.program.loops import covers, parts, slice_counts
 from planner.search.slicing import can_be_cut, make_loop, worth_cutting
 from planner.testing.reference import reference
@@ -68,7 +68,7 @@ def test_slices_tile_the_iteration_space(data):
     assert sum(count for _, count in counted) == len(seen)
     for sizes, count in counted:
         assert sum(part.sizes == sizes for part in seen) == count
-        assert dict(sliced(spec, sizes).sizes).items() >= sizes.items()
+        assert dict(slice_spec(spec, sizes).sizes).items() >= sizes.items()
     grid = np.zeros([size for axis, size in spec.sizes], int)
     for part in seen:
         grid[part.of([axis for axis, _ in spec.sizes])] += 1
@@ -222,7 +222,8 @@ def test_loops_that_are_as_fast_are_taken_for_the_memory_that_they_save():
 
 
 def test_a_loop_goes_to_json_and_back_and_runs():
-    plan = make_loop(planner.plan("ij, jk -> ik", (4, 6), (6, 5), backend="numpy"), {"j": 4, "i": 3})
+    whole = planner.plan("ij, jk -> ik", (4, 6), (6, 5), backend="numpy")
+    plan = planner.Plan.of(make_loop(whole, {"j": 4, "i": 3}))
     again = planner.Plan.from_json(plan.to_json())
     assert again == plan
     a, b = np.arange(24.0, dtype="float32").reshape(4, 6), np.arange(30.0, dtype="float32").reshape(6, 5)

@@ -8,7 +8,7 @@ from conftest import examples
 from hypothesis import given, settings
 
 import planner
-from planner.language.resolve import cut, resolve_shapes
+from planner.language.resolve import resolve_shapes, shorten
 from planner.testing import problems
 
 
@@ -103,5 +103,5 @@ def test_a_resolved_spec_takes_no_other_size(size):
 
 
 def test_long_texts_are_cut_for_messages():
-    assert cut("x" * 200) == "x" * 200
-    assert cut("x" * 201) == "x" * 197 + "..."
+    assert shorten("x" * 200) == "x" * 200
+    assert shorten("x" * 201) == "x" * 197 + "..."

@@ -15,7 +15,7 @@ import pytest
 import planner
 from planner.language.derive import transpose
 from planner.language.spec import Gather
-from planner.language.split import choose_splits, local_spec, missing, splittable
+from planner.language.split import axes_to_add_over, choose_splits, local_spec, splittable
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from sharded_cases import cases
@@ -126,8 +126,8 @@ def test_a_local_step_is_shorter_by_its_parts():
 
 def test_parts_are_added_up_where_the_result_lacks_what_is_split():
     split = {"n": ("x",), "j": ("y",), POOL: ("z",)}
-    assert missing(SPEC.output, split) == ("y", "z")
-    assert missing(SPEC.inputs[1], split) == ("x",)
+    assert axes_to_add_over(SPEC.output, split) == ("y", "z")
+    assert axes_to_add_over(SPEC.inputs[1], split) == ("x",)
 
 
 def test_of_arrays_that_disagree_the_smaller_one_moves():

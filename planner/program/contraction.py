@@ -1,4 +1,4 @@
-"""A contraction: what is to be computed, on arrays of which shapes, strides and dtypes, and under which options."""
+"""A contraction: what is computed, the shapes, strides and dtypes of its arrays, and the caller's options."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Contraction:
     """One contraction, as the searches see it. A plan is a contraction with its tree and its programs.
 
     Attributes:
-        text: the spec as it was given.
+        text: the spec as the caller wrote it.
         resolved: the resolved spec, and the shapes that fit the arrays to it.
-        index_shapes: the shapes of the index arrays as they were given, by letter.
+        index_shapes: the shapes of the index arrays as the caller passed them, by letter.
         operands: shape, dtype, strides and gradient flag of each operand.
         dtype: the dtype of the computation and the result.
         index_mode: what an index out of range does: "raise", "drop" or "clip".
         backend: "torch", "jax" or "numpy".
-        device: the rates by which times are predicted.
+        device: the rates that predict times.
         options: what the caller asked for: objective, limits, search.
         gradient_strides: the strides of the output's gradient; None if they are those of the result.
     """

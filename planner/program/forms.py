@@ -14,9 +14,13 @@ __all__ = ["GroupedForm", "PooledForm", "ProductForm", "grouped_form", "inner_pr
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProductForm:
-    """A binary step without gathers as a batched matrix product; letters and sizes of each group.
+    """A binary step without gathers, seen as a batched matrix product.
 
     a: [batch, left, contracted]    b: [batch, contracted, right]    result: [batch, left, right]
+
+    Attributes:
+        batch, left, right, contracted: the axes of each group.
+        sizes: the number of elements of each group, in this order.
     """
 
     batch: tuple[str, ...]
@@ -37,9 +41,9 @@ class ProductForm:
 
 @lru_cache(maxsize=65536)
 def product_form(spec: Spec) -> ProductForm | None:
-    """Return the step as a batched product; None if it has gathers, repeats or private axes.
+    """Return a step as a batched product; None if it has gathers, repeated axes, or axes that are summed alone.
 
-    Summed axes that are all of size 1 are none: such a step multiplies element by element.
+    If all summed axes have size 1, the form has no contracted axes: the step multiplies element by element.
     """
     if len(spec.inputs) != 2 or spec.gathers:
         return None
@@ -58,43 +62,48 @@ def product_form(spec: Spec) -> ProductForm | None:
         tuple(axis for axis in shared if axis not in set_out),
     )
     sizes = dict(spec.sizes)
-    b_, m, n, k = (math.prod(sizes[axis] for axis in group) for group in groups)
+    batches, m, n, k = (math.prod(sizes[axis] for axis in group) for group in groups)
     if k == 1:
         groups = (*groups[:3], ())
-    return ProductForm(*groups, sizes=(b_, m, n, k))
+    return ProductForm(*groups, sizes=(batches, m, n, k))
 
 
 def inner_product(spec: Spec, kept: Sequence[tuple[str, ...]]) -> Spec:
-    """Return the product within a binary step: of what is left of its inputs, in the order of the output if it can be.
+    """Return the plain product within a binary step, without its gathers, private sums and scatters.
+
+    Its output has the axes in the order of the step's output as far as possible.
 
     Args:
-        spec: the step's.
-        kept: the axes of each input once it is taken, and what is private to it is summed.
+        spec: the step's spec.
+        kept: the axes of each input after gathers are taken and private axes are summed.
     """
-    wanted, there = term_axes(spec.output), {*kept[0], *kept[1]}
-    order = dict.fromkeys((*(e for e in spec.output if isinstance(e, str)), *kept[0], *kept[1]))
-    return Spec((kept[0], kept[1]), tuple(axis for axis in order if axis in wanted and axis in there), spec.sizes)
+    a, b = kept
+    wanted = term_axes(spec.output)
+    plain_output = [entry for entry in spec.output if isinstance(entry, str)]
+    order = dict.fromkeys((*plain_output, *a, *b))
+    output = tuple(axis for axis in order if axis in wanted and (axis in a or axis in b))
+    return Spec((a, b), output, spec.sizes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupedForm:
-    """A product in which the row axes choose the matrix: out[r] = a[source r] @ c[q[r]], or its outer form.
+    """A product in which each row chooses its matrix by index: out[r] = a[source r] @ c[q[r]], or its outer form.
 
-    With `outer` False, operand `matrix` holds the gathered dimension and the step is a grouped matmul
+    With `outer` False, the operand `matrix` holds the gathered dimension, and the step is a grouped matmul:
 
         a: [row_axes_a, inner, contracted]    c: [group, contracted, right]    out: [row_axes_out, inner, right]
 
-    with `outer` True the output holds it, and the step is a grouped outer product
+    With `outer` True, the output holds the gathered dimension, and the step is a grouped outer product:
 
         a: [row_axes_a, inner, left]    b: [row_axes_b, inner, right]    out: [group, left, right]
 
     Attributes:
         gather: the index array, its row axes and the number of groups.
-        outer: whether the gathered dimension is the output's.
-        matrix: number of the input that holds the matrices (grouped matmul only; else 0).
-        rows_a: row axes that the rows' operand has, in row order; likewise `rows_b` (outer) and
-            `rows_out` (matmul).
-        inner, left, right: letters of the groups I, J and K.
+        outer: whether the output holds the gathered dimension.
+        matrix: number of the input that holds the matrices; 0 in the outer form.
+        rows_a: the row axes of the operand with rows, in row order. `rows_b` is the same for the second operand of the
+            outer form, `rows_out` for the output of a grouped matmul.
+        inner, left, right: the axes of the groups I, J and K.
     """
 
     gather: Gather
@@ -109,7 +118,7 @@ class GroupedForm:
 
 
 def _single_gather(spec: Spec) -> tuple[Gather, int] | None:
-    """Return the only gather of a binary step and its place (2 is the output), if it has just one."""
+    """Return the only gather of a binary step, and the number of its term (2 is the output); else None."""
     if len(spec.inputs) != 2:
         return None
     places = [(e, i) for i, term in enumerate(spec.terms) for e in term if isinstance(e, Gather)]
@@ -123,7 +132,7 @@ def _pick(axes: Iterable[str], *inside: set[str], outside: Iterable[str] = ()) -
 
 @lru_cache(maxsize=65536)
 def grouped_form(spec: Spec) -> GroupedForm | str:
-    """Return the step as a grouped product, or why it is none."""
+    """Return a step as a grouped product, or the reason why it is none."""
     found = _single_gather(spec)
     if found is None:
         return "needs two operands and exactly one gather"
@@ -170,7 +179,7 @@ class PooledForm:
         gather: the index array; its axes are batch, queries and chosen in any order.
         place: which term holds the pool: 0, 1 (an input) or 2 (the result).
         scores: which term holds the scores; the remaining one is the query.
-        batch, queries, chosen, depth: letters of each group.
+        batch, queries, chosen, depth: the axes of each group.
     """
 
     gather: Gather
@@ -184,7 +193,7 @@ class PooledForm:
 
 @lru_cache(maxsize=65536)
 def pooled_form(spec: Spec) -> PooledForm | str:
-    """Return the step as a pooled dot or one of its two gradients, or why it is none."""
+    """Return a step as a pooled dot or one of its two gradients, or the reason why it is none."""
     found = _single_gather(spec)
     if found is None:
         return "needs two operands and exactly one gather"

@@ -1,11 +1,11 @@
 """What a backend must provide, as laws, and the rows of its table of implementations.
 
-Laws, held by the tests for every backend:
+The tests check these laws for every backend:
 
 - ``run`` of every row that supports an op equals the stock evaluation of its spec, bitwise on small integers.
-- A row's ``cost`` counts its scratch: running it allocates at most its results and ``scratch_bytes``.
-- A row changes no input and keeps none alive; a retained value dies with the result's graph.
-- Values of prepared index arrays lie in [0, size]; `size` itself means "no row": it reads zero and adds nothing.
+- A row's ``cost`` counts its scratch: a run allocates at most its results and ``scratch_bytes``.
+- A row changes no input and keeps no input alive. A retained value is freed with the result's graph.
+- The values of prepared index arrays lie in [0, size]. The value `size` means "no row": it reads zero and adds nothing.
 """
 
 from __future__ import annotations
@@ -59,20 +59,21 @@ class RangedIndices(dict[Gather, Any]):
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """One row: an implementation of some ops.
+    """One row of a table: an implementation of some ops.
 
     Attributes:
-        name: as the printed plan shows it.
-        supports: returns None if it can run the op, else the reason why not.
-        cost: predicted cost on a device, scratch included.
+        name: the name that printed plans show.
+        supports: returns None if the row can run an op, else the reason why it cannot.
+        cost: predicts the cost of an op on a device, scratch included.
         run: computes the results from the inputs and the prepared index arrays.
         is_view: whether the result shares its input's storage.
-        stock: whether it is the framework's own way, what a user would write: the naive plan is made of these.
-        kinds: kinds of device that it runs on; None for all.
-        capabilities: compute capabilities of cards, times ten, that it runs on; None for all.
-        layouts: how the results lie in memory, where arrays have strides; None where they are row-major.
-        variant_of: the row that this one is in another tiling of the same cost, which `optimize="measure"` times; ""
-            where it is none.
+        stock: whether this is the framework's own operator, as a user would call it. The naive plan uses only these.
+        kinds: the kinds of device that it runs on; None for all.
+        capabilities: the compute capabilities of graphics cards that it runs on, times ten; None for all.
+        layouts: returns how the results lie in memory, in frameworks whose arrays have strides; None if all results are
+            row-major.
+        variant_of: name of the row of which this one is another tiling at the same cost. `optimize="measure"` times
+            such variants. "" if the row is no variant.
     """
 
     name: str
@@ -87,7 +88,7 @@ class Implementation:
     variant_of: str = ""
 
     def refusal(self, op: Op, device: Device) -> str | None:
-        """Return why it cannot run an op on a device, None if it can."""
+        """Return why the row cannot run an op on a device, or None if it can."""
         if self.kinds is not None and device.kind not in self.kinds:
             return f"it runs on {' and '.join(self.kinds)}"
         if self.capabilities is not None and device.capability not in self.capabilities:
@@ -95,72 +96,71 @@ class Implementation:
         return self.supports(op)
 
 
-# The name that rows of users' own were written with.
+# The former name: users may have written rows of their own with it.
 Lowering = Implementation
 
 
 class Table:
-    """Rows of one backend on one device; a new kernel, or a user's own, is one more row."""
+    """The implementations that one backend has. A new kernel, or one of a user's own, is one more row."""
 
     def __init__(self, rows: Sequence[Implementation]) -> None:
         self.rows = {row.name: row for row in rows}
         self._choices: dict[tuple[Op, Device], tuple[PricedImplementation, ...]] = {}
 
     def choices(self, op: Op, device: Device) -> tuple[PricedImplementation, ...]:
-        """Return the implementations of an op with their costs, variants aside; none for a pair means: one by one."""
-        known = self._choices.get((op, device))
-        if known is None:
-            known = tuple(
-                _choice(row, op, device)
+        """Return the implementations of an op and their costs, without variants.
+
+        There may be none for a joint gradient. Then each gradient is a step of its own.
+        """
+        choices = self._choices.get((op, device))
+        if choices is None:
+            choices = tuple(
+                _price(row, op, device)
                 for row in self.rows.values()
                 if not row.variant_of and row.refusal(op, device) is None
             )
             if len(self._choices) > 100_000:
                 self._choices.clear()
-            self._choices[op, device] = known
-        return known
+            self._choices[op, device] = choices
+        return choices
 
     def variants(self, lowering: str, op: Op, device: Device) -> tuple[PricedImplementation, ...]:
-        """Return the variants of a row that run an op otherwise than it does."""
+        """Return the variants of a row that can run an op, and their costs."""
         return tuple(
-            _choice(row, op, device)
+            _price(row, op, device)
             for row in self.rows.values()
             if row.variant_of == lowering and row.refusal(op, device) is None
         )
 
     def offers(self, choice: PricedImplementation, op: Op, device: Device) -> bool:
-        """Whether an op can be run so at that cost."""
+        """Whether the table has this implementation for an op, at this cost."""
         row = self.rows.get(choice.lowering)
-        return row is not None and row.refusal(op, device) is None and choice == _choice(row, op, device)
+        return row is not None and row.refusal(op, device) is None and choice == _price(row, op, device)
 
     def verdicts(self, op: Op, device: Device, chosen: str = "") -> dict[str, StepCost | str]:
-        """Return for each row what it would cost, or why it cannot run an op.
+        """Return, for each row, what it would cost to run an op, or why the row cannot run it.
 
-        Stock rows that cannot are left out, and variants that are not chosen.
+        Stock rows that cannot run the op are left out. So are variants, except the chosen one.
         """
-        found: dict[str, StepCost | str] = {}
+        verdicts: dict[str, StepCost | str] = {}
         for row in self.rows.values():
             if row.variant_of and row.name != chosen:
                 continue
             refusal = row.refusal(op, device)
             if refusal is None:
-                found[row.name] = row.cost(op, device)
+                verdicts[row.name] = row.cost(op, device)
             elif not row.stock:
-                found[row.name] = refusal
-        return found
+                verdicts[row.name] = refusal
+        return verdicts
 
     def run(self, lowering: str, op: Op, inputs: Sequence[Any], indices: Indices) -> tuple[Any, ...]:
-        """Run an op in the named implementation."""
+        """Run an op with the implementation of that name."""
         return self.rows[lowering].run(op, inputs, indices)
 
 
-def _choice(row: Implementation, op: Op, device: Device) -> PricedImplementation:
-    return PricedImplementation(row.name, row.cost(op, device), row.is_view, _laid(row, op))
-
-
-def _laid(row: Implementation, op: Op) -> tuple[Layout | None, ...]:
-    found = row.layouts(op) if row.layouts is not None else ()
-    return found if any(found) else ()
+def _price(row: Implementation, op: Op, device: Device) -> PricedImplementation:
+    layouts = row.layouts(op) if row.layouts is not None else ()
+    return PricedImplementation(row.name, row.cost(op, device), row.is_view, layouts if any(layouts) else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +168,11 @@ class Stepwise:
     """A program of a plan, ready to be run one step at a time.
 
     Attributes:
-        values: what the program is given, by variable.
-        bind: from a step and its inputs to a function without arguments that runs it, in JAX a jitted function with
-            its arguments. Autograd does not see it.
-        orders: sorted orders of index arrays, which the steps of one call share: a step that is to run again as it
-            ran at first must find what it found at first.
+        values: the arrays that the program is given, by the number of their variable.
+        bind: takes a step and its inputs, and returns a function that runs the step without further arguments. In JAX
+            it is a jitted function bound to its arguments. Autograd does not record the run.
+        orders: the sorted orders of index arrays, which the steps of one call share. A step adds the orders that it
+            computes. To run a step a second time under the same conditions, restore what was here before the first.
     """
 
     values: dict[int, Any]
@@ -181,13 +181,13 @@ class Stepwise:
 
 
 class Backend(Protocol):
-    """What `planner` asks of a framework; a backend inherits it, so that type checkers hold it to all of it.
+    """What `planner` asks of a framework. Backends inherit this class, so that type checkers compare them with it.
 
     Attributes:
-        name: of the framework, as `planner.program.frameworks` knows it.
-        table: its implementations.
-        compiles: whether calls may run programs that the framework made of a plan's steps as it liked.
-        strided: whether arrays have strides, so that views are free and layouts part of a plan.
+        name: name of the framework, as in `planner.program.frameworks`.
+        table: the backend's implementations.
+        compiles: whether the framework may fuse or reorder steps, so that peaks can differ from the plan's.
+        strided: whether arrays have strides. Then views are free, and plans depend on layouts.
     """
 
     name: str
@@ -200,12 +200,12 @@ class Backend(Protocol):
         ...
 
     def signature(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> Hashable:
-        """Return all of some arrays that a plan depends on, in microseconds: every call asks for it.
+        """Return everything about some arrays that a plan depends on. Every call asks for it, so it takes microseconds.
 
         Law: calls of equal signatures and options may run the same plan.
 
         Raises:
-            AttributeError: something is no array.
+            AttributeError: one of them is not an array.
         """
         key: list[Any] = []
         for x in operands:
@@ -215,36 +215,37 @@ class Backend(Protocol):
         return tuple(key)
 
     def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any]) -> str:
-        """Promote the operands' dtypes by the framework's rules; operands may be stand-ins or shapes."""
+        """Return the dtype that the framework promotes the operands' dtypes to. Operands may be stand-ins or shapes."""
         ...
 
     def device(self, operands: Sequence[Any]) -> Device:
-        """Return the rates of the machine that the operands are on."""
+        """Return the rates of the device that the operands are on."""
         ...
 
     def check_index(self, name: str, index: Any) -> None:
-        """Refuse an index array that is not of integers.
+        """Refuse an index array whose dtype is not an integer type.
 
         Raises:
-            PlannerError: it is not; the message names it.
+            PlannerError: the dtype is not an integer type. The message names the array.
         """
         ...
 
     def check_devices(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
-        """Refuse arrays on different devices: nothing is moved in silence. Stand-ins are on none.
+        """Refuse arrays on different devices, because nothing is moved silently. Stand-ins are on no device.
 
         Raises:
-            PlannerError: they are; the message names two of them.
+            PlannerError: two arrays are on different devices. The message names them.
         """
         ...
 
     def group(self, q: Any, size: int, index_mode: str) -> Any:
         """Prepare an index array for many calls.
 
-        Law: a call with it equals the call with `q`, and under "raise" it refuses what that call would refuse.
+        Law: a call with the prepared array gives the same result as a call with `q`. Under "raise" this function
+        refuses every array that such a call would refuse.
 
         Raises:
-            IndexRangeError: an index is out of range under ``index_mode="raise"``, where values can be seen.
+            IndexRangeError: an index is out of range under ``index_mode="raise"``. Traced values cannot be checked.
         """
         ...
 
@@ -253,17 +254,17 @@ class Backend(Protocol):
         ...
 
     def compiled_bytes(self, plan: PlanRecord) -> int | None:
-        """Compile both programs of a plan, and return the peak of the larger; None where nothing can be said of it.
+        """Compile both programs of a plan and return the larger peak; None if the framework does not tell it.
 
-        The backward program's counts what is retained. Nothing is compiled where `compiles` is false.
+        The peak of the backward program counts the retained bytes. A backend that does not compile returns None.
         """
         return None
 
     def refuse_dataless(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
-        """Refuse arrays without values of their own: traced ones, those of transforms, stand-ins of the framework.
+        """Refuse arrays that hold no values: tracers, arrays inside of transforms, and the framework's own stand-ins.
 
         Raises:
-            PlannerError: one is such; nothing can be measured on it.
+            PlannerError: an array holds no values, so nothing can be measured on it.
         """
         ...
 
@@ -275,34 +276,36 @@ class Backend(Protocol):
         gradient: Any = None,
         kept: Mapping[int, Any] | None = None,
     ) -> Stepwise:
-        """Return a plan's forward program with what it is given, or, from an output gradient, the backward program.
+        """Return one program of a plan, ready to be run step by step.
 
-        Law: running its steps in order computes what `bind` computes, of finite values.
+        With an output gradient that is the backward program, else the forward program.
+
+        Law: if all values are finite, running its steps in order computes what `bind` computes.
 
         Args:
             plan: the plan.
-            operands: what the plan is called with.
-            indices: what the plan is called with.
+            operands: the arrays that the plan is called with.
+            indices: the index arrays that the plan is called with.
             gradient: the output's gradient; None for the forward program.
-            kept: for the backward program, the kept values by variable.
+            kept: for the backward program, the kept values by the number of their variable.
         """
         ...
 
     def trial(self, plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:
-        """Return a function that runs a plan on arrays, with its gradients if it has any, and waits for the end.
+        """Return a function that runs a plan on arrays and waits for the end; None if the arrays hold no values.
 
-        None where the arrays hold no values to run on, as under tracing. It changes nothing of the arrays.
+        The run includes the gradients if the plan has any. It does not change the arrays.
         """
         ...
 
     def unwatched(self) -> AbstractContextManager[object]:
-        """Return a context for measuring: what runs in it is hidden from all that watches operators around a call."""
+        """Return a context for measuring. Tools that watch the operators around a call do not see what runs in it."""
         return nullcontext()
 
     def pins_tiles(self) -> bool:
-        """Whether the tiles of a kernel are those of the problem alone, whatever is measured."""
+        """Whether the tiles of a kernel depend on the problem alone, and never on measurements."""
         return False
 
     def environment(self, operands: Sequence[Any]) -> dict[str, str]:
-        """Return what besides the plan decides how fast it runs: versions, hardware, settings."""
+        """Return what the speed depends on besides the plan: versions, hardware and settings."""
         ...

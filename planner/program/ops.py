@@ -1,8 +1,8 @@
-"""What one step is, and which shapes of it the special implementations know.
+"""What one step is, and what an implementation of it costs.
 
 An `Op` is a unary or binary einsum with gathers, both gradients of one, or a cast. A backend's table offers
-implementations for it, rows of `planner.program.implementations.Table`; `planner.program.forms` recognises the shapes
-of specs that rows share between frameworks.
+implementations for it: the rows of `planner.program.implementations.Table`. `planner.program.forms` recognises the
+special shapes of specs that rows of several frameworks know.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Op:
     Attributes:
         spec: a resolved spec of one or two inputs.
         dtype: dtype of the inputs and of the result.
-        layouts: how the inputs lie in memory; none where all are row-major, or where that makes no difference.
+        layouts: how the inputs lie in memory; empty if all are row-major or layouts make no difference.
     """
 
     spec: Spec
@@ -36,29 +36,30 @@ class Op:
 
     @property
     def pair(self) -> bool:
-        """True for a `JointGradient`: rows of a user's own may ask so."""
+        """True for a `JointGradient`. Users' own rows may read it."""
         return isinstance(self, JointGradient)
 
     @property
     def source_dtype(self) -> str | None:
-        """The dtype that a `Cast` reads; None for other ops. Rows of a user's own may ask so."""
+        """The dtype that a `Cast` reads; None for other ops. Users' own rows may read it."""
         return None
 
     @property
     def products(self) -> int:
-        """How many products it computes: a joint gradient is two."""
+        """How many products the op computes: two for a joint gradient, else one."""
         return 1
 
     @property
     def first_operand(self) -> int:
-        """Which of the inputs is the spec's first operand: in a joint gradient the output gradient comes before it."""
+        """Which input is the spec's first operand. In a joint gradient the output gradient comes before it."""
         return 0
 
     def with_layouts(self, layouts: Iterable[Layout | None]) -> Self:
         """Return the op with inputs of these layouts."""
-        found = tuple(layouts)
-        found = found if any(found) else ()
-        return self if found == self.layouts else dataclasses.replace(self, layouts=found)
+        wanted = tuple(layouts)
+        if not any(wanted):
+            wanted = ()
+        return self if wanted == self.layouts else dataclasses.replace(self, layouts=wanted)
 
     def joint_gradient(self, layout: Layout | None = None) -> JointGradient:
         """Return the op that computes both gradients of a binary einsum, from an output gradient of that layout."""
@@ -91,7 +92,7 @@ class Op:
         return tuple(sorted(self.spec.arrays))
 
     def bytes_touched(self) -> int:
-        """Bytes of all inputs, index arrays and results: what the step moves at least."""
+        """Return the bytes of all inputs, index arrays and results: the least that the step moves."""
         elements = sum(math.prod(shape) for shape in (*self.input_shapes, *self.output_shapes))
         sizes = dict(self.spec.sizes)
         index = sum(math.prod(sizes[a] for a in gather.axes) for gather in self.spec.gathers)
@@ -140,10 +141,10 @@ class PricedImplementation:
     """An implementation of an op and what it would cost.
 
     Attributes:
-        lowering: its name.
-        cost: what it costs.
-        view: whether it allocates nothing.
-        layouts: how the results lie in memory; none where all are row-major, or where that makes no difference.
+        lowering: the implementation's name.
+        cost: its cost.
+        view: whether the result is a view of the input.
+        layouts: how the results lie in memory; empty if all are row-major or layouts make no difference.
     """
 
     lowering: str
@@ -153,7 +154,7 @@ class PricedImplementation:
 
 
 def joint_elements(spec: Spec) -> int:
-    """Product of the sizes of all axes of a spec, brackets included: the size of its iteration space."""
+    """Return the product of the sizes of all axes of a spec, those in brackets too: the size of its iteration space."""
     sizes = dict(spec.sizes)
     return math.prod(sizes[axis] for axis in _axes(spec))
 
@@ -163,7 +164,10 @@ def _axes(spec: Spec) -> tuple[str, ...]:
 
 
 def spec_flops(spec: Spec) -> int:
-    """FLOPs of a step: a multiply per joint element of a product, an add where axes are summed or scattered."""
+    """Return the FLOPs of a step.
+
+    For each joint element a product multiplies once, and a step that sums or scatters axes adds once.
+    """
     axes = _axes(spec)
     plain = {e for e in spec.output if isinstance(e, str)}
     adds = any(axis not in plain for axis in axes)

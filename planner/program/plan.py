@@ -1,4 +1,4 @@
-"""The plan as data: what was chosen for one contraction, and what it costs. `planner.plan.Plan` adds methods."""
+"""A plan as data: what was chosen for one contraction, and what it costs. `planner.plan.Plan` adds the methods."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["AnyPlan", "Loop", "PlanRecord"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loop:
-    """A contraction done slice by slice. No value of a slice outlives it, in the backward program either.
+    """A contraction done slice by slice. No value of a slice outlives the slice, not even in the backward program.
 
     Attributes:
-        axes: each axis that is cut, and the size of its slices (the last may be shorter); the outermost axis first.
+        axes: each axis that is cut and the size of its slices, the outermost axis first. The last slice may be shorter.
         body: the plan of one whole slice.
     """
 
@@ -31,18 +31,18 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class PlanRecord(Contraction):
-    """How one contraction will be done. The searches make it, backends run it.
+    """How one contraction will be done. The searches create it, and backends run it.
 
     Attributes:
         tree: the chosen contraction tree; its nodes say which values are kept for the backward program.
         programs: the forward and the backward program.
         naive_cost: the cost of taking the gathered operands first and contracting pairwise in the framework's way.
-        proven: True if no better plan within the limits exists in the space that was searched: all trees and, with
-            limits and for peak and retained bytes, all choices of what is kept; each step done as the objective has it,
-            on row-major intermediates.
+        proven: True if no better plan within the limits exists in the space that was searched. That is all trees and,
+            with limits or for peak and retained bytes, all choices of what is kept. Each step uses the implementation
+            that the objective prefers, on row-major intermediates.
         origin: how the tree was found.
-        loop: the loop over slices, if the plan is one; each program is that loop then, as one step.
-        compiled_bytes: peak of the larger program as the framework compiled it, if a memory limit had it compiled.
+        loop: the loop over slices, if the plan is one. Then each program is one step, which runs the loop.
+        compiled_bytes: the larger peak of the two compiled programs; None if there was no memory limit to check.
     """
 
     tree: Tree
@@ -55,13 +55,13 @@ class PlanRecord(Contraction):
 
     @classmethod
     def of_contraction(cls, contraction: Contraction, **chosen: Any) -> PlanRecord:
-        """Return the plan of a contraction; `chosen` are the plan's own attributes."""
-        given = {field.name: getattr(contraction, field.name) for field in dataclasses.fields(Contraction)}
-        return cls(**given, **chosen)
+        """Return the plan of a contraction. `chosen` holds the attributes that a plan adds to its contraction."""
+        contracted = {field.name: getattr(contraction, field.name) for field in dataclasses.fields(Contraction)}
+        return cls(**contracted, **chosen)
 
     @property
     def contraction(self) -> Contraction:
-        """What the plan is of."""
+        """The contraction that the plan is for."""
         return Contraction(*(getattr(self, field.name) for field in dataclasses.fields(Contraction)))
 
     @property
@@ -77,7 +77,7 @@ class PlanRecord(Contraction):
 
     @property
     def keep(self) -> Keep:
-        """What the forward program leaves to the backward program: "all" that it needs, "some" or only the "inputs"."""
+        """What the forward program keeps for the backward one: "all" that it needs, "some" or the "inputs"."""
         backward = self.programs.backward
         if backward is not None and self.loop is not None:
             return "inputs"
@@ -88,7 +88,7 @@ class PlanRecord(Contraction):
 
     @property
     def kept_nodes(self) -> tuple[Node, ...]:
-        """Nodes of the tree whose values the forward program leaves to the backward program."""
+        """Nodes of the tree whose values the forward program keeps for the backward program."""
         return kept_nodes(self.tree, self.requires_grad)
 
     @property
@@ -97,5 +97,5 @@ class PlanRecord(Contraction):
         return path_of(self.tree, len(self.operands))
 
 
-# A record, or the plan that users hold: what is given is what comes back.
+# A `PlanRecord` or a `Plan`. A function that takes one returns the same type.
 AnyPlan = TypeVar("AnyPlan", bound=PlanRecord)
