@@ -1,4 +1,4 @@
-"""`contract` and `plan`: what users call."""
+"""`contract` and `plan`, the functions that users call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from planner.tune.autotune import autotune
 __all__ = ["contract", "plan"]
 
 
-# Warm calls find their runner here: spec, options and what the backend says of the arrays, to a function.
+# Repeated calls find the function that runs them here, by spec, options and the backend's signature of the arrays.
 _RUNNERS: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], Any]] = {}
 _SIGNATURES: dict[type, Callable[[Sequence[Any], Mapping[str, Any]], Any]] = {}
 _CACHE_LIMIT = 4096
@@ -61,34 +61,35 @@ def contract(
     Args:
         spec: the spec; or the operands in numpy's sublist form, ``contract(a, [0, 1], b, [1, 2], [0, 2])``.
         *operands: torch tensors, jax arrays or numpy arrays, never mixed; one by one, or all in one list or tuple.
-        sizes: sizes of output axes that no input has and of scattered dimensions (by the index array's letter), or
-            the whole output shape; by label in the sublist form.
+        sizes: sizes of output axes that no input has, and of scattered dimensions by the letter of their index array;
+            or the whole output shape. In the sublist form sizes go by label.
         optimize: "auto", "optimal", "greedy", another opt_einsum name, an explicit path, a `PathOptimizer`, or
             "measure": the best few plans are timed on these operands, once, and the fastest is remembered on disk.
         minimize: "time", "flops", "peak", "retained", "bytes", or a function of the plan's cost.
-        memory_limit: most bytes that either program may newly allocate; an int or such as ``"2 GiB"``. What it
-            does not cover stands in docs/limits.md.
+        memory_limit: most bytes that the forward and the backward program may each newly allocate; an int or a string
+            such as ``"2 GiB"``. docs/limits.md says what it does not cover.
         retain_limit: most bytes that may stay alive for the backward program.
-        index_mode: what an index outside of its dimension does: "raise" (negative ones count from the end), "drop" (it
+        index_mode: what happens to an index out of range: "raise" (negative indices count from the end), "drop" (it
             contributes nothing) or "clip".
-        dtype: dtype of the computation and the result; the framework's promotion by default, which ``torch.autocast``
-            does not change.
-        precision: precision of matrix products, for jax; torch has a global setting of its own.
+        dtype: dtype of the computation and the result. By default the framework promotes the operands' dtypes;
+            ``torch.autocast`` does not change that.
+        precision: precision of matrix products, for jax only. torch has a global setting instead.
         **indices: index arrays of any integer dtype, by letter.
 
     Returns:
-        The result, of the operands' framework, on their device.
+        The result, an array of the operands' framework on their device.
 
     Raises:
         SpecError: the spec is malformed, or an index array is missing or unknown.
-        ShapeError: shapes do not fit.
+        ShapeError: shapes do not fit the spec or each other.
         IndexRangeError: an index is out of range under ``index_mode="raise"``.
         PlannerLimitError: no plan is within the limits.
-        PlannerTypeError: the spec is no string, an operand is no array, a keyword is unknown, or a dtype not supported.
-        PlannerError: frameworks are mixed, an index array is not of integers, or an option has no such value.
+        PlannerTypeError: the spec is not a string, an operand is not an array, a keyword is unknown, or a dtype is not
+            supported.
+        PlannerError: frameworks are mixed, an index array does not hold integers, or the value of an option is unknown.
 
     Source:
-        The notation is that of numpy's einsum; why an index array may stand anywhere in it: `planner.language.derive`.
+        The notation of numpy's einsum. `planner.language.derive` explains why index arrays may stand anywhere in it.
     """
     asked = (spec, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, precision)
     if torch_compiles():
@@ -98,14 +99,14 @@ def contract(
         signature = _SIGNATURES[type(operands[0])](operands, indices)
         run = _RUNNERS[asked, signature]
     except (KeyError, IndexError, TypeError, AttributeError):
-        pass  # planned below, outside of the handler: what is raised there has no other error as its context
+        pass  # plan below, outside of this handler, so that errors there do not show this one as their context
     if run is None:
         return plan_and_run(Request(*asked), operands, indices)
     return run(operands, indices)
 
 
 def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
-    """Contract by the first call of its kind: plan it, remember how to run it, run it."""
+    """Make the first call of its kind: plan it, remember the function that runs it, and run it."""
     spec, operands = request.spec, unpack_operands(request.spec, operands)
     _check_names(contract, indices)
     if not isinstance(spec, (str, Spec)):
@@ -121,16 +122,17 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
     backend = load_backend(framework)
     key = run = None
     with contextlib.suppress(AttributeError, TypeError):
-        # Dictionaries, lists and sublists are no keys: such calls find their runner here.
+        # Options with dictionaries or lists cannot be keys in `contract`. Here they are tuples, so they can.
         _SIGNATURES.setdefault(type(operands[0]), backend.signature)
-        found = (request.hashable(), backend.signature(operands, indices))
-        run = _RUNNERS.get(found)
-        key = found
+        arguments = (request.hashable(), backend.signature(operands, indices))
+        run = _RUNNERS.get(arguments)
+        key = arguments
     if run is None:
         run = backend.bind(_plan(request, framework, operands, indices))
         if key is not None:
             while len(_RUNNERS) >= _CACHE_LIMIT:
-                # Another thread may change it meanwhile; a lock would stay locked in a child forked then.
+                # Another thread may change the cache meanwhile. A lock would not do: a process that forks while a
+                # thread holds it leaves it locked in the child.
                 with contextlib.suppress(RuntimeError, StopIteration):
                     _RUNNERS.pop(next(iter(_RUNNERS)), None)
             _RUNNERS[key] = run
@@ -152,7 +154,7 @@ def plan(
     device: Device | str | None = None,
     **indices: Any,
 ) -> Plan:
-    """Choose how a contraction would be done, without doing it.
+    """Choose how a contraction would be done, without computing it.
 
     Example:
         >>> import planner
@@ -164,27 +166,29 @@ def plan(
         spec: as in `contract`.
         *operands: arrays, `Operand` stand-ins, or shapes (float32); one by one, or all in one list or tuple. A list or
             tuple of integers is the shape of one operand.
-        sizes: as in `contract`, and so are the next six.
-        optimize: how the tree is found; "measure" times plans only if all operands and index arrays are arrays.
+        sizes: as in `contract`, and so are the next seven.
+        optimize: how the tree is found. "measure" times plans only if all operands and index arrays are arrays.
         minimize: what the plan minimises.
-        memory_limit: most bytes that either program may newly allocate.
+        memory_limit: most bytes that the forward and the backward program may each newly allocate.
         retain_limit: most bytes that may stay alive for the backward program.
-        index_mode: what an index outside of its dimension does.
+        index_mode: what happens to an index out of range.
         dtype: dtype of the computation and the result.
         precision: precision of matrix products, for jax.
-        backend: "torch", "jax" or "numpy"; by default the arrays' framework, else one that is imported already.
-        device: rates of the machine that times are predicted for, or the name of a preset such as "h100"; by default
-            what `python -m planner calibrate` measured here, else the preset of the arrays' device.
+        backend: "torch", "jax" or "numpy". By default it is the arrays' framework, or else one that is already
+            imported.
+        device: the rates of the machine that times are predicted for, or the name of a preset such as "h100". By
+            default these are the rates that `python -m planner calibrate` measured on this machine, or else the preset
+            of the arrays' device.
         **indices: index arrays or their shapes, by letter.
 
     Returns:
-        The plan: call it on arrays, print it, or look at `cost`, `steps`, `path` and `alternatives()`.
+        The plan. Call it on arrays, print it, or look at `cost`, `steps`, `path` and `alternatives()`.
 
     Raises:
         SpecError: the spec is malformed, or an index array is missing or unknown.
         ShapeError: shapes do not fit.
-        PlannerLimitError: no plan is within the limits; the message names limits that succeed.
-        SearchLimitError: the problem is beyond any search, or any address space.
+        PlannerLimitError: no plan is within the limits. The message names limits that succeed.
+        SearchLimitError: the problem is too large for any search, or too large to address.
         PlannerError: an option is unknown, or the backend's framework is not installed.
     """
     _check_names(plan, indices)
@@ -199,7 +203,7 @@ def plan(
         else:
             backend = next((name for name in ("torch", "jax") if name in sys.modules), "numpy")
     if not isinstance(backend, str):
-        raise PlannerError(f"backend={backend!r:.80} is no name: take one of 'torch', 'jax', 'numpy'")
+        raise PlannerError(f"backend={backend!r:.80} is not a name: take one of 'torch', 'jax', 'numpy'")
     request = Request(spec, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, precision)
     return _plan(request, backend, operands, indices, device)
 
@@ -211,14 +215,10 @@ def _plan(
     indices: Mapping[str, Any],
     device: Device | str | None = None,
 ) -> Plan:
-    """Read a request, describe the arrays, and choose the plan."""
-    spec, precision = request.spec, request.precision
+    """Check a request, describe its arrays, and choose the plan."""
+    spec = request.spec
     check_index_mode(request.index_mode)
-    if precision is not None and framework != "jax":
-        raise PlannerError(f"precision= is for jax; {framework} has no setting per call")
-    precision = str(getattr(precision, "name", precision)).lower() if precision is not None else None
-    if precision not in (None, *PRECISIONS):
-        raise PlannerError(f"precision={precision!r} is unknown: take one of {', '.join(map(repr, PRECISIONS))}")
+    precision = _read_precision(request.precision, framework)
     backend = load_backend(framework)
     described = tuple(_describe(backend, operand, number) for number, operand in enumerate(operands))
     index_shapes = {}
@@ -234,67 +234,96 @@ def _plan(
     dtypes = [operand.dtype for operand in described]
     compute = backend.result_dtype(dtypes, operands) if request.dtype is None else asked_dtype(request.dtype)
     itemsize(compute)
-    if isinstance(device, str):
-        device = Device.preset(device)
-    if device is not None and not isinstance(device, Device):
-        raise PlannerError(
-            f"device={device!r:.80} is no planner.Device: it holds the rates that times are predicted by"
-        )
+    device = _read_device(device)
     backend.check_devices(operands, indices)
     optimize = request.optimize
+    if optimize is not None and not isinstance(optimize, str) and not callable(optimize):
+        optimize = explicit_path(optimize)
     options = Options(
-        optimize if optimize is None or isinstance(optimize, str) or callable(optimize) else explicit_path(optimize),
-        request.minimize,
-        parse_bytes(request.memory_limit, "memory_limit"),
-        parse_bytes(request.retain_limit, "retain_limit"),
-        precision,
+        optimize=optimize,
+        minimize=request.minimize,
+        memory_limit=parse_bytes(request.memory_limit, "memory_limit"),
+        retain_limit=parse_bytes(request.retain_limit, "retain_limit"),
+        precision=precision,
     )
-    # A gradient exists only for floats that stay floats.
+    # A gradient exists only if the computation is in floats.
     if not compute.startswith(("float", "bfloat", "complex")):
-        described = tuple(Operand(o.shape, o.dtype, o.strides, False) if o.requires_grad else o for o in described)
-    text = spec if isinstance(spec, str) else str(spec)
-    given = tuple((name, index_shapes[name]) for name in resolved.spec.arrays)
+        described = tuple(dataclasses.replace(operand, requires_grad=False) for operand in described)
     contraction = Contraction(
-        text, resolved, given, described, compute, request.index_mode, framework, device or backend.device(operands),
-        options,
-    )  # fmt: skip
-    made = accept_plan(contraction)
+        text=spec if isinstance(spec, str) else str(spec),
+        resolved=resolved,
+        index_shapes=tuple((name, index_shapes[name]) for name in resolved.spec.arrays),
+        operands=described,
+        dtype=compute,
+        index_mode=request.index_mode,
+        backend=framework,
+        device=device or backend.device(operands),
+        options=options,
+    )
+    record = accept_plan(contraction)
     if options.optimize == "measure":
         with backend.unwatched():
-            made = autotune(made, operands, indices)
-    return Plan.of(made)
+            record = autotune(record, operands, indices)
+    return Plan.of(record)
+
+
+def _read_precision(precision: Any, framework: str) -> str | None:
+    """Return the name of a precision; JAX's `lax.Precision` has names too."""
+    if precision is None:
+        return None
+    if framework != "jax":
+        raise PlannerError(f"precision= is for jax; {framework} has no setting per call")
+    name = str(getattr(precision, "name", precision)).lower()
+    if name not in PRECISIONS:
+        raise PlannerError(f"precision={name!r} is unknown: take one of {', '.join(map(repr, PRECISIONS))}")
+    return name
+
+
+def _read_device(device: Device | str | None) -> Device | None:
+    """Return a device, or the preset of a name."""
+    if isinstance(device, str):
+        return Device.preset(device)
+    if device is not None and not isinstance(device, Device):
+        raise PlannerError(
+            f"device={device!r:.80} is not a planner.Device: it holds the rates that times are predicted by"
+        )
+    return device
 
 
 def _check_names(call: Callable[..., Any], indices: Mapping[str, Any]) -> None:
-    """Refuse a keyword that can be no index array's, which has one letter: a misspelt option, as a rule."""
+    """Refuse keywords of several letters that are not options: index arrays have one letter, so one is misspelt."""
     for name in indices:
         if len(name) != 1:
             options = [p.name for p in inspect.signature(call).parameters.values() if p.kind is p.KEYWORD_ONLY]
             close = difflib.get_close_matches(name, options, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"options are {', '.join(options)}"
-            raise PlannerTypeError(f"{name!r} is no option, and an index array has one letter as its name: {hint}")
+            raise PlannerTypeError(f"{name!r} is not an option, and the name of an index array is one letter: {hint}")
 
 
 def _lettered(sizes: Any, letters: Mapping[Any, str]) -> Any:
-    """`sizes=` of a call in sublist form, by the letters that its labels got."""
+    """Return `sizes=` of a call in sublist form with letters in place of labels."""
     if not isinstance(sizes, Mapping):
         return sizes
     for label in sizes:
         if label not in letters:
-            raise ShapeError(f"sizes= names {label!r}, which is no label of the lists: {shorten(str(list(letters)))}")
+            labels = shorten(str(list(letters)))
+            raise ShapeError(f"sizes= names {label!r}, which is not a label of the lists: {labels}")
     return {letters[label]: size for label, size in sizes.items()}
 
 
 def _call_text(spec: str | Spec, shapes: Sequence[Any], index_shapes: Mapping[str, Any], sizes: Any) -> str:
-    """Write a call with shapes in place of arrays, cut to a readable length."""
-    given = [shorten(repr(str(spec))), *map(str, shapes[:20]), *["..."] * (len(shapes) > 20)]
-    given += [f"{name}={shape}" for name, shape in [*index_shapes.items()][:20]]
-    given += [f"sizes={sizes!r:.80}"] if sizes is not None else []
-    return ", ".join(given)[:600]
+    """Return the text of a call with shapes in place of arrays, shortened to a readable length."""
+    arguments = [shorten(repr(str(spec))), *map(str, shapes[:20])]
+    if len(shapes) > 20:
+        arguments.append("...")
+    arguments += [f"{name}={shape}" for name, shape in [*index_shapes.items()][:20]]
+    if sizes is not None:
+        arguments.append(f"sizes={sizes!r:.80}")
+    return ", ".join(arguments)[:600]
 
 
 def _describe(backend: Backend, operand: Any, number: int) -> Operand:
-    """Describe an array, or read a stand-in or a shape."""
+    """Return the stand-in that describes an array, a stand-in or a shape."""
     what = f"operand {number}"
     if isinstance(operand, (tuple, list)):
         if any(framework_of(n) is not None and getattr(n, "shape", ()) != () for n in operand):
@@ -308,8 +337,8 @@ def _describe(backend: Backend, operand: Any, number: int) -> Operand:
             )
     elif framework_of(operand) != backend.name:
         raise PlannerError(
-            f"{what} is a {type(operand).__name__}, which is no {backend.name} array: "
-            "convert it, or to plan without one pass planner.Operand(shape, dtype)"
+            f"{what} is a {type(operand).__name__}, which is not a {backend.name} array: "
+            "convert it, or pass planner.Operand(shape, dtype) to plan without an array"
         )
     else:
         try:

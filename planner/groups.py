@@ -1,4 +1,4 @@
-"""`group`: an index array prepared once and used in many calls."""
+"""`group`: prepare an index array once and use it in many calls."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def group(q: Any, size: int, index_mode: str = "raise") -> Any:
 
     Args:
         q: an index array of any integer dtype and shape.
-        size: size of the dimension that it will index.
-        index_mode: as in `contract`, and the same as in the calls that will use it.
+        size: size of the dimension that the array will index.
+        index_mode: as in `contract`. The calls that use the prepared array must have the same mode.
 
     Returns:
-        A prepared index, passed to `contract` or to a plan in place of `q`; in JAX a pytree.
+        The prepared index array. Pass it to `contract` or to a plan in place of `q`. In JAX it is a pytree.
 
     Raises:
         IndexRangeError: an index is out of range under ``index_mode="raise"``.
-        PlannerError: `q` is no array of integers.
+        PlannerError: `q` is not an array of integers.
     """
     if torch_compiles():
         return for_dynamo().group(q, size, index_mode)
-    framework, given = framework_of(q), size
+    framework, asked = framework_of(q), size
     if framework is None:
         raise PlannerError(f"group takes an index array of torch, jax or numpy, not a {type(q).__name__}")
     try:
@@ -45,7 +45,7 @@ def group(q: Any, size: int, index_mode: str = "raise") -> Any:
     except TypeError:
         size = -1
     if size < 0:
-        raise PlannerError(f"group needs the size of the indexed dimension as a non-negative int, not {given!r:.80}")
+        raise PlannerError(f"group needs the size of the indexed dimension as a non-negative int, not {asked!r:.80}")
     check_index_mode(index_mode)
     backend = load_backend(framework)
     backend.check_index("q", q)

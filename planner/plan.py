@@ -1,4 +1,4 @@
-"""`Plan`, which users hold: a plan's data with what one can do with it: run, print, measure, compare, store."""
+"""`Plan`, the plan that users hold. It adds methods to a `PlanRecord`: run, print, measure, compare, store."""
 
 from __future__ import annotations
 
@@ -31,26 +31,25 @@ class Plan(PlanRecord):
         (((0, 1), (0, 1)), 5600)
 
     Attributes:
-        text: the spec as it was given.
+        text: the spec as the caller wrote it.
         resolved: the resolved spec and the views that fit the operands to it.
-        index_shapes: shapes of the index arrays that the plan was made for, as they were given.
+        index_shapes: shapes of the index arrays that the plan was made for, as the caller passed them.
         operands: shapes, dtypes, strides and gradient flags that the plan was made for.
         dtype: dtype of the computation and the result.
-        index_mode: what out-of-range indices do.
+        index_mode: what happens to an index out of range.
         backend: "torch", "jax" or "numpy".
-        device: the rates by which time was predicted.
-        options: what was asked for.
+        device: the rates that predicted the times.
+        options: the caller's options.
         tree: the chosen contraction tree; its nodes say which values are kept for the backward program.
         programs: the forward and the backward program.
         naive_cost: cost of taking the gathered operands first and contracting pairwise in the framework's way.
-        proven: whether no better plan within the limits exists in the space that was searched: all trees and, with
-            limits and for peak and retained bytes, all choices of what is kept; each step done as the objective has it,
-            on row-major intermediates.
+        proven: whether no better plan within the limits exists in the space that was searched. That is all trees and,
+            with limits or for peak and retained bytes, all choices of what is kept. Each step uses the implementation
+            that the objective prefers, on row-major intermediates.
         origin: how the tree was found.
-        loop: the loop over slices, if the plan is one; each program then is that loop, as one step.
-        compiled_bytes: peak of the larger program as the framework compiled it, where a memory limit had it compiled.
-        gradient_strides: how the output's gradient lies that the plan was made for; None for one that lies as the
-            result does.
+        loop: the loop over slices, if the plan is one. Then each program is one step, which runs the loop.
+        compiled_bytes: the larger peak of the two compiled programs; None if there was no memory limit to check.
+        gradient_strides: the strides of the output's gradient that the plan was made for; None for those of the result.
     """
 
     def __call__(self, *operands: Any, **indices: Any) -> Any:
@@ -74,12 +73,12 @@ class Plan(PlanRecord):
         return run_plan(self, operands, indices)
 
     def analyze(self, *operands: Any, rounds: int = 3, **indices: Any) -> Analysis:
-        """Run the plan and measure it: each step and both programs, predicted beside measured.
+        """Run the plan and measure it: each step and both programs, measured figures beside predicted ones.
 
-        Measured are time, bytes alive and bytes retained, and in torch and JAX FLOPs and bytes moved as the framework
-        counts them: in torch FLOPs of matrix products alone, in JAX those that XLA counts, a loop's body once.
-        In JAX each step is compiled apart, as an eager call does, and the rows "compiled" are of the whole program
-        under `jit`. On a CUDA device the allocator's own record of its peak starts anew.
+        The measured figures are time, bytes alive and bytes retained. In torch and JAX they include FLOPs and bytes
+        moved, as the framework counts them. torch counts the FLOPs of matrix products only. XLA counts a loop's body
+        once. In JAX each step is compiled on its own, as in an eager call; the rows "compiled" show the whole program
+        under `jit`. On a CUDA device the call resets the allocator's own record of its peak.
 
         Example:
             >>> import numpy as np
@@ -90,26 +89,30 @@ class Plan(PlanRecord):
             (320000, True)
 
         Args:
-            *operands: as in a call of the plan; neither they nor their gradients are changed.
-            rounds: of how many runs, after one to warm up, each time is the median.
+            *operands: as in a call of the plan. The call changes neither them nor their gradients.
+            rounds: each time is the median of so many runs, after one run to warm up.
             **indices: index arrays, by letter.
 
         Returns:
-            The figures, to be printed, or written by `to_json`.
+            The figures. Print them, or write them with `to_json`.
 
         Raises:
             ShapeError: an operand or index array does not fit the plan.
             IndexRangeError: an index is out of range.
-            PlannerError: an array has no values to measure on: it is traced, a meta tensor or a fake one.
+            PlannerError: an array has no values to measure on: it is a tracer, a meta tensor or a fake tensor.
         """
         return analyze(self, operands, indices, rounds)
 
     def alternatives(self, most: int = 5) -> tuple[Alternative[Plan], ...]:
-        """Return the best plans that were not taken, with why each loses."""
+        """Return the best plans that were not chosen, and why each loses.
+
+        Args:
+            most: how many plans to return at most.
+        """
         return alternatives(self, most)
 
     def implementations(self) -> tuple[tuple[Verdict, ...], ...]:
-        """Return for each of `steps` every implementation that the backend has: its cost, or why it was refused.
+        """Return, for each of `steps`, every implementation that the backend has: its cost, or why it was refused.
 
         Example:
             >>> import planner
@@ -118,17 +121,17 @@ class Plan(PlanRecord):
             matmul: 3.08 us, 192 B of scratch, chosen
 
         Returns:
-            For each step the chosen one first, then the others by predicted time, then those that were refused. Of a
-            plan that goes slice by slice, the steps of one slice.
+            For each step, the chosen implementation first, then the others by predicted time, then the refused ones. If
+            the plan is a loop over slices, the steps are those of one slice.
         """
         return verdicts(self)
 
     def collectives(self, splits: Mapping[str, int]) -> tuple[Collective, ...]:
-        """Return what devices exchange where arrays are split over a mesh, as JAX does under `jit` by `NamedSharding`.
+        """Return what devices exchange if arrays are split over a mesh, as by `NamedSharding` under JAX's `jit`.
 
-        Each device computes its part of every step; where a result lacks a split axis, the parts are added up.
-        What is placed otherwise than the axes say (of two operands, one split along an axis and one along another over
-        the same axis of the mesh, the smaller one; results that the caller wants placed elsewhere) XLA moves besides.
+        Each device computes its part of every step. If a result lacks a split axis, the devices add up their parts. XLA
+        moves more if arrays are not placed as the axes say. If two operands are split along different axes over the
+        same axis of the mesh, it moves the smaller one. It also moves results that the caller wants placed elsewhere.
 
         Example:
             >>> import planner
@@ -139,22 +142,22 @@ class Plan(PlanRecord):
             ij, jk -> ik: all-reduce over j of 8.19 kB
 
         Args:
-            splits: into how many parts axes of the spec are split, by letter, each over an axis of the mesh of its own;
-                the letter of an index array is the dimension that it indexes.
+            splits: for each axis that is split, by letter, the number of parts. Each is split over an axis of the mesh
+                of its own. The letter of an index array stands for the dimension that it indexes.
 
         Returns:
-            For each step, forward and backward, the sums between devices, with their bytes on one device.
+            The sums between devices, for each forward and backward step, with their bytes on one device.
 
         Raises:
-            PlannerError: there is no such letter, it cannot be split, or the plan is a loop.
+            PlannerError: a letter is unknown or cannot be split, or the plan is a loop.
         """
         return collectives(self, splits)
 
     def to_json(self) -> str:
-        """Return the plan as JSON; `from_json` gives an equal plan back.
+        """Return the plan as JSON. `from_json` returns an equal plan.
 
-        Functions among the options (`minimize`, `optimize`) come back as their names: the plan runs as before, but
-        what would call them raises a `PlannerError`.
+        JSON holds only the names of functions among the options (`minimize`, `optimize`). The plan that is read back
+        runs as before, but any method that would call such a function raises a `PlannerError`.
 
         Raises:
             PlannerError: a rate of the device is NaN.
@@ -166,13 +169,13 @@ class Plan(PlanRecord):
         """Read a plan that `to_json` wrote.
 
         Raises:
-            PlannerError: the text is no such plan.
+            PlannerError: the text is not such a plan.
         """
         return cls.of(plan_from_json(text))
 
     @classmethod
     def of(cls, record: PlanRecord) -> Plan:
-        """Return the plan that holds a record's data; a loop's body becomes such a plan too."""
+        """Return a record as a `Plan`. The body of a loop becomes a `Plan` too."""
         data = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
         if record.loop is not None:
             data["loop"] = dataclasses.replace(record.loop, body=cls.of(record.loop.body))

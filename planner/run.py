@@ -1,4 +1,4 @@
-"""Running a plan: its arrays are checked, and the function that runs it is kept."""
+"""Runs a plan: checks the arrays, and keeps the function that runs the plan for further calls."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["check_call", "for_dynamo", "run_plan", "torch_compiles"]
 
 
 def run_plan(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
-    """Run a plan on arrays, after checking that they are what it was made for."""
+    """Run a plan on arrays, after checking that the plan was made for such arrays."""
     signature = check_call(plan, operands, indices).signature(operands, indices)
     return _bound(_Same(plan), signature)(operands, indices)
 
 
 class _Same:
-    """A plan as a key: equal to itself alone, for to compare two plans takes longer than to run some."""
+    """A plan as a key, equal to itself only. Comparing two plans can take longer than running one."""
 
     __slots__ = ("plan",)
 
@@ -40,7 +40,7 @@ class _Same:
 
 @lru_cache(maxsize=256)
 def _bound(same: _Same, signature: Hashable) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
-    """The function that runs a plan, kept: what JAX compiled is kept in it. Calls of equal signatures share it."""
+    """Return the function that runs a plan. Calls with equal signatures share it, and what JAX compiled with it."""
     backend = load_backend(same.plan.backend)
     body = same.plan if same.plan.loop is None else same.plan.loop.body
     for step in body.steps:
@@ -53,11 +53,11 @@ def _bound(same: _Same, signature: Hashable) -> Callable[[Sequence[Any], Mapping
 
 
 def check_call(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Backend:
-    """Return a plan's backend, after checking that arrays are what the plan was made for.
+    """Return a plan's backend, after checking that the plan was made for such arrays.
 
     Raises:
         ShapeError: an operand or index array does not fit.
-        PlannerError: an array is of another framework, an index array is missing, unknown or not of integers.
+        PlannerError: an array is of another framework; or an index array is missing, unknown or not of integers.
     """
     if len(operands) != len(plan.operands):
         raise ShapeError(f"the plan takes {len(plan.operands)} operands, but {len(operands)} were given")
@@ -66,10 +66,10 @@ def check_call(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, 
         raise PlannerError(f"the plan was made for {plan.backend}, but operand 0 is a {framework} array")
     backend = load_backend(framework)
     for number, (array, wanted) in enumerate(zip(operands, plan.operands, strict=True)):
-        have = backend.operand(array)
-        if have.shape != wanted.shape or have.dtype != wanted.dtype:
+        operand = backend.operand(array)
+        if operand.shape != wanted.shape or operand.dtype != wanted.dtype:
             raise ShapeError(
-                f"operand {number} is {have.dtype}{list(have.shape)}, but the plan was made for "
+                f"operand {number} is {operand.dtype}{list(operand.shape)}, but the plan was made for "
                 f"{wanted.dtype}{list(wanted.shape)}: make a new plan"
             )
     wanted_shapes = dict(plan.index_shapes)
@@ -85,7 +85,7 @@ def check_call(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, 
 
 
 def _check_index_shapes(plan: PlanRecord, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse index arrays of other shapes than the plan's, unless the spec broadcasts them to the same contraction."""
+    """Refuse index arrays whose shapes differ from the plan's, unless broadcasting makes the contraction the same."""
     different = {name: wanted for name, wanted in plan.index_shapes if shapes[name] != wanted}
     if not different:
         return
@@ -100,14 +100,14 @@ def _check_index_shapes(plan: PlanRecord, shapes: Mapping[str, tuple[int, ...]])
 
 
 def torch_compiles() -> bool:
-    """Whether torch's compiler reads the caller, to run it later on."""
+    """Whether torch's compiler is tracing the caller."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.compiler.is_dynamo_compiling())
 
 
 def for_dynamo() -> Any:
-    """Return the module of calls that torch's compiler finds in place of others, which it cannot read."""
-    # A statement, which it reads, where it refuses a call of importlib's.
+    """Return the module with the functions that torch's compiler traces in place of those that it cannot trace."""
+    # This is an import statement because torch's compiler refuses calls of importlib.
     from planner.backends.torch import dynamo as torch_dynamo
 
     return torch_dynamo

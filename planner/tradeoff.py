@@ -1,4 +1,4 @@
-"""`tradeoff`: the plans between which nothing but taste decides, by time, peak and retained bytes."""
+"""`tradeoff`: the plans that no other plan beats in time, peak and retained bytes at once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from planner.search.verify import keep_fitting
 
 __all__ = ["Tradeoff", "tradeoff"]
 
-# Limits that are tried between the least and the most of a quantity on the front.
+# How many limits to try between the least and the most of a quantity on the front.
 RUNGS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tradeoff:
-    """Plans of one contraction of which none is better than another in time, peak and retained bytes at once.
+    """Plans of one contraction. No plan is better than another one in time, peak and retained bytes at once.
 
     Example:
         >>> import planner
@@ -36,7 +36,7 @@ class Tradeoff:
         True
 
     Attributes:
-        plans: sorted by predicted time; each is a runnable `Plan`.
+        plans: the plans, sorted by predicted time.
     """
 
     plans: tuple[Plan, ...]
@@ -56,10 +56,9 @@ class Tradeoff:
         rows = [["#", "time", "FLOPs", "peak", "retained", "how"]]
         for number, point in enumerate(self.plans):
             cost, keep = point.cost, f"; keeps {point.keep}" if gradients else ""
-            rows.append([
-                str(number), seconds_text(cost.seconds), count_text(cost.flops), bytes_text(cost.peak_bytes),
-                bytes_text(cost.retained_bytes), point.origin + keep,
-            ])  # fmt: skip
+            figures = [seconds_text(cost.seconds), count_text(cost.flops)]
+            figures += [bytes_text(cost.peak_bytes), bytes_text(cost.retained_bytes)]
+            rows.append([str(number), *figures, point.origin + keep])
         head = f"{first.text}        {first.backend} · {first.device.name} · {first.dtype}"
         return "\n".join([head, *table_lines(rows, (0, 5))])
 
@@ -67,10 +66,10 @@ class Tradeoff:
         return f"<Tradeoff '{shorten(self.plans[0].text, 80)}' {len(self)} plans>"
 
     def plot(self, path: Any = None) -> Any:
-        """Draw peak against time, a point for each plan, coloured by what it retains.
+        """Draw peak against time: one point for each plan, coloured by its retained bytes.
 
         Args:
-            path: where to save the drawing too; the ending tells the format.
+            path: the file to save the drawing to; None to save none. The ending tells the format.
 
         Returns:
             The matplotlib axes.
@@ -124,24 +123,24 @@ def tradeoff(
         True
 
     Args:
-        spec: as in `plan`, and so are all others.
+        spec: as in `plan`, and so are all other arguments.
         *operands: arrays, `Operand` stand-ins, or shapes (float32).
         sizes: sizes that the operands do not tell.
-        optimize: how trees are found; a path that is given holds for all plans. Nothing is measured here.
+        optimize: how trees are found. An explicit path holds for all plans. Nothing is measured here.
         memory_limit: only plans whose peak is within it.
         retain_limit: only plans that retain no more.
-        index_mode: what an index outside of its dimension does.
+        index_mode: what happens to an index out of range.
         dtype: dtype of the computation and the result.
         backend: "torch", "jax" or "numpy".
         device: rates of the machine that times are predicted for.
         **indices: index arrays or their shapes, by letter.
 
     Returns:
-        The plans, sorted by time. After Ctrl-C those found so far.
+        The plans, sorted by time. After Ctrl-C, the plans found until then.
 
     Raises:
         PlannerLimitError: no plan is within the limits.
-        PlannerError: as `plan` raises it, or for ``optimize="measure"``.
+        PlannerError: for the reasons that `plan` has, or for ``optimize="measure"``.
     """
     if isinstance(optimize, str) and optimize == "measure":
         raise PlannerError("tradeoff compares predictions: pass another optimize=, then time its plans")
@@ -149,39 +148,48 @@ def tradeoff(
         "memory_limit": parse_bytes(memory_limit, "memory_limit"),
         "retain_limit": parse_bytes(retain_limit, "retain_limit"),
     }
-    options: dict[str, Any] = {"sizes": sizes, "optimize": optimize, "index_mode": index_mode, "dtype": dtype,
-               "backend": backend, "device": device}  # fmt: skip
+    options: dict[str, Any] = {
+        "sizes": sizes,
+        "optimize": optimize,
+        "index_mode": index_mode,
+        "dtype": dtype,
+        "backend": backend,
+        "device": device,
+    }
 
-    def planned(objective: str, **others: int | None) -> Plan:
+    def make(objective: str, **others: int | None) -> Plan:
         return plan(spec, *operands, minimize=objective, **{**options, **limits, **others}, **indices)
 
-    found: list[Plan] = []
+    plans: list[Plan] = []
     try:
-        found.append(planned("time"))
-        first = found[0]
-        found += [planned(objective) for objective in OBJECTIVES if objective != "time"]
+        first = make("time")
+        plans.append(first)
+        plans += [make(objective) for objective in OBJECTIVES if objective != "time"]
         if isinstance(first.options.optimize, str) and first.options.optimize in SEARCHES:
             others = (alternative.plan for alternative in alternatives(first, 100))
-            found += keep_fitting(others)
-        # Under a limit a search may settle for what is best for no single objective.
+            plans += keep_fitting(others)
+        # Under a limit a search may find a compromise that is best for no single objective.
         for name, field in (("memory_limit", "peak_bytes"), ("retain_limit", "retained_bytes")):
-            for rung in _rungs(sorted({getattr(point.cost, field) for point in _front(found)})):
+            for rung in _rungs(sorted({getattr(point.cost, field) for point in _front(plans)})):
                 try:
-                    point = planned("time", **{name: rung})
+                    point = make("time", **{name: rung})
                 except PlannerLimitError:
                     continue
                 text = f"{name}={bytes_text(rung)}"
-                found.append(dataclasses.replace(point, origin=f"{point.origin}, {text}"))
+                plans.append(dataclasses.replace(point, origin=f"{point.origin}, {text}"))
     except KeyboardInterrupt:
-        if not found:
+        if not plans:
             raise
-    return Tradeoff(_front(found))
+    return Tradeoff(_front(plans))
 
 
 def _rungs(values: Sequence[int]) -> list[int]:
-    """Return limits between the least and the most of some values, evenly by ratio, none of them known to be met."""
+    """Return limits between the least and the most of some values, evenly by ratio, without the values themselves."""
     low, high = max(1, values[0]), values[-1]
-    rungs = {round(low * (high / low) ** (step / (RUNGS + 1))) for step in range(1, RUNGS + 1)} if high > low else set()
+    if high <= low:
+        return []
+    ratio = high / low
+    rungs = {round(low * ratio ** (step / (RUNGS + 1))) for step in range(1, RUNGS + 1)}
     return sorted(rungs - set(values))
 
 
@@ -189,11 +197,15 @@ def _figures(cost: PlanCost) -> tuple[float, int, int]:
     return cost.seconds, cost.peak_bytes, cost.retained_bytes
 
 
+def _is_as_good(cost: PlanCost, other: PlanCost) -> bool:
+    """Whether a cost is at most the other one in each figure."""
+    return all(a <= b for a, b in zip(_figures(cost), _figures(other), strict=True))
+
+
 def _front(plans: Iterable[Plan]) -> tuple[Plan, ...]:
-    """Return the plans that no other beats, one of each tie, sorted by time."""
+    """Return the plans that no other plan beats, sorted by time. Of plans with equal figures one is returned."""
     front: list[Plan] = []
     for point in sorted(plans, key=lambda p: (*_figures(p.cost), p.cost.flops, p.cost.bytes_moved)):
-        own = _figures(point.cost)
-        if not any(all(a <= b for a, b in zip(_figures(other.cost), own, strict=True)) for other in front):
+        if not any(_is_as_good(other.cost, point.cost) for other in front):
             front.append(point)
     return tuple(front)

@@ -147,7 +147,7 @@ def test_presets_by_name():
     assert {planner.Device.preset(name).name for name in ("CPU", "a100", "H100", "h200", "TPU-v5e")} == set(PRESETS)
     assert {device.kind for device in PRESETS.values()} == {"cpu", "cuda", "tpu"}
     assert all(device.source != "given" for device in PRESETS.values())
-    with pytest.raises(planner.PlannerError, match="'abacus' is no preset: take one of cpu"):
+    with pytest.raises(planner.PlannerError, match="'abacus' is not a preset: take one of cpu"):
         planner.Device.preset("abacus")
 
 

@@ -93,7 +93,7 @@ WRONG = [
     ("ij->ij", (A,), {"sizes": {"i": 7}}, planner.ShapeError, "sizes= says 7 for axis 'i', but the inputs say 2"),
     ("ij->ij", (A,), {"sizes": (2, 4)}, planner.ShapeError, "says 4 for axis 'j', but the inputs say 3"),
     ("ij->ij", (A,), {"sizes": (2,)}, planner.ShapeError, "has 1 entries, but the output 'ij' has 2"),
-    ("ij->ij", (A,), {"sizes": {"z": 2}}, planner.ShapeError, "'z', which is no axis or index array"),
+    ("ij->ij", (A,), {"sizes": {"z": 2}}, planner.ShapeError, "'z', which is neither an axis nor an index array"),
     ("i->ij", (np.ones(2),), {"sizes": {"j": -1}}, planner.ShapeError, "'j' must be a non-negative integer, not -1"),
     ("i->ij", (np.ones(2),), {"sizes": {"j": 1.5}}, planner.ShapeError, "not 1.5"),
     ("i->ij", (np.ones(2),), {"sizes": {"j": True}}, planner.ShapeError, "not True"),
@@ -103,11 +103,11 @@ WRONG = [
     ("i->ij", (np.ones(2),), {"sizes": 3}, planner.ShapeError, "not int"),
     (GATHER, (C,), {}, planner.SpecError, "'q' is missing: pass it as the keyword q="),
     (GATHER, (C,), {"q": Q, "p": Q}, planner.SpecError, "'p'.*has the index arrays q"),
-    ("ij->ij", (A,), {"minimise": "time"}, planner.PlannerTypeError, "'minimise' is no option.*did you mean 'minimize'"),
-    ("ij->ij", (A,), {"devise": 3}, planner.PlannerTypeError, "'devise' is no option.*options are sizes, optimize"),
+    ("ij->ij", (A,), {"minimise": "time"}, planner.PlannerTypeError, "'minimise' is not an option.*did you mean 'minimize'"),
+    ("ij->ij", (A,), {"devise": 3}, planner.PlannerTypeError, "'devise' is not an option.*options are sizes, optimize"),
     ("ij->ij", (A,), {"memory_limit": np.array(2.5)}, planner.PlannerError, "memory_limit=array"),
-    (A, ([0, 1], [0, 1, 2]), {"sizes": {3: 4}}, planner.ShapeError, "names 3, which is no label of the lists: .0, 1, 2"),
-    ("ij->ij", (A,), {"out": A}, planner.PlannerTypeError, "'out' is no option, and an index array has one letter"),
+    (A, ([0, 1], [0, 1, 2]), {"sizes": {3: 4}}, planner.ShapeError, "names 3, which is not a label of the lists: .0, 1, 2"),
+    ("ij->ij", (A,), {"out": A}, planner.PlannerTypeError, "'out' is not an option, and the name of an index array is one letter"),
     (planner.resolve("ij->ij", (2, 3)), (A,), {"sizes": (7, 7)}, planner.ShapeError, r"says \(7, 7\), but .*\(2, 3\)"),
     (planner.resolve("ij->ij", (2, 3)), (A,), {"sizes": {"z": 9}}, planner.ShapeError, "says 9 for 'z'"),
     (planner.resolve("ij->ij", (2, 3)), (A,), {"sizes": {"j": 2}}, planner.ShapeError, "says 2 for 'j'"),
@@ -135,8 +135,8 @@ WRONG = [
     ("ij->ij", (A,), {"minimize": None}, planner.PlannerError, "minimize=None is unknown"),
     ("ij->ij", (A,), {"minimize": ["time"]}, planner.PlannerError, "minimize=.*is unknown"),
     ("ij->ij", (A,), {"optimize": "speed"}, planner.PlannerError, "optimize='speed' is unknown"),
-    ("ij->ij", (A,), {"optimize": None}, planner.PlannerError, "optimize=None is no path"),
-    ("ij->ij", (A,), {"optimize": True}, planner.PlannerError, "optimize=True is no path"),
+    ("ij->ij", (A,), {"optimize": None}, planner.PlannerError, "optimize=None is not a path"),
+    ("ij->ij", (A,), {"optimize": True}, planner.PlannerError, "optimize=True is not a path"),
     ("ij->ij", (A,), {"memory_limit": "2 parsecs"}, planner.PlannerError, "memory_limit='2 parsecs'"),
     ("ij->ij", (A,), {"memory_limit": -1}, planner.PlannerError, "memory_limit=-1"),
     ("ij->ij", (A,), {"memory_limit": 1.5}, planner.PlannerError, "memory_limit=1.5"),
@@ -281,14 +281,14 @@ def test_letters_are_letters():
 
 
 def test_what_is_no_option_is_named():
-    with pytest.raises(planner.PlannerError, match=r"memory_limit='9999.* is no number of bytes"):
+    with pytest.raises(planner.PlannerError, match=r"memory_limit='9999.* is not a number of bytes"):
         planner.plan("ij,jk->ik", (2, 2), (2, 2), backend="numpy", memory_limit="9" * 5000)
-    with pytest.raises(planner.PlannerError, match="is no name: take one of"):
+    with pytest.raises(planner.PlannerError, match="is not a name: take one of"):
         planner.plan("ij->ij", (2, 2), backend=["torch"])
     for score in (None, "less"):
         with pytest.raises(planner.PlannerError, match="minimize= gave"):
             planner.plan("ij,jk->ik", (2, 2), (2, 2), backend="numpy", minimize=lambda cost, score=score: score)
-    with pytest.raises(planner.PlannerError, match="no plan written by to_json"):
+    with pytest.raises(planner.PlannerError, match="not a plan written by to_json"):
         planner.Plan.from_json("[" * 100_000)
 
 

@@ -82,7 +82,7 @@ def test_json_holds_no_nan():
     nan = dataclasses.replace(good, device=dataclasses.replace(good.device, fresh_bandwidth=float("nan")))
     with pytest.raises(planner.PlannerError, match="nan cannot be written as JSON"):
         nan.to_json()
-    with pytest.raises(planner.PlannerError, match="no plan written by to_json"):
+    with pytest.raises(planner.PlannerError, match="not a plan written by to_json"):
         planner.Plan.from_json(good.to_json().replace('"bandwidth": 12000000000.0', '"bandwidth": Infinity'))
 
 
@@ -135,7 +135,7 @@ def test_an_explicit_path_comes_back_from_json():
     ["", "{", "[]", "1", "null", '{"type": "Nope"}', '{"type": "Operand", "shape": [2]}', '{"a": 1}', '"x"'],
 )
 def test_what_is_no_plan_is_refused(text):
-    with pytest.raises(planner.PlannerError, match="no plan written by to_json"):
+    with pytest.raises(planner.PlannerError, match="not a plan written by to_json"):
         planner.Plan.from_json(text)
 
 
@@ -546,7 +546,7 @@ def test_errors_go_to_stderr(arguments, message, capsys):
         (("explain", "i -> ij", "8", "--size", "=3"), "'=3' is no size of an axis or index array"),
         (("explain", "i -> ij", "8", "--size", "j=-1"), "must be a non-negative integer, not -1"),
         (("explain", "i -> i", "8", "--size", "i=9"), "sizes= says 9 for axis 'i'"),
-        (("explain", "i -> i", "8", "--size", "z=9"), "'z', which is no axis or index array"),
+        (("explain", "i -> i", "8", "--size", "z=9"), "'z', which is neither an axis nor an index array"),
         (("explain", "i -> ij", "8", "--size", "j=1", "--size", "j=2"), "--size gives 'j' twice"),
         (("explain", "q[n] -> n", "8", "--index", "q=x2"), "'x2' is no shape"),
         (("explain", "q[n] -> n", "8", "--index", "q"), "'q' is no shape of an index array: write q=128"),

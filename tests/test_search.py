@@ -339,11 +339,13 @@ def test_a_full_front_loses_one_of_the_most_alike():
         PartialPlan(Leaf(i), (key, 0, 0, 0), kept, Peaks(forward=forward), 0, False, (kept,))
         for i, (kept, key, forward) in enumerate([(50, 5, 600), (0, 9, 900), (100, 0, 500), (40, 7, 700)])
     ]
-    search = types.SimpleNamespace(part=lambda way: way.key, peak=lambda way: way.peaks.forward)
+    search = types.SimpleNamespace(
+        least_score=lambda partial: partial.key, least_peak=lambda partial: partial.peaks.forward
+    )
     gone = front[0]
     Search.thin(search, front, False)
     assert len(front) == 3
-    assert not any(way is gone for way in front)
+    assert not any(partial is gone for partial in front)
 
 
 def chain(sizes, path=None):
@@ -572,9 +574,9 @@ def test_a_path_fed_back_gives_the_same_tree(network, objective):
         ([(0, 0)], r"step 0 of optimize= is \(0, 0\)"),
         ([()], r"step 0 of optimize= is \(\)"),
         ([(0, 1)], "leaves 3 operands uncontracted"),
-        ([("a", 1)], "is no path"),
-        (7, "is no path"),
-        ([7], "is no path"),
+        ([("a", 1)], "is not a path"),
+        (7, "is not a path"),
+        ([7], "is not a path"),
     ],
 )
 def test_wrong_paths_say_what_is_wrong(optimize, message):

@@ -153,8 +153,8 @@ def test_what_cannot_be_split():
         ({"n": 2.5}, "positive"),
         ({"n": True}, "positive"),
         ({"i": 2}, "cannot be split"),
-        (None, "no mapping"),
-        ("n8", "no mapping"),
+        (None, "not a mapping"),
+        ("n8", "not a mapping"),
     ],
 )
 def test_collectives_refuses(splits, words):

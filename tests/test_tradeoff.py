@@ -122,8 +122,8 @@ def test_a_given_path_holds_for_all_points():
     [
         ({"optimize": "measure"}, "tradeoff compares predictions"),
         ({"optimize": "luck"}, "optimize='luck' is unknown"),
-        ({"memory_limit": "2 parsecs"}, "memory_limit='2 parsecs' is no number of bytes"),
-        ({"retain_limit": 1.5}, "retain_limit=1.5 is no number of bytes"),
+        ({"memory_limit": "2 parsecs"}, "memory_limit='2 parsecs' is not a number of bytes"),
+        ({"retain_limit": 1.5}, "retain_limit=1.5 is not a number of bytes"),
     ],
 )
 def test_bad_options(options, message):
@@ -201,7 +201,7 @@ def test_the_command_prints_json_and_draws(capsys, tmp_path):
     ("arguments", "message"),
     [
         (("--memory-limit", "1 B"), "PlannerLimitError: no plan was found within memory_limit=1"),
-        (("--retain-limit", "many"), "retain_limit='many' is no number of bytes"),
+        (("--retain-limit", "many"), "retain_limit='many' is not a number of bytes"),
         (("--plot", "/no/such/folder/front.png"), "nothing was drawn to '/no/such/folder/front.png'"),
         (("--plot", "front.unknown"), "nothing was drawn to 'front.unknown'"),
     ],

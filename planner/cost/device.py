@@ -71,7 +71,7 @@ class Device:
         found = PRESETS.get(" ".join(name.lower().replace("_", " ").replace("-", " ").split()))
         if found is None:
             known = ", ".join(PRESETS)
-            raise PlannerError(f"device {name!r:.80} is no preset: take one of {known}, or give a planner.Device")
+            raise PlannerError(f"device {name!r:.80} is not a preset: take one of {known}, or give a planner.Device")
         return found
 
     def seconds(self, flops: float = 0, moved: float = 0, fresh: int = 0, launches: float = 0) -> float:

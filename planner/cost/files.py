@@ -58,7 +58,7 @@ def read_file(path: pathlib.Path, most_bytes: int) -> str:
 
     with open(path, "rb", opener=without_waiting) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError("it is no regular file")
+            raise OSError("it is not a regular file")
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise ValueError("it is too long")

@@ -105,7 +105,7 @@ def read(key: Key) -> Device | None:
 def _device(found: Any, key: Key) -> Device:
     """Check what a file holds, field by field."""
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ValueError("it is no file of measured rates")
+        raise ValueError("it is not a file of measured rates")
     if found.get("version") != VERSION:
         raise ValueError(f"it is of version {found.get('version')!r:.20}, not {VERSION}")
     if found["key"] != dataclasses.asdict(key):
@@ -123,7 +123,7 @@ def _device(found: Any, key: Key) -> Device:
         elif name == "fresh_bytes" and not isinstance(value, int):
             raise ValueError(f"{name} is {value!r:.20}")
     if not isinstance(found["source"], str):
-        raise ValueError("its source is no text")
+        raise ValueError("its source is not text")
     return Device(key.kind, kind=key.kind, source=found["source"][:200], **rates)
 
 

@@ -131,7 +131,7 @@ def _exposed(plan: PlanRecord) -> dict[tuple[int, ...], list[Term | None]]:
 def _checked(plan: PlanRecord, splits: Mapping[str, int]) -> dict[str, int]:
     """Refuse letters and numbers that mean nothing, and plans of which nothing is foretold."""
     if not isinstance(splits, Mapping):
-        raise PlannerError(f"splits={splits!r:.80} is no mapping from letters to numbers of parts, such as {{'n': 8}}")
+        raise PlannerError(f"splits={splits!r:.80} is not a mapping of letters to numbers of parts, such as {{'n': 8}}")
     spec, found = plan.resolved.spec, {}
     entries: list[Entry] = [*(axis for axis, _ in spec.sizes), *spec.gathers]
     for letter, given in splits.items():

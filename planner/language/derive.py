@@ -1,11 +1,12 @@
-"""The language is closed: the transpose and the batching of a spec are specs.
+"""Specs from specs: the gradient, the batching and the slices of a contraction are contractions again.
 
-With index arrays read as one-hot factors E[n, m] = 1 where q[n] = m, a resolved spec is the multilinear map
+Read each index array q as a one-hot factor: E[n, m] is 1 where q[n] = m, else 0. Then a resolved spec is the
+multilinear map
 
     y[out] = sum over all axes not in `out` of  prod_i x_i[term_i] * prod E.
 
-It is linear in each x_i, and its transpose in x_i is the same sum with x_i's term as the output: the factors E
-are symmetric in what they tie together, so a gather in the input becomes a scatter in the output and back.
+It is linear in each x_i. Its transpose in x_i is the same sum with x_i's term as the output. The factors E do not tell
+inputs from outputs. So a gather in an input becomes a scatter in the output, and the other way round.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["batched", "slice_spec", "summable_dims", "sum_dims", "transpose"]
 
 
 def _check_resolved(spec: object, what: str) -> None:
-    """Refuse anything but a spec whose sizes are known."""
+    """Raise an error unless the spec is resolved: all its sizes are known."""
     if isinstance(spec, Spec):
         sizes = dict(spec.sizes)
         if all(axis in sizes for term in spec.terms for axis in term_axes(term)) and all(
@@ -36,7 +37,7 @@ def _is_integer(x: object) -> bool:
 
 
 def transpose(spec: Spec, operand: int) -> Spec:
-    """Return the spec of the gradient of an operand; the output's gradient takes that operand's place.
+    """Return the spec of an operand's gradient. In its inputs, the output's gradient takes the operand's place.
 
     Example:
         >>> import planner
@@ -51,7 +52,7 @@ def transpose(spec: Spec, operand: int) -> Spec:
         operand: number of the operand.
 
     Returns:
-        The transposed spec. Applied again to the same operand it gives `spec` back. It never conjugates.
+        The transposed spec. Transposing it again in the same operand gives `spec` back. It never conjugates.
 
     Raises:
         ShapeError: there is no such operand.
@@ -74,7 +75,7 @@ def batched(
     arrays: Collection[str] = (),
     letter: str | None = None,
 ) -> Spec:
-    """Return the spec with one more leading axis: what `vmap` does.
+    """Return the spec with one more leading axis, as `vmap` computes it.
 
     Example:
         >>> import planner
@@ -85,16 +86,16 @@ def batched(
     Args:
         spec: a resolved spec.
         size: size of the new axis.
-        operands: numbers of the operands that have the new axis, in front; None for all.
-        arrays: index arrays that have it, in front.
+        operands: numbers of the operands that have the new axis as their first; None for all.
+        arrays: index arrays that have the new axis as their first.
         letter: name of the new axis, a character; the first unused letter by default.
 
     Returns:
-        The batched spec; its output has the new axis in front.
+        The batched spec. The new axis is the first of its output.
 
     Raises:
         ShapeError: there is no such operand or index array, the letter cannot name an axis or is in use, or the size
-            is no non-negative integer.
+            is not a non-negative integer.
         SpecError: the spec is not resolved.
     """
     _check_resolved(spec, "batched")
@@ -112,34 +113,38 @@ def batched(
     if missing := set(arrays) - set(spec.arrays):
         raise ShapeError(f"'{spec}' has no index array {min(missing)!r}")
 
-    def indexed(term: Term) -> Term:
+    def batch_brackets(term: Term) -> Term:
         return tuple(
             dataclasses.replace(e, axes=(axis, *e.axes)) if isinstance(e, Gather) and e.array in arrays else e
             for e in term
         )
 
-    inputs = tuple((axis, *indexed(t)) if i in chosen else indexed(t) for i, t in enumerate(spec.inputs))
+    inputs = []
+    for number, term in enumerate(spec.inputs):
+        leading = (axis,) if number in chosen else ()
+        inputs.append((*leading, *batch_brackets(term)))
     sizes = tuple(sorted((*spec.sizes, (axis, size))))
-    return Spec(inputs, (axis, *indexed(spec.output)), sizes)
+    return Spec(tuple(inputs), (axis, *batch_brackets(spec.output)), sizes)
 
 
 def summable_dims(spec: Spec) -> tuple[int, ...]:
-    """Return the dimensions of the output that `summed` may sum over: axes that some input has, also in brackets.
+    """Return the dimensions of the output that `sum_dims` may sum over: axes that some input has, also in brackets.
 
-    The sum over any other axis would be lost: no term would have it.
+    Any other axis would be in no term of the summed spec, so the sum over it would be lost.
     """
-    read = {axis for term in spec.inputs for axis in term_axes(term)}
-    return tuple(d for d, e in enumerate(spec.output) if isinstance(e, str) and e in read)
+    input_axes = {axis for term in spec.inputs for axis in term_axes(term)}
+    return tuple(d for d, entry in enumerate(spec.output) if isinstance(entry, str) and entry in input_axes)
 
 
 def sum_dims(spec: Spec, dims: Collection[int]) -> Spec:
     """Return the spec whose output is summed over some of its dimensions.
 
-    An output gradient that repeats along these is one of that sum: the gradients of both specs are equal then.
+    If an output gradient repeats along these dimensions, both specs have the same gradients: then one slice of it is
+    the output gradient of the sum.
 
     Args:
         spec: a resolved spec.
-        dims: dimensions among the `summable_dims` ones.
+        dims: some of the `summable_dims`.
     """
     return dataclasses.replace(spec, output=tuple(e for d, e in enumerate(spec.output) if d not in dims))
 
@@ -147,11 +152,11 @@ def sum_dims(spec: Spec, dims: Collection[int]) -> Spec:
 def slice_spec(spec: Spec, sizes: Mapping[str, int]) -> Spec:
     """Return the spec of one slice: some axes shorter, all else the same.
 
-    A contraction is the sum of its slices over an axis that is sum_dims, and their concatenation over an axis of the
-    result. An axis in brackets slices the index array, not what it indexes.
+    Cut along an axis that is summed, a contraction is the sum of its slices. Cut along an axis of the result, it is
+    their concatenation. Cutting an axis in brackets slices the index array, not the dimension that it indexes.
 
     Args:
         spec: a resolved spec.
-        sizes: the slice's size of each axis that is cut.
+        sizes: for each axis that is cut, its size in the slice.
     """
     return dataclasses.replace(spec, sizes=tuple((axis, sizes.get(axis, size)) for axis, size in spec.sizes))

@@ -22,7 +22,7 @@ def itemsize(dtype: str) -> int:
     """Return the bytes of one element.
 
     Raises:
-        PlannerTypeError: the dtype is none that a contraction can compute in.
+        PlannerTypeError: contractions cannot compute in this dtype.
     """
     try:
         return ITEMSIZES[dtype]
@@ -35,7 +35,7 @@ def dtype_name(dtype: Any) -> str:
     """Return the name of a dtype given as a name or as a framework's dtype object.
 
     Raises:
-        PlannerTypeError: it is no dtype that contractions compute in.
+        PlannerTypeError: contractions cannot compute in this dtype.
     """
     if isinstance(dtype, str) or str(dtype).startswith("torch."):
         name = str(dtype).removeprefix("torch.")
@@ -53,7 +53,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def asked_dtype(dtype: Any) -> str:
-    """Return the name of a dtype given as `dtype=`, which an error names."""
+    """Return the name of a dtype that was passed as `dtype=`. An error says so."""
     try:
         return dtype_name(dtype)
     except PlannerTypeError as error:

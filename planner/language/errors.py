@@ -1,7 +1,7 @@
-"""Every error the library raises on purpose, all of them `PlannerError`.
+"""Every error that the library raises on purpose. All are subclasses of `PlannerError`.
 
-The classes that Python users already catch for the same fault are bases too: a bad value is a `ValueError`, an index
-out of range an `IndexError`, an argument of a type that its place does not take a `TypeError`.
+Each error is also of the class that Python itself raises for such a fault: a bad value is a `ValueError`, an index out
+of range is an `IndexError`, an argument of a wrong type is a `TypeError`.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ __all__ = [
 
 
 class PlannerError(ValueError):
-    """Base of all errors of this library; raised itself for bad options, dtypes and mixed frameworks."""
+    """Base class of all errors of this library. It is raised itself for bad options and mixed frameworks."""
 
 
 class SpecError(PlannerError):
-    """The spec string is malformed; the message shows it with a caret under the place."""
+    """The spec is malformed. The message shows it with a caret under the place."""
 
     def __init__(self, message: str, spec: str = "", position: int | None = None) -> None:
         self.spec, self.position = spec, position
         if position is not None:
-            # A window around the place, so that a spec of 10^5 characters stays readable.
+            # Show a window around the place only: a spec may have 10^5 characters.
             start = max(0, position - 60)
-            # One column for each character: a tab, a line break or another invisible character shows as a space.
+            # Show invisible characters such as tabs and line breaks as spaces, so that each takes one column.
             window = "".join(c if c.isprintable() else " " for c in spec[start : position + 60])
             message = f"{message}\n    {window}\n    {' ' * (position - start)}^"
         super().__init__(message)
 
 
 class PlannerTypeError(SpecError, TypeError):
-    """An argument has a type or dtype that its place does not take, or a keyword is neither option nor index array."""
+    """An argument has a wrong type or dtype, or a keyword is neither an option nor an index array."""
 
 
 class ShapeError(PlannerError):
-    """The operands' or index arrays' shapes do not fit the spec or each other."""
+    """The shapes of the operands or index arrays do not fit the spec or each other."""
 
 
 class IndexRangeError(PlannerError, IndexError):
-    """An index array holds a value outside of the dimension that it reads or adds into."""
+    """An index array holds a value outside of the dimension that it indexes."""
 
 
 class PlannerLimitError(PlannerError):
-    """No plan satisfies the given limits; the message names a value that would succeed.
+    """No plan is within the limits. The message names limits that would succeed.
 
     Attributes:
-        memory_limit, retain_limit: limits in bytes that succeed, given together; None for no limit.
+        memory_limit, retain_limit: limits in bytes that succeed if they are set together; None for no limit.
     """
 
     def __init__(self, message: str, memory_limit: int | None = None, retain_limit: int | None = None) -> None:
@@ -62,7 +62,7 @@ class PlannerLimitError(PlannerError):
 
     @classmethod
     def naming(cls, why: str, asked: tuple[int | None, int | None], enough: tuple[int | None, int | None]) -> Self:
-        """Say why limits cannot be met, and name limits that succeed; both as memory and retain limit."""
+        """Return the error that says which limits cannot be met and which can; each a memory and a retain limit."""
 
         def text(limits: tuple[int | None, int | None]) -> str:
             named = zip(("memory_limit", "retain_limit"), limits, strict=True)
@@ -72,4 +72,4 @@ class PlannerLimitError(PlannerError):
 
 
 class SearchLimitError(PlannerError):
-    """The problem is beyond any search or any addressable size."""
+    """The problem is too large for any search, or too large to address."""

@@ -1,4 +1,4 @@
-"""What a call asks for besides its arrays."""
+"""What a caller asks for besides the arrays."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from planner.language.errors import PlannerError
 
 __all__ = ["INDEX_MODES", "PRECISIONS", "Options", "SEARCHES", "Request", "check_index_mode"]
 
-# Searches over all trees; "measure" looks for its candidates as "auto" does.
+# The searches over all trees. "measure" finds its candidates by the search of "auto".
 SEARCHES = ("auto", "optimal", "measure")
 INDEX_MODES = ("raise", "drop", "clip")
 PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
 
 
 class Request(NamedTuple):
-    """What a call asks for, besides its arrays; equal to the plain tuple that a warm call looks its runner up by.
+    """The arguments of a call of `contract`, apart from the arrays.
 
-    The fields are the arguments of `contract`, in the order in which it puts them.
+    A request equals the plain tuple of these arguments. `contract` uses that tuple to find the function for a repeated
+    call, so the fields must stay in the order of the tuple.
     """
 
     spec: Any
@@ -41,14 +42,14 @@ class Request(NamedTuple):
 
 
 def check_index_mode(index_mode: Any) -> None:
-    """Refuse an unknown index mode."""
+    """Raise an error if the index mode is unknown."""
     if index_mode not in INDEX_MODES:
         raise PlannerError(f"index_mode={index_mode!r:.80} is unknown: take one of {', '.join(map(repr, INDEX_MODES))}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """What the caller asked for, besides the problem itself."""
+    """The options that the choice of a plan depends on, checked and converted; see `planner.contract`."""
 
     optimize: Any = "auto"
     minimize: Any = "time"

@@ -1,4 +1,4 @@
-"""From the string (or the sublist form) to a `Spec`. Nothing after this module looks at strings again."""
+"""Parse a string, or numpy's sublist form, into a `Spec`. No module after this one looks at strings again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from planner.language.spec import ELLIPSIS, WHITESPACE, Gather, Spec, Term, is_a
 
 __all__ = ["parse", "parse_sublists", "unpack_operands"]
 
-# A list of these is no list of operands.
+# A list of these numbers is not a list of operands.
 NUMBERS = (int, float, complex, np.integer)
 
 
@@ -32,10 +32,10 @@ def parse(text: str) -> Spec:
         text: terms separated by commas, and optionally ``->`` and the output's term.
 
     Returns:
-        The spec, unresolved; an implicit output is filled in by numpy's rule.
+        The unresolved spec. If the output is implicit, numpy's rule fills it in.
 
     Raises:
-        SpecError: the text is malformed; the message shows the place.
+        SpecError: the text is malformed. The message shows the place.
     """
     if not isinstance(text, str):
         raise PlannerTypeError(f"the spec must be a string, not {type(text).__name__}; an example is 'ij, jk -> ik'")
@@ -48,7 +48,7 @@ def parse(text: str) -> Spec:
 
 
 class _Parser:
-    """One pass over the characters; `position` is where an error would point."""
+    """Reads the characters once. `position` is the place that an error points at."""
 
     def __init__(self, text: str) -> None:
         self.text, self.position = text, 0
@@ -133,7 +133,7 @@ class _Parser:
 
 
 def _no_array(character: str) -> str:
-    """Why a character before a bracket names no index array."""
+    """Return why a character before a bracket cannot name an index array."""
     normal = unicodedata.normalize("NFKC", character)
     if normal != character and character.isidentifier():
         return (
@@ -147,7 +147,7 @@ def _no_array(character: str) -> str:
 
 
 def _implicit_output(inputs: tuple[Term, ...], text: str) -> Term:
-    """Numpy's rule: the ellipsis, then the axes that appear exactly once, sorted."""
+    """Return the output by numpy's rule: the ellipsis, then the axes that appear exactly once, sorted."""
     counts: dict[str, int] = {}
     for term in inputs:
         for entry in term:
@@ -159,7 +159,7 @@ def _implicit_output(inputs: tuple[Term, ...], text: str) -> Term:
 
 
 def _check_letters(spec: Spec, text: str) -> None:
-    """Refuse a letter that is both an axis and an index array."""
+    """Raise an error if a letter names both an axis and an index array."""
     arrays = set(spec.arrays)
     if not arrays:
         return
@@ -175,8 +175,8 @@ def _check_letters(spec: Spec, text: str) -> None:
                     )
 
 
-def _listed(sublist: Any) -> Any:
-    """Labels in an array of integers as a list; anything else as it is, operands in the place of labels too."""
+def _label_list(sublist: Any) -> Any:
+    """Return an array of integer labels as a list, and anything else unchanged."""
     labels = isinstance(sublist, np.ndarray) and sublist.ndim == 1 and sublist.dtype.kind in "iu"
     return sublist.tolist() if labels else sublist
 
@@ -185,8 +185,8 @@ def parse_sublists(arguments: Sequence[Any]) -> tuple[Spec, tuple[Any, ...], dic
     """Parse numpy's sublist form: ``a, [0, 1], b, [1, 2], [0, 2]``.
 
     Args:
-        arguments: operands, each followed by its list of labels (hashable and sortable; `Ellipsis` allowed),
-            and optionally the output's list. A tuple, a range or a NumPy array of integers is a list too.
+        arguments: operands, each followed by its list of labels, and optionally the output's list. Labels must be
+            hashable and sortable; `Ellipsis` is allowed. A tuple, a range or a NumPy array of integers is a list too.
 
     Returns:
         The unresolved spec, the operands, and the letter of each label.
@@ -195,9 +195,10 @@ def parse_sublists(arguments: Sequence[Any]) -> tuple[Spec, tuple[Any, ...], dic
         PlannerTypeError: the arguments do not alternate, or labels cannot be sorted.
         SpecError: a list holds two ellipses.
     """
-    operands = tuple(arguments[0 : len(arguments) - len(arguments) % 2 : 2])
-    sublists = [*arguments[1::2], *arguments[len(arguments) - len(arguments) % 2 :]]
-    sublists = [_listed(x) for x in sublists]
+    paired = len(arguments) - len(arguments) % 2
+    operands = tuple(arguments[0:paired:2])
+    sublists = [*arguments[1::2], *arguments[paired:]]
+    sublists = [_label_list(sublist) for sublist in sublists]
     for number, sublist in enumerate(sublists):
         if not isinstance(sublist, (list, tuple, range)):
             raise PlannerTypeError(
@@ -224,11 +225,11 @@ def parse_sublists(arguments: Sequence[Any]) -> tuple[Spec, tuple[Any, ...], dic
 
 
 def unpack_operands(spec: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Return the operands of a call, which may be given as one list or tuple, as to `torch.einsum`.
+    """Return the operands of a call. As in `torch.einsum`, they may come as one list or tuple.
 
-    A list or tuple of numbers is no list of operands: of integers it is a shape.
+    A list or tuple of numbers is not a list of operands. A list of integers is a shape.
     """
     if len(operands) != 1 or not isinstance(spec, (str, Spec)) or not isinstance(operands[0], (list, tuple)):
         return operands
-    (given,) = operands
-    return operands if all(isinstance(n, NUMBERS) for n in given) else tuple(given)
+    (entries,) = operands
+    return operands if all(isinstance(entry, NUMBERS) for entry in entries) else tuple(entries)

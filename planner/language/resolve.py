@@ -221,7 +221,9 @@ def _check_given_sizes(
         if letter in axis_sizes and axis_sizes[letter] != size:
             raise ShapeError(f"sizes= says {size} for axis {letter!r}, but the inputs say {axis_sizes[letter]}")
         if letter not in axis_sizes and letter not in spec.arrays:
-            raise ShapeError(f"sizes= names {letter!r}, which is no axis or index array of '{shorten(str(spec))}'")
+            raise ShapeError(
+                f"sizes= names {letter!r}, which is neither an axis nor an index array of '{shorten(str(spec))}'"
+            )
         read = {
             entry.size or 0 for term in inputs for entry in term if isinstance(entry, Gather) and entry.array == letter
         }

@@ -1,8 +1,8 @@
 """The nouns of the language: `Gather`, `Spec` and the stand-in `Operand`.
 
-A *parsed* spec may hold ``"..."`` and knows no sizes. A *resolved* spec (see `planner.resolve`) has neither
-ellipsis nor size-1 broadcasting; it carries the size of every axis, and every gather carries the size of the
-dimension that it reads or adds into. All work after the parser is done on resolved specs.
+A *parsed* spec may hold ``"..."`` and has no sizes. A *resolved* spec (see `planner.resolve`) has neither ellipsis nor
+size-1 broadcasting. It holds the size of every axis, and every gather holds the size of the dimension that it reads or
+adds into. All modules after the parser work on resolved specs.
 """
 
 from __future__ import annotations
@@ -13,11 +13,21 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-__all__ = ["ELLIPSIS", "WHITESPACE", "Gather", "Operand", "Spec", "Term", "is_axis", "is_letter", "term_axes",
-           "unused_letters"]  # fmt: skip
+__all__ = [
+    "ELLIPSIS",
+    "WHITESPACE",
+    "Gather",
+    "Operand",
+    "Spec",
+    "Term",
+    "is_axis",
+    "is_letter",
+    "term_axes",
+    "unused_letters",
+]
 
 ELLIPSIS = "..."
-# What may stand between the parts of a spec. Other spaces of Unicode are axes: `opt_einsum.get_symbol` hands them out.
+# The characters that a spec ignores. Other Unicode spaces are axes, because `opt_einsum.get_symbol` returns them.
 WHITESPACE = " \t\n\r\f\v"
 _NO_AXIS = frozenset(f"{WHITESPACE}0123456789,->.[]")
 
@@ -50,15 +60,15 @@ def is_letter(character: str) -> bool:
 
 
 def is_axis(character: str) -> bool:
-    """Whether the character can name an axis: any but ASCII whitespace, ASCII digits and the grammar's own.
+    """Whether the character can name an axis: any but ASCII whitespace, ASCII digits and the grammar's own characters.
 
-    Half of a surrogate pair is no character: no file and no JSON could hold it.
+    Half of a surrogate pair is refused, because neither files nor JSON can hold it.
     """
     return len(character) == 1 and character not in _NO_AXIS and not "\ud800" <= character <= "\udfff"
 
 
 def term_axes(term: Term) -> tuple[str, ...]:
-    """Return all axes of a term, those in brackets included, each once, in order of appearance."""
+    """Return all axes of a term in order of appearance, each once. Axes in brackets count."""
     seen: dict[str, None] = {}
     for entry in term:
         for axis in entry.axes if isinstance(entry, Gather) else (entry,):
@@ -79,7 +89,7 @@ def _first_letters(count: int) -> tuple[str, ...]:
 def unused_letters(used: Iterable[str], count: int) -> tuple[str, ...]:
     """Return `count` letters that are not in `used`, latin ones first."""
     taken = set(used)
-    # Rounded up to a power of two, so that the cache serves all counts.
+    # Round up to a power of two, so that few different counts reach the cache.
     enough = 1 << (len(taken) + count).bit_length()
     return tuple(letter for letter in _first_letters(enough) if letter not in taken)[:count]
 
@@ -126,7 +136,7 @@ class Spec:
         return tuple(dict.fromkeys(gather.array for gather in self.gathers))
 
     def size(self, entry: str | Gather) -> int:
-        """Size of a dimension: of an axis, or of what a gather reads or adds into."""
+        """Return the size of an axis, or of the dimension that a gather reads or adds into."""
         if isinstance(entry, Gather):
             assert entry.size is not None, "spec is not resolved"
             return entry.size
@@ -145,7 +155,7 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operand:
-    """A stand-in for an array: all that a plan depends on, and no data.
+    """A stand-in for an array: everything that a plan depends on, without data.
 
     Example:
         >>> import planner
@@ -158,7 +168,7 @@ class Operand:
         shape: sizes of the dimensions.
         dtype: a dtype name that NumPy or the backend knows, such as ``"float32"`` or ``"bfloat16"``.
         strides: elements (not bytes) between neighbours along each dimension; None for row-major.
-        requires_grad: whether the backward program must produce this operand's gradient.
+        requires_grad: whether the backward program must compute this operand's gradient.
     """
 
     shape: tuple[int, ...]

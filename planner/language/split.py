@@ -1,9 +1,10 @@
-"""A step on several devices: what each computes of it, and what must be added up between them.
+"""A step on several devices: the part that each device computes, and the sums between devices.
 
-Devices stand in a mesh with named axes. An *entry* of a spec (an axis, or what a gather reads or adds into) that is
-split over axes of the mesh is shorter on each device, and so is every dimension that has it: the step there is the same
-einsum of shorter operands. Of a split pool each device holds a slice, and rows whose index lies outside of it are
-dropped. Where a result lacks a split entry, what a device computes is its part of a sum.
+Devices form a mesh with named axes. An *entry* of a spec is an axis, or the pool that a gather reads or adds into. If
+an entry is split over axes of the mesh, it is shorter on each device, and so are all dimensions with this entry. So
+each device computes the same einsum of shorter operands. If a pool is split, each device holds a slice of it, and
+drops rows whose index lies outside of its slice. If a result lacks a split entry, each device computes one part of a
+sum.
 """
 
 from __future__ import annotations
@@ -29,42 +30,52 @@ __all__ = [
 ]
 
 Entry = str | Gather
-# For each dimension of an array the axes of the mesh that it is split over, the major one first.
+# For each dimension of an array, the axes of the mesh that it is split over, the major one first.
 Placement = tuple[tuple[str, ...], ...]
-# For each entry that is split the axes of the mesh.
+# For each entry that is split, the axes of the mesh that it is split over.
 Split = Mapping[Entry, tuple[str, ...]]
 
 
 def splittable(spec: Spec) -> tuple[Entry, ...]:
-    """Return the entries that can be split: of two or more elements, and but once in every term and bracket.
+    """Return the entries that can be split.
 
-    Nor a pool that one index array reads in the same brackets as a pool of another size, for the two could get one
-    name; nor the axes of an index array that is read in two brackets.
+    Such an entry has at least two elements and appears at most once in each term and bracket. Two more cases cannot be
+    split: the axes of an index array that is used with two different brackets; and a pool whose index array reads a
+    pool of another size with the same bracket, because splitting could make the two sizes equal.
     """
-    entries = dict.fromkeys(e for term in spec.terms for e in (*term, *term_axes(term)))
+    entries: dict[Entry, None] = {}
+    for term in spec.terms:
+        entries.update(dict.fromkeys((*term, *term_axes(term))))
     brackets = [gather.axes for gather in spec.gathers]
-    names = [(gather.array, gather.axes) for gather in spec.gathers]
-    unlike = {axis for array, axes in names for axis in axes if any(array == a and axes != b for a, b in names)}
+    uses = [(gather.array, gather.axes) for gather in spec.gathers]
+    in_unlike_brackets: set[Entry] = set()
+    for array, axes in uses:
+        if any(array == other and axes != other_axes for other, other_axes in uses):
+            in_unlike_brackets.update(axes)
 
-    def once(entry: Entry) -> bool:
-        if entry in unlike or (isinstance(entry, Gather) and names.count((entry.array, entry.axes)) > 1):
+    def can_be_split(entry: Entry) -> bool:
+        if spec.size(entry) <= 1 or entry in in_unlike_brackets:
+            return False
+        if isinstance(entry, Gather) and uses.count((entry.array, entry.axes)) > 1:
             return False
         return all(places.count(entry) <= 1 for places in (*spec.terms, *brackets))
 
-    return tuple(entry for entry in entries if spec.size(entry) > 1 and once(entry))
+    return tuple(entry for entry in entries if can_be_split(entry))
 
 
 def choose_splits(
     spec: Spec, arrays: Sequence[tuple[Term, Placement]], before: Split = MappingProxyType({})
 ) -> dict[Entry, tuple[str, ...]]:
-    """Return what a step splits over which axes of the mesh: what its arrays are split over, the largest array's first.
+    """Return the entries that a step splits, each with its axes of the mesh.
 
-    An axis of the mesh splits one entry only, so of arrays that disagree the smaller one moves.
+    A step splits the entries that its arrays are split over; the largest array decides first. An axis of the mesh
+    splits only one entry. So if two arrays disagree, the smaller one moves.
 
     Args:
-        spec: the step's.
-        arrays: terms, or brackets, of its operands and index arrays, or of its results, and how these are placed.
-        before: what is split already.
+        spec: the step's spec.
+        arrays: the terms or brackets of the step's operands and index arrays, or of its results, each with the
+            placement of the array.
+        before: the entries that are split already.
     """
     allowed, split = set(splittable(spec)), dict(before)
     used = {name for names in split.values() for name in names}
@@ -77,18 +88,18 @@ def choose_splits(
 
 
 def local_gather(gather: Gather, parts: Mapping[Entry, int]) -> Gather:
-    """Return a gather of one device's slice of the pool."""
+    """Return the gather from one device's slice of the pool."""
     assert gather.size is not None
     return dataclasses.replace(gather, size=-(-gather.size // parts.get(gather, 1)))
 
 
 def local_term(term: Term, parts: Mapping[Entry, int]) -> Term:
-    """Return a term with gathers of one device's slices."""
+    """Return a term whose gathers read one device's slices."""
     return tuple(local_gather(e, parts) if isinstance(e, Gather) else e for e in term)
 
 
 def local_spec(spec: Spec, parts: Mapping[Entry, int]) -> Spec:
-    """Return what one device computes, of slices rounded up where an entry is not a multiple of its parts.
+    """Return the spec that one device computes. If a size is not a multiple of the number of parts, it is rounded up.
 
     Example:
         >>> import planner
@@ -98,17 +109,17 @@ def local_spec(spec: Spec, parts: Mapping[Entry, int]) -> Spec:
 
     Args:
         spec: a resolved spec.
-        parts: into how many parts entries are split.
+        parts: for each entry that is split, the number of parts.
     """
     sizes = tuple((axis, -(-size // parts.get(axis, 1))) for axis, size in spec.sizes)
     return Spec(tuple(local_term(term, parts) for term in spec.inputs), local_term(spec.output, parts), sizes)
 
 
 def axes_to_add_over(term: Term, split: Split) -> tuple[str, ...]:
-    """Return the axes of the mesh over which parts of a result with this term are to be added up."""
+    """Return the axes of the mesh over which the parts of a result with this term must be added up."""
     return tuple(name for entry, names in split.items() if entry not in term for name in names)
 
 
 def letter_of(entry: Entry) -> str:
-    """Return the letter by which users name an entry: of a pool that of its index array."""
+    """Return the letter that users name an entry by. A pool is named by its index array."""
     return entry.array if isinstance(entry, Gather) else entry

@@ -12,15 +12,15 @@ from planner.language.errors import PlannerError
 
 __all__ = ["bytes_text", "count_text", "parse_bytes", "seconds_text"]
 
-_UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-          "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
+_DECIMAL_UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {**_DECIMAL_UNITS, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def parse_bytes(limit: Any, name: str) -> int | None:
     """Read a limit: bytes as an int, or a string such as ``"2 GiB"``.
 
     Raises:
-        PlannerError: it is neither.
+        PlannerError: the limit is neither.
     """
     if limit is None:
         return None
@@ -28,10 +28,10 @@ def parse_bytes(limit: Any, name: str) -> int | None:
         if not isinstance(limit, bool) and operator.index(limit) >= 0:
             return operator.index(limit)
     if isinstance(limit, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", limit)
-        if found and found[2] in _UNITS and len(found[1]) < 40:
-            return int(Fraction(found[1]) * _UNITS[found[2]])
-    raise PlannerError(f"{name}={limit!r:.80} is no number of bytes: give an int or a string such as '2 GiB'")
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", limit)
+        if match and match[2] in _UNITS and len(match[1]) < 40:
+            return int(Fraction(match[1]) * _UNITS[match[2]])
+    raise PlannerError(f"{name}={limit!r:.80} is not a number of bytes: give an int or a string such as '2 GiB'")
 
 
 def count_text(count: float) -> str:

@@ -1,8 +1,8 @@
-"""What backends ask of the rooms above them.
+"""The functions of the planner that backends call.
 
-Running a plan can need a new plan: for an output gradient with other strides, for the derivative of a derivative, for a
-call that torch's compiler records. Backends do not import what plans. `planner` enters its functions here when it is
-imported, and backends find them here.
+Running a plan can need a new plan: for an output gradient with other strides, for the derivative of a derivative, or
+for a call that torch's compiler records. But backends must not import the modules that make plans. So `planner` enters
+its functions here when it is imported, and backends find them here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Callbacks:
     Attributes:
         contract: `planner.contract`.
         make_plan: chooses the plan of a contraction.
-        plan_and_run: the first call of its kind: it takes a `Request`, operands and index arrays.
+        plan_and_run: plans and runs the first call of its kind; takes a `Request`, operands and index arrays.
         run_plan: runs a plan on operands and index arrays.
         group: `planner.group`.
     """
@@ -39,9 +39,9 @@ class Callbacks:
 _ENTERED: list[Callbacks] = []
 
 
-def enter(given: Callbacks) -> None:
-    """Make these the functions that backends call."""
-    _ENTERED[:] = [given]
+def enter(functions: Callbacks) -> None:
+    """Enter the functions that backends call."""
+    _ENTERED[:] = [functions]
 
 
 def callbacks() -> Callbacks:

@@ -1,4 +1,4 @@
-"""Which framework an array belongs to, and the backend that runs it. Never imports an unused framework."""
+"""Finds the framework of an array, and loads the backend for it. It never imports a framework that is not in use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from planner.program.implementations import Backend
 __all__ = ["HOW_GIVEN", "framework_of", "load_backend", "operands_framework"]
 
 BACKENDS = ("torch", "jax", "numpy")
-# What errors say of a list among the operands.
+# Errors about a list among the operands say this.
 HOW_GIVEN = "give the operands one by one, or all of them in one list or tuple"
 
 
@@ -38,7 +38,7 @@ _FRAMEWORKS: dict[type, str | None] = {}
 
 
 def framework_of(array: Any) -> str | None:
-    """Return "torch", "jax" or "numpy" for an array of that framework, else None."""
+    """Return the name of an array's framework: "torch", "jax" or "numpy"; None for anything else."""
     kind = type(array)
     if kind not in _FRAMEWORKS:
         _FRAMEWORKS[kind] = _find_framework(array)
@@ -63,23 +63,22 @@ def operands_framework(operands: Sequence[Any], indices: Mapping[str, Any]) -> s
     """Return the one framework of all operands and index arrays.
 
     Raises:
-        PlannerError: something is no array, or frameworks are mixed; the message names it.
+        PlannerError: an argument is not an array, or frameworks are mixed. The message names the argument.
     """
     if not operands:
         raise PlannerError("no operands were given")
+    labelled = [(f"operand {number}", operand) for number, operand in enumerate(operands)]
+    labelled += [(f"index array {name!r}", index) for name, index in indices.items()]
     first: str | None = None
-    for label, array in (
-        *((f"operand {number}", operand) for number, operand in enumerate(operands)),
-        *((f"index array {name!r}", index) for name, index in indices.items()),
-    ):
-        found = framework_of(array)
-        if found is None:
+    for label, array in labelled:
+        framework = framework_of(array)
+        if framework is None:
             hint = f"; {HOW_GIVEN}" if isinstance(array, (list, tuple)) else ""
             raise PlannerTypeError(
                 f"{label} is a {type(array).__name__}, not an array of torch, jax or numpy: convert it first{hint}"
             )
-        if first is not None and found != first:
-            raise PlannerError(f"{label} is a {found} array, but operand 0 is of {first}: convert one of them")
-        first = first or found
+        if first is not None and framework != first:
+            raise PlannerError(f"{label} is a {framework} array, but operand 0 is of {first}: convert one of them")
+        first = first or framework
     assert first is not None
     return first

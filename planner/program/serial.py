@@ -1,4 +1,4 @@
-"""Plans as JSON: dataclasses by name, tuples as lists, infinite rates as null; nothing but data is ever read back."""
+"""Plans as JSON: dataclasses by name, tuples as lists, infinite rates as null. Reading one never runs code."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ VERSION = 1
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Forgotten:
-    """A function among the options of a plan that was read back: its name, which cannot plan again."""
+    """Stands for a function among the options of a plan that was read from JSON. Only the function's name is known."""
 
     name: str
 
     def __call__(self, *arguments: object, **named: object) -> NoReturn:
-        """Refuse to stand for the function."""
+        """Refuse the call, because the function is not known."""
         raise PlannerError(
             f"this plan was read from JSON, which holds the name of {self.name!r} only: plan anew with the function"
         )
@@ -40,14 +40,29 @@ class Forgotten:
         return f"<{self.name}, not in JSON>"
 
 
-# The names in the JSON stay what they are, whatever the classes are called.
+# The names in the JSON never change, even if a class is renamed.
 _CLASSES = {
-    "Choice": PricedImplementation, "Cost": Cost, "Device": Device, "Forgotten": Forgotten, "Gather": Gather,
+    "Choice": PricedImplementation,
+    "Cost": Cost,
+    "Device": Device,
+    "Forgotten": Forgotten,
+    "Gather": Gather,
     "Layout": Layout,
-    "Leaf": Leaf, "Loop": Loop, "Node": Node, "Operand": Operand, "Options": Options, "Plan": PlanRecord,
-    "PlanCost": PlanCost, "Program": Program, "Programs": Programs, "Resolved": Resolved, "Spec": Spec, "Step": Step,
-    "StepCost": StepCost, "Variable": Variable,
-}  # fmt: skip
+    "Leaf": Leaf,
+    "Loop": Loop,
+    "Node": Node,
+    "Operand": Operand,
+    "Options": Options,
+    "Plan": PlanRecord,
+    "PlanCost": PlanCost,
+    "Program": Program,
+    "Programs": Programs,
+    "Resolved": Resolved,
+    "Spec": Spec,
+    "Step": Step,
+    "StepCost": StepCost,
+    "Variable": Variable,
+}
 _NAMES = {kind: name for name, kind in _CLASSES.items()}
 
 
@@ -60,18 +75,18 @@ def plan_from_json(text: str) -> PlanRecord:
     """Read what `plan_to_json` wrote.
 
     Raises:
-        PlannerError: the text is no such plan.
+        PlannerError: the text is not such a plan.
     """
 
     def refuse(name: str) -> NoReturn:
-        raise ValueError(f"{name} is no JSON")
+        raise ValueError(f"{name} is not JSON")
 
     try:
         plan = decode(json.loads(text, parse_constant=refuse))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise PlannerError(f"this is no plan written by to_json: {error}") from None
+        raise PlannerError(f"this is not a plan written by to_json: {error}") from None
     if not isinstance(plan, PlanRecord):
-        raise PlannerError(f"this is no plan written by to_json, but a {type(plan).__name__}")
+        raise PlannerError(f"this is not a plan written by to_json, but a {type(plan).__name__}")
     parts: dict[str, Any] = {
         "resolved": Resolved,
         "index_shapes": tuple,
@@ -85,12 +100,12 @@ def plan_from_json(text: str) -> PlanRecord:
     }
     for name, kind in parts.items():
         if not isinstance(getattr(plan, name), kind):
-            raise PlannerError(f"this is no plan written by to_json: {name!r} is damaged")
+            raise PlannerError(f"this is not a plan written by to_json: {name!r} is damaged")
     return plan
 
 
 def encode(value: Any) -> Any:
-    """Turn a plan, or a part of one, into JSON's own types."""
+    """Turn a plan, or a part of one, into the types that JSON has."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -117,7 +132,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Turn what `encode` made back into objects."""
+    """Turn the output of `encode` back into objects."""
     if isinstance(value, list):
         return tuple(decode(entry) for entry in value)
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The plans that were not taken, and what each loses by."""
+"""The plans that were not chosen, and why each loses."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["Alternative", "alternatives"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Alternative(Generic[AnyPlan]):
-    """A plan that was considered and not taken.
+    """A plan that was considered and not chosen.
 
     Attributes:
-        plan: the plan, as runnable as the chosen one.
-        origin: where it comes from.
-        loses: why it was not taken, in figures.
+        plan: the plan. It can be run like the chosen one.
+        origin: the search that found it.
+        loses: why it was not chosen, in figures.
     """
 
     plan: AnyPlan
@@ -42,29 +42,35 @@ class Alternative(Generic[AnyPlan]):
 
 
 def alternatives(plan: AnyPlan, most: int) -> tuple[Alternative[AnyPlan], ...]:
-    """Return the best other plans: other objectives, other keep settings, other paths, the naive way."""
+    """Return the best other plans: for other objectives, what is kept, other paths, and the naive plan.
+
+    Args:
+        plan: the chosen plan.
+        most: how many other plans to return at most.
+    """
     space = SearchSpace(plan.contraction)
     seen = {_signature(plan.programs)}
     key = plan_key(plan.options.minimize)
-    key(plan.cost)  # a function that is not there any more shows here
-    found: list[tuple[Any, AnyPlan, str]] = []
+    key(plan.cost)  # raises an error now if `minimize` was a function that was not read back from JSON
+    others: list[tuple[Any, AnyPlan, str]] = []
 
     def consider(make: Callable[[], tuple[SearchResult | None, Lowerer]], origin: str, bare: bool = False) -> None:
         try:
-            known, lower = make()
+            result, lower = make()
         except SearchLimitError:
             return
-        if known is None:
+        if result is None:
             return
-        tree = keep_values(known.tree, False) if bare else known.tree
-        origin += ", keeps only the inputs" * bare
+        tree = keep_values(result.tree, False) if bare else result.tree
+        if bare:
+            origin += ", keeps only the inputs"
         programs = space.programs(tree, lower)
         if _signature(programs) not in seen:
             seen.add(_signature(programs))
             other = dataclasses.replace(
                 plan, tree=tree, programs=programs, proven=False, origin=origin, loop=None, compiled_bytes=None
             )
-            found.append((key(programs.cost), other, origin))
+            others.append((key(programs.cost), other, origin))
 
     exact = space.exact_work() <= MOST_TRIED * AUTO_WORK
     for bare in (False, True) if any(space.requires) else (False,):
@@ -75,8 +81,8 @@ def alternatives(plan: AnyPlan, most: int) -> tuple[Alternative[AnyPlan], ...]:
             path = left_to_right(len(plan.operands)) if name == "left to right" else space.path(name)
             consider(partial(space.search, "time", PATH_WORK, path), f"{name} path", bare)
     consider(lambda: space.search("flops", PATH_WORK, space.path("auto"), naive=True), "naive: takes first")
-    found.sort(key=lambda entry: entry[0])
-    return tuple(Alternative(p, origin, _why(plan, p)) for _, p, origin in found[:most])
+    others.sort(key=lambda entry: entry[0])
+    return tuple(Alternative(other, origin, _why(plan, other)) for _, other, origin in others[:most])
 
 
 def _signature(programs: Programs) -> tuple[Any, ...]:
@@ -85,7 +91,7 @@ def _signature(programs: Programs) -> tuple[Any, ...]:
 
 
 def _why(plan: PlanRecord, other: PlanRecord) -> str:
-    """What rules another plan out, then figures by which it is worse, and better, than the chosen one."""
+    """Return what rules another plan out, then by which figures it is worse or better than the chosen one."""
     options = plan.options
     parts = []
     if options.memory_limit is not None and other.cost.peak_bytes > options.memory_limit:
@@ -93,9 +99,9 @@ def _why(plan: PlanRecord, other: PlanRecord) -> str:
     if options.retain_limit is not None and other.cost.retained_bytes > options.retain_limit:
         parts.append("over the retain limit")
     if options.optimize not in SEARCHES:
-        # What an optimizer's path was, the plan knows; asked again, it may answer otherwise.
-        given = options.optimize if isinstance(options.optimize, tuple) else plan.path
-        if not joined_by(given, len(plan.operands)) <= joined_by(other.path, len(plan.operands)):
+        # The plan knows the path that an optimizer returned. Asked again, it might return another one.
+        asked = options.optimize if isinstance(options.optimize, tuple) else plan.path
+        if not joined_by(asked, len(plan.operands)) <= joined_by(other.path, len(plan.operands)):
             parts.append("another path than the given one")
     key = plan_key(options.minimize)
     if not parts and key(other.cost)[0] < key(plan.cost)[0]:

@@ -1,4 +1,4 @@
-"""From a contraction to its plan: run the searches, compare what they found, take the best within the limits."""
+"""Chooses the plan of a contraction: runs the searches, compares their results, takes the best within the limits."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def make_plan(contraction: Contraction) -> PlanRecord:
     """Choose the plan of a contraction.
 
     Raises:
-        PlannerLimitError: no plan that was found satisfies the limits.
-        SearchLimitError: the problem is beyond any search.
+        PlannerLimitError: no plan that was found is within the limits.
+        SearchLimitError: the problem is too large for any search.
         PlannerError: an option is unknown.
     """
     check_objective(contraction.options.minimize)
@@ -34,16 +34,23 @@ def make_plan(contraction: Contraction) -> PlanRecord:
     except KeyboardInterrupt:
         best = dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}")
     return PlanRecord.of_contraction(
-        contraction, tree=best.tree, programs=best.programs, naive_cost=space.naive().cost, proven=best.proven,
-        origin=best.origin, loop=best.loop,
-    )  # fmt: skip
+        contraction,
+        tree=best.tree,
+        programs=best.programs,
+        naive_cost=space.naive().cost,
+        proven=best.proven,
+        origin=best.origin,
+        loop=best.loop,
+    )
 
 
 def _best(space: SearchSpace) -> Candidate:
     """Return the best candidate within the limits.
 
-    Without a limit, and where no limit binds, the objective's own search decides. Else what is kept is chosen together
-    with the tree, under the limits; where that finds nothing, the least peak within the retain limit may do.
+    First the search for the objective runs without limits. If its result is within the limits, it is the best.
+    Otherwise a search under the limits chooses what is kept together with the tree. If that finds nothing, the searches
+    for the least retained bytes and the least peak may still find a plan within the limits. Loops over slices come
+    last.
 
     Raises:
         PlannerLimitError: no candidate is within the limits.
@@ -56,7 +63,7 @@ def _best(space: SearchSpace) -> Candidate:
     interrupted = False
 
     def consider(more: Iterable[Candidate]) -> None:
-        """Collect candidates until Ctrl-C; then no further search is begun."""
+        """Collect candidates until Ctrl-C. After it, start no further search."""
         nonlocal interrupted
         if interrupted:
             return
@@ -67,7 +74,8 @@ def _best(space: SearchSpace) -> Candidate:
         except KeyboardInterrupt:
             interrupted = True
 
-    def least() -> Candidate | None:
+    def best_allowed() -> Candidate | None:
+        """Return the best candidate within the limits."""
         allowed = [c for c in candidates if keeps_within(c.cost, limits)]
         best = min(allowed, key=lambda c: key(c.cost), default=None)
         if best is not None and limits == NO_LIMITS and options.minimize == "time":
@@ -82,39 +90,42 @@ def _best(space: SearchSpace) -> Candidate:
     if best is None or not keeps_within(best.cost, limits):
         for objective in objectives:
             consider(_candidates(space, objective, limits))
-        allowed = least()
-        if allowed is None or not allowed.proven:
-            # Steps with less scratch, or a search that is not over all trees, may do what the objective's own did not.
-            for objective, held in (("retained", NO_LIMITS), ("peak", Limits(None, options.retain_limit))):
-                lean = _candidates(space, objective, held)
+        within_limits = best_allowed()
+        if within_limits is None or not within_limits.proven:
+            # Searches for other objectives may find what this one missed: they choose steps with less scratch, and
+            # they may search other trees where not all can be searched.
+            for objective, search_limits in (("retained", NO_LIMITS), ("peak", Limits(None, options.retain_limit))):
+                lean = _candidates(space, objective, search_limits)
                 consider(quicken_steps(space, candidate) for candidate in lean)
     if candidates:
         consider(loop_candidates(space, tuple(candidates)))
-    allowed = least()
-    if allowed is None:
+    chosen = best_allowed()
+    if chosen is None:
         raise KeyboardInterrupt if interrupted else _limit_error(candidates, limits)
-    return allowed
+    return chosen
 
 
 def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) -> Iterator[Candidate]:
-    for found, lower, origin in run_searches(space, space.options.optimize, objective, limits):
-        programs = space.programs(found.tree, lower)
-        proven = found.exact and origin == "exact" and objective == space.options.minimize and programs.row_major
-        how = f"{origin}, {objective}"
-        yield Candidate(programs, found.tree, lower, proven, how, interrupted=found.interrupted)
+    """Yield the result of each search for an objective, and the same tree with nothing kept but the inputs."""
+    for result, lower, search_name in run_searches(space, space.options.optimize, objective, limits):
+        programs = space.programs(result.tree, lower)
+        exact = result.exact and search_name == "exact"
+        proven = exact and objective == space.options.minimize and programs.row_major
+        origin = f"{search_name}, {objective}"
+        yield Candidate(programs, result.tree, lower, proven, origin, interrupted=result.interrupted)
         if any(space.requires) and not (limits == NO_LIMITS and proven):
-            bare = keep_values(found.tree, False)
-            yield Candidate(space.programs(bare, lower), bare, lower, False, how)
+            bare = keep_values(result.tree, False)
+            yield Candidate(space.programs(bare, lower), bare, lower, False, origin)
 
 
 def _limit_error(candidates: Sequence[Candidate], limits: Limits) -> PlannerLimitError:
-    """Name limits that succeed: one of them raised and the other held where that is possible, else both."""
+    """Return an error that names limits that succeed. If possible one limit stays as it is, and the other is raised."""
     memory, retain = limits
     costs = [candidate.cost for candidate in candidates]
-    least_peak = min((c for c in costs if retain is None or c.retained_bytes <= retain),
-                     key=lambda c: c.peak_bytes, default=None)  # fmt: skip
-    least_retained = min((c for c in costs if memory is None or c.peak_bytes <= memory),
-                         key=lambda c: c.retained_bytes, default=None)  # fmt: skip
+    within_retain = [cost for cost in costs if retain is None or cost.retained_bytes <= retain]
+    within_memory = [cost for cost in costs if memory is None or cost.peak_bytes <= memory]
+    least_peak = min(within_retain, key=lambda cost: cost.peak_bytes, default=None)
+    least_retained = min(within_memory, key=lambda cost: cost.retained_bytes, default=None)
     enough = Limits(memory, retain)
     if memory is not None and least_peak is not None:
         enough = enough._replace(memory=least_peak.peak_bytes)

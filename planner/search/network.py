@@ -1,17 +1,18 @@
 """A resolved spec as a network in which each index array is a one-hot factor, and the legal steps on it.
 
-Each distinct gather ``q[n]`` of size M is a factor E[n, m] = 1 where q[n] = m, with a *pool axis* m of its own.
-Two uses of one gather share E, since E[n, m] E[n, m'] = E[n, m] where m = m', else 0. So E may be used in one place,
-after the operands that hold m were joined on m, or in several, on each operand before they meet.
+Each distinct gather ``q[n]`` of size M is a factor E with a *pool axis* m of its own: E[n, m] is 1 where q[n] = m, else
+0. Applying the same index twice changes nothing: E[n, m] E[n, m'] is E[n, m] where m = m', else 0. So all uses of a
+gather share one E. It can be applied once, after the operands that have m were multiplied, or to each operand before
+they are multiplied.
 
-A value in the search is a set of operands, multiplied and summed as far as the outside allows, and for each E
-a *status*:
+A value of the search is a product of a set of operands. Each axis that no other operand and not the result needs is
+summed. Each factor E has a *status* in the value:
 
-    POOL     E is not used yet; the value still has the pool axis m (if any of its operands has it)
-    ROWS     E was used as a take: m is replaced by the row axes
-    SCATTER  E was used as a segment sum: the row axes are summed (unless others need them) and m is there
+    POOL     E is not applied yet. The value still has the pool axis m if any of its operands has it.
+    ROWS     E was applied as a take: the row axes stand in place of m.
+    SCATTER  E was applied as a segment sum: the value has m, and the row axes are summed unless others need them.
 
-Axes are bits of an integer, sets of operands likewise.
+Sets of axes and sets of operands are the bits of an integer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from planner.language.spec import Gather, Spec, Term, unused_letters
+from planner.language.spec import Gather, Spec, Term, term_axes, unused_letters
 
 __all__ = ["POOL", "ROWS", "SCATTER", "Network", "Status", "Value"]
 
@@ -37,7 +38,7 @@ class Value:
 
 
 def _targets(options: list[tuple[int, ...]], few: bool) -> Iterator[Status]:
-    """Statuses to try: every combination, or only one factor at a time and all of them at once."""
+    """Yield the statuses to try: every combination; or if `few`, changes of one factor, and of all factors at once."""
     if not few:
         yield from itertools.product(*options)
         return
@@ -52,7 +53,7 @@ def _targets(options: list[tuple[int, ...]], few: bool) -> Iterator[Status]:
 
 
 def bits(mask: int) -> Iterator[int]:
-    """Numbers of the set bits, ascending."""
+    """Yield the numbers of the bits that are set, in ascending order."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -64,8 +65,8 @@ class Network:
 
     Args:
         spec: a resolved spec.
-        few: leave most combinations of statuses out, for specs with many index arrays: then a step changes one factor's
-            status, or all.
+        few: whether to leave out most combinations of statuses, for specs with many index arrays. Then a step changes
+            the status of one factor, or of all.
 
     Attributes:
         spec: the spec, with the sizes of the pool axes added.
@@ -84,7 +85,7 @@ class Network:
         self.gathers = gathers
         self.leaves = tuple(tuple(pools[e] if isinstance(e, Gather) else e for e in t) for t in spec.inputs)
         self.result = tuple(pools[e] if isinstance(e, Gather) else e for e in spec.output)
-        # Output axes first: intermediates then tend to have the result's layout.
+        # The output's axes come first, so that intermediates tend to have the result's layout.
         order = dict.fromkeys(self.result)
         for term in self.leaves:
             order.update(dict.fromkeys(term))
@@ -103,65 +104,65 @@ class Network:
         self.final: Status = tuple(SCATTER if pool & self.result_mask else ROWS for pool in self.pools)
 
     def mask(self, term: Term | str) -> int:
-        """Bit set of a term's axes."""
+        """Return the bit set of a term's axes."""
         mask = 0
         for axis in term:
             mask |= self._bit[axis]  # type: ignore[index]
         return mask
 
     def term(self, mask: int) -> tuple[str, ...]:
-        """Axes of a bit set in the network's order."""
+        """Return the axes of a bit set, in the network's order."""
         return tuple(self.axes[i] for i in bits(mask))
 
     def elements(self, mask: int) -> int:
-        """Product of the sizes of a bit set of axes."""
+        """Return the product of the sizes of the axes in a bit set."""
         product = 1
         for i in bits(mask):
             product *= self.sizes[self.axes[i]]
         return product
 
     def union(self, operands: int) -> int:
-        """Axes of a set of operands, in pool form."""
-        known = self._union_cache.get(operands)
-        if known is None:
+        """Return the axes of a set of operands, with pool axes in place of gathers."""
+        axes = self._union_cache.get(operands)
+        if axes is None:
             low = operands & -operands
-            known = self.union(operands ^ low) | self._leaf_masks[low.bit_length() - 1]
-            self._union_cache[operands] = known
-        return known
+            axes = self.union(operands ^ low) | self._leaf_masks[low.bit_length() - 1]
+            self._union_cache[operands] = axes
+        return axes
 
     def value_axes(self, value: Value) -> int:
-        """Axes that a value has: its operands' and factors', less what is summed already."""
+        """Return the axes of a value: those of its operands and factors, without the ones that are summed already."""
         key = (value.operands, value.status)
-        known = self._axes_cache.get(key)
-        if known is not None:
-            return known
-        here = self.union(value.operands)
+        cached = self._axes_cache.get(key)
+        if cached is not None:
+            return cached
+        axes = self.union(value.operands)
         needed = self.union(self.everything ^ value.operands) | self.result_mask
         outside = needed
         for status, pool, rows in zip(value.status, self.pools, self.rows, strict=True):
             if status == POOL:
                 needed |= rows | pool
             elif status == ROWS:
-                here = here & ~pool | rows
-                if pool & outside:  # the factor will be used again, on the others or on the result
+                axes = axes & ~pool | rows
+                if pool & outside:  # the factor will be applied again, to the others or to the result
                     needed |= rows
             else:
-                here |= pool | rows  # the factor brings its row axes where others need them
-        known = here & needed
-        self._axes_cache[key] = known
-        return known
+                axes |= pool | rows  # the factor brings its row axes if others need them
+        axes &= needed
+        self._axes_cache[key] = axes
+        return axes
 
     # -- legal steps ---------------------------------------------------------------------------------
 
     def closable(self, operands: int, factor: int, status: Status) -> bool:
-        """Whether a factor may become a segment sum on this set of operands."""
+        """Whether a factor may be applied as a segment sum to the value of this set of operands."""
         rows = self.rows[factor]
         outside = self.union(self.everything ^ operands) | self.result_mask
         if not self._open(operands, factor):
             return False
         if operands == self.everything:
             return True
-        # Else it must sum over some row axis: [rows, m] with all rows kept would only blow up.
+        # The segment sum must sum over some row axis. If all rows stayed, the value would only grow.
         others = outside
         for f, (state, r, p) in enumerate(zip(status, self.rows, self.pools, strict=True)):
             if f != factor and (state == POOL or (state == ROWS and p & outside)):
@@ -169,7 +170,7 @@ class Network:
         return bool(rows & ~others)
 
     def advances(self, value: Value) -> Iterator[Status]:
-        """Statuses that a unary step can reach from a value."""
+        """Yield the statuses that a unary step can reach from a value."""
         axes = self.value_axes(value)
         options: list[tuple[int, ...]] = []
         for f, status in enumerate(value.status):
@@ -185,21 +186,22 @@ class Network:
                 yield after
 
     def _alone(self, factor: int) -> bool:
-        """Whether no operand has any axis of the factor, so that the result must bring it in."""
+        """Whether no operand has any axis of the factor. Then only the result has its axes."""
         return not self.union(self.everything) & (self.pools[factor] | self.rows[factor])
 
     def _open(self, operands: int, factor: int) -> bool:
-        """Whether the outside of a set of operands has a factor's pool axis."""
+        """Whether another operand, or the result, has the pool axis of a factor."""
         return bool(self.pools[factor] & (self.union(self.everything ^ operands) | self.result_mask))
 
     def _closing_legal(self, operands: int, before: Status, after: Status) -> bool:
+        """Whether all factors that become segment sums may do so."""
         return all(
             b == a or a != SCATTER or self.closable(operands, f, after)
             for f, (b, a) in enumerate(zip(before, after, strict=True))
         )
 
     def merges(self, a: Value, b: Value) -> Iterator[Status]:
-        """Statuses that the product of two values can have."""
+        """Yield the statuses that the product of two values can have."""
         axes_a, axes_b = self.value_axes(a), self.value_axes(b)
         operands = a.operands | b.operands
         options: list[tuple[int, ...]] = []
@@ -226,23 +228,29 @@ class Network:
     # -- the spec of a step --------------------------------------------------------------------------
 
     def input_term(self, value: Value, after: Status, fixed: tuple[str, ...] | None = None) -> Term:
-        """Term of a value as the input of a step that leads to `after`: pool axes that are taken become gathers."""
+        """Return the term of a value as an input of a step.
+
+        Args:
+            value: the value.
+            after: the status that the step leads to. Pool axes that it takes become gathers.
+            fixed: the value's own axis order; None for the network's.
+        """
         taken = {
             self.axes[pool.bit_length() - 1]: gather
             for pool, gather, old, new in zip(self.pools, self.gathers, value.status, after, strict=True)
             if old == POOL and new != POOL
         }
         term = self.term(self.value_axes(value)) if fixed is None else fixed
-        # A merge with a segment-summed value (SCATTER with POOL) joins on the pool axis, it does not take.
+        # A product with a value that is segment-summed (SCATTER with POOL) joins on the pool axis: it takes nothing.
         return tuple(taken.get(axis, axis) for axis in term)
 
     def step_spec(self, inputs: tuple[tuple[Value, tuple[str, ...] | None], ...], result: Value) -> Spec:
-        """Spec of the step from one or two values to another; a value may come with its own axis order."""
+        """Return the spec of the step from one or two values to another. A value may come with its own axis order."""
         after = list(result.status)
         joined = tuple(max(s) for s in zip(*(value.status for value, _ in inputs), strict=True))
         for f, (before, new) in enumerate(zip(joined, result.status, strict=True)):
             if before == SCATTER == new:
-                after[f] = POOL  # summed before: the others meet it on the pool axis
+                after[f] = POOL  # it was applied before: the other value joins on the pool axis
         terms = tuple(self.input_term(value, tuple(after), fixed) for value, fixed in inputs)
         scattered = {
             self.axes[pool.bit_length() - 1]: gather
@@ -257,6 +265,6 @@ class Network:
         return self.restricted(Spec(terms, output))
 
     def restricted(self, spec: Spec) -> Spec:
-        """Give a step's spec the sizes of its own axes."""
-        named = {axis for term in spec.terms for e in term for axis in (e.axes if isinstance(e, Gather) else e)}
-        return dataclasses.replace(spec, sizes=tuple(sorted((axis, self.sizes[axis]) for axis in named)))
+        """Return the spec of a step with the sizes of its own axes only."""
+        axes = {axis for term in spec.terms for axis in term_axes(term)}
+        return dataclasses.replace(spec, sizes=tuple(sorted((axis, self.sizes[axis]) for axis in axes)))

@@ -1,4 +1,4 @@
-"""Paths from outside: opt_einsum's names and optimizers, explicit paths, and the splits they allow."""
+"""Paths from outside: opt_einsum's names and optimizers, explicit paths, and the splits that a path allows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import opt_einsum
 
 from planner.language.errors import PlannerError
+from planner.language.spec import term_axes
 from planner.search.dynamic import Splits, all_splits
 from planner.search.network import Network, bits
 
@@ -17,9 +18,20 @@ __all__ = ["PATH_NAMES", "external_path", "is_path_name", "splits_of"]
 Path = tuple[tuple[int, ...], ...]
 
 
-# Names of opt_einsum's path algorithms; those that were registered with it are taken too.
-PATH_NAMES = ("auto-hq", "branch-1", "branch-2", "branch-all", "dp", "dynamic-programming", "eager", "greedy",
-              "opportunistic", "random-greedy", "random-greedy-128")  # fmt: skip
+# The names of opt_einsum's path algorithms. Names that users registered with opt_einsum work too.
+PATH_NAMES = (
+    "auto-hq",
+    "branch-1",
+    "branch-2",
+    "branch-all",
+    "dp",
+    "dynamic-programming",
+    "eager",
+    "greedy",
+    "opportunistic",
+    "random-greedy",
+    "random-greedy-128",
+)
 
 
 def is_path_name(name: str) -> bool:
@@ -32,9 +44,9 @@ def is_path_name(name: str) -> bool:
 
 
 def external_path(network: Network, optimize: Any) -> Path:
-    """Ask opt_einsum, or an optimizer object of its interface, for a path over the operands.
+    """Ask opt_einsum, or an optimizer with its interface, for a path over the operands.
 
-    It sees each operand with its gathers taken: row axes in place of pool axes.
+    The optimizer sees each operand as if its gathers were taken: with row axes in place of pool axes.
 
     Args:
         network: the network to contract.
@@ -43,24 +55,15 @@ def external_path(network: Network, optimize: Any) -> Path:
     Returns:
         The path in opt_einsum's form.
     """
-    terms = []
-    for term in network.leaves:
-        axes: set[str] = set()
-        for axis in term:
-            rows = next((g.axes for g, p in zip(network.gathers, network.pools, strict=True)
-                         if network.mask((axis,)) == p), None)  # fmt: skip
-            axes.update(rows if rows is not None else (axis,))
-        terms.append(frozenset(axes))
-    output: set[str] = set()
-    for entry in network.spec.output:
-        output.update(entry if isinstance(entry, str) else entry.axes)
-    # Bracket-only and broadcast axes are no operand's business.
+    terms = [frozenset(term_axes(term)) for term in network.spec.inputs]
+    output = set(term_axes(network.spec.output))
+    # Axes that only brackets or only the output have are in no operand.
     sizes = {axis: max(1, size) for axis, size in network.sizes.items()}
     output &= set().union(*terms)
     if not isinstance(optimize, str):
         return checked_path(optimize(list(terms), frozenset(output), sizes, None), len(terms))
-    # opt_einsum breaks ties by the order of sets: of numbers that are put in sorted it is the same in every process, of
-    # letters it is not.
+    # opt_einsum breaks ties by the order in which Python iterates over sets. For strings that order differs between
+    # processes. For numbers that are inserted in order it is always the same.
     numbers = {axis: number for number, axis in enumerate(sizes)}
     *inputs, kept = (frozenset(sorted(numbers[axis] for axis in axes)) for axes in (*terms, output))
     numbered = {numbers[axis]: size for axis, size in sizes.items()}
@@ -71,19 +74,19 @@ def explicit_path(path: Any) -> Path:
     """Read an explicit path: tuples of positions.
 
     Raises:
-        PlannerError: it is none.
+        PlannerError: it is not a path.
     """
     try:
         return tuple(tuple(operator.index(i) for i in step) for step in path)
     except TypeError:
         raise PlannerError(
-            f"optimize={path!r:.80} is no path: leave it out, or give 'auto', 'optimal', a name of opt_einsum's, "
+            f"optimize={path!r:.80} is not a path: leave it out, or give 'auto', 'optimal', a name of opt_einsum's, "
             "or a list of tuples of operand positions, such as [(0, 1), (0, 1)]"
         ) from None
 
 
 def checked_path(path: Any, operands: int) -> Path:
-    """Return an explicit path after checking that it contracts that many operands to one.
+    """Return an explicit path, after checking that it contracts this number of operands to one.
 
     Raises:
         PlannerError: it does not.
@@ -103,18 +106,21 @@ def checked_path(path: Any, operands: int) -> Path:
 
 
 def joined_by(path: Path, operands: int) -> frozenset[int]:
-    """Return the sets of operands that a path's steps make, as masks: a path that refines another makes all of its."""
-    groups, made = [1 << i for i in range(operands)], set()
+    """Return the sets of operands that the steps of a path join, as bit sets.
+
+    A path refines another one if it joins all sets that the other joins.
+    """
+    groups, joined = [1 << i for i in range(operands)], set()
     for step in path:
         whole = sum(groups[i] for i in step)
         groups = [group for i, group in enumerate(groups) if i not in step] + [whole]
         if len(step) > 1:
-            made.add(whole)
-    return frozenset(made)
+            joined.add(whole)
+    return frozenset(joined)
 
 
 def splits_of(path: Path, operands: int) -> Splits:
-    """Return the splits that a path allows; a step over more than two operands allows every order within it."""
+    """Return the splits that a path allows. A step over more than two operands allows every order among them."""
     groups = [1 << i for i in range(operands)]
     parts: dict[int, tuple[int, ...]] = {}
     for step in path:
@@ -133,14 +139,14 @@ def splits_of(path: Path, operands: int) -> Splits:
             members = tuple(m for m in parts[whole] if m & mask)
         for parts_of_step in all_splits((1 << len(members)) - 1):
             left, right = (sum(members[i] for i in bits(part)) for part in parts_of_step)
-            # As the exact search orders them: the lowest operand first.
+            # In the order of the exact search: the part with the lowest operand comes first.
             yield (left, right) if left & -left < right & -right else (right, left)
 
     return within
 
 
 def left_to_right(operands: int) -> Sequence[tuple[int, ...]]:
-    """Return the path that takes operands in the order in which they are written."""
+    """Return the path that contracts the operands in the order in which they are written."""
     if operands == 1:
         return ((0,),)
     return ((0, 1), *((0, left - 1) for left in range(operands - 1, 1, -1)))

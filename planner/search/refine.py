@@ -1,4 +1,4 @@
-"""A candidate made better where its search left something open: the order of children, and faster implementations."""
+"""Improves candidates in what their search did not decide: the order of children, and faster implementations."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from planner.search.space import Candidate, SearchSpace
 
 __all__ = ["order_children", "quicken_steps"]
 
-# Each try builds the programs anew.
+# Each trial builds the programs anew, so the numbers of nodes and ops to try are limited.
 MOST_NODES, MOST_OPS = 12, 24
 
 
 def quicken_steps(space: SearchSpace, candidate: Candidate) -> Candidate:
-    """Run steps in better implementations, one after the other, where the limits leave room.
+    """Replace implementations by faster ones, one step after the other, as long as the limits allow.
 
-    A search for the least peak takes the leanest of each, also in a program, or a step, that is far from the limit. The
-    slowest steps have their turn first.
+    A search for the least peak takes the leanest implementation of each step, even if the step or its program is far
+    from the limit. The slowest steps are tried first.
     """
     options = space.options
     key = plan_key(options.minimize)
@@ -30,13 +30,14 @@ def quicken_steps(space: SearchSpace, candidate: Candidate) -> Candidate:
     steps = forward.steps + (backward.steps if backward else ())
     ops = [step.op for step in sorted(steps, key=lambda step: -step.choice.cost.picoseconds)]
     if backward:
-        # Both gradients in one step, where they are two now.
-        known = dict.fromkeys((v.shape, v.layout) for v in candidate.programs.variables)
-        pairs = [step.op for step in forward.steps if len(step.inputs) == 2]
-        ops += [op.joint_gradient(layout) for op in pairs for shape, layout in known if shape == op.spec.output_shape]
-    for op in [op for op in dict.fromkeys(ops) if len(space.choices(op)) > 1 or isinstance(op, JointGradient)][
-        :MOST_OPS
-    ]:
+        # Try one step for both gradients where there are two steps now.
+        layouts = dict.fromkeys((variable.shape, variable.layout) for variable in candidate.programs.variables)
+        for step in forward.steps:
+            if len(step.inputs) == 2:
+                shape = step.op.spec.output_shape
+                ops += [step.op.joint_gradient(layout) for other, layout in layouts if other == shape]
+    several = [op for op in dict.fromkeys(ops) if len(space.choices(op)) > 1 or isinstance(op, JointGradient)]
+    for op in several[:MOST_OPS]:
         for choice in sorted(space.choices(op), key=lambda choice: choice.cost.picoseconds):
             lower = candidate.lower.fixing(op, choice)
             programs = space.programs(candidate.tree, lower)
@@ -47,7 +48,7 @@ def quicken_steps(space: SearchSpace, candidate: Candidate) -> Candidate:
 
 
 def order_children(space: SearchSpace, best: Candidate) -> Candidate:
-    """Evaluate children in the order that needs the least memory, where the objective left it open."""
+    """Return the candidate with children in the order of least memory, unless the search chose the order."""
     if space.options.minimize == "peak" or best.loop is not None:
         return best
     nodes = _binary_nodes(best.tree)
@@ -55,7 +56,7 @@ def order_children(space: SearchSpace, best: Candidate) -> Candidate:
         return best
     for path in nodes:
         for field in ("order", "backward_order"):
-            tree = _flipped(best.tree, path, field)
+            tree = _flip_order(best.tree, path, field)
             programs = space.programs(tree, best.lower)
             if programs.cost.peak_bytes < best.cost.peak_bytes:
                 best = dataclasses.replace(best, tree=tree, programs=programs)
@@ -63,18 +64,21 @@ def order_children(space: SearchSpace, best: Candidate) -> Candidate:
 
 
 def _binary_nodes(tree: Tree, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+    """Return the nodes whose two children are steps, each as the numbers of the children on the path to it."""
     if isinstance(tree, Leaf):
         return []
-    own = [path] if sum(isinstance(c, Node) for c in tree.children) == 2 else []
-    return own + [p for i, child in enumerate(tree.children) for p in _binary_nodes(child, (*path, i))]
+    nodes = [path] if sum(isinstance(child, Node) for child in tree.children) == 2 else []
+    for number, child in enumerate(tree.children):
+        nodes += _binary_nodes(child, (*path, number))
+    return nodes
 
 
-def _flipped(tree: Tree, path: tuple[int, ...], field: str) -> Tree:
+def _flip_order(tree: Tree, path: tuple[int, ...], field: str) -> Tree:
     assert isinstance(tree, Node)
     if not path:
         if field == "order":
             return dataclasses.replace(tree, order=tree.order[::-1])
         return dataclasses.replace(tree, backward_order=tree.backward_order[::-1])
     children = list(tree.children)
-    children[path[0]] = _flipped(children[path[0]], path[1:], field)
+    children[path[0]] = _flip_order(children[path[0]], path[1:], field)
     return dataclasses.replace(tree, children=tuple(children))

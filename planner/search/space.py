@@ -1,4 +1,4 @@
-"""A contraction as the searches see it: its network, its paths, what they find, and candidates for a plan."""
+"""A contraction as the searches see it: its network, its paths, the searches themselves, and candidates for plans."""
 
 from __future__ import annotations
 
@@ -33,15 +33,18 @@ __all__ = [
     "run_searches",
 ]
 
-# Steps that a search may score; each takes 50 to 250 us. Any ten operands without index arrays have less than 30,000.
+# The most steps that a search may score: with "auto", with "optimal", and over a path. Each takes 50 to 250 us. Ten
+# operands without index arrays never have 30,000 steps or more.
 AUTO_WORK, OPTIMAL_WORK, PATH_WORK = 32_000, 3_000_000, 4_000
-# A search is tried where it would score this many times as much if nothing were ruled out early.
+# The exact search is tried if there are at most this many times as many steps as it may score: most steps are ruled out
+# before they are scored.
 MOST_TRIED = 12
-# The same for the trees of a slice, of which there may be many.
+# The most steps that a search for the trees of a slice may score. There may be many such searches.
 SLICE_WORK = 1_000
-# With more distinct gathers than this a path's search does not try every combination of their placements.
+# If there are more distinct gathers than this, the search over a path does not try every combination of their places.
 MOST_FACTORS = 5
-# The same where what is kept is chosen too, and the ways that are then kept for one value: most, few, and fewest.
+# The most steps that a search over a path may score if it also chooses what is kept, and the lengths of fronts that it
+# tries, one after the other, until one search ends within that many steps.
 KEEPING_PATH_WORK, PATH_FRONTS = 8_000, (32, 6, 2)
 
 
@@ -67,7 +70,7 @@ class SearchSpace:
         return self.table.choices(op, self.device)
 
     def stock_choices(self, op: Op) -> Sequence[PricedImplementation]:
-        """Only what a user would write by hand: the framework's own take, einsum and scatter."""
+        """Return only the implementations that a user would call by hand: the framework's take, einsum and scatter."""
         return [choice for choice in self.choices(op) if self.table.rows[choice.lowering].stock]
 
     def search(
@@ -78,23 +81,42 @@ class SearchSpace:
         naive: bool = False,
         limits: Limits = NO_LIMITS,
     ) -> tuple[SearchResult | None, Lowerer]:
-        """Search over the trees of a path, or over all of them; then the greedy path's score bounds what is followed.
+        """Search over the trees of a path, or over all trees.
 
-        Where recomputing can serve the objective or a limit, what is kept is chosen with the tree. Nothing is found
-        where no tree is within the limits.
+        The search over all trees drops whatever is worse than the best tree of the greedy path. If recomputing can
+        serve the objective or a limit, the search chooses what is kept together with the tree. The search over a path
+        tries fewer and fewer places for gathers if it would take too long, in the end only gathers of whole operands.
+
+        Args:
+            objective: one of `planner.cost.objective.OBJECTIVES`.
+            work: how many steps the search over all trees may score.
+            path: the path; None to search over all trees.
+            naive: whether to find the naive plan: gathers of whole operands first, and only stock implementations.
+            limits: the limits that the tree must meet.
+
+        Returns:
+            What the search found, or None if no tree is within the limits; and the lowerer that it used.
 
         Raises:
-            SearchLimitError: the search needs more work. Over a path it looks at fewer placements of the takes first,
-                in the end only at takes of whole operands.
+            SearchLimitError: the search would have to score more steps.
         """
         lower = Lowerer(self.stock_choices if naive else self.choices, step_key(objective))
         chooses = any(self.requires) and (limits != NO_LIMITS or objective in ("peak", "retained"))
 
-        def over(network: Network, work: int = work, **options: Any) -> Search:
+        def search_of(network: Network, work: int = work, **options: Any) -> Search:
             return Search(
-                network, self.requires, self.casts, self.dtype, lower, objective, "any" if chooses else "all", work,
-                limits, layouts=self.layouts, **options,
-            )  # fmt: skip
+                network,
+                self.requires,
+                self.casts,
+                self.dtype,
+                lower,
+                objective,
+                "any" if chooses else "all",
+                work,
+                limits,
+                layouts=self.layouts,
+                **options,
+            )
 
         def along(path: Any) -> SearchResult | None:
             splits = splits_of(path, len(self.operands))
@@ -103,9 +125,9 @@ class SearchSpace:
             if not naive:
                 for front in fronts:
                     with contextlib.suppress(SearchLimitError):
-                        return over(self.few, steps, front_limit=front).run(splits)
+                        return search_of(self.few, steps, front_limit=front).run(splits)
             try:
-                return over(self.few, steps, front_limit=fronts[-1], takes_first=True).run(splits)
+                return search_of(self.few, steps, front_limit=fronts[-1], takes_first=True).run(splits)
             except SearchLimitError:
                 if not keeps:
                     raise
@@ -114,22 +136,24 @@ class SearchSpace:
         if path is not None:
             if not naive and len(self.network.gathers) <= MOST_FACTORS:
                 with contextlib.suppress(SearchLimitError):
-                    return over(self.network).run(splits_of(path, len(self.operands))), lower
+                    return search_of(self.network).run(splits_of(path, len(self.operands))), lower
             return along(path), lower
         if len(self.operands) <= 2:
-            return over(self.network).run(), lower
+            return search_of(self.network).run(), lower
         greedy = along(self.path("greedy"))
         try:
-            # Ways with peaks take twice as long to compare.
-            peaks = chooses and (limits.memory is not None or objective == "peak")
-            return over(self.network, work // (1 + peaks), bound=greedy.score if greedy else None).run(), lower
+            # Partial plans with peaks take twice as long to compare.
+            if chooses and (limits.memory is not None or objective == "peak"):
+                work //= 2
+            bound = greedy.score if greedy else None
+            return search_of(self.network, work, bound=bound).run(), lower
         except KeyboardInterrupt:
             if greedy is None:
                 raise
             return dataclasses.replace(greedy, exact=False, interrupted=True), lower
 
     def path(self, optimize: Any) -> Any:
-        """Return a path as given, checked, or as opt_einsum finds it by a name or an optimizer."""
+        """Return an explicit path, checked, or the path that opt_einsum finds for a name or an optimizer."""
         if isinstance(optimize, str) or callable(optimize):
             if optimize not in self._paths:
                 self._paths[optimize] = external_path(self.network, optimize)
@@ -141,19 +165,19 @@ class SearchSpace:
         return build(tree, self.variables, self.requires, lower, self.dtype, self.gradient_strides)
 
     def naive(self) -> Programs:
-        """What `einsum` on materialised gathers would do, by opt_einsum's path."""
-        found, lower = self.search("flops", PATH_WORK, self.path("auto"), naive=True)
-        assert found is not None
-        return self.programs(found.tree, lower)
+        """Return the programs of the naive plan: gather whole operands, then contract along opt_einsum's path."""
+        result, lower = self.search("flops", PATH_WORK, self.path("auto"), naive=True)
+        assert result is not None
+        return self.programs(result.tree, lower)
 
     def exact_work(self) -> int:
-        """Roughly the steps that the exact search would score."""
+        """Return roughly how many steps the exact search would score if it ruled none out."""
         return int(3 ** len(self.operands) // 2 * 3 ** len(self.network.gathers))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """What may become the plan: a tree with its programs, or a loop, and how it was found."""
+    """A candidate for the plan: a tree with its programs, or a loop, and how it was found."""
 
     programs: Programs
     tree: Tree
@@ -165,34 +189,41 @@ class Candidate:
 
     @property
     def cost(self) -> PlanCost:
-        """What both programs cost."""
+        """The cost of both programs."""
         return self.programs.cost
 
 
 def run_searches(
     space: SearchSpace, optimize: Any, objective: str, limits: Limits, auto_work: int = AUTO_WORK
 ) -> Iterator[tuple[SearchResult, Lowerer, str]]:
-    """Yield what the searches that `optimize` asks for find, and by what name; "auto" may score so many steps.
+    """Run the searches that `optimize` asks for. Yield each result, the lowerer of its steps, and the search's name.
+
+    Args:
+        space: the contraction to search.
+        optimize: as in `planner.contract`.
+        objective: one of `planner.cost.objective.OBJECTIVES`.
+        limits: the limits that trees must meet.
+        auto_work: how many steps the exact search of "auto" may score.
 
     Raises:
         PlannerError: `optimize` is unknown.
     """
 
     def along(path: Any, origin: str) -> Iterator[tuple[SearchResult, Lowerer, str]]:
-        found, lower = space.search(objective, PATH_WORK, path, limits=limits)
-        if found is not None:
-            yield found, lower, origin
+        result, lower = space.search(objective, PATH_WORK, path, limits=limits)
+        if result is not None:
+            yield result, lower, origin
 
     if isinstance(optimize, str) and optimize in SEARCHES:
         work = OPTIMAL_WORK if optimize == "optimal" else auto_work
         if space.exact_work() <= MOST_TRIED * work:
             try:
-                found, lower = space.search(objective, work, limits=limits)
+                result, lower = space.search(objective, work, limits=limits)
             except SearchLimitError:
                 pass
             else:
-                if found is not None:
-                    yield found, lower, "exact"
+                if result is not None:
+                    yield result, lower, "exact"
                 return
         for name in ("greedy",) if len(space.operands) > 40 else ("greedy", "auto"):
             yield from along(space.path(name), f"opt_einsum {name}")

@@ -1,9 +1,10 @@
-"""A plan under a memory limit, held to what its programs take as the framework compiles them.
+"""Plans under a memory limit, checked against the peaks of their compiled programs.
 
-A compiler fuses, copies and orders as it likes: XLA's peak is 1.5 times that of the steps at the median, 3 times at the
-95th percentile. So such a plan is compiled once, each program apart, and taken if both are within the limit; else
-another is searched, within a limit that is tighter by as much as was exceeded; at last that of the least predicted
-peak. Calls that nothing compiles run step by step, so the predicted peak is held to the limit too.
+A compiler fuses, copies and reorders steps. XLA's peak is 1.5 times the predicted one at the median, and 3 times at
+the 95th percentile. So a plan made under a memory limit is compiled once, each program on its own, and rejected if a
+peak exceeds the limit. Then the search makes another plan, for a limit that is tighter by the ratio of the excess. The
+last plan to try is the one with the least predicted peak. Calls outside of `jit` run step by step, so the predicted
+peak must be within the limit too.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from planner.search.choose import make_plan
 
 __all__ = ["accept_plan", "keep_fitting"]
 
-# Searches before that of the least peak: each costs its own time and a compilation, a second or so.
+# How many searches run before the one for the least peak. Each costs its own time and a compilation, about a second.
 MOST_SEARCHED = 3
 
 
 def accept_plan(contraction: Contraction) -> PlanRecord:
-    """Return the plan of a contraction, made for its limits or for tighter ones, that fits when compiled.
+    """Return a plan of a contraction whose compiled programs are within the limits.
 
-    After Ctrl-C nothing more is searched, and what is being compiled counts as unverified.
+    After Ctrl-C no further search runs, and a plan that is being compiled counts as unverified.
 
     Args:
-        contraction: what to plan; without a memory limit nothing is compiled.
+        contraction: what to plan. Without a memory limit nothing is compiled.
 
     Raises:
-        PlannerLimitError: none of the plans that were compiled is within the limits; what it names succeeds.
+        PlannerLimitError: no compiled plan is within the limits. The message names limits that succeed.
     """
     options, limit = contraction.options, contraction.options.memory_limit
 
@@ -46,7 +47,7 @@ def accept_plan(contraction: Contraction) -> PlanRecord:
     tightened = limit
     for number in range(MOST_SEARCHED):
         try:
-            plan = _verified(make(dataclasses.replace(options, memory_limit=tightened)))
+            plan = _verify(make(dataclasses.replace(options, memory_limit=tightened)))
         except PlannerLimitError:
             break
         if _need(plan) <= limit:
@@ -54,23 +55,23 @@ def accept_plan(contraction: Contraction) -> PlanRecord:
         if plan.origin.startswith("interrupted"):
             raise KeyboardInterrupt
         tightened = plan.cost.peak_bytes * limit // _need(plan)
-    least = _verified(_least(make, options))
+    least = _verify(_least(make, options))
     if _need(least) <= limit and least.options.retain_limit == options.retain_limit:
         return dataclasses.replace(least, options=options, proven=False)
     enough = (_need(least), least.options.retain_limit)
-    # A loop of very small slices may compile to more than the plan without a limit, which its own need finds again.
+    # A loop over very small slices may need more when compiled than the plan without a limit.
     try:
-        free = _verified(make(dataclasses.replace(options, memory_limit=None)))
+        unlimited = _verify(make(dataclasses.replace(options, memory_limit=None)))
     except PlannerLimitError:
-        pass  # by the retain limit
+        pass  # the retain limit alone cannot be met
     else:
-        enough = min(enough, (_need(free), options.retain_limit), key=lambda limits: limits[0])
+        enough = min(enough, (_need(unlimited), options.retain_limit), key=lambda limits: limits[0])
     asked = (limit, options.retain_limit)
     raise PlannerLimitError.naming("no plan was found whose compiled programs stay", asked, enough)
 
 
-def _verified(plan: AnyPlan) -> AnyPlan:
-    """Return a plan with the peak of its programs as the framework compiles them, where it compiles any."""
+def _verify(plan: AnyPlan) -> AnyPlan:
+    """Return a plan with the peak of its compiled programs, if the framework compiles any."""
     framework = load_backend(plan.backend)
     if not framework.compiles:
         return plan
@@ -81,24 +82,24 @@ def _verified(plan: AnyPlan) -> AnyPlan:
 
 
 def keep_fitting(plans: Iterable[AnyPlan]) -> list[AnyPlan]:
-    """Return the plans that are within their own limits: as predicted, and under a memory limit as compiled."""
-    found = []
+    """Return the plans that are within their own limits: by prediction, and under a memory limit when compiled."""
+    fitting = []
     for plan in plans:
         limit = plan.options.memory_limit
         if within(plan.cost, plan.options):
-            seen = plan if limit is None else _verified(plan)
-            if limit is None or _need(seen) <= limit:
-                found.append(seen)
-    return found
+            verified = plan if limit is None else _verify(plan)
+            if limit is None or _need(verified) <= limit:
+                fitting.append(verified)
+    return fitting
 
 
 def _need(plan: PlanRecord) -> int:
-    """The least memory limit that a verified plan is within."""
+    """Return the least memory limit that a verified plan is within."""
     return max(plan.cost.peak_bytes, plan.compiled_bytes or 0)
 
 
 def _least(make: Callable[[Options], PlanRecord], options: Options) -> PlanRecord:
-    """The plan of the least predicted peak, within the retain limit if there is one."""
+    """Return the plan with the least predicted peak, within the retain limit if there is one."""
     try:
         return make(dataclasses.replace(options, memory_limit=0))
     except PlannerLimitError as error:

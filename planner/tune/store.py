@@ -87,7 +87,7 @@ def _digest(value: Any) -> str:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _warn(about: pathlib.Path | None, message: str) -> None:
