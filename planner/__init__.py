@@ -1,6 +1,6 @@
 """A contraction planner for PyTorch, JAX and NumPy: einsum with gather indices, planned and run.
 
-The rooms below have an order, from `language` up to `api`; `docs/map.md` shows it.
+The rooms of the library have an order, from `language` to `cli`; `docs/map.md` shows it.
 
 Example:
     >>> import numpy as np

@@ -165,7 +165,7 @@ def test_another_problem_has_another_key(monkeypatch):
         key(device=planner.Device("mine", flop_rate=1e12, bandwidth=1e11)),
     ]
     with monkeypatch.context() as patched:
-        patched.setattr(planner, "__version__", "9")
+        patched.setattr(measure, "__version__", "9")
         keys.append(key())
     with monkeypatch.context() as patched:
         patched.setattr(np, "__version__", "9")

@@ -21,7 +21,7 @@ from planner.inspect.memory import (
 
 
 def test_import_loads_no_framework() -> None:
-    code = "import sys, planner.testing.measure\nassert not {'torch', 'jax', 'hypothesis'} & set(sys.modules)\n"
+    code = "import sys, planner.inspect.memory\nassert not {'torch', 'jax', 'hypothesis'} & set(sys.modules)\n"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
