@@ -254,10 +254,10 @@ def test_other_keys_formats_and_offers_are_no_entries(cache, monkeypatch):
         assert measured().origin.startswith("measured")
     # An implementation that is not offered any more, or has another price.
     plan, asked = planner.plan(SPEC, *OPERANDS), key()
-    assert measure._recalled(plan, asked) is not None
+    assert measure._recall_plan(plan, asked) is not None
     with monkeypatch.context() as patched:
         patched.setattr(protocol.Table, "offers", lambda *_: False)
-        assert measure._recalled(plan, asked) is None
+        assert measure._recall_plan(plan, asked) is None
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch):
@@ -559,7 +559,7 @@ def test_a_loop_in_jax_is_recalled(jax):
     asked = measure.key_of(plan, operands)
     parts = {name: encode(getattr(loop, name)) for name in measure._PARTS}
     remember.remember("measured", asked, {"result": "best of 2", "compiled_bytes": None, **parts})
-    found = measure._recalled(plan, asked)
+    found = measure._recall_plan(plan, asked)
     assert found.loop == loop.loop
     assert (found(*operands) == 32).all()
 

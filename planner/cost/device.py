@@ -1,4 +1,4 @@
-"""Rates of a machine: what turns FLOPs and bytes into predicted seconds."""
+"""The rates of a machine. They turn FLOPs and bytes into predicted seconds."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ class Device:
     Attributes:
         name: shown in the printed plan.
         flop_rate: FLOP/s of a large float32 matrix product.
-        half_rate: FLOP/s of a large product of float16 or bfloat16 in torch; 0 where it is as `flop_rate`.
-        bandwidth: bytes/s of reading and writing memory that is in use already.
+        half_rate: FLOP/s of a large product of float16 or bfloat16 in torch; 0 if it equals `flop_rate`.
+        bandwidth: bytes/s of reading and writing memory that the process already uses.
         fresh_bandwidth: bytes/s of first writes to an allocation of `fresh_bytes` or more (page faults on a CPU).
-        reused_bandwidth: bytes/s of first writes to a smaller one, which the allocator serves from memory in use.
-        fresh_bytes: size from which the allocator asks the system for new pages.
-        cache_bytes: a step that moves no more than this finds its values in the cache, new ones too.
-        cache_bandwidth: bytes/s there.
+        reused_bandwidth: bytes/s of first writes to a smaller allocation. The allocator serves it from memory in use.
+        fresh_bytes: the size from which the allocator asks the system for new pages.
+        cache_bytes: a step that moves at most so many bytes finds its values in the cache, new values too.
+        cache_bandwidth: bytes/s of reading and writing the cache.
         launch_seconds: overhead of one operator.
         matrix_seconds: overhead of each matrix of a batched product.
         take_row_seconds: overhead of each row of a take.
-        add_row_seconds: overhead of each row of a segment sum; rows of one element cost as in a take.
-        skinny_rate: FLOP/s where a product has up to 4 rows, columns or terms of its sums; it grows with the least of
-            them up to `flop_rate`.
+        add_row_seconds: overhead of each row of a segment sum. Rows of one element cost as much as in a take.
+        skinny_rate: FLOP/s of a product with up to 4 rows, columns or terms of its sums. Beyond that the rate grows
+            with the least of the three, up to `flop_rate`.
         sort_row_seconds: time to sort one row of an index array into groups.
-        kind: "cpu", "cuda" or "tpu": which implementations can run.
-        capability: of a graphics card by NVIDIA, its compute capability times ten; 0 where it is not known.
+        kind: "cpu", "cuda" or "tpu". It decides which implementations can run.
+        capability: the compute capability of an NVIDIA card, times ten; 0 if it is not known.
         source: where the figures come from.
     """
 
@@ -63,19 +63,19 @@ class Device:
 
     @staticmethod
     def preset(name: str) -> Device:
-        """Return the rates of a machine by its name: "cpu", "a100", "h100", "h200" or "tpu v5e".
+        """Return the preset with this name: "cpu", "a100", "h100", "h200" or "tpu v5e".
 
         Raises:
             PlannerError: there is no preset of that name.
         """
-        found = PRESETS.get(" ".join(name.lower().replace("_", " ").replace("-", " ").split()))
-        if found is None:
+        preset = PRESETS.get(" ".join(name.lower().replace("_", " ").replace("-", " ").split()))
+        if preset is None:
             known = ", ".join(PRESETS)
             raise PlannerError(f"device {name!r:.80} is not a preset: take one of {known}, or give a planner.Device")
-        return found
+        return preset
 
     def seconds(self, flops: float = 0, moved: float = 0, fresh: int = 0, launches: float = 0) -> float:
-        """Roofline: the larger of computing and moving, then one new allocation and launches."""
+        """Return the seconds of a step: the longer of computing and moving, plus an allocation and launches."""
         return (
             max(flops / self.flop_rate, self.moving_seconds(moved))
             + self.fresh_seconds(fresh)
@@ -83,16 +83,19 @@ class Device:
         )
 
     def moving_seconds(self, moved: float) -> float:
-        """Time to read and write so many bytes in one step."""
+        """Return the seconds that one step takes to read and write so many bytes."""
         return moved / (self.cache_bandwidth if moved <= self.cache_bytes else self.bandwidth)
 
     def product_rate(self, rows: int, columns: int, terms: int, dtype: str = "float32") -> float:
-        """FLOP/s of a matrix product; its time never falls as it grows, for the rate grows no faster than a side."""
+        """Return the FLOP/s of a matrix product.
+
+        The rate grows no faster than a side of the product, so a larger product never takes less time.
+        """
         most = self.half_rate if self.half_rate and dtype in ("float16", "bfloat16") else self.flop_rate
         return min(most, self.skinny_rate * max(1.0, min(rows, columns, terms) / 4))
 
     def fresh_seconds(self, size: int) -> float:
-        """Time that first writes to one new allocation cost beyond writing it."""
+        """Return the seconds that the first writes to a new allocation take beyond the writes themselves."""
         if size <= self.cache_bytes:
             return 0.0
         return size / (self.fresh_bandwidth if size >= self.fresh_bytes else self.reused_bandwidth)
@@ -104,7 +107,7 @@ CPU = Device(
     bandwidth=1.2e10,
     fresh_bandwidth=3.2e9,
     reused_bandwidth=1.5e10,
-    fresh_bytes=2**25,  # glibc maps anew from 32 MiB on, whatever was freed before
+    fresh_bytes=2**25,  # from 32 MiB on glibc always maps new pages
     cache_bytes=2**21,
     cache_bandwidth=5e10,
     launch_seconds=3e-6,
@@ -116,7 +119,7 @@ CPU = Device(
     source="measured on a 2-core cloud CPU (AMD EPYC 7003), 2026-11-21",
 )
 
-# A graphics card's rates are its data sheet's: dense float32 products without TF32. Real products stay below that;
+# The rates of graphics cards are from their data sheets: dense float32 products without TF32. Real products are slower.
 # `python -m planner calibrate` measures by how much.
 A100 = Device(
     "a100",
@@ -176,6 +179,6 @@ PRESETS = {device.name: device for device in (CPU, A100, H100, H200, TPU_V5E)}
 
 
 def gpu_preset(product: str) -> Device:
-    """Return the preset of a graphics card by its product name, such as "NVIDIA H200"; `GPU` where there is none."""
+    """Return the preset of a graphics card by its product name, such as "NVIDIA H200", or `GPU` if it has none."""
     words = product.lower().replace("-", " ").split()
     return next((device for device in (A100, H100, H200) if device.name in words), GPU)

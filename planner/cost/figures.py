@@ -1,4 +1,4 @@
-"""What a plan costs. All counts are exact Python integers; time is counted in picoseconds for the same reason."""
+"""What a plan costs. All counts are exact: Python integers, and picoseconds for time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Cost", "PlanCost", "StepCost"]
 
 
 class StepCost(NamedTuple):
-    """Cost of one step in one implementation; its result is not in `scratch_bytes`."""
+    """The cost of one step in one implementation. `scratch_bytes` does not count the result."""
 
     flops: int = 0
     bytes_moved: int = 0
@@ -19,7 +19,7 @@ class StepCost(NamedTuple):
     picoseconds: int = 0
 
     def __add__(self, other: StepCost) -> StepCost:  # type: ignore[override]
-        """Cost of one step after the other: sums, but the larger scratch."""
+        """Return the cost of both steps, one after the other: the sums, and the larger scratch."""
         return StepCost(
             self.flops + other.flops,
             self.bytes_moved + other.bytes_moved,
@@ -31,12 +31,12 @@ class StepCost(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cost:
-    """Cost of one program, or of both.
+    """The cost of one program, or of both.
 
     Attributes:
-        flops: a multiply-add is 2, an add in a segment sum 1, a take 0.
-        bytes_moved: bytes read and written by all steps.
-        copied_bytes: bytes written only to bring an operand into another layout or dtype.
+        flops: FLOPs. A multiply-add counts as 2, an add in a segment sum as 1, a take as 0.
+        bytes_moved: bytes that all steps read and write.
+        copied_bytes: bytes that are written only to give an operand another layout or dtype.
         peak_bytes: most bytes newly allocated at any moment.
         retained_bytes: bytes that stay alive for the backward program while only the result is held.
         seconds: predicted time.
@@ -52,14 +52,14 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanCost(Cost):
-    """Totals of a plan; the peak is the larger program's. `backward` is None without gradients."""
+    """The totals of a plan. The peak is the larger program's. `backward` is None if no operand needs a gradient."""
 
     forward: Cost
     backward: Cost | None
 
     @classmethod
     def of(cls, forward: Cost, backward: Cost | None) -> PlanCost:
-        """Add up two programs."""
+        """Return the cost of a plan from the costs of its programs."""
         both = (forward,) if backward is None else (forward, backward)
         return cls(
             flops=sum(c.flops for c in both),

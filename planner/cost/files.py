@@ -1,4 +1,4 @@
-"""Files that outlive a process: the folder for them, reading one, and writing one in a single move."""
+"""Files that outlive a process: the folder for them, and functions to read one and to replace one atomically."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ import time
 
 __all__ = ["cache_folder", "read_file", "replace_file"]
 
-# No write takes as long: a file that is being written and is older was left by a process that was killed.
+# No write takes so long. A temporary file that is older was left by a process that was killed.
 ABANDONED_SECONDS = 3600
 TEMPORARY = ".writing-"
 
 
 def cache_folder() -> pathlib.Path:
-    """Return the folder that the library may write to: PLANNER_CACHE, else `planner` in the user's cache folder.
+    """Return the folder that the library may write to: PLANNER_CACHE, or else `planner` in the user's cache folder.
 
     Example:
         >>> str(cache_folder()) == os.environ.get("PLANNER_CACHE", str(cache_folder()))
         True
 
     Returns:
-        The folder, which need not exist.
+        The folder. It may not exist yet.
 
     Raises:
         OSError: the user has no home folder.
     """
-    if given := os.environ.get("PLANNER_CACHE"):
-        return pathlib.Path(given)
-    # By the standard a relative path there is to be ignored.
-    if (given := os.environ.get("XDG_CACHE_HOME")) and os.path.isabs(given):
-        return pathlib.Path(given, "planner")
-    if sys.platform == "win32" and (given := os.environ.get("LOCALAPPDATA")):
-        return pathlib.Path(given, "planner", "Cache")
+    if folder := os.environ.get("PLANNER_CACHE"):
+        return pathlib.Path(folder)
+    # The XDG standard says to ignore a relative path here.
+    if (folder := os.environ.get("XDG_CACHE_HOME")) and os.path.isabs(folder):
+        return pathlib.Path(folder, "planner")
+    if sys.platform == "win32" and (folder := os.environ.get("LOCALAPPDATA")):
+        return pathlib.Path(folder, "planner", "Cache")
     try:
         home = pathlib.Path.home()
     except RuntimeError as error:
@@ -46,15 +46,15 @@ def cache_folder() -> pathlib.Path:
 
 
 def read_file(path: pathlib.Path, most_bytes: int) -> str:
-    """Return what a file holds.
+    """Return the text of a file.
 
     Raises:
-        OSError: there is no such file, or it cannot be read; a pipe or a device, which may never end, is not.
-        ValueError: it is longer than `most_bytes`, or no UTF-8.
+        OSError: the file does not exist or cannot be read, or it is a pipe or a device, which may never end.
+        ValueError: the file is longer than `most_bytes`, or its text is not UTF-8.
     """
 
     def without_waiting(name: str, flags: int) -> int:
-        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # for a pipe's writer, as `open` would
+        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # `open` would wait for a pipe's writer
 
     with open(path, "rb", opener=without_waiting) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -66,10 +66,10 @@ def read_file(path: pathlib.Path, most_bytes: int) -> str:
 
 
 def replace_file(path: pathlib.Path, text: str) -> None:
-    """Write a file under another name and rename it: a reader sees the old one, the new one or none.
+    """Write a file under a temporary name, then rename it. A reader sees the old file, the new one or none.
 
-    Whatever happens before the renaming leaves the old file in place, and nothing beside it; but where the process is
-    killed, the other file is left, and removed by a later write to the folder.
+    An error before the renaming leaves the old file in place, and removes the temporary one. If the process is killed,
+    the temporary file stays until a later process writes to the folder.
 
     Raises:
         OSError: the folder cannot be written.
@@ -91,7 +91,7 @@ def replace_file(path: pathlib.Path, text: str) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _remove_abandoned(folder: pathlib.Path) -> None:
-    """Remove what killed writers left; a process looks at a folder once."""
+    """Remove the temporary files that killed processes left. Each process does so once for each folder."""
     for path in folder.glob(f"{TEMPORARY}*.tmp"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:

@@ -1,4 +1,4 @@
-"""How an array with strides lies in memory, as far as a cost depends on it: which dimensions can be viewed as one."""
+"""How arrays with strides lie in memory, as far as costs depend on it: which dimensions can be viewed as one."""
 
 from __future__ import annotations
 
@@ -7,20 +7,32 @@ from collections.abc import Sequence
 
 from planner.language.spec import Gather, Operand, Spec, Term
 
-__all__ = ["Layout", "flattens", "layout_of", "neighbours", "permuted", "reordered", "row_major", "scattered",
-           "strides_in", "view_strides", "without", "without_gaps"]  # fmt: skip
+__all__ = [
+    "Layout",
+    "flattens",
+    "layout_of",
+    "neighbours",
+    "permuted",
+    "reordered",
+    "row_major",
+    "scattered",
+    "strides_in",
+    "view_strides",
+    "without",
+    "without_gaps",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """How an array lies in memory; row-major arrays have None in its place. Dimensions of size 1 are left out.
+    """How an array lies in memory. For row-major arrays None stands in its place. Dimensions of size 1 are left out.
 
     Attributes:
-        runs: dimensions in the order of memory, those of one run can be viewed as one: a step along the former is as
-            long as all of the latter.
-        unit: whether elements along the last dimension are neighbours.
-        repeated: dimensions along which steps are shorter than what lies inside of them, as those of an expanded array
-            are: no library multiplies matrices that have one.
+        runs: the dimensions in the order of memory, in runs. The dimensions of a run can be viewed as one: a step along
+            each is as long as the whole of the next.
+        unit: whether elements along the last dimension are neighbours in memory.
+        repeated: the dimensions whose stride is shorter than what lies inside of them, as in expanded arrays. No
+            library multiplies matrices with such a dimension.
     """
 
     runs: tuple[tuple[int, ...], ...]
@@ -29,12 +41,12 @@ class Layout:
 
     @property
     def unknown(self) -> bool:
-        """Whether nothing is known: see `scattered`."""
+        """Whether nothing is known about the layout; see `scattered`."""
         return not self.unit and len(self.repeated) == len(self.runs)
 
 
 def strides_in(operand: Operand, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the strides of an operand seen in a shape that may lack dimensions of size 1; None for row-major."""
+    """Return an operand's strides in a shape that may lack dimensions of size 1; None if it is row-major."""
     if operand.strides is None:
         return None
     wide = iter([stride for n, stride in zip(operand.shape, operand.strides, strict=True) if n != 1])
@@ -62,7 +74,7 @@ def view_strides(shape: Sequence[int], strides: Sequence[int], into: Sequence[in
     Args:
         shape: the array's sizes.
         strides: the array's strides.
-        into: the view's sizes, of as many elements.
+        into: the view's sizes, for the same number of elements.
 
     Source:
         `computeStride` of torch, which gives dimensions of size 1 these strides too.
@@ -71,9 +83,9 @@ def view_strides(shape: Sequence[int], strides: Sequence[int], into: Sequence[in
         return tuple(strides) if tuple(shape) == tuple(into) else row_major(into)
     if not shape:
         return (1,) * len(into)
-    found: list[int] = []
+    new_strides: list[int] = []
     left = list(into)
-    # From the innermost dimension outwards: runs of the array that are flat, each parted into dimensions of the view.
+    # Go from the innermost dimension outwards. Split each flat run of the array into dimensions of the view.
     step, flat = strides[-1], 1
     for d in reversed(range(len(shape))):
         flat *= shape[d]
@@ -81,12 +93,12 @@ def view_strides(shape: Sequence[int], strides: Sequence[int], into: Sequence[in
             continue
         seen = 1
         while left and (seen < flat or left[-1] == 1):
-            found.append(seen * step)
+            new_strides.append(seen * step)
             seen *= left.pop()
         if seen != flat:
             return None
         step, flat = strides[d - 1], 1
-    return None if left else tuple(reversed(found))
+    return None if left else tuple(reversed(new_strides))
 
 
 def layout_of(shape: Sequence[int], strides: Sequence[int] | None) -> Layout | None:
@@ -106,7 +118,7 @@ def layout_of(shape: Sequence[int], strides: Sequence[int] | None) -> Layout | N
     """
     if strides is None or 0 in shape:
         return None
-    # Dimensions that repeat the same elements come first, as those outside of all others.
+    # Dimensions that repeat the same elements count as outermost.
     order = sorted((d for d, n in enumerate(shape) if n != 1), key=lambda d: (strides[d] != 0, -strides[d]))
     runs: list[tuple[int, ...]] = []
     for before, d in zip([None, *order], order, strict=False):
@@ -123,11 +135,11 @@ def layout_of(shape: Sequence[int], strides: Sequence[int] | None) -> Layout | N
 
 
 def permuted(layout: Layout | None, order: Sequence[int], shape: Sequence[int]) -> Layout | None:
-    """Return the layout of a view whose dimension d is dimension ``order[d]`` of an array.
+    """Return the layout of a view whose dimension d is the array's dimension ``order[d]``.
 
     Args:
-        layout: the array's.
-        order: numbers of its dimensions.
+        layout: the array's layout.
+        order: numbers of the array's dimensions.
         shape: the view's sizes.
     """
     if 0 in shape:
@@ -139,15 +151,15 @@ def permuted(layout: Layout | None, order: Sequence[int], shape: Sequence[int]) 
 
 
 def reordered(order: Sequence[str | Gather], term: Term, spec: Spec) -> Layout | None:
-    """Return the layout of a row-major array with its entries in an order, seen in the order of a term."""
+    """Return the layout of an array whose entries are row-major in one order, seen in the order of a term."""
     return permuted(None, [order.index(entry) for entry in term], spec.shape(term))
 
 
 def without(layout: Layout | None, dim: int, shape: Sequence[int]) -> Layout | None:
-    """Return the layout of a slice of one element along a dimension, which is then gone.
+    """Return the layout of a slice of one element along a dimension, without that dimension.
 
     Args:
-        layout: the array's.
+        layout: the array's layout.
         dim: number of the dimension.
         shape: the array's sizes.
     """
@@ -155,21 +167,21 @@ def without(layout: Layout | None, dim: int, shape: Sequence[int]) -> Layout | N
     wide = [[d for d in run if shape[d] != 1] for run in known.runs]
     last = next((run[-1] for run in reversed(wide) if run), None)
     runs: list[tuple[int, ...]] = []
-    for run in wide:  # neighbours on both sides are parted
+    for run in wide:  # the dimensions on both sides are no longer neighbours
         at = run.index(dim) if dim in run else len(run)
         runs += [tuple(run[:at]), tuple(run[at + 1 :])]
 
-    def renumbered(dims: Sequence[int]) -> tuple[int, ...]:
+    def renumber(dims: Sequence[int]) -> tuple[int, ...]:
         return tuple(d - (d > dim) for d in dims)
 
-    kept = renumbered([d for d in known.repeated if d != dim])
-    return _plain([renumbered(run) for run in runs], known.unit and last != dim, kept)
+    kept = renumber([d for d in known.repeated if d != dim])
+    return _plain([renumber(run) for run in runs], known.unit and last != dim, kept)
 
 
 def without_gaps(layout: Layout | None) -> Layout | None:
-    """Return the layout of an array made alike: the same order of memory, without gaps.
+    """Return the layout of a new array with the same order of memory, without gaps.
 
-    Where elements repeat, a row-major one stands for it: then the order is not told.
+    If elements repeat, their order is not known, and the new array is row-major.
     """
     if layout is None or layout.repeated:
         return None
@@ -177,27 +189,27 @@ def without_gaps(layout: Layout | None) -> Layout | None:
 
 
 def scattered(shape: Sequence[int]) -> Layout | None:
-    """Return a layout of which nothing is known: nothing can be viewed as one, or multiplied without a copy."""
+    """Return a layout about which nothing is known. No dimensions can be viewed as one or multiplied without a copy."""
     wide = tuple(d for d, n in enumerate(shape) if n != 1)
     return Layout(tuple((d,) for d in wide), False, wide) if wide else None
 
 
 def flattens(term: Term, layout: Layout | None, groups: Sequence[Sequence[str | Gather]], spec: Spec) -> bool:
-    """Whether an array with this term can be viewed with each group of its entries as one dimension."""
+    """Whether an array with this term can be viewed so that each group of entries is one dimension."""
     runs = (tuple(range(len(term))),) if layout is None else layout.runs
     place = {}
     for number, run in enumerate(runs):
         wide = [d for d in run if spec.size(term[d]) != 1]
         place.update({term[d]: (number, at) for at, d in enumerate(wide)})
     for group in groups:
-        found = [place[e] for e in group if spec.size(e) != 1]
-        if any((run, at + 1) != after for (run, at), after in zip(found, found[1:], strict=False)):
+        places = [place[e] for e in group if spec.size(e) != 1]
+        if any((run, at + 1) != after for (run, at), after in zip(places, places[1:], strict=False)):
             return False
     return True
 
 
 def neighbours(term: Term, layout: Layout | None, spec: Spec) -> str | Gather | None:
-    """Return the entry along which elements are neighbours in memory, if there is one."""
+    """Return the entry along which elements are neighbours in memory, or None."""
     if layout is not None and not layout.unit:
         return None
     order = range(len(term)) if layout is None else layout.runs[-1]
@@ -205,7 +217,7 @@ def neighbours(term: Term, layout: Layout | None, spec: Spec) -> str | Gather | 
 
 
 def _plain(runs: Sequence[tuple[int, ...]], unit: bool, repeated: Sequence[int]) -> Layout | None:
-    """A layout, None where it is row-major."""
+    """Return a layout, or None if it is row-major."""
     filled = tuple(run for run in runs if run)
     if not filled or (unit and not repeated and len(filled) == 1 and list(filled[0]) == sorted(filled[0])):
         return None

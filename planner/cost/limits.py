@@ -1,4 +1,4 @@
-"""The most bytes that a plan may allocate and retain."""
+"""Limits on the bytes that a plan allocates and retains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["NO_LIMITS", "Limits", "keeps_within", "within"]
 
 
 class Limits(NamedTuple):
-    """Most bytes that a plan may allocate and retain; None where there is no limit."""
+    """The most bytes that a plan may allocate and retain; None for no limit."""
 
     memory: int | None = None
     retain: int | None = None
@@ -21,12 +21,12 @@ NO_LIMITS = Limits()
 
 
 def within(cost: PlanCost, options: Options) -> bool:
-    """Whether a plan keeps to the limits."""
+    """Whether a cost is within the limits of some options."""
     return keeps_within(cost, Limits(options.memory_limit, options.retain_limit))
 
 
 def keeps_within(cost: PlanCost, limits: Limits) -> bool:
-    """Whether a cost keeps to both limits."""
-    return (limits.memory is None or cost.peak_bytes <= limits.memory) and (
-        limits.retain is None or cost.retained_bytes <= limits.retain
-    )
+    """Whether a cost is within both limits."""
+    if limits.memory is not None and cost.peak_bytes > limits.memory:
+        return False
+    return limits.retain is None or cost.retained_bytes <= limits.retain

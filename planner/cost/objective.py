@@ -1,4 +1,4 @@
-"""What a plan minimises: keys of a step's cost for choosing implementations, and of a plan's cost."""
+"""What a plan minimises: a key of step costs for choosing implementations, and a key of plan costs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Objective = str | Callable[[Cost], Any]
 
 
 def check_objective(minimize: Objective) -> None:
-    """Refuse an unknown objective."""
+    """Raise an error if the objective is unknown."""
     if not callable(minimize) and minimize not in OBJECTIVES:
         raise PlannerError(
             f"minimize={minimize!r} is unknown: take one of {', '.join(map(repr, OBJECTIVES))}, "
@@ -26,7 +26,7 @@ def check_objective(minimize: Objective) -> None:
 
 
 def step_key(minimize: Objective) -> Callable[[StepCost], tuple[int, ...]]:
-    """Return the key by which a step's implementation is chosen; ties by time, FLOPs, then bytes."""
+    """Return the key that chooses a step's implementation. Ties go by time, FLOPs, then bytes."""
     if minimize == "flops":
         return lambda c: (c.flops, c.picoseconds, c.bytes_moved, c.scratch_bytes)
     if minimize == "bytes":
@@ -37,7 +37,7 @@ def step_key(minimize: Objective) -> Callable[[StepCost], tuple[int, ...]]:
 
 
 def plan_key(minimize: Objective) -> Callable[[Cost], tuple[Any, ...]]:
-    """Return the key by which plans are compared; ties by time, FLOPs, then peak."""
+    """Return the key that compares plans. Ties go by time, FLOPs, then peak."""
 
     def key(cost: Cost) -> tuple[Any, ...]:
         ties = (cost.seconds, cost.flops, cost.peak_bytes)
@@ -45,7 +45,7 @@ def plan_key(minimize: Objective) -> Callable[[Cost], tuple[Any, ...]]:
             score = minimize(cost)
             if not isinstance(score, (numbers.Real, tuple)):
                 raise PlannerError(
-                    f"minimize= gave {score!r:.80} for a cost: return a number, or a tuple of some, the less the better"
+                    f"minimize= gave {score!r:.80} for a cost: return a number or a tuple of numbers; less is better"
                 )
             return (score, *ties)
         first = {

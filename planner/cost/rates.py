@@ -1,7 +1,7 @@
 """The rates that `python -m planner calibrate` measured: one small JSON file for each machine and framework version.
 
-A file that is damaged, of another version or another machine's is ignored with a warning that names it; the preset
-then holds. Files are replaced in one move, so that a reader never sees half of one.
+A file is ignored if it is damaged, has another version or belongs to another machine. Then a warning names the file,
+and the preset is used. Files are replaced atomically, so a reader never sees half a file.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from planner.cost.files import cache_folder, read_file, replace_file
 __all__ = ["Key", "cpu_name", "path_of", "read", "stored_rates", "write"]
 
 FORMAT, VERSION = "planner rates", 1
-# Far above what `write` makes: nothing longer is worth reading.
+# `write` never writes nearly so much. A longer file is not read.
 MOST_BYTES = 65536
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Key:
-    """What a measurement holds for.
+    """The machine and framework that a measurement holds for.
 
     Attributes:
         machine: name of the processor or graphics card, with the number of processors that may be used.
         framework: "torch", "jax" or "numpy".
-        framework_version: its version.
-        kind: kind of device, as in `Device.kind`.
+        framework_version: the framework's version.
+        kind: the kind of device, as in `Device.kind`.
     """
 
     machine: str
@@ -48,7 +48,7 @@ class Key:
 
 
 def path_of(key: Key) -> pathlib.Path:
-    """Return the file of a key: names a reader knows, then a digest of all of it."""
+    """Return the file of a key. Its name shows the framework and the kind, then a digest of the whole key."""
     digest = hashlib.sha256(json.dumps(dataclasses.astuple(key)).encode()).hexdigest()[:16]
     words = re.sub(r"[^A-Za-z0-9.+]+", "-", f"{key.framework}-{key.framework_version}-{key.kind}")
     return cache_folder() / f"rates-{words:.80}-{digest}.json"
@@ -56,12 +56,12 @@ def path_of(key: Key) -> pathlib.Path:
 
 @functools.lru_cache(maxsize=8)
 def cpu_name(threads: int | None = None) -> str:
-    """Return the processor's name and how many threads compute: by default as many as this process may use."""
+    """Return the processor's name and the number of threads: by default as many as this process may use."""
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         text = pathlib.Path("/proc/cpuinfo").read_text(errors="replace")
-        if found := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
-            name = found[1].strip()
+        if match := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
+            name = match[1].strip()
     if threads is None:
         threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return f"{name}, {threads} thread{'s' * (threads != 1)}"
@@ -69,21 +69,21 @@ def cpu_name(threads: int | None = None) -> str:
 
 @functools.lru_cache(maxsize=64)
 def stored_rates(preset: Device, framework: str, framework_version: str, machine: str = "") -> Device:
-    """Return the measured rates that a backend predicts by, else the preset; read once per process.
+    """Return the measured rates, or the preset if there are none. Each process reads a file once.
 
     Args:
-        preset: what holds where nothing was measured.
+        preset: the rates to use if nothing was measured.
         framework: "torch", "jax" or "numpy".
-        framework_version: its version.
-        machine: name of a graphics card, or of this machine's processor as `cpu_name` has it, the default.
+        framework_version: the framework's version.
+        machine: name of a graphics card; by default the `cpu_name` of this machine's processor.
     """
     key = Key(machine or cpu_name(), framework, framework_version, preset.kind)
-    found = read(key)
-    return preset if found is None else dataclasses.replace(found, capability=preset.capability)
+    rates = read(key)
+    return preset if rates is None else dataclasses.replace(rates, capability=preset.capability)
 
 
 def read(key: Key) -> Device | None:
-    """Read the rates measured for a key; None, with a warning where there is a file, if there are none to use."""
+    """Return the rates measured for a key, or None. If there is a file that cannot be used, warn."""
     try:
         path = path_of(key)
     except OSError:
@@ -102,15 +102,15 @@ def read(key: Key) -> Device | None:
         return None
 
 
-def _device(found: Any, key: Key) -> Device:
-    """Check what a file holds, field by field."""
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+def _device(entry: Any, key: Key) -> Device:
+    """Return the rates in a file's JSON, after checking each field."""
+    if not isinstance(entry, dict) or entry.get("format") != FORMAT:
         raise ValueError("it is not a file of measured rates")
-    if found.get("version") != VERSION:
-        raise ValueError(f"it is of version {found.get('version')!r:.20}, not {VERSION}")
-    if found["key"] != dataclasses.asdict(key):
+    if entry.get("version") != VERSION:
+        raise ValueError(f"it is of version {entry.get('version')!r:.20}, not {VERSION}")
+    if entry["key"] != dataclasses.asdict(key):
         raise ValueError("it is of another machine or framework")
-    fields, rates = rate_fields(), found["rates"]
+    fields, rates = rate_fields(), entry["rates"]
     if not isinstance(rates, dict) or set(rates) != set(fields):
         raise ValueError("its fields are others than those of a device")
     for name, value in rates.items():
@@ -122,9 +122,9 @@ def _device(found: Any, key: Key) -> Device:
             raise ValueError(f"{name} is 0")
         elif name == "fresh_bytes" and not isinstance(value, int):
             raise ValueError(f"{name} is {value!r:.20}")
-    if not isinstance(found["source"], str):
+    if not isinstance(entry["source"], str):
         raise ValueError("its source is not text")
-    return Device(key.kind, kind=key.kind, source=found["source"][:200], **rates)
+    return Device(key.kind, kind=key.kind, source=entry["source"][:200], **rates)
 
 
 _MAY_BE_INFINITE = ("fresh_bandwidth", "reused_bandwidth", "cache_bandwidth")
@@ -136,7 +136,7 @@ def rate_fields() -> tuple[str, ...]:
 
 
 def write(device: Device, key: Key) -> pathlib.Path:
-    """Store measured rates in one move; whatever happens before it leaves the old file in place.
+    """Replace the file of measured rates atomically. If an error occurs, the old file stays in place.
 
     Raises:
         OSError: the folder cannot be written.

@@ -1,4 +1,4 @@
-"""An analysis of a plan: what was predicted of each step, what was measured, and both as text."""
+"""The analysis of a plan: predicted and measured figures of each step, and both as text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from planner.language.units import bytes_text, count_text, seconds_text
 __all__ = ["Analysis", "AnalyzedStep", "Figures", "analysis_text"]
 
 
-# A figure is off where it is this many times the other; what is small is not judged: timers and objects of Python
-# would be measured, not the plan.
+# A measured figure is off if it differs from the predicted one by more than this factor. Small figures are not judged:
+# they would measure timers and objects of Python, not the plan.
 FACTOR = 2
 LEAST_SECONDS = 50e-6
 LEAST_BYTES = 2**14
@@ -21,13 +21,13 @@ LEAST_BYTES = 2**14
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """Cost of a step or a program; None is what nothing tells.
+    """The cost of a step or a program. A figure is None if nothing tells it.
 
     Attributes:
         seconds: time.
-        flops: a multiply-add is 2.
+        flops: FLOPs. A multiply-add counts as 2.
         bytes_moved: bytes read and written.
-        live_bytes: of a step, bytes newly allocated by its program while it runs; of a program, its peak.
+        live_bytes: of a step, the bytes that its program has newly allocated while it runs; of a program, its peak.
         retained_bytes: bytes that stay alive for the backward program.
     """
 
@@ -40,15 +40,15 @@ class Figures:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AnalyzedStep:
-    """A step, or a program as a whole: predicted figures and measured ones.
+    """The predicted and the measured figures of a step, or of a whole program.
 
     Attributes:
         program: "forward" or "backward".
-        number: the step's place in `Plan.steps`; None for the program as a whole.
-        text: what it computes; empty for a program.
-        lowering: the implementation of a step; of a program "", or "compiled" where it ran as one jitted function.
-        predicted: as the plan has them.
-        measured: as they were found.
+        number: the step's place in `Plan.steps`; None for a whole program.
+        text: what the step computes; empty for a program.
+        lowering: the implementation of a step. For a program it is "", or "compiled" if it ran as one jitted function.
+        predicted: the plan's figures.
+        measured: the measured figures.
     """
 
     program: str
@@ -60,30 +60,30 @@ class AnalyzedStep:
 
     @property
     def off(self) -> tuple[tuple[str, float], ...]:
-        """What is off by more than a factor of 2: "time" or "live", and measured over predicted."""
-        found = []
+        """The figures that are off by more than a factor of 2: "time" or "live", and measured divided by predicted."""
+        off = []
         for name, field, least in (("time", "seconds", LEAST_SECONDS), ("live", "live_bytes", LEAST_BYTES)):
             predicted, measured = getattr(self.predicted, field), getattr(self.measured, field)
             if predicted is None or measured is None or max(predicted, measured) <= least:
                 continue
-            # Below what is judged there is no telling how far.
+            # A figure that is too small to judge counts as the smallest that is judged.
             ratio = max(measured, least) / max(predicted, least)
             if not 1 / FACTOR <= ratio <= FACTOR:
-                found.append((name, ratio))
-        return tuple(found)
+                off.append((name, ratio))
+        return tuple(off)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Analysis:
-    """What `Plan.analyze` found; `print` shows it as a table.
+    """The result of `Plan.analyze`. `print` shows it as a table.
 
     Attributes:
         text: the plan's spec.
-        backend, device, dtype: of the plan.
-        rounds: of how many runs each time is the median.
-        steps: of the forward program, then of the backward program.
-        totals: the programs as wholes; in JAX also as one compiled function each.
-        warnings: what casts doubt on the predictions.
+        backend, device, dtype: the plan's backend, device and dtype.
+        rounds: each time is the median of so many runs.
+        steps: the steps of the forward program, then those of the backward program.
+        totals: the whole programs; in JAX also each program as one compiled function.
+        warnings: reasons to doubt the predictions.
     """
 
     text: str
@@ -99,7 +99,7 @@ class Analysis:
         """Return the row of a program as a whole.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no such row.
         """
         for row in self.totals:
             if (row.program, row.lowering) == (program, lowering):
@@ -107,11 +107,11 @@ class Analysis:
         raise KeyError(program)
 
     def to_json(self) -> str:
-        """Return the figures as JSON, with what is off in each row."""
+        """Return the figures as JSON. Each row tells which of its figures are off."""
         fields = dataclasses.asdict(self)
         for name in ("steps", "totals"):
-            for row, made in zip(getattr(self, name), fields[name], strict=True):
-                made["off"] = dict(row.off)
+            for row, entry in zip(getattr(self, name), fields[name], strict=True):
+                entry["off"] = dict(row.off)
         return json.dumps(fields, indent=1, allow_nan=False)
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ class Analysis:
 
 
 def analysis_text(analysis: Analysis) -> str:
-    """Return what `print(analysis)` shows."""
+    """Return the text that `print(analysis)` shows."""
     of = f"medians of {analysis.rounds} rounds" if analysis.rounds > 1 else "one round"
     head = f"{analysis.text}        {analysis.backend} · {analysis.device} · {analysis.dtype} · {of}"
     rows: list[Sequence[str]] = [["#", "step", "lowered to", "FLOPs", "moves", "live", "retained", "time"]]

@@ -1,4 +1,4 @@
-"""`Plan.analyze`: a plan is run and measured, each figure beside the predicted one."""
+"""`Plan.analyze`: runs a plan, measures it, and sets each figure beside the predicted one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from planner.run import check_call
 
 __all__ = ["Figures", "analyze"]
 
-# The median of measured over predicted from which on the machine is another than the one that was calibrated.
+# If the median ratio of measured to predicted time exceeds this, the rates are not those of this machine.
 WRONG_RATES = 3
 
 
@@ -37,7 +37,7 @@ def analyze(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any
 
 
 def _measure_steps(plan: PlanRecord, meter: Meter) -> tuple[list[AnalyzedStep], list[Figures], list[Figures]]:
-    """Every step of both programs: rows, and what was measured of each program's."""
+    """Measure every step of both programs. Return rows, and the measured figures of each program's steps."""
     programs = plan.programs
     forward, backward = programs.forward, programs.backward
     meter.begin((), None)
@@ -61,12 +61,12 @@ def _measure_steps(plan: PlanRecord, meter: Meter) -> tuple[list[AnalyzedStep], 
         del kept
         back, values = meter.steps(given, backward)
         steps += _rows("backward", len(forward.steps), backward, [_predicted(s) for s in backward.steps], back)
-    del given, values  # else what they hold would stand in the way of what is measured next
+    del given, values  # free what they hold before anything else is measured
     return steps, figures, back
 
 
 def _measure(plan: PlanRecord, meter: Meter) -> tuple[list[AnalyzedStep], list[AnalyzedStep]]:
-    """Both programs, step by step and as wholes; a loop over slices as a whole only."""
+    """Measure both programs, step by step and as a whole. A loop over slices is measured only as a whole."""
     steps, figures, back = ([], [], []) if plan.loop is not None else _measure_steps(plan, meter)
     cost = plan.cost
     whole = _whole(cost.forward, cost.forward.retained_bytes)
@@ -96,28 +96,28 @@ def _whole(cost: Cost, retained: int | None) -> Figures:
 
 
 def _predicted_kept(plan: PlanRecord) -> list[int]:
-    """Bytes that each forward step is the first to make the backward program keep."""
+    """Return, for each forward step, the bytes that are kept because of it and no earlier step."""
     programs = plan.programs
     variables = programs.variables
     seen = {*range(len(plan.operands)), variables[programs.result].base}
-    found = []
+    kept = []
     for step in programs.forward.steps:
         fresh = {variables[v].base for v in step.keeps} - seen
-        found.append(sum(variables[base].bytes for base in fresh))
+        kept.append(sum(variables[base].bytes for base in fresh))
         seen |= fresh
-    return found
+    return kept
 
 
 def _kept_bytes(plan: PlanRecord, meter: Meter, values: Mapping[int, Any]) -> list[int]:
-    """The same, of the memory that the kept values really hold."""
+    """Return the same figures as `_predicted_kept`, for the memory that the kept values really hold."""
     programs = plan.programs
     seen = set(meter.buffers([*meter.operands, values[programs.result]]))
-    found = []
+    kept = []
     for step in programs.forward.steps:
         held = meter.buffers([values[v] for v in step.keeps if v in programs.kept])
-        found.append(sum(n for key, n in held.items() if key not in seen))
+        kept.append(sum(n for key, n in held.items() if key not in seen))
         seen |= set(held)
-    return found
+    return kept
 
 
 def _warnings(steps: Sequence[AnalyzedStep]) -> tuple[str, ...]:

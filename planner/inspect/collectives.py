@@ -1,4 +1,4 @@
-"""What several devices exchange for a plan: the sums between them, foretold step by step."""
+"""What several devices exchange for a plan: the predicted sums between them, step by step."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Collective:
     Attributes:
         step: the step of the plan.
         over: letters of the split axes and pools that the result lacks.
-        bytes: of the result on one device.
-        mask: whether it is none of the step's results, but which rows of a pool the indices of any device name; the
-            others, which may hold NaN, are not to be multiplied.
-        kind: its name in XLA's programs.
+        bytes: bytes of what is added up, on one device.
+        mask: whether the devices add up a mask instead of a result. It tells which rows of a pool are named by an index
+            on any device. The other rows may hold NaN, so they must not be multiplied.
+        kind: name of the operation in XLA's programs.
     """
 
     step: Step
@@ -58,24 +58,24 @@ class Collective:
 
 def collectives(plan: PlanRecord, splits: Mapping[str, int]) -> tuple[Collective, ...]:
     """Return what devices exchange; see `planner.plan.Plan.collectives`."""
-    splits = _checked(plan, splits)
+    splits = _check_splits(plan, splits)
     spec, programs = plan.resolved.spec, plan.programs
 
-    def placed(term: Term) -> Placement:
+    def place(term: Term) -> Placement:
         return tuple((letter_of(e),) if splits.get(letter_of(e), 1) > 1 else () for e in term)
 
     def parts(split: Split) -> dict[Entry, int]:
         return {entry: splits[name] for entry, (name,) in split.items()}
 
-    brackets = {gather.array: placed(gather.axes) for gather in spec.gathers}
-    places = {number: placed(term) for number, term in enumerate(spec.inputs)}
-    places[programs.output_gradient] = placed(spec.output)
+    brackets = {gather.array: place(gather.axes) for gather in spec.gathers}
+    places = {number: place(term) for number, term in enumerate(spec.inputs)}
+    places[programs.output_gradient] = place(spec.output)
     exposed = _exposed(plan)
-    found = []
+    exchanges: list[Collective] = []
     for step in plan.steps:
-        op, given = step.op, [places[v] for v in step.inputs]
+        op, placements = step.op, [places[v] for v in step.inputs]
         if isinstance(op, Cast):
-            places[step.outputs[0]] = given[0]
+            places[step.outputs[0]] = placements[0]
             continue
         for variable, whole in zip(step.inputs, exposed[step.outputs], strict=True):
             if whole is None:
@@ -86,22 +86,24 @@ def collectives(plan: PlanRecord, splits: Mapping[str, int]) -> tuple[Collective
             if over := axes_to_add_over(whole, split):
                 axes = term_axes(tuple(e for e in whole if isinstance(e, Gather) or whole.count(e) > 1))
                 rows = tuple(e for e in local_term(whole, parts(split)) if isinstance(e, Gather) or e in axes)
-                found.append(Collective(step, over, math.prod(local_spec(reads, parts(split)).shape(rows)), mask=True))
+                mask_bytes = math.prod(local_spec(reads, parts(split)).shape(rows))
+                exchanges.append(Collective(step, over, mask_bytes, mask=True))
         indices = [(gather.axes, brackets[gather.array]) for gather in op.spec.gathers]
-        split = choose_splits(op.spec, [*zip(op.input_terms, given, strict=True), *indices])
+        split = choose_splits(op.spec, [*zip(op.input_terms, placements, strict=True), *indices])
         shapes = dataclasses.replace(op, spec=local_spec(op.spec, parts(split))).output_shapes
         for variable, term, shape in zip(step.outputs, op.output_terms, shapes, strict=True):
             places[variable] = tuple(split.get(entry, ()) for entry in term)
             if over := axes_to_add_over(term, split):
-                found.append(Collective(step, over, math.prod(shape) * itemsize(op.dtype)))
-    return tuple(found)
+                exchanges.append(Collective(step, over, math.prod(shape) * itemsize(op.dtype)))
+    return tuple(exchanges)
 
 
 def _exposed(plan: PlanRecord) -> dict[tuple[int, ...], list[Term | None]]:
-    """The terms of operands of which a step multiplies rows that no index may name, by the step's results.
+    """Find the steps that multiply rows of an operand that no index names.
 
-    For each of its inputs; None where it is no such operand, or where a forward step's result is taken at once by the
-    same indices: then nothing shows of these rows.
+    Returns:
+        For each step, by its results: for each input the term of such an operand, or None. It is None too if the next
+        step takes the result through the same indices: then these rows do not matter.
     """
     operands: dict[int, Term] = dict(enumerate(plan.resolved.spec.inputs))
     count = len(plan.programs.forward.steps)
@@ -116,23 +118,25 @@ def _exposed(plan: PlanRecord) -> dict[tuple[int, ...], list[Term | None]]:
         entries = zip(term, operands.get(variable, term), strict=True)
         return {e for e, entry in entries if isinstance(entry, Gather) and not isinstance(e, Gather)}
 
-    found = {}
+    exposed: dict[tuple[int, ...], list[Term | None]] = {}
     for number, step in enumerate(plan.steps):
         (out, *_), result = step.op.output_terms, step.outputs[0]
         gradient = number >= count and not step.recomputed
         taken = {e for e, entry in zip(out, read.get(result, out), strict=True) if isinstance(entry, Gather)}
-        found[step.outputs] = [
-            operands[v] if (own := rows(v, term)) and (gradient or not own <= taken) else None
-            for v, term in zip(step.inputs, step.op.input_terms, strict=True)
-        ]
-    return found
+        terms: list[Term | None] = []
+        for variable, term in zip(step.inputs, step.op.input_terms, strict=True):
+            unnamed = rows(variable, term)
+            is_exposed = bool(unnamed) and (gradient or not unnamed <= taken)
+            terms.append(operands[variable] if is_exposed else None)
+        exposed[step.outputs] = terms
+    return exposed
 
 
-def _checked(plan: PlanRecord, splits: Mapping[str, int]) -> dict[str, int]:
-    """Refuse letters and numbers that mean nothing, and plans of which nothing is foretold."""
+def _check_splits(plan: PlanRecord, splits: Mapping[str, int]) -> dict[str, int]:
+    """Return the splits, after refusing unknown letters, numbers below one, and plans that are loops."""
     if not isinstance(splits, Mapping):
         raise PlannerError(f"splits={splits!r:.80} is not a mapping of letters to numbers of parts, such as {{'n': 8}}")
-    spec, found = plan.resolved.spec, {}
+    spec, checked = plan.resolved.spec, {}
     entries: list[Entry] = [*(axis for axis, _ in spec.sizes), *spec.gathers]
     for letter, given in splits.items():
         named = [e for e in entries if letter == letter_of(e)]
@@ -149,7 +153,7 @@ def _checked(plan: PlanRecord, splits: Mapping[str, int]) -> dict[str, int]:
                 f"{letter!r} of '{spec}' cannot be split: it has fewer than two elements, repeats in a term, or an "
                 "index array reads pools of two sizes or along two brackets; XLA gathers arrays that are split so"
             )
-        found[letter] = parts
+        checked[letter] = parts
     if plan.loop is not None:
         raise PlannerError(f"the plan is a {plan.loop}, and of those what devices exchange is not foretold")
-    return found
+    return checked

@@ -1,4 +1,4 @@
-"""A plan as text: a summary against the naive plan, then a row for each step of both programs."""
+"""A plan as text: a summary that compares it with the naive plan, then a row for each step of both programs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ MOST_ROWS = 40
 
 
 def table_lines(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
-    """Set rows of cells in columns, aligned right but for those in `left`; a row of one cell is a line of its own."""
-    widths = [max((len(row[i]) for row in rows if 1 < len(row) > i), default=0) for i in range(max(map(len, rows)))]
+    """Return rows of cells as lines in columns. Columns in `left` align left. A row of one cell is a line by itself."""
+    tabular = [row for row in rows if len(row) > 1]
+    widths = []
+    for column in range(max(map(len, rows))):
+        widths.append(max((len(row[column]) for row in tabular if len(row) > column), default=0))
     lines = []
     for row in rows:
         if len(row) == 1:
@@ -31,7 +34,7 @@ def table_lines(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]
 
 
 def _compiled(plan: PlanRecord) -> str:
-    """What was seen of a plan under a memory limit where the framework compiles it."""
+    """Return what the compiler said about a plan under a memory limit, if its framework compiles plans."""
     if plan.options.memory_limit is None or plan.backend != "jax":
         return ""
     if plan.compiled_bytes is None:
@@ -40,7 +43,7 @@ def _compiled(plan: PlanRecord) -> str:
 
 
 def plan_text(plan: PlanRecord) -> str:
-    """Return what `print(plan)` shows."""
+    """Return the text that `print(plan)` shows."""
     wanted = [str(n) for n, operand in enumerate(plan.operands) if operand.requires_grad]
     gradients = f"gradients of operands {', '.join(wanted)}" if wanted else "no gradients"
     head = f"{plan.text}        {plan.backend} · {plan.device.name} · {plan.dtype} · {gradients}"
@@ -78,7 +81,7 @@ def plan_text(plan: PlanRecord) -> str:
 
 
 def _kept(plan: PlanRecord) -> str:
-    """What the forward program leaves to the backward program."""
+    """Return what the forward program keeps for the backward program, as text."""
     if plan.keep != "some":
         return "keeps all intermediates" if plan.keep == "all" else "keeps only the inputs"
     kept = len(plan.programs.kept)
@@ -87,7 +90,7 @@ def _kept(plan: PlanRecord) -> str:
 
 
 def _naive_way(spec: Spec) -> str:
-    """What the naive plan does."""
+    """Return what the naive plan does, as text."""
     takes = any(isinstance(e, Gather) for term in spec.inputs for e in term)
     adds = any(isinstance(e, Gather) for e in spec.output)
     parts = ["take the gathered operands"] * takes + ["contract pairwise"] * (len(spec.inputs) > 1)
@@ -96,25 +99,22 @@ def _naive_way(spec: Spec) -> str:
 
 
 def _figures(cost: Cost) -> list[str]:
-    return [
-        count_text(cost.flops), bytes_text(cost.bytes_moved), bytes_text(cost.peak_bytes),
-        bytes_text(cost.retained_bytes),
-    ]  # fmt: skip
+    sizes = (cost.bytes_moved, cost.peak_bytes, cost.retained_bytes)
+    return [count_text(cost.flops), *map(bytes_text, sizes)]
 
 
 def _rows(plan: PlanRecord, program: Program, first: int) -> list[list[str]]:
     rows = []
     for number, step in enumerate(program.steps, first):
         cost = step.choice.cost
-        rows.append([
-            str(number), equation(step), step.choice.lowering, count_text(cost.flops), bytes_text(cost.bytes_moved),
-            bytes_text(step.live_bytes), seconds_text(cost.picoseconds / 1e12), _keeps(plan, step),
-        ])  # fmt: skip
+        figures = [count_text(cost.flops), bytes_text(cost.bytes_moved), bytes_text(step.live_bytes)]
+        figures.append(seconds_text(cost.picoseconds / 1e12))
+        rows.append([str(number), equation(step), step.choice.lowering, *figures, _keeps(plan, step)])
     return rows
 
 
 def equation(step: Step) -> str:
-    """Write what a step computes; of a step that gives both gradients, both."""
+    """Return the equation of a step. A joint gradient has two results."""
     spec = step.op.spec
     if not isinstance(step.op, JointGradient):
         return str(spec)
@@ -124,7 +124,7 @@ def equation(step: Step) -> str:
 
 
 def _keeps(plan: PlanRecord, step: Step) -> str:
-    """What stays alive for the backward program because a gradient reads it as this step's input."""
+    """Return, as text, the inputs of a step that stay alive because a gradient step reads them."""
     variables = plan.programs.variables
     parts = ["computed again"] * step.recomputed
     for position, number in enumerate(step.inputs):

@@ -1,4 +1,4 @@
-"""Why each step runs as it does: every implementation that the backend has, with its cost or the reason against it."""
+"""Why each step runs as it does: every implementation that the backend has, with its cost or why it was refused."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Verdict", "implementations_text", "verdicts"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """One way to run a step.
+    """One implementation that a step could run, or the reason why it cannot.
 
     Attributes:
         name: the row of the backend's table.
-        cost: what it is predicted to cost; None where it cannot run the step.
-        refusal: why it cannot; "" where it can.
-        chosen: whether the plan runs the step so.
+        cost: its predicted cost; None if it cannot run the step.
+        refusal: why it cannot run the step; "" if it can.
+        chosen: whether the plan runs the step with it.
     """
 
     name: str
@@ -44,25 +44,26 @@ def verdicts(plan: PlanRecord) -> tuple[tuple[Verdict, ...], ...]:
 
 def _of_step(plan: PlanRecord, step: Step) -> tuple[Verdict, ...]:
     chosen = step.choice.lowering
-    found = []
+    judged = []
     for name, cost in load_backend(plan.backend).table.verdicts(step.op, plan.device, chosen).items():
-        found.append(
-            Verdict(name, None, cost, False) if isinstance(cost, str) else Verdict(name, cost, "", name == chosen)
-        )
-    return tuple(sorted(found, key=lambda x: (not x.chosen, x.cost is None, x.cost.picoseconds if x.cost else 0)))
+        if isinstance(cost, str):
+            judged.append(Verdict(name, None, cost, False))
+        else:
+            judged.append(Verdict(name, cost, "", name == chosen))
+    return tuple(sorted(judged, key=lambda v: (not v.chosen, v.cost is None, v.cost.picoseconds if v.cost else 0)))
 
 
 def implementations_text(plan: PlanRecord) -> str:
-    """Return the ways to run each step as text, those that were refused by reason."""
+    """Return the implementations of each step as text. Refused ones are grouped by their reason."""
     body = plan if plan.loop is None else plan.loop.body
     lines = ["implementations"]
-    for step, ways in zip(body.steps, verdicts(plan), strict=True):
+    for step, step_verdicts in zip(body.steps, verdicts(plan), strict=True):
         refused: dict[str, list[str]] = {}
         lines.append(f"  {step.op.spec}")
-        for way in ways:
-            if way.cost is not None:
-                lines.append(f"    {way}")
+        for verdict in step_verdicts:
+            if verdict.cost is not None:
+                lines.append(f"    {verdict}")
             else:
-                refused.setdefault(way.refusal, []).append(way.name)
+                refused.setdefault(verdict.refusal, []).append(verdict.name)
         lines += [f"    refused, {reason}: {'; '.join(names)}" for reason, names in refused.items()]
     return "\n".join(lines)

@@ -1,7 +1,8 @@
-"""`optimize="measure"`: the best few plans timed on the arrays of the call, and the fastest of them remembered.
+"""`optimize="measure"`: times the best few plans on the arrays of the call, and remembers the fastest.
 
-Predictions choose whom to time. Rounds are interleaved, so that what slows the machine for a while slows all; in each
-a plan first runs once untimed, because a program pays for memory that the one before it gave back. Medians decide.
+Predictions choose the plans to time. The plans take turns in rounds, so that anything that slows the machine for a
+while slows all of them. In each round a plan first runs once untimed, because a program pays for memory that the one
+before it gave back. Medians decide.
 """
 
 from __future__ import annotations
@@ -32,42 +33,43 @@ from planner.version import __version__
 __all__ = ["Timings", "block_seconds", "candidates", "key_of", "autotune", "time_programs"]
 
 MOST_CANDIDATES = 4
-# Predictions are rarely off by more; what is predicted to be slower is not tried, nor what could fill the machine.
+# Predictions are rarely off by a larger factor, so plans that are predicted to be slower are not timed. Neither are
+# plans that could fill the memory.
 SLOWEST = 8.0
 ROOM_FACTOR, ROOM_BYTES = 4, 2**28
-# What is remembered of a plan, besides what was measured.
+# The fields of a plan that are remembered, besides the measurement.
 _PARTS = ("tree", "programs", "loop")
 BUDGET_SECONDS, MOST_ROUNDS, BLOCK_SECONDS = 1.0, 15, 1e-3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timings:
-    """What was measured of programs: seconds a run of each, one for each round, and whether Ctrl-C ended it."""
+    """Measured times: seconds of one run for each program and round, and whether Ctrl-C ended the rounds."""
 
     seconds: tuple[tuple[float, ...], ...]
     interrupted: bool = False
 
     def median(self, number: int) -> float:
-        """Median of a program; infinite where none of its rounds was completed."""
+        """Return a program's median seconds; infinite if none of its rounds was completed."""
         return statistics.median(self.seconds[number]) if self.seconds[number] else float("inf")
 
 
 def autotune(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> PlanRecord:
-    """Return the plan remembered as the fastest for this problem, else the fastest of a few, timed now and remembered.
+    """Return the plan that is remembered as the fastest; if there is none, time a few plans and remember the fastest.
 
     Args:
-        plan: what would be chosen without measuring.
-        operands: arrays to run on; where any is a stand-in, a shape or a tracer, nothing is timed.
-        indices: index arrays, by letter.
+        plan: the plan that is chosen without measuring.
+        operands: the arrays to run on. If one is a stand-in, a shape or a tracer, nothing is timed.
+        indices: the index arrays, by letter.
 
     Returns:
-        A plan whose origin tells which of these it is.
+        The plan. Its origin tells where it comes from.
     """
     if plan.origin.startswith("interrupted"):
         return plan
     key = key_of(plan, operands)
-    if key is not None and (known := _recalled(plan, key)) is not None:
-        return known
+    if key is not None and (remembered := _recall_plan(plan, key)) is not None:
+        return remembered
     clock = _Clock(operands, indices)
     if clock.program(plan) is None:
         return dataclasses.replace(plan, origin=f"not measured, no values to time: {plan.origin}")
@@ -85,17 +87,23 @@ def autotune(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, An
     if len(tried) == 1 and not tilings:
         return dataclasses.replace(plan, origin=f"measured: no other plan comes near; {plan.origin}")
     places = zip((f"best of {counted},", "next"), order[:counted], strict=False)
-    said = [f"{what} {seconds_text(seconds[number])}" for what, number in places]
-    said += [f"other tiles in {taken} of {tilings} kernels"] * bool(tilings)
-    result = ", ".join(said)
+    parts = [f"{what} {seconds_text(seconds[number])}" for what, number in places]
+    if tilings:
+        parts.append(f"other tiles in {taken} of {tilings} kernels")
+    result = ", ".join(parts)
     origin = f"{'interrupted: ' * clock.interrupted}measured: {result}"
     winner = dataclasses.replace(
-        plan, tree=best.tree, programs=best.programs, loop=best.loop, compiled_bytes=best.compiled_bytes, origin=origin,
+        plan,
+        tree=best.tree,
+        programs=best.programs,
+        loop=best.loop,
+        compiled_bytes=best.compiled_bytes,
+        origin=origin,
         proven=False,
-    )  # fmt: skip
+    )
     if key is not None and not clock.interrupted:
-        parts = (*_PARTS, "compiled_bytes")
-        remember("measured", key, {"result": result, **{name: encode(getattr(winner, name)) for name in parts}})
+        fields = {name: encode(getattr(winner, name)) for name in (*_PARTS, "compiled_bytes")}
+        remember("measured", key, {"result": result, **fields})
     return winner
 
 
@@ -107,13 +115,13 @@ class _Clock:
         self.interrupted = False
 
     def program(self, plan: PlanRecord) -> Callable[[], None] | None:
-        """The backend's trial of a plan; None where an operand or index array is none at all, but a shape."""
+        """Return the backend's trial of a plan; None if an operand or index array is only a shape."""
         if any(framework_of(x) is None for x in (*self.operands, *self.indices.values())):
             return None
         return load_backend(plan.backend).trial(plan, self.operands, self.indices)
 
     def timings(self, plans: Sequence[PlanRecord]) -> list[float]:
-        """The median seconds of each plan; infinite where it did not run, or after Ctrl-C."""
+        """Return the median seconds of each plan; infinite if the plan did not run, or after Ctrl-C."""
         if self.interrupted:
             return [float("inf")] * len(plans)
         timings = time_programs([program for plan in plans if (program := self.program(plan)) is not None])
@@ -126,22 +134,23 @@ def _interrupted(plan: PlanRecord) -> PlanRecord:
 
 
 def candidates(plan: PlanRecord) -> list[PlanRecord]:
-    """Return the plans to time beside the chosen one: as good by what is minimised, within limits and reason.
+    """Return the plans to time beside the chosen one.
 
-    Time is what predictions are unsure of. Any other objective is known exactly: then only ties are timed.
+    They are within the limits, not predicted to be far slower, and do not need far more memory. Only predictions of
+    time are unsure. Any other objective is known exactly, so for it only plans with the same value are timed.
     """
     key, cost = plan_key(plan.options.minimize), plan.cost
     others = [alternative.plan for alternative in alternatives(plan, 100)]
-    # A lean loop may have been taken in place of a plan that is predicted to be faster: that one has its room.
+    # If a lean loop was chosen in place of a plan that is predicted to be faster, that plan may be timed too.
     faster = (other.cost.peak_bytes for other in others if other.cost.seconds < cost.seconds)
     room = max(ROOM_FACTOR * cost.peak_bytes, ROOM_BYTES, *faster)
-    found = []
+    near_ones = []
     for other in others:
         ties = plan.options.minimize == "time" or key(other.cost)[0] == key(cost)[0]
         near = other.cost.seconds <= SLOWEST * cost.seconds and other.cost.peak_bytes <= room
         if ties and near and within(other.cost, plan.options):
-            found.append(other)
-    return keep_fitting(found[: MOST_CANDIDATES - 1])
+            near_ones.append(other)
+    return keep_fitting(near_ones[: MOST_CANDIDATES - 1])
 
 
 def time_programs(
@@ -149,7 +158,7 @@ def time_programs(
     budget_seconds: float = BUDGET_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timings:
-    """Time programs in turn, round after round, until the budget is spent; one round is always made.
+    """Time programs in turn, round after round, until the budget is spent. One round always runs.
 
     Example:
         >>> timings = time_programs([lambda: sum(range(10)), lambda: sum(range(10_000))], budget_seconds=0.05)
@@ -157,10 +166,10 @@ def time_programs(
         True
 
     Args:
-        programs: each runs once and waits for its end. The first must run; another that fails, for want of memory say,
-            is left out.
-        budget_seconds: after which no further round begins.
-        clock: tells the seconds.
+        programs: functions that run once and wait for the end. The first must not fail. Another that fails, for
+            example because memory is short, is left out.
+        budget_seconds: no further round begins after so many seconds.
+        clock: returns the time in seconds.
     """
     seconds: list[list[float]] = [[] for _ in programs]
     running = list(range(len(programs)))
@@ -169,13 +178,13 @@ def time_programs(
         for number in tuple(running):
             try:
                 programs[number]()  # compiles, fills caches
-            except Exception:  # memory of a kind that the framework has its own error for, say
+            except Exception:  # frameworks have errors of their own for a lack of memory
                 if number == 0:
                     raise
                 running.remove(number)
         begun = clock()
-        for done in range(MOST_ROUNDS):
-            if done and clock() - begun > budget_seconds:
+        for completed in range(MOST_ROUNDS):
+            if completed and clock() - begun > budget_seconds:
                 break
             for number in running:
                 seconds[number].append(block_seconds(programs[number], clock))
@@ -189,7 +198,7 @@ def block_seconds(
     clock: Callable[[], float] = time.perf_counter,
     least_seconds: float = BLOCK_SECONDS,
 ) -> float:
-    """Return seconds of one run after an untimed one, averaged over as many as last for `least_seconds`."""
+    """Return the seconds of one run, after an untimed run: an average over runs that last `least_seconds` together."""
     program()
     calls, begun = 0, clock()
     while True:
@@ -203,7 +212,7 @@ def block_seconds(
 
 
 def key_of(plan: PlanRecord, operands: Sequence[Any]) -> dict[str, Any] | None:
-    """Return all that the choice depends on, as JSON; None where a function is part of it."""
+    """Return everything that the choice depends on, as JSON; None if a function is part of it."""
     options = plan.options
     if callable(options.minimize):
         return None
@@ -226,8 +235,8 @@ def key_of(plan: PlanRecord, operands: Sequence[Any]) -> dict[str, Any] | None:
     }
 
 
-def _recalled(plan: PlanRecord, key: Mapping[str, Any]) -> PlanRecord | None:
-    """Return the remembered plan, after seeing that its steps are still offered, at the price that they had."""
+def _recall_plan(plan: PlanRecord, key: Mapping[str, Any]) -> PlanRecord | None:
+    """Return the remembered plan if the backend still has its implementations, at the same costs; else None."""
     value = recall("measured", key)
     if value is None:
         return None
@@ -237,14 +246,19 @@ def _recalled(plan: PlanRecord, key: Mapping[str, Any]) -> PlanRecord | None:
         if not (isinstance(tree, (Leaf, Node)) and isinstance(programs, Programs) and isinstance(result, str)):
             raise ValueError("it holds no plan")
         if not (loop is None or isinstance(loop, Loop)):
-            raise ValueError("its loop is none")
+            raise ValueError("its loop is not a loop")
         if not (compiled_bytes is None or isinstance(compiled_bytes, int)):
-            raise ValueError("its compiled bytes are none")
+            raise ValueError("its compiled bytes are not a number")
         table = load_backend(plan.backend).table
         winner = dataclasses.replace(
-            plan, tree=tree, programs=programs, loop=loop, compiled_bytes=compiled_bytes, proven=False,
+            plan,
+            tree=tree,
+            programs=programs,
+            loop=loop,
+            compiled_bytes=compiled_bytes,
+            proven=False,
             origin=f"remembered: {result}",
-        )  # fmt: skip
+        )
         whole = winner if loop is None else loop.body
         offered = all(table.offers(step.choice, step.op, whole.device) for step in whole.steps)
     except (PlannerError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,8 +1,8 @@
-"""What was measured, remembered between processes: one JSON file an entry, in the user's cache folder.
+"""Measurements that are remembered between processes: one JSON file for each entry, in the user's cache folder.
 
-Nothing in a file is ever run: it is JSON, and what it says is held against the program that reads it. A file that is
-damaged is no entry, and neither is one of another key, version or machine. Entries are written whole under a name of
-their own and then renamed, so a reader in another process sees the old one, the new one or none.
+Reading a file never runs code from it. It is JSON, and the program that reads it checks what it says. A damaged file is
+ignored, and so is a file with another key, version or machine. Entries are written under a temporary name and then
+renamed. So a reader in another process sees the old entry, the new one or none.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from planner.cost.files import cache_folder, read_file, replace_file
 __all__ = ["entry_path", "recall", "remember"]
 
 FORMAT = 1
-# Far above what a plan takes: nothing longer is worth reading.
+# No plan takes nearly so much. A longer file is not read.
 MOST_BYTES = 2**26
 _WARNED: set[pathlib.Path | None] = set()
 
 
 def entry_path(kind: str, key: Mapping[str, Any]) -> pathlib.Path | None:
-    """Return the file of an entry: the kind's folder, and the key's hash; None where the user has no home."""
+    """Return the file of an entry: in the folder of its kind, named by the key's hash; None if the user has no home."""
     try:
         return cache_folder() / f"{kind}-{FORMAT}" / f"{_digest(key)[:40]}.json"
     except OSError:
@@ -33,7 +33,7 @@ def entry_path(kind: str, key: Mapping[str, Any]) -> pathlib.Path | None:
 
 
 def recall(kind: str, key: Mapping[str, Any]) -> Any:
-    """Return what was remembered under a key, or None.
+    """Return the value that was remembered under a key, or None.
 
     Example:
         >>> remember("example", {"spec": "ij -> ji"}, {"seconds": 1.5})
@@ -41,7 +41,7 @@ def recall(kind: str, key: Mapping[str, Any]) -> Any:
         {'seconds': 1.5}
         >>> recall("example", {"spec": "ij -> i"})
 
-    A file that cannot be read, or is damaged, is named in a warning, once in a process, and is no entry.
+    A file that is damaged or cannot be read is ignored. A warning names it, once in each process.
     """
     path = entry_path(kind, key)
     if path is None:
@@ -61,13 +61,13 @@ def recall(kind: str, key: Mapping[str, Any]) -> Any:
 
 
 def warn_of_damage(kind: str, key: Mapping[str, Any], why: object) -> None:
-    """Warn that an entry is not what was written, once for each file."""
+    """Warn that the file of an entry is damaged, once for each file."""
     path = entry_path(kind, key)
     _warn(path, f"ignoring {path}, which is damaged ({why}); deleting it is safe")
 
 
 def remember(kind: str, key: Mapping[str, Any], value: Any) -> None:
-    """Write an entry, in place of an older one; where that is not possible, warn once."""
+    """Write an entry in place of an older one. If the file cannot be written, warn once."""
     path = entry_path(kind, key)
     if path is None:
         return

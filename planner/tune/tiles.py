@@ -1,4 +1,4 @@
-"""`optimize="measure"`, after a plan is chosen: other tilings of its kernels, timed one step after the other."""
+"""`optimize="measure"`, after a plan is chosen: times other tilings of its kernels, one step after the other."""
 
 from __future__ import annotations
 
@@ -12,34 +12,37 @@ from planner.program.plan import PlanRecord
 
 __all__ = ["tune_tiles"]
 
-# A tiling that is not faster by this much is not told from the default.
+# A tiling must be faster by this factor. A smaller difference may be noise.
 CLEARLY = 0.97
 
 
 def tune_tiles(
     plan: PlanRecord, timings: Callable[[Sequence[PlanRecord]], Sequence[float]]
 ) -> tuple[PlanRecord, int, int]:
-    """Return the plan with the fastest tiling of each step that has several; of how many steps, and how many changed.
+    """Choose the fastest tiling of each step that has several.
 
-    Tilings cost the same memory. A plan that goes slice by slice is returned as it is.
+    All tilings of a step need the same memory. A plan that is a loop over slices does not change.
 
     Args:
-        plan: what was chosen.
-        timings: from plans to the seconds of each; infinite where one did not run.
+        plan: the chosen plan.
+        timings: times plans, and returns the seconds of each; infinite if one did not run.
+
+    Returns:
+        The plan with these tilings, the number of steps whose tilings were timed, and how many of them changed.
     """
-    timed, taken = 0, 0
+    timed, changed = 0, 0
     for backward, number, choices in _tilings(plan):
         tried = [plan, *(_with_choice(plan, backward, number, choice) for choice in choices)]
         seconds = timings(tried)
         timed += seconds[0] < math.inf
         place = min(range(len(tried)), key=seconds.__getitem__)
         if seconds[place] < CLEARLY * seconds[0] < math.inf:
-            plan, taken = tried[place], taken + 1
-    return plan, timed, taken
+            plan, changed = tried[place], changed + 1
+    return plan, timed, changed
 
 
 def _tilings(plan: PlanRecord) -> Iterator[tuple[bool, int, tuple[PricedImplementation, ...]]]:
-    """The steps that have tilings: whether of the backward program, number, and the other choices."""
+    """Yield the steps with several tilings: whether it is a backward step, its number, and the other tilings."""
     backend = load_backend(plan.backend)
     if plan.loop is not None or backend.pins_tiles():
         return
@@ -54,12 +57,9 @@ def _with_choice(plan: PlanRecord, backward: bool, number: int, choice: PricedIm
     programs = plan.programs
     program = programs.backward if backward else programs.forward
     assert program is not None
-    steps = tuple(
-        dataclasses.replace(step, choice=choice) if place == number else step
-        for place, step in enumerate(program.steps)
-    )
-    changed = dataclasses.replace(program, steps=steps)
-    programs = (
-        dataclasses.replace(programs, backward=changed) if backward else dataclasses.replace(programs, forward=changed)
-    )
-    return dataclasses.replace(plan, programs=programs)
+    steps = list(program.steps)
+    steps[number] = dataclasses.replace(steps[number], choice=choice)
+    changed = dataclasses.replace(program, steps=tuple(steps))
+    if backward:
+        return dataclasses.replace(plan, programs=dataclasses.replace(programs, backward=changed))
+    return dataclasses.replace(plan, programs=dataclasses.replace(programs, forward=changed))
