@@ -1,4 +1,4 @@
-"""The named workloads: contractions that slowed people down, one table for tests, demo, benchmarks, docs.
+"""The named workloads: contractions that slowed people down, in one table for tests, demo, benchmarks and docs.
 
 Example:
     >>> from planner.workloads import WORKLOADS
@@ -30,20 +30,20 @@ Values = Literal["integers", "normal"]
 Skew = Literal["uniform", "half", "zipf", "one"]
 Shape = tuple[int, ...]
 
-# Distinct sizes show an axis taken for another; axes beyond the table start over.
+# Sizes differ, so that a mistaken axis shows. Axes beyond the table start over.
 _TINY_SIZES = (3, 4, 2, 5, 6)
 _TINY_POOL = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class View:
-    """How an operand lies inside a larger array, the base: per dimension, and in the order of storage.
+    """How an operand lies inside a larger array, the base. All tuples but `order` have an entry for each dimension.
 
     Attributes:
-        times: size of the base's dimension, in multiples of the operand's.
+        times: the base's size, in multiples of the operand's size.
         start_halves: where the operand starts in the base, in halves of the operand's size.
-        step: distance between the operand's neighbours in the base, per dimension.
-        order: the operand's dimensions as the base is stored, slowest first; empty for row-major.
+        step: the distance in the base between the operand's neighbours.
+        order: the dimensions in the order in which the base is stored, slowest first; empty for row-major.
     """
 
     times: tuple[int, ...]
@@ -52,7 +52,7 @@ class View:
     order: tuple[int, ...] = ()
 
     def base_shape(self, shape: Shape) -> Shape:
-        """Return the base's shape, dimensions in the operand's order."""
+        """Return the base's shape, with dimensions in the operand's order."""
         return tuple(n * times for n, times in zip(shape, self.times, strict=True))
 
     def slices(self, shape: Shape) -> tuple[slice, ...]:
@@ -66,19 +66,19 @@ class View:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Workload:
-    """A contraction with its sizes, and arrays made to measure.
+    """A contraction with its sizes. Its methods make arrays for it.
 
     Attributes:
-        name: key in `WORKLOADS`; a variant carries a slash, as in ``seed-gathered-keys/k10``.
+        name: the key in `WORKLOADS`. Names of variants have a slash, as in ``seed-gathered-keys/k10``.
         spec: the contraction as `planner.contract` takes it.
         sizes: pairs of axis and size.
         pools: pairs of index array and the size of the dimension that it reads or adds into.
-        source: who met it, and where.
-        gradients: per operand, whether it takes a gradient; empty when all do.
-        views: per operand, where it lies inside a larger array; empty when none does.
-        same_as: per operand, the number of the array passed there; empty when all differ.
-        sorted_indices: index arrays that arrive sorted.
-        cpu_sizes: sizes to take instead where the full ones are too big for a CPU with 24 GB.
+        source: who met the contraction, and where.
+        gradients: for each operand, whether it takes a gradient; empty if all do.
+        views: for each operand, where it lies inside a larger array; empty if none does.
+        same_as: for each operand, the number of the first operand with the same array; empty if all arrays differ.
+        sorted_indices: the index arrays that are sorted.
+        cpu_sizes: sizes to use instead on a CPU with 24 GB, if the full ones are too large for it.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Workload:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `contract` must be told beside the arrays: the sizes of scattered dimensions."""
+        """The options that `contract` needs besides the arrays: the sizes of scattered dimensions."""
         pools = dict(self.pools)
         scattered = {e.array: pools[e.array] for e in self.parsed.output if isinstance(e, Gather)}
         return {"sizes": scattered} if scattered else {}
@@ -130,7 +130,7 @@ class Workload:
         return tuple(pools[e.array] if isinstance(e, Gather) else sizes[e] for e in term)
 
     def resized(self, **sizes: int) -> Workload:
-        """Return the workload with other sizes, of axes or, by an index array's letter, of its pool."""
+        """Return the workload with other sizes of axes, or of pools by the letter of their index array."""
         unknown = set(sizes) - {letter for letter, _ in self.sizes + self.pools}
         if unknown:
             raise ValueError(f"{self.name} has no axis and no index array {', '.join(sorted(unknown))}")
@@ -141,22 +141,20 @@ class Workload:
         )
 
     def cpu(self) -> Workload:
-        """Return the workload at sizes that a CPU with 24 GB can hold, gradients included."""
+        """Return the workload in sizes that a CPU with 24 GB can hold, gradients included."""
         return self.resized(**dict(self.cpu_sizes))
 
     def tiny(self) -> Workload:
-        """Return the workload at sizes for tests: a few elements along each axis, neighbours unequal."""
+        """Return the workload in sizes for tests: a few elements along each axis, neighbouring axes unequal."""
         sizes = {
             axis: min(size, _TINY_SIZES[number % len(_TINY_SIZES)]) for number, (axis, size) in enumerate(self.sizes)
         }
         terms = self.parsed.inputs
         for number, original in enumerate(self.same_as):
-            # One array under two terms has one shape.
-            sizes |= {
-                axis: sizes[other]
-                for axis, other in zip(terms[number], terms[original], strict=True)
-                if isinstance(axis, str) and isinstance(other, str)
-            }
+            # An array that is passed twice has one shape, so both terms have the same sizes.
+            for axis, other in zip(terms[number], terms[original], strict=True):
+                if isinstance(axis, str) and isinstance(other, str):
+                    sizes[axis] = sizes[other]
         return self.resized(**sizes, **{array: min(size, _TINY_POOL) for array, size in self.pools})
 
     def operands(
@@ -169,15 +167,15 @@ class Workload:
         dtype: str = "float32",
         requires_grad: bool = False,
     ) -> tuple[Any, ...]:
-        """Make the operands; a cut of a larger array is a view of it wherever the framework has views.
+        """Make the operands. An operand inside of a larger array is a view of it, if the framework has views.
 
         Args:
             framework: "numpy", "torch" or "jax".
-            seed: seed of the random values; the same values in every framework.
-            values: "integers" from -magnitude to magnitude, of which sums are exact, or "normal".
+            seed: seed of the random values. They are the same in every framework.
+            values: "integers" from -magnitude to magnitude, whose sums are exact, or "normal".
             magnitude: the largest integer.
             dtype: dtype name.
-            requires_grad: torch only: whether operands of `takes_gradient` (or their bases) require it.
+            requires_grad: for torch, whether the operands that `takes_gradient` names, or their bases, require it.
 
         Returns:
             An array for each operand.
@@ -209,29 +207,29 @@ class Workload:
     def indices(
         self, framework: Framework, seed: int = 0, *, skew: Skew = "uniform", dtype: str = "int64"
     ) -> dict[str, Any]:
-        """Make the index arrays by letter, within range.
+        """Make the index arrays, by letter. All indices are in range.
 
         Args:
-            framework: "numpy", "torch" or "jax" (which narrows int64 where 64-bit types are off).
+            framework: "numpy", "torch" or "jax". JAX narrows int64 unless 64-bit types are enabled.
             seed: seed of the random rows.
-            skew: how often each row is named, see `skewed_rows`.
+            skew: how often each row is named; see `skewed_rows`.
             dtype: an integer dtype name.
 
         Returns:
             An index array for each letter.
         """
         rng = np.random.default_rng([seed, 2])
-        pools, made = dict(self.pools), {}
+        pools, arrays = dict(self.pools), {}
         for array, shape in self.index_shapes.items():
             rows = skewed_rows(rng, math.prod(shape), pools[array], skew)
             if array in self.sorted_indices:
                 rows.sort()
-            made[array] = to_framework(framework, rows.reshape(shape), dtype)
-        return made
+            arrays[array] = to_framework(framework, rows.reshape(shape), dtype)
+        return arrays
 
 
 def skewed_rows(rng: np.random.Generator, count: int, pool: int, skew: Skew) -> np.ndarray[Any, Any]:
-    """Draw rows of a pool: "uniform", "half" of them the same row, "zipf" (rank to the -1), or all "one"."""
+    """Draw rows of a pool: "uniform", "half" (one row half of the time), "zipf" (1 / rank) or "one" row only."""
     rows = rng.integers(0, pool, count)
     if skew == "half":
         rows[rng.permutation(count)[: count // 2]] = pool // 2
@@ -250,7 +248,7 @@ def _random(rng: np.random.Generator, shape: Shape, values: Values, magnitude: i
 
 
 def to_framework(framework: Framework, array: np.ndarray[Any, Any], dtype: str) -> Any:
-    """Make a framework's array of a dtype; JAX narrows 64-bit types where they are off."""
+    """Return an array in a framework and dtype. JAX narrows 64-bit types unless they are enabled."""
     if framework == "numpy":
         return array.astype(dtype)
     if framework == "torch":
@@ -291,7 +289,7 @@ def _row(
     )
 
 
-# The seeds are four documents by people whom torch.einsum or torch.matmul surprised: `planner demo` answers.
+# The seeds are four documents by people whom torch.einsum or torch.matmul surprised. `planner demo` answers them.
 _GATHERED_MATMUL = "seed 000: many weird phenomena about torch.matmul()"
 _SLICED_EINSUM = "seed 001: when you shouldn't trust einsum"
 _OUTER_AND_MATMUL = "seed 002: finishing up matmul"
@@ -381,7 +379,7 @@ _ROWS = (
         dict.fromkeys("ijkl", 128),
         cpu=dict.fromkeys("ijkl", 64),
     ),
-    # One array in both places, as its author had it.
+    # One array in both places, as in the issue.
     _row(
         "repeated",
         "nlp,nlq->l",
@@ -437,4 +435,4 @@ _ROWS = (
 )
 
 WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in _ROWS}
-"""Every named workload, by name; a name with a slash is a variant of the one before the slash."""
+"""Every named workload, by name. A name with a slash is a variant of the workload before the slash."""

@@ -1,6 +1,6 @@
-"""What a call really allocates, measured without asking the planner.
+"""Measures what a call really allocates, independently of the planner's predictions.
 
-Importing this module imports no framework; each function imports the one that it measures.
+Importing this module imports no framework. Each function imports the framework that it measures.
 
 Example:
     >>> import numpy as np
@@ -52,8 +52,8 @@ class Measured:
     """Bytes that a call allocated.
 
     Attributes:
-        peak_bytes: most bytes newly allocated at any moment, the result counted.
-        retained_bytes: bytes still allocated while only the result is held, the result's own not counted.
+        peak_bytes: most bytes newly allocated at any moment, the result included.
+        retained_bytes: bytes still allocated while only the result is held, without the result's own bytes.
     """
 
     peak_bytes: int
@@ -62,7 +62,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What a call computed and moved, counted operator by operator; None where nothing says so."""
+    """What a call computed and moved, counted operator by operator. A count is None if nothing tells it."""
 
     flops: int | None
     bytes_moved: int | None
@@ -70,7 +70,7 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What XLA says of a compiled function: bytes beside its arguments, results in them, and what it counts."""
+    """What XLA says about a compiled function: the bytes of temporaries and results, and its counts."""
 
     peak_bytes: int | None
     counted: Counted
@@ -80,19 +80,18 @@ class Compiled:
 
 
 def torch_memory(call: Callable[[], T]) -> tuple[T, Measured]:
-    """Run a torch CPU call and count each allocation that it makes, internal temporaries too.
+    """Run a torch CPU call and count each of its allocations, internal temporaries too.
 
-    Every allocation of torch's CPU allocator in the calling thread counts with the bytes that were
-    asked for (not rounded up to the alignment of 64), a storage as a whole. What other threads
-    allocate (`threading`, not torch's own loops over elements), and the scratch that a library
-    such as MKL takes from the C heap, is not seen. Cyclic garbage is collected only after the
-    call, so the peak does not depend on when Python happens to collect.
+    The function counts every allocation of torch's CPU allocator in the calling thread, with the bytes that were asked
+    for, not rounded up to the alignment of 64. A storage counts as a whole. It does not see what other Python threads
+    allocate, nor the scratch that a library such as MKL takes from the C heap. Cyclic garbage is collected only after
+    the call, so the peak does not depend on when Python happens to collect.
 
     Args:
-        call: takes nothing; its arguments must exist before, so that they are not counted.
+        call: takes no arguments. The arrays that it uses must exist before, so that they are not counted.
 
     Returns:
-        The call's result and what was measured. Warm caches by a first run, or they count as retained.
+        The call's result and the measurement. Run the call once before, or its caches count as retained.
     """
     result, peak, live = torch_allocations(call, {})
     own = torch_storages(result)
@@ -102,18 +101,18 @@ def torch_memory(call: Callable[[], T]) -> tuple[T, Measured]:
 def torch_backward_memory(
     call: Callable[[], Any], operands: Sequence[Any], gout: Any = None
 ) -> tuple[tuple[Any, ...], Measured]:
-    """Run a torch CPU call, then its backward, and count what is alive during the backward.
+    """Run a torch CPU call, then its backward pass, and count what is alive during the backward pass.
 
     Args:
-        call: takes nothing and returns one tensor.
-        operands: the tensors whose gradients are asked for; they require gradients.
-        gout: the output's gradient, not counted; ones if None.
+        call: takes no arguments and returns one tensor.
+        operands: the tensors to differentiate. They require gradients.
+        gout: the output's gradient, which is not counted; ones if None.
 
     Returns:
-        The gradients and what was measured in the backward. The peak counts the bytes that the forward
-        retained, until they are freed, all that is newly allocated, and the gradients, but not the
-        result's own storage; retained is what is alive in the end beside gradients and result. Gradients that repeat
-        elements count in full, as `.grad` holds them.
+        The gradients and the measurement of the backward pass. The peak counts the bytes that the forward pass retained
+        until they are freed, all new allocations, and the gradients, but not the result's own storage. The retained
+        bytes are those alive in the end, without gradients and result. Gradients that repeat elements count in full,
+        as `.grad` holds them.
     """
     import torch
 
@@ -130,10 +129,9 @@ def torch_backward_memory(
 def saved_tensor_bytes(call: Callable[[], Any], operands: Iterable[Any] = ()) -> int:
     """Count the storages that torch's autograd saves, by its own hooks: a second count of retained bytes.
 
-    Storages of the operands (index arrays among them) and of the result are left out, as is what
-    was saved and dropped again before the call returned. The hooks do not see tensors that an
-    `autograd.Function` keeps as attributes of its context, nor Python numbers, which ``2 * x`` keeps
-    in 8 bytes; `torch_memory` sees both.
+    The count leaves out the storages of the operands, which include index arrays, those of the result, and tensors that
+    were saved and dropped again before the call returned. The hooks do not see tensors that an `autograd.Function`
+    keeps as attributes of its context, nor Python numbers, which ``2 * x`` keeps in 8 bytes. `torch_memory` sees both.
     """
     import torch
 
@@ -149,8 +147,8 @@ def saved_tensor_bytes(call: Callable[[], Any], operands: Iterable[Any] = ()) ->
     gc.collect(0)
     own = torch_storages(result) | torch_storages(list(operands))
     storages = [holder.tensor.untyped_storage() for holder in saved]
-    found = {s.data_ptr(): s.nbytes() for s in storages}
-    return sum(n for pointer, n in found.items() if pointer not in own)
+    sizes = {s.data_ptr(): s.nbytes() for s in storages}
+    return sum(n for pointer, n in sizes.items() if pointer not in own)
 
 
 class _Saved:
@@ -161,12 +159,12 @@ class _Saved:
 
 
 def torch_allocations(call: Callable[[], T], live: Mapping[int, int]) -> tuple[T, int, dict[int, int]]:
-    """Run a torch CPU call; return its result, the peak, and the size of each allocation alive in the end.
+    """Run a torch CPU call. Return its result, the peak, and the size of each allocation alive in the end.
 
-    `live` are allocations from an earlier run that count too; frees of any others do not, and the
-    profiler reports them only by accident.
+    `live` holds allocations of an earlier run, which count too. The profiler reports the freeing of other allocations
+    only by accident, so that is ignored.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints when it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints when it starts and stops
     import torch
     from torch.autograd.profiler import profile
 
@@ -213,7 +211,7 @@ def _collecting_afterwards() -> Iterator[None]:
 
 
 def torch_storages(tree: Any) -> set[int]:
-    """Addresses of the storages of all tensors in a tree of containers."""
+    """Return the addresses of the storages of all tensors in a tree of containers."""
     import torch
     from torch.utils import _pytree
 
@@ -222,9 +220,9 @@ def torch_storages(tree: Any) -> set[int]:
 
 
 def torch_cuda_peak(call: Callable[[], T], device: Any) -> tuple[T, int]:
-    """Run a torch CUDA call; return its result and the most bytes that its allocator held at any moment.
+    """Run a torch CUDA call. Return its result and the most bytes that the allocator held at any moment.
 
-    The bytes are all of the device's, not only the call's. The allocator's own record of its peak starts anew.
+    The count covers everything on the device, not only the call. The allocator's own record of its peak is reset.
     """
     import torch
 
@@ -236,7 +234,7 @@ def torch_cuda_peak(call: Callable[[], T], device: Any) -> tuple[T, int]:
 
 
 def torch_cuda_memory(call: Callable[[], T], device: Any) -> tuple[T, Measured]:
-    """Run a torch CUDA call and ask the allocator, which rounds each size up to 512 bytes; else as `torch_memory`."""
+    """Do as `torch_memory`, for a CUDA call, by the allocator's statistics. It rounds each size up to 512 bytes."""
     import torch
 
     with _collecting_afterwards():
@@ -250,7 +248,7 @@ def torch_cuda_memory(call: Callable[[], T], device: Any) -> tuple[T, Measured]:
 def torch_cuda_backward_memory(
     call: Callable[[], Any], operands: Sequence[Any], device: Any
 ) -> tuple[tuple[Any, ...], Measured]:
-    """Run a torch CUDA call, then its backward from ones, and ask the allocator; else as `torch_backward_memory`."""
+    """Do as `torch_backward_memory`, for a CUDA call and a gradient of ones, by the allocator's statistics."""
     import torch
 
     with _collecting_afterwards():
@@ -265,7 +263,7 @@ def torch_cuda_backward_memory(
 
 
 def _result_bytes(tree: Any) -> int:
-    """Bytes of the storages of all tensors in a tree, rounded up as the CUDA allocator does."""
+    """Return the bytes of the storages of all tensors in a tree, rounded up as the CUDA allocator does."""
     import torch
     from torch.utils import _pytree
 
@@ -274,10 +272,10 @@ def _result_bytes(tree: Any) -> int:
 
 
 def torch_counts(call: Callable[[], Any]) -> Counted:
-    """Run a torch call and count its operators: FLOPs of matrix products, and bytes that each reads and writes.
+    """Run a torch call and count its operators: the FLOPs of matrix products, and the bytes that each reads and writes.
 
-    FLOPs are None where no matrix is multiplied: nothing else is counted. A view moves nothing; a take reads as many
-    bytes as it writes. What torch reads again because it does not fit a cache is not seen.
+    Only matrix products count FLOPs; without any, FLOPs are None. A view moves nothing. A take reads as many bytes as
+    it writes. The count does not see what torch reads again because it does not fit a cache.
     """
     import torch
     from torch.utils import _pytree
@@ -297,14 +295,15 @@ def torch_counts(call: Callable[[], Any]) -> Counted:
             packet = in_place.get(func._overloadpacket, func._overloadpacket)
             if packet in flop_registry:
                 flops += int(flop_registry[packet](*args, **plain, out_val=result))
-            given = [x for x in _pytree.tree_leaves((args, plain)) if isinstance(x, torch.Tensor)]
-            made = [x for x in _pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
-            known = {x.untyped_storage().data_ptr() for x in given}
-            is_view = not func._schema.is_mutable and any(x.untyped_storage().data_ptr() in known for x in made)
+            inputs = [x for x in _pytree.tree_leaves((args, plain)) if isinstance(x, torch.Tensor)]
+            outputs = [x for x in _pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+            storages = {x.untyped_storage().data_ptr() for x in inputs}
+            shares = any(x.untyped_storage().data_ptr() in storages for x in outputs)
+            is_view = shares and not func._schema.is_mutable
             if not is_view and packet not in allocations:
                 if packet in (torch.ops.aten.index_select, torch.ops.aten.gather, torch.ops.aten.index):
-                    given = [*given[1:], *made]
-                moved += sum(_bytes(x) for x in (*given, *made))
+                    inputs = [*inputs[1:], *outputs]
+                moved += sum(_bytes(x) for x in (*inputs, *outputs))
             return result
 
     with Counter():  # type: ignore[no-untyped-call]
@@ -313,7 +312,7 @@ def torch_counts(call: Callable[[], Any]) -> Counted:
 
 
 def _bytes(tensor: Any) -> int:
-    """Bytes of a tensor's elements, each counted once."""
+    """Return the bytes of a tensor's elements, each element counted once."""
     distinct = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return math.prod(distinct) * int(tensor.element_size()) if tensor.numel() else 0
 
@@ -322,15 +321,15 @@ def _bytes(tensor: Any) -> int:
 
 
 def jax_retained(call: Callable[..., Any], *operands: Any, held: Any = ()) -> int:
-    """Count the bytes of the buffers that the backward of a jax call holds, outside jit.
+    """Count the bytes of the buffers that the backward pass of a jax call holds, outside of jit.
 
-    Each buffer among the leaves of ``jax.vjp(call, *operands)[1]`` counts once; those of the
-    operands, of `held` and of the result do not.
+    Each buffer among the leaves of ``jax.vjp(call, *operands)[1]`` counts once. Those of the operands, of `held` and of
+    the result do not count.
 
     Args:
-        call: differentiable in all operands.
+        call: a function that is differentiable in all operands.
         operands: pytrees of arrays.
-        held: more arrays not to count, such as index arrays that `call` closes over.
+        held: more arrays that do not count, such as index arrays that `call` closes over.
     """
     import jax
 
@@ -341,14 +340,14 @@ def jax_retained(call: Callable[..., Any], *operands: Any, held: Any = ()) -> in
 
 
 def jax_buffers(tree: Any) -> dict[int, int]:
-    """Addresses and bytes of the buffers of all arrays in a pytree."""
+    """Return the addresses and bytes of the buffers of all arrays in a pytree."""
     import jax
 
     return {_buffer(x): int(x.nbytes) for x in jax.tree.leaves(tree) if _has_buffer(x)}
 
 
 def jax_temp_bytes(call: Callable[..., Any], *operands: Any) -> int:
-    """Compile a call and ask XLA for its temporaries: bytes beside the arguments and the results."""
+    """Compile a call and return the bytes of its temporaries, without arguments and results, as XLA tells them."""
     import jax
 
     analysis = jax.jit(call).lower(*operands).compile().memory_analysis()
@@ -357,9 +356,9 @@ def jax_temp_bytes(call: Callable[..., Any], *operands: Any) -> int:
 
 
 def jax_compiled(call: Callable[..., Any], *operands: Any) -> tuple[Callable[..., Any], Compiled]:
-    """Compile a call for operands; return the compiled function and what XLA says of it.
+    """Compile a call for operands. Return the compiled function and what XLA says about it.
 
-    A figure is None where the platform does not say. XLA counts the body of a loop once.
+    A figure is None if the platform does not tell it. XLA counts the body of a loop once.
     """
     import jax
 
@@ -386,10 +385,10 @@ def _buffer(x: Any) -> int:
 
 
 def numpy_memory(call: Callable[[], T]) -> tuple[T, Measured]:
-    """Run a numpy call under tracemalloc.
+    """Run a numpy call and measure it with tracemalloc.
 
-    The peak counts Python's own objects too (some KB), so it is an upper bound. Retained counts
-    array data alone, and exactly. Traces that tracemalloc already has are cleared.
+    The peak counts Python's own objects too (some KB), so it is an upper bound. The retained bytes are exact and count
+    array data only. The call clears the traces that tracemalloc already has.
     """
     domain = np.lib.tracemalloc_domain
     tracing = tracemalloc.is_tracing()
@@ -397,7 +396,7 @@ def numpy_memory(call: Callable[[], T]) -> tuple[T, Measured]:
         tracemalloc.start(1)
     try:
         with _collecting_afterwards():
-            tracemalloc.clear_traces()  # arrays from before the call are then told by having no trace
+            tracemalloc.clear_traces()  # arrays from before the call then have no trace
             tracemalloc.reset_peak()
             start, _ = tracemalloc.get_traced_memory()
             result = call()
@@ -416,7 +415,7 @@ def _traced_arrays(domain: int) -> int:
 
 
 def numpy_owned(arrays: Iterable[Any]) -> dict[int, int]:
-    """Identity and bytes of the arrays that own the memory of some arrays."""
+    """Return the identities and bytes of the arrays that own the memory of some arrays."""
     owned = {}
     for array in arrays:
         while isinstance(array.base, np.ndarray):

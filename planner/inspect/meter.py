@@ -1,7 +1,7 @@
-"""Meters: what each framework can tell of a call, as one interface for `planner.inspect.analyze`.
+"""Meters: one interface to what each framework can measure, for `planner.inspect.analyze`.
 
-Steps are run one by one as `Backend.stepwise` gives them; whole calls as `Backend.bind` does. Nothing here changes
-what it is given: torch is measured on detached leaves that share the operands' storages.
+Meters run single steps from `Backend.stepwise`, and whole calls from `Backend.bind`. They do not change the caller's
+arrays: torch is measured on detached leaves that share the operands' storages.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["Meter", "meter_of"]
 
 
 class Meter:
-    """Measures one plan on one set of arrays; here as NumPy does it, frameworks override what they do better.
+    """Measures one plan on one set of arrays. This class is for NumPy; subclasses override what their framework can do.
 
     Args:
         plan: the plan.
-        backend: its backend.
-        operands: what it is called with.
-        indices: what it is called with.
-        rounds: of how many runs, after one to warm up, a time is the median.
+        backend: the plan's backend.
+        operands: the arrays that the plan is called with.
+        indices: the index arrays that the plan is called with.
+        rounds: each time is the median of so many runs, after one run to warm up.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Meter:
         self.wanted = [number for number, v in enumerate(plan.programs.gradients) if v is not None]
 
     def own(self, operands: Sequence[Any]) -> list[Any]:
-        """Operands that may be differentiated without a trace on the caller's."""
+        """Return operands that can be differentiated without changing the caller's arrays."""
         return list(operands)
 
     def wait(self, result: Any) -> Any:
@@ -51,39 +51,39 @@ class Meter:
         return result
 
     def seconds(self, call: Callable[[Any], Any], before: Callable[[], Any] = lambda: None) -> float:
-        """The median time of a call; `before` makes its argument and is not timed."""
-        found = []
+        """Return the median seconds of a call. `before` returns the call's argument and is not timed."""
+        seconds = []
         for _ in range(self.rounds + 1):
-            given = self.wait(before())
+            argument = self.wait(before())
             start = time.perf_counter()
-            result = self.wait(call(given))
-            found.append(time.perf_counter() - start)
-            del result, given
-        return statistics.median(found[1:])
+            result = self.wait(call(argument))
+            seconds.append(time.perf_counter() - start)
+            del result, argument
+        return statistics.median(seconds[1:])
 
     # -- steps -----------------------------------------------------------------------------------
 
     def compile(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any]:
-        """The function that runs a step."""
+        """Return the function that runs a step, compiled if the framework compiles steps."""
         return function
 
     def counts(self, call: Callable[[], Any]) -> Counted:
-        """FLOPs and bytes of a call, counted by the framework."""
+        """Return the FLOPs and bytes of a call as the framework counts them."""
         return Counted(None, None)
 
     def buffers(self, arrays: Sequence[Any]) -> dict[int, int]:
-        """Memory of some arrays: something that identifies each block, and its bytes."""
+        """Return the memory blocks of some arrays: an identifier of each block, and its bytes."""
         return measure.numpy_owned(arrays)
 
     def live(self, once: Callable[[], None], held: int) -> int | None:
-        """Run a step once and return the most bytes alive; `held` of them were made by steps before it."""
+        """Run a step once and return the most bytes alive. Earlier steps allocated `held` of them."""
         return held + measure.numpy_memory(once)[1].peak_bytes
 
     def begin(self, kept: Sequence[Any], result: Any) -> None:
-        """Start a program, the backward one with what the forward one left to it."""
+        """Start a program. The backward program starts with the kept values and the result of the forward program."""
 
     def steps(self, given: Stepwise, program: Program) -> tuple[list[Figures], dict[int, Any]]:
-        """Run a program step by step: what was measured of each, and the values that are left."""
+        """Run a program step by step. Return the figures of each step, and the values that are left in the end."""
         values, figures = dict(given.values), []
         free = self.buffers([x for v, x in values.items() if v not in self.plan.programs.kept])
         for step in program.steps:
@@ -96,7 +96,7 @@ class Meter:
     def _rehearse(
         self, given: Stepwise, step: Step, values: Mapping[int, Any]
     ) -> tuple[Callable[..., Any], float, Counted]:
-        """Run a step some times; sorted orders are left as they were found."""
+        """Run a step several times. The sorted orders of index arrays stay as they were."""
         orders = dict(given.orders)
         bound = given.bind(step, [values[v] for v in step.inputs])
         run = self.compile(bound.func, bound.args)
@@ -113,7 +113,7 @@ class Meter:
 
     @staticmethod
     def _once(given: Stepwise, step: Step, values: dict[int, Any], run: Callable[..., Any]) -> None:
-        """Run a step as its program does: what dies is dropped."""
+        """Run a step as its program does, and drop the values that no later step reads."""
         results = run(*given.bind(step, [values[v] for v in step.inputs]).args)
         values.update(zip(step.outputs, results, strict=True))
         del results
@@ -123,34 +123,34 @@ class Meter:
     # -- whole calls -----------------------------------------------------------------------------
 
     def measuring(self) -> contextlib.AbstractContextManager[Any]:
-        """The framework's settings under which all is measured; they are the caller's again afterwards."""
+        """Return a context with the framework's settings for measuring. Afterwards the caller's settings hold again."""
         return contextlib.nullcontext()
 
     def call(self, *_: Any) -> Any:
-        """The plan's call."""
+        """Call the plan."""
         return self.run(self.operands, self.indices)
 
     def forward(self, steps: Sequence[Figures]) -> list[tuple[str, Figures]]:
-        """Rows of the forward program as a whole, by what they are of; `steps` are those of its steps."""
+        """Return labelled figures of the whole forward program. `steps` are the figures of its steps."""
         seconds = self.seconds(self.call)
         measured = self.memory()
         return [("", Figures(seconds, *_sums(steps), measured.peak_bytes, measured.retained_bytes))]
 
     def memory(self) -> Measured:
-        """Bytes of the plan's call."""
+        """Return the bytes that a call of the plan allocates."""
         return measure.numpy_memory(self.call)[1]
 
     def output_gradient(self, result: Any) -> Any:
-        """Ones in the form of a result."""
+        """Return ones in the shape of a result."""
         raise AssertionError("numpy computes no gradients")
 
     def backward(self, steps: Sequence[Figures]) -> list[tuple[str, Figures]]:
-        """Rows of the backward program as a whole."""
+        """Return labelled figures of the whole backward program. `steps` are the figures of its steps."""
         raise AssertionError("numpy computes no gradients")
 
 
 def _sums(steps: Sequence[Figures]) -> tuple[int | None, int | None]:
-    """FLOPs and bytes moved of all steps; None where no step tells."""
+    """Return the FLOPs and bytes moved of all steps; None if no step tells."""
     flops = [s.flops for s in steps if s.flops is not None]
     moved = [s.bytes_moved for s in steps if s.bytes_moved is not None]
     return (sum(flops) if flops else None, sum(moved) if moved else None)
@@ -160,7 +160,7 @@ class TorchMeter(Meter):
     """PyTorch on a CPU: every allocation is seen."""
 
     def own(self, operands: Sequence[Any]) -> list[Any]:
-        """Leaves that share the operands' storages; those that the plan differentiates require gradients."""
+        """Return leaves that share the operands' storages. Those that the plan differentiates require gradients."""
         import torch
 
         needs = [o.requires_grad for o in self.plan.operands]
@@ -169,7 +169,7 @@ class TorchMeter(Meter):
             return [x.requires_grad_(need) for x, need in zip(leaves, needs, strict=True)]
 
     def measuring(self) -> contextlib.AbstractContextManager[Any]:
-        """Gradients are recorded if the plan has any."""
+        """Record gradients if the plan has any."""
         import torch
 
         stack = contextlib.ExitStack()
@@ -179,36 +179,36 @@ class TorchMeter(Meter):
         return stack
 
     def counts(self, call: Callable[[], Any]) -> Counted:
-        """Counted operator by operator."""
+        """Count operator by operator."""
         return measure.torch_counts(call)
 
     def buffers(self, arrays: Sequence[Any]) -> dict[int, int]:
-        """Storages."""
+        """Return the arrays' storages."""
         storages = [x.untyped_storage() for x in arrays]
         return {s.data_ptr(): s.nbytes() for s in storages}
 
     def begin(self, kept: Sequence[Any], result: Any) -> None:
-        """What the forward program left, the result not counted, is alive from the start."""
-        mine = measure.torch_storages(list(kept)) - measure.torch_storages(result)
-        self.alive = {pointer: n for pointer, n in getattr(self, "alive", {}).items() if pointer in mine}
+        """Count the kept values, without the result, as alive from the start."""
+        kept_storages = measure.torch_storages(list(kept)) - measure.torch_storages(result)
+        self.alive = {pointer: n for pointer, n in getattr(self, "alive", {}).items() if pointer in kept_storages}
 
     def live(self, once: Callable[[], None], held: int) -> int | None:
-        """As the allocator has it."""
+        """Ask torch's CPU allocator."""
         _, peak, self.alive = measure.torch_allocations(once, self.alive)
         return peak
 
     def memory(self) -> Measured:
-        """As the allocator has it."""
+        """Ask torch's CPU allocator."""
         return measure.torch_memory(self.call)[1]
 
     def output_gradient(self, result: Any) -> Any:
-        """Ones in the form of a result."""
+        """Return ones in the shape of a result."""
         import torch
 
         return torch.ones_like(result)
 
     def backward(self, steps: Sequence[Figures]) -> list[tuple[str, Figures]]:
-        """The gradients of all operands that the plan differentiates, from ones."""
+        """Measure the gradients of all operands that the plan differentiates, from an output gradient of ones."""
         import torch
 
         leaves = [self.operands[number] for number in self.wanted]
@@ -221,12 +221,12 @@ class TorchMeter(Meter):
         return [("", Figures(seconds, *_sums(steps), self.backward_memory(leaves).peak_bytes))]
 
     def backward_memory(self, leaves: Sequence[Any]) -> Measured:
-        """As the allocator has it."""
+        """Ask torch's CPU allocator."""
         return measure.torch_backward_memory(self.call, leaves)[1]
 
 
 class CudaMeter(TorchMeter):
-    """PyTorch on a CUDA device, by the allocator's statistics; its record of the peak starts anew."""
+    """PyTorch on a CUDA device, by the allocator's statistics. It resets the allocator's record of its peak."""
 
     @property
     def device(self) -> Any:
@@ -241,23 +241,23 @@ class CudaMeter(TorchMeter):
         return result
 
     def live(self, once: Callable[[], None], held: int) -> int | None:
-        """What is held, and the rise of the allocator's peak above what it had before."""
+        """Return `held` plus the rise of the allocator's peak above what was allocated before."""
         import torch
 
         before = torch.cuda.memory_allocated(self.device)
         return held + measure.torch_cuda_peak(once, self.device)[1] - before
 
     def memory(self) -> Measured:
-        """By the allocator's statistics."""
+        """Ask the allocator's statistics."""
         return measure.torch_cuda_memory(self.call, self.device)[1]
 
     def backward_memory(self, leaves: Sequence[Any]) -> Measured:
-        """By the allocator's statistics."""
+        """Ask the allocator's statistics."""
         return measure.torch_cuda_backward_memory(self.call, leaves, self.device)[1]
 
 
 class JaxMeter(Meter):
-    """JAX: each step jitted apart, as an eager call runs it; then both programs jitted as wholes."""
+    """JAX: each step jitted on its own, as an eager call runs it; then both programs jitted as a whole."""
 
     def wait(self, result: Any) -> Any:
         """Wait for all arrays of a result."""
@@ -266,25 +266,25 @@ class JaxMeter(Meter):
         return jax.block_until_ready(result)  # type: ignore[no-untyped-call]
 
     def compile(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any]:
-        """Compile the step, and keep what XLA says of it."""
+        """Compile the step, and keep what XLA says about it."""
         run, self.said = measure.jax_compiled(function, *arguments)
         return run
 
     def counts(self, call: Callable[[], Any]) -> Counted:
-        """As XLA counts."""
+        """Return the counts of XLA."""
         return self.said.counted
 
     def buffers(self, arrays: Sequence[Any]) -> dict[int, int]:
-        """Buffers."""
+        """Return the arrays' buffers."""
         return measure.jax_buffers(list(arrays))
 
     def live(self, once: Callable[[], None], held: int) -> int | None:
-        """What is held, with temporaries and results as XLA plans them."""
+        """Return `held` plus the temporaries and results that XLA plans."""
         once()
         return None if self.said.peak_bytes is None else held + self.said.peak_bytes
 
     def output_gradient(self, result: Any) -> Any:
-        """Ones in the form of a result."""
+        """Return ones in the shape of a result."""
         import jax.numpy as jnp
 
         return jnp.ones_like(result)
@@ -300,20 +300,20 @@ class JaxMeter(Meter):
         return [self.operands[number] for number in self.wanted]
 
     def _arguments(self) -> dict[str, Any]:
-        """Index arrays that a compiled program may take as arguments and know to be in range."""
+        """Return prepared index arrays. A compiled program can take them as arguments, and they are checked already."""
         sizes: dict[str, set[int | None]] = {}
         for gather in self.plan.resolved.spec.gathers:
             sizes.setdefault(gather.array, set()).add(gather.size)
-        found = {}
-        for name, given in sizes.items():
-            if len(given) == 1 and not hasattr(self.indices[name], "prepared_framework"):
-                (size,) = given
+        prepared = {}
+        for name, array_sizes in sizes.items():
+            if len(array_sizes) == 1 and not hasattr(self.indices[name], "prepared_framework"):
+                (size,) = array_sizes
                 assert size is not None
-                found[name] = self.backend.group(self.indices[name], size, self.plan.index_mode)
-        return found
+                prepared[name] = self.backend.group(self.indices[name], size, self.plan.index_mode)
+        return prepared
 
     def forward(self, steps: Sequence[Figures]) -> list[tuple[str, Figures]]:
-        """Step by step, as an eager call runs it, and compiled as a whole."""
+        """Measure the program step by step, as an eager call runs it, and compiled as a whole."""
         held = (self.operands, self.indices)
         retained = 0
         if self.wanted:
@@ -326,7 +326,7 @@ class JaxMeter(Meter):
         return [*rows, ("compiled", Figures(seconds, counted.flops, counted.bytes_moved, said.peak_bytes))]
 
     def backward(self, steps: Sequence[Figures]) -> list[tuple[str, Figures]]:
-        """The pullback from ones: step by step, and compiled as a whole."""
+        """Measure the pullback from ones: step by step, and compiled as a whole."""
         import jax
 
         result, pullback = jax.vjp(lambda *xs: self._of(self.indices, xs), *self._chosen)
@@ -350,7 +350,7 @@ class JaxMeter(Meter):
 
 
 def _most(steps: Sequence[Figures]) -> int | None:
-    """The largest of the steps' bytes: an eager call holds no more."""
+    """Return the largest live bytes of any step. An eager call holds no more."""
     return max((s.live_bytes for s in steps if s.live_bytes is not None), default=None)
 
 

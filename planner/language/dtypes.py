@@ -11,11 +11,14 @@ from planner.language.errors import PlannerTypeError
 
 __all__ = ["ITEMSIZES", "itemsize"]
 
-ITEMSIZES = {
-    "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
-    "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex64": 8,
-    "complex128": 16,
-}  # fmt: skip
+_DTYPES_BY_SIZE = {
+    1: ("bool", "int8", "uint8"),
+    2: ("int16", "uint16", "float16", "bfloat16"),
+    4: ("int32", "uint32", "float32"),
+    8: ("int64", "uint64", "float64", "complex64"),
+    16: ("complex128",),
+}
+ITEMSIZES = {name: size for size, names in _DTYPES_BY_SIZE.items() for name in names}
 
 
 def itemsize(dtype: str) -> int:

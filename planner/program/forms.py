@@ -156,17 +156,13 @@ def grouped_form(spec: Spec) -> GroupedForm | str:
     inner = _pick(first, sets[1], outside=rows)
     rows_first, rows_second = _pick(rows, sets[0]), _pick(rows, sets[1])
     if place == 2:
-        return GroupedForm(
-            gather, True, 0, rows_first, rows_second, (), inner,
-            _pick(first, holder), _pick(second, holder),
-        )  # fmt: skip
+        left, right = _pick(first, holder), _pick(second, holder)
+        return GroupedForm(gather, True, 0, rows_first, rows_second, (), inner, left, right)
     # `second` is the output here, `first` the rows' operand.
     if any(axis not in sets[0] for axis in rows) and len(rows_first) == 0:
         return "the rows' operand has no row axis"
-    return GroupedForm(
-        gather, False, place, rows_first, (), rows_second, inner,
-        _pick(first, holder), _pick(second, holder),
-    )  # fmt: skip
+    left, right = _pick(first, holder), _pick(second, holder)
+    return GroupedForm(gather, False, place, rows_first, (), rows_second, inner, left, right)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
