@@ -1,5 +1,18 @@
-"""The public names for rows of your own. They are defined in `planner.program.implementations`."""
+"""The public names for rows of your own. They are defined in `planner.program` and `planner.cost`."""
 
+from planner.cost.figures import StepCost
 from planner.program.implementations import Backend, Implementation, Lowering, Stepwise, Table
+from planner.program.ops import Cast, Einsum, JointGradient, Op
 
-__all__ = ["Backend", "Implementation", "Lowering", "Stepwise", "Table"]
+__all__ = [
+    "Backend",
+    "Cast",
+    "Einsum",
+    "Implementation",
+    "JointGradient",
+    "Lowering",
+    "Op",
+    "StepCost",
+    "Stepwise",
+    "Table",
+]

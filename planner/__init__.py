@@ -31,10 +31,9 @@ from planner.program import callbacks as _callbacks
 from planner.run import run_plan as _run_plan
 from planner.search.choose import make_plan as _make_plan
 from planner.tradeoff import Tradeoff, tradeoff
-from planner.version import __version__
+from planner.version import __version__ as __version__
 
 __all__ = [
-    "__version__",
     "Cost",
     "Device",
     "Gather",

@@ -10,7 +10,7 @@ from planner.inspect.analysis import Analysis
 from planner.inspect.analyze import analyze
 from planner.inspect.collectives import Collective, collectives
 from planner.inspect.text import plan_text
-from planner.inspect.verdicts import Verdict, verdicts
+from planner.inspect.verdicts import ImplementationVerdict, verdicts
 from planner.language.resolve import shorten
 from planner.program.plan import PlanRecord
 from planner.program.serial import plan_from_json, plan_to_json
@@ -111,7 +111,7 @@ class Plan(PlanRecord):
         """
         return alternatives(self, most)
 
-    def implementations(self) -> tuple[tuple[Verdict, ...], ...]:
+    def implementations(self) -> tuple[tuple[ImplementationVerdict, ...], ...]:
         """Return, for each of `steps`, every implementation that the backend has: its cost, or why it was refused.
 
         Example:

@@ -146,6 +146,14 @@ def test_damaged_plans_are_refused():
             planner.Plan.from_json(json.dumps(good | change))
 
 
+@pytest.mark.parametrize("body", ["x", None, 3, [1], {"programs": None}])
+def test_a_loop_with_a_damaged_body_is_refused(body):
+    good = json.loads((GOLDEN / "plans" / "loop-numpy.json").read_text())
+    good["loop"]["body"] = good["loop"]["body"] | body if isinstance(body, dict) else body
+    with pytest.raises(planner.PlannerError, match="no|not"):
+        planner.Plan.from_json(json.dumps(good))
+
+
 def test_a_plan_is_immutable_and_hashable():
     plan = planner.plan("ij,jk->ik", (2, 3), (3, 4), backend="numpy")
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -10,11 +10,11 @@ from planner.program.frameworks import load_backend
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
 
-__all__ = ["Verdict", "implementations_text", "verdicts"]
+__all__ = ["ImplementationVerdict", "implementations_text", "verdicts"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Verdict:
+class ImplementationVerdict:
     """One implementation that a step could run, or the reason why it cannot.
 
     Attributes:
@@ -36,20 +36,20 @@ class Verdict:
         return f"{self.name}: {figures}{', chosen' if self.chosen else ''}"
 
 
-def verdicts(plan: PlanRecord) -> tuple[tuple[Verdict, ...], ...]:
+def verdicts(plan: PlanRecord) -> tuple[tuple[ImplementationVerdict, ...], ...]:
     """Return a verdict on each implementation of each step; see `planner.plan.Plan.implementations`."""
     plan = plan if plan.loop is None else plan.loop.body
     return tuple(_of_step(plan, step) for step in plan.steps)
 
 
-def _of_step(plan: PlanRecord, step: Step) -> tuple[Verdict, ...]:
+def _of_step(plan: PlanRecord, step: Step) -> tuple[ImplementationVerdict, ...]:
     chosen = step.choice.lowering
     judged = []
     for name, cost in load_backend(plan.backend).table.verdicts(step.op, plan.device, chosen).items():
         if isinstance(cost, str):
-            judged.append(Verdict(name, None, cost, False))
+            judged.append(ImplementationVerdict(name, None, cost, False))
         else:
-            judged.append(Verdict(name, cost, "", name == chosen))
+            judged.append(ImplementationVerdict(name, cost, "", name == chosen))
     return tuple(sorted(judged, key=lambda v: (not v.chosen, v.cost is None, v.cost.picoseconds if v.cost else 0)))
 
 

@@ -51,6 +51,11 @@ class RangedIndices(dict[Gather, Any]):
         self.given: dict[Gather, Any] = {}
         self.shown = False
 
+    @property
+    def guarded(self) -> bool:
+        """Return `may_drop`. Rows that users wrote for earlier versions ask so."""
+        return self.may_drop
+
     def __missing__(self, gather: Gather) -> Any:
         given = self.given[gather]
         values = self[gather] = given.part(given.values)

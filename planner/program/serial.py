@@ -85,23 +85,33 @@ def plan_from_json(text: str) -> PlanRecord:
         plan = decode(json.loads(text, parse_constant=refuse))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PlannerError(f"this is not a plan written by to_json: {error}") from None
+    _check_plan(plan)
+    return plan
+
+
+# The parts of a plan that are objects, and their types.
+_PARTS: dict[str, Any] = {
+    "resolved": Resolved,
+    "index_shapes": tuple,
+    "operands": tuple,
+    "device": Device,
+    "options": Options,
+    "tree": (Leaf, Node),
+    "programs": Programs,
+    "naive_cost": PlanCost,
+    "loop": (Loop, type(None)),
+}
+
+
+def _check_plan(plan: object) -> None:
+    """Refuse what is not a plan, and a plan or a loop's body that lacks a part."""
     if not isinstance(plan, PlanRecord):
         raise PlannerError(f"this is not a plan written by to_json, but a {type(plan).__name__}")
-    parts: dict[str, Any] = {
-        "resolved": Resolved,
-        "index_shapes": tuple,
-        "operands": tuple,
-        "device": Device,
-        "options": Options,
-        "tree": (Leaf, Node),
-        "programs": Programs,
-        "naive_cost": PlanCost,
-        "loop": (Loop, type(None)),
-    }
-    for name, kind in parts.items():
+    for name, kind in _PARTS.items():
         if not isinstance(getattr(plan, name), kind):
             raise PlannerError(f"this is not a plan written by to_json: {name!r} is damaged")
-    return plan
+    if plan.loop is not None:
+        _check_plan(plan.loop.body)
 
 
 def encode(value: Any) -> Any:

@@ -632,8 +632,8 @@ class Search:
                     rest += finished[i]
             return peak
 
-        backward_order = min(_useful_orders([child.tree for child in children]), key=peak_after)
-        after = peak_after(backward_order)
+        orders = _useful_orders([child.tree for child in children])
+        after, backward_order = min((peak_after(order), order) for order in orders)
         return Peaks(forward, recompute, waiting, held, alive, after, sum(finished), 0), backward_order
 
     def _output_bytes(self, op: Op) -> int:

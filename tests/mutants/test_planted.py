@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants.covered import BESIDE
 from tests.mutants.judge import ROOT
 from tests.mutants.planted import PLANTED
 from tests.mutants.survivors import SURVIVORS
@@ -53,3 +54,8 @@ def test_explanations_are_of_mutants_that_survived():
     alive = {name for name, verdict in VERDICTS.items() if not verdict["killed"]}
     assert set(SURVIVORS) <= alive
     assert all(len(reason) > 20 for reason in SURVIVORS.values())
+
+
+@pytest.mark.parametrize("prefix", BESIDE)
+def test_files_that_are_judged_beside_coverage_are_there(prefix):
+    assert list((ROOT / prefix).parent.glob(f"{Path(prefix).name}*.py"))
