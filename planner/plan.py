@@ -84,8 +84,9 @@ class Plan(PlanRecord):
             >>> import numpy as np
             >>> import planner
             >>> a, b = np.ones((200, 300), "float32"), np.ones((300, 400), "float32")
-            >>> found = planner.plan("ij, jk -> ik", a, b).analyze(a, b)
-            >>> found.total("forward").predicted.live_bytes, found.total("forward").measured.live_bytes > 320_000
+            >>> analysis = planner.plan("ij, jk -> ik", a, b).analyze(a, b)
+            >>> total = analysis.total("forward")
+            >>> total.predicted.live_bytes, total.measured.live_bytes > 320_000
             (320000, True)
 
         Args:

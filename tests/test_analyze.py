@@ -227,7 +227,7 @@ def test_a_call_that_does_not_fit_is_refused_as_the_plan_does():
         assert type(analyzed.value) is type(called.value)
         assert str(analyzed.value) == str(called.value)
     for rounds in (0, True, 1.5):
-        with pytest.raises(planner.PlannerError, match="no number of runs"):
+        with pytest.raises(planner.PlannerError, match="not a number of runs"):
             plan.analyze(a, c, q=q, rounds=rounds)
 
 

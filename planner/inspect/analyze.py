@@ -41,8 +41,8 @@ def _measure_steps(plan: PlanRecord, meter: Meter) -> tuple[list[AnalyzedStep], 
     programs = plan.programs
     forward, backward = programs.forward, programs.backward
     meter.begin((), None)
-    given = meter.backend.stepwise(plan, meter.operands, meter.indices)
-    figures, values = meter.steps(given, forward)
+    stepwise = meter.backend.stepwise(plan, meter.operands, meter.indices)
+    figures, values = meter.steps(stepwise, forward)
     retained = _kept_bytes(plan, meter, values)
     figures = [dataclasses.replace(f, retained_bytes=r) for f, r in zip(figures, retained, strict=True)]
     predicted = [
@@ -57,11 +57,11 @@ def _measure_steps(plan: PlanRecord, meter: Meter) -> tuple[list[AnalyzedStep], 
         meter.begin(list(kept.values()), result)
         gradient = meter.output_gradient(result)
         del result
-        given = meter.backend.stepwise(plan, meter.operands, meter.indices, gradient, kept)
+        stepwise = meter.backend.stepwise(plan, meter.operands, meter.indices, gradient, kept)
         del kept
-        back, values = meter.steps(given, backward)
+        back, values = meter.steps(stepwise, backward)
         steps += _rows("backward", len(forward.steps), backward, [_predicted(s) for s in backward.steps], back)
-    del given, values  # free what they hold before anything else is measured
+    del stepwise, values  # free what they hold before anything else is measured
     return steps, figures, back
 
 
@@ -70,10 +70,10 @@ def _measure(plan: PlanRecord, meter: Meter) -> tuple[list[AnalyzedStep], list[A
     steps, figures, back = ([], [], []) if plan.loop is not None else _measure_steps(plan, meter)
     cost = plan.cost
     whole = _whole(cost.forward, cost.forward.retained_bytes)
-    totals = [AnalyzedStep("forward", None, "", how, whole, found) for how, found in meter.forward(figures)]
+    totals = [AnalyzedStep("forward", None, "", how, whole, measured) for how, measured in meter.forward(figures)]
     if cost.backward is not None:
         whole = _whole(cost.backward, None)
-        totals += [AnalyzedStep("backward", None, "", how, whole, found) for how, found in meter.backward(back)]
+        totals += [AnalyzedStep("backward", None, "", how, whole, measured) for how, measured in meter.backward(back)]
     return steps, totals
 
 

@@ -138,16 +138,16 @@ def _check_splits(plan: PlanRecord, splits: Mapping[str, int]) -> dict[str, int]
         raise PlannerError(f"splits={splits!r:.80} is not a mapping of letters to numbers of parts, such as {{'n': 8}}")
     spec, checked = plan.resolved.spec, {}
     entries: list[Entry] = [*(axis for axis, _ in spec.sizes), *spec.gathers]
-    for letter, given in splits.items():
+    for letter, asked in splits.items():
         named = [e for e in entries if letter == letter_of(e)]
         if not named:
             raise PlannerError(f"'{spec}' has no axis or index array {letter!r:.80} to split")
         try:
-            parts = 0 if isinstance(given, bool) else operator.index(given)
+            parts = 0 if isinstance(asked, bool) else operator.index(asked)
         except TypeError:
             parts = 0
         if parts < 1:
-            raise PlannerError(f"{letter!r} is split into a positive number of parts, not {given!r:.80}")
+            raise PlannerError(f"{letter!r} is split into a positive number of parts, not {asked!r:.80}")
         if parts > 1 and not set(named) <= set(splittable(spec)):
             raise PlannerError(
                 f"{letter!r} of '{spec}' cannot be split: it has fewer than two elements, repeats in a term, or an "

@@ -94,8 +94,8 @@ def torch_memory(call: Callable[[], T]) -> tuple[T, Measured]:
         The call's result and the measurement. Run the call once before, or its caches count as retained.
     """
     result, peak, live = torch_allocations(call, {})
-    own = torch_storages(result)
-    return result, Measured(peak, sum(n for pointer, n in live.items() if pointer not in own))
+    in_result = torch_storages(result)
+    return result, Measured(peak, sum(n for pointer, n in live.items() if pointer not in in_result))
 
 
 def torch_backward_memory(
@@ -117,12 +117,12 @@ def torch_backward_memory(
     import torch
 
     result, _, live = torch_allocations(call, {})
-    own = torch_storages(result)
+    not_counted = torch_storages(result)
     gout = torch.ones_like(result) if gout is None else gout
-    before = {pointer: n for pointer, n in live.items() if pointer not in own}
+    before = {pointer: n for pointer, n in live.items() if pointer not in not_counted}
     gradients, peak, live = torch_allocations(lambda: torch.autograd.grad(result, operands, gout), before)
-    own |= torch_storages(gradients)
-    retained = sum(n for pointer, n in live.items() if pointer not in own)
+    not_counted |= torch_storages(gradients)
+    retained = sum(n for pointer, n in live.items() if pointer not in not_counted)
     return gradients, Measured(max(peak, retained + sum(x.nbytes for x in gradients)), retained)
 
 
@@ -145,10 +145,10 @@ def saved_tensor_bytes(call: Callable[[], Any], operands: Iterable[Any] = ()) ->
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
         result = call()
     gc.collect(0)
-    own = torch_storages(result) | torch_storages(list(operands))
+    not_counted = torch_storages(result) | torch_storages(list(operands))
     storages = [holder.tensor.untyped_storage() for holder in saved]
     sizes = {s.data_ptr(): s.nbytes() for s in storages}
-    return sum(n for pointer, n in sizes.items() if pointer not in own)
+    return sum(n for pointer, n in sizes.items() if pointer not in not_counted)
 
 
 class _Saved:
@@ -241,8 +241,8 @@ def torch_cuda_memory(call: Callable[[], T], device: Any) -> tuple[T, Measured]:
         before = torch.cuda.memory_allocated(device)
         result, peak = torch_cuda_peak(call, device)
         gc.collect(0)
-        own = _result_bytes(result)
-        return result, Measured(peak - before, torch.cuda.memory_allocated(device) - before - own)
+        result_bytes = _result_bytes(result)
+        return result, Measured(peak - before, torch.cuda.memory_allocated(device) - before - result_bytes)
 
 
 def torch_cuda_backward_memory(
@@ -258,8 +258,8 @@ def torch_cuda_backward_memory(
         before += _result_bytes((result, gout))
         gradients, peak = torch_cuda_peak(lambda: torch.autograd.grad(result, operands, gout), device)
         gc.collect(0)
-        own = _result_bytes(gradients)
-        return gradients, Measured(peak - before, torch.cuda.memory_allocated(device) - before - own)
+        gradient_bytes = _result_bytes(gradients)
+        return gradients, Measured(peak - before, torch.cuda.memory_allocated(device) - before - gradient_bytes)
 
 
 def _result_bytes(tree: Any) -> int:

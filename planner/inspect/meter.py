@@ -82,28 +82,28 @@ class Meter:
     def begin(self, kept: Sequence[Any], result: Any) -> None:
         """Start a program. The backward program starts with the kept values and the result of the forward program."""
 
-    def steps(self, given: Stepwise, program: Program) -> tuple[list[Figures], dict[int, Any]]:
+    def steps(self, stepwise: Stepwise, program: Program) -> tuple[list[Figures], dict[int, Any]]:
         """Run a program step by step. Return the figures of each step, and the values that are left in the end."""
-        values, figures = dict(given.values), []
+        values, figures = dict(stepwise.values), []
         free = self.buffers([x for v, x in values.items() if v not in self.plan.programs.kept])
         for step in program.steps:
-            run, seconds, counted = self._rehearse(given, step, values)
+            run, seconds, counted = self._rehearse(stepwise, step, values)
             held = sum(n for key, n in self.buffers(list(values.values())).items() if key not in free)
-            live = self.live(partial(self._once, given, step, values, run), held)
+            live = self.live(partial(self._once, stepwise, step, values, run), held)
             figures.append(Figures(seconds, counted.flops, counted.bytes_moved, live))
         return figures, values
 
     def _rehearse(
-        self, given: Stepwise, step: Step, values: Mapping[int, Any]
+        self, stepwise: Stepwise, step: Step, values: Mapping[int, Any]
     ) -> tuple[Callable[..., Any], float, Counted]:
         """Run a step several times. The sorted orders of index arrays stay as they were."""
-        orders = dict(given.orders)
-        bound = given.bind(step, [values[v] for v in step.inputs])
+        orders = dict(stepwise.orders)
+        bound = stepwise.bind(step, [values[v] for v in step.inputs])
         run = self.compile(bound.func, bound.args)
 
         def restore() -> None:
-            given.orders.clear()
-            given.orders.update(orders)
+            stepwise.orders.clear()
+            stepwise.orders.update(orders)
 
         seconds = self.seconds(lambda _: run(*bound.args), restore)
         restore()
@@ -112,9 +112,9 @@ class Meter:
         return run, seconds, counted
 
     @staticmethod
-    def _once(given: Stepwise, step: Step, values: dict[int, Any], run: Callable[..., Any]) -> None:
+    def _once(stepwise: Stepwise, step: Step, values: dict[int, Any], run: Callable[..., Any]) -> None:
         """Run a step as its program does, and drop the values that no later step reads."""
-        results = run(*given.bind(step, [values[v] for v in step.inputs]).args)
+        results = run(*stepwise.bind(step, [values[v] for v in step.inputs]).args)
         values.update(zip(step.outputs, results, strict=True))
         del results
         for variable in step.releases:
@@ -217,7 +217,7 @@ class TorchMeter(Meter):
             result = self.call()
             return result, torch.ones_like(result)
 
-        seconds = self.seconds(lambda given: torch.autograd.grad(given[0], leaves, given[1]), before)
+        seconds = self.seconds(lambda pair: torch.autograd.grad(pair[0], leaves, pair[1]), before)
         return [("", Figures(seconds, *_sums(steps), self.backward_memory(leaves).peak_bytes))]
 
     def backward_memory(self, leaves: Sequence[Any]) -> Measured:
@@ -319,9 +319,11 @@ class JaxMeter(Meter):
         if self.wanted:
             retained = measure.jax_retained(lambda *xs: self._of(self.indices, xs), *self._chosen, held=held)
         rows = [("", Figures(self.seconds(self.call), *_sums(steps), _most(steps), retained))]
-        taken = self._arguments()
-        run, said = measure.jax_compiled(lambda xs, q: self.run(xs, {**self.indices, **q}), tuple(self.operands), taken)
-        seconds = self.seconds(lambda _: run(tuple(self.operands), taken))
+        prepared = self._arguments()
+        run, said = measure.jax_compiled(
+            lambda xs, q: self.run(xs, {**self.indices, **q}), tuple(self.operands), prepared
+        )
+        seconds = self.seconds(lambda _: run(tuple(self.operands), prepared))
         counted = said.counted
         return [*rows, ("compiled", Figures(seconds, counted.flops, counted.bytes_moved, said.peak_bytes))]
 
@@ -335,15 +337,15 @@ class JaxMeter(Meter):
         rows = [("", Figures(seconds, *_sums(steps), _most(steps)))]
         del result, pullback
 
-        taken = self._arguments()
+        prepared = self._arguments()
 
         def both(chosen: Any, q: Any) -> Any:
             return jax.vjp(lambda *xs: self._of({**self.indices, **q}, xs), *chosen)
 
-        result, pullback = self.wait(jax.jit(both)(tuple(self._chosen), taken))
+        result, pullback = self.wait(jax.jit(both)(tuple(self._chosen), prepared))
         run, said = measure.jax_compiled(lambda back, g: back(g), pullback, gradient)
         seconds = self.seconds(lambda _: run(pullback, gradient))
-        free = measure.jax_buffers((self.operands, self.indices, taken, result))
+        free = measure.jax_buffers((self.operands, self.indices, prepared, result))
         retained = sum(n for pointer, n in measure.jax_buffers(pullback).items() if pointer not in free)
         live = None if said.peak_bytes is None else said.peak_bytes + retained
         return [*rows, ("compiled", Figures(seconds, said.counted.flops, said.counted.bytes_moved, live))]

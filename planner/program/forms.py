@@ -133,10 +133,10 @@ def _pick(axes: Iterable[str], *inside: set[str], outside: Iterable[str] = ()) -
 @lru_cache(maxsize=65536)
 def grouped_form(spec: Spec) -> GroupedForm | str:
     """Return a step as a grouped product, or the reason why it is none."""
-    found = _single_gather(spec)
-    if found is None:
+    single = _single_gather(spec)
+    if single is None:
         return "needs two operands and exactly one gather"
-    gather, place = found
+    gather, place = single
     rows = gather.axes
     plain = [tuple(e for e in term if isinstance(e, str)) for term in spec.terms]
     if any(len(set(axes)) < len(axes) for axes in plain):
@@ -190,10 +190,10 @@ class PooledForm:
 @lru_cache(maxsize=65536)
 def pooled_form(spec: Spec) -> PooledForm | str:
     """Return a step as a pooled dot or one of its two gradients, or the reason why it is none."""
-    found = _single_gather(spec)
-    if found is None:
+    single = _single_gather(spec)
+    if single is None:
         return "needs two operands and exactly one gather"
-    gather, place = found
+    gather, place = single
     rows = set(gather.axes)
     plain = [tuple(e for e in term if isinstance(e, str)) for term in spec.terms]
     if any(len(set(axes)) < len(axes) for axes in plain) or len(rows) < len(gather.axes):

@@ -235,14 +235,14 @@ class Network:
             after: the status that the step leads to. Pool axes that it takes become gathers.
             fixed: the value's own axis order; None for the network's.
         """
-        taken = {
+        gathers = {
             self.axes[pool.bit_length() - 1]: gather
             for pool, gather, old, new in zip(self.pools, self.gathers, value.status, after, strict=True)
             if old == POOL and new != POOL
         }
         term = self.term(self.value_axes(value)) if fixed is None else fixed
         # A product with a value that is segment-summed (SCATTER with POOL) joins on the pool axis: it takes nothing.
-        return tuple(taken.get(axis, axis) for axis in term)
+        return tuple(gathers.get(axis, axis) for axis in term)
 
     def step_spec(self, inputs: tuple[tuple[Value, tuple[str, ...] | None], ...], result: Value) -> Spec:
         """Return the spec of the step from one or two values to another. A value may come with its own axis order."""
