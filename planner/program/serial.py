@@ -85,8 +85,7 @@ def plan_from_json(text: str) -> PlanRecord:
         plan = decode(json.loads(text, parse_constant=refuse))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PlannerError(f"this is not a plan written by to_json: {error}") from None
-    _check_plan(plan)
-    return plan
+    return _checked_plan(plan)
 
 
 # The parts of a plan that are objects, and their types.
@@ -103,15 +102,16 @@ _PARTS: dict[str, Any] = {
 }
 
 
-def _check_plan(plan: object) -> None:
-    """Refuse what is not a plan, and a plan or a loop's body that lacks a part."""
+def _checked_plan(plan: object) -> PlanRecord:
+    """Return a plan; refuse what is not one, and a plan or a loop's body that lacks a part."""
     if not isinstance(plan, PlanRecord):
         raise PlannerError(f"this is not a plan written by to_json, but a {type(plan).__name__}")
     for name, kind in _PARTS.items():
         if not isinstance(getattr(plan, name), kind):
             raise PlannerError(f"this is not a plan written by to_json: {name!r} is damaged")
     if plan.loop is not None:
-        _check_plan(plan.loop.body)
+        _checked_plan(plan.loop.body)
+    return plan
 
 
 def encode(value: Any) -> Any:
