@@ -361,3 +361,16 @@ def test_tools_load_no_framework():
         "print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"
     )
     assert set(_fresh_process(code)) & set(FRAMEWORKS) == set()
+
+
+def test_the_names_that_users_rows_and_exported_graphs_need_stay():
+    """Whatever moves inside: rows of a user's own are written with the first, graphs name the operators of the second."""
+    code = (
+        "import importlib.util, json; from planner.backends import protocol; "
+        "assert protocol.Lowering is protocol.Implementation; found = [protocol.StepCost.__name__]\n"
+        "if importlib.util.find_spec('torch'):\n"
+        "    import torch, planner.backends.torch_operators\n"
+        "    torch.ops.planner.forward.default, torch.ops.planner.backward.default\n"
+        "print(json.dumps(found))"
+    )
+    assert _fresh_process(code) == ["StepCost"]
