@@ -364,7 +364,7 @@ def test_tools_load_no_framework():
 
 
 def test_the_names_that_users_rows_and_exported_graphs_need_stay():
-    """Whatever moves inside: rows of a user's own are written with the first, graphs name the operators of the second."""
+    """Rows of a user's own are written with the names of the first; exported graphs name operators of the second."""
     code = (
         "import importlib.util, json; from planner.backends import protocol; "
         "assert protocol.Lowering is protocol.Implementation; found = [protocol.StepCost.__name__]\n"
