@@ -7,12 +7,14 @@ import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from random import Random, getrandbits
+from typing import Any
 
 import numpy as np
 from engines import Ask
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
+from planner import Operand
 from planner.testing import Problem, problems
 from planner.testing.engines import Engine
 from planner.testing.judgement import Subject
@@ -38,6 +40,14 @@ def exact_problems(dtypes=("float32",), slack: int = 1, **options) -> st.SearchS
     return problems(dtypes=dtypes, **{"index_modes": MODES, "strided": False, **options}).filter(
         lambda problem: problem.is_exact(slack)
     )
+
+
+def stand_ins(problem: Problem) -> tuple[list[Operand], dict[str, Any]]:
+    """A problem without its values, as planning may be asked: operands, and options with the shapes of index arrays."""
+    described = zip(problem.shapes, problem.dtypes, problem.requires_grad, strict=True)
+    operands = [Operand(shape, dtype, requires_grad=wanted) for shape, dtype, wanted in described]
+    indices = {name: q.shape for name, q in problem.indices.items()}
+    return operands, {"sizes": problem.sizes, "index_mode": problem.index_mode, **indices}
 
 
 def assert_equal(got, expected, dtype: str, what: str = "result") -> None:
