@@ -21,6 +21,12 @@ SCALES = ("main", "full", "quick")
 WIDTH = 100
 
 
+@pytest.fixture(params=FRAMEWORKS)
+def framework(request):
+    """Each framework that the demo compares."""
+    return request.param
+
+
 def _case(framework, name, scale="quick"):
     (case,) = (case for case in cases(framework, scale) if case.name == name)
     return case
@@ -31,7 +37,6 @@ def _rows(case, seconds_of):
     return [Row(case, way, Figures(seconds_of(way), 1e6, seconds_of(way), 1e6, 0), "") for way in case.ways]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_demo_runs_a_seed_and_says_that_all_is_equal(framework, capsys):
     status = command.main(["--quick", "--framework", framework, "--only", "seed-outer-and-matmul/large"])
     printed = capsys.readouterr().out
@@ -43,7 +48,6 @@ def test_the_demo_runs_a_seed_and_says_that_all_is_equal(framework, capsys):
     assert max(map(len, printed.splitlines())) <= WIDTH
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(
     ("wrong", "differs"),
     [
@@ -68,7 +72,6 @@ def test_nothing_to_run_is_an_error(capsys):
     assert "nothing to run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_each_line_reaches_a_pipe_before_the_next_way_runs(framework, monkeypatch):
     """What is printed to a pipe waits in a buffer until it is flushed."""
     case = _case(framework, "seed-outer-and-matmul")
@@ -93,7 +96,6 @@ def test_each_line_reaches_a_pipe_before_the_next_way_runs(framework, monkeypatc
             assert f"\n  {earlier} " in printed
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_seed_has_its_cases_and_its_way_of_ours(framework, scale):
     found = list(cases(framework, scale))
@@ -104,7 +106,6 @@ def test_every_seed_has_its_cases_and_its_way_of_ours(framework, scale):
         assert len(case.ways) >= 2
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_main_cases_are_a_part_of_all_and_have_their_authors_sizes(framework):
     main = list(cases(framework))
     assert {case.name for case in main} < {case.name for case in cases(framework, "full")}
@@ -119,7 +120,6 @@ def test_a_part_is_extrapolated_in_proportion_but_for_its_constant_share():
     assert extrapolate(figures[8], figures[4], 64 / 8) == dataclasses.replace(figures[64], extrapolated=True)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("in_proportion", [True, False])
 def test_a_way_that_runs_on_a_part_says_so(framework, in_proportion):
     case = _case(framework, "seed-outer-and-matmul")
@@ -132,17 +132,14 @@ def test_a_way_that_runs_on_a_part_says_so(framework, in_proportion):
 
 
 @pytest.mark.parametrize(("ours", "verdict"), [(0.1, "10x faster than"), (1.0, "as fast as"), (2.0, "2x slower than")])
-def test_answers_turn_with_the_figures(ours, verdict):
-    if not FRAMEWORKS:
-        pytest.skip("neither torch nor JAX is installed")
-    case = _case(FRAMEWORKS[0], "seed-outer-and-matmul/large")
+def test_answers_turn_with_the_figures(ours, verdict, framework):
+    case = _case(framework, "seed-outer-and-matmul/large")
     rows = _rows(case, lambda way: ours if way.label == OURS else 1.0)
     (answer,) = answers([Comparison.of(rows)])
     assert verdict in answer.text
     assert Comparison.of([dataclasses.replace(row, differs="the value") for row in rows]) is None
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_way_that_is_faster_forward_is_named(framework):
     case = _case(framework, "seed-gathered-matmul")
     for ours, said in ((0.5, False), (2.0, True)):
@@ -153,13 +150,11 @@ def test_a_way_that_is_faster_forward_is_named(framework):
         assert ("Forward alone, matmul(a, c[q]) is faster" in answer.text) is said
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_all_questions_are_answered_by_the_full_cases(framework):
     compared = [Comparison.of(_rows(case, lambda way: 1.0)) for case in cases(framework, "full")]
     assert {answer.seed for answer in answers(compared)} == {"000", "001", "002", "003"}
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_largest_gain_comes_first_and_no_line_is_too_wide(framework):
     gains = iter((2.0, 8.0, 4.0))
     compared = []
@@ -172,15 +167,13 @@ def test_the_largest_gain_comes_first_and_no_line_is_too_wide(framework):
     assert [text.split()[-5] for text in lines[2:]] == ["8x", "4x", "2x"]
     for scale in SCALES:
         for case in cases(framework, scale):
-            wide = [
-                Row(case, way, Figures(*[1.234e-4, 1.234e8] * 2, 1.234e8, extrapolated=True), "") for way in case.ways
-            ]
+            figures = Figures(*[1.234e-4, 1.234e8] * 2, 1.234e8, extrapolated=True)
+            wide = [Row(case, way, figures, "") for way in case.ways]
             comparison = Comparison.of(wide)
             texts = [header(case), *map(line, wide), gain_line(comparison), table([comparison])]
             assert max(len(text) for text in "\n".join(texts).splitlines()) <= WIDTH
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_what_differs_is_not_measured(framework):
     case = _case(framework, "seed-outer-and-matmul")
     case = dataclasses.replace(case, ways=(case.ways[0], Way("wrong", lambda xp, x, y: -(x @ y))))
@@ -219,7 +212,6 @@ def test_a_slow_way_is_run_once_unless_another_was_slower(seconds, slowest, once
     assert (figures.gradient_seconds == seconds) is once
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_run_that_uses_another_way_keeps_the_arrays(framework):
     case = _case(framework, "seed-outer-and-matmul")
     first = RUNS[framework](case.ways[0], case.workload, case.gradients)

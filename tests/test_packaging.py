@@ -1,6 +1,7 @@
 """Wheel, sdist, editable install and plain PYTHONPATH all hold the real files behind the two symlinks."""
 
 import importlib.metadata
+import itertools
 import os
 import pathlib
 import re
@@ -59,6 +60,12 @@ import importlib.util, pathlib
 for name in ("planner", "planner.language.spec", "planner.kernels.grouping.keys", "planner.backends.protocol"):
     print(name, pathlib.Path(importlib.util.find_spec(name).origin).resolve())
 """
+
+
+def _within(folder: pathlib.Path, printed: str) -> bool:
+    """Whether the four modules that WHERE prints lie in a folder."""
+    origins = [pathlib.Path(line.split()[1]) for line in printed.splitlines()]
+    return len(origins) == 4 and all(origin.is_relative_to(folder.resolve()) for origin in origins)
 
 
 @pytest.fixture(scope="module")
@@ -132,42 +139,24 @@ def test_sdist_holds_the_real_files_and_builds_the_same_wheel(sdist, tmp_path):
 def test_wheel_installs_and_imports(wheel, tmp_path):
     site = tmp_path / "site"
     _run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, wheel, cwd=tmp_path)
-    origins = dict(
-        line.split() for line in _run(sys.executable, "-c", WHERE, cwd=tmp_path, path=str(site)).splitlines()
-    )
-    assert len(origins) == 4
-    assert all(pathlib.Path(origin).is_relative_to(site.resolve()) for origin in origins.values())
+    assert _within(site, _run(sys.executable, "-c", WHERE, cwd=tmp_path, path=str(site)))
 
 
 def test_editable_install(tree, tmp_path):
-    _run(
-        sys.executable,
-        "-m",
-        "venv",
-        "--system-site-packages",
-        "--without-pip",
-        tmp_path / "venv",
-        cwd=tmp_path,
-    )
+    _run(sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
     base = _run(sys.executable, "-c", "import numpy; print(numpy.__path__[0] + '/..')", cwd=tmp_path).strip()
     options = ["-q", "--no-deps", "--no-build-isolation", "--editable", tree]
     # The new interpreter does not see this environment's packages: setuptools comes to the build by its path.
     _run(sys.executable, "-m", "pip", "--python", python, "install", *options, cwd=tmp_path, path=base)
     for folder in (tmp_path, tree):
-        lines = _run(python, "-c", f"import sys; sys.path.append({base!r})\n{WHERE}", cwd=folder).splitlines()
-        assert len(lines) == 4
-        assert all(pathlib.Path(line.split()[1]).is_relative_to(tree.resolve()) for line in lines)
+        assert _within(tree, _run(python, "-c", f"import sys; sys.path.append({base!r})\n{WHERE}", cwd=folder))
 
 
 def test_plain_pythonpath(tmp_path):
     lines = _run(sys.executable, "-c", WHERE, cwd=tmp_path, path=str(ROOT)).splitlines()
-    assert {pathlib.Path(line.split()[1]).parent.relative_to(ROOT).as_posix() for line in lines} == {
-        "planner",
-        "planner/language",
-        "backends",
-        "kernels/grouping",
-    }
+    folders = {pathlib.Path(line.split()[1]).parent.relative_to(ROOT).as_posix() for line in lines}
+    assert folders == {"planner", "planner/language", "backends", "kernels/grouping"}
 
 
 def test_python_m_planner():
@@ -192,12 +181,8 @@ def test_every_requirement_is_pinned():
     assert _name(lines[0]) == "torch"
     assert len(pins) == len(lines)
     project = PYPROJECT["project"]
-    asked = [
-        *project["dependencies"],
-        *PYPROJECT["build-system"]["requires"],
-        *PYPROJECT["dependency-groups"]["dev"],
-    ]
-    asked += [requirement for extra in project["optional-dependencies"].values() for requirement in extra]
+    asked = [*project["dependencies"], *PYPROJECT["build-system"]["requires"], *PYPROJECT["dependency-groups"]["dev"]]
+    asked += itertools.chain(*project["optional-dependencies"].values())
     assert {_name(requirement) for requirement in asked} - pins == set()
 
 
