@@ -19,49 +19,23 @@ FRAMEWORKS = ("torch", "jax", "jaxlib", "triton")
 # The rooms of the library, in the order in which they may import one another: a module imports from its own room and
 # from those above it, inside functions and for type checkers too. A room is a folder, or a module outside of all.
 ROOMS = (
-    "planner.version",
-    "planner.progress",
-    "planner.language",
-    "planner.kernels.grouping",
-    "planner.kernels.tiled_product",
-    "planner.kernels.segment_sum",
-    "planner.kernels.grouped_matmul",
-    "planner.kernels.gathered_dot",
-    "planner.cost",
-    "planner.program",
-    "planner.backends.common",
-    "planner.backends.numpy",
-    "planner.backends.torch",
-    "planner.backends.jax",
-    "planner.search",
-    "planner.run",
-    "planner.workloads",
-    "planner.tune",
-    "planner.inspect",
-    "planner.plan",
-    "planner.api",
-    "planner.groups",
-    "planner.tradeoff",
-    "planner",
-    "planner.backends.protocol",
-    "planner.backends.torch_operators",
-    "planner.calibrate",
-    "planner.testing",
-    "planner.demo",
-    "planner.bench",
-    "planner.cli",
-    "planner.__main__",
-)
+    "planner.version", "planner.progress", "planner.language",
+    "planner.kernels.grouping", "planner.kernels.tiled_product", "planner.kernels.segment_sum",
+    "planner.kernels.grouped_matmul", "planner.kernels.gathered_dot",
+    "planner.cost", "planner.program",
+    "planner.backends.common", "planner.backends.numpy", "planner.backends.torch", "planner.backends.jax",
+    "planner.search", "planner.run", "planner.workloads", "planner.tune", "planner.inspect",
+    "planner.plan", "planner.api", "planner.groups", "planner.tradeoff", "planner",
+    "planner.backends.protocol", "planner.backends.torch_operators",
+    "planner.calibrate", "planner.testing", "planner.demo", "planner.bench", "planner.cli", "planner.__main__",
+)  # fmt: skip
 # Rooms that see less than all above them: what each may import.
+RUNNING = ("planner.language", "planner.kernels", "planner.cost", "planner.program", "planner.backends.common")
 SEES = {
     "planner.kernels": ("planner.kernels", "planner.language.errors"),
-    "planner.backends.torch": (
-        "planner.language", "planner.kernels", "planner.cost", "planner.program", "planner.backends.common",
-    ),
-    "planner.backends.jax": (
-        "planner.language", "planner.kernels", "planner.cost", "planner.program", "planner.backends.common",
-    ),
-}  # fmt: skip
+    "planner.backends.torch": RUNNING,
+    "planner.backends.jax": RUNNING,
+}
 # What plans does not import what computes. `planner.program.frameworks` loads a backend by its name; torch's compiler
 # reads a statement in `planner.run`.
 PLANNING = ROOMS[: ROOMS.index("planner.testing")]
