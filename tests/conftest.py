@@ -55,6 +55,27 @@ def examples(ci: int, nightly: int) -> int:
     return {"ci": ci, "nightly": nightly}[PROFILE]
 
 
+class Clock:
+    """A clock that stands still but for what sleeps or runs by it: what is said of times holds on a busy machine."""
+
+    now = 0.0
+
+    def __call__(self):
+        """Say the time."""
+        return self.now
+
+    def sleep(self, seconds):
+        """Let time pass."""
+        self.now += seconds
+
+    def run(self, seconds, log, name, error=None):
+        """Be a program that takes a time, or fails; its name goes to the log."""
+        log.append(name)
+        if error is not None:
+            raise error
+        self.sleep(seconds)
+
+
 def installed_frameworks() -> tuple[str, ...]:
     """NumPy, and which of torch and JAX this machine has; nothing is imported."""
     return ("numpy", *(name for name in ("torch", "jax") if importlib.util.find_spec(name)))

@@ -1,11 +1,12 @@
 """The benchmark: what it times, when it stops, and what it writes."""
 
-import importlib
 import json
 from functools import partial
 
+import numpy as np
 import pytest
-from conftest import installed_frameworks
+from conftest import Clock, installed_frameworks
+from engines import ENGINES
 
 import planner
 from planner.bench import choices, command, dense, report, timing
@@ -26,44 +27,26 @@ def test_a_target_is_a_lower_bound_or_an_upper_one():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only its own `sleep` advances: what a test says of times holds on a busy machine too."""
-
-    class Clock:
-        now = 0.0
-
-        def sleep(self, seconds):
-            self.now += seconds
-
+    """The clock of whatever is timed."""
     clock = Clock()
     monkeypatch.setattr(timing, "stolen_seconds", lambda: 0.0)
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(timing, "block_seconds", partial(timing.block_seconds, clock=lambda: clock.now))
+    monkeypatch.setattr(timing.time, "perf_counter", clock)
+    monkeypatch.setattr(timing, "block_seconds", partial(timing.block_seconds, clock=clock))
     return clock
 
 
 def test_rounds_are_interleaved_and_end_with_the_budget(clock):
     ran = []
-
-    def program(name):
-        ran.append(name)
-        clock.sleep(0.03)
-
-    programs = {name: partial(program, name) for name in "ab"}
+    programs = {name: partial(clock.run, 0.03, ran, name) for name in "ab"}
     times = timing.interleaved(programs, "torch", QUICK)
-    assert ran == ["a", "b"] * 4, (
-        "one round to see how long they take, then three are made however little time there is"
-    )
+    # One round to see how long they take, then three are made however little time there is.
+    assert ran == ["a", "b"] * 4
     assert [len(seconds) for seconds in times.values()] == [3, 3]
 
 
 def test_short_runs_are_averaged_over_many(clock):
     ran = []
-
-    def program(name, seconds):
-        ran.append(name)
-        clock.sleep(seconds)
-
-    programs = {"short": partial(program, "short", 0.001), "long": partial(program, "long", 0.03)}
+    programs = {name: partial(clock.run, seconds, ran, name) for name, seconds in (("short", 0.001), ("long", 0.03))}
     times = timing.interleaved(programs, "torch", QUICK)
     assert ran.count("long") == 1 + 2 * 3, "each is warmed and timed"
     assert ran.count("short") > 3 * 5
@@ -109,8 +92,6 @@ def test_what_cannot_win_is_run_once(monkeypatch):
 
 @pytest.mark.parametrize("framework", installed_frameworks())
 def test_known_plans_differ_and_compute_the_same(framework):
-    import numpy as np
-
     shapes = (6, 5), (4, 5, 3)
     operands = [planner.Operand(shape, requires_grad=framework != "numpy") for shape in shapes]
     plan = planner.plan("nj, q[n]jk -> nk", *operands, q=(6,), backend=framework)
@@ -123,13 +104,9 @@ def test_known_plans_differ_and_compute_the_same(framework):
     q = np.array([0, 3, 3, 1, 2, 0])
     expected = np.einsum("nj,njk->nk", arrays[0], arrays[1][q])
 
-    def made(x):
-        if framework == "numpy":
-            return x
-        return importlib.import_module({"torch": "torch", "jax": "jax.numpy"}[framework]).asarray(x)
-
+    engine = ENGINES[framework]()
     for label, other in others.items():
-        found = np.asarray(other(*map(made, arrays), q=made(q)))
+        found = np.asarray(other(*map(engine.array, arrays), q=engine.array(q)))
         assert (found == expected).all(), label
 
 
@@ -160,9 +137,8 @@ def test_bytes_are_shown_without_times():
 
 
 def test_warm_calls_are_timed_with_and_without_gradients(torch):
-    found = list(
-        dense.warm_call("torch", Settings(rounds=3, budget_seconds=0.0, pause_seconds={"torch": 0.0}, calls=3))
-    )
+    settings = Settings(rounds=3, budget_seconds=0.0, pause_seconds={"torch": 0.0}, calls=3)
+    found = list(dense.warm_call("torch", settings))
     assert [line.what.split(": ")[0] for line in found] == [
         "5 x 784 by 784 x 10",
         "5 x 784 by 784 x 10, operands that take gradients",

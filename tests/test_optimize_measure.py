@@ -6,11 +6,11 @@ import dataclasses
 import json
 import os
 import warnings
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
-from conftest import examples
+from conftest import Clock, examples
 from hypothesis import given, settings
 from laws import assert_equal, exact_problems
 
@@ -22,7 +22,6 @@ from planner.search.slicing import make_loop
 from planner.tune import autotune as measure
 from planner.tune import store as remember
 
-ROOT = Path(__file__).parent.parent
 # Three paths and two implementations of the take differ: there is something to time.
 SPEC, SHAPES = "ab,bc,cd->ad", ((30, 4), (4, 30), (30, 3))
 OPERANDS = [np.arange(float(np.prod(shape))).reshape(shape) % 4 for shape in SHAPES]
@@ -164,15 +163,15 @@ def test_another_problem_has_another_key(monkeypatch):
         key(retain_limit=10**6),
         key(device=planner.Device("mine", flop_rate=1e12, bandwidth=1e11)),
     ]
-    with monkeypatch.context() as patched:
-        patched.setattr(measure, "__version__", "9")
-        keys.append(key())
-    with monkeypatch.context() as patched:
-        patched.setattr(np, "__version__", "9")
-        keys.append(key())
-    with monkeypatch.context() as patched:
-        patched.setattr(measure, "cpu_name", lambda: "another, 3 threads")
-        keys.append(key())
+    others = (
+        (measure, "__version__", "9"),
+        (np, "__version__", "9"),
+        (measure, "cpu_name", lambda: "another, 3 threads"),
+    )
+    for change in others:
+        with monkeypatch.context() as patched:
+            patched.setattr(*change)
+            keys.append(key())
     assert len({json.dumps(k, sort_keys=True) for k in keys}) == len(keys)
     assert key() == keys[0]
 
@@ -194,31 +193,32 @@ def test_strides_and_gradients_and_index_shapes_are_in_the_key(torch):
 # -- damage ----------------------------------------------------------------------------------------------
 
 
-def damages(text):
-    whole = json.loads(text)
-    other = json.loads(text)
-    other["value"]["programs"]["forward"]["peak_bytes"] += 1
-    yield "empty", ""
-    yield "truncated", text[: len(text) // 2]
-    yield "no last brace", text[:-1]
-    yield "no object", "[1, 2]"
-    yield "number", "1"
-    yield "null", "null"
-    yield "NaN", text.replace(str(whole["format"]), "NaN", 1)
-    yield "no key", json.dumps({"format": whole["format"]})
-    yield "value", json.dumps(other)
-    yield "nested", "[" * 100_000
-    yield "bytes", b"\xff\xfe\x00"
+def in_value(text):
+    entry = json.loads(text)
+    entry["value"]["programs"]["forward"]["peak_bytes"] += 1
+    return json.dumps(entry)
 
 
-@pytest.mark.parametrize("damage", [name for name, _ in damages(
-    '{"format": 1, "key": {}, "value": {"programs": {"forward": {"peak_bytes": 1}}}}'
-)])  # fmt: skip
+DAMAGES = {
+    "empty": lambda text: "",
+    "truncated": lambda text: text[: len(text) // 2],
+    "no last brace": lambda text: text[:-1],
+    "no object": lambda text: "[1, 2]",
+    "number": lambda text: "1",
+    "null": lambda text: "null",
+    "NaN": lambda text: text.replace(str(json.loads(text)["format"]), "NaN", 1),
+    "no key": lambda text: json.dumps({"format": json.loads(text)["format"]}),
+    "value": in_value,
+    "nested": lambda text: "[" * 100_000,
+    "bytes": lambda text: "\udcff\udcfe\0",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_named_once_and_replaced(cache, damage):
     measured()
     path = entry(cache)
-    broken = dict(damages(path.read_text()))[damage]
-    path.write_bytes(broken if isinstance(broken, bytes) else broken.encode())
+    path.write_bytes(DAMAGES[damage](path.read_text()).encode(errors="surrogateescape"))
     with pytest.warns(UserWarning, match="damaged") as caught:
         plan = measured()
     assert [str(path) in str(w.message) for w in caught] == [True]
@@ -271,56 +271,26 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch):
         measured()
 
 
-def test_nothing_but_whole_entries_is_left(cache, monkeypatch):
-    with monkeypatch.context() as patched:
-
-        def stop(*_):
-            raise KeyboardInterrupt
-
-        patched.setattr(os, "replace", stop)
-        with pytest.raises(KeyboardInterrupt):
-            remember.remember("measured", key(), {})
-    assert [path for path in cache.rglob("*") if path.is_file()] == [] or entry(cache)
-    assert not list(cache.rglob("*.tmp"))
-
-
 # -- timing ----------------------------------------------------------------------------------------------
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-    def program(self, seconds, log, name, error=None):
-        def run():
-            log.append(name)
-            if error is not None:
-                raise error
-            self.now += seconds
-
-        return run
 
 
 def test_rounds_are_interleaved_and_end_with_the_budget(monkeypatch):
     monkeypatch.setattr(measure, "MOST_ROUNDS", 50)
     clock, log = Clock(), []
-    programs = [clock.program(0.2, log, "a"), clock.program(0.1, log, "b")]
+    programs = [partial(clock.run, 0.2, log, "a"), partial(clock.run, 0.1, log, "b")]
     timings = measure.time_programs(programs, budget_seconds=1.0, clock=clock)
     assert log == ["a", "b", *["a", "a", "b", "b"] * (len(timings.seconds[0]))]
     assert timings.median(0) == pytest.approx(0.2)
     assert timings.median(1) == pytest.approx(0.1)
     assert len(timings.seconds[0]) == 2
     # However slow, one round is made.
-    slow = measure.time_programs([clock.program(100, log, "c")], budget_seconds=1.0, clock=clock)
+    slow = measure.time_programs([partial(clock.run, 100, log, "c")], budget_seconds=1.0, clock=clock)
     assert len(slow.seconds[0]) == 1
 
 
 def test_quick_programs_run_in_blocks():
     clock, log = Clock(), []
-    timings = measure.time_programs([clock.program(1e-4, log, "a")], budget_seconds=0, clock=clock)
+    timings = measure.time_programs([partial(clock.run, 1e-4, log, "a")], budget_seconds=0, clock=clock)
     assert 11 <= len(log) <= 13
     assert timings.median(0) == pytest.approx(1e-4)
     assert measure.time_programs([lambda: None], budget_seconds=0, clock=Clock()).median(0) == 0
@@ -328,47 +298,32 @@ def test_quick_programs_run_in_blocks():
 
 def test_what_runs_out_of_memory_is_left_out_unless_it_is_the_first():
     clock, log = Clock(), []
-    good = clock.program(0.1, log, "a")
+    good = partial(clock.run, 0.1, log, "a")
     for error in (MemoryError(), RuntimeError("out of memory")):
-        bad = clock.program(0.1, log, "b", error)
+        bad = partial(clock.run, 0.1, log, "b", error)
         timings = measure.time_programs([good, bad], 0.1, clock)
         assert timings.median(1) == float("inf")
         assert timings.median(0) == pytest.approx(0.1)
         with pytest.raises(type(error)):
             measure.time_programs([bad, good], 0.1, clock)
     with pytest.raises(planner.IndexRangeError):
-        planner.plan("q[n]j->nj", np.ones((2, 3)), q=np.array([5]), optimize="measure")(
-            np.ones((2, 3)), q=np.array([5])
-        )
+        planner.contract("q[n]j->nj", np.ones((2, 3)), q=np.array([5]), optimize="measure")
 
 
 @pytest.mark.parametrize("at", range(1, 12))
 def test_ctrl_c_gives_the_best_so_far(cache, monkeypatch, at):
-    plain = measure.time_programs
-    runs = []
+    plain, clock, runs = measure.time_programs, Clock(), []
 
-    def wrapped(program):
-        def run():
-            runs.append(1)
-            if len(runs) == at:
-                raise KeyboardInterrupt
-            program()
+    def counted(program):
+        runs.append(1)
+        if len(runs) == at:
+            raise KeyboardInterrupt
+        program()
+        clock.sleep(0.1)
 
-        return run
-
-    clock = Clock()
-
-    def counted(programs):
-        return plain([clocked(wrapped(p)) for p in programs], 0.0, clock)
-
-    def clocked(program):
-        def run():
-            program()
-            clock.now += 0.1
-
-        return run
-
-    monkeypatch.setattr(measure, "time_programs", counted)
+    monkeypatch.setattr(
+        measure, "time_programs", lambda programs: plain([partial(counted, p) for p in programs], 0.0, clock)
+    )
     plan = measured()
     np.testing.assert_array_equal(plan(*OPERANDS), EXPECTED)
     if len(runs) < at:
@@ -414,18 +369,8 @@ def on_card(torch):
     return planned, (a, c), q
 
 
-def faster_when(wanted):
-    """Timings in which programs of plans that have a step of that name take less than others."""
-
-    def timings(programs):
-        named = ["".join(step.choice.lowering for step in program.plan.steps) for program in programs]
-        return measure.Timings(tuple((1.0 - 0.1 * name.count(wanted),) for name in named))
-
-    return timings
-
-
-def named_programs(monkeypatch):
-    """Let programs tell the plan that they run."""
+def let_half_tiles_be_faster(monkeypatch):
+    """Let programs tell the plan that they run, and take the less the more of its steps have half tiles."""
     program = measure._Clock.program
 
     def told(clock, plan):
@@ -433,14 +378,18 @@ def named_programs(monkeypatch):
         found.plan = plan
         return found
 
+    def timings(programs):
+        named = ["".join(step.choice.lowering for step in program.plan.steps) for program in programs]
+        return measure.Timings(tuple((1.0 - 0.1 * name.count(", half tiles"),) for name in named))
+
     monkeypatch.setattr(measure._Clock, "program", told)
+    monkeypatch.setattr(measure, "time_programs", timings)
 
 
 def test_tiles_are_timed_step_by_step_and_remembered(monkeypatch, on_card, torch):
     planned, operands, q = on_card
-    named_programs(monkeypatch)
-    monkeypatch.setattr(measure, "time_programs", faster_when(", half tiles"))
-    plan = planned()
+    let_half_tiles_be_faster(monkeypatch)
+    plan, timings = planned(), measure.time_programs
     tiled = [step for step in plan.steps if "Triton" in step.choice.lowering]
     assert tiled
     assert all(step.choice.lowering.endswith(", half tiles") for step in tiled)
@@ -457,7 +406,7 @@ def test_tiles_are_timed_step_by_step_and_remembered(monkeypatch, on_card, torch
     assert torch.equal(found[0], torch.full((100, 1, 70), 70.0))
     assert torch.equal(found[1], torch.full((2, 70, 70), 50.0))
     # Pinned tiles are those of every call without measuring.
-    monkeypatch.setattr(measure, "time_programs", faster_when(", half tiles"))
+    monkeypatch.setattr(measure, "time_programs", timings)
     torch.use_deterministic_algorithms(True)
     try:
         pinned = planned()
@@ -502,9 +451,11 @@ def test_after_an_interrupt_no_tiles_are_timed(monkeypatch, on_card):
 
 def test_a_tiling_that_is_hardly_faster_is_not_taken(monkeypatch, on_card):
     planned, *_ = on_card
-    monkeypatch.setattr(
-        measure, "time_programs", lambda programs: measure.Timings(((1.0,), *((0.98,) for _ in programs[1:])))
-    )
+
+    def timings(programs):
+        return measure.Timings(((1.0,), *((0.98,) for _ in programs[1:])))
+
+    monkeypatch.setattr(measure, "time_programs", timings)
     plan = planned()
     assert not [step for step in plan.steps if step.choice.lowering.endswith(("tiles", "stages"))]
 
