@@ -5,9 +5,10 @@ import json
 import math
 import os
 import warnings
-from pathlib import Path
+from functools import partial
 
 import pytest
+from conftest import installed_frameworks
 
 import planner
 from planner.calibrate import command as calibrate
@@ -16,8 +17,8 @@ from planner.cost import rates
 from planner.cost.device import CPU, GPU, PRESETS, gpu_preset
 from planner.search.slicing import make_loop
 
-ROOT = Path(__file__).parent.parent
 KEY = rates.Key("a processor, 2 threads", "numpy", "2.0", "cpu")
+NUMPY_KEY = labs.NumpyLab().key
 MEASURED = dataclasses.replace(CPU, flop_rate=3e11, source="measured in a test")
 
 
@@ -27,10 +28,6 @@ def folder(tmp_path, monkeypatch):
     rates.stored_rates.cache_clear()
     yield tmp_path
     rates.stored_rates.cache_clear()
-
-
-def numpy_key():
-    return labs.NumpyLab().key
 
 
 def test_what_is_written_is_read():
@@ -49,61 +46,40 @@ def test_other_keys_read_nothing():
             assert rates.read(dataclasses.replace(KEY, **change)) is None
 
 
-def _changed(**changes):
-    def change(text):
-        return json.dumps({**json.loads(text), **changes})
-
-    return change
+def with_rate(name, value):
+    return lambda text: json.dumps({**json.loads(text), "rates": {**json.loads(text)["rates"], name: value}})
 
 
-def _rate(name, value):
-    def change(text):
-        found = json.loads(text)
-        found["rates"][name] = value
-        return json.dumps(found)
-
-    return change
+BAD_RATES = [
+    ("flop_rate", 0), ("flop_rate", None), ("flop_rate", "fast"), ("flop_rate", True), ("bandwidth", -1.0),
+    ("bandwidth", math.nan), ("launch_seconds", math.inf), ("fresh_bytes", 1.5), ("speed_of_light", 3e8),
+]  # fmt: skip
+BAD_FIELDS = [
+    {"format": "another tool's"}, {"version": 0}, {"version": 2}, {"key": {"machine": "another"}}, {"rates": None},
+    {"rates": {}}, {"source": None},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda text: "",
-        lambda text: text[: len(text) // 2],
-        lambda text: "[" * 60_000,
-        lambda text: " " * 100_000 + text,
-        lambda text: "[]",
-        lambda text: "\udcff",
-        _changed(format="another tool's"),
-        _changed(version=0),
-        _changed(version=2),
-        _changed(key={"machine": "another"}),
-        _changed(rates=None),
-        _changed(rates={}),
-        _changed(source=None),
-        _rate("flop_rate", 0),
-        _rate("flop_rate", None),
-        _rate("flop_rate", "fast"),
-        _rate("flop_rate", True),
-        _rate("bandwidth", -1.0),
-        _rate("bandwidth", math.nan),
-        _rate("launch_seconds", math.inf),
-        _rate("fresh_bytes", 1.5),
-        _rate("speed_of_light", 3e8),
+        *("", "[" * 60_000, "[]", "\udcff", None),
+        *(lambda text: text[: len(text) // 2], lambda text: " " * 100_000 + text),
+        *(lambda text, fields=fields: json.dumps({**json.loads(text), **fields}) for fields in BAD_FIELDS),
+        *(with_rate(name, value) for name, value in BAD_RATES),
     ],
 )
 def test_a_file_that_is_no_good_is_ignored_by_name(damage):
     path = rates.write(MEASURED, KEY)
-    path.write_bytes(damage(path.read_text()).encode(errors="surrogateescape"))
+    if damage is None:  # a folder in its place
+        path.unlink()
+        path.mkdir()
+    else:
+        text = damage(path.read_text()) if callable(damage) else damage
+        path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.warns(UserWarning, match="is ignored") as caught:
         assert rates.read(KEY) is None
     assert str(path) in str(caught[0].message)
-
-
-def test_a_folder_in_the_place_of_the_file_is_ignored_by_name():
-    rates.path_of(KEY).mkdir(parents=True)
-    with pytest.warns(UserWarning, match="is ignored"):
-        assert rates.read(KEY) is None
 
 
 @pytest.mark.parametrize("failure", [OSError("disk full"), KeyboardInterrupt()])
@@ -124,7 +100,7 @@ def test_plans_use_what_is_stored_and_say_so():
     shapes = ((200, 300), (300, 400))
     before = planner.plan("ij,jk->ik", *shapes, backend="numpy")
     assert before.device == CPU
-    rates.write(MEASURED, numpy_key())
+    rates.write(MEASURED, NUMPY_KEY)
     after = planner.plan("ij,jk->ik", *shapes, backend="numpy")
     assert after.device == MEASURED
     assert "measured in a test" in str(after)
@@ -137,7 +113,7 @@ def test_stored_rates_are_read_once(monkeypatch):
     monkeypatch.setattr(rates, "read", reads.append)
     for rows in (2, 3, 4):
         planner.plan("ij,jk->ik", (rows, 3), (3, 4), backend="numpy")
-    assert reads == [numpy_key()]
+    assert reads == [NUMPY_KEY]
 
 
 # -- presets -------------------------------------------------------------------------------------------
@@ -158,29 +134,23 @@ def test_a_graphics_card_is_known_by_its_product_name():
     assert gpu_preset("Quadro") is GPU
 
 
+ROWS = (1, 100, 10_000, 1_000_000)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_larger_problem_is_never_predicted_faster(name):
     device = planner.Device.preset(name)
-    for backend in ("numpy", "torch", "jax"):
-        try:
-            table = planner.program.frameworks.load_backend(backend).table
-        except planner.PlannerError:
-            continue
-        for text, shapes, index in (
-            ("ij,jk->ik", [(n, 64, 32) for n in (1, 4, 7, 8, 9, 64, 4096)], None),
-            ("bij,bjk->bik", [(n, 16, 32) for n in (1, 2, 4, 7, 8, 9, 64)], None),
-            ("q[n]j->nj", [(n, 16, 8) for n in (1, 100, 10_000, 1_000_000)], "n"),
-            ("nj->q[n]j", [(n, 16, 8) for n in (1, 100, 10_000, 1_000_000)], "n"),
+    for backend in installed_frameworks():
+        table = planner.program.frameworks.load_backend(backend).table
+        for text, sizes, resolved in (
+            ("ij,jk->ik", (1, 4, 7, 8, 9, 64, 4096), lambda n, text: planner.resolve(text, (n, 64), (64, 32))),
+            ("bij,bjk->bik", (1, 2, 4, 7, 8, 9, 64), lambda n, text: planner.resolve(text, (5, n, 16), (5, 16, 32))),
+            ("q[n]j->nj", ROWS, lambda n, text: planner.resolve(text, (8, 16), q=(n,))),
+            ("nj->q[n]j", ROWS, lambda n, text: planner.resolve(text, (n, 16), sizes={"q": 8}, q=(n,))),
         ):
             last: dict[str, int] = {}
-            for size, j, k in shapes:
-                if index is None:
-                    given = [(size, j), (j, k)] if text[0] == "i" else [(5, size, j), (5, j, k)]
-                    spec = planner.resolve(text, *given)
-                elif text[0] == "q":
-                    spec = planner.resolve(text, (k, j), q=(size,))
-                else:
-                    spec = planner.resolve(text, (size, j), sizes={"q": k}, q=(size,))
+            for size in sizes:
+                spec = resolved(size, text)
                 for choice in table.choices(planner.program.ops.Einsum(spec, "float32"), device):
                     cost = choice.cost.picoseconds
                     assert cost >= last.get(choice.lowering, 0), (text, size, choice.lowering)
@@ -190,22 +160,18 @@ def test_a_larger_problem_is_never_predicted_faster(name):
 # -- the command ---------------------------------------------------------------------------------------
 
 
-class _Quick(labs.NumpyLab):
-    """A lab whose clock is not asked: what is tested is what happens to the figures."""
-
-
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(calibrate, "make_labs", lambda: iter([_Quick()]))
+    monkeypatch.setattr(calibrate, "make_labs", lambda: iter([labs.NumpyLab()]))
     monkeypatch.setattr(calibrate, "measure", lambda lab, progress: MEASURED)
 
 
 def test_the_command_stores_and_prints(quick, capsys):
     assert calibrate.main([]) == 0
-    assert rates.read(numpy_key()) == MEASURED
+    assert rates.read(NUMPY_KEY) == MEASURED
     out = capsys.readouterr().out
     assert "measured in a test" in out
-    assert str(rates.path_of(numpy_key())) in out
+    assert str(rates.path_of(NUMPY_KEY)) in out
     assert all(name in out for name in rates.rate_fields())
 
 
@@ -217,7 +183,7 @@ def test_a_dry_run_stores_nothing(quick, capsys, folder):
 
 
 def test_an_interrupt_leaves_the_old_file(quick, monkeypatch, capsys):
-    rates.write(MEASURED, numpy_key())
+    rates.write(MEASURED, NUMPY_KEY)
 
     def interrupted(lab, progress):
         progress("flop_rate")
@@ -225,7 +191,7 @@ def test_an_interrupt_leaves_the_old_file(quick, monkeypatch, capsys):
 
     monkeypatch.setattr(calibrate, "measure", interrupted)
     assert calibrate.main([]) == 130
-    assert rates.read(numpy_key()) == MEASURED
+    assert rates.read(NUMPY_KEY) == MEASURED
     assert "unchanged" in capsys.readouterr().err
 
 
@@ -291,9 +257,12 @@ def test_rates_are_work_by_time(monkeypatch):
     assert measurements._half_rate(_Told()) == 0
 
 
-def test_the_check_times_every_step(monkeypatch):
-    tiny = predictions.WORKLOADS["equivariant"].tiny()
-    monkeypatch.setitem(predictions.WORKLOADS, "equivariant", tiny)
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setitem(predictions.WORKLOADS, "equivariant", predictions.WORKLOADS["equivariant"].tiny())
+
+
+def test_the_check_times_every_step(tiny):
     found = predictions.check(["equivariant"])
     assert {t.framework for t in found} >= {"numpy"}
     assert all(t.predicted > 0 and t.measured > 0 for t in found)
@@ -303,17 +272,14 @@ def test_the_check_times_every_step(monkeypatch):
 
 
 def test_the_check_says_what_share_was_within_twice():
-    times = [
-        predictions.StepTime("numpy", "w", "ij -> i", "sum", False, 1.0, seconds) for seconds in (0.5, 1.9, 2.0, 2.1)
-    ]
+    step = partial(predictions.StepTime, "numpy", "w", "ij -> i", "sum", False, 1.0)
+    times = [step(seconds) for seconds in (0.5, 1.9, 2.0, 2.1)]
     lines = predictions.check_text(times).splitlines()
     assert lines[-2:] == ["numpy: 3 of 4 steps within 2x, 75%", "within 2x: 75% of 4 steps"]
     assert [" ! " in line for line in lines[1:5]] == [False, False, False, True]
 
 
-def test_the_check_times_the_steps_of_a_slice(monkeypatch):
-    tiny = predictions.WORKLOADS["equivariant"].tiny()
-    monkeypatch.setitem(predictions.WORKLOADS, "equivariant", tiny)
+def test_the_check_times_the_steps_of_a_slice(tiny, monkeypatch):
     whole = predictions.check(["equivariant"])
     monkeypatch.setattr(
         predictions, "plan", lambda *given, **options: make_loop(planner.plan(*given, **options), {"n": 1})

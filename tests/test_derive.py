@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from conftest import examples
@@ -115,22 +117,22 @@ def test_what_may_be_summed(spec, dims):
     assert summable_dims(planner.resolve(spec, *shapes, sizes=sizes, **indices)) == dims
 
 
-def test_what_does_not_derive():
-    spec = planner.resolve("nij,q[n]jk->nik", (5, 1, 2), (3, 2, 4), q=(5,))
-    for letter in ("ab", "1", 3):
-        with pytest.raises(planner.ShapeError, match="must be one character that can name an axis, not"):
-            planner.batched(spec, 2, letter=letter)
-    with pytest.raises(planner.ShapeError, match=r"non-negative integer, but is 2\.5"):
-        planner.batched(spec, 2.5)
-    with pytest.raises(planner.ShapeError, match="by its number, not by '1'"):
-        planner.transpose(spec, "1")
-    with pytest.raises(planner.ShapeError, match="has 2 operands, so there is no operand 2"):
-        planner.transpose(spec, 2)
-    with pytest.raises(planner.ShapeError, match="there is no operand 7"):
-        planner.batched(spec, 2, [0, 7])
-    with pytest.raises(planner.ShapeError, match="no index array 'p'"):
-        planner.batched(spec, 2, arrays=["p"])
-    with pytest.raises(planner.ShapeError, match="'n' is in use"):
-        planner.batched(spec, 2, letter="n")
-    with pytest.raises(planner.ShapeError, match="size"):
-        planner.batched(spec, -1)
+GROUPED = planner.resolve("nij,q[n]jk->nik", (5, 1, 2), (3, 2, 4), q=(5,))
+
+
+@pytest.mark.parametrize(
+    ("derive", "message"),
+    [
+        *((partial(planner.batched, size=2, letter=x), "must be one character that can name") for x in ("ab", "1", 3)),
+        (partial(planner.batched, size=2, letter="n"), "'n' is in use"),
+        (partial(planner.batched, size=2.5), r"non-negative integer, but is 2\.5"),
+        (partial(planner.batched, size=-1), "size"),
+        (partial(planner.batched, size=2, operands=[0, 7]), "there is no operand 7"),
+        (partial(planner.batched, size=2, arrays=["p"]), "no index array 'p'"),
+        (partial(planner.transpose, operand="1"), "by its number, not by '1'"),
+        (partial(planner.transpose, operand=2), "has 2 operands, so there is no operand 2"),
+    ],
+)
+def test_what_does_not_derive(derive, message):
+    with pytest.raises(planner.ShapeError, match=message):
+        derive(GROUPED)
