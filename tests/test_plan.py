@@ -173,6 +173,16 @@ def test_alternatives_differ_and_lose(case, objective):
         assert str(other)
 
 
+@settings(max_examples=examples(40, 400))
+@given(problems(max_operands=4, max_size=3))
+def test_alternatives_run(case):
+    operands = case.operands()
+    plan = planner.plan(case.spec, *operands, **case.arguments())
+    expected = case.expected()
+    for chosen in (plan, *(other.plan for other in plan.alternatives())):
+        np.testing.assert_array_equal(chosen(*operands, **case.indices), expected)
+
+
 CHAIN = ("ab,bc,cd,de->ae", [(20, 3), (3, 30), (30, 4), (4, 9)])
 
 

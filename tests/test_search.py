@@ -473,6 +473,23 @@ def test_liveness_is_that_of_a_simulated_allocator(network, objective, random):
 # -- paths -----------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=examples(100, 1000))
+@given(problems(max_operands=6, gathers=False, without=["repeated output", "broadcast output"], max_size=9))
+def test_flops_are_at_most_opt_einsums(case):
+    """opt_einsum counts a step as the size of its joint space, doubled where it sums; so do we, per product."""
+    shapes = case.shapes
+    plan = planner.plan(case.spec, *shapes, minimize="flops", optimize="optimal", backend="numpy")
+    terms = plan.resolved.spec
+    sizes = dict(terms.sizes)
+    assume(0 not in sizes.values())
+    path = opt_einsum.contract_path(
+        ",".join("".join(t) for t in terms.inputs) + "->" + "".join(terms.output),
+        *plan.resolved.shapes, shapes=True, optimize="optimal",
+    )[0]  # fmt: skip
+    theirs = planner.plan(case.spec, *shapes, minimize="flops", optimize=path, backend="numpy")
+    assert plan.cost.flops <= theirs.cost.flops
+
+
 def opt_einsum_flops(spec, shapes, path):
     """FLOPs by opt_einsum's own count."""
     return opt_einsum.contract_path(spec, *shapes, shapes=True, optimize=path)[1].opt_cost
