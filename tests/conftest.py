@@ -9,6 +9,7 @@ import tempfile
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 
 # torch and JAX may share one device: JAX must not take most of its memory at the first call.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -34,6 +35,10 @@ _COMMON = {
 # `make test` and CI draw the same examples in every run and on every machine, and remember none: a test that fails does
 # so because of the change that it is run on.
 hypothesis.settings.register_profile("ci", max_examples=100, derandomize=True, database=None, **_COMMON)
+# Hypothesis mixes constants from the project's loaded modules into what it draws. Which are loaded depends on the tests
+# that ran before in the same process, so `make test` draws without them.
+if os.environ.get("HYPOTHESIS_PROFILE", "ci") == "ci":
+    providers._get_local_constants = lambda: providers._local_constants
 # `make nightly` draws new examples in every run. A failure prints the blob that draws it again, and is then pinned by
 # @example.
 hypothesis.settings.register_profile("nightly", max_examples=1_000, derandomize=False, print_blob=True, **_COMMON)
