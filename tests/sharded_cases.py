@@ -57,31 +57,33 @@ TAKEN_LAST = Case("q[n]j, jk -> nk", ((8, 40), (40, 40)), {"q": ((256,), 8)}, {}
 SUMMED = Case("q[n]j -> j", ((7, 9),), {"q": ((13,), 7)}, {}, uneven=True)
 BATCH = Case("bnij, bq[bn]jk -> bnik", ((8, 6, 2, 4), (8, 5, 4, 3)), {"q": ((8, 6), 5)}, {})
 SCATTER = Case("nj, nk -> q[n]jk", ((32, 8), (32, 8)), {"q": ((32,), 16)}, {}, sizes={"q": 16})
-X, Y, XY = ("x",), ("y",), ("x", "y")
+X = ("x",)
 
 
 def cases() -> dict[str, Case]:
     """All cases, by name."""
-    of, found = dataclasses.replace, {}
-    found |= {f"rows {letter}": of(ROWS, split={letter: X}) for letter in "njkq"}
-    found |= {f"uneven {letter}": of(UNEVEN, split={letter: X}) for letter in "njk"}
-    found["uneven, summed n"] = of(SUMMED, split={"n": X})
-    found["uneven q xy"] = of(UNEVEN, split={"q": XY})
-    found |= {f"grouped {letter}": of(GROUPED, split={letter: X}) for letter in "nq"}
-    found["rows n x, k y"] = of(ROWS, split={"n": X, "k": Y})
-    found["rows n x, q y"] = of(ROWS, split={"n": X, "q": Y})
-    found["rows q x, j y"] = of(ROWS, split={"q": X, "j": Y})
-    found["rows n xy"] = of(ROWS, split={"n": XY})
-    found["batch b"] = of(BATCH, split={"b": X})
-    found |= {f"keys {letter}": of(KEYS, split={letter: X}) for letter in "bi"}
-    found |= {f"chain {letter}": of(CHAIN, split={letter: X}) for letter in "ijk"}
-    found |= {f"taken last {letter}": of(TAKEN_LAST, split={letter: X}, nan=True) for letter in "nqj"}
-    found["scatter n"] = of(SCATTER, split={"n": X})
+    found = {}
+
+    def add(name: str, case: Case, *splits: str, **more: Any) -> None:
+        """A case for each split: letters and the axes of the mesh that they are split over, x where none is told."""
+        for split in splits:
+            pairs = [part.split() for part in split.split(", ")]
+            mesh = {letter: tuple(*axes) if axes else X for letter, *axes in pairs}
+            found[f"{name} {split}"] = dataclasses.replace(case, split=mesh, **more)
+
+    add("rows", ROWS, "n", "j", "k", "q", "n x, k y", "n x, q y", "q x, j y", "n xy")
+    add("uneven", UNEVEN, "n", "j", "k", "q xy")
+    add("uneven, summed", SUMMED, "n")
+    add("grouped", GROUPED, "n", "q")
+    add("batch", BATCH, "b")
+    add("keys", KEYS, "b", "i")
+    add("chain", CHAIN, "i", "j", "k")
+    add("taken last", TAKEN_LAST, "n", "q", "j", nan=True)
+    add("scatter", SCATTER, "n")
     for mode in ("raise", "drop", "clip"):
-        found |= {f"{mode} {letter}": of(ROWS, split={letter: X}, mode=mode, bad=True) for letter in "nq"}
-    found["uneven raise q x, n y"] = of(UNEVEN, split={"q": X, "n": Y}, bad=True)
-    found["explicit q"] = of(ROWS, split={"q": X}, explicit=True)
-    found["explicit n x, k y"] = of(ROWS, split={"n": X, "k": Y}, explicit=True)
+        add(mode, ROWS, "n", "q", mode=mode, bad=True)
+    add("uneven raise", UNEVEN, "q x, n y", bad=True)
+    add("explicit", ROWS, "q", "n x, k y", explicit=True)
     return found
 
 
@@ -213,13 +215,11 @@ def others() -> dict[str, Any]:
     a, c, q = small(16, 2, 8), small(8, 8, 4), small(16, low=0, dtype="int32")
     batch = small(8, 16, 2, 8), small(8, 8, 8, 4), small(8, 16, low=0, dtype="int32")
     found: dict[str, Any] = {"vmap": same(jax.vmap(rows), batch, *(put(x, "x") for x in batch))}
-    found["jvp"] = same(
-        lambda a, c, q: jax.jvp(lambda a, c: rows(a, c, q), (a, c), (2 * a, 3 * c)),
-        (a, c, q),
-        put(a, "x"),
-        c,
-        put(q, "x"),
-    )
+
+    def ahead(a: Any, c: Any, q: Any) -> Any:
+        return jax.jvp(lambda a, c: rows(a, c, q), (a, c), (2 * a, 3 * c))
+
+    found["jvp"] = same(ahead, (a, c, q), put(a, "x"), c, put(q, "x"))
     for dtype in ("bool", "int32"):
         arrays = (a.astype(dtype), c.astype(dtype), q)
         found[dtype] = same(rows, arrays, put(arrays[0], None, None, "x"), put(arrays[1], None, "x"), q)
@@ -229,13 +229,17 @@ def others() -> dict[str, Any]:
     found["gradients in shard_map"] = [mapped(rows, *kind) for kind in itertools.product((True, False), repeat=2)]
     found["kernels"] = kernels_on_tpus()
     x, many_q = small(5, 4), small(8, low=0, dtype="int32")
-    found["two brackets"] = same(
-        lambda x, q: planner.contract("q[n]j, q[m]j -> nm", x, x, q=q), (x, many_q), x, put(many_q, "x")
-    )[0]
+
+    def twice(x: Any, q: Any) -> Any:
+        return planner.contract("q[n]j, q[m]j -> nm", x, x, q=q)
+
+    found["two brackets"] = same(twice, (x, many_q), x, put(many_q, "x"))[0]
     long, matrix = small(64, 8), small(8, 4)
-    found["reshaped"] = same(
-        lambda x, y: planner.contract("nmj, jk -> nmk", x.reshape(4, 16, 8), y), (long, matrix), put(long, "x"), matrix
-    )[0]
+
+    def reshaped(x: Any, y: Any) -> Any:
+        return planner.contract("nmj, jk -> nmk", x.reshape(4, 16, 8), y)
+
+    found["reshaped"] = same(reshaped, (long, matrix), put(long, "x"), matrix)[0]
     limits: list[int] = []
     real, before = jax_partition._Part.zero_padding, limit()
     jax_partition._Part.zero_padding = lambda *given: limits.append(limit()) or real(*given)

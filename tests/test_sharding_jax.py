@@ -168,11 +168,6 @@ def test_collectives_print():
     assert list(map(str, plan.collectives({"j": 8}))) == ["ij, jk -> ik: all-reduce over j of 8.19 kB"]
     assert plan.collectives({"j": 1}) == ()
     assert plan.collectives({"j": np.int64(8)}) == plan.collectives({"j": 8})
-    gather = planner.plan(
-        "q[n]j, jk -> nk",
-        planner.Operand((8, 40)),
-        planner.Operand((40, 40), requires_grad=True),
-        q=(256,),
-        backend="jax",
-    )
+    operands = planner.Operand((8, 40)), planner.Operand((40, 40), requires_grad=True)
+    gather = planner.plan("q[n]j, jk -> nk", *operands, q=(256,), backend="jax")
     assert "rows that are read" in "".join(map(str, gather.collectives({"n": 8})))

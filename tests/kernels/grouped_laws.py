@@ -9,18 +9,15 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-
-__all__ = [
-    "GPU_SHAPES", "JAX_SHAPES", "KERNELS", "Kernels", "Problem", "TPU_SHAPES", "gpu", "hold", "jax_array", "problems",
-    "torch_array", "tpu", "values",
-]  # fmt: skip
 
 SKEWS = ("even", "sorted", "half in one", "all in one", "steep", "all dropped", "one row each")
 LAYOUTS = ("plain", "columns", "transposed", "sliced", "expanded")
@@ -137,11 +134,31 @@ def jax_array(x: Any, dtype: str = "int32", layout: str = "plain") -> Any:
     return jnp.asarray(x).astype(dtype)
 
 
+ARRAYS = {"torch": torch_array, "jax": jax_array}
+
+
 def values(x: Any) -> np.ndarray:
     """The numbers of a framework's array, in NumPy."""
     if hasattr(x, "detach"):
         x = x.numpy() if x.is_complex() else x.double().numpy()
     return np.asarray(x, complex if x.dtype.kind == "c" else float)
+
+
+def torch_scratch(run: Callable[..., Any], *arrays: Any) -> int:
+    """The most bytes that a call holds at a time beside its results."""
+    from planner.inspect.memory import torch_memory
+
+    results, memory = torch_memory(lambda: run(*arrays))
+    return memory.peak_bytes - sum(x.nbytes for x in (results if isinstance(results, tuple) else (results,)))
+
+
+def xla_temporaries(run: Callable[..., Any], *stand_ins: Any, hurries: bool = True) -> int:
+    """The bytes that XLA's program of a call holds beside its operands and results; as users compile it, if asked."""
+    import jax
+    from jax_fast import SIZES_ALONE
+
+    program = jax.jit(run).lower(*stand_ins).compile(SIZES_ALONE if hurries else None)
+    return program.memory_analysis().temp_size_in_bytes
 
 
 # -- the table -------------------------------------------------------------------------------------------
@@ -159,7 +176,6 @@ class Kernels:
         open: gives the three functions for a problem, as a context that sets what a test may set.
         half: a half type that they take.
         maps: whether rows may share factors, and be added up into targets.
-        long: whether long sums are affordable.
     """
 
     name: str
@@ -169,7 +185,6 @@ class Kernels:
     open: Callable[[Problem], contextlib.AbstractContextManager[Any]]
     half: str = "bfloat16"
     maps: bool = True
-    long: bool = True
 
     def results(self, problem: Problem, operands: list[np.ndarray], index: list[Any], jit: Any) -> list[Any]:
         """All that the kernels compute."""
@@ -193,6 +208,16 @@ class Kernels:
             kernels.grouped_outer(a, b, groups, *size, *both),
             *kernels.grouped_gradients(g, a, c, groups, *both[:1]),
         ]
+
+
+def each(rows: Sequence[Any], argument: str = "kernels") -> Any:
+    """Parametrize a test by the rows of a table; those whose packages are not installed are skipped."""
+    cases = []
+    for row in rows:
+        absent = [name for name in row.needs if importlib.util.find_spec(name) is None]
+        skips = pytest.mark.skipif(bool(absent), reason=f"{', '.join(absent)} is not installed")
+        cases.append(pytest.param(row, id=row.name, marks=skips))
+    return pytest.mark.parametrize(argument, cases)
 
 
 @functools.cache
@@ -222,7 +247,7 @@ def hold(kernels: Kernels, problem: Problem, arrays: Any = None, jit: Any = None
         expected = by_a_loop(operands, index, conjugates=kernels.needs[0] == "torch")
     if not kernels.maps:
         del expected["sum"]
-    make = jax_array if kernels.needs[0] == "jax" else torch_array
+    make = ARRAYS[kernels.needs[0]]
     for found, (name, wanted) in zip(kernels.results(problem, operands, index, jit), expected.items(), strict=True):
         assert str(found.dtype).removeprefix("torch.") == problem.dtype
         assert found.shape == wanted.shape
@@ -231,45 +256,35 @@ def hold(kernels: Kernels, problem: Problem, arrays: Any = None, jit: Any = None
         assert np.array_equal(values(found)[known], rounded[known]), name
 
 
-def _module(name: str) -> Any:
+def kernel_module(name: str) -> Any:
+    """A module of the kernels, imported where it is needed."""
     return importlib.import_module(f"planner.kernels.{name}")
 
 
 @contextlib.contextmanager
 def _torch(problem: Problem) -> Iterator[Any]:
-    module = _module("grouped_matmul.torch_grouped")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (
-            {"BUFFER_BYTES": 400, "FEWEST_ROWS": 6, "MATRIX_BYTES": 300}.items() if problem.small else ()
-        ):
-            patch.setattr(module, name, value)
+    module = kernel_module("grouped_matmul.torch_grouped")
+    small = {"BUFFER_BYTES": 400, "FEWEST_ROWS": 6, "MATRIX_BYTES": 300} if problem.small else {}
+    with mock.patch.dict(vars(module), small):
         yield module
 
 
 @contextlib.contextmanager
 def _triton(problem: Problem) -> Iterator[Any]:
-    module, tilings = _module("grouped_matmul.triton_grouped"), ("", *_module("tiled_product.triton_tiles").TILINGS)
+    module, tilings = (
+        kernel_module("grouped_matmul.triton_grouped"),
+        ("", *kernel_module("tiled_product.triton_tiles").TILINGS),
+    )
     how = {"tiling": tilings[problem.seed % len(tilings)]}
     names = "grouped_matmul", "grouped_outer", "grouped_gradients"
     yield types.SimpleNamespace(**{name: functools.partial(getattr(module, name), **how) for name in names})
 
 
 @contextlib.contextmanager
-def tpu(problem: Problem | None, how: Any = True) -> Iterator[Any]:
-    """Interpreted, with small blocks."""
-    module = _module("grouped_matmul.pallas_tpu")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "INTERPRET", how)
-        patch.setattr(module, "_SIDE", 128)
-        yield module.KERNELS
-
-
-@contextlib.contextmanager
-def gpu(problem: Problem | None, how: Any) -> Iterator[Any]:
-    """On a simulated card."""
-    module = _module("grouped_matmul.pallas_gpu")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "INTERPRET", how)
+def pallas(problem: Problem | None, platform: str = "tpu", how: Any = True) -> Iterator[Any]:
+    """Interpreted, for a TPU with small blocks; or on a simulated card."""
+    module = kernel_module(f"grouped_matmul.pallas_{platform}")
+    with mock.patch.dict(vars(module), {"INTERPRET": how} | ({"_SIDE": 128} if platform == "tpu" else {})):
         yield module.KERNELS
 
 
@@ -313,7 +328,7 @@ KERNELS = (
             st.integers(1, 9), st.integers(1, 3), st.sampled_from([8, 16, 40]), st.sampled_from([8, 24]),
             ("bfloat16",), shared=False,
         ), ("plain", "columns")),
-        open=lambda problem: contextlib.nullcontext(_module("grouped_matmul.torch_grouped_mm")),
+        open=lambda problem: contextlib.nullcontext(kernel_module("grouped_matmul.torch_grouped_mm")),
     ),
     Kernels(
         "Triton", ("torch", "triton"), examples=(25, 200), open=_triton, half="float16",
@@ -321,11 +336,11 @@ KERNELS = (
     ),
     Kernels(
         "JAX", ("jax",), examples=(40, 200),
-        open=lambda problem: contextlib.nullcontext(_module("grouped_matmul.jax_grouped")),
+        open=lambda problem: contextlib.nullcontext(kernel_module("grouped_matmul.jax_grouped")),
         problems=problems(st.builds(
             lambda size, dtype: (*size, dtype), st.sampled_from(JAX_SHAPES),
             st.sampled_from(["float32", "bfloat16", "float16", "int32", "complex64"]),
         )),
     ),
-    Kernels("Pallas, TPU", ("jax",), problems(st.sampled_from(TPU_SHAPES)), (200, 2000), open=tpu),
+    Kernels("Pallas, TPU", ("jax",), problems(st.sampled_from(TPU_SHAPES)), (200, 2000), open=pallas),
 )  # fmt: skip

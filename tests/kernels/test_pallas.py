@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 jax = pytest.importorskip("jax", reason="jax is not installed")
 
 import jax.numpy as jnp  # noqa: E402
-from grouped_laws import GPU_SHAPES, TPU_SHAPES, Kernels, Problem, gpu, hold, problems, tpu  # noqa: E402
+from grouped_laws import GPU_SHAPES, TPU_SHAPES, Kernels, Problem, hold, pallas, problems  # noqa: E402
 from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 from jax_fast import FAST  # noqa: E402
 
@@ -63,10 +63,16 @@ PLATFORMS = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def absl():
+    """What JAX needs to lower for GPUs."""
+    pytest.importorskip("absl", reason="absl-py is not installed, which JAX needs to lower for GPUs")
+
+
 @pytest.fixture(params=PLATFORMS)
 def platform(request):
     if request.param == "cuda":
-        pytest.importorskip("absl", reason="absl-py is not installed, which JAX needs to lower for GPUs")
+        request.getfixturevalue("absl")
     return request.param
 
 
@@ -77,11 +83,12 @@ def simulated(platform):
     """The kernels where what is read out of bounds is an error, what nothing wrote is NaN, and races are told."""
     how = {"out_of_bounds_reads": "raise", "uninitialized_memory": "nan", "detect_races": True}
     if platform == "tpu":
-        opened = functools.partial(tpu, how=pltpu.InterpretParams(**how, skip_floating_point_ops=False))
+        name, made = "tpu", pltpu.InterpretParams(**how, skip_floating_point_ops=False)
     else:
-        params = importlib.import_module(f"{PALLAS}.mosaic_gpu.interpret.params").InterpretGPUParams
-        opened = functools.partial(gpu, how=params(**how))
+        params = importlib.import_module(f"{PALLAS}.mosaic_gpu.interpret.params")
+        name, made = "gpu", params.InterpretGPUParams(**how)
     shapes, count = PLATFORMS[platform].shapes, PLATFORMS[platform].examples
+    opened = functools.partial(pallas, platform=name, how=made)
     return Kernels(platform, ("jax",), problems(st.sampled_from(shapes)), count, opened)
 
 
@@ -115,9 +122,8 @@ def test_on_a_simulated_device_nothing_is_read_out_of_bounds_and_nothing_races(p
     law()
 
 
-def test_products_are_not_rounded_before_they_are_added_on_a_gpu():
+def test_products_are_not_rounded_before_they_are_added_on_a_gpu(absl):
     """On a TPU they are held to it beside the other kernels."""
-    pytest.importorskip("absl", reason="absl-py is not installed, which JAX needs to lower for GPUs")
     a, c = jnp.array([[[16.0, 1.0]], [[-16.0, 0.0]]], "bfloat16"), jnp.array([[[16.0], [1.0]]], "bfloat16")
     zeros = jnp.zeros(2, "int32")
     with simulated("cuda").open(None) as kernels:
@@ -204,9 +210,8 @@ def test_programs_hold_the_kernels_and_no_gathered_matrices(shape, number, platf
 @pytest.mark.parametrize("dtype", pallas_tiles.GPU.dtypes)
 @pytest.mark.parametrize("rows", [64, 128])
 @pytest.mark.parametrize(("j", "k"), [(64, 64), (64, 128), (128, 64), (128, 128)])
-def test_every_block_is_lowered_for_a_card(rows, j, k, dtype):
+def test_every_block_is_lowered_for_a_card(absl, rows, j, k, dtype):
     """Products as they are and transposed, results in float32, outer products, in all blocks that there can be."""
-    pytest.importorskip("absl", reason="absl-py is not installed, which JAX needs to lower for GPUs")
     kernels = pallas_gpu.KERNELS
 
     def run(a, c, q):
@@ -289,9 +294,9 @@ def lowered_gradients(platforms, dtype):
     (["tpu"], "float32", False), (["cpu"], "bfloat16", False), (["cpu", "tpu"], "float32", False),
     (["cpu", "cuda", "tpu"], "bfloat16", True),
 ])  # fmt: skip
-def test_the_platform_is_chosen_when_a_program_is_lowered(hopper, platforms, dtype, on_card):
+def test_the_platform_is_chosen_when_a_program_is_lowered(request, hopper, platforms, dtype, on_card):
     if "cuda" in platforms:
-        pytest.importorskip("absl", reason="absl-py is not installed, which JAX needs to lower for GPUs")
+        request.getfixturevalue("absl")
     module = lowered_gradients(platforms, dtype)
     assert ("mosaic_gpu" in module) == on_card
     assert ("tpu_custom_call" in module) == ("tpu" in platforms)
@@ -299,8 +304,7 @@ def test_the_platform_is_chosen_when_a_program_is_lowered(hopper, platforms, dty
     assert "tensor<4096x64x64x" not in module
 
 
-def test_where_no_card_is_visible_programs_run_on_any():
-    pytest.importorskip("absl", reason="absl-py is not installed, which JAX needs to lower for GPUs")
+def test_where_no_card_is_visible_programs_run_on_any(absl):
     assert "mosaic_gpu" not in lowered_gradients(["cuda"], "bfloat16")
 
 
@@ -314,9 +318,7 @@ def test_kernels_are_priced_where_they_run(monkeypatch, capability, installed, f
 
 
 def grouped_cost(a, c, n, device):
-    op = Einsum(
-        planner.resolve(SPEC, planner.Operand(a), planner.Operand(c), q=planner.Operand((n,), "int32")), "float32"
-    )
+    op = Einsum(planner.resolve(SPEC, a, c, q=planner.Operand((n,), "int32")), "float32")
     return next(x.cost for x in jax_evaluation.TABLE.choices(op, device) if x.lowering == "grouped matmul")
 
 

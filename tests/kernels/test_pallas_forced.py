@@ -10,7 +10,6 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 
 import jax.numpy as jnp  # noqa: E402
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, get_interpret_effects  # noqa: E402
-from jax.test_util import check_grads  # noqa: E402
 
 import planner  # noqa: E402
 from planner.backends.jax import evaluation as jax_evaluation  # noqa: E402
@@ -76,42 +75,10 @@ def plain(a, c, q):
     return jnp.einsum("nij,njk->nik", a, c[q], precision="highest")
 
 
-def test_derivatives_of_the_kernels(forced):
-    """`jit(grad)`, forward mode, `linearize`, `checkpoint`, and second derivatives both ways."""
-    a, c, q, w = arrays()
-
-    def loss(f, a, c):
-        return jnp.sum(jnp.sin(f(a, c, q)) * w)
-
-    value = jax.jit(call)(a, c, q)
-    assert forced
-    assert jnp.array_equal(value, plain(a, c, q))
-    for transformed in (jax.grad, lambda f, argnums: jax.grad(jax.checkpoint(f), argnums)):
-        found = jax.jit(transformed(functools.partial(loss, call), argnums=(0, 1)))(a, c)
-        wanted = jax.grad(functools.partial(loss, plain), argnums=(0, 1))(a, c)
-        assert all(jnp.allclose(x, y, atol=1e-4) for x, y in zip(found, wanted, strict=True))
-    tangents = a[::-1], c[::-1]
-    found, wanted = (jax.jvp(lambda a, c, f=f: f(a, c, q), (a, c), tangents) for f in (call, plain))
-    assert all(map(jnp.array_equal, found, wanted))
-    _, linear = jax.linearize(lambda a, c: call(a, c, q), a, c)
-    assert jnp.array_equal(linear(*tangents), wanted[1])
-    check_grads(
-        lambda a, c: call(jnp.asarray(a), jnp.asarray(c), q),
-        (a, c),
-        order=2,
-        modes=["fwd", "rev"],
-        atol=1e-2,
-        rtol=1e-2,
-    )
-
-
 @pytest.mark.parametrize("mapped", [x for x in itertools.product((0, None), repeat=3) if any(y == 0 for y in x)])
 def test_vmap_over_any_operands(forced, mapped):
     batches = [arrays(seed=seed)[:3] for seed in range(3)]
-    given = [
-        jnp.stack([batch[place] for batch in batches]) if mapped[place] == 0 else batches[0][place]
-        for place in range(3)
-    ]
+    given = [jnp.stack(x) if dim == 0 else x[0] for x, dim in zip(zip(*batches, strict=True), mapped, strict=True)]
     found, wanted = (jax.jit(jax.vmap(f, in_axes=mapped))(*given) for f in (call, plain))
     assert jnp.array_equal(found, wanted)
     # Matrices that are mapped along with rows or indices make no grouped product: stock operators run there.
@@ -145,31 +112,45 @@ def effectful():
         primitive.def_abstract_eval(abstract)
 
 
-def test_values_and_derivatives_on_a_gpu(force, effectful):
-    """Of 16-bit numbers: integers that those hold exactly, so that equality is asked for.
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_values_and_derivatives(request, force, platform):
+    """First, second and third ones, in both modes; on a GPU of 16-bit numbers.
 
-    JAX checkpoints nothing that its simulation runs: `jax.checkpoint` is tested above.
+    All are integers that these hold exactly, so that equality is asked for. JAX checkpoints nothing that its simulation
+    of a GPU runs.
     """
-    ran = force(pallas_gpu, InterpretGPUParams())
-    a, c, q, w = arrays(groups=16, dtype="bfloat16", most=1)
+    if platform == "gpu":
+        request.getfixturevalue("effectful")
+        ran = force(pallas_gpu, InterpretGPUParams())
+        a, c, q, w = arrays(groups=16, dtype="bfloat16", most=1)
+    else:
+        ran = force(pallas_tpu, True)
+        a, c, q, w = arrays()
     tangents = a[::-1], c[::-1]
 
-    def loss(f, a, c):
-        return jnp.sum((f(a, c, q) * w).astype("float32"))
-
-    def second(f, a, c):
-        """A gradient along tangents, and its gradient."""
-        _, along = jax.jvp(jax.grad(functools.partial(loss, f), argnums=(0, 1)), (a, c), tangents)
-        return jnp.sum((along[0] * a).astype("float32")) + jnp.sum((along[1] * c).astype("float32"))
-
     def all_of(f):
-        return [
+        def loss(a, c):
+            return jnp.sum((f(a, c, q) * w).astype("float32"))
+
+        def along(a, c):
+            return jax.jvp(lambda a, c: f(a, c, q), (a, c), tangents)[1]
+
+        def second(a, c):
+            """A gradient along tangents, as one number."""
+            _, (to_a, to_c) = jax.jvp(jax.grad(loss, argnums=(0, 1)), (a, c), tangents)
+            return jnp.sum((to_a * a).astype("float32")) + jnp.sum((to_c * c).astype("float32"))
+
+        found = [
             f(a, c, q),
-            *jax.grad(functools.partial(loss, f), argnums=(0, 1))(a, c),
-            jax.jvp(lambda a, c: f(a, c, q), (a, c), tangents)[1],
-            *jax.grad(functools.partial(second, f), argnums=(0, 1))(a, c),
-            jax.vmap(f, in_axes=(0, None, 0))(a[None], c, q[None]),
+            along(a, c),
+            jax.jvp(along, (a, c), tangents)[1],
+            jax.vmap(f, (0, None, 0))(a[None], c, q[None]),
         ]
+        found.append(jax.linearize(lambda a, c: f(a, c, q), a, c)[1](*tangents))
+        found += [*jax.grad(loss, argnums=(0, 1))(a, c), *jax.grad(second, argnums=(0, 1))(a, c)]
+        if platform == "tpu":
+            found += jax.grad(jax.checkpoint(loss), argnums=(0, 1))(a, c)
+        return found
 
     found, wanted = (jax.jit(functools.partial(all_of, f))() for f in (call, plain))
     assert all(map(jnp.array_equal, found, wanted))

@@ -5,22 +5,27 @@ Operands are small integers, so every result is exact.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import importlib
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from conftest import examples
-from grouped_laws import jax_array, torch_array, values
+from grouped_laws import ARRAYS, each, kernel_module, torch_array, torch_scratch, values, xla_temporaries
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planner.kernels.grouping.keys import IndexArray
 from planner.language.errors import IndexRangeError
 
-FUNCTIONS = "scores", "query_gradient", "pool_gradient", "gradients"
+# The functions, and what they take before the index: the query, the pool, the scores' gradient.
+FUNCTIONS = {
+    "scores": ("query", "pool"), "query_gradient": ("g", "pool"), "pool_gradient": ("g", "query"),
+    "gradients": ("g", "query", "pool"),
+}  # fmt: skip
 JAX_SHAPES = [  # a handful, since each compiles
     (2, 5, 4, 3, 6), (1, 1, 1, 1, 1), (0, 2, 3, 2, 2), (2, 0, 3, 2, 2), (2, 3, 0, 2, 2), (2, 3, 4, 0, 2),
     (2, 3, 4, 2, 0),
@@ -40,27 +45,29 @@ class Way:
     examples: tuple[int, int]
     layouts: tuple[str, ...] = ("plain",)
 
-    def function(self, name: str, **options: Any) -> Any:
+    def function(self, name: str, size: int, **options: Any) -> Any:
         """One of the functions; its last array is the index, and options say how that is read."""
         if self.needs[0] == "jax":
-            return _jitted(self, name, frozenset(options.items()))
-        return self._plain(name, **options)
+            return _jitted(self, name, size, frozenset(options.items()))
+        return self.plain(name, size, **options)
 
-    def _plain(self, name: str, **options: Any) -> Any:
-        found = getattr(importlib.import_module(f"planner.kernels.gathered_dot.{self.module}"), self.prefix + name)
-        size = [options.pop("size")] if "size" in options else []
-        return lambda *arrays: found(*arrays[:-1], IndexArray(arrays[-1], **options), *size)
+    def plain(self, name: str, size: int, **options: Any) -> Any:
+        """The same, not compiled."""
+        found = getattr(kernel_module(f"gathered_dot.{self.module}"), self.prefix + name)
+        sizes = [size] if name == "pool_gradient" else []
+        return lambda *arrays: found(*arrays[:-1], IndexArray(arrays[-1], **options), *sizes)
 
-    def make(self, x: np.ndarray, dtype: str, layout: str = "plain") -> Any:
-        """An array of the framework."""
-        return jax_array(x, dtype) if self.needs[0] == "jax" else torch_array(x, dtype, layout)
+    @property
+    def make(self) -> Any:
+        """What makes an array of the framework."""
+        return ARRAYS[self.needs[0]]
 
 
 @functools.cache
-def _jitted(way: Way, name: str, options: frozenset[Any]) -> Any:
+def _jitted(way: Way, name: str, size: int, options: frozenset[Any]) -> Any:
     import jax_fast
 
-    return jax_fast.jit(way._plain(name, **dict(options)))
+    return jax_fast.jit(way.plain(name, size, **dict(options)))
 
 
 FREE = st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 20), st.integers(0, 5), st.integers(0, 12))
@@ -75,13 +82,6 @@ WAYS = (
     Way("JAX, pooled", ("jax",), "jax_pooled", "pooled_", st.sampled_from(JAX_SHAPES), JAX, (25, 200)),
     Way("JAX, gathered", ("jax",), "jax_pooled", "gathered_", st.sampled_from(JAX_SHAPES), JAX, (25, 200)),
 )
-
-
-@pytest.fixture(params=WAYS, ids=lambda way: way.name)
-def way(request):
-    for name in request.param.needs:
-        pytest.importorskip(name, reason=f"{name} is not installed")
-    return request.param
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,36 +167,24 @@ def calls(way, problem, arrays, **options):
             dropped = np.where(index < problem.pool, g, np.nan)
     given = (query, unread), (g, pool), (dropped, query), (g, query, pool)
     for name, operands in zip(FUNCTIONS, given, strict=True):
-        size = {"size": problem.pool} if name == "pool_gradient" else {}
         placed = [way.make(x, problem.dtype, problem.layout) for x in operands]
         placed.append(way.make(index, problem.index_dtype, problem.layout))
-        yield name, functools.partial(way.function(name, **size, **options), *placed)
+        yield name, functools.partial(way.function(name, problem.pool, **options), *placed)
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """A function that makes torch's buffers small for a problem."""
-    before = {}
-
-    def resize(problem):
-        module = (
-            pytest.importorskip("planner.kernels.gathered_dot.torch_pooled")
-            if importlib.util.find_spec("torch")
-            else None
-        )
-        for name, value in {"DENSE_BYTES": 2000, "FETCHED_BYTES": 600}.items() if module else ():
-            before.setdefault(name, getattr(module, name))
-            monkeypatch.setattr(module, name, value if problem.small else before[name])
-
-    return resize
+def small_buffers(way, problem):
+    """A context in which torch's buffers are small, if a problem asks for it."""
+    if way.needs[0] == "jax" or not problem.small:
+        return contextlib.nullcontext()
+    return mock.patch.multiple(kernel_module("gathered_dot.torch_pooled"), DENSE_BYTES=2000, FETCHED_BYTES=600)
 
 
-def test_kernels_equal_a_loop_over_keys(way, small):
+@each(WAYS, "way")
+def test_kernels_equal_a_loop_over_keys(way):
     @settings(max_examples=examples(*way.examples))
     @example(Problem(2, 5, 7, 3, 4, index="dropped"))
     @given(problems(way, ("in range", "dropped", "repeated", "given")))
     def law(problem):
-        small(problem)
         query, pool, g, index = arrays = problem.arrays()
         positive = np.where(index < 0, index + problem.pool, index)
         scores, of_query, of_pool = by_a_loop(query, pool, g, positive, way.needs[0] == "torch")
@@ -205,7 +193,8 @@ def test_kernels_equal_a_loop_over_keys(way, small):
         wanted = {"scores": [scores], "query_gradient": [of_query], "pool_gradient": [of_pool]}
         wanted["gradients"] = [of_query, of_pool]
         for name, call in calls(way, problem, arrays, **options):
-            found = call()
+            with small_buffers(way, problem):
+                found = call()
             for x, y in zip(found if isinstance(found, tuple) else (found,), wanted[name], strict=True):
                 assert str(x.dtype).removeprefix("torch.") == problem.dtype
                 assert x.shape == y.shape
@@ -214,12 +203,11 @@ def test_kernels_equal_a_loop_over_keys(way, small):
     law()
 
 
-@pytest.mark.parametrize("way", WAYS[:2], indirect=True, ids=lambda way: way.name)
-def test_an_index_out_of_range_is_refused_by_the_kernel(way, small):
+@each(WAYS[:2], "way")
+def test_an_index_out_of_range_is_refused_by_the_kernel(way):
     @settings(max_examples=examples(50, 500))
     @given(problems(way, ("given",)), st.data())
     def law(problem, data):
-        small(problem)
         *operands, index = problem.arrays()
         if not index.size:
             return
@@ -229,19 +217,19 @@ def test_an_index_out_of_range_is_refused_by_the_kernel(way, small):
         place = data.draw(st.integers(0, some.size - 1))
         some.flat[place] = data.draw(st.sampled_from([m, m + 1, m + 40, *([-m - 1] if low else [])]))
         for _, call in calls(way, problem, [*operands, index], normal=normal(m), may_drop=False):
-            with pytest.raises(IndexRangeError, match="refused"):
+            with small_buffers(way, problem), pytest.raises(IndexRangeError, match="refused"):
                 call()
 
     law()
 
 
-@pytest.mark.parametrize("way", WAYS[3:], indirect=True, ids=lambda way: way.name)
+@each(WAYS[3:], "way")
 @pytest.mark.parametrize("pool_size", [0, 2])
 def test_bad_indices_show_as_nan(way, pool_size):
     import jax.numpy as jnp
 
     query, pool, index = jnp.ones((1, 1, 3)), jnp.ones((1, pool_size, 3)), jnp.array([[[0, -7]]])
-    scores = way.function("scores", normal=jnp.abs, may_drop=False, bad=lambda i: (i < 0) | (i >= pool_size))
+    scores = way.function("scores", pool_size, normal=jnp.abs, may_drop=False, bad=lambda i: (i < 0) | (i >= pool_size))
     np.testing.assert_array_equal(scores(query, pool, index), [[[3.0 if pool_size else np.nan, np.nan]]])
 
 
@@ -250,7 +238,7 @@ def test_bad_indices_show_as_nan(way, pool_size):
 
 def bound(way, name, *sizes):
     """What a function is foretold to allocate beside its results."""
-    module = importlib.import_module(f"planner.kernels.gathered_dot.{way.module}")
+    module = kernel_module(f"gathered_dot.{way.module}")
     named = [] if way.name == "torch, pooled" else [name]
     return getattr(module, f"{way.prefix}scratch_bytes")(*named, *sizes)
 
@@ -261,7 +249,7 @@ def test_scratch_of_many_blocks_is_no_walk_over_them(monkeypatch, torch):
         assert bound(way, "gradients", 10**12, 10**9, 10**6, 16, 3, torch.float32) < 10**9
 
 
-@pytest.mark.parametrize("way", WAYS[:2], indirect=True, ids=lambda way: way.name)
+@each(WAYS[:2], "way")
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize(
     ("b", "q", "m", "keys", "index_dtype", "layout"),
@@ -277,40 +265,28 @@ def test_scratch_of_many_blocks_is_no_walk_over_them(monkeypatch, torch):
 )
 @pytest.mark.parametrize("given", [False, True])
 def test_scratch_in_torch_stays_within_its_bound(way, dtype, b, q, m, keys, index_dtype, layout, given):
-    from planner.inspect.memory import torch_memory
-
-    shapes = (b, q, 16), (b, m, 16), (b, q, keys)
-    query, pool, g = (torch_array(np.ones(shape), dtype, layout) for shape in shapes)
+    shapes = {"query": (b, q, 16), "pool": (b, m, 16), "g": (b, q, keys)}
+    made = {x: torch_array(np.ones(shape), dtype, layout) for x, shape in shapes.items()}
     index = torch_array(np.random.default_rng(0).integers(0, m + (not given), (b, q, keys)), index_dtype)
     options = {"normal": lambda part: part, "may_drop": False} if given else {}
-    for name, operands in zip(FUNCTIONS, ((query, pool), (g, pool), (g, query), (g, query, pool)), strict=True):
-        call = way.function(name, **options, **({"size": m} if name == "pool_gradient" else {}))
-        results, memory = torch_memory(functools.partial(call, *operands, index))
-        made = sum(x.nbytes for x in (results if isinstance(results, tuple) else (results,)))
-        assert memory.peak_bytes - made <= bound(way, name, b, q, m, 16, keys, query.dtype, index.itemsize), name
+    for name, operands in FUNCTIONS.items():
+        foretold = bound(way, name, b, q, m, 16, keys, made["query"].dtype, index.itemsize)
+        call = way.function(name, m, **options)
+        assert torch_scratch(call, *(made[x] for x in operands), index) <= foretold, name
 
 
-def temporaries(way, name, sizes, dtype):
+def temporaries(way, name, sizes, dtype, hurries=True):
     """Bytes of those of a compiled function."""
     import jax
 
     batch, queries, pool_size, size_d, keys = sizes
-    shapes = {
-        "query": ((batch, queries, size_d), dtype), "pool": ((batch, pool_size, size_d), dtype),
-        "g": ((batch, queries, keys), dtype), "index": ((batch, queries, keys), "int32"),
-    }  # fmt: skip
-    names = {
-        "scores": ("query", "pool"), "query_gradient": ("g", "pool"), "pool_gradient": ("g", "query"),
-        "gradients": ("g", "query", "pool"),
-    }[name]  # fmt: skip
-    stand_ins = [jax.ShapeDtypeStruct(*shapes[x]) for x in (*names, "index")]
-    run = way._plain(name, **({"size": pool_size} if name == "pool_gradient" else {}))
-    from jax_fast import SIZES_ALONE
-
-    return jax.jit(run).lower(*stand_ins).compile(SIZES_ALONE).memory_analysis().temp_size_in_bytes
+    shapes = {"query": (batch, queries, size_d), "pool": (batch, pool_size, size_d), "g": (batch, queries, keys)}
+    operands = [jax.ShapeDtypeStruct(shapes[x], dtype) for x in FUNCTIONS[name]]
+    index = jax.ShapeDtypeStruct(shapes["g"], "int32")
+    return xla_temporaries(way.plain(name, pool_size), *operands, index, hurries=hurries)
 
 
-@pytest.mark.parametrize("way", WAYS[3:], indirect=True, ids=lambda way: way.name)
+@each(WAYS[3:], "way")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_temporaries_in_jax_are_what_is_foretold(way, dtype):
     """No more, and in float32 half of it at least: a plan's peak is off by that."""
@@ -321,16 +297,16 @@ def test_temporaries_in_jax_are_what_is_foretold(way, dtype):
             assert dtype != "float32" or sizes[0] == 1 or used >= foretold / 2, (name, sizes, used, foretold)
 
 
-def test_one_key_of_one_query_is_taken_and_multiplied_at_once(jax):
-    shapes = ((40, 1, 1), "float32"), ((40, 60, 500), "float32"), ((40, 1, 1), "int32")
-    lowered = jax.jit(WAYS[4]._plain("query_gradient")).lower(*(jax.ShapeDtypeStruct(*x) for x in shapes))
-    used = lowered.compile().memory_analysis().temp_size_in_bytes
-    assert used <= bound(WAYS[4], "query_gradient", 40, 1, 60, 500, 1, "float32") <= 2**11
+@each(WAYS[4:], "way")
+def test_one_key_of_one_query_is_taken_and_multiplied_at_once(way):
+    sizes = 40, 1, 60, 500, 1
+    used = temporaries(way, "query_gradient", sizes, "float32", hurries=False)
+    assert used <= bound(way, "query_gradient", *sizes, "float32") <= 2**11
 
 
 def test_scores_are_no_copy_of_what_a_loop_wrote(jax):
     """With a batch axis of size 1 between others, as one head of attention makes it."""
-    scores, shapes = WAYS[3]._plain("scores"), (((4, 100, 8), "float32"), ((4, 60, 8), "float32"))
+    scores, shapes = WAYS[3].plain("scores", 60), (((4, 100, 8), "float32"), ((4, 60, 8), "float32"))
     given = [jax.ShapeDtypeStruct(*x) for x in (*shapes, ((4, 100, 200), "int32"))]
-    lowered = jax.jit(lambda *arrays: scores(*arrays).reshape(4, 1, 100, 200)).lower(*given)
-    assert lowered.compile().memory_analysis().temp_size_in_bytes < 4 * 4 * 100 * 200
+    used = xla_temporaries(lambda *arrays: scores(*arrays).reshape(4, 1, 100, 200), *given, hurries=False)
+    assert used < 4 * 4 * 100 * 200

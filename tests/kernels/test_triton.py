@@ -38,8 +38,9 @@ from planner.kernels.tiled_product.triton_axes import Axis, Cut, Matrices, cut  
 from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, Tiles, covers_pair, tiles_of  # noqa: E402
 from planner.program.frameworks import load_backend  # noqa: E402
 from planner.program.ops import Einsum  # noqa: E402
+from planner.testing.steps import run_step  # noqa: E402
 
-DTYPES = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
+DTYPES = "float16", "float32", "float64"
 BAND = 7
 SIZES = st.sampled_from([0, 1, 2, 3, 15, 16, 17, 33])
 small_tiles = st.builds(
@@ -47,58 +48,56 @@ small_tiles = st.builds(
 )
 
 
-def laid(values, random, writes=False, absent=()):
-    """An operand of three axes anywhere in a buffer of NaN: in any order, with gaps, through tables, expanded.
+class Laid:
+    """An operand of three axes anywhere in a buffer of NaN: in any order, with gaps, through tables, expanded."""
 
-    Args:
-        values: what it holds; changed where it is expanded.
-        random: a NumPy generator.
-        writes: whether it is a result: no two positions are one.
-        absent: positions along the first axis that are no rows: its table names -1 there.
+    def __init__(self, values, random, dtype, writes=False, absent=(), dropped=slice(0)):
+        """Lay values out.
 
-    Returns:
-        The operand, its buffer, and the place in the buffer of each value.
-    """
-    size = values.shape
-    places, tables, extents = [], [], []
-    for axis in range(3):
-        named = size[axis] and (random.random() < 0.3 or (axis == 0 and len(absent)))
-        if not writes and not named and size[axis] > 1 and random.random() < 0.2:
-            values[...] = values.take([0], axis)
-            place, extent = np.zeros(size[axis], int), 1
-        else:
-            extent = size[axis] * int(random.integers(1, 3))
-            chosen = random.permutation(extent)[: size[axis]] if named else np.arange(size[axis])
-            place = chosen
-        places.append(place)
-        extents.append(extent)
-        tables.append(named)
-    strides, step = [0, 0, 0], 1
-    for axis in random.permutation(3):
-        gap = int(random.integers(1, 3))
-        strides[axis] = step * gap
-        step *= max(1, extents[axis]) * gap
-    at = sum(places[axis].reshape([-1 if d == axis else 1 for d in range(3)]) * strides[axis] for axis in range(3))
-    at = np.broadcast_to(at, size) + BAND
-    buffer = np.full(step + 2 * BAND, np.nan)
-    axes = []
-    for axis in range(3):
-        table = places[axis].astype(np.int64)
-        if axis == 0 and len(absent):
-            table[list(absent)] = -1
-        expanded = not tables[axis] and size[axis] > 1 and not places[axis].any()
-        lies = torch.full((2 * size[axis],), 1 << 40)[::2]  # what lies between entries leads far away
-        table = lies.copy_(torch.from_numpy(table))
-        axes.append(Axis(0 if expanded else strides[axis], table if tables[axis] else None))
-    if not writes:
-        buffer[at.reshape(-1)] = values.reshape(-1)
-    return axes, buffer, at
+        Args:
+            values: what it holds; changed where it is expanded.
+            random: a NumPy generator.
+            dtype: a name.
+            writes: whether it is a result: no two positions are one.
+            absent: positions along the first axis that are no rows: its table names -1 there.
+            dropped: rows that may hold anything: NaN, where no other row shares their memory.
+        """
+        places, extents, named = [], [], []
+        for axis, size in enumerate(values.shape):
+            named.append(size and (random.random() < 0.3 or (axis == 0 and len(absent))))
+            expanded = size > 1 and not named[-1] and not writes and random.random() < 0.2
+            if expanded:
+                values[...] = values.take([0], axis)
+            extents.append(1 if expanded else size * int(random.integers(1, 3)))
+            places.append(random.permutation(extents[-1])[:size] if named[-1] else np.arange(size) * (not expanded))
+        strides, step = [0, 0, 0], 1
+        for axis in random.permutation(3):
+            gap = int(random.integers(1, 3))
+            strides[axis] = step * gap
+            step *= max(1, extents[axis]) * gap
+        self.at = BAND + sum(np.ix_(*(place * stride for place, stride in zip(places, strides, strict=True))))
+        self.before = np.full(step + 2 * BAND, np.nan)
+        if not writes:
+            self.before[self.at] = values
+            self.before[np.setdiff1d(self.at[dropped], np.delete(self.at, dropped, 0))] = np.nan
+        places[0][list(absent)] = -1
+        self.memory = torch.from_numpy(self.before).to(getattr(torch, dtype))
+        axes = zip(places, extents, strides, named, strict=True)
+        self.matrices = Matrices(
+            self.memory[BAND:],
+            *(Axis(stride * (extent > 1), spaced(place) if table else None) for place, extent, stride, table in axes),
+        )
+
+    def holds(self, expected):
+        """Whether the result, and nothing else, was written."""
+        self.before[self.at] = expected
+        wanted = torch.from_numpy(self.before).to(self.memory.dtype)
+        return torch.allclose(self.memory, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-def handed(axes, buffer, dtype):
-    """The operand as the kernel takes it."""
-    x = torch.from_numpy(buffer).to(getattr(torch, dtype))
-    return Matrices(x[BAND:], *axes), x
+def spaced(table):
+    """A table; what lies between its entries leads far away."""
+    return torch.full((2 * len(table),), 1 << 40)[::2].copy_(torch.from_numpy(table))
 
 
 def integers(random, *shape):
@@ -117,78 +116,49 @@ def grouping(random, rows, groups):
     return group, order, starts
 
 
-def check(x, buffer, at, expected, dtype):
-    """The result and nothing else was written."""
-    wanted = buffer.copy()
-    wanted[at.reshape(-1)] = expected.reshape(-1)
-    assert np.array_equal(x.cpu().double().numpy(), wanted.astype(DTYPES[dtype]).astype(float), equal_nan=True)
-
-
-PROBLEM = {
-    "seed": st.integers(0, 2**30), "dtype": st.sampled_from(sorted(DTYPES)), "tiles": small_tiles,
-    "sizes": st.tuples(SIZES, st.integers(0, 3), SIZES, SIZES), "groups": st.integers(1, 5),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mode", ["plain", "rows", "terms"])
-@settings(max_examples=examples(100, 1000))
-@given(**PROBLEM, some_absent=st.booleans())
-def test_products(mode, seed, dtype, tiles, sizes, groups, some_absent):
-    """A batch of products, rows times the matrix of their group, and products summed over the rows of each group."""
-    random = np.random.default_rng(seed)
-    rows, i, m, n = sizes
-    if mode == "terms" and random.random() < 0.3:
-        rows *= 4  # more than one piece
-    group, order, starts = grouping(random, rows, groups)
-    absent = np.flatnonzero(random.random(rows) < 0.2) if some_absent and mode != "plain" else ()
-    x = integers(random, *((groups, rows, n) if mode == "plain" else (rows, i, n)))
-    y = integers(random, *((rows, i, m) if mode == "terms" else (groups, n, m)))
-    (*a, _), (*b, _) = laid(x, random, absent=absent), laid(y, random)
-    if mode == "plain":
-        product, arguments, expected = plain_product, ((groups, rows, m, n),), x @ y
-    elif mode == "rows":
-        product, arguments = rows_product, ((rows, i, m, n), order, starts, groups, True)
-        expected = x @ np.concatenate([y, np.zeros((1, n, m))])[group]
-        expected[list(absent)] = 0
-    else:
-        product, arguments = terms_product, ((rows, i, n, m), order, starts[:-1], groups)
-        expected = np.zeros((groups, n, m))
-        for row in np.setdiff1d(np.flatnonzero(group < groups), absent):
-            expected[group[row]] += x[row].T @ y[row]
-    *out, at = laid(np.zeros(expected.shape), random, True)
-    (a, _), (b, _), (result, memory) = (handed(*part, dtype) for part in (a, b, out))
-    with mock.patch.object(triton_grouped, "tiles_of", return_value=tiles):
-        product(a, b, result, *arguments)
-    check(memory, out[1], at, expected, dtype)
-
-
+@pytest.mark.parametrize("mode", ["plain", "rows", "terms", "pair"])
 @settings(max_examples=examples(100, 1000))
 @given(
-    seed=st.integers(0, 2**30), dtype=st.sampled_from(sorted(DTYPES)), step=st.sampled_from([16, 32]),
-    chunk=st.integers(1, 3), groups=st.integers(1, 5), rows=st.sampled_from([0, 1, 15, 16, 17, 33, 99]),
-    i=st.integers(0, 3), sizes=st.tuples(st.sampled_from([1, 3, 16, 17, 33]), st.sampled_from([1, 3, 16, 17, 33])),
+    seed=st.integers(0, 2**30), dtype=st.sampled_from(DTYPES), tiles=small_tiles,
+    sizes=st.tuples(SIZES, st.integers(0, 3), SIZES, SIZES), groups=st.integers(1, 5), some_absent=st.booleans(),
 )  # fmt: skip
-def test_both_gradients_are_made_in_one_walk(seed, dtype, step, chunk, groups, rows, i, sizes):
+def test_products(mode, seed, dtype, tiles, sizes, groups, some_absent):
+    """A batch of products, rows times the matrix of their group, products summed over the rows of each group.
+
+    And both gradients of the second, in one walk.
+    """
     random = np.random.default_rng(seed)
-    j, k = sizes
+    rows, i, m, n = sizes
+    if mode in ("terms", "pair") and random.random() < 0.3:
+        rows *= 4  # more than one piece
+    if mode == "pair":
+        m, n = max(1, m), max(1, n)
+        tiles = Tiles(64 if n > 32 else 32, 64 if m > 32 else 32, tiles.k, tiles.chunk)
     group, order, starts = grouping(random, rows, groups)
-    values = integers(random, rows, i, k), integers(random, rows, i, j), integers(random, groups, j, k)
-    dropped = np.flatnonzero(group == groups)
-    (*g, at_g), (*a, at), (*c, _) = (laid(x, random) for x in values)
-    for (_, buffer), places in ((g, at_g), (a, at)):  # what is dropped may be anything, where no other row shares it
-        places = np.setdiff1d(places[dropped], np.delete(places, dropped, axis=0))
-        buffer[places] = np.nan
-    *da, at_a = laid(np.zeros((rows, i, j)), random, True)
-    *dc, at_c = laid(np.zeros((groups, j, k)), random, True)
-    (g, _), (a, _), (c, _), (rows_made, x), (made, y) = (handed(*z, dtype) for z in (g, a, c, da, dc))
-    tiles = Tiles(64 if j > 32 else 32, 64 if k > 32 else 32, step, chunk)
-    both_gradients(g, a, c, rows_made, made, (rows, i, j, k), order, starts, groups, tiles)
-    matrices = np.concatenate([values[2], np.zeros((1, j, k))])
-    check(x, da[1], at_a, values[0] @ matrices[group].swapaxes(1, 2), dtype)
-    expected = np.zeros((groups + 1, j, k))
-    for row in range(rows):
-        expected[group[row]] += values[1][row].T @ values[0][row]
-    check(y, dc[1], at_c, expected[:-1], dtype)
+    absent = np.flatnonzero(random.random(rows) < 0.2) if some_absent else ()
+    dropped, lay = group == groups, partial(Laid, random=random, dtype=dtype)
+    if mode == "plain":
+        x, z = integers(random, groups, rows, n), integers(random, groups, n, m)
+        product, operands, arguments = plain_product, [lay(x), lay(z)], ((groups, rows, m, n),)
+        expected = [x @ z]
+    else:
+        x, y, z = integers(random, rows, i, n), integers(random, rows, i, m), integers(random, groups, n, m)
+        a, b, c = lay(x, absent=absent, dropped=dropped), lay(y, dropped=dropped), lay(z)
+        x[list(absent)] = y[list(absent)] = 0
+        matrices, summed = np.concatenate([z, np.zeros((1, n, m))])[group], np.zeros((groups + 1, n, m))
+        np.add.at(summed, group, x.swapaxes(1, 2) @ y)
+        product, operands, arguments, expected = {
+            "rows": (rows_product, [a, c], ((rows, i, m, n), order, starts, groups, True), [x @ matrices]),
+            "terms": (terms_product, [a, b], ((rows, i, n, m), order, starts[:-1], groups), [summed[:-1]]),
+            "pair": (
+                both_gradients, [b, a, c], ((rows, i, n, m), order, starts, groups, tiles),
+                [y @ matrices.swapaxes(1, 2), summed[:-1]],
+            ),
+        }[mode]  # fmt: skip
+    results = [lay(np.zeros(one.shape), writes=True) for one in expected]
+    with mock.patch.object(triton_grouped, "tiles_of", return_value=tiles):
+        product(*(x.matrices for x in (*operands, *results)), *arguments)
+    assert all(result.holds(one) for result, one in zip(results, expected, strict=True))
 
 
 def test_a_lazy_sign_is_no_sign_in_memory():
@@ -205,14 +175,17 @@ def test_a_lazy_sign_is_no_sign_in_memory():
     assert torch.equal(triton_pooled.scores(query, pool, keys), torch_pooled.gathered_scores(query, pool, keys))
 
 
-def test_the_precision_is_what_torch_is_set_to():
+@pytest.fixture
+def tf32():
+    """Products of float32 may be rounded; before and after they may not."""
     assert triton_grouped.precision() == "ieee"
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    try:
-        assert triton_grouped.precision() == "tf32"
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+    before, torch.backends.cuda.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision, "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_the_precision_is_what_torch_is_set_to(tf32):
+    assert triton_grouped.precision() == "tf32"
 
 
 def test_what_is_dropped_is_zero_whatever_it_would_meet():
@@ -220,55 +193,37 @@ def test_what_is_dropped_is_zero_whatever_it_would_meet():
     keys = IndexArray(torch.tensor([[[4, 4], [4, 1]]]), may_drop=True)
     found = triton_pooled.scores(query, pool, keys)
     assert found.nan_to_num(9).tolist() == [[[0, 0], [0, 9]]]
-    a, c = torch.full((2, 1, 3), torch.nan), torch.full((1, 3, 2), torch.inf)
-    assert not triton_grouped.grouped_matmul(a, c, group_rows(torch.tensor([1, 1]), 1)).any()
 
 
 @pytest.mark.parametrize(
-    ("spec", "shapes", "indices"),
+    ("spec", "shapes", "size", "indices"),
     [
-        ("nij, q[n]jk -> nik", ((60, 2, 5), (7, 5, 6)), {"q": (60,)}),
-        ("bhqd, b h i[bhqk] d -> bhqk", ((1, 1, 16, 32), (1, 1, 60, 32)), {"i": (1, 1, 16, 3)}),
-        ("ti, q[t]ir, q[t]ro -> to", ((50, 8), (5, 8, 3), (5, 3, 8)), {"q": (50,)}),
-        ("bij, q[b]jk -> ik", ((30, 2, 5), (7, 5, 6)), {"q": (30,)}),
-        ("nij, q[n]jk -> nik", ((150, 1, 70), (3, 70, 70)), {"q": (150,)}),
+        ("nij, q[n]jk -> nik", ((60, 2, 5), (7, 5, 6)), 7, {"q": (60,)}),
+        ("bhqd, b h i[bhqk] d -> bhqk", ((1, 1, 16, 32), (1, 1, 60, 32)), 60, {"i": (1, 1, 16, 3)}),
+        ("ti, q[t]ir, q[t]ro -> to", ((50, 8), (5, 8, 3), (5, 3, 8)), 5, {"q": (50,)}),
+        ("bij, q[b]jk -> ik", ((30, 2, 5), (7, 5, 6)), 7, {"q": (30,)}),
+        ("nij, q[n]jk -> nik", ((150, 1, 70), (3, 70, 70)), 3, {"q": (150,)}),
     ],
 )
-def test_plans_for_a_card_equal_those_for_the_cpu(spec, shapes, indices):
+def test_each_row_of_the_table_computes_its_step(spec, shapes, size, indices):
     """Each step by each Triton row that supports it, in a plan for an H200, on this machine's tensors."""
-    random = np.random.default_rng(0)
-    operands = [torch.from_numpy(integers(random, *shape)).float().requires_grad_() for shape in shapes]
-    pool = next(shape[0] if not spec.startswith("bhqd") else shape[2] for shape in shapes[1:])
-    arrays = {name: torch.from_numpy(random.integers(0, pool, shape)) for name, shape in indices.items()}
+    random, table = np.random.default_rng(0), load_backend("torch").table
+    operands = [torch.from_numpy(integers(random, *shape)).float() for shape in shapes]
+    arrays = {name: torch.from_numpy(random.integers(0, size, shape)) for name, shape in indices.items()}
     stand_ins = [planner.Operand(shape, requires_grad=True) for shape in shapes]
-    expected = planner.contract(spec, *operands, **arrays)
-    gradient = torch.from_numpy(integers(random, *expected.shape)).float()
     # Launches would decide for problems that are small enough to be interpreted.
     device = dataclasses.replace(H200, launch_seconds=0.0)
     plan = planner.plan(spec, *stand_ins, backend="torch", device=device, **arrays)
-    table, used = load_backend("torch").table, set()
-    for number, program in enumerate((plan.programs.forward, plan.programs.backward)):
-        for place, step in enumerate(program.steps):
-            choices = table.choices(step.op, plan.device)
-            variants = [table.variants(choice.lowering, step.op, plan.device) for choice in choices]
-            for choice in itertools.chain(choices, *variants):
-                if "Triton" not in choice.lowering:
-                    continue
-                assert table.offers(choice, step.op, plan.device)
+    gradient, used = torch.from_numpy(integers(random, *plan.resolved.spec.output_shape)).float(), set()
+    for number, step in enumerate(plan.steps):
+        choices = table.choices(step.op, device)
+        variants = [table.variants(choice.lowering, step.op, device) for choice in choices]
+        for choice in itertools.chain(choices, *variants):
+            if "Triton" in choice.lowering:
+                assert table.offers(choice, step.op, device)
+                found, expected = run_step(plan, operands, arrays, number, choice.lowering, gradient=gradient)
+                assert all(map(np.array_equal, found, expected)), choice.lowering
                 used.add(choice.lowering)
-                steps = list(program.steps)
-                steps[place] = dataclasses.replace(step, choice=choice)
-                programs = dataclasses.replace(
-                    plan.programs, **{("forward", "backward")[number]: dataclasses.replace(program, steps=tuple(steps))}
-                )
-                changed = dataclasses.replace(plan, programs=programs)
-                result = changed(*operands, **arrays)
-                assert torch.equal(result, expected)
-                pairs = zip(
-                    *(torch.autograd.grad(x, operands, gradient, retain_graph=True) for x in (result, expected)),
-                    strict=True,
-                )
-                assert all(torch.equal(x, y) for x, y in pairs)
     assert used
     assert shapes[0][-1] < 70 or any(name.endswith(TILINGS) for name in used)
 
@@ -320,7 +275,7 @@ def test_scratch_on_a_card_is_bounded(monkeypatch, spec, shapes, groups, dtype):
                     continue
                 index = Executable(plan, table).prepare(indices)
                 results, memory = torch_memory(partial(table.run, one.lowering, op, inputs, index))
-                made = sum(x.numel() * x.element_size() for x in results)
+                made = sum(x.nbytes for x in results)
                 assert memory.peak_bytes <= made + choice.cost.scratch_bytes, one.lowering
                 ran += 1
     assert ran
@@ -395,7 +350,7 @@ def test_the_kernel_compiles_for_cards(arch):
 
 @settings(max_examples=examples(40, 400))
 @given(
-    seed=st.integers(0, 2**30), dtype=st.sampled_from(sorted(DTYPES)),
+    seed=st.integers(0, 2**30), dtype=st.sampled_from(DTYPES),
     sizes=st.lists(st.sampled_from([0, 1, 2, 3]), min_size=6, max_size=6), long=st.integers(0, 11),
     sets=st.integers(0, 63),
 )  # fmt: skip
@@ -428,11 +383,11 @@ def test_products_whose_axes_lie_apart(seed, dtype, sizes, long, sets):
 
 @settings(max_examples=examples(60, 600))
 @given(
-    seed=st.integers(0, 2**30), dtype=st.sampled_from(sorted(DTYPES)), rows=st.sampled_from([0, 1, 5, 70, 300]),
+    seed=st.integers(0, 2**30), dtype=st.sampled_from(DTYPES), rows=st.sampled_from([0, 1, 5, 70, 300]),
     groups=st.integers(0, 5), columns=st.tuples(*[st.sampled_from([0, 1, 17])] * 2), tile=st.sampled_from([128, 512]),
 )  # fmt: skip
 def test_rows_are_summed_by_group(seed, dtype, rows, groups, columns, tile):
-    """Groups that are cut into pieces too; what is beside the operand and the result is left alone."""
+    """Groups that are cut into many pieces too; what is beside the operand and the result is left alone."""
     random = np.random.default_rng(seed)
     values = integers(random, columns[0], rows, columns[1])
     x = torch.full((columns[0] + 2, rows + 2, columns[1] + 2), torch.nan, dtype=getattr(torch, dtype))
@@ -454,15 +409,10 @@ def test_rows_are_summed_by_group(seed, dtype, rows, groups, columns, tile):
     assert out.isnan().all()
 
 
-def test_sums_are_not_rounded_where_products_may_be():
+def test_sums_are_not_rounded_where_products_may_be(tf32):
     """Rows are added in float32, whatever precision is set for products."""
     x = torch.tensor([[1.0], [2.0**-20], [-1.0]])
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    try:
-        found = triton_sum.grouped_sum(x, group_rows(torch.zeros(3, dtype=torch.int64), 1))
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+    found = triton_sum.grouped_sum(x, group_rows(torch.zeros(3, dtype=torch.int64), 1))
     assert found.item() == 2.0**-20
 
 
@@ -528,50 +478,39 @@ def far(values, axis):
 
 
 @pytest.mark.parametrize("axis", range(3))
-@pytest.mark.parametrize("place", range(3))
-@pytest.mark.parametrize("mode", ["plain", "rows", "terms"])
+@pytest.mark.parametrize(
+    ("mode", "place"), [(mode, place) for mode in ("plain", "rows", "terms", "pair") for place in range(3)] +
+    [("pair", 3), ("pair", 4)],
+)  # fmt: skip
 def test_strides_beyond_32_bits(mode, place, axis):
-    """In each axis of each operand and of the result, through a table too."""
-    random = np.random.default_rng(0)
-    values = [integers(random, 2, 2, 2), integers(random, 2, 2, 2), np.zeros((2, 2, 2))]
-    tensors = [torch.from_numpy(x).half() for x in values]
-    tensors[place] = far(values[place], axis)
+    """In each axis of each operand and of the results, through a table too."""
+    x, y, z = (integers(np.random.default_rng(seed), 2, 2, 2) for seed in range(3))
     order, starts = torch.tensor([1, 0]), torch.tensor([0, 1, 2])
-    expected = {
-        "plain": values[0] @ values[1],
-        "rows": values[0] @ values[1][[1, 0]],
-        "terms": np.swapaxes(values[0][[1, 0]], 1, 2) @ values[1][[1, 0]],
-    }[mode]
-    for tables in (False, True):
-        operands = []
-        for x in tensors:
-            axes = [Axis(stride) for stride in x.stride()]
-            if tables:
-                axes = [Axis(1, torch.tensor([0, stride])) for stride in x.stride()]
-                if x is not tensors[2] and mode == "terms":  # negative there are rows that are none
-                    axes[0] = Axis(x.stride(0), torch.tensor([0, 1]))
-            operands.append(Matrices(x, *axes))
-        tensors[2].zero_()
-        if mode == "plain":
-            plain_product(*operands, (2, 2, 2, 2))
-        else:
-            product = {"rows": rows_product, "terms": terms_product}[mode]
-            product(*operands, (2, 2, 2, 2), order, starts, 2)
-        assert np.array_equal(tensors[2].double().numpy(), expected), tables
-
-
-@pytest.mark.parametrize("axis", range(3))
-@pytest.mark.parametrize("place", range(5))
-def test_both_gradients_with_strides_beyond_32_bits(place, axis):
-    random = np.random.default_rng(0)
-    values = [*(integers(random, 2, 2, 2) for _ in range(3)), np.zeros((2, 2, 2)), np.zeros((2, 2, 2))]
-    tensors = [torch.from_numpy(x).half() for x in values]
+    groups = ((2, 2, 2, 2), order, starts, 2)
+    product, operands, arguments, expected = {
+        "plain": (plain_product, [x, y], groups[:1], [x @ y]),
+        "rows": (rows_product, [x, y], groups, [x @ y[[1, 0]]]),
+        "terms": (terms_product, [x, y], groups, [(x.swapaxes(1, 2) @ y)[[1, 0]]]),
+        "pair": (
+            both_gradients, [x, y, z], ((2, 2, 2, 2), order, torch.tensor([0, 1, 2, 2]), 2, Tiles(16, 16, 16)),
+            [x @ z[[1, 0]].swapaxes(1, 2), (y.swapaxes(1, 2) @ x)[[1, 0]]],
+        ),
+    }[mode]  # fmt: skip
+    values = [*operands, *map(np.zeros_like, expected)]
+    tensors = [torch.from_numpy(value).half() for value in values]
     tensors[place] = far(values[place], axis)
-    order, starts = torch.tensor([1, 0]), torch.tensor([0, 1, 2, 2])
-    both_gradients(*map(Matrices.of, tensors), (2, 2, 2, 2), order, starts, 2, Tiles(16, 16, 16))
-    gradient, a, c, *found = values
-    expected = gradient @ c[[1, 0]].swapaxes(1, 2), (a.swapaxes(1, 2) @ gradient)[[1, 0]]
-    assert all(np.array_equal(x.double().numpy(), y) for x, y in zip(tensors[3:], expected, strict=True))
+    results = tensors[len(operands) :]
+    for tables in (False, True):
+        given = []
+        for number, tensor in enumerate(tensors):
+            axes = [Axis(1, torch.tensor([0, stride])) if tables else Axis(stride) for stride in tensor.stride()]
+            if number < len(operands) and tables and mode in ("terms", "pair"):  # negative there are rows that are none
+                axes[0] = Axis(tensor.stride(0), torch.tensor([0, 1]))
+            given.append(Matrices(tensor, *axes))
+        for result in results:
+            result.zero_()
+        product(*given, *arguments)
+        assert all(np.array_equal(x.double().numpy(), y) for x, y in zip(results, expected, strict=True)), tables
 
 
 @pytest.mark.parametrize("axis", range(2))
@@ -593,12 +532,3 @@ def test_into_how_many_pieces_groups_are_cut():
     assert found.tile_starts.tolist() == [0, 1, 2, 4, 7]
     assert found.part_starts.tolist() == [0, 0, 0, 2, 5]
     assert (found.slots, found.most) == (8, 9)
-
-
-def test_pieces_of_several_long_groups_are_added_up_apart():
-    """Groups of 9, 6, 1 and 13 rows, in pieces of 4: three pieces, two, the sum itself, and four."""
-    x = torch.arange(58.0).reshape(29, 2)
-    of = torch.arange(4).repeat_interleave(torch.tensor([9, 6, 1, 13]))
-    expected = torch.zeros(4, 2).index_add(0, of, x)
-    with mock.patch.multiple(triton_sum, _TILE=4, _CHUNK=2):
-        assert torch.equal(triton_sum.grouped_sum(x, group_rows(of, 4)), expected)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -12,18 +14,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tests.mutants import covered, judge, sampled
-from tests.mutants.judge import Mutant, Verdict
+from tests.mutants.judge import VERDICTS, Mutant, Verdict, verdicts
 from tests.mutants.planted import PLANTED
-from tests.mutants.survivors import SURVIVORS
 
-VERDICTS = Path(__file__).with_name("verdicts.json")
 # The rate that the sampled ones must reach.
 LEAST = 0.9
-
-
-def verdicts() -> dict[str, Verdict]:
-    """What is known from earlier runs, by the mutant's name."""
-    return {name: Verdict(**found) for name, found in json.loads(VERDICTS.read_text()).items()}
 
 
 def store(known: dict[str, Verdict]) -> None:
@@ -32,12 +27,6 @@ def store(known: dict[str, Verdict]) -> None:
     fresh = VERDICTS.with_suffix(".new")
     fresh.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     os.replace(fresh, VERDICTS)
-
-
-def planted() -> Iterator[Mutant]:
-    """The mutants of the table."""
-    for row in PLANTED:
-        yield Mutant(row.name, row.file, row.apply(), row.tests)
 
 
 def drawn(known: dict[str, Verdict], draws: list[sampled.Mutation], by: list[str]) -> Iterator[Mutant]:
@@ -51,26 +40,28 @@ def drawn(known: dict[str, Verdict], draws: list[sampled.Mutation], by: list[str
         yield Mutant(mutation.name, mutation.file, str(mutation.apply()), tuple(dict.fromkeys(tests)))
 
 
-def run(mutants: Iterable[Mutant], left: int, known: dict[str, Verdict], asked: argparse.Namespace) -> None:
+def run(mutants: Iterable[Mutant], left: int, asked: argparse.Namespace) -> None:
     """Judges so many and stores each verdict as it comes."""
-
-    def tell(mutant: Mutant, verdict: Verdict) -> None:
-        nonlocal left
-        left -= 1
-        store(verdicts() | {mutant.name: verdict})  # another run may judge others
-        print(f"{left:4d} left  {line_of(mutant.name, verdict)}", file=sys.stderr, flush=True)
-
     os.nice(5)
-    with tempfile.TemporaryDirectory() as scratch:
-        limits = {"seconds": asked.seconds, "examples": asked.examples, "at_once": asked.at_once}
-        judge.judge_all(mutants, Path(scratch).resolve(), tell, **limits)
+    limits = {"seconds": asked.seconds, "examples": asked.examples, "at_once": asked.at_once}
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        contextlib.closing(judge.judge_all(mutants, Path(scratch).resolve(), **limits)) as judged,
+    ):
+        for mutant, verdict in judged:
+            left -= 1
+            known = verdicts()  # another run may judge others
+            if not verdict.killed and mutant.name in known and not known[mutant.name].killed:
+                verdict = dataclasses.replace(verdict, why=known[mutant.name].why)
+            store(known | {mutant.name: verdict})
+            print(f"{left:4d} left  {line_of(mutant.name, verdict)}", file=sys.stderr, flush=True)
 
 
 def line_of(name: str, verdict: Verdict) -> str:
     """A mutant and what became of it."""
     if verdict.killed:
         return f"killed    {name}  by {verdict.by}: {verdict.why}"
-    return f"SURVIVED  {name}  {SURVIVORS.get(name, f'no explanation; {verdict.passed} tests passed')}"
+    return f"SURVIVED  {name}  {verdict.why or f'no explanation; {verdict.passed} tests passed'}"
 
 
 def report(planted_names: list[str], sampled_names: list[str], known: dict[str, Verdict]) -> list[str]:
@@ -81,10 +72,9 @@ def report(planted_names: list[str], sampled_names: list[str], known: dict[str, 
     print(f"planted: {sum(n in killed for n in planted_names)} of {len(planted_names)} killed")
     rate = sum(n in killed for n in sampled_names) / len(sampled_names)
     print(f"sampled: {sum(n in killed for n in sampled_names)} of {len(sampled_names)} killed, {rate:.1%}")
-    alive = {name for name in sampled_names if name not in killed}
+    explained = {name for name, verdict in known.items() if verdict.why}
     wrong = [f"planted and not killed: {name}" for name in planted_names if name not in killed]
-    wrong += [f"not explained: {name}" for name in sorted(alive - set(SURVIVORS))]
-    wrong += [f"explained, but killed or not drawn: {name}" for name in sorted(set(SURVIVORS) - alive)]
+    wrong += [f"not explained: {name}" for name in sorted(set(sampled_names) - killed - explained)]
     return wrong + [f"the rate is below {LEAST:.0%}"] * (rate < LEAST)
 
 
@@ -93,9 +83,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--again", choices=("all", "survivors"), help="judge these once more")
     parser.add_argument("--only", default="", help="judge those whose name contains this")
-    parser.add_argument(
-        "--seconds", type=float, default=30, help="of the processor for each mutant; the last test is let end"
-    )
+    parser.add_argument("--seconds", type=float, default=30, help="of the processor, then the last test is let end")
     parser.add_argument("--by", nargs="+", default=[], help="the sampled ones by these tests, not those of the map")
     parser.add_argument("--examples", type=int, default=judge.EXAMPLES, help="of each property")
     parser.add_argument("--at-once", type=int, default=2, help="processes")
@@ -108,12 +96,12 @@ def main() -> int:
         return not done and asked.only in name
 
     if not asked.report:
-        todo = [mutant for mutant in planted() if wanted(mutant.name)]
+        todo = [Mutant(row.name, row.file, row.apply(), (row.test,)) for row in PLANTED if wanted(row.name)]
         fresh = [mutation for mutation in draws if wanted(mutation.name)]
         if fresh and not asked.by and not covered.STORED.exists():
             covered.make_map()
         if todo or fresh:
-            run(itertools.chain(todo, drawn(known, fresh, asked.by)), len(todo) + len(fresh), known, asked)
+            run(itertools.chain(todo, drawn(known, fresh, asked.by)), len(todo) + len(fresh), asked)
     names = [row.name for row in PLANTED], [m.name for m in draws]
     known = {name: verdict for name, verdict in verdicts().items() if name in {*names[0], *names[1]}}
     store(known)

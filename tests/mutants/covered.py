@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.mutants.judge import ROOT, alarm, copy_tree, few_examples, forked, load_frameworks
+from tests.mutants.judge import ROOT, alarm, few_examples, run_in_copies
 
 STORED = ROOT / ".mutants" / "map.json"
 FOLDERS = ("planner", "backends", "kernels")
@@ -21,19 +22,17 @@ FOLDERS = ("planner", "backends", "kernels")
 LEFT_OUT = ("tests/test_packaging.py", "tests/test_bench.py", "tests/mutants")
 _EXAMPLES = 3
 _LONG = 5
-_TEST_SECONDS = 60
-# The files that take longest come last: a map of the others is of use before.
-_LAST = ("pallas", "jax", "memory", "limits", "measure", "hostile")
+_FILE_SECONDS = 10_000
 
-# Tests that read a file or run it in another process, where no coverage is seen.
+# Tests that read files or run them in another process, where no coverage is seen; and how the names of these begin.
 BESIDE = {
-    "kernels/tiled_product/triton_": ("tests/kernels/test_offsets.py",),
-    "kernels/segment_sum/triton_": ("tests/kernels/test_offsets.py",),
-    "kernels/grouped_matmul/triton_": ("tests/kernels/test_offsets.py",),
-    "backends/jax/partition": ("tests/test_sharding_jax.py",),
-    "planner/language/split": ("tests/test_sharding_jax.py",),
-    "planner/inspect/collectives": ("tests/test_sharding_jax.py",),
-}
+    "tests/kernels/test_offsets.py": (
+        "kernels/tiled_product/triton_", "kernels/segment_sum/triton_", "kernels/grouped_matmul/triton_",
+    ),
+    "tests/test_sharding_jax.py": (
+        "backends/jax/partition", "planner/language/split", "planner/inspect/collectives",
+    ),
+}  # fmt: skip
 
 
 class Recorder:
@@ -50,7 +49,7 @@ class Recorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
         self.coverage.switch_context(item.nodeid)
-        with alarm(_TEST_SECONDS):
+        with alarm():
             start = time.process_time()
             result = yield
         self.seconds[item.nodeid] = round(time.process_time() - start, 2)
@@ -62,7 +61,7 @@ class Recorder:
             self.failed.add(report.nodeid)
 
 
-def _record(files: list[str], folder: Path, answer: Path) -> None:
+def _record(name: str, folder: Path) -> None:
     import coverage
 
     watch = coverage.Coverage(
@@ -70,63 +69,49 @@ def _record(files: list[str], folder: Path, answer: Path) -> None:
     )
     watch.start()
     recorder = Recorder(watch)
-    pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line", *files], plugins=[recorder])
+    pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line", name], plugins=[recorder])
     watch.stop()
     data = watch.get_data()
-    seconds = {name: time_ for name, time_ in recorder.seconds.items() if name not in recorder.failed}
-    numbers = {name: number for number, name in enumerate(seconds)}
+    seconds = {test: time_ for test, time_ in recorder.seconds.items() if test not in recorder.failed}
+    # The import belongs to no test.
     lines = {
-        str(Path(name).relative_to(folder)): {
-            line: [numbers.get(test, -1) for test in tests if not test or test in numbers]
-            for line, tests in data.contexts_by_lineno(name).items()
+        str(Path(file).relative_to(folder)): {
+            line: [test for test in tests if test in seconds] for line, tests in data.contexts_by_lineno(file).items()
         }
-        for name in data.measured_files()
+        for file in data.measured_files()
     }
-    answer.write_text(json.dumps({"seconds": seconds, "lines": lines, "failed": sorted(recorder.failed)}))
+    _part(name).write_text(json.dumps({"seconds": seconds, "lines": lines, "failed": sorted(recorder.failed)}))
 
 
 def make_map() -> None:
     """Runs each test file under coverage, a process each, two at a time, and joins what they ran."""
     os.nice(5)
-    load_frameworks()
-    STORED.parent.mkdir(exist_ok=True)
-    parts = STORED.parent / "parts"
-    parts.mkdir(exist_ok=True)
     names = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("test_*.py"))
     files = [name for name in names if not name.startswith(LEFT_OUT)]
-    waiting = [name for name in files if not (parts / _part(name)).exists()]
-    waiting.sort(key=lambda name: [word in name for word in _LAST][::-1])
+    _part("").parent.mkdir(parents=True, exist_ok=True)
+    waiting = [name for name in files if not _part(name).exists()]
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch).resolve() / "copy"
-        copy_tree(folder)
-        running: dict[int, str] = {}
-        while waiting or running:
-            while waiting and len(running) < 2:
-                name = waiting.pop(0)
-                log = (parts / _part(name)).with_suffix(".log")
-                child = forked(folder, lambda name=name: _record([name], folder, parts / _part(name)), log)
-                running[child] = name
-            child, status = os.wait()
-            print(f"{running.pop(child)}: {status}", file=sys.stderr, flush=True)
-    join(parts, files)
+        ran = run_in_copies(waiting, _record, Path(scratch).resolve(), at_once=2, seconds=_FILE_SECONDS)
+        for name, folder, status in ran:
+            shutil.copy2(folder.with_suffix(".log"), _part(name).with_suffix(".log"))
+            print(f"{name}: {status}", file=sys.stderr, flush=True)
+    join(files)
 
 
-def _part(name: str) -> str:
-    return name.replace("/", "-") + ".json"
+def _part(name: str) -> Path:
+    return STORED.parent / "parts" / (name.replace("/", "-") + ".json")
 
 
-def join(parts: Path, files: list[str]) -> None:
+def join(files: list[str]) -> None:
     seconds: dict[str, float] = {}
     lines: dict[str, dict[str, list[str]]] = {}
     for name in files:
-        if (parts / _part(name)).exists():
-            part = json.loads((parts / _part(name)).read_text())
+        if _part(name).exists():
+            part = json.loads(_part(name).read_text())
             seconds |= part["seconds"]
-            tests = list(part["seconds"])
             for file, covered in part["lines"].items():
-                for line, numbers in covered.items():
-                    # -1 is the import: it belongs to no test.
-                    lines.setdefault(file, {}).setdefault(line, []).extend(tests[n] for n in numbers if n >= 0)
+                for line, tests in covered.items():
+                    lines.setdefault(file, {}).setdefault(line, []).extend(tests)
     STORED.write_text(json.dumps({"seconds": seconds, "lines": lines}))
 
 
@@ -143,19 +128,22 @@ class Map:
     def tests(self, file: str, line: int) -> list[str]:
         """The tests that run the statement of a line; for what an import runs, those of its definition or its file."""
         lines = self.lines.get(file, {})
-        beside = [test for prefix, tests in BESIDE.items() if file.startswith(prefix) for test in tests]
+        beside = [test for test, prefixes in BESIDE.items() if file.startswith(prefixes)]
         for first, last in _spans(ast.parse((ROOT / file).read_text()), line):
             found = {test for number in range(first, last + 1) for test in lines.get(number, ())}
             if found:
-                return beside + sorted(
-                    found, key=lambda test: (not self._speaks_of(test, file), self.seconds[test], test)
-                )
+                return beside + sorted(found, key=lambda x: (not self._speaks_of(x, file), self.seconds[x], x))
         return beside
 
     def _speaks_of(self, test: str, file: str) -> bool:
         """Whether a test that does not take long is named for what a module does: it asks more than others do."""
         words = [word for word in Path(file).stem.split("_") if word not in ("torch", "jax", "planner", "triton")]
         return self.seconds[test] < _LONG and any(word in test for word in words)
+
+
+def first_line(node: ast.FunctionDef | ast.ClassDef) -> int:
+    """Where a definition begins: at its first decorator, if it has one."""
+    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
 def _spans(tree: ast.Module, line: int) -> list[tuple[int, int]]:
@@ -168,7 +156,7 @@ def _spans(tree: ast.Module, line: int) -> list[tuple[int, int]]:
             continue
         body = getattr(node, "body", None)
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            first = min([first, *(d.lineno for d in node.decorator_list)])
+            first = first_line(node)
         if first <= line <= last:
             around.append((first, last))
             inner = [(first, body[0].lineno - 1 if body else last)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import resource
@@ -15,16 +16,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+VERDICTS = Path(__file__).with_name("verdicts.json")
 EXAMPLES = 30
+# Of the processor, for one test.
+TEST_SECONDS = 60
 # What a mutant may map: one that asks for an array of 2**40 elements must not take the machine's memory with it.
 BYTES = 16 << 30
 # Set before torch, JAX and NumPy are loaded: a fork keeps only the thread that forks.
@@ -43,13 +48,21 @@ class Mutant:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant: the test that killed it and why, or how many tests it passed."""
+    """What became of a mutant: the test that killed it and why; or how many tests it passed.
+
+    Why it changes no result is then written by hand, into `why` in the file of verdicts.
+    """
 
     killed: bool
     by: str = ""
     why: str = ""
     passed: int = 0
     seconds: float = 0.0
+
+
+def verdicts() -> dict[str, Verdict]:
+    """What is known from earlier runs, by the mutant's name."""
+    return {name: Verdict(**found) for name, found in json.loads(VERDICTS.read_text()).items()}
 
 
 def copy_tree(folder: Path) -> None:
@@ -67,10 +80,9 @@ def copy_tree(folder: Path) -> None:
 class Judge:
     """A pytest plugin: the named tests in their order, few examples, a limit for each test, the first failure told."""
 
-    def __init__(self, order: Iterable[str], seconds: float, test_seconds: int, examples: int = EXAMPLES) -> None:
+    def __init__(self, order: Iterable[str], seconds: float, examples: int) -> None:
         self.order = {name: place for place, name in enumerate(order)}
         self.ends = time.process_time() + seconds
-        self.test_seconds = test_seconds
         self.examples = examples
         self.verdict = Verdict(False)
         self.passed = 0
@@ -93,7 +105,7 @@ class Judge:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
         if time.process_time() > self.ends:
             item.session.shouldstop = "out of time"
-        with alarm(self.test_seconds):
+        with alarm():
             return (yield)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -128,14 +140,14 @@ def few_examples(items: Iterable[pytest.Item], most: int) -> None:
 
 
 @contextlib.contextmanager
-def alarm(seconds: int) -> Any:
+def alarm() -> Iterator[None]:
     """Raises in a test that never ends, by the processor's time: other work on the machine makes no verdict."""
 
     def ring(*_: object) -> None:
-        raise TimeoutError(f"no end after {seconds} s")
+        raise TimeoutError(f"no end after {TEST_SECONDS} s")
 
     before = signal.signal(signal.SIGPROF, ring)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_PROF, TEST_SECONDS)
     try:
         yield
     finally:
@@ -187,90 +199,83 @@ def forked(folder: Path, work: Callable[[], object], log: Path) -> int:
     os._exit(0)
 
 
-def judge_here(mutant: Mutant, seconds: float, test_seconds: int, examples: int, answer: Path) -> None:
-    """In the child: imports the changed copy, then runs the tests; writes the verdict to ``answer``."""
+Job = TypeVar("Job")
+
+
+def run_in_copies(
+    jobs: Iterable[Job],
+    work: Callable[[Job, Path], object],
+    scratch: Path,
+    *,
+    at_once: int,
+    seconds: float,
+    prepare: Callable[[Job, Path], object] = lambda job, folder: None,
+) -> Iterator[tuple[Job, Path, int]]:
+    """Runs ``work(job, folder)`` for each job, some at once: in a child of its own, in a copy of the tree.
+
+    ``prepare(job, folder)`` is called before: a child loads Hypothesis's plugins first, of which the library is one.
+
+    Yields a job when its child has ended, or was killed after so many seconds; with the folder of the copy, which the
+    next job gets after that, and the child's status.
+    """
+    load_frameworks()
+    free = [scratch / f"copy{number}" for number in range(at_once)]
+    for folder in free:
+        copy_tree(folder)
+    waiting, running = iter(jobs), dict[int, tuple[Job, Path, threading.Timer]]()
+    try:
+        while True:
+            while free and (job := next(waiting, None)) is not None:
+                folder = free.pop()
+                prepare(job, folder)
+                child = forked(folder, functools.partial(work, job, folder), folder.with_suffix(".log"))
+                timer = threading.Timer(seconds, os.killpg, (child, signal.SIGKILL))
+                running[child] = job, folder, timer
+                timer.start()
+            if not running:
+                return
+            child, status = os.wait()
+            job, folder, timer = running.pop(child)
+            timer.cancel()
+            yield job, folder, status
+            free.append(folder)
+    finally:
+        for child, (_, _, timer) in running.items():
+            timer.cancel()
+            os.killpg(child, signal.SIGKILL)
+
+
+def judge_here(seconds: float, examples: int, mutant: Mutant, folder: Path) -> None:
+    """In the child: imports the changed copy, then runs the tests; writes the verdict beside the copy."""
     start = time.process_time()
-    judge = Judge(mutant.tests, seconds, test_seconds, examples)
-    if not mutant.tests:
-        answer.write_text(json.dumps(dataclasses.asdict(judge.verdict)))
-        return
+    judge = Judge(mutant.tests, seconds, examples)
     files = list(dict.fromkeys(name.split("::")[0] for name in mutant.tests))
     options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"]
-    code = int(pytest.main([*options, *files], plugins=[judge]))
+    code = int(pytest.main([*options, *files], plugins=[judge])) if files else 0
     verdict = judge.verdict
     # 3 and 4: pytest itself broke, or conftest; the others say that tests ran, failed, or were none.
     if not verdict.killed and code in (3, 4):
         verdict = Verdict(True, "import", f"pytest ended with {code}")
-    answer.write_text(
-        json.dumps(
-            dataclasses.asdict(verdict) | {"passed": judge.passed, "seconds": round(time.process_time() - start, 1)}
-        )
-    )
-
-
-@dataclasses.dataclass
-class _Running:
-    mutant: Mutant
-    folder: Path
-    child: int
-    ends: float
-    answer: Path
+    found = vars(verdict) | {"passed": judge.passed, "seconds": round(time.process_time() - start, 1)}
+    folder.with_suffix(".json").write_text(json.dumps(found))
 
 
 def judge_all(
-    mutants: Iterable[Mutant],
-    scratch: Path,
-    tell: Callable[[Mutant, Verdict], None],
-    *,
-    seconds: float = 60,
-    test_seconds: int = 60,
-    examples: int = EXAMPLES,
-    at_once: int = 2,
-) -> None:
-    """Judges mutants, some at once, each in a copy of the tree below ``scratch``; ``tell`` hears each verdict."""
-    load_frameworks()
-    free = [scratch / f"copy{i}" for i in range(at_once)]
-    for folder in free:
-        copy_tree(folder)
-    waiting, running = iter(mutants), list[_Running]()
-    try:
-        while True:
-            while free and (mutant := next(waiting, None)) is not None:
-                running.append(_start(mutant, free.pop(), seconds, test_seconds, examples))
-            if not running:
-                return
-            time.sleep(0.05)
-            for work in list(running):
-                if (verdict := _ended(work)) is not None:
-                    running.remove(work)
-                    free.append(work.folder)
-                    tell(work.mutant, verdict)
-    finally:
-        for work in running:
-            os.killpg(work.child, signal.SIGKILL)
+    mutants: Iterable[Mutant], scratch: Path, *, seconds: float, examples: int, at_once: int
+) -> Iterator[tuple[Mutant, Verdict]]:
+    """Judges mutants, some at once, each in a copy of the tree below ``scratch``; yields each verdict as it comes."""
+    work = functools.partial(judge_here, seconds, examples)
 
+    def change(mutant: Mutant, folder: Path) -> None:
+        (folder / mutant.file).write_text(mutant.text)
 
-def _start(mutant: Mutant, folder: Path, seconds: float, test_seconds: int, examples: int) -> _Running:
-    (folder / mutant.file).write_text(mutant.text)
-    answer = folder.with_suffix(".json")
-    answer.unlink(missing_ok=True)
-    child = forked(
-        folder,
-        lambda: judge_here(mutant, seconds, test_seconds, examples, answer),
-        folder.with_suffix(".log"),
-    )
-    return _Running(mutant, folder, child, time.monotonic() + 4 * (seconds + test_seconds), answer)
-
-
-def _ended(work: _Running) -> Verdict | None:
-    """The verdict when the child has ended or its time is up; the copy is then as it was."""
-    child, status = os.waitpid(work.child, os.WNOHANG)
-    if not child:
-        if time.monotonic() < work.ends:
-            return None
-        os.killpg(work.child, signal.SIGKILL)
-        os.waitpid(work.child, 0)
-    shutil.copy2(ROOT / work.mutant.file, work.folder / work.mutant.file)
-    if work.answer.exists():
-        return Verdict(**json.loads(work.answer.read_text()))
-    return Verdict(True, "process", f"ended with status {status}" if child else "never ended")
+    limits = {"at_once": at_once, "seconds": 4 * (seconds + TEST_SECONDS)}
+    for mutant, folder, status in run_in_copies(mutants, work, scratch, prepare=change, **limits):
+        shutil.copy2(ROOT / mutant.file, folder / mutant.file)
+        answer = folder.with_suffix(".json")
+        if answer.exists():
+            yield mutant, Verdict(**json.loads(answer.read_text()))
+            answer.unlink()
+        else:
+            why = "never ended" if status == signal.SIGKILL else f"ended with status {status}"
+            yield mutant, Verdict(True, "process", why)

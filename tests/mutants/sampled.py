@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import bisect
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -15,24 +15,16 @@ import cosmic_ray.ast
 import cosmic_ray.mutating
 import cosmic_ray.plugins
 
-from tests.mutants.judge import ROOT
+from tests.mutants.covered import first_line
+from tests.mutants.judge import ROOT, VERDICTS, verdicts
 
 STORED = ROOT / ".mutants" / "drawn.json"
-VERDICTS = Path(__file__).with_name("verdicts.json")
 SEED = "planner, issue 6"
 DRAWN = 300
 FOLDERS = ("planner", "backends", "kernels")
 
-# Files whose mutants are not drawn, with the reason.
-LEFT_OUT = {
-    "planner/bench/": "a program that times the library: no part of it",
-    "planner/demo/": "a program that shows the library: no part of it",
-    "planner/bench/card.py": "runs only on a machine with a GPU (make gpu)",
-    "planner/bench/torch_card.py": "runs only on a machine with a GPU (make gpu)",
-    "planner/bench/jax_card.py": "runs only on a machine with a GPU (make gpu)",
-}
-# Places inside of files: annotations are never evaluated, or say nothing to Python; `if TYPE_CHECKING` never runs.
-
+# Programs that time the library or show it: they are no part of it.
+LEFT_OUT = ("planner/bench/", "planner/demo/")
 _PUNCTUATION = frozenset("()[]{},.:=")
 
 
@@ -68,7 +60,7 @@ def files() -> list[str]:
     """The library's files that mutants are drawn from; the symlinks are not followed."""
     found = (p for folder in FOLDERS for p in (ROOT / folder).glob("**/*.py"))
     names = sorted({str(p.resolve().relative_to(ROOT)) for p in found})
-    return [name for name in names if not name.startswith(tuple(LEFT_OUT))]
+    return [name for name in names if not name.startswith(LEFT_OUT)]
 
 
 def draw() -> list[Mutation]:
@@ -93,7 +85,7 @@ def _draw(number: int) -> list[Mutation]:
     At most one mutation of an operator is drawn in a line. Code that is moved or renamed has other ranks: its verdicts
     are kept under their new names, so that only new code is judged anew.
     """
-    judged = json.loads(VERDICTS.read_text())
+    judged = verdicts()
     drawn: dict[tuple[str, int, str], Mutation] = {}
     for mutation in sorted((m for file in files() for m in mutations(file)), key=lambda m: (m.name not in judged, m)):
         place = (mutation.file, mutation.line, mutation.operator)
@@ -116,7 +108,9 @@ def mutations(file: str) -> Iterator[Mutation]:
     source = (ROOT / file).read_text()
     lines = source.splitlines()
     tree = ast.parse(source)
-    functions, outside = Functions(tree), Unread(tree)
+    definitions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    spans = [(first_line(node), node.end_lineno or 0, node.name) for node in definitions]  # from the outermost inwards
+    unread = _unread(tree)
     # No operator changes names, strings or punctuation: without them this takes a quarter of the time.
     nodes = [
         node
@@ -127,61 +121,28 @@ def mutations(file: str) -> Iterator[Mutation]:
         seen: dict[tuple[str, str], int] = {}
         positions = (start for node in nodes for start, _ in operator.mutation_positions(node))
         for occurrence, (line, column) in enumerate(positions):
-            function, text = functions.at(line), lines[line - 1].strip()
+            function = ".".join(name for first, last, name in spans if first <= line <= last) or "module"
+            text = lines[line - 1].strip()
             repeat = seen[function, text] = seen.get((function, text), -1) + 1
-            if not outside.holds(line, column):
+            if not any(start <= (line, column) < end for start, end in unread[line]):
                 key = "\n".join((SEED, file, name, function, text, str(repeat)))
                 rank = hashlib.sha256(key.encode()).hexdigest()
                 yield Mutation(rank, file, name, occurrence, line, function, text)
 
 
-class Functions:
-    """Which definition a line stands in."""
-
-    def __init__(self, tree: ast.Module) -> None:
-        self._spans: list[tuple[int, int, str]] = []
-        self._collect(tree, ())
-
-    def _collect(self, node: ast.AST, path: tuple[str, ...]) -> None:
-        for child in ast.iter_child_nodes(node):
-            inner = path
-            if isinstance(child, ast.FunctionDef | ast.ClassDef):
-                inner = (*path, child.name)
-                first = min([child.lineno, *(d.lineno for d in child.decorator_list)])
-                self._spans.append((first, child.end_lineno or first, ".".join(inner)))
-            self._collect(child, inner)
-
-    def at(self, line: int) -> str:
-        """The innermost definition's name with those around it, or "module"."""
-        return max(
-            ((first, name) for first, last, name in self._spans if first <= line <= last), default=(0, "module")
-        )[1]
-
-
-class Unread:
-    """The places that never run: annotations, and what only type checkers see."""
-
-    def __init__(self, tree: ast.Module) -> None:
-        self._spans = sorted(
-            ((node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)) for node in _unread(tree)
-        )
-
-    def holds(self, line: int, column: int) -> bool:
-        """Whether a position lies in one."""
-        place = bisect.bisect_right(self._spans, ((line, column), (10**9, 0)))
-        return any(start <= (line, column) < end for start, end in self._spans[max(place - 50, 0) : place])
-
-
-def _unread(tree: ast.Module) -> Iterator[ast.expr | ast.stmt]:
+def _unread(tree: ast.Module) -> dict[int, list[tuple[tuple[int, int], tuple[int, int]]]]:
+    """Begin and end of what never runs, by line: annotations, and what only type checkers see."""
+    found: list[ast.expr | ast.stmt | None] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.returns:
-            yield node.returns
-        elif isinstance(node, ast.arg | ast.AnnAssign) and node.annotation:
-            yield node.annotation
+        if isinstance(node, ast.FunctionDef):
+            found.append(node.returns)
+        elif isinstance(node, ast.arg | ast.AnnAssign):
+            found.append(node.annotation)
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            yield from node.body
-
-
-if __name__ == "__main__":
-    for drawn in draw():
-        print(drawn.name, "|", Path(drawn.file).name, drawn.line, drawn.text)
+            found += node.body
+    spans = collections.defaultdict(list)
+    for part in filter(None, found):
+        last = part.end_lineno or 0
+        for line in range(part.lineno, last + 1):
+            spans[line].append(((part.lineno, part.col_offset), (last, part.end_col_offset or 0)))
+    return spans

@@ -1,0 +1,57 @@
+"""What `test_card.py` runs as a script: a card of which one item raises, one loses it, and one ends its process."""
+
+import os
+import signal
+import sys
+
+from planner.bench.card import Comparison, serve
+
+
+class Fake:
+    device, lost = "a fake", False
+
+    def alive(self):
+        return not self.lost
+
+    def checks(self):
+        yield "right", lambda: ""
+        yield "wrong", lambda: "2 entries differ"
+        yield "raises", self.raises
+        yield "after one that raised", lambda: str(os.getpid())
+        yield "loses the card", self.loses
+        yield "after a lost card", lambda: str(os.getpid())
+        yield "ends", lambda: os.kill(os.getpid(), signal.SIGKILL)
+
+    def raises(self):
+        raise ValueError("no such kernel")
+
+    def loses(self):
+        self.lost = True
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def rates(self):
+        yield "copy, bytes/s", lambda: 1e12
+
+    def comparisons(self):
+        yield "no arrays", self.none
+        yield "two ways", self.two
+
+    def none(self):
+        raise MemoryError("too large")
+        yield
+
+    def two(self):
+        print("a library prints")
+        yield Comparison("sum", {"planner": len, "other": None}, 8.0)
+
+    def seconds(self, program):
+        if program is None:
+            raise RuntimeError("it is not installed")
+        return 1e-3
+
+    def extra_bytes(self, program):
+        return 64
+
+
+if __name__ == "__main__":
+    serve(Fake, "fake", True, int(sys.argv[1]))
