@@ -3,7 +3,9 @@
 import atexit
 import importlib.util
 import os
+import pathlib
 import shutil
+import subprocess
 import sys
 import tempfile
 
@@ -84,6 +86,18 @@ class Clock:
 def installed_frameworks() -> tuple[str, ...]:
     """NumPy, and which of torch and JAX this machine has; nothing is imported."""
     return ("numpy", *(name for name in ("torch", "jax") if importlib.util.find_spec(name)))
+
+
+def run_python(program: str, *arguments: object, cwd: str | os.PathLike | None = None, **environment: str) -> str:
+    """The output of a program in a new process of Python, which sees this checkout and must not fail."""
+    root = str(pathlib.Path(__file__).resolve().parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-", *map(str, arguments)],
+        input=program, capture_output=True, text=True, check=False, timeout=1200, cwd=cwd,
+        env={**os.environ, "PYTHONPATH": root, **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
 
 
 @pytest.fixture(scope="session")

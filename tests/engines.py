@@ -54,6 +54,10 @@ class Numpy(Engine):
         """The result, and the gradients of the wanted operands."""
         return [call(operands, indices)]
 
+    def functional(self, function, operands, gout) -> list[Any]:
+        """The result and all gradients, by a functional transform."""
+        return [function(*operands)]
+
     def jit(self, function):
         return function
 
@@ -74,7 +78,6 @@ class Torch(TorchEngine, Numpy):
         return [result, *(torch.autograd.grad(result, leaves, gout.to(result.dtype)) if wanted else ())]
 
     def functional(self, function, operands, gout):
-        """The result and all gradients, by a functional transform."""
         import torch
 
         count = tuple(range(len(operands)))

@@ -13,10 +13,11 @@ import re
 import numpy as np
 import pytest
 from conftest import PROFILE, examples
-from laws import INDEX_DTYPES, MODES, assert_equal
+from engines import ENGINES
+from laws import INDEX_DTYPES, MODES
 
 import planner
-from planner.testing.reference import reference, reference_gradients
+from planner.testing import Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +40,10 @@ class Family:
     size: int
     sizes: dict[str, int] | None = None
 
-    def operands(self):
-        random = np.random.default_rng(1)
-        return [random.integers(-3, 4, shape).astype(np.float32) for shape in self.shapes]
-
-    def output_gradient(self):
-        random = np.random.default_rng(2)
-        return random.integers(-3, 4, self.poisoned(np.zeros(self.index_shape, bool)).shape).astype(np.float32)
+    def problem(self, q=None, mode="raise"):
+        """The problem with an index array, or with one of zeros."""
+        q = np.zeros(self.index_shape, int) if q is None else q
+        return Problem(self.spec, self.shapes, self.sizes, {"q": q}, mode, seed=1)
 
     def poisoned(self, bad, *, gradient_of=None):
         """Where the NaN of bad rows gets to: in the result, or in an operand's gradient."""
@@ -54,7 +52,7 @@ class Family:
         arrays = [*(np.ones(shape) for shape in self.shapes), hot]
         if gradient_of is not None:
             terms[gradient_of], output = output, terms[gradient_of]
-            arrays[gradient_of] = np.ones(self.output_gradient().shape)
+            arrays[gradient_of] = np.ones(self.problem().output_shape())
         return np.einsum(f"{','.join(terms)}->{output}", *arrays) > 0
 
 
@@ -103,50 +101,33 @@ class Expected:
     """What the oracle says of one index array."""
 
     def __init__(self, family, q):
-        self.family, size = family, family.size
+        self.family = family
         # The oracle's indices are of int64: what is beyond is as far out of range as its ends are.
         self.q = np.array([min(max(int(v), -(2**62)), 2**62) for v in q.ravel()], np.int64).reshape(q.shape)
-        self.bad = (self.q < -size) | (self.q >= size)
+        self.bad = (self.q < -family.size) | (self.q >= family.size)
 
     @functools.cache  # noqa: B019
     def __call__(self, mode):
         """The result and the gradients under "drop" and "clip", or under "raise" where nothing can raise."""
         q, family = self.q, self.family
-        if mode == "raise":
-            mode, q = "drop", np.where((q < 0) & ~self.bad, q + family.size, q)
-            found = self._all(mode, q)
-            for number, x in enumerate(found):
-                reached = family.poisoned(self.bad, gradient_of=number - 1 if number else None)
-                assert reached.any() == self.bad.any()
-                x[np.broadcast_to(reached, x.shape)] = np.nan
-            return found
-        return self._all(mode, q)
+        if mode != "raise":
+            return self._all(mode, q)
+        found = self._all("drop", np.where((q < 0) & ~self.bad, q + family.size, q))
+        for number, x in enumerate(found):
+            reached = family.poisoned(self.bad, gradient_of=number - 1 if number else None)
+            assert reached.any() == self.bad.any()
+            x[np.broadcast_to(reached, x.shape)] = np.nan
+        return found
 
     def _all(self, mode, q):
-        family, arguments = self.family, {"sizes": self.family.sizes, "index_mode": mode, "q": q}
-        gout = family.output_gradient()
-        return [
-            reference(family.spec, *family.operands(), **arguments),
-            *reference_gradients(family.spec, gout, *family.operands(), **arguments),
-        ]
-
-
-def assert_same(found, expected, what):
-    """Values and NaN alike."""
-    for number, (got, wanted) in enumerate(zip(found, expected, strict=True)):
-        got = np.asarray(got)
-        assert got.dtype == np.float32
-        assert got.shape == wanted.shape
-        assert np.array_equal(got, wanted.astype(np.float32), equal_nan=True), (
-            f"{what}, {number}:\n{got}\nnot\n{wanted}"
-        )
+        problem = self.family.problem(q, mode)
+        return [problem.expected(), *problem.expected_gradients()]
 
 
 def assert_named(error, q, size):
     """An error names the array, a place in it, the value there and the size; the value is bad."""
-    place, value, low, high = re.match(
-        r"index array 'q'(.*) is (-?\d+), outside of \[(.*), (.*)\)", str(error)
-    ).groups()
+    pattern = r"index array 'q'(.*) is (-?\d+), outside of \[(.*), (.*)\)"
+    place, value, low, high = re.match(pattern, str(error)).groups()
     position = tuple(map(int, place.strip("[]").split(", "))) if place else ()
     assert (int(low), int(high)) == (-size, size)
     assert int(value) == int(q[position])
@@ -157,36 +138,75 @@ def refusal(call, *arguments):
     """What a call is refused with."""
     with pytest.raises(planner.IndexRangeError) as caught:
         call(*arguments)
+    assert isinstance(caught.value, IndexError)
     return caught.value
 
 
-def assert_rows_same(found, every, mode, what):
-    """Compare what was mapped over all arrays at once."""
-    found = [np.asarray(x) for x in found]
-    for row, expected in enumerate(every):
-        assert_same([x[row] for x in found], expected(mode), f"{what}, {mode}, mapped, row {row}")
+class Runs:
+    """The runs in NumPy, which has no gradients; those of the other frameworks differ from them."""
 
-
-def numpy_runs(family, q, expected):
-    operands = family.operands()
-
-    def call(mode):
-        return planner.contract(family.spec, *operands, sizes=family.sizes, index_mode=mode, q=q)
-
-    assert_named(error := refusal(call, "raise"), q, family.size)
-    for mode in ("drop", "clip"):
-        got = call(mode)
-        assert_equal((got, got.dtype.name), expected(mode)[0], "float32", f"numpy, {mode}")
-    return str(error)
-
-
-class Torch:
-    """The runs in torch; a pair's functions are compiled once."""
+    name = "numpy"
 
     def __init__(self, family):
-        torch = pytest.importorskip("torch", reason="torch is not installed")
-        self.torch, self.family, self.given = torch, family, torch.from_numpy
-        self.gout = torch.from_numpy(family.output_gradient())
+        pytest.importorskip(self.name, reason=f"{self.name} is not installed")
+        self.family, self.engine, problem = family, ENGINES[self.name](), family.problem()
+        self.given = self.engine.array
+        self.operands, self.gout = [self.given(x) for x in problem.operands()], self.given(problem.output_gradient())
+
+    def call(self, mode, q, *operands):
+        return planner.contract(self.family.spec, *operands, sizes=self.family.sizes, index_mode=mode, q=q)
+
+    def functional(self, mode, q):
+        """The result and the gradients, by a functional transform."""
+        return self.engine.functional(functools.partial(self.call, mode, q), self.operands, self.gout)
+
+    def refused(self, q):
+        """The errors that are to be the same in all frameworks."""
+        yield refusal(self.call, "raise", q, *self.operands)
+        yield refusal(self.functional, "raise", q)
+
+    def answers(self, mode, q):
+        yield "eager", self.functional(mode, q)
+
+    def mapped(self, qs):
+        """By mode, the results and gradients of many index arrays at once."""
+        return {mode: self.engine.vmap(functools.partial(self.functional, mode), 0)(qs) for mode in ("drop", "clip")}
+
+    def assert_same(self, found, expected, *what):
+        """Values and NaN alike."""
+        expected = expected if self.engine.differentiates else expected[:1]
+        for number, (x, wanted) in enumerate(zip(found, expected, strict=True)):
+            got, dtype = self.engine.described(x)
+            assert (dtype, got.shape) == ("float32", wanted.shape)
+            same = np.array_equal(got, wanted.astype(np.float32), equal_nan=True)
+            assert same, f"{self.name}, {what}, {number}:\n{got}\nnot\n{wanted}"
+
+    def check(self, q, expected, message):
+        for error in self.refused(self.given(q)):
+            assert str(error) == message
+        for mode in ("drop", "clip"):
+            for what, found in self.answers(mode, self.given(q)):
+                self.assert_same(found, expected(mode), mode, what)
+
+    def check_mapped(self, arrays, every):
+        for q in arrays:
+            twice = np.stack([q, q])
+            mapped = self.engine.vmap(functools.partial(self.functional, "raise"), 0)
+            assert_named(refusal(mapped, self.given(twice)), twice, self.family.size)
+        for mode, found in self.mapped(self.given(np.stack(arrays))).items():
+            for row, expected in enumerate(every):
+                self.assert_same([x[row] for x in found], expected(mode), mode, "mapped, row", row)
+
+
+class Torch(Runs):
+    """The runs in torch; a pair's functions are compiled once."""
+
+    name = "torch"
+
+    def __init__(self, family):
+        super().__init__(family)
+        import torch
+
         kind = "aot_eager" if PROFILE == "ci" else "inductor"
         torch._dynamo.reset()
         self.compiled = {
@@ -194,87 +214,45 @@ class Torch:
             for mode in MODES
         }
 
-    def call(self, mode, q, *operands):
-        return planner.contract(self.family.spec, *operands, sizes=self.family.sizes, index_mode=mode, q=q)
-
-    def operands(self, needs=False):
-        found = [self.torch.from_numpy(x) for x in self.family.operands()]
-        return [x.requires_grad_() for x in found] if needs else found
-
     def with_gradients(self, call, q):
-        operands = self.operands(needs=True)
-        result = call(q, *operands)
-        return [x.detach() for x in (result, *self.torch.autograd.grad(result, operands, self.gout))]
+        leaves = [x.detach().clone().requires_grad_() for x in self.operands]
+        return self.engine.pulled(lambda xs, q: call(q, *xs), leaves, q, self.gout, range(len(leaves)))
 
-    def pulled(self, mode, q):
-        result, pull = self.torch.func.vjp(lambda *xs: self.call(mode, q, *xs), *self.operands())
-        return result, *pull(self.gout)
-
-    def check(self, q, expected, message):
-        torch, size = self.torch, self.family.size
-        given, twice = self.given(q), np.stack([q, q])
-        for needs in (False, True):
-            assert str(refusal(self.call, "raise", given, *self.operands(needs))) == message
-        assert_named(refusal(self.compiled["raise"], given, *self.operands(True)), q, size)
-        mapped = torch.func.vmap(lambda q: self.pulled("raise", q))
-        assert_named(refusal(mapped, self.given(twice)), twice, size)
-        for mode in ("drop", "clip"):
-            for what, found in self.answers(mode, given):
-                assert_same(found, expected(mode), f"torch, {mode}, {what}")
+    def refused(self, q):
+        yield from super().refused(q)
+        yield refusal(self.with_gradients, functools.partial(self.call, "raise"), q)
 
     def answers(self, mode, q):
-        yield "with gradients", self.with_gradients(lambda *xs: self.call(mode, *xs), q)
+        yield from super().answers(mode, q)
+        yield "with gradients", self.with_gradients(functools.partial(self.call, mode), q)
         yield "compiled", self.with_gradients(self.compiled[mode], q)
-        yield "without gradients", [self.call(mode, q, *self.operands()), *self.pulled(mode, q)[1:]]
 
-    def check_mapped(self, arrays, every):
-        many = self.given(np.stack(arrays))
-        for mode in ("drop", "clip"):
-            assert_rows_same(self.torch.func.vmap(lambda q, m=mode: self.pulled(m, q))(many), every, mode, "torch")
+    def check(self, q, expected, message):
+        super().check(q, expected, message)
+        assert_named(refusal(self.with_gradients, self.compiled["raise"], self.given(q)), q, self.family.size)
 
 
-class Jax:
+class Jax(Runs):
     """The runs in JAX, with its 64-bit types on; a pair's functions are compiled once."""
 
+    name = "jax"
+
     def __init__(self, family):
-        jax = pytest.importorskip("jax", reason="jax is not installed")
-        self.jax, self.family = jax, family
-        self.operands = [jax.numpy.asarray(x) for x in family.operands()]
-        self.given = jax.numpy.asarray
-        self.gout = jax.numpy.asarray(family.output_gradient())
-        jit = jax.jit
-        if PROFILE == "ci":
-            from jax_fast import jit
-        self.jitted = jit(lambda q: {mode: self.pulled(mode, q) for mode in MODES})
-        self.mapped = jit(lambda qs: {mode: jax.vmap(functools.partial(self.pulled, mode))(qs) for mode in MODES})
-
-    def call(self, mode, q, *operands):
-        return planner.contract(self.family.spec, *operands, sizes=self.family.sizes, index_mode=mode, q=q)
-
-    def pulled(self, mode, q):
-        result, pull = self.jax.vjp(lambda *xs: self.call(mode, q, *xs), *self.operands)
-        return result, *pull(self.gout)
-
-    def check(self, q, expected, message):
-        given, twice = self.given(q), np.stack([q, q])
-        assert str(refusal(self.call, "raise", given, *self.operands)) == message
-        assert str(refusal(self.pulled, "raise", given)) == message
-        mapped = self.jax.vmap(lambda q: self.pulled("raise", q))
-        assert_named(refusal(mapped, self.given(twice)), twice, self.family.size)
-        for mode in ("drop", "clip"):
-            for what, found in self.answers(mode, given):
-                assert_same(found, expected(mode), f"jax, {mode}, {what}")
-        # Where nothing can raise, rows are NaN.
-        assert_same(self.jitted(given)["raise"], expected("raise"), "jax, raise, jitted")
+        super().__init__(family)
+        self.engine.in_a_hurry = PROFILE == "ci"
+        self.jitted = self.engine.jit(lambda q: {mode: self.functional(mode, q) for mode in MODES})
+        self.mapped = self.engine.jit(
+            lambda qs: {mode: self.engine.vmap(functools.partial(self.functional, mode), 0)(qs) for mode in MODES}
+        )
 
     def answers(self, mode, q):
-        yield "eager", self.pulled(mode, q)
+        yield from super().answers(mode, q)
         yield "jitted", self.jitted(q)[mode]
 
-    def check_mapped(self, arrays, every):
-        rows = self.mapped(self.given(np.stack(arrays)))
-        for mode in MODES:
-            assert_rows_same(rows[mode], every, mode, "jax")
+    def check(self, q, expected, message):
+        super().check(q, expected, message)
+        # Where nothing can raise, rows are NaN.
+        self.assert_same(self.jitted(self.given(q))["raise"], expected("raise"), "raise, jitted")
 
 
 @pytest.fixture(autouse=True)
@@ -287,15 +265,16 @@ def plain_tracebacks(jax):
 @pytest.mark.parametrize(("name", "dtype"), PAIRS)
 def test_bad_indices_have_one_answer(name, dtype):
     family = FAMILIES[name]
-    in_torch, in_jax = Torch(family), Jax(family)
+    in_numpy, *others = Runs(family), Torch(family), Jax(family)
     arrays = list(bad_arrays(family, dtype))
     every = [Expected(family, q) for q in arrays]
     for q, expected in zip(arrays, every, strict=True):
-        message = numpy_runs(family, q, expected)
-        in_torch.check(q, expected, message)
-        in_jax.check(q, expected, message)
-    in_torch.check_mapped(arrays, every)
-    in_jax.check_mapped(arrays, every)
+        error = refusal(in_numpy.functional, "raise", q)
+        assert_named(error, q, family.size)
+        for runs in (in_numpy, *others):
+            runs.check(q, expected, str(error))
+    for runs in others:
+        runs.check_mapped(arrays, every)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
@@ -305,20 +284,16 @@ def test_narrow_types_reach_far_sizes(dtype):
     size = 2 * int(info.max) + 3
     family = dataclasses.replace(FAMILIES["far"], shapes=((size,), (4,)), size=size)
     q = np.array([info.max, 1, max(info.min, -size), 1], dtype)
-    expected, frameworks = Expected(family, q), (Torch(family), Jax(family))
-    for mode in MODES:
-        got = planner.contract(family.spec, *family.operands(), index_mode=mode, q=q)
-        assert_equal((got, got.dtype.name), expected(mode)[0], "float32", mode)
-        for runs in frameworks:
+    expected = Expected(family, q)
+    for runs in (Runs(family), Torch(family), Jax(family)):
+        for mode in MODES:
             for what, found in runs.answers(mode, runs.given(q)):
-                assert_same(found, expected(mode), f"{type(runs).__name__}, {mode}, {what}")
+                runs.assert_same(found, expected(mode), mode, what)
 
 
 def test_there_are_a_thousand_bad_arrays():
-    found = [q for name, dtype in PAIRS for q in bad_arrays(FAMILIES[name], dtype)]
+    found = [(name, q) for name, dtype in PAIRS for q in bad_arrays(FAMILIES[name], dtype)]
     assert len(found) >= COUNT
-    assert all(
-        Expected(FAMILIES[name], q).bad.any() for name, dtype in PAIRS for q in bad_arrays(FAMILIES[name], dtype)
-    )
-    assert {q.dtype.name for q in found} == set(INDEX_DTYPES)
-    assert len({(q.dtype.name, q.shape, q.tobytes()) for q in found}) > COUNT / 2
+    assert all(Expected(FAMILIES[name], q).bad.any() for name, q in found)
+    assert {q.dtype.name for _, q in found} == set(INDEX_DTYPES)
+    assert len({(q.dtype.name, q.shape, q.tobytes()) for _, q in found}) > COUNT / 2

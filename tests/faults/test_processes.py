@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
-import subprocess
-import sys
-import warnings
 
-import numpy as np
 import pytest
-from conftest import examples
-
-import planner
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from conftest import examples, run_python
 
 # Plans of many kinds: by every search and objective, with gathers, scatters, gradients, limits, ties and loops.
 PROGRAM = """
-import sys
+import functools, sys
 import planner
 from planner.language.spec import unused_letters
 from planner.workloads import WORKLOADS
@@ -27,13 +18,12 @@ from planner.workloads import WORKLOADS
 backend, every = sys.argv[1], int(sys.argv[2])
 letters = unused_letters((), 60)
 
+plan = functools.partial(planner.plan, backend=backend)
+
 def needing(*shapes):
     return [planner.Operand(shape, requires_grad=True) for shape in shapes]
 
-def plans(backend):
-    def plan(*given, **options):
-        return planner.plan(*given, backend=backend, **options)
-
+def plans():
     for minimize in ("time", "flops", "peak", "retained", "bytes"):
         yield plan("ab, bc, cd, de, ea ->", *needing(*[(4, 4)] * 5), minimize=minimize)
         yield plan("q[n]j, p[m]k, jk -> nm", (5, 4), (6, 4), (4, 4), q=(7,), p=(7,), minimize=minimize)
@@ -49,7 +39,7 @@ def plans(backend):
         tiny = workload.tiny()
         yield plan(tiny.spec, *needing(*tiny.shapes), **tiny.options, **tiny.index_shapes)
 
-for found in plans(backend):
+for found in plans():
     print(found)
     print(found.to_json())
     if every == 1 and len(found.operands) < 4:
@@ -57,26 +47,15 @@ for found in plans(backend):
 """
 
 
-def printed(seed, backend):
-    """All that is printed of the plans by a new process with a hash seed."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": str(seed)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, backend, str(examples(6, 1))], capture_output=True, text=True, env=environment,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 @pytest.mark.parametrize(
     ("backend", "seeds"), [("numpy", examples(20, 40)), ("torch", examples(2, 20)), ("jax", examples(2, 20))]
 )
 def test_plans_are_the_same_whatever_the_hash_seed(backend, seeds):
     pytest.importorskip(backend, reason=f"{backend} is not installed")
-    first = printed(0, backend)
+    first, *others = (run_python(PROGRAM, backend, examples(6, 1), PYTHONHASHSEED=str(n)) for n in range(seeds))
     assert first.count('"type": "Plan"') > 20
-    for seed in range(1, seeds):
-        assert printed(seed, backend) == first, f"another plan with PYTHONHASHSEED={seed}"
+    for seed, other in enumerate(others, 1):
+        assert other == first, f"another plan with PYTHONHASHSEED={seed}"
 
 
 # -- a forked child --------------------------------------------------------------------------------------
@@ -133,31 +112,8 @@ def test_a_forked_child_plans_and_contracts(framework):
     """While other threads of the parent plan too. JAX starts threads of its own and warns of any fork."""
     pytest.importorskip(framework, reason=f"{framework} is not installed")
     children = examples(8, 100)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKED, framework, str(children)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120 if children < 100 else 1200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout) == [0] * children
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_this_process_forks_and_the_child_plans():
-    """After all that the tests before this one cached."""
-    a = np.arange(6.0).reshape(2, 3)
-    expected = planner.contract("ij, kj -> ik", a, a)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that threads run, and JAX's own
-        child = os.fork()
-    if not child:
-        try:
-            same = (planner.contract("ij, kj -> ik", a, a) == expected).all()
-            new = planner.contract("ij, kj, q[k]l -> il", a, a, a, q=np.array([1, 0]))
-            os._exit(0 if same and new.shape == (2, 3) else 1)
-        finally:
-            os._exit(2)
-    assert os.waitpid(child, 0)[1] == 0
+    printed = run_python(FORKED, framework, children, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+    assert json.loads(printed) == [0] * children
 
 
 # -- an import -------------------------------------------------------------------------------------------
@@ -177,11 +133,7 @@ print(json.dumps([before, count(), sorted({"torch", "jax", "triton"} & set(sys.m
 
 def test_an_import_starts_no_thread_and_loads_no_framework():
     """NumPy's own threads are there before."""
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTED], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
-    before, after, frameworks = json.loads(done.stdout)
+    before, after, frameworks = json.loads(run_python(IMPORTED))
     assert before == after
     assert before[0] == 1
     assert frameworks == []

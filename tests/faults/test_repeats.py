@@ -7,6 +7,7 @@ import contextlib
 import numpy as np
 import pytest
 from conftest import PROFILE, examples
+from engines import ENGINES
 
 import planner
 from planner.workloads import WORKLOADS
@@ -27,47 +28,18 @@ def sized(name):
     return workload.resized(**sizes, **{array: min(size, 7) for array, size in workload.pools})
 
 
-def in_numpy(workload):
-    operands, indices = workload.operands("numpy", values="normal"), workload.indices("numpy")
-    return lambda: [planner.contract(workload.spec, *operands, **workload.options, **indices)]
+def run_of(framework, workload):
+    """The workload's result and gradients as a function of nothing, compiled in JAX."""
+    engine = ENGINES[framework](in_a_hurry=False) if framework == "jax" else ENGINES[framework]()
+    given = {"requires_grad": True} if framework == "torch" else {}
+    operands, indices = workload.operands(framework, values="normal", **given), workload.indices(framework)
+    gout = engine.array(np.random.default_rng(3).standard_normal(workload.output_shape, np.float32))
 
+    def call(operands, indices):
+        return planner.contract(workload.spec, *operands, **workload.options, **indices)
 
-def in_torch(workload):
-    import torch
-
-    operands = workload.operands("torch", values="normal", requires_grad=True)
-    indices, gout = workload.indices("torch"), torch.from_numpy(noise(workload))
-    wanted = list({id(x): x for x in operands}.values())
-
-    def run():
-        result = planner.contract(workload.spec, *operands, **workload.options, **indices)
-        return [result.detach(), *torch.autograd.grad(result, wanted, gout)]
-
-    return run
-
-
-def in_jax(workload):
-    import jax
-
-    operands, indices = workload.operands("jax", values="normal"), workload.indices("jax")
-    gout = jax.numpy.asarray(noise(workload))
-
-    @jax.jit
-    def run(operands, indices, gout):
-        def call(*operands):
-            return planner.contract(workload.spec, *operands, **workload.options, **indices)
-
-        result, pull = jax.vjp(call, *operands)
-        return [result, *pull(gout)]
-
-    return lambda: run(operands, indices, gout)
-
-
-def noise(workload):
-    return np.random.default_rng(3).standard_normal(workload.output_shape, np.float32)
-
-
-RUNS = {"numpy": in_numpy, "torch": in_torch, "jax": in_jax}
+    run = engine.jit(lambda xs, qs, gout: engine.pulled(call, xs, qs, gout, range(len(xs))))
+    return lambda: [engine.described(x)[0].tobytes() for x in run(operands, indices, gout)]
 
 
 @contextlib.contextmanager
@@ -81,10 +53,6 @@ def torch_threads(count):
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def bits(arrays):
-    return [np.asarray(x).tobytes() for x in arrays]
 
 
 def is_short(framework, threads, name):
@@ -107,11 +75,11 @@ def test_workloads_repeat_bitwise(framework, threads, name):
     for q in workload.indices("numpy").values():
         assert len(np.unique(q)) < q.size, "no duplicates"
     with torch_threads(threads) if framework == "torch" else contextlib.nullcontext():
-        run = RUNS[framework](workload)
-        first = bits(run())
+        run = run_of(framework, workload)
+        first = run()
         assert any(any(x) for x in first)
         for number in range(REPEATS):
-            assert bits(run()) == first, f"repeat {number}"
+            assert run() == first, f"repeat {number}"
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -122,5 +90,5 @@ def test_a_new_plan_repeats_too(framework):
     found = []
     for _ in range(3):
         planner.api._RUNNERS.clear()
-        found.append(bits(RUNS[framework](workload)()))
+        found.append(run_of(framework, workload)())
     assert found[0] == found[1] == found[2]

@@ -10,15 +10,16 @@ import threading
 import numpy as np
 import pytest
 from conftest import examples
+from engines import ENGINES
 
 import planner
 from planner import api
-from planner.testing.engines import engine_of
-from planner.testing.problem import Problem
-from planner.testing.reference import reference, reference_gradients
+from planner.testing import Problem
+from planner.testing.judgement import Subject
 
 THREADS = 32
 
+GROUPED = Problem("nij, q[n]jk -> nik", ((40, 1, 8), (3, 8, 8)), indices={"q": np.arange(40) % 3}, max_value=2)
 # Of one spec several shapes, dtypes and modes, which are keys of their own.
 PROBLEMS = [
     *(Problem("ij, jk -> ik", ((2, n), (n, 3)), seed=n) for n in (1, 2, 3, 4)),
@@ -28,26 +29,31 @@ PROBLEMS = [
         for mode, v in (("raise", [0, -1, 2]), ("drop", [0, 9, 2]), ("clip", [0, 9, -3]), ("raise", [3]))
     ),
     Problem("nj -> q[n]j", ((3, 2),), sizes={"q": 4}, indices={"q": np.array([3, 0, 3])}),
-    Problem("nij, q[n]jk -> nik", ((40, 1, 8), (3, 8, 8)), indices={"q": np.arange(40) % 3}, max_value=2),
+    GROUPED,
     Problem("ij, jk, kl -> il", ((2, 3), (3, 4), (4, 2))),
     Problem("ii -> i", ((3, 3),)),
 ]
 BAD = ("q[n]j -> nj", np.ones((4, 3), np.float32), np.array([0, 9]))
 
 
-def run(problem, framework):
-    """The result and the gradients that the problem wants, as NumPy has them."""
-    engine = engine_of(framework)
-    operands, indices = engine.operands(problem), engine.indices(problem)
+def expected_of(problem, engine):
+    """The result and the gradients that the problem wants, as the oracle has them; NumPy has no gradients."""
+    return [problem.expected(), *(problem.expected_gradients() if engine.differentiates and problem.wanted else ())]
 
-    def call(operands, indices):
-        return planner.contract(problem.spec, *operands, **{**problem.arguments(), **indices})
 
-    found = [call(operands, indices)]
-    if engine.differentiates and problem.wanted:
+def run(problem, engine, call=None, gout=None, **indices):
+    """The same by `contract`, or by another call."""
+    if gout is None and engine.differentiates and problem.wanted:
         gout = engine.array(problem.output_gradient())
-        found += engine.gradients(call, operands, indices, problem.wanted, gout)
+    operands, indices = engine.operands(problem), indices or engine.indices(problem)
+    found = engine.pulled(call or Subject().call(problem), operands, indices, gout, problem.wanted)
     return [engine.described(x)[0] for x in found]
+
+
+def assert_same(found, answers, problem):
+    for got, wanted in zip(found, answers, strict=True):
+        assert got.shape == wanted.shape
+        assert (got == wanted.astype(got.dtype)).all(), problem
 
 
 @pytest.fixture
@@ -59,10 +65,6 @@ def impatient():
     sys.setswitchinterval(before)
 
 
-def expected_of(problem, framework):
-    return [problem.expected(), *(problem.expected_gradients() if framework != "numpy" and problem.wanted else ())]
-
-
 # A cache of three runners forgets in almost every call what another thread looks for.
 @pytest.mark.parametrize("limit", [4096, 3])
 @pytest.mark.parametrize(("framework", "ci"), [("numpy", 500), ("torch", 25), ("jax", 5)])
@@ -72,7 +74,8 @@ def test_threads_share_caches(framework, ci, limit, impatient, monkeypatch, jax_
     api._RUNNERS.clear()
     # Types of 64 bits are off in JAX; it compiles what each problem needs, so it gets half of them.
     problems = PROBLEMS if framework != "jax" else [p for p in PROBLEMS if "float64" not in p.dtypes][::2]
-    answers = [expected_of(problem, framework) for problem in problems]
+    engine = ENGINES[framework]()
+    answers = [expected_of(problem, engine) for problem in problems]
     # Where runners are forgotten all the time, every call plans: fewer calls say as much.
     calls, together = examples(ci if limit > 3 else ci // 10 + 1, 500), threading.Barrier(THREADS)
 
@@ -81,9 +84,7 @@ def test_threads_share_caches(framework, ci, limit, impatient, monkeypatch, jax_
         together.wait()
         for done in range(calls):
             at = rng.randrange(len(problems))
-            for got, wanted in zip(run(problems[at], framework), answers[at], strict=True):
-                assert got.shape == wanted.shape
-                assert (got == wanted.astype(got.dtype)).all(), problems[at]
+            assert_same(run(problems[at], engine), answers[at], problems[at])
             if framework == "numpy" and done % 50 == 0:
                 with pytest.raises(planner.IndexRangeError, match=r"'q'\[1\] is 9"):
                     planner.contract(BAD[0], BAD[1], q=BAD[2])
@@ -116,25 +117,22 @@ def test_room_is_made_while_another_thread_makes_some(monkeypatch):
 
 def test_the_answers_differ():
     """A result taken for another one's would show."""
-    found = [(str(problem), tuple(x.tobytes() for x in expected_of(problem, "numpy"))) for problem in PROBLEMS]
-    assert len({answer for _, answer in found}) == len(PROBLEMS)
+    assert len({problem.expected().tobytes() for problem in PROBLEMS}) == len(PROBLEMS)
 
 
 def test_threads_share_a_plan_and_a_prepared_index(impatient, torch):
-    spec, q = "nij, q[n]jk -> nik", np.arange(40) % 3
-    random_ = np.random.default_rng(0)
-    a, c = (random_.integers(-2, 3, shape).astype(np.float32) for shape in ((40, 1, 8), (3, 8, 8)))
-    gout = np.ones((40, 1, 8), np.float32)
-    answers = [reference(spec, a, c, q=q), *reference_gradients(spec, gout, a, c, q=q)]
-    needing = [torch.from_numpy(x).requires_grad_() for x in (a, c)]
-    plan, group = planner.plan(spec, *needing, q=torch.from_numpy(q)), planner.group(torch.from_numpy(q), 3)
+    engine = ENGINES["torch"]()
+    answers, gout, indices = (
+        expected_of(GROUPED, engine),
+        engine.array(GROUPED.output_gradient()),
+        engine.indices(GROUPED),
+    )
+    plan, group = engine.plan(GROUPED, engine.operands(GROUPED), indices), planner.group(indices["q"], 3)
 
     def work(number):
         for _ in range(examples(10, 300)):
-            operands = [x.detach().clone().requires_grad_() for x in needing]
-            out = plan(*operands, q=group if number % 2 else torch.from_numpy(q))
-            found = (out, *torch.autograd.grad(out, operands, torch.from_numpy(gout)))
-            assert all((x.detach().numpy() == y).all() for x, y in zip(found, answers, strict=True))
+            q = group if number % 2 else indices["q"]
+            assert_same(run(GROUPED, engine, lambda xs, qs: plan(*xs, **qs), gout, q=q), answers, GROUPED)
 
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(work, range(THREADS)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rewritten import contract
+from rewritten import assert_close, contract
 
 import planner
 
@@ -50,15 +50,7 @@ def test_dot_general(name):
     theirs = harness.dyn_fun(a, b)
     arrays = [jax.numpy.asarray(x) for x in (a, b)]
     ours = contract(spec, *arrays, precision=given["precision"], dtype=given["preferred_element_type"])
-    assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-    _assert_close(ours, theirs)
-
-
-def _assert_close(ours: Any, theirs: Any) -> None:
-    close = CLOSE.get(ours.dtype.name, 0.0)
-    wide = np.complex128 if ours.dtype.kind == "c" else np.float64
-    have, want = np.asarray(ours, wide), np.asarray(theirs, wide)
-    np.testing.assert_allclose(have, want, rtol=close, atol=close * float(np.abs(want).max()))
+    assert_close(np.asarray(ours), np.asarray(theirs), CLOSE.get(ours.dtype.name, 0.0))
 
 
 @pytest.mark.parametrize("name", TAKES, ids=list(TAKES))

@@ -103,33 +103,25 @@ class Strict:
             items[:] = [item for item in items if not LATER.match(name_of(item))]
         if not config.option.keyword:
             self.faults += [f"{name} was not collected" for name in rewritten.REDIRECTED if name not in modules]
-            self.faults += [
-                f"the list names {test}, and there is no such test"
-                for entry in self.entries
-                for test in entry.tests
-                if test not in entry.met
-            ]
+            unmet = [test for entry in self.entries for test in entry.tests if test not in entry.met]
+            self.faults += [f"the list names {test}, and there is no such test" for test in unmet]
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_call(self) -> None:
         rewritten.calls.clear()
         rewritten.rules.clear()
-        return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> Iterator[None]:
         report: pytest.TestReport = yield  # type: ignore[assignment]
         if report.when == "call" or (report.when == "setup" and not report.passed):
-            counts = self.counts.setdefault(suite_of(item), Counter())
-            self.judge(item, call, report, counts)
-            counts["tests"] += 1
+            self.judge(item, call, report)
         return report  # type: ignore[return-value]
 
-    def judge(
-        self, item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.TestReport, counts: Counter[str]
-    ) -> None:
+    def judge(self, item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.TestReport) -> None:
         """Count a test, and turn its outcome into a failure where the list says another."""
-        entry = self.entry(item)
+        entry, counts = self.entry(item), self.counts.setdefault(suite_of(item), Counter())
+        counts["tests"] += 1
         made = sum(rewritten.calls.values()) if report.when == "call" else 0
         self.rules.update(rewritten.rules if made else ())
         self.calls.update(rewritten.calls if made else ())

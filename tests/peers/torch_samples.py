@@ -69,7 +69,7 @@ WRITTEN: dict[str, Callable[..., Written]] = {
     "nn.functional.linear": lambda x, w, bias=None: ("...i, oi -> ...o" if w.ndim > 1 else "...i, i -> ...", (x, w)),
     "nn.functional.bilinear": lambda x, y, w, bias=None: ("...i, oij, ...j -> ...o", (x, w, y)),
 }
-# By the arguments of torch's function, what it does to the product.
+# What torch's function does to the product.
 REST: dict[str, Callable[..., Any]] = {
     "nn.functional.linear": lambda out, x, w, bias=None: out if bias is None else out + bias,
     "nn.functional.bilinear": lambda out, x, y, w, bias=None: out if bias is None else out + bias,
@@ -91,12 +91,9 @@ def test_torch_has_the_samples():
 
 def _ours(name: str, *arguments: Any, **options: Any) -> Any:
     spec, operands = WRITTEN[name](*arguments, **options)
-    wide = (
-        {"dtype": torch.int64}
-        if name in WIDE and not operands[0].is_floating_point() | operands[0].is_complex()
-        else {}
-    )
-    return REST.get(name, lambda out, *_, **__: out)(contract(spec, *operands, **wide), *arguments, **options)
+    integers = not (operands[0].is_floating_point() or operands[0].is_complex())
+    result = contract(spec, *operands, **{"dtype": torch.int64} if name in WIDE and integers else {})
+    return REST[name](result, *arguments, **options) if name in REST else result
 
 
 def _samples(op: Any, dtype: Any, requires_grad: bool = False) -> list[Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import run_python
 
 from planner.inspect.memory import (
     Measured,
@@ -21,27 +20,44 @@ from planner.inspect.memory import (
 
 
 def test_import_loads_no_framework() -> None:
-    code = "import sys, planner.inspect.memory\nassert not {'torch', 'jax', 'hypothesis'} & set(sys.modules)\n"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python("import sys, planner.inspect.memory\nassert not {'torch', 'jax', 'hypothesis'} & set(sys.modules)\n")
 
 
 # --- torch --------------------------------------------------------------------------------------
 
 
-def test_torch_result_alone(torch: Any) -> None:
-    result, measured = torch_memory(lambda: torch.ones(1001))
-    assert result.shape == (1001,)
-    assert measured == Measured(4004, 0)  # asked for, not rounded up to 64
+def temporaries(torch: Any) -> Any:
+    first = torch.ones(1000)
+    del first
+    second, third = torch.ones(700), torch.ones(600)
+    return (second[:600] + third).sum()
 
 
-def test_torch_temporaries_count_at_their_peak(torch: Any) -> None:
-    def call() -> Any:
-        first = torch.ones(1000)
-        del first
-        second, third = torch.ones(700), torch.ones(600)
-        return (second[:600] + third).sum()
+def cycle(torch: Any) -> Any:
+    loop: list[Any] = [torch.ones(50)]
+    loop.append(loop)
+    return torch.ones(1)
 
-    assert torch_memory(call)[1] == Measured(4 * (700 + 600 + 600 + 1), 0)
+
+OPERAND: list[Any] = []  # outlives the calls
+KEPT: list[Any] = []
+
+
+@pytest.mark.parametrize(
+    ("call", "peak", "retained"),
+    [
+        (lambda torch: torch.ones(1001), 4004, 0),  # asked for, not rounded up to 64
+        (temporaries, 4 * (700 + 600 + 600 + 1), 0),
+        (lambda torch: OPERAND[0][::2], 0, 0),
+        (lambda torch: torch.ones(100)[:3], 400, 0),  # a view owns its whole storage
+        (lambda torch: (OPERAND.clear(), torch.ones(10), torch.ones(20)), 120, 0),  # what is freed is older
+        (lambda torch: KEPT.append(torch.ones(50)), 200, 200),
+        (cycle, 204, 0),
+    ],
+)
+def test_torch_memory(torch: Any, call: Any, peak: int, retained: int) -> None:
+    OPERAND[:] = torch_memory(lambda: [torch.ones(5000)])[0]  # allocated under the profiler
+    assert torch_memory(lambda: call(torch))[1] == Measured(peak, retained)
 
 
 def test_torch_sees_temporaries_inside_an_operator(torch: Any) -> None:
@@ -51,64 +67,16 @@ def test_torch_sees_temporaries_inside_an_operator(torch: Any) -> None:
     assert measured.retained_bytes == 0
 
 
-def test_torch_views_of_operands_are_free(torch: Any) -> None:
-    x = torch.ones(100)
-    assert torch_memory(lambda: x[::2])[1] == Measured(0, 0)
-
-
-def test_torch_a_view_result_owns_its_whole_storage(torch: Any) -> None:
-    assert torch_memory(lambda: torch.ones(100)[:3])[1] == Measured(400, 0)
-
-
-def test_torch_frees_of_older_tensors_do_not_count(torch: Any) -> None:
-    kept, _ = torch_memory(lambda: [torch.ones(5000)])  # allocated under the profiler
-
-    def call() -> Any:
-        kept.clear()
-        return torch.ones(10), torch.ones(20)
-
-    assert torch_memory(call)[1] == Measured(120, 0)
-
-
-def test_torch_side_effects_and_cycles(torch: Any) -> None:
-    kept: list[Any] = []
-    assert torch_memory(lambda: kept.append(torch.ones(50)))[1] == Measured(200, 200)
-
-    def cycle() -> Any:
-        loop: list[Any] = [torch.ones(50)]
-        loop.append(loop)
-        return torch.ones(1)
-
-    assert torch_memory(cycle)[1] == Measured(204, 0)
-
-
-def test_torch_retained_equals_what_the_hooks_see(torch: Any) -> None:
-    a = torch.ones(5, 2, 3, requires_grad=True)
-    c = torch.ones(4, 3, 2, requires_grad=True)
+@pytest.mark.parametrize(("needs", "taken"), [((True, True), 120), ((True, False), 120), ((False, True), 0)])
+def test_torch_retains_what_the_hooks_see(torch: Any, needs: tuple[bool, bool], taken: int) -> None:
+    a = torch.ones(5, 2, 3, requires_grad=needs[0])
+    c = torch.ones(4, 3, 2, requires_grad=needs[1])
     q = torch.tensor([3, 0, 0, 1, 2])
-    taken = 4 * 5 * 3 * 2
 
     def call() -> Any:
         return torch.matmul(a, c[q])
 
-    _, measured = torch_memory(call)
-    assert measured.retained_bytes == taken
-    assert saved_tensor_bytes(call, (a, c, q)) == taken
-    c.requires_grad_(False)
-    assert torch_memory(call)[1].retained_bytes == taken
-    c.requires_grad_(True)
-    a.requires_grad_(False)
-    assert torch_memory(call)[1].retained_bytes == saved_tensor_bytes(call, (a, c, q)) == 0
-
-
-def test_torch_storages_saved_twice_or_by_the_result_count_once(torch: Any) -> None:
-    x = torch.ones(30, requires_grad=True)
-
-    def call() -> Any:
-        y = x + x
-        return (y * y.sin()).exp()  # saves y twice, sin y, and the result
-
-    assert torch_memory(call)[1].retained_bytes == saved_tensor_bytes(call, (x,)) == 2 * 120
+    assert torch_memory(call)[1].retained_bytes == saved_tensor_bytes(call, (a, c, q)) == taken
 
 
 def test_torch_own_functions_are_counted(torch: Any) -> None:
@@ -129,20 +97,23 @@ def test_torch_own_functions_are_counted(torch: Any) -> None:
     assert saved_tensor_bytes(lambda: Square.apply(x), (x,)) == 100  # hooks do not see the attribute
 
 
-def test_torch_saved_and_dropped_does_not_count(torch: Any) -> None:
+def dropped(x: Any) -> Any:
+    (x + x).exp().sin()  # a graph that dies at once, a saved output in it
+    return x + x
+
+
+@pytest.mark.parametrize(
+    ("call", "retained", "hooked"),
+    [
+        (lambda x: ((y := x + x) * y.sin()).exp(), 240, 240),  # saves y twice, sin y, and the result
+        (dropped, 0, 0),
+        (lambda x: 2 * x, 8, 0),  # hooks see no Python numbers
+    ],
+)
+def test_torch_retained(torch: Any, call: Any, retained: int, hooked: int) -> None:
     x = torch.ones(30, requires_grad=True)
-
-    def call() -> Any:
-        (x + x).exp().sin()  # a graph that dies at once, a saved output in it
-        return x + x
-
-    assert torch_memory(call)[1].retained_bytes == saved_tensor_bytes(call, (x,)) == 0
-
-
-def test_torch_python_numbers_are_retained_but_not_hooked(torch: Any) -> None:
-    x = torch.ones(30, requires_grad=True)
-    assert torch_memory(lambda: 2 * x)[1].retained_bytes == 8
-    assert saved_tensor_bytes(lambda: 2 * x, (x,)) == 0
+    assert torch_memory(lambda: call(x))[1].retained_bytes == retained
+    assert saved_tensor_bytes(lambda: call(x), (x,)) == hooked
 
 
 def test_torch_backward(torch: Any) -> None:
@@ -158,9 +129,7 @@ def test_torch_backward(torch: Any) -> None:
 # --- jax ----------------------------------------------------------------------------------------
 
 
-def test_jax_retained() -> None:
-    jax = pytest.importorskip("jax", reason="jax is not installed")
-    jnp = jax.numpy
+def test_jax_retained(jnp: Any) -> None:
     a, c, q = jnp.ones((5, 2, 3)), jnp.ones((4, 3, 2)), jnp.array([3, 0, 0, 1, 2], jnp.uint32)
     index = jnp.arange(30)
     assert jax_retained(lambda a, b: a @ b, jnp.ones((3, 4)), jnp.ones((4, 5))) == 0
@@ -177,15 +146,12 @@ def test_jax_retained() -> None:
     def with_index(x: Any) -> Any:
         return x.at[index].get(mode="promise_in_bounds", unique_indices=True) * 1.0
 
-    assert jax_retained(with_index, jnp.ones(30)) - jax_retained(with_index, jnp.ones(30), held=index) in (
-        0,
-        120,
-    )
+    more = jax_retained(with_index, jnp.ones(30)) - jax_retained(with_index, jnp.ones(30), held=index)
+    assert more in (0, 120)
 
 
-def test_jax_temporaries() -> None:
-    jax = pytest.importorskip("jax", reason="jax is not installed")
-    x = jax.numpy.ones((64, 64))
+def test_jax_temporaries(jnp: Any) -> None:
+    x = jnp.ones((64, 64))
     assert jax_temp_bytes(lambda x: x + 1, x) == 0
     assert jax_temp_bytes(lambda x: (x @ x) @ x, x) >= x.nbytes
 
