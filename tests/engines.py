@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from planner.inspect import memory as measure
 from planner.testing.engines import Engine, JaxEngine, TorchEngine
+from planner.workloads import Workload
 
 
 class Ask(NamedTuple):
@@ -58,12 +60,20 @@ class Numpy(Engine):
         """The result and all gradients, by a functional transform."""
         return [function(*operands)]
 
+    def held(self, call, operands, indices, wanted) -> list[int]:
+        """The bytes that a call holds for its gradients, as counted in each way that the framework has."""
+        return [measure.numpy_memory(lambda: call(operands, indices))[1].retained_bytes]
+
+    def leaves(self, arrays) -> list[Any]:
+        """Operands of these values, which all need gradients."""
+        return [self.array(x) for x in arrays]
+
+    def of_workload(self, workload: Workload) -> list[Any]:
+        """A named workload's operands, some of which may be views of one array; all need gradients."""
+        return workload.operands(self.name)
+
     def jit(self, function):
         return function
-
-    def around(self, function) -> list[Callable[..., Any]]:
-        """The function of one array, and its transforms."""
-        return [function]
 
 
 class Torch(TorchEngine, Numpy):
@@ -94,6 +104,18 @@ class Torch(TorchEngine, Numpy):
         both = [value, torch.zeros_like(value) if tangent is None else tangent]
         return [*both, *torch.func.jvp(function, tuple(operands), tuple(tangents))]
 
+    def held(self, call, operands, indices, wanted):
+        """By torch's allocator, and by autograd's hooks."""
+        measured = measure.torch_memory(lambda: call(operands, indices))[1]
+        saved = measure.saved_tensor_bytes(lambda: call(operands, indices), [*operands, *indices.values()])
+        return [measured.retained_bytes, saved]
+
+    def leaves(self, arrays):
+        return [self.array(x).requires_grad_() for x in arrays]
+
+    def of_workload(self, workload):
+        return workload.operands(self.name, requires_grad=True)
+
     def vmap(self, function, dims):
         import torch
 
@@ -106,9 +128,6 @@ class Torch(TorchEngine, Numpy):
         gout = gout.requires_grad_()
         first = torch.autograd.grad(function(*operands), operands, gout, create_graph=True)
         return [torch.autograd.grad(first, [*operands, gout], given, materialize_grads=True)]
-
-    def around(self, function):
-        return [function, lambda x: function(x.requires_grad_())]
 
 
 class Jax(JaxEngine, Numpy):
@@ -152,6 +171,11 @@ class Jax(JaxEngine, Numpy):
 
         return list(jax.jvp(function, tuple(operands), tuple(tangents)))
 
+    def held(self, call, operands, indices, wanted):
+        """By the buffers of the pullback."""
+        chosen = [operands[number] for number in wanted]
+        return [measure.jax_retained(of_some(call, operands, indices, wanted), *chosen, held=(operands, indices))]
+
     def vmap(self, function, dims):
         import jax
 
@@ -175,12 +199,6 @@ class Jax(JaxEngine, Numpy):
         to_operands, to_gout = jax.vjp(first, operands, gout)[1](given)
         return [[*to_operands, to_gout], [*ahead, to_gout], [*back, to_gout], [*gradients], [twice]]
 
-    def around(self, function):
-        import jax
-
-        summed = jax.grad(lambda x: function(x).sum())
-        return [function, summed, lambda x: jax.vmap(function)(x[None])]
-
 
 ENGINES = {"numpy": Numpy, "torch": Torch, "jax": Jax}
 
@@ -190,15 +208,14 @@ def in_each(*names: str, **samples: Any):
 
     What is not installed is skipped.
     """
-    rows = [(name, None) for name in names]
+    rows = [(name, name) for name in names]
     for name, given in samples.items():
-        rows += [(name, sample) for sample in (given if isinstance(given, list) else [given])]
+        if isinstance(given, list):
+            rows += [(name, f"{name}-{place}", sample) for place, sample in enumerate(given)]
+        else:
+            rows.append((name, name, given))
     cases = []
-    for place, (name, sample) in enumerate(rows):
+    for name, label, *sample in rows:
         absent = pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
-        first = rows.index((name, sample)) if sample is None else [n for n, _ in rows].index(name)
-        alone = [n for n, _ in rows].count(name) == 1
-        engine = ENGINES[name]()
-        values = (engine,) if sample is None else (engine, sample)
-        cases.append(pytest.param(*values, marks=absent, id=name if alone else f"{name}-{place - first}"))
+        cases.append(pytest.param(ENGINES[name](), *sample, marks=absent, id=label))
     return pytest.mark.parametrize("engine" if names else ("engine", "sample"), cases)

@@ -19,6 +19,7 @@ from planner.testing import Problem, problems
 from planner.testing.engines import Engine
 from planner.testing.judgement import Subject
 from planner.testing.reference import reference, reference_gradients
+from planner.workloads import Workload
 
 MODES = ("raise", "drop", "clip")
 OBJECTIVES = ("time", "flops", "peak", "retained", "bytes")
@@ -57,6 +58,14 @@ def assert_equal(got, expected, dtype: str, what: str = "result") -> None:
     assert array.shape == expected.shape, f"{what} has shape {array.shape}, not {expected.shape}"
     wanted = expected.astype(array.dtype)
     assert (array == wanted).all(), f"{what} is\n{array}\nnot\n{wanted}"
+
+
+def problem_of(workload: Workload) -> Problem:
+    """A named workload's spec, shapes, index arrays and flags, on small integers."""
+    indices = workload.indices("numpy")
+    return Problem(
+        workload.spec, workload.shapes, indices=indices, requires_grad=workload.takes_gradient, **workload.options
+    )
 
 
 def directional(problem: Problem, operands, tangents) -> np.ndarray:
@@ -138,14 +147,6 @@ def with_unread_nan(problem: Problem) -> tuple[list, bool]:
     return operands, any((count == 0).any() for count in counts)
 
 
-# Out-of-range indices, as (values, size, position of the first bad one, its value).
-BAD_INDICES = [
-    ([0, 3, 1], 3, 1, 3),
-    ([0, 1, -4], 3, 2, -4),
-    ([7, 0, 1], 3, 0, 7),
-    ([[0, 1], [2, 99]], 3, (1, 1), 99),
-]
-
 # Every integer dtype, with a size that the narrow ones do not reach and one that they do.
 INDEX_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
@@ -178,16 +179,14 @@ def asked(engine, problem, run, *more, expected):
 def oracle(engine, problem, operands=None, gout=None):
     """What the result and the gradients are to be, by the framework's convention of conjugates."""
     operands = problem.operands() if operands is None else operands
-    expected = [
-        ("result", reference(problem.spec, *operands, **problem.arguments()), engine.result_dtype(problem.dtypes))
-    ]
+    result = reference(problem.spec, *operands, **problem.arguments())
+    expected = [("result", result, engine.result_dtype(problem.dtypes))]
     if engine.differentiates and problem.wanted:
         others = [np.conj(x) for x in operands] if engine.conjugates else operands
         gout = problem.output_gradient() if gout is None else gout
         gradients = reference_gradients(problem.spec, gout, *others, **problem.arguments())
-        expected += [
-            (f"gradient {n}", real(gradients[n], problem.dtypes[n]), problem.dtypes[n]) for n in problem.wanted
-        ]
+        for n in problem.wanted:
+            expected.append((f"gradient {n}", real(gradients[n], problem.dtypes[n]), problem.dtypes[n]))
     return expected
 
 

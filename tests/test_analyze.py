@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import examples, installed_frameworks
+from conftest import examples
+from engines import Torch, in_each
 from hypothesis import assume, example, given, settings
-from laws import exact_problems
+from laws import exact_problems, problem_of
 
 import planner
 from planner.cli import main
@@ -20,28 +21,17 @@ from planner.inspect.analysis import Analysis, AnalyzedStep
 from planner.inspect.analyze import Figures
 from planner.program.frameworks import load_backend
 from planner.testing import Problem
-from planner.testing.engines import engine_of
-from planner.workloads import WORKLOADS, to_framework
+from planner.workloads import WORKLOADS
 
-FRAMEWORKS = [name for name in ("torch", "jax", "numpy") if name in installed_frameworks()]
-GATHERED = WORKLOADS["seed-gathered-matmul"].resized(n=256, q=16)
+in_each_framework = in_each("torch", "jax", "numpy")
+GATHERED = problem_of(WORKLOADS["seed-gathered-matmul"].resized(n=256, q=16))
+THREE_WAY = problem_of(WORKLOADS["three-way-batch"].resized(b=8, k=512))
 
 
-def arrays_of(framework, problem):
+def planned(engine, problem, **options):
     """The plan of a problem, with its gradients where the framework has any, its operands and its index arrays."""
-    engine = engine_of(framework)
     operands, indices = engine.operands(problem), engine.indices(problem)
-    return engine.plan(problem, operands, indices), operands, indices
-
-
-def workload_of(framework, workload, grad=True, **options):
-    """The same of a workload."""
-    operands = workload.operands(framework, **({"requires_grad": grad} if framework == "torch" else {}))
-    indices = workload.indices(framework)
-    wanted = grad and framework != "numpy"
-    stand_ins = [planner.Operand(tuple(x.shape), "float32", requires_grad=wanted) for x in operands]
-    plan = planner.plan(workload.spec, *stand_ins, backend=framework, **workload.options, **options, **indices)
-    return plan, operands, indices
+    return engine.plan(problem, operands, indices, **options), operands, indices
 
 
 def assert_faithful(plan, found):
@@ -68,29 +58,30 @@ def assert_faithful(plan, found):
         assert read["off"] == dict(row.off)
 
 
-_SHAPE = {"min_operands": 2, "max_axes": 4}
+def drawn(engine, **jax):
+    """Draw problems; in JAX, which compiles each, fewer of them and some options."""
+    few = jax if engine.name == "jax" else {}
+    count = examples(6, 60) if engine.name == "jax" else examples(40, 400)
+    return lambda law: settings(max_examples=count)(given(exact_problems(min_operands=2, max_axes=4, **few))(law))
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_retained_is_measured_as_predicted_and_nothing_changes(framework):
-    few = {"max_operands": 3, "without": ("size zero", "scalar")} if framework == "jax" else {}
-
-    @settings(max_examples=examples(40, 400) if framework != "jax" else examples(6, 60))
-    @given(exact_problems(**few, **_SHAPE))
+@in_each_framework
+def test_retained_is_measured_as_predicted_and_nothing_changes(engine):
+    @drawn(engine, max_operands=3, without=("size zero", "scalar"))
     def law(problem):
-        assume(framework != "jax" or any(problem.requires_grad))
-        plan, operands, indices = arrays_of(framework, problem)
-        with untouched(operands, problem.requires_grad) if framework == "torch" else contextlib.nullcontext():
+        assume(engine.name != "jax" or any(problem.requires_grad))
+        plan, operands, indices = planned(engine, problem)
+        with untouched(operands, problem.requires_grad) if engine.name == "torch" else contextlib.nullcontext():
             found = plan.analyze(*operands, rounds=1, **indices)
         assert_faithful(plan, found)
         retained = plan.cost.retained_bytes
         assert found.total("forward").measured.retained_bytes == retained
-        if framework == "torch":
+        if engine.name == "torch":
             kept = sum(row.measured.retained_bytes for row in found.steps if row.program == "forward")
             assert kept == retained
 
-    if framework == "numpy":  # of an empty result a byte was left over
-        law = example(Problem("a -> q[]", ((2,),), sizes={"q": 0}, indices={"q": np.array(0)}, index_mode="drop"))(law)
+    if engine.name == "numpy":  # of an empty result a byte was left over
+        law = example(Problem("a -> q[]", ((2,),), {"q": 0}, {"q": np.array(0)}, "drop"))(law)
     law()
 
 
@@ -112,13 +103,12 @@ def untouched(operands, needs):
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_steps_one_by_one_compute_what_the_call_does(framework, jax_in_a_hurry):
-    @settings(max_examples=examples(40, 400) if framework != "jax" else examples(6, 60))
-    @given(exact_problems(max_operands=3, **_SHAPE))
+@in_each_framework
+def test_steps_one_by_one_compute_what_the_call_does(engine, jax_in_a_hurry):
+    @drawn(engine, max_operands=3)
     def law(problem):
-        plan, operands, indices = arrays_of(framework, problem)
-        backend = load_backend(framework)
+        plan, operands, indices = planned(engine, problem)
+        programs, backend = plan.programs, load_backend(engine.name)
 
         def run(given, program):
             values = dict(given.values)
@@ -126,46 +116,43 @@ def test_steps_one_by_one_compute_what_the_call_does(framework, jax_in_a_hurry):
                 values.update(zip(step.outputs, given.bind(step, [values[v] for v in step.inputs])(), strict=True))
             return values
 
-        values = run(backend.stepwise(plan, operands, indices), plan.programs.forward)
-        result = np.asarray(
-            values[plan.programs.result].detach() if framework == "torch" else values[plan.programs.result]
-        )
-        assert (result == problem.expected()).all()
-        if plan.programs.backward is None:
-            return
-        gout = to_framework(framework, problem.output_gradient(), "float32")
-        kept = {v: values[v] for v in plan.programs.kept}
-        values = run(backend.stepwise(plan, operands, indices, gout, kept), plan.programs.backward)
-        for variable, expected in zip(plan.programs.gradients, problem.expected_gradients(), strict=True):
-            if variable is not None:
-                found = np.asarray(values[variable])
-                assert (found.reshape(expected.shape) == expected).all()
+        def check(values, variables, expected):
+            for variable, wanted in zip(variables, expected, strict=True):
+                if variable is not None:
+                    found = engine.described(values[variable])[0]
+                    assert (found.reshape(wanted.shape) == wanted).all()
+
+        values = run(backend.stepwise(plan, operands, indices), programs.forward)
+        check(values, [programs.result], [problem.expected()])
+        if programs.backward is not None:
+            kept, gout = {v: values[v] for v in programs.kept}, engine.array(problem.output_gradient())
+            values = run(backend.stepwise(plan, operands, indices, gout, kept), programs.backward)
+            check(values, programs.gradients, problem.expected_gradients())
 
     law()
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_live_bytes_are_near_what_is_predicted(framework):
-    workload = WORKLOADS["three-way-batch"].resized(b=8, k=512)
-    plan, operands, indices = workload_of(framework, workload)
+@in_each_framework
+def test_live_bytes_are_near_what_is_predicted(engine):
+    plan, operands, indices = planned(engine, THREE_WAY)
     found = plan.analyze(*operands, rounds=1, **indices)
     assert_faithful(plan, found)
     for row in found.steps:
         assert row.measured.live_bytes == pytest.approx(row.predicted.live_bytes, rel=0.3)
     assert not any("live" in dict(row.off) for row in found.steps)
-    if framework == "torch":
+    if engine.name == "torch":
         products = [row for row in found.steps if row.lowering == "matmul"]
         assert products
         assert all(row.measured.flops == row.predicted.flops for row in products)
         assert all(row.measured.bytes_moved == row.predicted.bytes_moved for row in found.steps)
-    if framework == "jax":
+    if engine.name == "jax":
         assert found.total("forward", "compiled").measured.live_bytes > 0
         assert "compiled" in str(found)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_false_cost_is_marked(framework):
-    plan, operands, indices = workload_of(framework, WORKLOADS["three-way-batch"].resized(b=8, k=512))
+@in_each_framework
+def test_a_false_cost_is_marked(engine):
+    plan, operands, indices = planned(engine, THREE_WAY)
     first, *rest = plan.programs.forward.steps
     first = dataclasses.replace(first, live_bytes=10 * first.live_bytes)
     forward = dataclasses.replace(plan.programs.forward, steps=(first, *rest))
@@ -176,15 +163,14 @@ def test_a_false_cost_is_marked(framework):
     assert "off by more than 2x" in str(found)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@in_each_framework
 @pytest.mark.parametrize("factor", [1e-4, 1e4])
-def test_wrong_rates_are_warned_of(framework, factor):
-    wrong = planner.Device(
-        "wrong", flop_rate=1e11 * factor, bandwidth=1e10 * factor, skinny_rate=1e11 * factor, launch_seconds=0.0
-    )
-    plan, operands, indices = workload_of(
-        framework, WORKLOADS["three-way-batch"].resized(b=16, k=1024), grad=False, device=wrong
-    )
+def test_wrong_rates_are_warned_of(engine, factor):
+    rates = {"flop_rate": 1e11 * factor, "bandwidth": 1e10 * factor, "skinny_rate": 1e11 * factor}
+    problem = problem_of(WORKLOADS["three-way-batch"].resized(b=16, k=1024))
+    problem = dataclasses.replace(problem, requires_grad=(False,) * len(problem.shapes))
+    wrong = planner.Device("wrong", launch_seconds=0.0, **rates)
+    plan, operands, indices = planned(engine, problem, device=wrong)
     found = plan.analyze(*operands, rounds=1, **indices)
     (warning,) = found.warnings
     assert "the machine's rates look wrong" in warning
@@ -193,19 +179,19 @@ def test_wrong_rates_are_warned_of(framework, factor):
     assert any("time" in dict(row.off) for row in found.steps)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_prepared_groups(framework):
-    plan, operands, indices = workload_of(framework, GATHERED)
+@in_each_framework
+def test_prepared_groups(engine):
+    plan, operands, indices = planned(engine, GATHERED)
     indices = {name: planner.group(q, 16) for name, q in indices.items()}
     assert_faithful(plan, plan.analyze(*operands, rounds=1, **indices))
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@in_each_framework
 @pytest.mark.parametrize(
     ("spec", "shapes"), [("ij -> ij", [(3, 4)]), ("ij, jk -> ik", [(0, 4), (4, 5)]), ("ij, jk -> ik", [(3, 0), (0, 5)])]
 )
-def test_no_steps_and_no_elements(framework, spec, shapes):
-    plan, operands, _ = arrays_of(framework, Problem(spec, tuple(shapes)))
+def test_no_steps_and_no_elements(engine, spec, shapes):
+    plan, operands, _ = planned(engine, Problem(spec, tuple(shapes)))
     assert_faithful(plan, plan.analyze(*operands))
 
 
@@ -236,24 +222,22 @@ def test_torch_without_values_is_refused(torch):
     plan = planner.plan("ij, jk -> ik", a, b)
     with pytest.raises(planner.PlannerError, match="operand 1 is a meta or fake tensor"):
         plan.analyze(a, b.to("meta"))
-    with pytest.raises(planner.PlannerError, match="nothing can be measured"):
-        torch.func.vmap(lambda x: plan.analyze(x, b) and x)(torch.ones(2, 3, 4))
-    with pytest.raises(planner.PlannerError, match="nothing can be measured"):
-        torch.func.grad(lambda x: plan.analyze(x, b) and x.sum())(a)
+    for transform, x in ((torch.func.vmap, torch.ones(2, 3, 4)), (torch.func.grad, a)):
+        with pytest.raises(planner.PlannerError, match="nothing can be measured"):
+            transform(lambda x: plan.analyze(x, b) and x.sum())(x)
 
 
 def test_jax_without_values_is_refused(jax):
     a, b = jax.numpy.ones((3, 4)), jax.numpy.ones((4, 5))
     plan = planner.plan("ij, jk -> ik", a, b)
-    for transform in (jax.jit, jax.vmap, jax.grad):
-        x = a[None] if transform is jax.vmap else a
+    for transform, x in ((jax.jit, a), (jax.vmap, a[None]), (jax.grad, a)):
         with pytest.raises(planner.PlannerError, match="operand 0 is traced"):
             transform(lambda x: plan.analyze(x, b) and x.sum())(x)
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "enable_grad"])
 def test_torch_settings_are_as_before(mode, torch):
-    plan, operands, indices = workload_of("torch", GATHERED)
+    plan, operands, indices = planned(Torch(), GATHERED)
     with getattr(torch, mode)():
         before = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         found = plan.analyze(*operands, rounds=1, **indices)
@@ -275,16 +259,13 @@ def test_torch_counts_operators(torch):
 def test_the_table():
     figures = Figures(2e-3, 10**6, 10**6, 10**6, 0)
     slower = dataclasses.replace(figures, seconds=7e-3, flops=None, retained_bytes=None)
+    backward = dataclasses.replace(figures, retained_bytes=None)
     steps = (
         AnalyzedStep("forward", 0, "ij, jk -> ik", "matmul", figures, figures),
-        AnalyzedStep(
-            "backward", 1, "ik, jk -> ij", "matmul", dataclasses.replace(figures, retained_bytes=None), slower
-        ),
+        AnalyzedStep("backward", 1, "ik, jk -> ij", "matmul", backward, slower),
     )
-    totals = tuple(
-        AnalyzedStep(program, None, "", how, figures, found)
-        for program, how, found in [("forward", "", figures), ("forward", "compiled", slower), ("backward", "", slower)]
-    )
+    measured = [("forward", "", figures), ("forward", "compiled", slower), ("backward", "", slower)]
+    totals = tuple(AnalyzedStep(program, None, "", how, figures, found) for program, how, found in measured)
     found = Analysis("ij, jk -> ik", "jax", "cpu", "float32", 3, steps, totals, ("rates",))
     assert str(found).splitlines() == [
         "ij, jk -> ik        jax · cpu · float32 · medians of 3 rounds",
@@ -305,10 +286,10 @@ def test_the_table():
         found.total("backward", "compiled")
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_explain_analyze(framework, capsys):
-    grad = ["--grad"] if framework != "numpy" else []
-    line = ["explain", "nij, q[n]jk -> nik", "64x1x8", "4x8x8", "--index", "q=64", "--backend", framework, *grad]
+@in_each_framework
+def test_explain_analyze(engine, capsys):
+    grad = ["--grad"] if engine.name != "numpy" else []
+    line = ["explain", "nij, q[n]jk -> nik", "64x1x8", "4x8x8", "--index", "q=64", "--backend", engine.name, *grad]
     assert main([*line, "--analyze"]) == 0
     shown = capsys.readouterr().out
     assert "this plan" in shown

@@ -1,5 +1,6 @@
 """`torch.compile(fullgraph=True)`: calls are recorded whole, and what runs later on is what the plan says."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -8,11 +9,14 @@ import sys
 import numpy as np
 import pytest
 from conftest import examples
+from engines import Torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import MODES, exact_problems
 
 import planner
+from planner.testing.judgement import Subject
+from planner.testing.reference import reference, reference_gradients
 from planner.workloads import WORKLOADS
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -71,16 +75,12 @@ def test_values_and_gradients():
     @given(exact_problems(("float32", "complex64"), max_size=3), st.booleans())
     def law(problem, limited):
         torch.compiler.reset()
-        arrays = [torch.from_numpy(x) for x in problem.strided_operands()]
-        operands = [x.requires_grad_(need) for x, need in zip(arrays, problem.requires_grad, strict=True)]
-        indices = {name: torch.from_numpy(q) for name, q in problem.indices.items()}
-        options = {**problem.arguments(), "memory_limit": "1 MB" if limited else None}
-        for name in indices:
-            options.pop(name)
+        problem = dataclasses.replace(problem, strided=True)
+        call = Subject().call(problem, memory_limit="1 MB" if limited else None)
+        operands, indices = Torch().operands(problem), Torch().indices(problem)
 
         def function(*arrays):
-            named = dict(zip(indices, arrays[len(operands) :], strict=True))
-            return planner.contract(problem.spec, *arrays[: len(operands)], **named, **options)
+            return call(arrays[: len(operands)], dict(zip(indices, arrays[len(operands) :], strict=True)))
 
         agree(function, *operands, *indices.values())
 
@@ -88,7 +88,7 @@ def test_values_and_gradients():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_index_modes_and_prepared_indices(mode):
+def test_index_modes_prepared_indices_and_transforms(mode):
     a, c = small((6, 2, 3), (4, 3, 5))
     q = torch.tensor([0, 3, -1, 1, 2, 0] if mode == "raise" else [0, 3, 9, 1, -7, 0])
     prepared = planner.group(q, 4, index_mode=mode)
@@ -99,49 +99,35 @@ def test_index_modes_and_prepared_indices(mode):
     agree(function, a, c, q)
     agree(function, a, c, prepared)
     agree(lambda a, c: function(a, c, prepared), a, c)
+    a, c = a.detach(), c.detach()
+    agree(lambda a, c, q: torch.func.grad(lambda a: function(a, c, q).square().sum())(a), a, c, q)
+    agree(lambda a, c, q: torch.func.vmap(lambda a: function(a, c, q))(a), torch.stack([a, 2 * a]), c, q)
+    forward = agree(lambda a, c, q: torch.func.jvp(lambda a: function(a, c, q), (a,), (a + 1,))[1], a, c, q)
+    if mode == "raise":
+        with pytest.raises(planner.IndexRangeError, match=r"'q'\[1\] is 4"):
+            forward(a, c, torch.tensor([0, 4, -1, 1, 2, 0]))
 
 
-def test_a_bad_index_is_refused_when_it_comes():
-    a, c = small((6, 2, 3), (4, 3, 5))
-    made = agree(lambda a, c, q: planner.contract(SPEC, a, c, q=q), a, c, torch.tensor([0, 3, 3, 1, 2, 0]))
-    with pytest.raises(planner.IndexRangeError, match=r"'q'\[5\] is 7"):
-        made(a, c, torch.tensor([0, 3, 3, 1, 2, 7]))
-
-
-def test_what_a_dropped_row_holds_is_looked_at_when_it_comes():
-    """NaN that only a dropped index meets: recorded for finite numbers, run on others."""
-    spec, q = "nj, q[n]k -> jk", torch.tensor([0, 9, 1])
-    a, c = small((3, 2), (2, 4))
+@pytest.mark.parametrize(
+    ("spec", "first"),
+    [("nj, q[n]k -> jk", [[1, 2], [np.nan, np.nan], [3, 1]]), ("j, q[n]j -> nj", [np.inf, 1])],
+)
+def test_what_a_dropped_index_meets_is_looked_at_when_it_comes(spec, first):
+    """NaN that only a dropped index meets, and infinity that others meet too: recorded for finite numbers."""
+    first = np.array(first, np.float32)
+    (_, c), q = small((2, 2), (3, 2)), torch.tensor([0, 9, 1])
 
     def function(a, c):
         return planner.contract(spec, a, c, q=q, index_mode="drop")
 
-    made = agree(function, a, c)
-    a = a.detach().clone()
-    a[1] = float("nan")
-    a.requires_grad_()
-    got, expected = made(a, c), function(a, c)
-    assert torch.equal(got, expected)
-    assert expected.isfinite().all()
-    for found, wanted in zip(*(torch.autograd.grad(y.sum(), (a, c)) for y in (got, expected)), strict=True):
-        assert torch.equal(found, wanted)
-        assert wanted.isfinite().all()
-
-
-def test_what_a_dropped_index_would_meet_is_looked_at_when_it_comes():
-    """An infinity of an operand that lacks the axis of the index: zero times it is not zero."""
-    q = torch.tensor([0, 9, 1])
-
-    def function(b, c):
-        return planner.contract("j, q[n]j -> nj", b, c, q=q, index_mode="drop")
-
-    b, c = torch.ones(2, requires_grad=True), torch.ones(3, 2, requires_grad=True)
-    made = agree(function, b, c)
-    b = torch.tensor([float("inf"), 1.0], requires_grad=True)
-    got = made(b, c)
-    assert got.tolist() == function(b, c).tolist() == [[float("inf"), 1], [0, 0], [float("inf"), 1]]
-    found = torch.autograd.grad(got.sum(), (b, c))
-    assert [x.tolist() for x in found] == [[2, 2], [[float("inf"), 1], [float("inf"), 1], [0, 0]]]
+    made = agree(function, torch.ones(first.shape, requires_grad=True), c)
+    a = torch.from_numpy(first).requires_grad_()
+    got, arrays, arguments = made(a, c), (first, c.detach().numpy()), {"index_mode": "drop", "q": q.numpy()}
+    expected = reference(spec, *arrays, **arguments)
+    gradients = reference_gradients(spec, np.ones(expected.shape), *arrays, **arguments)
+    for found, wanted in zip((got, *torch.autograd.grad(got.sum(), (a, c))), (expected, *gradients), strict=True):
+        assert np.array_equal(found.detach(), wanted)
+        assert not np.isnan(wanted).any()
 
 
 def test_an_operator_shares_no_memory_with_what_it_is_given():
@@ -155,40 +141,25 @@ def test_an_operator_shares_no_memory_with_what_it_is_given():
 
 
 @pytest.mark.parametrize(
-    ("function", "shapes"),
+    ("spec", "shapes", "options"),
     [
-        (
-            lambda a, b, c: planner.contract("ij,jk,kl->il", a, b, c, optimize=[(0, 1), (0, 1)]),
-            [(2, 3), (3, 4), (4, 2)],
-        ),
-        (lambda a: planner.contract("ij->", a, dtype=torch.float64), [(6, 2)]),
-        (lambda a: planner.contract("ij->j", a, dtype="float64"), [(6, 2)]),
-        (lambda a: planner.contract("ij->j", a, dtype=np.float64), [(6, 2)]),
-        (lambda a, b: planner.contract(a, [0, 1], b, [1, 2], [0, 2]), [(6, 2), (2, 3)]),
-        (lambda a: planner.contract("ij->ji", a), [(6, 2)]),
-        (lambda a: planner.contract("ij->ijk", a, sizes={"k": 3}), [(6, 2)]),
-        (lambda a, b: planner.contract("ab,b->ca", a, b, sizes={"c": 2}, minimize="peak"), [(6, 2), (2,)]),
-        (lambda a: planner.contract("ij,ij->i", a, a) + planner.contract("ii->i", a[:2])[:1], [(6, 2)]),
+        ("ij,jk,kl->il", [(2, 3), (3, 4), (4, 2)], {"optimize": [(0, 1), (0, 1)]}),
+        ("ij->", [(6, 2)], {"dtype": torch.float64}),
+        ("ij->j", [(6, 2)], {"dtype": "float64"}),
+        ("ij->j", [(6, 2)], {"dtype": np.float64}),
+        ("ij->ji", [(6, 2)], {}),
+        ("ij->ijk", [(6, 2)], {"sizes": {"k": 3}}),
+        ("ab,b->ca", [(6, 2), (2,)], {"sizes": {"c": 2}, "minimize": "peak"}),
     ],
 )
-def test_options(function, shapes):
-    agree(function, *small(*shapes))
+def test_options(spec, shapes, options):
+    agree(lambda *xs: planner.contract(spec, *xs, **options), *small(*shapes))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_transforms_inside(mode):
-    a, c = (x.detach() for x in small((6, 2, 3), (4, 3, 5)))
-    q = torch.tensor([0, 3, -1, 1, 2, 0] if mode == "raise" else [0, 3, 9, 1, -7, 0])
-
-    def call(a, c, q):
-        return planner.contract(SPEC, a, c, q=q, index_mode=mode)
-
-    agree(lambda a, c, q: torch.func.grad(lambda a: call(a, c, q).square().sum())(a), a, c, q)
-    agree(lambda a, c, q: torch.func.vmap(lambda a: call(a, c, q))(a), torch.stack([a, 2 * a]), c, q)
-    forward = agree(lambda a, c, q: torch.func.jvp(lambda a: call(a, c, q), (a,), (a + 1,))[1], a, c, q)
-    if mode == "raise":
-        with pytest.raises(planner.IndexRangeError, match=r"'q'\[1\] is 4"):
-            forward(a, c, torch.tensor([0, 4, -1, 1, 2, 0]))
+def test_sublists_and_several_calls():
+    a, b = small((6, 2), (2, 3))
+    agree(lambda a, b: planner.contract(a, [0, 1], b, [1, 2], [0, 2]), a, b)
+    agree(lambda a: planner.contract("ij,ij->i", a, a) + planner.contract("ii->i", a[:2])[:1], a)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -204,8 +175,7 @@ def test_sizes_that_change(dynamic, prepared):
 
 @pytest.mark.parametrize("options", [{"memory_limit": "24 kB"}, {"retain_limit": 0}])
 def test_loops_and_values_that_are_computed_again(options):
-    spec, shapes = "ij,jk,ki->i", [(40, 40)] * 3
-    operands = small(*shapes)
+    spec, operands = "ij,jk,ki->i", small(*[(40, 40)] * 3)
     plan = planner.plan(spec, *operands, **options)
     assert plan.loop is not None if "memory_limit" in options else plan.keep != "all"
     agree(lambda *operands: planner.contract(spec, *operands, **options), *operands)

@@ -1,11 +1,12 @@
 """JAX's contexts around a call: `disable_jit`, `debug_nans`, `debug_infs` and `default_matmul_precision`."""
 
+import contextlib
 import itertools
 import os
 import re
 import subprocess
 import sys
-import textwrap
+from functools import partial
 
 import numpy as np
 import pytest
@@ -30,48 +31,47 @@ def names(count, size):
 
 
 # A call: spec, operands, keywords.
-SMALL = (numbers(9, 3), numbers(4, 3, 5), names(9, 4))
+SMALL = (numbers(9, 3), numbers(4, 3, 5))
+GATHER, Q = "nj,q[n]jk->nk", names(9, 4)
+LARGE, LARGE_Q = (numbers(64, 8, 16), numbers(8, 16, 16), numbers(64, 16)), names(64, 8)
+POOLED, POOL = "bxd,bq[bxk]d->bxk", (numbers(2, 100, 8), numbers(2, 40, 8))
+POOL_Q = names(2 * 100 * 60, 40).reshape(2, 100, 60)
+CHAIN = tuple(numbers(8, 8) for _ in range(4))
 CALLS = {
     "product": ("ij,jk->ik", (numbers(3, 4), numbers(4, 5)), {}),
     "chain": ("ij,jk,kl->il", (numbers(3, 4), numbers(4, 5), numbers(5, 6)), {}),
     "sum": ("ij->j", (numbers(3, 4),), {}),
     "view": ("ij->ij", (numbers(3, 4),), {}),
-    "gather": ("nj,q[n]jk->nk", SMALL[:2], {"q": SMALL[2]}),
-    "scatter": ("nj->q[n]j", SMALL[:1], {"q": SMALL[2], "sizes": {"q": 4}}),
+    "gather": (GATHER, SMALL, {"q": Q}),
+    "scatter": ("nj->q[n]j", SMALL[:1], {"q": Q, "sizes": {"q": 4}}),
     "pool first": ("nk,jk,q[n]j->n", (numbers(500, 8), numbers(8, 8), numbers(4, 8)), {"q": names(500, 4)}),
-    "dropped": ("nj,q[n]jk->nk", SMALL[:2], {"q": SMALL[2].at[2].set(7), "index_mode": "drop"}),
-    "clipped": ("nj,q[n]jk->nk", SMALL[:2], {"q": SMALL[2].at[2].set(7), "index_mode": "clip"}),
-    "two dtypes": ("nj,q[n]jk->nk", (SMALL[0], SMALL[1].astype(jnp.bfloat16)), {"q": SMALL[2]}),
-    "recomputed": ("ab,bc,cd,de->ae", tuple(numbers(8, 8) for _ in range(4)), {"retain_limit": 300}),
-    "loop": (
-        "nij,q[n]jk,nk->ni",
-        (numbers(64, 8, 16), numbers(8, 16, 16), numbers(64, 16)),
-        {"q": names(64, 8), "memory_limit": 10_000},
-    ),
-    "trained loop": (
-        "nij,q[n]jk,nk->ni",
-        (numbers(64, 8, 16), numbers(8, 16, 16), numbers(64, 16)),
-        {"q": names(64, 8), "memory_limit": 70_000},
-    ),
-    "measured": ("nj,q[n]jk->nk", SMALL[:2], {"q": SMALL[2], "optimize": "measure"}),
+    "dropped": (GATHER, SMALL, {"q": Q.at[2].set(7), "index_mode": "drop"}),
+    "clipped": (GATHER, SMALL, {"q": Q.at[2].set(7), "index_mode": "clip"}),
+    "two dtypes": (GATHER, (SMALL[0], SMALL[1].astype(jnp.bfloat16)), {"q": Q}),
+    "whole pool": (POOLED, POOL, {"q": POOL_Q}),
+    "whole pool, halves": (POOLED, tuple(x.astype("float16") for x in POOL), {"q": POOL_Q}),
+    "recomputed": ("ab,bc,cd,de->ae", CHAIN, {"retain_limit": 300}),
+    "loop": ("nij,q[n]jk,nk->ni", LARGE, {"q": LARGE_Q, "memory_limit": 10_000}),
+    "trained loop": ("nij,q[n]jk,nk->ni", LARGE, {"q": LARGE_Q, "memory_limit": 70_000}),
+    "measured": (GATHER, SMALL, {"q": Q, "optimize": "measure"}),
 }
 
 
 def bound(name):
     """A call of the table as a function of its operands."""
     spec, operands, options = CALLS[name]
-    return (lambda *xs: planner.contract(spec, *xs, **options)), operands
-
-
-def value(call, *xs):
-    return call(*xs)
+    return partial(planner.contract, spec, **options), operands
 
 
 def planned(name):
     """The same call through a plan."""
     spec, operands, options = CALLS[name]
-    plan, arrays = planner.plan(spec, *operands, **options), {k: v for k, v in options.items() if len(k) == 1}
-    return (lambda *xs: plan(*xs, **arrays)), operands
+    plan = planner.plan(spec, *operands, **options)
+    return partial(plan, **{k: v for k, v in options.items() if len(k) == 1}), operands
+
+
+def value(call, *xs):
+    return call(*xs)
 
 
 def gradients(call, *xs):
@@ -112,16 +112,19 @@ def assert_same(got, wanted):
 
 
 def test_the_table_holds_what_its_names_say():
-    plans = {name: planner.plan(spec, *xs, **options) for name, (spec, xs, options) in CALLS.items()}
+    plans = {}
+    for name, (spec, xs, options) in CALLS.items():
+        trained = name in ("recomputed", "trained loop", "whole pool", "whole pool, halves")
+        stand_ins = [planner.Operand(x.shape, x.dtype.name, requires_grad=trained) for x in xs]
+        options = {**options, "optimize": "auto"}
+        plans[name] = planner.plan(spec, *stand_ins, backend="jax", **options)
     assert plans["loop"].loop is not None
+    assert plans["trained loop"].loop is not None
     assert any(step.op.source_dtype for step in plans["two dtypes"].steps)
     assert not plans["pool first"].steps[0].op.arrays
-    spec, operands, options = CALLS["recomputed"]
-    trained = [planner.Operand(x.shape, "float32", requires_grad=True) for x in operands]
-    assert planner.plan(spec, *trained, backend="jax", **options).keep != "all"
-    spec, operands, options = CALLS["trained loop"]
-    trained = [planner.Operand(x.shape, "float32", requires_grad=True) for x in operands]
-    assert planner.plan(spec, *trained, backend="jax", **options).loop is not None
+    assert plans["recomputed"].keep != "all"
+    for name in ("whole pool", "whole pool, halves"):
+        assert "whole pool, then take" in [step.choice.lowering for step in plans[name].steps]
 
 
 # -- disable_jit --------------------------------------------------------------------------------------------
@@ -169,20 +172,25 @@ def test_without_jit_a_step_is_still_one_compiled_operation():
 
 
 def test_a_process_that_never_compiles_contracts():
-    program = textwrap.dedent("""
-        import jax.numpy as jnp, planner
-        x, q = jnp.arange(6.).reshape(2, 3), jnp.array([1, 0, 1])
-        assert (planner.contract("ij,kj->ik", x, x) == x @ x.T).all()
-        assert (planner.contract("nj,q[n]j->n", x[q], x, q=q) == (x[q] ** 2).sum(1)).all()
-    """)
-    environment = {**os.environ, "JAX_DISABLE_JIT": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    program = """
+import jax.numpy as jnp, planner
+x, q = jnp.arange(6.).reshape(2, 3), jnp.array([1, 0, 1])
+assert (planner.contract("ij,kj->ik", x, x) == x @ x.T).all()
+assert (planner.contract("nj,q[n]j->n", x[q], x, q=q) == (x[q] ** 2).sum(1)).all()
+"""
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "JAX_DISABLE_JIT": "1"}, check=True)
 
 
 # -- debug_nans and debug_infs ------------------------------------------------------------------------------
 
-DEBUG = {"nan": jax.debug_nans, "inf": jax.debug_infs}
+
+@contextlib.contextmanager
+def nans_without_jit(on):
+    with jax.disable_jit(), jax.debug_nans(on):
+        yield
+
+
+DEBUG = {"nan": jax.debug_nans, "inf": jax.debug_infs, "nan, no jit": nans_without_jit}
 WAYS = {
     "value": value,
     "jit": lambda call, *xs: jax.jit(call)(*xs),
@@ -190,7 +198,9 @@ WAYS = {
     "jit of gradients": lambda call, *xs: jax.jit(lambda *xs: gradients(call, *xs))(*xs),
     "gradients of jit": lambda call, *xs: gradients(jax.jit(call), *xs),
     "tangents": tangents,
+    "tangents of gradients": lambda call, *xs: tangents(partial(gradients, call), *xs),
     "vmap": mapped,
+    "vmap of gradients": lambda call, *xs: mapped(partial(gradients, call), *xs),
     "checkpoint": lambda call, *xs: gradients(jax.checkpoint(call), *xs),
     "scan": scanned,
 }
@@ -210,22 +220,17 @@ def spoilt(name, held):
         ("loop", "value", "nan"),
         ("trained loop", "gradients", "nan"),
         *itertools.product(["gather"], ["value", "jit", "gradients"], ["inf"]),
+        ("gather", "value", "nan, no jit"),
     ],
 )
 def test_what_a_result_shows_is_raised(name, way, held):
-    call, operands = spoilt(name, float(held))
+    call, operands = spoilt(name, float(held[:3]))
     sound, others = bound(name)
+    message = r"invalid value \(nan\).*'ij, jk -> ik'" if name == "product" else None
     with DEBUG[held](True):
-        with pytest.raises(FloatingPointError):
+        with pytest.raises(FloatingPointError, match=message):
             WAYS[way](call, *operands)
         WAYS[way](sound, *others)
-
-
-@pytest.mark.parametrize("way", ["value", "gradients"])
-def test_the_message_names_the_step(way):
-    call, operands = spoilt("product", float("nan"))
-    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"invalid value \(nan\).*'ij, jk -> ik'"):
-        WAYS[way](call, *operands)
 
 
 def test_a_gradient_that_is_no_number_is_raised():
@@ -239,6 +244,9 @@ def test_a_gradient_that_is_no_number_is_raised():
             jax.grad(lambda *xs: jnp.sqrt(0 * call(*xs)).sum())(*operands)
 
 
+OF_GRADIENTS = ["jit of gradients", "tangents of gradients", "vmap of gradients", "checkpoint"]
+
+
 @pytest.mark.parametrize(
     ("name", "way", "held"),
     [
@@ -247,14 +255,20 @@ def test_a_gradient_that_is_no_number_is_raised():
         ("loop", "value", "nan"),
         ("trained loop", "gradients", "nan"),
         *itertools.product(["two dtypes"], ["gradients of jit", "vmap"], ["nan"]),
+        *itertools.product(["gather", "whole pool"], OF_GRADIENTS, ["nan", "inf"]),
+        *itertools.product(["whole pool, halves"], ["gradients", "jit of gradients"], ["nan"]),
         *itertools.product(["pool first"], ["value", "gradients"], ["inf"]),
         ("measured", "value", "nan"),
     ],
 )
 def test_rows_that_no_index_names_may_hold_anything(name, way, held):
     call, operands = bound(name)
-    pool = next(i for i, term in enumerate(CALLS[name][0].split("->")[0].split(",")) if "q" in term)
-    unread = tuple(x.at[-1].set(float(held)) if i == pool else x for i, x in enumerate(operands))
+    terms = CALLS[name][0].split("->")[0].split(",")
+    # The last row along the dimension that is indexed, which may come second.
+    unread = [
+        x.at[(slice(None),) * term.index("q") + (-1,)].set(float(held)) if "q" in term else x
+        for x, term in zip(operands, terms, strict=True)
+    ]
     wanted = WAYS[way](call, *operands)
     forget()
     with DEBUG[held](True):
@@ -262,15 +276,6 @@ def test_rows_that_no_index_names_may_hold_anything(name, way, held):
         warm = WAYS[way](call, *unread)
     for got in (cold, warm, WAYS[way](call, *unread)):
         assert_same(got, wanted)
-
-
-def test_both_contexts_at_once():
-    call, operands = spoilt("gather", float("nan"))
-    with jax.disable_jit(), jax.debug_nans(True):
-        with pytest.raises(FloatingPointError):
-            call(*operands)
-        sound, numbers = bound("gather")
-        sound(*numbers)
 
 
 def test_a_bad_index_is_named_where_its_mark_is_found():
@@ -312,96 +317,63 @@ def einsum(spec, *xs, **options):
 X = numbers(4, 4)
 
 
-def inside(contract):
-    def function(x):
-        with PRECISE("highest"):
-            return contract("ij,jk->ik", x, x)
-
-    return function
+def inside(contract, x):
+    with PRECISE("highest"):
+        return contract("ij,jk->ik", x, x)
 
 
-def nested(contract):
-    def function(x):
-        with PRECISE("highest"):
-            y = contract("ij,jk->ik", x, x)
-            with PRECISE("high"):
-                y = contract("ij,jk->ik", x, y)
-            y = contract("ij,jk->ik", x, y)
-        return contract("ij,jk->ik", x, y)
-
-    return function
-
-
-def explicit(contract):
-    def function(x):
-        with PRECISE("highest"):
-            y = contract("ij,jk->ik", x, x, precision="default")
-            return contract("ij,jk->ik", x, y, precision="high")
-
-    return function
-
-
-def differentiated(contract):
-    return lambda x: jax.grad(lambda x: (inside(contract)(x) ** 2).sum())(x)
-
-
-def differentiated_in_the_context(contract):
-    def function(x):
-        result, pullback = jax.vjp(lambda y: contract("ij,jk->ik", y, x), x)
-        with PRECISE("highest"):
-            return pullback(result)
-
-    return function
-
-
-def differentiated_out_of_the_context(contract):
-    def function(x):
-        with PRECISE("highest"):
-            result, pullback = jax.vjp(lambda y: contract("ij,jk->ik", y, x), x)
+def nested(contract, x):
+    with PRECISE("highest"):
+        y = contract("ij,jk->ik", x, x)
         with PRECISE("high"):
-            return pullback(result)
-
-    return function
-
-
-def pushed_forward(contract):
-    return lambda x: jax.jvp(inside(contract), (x,), (x,))
+            y = contract("ij,jk->ik", x, y)
+        y = contract("ij,jk->ik", x, y)
+    return contract("ij,jk->ik", x, y)
 
 
-def mapped_over(contract):
-    return lambda x: jax.vmap(inside(contract))(jnp.stack([x, x]))
+def explicit(contract, x):
+    with PRECISE("highest"):
+        y = contract("ij,jk->ik", x, x, precision="default")
+        return contract("ij,jk->ik", x, y, precision="high")
 
 
-def twice(contract):
-    return lambda x: jax.grad(lambda x: (differentiated(contract)(x) ** 2).sum())(x)
+def differentiated(contract, x):
+    return gradients(partial(inside, contract), x)
 
 
-def checkpointed(contract):
-    return lambda x: jax.grad(lambda x: (jax.checkpoint(inside(contract))(x) ** 2).sum())(x)
+def differentiated_in_contexts(contract, x, forward, backward):
+    """The precision of the forward program, and of the backward program."""
+    with PRECISE(forward):
+        result, pullback = jax.vjp(lambda y: contract("ij,jk->ik", y, x), x)
+    with PRECISE(backward):
+        return pullback(result)
 
 
-def jitted(contract):
-    return lambda x: jax.jit(inside(contract))(x) + jax.jit(lambda x: contract("ij,jk->ik", x, x))(x)
+PROGRAMS = {
+    "inside": inside,
+    "nested": nested,
+    "explicit": explicit,
+    "differentiated": differentiated,
+    "differentiated in the context": partial(differentiated_in_contexts, forward=None, backward="highest"),
+    "differentiated out of the context": partial(differentiated_in_contexts, forward="highest", backward="high"),
+    "pushed forward": lambda contract, x: tangents(partial(inside, contract), x),
+    "mapped over": lambda contract, x: mapped(partial(inside, contract), x),
+    "checkpointed": lambda contract, x: gradients(jax.checkpoint(partial(inside, contract)), x),
+    "jitted": lambda contract, x: jax.jit(partial(inside, contract))(x) + jax.jit(partial(contract, "ij,jk->ik"))(x, x),
+}
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        inside, nested, explicit, differentiated, differentiated_in_the_context, differentiated_out_of_the_context,
-        pushed_forward, mapped_over, checkpointed, jitted,
-    ],
-    ids=lambda program: program.__name__,
-)  # fmt: skip
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_products_have_the_precision_that_einsum_gives_them(program):
-    wanted = precisions(program(einsum), X)
+    wanted = precisions(partial(program, einsum), X)
     assert wanted
-    assert precisions(program(planner.contract), X) == wanted
+    assert precisions(partial(program, planner.contract), X) == wanted
     with PRECISE("high"):
-        assert precisions(program(planner.contract), X) == precisions(program(einsum), X)
+        assert precisions(partial(program, planner.contract), X) == precisions(partial(program, einsum), X)
 
 
 def test_all_products_of_second_derivatives_are_as_precise():
-    assert set(precisions(twice(planner.contract), X)) == {"HIGHEST"}
+    assert set(precisions(partial(second_derivatives, partial(inside, planner.contract)), X)) == {"HIGHEST"}
 
 
 @pytest.mark.parametrize("name", ["gather", "pool first", "recomputed", "trained loop"])
@@ -413,14 +385,12 @@ def test_every_product_of_a_plan_is_as_precise(name):
             return call(*xs)
 
     for way in (value, gradients):
-        found = precisions(lambda *xs, way=way: way(asked, *xs), *operands)
-        assert found
-        assert set(found) == {"HIGHEST"}
-        assert set(precisions(lambda *xs, way=way: way(call, *xs), *operands)) == {"DEFAULT"}
+        assert set(precisions(partial(way, asked), *operands)) == {"HIGHEST"}
+        assert set(precisions(partial(way, call), *operands)) == {"DEFAULT"}
 
 
 def test_a_program_is_as_precise_as_it_was_traced():
-    for program in (lambda x: planner.contract("ij,jk->ik", x, x), differentiated(planner.contract)):
+    for program in (lambda x: planner.contract("ij,jk->ik", x, x), partial(differentiated, planner.contract)):
         traced = jax.jit(program).trace(X)
         alone = traced.lower().as_text()
         with PRECISE("highest"):

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from functools import partial
 from random import Random
 
 import pytest
 from brute_force import every_keep
 from conftest import examples
+from engines import in_each
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from laws import Floors, exact_problems
+from laws import Floors, exact_problems, judge, values_and_gradients
 
 import planner
 from planner.cost.objective import step_key
 from planner.inspect import memory as measure
 from planner.program.build import Lowerer
 from planner.search.space import SearchSpace
-from planner.testing.engines import engine_of
 
 
 def with_kept(plan, random):
@@ -30,54 +31,33 @@ def with_kept(plan, random):
     return random.choice([p for p in plans if p.keep == "some"] or plans)
 
 
-def drawn(problem, backend):
-    """A plan of a drawn problem with kept values at random, for operands that all need gradients."""
-    stand_ins = [planner.Operand(x.shape, x.dtype.name, requires_grad=True) for x in problem.operands()]
-    indices = {name: q.shape for name, q in problem.indices.items()}
-    options = problem.arguments() | indices
-    plan = planner.plan(problem.spec, *stand_ins, backend=backend, **options)
-    return with_kept(plan, Random(problem.seed))
-
-
 _SIZES = {"min_operands": 3, "max_operands": 4, "max_axes": 4, "max_size": 3, "without": ("size zero", "scalar")}
 # Half with index arrays for sure: such plans more often keep all, and are passed over below.
 PROBLEMS = st.one_of(exact_problems(**_SIZES, gathers=True), exact_problems(**_SIZES))
 
 
-@pytest.mark.parametrize(("framework", "ci", "nightly", "some", "gather"), [
-    ("torch", 100, 1_000, 0.25, 0.5), ("jax", 25, 400, 0.2, 0.3),
-])  # fmt: skip
-def test_any_choice_of_kept_values_runs(framework, ci, nightly, some, gather, jax_in_a_hurry):
-    pytest.importorskip(framework, reason=f"{framework} is not installed")
-    engine, floors = engine_of(framework), Floors()
+@in_each(torch=(examples(100, 1_000), 0.25, 0.5), jax=(examples(25, 400), 0.2, 0.3))
+def test_any_choice_of_kept_values_runs(engine, sample, jax_in_a_hurry):
+    (count, some, gather), floors = sample, Floors()
 
-    @settings(max_examples=examples(ci, nightly))
+    @settings(max_examples=count)
     @given(PROBLEMS)
     def law(problem):
         problem = dataclasses.replace(problem, requires_grad=(True,) * len(problem.shapes))
-        plan = drawn(problem, framework)
-        assume(framework == "torch" or plan.keep != "all")
         operands, indices = engine.operands(problem), engine.indices(problem)
+        plan = with_kept(engine.plan(problem, operands, indices), Random(problem.seed))
+        assume(engine.name == "torch" or plan.keep != "all")
 
         def call(operands, indices):
             return plan(*operands, **indices)
 
-        result, retained = call(operands, indices), plan.cost.retained_bytes
-        if framework == "torch":
-            _, measured = measure.torch_memory(lambda: call(operands, indices))
-            assert measured.retained_bytes == retained, str(plan)
-            held = measure.saved_tensor_bytes(lambda: call(operands, indices), [*operands, *indices.values()])
-        else:
-            held = measure.jax_retained(lambda *xs: call(xs, indices), *operands, held=(operands, indices))
-        assert held == retained, str(plan)
-        gout = engine.array(problem.output_gradient())
-        found = result, *engine.gradients(call, operands, indices, problem.wanted, gout)
-        for x, expected in zip(found, [problem.expected(), *problem.expected_gradients()], strict=True):
-            assert (engine.described(x)[0] == expected).all(), str(plan)
+        call(operands, indices)
+        assert set(engine.held(call, operands, indices, problem.wanted)) == {plan.cost.retained_bytes}, str(plan)
+        judge(engine, partial(values_and_gradients, call=call), [problem])
         floors.note(some=plan.keep == "some", gather=bool(problem.indices))
 
     law()
-    floors.at_least(examples(ci, nightly), some=some, gather=gather)
+    floors.at_least(count, some=some, gather=gather)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,39 +1,27 @@
 """What is JAX's own: weak types, the 64-bit setting, bad indices under `jit`, what XLA copies. See `test_laws.py`."""
 
-import dataclasses
-
 import numpy as np
 import pytest
-from conftest import PROFILE, examples
+from conftest import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from laws import (
-    assert_equal,
-)
 
 import planner
 from planner.backends.jax.index import normalise
+from planner.cost.device import CPU
+from planner.inspect.memory import jax_temp_bytes
 from planner.language.spec import Gather, Spec
-from planner.testing.reference import reference, reference_gradients
-from planner.workloads import WORKLOADS
+from planner.program.ops import Einsum
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 jnp = jax.numpy
 
-import jax_fast  # noqa: E402
 from jax_fast import jit  # noqa: E402
 
+from planner.backends.jax.backend import backend  # noqa: E402
+from planner.backends.jax.products import count_reordered  # noqa: E402
 
-@pytest.fixture(autouse=True)
-def compiled_in_a_hurry(request, monkeypatch):
-    """Steps of eager calls; but as users compile them in the nightly run, and where a test is marked."""
-    if PROFILE == "ci" and not request.node.get_closest_marker("compiled_as_by_users"):
-        monkeypatch.setattr("planner.backends.jax.step.compile_step", jax_fast.compiled)
-
-
-def described(x):
-    name = x.dtype.name
-    return np.asarray(x.astype(jnp.float32) if name == "bfloat16" else x), name
+pytestmark = pytest.mark.usefixtures("jax_in_a_hurry")
 
 
 def test_weak_types_promote_as_jnp_einsum_does():
@@ -79,15 +67,6 @@ def test_a_64_bit_computation_needs_the_setting(dtype):
         planner.contract("i, i -> i", x, x, dtype=dtype)
 
 
-def test_the_setting_of_64_bits_is_part_of_what_is_cached():
-    with jax.enable_x64(True):
-        x = jnp.ones(3, "float64")
-        assert planner.contract("i, i -> ", x, x).dtype == "float64"
-    with pytest.raises(planner.PlannerError, match="jax_enable_x64"):
-        planner.contract("i, i -> ", x, x)
-    assert planner.contract("i, i -> ", x, x, dtype="float32").dtype == "float32"
-
-
 # -- index modes ---------------------------------------------------------------------------------
 
 
@@ -120,16 +99,6 @@ def test_under_jit_a_bad_constant_is_named():
         jit(lambda x: planner.contract("q[n]c -> nc", x, q=q))(x)
 
 
-def test_under_jit_a_bad_scatter_is_nan_in_every_target():
-    q = jnp.array([0, 5])
-    out = jit(lambda x, q: planner.contract("nc -> q[n]c", x, sizes={"q": 3}, q=q))(jnp.ones((2, 2)), q)
-    assert np.isnan(np.asarray(out)).all()
-    out = jit(lambda x, q: planner.contract("nc -> q[n]c", x, sizes={"q": 3}, q=q))(
-        jnp.ones((2, 2)), jnp.array([0, -1])
-    )
-    assert np.asarray(out).tolist() == [[1, 1], [0, 0], [1, 1]]
-
-
 def test_integers_under_jit_need_a_mode():
     x, q = jnp.arange(3), jnp.array([0, 2])
     with pytest.raises(planner.PlannerError, match="index_mode='drop' or 'clip'"):
@@ -138,82 +107,7 @@ def test_integers_under_jit_need_a_mode():
     assert jit(lambda x: planner.contract("q[n] -> n", x, q=q))(x).tolist() == [0, 2]
 
 
-@pytest.mark.parametrize("within", ["grad", "vmap", "jvp of grad", "checkpoint", "float16"])
-@pytest.mark.parametrize("lowering", ["matmul", "whole pool, then take"])
-def test_rows_that_no_index_names_never_matter_within(within, lowering):
-    if lowering == "matmul":
-        spec, a, c, q = "nij, q[n]jk -> nik", jnp.ones((3, 1, 2)), jnp.ones((4, 2, 3)), jnp.array([0, 2, -2])
-    else:
-        spec, q = "bqd, b i[bqk] d -> bqk", jnp.zeros((2, 100, 60), int).at[:, ::2, ::3].set(2)
-        a, c = jnp.ones((2, 100, 8)), jnp.ones((2, 40, 8))
-    name = "q" if lowering == "matmul" else "i"
-    dtype = "float16" if within == "float16" else "float32"
-    a, clean = a.astype(dtype), c.astype(dtype)
-    stand_ins = [planner.Operand(x.shape, dtype, requires_grad=True) for x in (a, clean)]
-    plan = planner.plan(spec, *stand_ins, backend="jax", **{name: q})
-    assert lowering in [step.choice.lowering for step in plan.steps]
-    axis = 0 if lowering == "matmul" else 1
-
-    def gradients(a, c, q):
-        def call(a, c):
-            return planner.contract(spec, a, c, **{name: q})
-
-        if within == "checkpoint":
-            call = jax.checkpoint(call)
-        return jax.grad(lambda a, c: (call(a, c) ** 2).sum(), (0, 1))(a, c)
-
-    def run(a, c, q):
-        if within == "jvp of grad":
-            return jax.jvp(lambda a, c: gradients(a, c, q), (a, c), (jnp.ones_like(a), jnp.ones_like(c)))
-        if within == "vmap":
-            return jax.vmap(gradients, (0, None, None))(jnp.stack([a, 2 * a]), c, q)
-        return gradients(a, c, q)
-
-    at = (slice(None),) * axis
-    dirty = clean.at[*at, 1].set(jnp.nan).at[*at, 3].set(-jnp.inf)
-    expected = jax.tree.leaves(run(a, clean, q))
-    for wrap in (jit, lambda f: f):
-        found = jax.tree.leaves(wrap(run)(a, dirty, q))
-        assert all((x == y).all() for x, y in zip(found, expected, strict=True))
-
-
 # -- the kernels run -----------------------------------------------------------------------------
-
-
-def test_the_grouped_kernels_run(monkeypatch):
-    from planner.backends.jax.backend import backend
-    from planner.inspect.memory import jax_temp_bytes
-
-    calls = []
-    for name in ("grouped matmul", "both grouped gradients"):
-        row = backend.table.rows[name]
-
-        def counted(*args, row=row):
-            calls.append(row.name)
-            return row.run(*args)
-
-        monkeypatch.setitem(backend.table.rows, name, dataclasses.replace(row, run=counted))
-    workload = WORKLOADS["seed-gathered-matmul"].resized(n=4112, q=64)  # sizes that no other test traces
-    a, c = workload.operands("jax")
-    q = workload.indices("jax")["q"]
-    stand_ins = [planner.Operand(x.shape, "float32", requires_grad=True) for x in (a, c)]
-    plan = planner.plan(workload.spec, *stand_ins, backend="jax", q=q)
-    assert [step.choice.lowering for step in plan.steps] == ["grouped matmul", "both grouped gradients"]
-    gout = workload.cotangent("jax")
-
-    def run(a, c, q, gout):
-        result, pullback = jax.vjp(lambda a, c: planner.contract(workload.spec, a, c, q=q), a, c)
-        return result, *pullback(gout)
-
-    out, ga, gc = jax.jit(run)(a, c, q, gout)
-    assert set(calls) == {"grouped matmul", "both grouped gradients"}
-    gathered = 4 * q.size * c.shape[1] * c.shape[2]
-    assert jax_temp_bytes(run, a, c, q, gout) < gathered / 2
-    arrays, rows = (np.asarray(a), np.asarray(c)), {"q": np.asarray(q)}
-    assert_equal(described(out), reference(workload.spec, *arrays, **rows), "float32")
-    expected = reference_gradients(workload.spec, np.asarray(gout), *arrays, **rows)
-    assert_equal(described(ga), expected[0], "float32")
-    assert_equal(described(gc), expected[1], "float32")
 
 
 @settings(max_examples=examples(40, 400))
@@ -225,11 +119,6 @@ def test_the_grouped_kernels_run(monkeypatch):
 )
 def test_what_is_multiplied_and_summed_equals_the_product(groups, dtype, seed, shuffler):
     """Vectors times matrices in any order of axes: the row runs just where XLA's product would copy."""
-    from planner.backends.jax.backend import backend
-    from planner.backends.jax.products import count_reordered
-    from planner.cost.device import CPU
-    from planner.program.ops import Einsum
-
     names = dict(zip("abcde", groups, strict=False))
     small = [e for e, group in names.items() if group != "left"]
     assume("summed" in groups)
@@ -250,9 +139,8 @@ def test_what_is_multiplied_and_summed_equals_the_product(groups, dtype, seed, s
         assert (one == other).all()
 
 
-@pytest.mark.parametrize(
-    ("spec", "shapes", "copied"),
-    [
+COPIES = {
+    "matmul": [
         ("ijkl, mip -> jklmp", ((32, 16, 8, 8), (8, 32, 16)), 4 * 8 * 32 * 16),  # einsum copies the other operand too
         ("jklmp, mip -> ijkl", ((16, 8, 8, 8, 16), (8, 32, 16)), 4 * 8 * 32 * 16),
         ("ijkl, jklmp -> mip", ((32, 16, 8, 8), (16, 8, 8, 8, 16)), 4 * 8 * 32 * 16),
@@ -266,42 +154,42 @@ def test_what_is_multiplied_and_summed_equals_the_product(groups, dtype, seed, s
         ("bcd, b -> cd", ((64, 48, 40), (64,)), 4 * 48 * 40),  # einsum copies the first operand, 64 times that
         ("cab, ca -> b", ((48, 32, 64), (48, 32)), 4 * 48 * 32),
     ],
-)
-def test_xla_copies_of_a_product_what_is_predicted(spec, shapes, copied):
-    from planner.inspect.memory import jax_temp_bytes
-
-    operands = [jnp.ones(shape) for shape in shapes]
-    plan = planner.plan(spec, *operands, device="cpu")
-    assert [step.choice.lowering for step in plan.steps] == ["matmul"]
-    assert jax_temp_bytes(lambda *xs: plan(*xs), *operands) == copied == plan.steps[0].choice.cost.scratch_bytes
+    # A vector in the middle is no copy. Einsum would copy the matrices.
+    "multiply, then sum": [
+        ("ikj, kj -> ik", ((50, 200, 10), (200, 10)), 0),
+        ("jk, ijkl -> il", ((20, 30), (10, 20, 30, 40)), 0),
+    ],
+    "": [
+        ("ijk -> ki", ((16, 32, 64),), 4 * 16 * 64),
+        ("ijk -> ik", ((16, 32, 64),), 0),
+        ("abc -> bad", ((32, 64, 48),), 4 * 64 * 32 * 16),
+        ("bdee -> de", ((16, 32, 24, 24),), 4 * (16 + 1) * 32 * 24),  # the diagonals, before they are summed
+        ("ba -> bab", ((64, 32),), 4 * 64 * 32 * 64),
+        ("ab -> aab", ((64, 32),), 0),
+        ("ce -> s[e]c", ((64, 2000),), 4 * 64 * 2000),
+        ("ec -> s[e]c", ((2000, 64),), 0),
+        ("c -> s[e]c", ((64,),), 4 * 2000 * 64),  # repeated for each row
+        ("ec -> cs[e]", ((2000, 64),), 4 * 50 * 64),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("spec", "shapes", "options", "copied"),
-    [
-        ("ijk -> ki", ((16, 32, 64),), {}, 4 * 16 * 64),
-        ("ijk -> ik", ((16, 32, 64),), {}, 0),
-        ("abc -> bad", ((32, 64, 48),), {"d": 16}, 4 * 64 * 32 * 16),
-        ("bdee -> de", ((16, 32, 24, 24),), {}, 4 * (16 + 1) * 32 * 24),  # the diagonals, before they are summed
-        ("ba -> bab", ((64, 32),), {}, 4 * 64 * 32 * 64),
-        ("ab -> aab", ((64, 32),), {}, 0),
-        ("ce -> s[e]c", ((64, 2000),), {"s": 50}, 4 * 64 * 2000),
-        ("ec -> s[e]c", ((2000, 64),), {"s": 50}, 0),
-        ("c -> s[e]c", ((64,),), {"s": 50}, 4 * 2000 * 64),  # repeated for each row
-        ("ec -> cs[e]", ((2000, 64),), {"s": 50}, 4 * 50 * 64),
-    ],
+    ("lowering", "spec", "shapes", "copied"), [(name, *row) for name, rows in COPIES.items() for row in rows]
 )
-def test_xla_copies_of_other_steps_what_is_predicted(spec, shapes, options, copied):
-    """But for the index array in range, and some bytes for the counters of loops."""
-    from planner.inspect.memory import jax_temp_bytes
-
-    operands = [jnp.ones(shape) for shape in shapes]
-    indices = {name: jnp.zeros(2000, jnp.int32) for name in options if f"{name}[" in spec}
-    plan = planner.plan(spec, *operands, sizes=options or None, device="cpu", **indices)
+def test_xla_copies_what_is_predicted(lowering, spec, shapes, copied):
+    """But for the index array in range, and in other steps than products some bytes for the counters of loops."""
+    operands, (inputs, output) = [jnp.ones(shape) for shape in shapes], spec.split("->")
+    indices = {"s": jnp.zeros(2000, jnp.int32)} if "s[" in spec else {}
+    sizes = {name: size for name, size in {"d": 16, "s": 50}.items() if name in output and name not in inputs}
+    plan = planner.plan(spec, *operands, sizes=sizes, device="cpu", **indices)
     (step,) = plan.steps
     assert step.choice.cost.scratch_bytes == copied
+    assert lowering in ("", step.choice.lowering)
     measured = jax_temp_bytes(lambda *xs: plan(*xs, **indices), *operands)
-    assert copied <= measured <= copied + 8 * 2000 * len(indices) + 1024
+    assert copied <= measured <= copied + (0 if lowering else 8 * 2000 * len(indices) + 1024)
+    if lowering == "multiply, then sum":
+        assert jax_temp_bytes(lambda *xs: jnp.einsum(spec, *xs), *operands) > 4 * operands[0].size
 
 
 def test_products_are_exported():
@@ -322,20 +210,6 @@ def test_products_of_nothing_are_planned_and_run():
         result, pull = jax.vjp(lambda *xs, spec=spec: planner.contract(spec, *xs), *operands)
         assert (result == jnp.einsum(spec, *operands)).all()
         assert [x.shape for x in pull(result)] == shapes
-
-
-@pytest.mark.parametrize(
-    ("spec", "shapes"),
-    [("ikj, kj -> ik", ((50, 200, 10), (200, 10))), ("jk, ijkl -> il", ((20, 30), (10, 20, 30, 40)))],
-)
-def test_a_vector_in_the_middle_is_no_copy_in_xla(spec, shapes):
-    from planner.inspect.memory import jax_temp_bytes
-
-    operands = [jnp.ones(shape) for shape in shapes]
-    plan = planner.plan(spec, *operands, device="cpu")
-    assert [step.choice.lowering for step in plan.steps] == ["multiply, then sum"]
-    assert jax_temp_bytes(lambda *xs: plan(*xs), *operands) == 0 == plan.steps[0].choice.cost.scratch_bytes
-    assert jax_temp_bytes(lambda *xs: jnp.einsum(spec, *xs), *operands) > 4 * operands[0].size
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint8"])

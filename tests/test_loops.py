@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 from conftest import examples
-from engines import in_each
+from engines import Torch, in_each
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from laws import exact_problems, hold, note_language, values_and_gradients
@@ -16,11 +16,10 @@ from laws import exact_problems, hold, note_language, values_and_gradients
 import planner
 from planner import Operand, PlannerLimitError
 from planner.cost.figures import Cost
-from planner.inspect.memory import jax_retained, torch_memory
+from planner.inspect.memory import jax_compiled, torch_backward_memory, torch_memory
 from planner.language.derive import slice_spec
 from planner.program.loops import covers, parts, slice_counts
 from planner.search.slicing import can_be_cut, make_loop, worth_cutting
-from planner.testing.reference import reference
 from planner.tune.autotune import candidates
 from planner.workloads import WORKLOADS
 
@@ -29,32 +28,14 @@ SMALL = 4096
 CLIQUE = "ij,ik,il,jk,jl,kl->ij"
 
 
-def resolved(problem):
-    arguments = problem.arguments()
-    del arguments["index_mode"]
-    return planner.resolve(problem.spec, *problem.shapes, **arguments)
-
-
 @st.composite
 def slicings(draw, problem, most=2):
     """Some of a problem's axes of two and more, each with a slice size below its size."""
-    spec = resolved(problem)
+    spec = problem.resolved()
     axes = [(axis, size) for axis, size in spec.sizes if size > 1]
     assume(axes)
     chosen = draw(st.lists(st.sampled_from(axes), min_size=1, max_size=most, unique=True))
     return {axis: draw(st.integers(1, size - 1)) for axis, size in chosen}
-
-
-def plan_of(problem, backend, requires=None):
-    operands = [
-        Operand(shape, dtype, requires_grad=need)
-        for shape, dtype, need in zip(
-            problem.shapes, problem.dtypes, requires or [False] * len(problem.shapes), strict=True
-        )
-    ]
-    arguments = problem.arguments()
-    indices = {name: np.shape(q) for name, q in problem.indices.items()}
-    return planner.plan(problem.spec, *operands, backend=backend, **{**arguments, **indices})
 
 
 @settings(max_examples=examples(200, 2_000))
@@ -62,7 +43,7 @@ def plan_of(problem, backend, requires=None):
 def test_slices_tile_the_iteration_space(data):
     problem = data.draw(exact_problems())
     axes = data.draw(slicings(problem, most=3))
-    spec = resolved(problem)
+    spec = problem.resolved()
     seen = list(parts(tuple(axes.items()), spec))
     counted = slice_counts(tuple(axes.items()), spec)
     assert sum(count for _, count in counted) == len(seen)
@@ -81,7 +62,7 @@ def test_slices_tile_the_iteration_space(data):
 
 def cut(engine, problem):
     """Axes to slice and the sizes of the slices, settled by the problem's seed; {} if no axis can be cut."""
-    random, spec = Random(problem.seed), resolved(problem)
+    random, spec = Random(problem.seed), problem.resolved()
     axes = [(axis, size) for axis, size in spec.sizes if size > 1 and (engine.name != "jax" or can_be_cut(spec, axis))]
     some = random.sample(axes, min(len(axes), 1 + problem.seed % 2))
     return {axis: random.randint(1, size - 1) for axis, size in some}
@@ -89,22 +70,24 @@ def cut(engine, problem):
 
 def slice_by_slice(engine, problem):
     """Values and gradients are those of the whole; nothing is retained, and torch's peak is no higher than planned."""
-    needs = problem.requires_grad if engine.differentiates else None
-    plan = make_loop(plan_of(problem, engine.name, needs), cut(engine, problem))
-    assert plan.cost.retained_bytes == 0
     operands, indices = engine.operands(problem), engine.indices(problem)
+    plan = make_loop(engine.plan(problem, operands, indices), cut(engine, problem))
+    assert plan.cost.retained_bytes == 0
+
+    def call(operands, indices):
+        return plan(*operands, **indices)
+
     if engine.name == "torch":
-        measured = torch_memory(lambda: plan(*operands, **indices))[1]
+        measured = torch_memory(lambda: call(operands, indices))[1]
         assert measured.peak_bytes <= plan.cost.forward.peak_bytes + SMALL
-        assert measured.retained_bytes == 0
-    if engine.name == "jax":
-        assert jax_retained(lambda *xs: plan(*xs, **indices), *operands, held=(operands, indices)) == 0
-    return values_and_gradients(engine, problem, lambda xs, qs: plan(*xs, **qs))
+    if problem.wanted and engine.differentiates:
+        assert set(engine.held(call, operands, indices, problem.wanted)) == {0}
+    return values_and_gradients(engine, problem, call)
 
 
 @in_each(
     numpy=(examples(200, 2_000), {}), torch=(examples(200, 2_000), {}), jax=(examples(25, 1_000), {"max_operands": 3})
-)  # fmt: skip
+)
 def test_values_and_gradients_slice_by_slice(engine, sample):
     count, small = sample
 
@@ -117,20 +100,16 @@ def test_values_and_gradients_slice_by_slice(engine, sample):
 
 
 @pytest.mark.parametrize("axes", [{"i": 1}, {"i": 2, "j": 16}, {"i": 1, "j": 64, "l": 32}], ids=str)
-def test_jax_slices_are_arrays_that_count(axes):
+def test_jax_slices_are_arrays_that_count(axes, jax):
     """XLA cuts each slice out of its operand before a product reads it; one to be transposed it cuts in that order."""
-    jax = pytest.importorskip("jax", reason="jax is not installed")
-    from planner.inspect.memory import jax_compiled
-
     operands = [jax.numpy.ones(shape, "float32") for shape in ((8, 128, 64), (8, 64, 96))]
     plan = make_loop(planner.plan("ijk, ikl -> jl", *operands), axes)
     _, compiled = jax_compiled(plan, *operands)
     assert 0.9 * plan.cost.peak_bytes <= compiled.peak_bytes <= plan.cost.peak_bytes + SMALL
 
 
-def test_jax_slices_where_64_bits_are_enabled():
+def test_jax_slices_where_64_bits_are_enabled(jax):
     """Scan's counters and the constants beside them are of one dtype all the same."""
-    jax = pytest.importorskip("jax", reason="jax is not installed")
     with jax.enable_x64(True):
         operands = [jax.numpy.ones(shape, "float64") for shape in ((6, 5, 4), (6, 4, 3))]
         plan = make_loop(planner.plan("ijk, ikl -> jl", *operands), {"i": 4, "j": 2})
@@ -139,8 +118,7 @@ def test_jax_slices_where_64_bits_are_enabled():
         assert [(x.dtype, x[0, 0, 0]) for x in pull(result)] == [("float64", 24 * 3), ("float64", 24 * 5)]
 
 
-def test_jax_goes_slice_by_slice_only_where_that_is_faster():
-    pytest.importorskip("jax", reason="jax is not installed")
+def test_jax_goes_slice_by_slice_only_where_that_is_faster(jax):
     clique, chain = (WORKLOADS[name].cpu() for name in ("clique", "chain-ijkl"))
 
     def planned(workload, requires_grad):
@@ -151,9 +129,8 @@ def test_jax_goes_slice_by_slice_only_where_that_is_faster():
     assert planned(chain, True).loop is None
 
 
-def test_jax_multiplies_no_crumbs():
+def test_jax_multiplies_no_crumbs(jax):
     """A slice of few rows is a slow product in XLA, and its other operand is copied for each."""
-    pytest.importorskip("jax", reason="jax is not installed")
     shapes = (8, 2048, 1024), (8, 1024, 512)
     plan = planner.plan("ijk, ikl -> jl", *shapes, backend="jax", device="cpu")
     assert plan.loop is None or dict(plan.loop.axes).get("j", 2048) >= 256
@@ -161,9 +138,8 @@ def test_jax_multiplies_no_crumbs():
     assert make_loop(whole, {"i": 1, "j": 64}).cost.seconds > 1.3 * make_loop(whole, {"i": 1}).cost.seconds
 
 
-def test_what_each_slice_and_each_stretch_of_one_takes_counts():
+def test_what_each_slice_and_each_stretch_of_one_takes_counts(torch):
     """Thousands of slices of 4 x 4 matrices are Python's time; slices along the last axis are read in stretches."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
     x, y = torch.ones(1024, 4), torch.ones(4, 1024)
     plan = planner.plan("ij, jk -> ik", x, y, device="cpu")
     short, long = (make_loop(plan, {"i": size}).cost.seconds for size in (1, 64))
@@ -173,8 +149,7 @@ def test_what_each_slice_and_each_stretch_of_one_takes_counts():
     assert columns - rows > 16 * 1024 * 1e-7  # the result is written in as many stretches as it has rows
 
 
-def test_slices_of_a_transposed_operand_are_read_as_they_lie():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_slices_of_a_transposed_operand_are_read_as_they_lie(torch):
     x, y = torch.ones(64, 32), torch.ones(32, 4096)
     across, along = (
         make_loop(planner.plan("ij, jk -> ik", x, b, device="cpu"), {"k": 64}).cost.seconds
@@ -231,11 +206,8 @@ def test_a_loop_goes_to_json_and_back_and_runs():
     assert "loop over j by 4, i by 3" in str(plan)
 
 
-def test_the_clique_is_sliced_where_that_is_fastest():
+def test_the_clique_is_sliced_where_that_is_fastest(torch):
     """Six matrices of 256 x 256, whose pairwise contraction builds 17 GB."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    from planner.inspect.memory import torch_backward_memory, torch_memory
-
     seeded = torch.Generator().manual_seed(0)
     operands = [torch.randint(-2, 3, (256, 256), generator=seeded).float() for _ in range(6)]
     plan = planner.plan(CLIQUE, *operands)
@@ -254,11 +226,8 @@ def test_the_clique_is_sliced_where_that_is_fastest():
     assert measured.peak_bytes <= plan.cost.peak_bytes + SMALL <= 5e6
 
 
-def test_the_clique_runs_with_gradients_where_its_pairwise_intermediate_is_vast():
+def test_the_clique_runs_with_gradients_where_its_pairwise_intermediate_is_vast(torch):
     """Nightly 1024 x 1024: n^4 elements are 4 TB, and without a limit the fastest plan takes 21 GB."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    from planner.inspect.memory import torch_backward_memory
-
     n = examples(200, 1024)
     seeded = torch.Generator().manual_seed(0)
     # Sums of n^2 products stay below 2^24: exact.
@@ -276,43 +245,24 @@ def test_the_clique_runs_with_gradients_where_its_pairwise_intermediate_is_vast(
 
 @settings(max_examples=examples(30, 500), deadline=None)
 @given(st.data())
-def test_a_limit_holds_or_the_error_names_one_that_does(data):
-    problem = data.draw(exact_problems(max_size=4))
-    free = plan_of(problem, "torch", problem.requires_grad)
-    limit = data.draw(st.integers(0, max(1, free.cost.peak_bytes)))
-    operands = free.operands
-    indices = {name: np.shape(q) for name, q in problem.indices.items()}
-    arguments = {**problem.arguments(), **indices, "backend": "torch"}
+def test_a_limit_holds_or_the_error_names_one_that_does(torch, data):
+    problem, engine = data.draw(exact_problems(max_size=4)), Torch()
+    planned = partial(engine.plan, problem, engine.operands(problem), engine.indices(problem))
+    limit = data.draw(st.integers(0, max(1, planned().cost.peak_bytes)))
     try:
-        plan = planner.plan(problem.spec, *operands, memory_limit=limit, **arguments)
+        plan = planned(memory_limit=limit)
     except PlannerLimitError as error:
         enough = int(re.search(r"memory_limit=(\d+) succeeds", str(error)).group(1))
         assert enough > limit
-        plan = planner.plan(problem.spec, *operands, memory_limit=enough, **arguments)
-        limit = enough
+        plan, limit = planned(memory_limit=enough), enough
     assert plan.cost.peak_bytes <= limit
 
 
-def test_limits_make_loops():
-    free = planner.plan("ij, jk, kl -> il", (64, 256), (256, 256), (256, 64), backend="numpy", minimize="flops")
-    result = 64 * 64 * 4
-    plan = planner.plan("ij, jk, kl -> il", (64, 256), (256, 256), (256, 64), backend="numpy", memory_limit=2 * result)
-    assert free.loop is None
-    assert plan.loop is not None
-    assert plan.cost.peak_bytes <= 2 * result
-    rng = np.random.default_rng(0)
-    a, b, c = (rng.integers(-2, 3, s).astype("float32") for s in ((64, 256), (256, 256), (256, 64)))
-    np.testing.assert_array_equal(plan(a, b, c), reference("ij, jk, kl -> il", a, b, c))
-
-
-@pytest.mark.parametrize("backend", ["numpy", "torch", "jax"])
-def test_slices_of_a_half_type_are_added_up_in_float32(backend):
+@in_each("numpy", "torch", "jax")
+def test_slices_of_a_half_type_are_added_up_in_float32(engine):
     """2048 + 1 is 2048 in float16: ones that are added one by one would be lost."""
-    framework = pytest.importorskip(backend, reason=f"{backend} is not installed")
-    framework = framework.numpy if backend == "jax" else framework
-    x = framework.asarray([2048.0] + [1.0] * 20, dtype=framework.float16)
-    plan = make_loop(planner.plan("i, i -> ", x, framework.ones_like(x)), {"i": 1})
-    assert float(plan(x, framework.ones_like(x))) == 2068
+    x, ones = (engine.array(np.array([first] + [1.0] * 20, np.float16)) for first in (2048.0, 1.0))
+    assert float(make_loop(planner.plan("i, i -> ", x, ones), {"i": 1})(x, ones)) == 2068
 
 
 @pytest.mark.parametrize("operands", [1, 2, 3])
@@ -332,8 +282,7 @@ def test_the_steps_of_a_shorter_last_slice_are_its_own():
     assert dataclasses.replace(plan, loop=None) != plan
 
 
-def test_a_loop_is_analyzed_as_a_whole():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+def test_a_loop_is_analyzed_as_a_whole(torch):
     a, b = torch.rand(40, 30, requires_grad=True), torch.rand(30, 20)
     plan = make_loop(planner.plan("ij, jk -> ik", a, b), {"j": 7})
     found = plan.analyze(a, b, rounds=1)

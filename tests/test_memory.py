@@ -1,14 +1,15 @@
 """What a plan predicts of memory against what is measured: retained bytes exactly, peaks within 10% at the median."""
 
+import dataclasses
 import math
 import statistics
 
 import numpy as np
 import pytest
 from conftest import PROFILE, examples
-from engines import Jax, Torch
-from hypothesis import assume, example, given, settings
-from laws import Floors, exact_problems, pick
+from engines import Jax, Torch, in_each
+from hypothesis import assume, given, settings
+from laws import Floors, exact_problems, pick, problem_of
 
 import planner
 from planner.inspect import memory as measure
@@ -16,6 +17,7 @@ from planner.inspect import meter
 from planner.language.parse import parse
 from planner.language.spec import Gather
 from planner.testing import Problem
+from planner.testing.judgement import Subject
 from planner.workloads import WORKLOADS
 
 # Sizes at which the arrays hold megabytes, so that the few hundred bytes which a framework adds do not count.
@@ -87,36 +89,6 @@ def scaled(problem, largest=48):
     return operands, {"sizes": given or None, **indices}
 
 
-def torch_retained(torch, spec, operands, options, minimize):
-    """Predicted, measured by the allocator, and measured by the saved-tensor hooks."""
-    plan = planner.plan(spec, *operands, minimize=minimize, **options)
-
-    def call():
-        return planner.contract(spec, *operands, minimize=minimize, **options)
-
-    call()  # plans and caches
-    _, measured = measure.torch_memory(call)
-    tensors = [*operands, *(x for x in options.values() if isinstance(x, torch.Tensor))]
-    return plan, measured.retained_bytes, measure.saved_tensor_bytes(call, tensors)
-
-
-def assert_retained(plan, allocated, saved=None):
-    predicted = plan.cost.retained_bytes
-    assert allocated == predicted, f"{allocated} B retained, {predicted} B predicted\n{plan}"
-    assert saved in (None, predicted), f"{saved} B saved by the hooks, {predicted} B predicted\n{plan}"
-
-
-@pytest.fixture
-def jax(monkeypatch):
-    """JAX, whose eager steps are compiled in a hurry: in the nightly run as users compile them."""
-    jax = pytest.importorskip("jax", reason="jax is not installed")
-    import jax_fast
-
-    if PROFILE == "ci":
-        monkeypatch.setattr("planner.backends.jax.step.compile_step", jax_fast.compiled)
-    return jax
-
-
 @pytest.fixture
 def steps_alone(monkeypatch):
     """JAX's programs step by step: neither calls nor programs as wholes are compiled."""
@@ -136,143 +108,70 @@ def steps_alone(monkeypatch):
 # -- retained ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("minimize", ["time", "flops", "retained"])
+def retained(engine, problem, operands, minimize):
+    """The plan of a call, which holds for its gradients just what the plan says: by each way to count it."""
+    call, indices = Subject().call(problem, minimize=minimize), engine.indices(problem)
+    call(operands, indices)  # plans and caches
+    plan = engine.plan(problem, operands, indices, minimize=minimize)
+    predicted = plan.cost.retained_bytes
+    for found in engine.held(call, operands, indices, problem.wanted):
+        assert found == predicted, f"{found} B retained, {predicted} B predicted\n{plan}"
+    assert predicted == 0 or minimize != "retained"
+    return plan
+
+
+@in_each(torch=["time", "flops", "retained"], jax=["time", "retained"])
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_torch_retains_what_the_plan_says(name, minimize):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    tiny = WORKLOADS[name].tiny()
-    operands = tiny.operands("torch", requires_grad=True)
-    options = {**tiny.options, **tiny.indices("torch")}
-    plan, allocated, saved = torch_retained(torch, tiny.spec, operands, options, minimize)
-    assert_retained(plan, allocated, saved)
-    if minimize == "retained":
-        assert allocated == 0
+def test_workloads_retain_what_the_plan_says(engine, sample, name, jax_in_a_hurry):
+    workload = WORKLOADS[name].tiny()
+    retained(engine, problem_of(workload), engine.of_workload(workload), sample)
 
 
-def test_torch_retains_no_copy_of_matrices_with_gaps():
+def test_torch_retains_no_copy_of_matrices_with_gaps(torch):
     """Products in a batch copy them; native calls would keep the copy for the backward pass."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
     operands = [torch.randn(4, 32, 32, 2)[..., 0].requires_grad_() for _ in range(2)]
-    plan, allocated, saved = torch_retained(torch, "bij, bjk -> bik", operands, {}, "flops")
+    plan = retained(Torch(), Problem("bij, bjk -> bik", ((4, 32, 32),) * 2), operands, "flops")
     assert [step.choice.lowering for step in plan.programs.forward.steps] == ["matmul"]
     assert plan.cost.copied_bytes > 0
-    assert_retained(plan, allocated, saved)
 
 
-def test_torch_retains_what_the_plan_says_of_random_specs():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    floors = Floors()
-
+RETAINED_ONCE = [
     # The diagonal's positions were kept by native operators.
-    @settings(max_examples=examples(200, 2_000))
-    @example(
-        Problem(
-            "...a, aa..., a, a... -> aa",
-            ((4,), (4, 4, 1), (4,), (4, 2)),
-            index_mode="drop",
-            requires_grad=(True, False, True, True),
-            seed=212,
-        )
-    )
-    @given(exact_problems(min_operands=3, without=("size zero", "scalar")))
-    def law(problem):
-        arrays = problem.strided_operands() if problem.seed % 2 else problem.operands()
-        operands = [
-            torch.from_numpy(x).requires_grad_(need) for x, need in zip(arrays, problem.requires_grad, strict=True)
-        ]
-        options = problem.arguments() | {n: torch.from_numpy(q) for n, q in problem.indices.items()}
-        plan, allocated, saved = torch_retained(torch, problem.spec, operands, options, pick(problem, KEEPING))
-        assert_retained(plan, allocated, saved)
-        floors.note(nonzero=allocated, gather=bool(problem.indices))
-
-    law()
-    floors.at_least(examples(200, 2_000), nonzero=0.5, gather=0.5)
-
-
-# A kept view of an operand, whose dropped rows are zero in a copy, kept that copy alive.
-@example(
     Problem(
-        "...p[a]q[...a]q[...a]ab, p[a]ab -> ",
-        ((2, 2, 2, 2, 2, 3), (3, 2, 3)),
-        indices={"q": np.zeros((2, 2), np.int64), "p": np.array([0, 2])},
-        index_mode="drop",
-        requires_grad=(True, True),
-        seed=0,
-    )
-)
-@settings(max_examples=examples(50, 500))
-@given(exact_problems(min_operands=2))
-def test_torch_least_retained_is_nothing_and_gives_equal_gradients(problem):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    operands = [torch.from_numpy(x).requires_grad_() for x in problem.operands()]
-    options = problem.arguments() | {n: torch.from_numpy(q) for n, q in problem.indices.items()}
-    plan, allocated, saved = torch_retained(torch, problem.spec, operands, options, "retained")
-    assert allocated == saved == plan.cost.retained_bytes == 0
-    result = planner.contract(problem.spec, *operands, minimize="retained", **options)
-    gradients = torch.autograd.grad(result, operands, torch.from_numpy(problem.output_gradient()))
-    for found, expected in zip(gradients, problem.expected_gradients(), strict=True):
-        assert (found.numpy() == expected).all()
+        "...a, aa..., a, a... -> aa", ((4,), (4, 4, 1), (4,), (4, 2)), index_mode="drop",
+        requires_grad=(True, False, True, True), seed=212,
+    ),
+    # A kept view of an operand, whose dropped rows are zero in a copy, kept that copy alive.
+    Problem(
+        "...p[a]q[...a]q[...a]ab, p[a]ab -> ", ((2, 2, 2, 2, 2, 3), (3, 2, 3)),
+        indices={"q": np.zeros((2, 2), np.int64), "p": np.array([0, 2])}, index_mode="drop",
+    ),
+    # Masks of dropped indices, and masked copies of operands, were kept.
+    Problem(
+        "p[ba] b, ab, p[ba] ab -> q[ba]  p[ba] ba", ((2, 3), (2, 3), (2, 2, 3)), {"q": 2},
+        {"q": np.array([[-1, -2], [-2, 3], [2, 2]]), "p": np.array([[2, 3], [0, 3], [2, 1]])}, "drop",
+        requires_grad=(False, False, True), seed=731,
+    ),
+]  # fmt: skip
+SMALL = {"max_operands": examples(3, 4), "max_axes": 4, "max_size": 3}
 
 
-def jax_retained(spec, operands, wanted, options, minimize):
-    """Predicted, and what the pullback holds."""
-    stand_ins = [
-        planner.Operand(x.shape, x.dtype.name, requires_grad=need) for x, need in zip(operands, wanted, strict=True)
-    ]
-    plan = planner.plan(spec, *stand_ins, minimize=minimize, backend="jax", **options)
-
-    def call(*chosen):
-        given = iter(chosen)
-        full = [next(given) if need else x for x, need in zip(operands, wanted, strict=True)]
-        return planner.contract(spec, *full, minimize=minimize, **options)
-
-    chosen = [x for x, need in zip(operands, wanted, strict=True) if need]
-    held = (operands, {n: x for n, x in options.items() if hasattr(x, "dtype")})
-    return plan, measure.jax_retained(call, *chosen, held=held)
-
-
-@pytest.mark.parametrize("minimize", ["time", "retained"])
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_jax_retains_what_the_plan_says(jax, name, minimize):
-    tiny = WORKLOADS[name].tiny()
-    operands = tiny.operands("jax")
-    options = {**tiny.options, **tiny.indices("jax")}
-    plan, held = jax_retained(tiny.spec, operands, [True] * len(operands), options, minimize)
-    assert_retained(plan, held)
-    if minimize == "retained":
-        assert held == 0
-
-
-def test_jax_retains_what_the_plan_says_of_random_specs(jax):
+@in_each(torch=({}, ("retained",)), jax=(SMALL, ()))
+def test_random_specs_retain_what_the_plan_says(engine, sample, jax_in_a_hurry):
+    small, objectives = sample
     floors = Floors()
 
-    # Masks of dropped indices, and masked copies of operands, were kept.
-    @settings(max_examples=examples(200, 2_000))
-    @example(
-        Problem(
-            "p[ba] b, ab, p[ba] ab -> q[ba]  p[ba] ba",
-            ((2, 3), (2, 3), (2, 2, 3)),
-            sizes={"q": 2},
-            indices={"q": np.array([[-1, -2], [-2, 3], [2, 2]]), "p": np.array([[2, 3], [0, 3], [2, 1]])},
-            index_mode="drop",
-            requires_grad=(False, False, True),
-            seed=731,
-        )
-    )
-    @given(
-        exact_problems(
-            min_operands=3, max_operands=examples(3, 4), max_axes=4, max_size=3, without=("size zero", "scalar")
-        )
-    )
     def law(problem):
-        assume(any(problem.requires_grad))
-        operands = [jax.numpy.asarray(x) for x in problem.operands()]
-        options = problem.arguments() | {n: jax.numpy.asarray(q) for n, q in problem.indices.items()}
-        plan, held = jax_retained(problem.spec, operands, problem.requires_grad, options, pick(problem, KEEPING))
-        assert_retained(plan, held)
-        floors.note(nonzero=held, gather=bool(problem.indices))
+        assume(problem.wanted)
+        problem = dataclasses.replace(problem, strided=engine.strided and problem.seed % 2 == 1)
+        for minimize in (*objectives, pick(problem, KEEPING)):
+            plan = retained(engine, problem, engine.operands(problem), minimize)
+        floors.note(nonzero=plan.cost.retained_bytes, gather=bool(problem.indices))
 
-    law()
+    for problem in RETAINED_ONCE:
+        law(problem)
+    drawn = exact_problems(min_operands=3, without=("size zero", "scalar"), **small)
+    settings(max_examples=examples(200, 2_000))(given(drawn)(law))()
     floors.at_least(examples(200, 2_000), nonzero=0.5, gather=0.5)
 
 
@@ -311,8 +210,16 @@ def report_peaks(title, found):
         print(f"    {ratio:.2f}  {name}: {', '.join(lowerings)}")
 
 
+def numpy_peaks(spec, operands, options):
+    """Measured and predicted bytes of each program, forward and backward, and the program."""
+    plan = planner.plan(spec, *operands, **options)
+    planner.contract(spec, *operands, **options)
+    measured = measure.numpy_memory(lambda: planner.contract(spec, *operands, **options))[1]
+    assert measured.retained_bytes == 0
+    return [(measured.peak_bytes, plan.cost.peak_bytes, plan.programs.forward)]
+
+
 def torch_peaks(spec, operands, options):
-    """Measured over predicted, forward and backward, and the lowerings that made them."""
     plan = planner.plan(spec, *operands, **options)
 
     def call():
@@ -322,33 +229,38 @@ def torch_peaks(spec, operands, options):
     result = call()
     if wanted:
         result.sum().backward()
-    _, forward = measure.torch_memory(call)
-    found = [(forward.peak_bytes, plan.cost.forward.peak_bytes, plan.programs.forward)]
+    del result
+    found = [(measure.torch_memory(call)[1].peak_bytes, plan.cost.forward.peak_bytes, plan.programs.forward)]
     if wanted:
-        _, backward = measure.torch_backward_memory(call, wanted)
+        backward = measure.torch_backward_memory(call, wanted)[1]
         found.append((backward.peak_bytes, plan.cost.backward.peak_bytes, plan.programs.backward))
     return found
+
+
+def jax_peaks(spec, operands, options):
+    """What XLA takes for the steps, each compiled by itself."""
+    stand_ins = [planner.Operand(x.shape, x.dtype.name, requires_grad=True) for x in operands]
+    plan = planner.plan(spec, *stand_ins, backend="jax", **options)
+    indices = {name: x for name, x in options.items() if name not in ("sizes", "index_mode")}
+    found = plan.analyze(*operands, rounds=1, **indices)
+    totals = [found.total(program) for program in ("forward", "backward")]
+    return [(total.measured.live_bytes, total.predicted.live_bytes, plan.programs.forward) for total in totals]
+
+
+PEAKS = {"numpy": numpy_peaks, "torch": torch_peaks, "jax": jax_peaks}
 
 
 def label(name, program):
     return name, tuple(step.choice.lowering for step in program.steps)
 
 
-def peaks_of_workloads(framework, peaks, **given):
-    """Measured over predicted peaks of the named workloads, forward and backward."""
-    found = [], []
-    for name in WORKLOADS:
-        workload = moderate(name)
-        options = {**workload.options, **workload.indices(framework)}
-        measured = peaks(workload.spec, workload.operands(framework, **given), options)
-        for into, (bytes_, predicted, program) in zip(found, measured, strict=True):
-            if predicted:
-                into.append((label(name, program), bytes_ / predicted))
-    assert len(found[0]) == len(WORKLOADS)
-    return found
+def peaks_of_workload(engine, name):
+    workload = moderate(name)
+    options = {**workload.options, **workload.indices(engine.name)}
+    return PEAKS[engine.name](workload.spec, engine.of_workload(workload), options)
 
 
-def peaks_of_random_problems(engine, peaks, problems, count, fits, found):
+def peaks_of_random_problems(engine, problems, count, fits, found):
     """Add those of drawn problems, at sizes of which the peaks say something; there are at least so many that do."""
     floors = Floors()
 
@@ -368,7 +280,8 @@ def peaks_of_random_problems(engine, peaks, problems, count, fits, found):
         if engine.name == "torch":
             operands = [x.requires_grad_(need) for x, need in zip(operands, problem.requires_grad, strict=True)]
         options = {n: engine.array(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
-        for into, (measured, predicted, program) in zip(found, peaks(problem.spec, operands, options), strict=False):
+        peaks = PEAKS[engine.name](problem.spec, operands, options)
+        for into, (measured, predicted, program) in zip(found, peaks, strict=False):
             # What is only broadcast is a view in torch; the plan counts it whole. How a view of the output's gradient
             # lies it does not know, and counts a copy where one may be needed. There, too much is no fault.
             careful = engine.name == "torch" and {"broadcast", "view"} & {s.choice.lowering for s in program.steps}
@@ -380,23 +293,34 @@ def peaks_of_random_problems(engine, peaks, problems, count, fits, found):
     floors.at_least(count * 4 // 5, fits=fits)
 
 
-def test_torch_peaks():
-    pytest.importorskip("torch", reason="torch is not installed")
-    found = peaks_of_workloads("torch", torch_peaks, requires_grad=True)
-    problems = exact_problems(min_operands=2, max_axes=4, without=PLAIN)
-    peaks_of_random_problems(Torch(), torch_peaks, problems, examples(120, 1_200), 0.2, found)
-    for title, ratios in zip(("torch forward", "torch backward"), found, strict=True):
-        report_peaks(title, ratios)
-        ratios_within(ratios)
-        # Of some seventy drawn ones three or four would decide the 95th percentile.
-        nearly_all_within(ratios, part=examples(0.9, 0.95))
+@in_each("numpy", "torch", "jax")
+def test_peaks(engine, request):
+    """Of the named workloads, and in torch of drawn problems; in JAX of calls that are not jitted."""
+    if engine.name == "jax":
+        request.getfixturevalue("steps_alone")
+    found = [], []
+    for name in WORKLOADS:
+        for ratios, (measured, predicted, program) in zip(found, peaks_of_workload(engine, name), strict=False):
+            if predicted:
+                ratios.append((label(name, program), measured / predicted))
+    assert len(found[0]) == len(WORKLOADS)
+    assert len(found[1]) == (len(WORKLOADS) if engine.differentiates else 0)
+    if engine.name == "torch":
+        problems = exact_problems(min_operands=2, max_axes=4, without=PLAIN)
+        peaks_of_random_problems(engine, problems, examples(120, 1_200), 0.2, found)
+    for program, ratios in zip(("forward", "backward"), found, strict=True):
+        if ratios:
+            report_peaks(f"{engine.name} {program}", ratios)
+            ratios_within(ratios)
+        if engine.differentiates:
+            # Of some seventy drawn ones three or four would decide the 95th percentile.
+            nearly_all_within(ratios, part=examples(0.9, 0.95) if engine.name == "torch" else 0.95)
 
 
 @pytest.mark.parametrize("minimize", ["time", "peak"])
 @pytest.mark.parametrize(("spec", "shapes"), [("ik,kj->ikj", ((40, 50), (50, 60))), ("ij,i->ij", ((500, 60), (500,)))])
-def test_torch_gradients_of_a_broadcast_product_are_those_of_the_plan(spec, shapes, minimize):
+def test_torch_gradients_of_a_broadcast_product_are_those_of_the_plan(spec, shapes, minimize, torch):
     """Torch's own multiply would make the whole product of each gradient before it sums it."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
     operands = [torch.ones(shape, requires_grad=True) for shape in shapes]
     (_, (measured, predicted, _)) = torch_peaks(spec, operands, {"minimize": minimize})
     assert measured <= 1.01 * predicted + 64
@@ -405,39 +329,17 @@ def test_torch_gradients_of_a_broadcast_product_are_those_of_the_plan(spec, shap
 
 
 @pytest.mark.parametrize("shapes", [((2000, 2000), (2000,)), ((50_000, 64), (64,))])
-def test_torch_sums_columns_without_a_product_for_each(shapes):
+def test_torch_sums_columns_without_a_product_for_each(shapes, torch):
     """Torch's batched product of vectors that lie across the batch takes 5 to 75 ns an element."""
-    pytest.importorskip("torch", reason="torch is not installed")
     plan = planner.plan("ij,j->ij", *(planner.Operand(s, requires_grad=True) for s in shapes), backend="torch")
     assert "matmul" not in [step.choice.lowering for step in plan.programs.backward.steps]
-
-
-def jax_peaks(spec, operands, options):
-    """For each program what XLA takes for its steps, each compiled by itself, and what is predicted; and a label."""
-    stand_ins = [planner.Operand(x.shape, x.dtype.name, requires_grad=True) for x in operands]
-    plan = planner.plan(spec, *stand_ins, backend="jax", **options)
-    indices = {name: x for name, x in options.items() if name not in ("sizes", "index_mode")}
-    found = plan.analyze(*operands, rounds=1, **indices)
-    for program in ("forward", "backward"):
-        total = found.total(program)
-        yield total.measured.live_bytes, total.predicted.live_bytes, plan.programs.forward
-
-
-def test_jax_peaks(steps_alone):
-    """Of calls that are not jitted, as XLA has it of each step: the named workloads."""
-    found = peaks_of_workloads("jax", jax_peaks)
-    for title, ratios in zip(("JAX forward", "JAX backward"), found, strict=True):
-        assert len(ratios) == len(WORKLOADS)
-        report_peaks(title, ratios)
-        ratios_within(ratios)
-        nearly_all_within(ratios)
 
 
 def test_jax_peaks_of_random_problems(steps_alone):
     found = [], []
     problems = exact_problems(min_operands=2, max_operands=4, max_axes=4, without=PLAIN)
     # Of 25, 4 were seen.
-    peaks_of_random_problems(Jax(), jax_peaks, problems, examples(25, 400), 0.08, found)
+    peaks_of_random_problems(Jax(), problems, examples(25, 400), 0.08, found)
     for title, ratios in zip(("JAX forward", "JAX backward"), found, strict=True):
         report_peaks(title, ratios)
         ratios_within(ratios)
@@ -448,38 +350,16 @@ def test_jax_peaks_of_random_problems(steps_alone):
 @pytest.mark.parametrize("name", ["seed-gathered-matmul", "seed-shared-keys", "gathered-heads"])
 def test_jax_peaks_of_what_xla_reshapes(name, steps_alone):
     """Buffers of grouped products, and copies of results that have dimensions of size 1 or lose them."""
-    workload = moderate(name)
-    options = {**workload.options, **workload.indices("jax")}
-    for measured, predicted, program in jax_peaks(workload.spec, workload.operands("jax"), options):
+    for measured, predicted, program in peaks_of_workload(Jax(), name):
         assert 0.8 < measured / predicted < 1.2, str(program)
 
 
-def test_numpy_peaks():
-    found = []
-    for name in WORKLOADS:
-        workload = moderate(name)
-        operands, options = workload.operands("numpy"), {**workload.options, **workload.indices("numpy")}
-        plan = planner.plan(workload.spec, *operands, **options)
-        planner.contract(workload.spec, *operands, **options)
-        _, measured = measure.numpy_memory(
-            lambda w=workload, xs=operands, options=options: planner.contract(w.spec, *xs, **options)
-        )
-        assert measured.retained_bytes == 0
-        found.append((label(name, plan.programs.forward), measured.peak_bytes / plan.cost.peak_bytes))
-    assert len(found) == len(WORKLOADS)
-    report_peaks("numpy", found)
-    ratios_within(found)
-
-
 @pytest.mark.parametrize("objective", ["time", "peak"])
-def test_a_vector_times_matrices_with_the_batch_innermost(objective):
+def test_a_vector_times_matrices_with_the_batch_innermost(objective, torch):
     """Whichever row runs, its copy or its product is in the predicted peak."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    from planner.inspect.memory import torch_memory
-
     x, y = torch.ones(64, 32, 64), torch.ones(32, 64)
     plan = planner.plan("ijk, jk -> ik", x, y, minimize=objective)
     plan(x, y)
-    got, measured = torch_memory(lambda: plan(x, y))
+    got, measured = measure.torch_memory(lambda: plan(x, y))
     assert torch.equal(got, torch.full((64, 64), 32.0))
     assert measured.peak_bytes <= plan.cost.peak_bytes + 1024

@@ -1,4 +1,4 @@
-"""A call's first time is as its later ones, whatever is around it: checkpointing, hooks, modes, transforms, devices.
+"""Calls in torch are the same whatever is around them: checkpoints, hooks, modes, transforms, devices, autocast.
 
 The first call with new shapes is planned: it is cold. Planning runs no operator of torch, so nothing that watches
 operators, or what autograd saves, can tell a cold call from a warm one.
@@ -18,6 +18,7 @@ import planner
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import (  # noqa: E402
@@ -26,13 +27,15 @@ from torch.utils.checkpoint import (  # noqa: E402
     create_selective_checkpoint_contexts,
 )
 
-# Spec, shapes with None for the size that makes a call new, sizes of what index arrays name, options.
+# Spec, shapes with None for the size that makes a call new, shapes and sizes of index arrays, options.
 CALLS = {
     "product": ("ij, jk -> ik", [(None, 3), (3, 4)], {}, {}),
     "layer": ("bnd, de -> bne", [(2, None, 4), (4, 5)], {}, {}),
     "transposed product": ("bhid, bhjd -> bhij", [(2, 3, None, 5), (2, 3, 6, 5)], {}, {}),
     "product of copies": ("ijk, jlk -> il", [(None, 3, 4), (3, 5, 4)], {}, {}),
+    "batched, permuted": ("bij, bjk -> bki", [(2, None, 4), (2, 4, 5)], {}, {}),
     "elements": ("ik, kj -> ikj", [(None, 4), (4, 3)], {}, {}),
+    "outer": ("i, j -> ij", [(None,), (4,)], {}, {}),
     "chain": ("ab, bc, cd, de -> ae", [(None, 3), (3, 4), (4, 5), (5, 6)], {}, {}),
     "nothing kept": ("ab, bc, cd -> ad", [(None, 3), (3, 4), (4, 5)], {}, {"minimize": "retained"}),
     "limited": ("ab, bc, cd -> ad", [(None, 3), (3, 4), (4, 5)], {}, {"memory_limit": "1 MB"}),
@@ -40,46 +43,113 @@ CALLS = {
     "view": ("ij -> ji", [(None, 3)], {}, {}),
     "broadcast": ("i -> ij", [(None,)], {}, {"sizes": {"j": 3}}),
     "diagonal": ("iij -> ij", [(3, 3, None)], {}, {}),
-    "gather": ("q[n]j -> nj", [(3, None)], {"q": (6, 3)}, {}),
-    "gathered product": ("nij, q[n]jk -> nik", [(6, 1, None), (3, None, 5)], {"q": (6, 3)}, {}),
-    "dropped rows": ("nj, q[n]jk -> nk", [(6, None), (3, None, 5)], {"q": (6, 4)}, {"index_mode": "drop"}),
-    "scatter": ("ni -> q[n]i", [(6, None)], {"q": (6, 3)}, {"sizes": {"q": 3}}),
-    "message passing": ("s[e]i, ij -> t[e]j", [(4, None), (None, 3)], {"s": (9, 4), "t": (9, 4)}, {"sizes": {"t": 4}}),
+    "diagonal put": ("i -> ii", [(None,)], {}, {}),
+    "gather": ("q[n]j -> nj", [(3, None)], {"q": ((6,), 3)}, {}),
+    "gathered product": ("nij, q[n]jk -> nik", [(6, 1, None), (3, None, 5)], {"q": ((6,), 3)}, {}),
+    "grouped product": ("nij, q[n]jk -> kni", [(500, 2, None), (4, None, 8)], {"q": ((500,), 4)}, {}),
+    "scores": ("bqd, b i[bqk] d -> bqk", [(3, None, 8), (3, 40, 8)], {"i": ((3, None, 20), 40)}, {}),
+    "dropped rows": ("nj, q[n]jk -> nk", [(6, None), (3, None, 5)], {"q": ((6,), 4)}, {"index_mode": "drop"}),
+    "scatter": ("ni -> q[n]i", [(6, None)], {"q": ((6,), 3)}, {"sizes": {"q": 3}}),
+    "message passing": (
+        "s[e]i, ij -> t[e]j", [(4, None), (None, 3)], {"s": ((9,), 4), "t": ((9,), 4)}, {"sizes": {"t": 4}},
+    ),
     "mixed dtypes": ("ij, jk -> ik", [(None, 3), (3, 4)], {}, {"dtypes": (torch.float64, torch.float32)}),
-}
+}  # fmt: skip
 SIZES = itertools.count(23)  # sizes that no other test uses
 
 each_call = pytest.mark.parametrize("name", CALLS)
-each_product = pytest.mark.parametrize("name", ["layer", "elements", "chain", "nothing kept", "gathered product"])
 
 
-def cold_call(name, requires_grad=True):
-    """A call that was never made before: a function of its operands, and these."""
+def cold_call(name, large=False):
+    """A call that was never made before: a function of its operands, and these; of integers that are exact."""
     spec, shapes, indices, options = CALLS[name]
     options, fresh = dict(options), next(SIZES)
-    shapes = [[fresh if n is None else n for n in shape] for shape in shapes]
     dtypes = options.pop("dtypes", (torch.float32,) * len(shapes))
     generator = torch.Generator().manual_seed(fresh)
-    operands = [
-        torch.randint(-3, 4, shape, generator=generator).to(dtype).requires_grad_(requires_grad)
-        for shape, dtype in zip(shapes, dtypes, strict=True)
-    ]
-    arrays = {n: torch.randint(0, most, (count,), generator=generator) for n, (count, most) in indices.items()}
-    return partial(planner.contract, spec, **options, **arrays), operands
+    bound = {1: 300, 2: 300, 3: 40, 4: 9}[len(shapes)] if large else 3
+
+    def drawn(low, high, shape):
+        return torch.randint(low, high, [fresh if n is None else n for n in shape], generator=generator)
+
+    operands = [drawn(-bound, bound + 1, shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    arrays = {n: drawn(0, most, shape) for n, (shape, most) in indices.items()}
+    return partial(planner.contract, spec, **options, **arrays), [x.requires_grad_() for x in operands]
 
 
-def step(call, operands):
-    """Call, and take the gradients of all operands that need one."""
-    result = call(*operands)
-    wanted = [x for x in operands if x.requires_grad]
-    return [result, *(torch.autograd.grad(result.square().sum(), wanted) if wanted else ())]
+def with_indices(call, change):
+    """The call with its index arrays changed."""
+    arrays = {name: change(x) for name, x in call.keywords.items() if isinstance(x, torch.Tensor)}
+    return partial(call, **arrays), arrays
 
 
-def assert_same(found, expected):
+def planned(call, operands):
+    """The same call through a plan."""
+    plan = planner.plan(*call.args, *operands, **call.keywords)
+    return partial(plan, **with_indices(call, lambda q: q)[1])
+
+
+def assert_same(found, expected, strides=True):
     assert len(found) == len(expected)
     for got, wanted in zip(found, expected, strict=True):
+        assert got.dtype == wanted.dtype
         assert torch.equal(got, wanted)
-        assert got.stride() == wanted.stride()
+        assert got.stride() == wanted.stride() or not strides
+
+
+# -- what is asked of a call ---------------------------------------------------------------------
+
+
+def without_gradients(operands):
+    return tuple(x.detach() for x in operands)
+
+
+def result(call, operands):
+    return [call(*operands)]
+
+
+def result_alone(call, operands):
+    return [call(*without_gradients(operands))]
+
+
+def like(result):
+    """A gradient of a result, of small numbers."""
+    return torch.ones_like(result).flatten().cumsum(0).remainder(5).reshape(result.shape)
+
+
+def gradients(call, operands):
+    """The result, and the gradients of all operands."""
+    found = call(*operands)
+    return [found, *torch.autograd.grad(found, operands, like(found))]
+
+
+def gradients_of_sum(call, operands):
+    """The output's gradient repeats along axes, which is planned for."""
+    return torch.autograd.grad(call(*operands).sum(), operands)
+
+
+def second_derivatives(call, operands):
+    """By the operands and by the output's gradient; the gradients too."""
+    found = call(*operands)
+    gout = like(found).requires_grad_()
+    firsts = torch.autograd.grad(found, operands, gout, create_graph=True)
+    return [*firsts, *torch.autograd.grad(firsts, [*operands, gout], [*map(like, firsts)], materialize_grads=True)]
+
+
+def functional(call, operands):
+    return torch.func.grad(lambda *xs: call(*xs).square().sum(), tuple(range(len(operands))))(*operands)
+
+
+def forward_mode(call, operands):
+    operands = without_gradients(operands)
+    return torch.func.jvp(call, operands, tuple(map(torch.ones_like, operands)))
+
+
+def mapped(call, operands):
+    several = [torch.stack([x, 2 * x]) for x in without_gradients(operands)]
+    return torch.func.vmap(lambda *xs: (call(*xs), *functional(call, xs)))(*several)
+
+
+WAYS = [result, result_alone, gradients, gradients_of_sum, second_derivatives, functional, forward_mode, mapped]
 
 
 class Functions(TorchFunctionMode):
@@ -114,46 +184,25 @@ class Readers(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunction():
             for x in args:
-                assert not isinstance(x, torch.Tensor) or bool(x.detach().isfinite().all())
+                assert not isinstance(x, torch.Tensor) or x.detach().isfinite().all().item() in (True, False)
         return func(*args, **(kwargs or {}))
 
 
-def recorded(function):
+def recorded(function, *arguments):
     """What a function gives, and the functions and operators of torch that it calls."""
     with Functions() as functions, Operators() as operators:
-        found = function()
+        found = function(*arguments)
     return found, functions.seen, operators.seen
 
 
-# -- what is called ------------------------------------------------------------------------------
+# -- what runs -----------------------------------------------------------------------------------
 
 
 @each_call
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_a_cold_call_runs_the_operators_of_a_warm_one(name, requires_grad):
-    """Forward, and in the backward, where a gradient that repeats along axes is planned for."""
-    call, operands = cold_call(name, requires_grad)
-    cold = recorded(lambda: call(*operands))
-    warm = recorded(lambda: call(*operands))
-    assert torch.equal(cold[0], warm[0])
-    assert cold[1:] == warm[1:]
-    if requires_grad:
-        cold, warm = (
-            recorded(lambda result=result: torch.autograd.grad(result.sum(), operands)) for result in (cold[0], warm[0])
-        )
-        assert_same(cold[0], warm[0])
-        assert cold[1:] == warm[1:]
-
-
-@each_call
-def test_a_cold_second_derivative_runs_the_operators_of_a_warm_one(name):
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_cold_call_runs_the_operators_of_a_warm_one(name, way):
     call, operands = cold_call(name)
-
-    def twice():
-        gradients = torch.autograd.grad(call(*operands).square().sum(), operands, create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in gradients), operands)
-
-    cold, warm = recorded(twice), recorded(twice)
+    cold, warm = (recorded(way, call, operands) for _ in range(2))
     assert_same(cold[0], warm[0])
     assert cold[1:] == warm[1:]
 
@@ -162,9 +211,7 @@ def test_a_cold_second_derivative_runs_the_operators_of_a_warm_one(name):
 @pytest.mark.parametrize("device", [None, "h100"])
 def test_to_plan_runs_nothing(name, device):
     call, operands = cold_call(name)
-    _, functions, operators = recorded(lambda: planner.plan(*call.args, *operands, device=device, **call.keywords))
-    assert functions == []
-    assert operators == []
+    assert recorded(lambda: planner.plan(*call.args, *operands, device=device, **call.keywords))[1:] == ([], [])
 
 
 def test_the_first_call_of_a_process_runs_the_operators_of_the_second():
@@ -172,7 +219,7 @@ def test_the_first_call_of_a_process_runs_the_operators_of_the_second():
     program = """
 import torch, test_torch_contexts as contexts
 call, operands = contexts.cold_call("layer")
-first, second = (contexts.recorded(lambda: contexts.step(call, operands)) for _ in range(2))
+first, second = (contexts.recorded(contexts.gradients, call, operands) for _ in range(2))
 assert first[1:] == second[1:], (first, second)
 assert len(second[2]) > 3, second
 """
@@ -181,30 +228,57 @@ assert len(second[2]) > 3, second
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": folders})
 
 
-# -- checkpointing and saved tensors ------------------------------------------------------------
+# -- what surrounds a call -----------------------------------------------------------------------
+
+
+def within(context, function):
+    """The function, called in a context."""
+
+    def run(*arguments):
+        with context():
+            return function(*arguments)
+
+    return run
+
+
+def plain(function):
+    return function
+
+
+def checkpointed(call, **options):
+    return lambda *xs: checkpoint(call, *xs, use_reentrant=False, **options)
+
+
+autocast = partial(within, partial(torch.autocast, "cpu", torch.bfloat16))
+# What is around the call alone, and what is around the call and its derivatives.
+CONTEXTS = {
+    "checkpoint": (checkpointed, plain),
+    "nested checkpoints": (lambda call: checkpointed(checkpointed(call)), plain),
+    "saved on the CPU": (plain, partial(within, torch.autograd.graph.save_on_cpu)),
+    "hooks refused": (plain, partial(within, lambda: torch.autograd.graph.disable_saved_tensors_hooks("no hooks"))),
+    "values looked at": (plain, partial(within, Readers)),
+    "default device": (plain, partial(within, lambda: torch.device("meta"))),
+    "autocast": (plain, autocast),
+    "autocast, forward": (autocast, plain),
+}
 
 
 @each_call
-def test_checkpoint(name):
-    call, operands = cold_call(name)
-    got = step(lambda *xs: checkpoint(call, *xs, use_reentrant=False), operands)
-    assert_same(got, step(call, operands))
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_calls_are_the_same_in_a_context(name, context):
+    """Of integers that bfloat16 does not hold, or whose products it does not hold."""
+    around_call, around_all = CONTEXTS[context]
+    for way in (gradients, second_derivatives):
+        call, operands = cold_call(name, large=True)
+        for run in (call, call, planned(call, operands)):
+            got, expected = around_all(way)(around_call(run), operands), way(call, operands)
+            assert_same(got, expected, strides="autocast" not in context)
 
 
-@each_product
-def test_nested_checkpoints(name):
-    call, operands = cold_call(name)
-
-    def inner(*xs):
-        return checkpoint(call, *xs, use_reentrant=False).square()
-
-    got = step(lambda *xs: checkpoint(inner, *xs, use_reentrant=False), operands)
-    assert_same(got, step(lambda *xs: call(*xs).square(), operands))
-
-
-@each_call
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("diagonal put", "scores")])
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
 def test_selective_checkpoint(name, policy):
+    """But for steps that write into a buffer in parts, which torch refuses to save."""
     # Scatters add in place to zeros. A policy that saves these zeros fails, in warm calls too.
     in_place = (torch.ops.aten.new_zeros.default, torch.ops.aten.view.default, torch.ops.aten.index_add_.default)
     left_out = in_place if name in ("scatter", "message passing") else ()
@@ -213,29 +287,8 @@ def test_selective_checkpoint(name, policy):
     def choose(ctx, op, *args, **kwargs):
         return CheckpointPolicy.PREFER_RECOMPUTE if op in left_out else policy
 
-    contexts = partial(create_selective_checkpoint_contexts, choose)
-    got = step(lambda *xs: checkpoint(call, *xs, use_reentrant=False, context_fn=contexts), operands)
-    assert_same(got, step(call, operands))
-
-
-@each_product
-def test_second_derivatives_of_a_checkpoint(name):
-    call, operands = cold_call(name)
-
-    def twice(function):
-        gradients = torch.autograd.grad(function(*operands).square().sum(), operands, create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in gradients), operands)
-
-    got = twice(lambda *xs: checkpoint(call, *xs, use_reentrant=False))
-    assert_same(got, twice(call))
-
-
-@each_call
-def test_save_on_cpu(name):
-    call, operands = cold_call(name)
-    with torch.autograd.graph.save_on_cpu():
-        got = step(call, operands)
-    assert_same(got, step(call, operands))
+    saving = checkpointed(call, context_fn=partial(create_selective_checkpoint_contexts, choose))
+    assert_same(gradients(saving, operands), gradients(call, operands))
 
 
 @each_call
@@ -248,87 +301,176 @@ def test_hooks_that_read_what_is_saved(name):
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        cold, first = step(call, operands), collections.Counter(seen)
+        cold, first = gradients(call, operands), collections.Counter(seen)
         seen.clear()
-        assert_same(step(call, operands), cold)
+        assert_same(gradients(call, operands), cold)
     assert first == collections.Counter(seen)
-    # Where hooks are refused, nothing that planning does needs them.
-    call, operands = cold_call(name)
-    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
-        got = step(call, operands)
-    assert_same(got, step(call, operands))
-
-
-# -- modes and transforms ------------------------------------------------------------------------
-
-
-@each_call
-def test_a_mode_that_looks_at_values(name):
-    call, operands = cold_call(name)
-    with Readers():
-        got = step(call, operands)
-    assert_same(got, step(call, operands))
-
-
-@each_call
-def test_a_default_device(name):
-    call, operands = cold_call(name)
-    with torch.device("meta"):
-        got = step(call, operands)
-    assert_same(got, step(call, operands))
-
-
-@each_call
-def test_autocast(name):
-    call, operands = cold_call(name)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = step(call, operands)
-        assert_same(got, step(call, operands))
-
-
-@each_product
-def test_vmap_of_grad(name):
-    call, operands = cold_call(name, requires_grad=False)
-    stacked = [torch.stack([x, 2 * x]) for x in operands]
-
-    def function():
-        return torch.func.vmap(torch.func.grad(lambda *xs: call(*xs).square().sum()))(*stacked)
-
-    cold, warm = recorded(function), recorded(function)
-    assert torch.equal(cold[0], warm[0])
-    assert cold[1:] == warm[1:]
-    for number, got in enumerate(cold[0]):
-        one = [x[number].requires_grad_() for x in stacked]
-        assert torch.equal(got, torch.autograd.grad(call(*one).square().sum(), one[0])[0])
-
-
-@each_product
-def test_forward_mode(name):
-    call, operands = cold_call(name, requires_grad=False)
-    tangents = [torch.ones_like(x) for x in operands]
-    cold, warm = (recorded(lambda: torch.func.jvp(call, tuple(operands), tuple(tangents))) for _ in range(2))
-    assert_same(cold[0], warm[0])
-    assert cold[1:] == warm[1:]
-
-
-# -- measuring -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["chain", "gathered product"])
 def test_what_is_timed_is_not_seen(name):
     """`optimize="measure"` runs candidates, which no mode and no hook around the call sees."""
+    for context in ("recorded", "checkpoint", "hooks refused"):
+        call, operands = cold_call(name)
+        call = partial(call, optimize="measure")
+        if context == "recorded":
+            (got, *seen), (expected, *others) = (recorded(gradients, call, operands) for _ in range(2))
+            assert seen == others
+        else:
+            around_call, around_all = CONTEXTS[context]
+            got, expected = around_all(gradients)(around_call(call), operands), gradients(call, operands)
+        assert_same(got, expected)
+
+
+def test_a_call_made_outside_of_autocast_may_go_backward_inside():
+    for way in (gradients, second_derivatives):
+        call, operands = cold_call("gathered product", large=True)
+        outside = within(lambda: torch.autocast("cpu", enabled=False), call)
+        assert_same(autocast(way)(outside, operands), way(call, operands))
+
+
+@pytest.mark.parametrize("name", ["product", "gathered product"])
+def test_autocast_around_a_network(name):
     call, operands = cold_call(name)
-    call = partial(call, optimize="measure")
-    got, functions, operators = recorded(lambda: step(call, operands))
-    again, *others = recorded(lambda: step(call, operands))
-    assert_same(got, again)
-    assert [functions, operators] == others
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (call(*operands).reshape(-1, 1) @ torch.ones(1, 2)).sum().backward()
+        half = call(*operands, dtype=torch.bfloat16)
+        half.sum().backward()
+    assert half.dtype == torch.bfloat16
+    assert [x.grad.dtype for x in operands] == [torch.float32] * len(operands)
+    assert torch.equal(operands[0].grad, 3 * gradients_of_sum(call, operands)[0])
+
+
+@each_call
+def test_inference_mode_and_no_grad(name):
     call, operands = cold_call(name)
-    call = partial(call, optimize="measure")
-    got = step(lambda *xs: checkpoint(call, *xs, use_reentrant=False), operands)
-    assert_same(got, step(call, operands))
+    expected = [call(*operands).detach()]
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            for some in (operands, [x.clone() for x in operands]):
+                got = call(*some)
+                assert not got.requires_grad or got._is_view()
+                assert_same([got], expected)
+    with torch.inference_mode():
+        inferred, other = [x.clone() for x in operands], with_indices(call, torch.clone)[0]
+    assert_same([other(*inferred)], expected)
+    with torch.inference_mode(), torch.inference_mode(False):
+        assert_same(gradients(call, operands), gradients(call, operands))
+
+
+# -- what is done to operands, results and gradients -----------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("view", "broadcast", "diagonal")])
+def test_results_take_in_place_operations(name):
+    """But for views of operands."""
     call, operands = cold_call(name)
-    call = partial(call, optimize="measure")
-    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
-        got = step(call, operands)
-    assert_same(got, step(call, operands))
+
+    def in_place(*operands):
+        out = call(*operands)
+        out += 2
+        return out.mul_(3)
+
+    for way in (gradients, second_derivatives, functional, forward_mode, mapped):
+        assert_same(way(in_place, operands), way(lambda *xs: (call(*xs) + 2) * 3, operands))
+
+
+@pytest.mark.parametrize("name", ["gather", "gathered product", "dropped rows"])
+def test_gradients_take_in_place_operations(name):
+    call, operands = cold_call(name)
+
+    def seconds(change):
+        firsts = torch.autograd.grad(call(*operands).square().sum(), operands, create_graph=True)
+        return torch.autograd.grad(sum(change(g).square().sum() for g in firsts), operands)
+
+    assert_same(seconds(lambda g: g.mul_(2)), seconds(lambda g: g * 2))
+
+
+@pytest.mark.parametrize("name", ["product", "chain", "nothing kept", "outer", "gathered product", "dropped rows"])
+def test_an_operand_that_changed_before_the_backward_is_an_error(name):
+    call, operands = cold_call(name)
+    got = call(*operands)
+    with torch.no_grad():
+        operands[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        got.sum().backward()
+
+
+# -- kinds of tensors ----------------------------------------------------------------------------
+
+
+@each_call
+def test_meta_tensors_have_shapes_and_dtypes(name):
+    call, operands = cold_call(name)
+    expected = call(*operands)
+    metas = [x.detach().to("meta").requires_grad_() for x in operands]
+    on_meta, indices = with_indices(call, lambda q: q.to("meta"))
+    got = on_meta(*metas)
+    assert (got.device.type, got.shape, got.dtype) == ("meta", expected.shape, expected.dtype)
+    got.sum().backward()
+    assert [x.grad.shape for x in metas] == [x.shape for x in operands]
+    with torch.no_grad():
+        assert on_meta(*metas).shape == expected.shape
+    for letter, q in indices.items():
+        with pytest.raises(planner.PlannerError, match=f"'{letter}' is on cpu, but operand 0 on meta"):
+            partial(on_meta, **{letter: call.keywords[letter]})(*metas)
+        with pytest.raises(planner.PlannerError, match="meta.*no values"):
+            planner.group(q, 3)
+
+
+@each_call
+def test_fake_tensors_have_shapes_and_dtypes(name):
+    call, operands = cold_call(name)
+    expected = call(*operands)
+    with FakeTensorMode() as mode:
+        got = with_indices(call, mode.from_tensor)[0](*map(mode.from_tensor, operands))
+        assert (got.device.type, got.shape, got.dtype) == ("cpu", expected.shape, expected.dtype)
+
+
+class Labelled(torch.Tensor):
+    """A subclass of the plainest kind."""
+
+
+@each_call
+@pytest.mark.parametrize("wrap", [torch.nn.Parameter, lambda x: x.as_subclass(Labelled)], ids=["parameter", "subclass"])
+def test_subclasses(name, wrap):
+    call, operands = cold_call(name)
+    wrapped = [wrap(x.detach()).requires_grad_() for x in operands]
+    for some in (wrapped, [*operands[:-1], wrapped[-1]], [wrapped[0], *operands[1:]]):
+        assert_same([x.as_subclass(torch.Tensor) for x in gradients(call, some)], gradients(call, operands))
+
+
+def not_strided(kind):
+    """A 3 by 4 tensor that is not strided, and what the error advises."""
+    x = torch.ones(3, 4)
+    if kind == "quantized":
+        return torch.quantize_per_tensor(x, 0.1, 0, torch.quint8), r"\.dequantize\(\)"
+    if kind in ("nested", "jagged"):
+        layout = torch.jagged if kind == "jagged" else torch.strided
+        return torch.nested.nested_tensor([x, x[:2]], layout=layout), "to_padded_tensor"
+    return getattr(x, f"to_sparse{kind}")(), r"\.to_dense\(\)"
+
+
+@pytest.mark.parametrize("kind", ["_coo", "_csr", "_csc", "quantized", "nested", "jagged"])
+@pytest.mark.filterwarnings("ignore")  # torch warns that these are prototypes, or that they will go
+def test_layouts_that_are_not_strided_are_refused(kind):
+    x, advice = not_strided(kind)
+    dense = torch.ones(4, 3)
+    for _ in range(2):  # a dense call of the same shapes must not lend its plan
+        for number, operands in ((0, (x, dense)), (1, (dense, x))):
+            for call in (planner.contract, planner.plan):
+                with pytest.raises(planner.PlannerError, match=f"operand {number}.*{advice}") as caught:
+                    call("ij, jk -> ik", *operands)
+                assert caught.value.__suppress_context__ or caught.value.__context__ is None
+        planner.contract("ij, jk -> ik", torch.ones(3, 4), dense)
+        planner.contract("ij, jk -> ik", dense, torch.ones(3, 4))
+
+
+def test_index_arrays_that_are_not_strided_are_refused():
+    q = torch.tensor([0, 2])
+    for _ in range(2):
+        with pytest.raises(planner.PlannerError, match=r"index array 'q'.*to_dense\(\)"):
+            planner.contract("q[n]c -> nc", torch.ones(3, 4), q=q.to_sparse())
+        planner.contract("q[n]c -> nc", torch.ones(3, 4), q=q)
+    with pytest.raises(planner.PlannerError, match=r"index array 'q'.*to_dense\(\)"):
+        planner.group(q.to_sparse(), 3)
