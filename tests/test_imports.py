@@ -31,7 +31,7 @@ ROOMS = (
 # Rooms that see less than all above them: what each may import.
 RUNNING = ("planner.language", "planner.kernels", "planner.cost", "planner.program", "planner.backends.common")
 SEES = {
-    "planner.kernels": ("planner.kernels", "planner.language.errors"),
+    "planner.kernels": ("planner.kernels", "planner.language.errors", "planner.language.dtypes"),
     "planner.backends.torch": RUNNING,
     "planner.backends.jax": RUNNING,
 }

@@ -12,7 +12,7 @@ from planner.backends.common.stock_layout import product_copies, scattered_vecto
 from planner.cost.device import Device
 from planner.cost.figures import StepCost
 from planner.cost.layout import Layout
-from planner.language.dtypes import itemsize
+from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Gather, Spec, Term, term_axes
 from planner.program.forms import product_form
 from planner.program.implementations import Implementation
@@ -156,7 +156,7 @@ def flat_stock_cost(op: Op, device: Device) -> StepCost:
         return cost._replace(bytes_moved=0, picoseconds=picoseconds(device.launch_seconds))
     if isinstance(op, JointGradient) or kind in ("matmul", "multiply"):
         return cost
-    if op.dtype in ("float16", "bfloat16") and kind in ("segment sum", "take, segment sum", "take, multiply, add"):
+    if op.dtype in HALF_TYPES and kind in ("segment sum", "take, segment sum", "take, multiply, add"):
         # Half types are added up in float32: the terms and the sums need memory.
         cost = cost._replace(scratch_bytes=cost.scratch_bytes + 4 * (elements + math.prod(op.spec.output_shape)))
     copied = stock_layout(op)[0] * itemsize(op.dtype)

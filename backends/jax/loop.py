@@ -12,8 +12,9 @@ from jax import lax
 
 from planner.backends.jax.index import index_shape
 from planner.backends.jax.tree import Run, tree_run
+from planner.language.dtypes import accumulator
 from planner.language.spec import Gather
-from planner.program.loops import accumulator, body_of, covers, slice_counts
+from planner.program.loops import body_of, covers, slice_counts
 from planner.program.plan import PlanRecord
 
 __all__ = ["as_one", "plan_run"]

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from planner.backends.common.stock import Product
+from planner.kernels.grouping.jax_grouping import accumulator
 from planner.language.spec import Gather, Spec, Term, term_axes
 from planner.program.forms import inner_product, product_form
 
-__all__ = ["ProductCopies", "as_matrices", "count_copied", "count_reordered", "wide"]
+__all__ = ["ProductCopies", "as_matrices", "count_copied", "count_reordered"]
 
 # If more elements than this stay neighbours in a copy into another order, the copy of one element takes less time than
 # a copy one by one, by their number divided by this.
@@ -114,15 +115,10 @@ def as_matrices(spec: Spec) -> Product:
 
     def product(a: Any, b: Any) -> Any:
         x, y = (second(b), first(a)) if swapped else (first(a), second(b))
-        result = lax.dot_general(x, y, numbers, preferred_element_type=wide(a.dtype)).astype(a.dtype)
+        result = lax.dot_general(x, y, numbers, preferred_element_type=accumulator(a.dtype)).astype(a.dtype)
         return jnp.transpose(result.reshape(whole), back).reshape(shape)
 
     return product
-
-
-def wide(dtype: Any) -> Any:
-    """Return the dtype that sums are formed in: float32 for the half types."""
-    return jnp.float32 if jnp.dtype(dtype).name in ("float16", "bfloat16") else dtype
 
 
 class ProductCopies(NamedTuple):

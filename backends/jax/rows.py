@@ -24,13 +24,14 @@ from planner.backends.common.stock import Product
 from planner.backends.common.stock_layout import matrix_copies
 from planner.backends.common.stock_rows import picoseconds, stock_cost, stock_kind, stock_rows
 from planner.backends.common.unread_rows import WHOLE_POOL
-from planner.backends.jax.products import as_matrices, count_copied, count_reordered, fused_takes, wide
+from planner.backends.jax.products import as_matrices, count_copied, count_reordered, fused_takes
 from planner.backends.jax.tiled import tiled_cost
 from planner.cost.device import Device
 from planner.cost.figures import StepCost
 from planner.kernels.gathered_dot import jax_pooled
 from planner.kernels.grouped_matmul import jax_grouped, pallas_tiles
 from planner.kernels.grouping import jax_grouping
+from planner.kernels.grouping.jax_grouping import accumulator
 from planner.language.dtypes import itemsize
 from planner.language.spec import Spec
 from planner.program.forms import GroupedForm, PooledForm, ProductForm, grouped_form, pooled_form, product_form
@@ -53,7 +54,7 @@ class JaxOps:
         return jnp.broadcast_to(x, tuple(shape))
 
     def sum(self, x: Any, dims: Sequence[int]) -> Any:
-        return jnp.sum(x, axis=tuple(dims), dtype=wide(x.dtype)).astype(x.dtype)
+        return jnp.sum(x, axis=tuple(dims), dtype=accumulator(x.dtype)).astype(x.dtype)
 
     def product(self, form: ProductForm, spec: Spec) -> Product:
         names = {axis: number for number, (axis, _) in enumerate(spec.sizes)}
@@ -64,7 +65,7 @@ class JaxOps:
             return lambda a, b: jnp.transpose(_spread(a, terms[0], order) * _spread(b, terms[1], order), back)
 
         def summed(a: Any, b: Any) -> Any:
-            kind = None if a.dtype == jnp.bool_ else wide(a.dtype)
+            kind = None if a.dtype == jnp.bool_ else accumulator(a.dtype)
             return jnp.einsum(a, terms[0], b, terms[1], terms[2], preferred_element_type=kind).astype(a.dtype)
 
         if 0 in form.sizes:
@@ -80,7 +81,7 @@ class JaxOps:
 
     def add_at(self, shape: Sequence[int], index: Sequence[Any], values: Any) -> Any:
         # XLA cannot add booleans up. A result is true if any of its values is.
-        kind = jnp.int32 if values.dtype == jnp.bool_ else wide(values.dtype)
+        kind = jnp.int32 if values.dtype == jnp.bool_ else accumulator(values.dtype)
         out = jnp.zeros(tuple(shape), kind)
         out = out.at[tuple(index)].add(values.astype(out.dtype), mode="promise_in_bounds", wrap_negative_indices=False)
         return out.astype(values.dtype)
@@ -178,7 +179,9 @@ def _run_summed(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     *terms, out = ([names[str(e)] for e in term] for term in op.spec.terms)
     large = max(terms, key=len)
     order = [*large, *(axis for term in terms for axis in term if axis not in large)]
-    first, second = (_spread(x.astype(wide(x.dtype)), term, order) for x, term in zip(inputs, terms, strict=True))
+    first, second = (
+        _spread(x.astype(accumulator(x.dtype)), term, order) for x, term in zip(inputs, terms, strict=True)
+    )
     total = jnp.sum(first * second, axis=tuple(place for place, axis in enumerate(order) if axis not in out))
     kept = [axis for axis in order if axis in out]
     return (jnp.transpose(total, [kept.index(axis) for axis in out]).astype(inputs[0].dtype),)

@@ -17,22 +17,18 @@ from planner.backends.common.stock_rows import picoseconds, runs_of, stock_cost,
 from planner.cost.device import CPU, Device
 from planner.cost.figures import StepCost
 from planner.cost.rates import stored_rates
+from planner.language.dtypes import accumulator
 from planner.language.errors import PlannerError
 from planner.language.spec import Gather, Operand, Spec, term_axes
 from planner.program.callbacks import callbacks
 from planner.program.forms import ProductForm
 from planner.program.implementations import Backend, RangedIndices, Stepwise, Table
-from planner.program.loops import accumulator, body_of
+from planner.program.loops import body_of
 from planner.program.ops import Op
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
 
 __all__ = ["NumpyBackend", "NumpyOps", "backend"]
-
-
-def _accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which sums are accumulated: float32 for half types."""
-    return np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
 
 
 class NumpyOps:
@@ -48,10 +44,10 @@ class NumpyOps:
         return np.broadcast_to(x, tuple(shape))
 
     def sum(self, x: Any, dims: Sequence[int]) -> Any:
-        return np.asarray(x.sum(axis=tuple(dims), dtype=_accumulator(x.dtype))).astype(x.dtype, copy=False)
+        return np.asarray(x.sum(axis=tuple(dims), dtype=accumulator(x.dtype.name))).astype(x.dtype, copy=False)
 
     def matmul(self, a: Any, b: Any) -> Any:
-        wide = _accumulator(a.dtype)
+        wide = accumulator(a.dtype.name)
         return np.matmul(a.astype(wide, copy=False), b.astype(wide, copy=False)).astype(a.dtype, copy=False)
 
     def product(self, form: ProductForm, spec: Spec) -> Product:
@@ -64,7 +60,7 @@ class NumpyOps:
         return x[tuple(index)]
 
     def add_at(self, shape: Sequence[int], index: Sequence[Any], values: Any) -> Any:
-        out = np.zeros(shape, _accumulator(values.dtype))
+        out = np.zeros(shape, accumulator(values.dtype.name))
         np.add.at(out, tuple(index), values.astype(out.dtype, copy=False))
         return out.astype(values.dtype, copy=False)
 
@@ -174,7 +170,7 @@ class NumpyBackend(Backend):
 
         def run_slices(values: Sequence[Any], index: RangedIndices) -> Any:
             assert loop is not None
-            wide = np.dtype(accumulator(plan.dtype))
+            wide = accumulator(plan.dtype)
             (result,) = run_loop(
                 loop,
                 spec,

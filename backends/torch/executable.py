@@ -21,6 +21,7 @@ from planner.cost.layout import layout_of
 from planner.kernels.grouping.keys import IndexArray
 from planner.kernels.grouping.torch_grouping import accumulator
 from planner.language.derive import sum_dims, summable_dims
+from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerLimitError
 from planner.language.options import SEARCHES, Options
 from planner.language.spec import Spec, Term
@@ -56,7 +57,7 @@ class Executable:
         self.operand_views = [step for step in self.programs.forward.steps if base[step.outputs[0]] in viewed]
         self.kept = tuple(v for v in self.programs.kept if base[v] >= len(self.shapes))
         # A gradient in a half type would be rounded between its sum and the product, and float16 could overflow.
-        self.summable_dims = () if plan.dtype in ("float16", "bfloat16") else summable_dims(self.spec)
+        self.summable_dims = () if plan.dtype in HALF_TYPES else summable_dims(self.spec)
         self.executable_for = lru_cache(maxsize=8)(self._executable_for)
 
     def views(self, operands: Sequence[Tensor]) -> list[Tensor]:

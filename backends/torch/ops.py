@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import is_fake
 from planner.backends.common.stock import Product, matmul_product
 from planner.backends.torch.modes import in_functorch, transformed
 from planner.kernels.gathered_dot import torch_pooled
+from planner.kernels.grouping.torch_grouping import accumulator
 from planner.language.dtypes import itemsize
 from planner.language.spec import Spec
 from planner.program.forms import ProductForm
@@ -71,10 +72,6 @@ def _kind(dtype: str) -> int:
     return 3 if dtype.startswith("complex") else 2 if "float" in dtype else 1
 
 
-def _is_half(x: Tensor) -> bool:
-    return x.dtype in (torch.float16, torch.bfloat16)
-
-
 def unit_strided(x: Tensor) -> Tensor:
     """Return a batch of matrices with a stride of 1, copied if need be; torch copies other matrices one by one."""
     if x.is_contiguous() or 1 in x.stride()[-2:] or 1 in x.shape[-2:] or x.shape[0] == 1:
@@ -119,7 +116,7 @@ class TorchOps:
         # `index_add_` by one flat index adds in order. On a CPU, `index_put_` with `accumulate` adds in any order.
         count = len(index)
         flat, _ = _flat_index(index, shape[:count])
-        wide = values.float() if _is_half(values) else values
+        wide = values.to(accumulator(values.dtype))
         out = wide.new_zeros((math.prod(shape[:count]), *shape[count:]))
         # Under a transform it must be out of place, which copies the zeros once more.
         add = out.index_add if transformed() else out.index_add_

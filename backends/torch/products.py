@@ -22,7 +22,7 @@ from planner.backends.torch.ops import OPS, multiply
 from planner.cost.device import Device
 from planner.cost.figures import StepCost
 from planner.cost.layout import Layout, reordered, without
-from planner.language.dtypes import itemsize
+from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, term_axes
 from planner.program.forms import ProductForm, product_form
 from planner.program.implementations import Implementation
@@ -30,7 +30,7 @@ from planner.program.ops import Einsum, Op, joint_elements, spec_flops
 
 __all__ = ["copied_form", "product_rows"]
 
-ROUNDS = ("float16", "bfloat16", "bool")
+ROUNDS = (*HALF_TYPES, "bool")
 # A product on all cores that is added to the result of the one before waits for it. Two products of 128 x 1024 x 128
 # took 25 us each longer than one of twice the terms, and sixteen took 50 us; 2 cores of an Intel Xeon at 2.8 GHz, torch
 # 2.13, 2026-11-22.

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
 from planner.kernels.grouping.jax_bits import bits, of_bits
+from planner.kernels.grouping.jax_grouping import accumulator
 from planner.kernels.grouping.keys import IndexArray
 
 Result = TypeVar("Result")
@@ -104,7 +104,7 @@ def gathered_query_gradient(g: jax.Array, pool: jax.Array, keys: IndexArray) -> 
 def gathered_pool_gradient(g: jax.Array, query: jax.Array, keys: IndexArray, size: int) -> jax.Array:
     """Gradient `(B, size, D)` of the pool, from the gradient `g` of the scores."""
     dtype, rows = jnp.result_type(g, query), keys.part(keys.values)
-    exact = _accumulator(dtype)
+    exact = accumulator(dtype)
     terms = g[..., None].astype(exact) * query[:, :, None, :].astype(exact)
     entries = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
     zeros = jnp.zeros((g.shape[0], size, query.shape[2]), exact)
@@ -137,14 +137,14 @@ def pooled_scratch_bytes(
     }[what]
     numbers = dense + first + (0 if what == "scores" else max(2 * chosen, last))
     rounded = batch * results + query + rows + dense + chosen if jnp.dtype(dtype) == jnp.bfloat16 else 0
-    return numbers * max(_accumulator(dtype).itemsize, 4) + 2 * rounded + 2**11
+    return numbers * max(accumulator(dtype).itemsize, 4) + 2 * rounded + 2**11
 
 
 def gathered_scratch_bytes(
     what: str, batch: int, queries: int, pool: int, size_d: int, keys: int, dtype: DTypeLike
 ) -> int:
     """Upper bound of the bytes that the function `gathered_` + `what` allocates beside its results."""
-    exact, scores = _accumulator(dtype), batch * queries * keys
+    exact, scores = accumulator(dtype), batch * queries * keys
     numbers = scores * (2 * size_d + 5 if what == "gradients" else size_d + 3)
     if what == "query_gradient" and keys == 1:  # XLA takes and multiplies in one loop
         numbers = 0
@@ -180,7 +180,7 @@ def _entry(x: jax.Array, n: jax.Array) -> jax.Array:
 
 def _scatter_dense(g: jax.Array, index: jax.Array, size: int, dtype: DTypeLike) -> jax.Array:
     """Return the scores' gradient as a `(Q, size)` matrix; several gradients of one row add up."""
-    rows, exact = g.shape[0], _accumulator(dtype)
+    rows, exact = g.shape[0], accumulator(dtype)
     query = lax.broadcasted_iota(jnp.int32, index.shape, 0)
     if rows * size >= 2**31:
         return jnp.zeros((rows, size), exact).at[query, index].add(g.astype(exact), mode="drop")
@@ -214,11 +214,5 @@ def _take_rows(pool: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _matmul(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    exact = _accumulator(jnp.result_type(left, right))
+    exact = accumulator(jnp.result_type(left, right))
     return jnp.einsum(spec, left.astype(exact), right.astype(exact))
-
-
-def _accumulator(dtype: DTypeLike) -> "np.dtype[Any]":
-    """Return the dtype in which sums of `dtype` are formed."""
-    exact = jnp.dtype(dtype)
-    return jnp.dtype("float32") if exact in (jnp.bfloat16, jnp.float16) else exact

@@ -15,16 +15,15 @@ row would be NaN.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
 from planner.kernels.grouping.jax_bits import bits, of_bits
-from planner.kernels.grouping.jax_grouping import Groups
+from planner.kernels.grouping.jax_grouping import Groups, accumulator
 
 TILE_ROWS = 256  # most rows of a tile's matrix
 LANES = 8  # rows per tile are a multiple of this
@@ -84,7 +83,7 @@ def grouped_matmul(
     if target is None:
         out = _filled((rows, size_i, size_k), dtype, groups, 1)
     else:
-        out = _filled((targets or 0, size_i, size_k), _accumulator(dtype), groups, 1)
+        out = _filled((targets or 0, size_i, size_k), accumulator(dtype), groups, 1)
     if 0 in (rows, *a.shape[:2], c.shape[0], *out.shape):
         return out.astype(dtype)
     if size_j == 0:
@@ -119,7 +118,7 @@ def grouped_outer(
     """Sum `a[r]^T @ b[r]` over the rows of each of `size` groups, see the package."""
     dtype = jnp.result_type(a, b)
     rows = groups.order.shape[0]
-    out = _filled((size, a.shape[2], b.shape[2]), _accumulator(dtype), groups, 2)
+    out = _filled((size, a.shape[2], b.shape[2]), accumulator(dtype), groups, 2)
     if 0 in (rows, *a.shape, *b.shape, size):
         return out.astype(dtype)
 
@@ -143,7 +142,7 @@ def grouped_gradients(
     rows = groups.order.shape[0]
     dtype = jnp.result_type(gout, a, c)
     grad_rows = _filled((rows, *a.shape[1:]), dtype, groups, 3)
-    grad_c = _filled(c.shape, _accumulator(dtype), groups, 4)
+    grad_c = _filled(c.shape, accumulator(dtype), groups, 4)
     if 0 in (rows, *a.shape, *c.shape):
         return grad_rows, grad_c.astype(dtype)
 
@@ -217,7 +216,7 @@ def _scratch_bytes(
     pair: bool = False,
 ) -> int:
     """Upper bound of the bytes that a loop allocates beside its results; `pair` stands for both gradients."""
-    tile_sizes, exact = tiling(rows, size_i, groups, size_j, size_k), _accumulator(dtype)
+    tile_sizes, exact = tiling(rows, size_i, groups, size_j, size_k), accumulator(dtype)
     lanes = tile_sizes.tiles * tile_sizes.rows
     left, right, matrices = lanes * size_i * size_j, lanes * size_i * size_k, tile_sizes.tiles * size_j * size_k
     # Both factors and the product; if a step has one tile, the product as multiplied and as scattered. Both gradients
@@ -235,7 +234,7 @@ def _bits_bytes(numbers: int, dtype: DTypeLike) -> int:
 
 def _float32_sum(numbers: int, dtype: DTypeLike) -> int:
     """Bytes of the float32 array in which a loop sums half types."""
-    return 0 if _accumulator(dtype) == jnp.dtype(dtype) else 4 * numbers
+    return 0 if accumulator(dtype) == jnp.dtype(dtype) else 4 * numbers
 
 
 def _make_tiles(groups: Groups, tile_sizes: Tiling) -> _Tiles:
@@ -275,7 +274,7 @@ def _tile_matrix(rows: jax.Array, tile_sizes: Tiling) -> jax.Array:
 
 
 def _tile_matmul(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    exact = _accumulator(jnp.result_type(left, right))
+    exact = accumulator(jnp.result_type(left, right))
     return jnp.einsum(spec, left.astype(exact), right.astype(exact))
 
 
@@ -338,9 +337,3 @@ def _fill_kept(out: jax.Array, groups: Groups) -> jax.Array:
     has_group = lax.iota(jnp.int32, groups.order.shape[0]) < groups.offsets[-1]
     rows = jnp.where(has_group, groups.order, out.shape[0])
     return _put(out, rows, jnp.zeros_like(out))
-
-
-def _accumulator(dtype: DTypeLike) -> "np.dtype[Any]":
-    """Return the dtype in which sums of `dtype` are formed."""
-    exact = jnp.dtype(dtype)
-    return jnp.dtype("float32") if exact in (jnp.bfloat16, jnp.float16) else exact

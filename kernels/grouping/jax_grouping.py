@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
+
+from planner.language import dtypes
 
 UINT32_BITS = 32
 
@@ -48,6 +51,12 @@ def group_rows(index: jax.Array, size: int) -> Groups:
         return _group_packed(index, size)
     key, order = lax.sort((index.astype(_key_dtype(size)), lax.iota(jnp.int32, rows)), num_keys=1, is_stable=True)
     return Groups(order, _first_position(key, jnp.arange(size + 1, dtype=key.dtype)))
+
+
+def accumulator(dtype: DTypeLike) -> "np.dtype[Any]":
+    """Return the dtype in which sums of `dtype` are formed: float32 for the half types."""
+    exact = jnp.dtype(dtype)
+    return jnp.dtype(dtypes.accumulator(exact.name))
 
 
 def fits_packed(rows: int, size: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerError
 
 __all__ = ["A100", "CPU", "GPU", "H100", "H200", "PRESETS", "TPU_V5E", "Device", "gpu_preset"]
@@ -91,7 +92,7 @@ class Device:
 
         The rate grows no faster than a side of the product, so a larger product never takes less time.
         """
-        most = self.half_rate if self.half_rate and dtype in ("float16", "bfloat16") else self.flop_rate
+        most = self.half_rate if self.half_rate and dtype in HALF_TYPES else self.flop_rate
         return min(most, self.skinny_rate * max(1.0, min(rows, columns, terms) / 4))
 
     def fresh_seconds(self, size: int) -> float:

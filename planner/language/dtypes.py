@@ -1,4 +1,4 @@
-"""The dtypes that contractions compute in: their names and sizes."""
+"""The dtypes that contractions compute in: their names and sizes, and in which of them sums are formed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import numpy as np
 
 from planner.language.errors import PlannerTypeError
 
-__all__ = ["ITEMSIZES", "itemsize"]
+__all__ = ["HALF_TYPES", "ITEMSIZES", "accumulator", "asked_dtype", "dtype_name", "itemsize"]
+
+HALF_TYPES = ("float16", "bfloat16")
 
 _DTYPES_BY_SIZE = {
     1: ("bool", "int8", "uint8"),
@@ -32,6 +34,11 @@ def itemsize(dtype: str) -> int:
     except KeyError:
         known = ", ".join(ITEMSIZES)
         raise PlannerTypeError(f"dtype {dtype!r:.80} is not supported; supported are {known}") from None
+
+
+def accumulator(dtype: str) -> str:
+    """Return the dtype in which sums of a dtype are formed: float32 for the half types."""
+    return "float32" if dtype in HALF_TYPES else dtype
 
 
 def dtype_name(dtype: Any) -> str:

@@ -19,7 +19,7 @@ from planner.cost.figures import Cost, PlanCost, StepCost
 from planner.cost.layout import Layout, row_major, strides_in
 from planner.cost.objective import step_key
 from planner.language.derive import slice_spec
-from planner.language.dtypes import itemsize
+from planner.language.dtypes import accumulator, itemsize
 from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Operand, Spec, Term
 from planner.program.build import Lowerer, build, given_variables
@@ -32,7 +32,6 @@ from planner.program.tree import Leaf, Tree
 
 __all__ = [
     "Part",
-    "accumulator",
     "body_of",
     "covers",
     "device_in_loop",
@@ -104,11 +103,6 @@ def slice_counts(axes: Axes, spec: Spec) -> list[tuple[dict[str, int], int]]:
 def covers(axes: Axes, term: Term) -> bool:
     """Whether the slices of an array with this term are disjoint and fill it: if it has every cut axis exactly once."""
     return all(term.count(axis) == 1 for axis, _ in axes)
-
-
-def accumulator(dtype: str) -> str:
-    """Return the dtype in which slices are added up: float32 for the half types."""
-    return "float32" if dtype in ("float16", "bfloat16") else dtype
 
 
 def device_in_loop(device: Device, backend: str) -> Device:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Verbosity, given, settings
 from hypothesis.errors import FailedHealthCheck, Flaky, Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
+from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerError
 from planner.language.options import INDEX_MODES, check_index_mode
 from planner.language.parse import parse
@@ -332,7 +333,7 @@ def _refusal(law: Law, engine: Engine, dtype: str) -> str:
         return reason
     if law.derives and dtype not in FLOATS:
         return "integers have no gradients"
-    if law.name == "peak bytes" and dtype in ("float16", "bfloat16") and engine.name != "jax":
+    if law.name == "peak bytes" and dtype in HALF_TYPES and engine.name != "jax":
         return "plans do not predict what a CPU's library allocates for half types"
     if law.name == "peak bytes" and dtype.startswith("complex") and engine.name == "torch":
         return "plans do not predict the conjugates of complex operands"
@@ -374,7 +375,7 @@ def _problems(
     options: dict[str, Any] = {
         "strided": False,
         "dtypes": dtypes,
-        "max_value": 1 if {"float16", "bfloat16"} & {*dtypes} else 3,
+        "max_value": 1 if {*HALF_TYPES} & {*dtypes} else 3,
         "index_modes": all_modes if modes is None else modes,
         **law.draws,
     }
