@@ -107,15 +107,16 @@ law()
 
 
 def test_every_run_draws_the_same_examples_but_the_nightly_one(tmp_path):
-    """Whatever the hash seed; nothing is written down that a later run would read."""
+    """Whatever the hash seed and the modules loaded; nothing is written down that a later run would read."""
 
-    def drawn(profile, seed):
-        folder = pathlib.Path(conftest.__file__).parent
-        return run_python(DRAWS, folder, cwd=tmp_path, HYPOTHESIS_PROFILE=profile, PYTHONHASHSEED=seed).splitlines()
+    def drawn(profile, seed, before=""):
+        folder, environment = pathlib.Path(conftest.__file__).parent, {"HYPOTHESIS_PROFILE": profile}
+        return run_python(before + DRAWS, folder, cwd=tmp_path, PYTHONHASHSEED=seed, **environment).splitlines()
 
     first = drawn("ci", "1")
     assert len(first) >= 30
     assert drawn("ci", "2") == first
+    assert drawn("ci", "1", "import planner.demo.command, planner.bench.command\n") == first
     assert not any(tmp_path.rglob("examples"))
     assert drawn("nightly", "1") != drawn("nightly", "1")
 
