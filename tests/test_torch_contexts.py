@@ -184,7 +184,8 @@ class Readers(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunction():
             for x in args:
-                assert not isinstance(x, torch.Tensor) or x.detach().isfinite().all().item() in (True, False)
+                if isinstance(x, torch.Tensor):
+                    x.detach().isfinite().all().item()  # fails for a tensor without values
         return func(*args, **(kwargs or {}))
 
 
