@@ -37,9 +37,12 @@ _COMMON = {
 # `make test` and CI draw the same examples in every run and on every machine, and remember none: a test that fails does
 # so because of the change that it is run on.
 hypothesis.settings.register_profile("ci", max_examples=100, derandomize=True, database=None, **_COMMON)
+# `make mutants` wants one failure, not the least one.
+_FEW = {"max_examples": 30, "phases": (hypothesis.Phase.explicit, hypothesis.Phase.generate)}
+hypothesis.settings.register_profile("mutants", hypothesis.settings.get_profile("ci"), **_FEW)
 # Hypothesis mixes constants from the project's loaded modules into what it draws. Which are loaded depends on the tests
 # that ran before in the same process, so `make test` draws without them.
-if os.environ.get("HYPOTHESIS_PROFILE", "ci") == "ci":
+if os.environ.get("HYPOTHESIS_PROFILE") != "nightly":
     providers._get_local_constants = lambda: providers._local_constants
 # `make nightly` draws new examples in every run. A failure prints the blob that draws it again, and is then pinned by
 # @example.
@@ -59,7 +62,7 @@ hypothesis.settings.load_profile(PROFILE)
 
 def examples(ci: int, nightly: int) -> int:
     """The number of examples for the profile in force: ``@settings(max_examples=examples(500, 10_000))``."""
-    return {"ci": ci, "nightly": nightly}[PROFILE]
+    return {"ci": ci, "mutants": min(ci, 30), "nightly": nightly}[PROFILE]
 
 
 class Clock:
@@ -121,7 +124,7 @@ def jnp(jax):
 @pytest.fixture
 def jax_in_a_hurry(monkeypatch):
     """Eager calls in JAX run steps compiled without optimisation: the same values, sooner. Not in the nightly run."""
-    if PROFILE == "ci" and importlib.util.find_spec("jax"):
+    if PROFILE != "nightly" and importlib.util.find_spec("jax"):
         import jax_fast
 
         monkeypatch.setattr("planner.backends.jax.step.compile_step", jax_fast.compiled)

@@ -95,7 +95,7 @@ def steps_alone(monkeypatch):
     pytest.importorskip("jax", reason="jax is not installed")
     import jax_fast
 
-    if PROFILE == "ci":
+    if PROFILE != "nightly":
         jax_fast.for_sizes_alone(monkeypatch)
 
     def total(self, steps):

@@ -207,7 +207,7 @@ class Torch(Runs):
         super().__init__(family)
         import torch
 
-        kind = "aot_eager" if PROFILE == "ci" else "inductor"
+        kind = "aot_eager" if PROFILE != "nightly" else "inductor"
         torch._dynamo.reset()
         self.compiled = {
             mode: torch.compile(lambda q, *xs, mode=mode: self.call(mode, q, *xs), backend=kind, fullgraph=True)
@@ -239,7 +239,7 @@ class Jax(Runs):
 
     def __init__(self, family):
         super().__init__(family)
-        self.engine.in_a_hurry = PROFILE == "ci"
+        self.engine.in_a_hurry = PROFILE != "nightly"
         self.jitted = self.engine.jit(lambda q: {mode: self.functional(mode, q) for mode in MODES})
         self.mapped = self.engine.jit(
             lambda qs: {mode: self.engine.vmap(functools.partial(self.functional, mode), 0)(qs) for mode in MODES}

@@ -7,7 +7,6 @@ import collections
 import dataclasses
 import functools
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +14,8 @@ import cosmic_ray.ast
 import cosmic_ray.mutating
 import cosmic_ray.plugins
 
-from tests.mutants.covered import first_line
-from tests.mutants.judge import ROOT, VERDICTS, verdicts
+from tests.mutants.judge import ROOT, verdicts
 
-STORED = ROOT / ".mutants" / "drawn.json"
 SEED = "planner, issue 6"
 DRAWN = 300
 FOLDERS = ("planner", "backends", "kernels")
@@ -63,27 +60,11 @@ def files() -> list[str]:
     return [name for name in names if not name.startswith(LEFT_OUT)]
 
 
-def draw() -> list[Mutation]:
-    """The drawn mutations, by name; found once for a state of the library, which takes a minute."""
-    state = hashlib.sha256(Path(__file__).read_bytes() + VERDICTS.read_bytes())
-    for file in files():
-        state.update(file.encode() + (ROOT / file).read_bytes())
-    if STORED.exists():
-        stored = json.loads(STORED.read_text())
-        if stored["state"] == state.hexdigest():
-            return [Mutation(*row) for row in stored["drawn"]]
-    drawn = _draw(DRAWN)
-    STORED.parent.mkdir(exist_ok=True)
-    rows = [dataclasses.astuple(mutation) for mutation in drawn]
-    STORED.write_text(json.dumps({"state": state.hexdigest(), "drawn": rows}))
-    return drawn
-
-
-def _draw(number: int) -> list[Mutation]:
+def draw(number: int = DRAWN) -> list[Mutation]:
     """The mutations that were judged before and are still there, then those of least rank; all of them compile.
 
-    At most one mutation of an operator is drawn in a line. Code that is moved or renamed has other ranks: its verdicts
-    are kept under their new names, so that only new code is judged anew.
+    It takes a minute. At most one mutation of an operator is drawn in a line. Code that is moved or renamed has other
+    ranks: its verdicts are kept under their new names, so that only new code is judged anew.
     """
     judged = verdicts()
     drawn: dict[tuple[str, int, str], Mutation] = {}
@@ -109,7 +90,8 @@ def mutations(file: str) -> Iterator[Mutation]:
     lines = source.splitlines()
     tree = ast.parse(source)
     definitions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    spans = [(first_line(node), node.end_lineno or 0, node.name) for node in definitions]  # from the outermost inwards
+    # From the outermost inwards, each with its decorators.
+    spans = [(min(x.lineno for x in (d, *d.decorator_list)), d.end_lineno or 0, d.name) for d in definitions]
     unread = _unread(tree)
     # No operator changes names, strings or punctuation: without them this takes a quarter of the time.
     nodes = [

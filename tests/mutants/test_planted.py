@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.covered import BESIDE
-from tests.mutants.judge import ROOT, verdicts
+from tests.mutants.judge import BESIDE, ROOT, verdicts
 from tests.mutants.planted import PLANTED
 
 VERDICTS = verdicts()
