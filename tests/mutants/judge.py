@@ -64,7 +64,7 @@ def run_tests(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run pytest in a copy of the tree, with few examples of each property, on one thread."""
     environment = {
         **os.environ, "HYPOTHESIS_PROFILE": "mutants", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder),
-        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "400",
     }  # fmt: skip
     left_out = [f"--ignore={name}" for name in LEFT_OUT]
     return subprocess.run(
