@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import cosmic_ray.ast
 import cosmic_ray.mutating
