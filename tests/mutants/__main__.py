@@ -57,7 +57,8 @@ def judge_all(mutants: list[Mutant], seconds: float, at_once: int) -> None:
         if any(mutant.all for mutant in mutants):
             if not (ROOT / AFFECTED).exists():
                 print("running all tests once, to see which tests run which functions", file=sys.stderr, flush=True)
-                print(run_tests(folder, "--testmon", f"--numprocesses={at_once}").stdout[-2000:], file=sys.stderr)
+                ran = run_tests(folder, "--testmon", f"--numprocesses={at_once}")
+                print(ran.stdout[-2000:], ran.stderr[-2000:], file=sys.stderr, flush=True)
                 shutil.copy2(folder / AFFECTED, ROOT / AFFECTED)
             for folder in free.queue:
                 shutil.copy2(ROOT / AFFECTED, folder / AFFECTED)

@@ -68,7 +68,7 @@ def run_tests(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     }  # fmt: skip
     left_out = [f"--ignore={name}" for name in LEFT_OUT]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", *left_out, *options],
+        [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=line", *left_out, *options],
         cwd=folder, env=environment, capture_output=True, text=True, check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES)),
     )  # fmt: skip
