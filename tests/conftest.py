@@ -86,6 +86,16 @@ class Clock:
         self.sleep(seconds)
 
 
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+def assert_on_file(text: str, name: str) -> None:
+    """Compare with a golden file. ``UPDATE_GOLDEN=1`` writes it anew: read the difference before it is committed."""
+    if os.environ.get("UPDATE_GOLDEN"):
+        (GOLDEN / name).write_text(text, encoding="utf-8")
+    assert text == (GOLDEN / name).read_text(encoding="utf-8")
+
+
 def installed_frameworks() -> tuple[str, ...]:
     """NumPy, and which of torch and JAX this machine has; nothing is imported."""
     return ("numpy", *(name for name in ("torch", "jax") if importlib.util.find_spec(name)))

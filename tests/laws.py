@@ -14,7 +14,8 @@ from engines import Ask
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from planner import Operand
+import planner
+from planner import Operand, Plan
 from planner.testing import Problem, problems
 from planner.testing.engines import Engine
 from planner.testing.judgement import Subject
@@ -49,6 +50,17 @@ def stand_ins(problem: Problem) -> tuple[list[Operand], dict[str, Any]]:
     operands = [Operand(shape, dtype, requires_grad=wanted) for shape, dtype, wanted in described]
     indices = {name: q.shape for name, q in problem.indices.items()}
     return operands, {"sizes": problem.sizes, "index_mode": problem.index_mode, **indices}
+
+
+def needing_gradients(*shapes: Sequence[int]) -> list[Operand]:
+    """Operands of these shapes, which need gradients."""
+    return [Operand(tuple(shape), requires_grad=True) for shape in shapes]
+
+
+def plan_of(problem: Problem, backend: str = "numpy", **options: Any) -> Plan:
+    """The plan of a problem without its values."""
+    operands, given = stand_ins(problem)
+    return planner.plan(problem.spec, *operands, backend=backend, **given, **options)
 
 
 def assert_equal(got, expected, dtype: str, what: str = "result") -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
+from conftest import assert_on_file
 
 import planner
 from planner.cost.device import CPU, H100, TPU_V5E
@@ -13,7 +11,6 @@ from planner.language.derive import transpose
 from planner.program.frameworks import load_backend
 from planner.program.ops import Einsum, JointGradient, Op
 
-GOLDEN = Path(__file__).parent / "golden"
 MACHINES = {"numpy": (CPU,), "torch": (CPU, H100), "jax": (CPU, H100, TPU_V5E)}
 # Sizes that no two axes share, with rows enough that groups are cut, and not multiples of a tile.
 STEPS = {
@@ -58,10 +55,5 @@ def prices(name: str, backend: str) -> list[str]:
 
 @pytest.mark.parametrize("backend", MACHINES)
 def test_prices_are_those_on_file(backend):
-    """Written anew by ``UPDATE_GOLDEN=1``; then read the difference before it is committed."""
     pytest.importorskip(backend, reason=f"{backend} is not installed")
-    found = [line for name in STEPS for line in prices(name, backend)]
-    path = GOLDEN / f"prices-{backend}.txt"
-    if os.environ.get("UPDATE_GOLDEN"):
-        path.write_text("\n".join(found) + "\n", encoding="utf-8")
-    assert found == path.read_text(encoding="utf-8").splitlines()
+    assert_on_file("".join(f"{line}\n" for name in STEPS for line in prices(name, backend)), f"prices-{backend}.txt")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
+import dataclasses
 import json
 import sys
 
@@ -11,12 +10,10 @@ import numpy as np
 import pytest
 from conftest import examples
 from hypothesis import given, settings
-from laws import Floors, assert_equal, exact_problems, stand_ins
+from laws import Floors, assert_equal, exact_problems, needing_gradients, stand_ins
 
 import planner
 from planner.cli import main
-from planner.search.dynamic import Search
-from planner.testing import problems
 
 CHAIN = ("ab,bc,cd,de->ae", [(20, 30), (30, 4), (4, 50), (50, 9)])
 
@@ -31,16 +28,17 @@ def beats(one, other):
 
 
 def chain(**options):
-    operands = [planner.Operand(shape, requires_grad=True) for shape in CHAIN[1]]
-    return planner.tradeoff(CHAIN[0], *operands, backend="numpy", **options)
+    return planner.tradeoff(CHAIN[0], *needing_gradients(*CHAIN[1]), backend="numpy", **options)
 
 
 def test_the_laws_of_the_front():
     floors = Floors()
 
-    @settings(max_examples=examples(15, 300))
-    @given(problems(max_operands=3, max_size=9))
+    @settings(max_examples=examples(30, 600))
+    @given(exact_problems(max_operands=3, max_size=9))
     def law(case):
+        if case.seed % 2:  # NumPy runs plans without gradients
+            case = dataclasses.replace(case, requires_grad=(False,) * len(case.shapes))
         operands, given = stand_ins(case)
         options = {"backend": "numpy", **given}
         front = planner.tradeoff(case.spec, *operands, **options)
@@ -59,21 +57,14 @@ def test_the_laws_of_the_front():
                     assert figures(point)[place] == figures(single)[place]
         assert planner.tradeoff(case.spec, *operands, **options) == front
         assert str(front)
-        floors.note()
+        for point in front if front[0].programs.backward is None else ():
+            got = point(*case.operands(), **case.indices)
+            assert_equal((got, got.dtype.name), case.expected(), "float32")
+        floors.note(run=front[0].programs.backward is None)
 
     law()
     assert len(chain()) > 1
-    floors.at_least(10)
-
-
-@settings(max_examples=examples(15, 300))
-@given(exact_problems(max_operands=3))
-def test_each_point_runs(case):
-    operands = case.operands()
-    front = planner.tradeoff(case.spec, *operands, **case.arguments())
-    for point in front:
-        got = point(*operands, **case.indices)
-        assert_equal((got, got.dtype.name), case.expected(), np.result_type(*operands).name)
+    floors.at_least(examples(25, 500), run=0.3)
 
 
 def test_each_point_has_the_right_gradients(torch):
@@ -129,20 +120,6 @@ def test_bad_options(options, message):
         chain(**options)
 
 
-@pytest.mark.parametrize("at", [1, 200, 400])
-def test_ctrl_c_gives_the_front_so_far(monkeypatch, at):
-    offered, plain = itertools.count(1), Search.offer
-
-    def offer(search, *arguments):
-        if next(offered) == at:
-            raise KeyboardInterrupt
-        return plain(search, *arguments)
-
-    monkeypatch.setattr(Search, "offer", offer)
-    with pytest.raises(KeyboardInterrupt) if at == 1 else contextlib.nullcontext():
-        assert len(chain()) >= 1
-
-
 def test_plot_draws_a_point_for_each_plan(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     monkeypatch.setenv("MPLBACKEND", "Agg")
@@ -170,8 +147,8 @@ COMMAND = ["tradeoff", "nij, q[n]jk, kl -> nil", "64x1x8", "8x8x8", "8x4", "--in
 
 def test_the_command_prints_the_table(capsys):
     assert main(COMMAND) == 0
-    a, c, w = (planner.Operand(s, requires_grad=True) for s in ((64, 1, 8), (8, 8, 8), (8, 4)))
-    front = planner.tradeoff(COMMAND[1], a, c, w, q=(64,), backend="numpy")
+    operands = needing_gradients((64, 1, 8), (8, 8, 8), (8, 4))
+    front = planner.tradeoff(COMMAND[1], *operands, q=(64,), backend="numpy")
     assert capsys.readouterr().out == f"{front}\n"
 
 
@@ -182,22 +159,3 @@ def test_the_command_prints_json_and_draws(capsys, tmp_path):
     plans = [planner.Plan.from_json(json.dumps(plan)) for plan in json.loads(capsys.readouterr().out)]
     assert plans
     assert path.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--memory-limit", "1 B"), "PlannerLimitError: no plan was found within memory_limit=1"),
-        (("--retain-limit", "many"), "retain_limit='many' is not a number of bytes"),
-        (("--plot", "/no/such/folder/front.png"), "nothing was drawn to '/no/such/folder/front.png'"),
-        (("--plot", "front.unknown"), "nothing was drawn to 'front.unknown'"),
-    ],
-)
-def test_errors_of_the_command_are_one_line(arguments, message, capsys):
-    if "--plot" in arguments:
-        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    assert main([*COMMAND, *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert message in err
-    assert len(err.splitlines()) == 1
-    assert not out
