@@ -1,11 +1,13 @@
-"""Ctrl-C during a search: the best plan so far is given, marked; or there is none yet, and it goes through."""
+"""Ctrl-C during a search: it gives the best plan or front so far, marked; if there is none yet, it goes through."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import numpy as np
 import pytest
+from laws import needing_gradients
 
 import planner
 from planner.search.dynamic import Search
@@ -15,27 +17,26 @@ OPERANDS = [np.arange(float(n * m)).reshape(n, m) % 3 for n, m in ((4, 3), (3, 6
 EXPECTED = np.linalg.multi_dot(OPERANDS)
 
 
-class Interrupts:
-    """Raises KeyboardInterrupt at the given scored step, once."""
+def interrupt(monkeypatch, method, at):
+    """Raise KeyboardInterrupt at a call of the search's method, once; return a list that grows with each call."""
+    calls, plain = [], getattr(Search, method)
 
-    def __init__(self, monkeypatch, at):
-        self.calls = 0
-        plain = Search.extend
+    def counted(search, *arguments):
+        calls.append(method)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return plain(search, *arguments)
 
-        def extend(search, *arguments):
-            self.calls += 1
-            if self.calls == at:
-                raise KeyboardInterrupt
-            return plain(search, *arguments)
-
-        monkeypatch.setattr(Search, "extend", extend)
+    monkeypatch.setattr(Search, method, counted)
+    return calls
 
 
 def steps(monkeypatch, **options):
+    """The number of steps that a search scores."""
     with monkeypatch.context() as patched:
-        count = Interrupts(patched, None)
+        calls = interrupt(patched, "extend", None)
         planner.plan(SPEC, *OPERANDS, **options)
-    return count.calls
+    return len(calls)
 
 
 @pytest.mark.parametrize("objective", ["time", "peak"])
@@ -46,7 +47,7 @@ def test_ctrl_c_gives_the_best_so_far_or_goes_through(monkeypatch, objective, li
     outcomes = []
     for at in range(1, steps(monkeypatch, **options) + 1, 3):
         with monkeypatch.context() as patched:
-            Interrupts(patched, at)
+            interrupt(patched, "extend", at)
             try:
                 plan = planner.plan(SPEC, *OPERANDS, **options)
             except KeyboardInterrupt:
@@ -66,9 +67,16 @@ def test_ctrl_c_gives_the_best_so_far_or_goes_through(monkeypatch, objective, li
 
 def test_an_interrupted_search_that_is_within_no_limit_goes_through(monkeypatch):
     options = {"memory_limit": planner.plan(SPEC, *OPERANDS, minimize="peak").cost.peak_bytes}
-    Interrupts(monkeypatch, steps(monkeypatch, minimize="time") // 2)
+    interrupt(monkeypatch, "extend", steps(monkeypatch, minimize="time") // 2)
     try:
         plan = planner.plan(SPEC, *OPERANDS, **options)
     except KeyboardInterrupt:
         return
     assert plan.cost.peak_bytes <= options["memory_limit"]
+
+
+@pytest.mark.parametrize("at", [1, 200, 400])
+def test_ctrl_c_gives_the_front_so_far(monkeypatch, at):
+    interrupt(monkeypatch, "offer", at)
+    with pytest.raises(KeyboardInterrupt) if at == 1 else contextlib.nullcontext():
+        assert len(planner.tradeoff(SPEC, *needing_gradients(*(x.shape for x in OPERANDS)), backend="numpy")) >= 1
