@@ -71,9 +71,8 @@ def test_what_flattens_can_be_viewed(torch, array, random):
 
 @settings(max_examples=examples(500, 10_000))
 @given(arrays(), st.randoms(use_true_random=False), st.booleans())
-def test_view_strides_are_those_of_torch(array, random, empty):
+def test_view_strides_are_those_of_torch(torch, array, random, empty):
     """The same views exist, with the same strides, dimensions of size 1 included."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
     tensor = torch.empty_strided(array.shape, strides_of(array))
     if empty and array.ndim:
         tensor = tensor.narrow(random.randrange(array.ndim), 0, 0)
@@ -183,16 +182,29 @@ def planned_in_torch(problem, gradients=True, **options):
     return operands, indices, engine.plan(problem, operands, indices, **options)
 
 
+def lies_as_said(result, plan, variable, masked=False):
+    """Compare a result's strides with the plan's layout. Return whether they are known, and not row-major."""
+    said = plan.programs.variables[variable].layout
+    known = said is None or not said.unknown
+    assert not known or masked or said == layout_of(result.shape, result.stride()), str(plan)
+    return known, said is not None
+
+
 def test_results_lie_in_memory_as_the_plan_says(torch):
-    """Every step of both programs, on operands of any strides; a layout of which nothing is known says nothing."""
+    """Those of calls, and of every step of both programs, on operands of any strides."""
     backend, floors = load_backend("torch"), Floors()
 
-    @settings(max_examples=examples(80, 2_000))
+    @settings(max_examples=examples(100, 3_000))
+    @example(Problem("aij, ajk -> kai", ((2, 3, 4), (2, 4, 5))), "time")
+    @example(Problem("aij, ajk, kl -> lai", ((2, 3, 4), (2, 4, 5), (5, 3))), "time")
     @given(exact_problems(max_axes=5, max_size=3), st.sampled_from(["time", "peak", "flops"]))
     def law(problem, minimize):
-        operands, indices, plan = planned_in_torch(problem, minimize=minimize)
-        bare, known, laid = [x.detach() for x in operands], 0, 0
-        values, ones = {}, None
+        calls, steps = [], [(False, False)]
+        for gradients in (False, True):
+            operands, indices, plan = planned_in_torch(problem, gradients, minimize=minimize)
+            masked = plan.index_mode == "drop"  # rows may be masked
+            calls.append(lies_as_said(plan(*operands, **indices), plan, plan.programs.result, masked))
+        bare, values, ones = [x.detach() for x in operands], {}, None
         for program in (plan.programs.forward, plan.programs.backward):
             kept = {v: values[v] for v in plan.programs.kept if v in values}
             if values:  # a gradient that lies as the result does
@@ -201,37 +213,14 @@ def test_results_lie_in_memory_as_the_plan_says(torch):
             run = backend.stepwise(plan, bare, indices, ones, kept)
             values = dict(run.values)
             for step in program.steps:
-                results = run.bind(step, [values[v] for v in step.inputs])()
-                for v, result in zip(step.outputs, results, strict=True):
-                    values[v], said = result, plan.programs.variables[v].layout
-                    unknown = said is not None and said.unknown
-                    known, laid = known + (not unknown), laid + (said is not None)
-                    assert unknown or said == layout_of(result.shape, result.stride()), (str(step.op.spec), step.choice)
-        floors.note(known=known, laid=laid)
+                results = dict(zip(step.outputs, run.bind(step, [values[v] for v in step.inputs])(), strict=True))
+                values |= results
+                steps += [lies_as_said(result, plan, v) for v, result in results.items()]
+        known, laid = (any(facts) for facts in zip(*steps, strict=True))
+        floors.note(known=known, laid=laid, plain_call=all(calls[0]), trained_call=all(calls[1]))
 
     law()
-    floors.at_least(examples(80, 2_000), known=0.9, laid=0.1)
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-def test_the_result_of_a_call_lies_as_the_plan_says(gradients, torch):
-    """Native calls as well as programs."""
-    floors = Floors()
-
-    @settings(max_examples=examples(100, 3_000))
-    @example(Problem("aij, ajk -> kai", ((2, 3, 4), (2, 4, 5))))
-    @example(Problem("aij, ajk, kl -> lai", ((2, 3, 4), (2, 4, 5), (5, 3))))
-    @given(exact_problems(max_axes=5, max_size=3))
-    def law(problem):
-        operands, indices, plan = planned_in_torch(problem, gradients)
-        result = plan(*operands, **indices)
-        said = plan.programs.variables[plan.programs.result].layout
-        unknown = (said is not None and said.unknown) or plan.index_mode == "drop"  # rows may be masked
-        assert unknown or said == layout_of(result.shape, result.stride()), str(plan)
-        floors.note(laid=said is not None and not said.unknown)
-
-    law()
-    floors.at_least(examples(100, 3_000), laid=0.0001)
+    floors.at_least(examples(100, 3_000), known=0.9, laid=0.1, plain_call=0.0001, trained_call=0.0001)
 
 
 @pytest.mark.parametrize("name", [name for name in WORKLOADS if name.startswith(("seed-sliced", "seed-two-by"))])
