@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from hypothesis import reject
+
 from planner.cost.figures import Cost, PlanCost
 from planner.program.build import Lowerer
 from planner.program.ops import Cast, Einsum, Op
@@ -29,15 +31,10 @@ class Grown:
     order: tuple[str, ...]
 
 
-class TooManyTreesError(Exception):
-    """There are more trees than a test wants to price."""
-
-
 def every_tree(problem: SearchSpace, most: int = 10**9) -> list[Tree]:
     """All trees of a problem, each in its plain order of evaluation.
 
-    Raises:
-        TooManyTreesError: some set of operands has more than `most` trees.
+    Hypothesis draws another problem if some set of operands has more than `most` trees.
     """
     network, dtype = problem.network, problem.dtype
 
@@ -103,7 +100,7 @@ def every_tree(problem: SearchSpace, most: int = 10**9) -> list[Tree]:
                     for status in network.merges(value(left, a), value(right, b)):
                         found += alone(operands, made(operands, status, [(left, a), (right, b)]))
             if len(found) > most:
-                raise TooManyTreesError
+                reject()
         known[operands] = found
         return found
 
@@ -194,15 +191,14 @@ def price_all(
 ) -> list[Priced]:
     """Price all trees with every choice of kept values.
 
-    Raises:
-        TooManyTreesError: that is more than `most` programs.
+    Hypothesis draws another problem if that is more than `most` programs.
     """
     count = 0
     for tree in trees:
         choices = sum(1 for _ in every_keep(problem, tree))
         count += choices * math.prod(sum(1 for _ in every_order(tree, f)) for f in ("order", "backward_order"))
         if count > most:
-            raise TooManyTreesError
+            reject()
     return [priced for tree in trees for priced in price(problem, tree, lower, orders)]
 
 
