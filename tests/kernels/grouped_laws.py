@@ -256,6 +256,28 @@ def hold(kernels: Kernels, problem: Problem, arrays: Any = None, jit: Any = None
         assert np.array_equal(values(found)[known], rounded[known]), name
 
 
+def choices_of(table: Any, op: Any, device: Any) -> Iterator[Any]:
+    """Each implementation of an op on a device with its cost, and each of its variants in other tiles."""
+    for choice in table.choices(op, device):
+        yield from (choice, *table.variants(choice.lowering, op, device))
+
+
+def steps_agree(plan: Any, operands: Any, indices: Any, gradient: Any, part: str) -> list[str]:
+    """Hold each step of a plan for a card, in each implementation whose name has a part, to the oracle; the names."""
+    from planner.program.frameworks import load_backend
+    from planner.testing.steps import run_step
+
+    table, ran = load_backend("torch").table, []
+    for number, step in enumerate(plan.steps):
+        for choice in choices_of(table, step.op, plan.device):
+            if part in choice.lowering:
+                assert table.offers(choice, step.op, plan.device)
+                found, expected = run_step(plan, operands, indices, number, choice.lowering, gradient=gradient)
+                assert all(map(np.array_equal, found, expected)), choice.lowering
+                ran.append(choice.lowering)
+    return ran
+
+
 def kernel_module(name: str) -> Any:
     """A module of the kernels, imported where it is needed."""
     return importlib.import_module(f"planner.kernels.{name}")

@@ -139,5 +139,6 @@ def test_scratch_stays_within_its_bound(framework, sizes, skew, dtype):
     if framework == "jax":
         bound = kernels.matmul_scratch_bytes(*sizes, kind, n // 3)
         measured.append((lambda *xs: kernels.grouped_matmul(*xs, n // 3), (a, c, groups, to, to), bound))
+        assert measure(group_rows, to) <= kernel_module("grouping.jax_grouping").scratch_bytes(n, g)
     for run, arrays, bound in measured:
         assert close * bound < measure(run, *arrays) <= bound

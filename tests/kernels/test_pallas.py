@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import importlib
 import importlib.util
 import math
 import re
 import types
-from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,6 +20,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 
 import jax.numpy as jnp  # noqa: E402
 from grouped_laws import GPU_SHAPES, TPU_SHAPES, Kernels, Problem, hold, pallas, problems  # noqa: E402
+from jax._src.pallas.mosaic.interpret.race_detection_state import RaceDetectionState  # noqa: E402
 from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 from jax_fast import FAST  # noqa: E402
 
@@ -42,25 +41,7 @@ EXPORTED = [
 ]  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Platform:
-    """What differs between the platforms."""
-
-    module: Any
-    interpreter: str  # of JAX, which makes a state of its race detection for each kernel that runs
-    shapes: list[Any]
-    examples: tuple[int, int]
-    most: int  # rows of a tile
-
-
-PALLAS = "jax._src.pallas"
-PLATFORMS = {
-    "tpu": Platform(
-        pallas_tpu, f"{PALLAS}.mosaic.interpret.interpret_pallas_call",
-        [x for x in TPU_SHAPES if x[0] in (20, 50)] if examples(1, 0) else TPU_SHAPES, (20, 400), 256,
-    ),
-    "cuda": Platform(pallas_gpu, f"{PALLAS}.mosaic_gpu.interpret.gpu_callbacks", GPU_SHAPES, (12, 400), 128),
-}  # fmt: skip
+PLATFORMS = {"tpu": pallas_tpu.KERNELS, "cuda": pallas_gpu.KERNELS}
 
 
 @pytest.fixture
@@ -82,39 +63,26 @@ def platform(request):
 def simulated(platform):
     """The kernels where what is read out of bounds is an error, what nothing wrote is NaN, and races are told."""
     how = {"out_of_bounds_reads": "raise", "uninitialized_memory": "nan", "detect_races": True}
-    if platform == "tpu":
-        name, made = "tpu", pltpu.InterpretParams(**how, skip_floating_point_ops=False)
-    else:
-        params = importlib.import_module(f"{PALLAS}.mosaic_gpu.interpret.params")
-        name, made = "gpu", params.InterpretGPUParams(**how)
-    shapes, count = PLATFORMS[platform].shapes, PLATFORMS[platform].examples
-    opened = functools.partial(pallas, platform=name, how=made)
-    return Kernels(platform, ("jax",), problems(st.sampled_from(shapes)), count, opened)
+    if platform == "cuda":
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-
-@contextlib.contextmanager
-def recorded_races(module):
-    """The states of JAX's race detection."""
-    states, make = [], module.RaceDetectionState
-
-    def recorded(*given, **how):
-        states.append(make(*given, **how))
-        return states[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "RaceDetectionState", recorded)
-        yield states
+        opened = functools.partial(pallas, platform="gpu", how=InterpretGPUParams(**how))
+        return Kernels("cuda", ("jax",), problems(st.sampled_from(GPU_SHAPES)), (12, 400), opened)
+    shapes = [x for x in TPU_SHAPES if x[0] in (20, 50)] if examples(1, 0) else TPU_SHAPES
+    opened = functools.partial(pallas, how=pltpu.InterpretParams(**how, skip_floating_point_ops=False))
+    return Kernels("tpu", ("jax",), problems(st.sampled_from(shapes)), (20, 400), opened)
 
 
 def test_on_a_simulated_device_nothing_is_read_out_of_bounds_and_nothing_races(platform):
-    kernels, interpreter = simulated(platform), importlib.import_module(PLATFORMS[platform].interpreter)
+    kernels, begin = simulated(platform), RaceDetectionState.__init__
 
     @settings(max_examples=examples(*kernels.examples))
-    @example(Problem(*PLATFORMS[platform].shapes[0], skew="all dropped"))
+    @example(Problem(*GPU_SHAPES[1], skew="all dropped"))
     @given(kernels.problems)
     def law(problem):
-        with recorded_races(interpreter) as states:
+        with mock.patch.object(RaceDetectionState, "__init__", autospec=True, side_effect=begin) as made:
             hold(kernels, problem)
+        states = [call.args[0] for call in made.call_args_list]
         empty = 0 in dataclasses.astuple(problem)[:6]
         assert len(states) == (0 if empty else 5)  # three products and two sums
         assert not any(state.races_found for state in states)
@@ -193,7 +161,7 @@ def largest_tensor(module):
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("shape", EXPORTED)
 def test_programs_hold_the_kernels_and_no_gathered_matrices(shape, number, platform):
-    (n, i, j, k, groups), kernels = shape, PLATFORMS[platform].module.KERNELS
+    (n, i, j, k, groups), kernels = shape, PLATFORMS[platform]
 
     def run(a, c, q):
         index = group_rows(q, groups)
@@ -203,7 +171,7 @@ def test_programs_hold_the_kernels_and_no_gathered_matrices(shape, number, platf
     assert all(name in module for name in NAMES)
     assert f"tensor<{n}x{j}x{k}x" not in module or n == groups or i == j
     # In any other shape neither, where c[q] is larger than all rows in full tiles, one of each group not full.
-    if n * j * k > (n + PLATFORMS[platform].most * groups) * i * (j + k):
+    if n * j * k > (n + kernels.shape.most * groups) * i * (j + k):
         assert largest_tensor(module) < n * j * k
 
 

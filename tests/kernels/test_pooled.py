@@ -1,4 +1,4 @@
-"""Every implementation of scores against chosen rows of a pool, whatever its framework, is held to one loop over keys.
+"""Every implementation of scores against chosen rows of a pool, whatever its framework, is held to the oracle.
 
 Operands are small integers, so every result is exact.
 """
@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 
 from planner.kernels.grouping.keys import IndexArray
 from planner.language.errors import IndexRangeError
+from planner.testing.reference import reference, reference_gradients
 
+SPEC = "bqd, b i[bqk] d -> bqk"
 # The functions, and what they take before the index: the query, the pool, the scores' gradient.
 FUNCTIONS = {
     "scores": ("query", "pool"), "query_gradient": ("g", "pool"), "pool_gradient": ("g", "query"),
@@ -128,18 +130,6 @@ def problems(way: Way, given: tuple[str, ...]) -> st.SearchStrategy[Problem]:
     return st.builds(lambda size, **how: Problem(*size, **how), way.sizes, **how)
 
 
-def by_a_loop(query, pool, g, index, conjugates):
-    """Scores, and both gradients, key by key."""
-    scores, of_query, of_pool = np.zeros_like(g), np.zeros_like(query), np.zeros_like(pool)
-    conjugate = np.conj if conjugates else np.asarray
-    for b, q, k in np.ndindex(g.shape):
-        if (m := index[b, q, k]) < pool.shape[1]:
-            scores[b, q, k] = query[b, q] @ pool[b, m]
-            of_query[b, q] += g[b, q, k] * conjugate(pool[b, m])
-            of_pool[b, m] += g[b, q, k] * conjugate(query[b, q])
-    return scores, of_query, of_pool
-
-
 def wrapped(size, part):
     """Values of an index counted from 0; refused where they are out of range, if they can be looked at."""
     if hasattr(part, "detach"):
@@ -186,16 +176,16 @@ def test_kernels_equal_a_loop_over_keys(way):
     @given(problems(way, ("in range", "dropped", "repeated", "given")))
     def law(problem):
         query, pool, g, index = arrays = problem.arrays()
-        positive = np.where(index < 0, index + problem.pool, index)
-        scores, of_query, of_pool = by_a_loop(query, pool, g, positive, way.needs[0] == "torch")
         as_given = problem.index == "given" and problem.pool > 0
         options = {"normal": normal(problem.pool), "may_drop": False} if as_given else {}
-        wanted = {"scores": [scores], "query_gradient": [of_query], "pool_gradient": [of_pool]}
-        wanted["gradients"] = [of_query, of_pool]
-        for name, call in calls(way, problem, arrays, **options):
+        read = {"i": index, "index_mode": "raise" if as_given else "drop"}
+        others = [np.conj(x) if way.needs[0] == "torch" else x for x in (query, pool)]
+        gradients = reference_gradients(SPEC, g, *others, **read)
+        expected = [reference(SPEC, query, pool, **read)], gradients[:1], gradients[1:], gradients
+        for (name, call), wanted in zip(calls(way, problem, arrays, **options), expected, strict=True):
             with small_buffers(way, problem):
                 found = call()
-            for x, y in zip(found if isinstance(found, tuple) else (found,), wanted[name], strict=True):
+            for x, y in zip(found if isinstance(found, tuple) else (found,), wanted, strict=True):
                 assert str(x.dtype).removeprefix("torch.") == problem.dtype
                 assert x.shape == y.shape
                 assert np.array_equal(values(x), values(way.make(y, problem.dtype))), name

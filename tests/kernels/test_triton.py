@@ -5,15 +5,13 @@ import dataclasses
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 from functools import partial
 from unittest import mock
 
 import numpy as np
 import pytest
-from conftest import examples
+from conftest import examples, run_python
+from grouped_laws import choices_of, steps_agree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,9 +36,9 @@ from planner.kernels.tiled_product.triton_axes import Axis, Cut, Matrices, cut  
 from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, Tiles, covers_pair, tiles_of  # noqa: E402
 from planner.program.frameworks import load_backend  # noqa: E402
 from planner.program.ops import Einsum  # noqa: E402
-from planner.testing.steps import run_step  # noqa: E402
 
 DTYPES = "float16", "float32", "float64"
+LAID = (*DTYPES, "float16, far apart")
 BAND = 7
 SIZES = st.sampled_from([0, 1, 2, 3, 15, 16, 17, 33])
 small_tiles = st.builds(
@@ -49,50 +47,65 @@ small_tiles = st.builds(
 
 
 class Laid:
-    """An operand of three axes anywhere in a buffer of NaN: in any order, with gaps, through tables, expanded."""
+    """An operand anywhere in memory: axes in any order, with gaps, through tables, expanded, or far apart.
 
-    def __init__(self, values, random, dtype, writes=False, absent=(), dropped=slice(0)):
+    Around it there is NaN. Axes that lie far apart reach beyond 2^31 elements, most of which nothing touches.
+    """
+
+    def __init__(self, values, random, dtype, writes=False, absent=(), dropped=slice(0), tables=True):
         """Lay values out.
 
         Args:
             values: what it holds; changed where it is expanded.
             random: a NumPy generator.
-            dtype: a name.
+            dtype: a name, from `LAID`.
             writes: whether it is a result: no two positions are one.
             absent: positions along the first axis that are no rows: its table names -1 there.
             dropped: rows that may hold anything: NaN, where no other row shares their memory.
+            tables: whether positions may be looked up.
         """
-        places, extents, named = [], [], []
-        for axis, size in enumerate(values.shape):
-            named.append(size and (random.random() < 0.3 or (axis == 0 and len(absent))))
-            expanded = size > 1 and not named[-1] and not writes and random.random() < 0.2
-            if expanded:
-                values[...] = values.take([0], axis)
-            extents.append(1 if expanded else size * int(random.integers(1, 3)))
-            places.append(random.permutation(extents[-1])[:size] if named[-1] else np.arange(size) * (not expanded))
-        strides, step = [0, 0, 0], 1
-        for axis in random.permutation(3):
+        dtype, _, self.far = dtype.partition(", ")
+        places, self.strides, self.axes, step = [()] * values.ndim, [0] * values.ndim, [()] * values.ndim, 1
+        order = random.permutation(values.ndim)
+        for axis in order:
+            size = extent = values.shape[axis]
+            named = tables and size and (random.random() < 0.3 or (axis == 0 and len(absent)))
+            place = np.arange(size)
+            if named:
+                extent *= int(random.integers(1, 3))
+                place = random.permutation(extent)[:size]
+            elif size > 1 and not writes and random.random() < 0.2:
+                values[...], extent = values.take([0], axis), 1
             gap = int(random.integers(1, 3))
-            strides[axis] = step * gap
-            step *= max(1, extents[axis]) * gap
-        self.at = BAND + sum(np.ix_(*(place * stride for place, stride in zip(places, strides, strict=True))))
-        self.before = np.full(step + 2 * BAND, np.nan)
-        if not writes:
-            self.before[self.at] = values
-            self.before[np.setdiff1d(self.at[dropped], np.delete(self.at, dropped, 0))] = np.nan
-        places[0][list(absent)] = -1
-        self.memory = torch.from_numpy(self.before).to(getattr(torch, dtype))
-        axes = zip(places, extents, strides, named, strict=True)
-        self.matrices = Matrices(
-            self.memory[BAND:],
-            *(Axis(stride * (extent > 1), spaced(place) if table else None) for place, extent, stride, table in axes),
-        )
+            if self.far and axis == order[-1] and extent > 1:
+                gap = 2**31 // (step * (extent - 1)) + 1
+            stride = self.strides[axis] = step * gap * (extent > 1)
+            places[axis] = place * stride
+            if axis == 0:
+                place[list(absent)] = -1
+            self.axes[axis] = Axis(stride, spaced(place) if named else None)
+            step *= max(1, extent) * gap
+        at = BAND + sum(np.ix_(*places))
+        self.memory = torch.empty(at.max(initial=0) + 1 + BAND, dtype=getattr(torch, dtype))
+        if not self.far:
+            self.memory.fill_(torch.nan)
+        self.at = torch.from_numpy(at)
+        self.memory[self.at] = torch.from_numpy(values * (np.nan if writes else 1)).to(self.memory.dtype)
+        self.memory[np.setdiff1d(at[dropped], np.delete(at, dropped, 0))] = torch.nan
+
+    @property
+    def tensor(self):
+        return self.memory.as_strided(self.at.shape, self.strides, BAND)
+
+    @property
+    def matrices(self):
+        return Matrices(self.memory[BAND:], *self.axes)
 
     def holds(self, expected):
         """Whether the result, and nothing else, was written."""
-        self.before[self.at] = expected
-        wanted = torch.from_numpy(self.before).to(self.memory.dtype)
-        return torch.allclose(self.memory, wanted, rtol=0, atol=0, equal_nan=True)
+        equal = torch.equal(self.memory[self.at], torch.from_numpy(expected).to(self.memory.dtype))
+        self.memory[self.at] = torch.nan
+        return equal and bool(self.far or self.memory.isnan().all())
 
 
 def spaced(table):
@@ -119,7 +132,7 @@ def grouping(random, rows, groups):
 @pytest.mark.parametrize("mode", ["plain", "rows", "terms", "pair"])
 @settings(max_examples=examples(100, 1000))
 @given(
-    seed=st.integers(0, 2**30), dtype=st.sampled_from(DTYPES), tiles=small_tiles,
+    seed=st.integers(0, 2**30), dtype=st.sampled_from(LAID), tiles=small_tiles,
     sizes=st.tuples(SIZES, st.integers(0, 3), SIZES, SIZES), groups=st.integers(1, 5), some_absent=st.booleans(),
 )  # fmt: skip
 def test_products(mode, seed, dtype, tiles, sizes, groups, some_absent):
@@ -207,23 +220,15 @@ def test_what_is_dropped_is_zero_whatever_it_would_meet():
 )
 def test_each_row_of_the_table_computes_its_step(spec, shapes, size, indices):
     """Each step by each Triton row that supports it, in a plan for an H200, on this machine's tensors."""
-    random, table = np.random.default_rng(0), load_backend("torch").table
+    random = np.random.default_rng(0)
     operands = [torch.from_numpy(integers(random, *shape)).float() for shape in shapes]
     arrays = {name: torch.from_numpy(random.integers(0, size, shape)) for name, shape in indices.items()}
     stand_ins = [planner.Operand(shape, requires_grad=True) for shape in shapes]
     # Launches would decide for problems that are small enough to be interpreted.
     device = dataclasses.replace(H200, launch_seconds=0.0)
     plan = planner.plan(spec, *stand_ins, backend="torch", device=device, **arrays)
-    gradient, used = torch.from_numpy(integers(random, *plan.resolved.spec.output_shape)).float(), set()
-    for number, step in enumerate(plan.steps):
-        choices = table.choices(step.op, device)
-        variants = [table.variants(choice.lowering, step.op, device) for choice in choices]
-        for choice in itertools.chain(choices, *variants):
-            if "Triton" in choice.lowering:
-                assert table.offers(choice, step.op, device)
-                found, expected = run_step(plan, operands, arrays, number, choice.lowering, gradient=gradient)
-                assert all(map(np.array_equal, found, expected)), choice.lowering
-                used.add(choice.lowering)
+    gradient = torch.from_numpy(integers(random, *plan.resolved.spec.output_shape)).float()
+    used = steps_agree(plan, operands, arrays, gradient, "Triton")
     assert used
     assert shapes[0][-1] < 70 or any(name.endswith(TILINGS) for name in used)
 
@@ -269,14 +274,12 @@ def test_scratch_on_a_card_is_bounded(monkeypatch, spec, shapes, groups, dtype):
     ops += [Einsum(resolved, dtype).joint_gradient()] * (len(shapes) == 2)
     for op in ops:
         inputs = [torch.from_numpy(integers(random, *x)).to(getattr(torch, dtype)) for x in op.input_shapes]
-        for choice in table.choices(op, H200):
-            for one in (choice, *table.variants(choice.lowering, op, H200)):
-                if table.rows[one.lowering].kinds is None:
-                    continue
+        for choice in choices_of(table, op, H200):
+            if table.rows[choice.lowering].kinds is not None:
                 index = Executable(plan, table).prepare(indices)
-                results, memory = torch_memory(partial(table.run, one.lowering, op, inputs, index))
+                results, memory = torch_memory(partial(table.run, choice.lowering, op, inputs, index))
                 made = sum(x.nbytes for x in results)
-                assert memory.peak_bytes <= made + choice.cost.scratch_bytes, one.lowering
+                assert memory.peak_bytes <= made + choice.cost.scratch_bytes, choice.lowering
                 ran += 1
     assert ran
 
@@ -316,17 +319,12 @@ def test_what_the_kernels_are_compiled_for():
 def test_the_kernel_compiles_for_cards(arch):
     """It multiplies by the units that the dtype has, and keeps its registers; each tile that can be chosen nightly."""
     code = (
-        "import dataclasses, json, sys\n"
+        "import dataclasses, json\n"
         "from planner.bench.ahead_of_time import build, cases\n"
         f"found = [dataclasses.asdict(build(case, {arch})) for case in cases({bool(examples(0, 1))})]\n"
         "print(json.dumps(found))\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    found = json.loads(ran.stdout)
+    found = json.loads(run_python(code, TRITON_INTERPRET="0"))
     assert {(x["case"]["mode"], x["case"]["dtype"]) for x in found} >= {
         (mode, dtype) for mode in ("rows", "terms", "plain", "pair", "sum", "add") for dtype in (*DTYPES, "bfloat16")
     }
@@ -350,63 +348,47 @@ def test_the_kernel_compiles_for_cards(arch):
 
 @settings(max_examples=examples(40, 400))
 @given(
-    seed=st.integers(0, 2**30), dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**30), dtype=st.sampled_from(LAID),
     sizes=st.lists(st.sampled_from([0, 1, 2, 3]), min_size=6, max_size=6), long=st.integers(0, 11),
-    sets=st.integers(0, 63),
 )  # fmt: skip
-def test_products_whose_axes_lie_apart(seed, dtype, sizes, long, sets):
+def test_products_whose_axes_lie_apart(seed, dtype, sizes, long):
     """Two axes in each group, in any order, with gaps and repeated: nothing is viewed as a matrix; one may be long."""
     random = np.random.default_rng(seed)
     sizes = [17 if number == long else size for number, size in enumerate(sizes)]
     batch, left, right, summed = "bc", "mn", "uv", "kl"
     size = dict(zip("bcmnuvkl", [*sizes, 2, 3], strict=True))
 
-    def tensor(axes):
-        order = random.permutation(len(axes))
-        gaps = random.integers(1, 3, len(axes))
-        x = integers(random, *(size[axes[d]] * gaps[d] for d in order))
-        x = torch.from_numpy(x).to(getattr(torch, dtype))
-        x = x.permute([list(order).index(d) for d in range(len(axes))])
-        x = x[tuple(slice(None, None, int(gap)) for gap in gaps)]
-        return x[:, :1].expand(x.shape) if sets & 1 and x.shape[1] else x
-
     terms = [batch + left + summed, batch + summed + right, batch + left + right]
     shuffled = ["".join(random.permutation(list(term))) for term in terms]
-    a, b = map(tensor, shuffled[:2])
-    out = torch.full([size[e] for e in shuffled[2]], torch.nan, dtype=a.dtype)
+    x, y, z = (integers(random, *(size[e] for e in term)) for term in shuffled)
+    lay = partial(Laid, random=random, dtype=dtype, tables=False)
+    a, b, out = lay(x), lay(y), lay(z, writes=True)
     groups = [(batch, left, summed), (batch, summed, right), (batch, left, right)]
     dims = [[[term.index(e) for e in group] for group in of] for term, of in zip(shuffled, groups, strict=True)]
-    triton_grouped.batched_matmul(a, b, out, dims)
-    expected = torch.einsum(f"{shuffled[0]},{shuffled[1]}->{shuffled[2]}", a.double().cpu(), b.double().cpu())
-    assert torch.equal(out.cpu().double(), expected)
+    triton_grouped.batched_matmul(a.tensor, b.tensor, out.tensor, dims)
+    assert out.holds(np.einsum(f"{shuffled[0]},{shuffled[1]}->{shuffled[2]}", x, y))
 
 
 @settings(max_examples=examples(60, 600))
 @given(
-    seed=st.integers(0, 2**30), dtype=st.sampled_from(DTYPES), rows=st.sampled_from([0, 1, 5, 70, 300]),
+    seed=st.integers(0, 2**30), dtype=st.sampled_from(LAID), rows=st.sampled_from([0, 1, 5, 70, 300]),
     groups=st.integers(0, 5), columns=st.tuples(*[st.sampled_from([0, 1, 17])] * 2), tile=st.sampled_from([128, 512]),
 )  # fmt: skip
 def test_rows_are_summed_by_group(seed, dtype, rows, groups, columns, tile):
     """Groups that are cut into many pieces too; what is beside the operand and the result is left alone."""
     random = np.random.default_rng(seed)
-    values = integers(random, columns[0], rows, columns[1])
-    x = torch.full((columns[0] + 2, rows + 2, columns[1] + 2), torch.nan, dtype=getattr(torch, dtype))
-    x[1:-1, 1:-1, 1:-1] = torch.from_numpy(values)
-    out = torch.full((columns[1] + 2, groups + 2, columns[0] + 2), torch.nan, dtype=x.dtype)
     of = random.integers(0, groups + 1, rows) if random.random() < 0.7 else np.full(rows, 0)
+    x, lay = integers(random, rows, *columns), partial(Laid, random=random, dtype=dtype, tables=False)
+    given, made = lay(x, dropped=of == groups), lay(np.zeros((groups, *columns[::-1])), writes=True)
     index = group_rows(torch.from_numpy(of), groups)
-    given, made = x[1:-1, 1:-1, 1:-1], out[1:-1, 1:-1, 1:-1]
     with mock.patch.multiple(triton_sum, _TILE=tile, _CHUNK=2):
         triton_sum.sum_rows(
-            triton_sum.Rows.of(given, [1], [0, 2]), triton_sum.Rows.of(made, [1], [2, 0]), math.prod(columns), index
-        )
-    expected = np.zeros((columns[1], groups, columns[0]))
-    for row in range(rows):
-        if of[row] < groups:
-            expected[:, of[row]] += values[:, row].T
-    assert np.array_equal(made.cpu().double().numpy(), expected)
-    made.fill_(torch.nan)
-    assert out.isnan().all()
+            triton_sum.Rows.of(given.tensor, [0], [1, 2]), triton_sum.Rows.of(made.tensor, [0], [2, 1]),
+            math.prod(columns), index,
+        )  # fmt: skip
+    expected = np.zeros((groups + 1, *columns))
+    np.add.at(expected, of, x)
+    assert made.holds(expected[:-1].swapaxes(1, 2))
 
 
 def test_sums_are_not_rounded_where_products_may_be(tf32):
@@ -462,66 +444,6 @@ def test_a_bad_index_of_a_captured_graph_is_refused_by_the_device(monkeypatch):
     monkeypatch.setattr(torch_index, "captured", lambda x: True)
     with pytest.raises(RuntimeError, match=r"'q' has values outside of \[-4, 4\)"):
         planner.contract("nij, q[n]jk -> nik", a, c, q=torch.tensor([0, 4, 1]))
-
-
-FAR = 2**31 + 11
-
-
-def far(values, axis):
-    """Values in memory of which two neighbours along an axis lie more than 2^31 elements apart."""
-    strides, step = [0] * values.ndim, 1
-    for d in reversed(range(values.ndim)):
-        strides[d] = FAR if d == axis else step
-        step *= 1 if d == axis else values.shape[d]
-    buffer = torch.empty(FAR * (values.shape[axis] - 1) + step, dtype=torch.float16)  # pages that nothing touches
-    return buffer.as_strided(values.shape, strides).copy_(torch.from_numpy(values))
-
-
-@pytest.mark.parametrize("axis", range(3))
-@pytest.mark.parametrize(
-    ("mode", "place"), [(mode, place) for mode in ("plain", "rows", "terms", "pair") for place in range(3)] +
-    [("pair", 3), ("pair", 4)],
-)  # fmt: skip
-def test_strides_beyond_32_bits(mode, place, axis):
-    """In each axis of each operand and of the results, through a table too."""
-    x, y, z = (integers(np.random.default_rng(seed), 2, 2, 2) for seed in range(3))
-    order, starts = torch.tensor([1, 0]), torch.tensor([0, 1, 2])
-    groups = ((2, 2, 2, 2), order, starts, 2)
-    product, operands, arguments, expected = {
-        "plain": (plain_product, [x, y], groups[:1], [x @ y]),
-        "rows": (rows_product, [x, y], groups, [x @ y[[1, 0]]]),
-        "terms": (terms_product, [x, y], groups, [(x.swapaxes(1, 2) @ y)[[1, 0]]]),
-        "pair": (
-            both_gradients, [x, y, z], ((2, 2, 2, 2), order, torch.tensor([0, 1, 2, 2]), 2, Tiles(16, 16, 16)),
-            [x @ z[[1, 0]].swapaxes(1, 2), (y.swapaxes(1, 2) @ x)[[1, 0]]],
-        ),
-    }[mode]  # fmt: skip
-    values = [*operands, *map(np.zeros_like, expected)]
-    tensors = [torch.from_numpy(value).half() for value in values]
-    tensors[place] = far(values[place], axis)
-    results = tensors[len(operands) :]
-    for tables in (False, True):
-        given = []
-        for number, tensor in enumerate(tensors):
-            axes = [Axis(1, torch.tensor([0, stride])) if tables else Axis(stride) for stride in tensor.stride()]
-            if number < len(operands) and tables and mode in ("terms", "pair"):  # negative there are rows that are none
-                axes[0] = Axis(tensor.stride(0), torch.tensor([0, 1]))
-            given.append(Matrices(tensor, *axes))
-        for result in results:
-            result.zero_()
-        product(*given, *arguments)
-        assert all(np.array_equal(x.double().numpy(), y) for x, y in zip(results, expected, strict=True)), tables
-
-
-@pytest.mark.parametrize("axis", range(2))
-@pytest.mark.parametrize("written", [False, True])
-def test_sums_of_rows_with_strides_beyond_32_bits(axis, written):
-    values = integers(np.random.default_rng(0), 2, 2)
-    x = torch.from_numpy(values).half() if written else far(values, axis)
-    out = far(np.zeros((2, 2)), axis) if written else torch.zeros(2, 2, dtype=torch.float16)
-    rows = triton_sum.Rows.of
-    triton_sum.sum_rows(rows(x, [0], [1]), rows(out, [0], [1]), 2, group_rows(torch.tensor([1, 0]), 2))
-    assert np.array_equal(out.double().numpy(), values[::-1])
 
 
 def test_into_how_many_pieces_groups_are_cut():
