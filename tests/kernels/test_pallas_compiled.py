@@ -21,7 +21,7 @@ from planner.backends.jax import evaluation as jax_evaluation  # noqa: E402
 from planner.cost.device import TPU_V5E  # noqa: E402
 from planner.kernels.grouped_matmul.pallas_tiles import TPU, most_tiles  # noqa: E402
 from planner.kernels.grouped_matmul.pallas_tpu import KERNELS  # noqa: E402
-from planner.kernels.grouping.jax_grouping import Groups, group_rows  # noqa: E402
+from planner.kernels.grouping.jax_grouping import Groups  # noqa: E402
 from planner.program.ops import Einsum  # noqa: E402
 
 # Rows, I, J, K and groups at the limits of the code.
@@ -132,17 +132,16 @@ SPECS = {
 KEPT_BY_XLA = 2**20
 
 
-def priced(what, n, i, j, k, groups, dtype):
-    """The step, and what its row says it allocates beside its results."""
+def step_of(what, n, i, j, k, groups, dtype):
+    """The step, the shape of its index array, and the row that runs it on the kernels."""
     rows = (n // SHARED, SHARED) if what in ("summed", "taken") else (n,)
     a = (n // SHARED, i, j) if what == "taken" else (*rows, i, j)
     shapes = a, (n, i, k) if what == "outer" else (groups, j, k)
     operands = [planner.Operand(shape, dtype) for shape in shapes]
     sizes = {"q": groups} if what == "outer" else None
     op = Einsum(planner.resolve(SPECS[what], *operands, q=planner.Operand(rows, "int32"), sizes=sizes), dtype)
-    op = op.joint_gradient() if what == "pair" else op
     name = {"pair": "both grouped gradients", "outer": "grouped outer"}.get(what, "grouped matmul")
-    return next(x.cost.scratch_bytes for x in jax_evaluation.TABLE.choices(op, TPU_V5E) if x.lowering == name)
+    return op.joint_gradient() if what == "pair" else op, rows, name
 
 
 @pytest.mark.slow
@@ -152,24 +151,13 @@ def test_no_more_is_allocated_than_foretold(compiled, case):
 
     Tiles may lie where results will.
     """
-    what, n, i, j, k, groups, dtype = case
-    run = {
-        "product": lambda a, c, index: KERNELS.grouped_matmul(a, c, index),
-        "pair": lambda gradient, a, c, index: KERNELS.grouped_gradients(gradient, a, c, index),
-        "outer": lambda a, b, index: KERNELS.grouped_outer(a, b, index, groups),
-        "summed": lambda a, c, index: KERNELS.grouped_matmul(a, c, index, None, every(), n // SHARED),
-        "taken": lambda a, c, index: KERNELS.grouped_matmul(a, c, index, every()),
-    }[what]
+    op, rows, name = step_of(*case)
 
-    def every():
-        return jnp.repeat(jnp.arange(n // SHARED), SHARED)
+    def run(*given):
+        return jax_evaluation._run(op, given[:-1], {op.spec.gathers[0]: given[-1]}, "drop", name, None, "tpu")
 
-    a, c, b = (n // SHARED if what == "taken" else n, i, j), (groups, j, k), (n, i, k)
-    shapes = {"pair": (b, a, c), "outer": (a, b)}.get(what, (a, c))
-    program = compiled(
-        lambda *given: run(*given[:-1], group_rows(given[-1], groups)), *((x, dtype) for x in shapes), ((n,), "int32")
-    )
-    memory, foretold = program.memory_analysis(), priced(*case)
+    memory = compiled(run, *((shape, op.dtype) for shape in op.input_shapes), (rows, "int32")).memory_analysis()
+    (foretold,) = (x.cost.scratch_bytes for x in jax_evaluation.TABLE.choices(op, TPU_V5E) if x.lowering == name)
     allocated, results = memory.temp_size_in_bytes, memory.output_size_in_bytes
     assert allocated <= foretold + KEPT_BY_XLA
     assert foretold <= 2 * (allocated + results) or allocated < 2**28
