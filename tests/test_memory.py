@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import statistics
 
 import numpy as np
 import pytest
@@ -20,13 +19,11 @@ from planner.testing import Problem
 from planner.testing.judgement import Subject
 from planner.workloads import WORKLOADS
 
-# Sizes at which the arrays hold megabytes, so that the few hundred bytes which a framework adds do not count.
+# Sizes of workloads, and of their variants, at which the arrays hold megabytes: the few hundred bytes that a framework
+# adds do not count.
 MODERATE = {
     "seed-gathered-matmul": {"n": 8192, "q": 128},
     "seed-sliced-einsum": {"i": 4, "j": 512, "k": 256, "l": 128},
-    "seed-sliced-einsum/strided": {"i": 4, "j": 512, "k": 256, "l": 128},
-    "seed-sliced-einsum/overlap": {"i": 4, "j": 512, "k": 256, "l": 128},
-    "seed-sliced-einsum/k-major": {"i": 4, "j": 512, "k": 256, "l": 128},
     "seed-two-by-matrices": {},
     "seed-layout": {"i": 32, "l": 32, "p": 16},
     "seed-outer-and-matmul": {"i": 500},
@@ -37,7 +34,6 @@ MODERATE = {
     "seed-gathered-keys": {"b": 4, "q": 400, "i": 400},
     "seed-gathered-keys/k10": {"b": 4, "i": 400},
     "seed-gathered-keys/k30": {"b": 4, "i": 400},
-    "seed-gathered-keys/k1000": {"b": 4, "q": 400, "i": 400},
     "seed-shared-keys": {},
     "seed-shared-keys/all": {"b": 2},
     "three-way-batch": {"b": 8, "k": 512},
@@ -54,7 +50,7 @@ MODERATE = {
 def moderate(name):
     """A workload at megabytes; those that are not listed at sizes of some tens."""
     workload = WORKLOADS[name]
-    listed = MODERATE.get(name)
+    listed = MODERATE.get(name, MODERATE.get(name.partition("/")[0]))
     if listed is None:
         listed = {axis: min(size, 24) for axis, size in workload.sizes}
         listed |= {array: min(size, 24) for array, size in workload.pools}
@@ -178,36 +174,22 @@ def test_random_specs_retain_what_the_plan_says(engine, sample, jax_in_a_hurry):
 # -- peaks ---------------------------------------------------------------------------------------
 
 
-def ratios_within(found, share=0.1):
-    """The median of measured over predicted; shown with the spread when it is too far off."""
-    values = sorted(ratio for _, ratio in found)
-    median = statistics.median(values)
-    worst = sorted(found, key=lambda pair: abs(np.log(pair[1])))[-8:]
-    assert abs(median - 1) <= share, f"median {median:.3f} of {len(values)}, worst {worst}"
+def hold_ratios(title, found, part):
+    """Hold the median of measured over predicted to 10%, and nearly all predictions to 25%.
 
-
-def nearly_all_within(found, share=0.25, part=0.95):
-    """How far off nearly all predictions are; of drawn specs that resemble each other one counts."""
-    found = list({names: (names, ratio) for names, ratio in reversed(found)}.values())
-    off = float(np.quantile([abs(ratio - 1) for _, ratio in found], part))
-    worst = sorted(found, key=lambda pair: abs(np.log(pair[1])))[-8:]
-    assert off <= share, f"off by {off:.0%} for {part:.0%}, worst {worst}"
-
-
-def report_peaks(title, found):
-    """Print the spread of the ratios, in all and where one lowering takes part: ``pytest -rP`` shows it."""
-    by_lowering = {}
+    Of drawn specs that resemble each other one counts. What is printed, of all and of where one lowering takes part,
+    is shown by ``pytest -rP``, and of a failure.
+    """
+    ratios = {"all": [ratio for _, ratio in found]}
     for (_, lowerings), ratio in found:
-        for lowering in sorted(set(lowerings)):
-            by_lowering.setdefault(lowering, []).append(ratio)
-    print(f"{title}: measured peak over predicted")
-    for name, ratios in [("all", [ratio for _, ratio in found]), *sorted(by_lowering.items())]:
-        low, median, high = np.quantile(ratios, [0.1, 0.5, 0.9])
-        print(
-            f"  {name:28} n={len(ratios):3}  p10 {low:.2f}  median {median:.2f}  p90 {high:.2f}  max {max(ratios):.2f}"
-        )
-    for (name, lowerings), ratio in sorted(found, key=lambda pair: -abs(np.log(pair[1])))[:12]:
-        print(f"    {ratio:.2f}  {name}: {', '.join(lowerings)}")
+        for lowering in set(lowerings):
+            ratios.setdefault(lowering, []).append(ratio)
+    print(f"{title}: measured peak over predicted; number, and quantiles at 0, 10, 50, 90 and 100%")
+    for name, some in ratios.items():
+        print(f"  {name:28} {len(some):3}", *(f"{x:.2f}" for x in np.quantile(some, [0, 0.1, 0.5, 0.9, 1])))
+    print(*sorted(found, key=lambda pair: -abs(np.log(pair[1])))[:12], sep="\n")
+    assert abs(np.median(ratios["all"]) - 1) <= 0.1
+    assert np.quantile([abs(ratio - 1) for ratio in dict(reversed(found)).values()], part) <= 0.25
 
 
 def numpy_peaks(spec, operands, options):
@@ -260,7 +242,7 @@ def peaks_of_workload(engine, name):
     return PEAKS[engine.name](workload.spec, engine.of_workload(workload), options)
 
 
-def peaks_of_random_problems(engine, problems, count, fits, found):
+def peaks_of_random_problems(engine, found, problems, count, fits):
     """Add those of drawn problems, at sizes of which the peaks say something; there are at least so many that do."""
     floors = Floors()
 
@@ -293,28 +275,32 @@ def peaks_of_random_problems(engine, problems, count, fits, found):
     floors.at_least(count * 4 // 5, fits=fits)
 
 
-@in_each("numpy", "torch", "jax")
-def test_peaks(engine, request):
-    """Of the named workloads, and in torch of drawn problems; in JAX of calls that are not jitted."""
+DRAWN = {"min_operands": 2, "max_axes": 4, "without": PLAIN}
+
+
+# Of some seventy problems three or four would decide the 95th percentile, and of 25 one; of these 4 were seen to fit.
+@in_each(
+    numpy=None,
+    torch=[None, (exact_problems(**DRAWN), examples(120, 1_200), 0.2, examples(0.9, 0.95))],
+    jax=[None, (exact_problems(**DRAWN, max_operands=4), examples(25, 400), 0.08, examples(0.5, 0.95))],
+)
+def test_peaks(engine, sample, request):
+    """Of the named workloads, or of drawn problems; in JAX of calls that are not jitted."""
     if engine.name == "jax":
         request.getfixturevalue("steps_alone")
-    found = [], []
-    for name in WORKLOADS:
-        for ratios, (measured, predicted, program) in zip(found, peaks_of_workload(engine, name), strict=False):
-            if predicted:
-                ratios.append((label(name, program), measured / predicted))
-    assert len(found[0]) == len(WORKLOADS)
-    assert len(found[1]) == (len(WORKLOADS) if engine.differentiates else 0)
-    if engine.name == "torch":
-        problems = exact_problems(min_operands=2, max_axes=4, without=PLAIN)
-        peaks_of_random_problems(engine, problems, examples(120, 1_200), 0.2, found)
+    found, part = ([], []), (0.95 if engine.differentiates else 0.5)
+    if sample:
+        *drawn, part = sample
+        peaks_of_random_problems(engine, found, *drawn)
+    else:
+        for name in WORKLOADS:
+            for ratios, (measured, predicted, program) in zip(found, peaks_of_workload(engine, name), strict=False):
+                if predicted:
+                    ratios.append((label(name, program), measured / predicted))
+        assert [len(ratios) for ratios in found] == [len(WORKLOADS), len(WORKLOADS) * engine.differentiates]
     for program, ratios in zip(("forward", "backward"), found, strict=True):
         if ratios:
-            report_peaks(f"{engine.name} {program}", ratios)
-            ratios_within(ratios)
-        if engine.differentiates:
-            # Of some seventy drawn ones three or four would decide the 95th percentile.
-            nearly_all_within(ratios, part=examples(0.9, 0.95) if engine.name == "torch" else 0.95)
+            hold_ratios(f"{engine.name} {program}", ratios, part)
 
 
 @pytest.mark.parametrize("minimize", ["time", "peak"])
@@ -333,18 +319,6 @@ def test_torch_sums_columns_without_a_product_for_each(shapes, torch):
     """Torch's batched product of vectors that lie across the batch takes 5 to 75 ns an element."""
     plan = planner.plan("ij,j->ij", *(planner.Operand(s, requires_grad=True) for s in shapes), backend="torch")
     assert "matmul" not in [step.choice.lowering for step in plan.programs.backward.steps]
-
-
-def test_jax_peaks_of_random_problems(steps_alone):
-    found = [], []
-    problems = exact_problems(min_operands=2, max_operands=4, max_axes=4, without=PLAIN)
-    # Of 25, 4 were seen.
-    peaks_of_random_problems(Jax(), problems, examples(25, 400), 0.08, found)
-    for title, ratios in zip(("JAX forward", "JAX backward"), found, strict=True):
-        report_peaks(title, ratios)
-        ratios_within(ratios)
-        if examples(0, 1):  # of so few as in CI one is 5%
-            nearly_all_within(ratios)
 
 
 @pytest.mark.parametrize("name", ["seed-gathered-matmul", "seed-shared-keys", "gathered-heads"])
