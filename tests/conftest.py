@@ -101,16 +101,20 @@ def installed_frameworks() -> tuple[str, ...]:
     return ("numpy", *(name for name in ("torch", "jax") if importlib.util.find_spec(name)))
 
 
-def run_python(program: str, *arguments: object, cwd: str | os.PathLike | None = None, **environment: str) -> str:
-    """The output of a program in a new process of Python, which sees this checkout and must not fail."""
+def run(*command: object, given: str = "", cwd: str | os.PathLike | None = None, **environment: str) -> str:
+    """The output of a command, which sees this checkout, is given text to read, and must not fail."""
     root = str(pathlib.Path(__file__).resolve().parent.parent)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-", *map(str, arguments)],
-        input=program, capture_output=True, text=True, check=False, timeout=1200, cwd=cwd,
+        [*map(str, command)], input=given, capture_output=True, text=True, check=False, timeout=1200, cwd=cwd,
         env={**os.environ, "PYTHONPATH": root, **environment},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, (done.stdout + done.stderr)[-20_000:]
     return done.stdout
+
+
+def run_python(program: str, *arguments: object, **how) -> str:
+    """The output of a program in a new process of Python."""
+    return run(sys.executable, "-W", "ignore", "-", *arguments, given=program, **how)
 
 
 @pytest.fixture(scope="session")

@@ -1,112 +1,28 @@
-"""Steps on eight simulated devices: values of one device, and no more between the devices than plans foretell."""
+"""Steps on eight simulated devices, by a pytest of its own; and what plans say of splits, on any machine."""
 
 from __future__ import annotations
 
-import json
-import os
 import pathlib
-import subprocess
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
+from conftest import run
 
 import planner
 from planner.language.derive import transpose
 from planner.language.spec import Gather
 from planner.language.split import axes_to_add_over, choose_splits, local_spec, splittable
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from sharded_cases import cases
 
-HERE = pathlib.Path(__file__).parent
-CASES = cases()
-
-
-@pytest.fixture(scope="module")
-def reports() -> dict[str, Any]:
-    """What the cases gave in one process: JAX takes the number of devices when it starts."""
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(HERE / "sharded_cases.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(line) for line in done.stdout.splitlines())
+def test_eight_simulated_devices(jax):
+    """JAX takes the number of devices when it starts."""
+    file = pathlib.Path(__file__).with_name("sharded_cases.py")
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    assert " passed" in run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, **flags)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_those_of_one_device(name, reports):
-    """Results of small integers are equal, NaN where a bad index had a say included."""
-    assert reports[name]["equal"] == [True] * (1 + len(CASES[name].shapes))
-    assert reports[name]["marked"] == (CASES[name].bad and CASES[name].mode == "raise")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_devices_exchange_what_the_plan_foretells(name, reports):
-    """All collectives of the compiled program, both gradients included: their kinds and bytes."""
-    assert reports[name]["exchanged"] == reports[name]["foretold"]
-
-
-def test_cases_are_what_they_claim(reports):
-    """Grouped kernels ran, in both directions; split results stay split; something is exchanged, and nothing."""
-    assert reports["grouped n"]["lowerings"] == ["grouped matmul", "both grouped gradients"]
-    assert reports["keys i"]["lowerings"] == ["whole pool, then take"] * 2
-    assert reports["rows n"]["split"] == [True, True, False]
-    assert reports["rows k"]["split"] == [True, False, True]
-    assert reports["explicit n x, k y"]["split"] == [True, True, True]
-    counts = {len(reports[name]["exchanged"]) for name in CASES}
-    assert counts >= {0, 1, 2}
-    assert ("all-reduce", 8) in map(tuple, reports["taken last n"]["exchanged"])  # the mask of a pool of 8 rows
-
-
-# Equal to the values of one device, and what is exchanged, where that is asked for.
-OTHERS = {
-    "vmap": [True, []],
-    "jvp": [True, []],
-    "shard_map": [True, []],
-    "gradients in shard_map": [True] * 4,
-    # XLA cannot partition kernels: they run where a program is of one device, elsewhere stock operators do.
-    "kernels": {
-        "one device": True, "exported for several": False, "shard_map": True, "shard_map, unchecked": True,
-        "shard_map over one axis of two": False,
-    },
-    "reshaped": True,  # dimensions share an axis of the mesh, as a reshape leaves them
-    "locations": [True, True],  # hidden in partitioned calls, over which XLA's compiler may not end; told again later
-    "two brackets": True,  # an index array in two brackets is not split
-    "precision": True,  # the context says how exact products are
-    "loop, split": True,
-    # The result's type says how it is split.
-    "type": "float32[16@x,2,4]",
-    "type under vmap": "float32[8@x,16,2,4]",
-}  # fmt: skip
-# What is refused or told, by a part of what is said.
-SAID = {
-    "analyzed": "on one device",
-    "loop": "loop over n",
-    "loop foretold": "loop over n",
-    "conflict": "operand 1 has 'j' split over x, but that splits 'n'",
-    "repeated": "operand 0 has 'i' split over x, but it repeats",
-    "outside of jit": "jax.jit(jax.grad(...))",
-}
-
-
-@pytest.mark.parametrize("name", [*OTHERS, *SAID, "bool", "int32"])
-def test_other_calls(name, reports):
-    """Transforms, kernels, loops and types, and what none of them can have, refused by name."""
-    found = reports["others"][name]
-    if name in SAID:
-        assert SAID[name] in found
-    elif name in OTHERS:
-        assert found == OTHERS[name]
-    else:  # sums of other dtypes
-        equal, ((kind, _),) = found
-        assert (equal, kind) == (True, "all-reduce")
-
-
-def test_one_device_has_no_partitioned_call():
-    import jax
-    import jax.numpy as jnp
-
+def test_one_device_has_no_partitioned_call(jax, jnp):
     f = jax.jit(lambda a, c, q: planner.contract("nij, q[n]jk -> nik", a, c, q=q))
     text = f.lower(jnp.ones((6, 1, 2)), jnp.ones((3, 2, 4)), jnp.zeros(6, int)).as_text()
     assert "custom_call" not in text
@@ -138,11 +54,9 @@ def test_of_arrays_that_disagree_the_smaller_one_moves():
     assert choose_splits(SPEC, [(SPEC.output, (("x",), (), ("y",)))], {"j": ("x",)}) == {"j": ("x",), "k": ("y",)}
 
 
-def test_what_cannot_be_split():
-    assert splittable(planner.resolve("iij -> j", (4, 4, 3))) == ("j",)
+def test_a_pool_that_two_brackets_read_is_not_split():
     two = planner.resolve("q[n]i, q[n]ij -> nj", (8, 3), (16, 3, 4), q=(5,))
     assert not [entry for entry in splittable(two) if isinstance(entry, Gather)]
-    assert "i" not in splittable(SPEC)  # of size 1
 
 
 @pytest.mark.parametrize(
