@@ -1,15 +1,14 @@
 """The examples in README and docs run as a reader would paste them, and print what the pages show; links exist."""
 
 import importlib.util
-import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import run
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -69,22 +68,13 @@ def test_the_check_of_a_spec_runs_and_prints_what_the_readme_shows(tmp_path):
     (code,) = re.findall(r"```python\n(from planner.testing import check.*?)```", TEXT, re.DOTALL)
     assert len([line for line in code.splitlines() if line]) <= 6
     (tmp_path / "test_mine.py").write_text(code.replace('"torch"))', '"torch"), max_examples=4)'))
-    assert "1 passed" in _printed_by("pytest", "-q", "-p", "no:cacheprovider", str(tmp_path), cwd=tmp_path)
+    python = sys.executable, "-m"
+    assert "1 passed" in run(*python, "pytest", "-q", "-p", "no:cacheprovider", tmp_path, cwd=tmp_path)
 
     (command,) = re.findall(r"`python -m planner (check .*?)`", TEXT)
     (table,) = re.findall(r"```text\n(nij, q\[n\]jk -> nik: 11 laws.*?)```", TEXT, re.DOTALL)
-    printed = _printed_by("planner", *shlex.split(command), "--max-examples", "4", cwd=tmp_path)
+    printed = run(*python, "planner", *shlex.split(command), "--max-examples", "4", cwd=tmp_path)
     assert _without_numbers(printed) == _without_numbers(table)
-
-
-def _printed_by(*arguments, cwd):
-    """What `python -m` prints, if it succeeds."""
-    run = subprocess.run(
-        [sys.executable, "-m", *arguments], capture_output=True, text=True, cwd=cwd, check=False, timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
 
 
 def _without_numbers(table):
