@@ -97,31 +97,23 @@ def bad_arrays(family, dtype):
         yield np.array(values, dtype).reshape(family.index_shape)
 
 
-class Expected:
-    """What the oracle says of one index array."""
+def is_bad(q, size):
+    return (q < -size) | (q >= size)
 
-    def __init__(self, family, q):
-        self.family = family
-        # The oracle's indices are of int64: what is beyond is as far out of range as its ends are.
-        self.q = np.array([min(max(int(v), -(2**62)), 2**62) for v in q.ravel()], np.int64).reshape(q.shape)
-        self.bad = (self.q < -family.size) | (self.q >= family.size)
 
-    @functools.cache  # noqa: B019
-    def __call__(self, mode):
-        """The result and the gradients under "drop" and "clip", or under "raise" where nothing can raise."""
-        q, family = self.q, self.family
-        if mode != "raise":
-            return self._all(mode, q)
-        found = self._all("drop", np.where((q < 0) & ~self.bad, q + family.size, q))
-        for number, x in enumerate(found):
-            reached = family.poisoned(self.bad, gradient_of=number - 1 if number else None)
-            assert reached.any() == self.bad.any()
-            x[np.broadcast_to(reached, x.shape)] = np.nan
-        return found
-
-    def _all(self, mode, q):
-        problem = self.family.problem(q, mode)
-        return [problem.expected(), *problem.expected_gradients()]
+def expected_of(family, q):
+    """By mode the result and the gradients, as the oracle has them; under "raise" where nothing can raise."""
+    # The oracle's indices are of int64: what is beyond is as far out of range as its ends are.
+    q = np.array([min(max(int(v), -(2**62)), 2**62) for v in q.ravel()], np.int64).reshape(q.shape)
+    bad = is_bad(q, family.size)
+    indices = {"raise": np.where((q < 0) & ~bad, q + family.size, q), "drop": q, "clip": q}
+    problems = {mode: family.problem(q, mode.replace("raise", "drop")) for mode, q in indices.items()}
+    found = {mode: [problem.expected(), *problem.expected_gradients()] for mode, problem in problems.items()}
+    for number, x in enumerate(found["raise"]):
+        reached = family.poisoned(bad, gradient_of=number - 1 if number else None)
+        assert reached.any() == bad.any()
+        x[np.broadcast_to(reached, x.shape)] = np.nan
+    return found
 
 
 def assert_named(error, q, size):
@@ -143,15 +135,30 @@ def refusal(call, *arguments):
 
 
 class Runs:
-    """The runs in NumPy, which has no gradients; those of the other frameworks differ from them."""
+    """The ways to run a family in a framework; what is compiled is compiled once. NumPy has no gradients."""
 
-    name = "numpy"
-
-    def __init__(self, family):
-        pytest.importorskip(self.name, reason=f"{self.name} is not installed")
-        self.family, self.engine, problem = family, ENGINES[self.name](), family.problem()
+    def __init__(self, name, family):
+        module = pytest.importorskip(name, reason=f"{name} is not installed")
+        self.family, self.engine, problem = family, ENGINES[name](), family.problem()
         self.given = self.engine.array
         self.operands, self.gout = [self.given(x) for x in problem.operands()], self.given(problem.output_gradient())
+        self.ways = {"eager": self.functional}
+        if name == "torch":
+            backend = "aot_eager" if PROFILE != "nightly" else "inductor"
+            module._dynamo.reset()
+            compiled = {
+                mode: module.compile(lambda q, *xs, mode=mode: self.call(mode, q, *xs), backend=backend, fullgraph=True)
+                for mode in MODES
+            }
+            self.ways["with gradients"] = lambda mode, q: self.with_gradients(functools.partial(self.call, mode), q)
+            self.ways["compiled"] = lambda mode, q: self.with_gradients(compiled[mode], q)
+        if name == "jax":
+            self.engine.in_a_hurry = PROFILE != "nightly"
+            jitted = self.engine.jit(lambda q: {mode: self.functional(mode, q) for mode in MODES})
+            self.ways["jitted"] = lambda mode, q: jitted(q)[mode]
+            self.map = self.engine.jit(lambda qs: {mode: self.mapped(mode, qs) for mode in MODES})
+        else:
+            self.map = lambda qs: {mode: self.mapped(mode, qs) for mode in ("drop", "clip")}
 
     def call(self, mode, q, *operands):
         return planner.contract(self.family.spec, *operands, sizes=self.family.sizes, index_mode=mode, q=q)
@@ -160,17 +167,14 @@ class Runs:
         """The result and the gradients, by a functional transform."""
         return self.engine.functional(functools.partial(self.call, mode, q), self.operands, self.gout)
 
-    def refused(self, q):
-        """The errors that are to be the same in all frameworks."""
-        yield refusal(self.call, "raise", q, *self.operands)
-        yield refusal(self.functional, "raise", q)
+    def with_gradients(self, call, q):
+        """The result and the gradients, by autograd."""
+        leaves = [x.detach().clone().requires_grad_() for x in self.operands]
+        return self.engine.pulled(lambda xs, q: call(q, *xs), leaves, q, self.gout, range(len(leaves)))
 
-    def answers(self, mode, q):
-        yield "eager", self.functional(mode, q)
-
-    def mapped(self, qs):
-        """By mode, the results and gradients of many index arrays at once."""
-        return {mode: self.engine.vmap(functools.partial(self.functional, mode), 0)(qs) for mode in ("drop", "clip")}
+    def mapped(self, mode, qs):
+        """The results and gradients of many index arrays at once."""
+        return self.engine.vmap(functools.partial(self.functional, mode), 0)(qs)
 
     def assert_same(self, found, expected, *what):
         """Values and NaN alike."""
@@ -179,80 +183,28 @@ class Runs:
             got, dtype = self.engine.described(x)
             assert (dtype, got.shape) == ("float32", wanted.shape)
             same = np.array_equal(got, wanted.astype(np.float32), equal_nan=True)
-            assert same, f"{self.name}, {what}, {number}:\n{got}\nnot\n{wanted}"
+            assert same, f"{self.engine.name}, {what}, {number}:\n{got}\nnot\n{wanted}"
 
     def check(self, q, expected, message):
-        for error in self.refused(self.given(q)):
-            assert str(error) == message
-        for mode in ("drop", "clip"):
-            for what, found in self.answers(mode, self.given(q)):
-                self.assert_same(found, expected(mode), mode, what)
+        given = self.given(q)
+        assert str(refusal(self.call, "raise", given, *self.operands)) == message
+        for what, run in self.ways.items():
+            if what == "jitted":  # where nothing can raise, rows are NaN
+                self.assert_same(run("raise", given), expected["raise"], "raise", what)
+            elif what == "compiled":
+                assert_named(refusal(run, "raise", given), q, self.family.size)
+            else:
+                assert str(refusal(run, "raise", given)) == message
+            for mode in ("drop", "clip"):
+                self.assert_same(run(mode, given), expected[mode], mode, what)
 
     def check_mapped(self, arrays, every):
         for q in arrays:
             twice = np.stack([q, q])
-            mapped = self.engine.vmap(functools.partial(self.functional, "raise"), 0)
-            assert_named(refusal(mapped, self.given(twice)), twice, self.family.size)
-        for mode, found in self.mapped(self.given(np.stack(arrays))).items():
+            assert_named(refusal(self.mapped, "raise", self.given(twice)), twice, self.family.size)
+        for mode, found in self.map(self.given(np.stack(arrays))).items():
             for row, expected in enumerate(every):
-                self.assert_same([x[row] for x in found], expected(mode), mode, "mapped, row", row)
-
-
-class Torch(Runs):
-    """The runs in torch; a pair's functions are compiled once."""
-
-    name = "torch"
-
-    def __init__(self, family):
-        super().__init__(family)
-        import torch
-
-        kind = "aot_eager" if PROFILE != "nightly" else "inductor"
-        torch._dynamo.reset()
-        self.compiled = {
-            mode: torch.compile(lambda q, *xs, mode=mode: self.call(mode, q, *xs), backend=kind, fullgraph=True)
-            for mode in MODES
-        }
-
-    def with_gradients(self, call, q):
-        leaves = [x.detach().clone().requires_grad_() for x in self.operands]
-        return self.engine.pulled(lambda xs, q: call(q, *xs), leaves, q, self.gout, range(len(leaves)))
-
-    def refused(self, q):
-        yield from super().refused(q)
-        yield refusal(self.with_gradients, functools.partial(self.call, "raise"), q)
-
-    def answers(self, mode, q):
-        yield from super().answers(mode, q)
-        yield "with gradients", self.with_gradients(functools.partial(self.call, mode), q)
-        yield "compiled", self.with_gradients(self.compiled[mode], q)
-
-    def check(self, q, expected, message):
-        super().check(q, expected, message)
-        assert_named(refusal(self.with_gradients, self.compiled["raise"], self.given(q)), q, self.family.size)
-
-
-class Jax(Runs):
-    """The runs in JAX, with its 64-bit types on; a pair's functions are compiled once."""
-
-    name = "jax"
-
-    def __init__(self, family):
-        super().__init__(family)
-        self.engine.in_a_hurry = PROFILE != "nightly"
-        self.jitted = self.engine.jit(lambda q: {mode: self.functional(mode, q) for mode in MODES})
-        self.mapped = self.engine.jit(
-            lambda qs: {mode: self.engine.vmap(functools.partial(self.functional, mode), 0)(qs) for mode in MODES}
-        )
-
-    def answers(self, mode, q):
-        yield from super().answers(mode, q)
-        yield "jitted", self.jitted(q)[mode]
-
-    def check(self, q, expected, message):
-        super().check(q, expected, message)
-        # Where nothing can raise, rows are NaN.
-        self.assert_same(self.jitted(self.given(q))["raise"], expected("raise"), "raise, jitted")
+                self.assert_same([x[row] for x in found], expected[mode], mode, "mapped, row", row)
 
 
 @pytest.fixture(autouse=True)
@@ -265,9 +217,9 @@ def plain_tracebacks(jax):
 @pytest.mark.parametrize(("name", "dtype"), PAIRS)
 def test_bad_indices_have_one_answer(name, dtype):
     family = FAMILIES[name]
-    in_numpy, *others = Runs(family), Torch(family), Jax(family)
+    in_numpy, *others = (Runs(framework, family) for framework in ENGINES)
     arrays = list(bad_arrays(family, dtype))
-    every = [Expected(family, q) for q in arrays]
+    every = [expected_of(family, q) for q in arrays]
     for q, expected in zip(arrays, every, strict=True):
         error = refusal(in_numpy.functional, "raise", q)
         assert_named(error, q, family.size)
@@ -284,16 +236,17 @@ def test_narrow_types_reach_far_sizes(dtype):
     size = 2 * int(info.max) + 3
     family = dataclasses.replace(FAMILIES["far"], shapes=((size,), (4,)), size=size)
     q = np.array([info.max, 1, max(info.min, -size), 1], dtype)
-    expected = Expected(family, q)
-    for runs in (Runs(family), Torch(family), Jax(family)):
+    expected = expected_of(family, q)
+    for framework in ENGINES:
+        runs = Runs(framework, family)
         for mode in MODES:
-            for what, found in runs.answers(mode, runs.given(q)):
-                runs.assert_same(found, expected(mode), mode, what)
+            for what, run in runs.ways.items():
+                runs.assert_same(run(mode, runs.given(q)), expected[mode], mode, what)
 
 
 def test_there_are_a_thousand_bad_arrays():
     found = [(name, q) for name, dtype in PAIRS for q in bad_arrays(FAMILIES[name], dtype)]
     assert len(found) >= COUNT
-    assert all(Expected(FAMILIES[name], q).bad.any() for name, q in found)
+    assert all(is_bad(q, FAMILIES[name].size).any() for name, q in found)
     assert {q.dtype.name for _, q in found} == set(INDEX_DTYPES)
     assert len({(q.dtype.name, q.shape, q.tobytes()) for _, q in found}) > COUNT / 2

@@ -14,6 +14,7 @@ from random import Random
 import numpy as np
 import pytest
 from conftest import examples
+from engines import ENGINES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import MODES, Floors, exact_problems, in_other_strides
@@ -193,15 +194,13 @@ def call_jax(problem, given):
         indices = prepared(problem, given, {name: jax.numpy.asarray(q) for name, q in rows.items()})
         wanted = [number for number, need in enumerate(needing(given, len(operands))) if need]
 
-        def run(operands, indices):
-            def of(*chosen):
-                full = dict(enumerate(operands)) | dict(zip(wanted, chosen, strict=True))
-                return planner.contract(problem.spec, *full.values(), **options_of(problem, given), **indices)
+        gout = jax.numpy.ones(problem.output_shape())
 
-            if not wanted:
-                return [of()]
-            result, pull = jax.vjp(of, *(operands[number] for number in wanted))
-            return [result, *pull(jax.numpy.ones_like(result))]
+        def contracted(operands, indices):
+            return planner.contract(problem.spec, *operands, **options_of(problem, given), **indices)
+
+        def run(operands, indices):
+            return ENGINES["jax"]().pulled(contracted, operands, indices, gout, wanted)
 
         if given["mode"] == "vmap":
             operands = [jax.numpy.stack([x, x]) for x in operands]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 
 import numpy as np
 import pytest
@@ -42,19 +42,6 @@ def run_of(framework, workload):
     return lambda: [engine.described(x)[0].tobytes() for x in run(operands, indices, gout)]
 
 
-@contextlib.contextmanager
-def torch_threads(count):
-    """Torch with a number of threads; its pool grows at need."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def is_short(framework, threads, name):
     """Whether CI runs it: in JAX those with gathers, whose gradients are scattered."""
     return "/" not in name and (framework, threads) != ("torch", 1) and (framework != "jax" or WORKLOADS[name].pools)
@@ -69,17 +56,19 @@ CASES = [
 
 
 @pytest.mark.parametrize(("framework", "threads", "name"), CASES)
-def test_workloads_repeat_bitwise(framework, threads, name):
-    pytest.importorskip(framework, reason=f"{framework} is not installed")
+def test_workloads_repeat_bitwise(framework, threads, name, request):
+    module = pytest.importorskip(framework, reason=f"{framework} is not installed")
+    if framework == "torch":
+        request.addfinalizer(functools.partial(module.set_num_threads, module.get_num_threads()))
+        module.set_num_threads(threads)
     workload = sized(name)
     for q in workload.indices("numpy").values():
         assert len(np.unique(q)) < q.size, "no duplicates"
-    with torch_threads(threads) if framework == "torch" else contextlib.nullcontext():
-        run = run_of(framework, workload)
-        first = run()
-        assert any(any(x) for x in first)
-        for number in range(REPEATS):
-            assert run() == first, f"repeat {number}"
+    run = run_of(framework, workload)
+    first = run()
+    assert any(any(x) for x in first)
+    for number in range(REPEATS):
+        assert run() == first, f"repeat {number}"
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])

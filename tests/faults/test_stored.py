@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import base64
 import colorsys
+import contextlib
+import copy
+import functools
 import importlib
 import json
 import math
+import operator
 import os
 import pathlib
 import random
@@ -158,46 +162,36 @@ def spots(value, trail=()):
 def changed(text, rng):
     """Text with one place in it replaced, removed, or exchanged for another."""
     whole = json.loads(text)
-    trail, other = (rng.choice([t for t in spots(whole) if t]) for _ in range(2))
-
-    def parent(trail):
-        found = whole
-        for key in trail[:-1]:
-            found = found[key]
-        return found
-
+    (*trail, last), other = (rng.choice([t for t in spots(whole) if t]) for _ in range(2))
+    parent = functools.reduce(operator.getitem, trail, whole)
     kind = rng.randrange(4)
     if kind == 0:
-        parent(trail)[trail[-1]] = "\0"
+        parent[last] = "\0"
         return json.dumps(whole).replace('"\\u0000"', rng.choice(NUMBERS))
     if kind == 1:
-        value = json.loads(json.dumps(parent(other)[other[-1]]))
-        parent(trail)[trail[-1]] = value
+        parent[last] = copy.deepcopy(functools.reduce(operator.getitem, other, whole))
     elif kind == 2:
-        del parent(trail)[trail[-1]]
+        del parent[last]
     else:
         words = ["os.system", "Plan", "eval", "\ud800", "", "x" * 10_000, "Leaf", "Forgotten", "type"]
-        parent(trail)[trail[-1]] = {"type": rng.choice(words), rng.choice(words): 1}
+        parent[last] = {"type": rng.choice(words), rng.choice(words): 1}
     return json.dumps(whole)
 
 
 def damaged_bytes(text, rng, sentinel):
     """One damage of many kinds."""
-    data, kind = text.encode(), rng.randrange(9)
+    data = text.encode()
     at = rng.randrange(len(data))
-    if kind == 0:
-        return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
-    if kind == 1:
-        return data[:at]
-    if kind == 2:
-        return data[:at] + rng.randbytes(rng.randrange(1, 40)) + data[at:]
-    if kind == 3:
-        return rng.choice([b"[", b'{"type":', b'{"a":[']) * rng.choice([10, 2_000, 50_000])
-    if kind == 4:
-        return rng.choice([b"", b"\0", b"\xff\xfe\0", b"\xef\xbb\xbf" + data, data * 2, b" " * 100_000 + data])
-    if kind == 5:
-        return rng.choice(list(bomb(sentinel).values()))
-    return changed(text, rng).encode(errors="surrogatepass")
+    damages = [
+        lambda: data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :],
+        lambda: data[:at],
+        lambda: data[:at] + rng.randbytes(rng.randrange(1, 40)) + data[at:],
+        lambda: rng.choice([b"[", b'{"type":', b'{"a":[']) * rng.choice([10, 2_000, 50_000]),
+        lambda: rng.choice([b"", b"\0", b"\xff\xfe\0", b"\xef\xbb\xbf" + data, data * 2, b" " * 100_000 + data]),
+        lambda: rng.choice(list(bomb(sentinel).values())),
+        *[lambda: changed(text, rng).encode(errors="surrogatepass")] * 3,
+    ]
+    return rng.choice(damages)()
 
 
 def no_files(path, rng):
@@ -211,33 +205,30 @@ def no_files(path, rng):
         path.symlink_to({"loop": path, "device": "/dev/zero", "nowhere": path.parent / "nothing"}[kind])
 
 
-WATCHED = {"exec": 0, "compile": 0, "pickle.find_class": 0, "os.system": 0, "subprocess.Popen": 0, "marshal.loads": 0}
+RUNS_CODE = {"exec", "compile", "pickle.find_class", "os.system", "subprocess.Popen", "marshal.loads"}
 WATCHING = []
 
 
 def watch(event, _):
-    """Count what runs code, while it is watched for."""
-    if WATCHING and event in WATCHED:
-        WATCHED[event] += 1
+    """Note what runs code, while it is watched for."""
+    if WATCHING and event in RUNS_CODE:
+        WATCHING[0].append(event)
 
 
-class Watch:
-    """Whether anything was run within, by Python's own audit."""
-
-    def __enter__(self):
-        WATCHED.update(dict.fromkeys(WATCHED, 0))
-        WATCHING.append(self)
-
-    def __exit__(self, *_):
-        WATCHING.clear()
+@contextlib.contextmanager
+def watched():
+    """What is run within, by Python's own audit."""
+    WATCHING.append([])
+    yield WATCHING[0]
+    WATCHING.clear()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def audit():
     sys.addaudithook(watch)
-    with Watch():
+    with watched() as ran:
         importlib.reload(colorsys)
-    assert WATCHED["exec"] == 1, "the audit sees nothing"
+    assert ran.count("exec") == 1, "the audit sees nothing"
 
 
 def planned():
@@ -276,10 +267,10 @@ def test_damaged_files_are_named_and_nothing_of_them_is_run(folder, tmp_path_fac
         else:
             path.write_bytes(damaged_bytes(text, rng, sentinel))
         remember._WARNED.clear()
-        with warnings.catch_warnings(record=True) as caught, Watch():
+        with warnings.catch_warnings(record=True) as caught, watched() as ran:
             warnings.simplefilter("always")
             found = read()
-        assert not any(WATCHED.values()), (seed, WATCHED)
+        assert not ran, seed
         assert all(str(path) in str(w.message) for w in caught), seed
         # A symlink to nothing is no file; the key of another problem, no entry.
         ignored += found is None
@@ -303,12 +294,12 @@ def test_damaged_plans_in_json_are_refused(tmp_path):
     for seed in range(examples(500, 5_000)):
         rng = random.Random(seed)
         data = damaged_bytes(rng.choice(plans).to_json(), rng, tmp_path / "ran")
-        with Watch():
+        with watched() as ran:
             try:
                 planner.Plan.from_json(data.decode(errors="surrogateescape"))
             except planner.PlannerError as error:
                 refused += 1
                 assert str(error), seed  # noqa: PT017
-        assert not any(WATCHED.values()), (seed, WATCHED)
+        assert not ran, seed
     assert refused > 0.4 * seed
     assert not (tmp_path / "ran").exists()

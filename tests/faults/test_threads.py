@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from conftest import examples
 from engines import ENGINES
+from laws import compare, values_and_gradients
 
 import planner
 from planner import api
 from planner.testing import Problem
-from planner.testing.judgement import Subject
 
 THREADS = 32
 
@@ -34,26 +34,6 @@ PROBLEMS = [
     Problem("ii -> i", ((3, 3),)),
 ]
 BAD = ("q[n]j -> nj", np.ones((4, 3), np.float32), np.array([0, 9]))
-
-
-def expected_of(problem, engine):
-    """The result and the gradients that the problem wants, as the oracle has them; NumPy has no gradients."""
-    return [problem.expected(), *(problem.expected_gradients() if engine.differentiates and problem.wanted else ())]
-
-
-def run(problem, engine, call=None, gout=None, **indices):
-    """The same by `contract`, or by another call."""
-    if gout is None and engine.differentiates and problem.wanted:
-        gout = engine.array(problem.output_gradient())
-    operands, indices = engine.operands(problem), indices or engine.indices(problem)
-    found = engine.pulled(call or Subject().call(problem), operands, indices, gout, problem.wanted)
-    return [engine.described(x)[0] for x in found]
-
-
-def assert_same(found, answers, problem):
-    for got, wanted in zip(found, answers, strict=True):
-        assert got.shape == wanted.shape
-        assert (got == wanted.astype(got.dtype)).all(), problem
 
 
 @pytest.fixture
@@ -75,7 +55,8 @@ def test_threads_share_caches(framework, ci, limit, impatient, monkeypatch, jax_
     # Types of 64 bits are off in JAX; it compiles what each problem needs, so it gets half of them.
     problems = PROBLEMS if framework != "jax" else [p for p in PROBLEMS if "float64" not in p.dtypes][::2]
     engine = ENGINES[framework]()
-    answers = [expected_of(problem, engine) for problem in problems]
+    # The result and the gradients of each; NumPy has none.
+    asks = [values_and_gradients(engine, problem)[0]._replace(jitted=False) for problem in problems]
     # Where runners are forgotten all the time, every call plans: fewer calls say as much.
     calls, together = examples(ci if limit > 3 else ci // 10 + 1, 500), threading.Barrier(THREADS)
 
@@ -84,7 +65,7 @@ def test_threads_share_caches(framework, ci, limit, impatient, monkeypatch, jax_
         together.wait()
         for done in range(calls):
             at = rng.randrange(len(problems))
-            assert_same(run(problems[at], engine), answers[at], problems[at])
+            compare(engine, [problems[at]], [asks[at]])
             if framework == "numpy" and done % 50 == 0:
                 with pytest.raises(planner.IndexRangeError, match=r"'q'\[1\] is 9"):
                     planner.contract(BAD[0], BAD[1], q=BAD[2])
@@ -122,17 +103,14 @@ def test_the_answers_differ():
 
 def test_threads_share_a_plan_and_a_prepared_index(impatient, torch):
     engine = ENGINES["torch"]()
-    answers, gout, indices = (
-        expected_of(GROUPED, engine),
-        engine.array(GROUPED.output_gradient()),
-        engine.indices(GROUPED),
-    )
-    plan, group = engine.plan(GROUPED, engine.operands(GROUPED), indices), planner.group(indices["q"], 3)
+    operands, indices = engine.operands(GROUPED), engine.indices(GROUPED)
+    plan = engine.plan(GROUPED, operands, indices)
+    rows = indices["q"], planner.group(indices["q"], 3)
+    asks = [values_and_gradients(engine, GROUPED, lambda xs, _, q=q: plan(*xs, q=q)) for q in rows]
 
     def work(number):
         for _ in range(examples(10, 300)):
-            q = group if number % 2 else indices["q"]
-            assert_same(run(GROUPED, engine, lambda xs, qs: plan(*xs, **qs), gout, q=q), answers, GROUPED)
+            compare(engine, [GROUPED], asks[number % 2])
 
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(work, range(THREADS)))
