@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from planner.language.parse import parse
-from planner.language.spec import Gather, Spec, Term
+from planner.language.spec import Gather, Spec, Term, term_gathers
 
 __all__ = ["WORKLOADS", "Framework", "Skew", "View", "Workload", "skewed_rows", "to_framework"]
 
@@ -122,7 +122,7 @@ class Workload:
     def options(self) -> dict[str, Any]:
         """The options that `contract` needs besides the arrays: the sizes of scattered dimensions."""
         pools = dict(self.pools)
-        scattered = {e.array: pools[e.array] for e in self.parsed.output if isinstance(e, Gather)}
+        scattered = {gather.array: pools[gather.array] for gather in term_gathers(self.parsed.output)}
         return {"sizes": scattered} if scattered else {}
 
     def _shape(self, term: Term) -> Shape:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from planner.backends.common.stock import ArrayOps, diagonals
-from planner.language.spec import Gather, Spec, Term
+from planner.language.spec import Gather, Spec, Term, plain_axes
 from planner.program.implementations import RangedIndices
 
 __all__ = ["mask_operands", "mask_term", "widen_operands"]
@@ -34,7 +34,7 @@ def mask_term(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: RangedIndice
     """
     if not index.may_drop:
         return x
-    plain = [e for e in term if isinstance(e, str)]
+    plain = plain_axes(term)
     repeats = len(plain) > len(set(plain))
     for gather, values in index.items():
         covers_bracket = gather.axes and set(gather.axes) <= set(plain)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
-from planner.language.spec import Gather, Spec, Term, term_axes
+from planner.language.spec import Gather, Spec, Term, indexed_dims, plain_axes, term_axes, term_gathers
 from planner.program.forms import ProductForm, inner_product, product_form
 
 __all__ = ["ArrayOps", "Product", "diagonals", "evaluate", "evaluation", "matmul_product", "viewing"]
@@ -128,7 +128,7 @@ def diagonals(ops: ArrayOps, term: Term) -> tuple[Callable[[Any], Any], Term]:
     and the term is `ji` afterwards.
     """
     pairs, entries = [], list(term)
-    while repeated := [e for e in entries if isinstance(e, str) and entries.count(e) > 1]:
+    while repeated := [axis for axis in plain_axes(tuple(entries)) if entries.count(axis) > 1]:
         i, j = [d for d, e in enumerate(entries) if e == repeated[0]][:2]
         pairs.append((i, j))
         entries = [e for d, e in enumerate(entries) if d not in (i, j)] + [repeated[0]]
@@ -149,20 +149,19 @@ def _make_taker(ops: ArrayOps, term: Term, spec: Spec) -> tuple[Access | None, t
     is in a bracket too, so row (n, k) reads `x[n, q[n, k]]`, and the result has the axes `nkd`.
     """
     take_diagonals, entries = diagonals(ops, term)
-    gathers = tuple(e for e in entries if isinstance(e, Gather))
+    gathers = term_gathers(entries)
     if not gathers:
         return None if entries == term else lambda x, index, may_drop: take_diagonals(x), term_axes(entries)
-    row_axes = term_axes(gathers)
-    indexed_dims = [d for d, e in enumerate(entries) if isinstance(e, Gather) or e in row_axes]
-    other_dims = [d for d in range(len(entries)) if d not in indexed_dims]
-    axes = (*row_axes, *(str(entries[d]) for d in other_dims))
+    rows, indexed = term_axes(gathers), indexed_dims(entries)
+    other_dims = [d for d in range(len(entries)) if d not in indexed]
+    axes = (*rows, *(str(entries[d]) for d in other_dims))
     shape = spec.shape(axes)
     if 0 in (*shape, *spec.shape(entries)):
         return lambda x, index, may_drop: ops.zeros(shape, x), axes
-    read_indices = _make_index_reader(ops, [entries[d] for d in indexed_dims], row_axes, spec)
+    read_indices = _make_index_reader(ops, [entries[d] for d in indexed], rows, spec)
 
     def take(x: Any, index: Mapping[Gather, Any], may_drop: bool) -> Any:
-        x = ops.permute(take_diagonals(x), [*indexed_dims, *other_dims])
+        x = ops.permute(take_diagonals(x), [*indexed, *other_dims])
         arrays, in_range = read_indices(index, x, may_drop)
         rows = ops.take(x, arrays)
         return ops.select(_with_dims(in_range, len(other_dims)), rows, 0) if may_drop else rows
@@ -218,27 +217,24 @@ def _make_writer(ops: ArrayOps, axes: tuple[str, ...], spec: Spec) -> Access:
     diagonal. Along an output axis that the array lacks, it is repeated.
     """
     term, sizes = spec.output, dict(spec.sizes)
-    plain = [e for e in term if isinstance(e, str)]
-    bracket_axes = term_axes(tuple(e for e in term if isinstance(e, Gather)))
-    missing = tuple(axis for axis in dict.fromkeys((*bracket_axes, *plain)) if axis not in axes)
+    plain, in_brackets, indexed = plain_axes(term), term_axes(term_gathers(term)), indexed_dims(term)
+    missing = tuple(axis for axis in dict.fromkeys((*in_brackets, *plain)) if axis not in axes)
     missing_sizes, axes = [sizes[axis] for axis in missing], (*missing, *axes)
-    repeated = {e for e in plain if plain.count(e) > 1}
-    indexed_dims = [d for d, e in enumerate(term) if isinstance(e, Gather) or e in repeated or e in bracket_axes]
-    other_dims = [d for d in range(len(term)) if d not in indexed_dims]
-    row_axes = tuple(dict.fromkeys([*bracket_axes, *(e for e in plain if e in repeated)]))
-    order = [axes.index(str(e)) for e in (*row_axes, *(term[d] for d in other_dims))]
+    other_dims = [d for d in range(len(term)) if d not in indexed]
+    rows = tuple(dict.fromkeys([*in_brackets, *(axis for axis in plain if plain.count(axis) > 1)]))
+    order = [axes.index(str(e)) for e in (*rows, *(term[d] for d in other_dims))]
 
     def arrange(x: Any) -> Any:
         return ops.permute(ops.expand(x, [*missing_sizes, *x.shape]) if missing else x, order)
 
-    if not indexed_dims:
+    if not indexed:
         return lambda x, index, may_drop: arrange(x)
-    written_dims = (*indexed_dims, *other_dims)
+    written_dims = (*indexed, *other_dims)
     back = [written_dims.index(d) for d in range(len(term))]
     shape = spec.shape(tuple(term[d] for d in written_dims))
     if 0 in (*shape, *(sizes[axis] for axis in axes)):
         return lambda x, index, may_drop: ops.permute(ops.zeros(shape, x), back)
-    read_indices = _make_index_reader(ops, [term[d] for d in indexed_dims], row_axes, spec)
+    read_indices = _make_index_reader(ops, [term[d] for d in indexed], rows, spec)
 
     def write(x: Any, index: Mapping[Gather, Any], may_drop: bool) -> Any:
         x = arrange(x)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from planner.cost.layout import Layout, flattens, neighbours, permuted, reordered, scattered, without_gaps
-from planner.language.spec import Gather, Spec, Term, term_axes
+from planner.language.spec import Gather, Spec, Term, indexed_dims, plain_axes, term_axes, term_gathers
 from planner.program.forms import ProductForm, inner_product, product_form
 from planner.program.ops import Cast, Op
 
@@ -92,17 +92,17 @@ def matrix_copies(term: Term, layout: Layout | None, groups: Sequence[Sequence[s
 def _read(number: int, layout: Layout | None, spec: Spec) -> tuple[int, tuple[str, ...], Layout | None]:
     """Return how many elements are copied to read an input, its axes in the product, and their layout."""
     term = spec.inputs[number]
-    plain = [e for e in term if isinstance(e, str)]
+    plain = plain_axes(term)
     repeated = [e for e in dict.fromkeys(plain) if plain.count(e) > 1]
     # A diagonal becomes the last dimension.
     entries = (*(e for e in term if e not in repeated), *repeated)
     if repeated:
         layout = scattered(spec.shape(entries))
-    gathers = tuple(e for e in entries if isinstance(e, Gather))
+    gathers = term_gathers(entries)
     copied, axes = 0, term_axes(entries)
     if gathers:
         rows = term_axes(gathers)
-        indexed = tuple(e for e in entries if isinstance(e, Gather) or e in rows)
+        indexed = tuple(entries[d] for d in indexed_dims(entries))
         if len(set(entries)) < len(entries):  # one gather in two dimensions
             copied = math.prod(spec.shape(entries)) if len(indexed) > 1 else 0
         elif len(indexed) > 1 and not flattens(entries, layout, [indexed], spec):
@@ -117,11 +117,11 @@ def _read(number: int, layout: Layout | None, spec: Spec) -> tuple[int, tuple[st
 def _written(axes: tuple[str, ...], layout: Layout | None, spec: Spec) -> tuple[int, Layout | None]:
     """Return how many elements are copied to write a value with these axes into the result, and the result's layout."""
     term = spec.output
-    plain = [e for e in term if isinstance(e, str)]
-    rows_all = term_axes(tuple(e for e in term if isinstance(e, Gather)))
+    plain = plain_axes(term)
+    rows_all = term_axes(term_gathers(term))
     missing = tuple(axis for axis in dict.fromkeys((*rows_all, *plain)) if axis not in axes)
     repeated = {e for e in plain if plain.count(e) > 1}
-    indexed = [d for d, e in enumerate(term) if isinstance(e, Gather) or e in repeated or e in rows_all]
+    indexed = indexed_dims(term)
     rest = [d for d in range(len(term)) if d not in indexed]
     wide = any(spec.size(axis) != 1 for axis in missing)
     if not indexed:

@@ -13,7 +13,7 @@ from planner.cost.device import Device
 from planner.cost.figures import StepCost
 from planner.cost.layout import Layout
 from planner.language.dtypes import HALF_TYPES, itemsize
-from planner.language.spec import Gather, Spec, Term, term_axes
+from planner.language.spec import Spec, Term, indexed_dims, plain_axes, row_axes, term_axes, term_gathers
 from planner.program.forms import product_form
 from planner.program.implementations import Implementation
 from planner.program.ops import Cast, JointGradient, Op, joint_elements, spec_flops
@@ -39,8 +39,7 @@ def stock_kind(op: Op) -> str:
         return "none"
     if isinstance(op, Cast):
         return "cast"
-    reads = any(isinstance(e, Gather) for term in spec.inputs for e in term)
-    writes = any(isinstance(e, Gather) for e in spec.output)
+    reads, writes = any(map(term_gathers, spec.inputs)), any(term_gathers(spec.output))
     if len(spec.inputs) == 2:
         form = product_form(spec)
         if form is None:
@@ -70,10 +69,10 @@ def _row_seconds(spec: Spec, device: Device) -> float:
     sizes = dict(spec.sizes)
     seconds = 0.0
     for number, term in enumerate(spec.terms):
-        if gathers := tuple(e for e in term if isinstance(e, Gather)):
+        if gathers := term_gathers(term):
             rows = term_axes(gathers)
             count = math.prod(sizes[axis] for axis in rows)
-            width = math.prod(sizes[e] for e in term if isinstance(e, str) and e not in rows)
+            width = math.prod(sizes[axis] for axis in plain_axes(term) if axis not in rows)
             adds = number == len(spec.inputs) and width > 1
             seconds += count * (device.add_row_seconds if adds else device.take_row_seconds)
     return seconds
@@ -87,14 +86,14 @@ def _flat_index_bytes(spec: Spec) -> int:
     """
     sizes, most = dict(spec.sizes), 0
     for term in spec.terms:
-        rows = term_axes(tuple(e for e in term if isinstance(e, Gather)))
-        indexed_axes = {e for e in term if isinstance(e, str) and (e in rows or term.count(e) > 1)}
-        addressed = sum(isinstance(e, Gather) or e in indexed_axes for e in term)
-        if any(len(set(e.axes)) < len(e.axes) for e in term if isinstance(e, Gather)):
-            most = max(most, 8 * math.prod(sizes[axis] for axis in rows))  # a diagonal of an index array is copied
+        gathers, rows, addressed = term_gathers(term), row_axes(term), len(indexed_dims(term))
+        if any(len(set(gather.axes)) < len(gather.axes) for gather in gathers):
+            # A diagonal of an index array is copied.
+            most = max(most, 8 * math.prod(sizes[axis] for axis in term_axes(gathers)))
         if addressed > 1:
-            flat = 8 * math.prod(sizes[axis] for axis in {*rows, *indexed_axes})
-            most = max(most, min(addressed, 3) * flat + 8 * sum(sizes[axis] for axis in indexed_axes) + 8)
+            flat = 8 * math.prod(sizes[axis] for axis in rows)
+            positions = sum(sizes[axis] for axis in set(rows) & set(term))
+            most = max(most, min(addressed, 3) * flat + 8 * positions + 8)
     return most
 
 
@@ -197,11 +196,11 @@ def stock_cost(op: Op, device: Device) -> StepCost:
     taken, axes_of = 0, []
     for term in spec.inputs:
         axes_of.append(term_axes(term))
-        if any(isinstance(e, Gather) for e in term):
+        if term_gathers(term):
             taken += math.prod(sizes[axis] for axis in axes_of[-1]) * size
     needed = term_axes(spec.output)
     before = math.prod(sizes[axis] for axis in needed) * size
-    scatter = before if any(isinstance(e, Gather) for e in spec.output) else 0
+    scatter = before if term_gathers(spec.output) else 0
     flops, moved, scratch = spec_flops(spec), touched + 2 * taken + 2 * scatter, taken + scatter
     seconds = device.seconds(flops, moved, result, 4) + device.fresh_seconds(scratch) + rows
     batch = math.prod(sizes[a] for a in needed if all(a in axes for axes in axes_of))

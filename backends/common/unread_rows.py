@@ -13,7 +13,7 @@ from typing import Any
 
 from planner.backends.common.stock import ArrayOps, evaluate
 from planner.language.derive import batched
-from planner.language.spec import Gather, Spec, Term, term_axes
+from planner.language.spec import Gather, Spec, Term, indexed_dims, row_axes, term_gathers
 from planner.program.implementations import RangedIndices
 from planner.program.ops import Cast
 from planner.program.tree import Leaf, Node, Tree
@@ -38,10 +38,8 @@ def operands_with_unread_rows(tree: Tree, spec: Spec) -> tuple[int, ...]:
         if not isinstance(node, Node):
             return
         for child, term in zip(node.children, node.op.spec.inputs, strict=True):
-            if isinstance(child, Leaf):
-                taken_later = set(spec.inputs[child.operand]) - set(term)
-                if any(isinstance(entry, Gather) for entry in taken_later):
-                    numbers.add(child.operand)
+            if isinstance(child, Leaf) and set(term_gathers(spec.inputs[child.operand])) - set(term):
+                numbers.add(child.operand)
             visit(child)
 
     visit(tree)
@@ -128,9 +126,7 @@ def find_read_rows(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: RangedI
 
     The gradient of a take, for an output gradient of ones, counts how often each row is read.
     """
-    rows = term_axes(tuple(e for e in term if isinstance(e, Gather) or term.count(e) > 1))
-    addressed = tuple(e for e in term if isinstance(e, Gather) or e in rows)
-    sizes = dict(spec.sizes)
+    rows, sizes, addressed = row_axes(term), dict(spec.sizes), tuple(term[d] for d in indexed_dims(term))
     ones = ops.zeros([sizes[axis] for axis in rows], x) + 1
     reads = evaluate(ops, Spec((rows,), addressed, spec.sizes), [ones], index, index.may_drop)
     shape = [spec.size(e) if e in addressed else 1 for e in term]

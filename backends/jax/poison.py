@@ -13,7 +13,7 @@ from jax import lax
 
 from planner.backends.jax.index import is_bad
 from planner.backends.jax.rows import OPS
-from planner.language.spec import Gather, Spec, Term
+from planner.language.spec import Gather, Spec, Term, plain_axes
 
 __all__ = ["poison"]
 
@@ -45,7 +45,7 @@ def poison(x: Any, term: Term, spec: Spec, given: Mapping[Gather, Any]) -> Any:
 
 def _bad_mask(gather: Gather, bad: Any, term: Term, spec: Spec) -> Any:
     """Return a mask of the entries of a result that depend on bad indices; it broadcasts to the result."""
-    plain = [e for e in term if isinstance(e, str)]
+    plain = plain_axes(term)
     axes = list(gather.axes)
     if len(axes) > len(set(axes)) or not set(axes) & set(plain):
         return bad.any()

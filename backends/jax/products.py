@@ -13,7 +13,7 @@ from jax import lax
 
 from planner.backends.common.stock import Product
 from planner.kernels.grouping.jax_grouping import accumulator
-from planner.language.spec import Gather, Spec, Term, term_axes
+from planner.language.spec import Spec, Term, indexed_dims, plain_axes, term_axes, term_gathers
 from planner.program.forms import inner_product, product_form
 
 __all__ = ["ProductCopies", "as_matrices", "count_copied", "count_reordered"]
@@ -167,14 +167,13 @@ def count_copied(spec: Spec) -> int:
     """Return how many elements XLA copies for a sum, a segment sum, a diagonal or a product of what is taken."""
     before = _of_product(spec) if len(spec.inputs) == 2 else _of_operand(spec)
     out = spec.output
-    rows = {*term_axes(tuple(e for e in out if isinstance(e, Gather))), *(e for e in out if out.count(e) > 1)}
-    indexed = tuple(e for e in out if isinstance(e, Gather) or e in rows)
+    indexed = tuple(out[d] for d in indexed_dims(out))
     if indexed:  # written row by row, each a slice of the remaining axes
         first = (*indexed, *(e for e in out if e not in indexed))
         copied = not _same_order(first, out, spec)
     else:
         term = spec.inputs[0]
-        summed = len(spec.inputs) == 1 and not set(term) <= set(out) and all(isinstance(e, str) for e in term)
+        summed = len(spec.inputs) == 1 and not set(term) <= set(out) and not term_gathers(term)
         copied = summed and not _same_order(
             tuple(e for e in term if e in out), tuple(e for e in out if e in term), spec
         )
@@ -184,14 +183,14 @@ def count_copied(spec: Spec) -> int:
 def _of_operand(spec: Spec) -> int:
     """Return how many elements are copied of a single operand: diagonals that are summed, or rows that are added up."""
     (term,), out = spec.inputs, spec.output
-    if any(isinstance(e, Gather) for e in term):
+    if term_gathers(term):
         return 0
     if len(set(term)) < len(term):
         return 0 if set(term) <= set(out) else math.prod(spec.shape(tuple(dict.fromkeys(term))))
-    gathers = tuple(e for e in out if isinstance(e, Gather))
+    gathers = term_gathers(out)
     if not gathers:
         return 0
-    wanted = dict.fromkeys((*term_axes(gathers), *(e for e in out if isinstance(e, str))))
+    wanted = dict.fromkeys((*term_axes(gathers), *plain_axes(out)))
     if any(e not in term and spec.size(e) != 1 for e in wanted):  # repeated along an axis that it lacks
         return math.prod(spec.shape(tuple(wanted)))
     order = tuple(e for e in wanted if e in term)
@@ -200,14 +199,14 @@ def _of_operand(spec: Spec) -> int:
 
 def _of_product(spec: Spec) -> int:
     """Return how many elements are copied for a product with a take before it or a segment sum after it."""
-    if not any(isinstance(e, Gather) for term in spec.terms for e in term):
+    if not spec.gathers:
         return 0
     inner = _inner(spec)
     form = product_form(inner)
     if form is None or not form.contracted:
         return 0
     # A take writes its result in the order that the product needs, and a product in the order of the segment sum.
-    plain = [all(isinstance(e, str) for e in term) for term in spec.terms]
+    plain = [not term_gathers(term) for term in spec.terms]
     copied = {p: math.prod(inner.shape(inner.terms[p])) for p in _groups(inner)[1] if plain[p]}
     result = copied.get(2, 0)
     return sum(copied.values()) - max((n for place, n in copied.items() if place != 2 and n <= result), default=0)
@@ -222,7 +221,7 @@ def fused_takes(spec: Spec) -> int:
     inner = _inner(spec)
     form = product_form(inner)
     for term, kept in zip(spec.inputs, inner.inputs, strict=True):
-        if any(isinstance(e, Gather) for e in term):
+        if term_gathers(term):
             taken, left = (math.prod(spec.shape(axes)) for axes in (term_axes(term), kept))
             whole = left == taken and form is not None and not form.contracted
             fused += taken if whole else taken - left

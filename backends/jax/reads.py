@@ -16,7 +16,7 @@ from jax import lax
 from planner.backends.common.unread_rows import WHOLE_POOL, UnreadRows, find_read_rows
 from planner.backends.jax.index import normalise
 from planner.backends.jax.rows import OPS
-from planner.language.spec import Gather, Spec, Term, term_axes
+from planner.language.spec import Gather, Spec, Term, indexed_dims, row_axes
 from planner.program.forms import PooledForm, pooled_form
 from planner.program.implementations import RangedIndices
 from planner.program.ops import JointGradient, Op
@@ -106,8 +106,8 @@ def read_mask(x: Any, spec: Spec, term: Term, given: Mapping[Gather, Any], index
         index_mode: the index mode.
     """
     sizes = dict(spec.sizes)
-    rows = term_axes(tuple(e for e in term if isinstance(e, Gather) or term.count(e) > 1))
-    shape = [n if isinstance(e, Gather) or e in rows else 1 for e, n in zip(term, x.shape, strict=True)]
+    rows, indexed = row_axes(term), indexed_dims(term)
+    shape = [n if d in indexed else 1 for d, n in enumerate(x.shape)]
     slow = max((axis for axis in rows if axis not in term and sizes[axis]), key=lambda axis: sizes[axis], default=None)
     narrow = dataclasses.replace(spec, sizes=tuple((a, 1 if a == slow else size) for a, size in spec.sizes))
 

@@ -16,7 +16,7 @@ from planner.backends.jax.index import index_shape, normalise
 from planner.backends.jax.reads import Reads
 from planner.backends.jax.rows import OPS
 from planner.backends.jax.step import bind_step
-from planner.language.spec import Term
+from planner.language.spec import Term, plain_axes
 from planner.program.implementations import RangedIndices
 from planner.program.ops import Cast
 from planner.program.plan import PlanRecord
@@ -111,8 +111,8 @@ class _PlanTree:
 
     def _is_masked(self, term: Term) -> bool:
         """Return whether indices may be dropped and `mask_term` would mask an array with this term."""
-        plain = {e for e in term if isinstance(e, str)}
-        return self.dropping and any(g.axes and g not in term and plain.issuperset(g.axes) for g in self.spec.gathers)
+        plain = plain_axes(term)
+        return self.dropping and any(g.axes and g not in term and set(g.axes) <= set(plain) for g in self.spec.gathers)
 
     def _masked(self, x: Any, term: Term, indices: Mapping[str, Any]) -> Any:
         """Return an operand or the result with the entries that only dropped indices address set to zero."""

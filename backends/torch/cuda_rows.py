@@ -37,7 +37,7 @@ from planner.kernels.grouped_matmul import torch_grouped_mm
 from planner.kernels.grouping import torch_grouping
 from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, covers_pair, tiles_of
 from planner.language.dtypes import itemsize
-from planner.language.spec import Gather, Spec, Term
+from planner.language.spec import Gather, Spec, Term, term_gathers
 from planner.program.forms import GroupedForm, PooledForm, grouped_form, pooled_form, product_form
 from planner.program.implementations import Implementation
 from planner.program.ops import Einsum, JointGradient, Op, spec_flops
@@ -178,8 +178,8 @@ def _run_strided(tiling: str, op: Op, inputs: Sequence[Any], index: Any) -> tupl
 def _summed_gather(spec: Spec) -> Gather | None:
     """Return the bracket of a step that only adds rows up by one index array; None for any other step."""
     (*inputs,), out = spec.inputs, spec.output
-    gathers = [e for e in out if isinstance(e, Gather)]
-    if len(inputs) != 1 or len(gathers) != 1 or any(isinstance(e, Gather) for e in inputs[0]):
+    gathers = term_gathers(out)
+    if len(inputs) != 1 or len(gathers) != 1 or term_gathers(inputs[0]):
         return None
     (gather,) = gathers
     axes = [*gather.axes, *(e for e in out if e != gather)]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from planner.language.dtypes import itemsize
 from planner.language.errors import PlannerError
-from planner.language.spec import Gather, Term, term_axes
+from planner.language.spec import Gather, Term, indexed_dims
 from planner.language.split import (
     Entry,
     Placement,
@@ -84,8 +84,8 @@ def collectives(plan: PlanRecord, splits: Mapping[str, int]) -> tuple[Collective
             arrays = [(gather.axes, brackets[gather.array]) for gather in reads.gathers]
             split = choose_splits(reads, [(whole, places[variable]), *arrays])
             if over := axes_to_add_over(whole, split):
-                axes = term_axes(tuple(e for e in whole if isinstance(e, Gather) or whole.count(e) > 1))
-                rows = tuple(e for e in local_term(whole, parts(split)) if isinstance(e, Gather) or e in axes)
+                local = local_term(whole, parts(split))
+                rows = tuple(local[d] for d in indexed_dims(whole))
                 mask_bytes = math.prod(local_spec(reads, parts(split)).shape(rows))
                 exchanges.append(Collective(step, over, mask_bytes, mask=True))
         indices = [(gather.axes, brackets[gather.array]) for gather in op.spec.gathers]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from planner.cost.figures import Cost
 from planner.language.dtypes import itemsize
-from planner.language.spec import Gather, Spec
+from planner.language.spec import Spec, term_gathers
+from planner.language.split import letter_of
 from planner.language.units import bytes_text, count_text, seconds_text
 from planner.program.ops import JointGradient
 from planner.program.plan import PlanRecord
@@ -91,8 +92,8 @@ def _kept(plan: PlanRecord) -> str:
 
 def _naive_way(spec: Spec) -> str:
     """Return what the naive plan does, as text."""
-    takes = any(isinstance(e, Gather) for term in spec.inputs for e in term)
-    adds = any(isinstance(e, Gather) for e in spec.output)
+    takes = any(map(term_gathers, spec.inputs))
+    adds = bool(term_gathers(spec.output))
     parts = ["take the gathered operands"] * takes + ["contract pairwise"] * (len(spec.inputs) > 1)
     *parts, last = [*parts, *["add into the result"] * adds] or ["the framework's own way"]
     return f"{', '.join(parts)}, then {last}" if parts else last
@@ -131,7 +132,7 @@ def _keeps(plan: PlanRecord, step: Step) -> str:
         if number in step.keeps:
             base = variables[variables[number].base]
             term = step.op.spec.inputs[position]
-            text = "".join(e.array if isinstance(e, Gather) else e for e in term)
+            text = "".join(map(letter_of, term))
             free = variables[number].base < len(plan.operands)
             size = 0 if free else base.bytes or itemsize(plan.dtype)
             parts.append(f"{text}, {bytes_text(size)}")

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
+from typing import TypeVar
 
 __all__ = [
     "ELLIPSIS",
@@ -22,7 +23,12 @@ __all__ = [
     "Term",
     "is_axis",
     "is_letter",
+    "indexed_dims",
+    "plain_axes",
+    "replace_gathers",
+    "row_axes",
     "term_axes",
+    "term_gathers",
     "unused_letters",
 ]
 
@@ -52,6 +58,7 @@ class Gather:
 
 
 Term = tuple["str | Gather", ...]
+New = TypeVar("New")
 
 
 def is_letter(character: str) -> bool:
@@ -74,6 +81,46 @@ def term_axes(term: Term) -> tuple[str, ...]:
         for axis in entry.axes if isinstance(entry, Gather) else (entry,):
             seen[axis] = None
     return tuple(seen)
+
+
+def plain_axes(term: Term) -> tuple[str, ...]:
+    """Return the entries of a term that are axes, and not gathers. An axis that repeats is returned as often."""
+    return tuple(entry for entry in term if isinstance(entry, str))
+
+
+def term_gathers(term: Term) -> tuple[Gather, ...]:
+    """Return the gathers of a term."""
+    return tuple(entry for entry in term if isinstance(entry, Gather))
+
+
+def row_axes(term: Term) -> tuple[str, ...]:
+    """Return the axes that number the rows which a term addresses: axes in brackets, and axes that repeat.
+
+    Example:
+        >>> import planner
+        >>> (term,) = planner.parse("n q[nk] d i i -> k").inputs
+        >>> row_axes(term)
+        ('n', 'k', 'i')
+    """
+    return term_axes(tuple(entry for entry in term if isinstance(entry, Gather) or term.count(entry) > 1))
+
+
+def indexed_dims(term: Term) -> tuple[int, ...]:
+    """Return the dimensions of a term that rows are addressed along: gathers, and all axes that number rows.
+
+    Example:
+        >>> import planner
+        >>> (term,) = planner.parse("n q[nk] d i i -> k").inputs
+        >>> indexed_dims(term)
+        (0, 1, 3, 4)
+    """
+    rows = row_axes(term)
+    return tuple(d for d, entry in enumerate(term) if isinstance(entry, Gather) or entry in rows)
+
+
+def replace_gathers(term: Term, change: Callable[[Gather], New]) -> tuple[str | New, ...]:
+    """Return a term with every gather replaced by what a function makes of it."""
+    return tuple(change(entry) if isinstance(entry, Gather) else entry for entry in term)
 
 
 def _letters() -> Iterator[str]:
@@ -128,7 +175,7 @@ class Spec:
     @property
     def gathers(self) -> tuple[Gather, ...]:
         """All distinct gathers, in order of appearance."""
-        return tuple(dict.fromkeys(e for term in self.terms for e in term if isinstance(e, Gather)))
+        return tuple(dict.fromkeys(gather for term in self.terms for gather in term_gathers(term)))
 
     @property
     def arrays(self) -> tuple[str, ...]:

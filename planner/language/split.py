@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from planner.language.spec import Gather, Spec, Term, term_axes
+from planner.language.spec import Gather, Spec, Term, replace_gathers, term_axes
 
 __all__ = [
     "Entry",
@@ -95,7 +95,7 @@ def local_gather(gather: Gather, parts: Mapping[Entry, int]) -> Gather:
 
 def local_term(term: Term, parts: Mapping[Entry, int]) -> Term:
     """Return a term whose gathers read one device's slices."""
-    return tuple(local_gather(e, parts) if isinstance(e, Gather) else e for e in term)
+    return replace_gathers(term, lambda gather: local_gather(gather, parts))
 
 
 def local_spec(spec: Spec, parts: Mapping[Entry, int]) -> Spec:

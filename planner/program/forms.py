@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from planner.language.spec import Gather, Spec, term_axes
+from planner.language.spec import Gather, Spec, plain_axes, term_axes, term_gathers
 
 __all__ = ["GroupedForm", "PooledForm", "ProductForm", "grouped_form", "inner_product", "pooled_form", "product_form"]
 
@@ -79,8 +79,7 @@ def inner_product(spec: Spec, kept: Sequence[tuple[str, ...]]) -> Spec:
     """
     a, b = kept
     wanted = term_axes(spec.output)
-    plain_output = [entry for entry in spec.output if isinstance(entry, str)]
-    order = dict.fromkeys((*plain_output, *a, *b))
+    order = dict.fromkeys((*plain_axes(spec.output), *a, *b))
     output = tuple(axis for axis in order if axis in wanted and (axis in a or axis in b))
     return Spec((a, b), output, spec.sizes)
 
@@ -121,7 +120,7 @@ def _single_gather(spec: Spec) -> tuple[Gather, int] | None:
     """Return the only gather of a binary step, and the number of its term (2 is the output); else None."""
     if len(spec.inputs) != 2:
         return None
-    places = [(e, i) for i, term in enumerate(spec.terms) for e in term if isinstance(e, Gather)]
+    places = [(e, i) for i, term in enumerate(spec.terms) for e in term_gathers(term)]
     return places[0] if len(places) == 1 else None
 
 
@@ -138,7 +137,7 @@ def grouped_form(spec: Spec) -> GroupedForm | str:
         return "needs two operands and exactly one gather"
     gather, place = single
     rows = gather.axes
-    plain = [tuple(e for e in term if isinstance(e, str)) for term in spec.terms]
+    plain = [plain_axes(term) for term in spec.terms]
     if any(len(set(axes)) < len(axes) for axes in plain):
         return "an axis repeats within a term"
     holder = set(plain[place])
@@ -195,7 +194,7 @@ def pooled_form(spec: Spec) -> PooledForm | str:
         return "needs two operands and exactly one gather"
     gather, place = single
     rows = set(gather.axes)
-    plain = [tuple(e for e in term if isinstance(e, str)) for term in spec.terms]
+    plain = [plain_axes(term) for term in spec.terms]
     if any(len(set(axes)) < len(axes) for axes in plain) or len(rows) < len(gather.axes):
         return "an axis repeats within a term"
     others = [i for i in range(3) if i != place]

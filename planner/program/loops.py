@@ -73,8 +73,8 @@ class Part:
 
     def of(self, term: Sequence[str | Gather]) -> tuple[slice, ...]:
         """Return the slices that cut this part out of an array with a term, or with the axes of a bracket."""
-        spans = {axis: slice(start, stop) for axis, start, stop in self.spans}
-        return tuple(spans.get(e, slice(None)) if isinstance(e, str) else slice(None) for e in term)
+        spans: dict[str | Gather, slice] = {axis: slice(start, stop) for axis, start, stop in self.spans}
+        return tuple(spans.get(entry, slice(None)) for entry in term)
 
 
 def parts(axes: Axes, spec: Spec) -> Iterator[Part]:
@@ -240,7 +240,7 @@ class _Loop:
     def length(self, entry: str | Gather) -> int:
         """Return the size of a dimension within a slice."""
         size = self.spec.size(entry)
-        return min(dict(self.axes).get(entry, size), size) if isinstance(entry, str) else size
+        return min(dict[str | Gather, int](self.axes).get(entry, size), size)
 
     def elements(self, term: Term) -> int:
         """Return the number of elements in a slice of an array with this term."""

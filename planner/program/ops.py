@@ -15,7 +15,7 @@ from typing import Self
 from planner.cost.figures import StepCost
 from planner.cost.layout import Layout
 from planner.language.dtypes import itemsize
-from planner.language.spec import Spec, Term, term_axes
+from planner.language.spec import Spec, Term, plain_axes, term_axes
 
 __all__ = ["Cast", "Einsum", "JointGradient", "Op", "PricedImplementation", "joint_elements"]
 
@@ -169,6 +169,5 @@ def spec_flops(spec: Spec) -> int:
     For each joint element a product multiplies once, and a step that sums or scatters axes adds once.
     """
     axes = _axes(spec)
-    plain = {e for e in spec.output if isinstance(e, str)}
-    adds = any(axis not in plain for axis in axes)
+    adds = not set(axes) <= set(plain_axes(spec.output))
     return joint_elements(spec) * (len(spec.inputs) - 1 + adds)

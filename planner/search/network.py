@@ -21,7 +21,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from planner.language.spec import Gather, Spec, Term, term_axes, unused_letters
+from planner.language.spec import Spec, Term, replace_gathers, term_axes, unused_letters
 
 __all__ = ["POOL", "ROWS", "SCATTER", "Network", "Status", "Value"]
 
@@ -83,8 +83,8 @@ class Network:
         self.spec = dataclasses.replace(spec, sizes=tuple(sorted(sizes.items())))
         self.sizes = sizes
         self.gathers = gathers
-        self.leaves = tuple(tuple(pools[e] if isinstance(e, Gather) else e for e in t) for t in spec.inputs)
-        self.result = tuple(pools[e] if isinstance(e, Gather) else e for e in spec.output)
+        self.leaves = tuple(replace_gathers(term, pools.__getitem__) for term in spec.inputs)
+        self.result = replace_gathers(spec.output, pools.__getitem__)
         # The output's axes come first, so that intermediates tend to have the result's layout.
         order = dict.fromkeys(self.result)
         for term in self.leaves:

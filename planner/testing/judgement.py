@@ -17,7 +17,7 @@ import numpy as np
 from hypothesis.errors import HypothesisException
 
 from planner.api import contract, plan
-from planner.language.spec import Spec, Term
+from planner.language.spec import Spec, Term, plain_axes
 from planner.program.implementations import Implementation
 from planner.testing.engines import Call
 from planner.testing.problem import FLOATS, Array, Problem
@@ -115,7 +115,7 @@ def allowed(dtype: str, steps: int, terms: int, size: Array) -> Array:
 
 def terms_of(spec: Spec, term: Term) -> int:
     """Return how many points of a resolved spec add up to one entry of a term, at most."""
-    kept = {entry for entry in term if isinstance(entry, str)}
+    kept = set(plain_axes(term))
     return math.prod(max(1, size) for axis, size in spec.sizes if axis not in kept)
 
 
