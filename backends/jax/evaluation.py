@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +20,34 @@ from planner.backends.jax.partition import run_on_devices, zero_rows_on_devices
 from planner.backends.jax.poison import poison
 from planner.backends.jax.reads import Reads, unread_inputs, unread_pool, zero_unread_rows
 from planner.backends.jax.rows import make_table
-from planner.cost.device import CPU
+from planner.cost.device import Device
 from planner.cost.objective import step_key
 from planner.kernels.grouping.keys import IndexArray
 from planner.language.spec import Gather, Spec
-from planner.program.build import Lowerer
+from planner.program.build import Lowerer, build
 from planner.program.implementations import RangedIndices, Table
 from planner.program.ops import Cast, Op, PricedImplementation
+from planner.program.plan import PlanRecord
 
-__all__ = ["LOWER", "PLATFORMS", "TABLE", "Mode", "Shape", "cast", "compile_cast", "evaluate", "hopper",
-           "input_count"]  # fmt: skip
+__all__ = ["PLATFORMS", "TABLE", "Mode", "Shape", "cast", "compile_cast", "evaluate", "hopper",
+           "input_count", "lowerer", "lowerer_of"]  # fmt: skip
 
 Shape = tuple[int, ...]
-# The index mode and the precision of products.
-Mode = tuple[str, str | None]
+
+
+class Mode(NamedTuple):
+    """How a step is computed, and every step that JAX derives from it.
+
+    Attributes:
+        index_mode: the index mode, or "checked" if all indices are known to be in range.
+        precision: the precision of products.
+        lower: chooses the implementations.
+    """
+
+    index_mode: str
+    precision: str | None
+    lower: Lowerer
+
 
 TABLE = make_table()
 # Platforms that have kernels of their own, and the module of these in `planner.kernels`. The table has the same rows on
@@ -67,16 +81,30 @@ def input_count(op: Op) -> int:
     return 1 if isinstance(op, Cast) else len(op.spec.inputs) + op.first_operand
 
 
-def _choices(op: Op) -> Sequence[PricedImplementation]:
-    """Return the implementations of a derived step, priced for a CPU; elsewhere only those that run on any device."""
-    choices = TABLE.choices(op, CPU)
-    if jax.default_backend() == "cpu":
-        return choices
-    return [choice for choice in choices if TABLE.rows[choice.lowering].kinds is None]
+@lru_cache(maxsize=256)
+def lowerer(device: Device, objective: str, fixed: frozenset[tuple[Op, PricedImplementation]] = frozenset()) -> Lowerer:
+    """Return what chooses implementations: those given for some ops, and else the best by an objective on a device.
+
+    For equal arguments it is one object, so that JAX finds programs again which it has compiled.
+    """
+    return Lowerer(lambda op: TABLE.choices(op, device), step_key(objective), dict(fixed))
 
 
-# Chooses the implementations of derived steps, which no plan holds.
-LOWER = Lowerer(_choices, step_key("time"))
+def lowerer_of(plan: PlanRecord) -> Lowerer:
+    """Return what chooses the implementations of a plan's steps, and of the steps that JAX derives from them.
+
+    A step that the plan has runs as the plan says. Any other step is chosen as the plan's steps were: by its objective,
+    for its device. So a plan that was made without gradients, as inside of `jit`, has the gradients of one with them.
+    """
+    objective = plan.options.minimize if isinstance(plan.options.minimize, str) else "time"
+    chooses = lowerer(plan.device, objective)
+    operands = plan.programs.variables[: len(plan.operands)]
+    default = build(plan.tree, operands, plan.requires_grad, chooses, plan.dtype, plan.gradient_strides)
+    chosen = [(step.op, step.choice) for step in plan.steps]
+    backward = default.backward.steps if default.backward else ()
+    if chosen == [(step.op, step.choice) for step in (*default.forward.steps, *backward)]:
+        return chooses
+    return lowerer(plan.device, objective, frozenset(chosen))
 
 
 def _given(spec: Spec, raw: Mapping[str, Any]) -> dict[Gather, Any]:
@@ -99,7 +127,6 @@ def _bring_into_range(given: Mapping[Gather, Any], index_mode: str, poisons: boo
 def evaluate(
     *arguments: Any,
     op: Op,
-    lowering: str,
     mode: Mode,
     views: tuple[Shape, ...],
     reads: Reads,
@@ -112,21 +139,20 @@ def evaluate(
     Args:
         arguments: the op's inputs, then the index arrays of `reads`.
         op: the op.
-        lowering: the name of the implementation.
-        mode: the index mode and the precision.
+        mode: how the step is computed.
         views: the shapes of the results.
         reads: what the step reads of index arrays.
         platform: a key of `PLATFORMS`, or "" for a platform without kernels of its own.
         several: whether the step runs on several devices.
     """
-    count, (index_mode, precision) = input_count(op), mode
+    count, index_mode = input_count(op), mode.index_mode
     inputs = [x.reshape(shape) for x, shape in zip(arguments[:count], op.input_shapes, strict=True)]
     raw = dict(zip(reads.arrays, arguments[count:], strict=True))
     zero_rows = zero_rows_on_devices if several else zero_unread_rows
     for place, spec, term in unread_inputs(op, reads):
         inputs[place] = zero_rows(inputs[place], spec, term, _given(spec, raw), index_mode)
     given = _given(op.spec, raw)
-    run = partial(_run, lowering=lowering, precision=precision, platform=platform)
+    run = partial(_run, mode=mode, lowering=mode.lower(op).lowering, platform=platform)
     results = run_on_devices(run, op, inputs, given, index_mode) if several else run(op, inputs, given, index_mode)
     return [x.reshape(view) for x, view in zip(results, views, strict=True)]
 
@@ -136,16 +162,16 @@ def _run(
     inputs: Sequence[Any],
     given: Mapping[Gather, Any],
     index_mode: str,
+    mode: Mode,
     lowering: str,
-    precision: str | None,
     platform: str,
 ) -> tuple[Any, ...]:
     """Run an op on arrays as its spec has them.
 
-    On one of several devices arrays are shorter. If the implementation does not support that, the fastest other runs.
+    On one of several devices arrays are shorter. If the implementation does not support that, another is chosen.
     """
     if TABLE.rows[lowering].supports(op) is not None:
-        lowering = LOWER(op).lowering
+        lowering = mode.lower(op).lowering
     # A bad index that cannot raise turns all results that depend on it into NaN. Before that it may read any row.
     poisons = index_mode == "raise" and jnp.issubdtype(op.dtype, jnp.inexact) and all(g.size for g in op.spec.gathers)
     index = _bring_into_range(given, index_mode, poisons)
@@ -153,7 +179,8 @@ def _run(
     if pool is not None:
         inputs[pool] = zero_unread_rows(inputs[pool], op.spec, op.input_terms[pool], given, index_mode)
     # The precision was fixed when the step was bound: a program may be lowered in another context than that.
-    with jax.default_matmul_precision(precision):
+    # Profilers and XLA's own texts show the implementation's name.
+    with jax.default_matmul_precision(mode.precision), jax.named_scope(lowering):
         results = (platform_table(platform) if platform else TABLE).run(lowering, op, inputs, index)
     if index_mode == "raise" and not index.shown:
         results = tuple(poison(x, term, op.spec, given) for x, term in zip(results, op.output_terms, strict=True))

@@ -21,11 +21,12 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from planner.backends.jax.evaluation import LOWER, PLATFORMS, Mode, Shape, evaluate, input_count
+from planner.backends.jax.evaluation import PLATFORMS, Mode, Shape, evaluate, input_count
 from planner.backends.jax.index import check_values
 from planner.backends.jax.partition import devices_of, devices_wanted
 from planner.backends.jax.reads import Reads
 from planner.language.derive import batched, transpose
+from planner.program.build import Lowerer
 from planner.program.ops import Cast, Einsum, JointGradient, Op
 
 __all__ = ["bind_step", "compile_step", "gradient_op"]
@@ -60,32 +61,28 @@ def _result_type(view: Shape, dtype: str, like: Any) -> Any:
     return like.update(shape=plain.shape, dtype=plain.dtype, weak_type=False, sharding=sharding)
 
 
-# Both primitives take the parameters op, lowering, mode, views (the shapes of the results as the caller sees them) and
-# reads. Their arguments end with the index arrays, in the order of `reads.arrays`. The primitives add the parameter
-# `devices` themselves, see `devices_wanted`.
+# Both primitives take the parameters op, mode, views (the shapes of the results as the caller sees them) and reads.
+# Their arguments end with the index arrays, in the order of `reads.arrays`. The primitives add the parameter `devices`
+# themselves, see `devices_wanted`.
 step_p = _StepPrimitive("planner_step")
 step_p.multiple_results = True
 tangent_p = _StepPrimitive("planner_tangent")
 
 
-def bind_step(
-    op: Op, arguments: Sequence[Any], mode: Mode, views: tuple[Shape, ...], reads: Reads, lowering: str | None = None
-) -> list[Any]:
+def bind_step(op: Op, arguments: Sequence[Any], mode: Mode, views: tuple[Shape, ...], reads: Reads) -> list[Any]:
     """Compute a step by binding the primitive, and return its results.
 
     Args:
         op: the op.
         arguments: its inputs, then the index arrays of `reads`.
-        mode: the index mode and the precision. If no precision was asked for, it is the default precision of the
-            current context, as in `jax.lax.dot_general`. The derivatives of the step then have the same precision.
+        mode: how the step is computed, and every step that is derived from it. If no precision was asked for, it is the
+            default precision of the current context, as in `jax.lax.dot_general`.
         views: the shapes of the results.
         reads: what the step reads of index arrays.
-        lowering: the name of the implementation that the plan chose; by default the fastest.
     """
-    lowering = lowering or LOWER(op).lowering
-    if mode[1] is None and (precision := jax.config.jax_default_matmul_precision) is not None:  # type: ignore[attr-defined]
-        mode = (mode[0], precision)
-    results: list[Any] = step_p.bind(*arguments, op=op, lowering=lowering, mode=mode, views=views, reads=reads)
+    if mode.precision is None and (precision := jax.config.jax_default_matmul_precision) is not None:  # type: ignore[attr-defined]
+        mode = mode._replace(precision=precision)
+    results: list[Any] = step_p.bind(*arguments, op=op, mode=mode, views=views, reads=reads)
     return results
 
 
@@ -119,7 +116,7 @@ def _run_untraced(arguments: Sequence[Any], parameters: Mapping[str, Any]) -> li
             return compile_step(**parameters)(*arguments)
     op: Op = parameters["op"]
     raw = dict(zip(parameters["reads"].arrays, arguments[input_count(op) :], strict=True))
-    if parameters["mode"][0] == "raise":
+    if parameters["mode"].index_mode == "raise":
         for gather in op.spec.gathers:
             check_values(raw[gather.array], gather, "raise")
     held = " or ".join(name for name, on in (("nan", config.jax_debug_nans), ("inf", config.jax_debug_infs)) if on)
@@ -168,17 +165,15 @@ def _is_nonzero(tangent: Any) -> bool:
     return not isinstance(tangent, ad.Zero)
 
 
-def _step_jvp(
-    primals: Any, tangents: Any, *, op: Op, lowering: str, mode: Mode, views: Any, reads: Reads, **_: Any
-) -> Any:
-    results = bind_step(op, primals, mode, views, reads, lowering)
+def _step_jvp(primals: Any, tangents: Any, *, op: Op, mode: Mode, views: Any, reads: Reads, **_: Any) -> Any:
+    results = bind_step(op, primals, mode, views, reads)
     count = input_count(op)
     active = [i for i in range(count) if _is_nonzero(tangents[i])]
     zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
     if not active:
         return results, zeros
     if not isinstance(op, JointGradient):
-        return results, [_multilinear(op, primals, tangents, active, mode, views, reads, lowering)]
+        return results, [_multilinear(op, primals, tangents, active, mode, views, reads)]
     # Each of both gradients is a step of its own, bilinear in the output gradient and the other operand.
     result_tangents = []
     for child, places in enumerate(_SINGLE_GRADIENT_INPUTS):
@@ -190,7 +185,7 @@ def _step_jvp(
         single_primals = [*(primals[place] for place in places), *primals[count:]]
         single, view, single_reads = gradient_op(op, child), (views[child],), reads.without(child)
         result_tangents.append(
-            _multilinear(single, single_primals, single_tangents, single_active, mode, view, single_reads, None)
+            _multilinear(single, single_primals, single_tangents, single_active, mode, view, single_reads)
         )
     return results, result_tangents
 
@@ -203,20 +198,18 @@ def _multilinear(
     mode: Mode,
     views: Any,
     reads: Reads,
-    lowering: str | None,
 ) -> Any:
     """Return the tangent of a step: the sum, over its active operands, of the step with the operand's tangent in place.
 
     Active operands are those whose tangent is not zero.
     """
     count = input_count(op)
-    if len(active) == 2 and _joint(op):
+    if len(active) == 2 and _joint(op, mode.lower):
         return tangent_p.bind(
             *primals[:count],
             *tangents[:count],
             *primals[count:],
             op=op,
-            lowering=lowering,
             mode=mode,
             views=views,
             reads=reads,
@@ -225,22 +218,17 @@ def _multilinear(
     for i in active:
         swapped = list(primals)
         swapped[i] = tangents[i]
-        (part,) = bind_step(op, swapped, mode, views, reads.without(i, gradient=False), lowering)
+        (part,) = bind_step(op, swapped, mode, views, reads.without(i, gradient=False))
         total = part if total is None else ad.add_jaxvals(total, part)
     return total
 
 
-@lru_cache(maxsize=4096)
-def _joint(op: Op) -> bool:
-    """Return whether one implementation computes both gradients, and is faster than two steps."""
-    return len(op.spec.inputs) == 2 and any(
-        isinstance(g, JointGradient) for g, _, _ in LOWER.gradients(op, (True, True))
-    )
+def _joint(op: Op, lower: Lowerer) -> bool:
+    """Return whether both gradients of a step are one step."""
+    return len(op.spec.inputs) == 2 and len(lower.gradients(op, (True, True))) == 1
 
 
-def _step_transpose(
-    cotangents: Any, *arguments: Any, op: Op, lowering: str, mode: Mode, views: Any, reads: Reads, **_: Any
-) -> Any:
+def _step_transpose(cotangents: Any, *arguments: Any, op: Op, mode: Mode, views: Any, reads: Reads, **_: Any) -> Any:
     count = input_count(op)
     linear = [i for i in range(count) if ad.is_undefined_primal(arguments[i])]
     results: list[Any] = [None] * len(arguments)
@@ -257,9 +245,7 @@ def _step_transpose(
         _, a, b = arguments[:count]
         ga, gb = (ad.instantiate_zeros(ct) for ct in cotangents)
         forward = Einsum(op.spec, op.dtype)
-        results[0] = tangent_p.bind(
-            a, b, ga, gb, *indices, op=forward, lowering=None, mode=mode, views=(shape,), reads=reads
-        )
+        results[0] = tangent_p.bind(a, b, ga, gb, *indices, op=forward, mode=mode, views=(shape,), reads=reads)
         return results
     if isinstance(op, Cast):
         raise AssertionError("casts are convert_element_type")
@@ -274,9 +260,7 @@ def _axis_front(x: Any, dim: Any) -> Any:
     return x if dim is None else jnp.moveaxis(x, dim, 0)
 
 
-def _step_batch(
-    arguments: Any, dims: Any, *, op: Op, lowering: str, mode: Mode, views: Any, reads: Reads, **_: Any
-) -> Any:
+def _step_batch(arguments: Any, dims: Any, *, op: Op, mode: Mode, views: Any, reads: Reads, **_: Any) -> Any:
     count = input_count(op)
     size = next(x.shape[d] for x, d in zip(arguments, dims, strict=True) if d is not None)
     moved = [_axis_front(x, d) for x, d in zip(arguments, dims, strict=True)]
@@ -358,10 +342,10 @@ class _Role(NamedTuple):
 _ROLES = (_Role(DA, 0, B, (0,)), _Role(B, 1, DA, (0, 1)), _Role(A, 0, DB, (0, 1)), _Role(DB, 1, A, (1,)))
 
 
-def _tangent_parts(arguments: Any, op: Op, mode: Mode, views: Any, reads: Reads, lowering: str | None, **_: Any) -> Any:
+def _tangent_parts(arguments: Any, op: Op, mode: Mode, views: Any, reads: Reads, **_: Any) -> Any:
     a, b, da, db, *indices = arguments
-    (left,) = bind_step(op, (da, b, *indices), mode, views, reads.without(0, gradient=False), lowering)
-    (right,) = bind_step(op, (a, db, *indices), mode, views, reads.without(1, gradient=False), lowering)
+    (left,) = bind_step(op, (da, b, *indices), mode, views, reads.without(0, gradient=False))
+    (right,) = bind_step(op, (a, db, *indices), mode, views, reads.without(1, gradient=False))
     return ad.add_jaxvals(left, right)
 
 
@@ -384,10 +368,8 @@ def _tangent_lowering(context: Any, *values: Any, **parameters: Any) -> Any:
 mlir.register_lowering(tangent_p, _tangent_lowering)
 
 
-def _tangent_jvp(
-    primals: Any, tangents: Any, *, op: Op, lowering: str | None, mode: Mode, views: Any, reads: Reads, **_: Any
-) -> Any:
-    result = tangent_p.bind(*primals, op=op, lowering=lowering, mode=mode, views=views, reads=reads)
+def _tangent_jvp(primals: Any, tangents: Any, *, op: Op, mode: Mode, views: Any, reads: Reads, **_: Any) -> Any:
+    result = tangent_p.bind(*primals, op=op, mode=mode, views=views, reads=reads)
     total = None
     indices = primals[4:]
     for role in _ROLES:
@@ -395,16 +377,14 @@ def _tangent_jvp(
         if _is_nonzero(tangent):
             arguments = (*role.inputs(tangent, primals), *indices)
             part_reads = reads.without(*role.tangents, gradient=False)
-            (part,) = bind_step(op, arguments, mode, views, part_reads, lowering)
+            (part,) = bind_step(op, arguments, mode, views, part_reads)
             total = part if total is None else ad.add_jaxvals(total, part)
     if total is None:
         return result, ad.Zero(jax.typeof(result).to_tangent_aval())
     return result, total
 
 
-def _tangent_transpose(
-    cotangent: Any, *arguments: Any, op: Op, lowering: str | None, mode: Mode, views: Any, reads: Reads, **_: Any
-) -> Any:
+def _tangent_transpose(cotangent: Any, *arguments: Any, op: Op, mode: Mode, views: Any, reads: Reads, **_: Any) -> Any:
     results: list[Any] = [None] * len(arguments)
     a, b, da, db, *indices = arguments
     linear = [i for i in (A, B, DA, DB) if ad.is_undefined_primal(arguments[i])]
@@ -425,9 +405,7 @@ def _tangent_transpose(
     return results
 
 
-def _tangent_batch(
-    arguments: Any, dims: Any, *, op: Op, lowering: str | None, mode: Mode, views: Any, reads: Reads, **_: Any
-) -> Any:
+def _tangent_batch(arguments: Any, dims: Any, *, op: Op, mode: Mode, views: Any, reads: Reads, **_: Any) -> Any:
     size = next(x.shape[d] for x, d in zip(arguments, dims, strict=True) if d is not None)
     moved = [_axis_front(x, d) for x, d in zip(arguments, dims, strict=True)]
     mapped = [d is not None for d in dims]

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from planner.backends.common.masks import mask_term
 from planner.backends.common.unread_rows import steps_with_unread_rows
-from planner.backends.jax.evaluation import cast
+from planner.backends.jax.evaluation import Mode, cast, lowerer_of
 from planner.backends.jax.index import index_shape, normalise
 from planner.backends.jax.reads import Reads
 from planner.backends.jax.rows import OPS
@@ -47,7 +47,7 @@ class _PlanTree:
 
     Attributes:
         spec: the resolved spec of the contraction.
-        lowerings: the implementation of each op.
+        lower: chooses the implementations of the steps, and of those derived from them.
         reads: what each node's step reads, by the node's id.
         kept: ids of the nodes whose results are named, where the plan keeps some.
         dropping: whether indices out of range are dropped.
@@ -55,7 +55,7 @@ class _PlanTree:
 
     def __init__(self, plan: PlanRecord) -> None:
         self.plan, self.spec = plan, plan.resolved.spec
-        self.lowerings = {step.op: step.choice.lowering for step in plan.programs.forward.steps}
+        self.lower = lowerer_of(plan)
         self.reads = {
             id(node): Reads.of(node.op, unread_rows)
             for node, unread_rows in steps_with_unread_rows(plan.tree, self.spec)
@@ -97,8 +97,8 @@ class _PlanTree:
         else:
             reads = self.reads[id(tree)]
             arguments = (*inputs, *(indices[name] for name in reads.arrays))
-            settings = (mode, self.plan.options.precision)
-            (result,) = bind_step(op, arguments, settings, op.output_shapes, reads, self.lowerings[op])
+            how = Mode(mode, self.plan.options.precision, self.lower)
+            (result,) = bind_step(op, arguments, how, op.output_shapes, reads)
         return self._masked(result, self.spec.output, indices) if self._is_root(tree) and self.dropping else result
 
     def _is_root(self, tree: Node) -> bool:

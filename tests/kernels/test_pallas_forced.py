@@ -14,6 +14,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, get_
 import planner  # noqa: E402
 from planner.backends.jax import evaluation as jax_evaluation  # noqa: E402
 from planner.backends.jax import step as jax_step  # noqa: E402
+from planner.backends.jax import tree as jax_tree  # noqa: E402
 from planner.backends.jax.rows import make_table  # noqa: E402
 from planner.cost.device import CPU  # noqa: E402
 from planner.cost.objective import step_key  # noqa: E402
@@ -47,15 +48,13 @@ def force(monkeypatch):
         monkeypatch.setattr(module, "INTERPRET", interpret)
         monkeypatch.setattr(jax_evaluation, "TABLE", table)
         lower = Lowerer(grouped_first, step_key("time"))
-        monkeypatch.setattr(jax_evaluation, "LOWER", lower)
-        monkeypatch.setattr(jax_step, "LOWER", lower)
+        monkeypatch.setattr(jax_tree, "lowerer_of", lambda plan: lower)
         forget()
         return ran
 
     def forget():
         jax.clear_caches()
         jax_step.compile_step.cache_clear()
-        jax_step._joint.cache_clear()
 
     yield forced
     forget()

@@ -1,0 +1,104 @@
+"""What a plan shows for the backward pass in JAX is what runs there."""
+
+import collections
+
+import pytest
+from conftest import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import planner
+from planner.program.build import build
+from planner.program.frameworks import load_backend
+from planner.program.ops import Cast
+from planner.testing import problems
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+
+from jax.extend.core import jaxprs_in_params  # noqa: E402
+
+from planner.backends.jax.evaluation import lowerer_of  # noqa: E402
+
+
+def planner_rows():
+    """The names of all implementations in JAX."""
+    return load_backend("jax").table.rows
+
+
+def steps_in(jaxpr):
+    """The steps that a traced program binds, those inside of its calls too, each with its implementation."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "planner_step":
+            op, mode = eqn.params["op"], eqn.params["mode"]
+            yield op, mode.lower(op).lowering
+        for inner in jaxprs_in_params(eqn.params):
+            yield from steps_in(inner)
+
+
+def differentiated(plan, indices):
+    """A function that computes a plan's result and, by JAX's own differentiation, all gradients; and its arguments."""
+    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in plan.operands]
+
+    def gradients(xs, indices, gradient):
+        result, pullback = jax.vjp(lambda *xs: plan(*xs, **indices), *xs)
+        return result, pullback(gradient)
+
+    return gradients, (operands, indices, jax.ShapeDtypeStruct(plan.resolved.spec.output_shape, plan.dtype))
+
+
+@settings(max_examples=examples(60, 1000))
+@given(problems(index_modes=["clip"]), st.sampled_from(["time", "peak", "flops", "retained"]))
+def test_steps_of_the_backward_pass_are_those_of_the_plan(problem, minimize):
+    operands = [planner.Operand(x, requires_grad=True) for x in problem.shapes]
+    plan = planner.plan(
+        problem.spec,
+        *operands,
+        **problem.indices,
+        sizes=problem.sizes,
+        minimize=minimize,
+        backend="jax",
+        index_mode="clip",
+    )
+    wanted = collections.Counter((s.op, s.choice.lowering) for s in plan.steps if not isinstance(s.op, Cast))
+    gradients, arguments = differentiated(plan, problem.indices)
+    assert collections.Counter(steps_in(jax.make_jaxpr(gradients)(*arguments).jaxpr)) == wanted
+
+
+STEPS = {
+    "grouped": ("nij, q[n]jk -> nik", [(512, 1, 64), (16, 64, 64)], {"q": (512,)}, {}),
+    "pooled": ("bqd, b i[bqk] d -> bqk", [(4, 100, 16), (4, 120, 16)], {"i": (4, 100, 30)}, {}),
+    "summed": ("s[e]i, ij -> t[e]j", [(40, 8), (8, 8)], {"s": (90,), "t": (90,)}, {"sizes": {"t": 40}}),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_compiled_programs_hold_the_implementations_that_the_plan_shows(name):
+    """XLA's program names them. The objectives choose three ways of the backward pass at least, over all steps."""
+    spec, shapes, indices, options = STEPS[name]
+    operands = [planner.Operand(shape, requires_grad=True) for shape in shapes]
+    arrays = {letter: jax.ShapeDtypeStruct(shape, "int32") for letter, shape in indices.items()}
+    shown = {}
+    for minimize in ("time", "peak", "flops"):
+        plan = planner.plan(spec, *operands, backend="jax", minimize=minimize, **indices, **options)
+        gradients, arguments = differentiated(plan, arrays)
+        program = jax.jit(gradients).lower(*arguments).compile().as_text()
+        names = {step.choice.lowering for step in plan.steps}
+        assert {row for row in planner_rows() if f"/{row}/" in program} == names
+        shown[minimize] = [step.choice.lowering for step in plan.steps]
+    assert len(set(map(tuple, shown.values()))) > 1
+
+
+@pytest.mark.parametrize("minimize", ["time", "peak", "flops"])
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_that_no_plan_has_are_chosen_by_its_objective(name, minimize):
+    """Inside of `jit` no array says that it takes a gradient, so the plan has no backward program."""
+    spec, shapes, indices, options = STEPS[name]
+    plan = planner.plan(spec, *shapes, backend="jax", minimize=minimize, **indices, **options)
+    assert plan.programs.backward is None
+    takes = [True] * len(shapes)
+    with_gradients = build(plan.tree, plan.programs.variables[: len(shapes)], takes, lowerer_of(plan), plan.dtype)
+    steps = (*with_gradients.forward.steps, *with_gradients.backward.steps)
+    arrays = {letter: jax.ShapeDtypeStruct(shape, "int32") for letter, shape in indices.items()}
+    gradients, arguments = differentiated(plan, arrays)
+    found = collections.Counter(steps_in(jax.make_jaxpr(gradients)(*arguments).jaxpr))
+    assert found == collections.Counter((step.op, step.choice.lowering) for step in steps)
