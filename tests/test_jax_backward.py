@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
-from planner.program.build import build
+from planner.cost.objective import step_key
+from planner.program.build import Lowerer, build
 from planner.program.frameworks import load_backend
 from planner.program.ops import Cast
 from planner.testing import problems
@@ -16,8 +17,6 @@ from planner.testing import problems
 jax = pytest.importorskip("jax", reason="jax is not installed")
 
 from jax.extend.core import jaxprs_in_params  # noqa: E402
-
-from planner.backends.jax.evaluation import lowerer_of  # noqa: E402
 
 
 def planner_rows():
@@ -88,6 +87,21 @@ def test_compiled_programs_hold_the_implementations_that_the_plan_shows(name):
     assert len(set(map(tuple, shown.values()))) > 1
 
 
+@pytest.mark.parametrize("name", STEPS)
+def test_plans_that_were_not_chosen_run_as_they_show(name):
+    """The naive one among them, of which no step is what the objective would choose."""
+    spec, shapes, indices, options = STEPS[name]
+    operands = [planner.Operand(shape, requires_grad=True) for shape in shapes]
+    plan = planner.plan(spec, *operands, backend="jax", **indices, **options)
+    arrays = {letter: jax.ShapeDtypeStruct(shape, "int32") for letter, shape in indices.items()}
+    others = [other.plan for other in plan.alternatives(20) if other.plan.keep == "all"]
+    assert others
+    for other in others:
+        gradients, arguments = differentiated(other, arrays)
+        found = collections.Counter(steps_in(jax.make_jaxpr(gradients)(*arguments).jaxpr))
+        assert found == collections.Counter((step.op, step.choice.lowering) for step in other.steps)
+
+
 @pytest.mark.parametrize("minimize", ["time", "peak", "flops"])
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_that_no_plan_has_are_chosen_by_its_objective(name, minimize):
@@ -95,8 +109,9 @@ def test_steps_that_no_plan_has_are_chosen_by_its_objective(name, minimize):
     spec, shapes, indices, options = STEPS[name]
     plan = planner.plan(spec, *shapes, backend="jax", minimize=minimize, **indices, **options)
     assert plan.programs.backward is None
-    takes = [True] * len(shapes)
-    with_gradients = build(plan.tree, plan.programs.variables[: len(shapes)], takes, lowerer_of(plan), plan.dtype)
+    lower = Lowerer(lambda op: load_backend("jax").table.choices(op, plan.device), step_key(minimize))
+    operands = plan.programs.variables[: len(shapes)]
+    with_gradients = build(plan.tree, operands, [True] * len(shapes), lower, plan.dtype)
     steps = (*with_gradients.forward.steps, *with_gradients.backward.steps)
     arrays = {letter: jax.ShapeDtypeStruct(shape, "int32") for letter, shape in indices.items()}
     gradients, arguments = differentiated(plan, arrays)

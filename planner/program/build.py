@@ -40,7 +40,8 @@ class Lowerer:
     Args:
         choices: returns the backend's implementations of an op. There is at least one.
         key: turns a step's cost into what to minimise.
-        fixed: implementations chosen beforehand. One for a joint gradient means that both gradients are one step.
+        fixed: implementations chosen beforehand. One for a joint gradient means that both gradients are one step, and
+            those of both gradients that each is a step of its own.
     """
 
     def __init__(
@@ -93,7 +94,8 @@ class Lowerer:
                 single.append(GradientStep(gradient, self(gradient), (child,)))
         if len(single) == 2:
             joint = op.joint_gradient(layout)
-            if self.choices(joint):
+            fixed_apart = joint not in self.fixed and all(step.op in self.fixed for step in single)
+            if not fixed_apart and self.choices(joint):
                 choice = self(joint)
                 apart = single[0].choice.cost + single[1].choice.cost
                 if joint in self.fixed or self.key(choice.cost) < self.key(apart):
