@@ -58,7 +58,7 @@ def test_threads_share_caches(framework, ci, limit, impatient, monkeypatch, jax_
     # The result and the gradients of each; NumPy has none.
     asks = [values_and_gradients(engine, problem)[0]._replace(jitted=False) for problem in problems]
     # Where runners are forgotten all the time, every call plans: fewer calls say as much.
-    calls, together = examples(ci if limit > 3 else ci // 10 + 1, 500), threading.Barrier(THREADS)
+    calls, together = examples(ci if limit > 3 else ci // 10 + 1, 500), threading.Barrier(THREADS, timeout=60)
 
     def work(number):
         rng = random.Random(number)
