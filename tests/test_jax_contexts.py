@@ -2,14 +2,12 @@
 
 import contextlib
 import itertools
-import os
 import re
-import subprocess
-import sys
 from functools import partial
 
 import numpy as np
 import pytest
+from conftest import run_python
 
 import planner
 from planner import api
@@ -67,7 +65,7 @@ def planned(name):
     """The same call through a plan."""
     spec, operands, options = CALLS[name]
     plan = planner.plan(spec, *operands, **options)
-    return partial(plan, **{k: v for k, v in options.items() if len(k) == 1}), operands
+    return partial(plan, **{k: v for k, v in options.items() if len(k) == 1})
 
 
 def value(call, *xs):
@@ -140,35 +138,18 @@ WITHOUT_JIT = [
 
 @pytest.mark.parametrize(("name", "way"), WITHOUT_JIT, ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_calls_work_without_jit(name, way):
+    """Of the warm call each step is still one operation, which the cold call compiled."""
     call, operands = bound(name)
-    wanted = way(call, *operands)
+    wanted, plan = way(call, *operands), planned(name)
     forget()
     with jax.disable_jit():
-        cold = way(call, *operands)
-        warm = way(call, *operands)
+        assert_same(way(call, *operands), wanted)
+        compiled = jax_step.compile_step.cache_info().misses
+        assert_same(way(call, *operands), wanted)
+        assert jax_step.compile_step.cache_info().misses == compiled
+        for made in (plan, planned(name)) if way is value else ():
+            assert_same(made(*operands), wanted)
         assert jax.config.jax_disable_jit
-    for got in (cold, warm):
-        assert_same(got, wanted)
-
-
-@pytest.mark.parametrize("name", ["product", "gather", "loop"])
-def test_plans_run_without_jit(name):
-    call, operands = planned(name)
-    wanted = call(*operands)
-    with jax.disable_jit():
-        assert_same(call(*operands), wanted)
-        made, _ = planned(name)
-        assert_same(made(*operands), wanted)
-
-
-def test_without_jit_a_step_is_still_one_compiled_operation():
-    call, operands = bound("gather")
-    call(*operands)
-    with jax.disable_jit():
-        call(*operands)
-        before = jax_step.compile_step.cache_info().misses
-        call(*operands)
-    assert jax_step.compile_step.cache_info().misses == before
 
 
 def test_a_process_that_never_compiles_contracts():
@@ -178,7 +159,7 @@ x, q = jnp.arange(6.).reshape(2, 3), jnp.array([1, 0, 1])
 assert (planner.contract("ij,kj->ik", x, x) == x @ x.T).all()
 assert (planner.contract("nj,q[n]j->n", x[q], x, q=q) == (x[q] ** 2).sum(1)).all()
 """
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, "JAX_DISABLE_JIT": "1"}, check=True)
+    run_python(program, JAX_DISABLE_JIT="1")
 
 
 # -- debug_nans and debug_infs ------------------------------------------------------------------------------
