@@ -221,31 +221,22 @@ class _Told:
     copy = normal = fill
 
 
-def fresh_seconds(slopes):
-    """What `median_seconds` says where new memory of a size costs its slope a byte beyond the writing."""
+@pytest.mark.parametrize(
+    ("small", "large", "bound", "fresh"),
+    [(1e-10, 5e-10, 12, 16), (1e-10, 5e-10, 20, 32), (1e-10, 5e-10, 36, 64), (2e-10, 2e-10, 12, 0)],
+)
+def test_fresh_memory_has_two_rates_that_part_at_a_power_of_two(monkeypatch, small, large, bound, fresh):
+    """Where each new byte costs `small` seconds beyond the writing, and `large` beyond a bound of megabytes."""
 
     def seconds(lab, run):
-        count = run.args[-1]
-        writing = count * 4 / 1e10
-        return writing + 4 * count * slopes(4 * count) if run.func is measurements._fill_new else writing
+        size = 4 * run.args[-1]
+        slope = large if size > bound * measurements.MEGABYTE else small
+        return size / 1e10 + (slope * size if run.func is measurements._fill_new else 0)
 
-    return seconds
-
-
-def test_fresh_memory_has_two_rates_that_part_at_a_power_of_two(monkeypatch):
-    for bound, least in ((12, 16), (20, 32), (36, 64)):
-        slow = fresh_seconds(lambda size, bound=bound: 5e-10 if size > bound * measurements.MEGABYTE else 1e-10)
-        monkeypatch.setattr(measurements, "median_seconds", slow)
-        found = measurements._fresh(_Told())
-        assert found["fresh_bytes"] == least * measurements.MEGABYTE
-        assert found["fresh_bandwidth"] == pytest.approx(2e9)
-        assert found["reused_bandwidth"] == pytest.approx(1e10)
-
-
-def test_fresh_memory_of_one_rate_has_no_bound(monkeypatch):
-    monkeypatch.setattr(measurements, "median_seconds", fresh_seconds(lambda size: 2e-10))
+    monkeypatch.setattr(measurements, "median_seconds", seconds)
     found = measurements._fresh(_Told())
-    assert found == {"fresh_bandwidth": pytest.approx(5e9), "reused_bandwidth": pytest.approx(5e9), "fresh_bytes": 0}
+    assert found.pop("fresh_bytes") == fresh * measurements.MEGABYTE
+    assert found == {"fresh_bandwidth": pytest.approx(1 / large), "reused_bandwidth": pytest.approx(1 / small)}
 
 
 def test_rates_are_work_by_time(monkeypatch):
