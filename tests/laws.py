@@ -10,6 +10,7 @@ from random import Random, getrandbits
 from typing import Any
 
 import numpy as np
+from conftest import PROFILE
 from engines import Ask
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
@@ -126,6 +127,8 @@ class Floors:
             self.counts[name] += bool(fact)
 
     def at_least(self, examples: int, **shares: float) -> None:
+        if PROFILE == "mutants":  # of so few draws no share is promised
+            return
         total = self.counts["examples"]
         assert total >= examples, f"only {total} of {examples} examples ran"
         for name, share in shares.items():

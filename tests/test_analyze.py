@@ -163,6 +163,14 @@ def test_a_false_cost_is_marked(engine):
     assert "off by more than 2x" in str(found)
 
 
+def test_a_long_report_says_how_many_steps_it_leaves_out(monkeypatch):
+    monkeypatch.setattr("planner.inspect.analysis.MOST_ROWS", 2)  # a step has two
+    matrices = [np.ones((3, 3))] * 6
+    found = planner.plan("ab, bc, cd, de, ef, fg -> ag", *matrices).analyze(*matrices, rounds=1)
+    assert len(found.steps) == 5
+    assert "... 4 more steps" in str(found)
+
+
 @in_each_framework
 @pytest.mark.parametrize("factor", [1e-4, 1e4])
 def test_wrong_rates_are_warned_of(engine, factor):

@@ -238,6 +238,15 @@ def test_a_plan_that_xla_makes_small_runs_step_by_step_too(jax):
     assert plan.compiled_bytes < plan.cost.peak_bytes == plan.options.memory_limit
 
 
+def test_a_plan_that_xla_makes_larger_gives_way_to_a_smaller_one(jax, monkeypatch):
+    """Not to the smallest, which keeps nothing."""
+    jax_backend = planner.program.frameworks.load_backend("jax")
+    monkeypatch.setattr(jax_backend, "compiled_bytes", lambda plan: plan.cost.peak_bytes * 5 // 4)
+    matrices = [planner.Operand((200, 200), requires_grad=True)] * 4
+    plan = planner.plan("ab,bc,cd,de->ae", *matrices, backend="jax", memory_limit=1_200_000)
+    assert (plan.cost.peak_bytes, plan.compiled_bytes, plan.keep) == (960_000, 1_200_000, "some")
+
+
 def test_what_is_kept_counts_in_the_forward_program(jax):
     """Values that a gradient needs are results of the compiled forward."""
     shapes = ((4096, 16), (16, 64), (64, 64), (64, 256))

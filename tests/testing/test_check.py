@@ -55,8 +55,12 @@ def test_specs_that_hold(spec):
 
 
 def test_jax_and_the_agreement_of_frameworks(jax):
-    report = check("nj, q[n]j -> n", {"j": 2}, backends=("numpy", "jax"), max_examples=4)
+    told = []
+    report = check(
+        "nj, q[n]j -> n", {"j": 2}, backends=("numpy", "jax"), max_examples=4, progress=lambda *what: told.append(what)
+    )
     assert report.passed, report
+    assert {total for _, total in told} == {len(told)}
     assert {"frameworks agree", "second derivatives"} <= {v.law for v in report.verdicts if v.examples}
 
 
