@@ -16,6 +16,7 @@ MACHINES = {"numpy": (CPU,), "torch": (CPU, H100), "jax": (CPU, H100, TPU_V5E)}
 STEPS = {
     "grouped": ("nij, q[n]jk -> nik", [(9001, 3, 40), (50, 40, 24)], {"q": (9001,)}),
     "grouped, wide": ("nij, q[n]jk -> nik", [(20000, 64, 128), (7, 128, 256)], {"q": (20000,)}),
+    "grouped, rows are tiles": ("nij, q[n]jk -> nik", [(90, 256, 128), (7, 128, 192)], {"q": (90,)}),
     "grouped, one row each": ("nj, q[n]jk -> nk", [(300, 96), (2000, 96, 80)], {"q": (300,)}),
     "grouped, rows shared and summed": ("aij, q[ab]jk -> bik", [(30, 5, 8), (11, 8, 16)], {"q": (30, 70)}),
     "pooled": ("bqd, b i[bqk] d -> bqk", [(3, 200, 24), (3, 1100, 24)], {"i": (3, 200, 17)}),
