@@ -28,8 +28,7 @@ def steps_in(jaxpr):
     """The steps that a traced program binds, those inside of its calls too, each with its implementation."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "planner_step":
-            op, mode = eqn.params["op"], eqn.params["mode"]
-            yield op, mode.lower(op).lowering
+            yield eqn.params["op"], eqn.params["lowering"]
         for inner in jaxprs_in_params(eqn.params):
             yield from steps_in(inner)
 
@@ -72,7 +71,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_compiled_programs_hold_the_implementations_that_the_plan_shows(name):
-    """XLA's program names them. The objectives choose three ways of the backward pass at least, over all steps."""
+    """XLA's program names them. Not all objectives choose the same."""
     spec, shapes, indices, options = STEPS[name]
     operands = [planner.Operand(shape, requires_grad=True) for shape in shapes]
     arrays = {letter: jax.ShapeDtypeStruct(shape, "int32") for letter, shape in indices.items()}
@@ -100,6 +99,42 @@ def test_plans_that_were_not_chosen_run_as_they_show(name):
         gradients, arguments = differentiated(other, arrays)
         found = collections.Counter(steps_in(jax.make_jaxpr(gradients)(*arguments).jaxpr))
         assert found == collections.Counter((step.op, step.choice.lowering) for step in other.steps)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_plan_read_from_json_runs_as_it_shows(name):
+    spec, shapes, indices, options = STEPS[name]
+    operands = [planner.Operand(shape, requires_grad=True) for shape in shapes]
+    plan = planner.plan(spec, *operands, backend="jax", minimize="peak", **indices, **options)
+    arrays = {letter: jax.ShapeDtypeStruct(shape, "int32") for letter, shape in indices.items()}
+    for same in (plan, planner.Plan.from_json(plan.to_json())):
+        gradients, arguments = differentiated(same, arrays)
+        found = collections.Counter(steps_in(jax.make_jaxpr(gradients)(*arguments).jaxpr))
+        assert found == collections.Counter((step.op, step.choice.lowering) for step in plan.steps)
+
+
+@pytest.mark.parametrize("minimize", ["time", "peak"])
+@pytest.mark.parametrize("way", ["second derivatives", "vmap"])
+def test_steps_that_a_plan_does_not_show_are_chosen_by_its_objective(way, minimize):
+    spec, shapes, indices, options = STEPS["grouped"]
+    operands = [planner.Operand(shape, requires_grad=True) for shape in shapes]
+    plan = planner.plan(spec, *operands, backend="jax", minimize=minimize, **indices, **options)
+
+    def run(xs, q):
+        return (plan(*xs, q=q) ** 2).sum()
+
+    def seconds(xs, q):
+        return jax.grad(lambda *xs: sum(g.sum() for g in jax.grad(run)(xs, q)))(*xs)
+
+    lead = (2,) if way == "vmap" else ()
+    xs = [jax.ShapeDtypeStruct((*lead, *shape), "float32") for shape in shapes]
+    q = jax.ShapeDtypeStruct(indices["q"], "int32")
+    program = jax.vmap(jax.grad(run), (0, None)) if way == "vmap" else seconds
+    lower = Lowerer(lambda op: load_backend("jax").table.choices(op, plan.device), step_key(minimize))
+    steps = set(steps_in(jax.make_jaxpr(program)(xs, q).jaxpr)) - {(s.op, s.choice.lowering) for s in plan.steps}
+    assert steps
+    for op, lowering in steps:
+        assert lowering == lower(op).lowering
 
 
 @pytest.mark.parametrize("minimize", ["time", "peak", "flops"])

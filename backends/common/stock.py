@@ -152,13 +152,13 @@ def _make_taker(ops: ArrayOps, term: Term, spec: Spec) -> tuple[Access | None, t
     gathers = term_gathers(entries)
     if not gathers:
         return None if entries == term else lambda x, index, may_drop: take_diagonals(x), term_axes(entries)
-    rows, indexed = term_axes(gathers), indexed_dims(entries)
+    in_brackets, indexed = term_axes(gathers), indexed_dims(entries)
     other_dims = [d for d in range(len(entries)) if d not in indexed]
-    axes = (*rows, *(str(entries[d]) for d in other_dims))
+    axes = (*in_brackets, *(str(entries[d]) for d in other_dims))
     shape = spec.shape(axes)
     if 0 in (*shape, *spec.shape(entries)):
         return lambda x, index, may_drop: ops.zeros(shape, x), axes
-    read_indices = _make_index_reader(ops, [entries[d] for d in indexed], rows, spec)
+    read_indices = _make_index_reader(ops, [entries[d] for d in indexed], in_brackets, spec)
 
     def take(x: Any, index: Mapping[Gather, Any], may_drop: bool) -> Any:
         x = ops.permute(take_diagonals(x), [*indexed, *other_dims])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from planner.backends.common.indices import check_index_dtype, clip_error
 from planner.backends.common.unread_rows import steps_with_unread_rows
-from planner.backends.jax.evaluation import TABLE, Mode, compile_cast, hopper, lowerer
+from planner.backends.jax.evaluation import TABLE, Mode, compile_cast, hopper
 from planner.backends.jax.index import JaxIndex, checked_arrays, index_shape
 from planner.backends.jax.loop import as_one, plan_run
 from planner.backends.jax.reads import Reads
@@ -244,8 +244,13 @@ class JaxBackend(Backend):
             if isinstance(op, Cast):
                 return partial(compile_cast(op.dtype), *inputs)
             step_reads = reads.get(op) or Reads.of(op, (None,) * len(op.spec.inputs))
-            how = Mode(mode, precision, lowerer(plan.device, "time", frozenset([(op, step.choice)])))
-            function = compile_step(op=op, mode=how, views=op.output_shapes, reads=step_reads)
+            function = compile_step(
+                op=op,
+                lowering=step.choice.lowering,
+                mode=Mode(mode, precision),
+                views=op.output_shapes,
+                reads=step_reads,
+            )
             return partial(function, *inputs, *(arrays[name] for name in step_reads.arrays))
 
         return Stepwise(values, bind, {})

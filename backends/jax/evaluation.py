@@ -20,33 +20,34 @@ from planner.backends.jax.partition import run_on_devices, zero_rows_on_devices
 from planner.backends.jax.poison import poison
 from planner.backends.jax.reads import Reads, unread_inputs, unread_pool, zero_unread_rows
 from planner.backends.jax.rows import make_table
-from planner.cost.device import Device
+from planner.cost.device import CPU, Device
 from planner.cost.objective import step_key
 from planner.kernels.grouping.keys import IndexArray
 from planner.language.spec import Gather, Spec
-from planner.program.build import Lowerer, build
+from planner.program.build import Lowerer
 from planner.program.implementations import RangedIndices, Table
 from planner.program.ops import Cast, Op, PricedImplementation
 from planner.program.plan import PlanRecord
 
 __all__ = ["PLATFORMS", "TABLE", "Mode", "Shape", "cast", "compile_cast", "evaluate", "hopper",
-           "input_count", "lowerer", "lowerer_of"]  # fmt: skip
+           "input_count", "lowerer_of"]  # fmt: skip
 
 Shape = tuple[int, ...]
 
 
 class Mode(NamedTuple):
-    """How a step is computed, and every step that JAX derives from it.
+    """What a step shares with every step that JAX derives from it.
 
     Attributes:
         index_mode: the index mode, or "checked" if all indices are known to be in range.
         precision: the precision of products.
-        lower: chooses the implementations.
+        lower: chooses the implementations of derived steps. It is None in a step that is compiled by itself, from which
+            nothing is derived: so plans share their compiled steps.
     """
 
     index_mode: str
     precision: str | None
-    lower: Lowerer
+    lower: Lowerer | None = None
 
 
 TABLE = make_table()
@@ -81,30 +82,18 @@ def input_count(op: Op) -> int:
     return 1 if isinstance(op, Cast) else len(op.spec.inputs) + op.first_operand
 
 
-@lru_cache(maxsize=256)
-def lowerer(device: Device, objective: str, fixed: frozenset[tuple[Op, PricedImplementation]] = frozenset()) -> Lowerer:
-    """Return what chooses implementations: those given for some ops, and else the best by an objective on a device.
-
-    For equal arguments it is one object, so that JAX finds programs again which it has compiled.
-    """
-    return Lowerer(lambda op: TABLE.choices(op, device), step_key(objective), dict(fixed))
-
-
 def lowerer_of(plan: PlanRecord) -> Lowerer:
     """Return what chooses the implementations of a plan's steps, and of the steps that JAX derives from them.
 
-    A step that the plan has runs as the plan says. Any other step is chosen as the plan's steps were: by its objective,
-    for its device. So a plan that was made without gradients, as inside of `jit`, has the gradients of one with them.
+    A step that the plan has runs as the plan says. Any other step is chosen by the plan's objective, for its device:
+    steps of second derivatives, steps under `vmap`, and gradients of a plan that was made without them.
     """
     objective = plan.options.minimize if isinstance(plan.options.minimize, str) else "time"
-    chooses = lowerer(plan.device, objective)
-    operands = plan.programs.variables[: len(plan.operands)]
-    default = build(plan.tree, operands, plan.requires_grad, chooses, plan.dtype, plan.gradient_strides)
-    chosen = [(step.op, step.choice) for step in plan.steps]
-    backward = default.backward.steps if default.backward else ()
-    if chosen == [(step.op, step.choice) for step in (*default.forward.steps, *backward)]:
-        return chooses
-    return lowerer(plan.device, objective, frozenset(chosen))
+    return _lowerer(plan.device, objective, {step.op: step.choice for step in plan.steps})
+
+
+def _lowerer(device: Device, objective: str, fixed: Mapping[Op, PricedImplementation]) -> Lowerer:
+    return Lowerer(lambda op: TABLE.choices(op, device), step_key(objective), fixed)
 
 
 def _given(spec: Spec, raw: Mapping[str, Any]) -> dict[Gather, Any]:
@@ -127,6 +116,7 @@ def _bring_into_range(given: Mapping[Gather, Any], index_mode: str, poisons: boo
 def evaluate(
     *arguments: Any,
     op: Op,
+    lowering: str,
     mode: Mode,
     views: tuple[Shape, ...],
     reads: Reads,
@@ -139,7 +129,8 @@ def evaluate(
     Args:
         arguments: the op's inputs, then the index arrays of `reads`.
         op: the op.
-        mode: how the step is computed.
+        lowering: the name of the implementation.
+        mode: index mode and precision.
         views: the shapes of the results.
         reads: what the step reads of index arrays.
         platform: a key of `PLATFORMS`, or "" for a platform without kernels of its own.
@@ -152,7 +143,7 @@ def evaluate(
     for place, spec, term in unread_inputs(op, reads):
         inputs[place] = zero_rows(inputs[place], spec, term, _given(spec, raw), index_mode)
     given = _given(op.spec, raw)
-    run = partial(_run, mode=mode, lowering=mode.lower(op).lowering, platform=platform)
+    run = partial(_run, lowering=lowering, mode=mode, platform=platform)
     results = run_on_devices(run, op, inputs, given, index_mode) if several else run(op, inputs, given, index_mode)
     return [x.reshape(view) for x, view in zip(results, views, strict=True)]
 
@@ -162,16 +153,17 @@ def _run(
     inputs: Sequence[Any],
     given: Mapping[Gather, Any],
     index_mode: str,
-    mode: Mode,
     lowering: str,
+    mode: Mode,
     platform: str,
 ) -> tuple[Any, ...]:
     """Run an op on arrays as its spec has them.
 
-    On one of several devices arrays are shorter. If the implementation does not support that, another is chosen.
+    On one of several devices arrays are shorter. If the implementation does not support that, the plan's objective
+    chooses another.
     """
     if TABLE.rows[lowering].supports(op) is not None:
-        lowering = mode.lower(op).lowering
+        lowering = (mode.lower or _lowerer(CPU, "time", {}))(op).lowering
     # A bad index that cannot raise turns all results that depend on it into NaN. Before that it may read any row.
     poisons = index_mode == "raise" and jnp.issubdtype(op.dtype, jnp.inexact) and all(g.size for g in op.spec.gathers)
     index = _bring_into_range(given, index_mode, poisons)

@@ -61,9 +61,9 @@ def _result_type(view: Shape, dtype: str, like: Any) -> Any:
     return like.update(shape=plain.shape, dtype=plain.dtype, weak_type=False, sharding=sharding)
 
 
-# Both primitives take the parameters op, mode, views (the shapes of the results as the caller sees them) and reads.
-# Their arguments end with the index arrays, in the order of `reads.arrays`. The primitives add the parameter `devices`
-# themselves, see `devices_wanted`.
+# Both primitives take the parameters op, mode, views (the shapes of the results as the caller sees them) and reads; the
+# step also takes `lowering`, the name of its implementation. Their arguments end with the index arrays, in the order of
+# `reads.arrays`. The primitives add the parameter `devices` themselves, see `devices_wanted`.
 step_p = _StepPrimitive("planner_step")
 step_p.multiple_results = True
 tangent_p = _StepPrimitive("planner_tangent")
@@ -75,14 +75,16 @@ def bind_step(op: Op, arguments: Sequence[Any], mode: Mode, views: tuple[Shape, 
     Args:
         op: the op.
         arguments: its inputs, then the index arrays of `reads`.
-        mode: how the step is computed, and every step that is derived from it. If no precision was asked for, it is the
-            default precision of the current context, as in `jax.lax.dot_general`.
+        mode: the index mode, the precision, and what chooses the implementation. If no precision was asked for, it is
+            the default precision of the current context, as in `jax.lax.dot_general`.
         views: the shapes of the results.
         reads: what the step reads of index arrays.
     """
     if mode.precision is None and (precision := jax.config.jax_default_matmul_precision) is not None:  # type: ignore[attr-defined]
         mode = mode._replace(precision=precision)
-    results: list[Any] = step_p.bind(*arguments, op=op, mode=mode, views=views, reads=reads)
+    assert mode.lower is not None
+    lowering = mode.lower(op).lowering
+    results: list[Any] = step_p.bind(*arguments, op=op, lowering=lowering, mode=mode, views=views, reads=reads)
     return results
 
 
@@ -124,8 +126,8 @@ def _run_untraced(arguments: Sequence[Any], parameters: Mapping[str, Any]) -> li
 
 
 @step_p.def_impl
-def _step_impl(*arguments: Any, **parameters: Any) -> list[Any]:
-    return compile_step(**parameters)(*arguments)
+def _step_impl(*arguments: Any, mode: Mode, **parameters: Any) -> list[Any]:
+    return compile_step(mode=mode._replace(lower=None), **parameters)(*arguments)
 
 
 @step_p.def_abstract_eval
@@ -223,8 +225,9 @@ def _multilinear(
     return total
 
 
-def _joint(op: Op, lower: Lowerer) -> bool:
+def _joint(op: Op, lower: Lowerer | None) -> bool:
     """Return whether both gradients of a step are one step."""
+    assert lower is not None
     return len(op.spec.inputs) == 2 and len(lower.gradients(op, (True, True))) == 1
 
 

@@ -84,7 +84,7 @@ def term_axes(term: Term) -> tuple[str, ...]:
 
 
 def plain_axes(term: Term) -> tuple[str, ...]:
-    """Return the entries of a term that are axes, and not gathers. An axis that repeats is returned as often."""
+    """Return the entries of a term that are axes, and not gathers. A repeated axis is returned each time."""
     return tuple(entry for entry in term if isinstance(entry, str))
 
 
@@ -94,11 +94,10 @@ def term_gathers(term: Term) -> tuple[Gather, ...]:
 
 
 def row_axes(term: Term) -> tuple[str, ...]:
-    """Return the axes that number the rows which a term addresses: axes in brackets, and axes that repeat.
+    """Return the axes that a term is indexed by, in order of appearance: axes in brackets, and axes that repeat.
 
     Example:
-        >>> import planner
-        >>> (term,) = planner.parse("n q[nk] d i i -> k").inputs
+        >>> term = ("n", Gather("q", ("n", "k")), "d", "i", "i")
         >>> row_axes(term)
         ('n', 'k', 'i')
     """
@@ -106,11 +105,10 @@ def row_axes(term: Term) -> tuple[str, ...]:
 
 
 def indexed_dims(term: Term) -> tuple[int, ...]:
-    """Return the dimensions of a term that rows are addressed along: gathers, and all axes that number rows.
+    """Return the dimensions of a term that are indexed: gathers, and those of `row_axes`.
 
     Example:
-        >>> import planner
-        >>> (term,) = planner.parse("n q[nk] d i i -> k").inputs
+        >>> term = ("n", Gather("q", ("n", "k")), "d", "i", "i")
         >>> indexed_dims(term)
         (0, 1, 3, 4)
     """
@@ -119,7 +117,7 @@ def indexed_dims(term: Term) -> tuple[int, ...]:
 
 
 def replace_gathers(term: Term, change: Callable[[Gather], New]) -> tuple[str | New, ...]:
-    """Return a term with every gather replaced by what a function makes of it."""
+    """Return a term with every gather replaced by `change(gather)`."""
     return tuple(change(entry) if isinstance(entry, Gather) else entry for entry in term)
 
 

@@ -40,8 +40,8 @@ class Lowerer:
     Args:
         choices: returns the backend's implementations of an op. There is at least one.
         key: turns a step's cost into what to minimise.
-        fixed: implementations chosen beforehand. One for a joint gradient means that both gradients are one step, and
-            those of both gradients that each is a step of its own.
+        fixed: implementations chosen beforehand. If a joint gradient is fixed, both gradients are one step. If both
+            single gradients are fixed and the joint one is not, they are two steps.
     """
 
     def __init__(
@@ -53,6 +53,9 @@ class Lowerer:
         self.choices, self.key, self.fixed = choices, key, fixed
         self._chosen: dict[Op, PricedImplementation] = dict(fixed)
         self._gradients: dict[Hashable, tuple[GradientStep, ...]] = {}
+
+    def __repr__(self) -> str:
+        return "Lowerer"  # JAX prints it with each step of a program
 
     def fixing(self, op: Op, choice: PricedImplementation) -> Lowerer:
         """Return a lowerer that uses this implementation for this op, and else chooses as this one does."""

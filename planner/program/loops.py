@@ -240,7 +240,8 @@ class _Loop:
     def length(self, entry: str | Gather) -> int:
         """Return the size of a dimension within a slice."""
         size = self.spec.size(entry)
-        return min(dict[str | Gather, int](self.axes).get(entry, size), size)
+        sizes: dict[str | Gather, int] = dict(self.axes)
+        return min(sizes.get(entry, size), size)
 
     def elements(self, term: Term) -> int:
         """Return the number of elements in a slice of an array with this term."""

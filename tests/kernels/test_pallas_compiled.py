@@ -152,9 +152,10 @@ def test_no_more_is_allocated_than_foretold(compiled, case):
     Tiles may lie where results will.
     """
     op, rows, name = step_of(*case)
+    mode = jax_evaluation.Mode("drop", None)
 
     def run(*given):
-        return jax_evaluation._run(op, given[:-1], {op.spec.gathers[0]: given[-1]}, "drop", name, None, "tpu")
+        return jax_evaluation._run(op, given[:-1], {op.spec.gathers[0]: given[-1]}, "drop", name, mode, "tpu")
 
     memory = compiled(run, *((shape, op.dtype) for shape in op.input_shapes), (rows, "int32")).memory_analysis()
     (foretold,) = (x.cost.scratch_bytes for x in jax_evaluation.TABLE.choices(op, TPU_V5E) if x.lowering == name)

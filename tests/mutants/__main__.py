@@ -96,7 +96,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--again", choices=("all", "survivors"), help="judge these once more")
     parser.add_argument("--only", default="", help="judge those whose name contains this")
-    parser.add_argument("--seconds", type=float, default=120, help="then no other test of a mutant starts")
+    parser.add_argument("--seconds", type=float, default=120, help="of each run; then no other test of a mutant starts")
     parser.add_argument("--at-once", type=int, default=2, help="processes")
     parser.add_argument("--report", action="store_true", help="judge nothing")
     asked = parser.parse_args()

@@ -17,8 +17,8 @@ VERDICTS = Path(__file__).with_name("verdicts.json")
 BYTES = 32 << 30
 # Which tests run which functions. pytest-testmon writes it when all tests are run once.
 AFFECTED = ".testmondata"
-# pytest-testmon sees no line that runs in another process, and no file that a test reads: these tests are named here,
-# with how the names of the files begin that they judge.
+# pytest-testmon sees no line that runs in another process, and no file that a test reads. These tests are named here,
+# each with the prefixes of the paths of the files that it judges.
 BESIDE = {
     "tests/kernels/test_offsets.py": (
         "kernels/tiled_product/triton_", "kernels/segment_sum/triton_", "kernels/grouped_matmul/triton_",
@@ -60,7 +60,7 @@ def verdicts() -> dict[str, Verdict]:
     return {name: Verdict(**found) for name, found in json.loads(VERDICTS.read_text()).items()}
 
 
-def run_tests(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def run_tests(folder: Path, *options: str, seconds: float | None = None) -> subprocess.CompletedProcess[str]:
     """Run pytest in a copy of the tree, with few examples of each property, on one thread."""
     environment = {
         **os.environ, "HYPOTHESIS_PROFILE": "mutants", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder),
@@ -69,7 +69,7 @@ def run_tests(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     left_out = [f"--ignore={name}" for name in LEFT_OUT]
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=line", *left_out, *options],
-        cwd=folder, env=environment, capture_output=True, text=True, check=False,
+        cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=seconds,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES)),
     )  # fmt: skip
 
@@ -77,17 +77,23 @@ def run_tests(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 def judge(mutant: Mutant, folder: Path, seconds: float) -> Verdict:
     """The verdict on a mutant, found in a copy of the tree: first by the tests that it names, then by those affected.
 
-    No test starts after so many seconds; one that takes more than a minute never ends.
+    In each of the two runs no test starts after so many seconds. A test that takes more than a minute fails.
     """
     changed = folder / mutant.file
     sound, passed = changed.read_text(), 0
     changed.write_text(mutant.text)
     try:
         for tests in [[*mutant.tests]] * bool(mutant.tests) + [["--testmon", "--testmon-nocollect"]] * mutant.all:
-            ran = run_tests(folder, "-x", "--timeout=60", f"--session-timeout={seconds:.0f}", *tests)
+            limits = "-x", "--timeout=60", f"--session-timeout={seconds:.0f}"
+            try:
+                ran = run_tests(folder, *limits, *tests, seconds=seconds + 300)
+            except subprocess.TimeoutExpired:
+                return Verdict(True, "process", "never ended", passed)
             passed += sum(map(int, re.findall(r"(\d+) passed", ran.stdout)))
-            if found := re.search(r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$", ran.stdout, re.MULTILINE):
+            if found := re.search(r"^(?:FAILED|ERROR) (\S+::.+?\]?)(?: - (.*))?$", ran.stdout, re.MULTILINE):
                 return Verdict(True, found[1], (found[2] or "")[:100], passed)
+            if "not found: " in ran.stderr and mutant.all:
+                continue  # a test that killed the mutant once has another name now
             if ran.returncode not in (0, 1, 5):  # passed, out of time, no tests
                 return Verdict(True, "process", f"pytest ended with {ran.returncode}", passed)
     finally:
