@@ -29,6 +29,12 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ["PLANNER_CACHE"] = tempfile.mkdtemp(prefix="planner-tests-")
 atexit.register(shutil.rmtree, os.environ["PLANNER_CACHE"], ignore_errors=True)
 
+# torch's compiler shares a folder of compiled code between all programs of a user. Code for another kind of processor
+# that lay there failed a test. The processes of pytest-xdist inherit this folder.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="planner-inductor-")
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+
 # Plans, compilations and first touches of memory make single examples slow: no deadline.
 _COMMON = {
     "deadline": None,
