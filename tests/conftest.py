@@ -1,6 +1,7 @@
 """Hypothesis profiles and the little that every test file shares."""
 
 import atexit
+import gc
 import importlib.util
 import os
 import pathlib
@@ -24,6 +25,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Triton's kernels are interpreted, on a machine with a card too: what runs there is `make gpu`. The variable is read
 # when a kernel is defined.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# The searches make many small objects that live on, and each full collection looks at all of torch's and JAX's: with
+# Python's own thresholds a tenth of the time of the laws went into collections.
+gc.set_threshold(100_000, 50, 1_000)
 
 # Plans must not depend on rates that someone measured on this machine; subprocesses inherit the empty folder.
 os.environ["PLANNER_CACHE"] = tempfile.mkdtemp(prefix="planner-tests-")
@@ -53,6 +58,23 @@ if os.environ.get("HYPOTHESIS_PROFILE") != "nightly":
 # `make nightly` draws new examples in every run. A failure prints the blob that draws it again, and is then pinned by
 # @example.
 hypothesis.settings.register_profile("nightly", max_examples=1_000, derandomize=False, print_blob=True, **_COMMON)
+
+
+def _call(function, arguments):
+    return function(**arguments)
+
+
+# Python 3.11 keeps frames in chunks of 16 kB, and gives a chunk back as soon as no frame is in it. A loop that happens to
+# call functions across the end of a chunk maps and unmaps memory in each turn: the laws of torch took 58 s for 37. A
+# frame of a megabyte gets a chunk of two, and all frames of the test lie in the rest of it.
+_call.__code__ = _call.__code__.replace(co_stacksize=2**17)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test function with room for the frames of all that it calls."""
+    _call(pyfuncitem.obj, {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames})
+    return True
 
 
 @pytest.fixture(autouse=True)
