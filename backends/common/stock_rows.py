@@ -255,7 +255,16 @@ def stock_rows(
         return lambda op: None if stock_kind(op) == kind else f"the step is not a {kind}"
 
     return [
-        Implementation(kind, support(kind), cost, run, is_view=views and kind == "view", stock=True, layouts=layouts)
+        Implementation(
+            kind,
+            support(kind),
+            cost,
+            run,
+            is_view=views and kind == "view",
+            stock=True,
+            layouts=layouts,
+            kind_of=stock_kind,
+        )
         for kind in KINDS
         if kind not in skip
     ]

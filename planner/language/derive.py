@@ -18,7 +18,7 @@ from typing import SupportsIndex
 from planner.language.errors import ShapeError, SpecError
 from planner.language.spec import Gather, Spec, Term, is_axis, term_axes, unused_letters
 
-__all__ = ["batched", "slice_spec", "summable_dims", "sum_dims", "transpose"]
+__all__ = ["batched", "slice_spec", "summable_dims", "sum_dims", "swap_with_output", "transpose"]
 
 
 def _check_resolved(spec: object, what: str) -> None:
@@ -63,9 +63,13 @@ def transpose(spec: Spec, operand: int) -> Spec:
         raise ShapeError(f"the operand is given by its number, not by {operand!r}")
     if not -len(spec.inputs) <= operand < len(spec.inputs):
         raise ShapeError(f"'{spec}' has {len(spec.inputs)} operands, so there is no operand {operand}")
-    operand %= len(spec.inputs)
+    return swap_with_output(spec, operand % len(spec.inputs))
+
+
+def swap_with_output(spec: Spec, operand: int) -> Spec:
+    """Return the spec in which an operand's term and the output's term have changed places: `transpose`, unchecked."""
     inputs = (*spec.inputs[:operand], spec.output, *spec.inputs[operand + 1 :])
-    return dataclasses.replace(spec, inputs=inputs, output=spec.inputs[operand])
+    return Spec(inputs, spec.inputs[operand], spec.sizes)
 
 
 def batched(

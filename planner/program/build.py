@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from planner.cost.figures import PlanCost, StepCost
 from planner.cost.layout import Layout, layout_of, strides_in, without_gaps
-from planner.language.derive import transpose
+from planner.language.derive import swap_with_output
 from planner.language.resolve import Resolved
 from planner.language.spec import Operand
 from planner.program.frameworks import load_backend
@@ -92,7 +92,7 @@ class Lowerer:
         single = []
         for child, want in enumerate(wanted):
             if want:
-                gradient = dataclasses.replace(op, spec=transpose(op.spec, child))
+                gradient = dataclasses.replace(op, spec=swap_with_output(op.spec, child))
                 gradient = gradient.with_layouts((*layouts[:child], layout, *layouts[child + 1 :]))
                 single.append(GradientStep(gradient, self(gradient), (child,)))
         if len(single) == 2:

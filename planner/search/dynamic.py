@@ -106,6 +106,35 @@ class PartialPlan:
     vector: Vector
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Step:
+    """What extending partial plans by a step needs to know of the step.
+
+    Attributes:
+        op: the step, with the layouts of what it reads.
+        node_op: the step in a tree, without layouts: the programs find out how inputs lie in memory.
+        choice: its implementation.
+        own_bytes: bytes of its result; 0 if that is a view.
+        produced: for each value that it reads, the bytes of its gradient; 0 if that is not needed.
+        gradients: the steps that compute the gradients of what it reads.
+        needs: for each value that it reads, whether its gradient is needed.
+        reads: for each of these values, whether a gradient step reads it.
+        key: what the step and its gradient steps add to the score.
+        may_be_recomputed: whether the backward program may compute the step again.
+    """
+
+    op: Op
+    node_op: Op
+    choice: PricedImplementation
+    own_bytes: int
+    produced: tuple[int, ...]
+    gradients: Sequence[GradientStep]
+    needs: tuple[bool, ...]
+    reads: tuple[bool, ...]
+    key: Key
+    may_be_recomputed: bool
+
+
 # The best partial plans for one set of operands and one status, and those for each status.
 Front = list[PartialPlan]
 Fronts = dict[Status, Front]
@@ -450,6 +479,9 @@ class Search:
         """
         front, limited = fronts.setdefault(status, []), self.limits != NO_LIMITS
         size = self.network.elements(self.network.value_axes(result)) * self.itemsize
+        if not all(children):
+            return
+        step = self.step(op, parts)
         for combination in itertools.product(*children):
             self.work += 1
             if self.work > self.work_limit:
@@ -457,7 +489,7 @@ class Search:
                     f"the exact search needs more than {self.work_limit} steps: "
                     "pass optimize='greedy' or an explicit path"
                 )
-            for partial in self.extend(op, combination, size, parts):
+            for partial in self.extend(step, combination, size):
                 if not self.is_beaten(partial, result.operands) and not (limited and self.exceeds_limit(partial)):
                     self.insert(front, partial)
 
@@ -502,7 +534,8 @@ class Search:
         term = network.term(network.value_axes(self.final))
         spec = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=network.result))
         size, everything = self.bytes_of(network.result), network.everything
-        finished = self.extend(Einsum(spec, self.dtype), (partial,), size, (everything,))
+        step = self.step(Einsum(spec, self.dtype), (everything,))
+        finished = self.extend(step, (partial,), size)
         return [complete for complete in finished if not self.exceeds_limit(complete)]
 
     # -- quantities ----------------------------------------------------------------------------------
@@ -529,33 +562,48 @@ class Search:
     def extend_all(self, op: Op, children: Front, size: int, parts: tuple[int, ...]) -> Front:
         """Return a front of some partial plans, each extended by one unary step."""
         front: Front = []
+        step = self.step(op, parts)
         for child in children:
-            for partial in self.extend(op, (child,), size, parts):
+            for partial in self.extend(step, (child,), size):
                 self.insert(front, partial)
         return front
 
-    def extend(
-        self, op: Op, children: tuple[PartialPlan, ...], size: int, parts: tuple[int, ...]
-    ) -> Iterator[PartialPlan]:
-        """Yield the partial plans that add one step to its children's: saved and recomputed, in each useful order."""
+    def step(self, op: Op, parts: tuple[int, ...]) -> _Step:
+        """Return what extending partial plans by a step needs to know of the step.
+
+        Args:
+            op: the step.
+            parts: the set of operands of each value that it reads.
+        """
         needs = tuple(self.needs_gradient(part) for part in parts)
         choice = self.lower(op)
         gradients = self.lower.gradients(op, needs) if any(needs) else ()
-        reads = read_by_gradients(needs)
-        trees = tuple(child.tree for child in children)
-        node_op = op.with_layouts(())  # the programs find out how inputs lie in memory
-        own_bytes = children[0].bytes if choice.view else size
         costs = [choice.cost, *(gradient.choice.cost for gradient in gradients)]
-        once = _add(*map(self.key, costs))
+        return _Step(
+            op=op,
+            node_op=op.with_layouts(()),
+            choice=choice,
+            own_bytes=0 if choice.view else math.prod(op.spec.output_shape) * itemsize(op.dtype),
+            produced=tuple(_input_bytes(op, i) if need else 0 for i, need in enumerate(needs)),
+            gradients=gradients,
+            needs=needs,
+            reads=read_by_gradients(needs),
+            key=_add(*map(self.key, costs)),
+            # The backward program can need the value only if some other operand needs a gradient.
+            may_be_recomputed=self.keep == "any" and self.needs_gradient(self.network.everything ^ sum(parts)),
+        )
+
+    def extend(self, step: _Step, children: tuple[PartialPlan, ...], size: int) -> Iterator[PartialPlan]:
+        """Yield the partial plans that add one step to its children's: saved and recomputed, in each useful order."""
+        trees = tuple(child.tree for child in children)
+        own_bytes = children[0].bytes if step.choice.view else size
         below = [child.key for child in children]
         if self.keep == "all" and not self.about_peaks and self.objective != "retained":
-            key = _add(once, *below)
-            yield PartialPlan(Node(node_op, trees), key, 0, NO_PEAKS, own_bytes, False, (key,))
+            key = _add(step.key, *below)
+            yield PartialPlan(Node(step.node_op, trees), key, 0, NO_PEAKS, own_bytes, False, (key,))
             return
-        # The backward program can need the value only if some other operand needs a gradient.
-        may_be_recomputed = self.keep == "any" and self.needs_gradient(self.network.everything ^ sum(parts))
-        for recomputed in (False, True) if may_be_recomputed else (False,):
-            needed = [read or recomputed for read in reads]
+        for recomputed in (False, True) if step.may_be_recomputed else (False,):
+            needed = [read or recomputed for read in step.reads]
             if any(child.recomputed and not need for child, need in zip(children, needed, strict=True)):
                 continue  # nothing that is not needed is recomputed
             kept = sum(
@@ -563,17 +611,17 @@ class Search:
             )
             retained = kept + sum(child.retained for child in children)
             # The backward program runs a recomputed step a second time.
-            step = _add(once, self.key(choice.cost)) if recomputed else once
+            added = _add(step.key, self.key(step.choice.cost)) if recomputed else step.key
             if self.objective == "retained":
-                step = (kept, *step[:3])
-            key = _add(step, *below)
+                added = (kept, *added[:3])
+            key = _add(added, *below)
             if not self.about_peaks:
-                node = Node(node_op, trees, kept=not recomputed)
+                node = Node(step.node_op, trees, kept=not recomputed)
                 yield self.partial_plan(node, key, retained, NO_PEAKS, own_bytes, recomputed)
                 continue
             for order in _useful_orders(trees):
-                peaks, backward_order = self._peaks(op, choice, gradients, children, needs, reads, order, recomputed)
-                node = Node(node_op, trees, order, backward_order, not recomputed)
+                peaks, backward_order = self._peaks(step, children, order, recomputed)
+                node = Node(step.node_op, trees, order, backward_order, not recomputed)
                 yield self.partial_plan(node, key, retained, peaks, own_bytes, recomputed)
 
     def key(self, cost: StepCost) -> Key:
@@ -581,19 +629,12 @@ class Search:
         return self.lower.key(cost)
 
     def _peaks(
-        self,
-        op: Op,
-        choice: PricedImplementation,
-        gradients: Sequence[GradientStep],
-        children: tuple[PartialPlan, ...],
-        needs: tuple[bool, ...],
-        reads: tuple[bool, ...],
-        order: tuple[int, ...],
-        recomputed: bool,
+        self, step: _Step, children: tuple[PartialPlan, ...], order: tuple[int, ...], recomputed: bool
     ) -> tuple[Peaks, tuple[int, ...]]:
         """Return the peaks of a step, and the order in which the backward program best descends into its children."""
+        choice, gradients, needs, reads, produced = step.choice, step.gradients, step.needs, step.reads, step.produced
         below = [child.peaks for child in children]
-        last = choice.cost.scratch_bytes + (0 if choice.view else self._output_bytes(op))
+        last = choice.cost.scratch_bytes + step.own_bytes
         forward = _evaluation_peak(
             order, [peaks.forward for peaks in below], [child.retained + child.bytes for child in children], last
         )
@@ -610,14 +651,13 @@ class Search:
                 last,
             )
             waiting = sum(peaks.waiting for peaks in below) + sum(read_bytes)
-            held = self._output_bytes(op) if not choice.view else below[0].held
+            held = step.own_bytes if not choice.view else below[0].held
         if len(gradients) == 1 and gradients[0].choice.view:
             # The gradient of the value lives on as that of its only child.
             (child,) = below
             alive = max(child.alive, gradients[0].choice.cost.scratch_bytes + waiting)
             view = Peaks(forward, recompute, waiting, held, alive, child.after, child.finished, child.is_result)
             return view, (0,)
-        produced = [self._input_bytes(op, i) if need else 0 for i, need in enumerate(needs)]
         reading = [i for i in order if reads[i]]
         computed = {i for i, child in enumerate(children) if recomputed or not child.recomputed}
         alive = _gradient_steps_peak(gradients, below, reading, computed, produced, read_bytes, waiting)
@@ -636,11 +676,9 @@ class Search:
         after, backward_order = min((peak_after(order), order) for order in orders)
         return Peaks(forward, recompute, waiting, held, alive, after, sum(finished), 0), backward_order
 
-    def _output_bytes(self, op: Op) -> int:
-        return math.prod(op.spec.output_shape) * itemsize(op.dtype)
 
-    def _input_bytes(self, op: Op, child: int) -> int:
-        return math.prod(op.spec.shape(op.spec.inputs[child])) * itemsize(op.source_dtype or op.dtype)
+def _input_bytes(op: Op, child: int) -> int:
+    return math.prod(op.spec.shape(op.spec.inputs[child])) * itemsize(op.source_dtype or op.dtype)
 
 
 def _ascending(fronts: Fronts) -> Iterator[Status]:
