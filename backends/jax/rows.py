@@ -154,7 +154,7 @@ def _not_summed(op: Op) -> str | None:
     """Return why a product is not better multiplied and summed element by element; None if it is."""
     form = None if not isinstance(op, Einsum) else product_form(op.spec)
     if form is None or not form.contracted or op.dtype == "bool":
-        return "the step is no sum of products"
+        return "the step is not a sum of products"
     if 1 not in form.sizes[1:3]:
         return "both operands have rows or columns of their own"
     first, second = ([e for e in term if op.spec.size(e) != 1] for term in op.spec.inputs)

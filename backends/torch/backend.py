@@ -165,12 +165,12 @@ class TorchBackend(Backend):
     def refuse_dataless(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> None:
         """Refuse meta tensors, fake tensors, and calls under a transform or a compiler."""
         if transformed() or torch.compiler.is_compiling():
-            raise PlannerError("inside of a transform or a compiled function nothing can be measured: call it outside")
+            raise PlannerError("cannot measure inside a transform or a compiled function; call it outside")
         arrays = [(f"operand {number}", x) for number, x in enumerate(operands)]
         arrays += [(f"index array {n!r}", getattr(q, "values", q)) for n, q in indices.items()]
         for label, x in arrays:
             if isinstance(x, Tensor) and dataless(x):
-                raise PlannerError(f"{label} is a meta or fake tensor, on which nothing can be measured: give values")
+                raise PlannerError(f"{label} is a meta or fake tensor: it has no values to measure; pass a real tensor")
 
     def stepwise(
         self,

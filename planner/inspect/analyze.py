@@ -25,7 +25,7 @@ WRONG_RATES = 3
 def analyze(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any], rounds: int = 3) -> Analysis:
     """Run a plan and measure it; see `Plan.analyze`."""
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-        raise PlannerError(f"rounds={rounds!r:.80} is not a number of runs: give an int from 1 on")
+        raise PlannerError(f"rounds={rounds!r:.80} must be a positive integer")
     backend = check_call(plan, operands, indices)
     backend.refuse_dataless(operands, indices)
     meter = meter_of(plan, backend, operands, indices, rounds)

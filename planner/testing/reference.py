@@ -441,7 +441,7 @@ def _extents(
         extents[axis] = larger.pop()
     for axis, n in required:
         if extents[axis] != n:
-            raise ValueError(f"axis {axis!r} has size {extents[axis]}, and sizes says {n}")
+            raise ValueError(f"sizes= gives {n} for axis {axis!r}, but the inputs give {extents[axis]}")
     for axis in output:
         if not isinstance(axis, _Gather) and axis not in extents:
             raise ValueError(f"no input has output axis {axis!r}: give its size in sizes")
@@ -542,7 +542,9 @@ def _parse_term(text: str, brackets: bool = True) -> _Term:
             raise ValueError(f"cannot read {text[place:]!r} in term {text!r}")
         if match["array"]:
             if not re.fullmatch(r"[^\W\d_]", match["array"]) or not unicodedata.is_normalized("NFKC", match["array"]):
-                raise ValueError(f"{match['array']!r} is no letter, or NFKC changes it: it names no index array")
+                raise ValueError(
+                    f"{match['array']!r} is not a letter, or NFKC changes it: it cannot name an index array"
+                )
             items.append(_Gather(match["array"], _parse_term(match["bracket"], brackets=False)))
         else:
             items.append(... if match["axis"] == "..." else match["axis"])

@@ -132,7 +132,7 @@ WRONG = [
     (lambda: problems(max_size=True), "max_size=True"),
     (lambda: problems(gathers="yes"), "gathers"),
     (lambda: problems(gathers=True, without=("gather", "scatter")), "left out"),
-    (lambda: problems(dtypes="float32"), "no collection"),
+    (lambda: problems(dtypes="float32"), "not a collection"),
     (lambda: problems(dtypes=("float8",)), "float8"),
     (lambda: problems(dtypes=()), "empty"),
     (lambda: problems(index_modes=("wrap",)), "wrap"),
