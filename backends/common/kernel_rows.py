@@ -73,7 +73,7 @@ class Kernels:
         label: the end of the names of the grouped rows.
         kinds: kinds of device that the kernels run on; None for all.
         capabilities: compute capabilities of cards that they run on, times ten; None for all.
-        refuses: tells why they cannot run a step, for a reason other than its form.
+        refuses: returns why they cannot run a step, for a reason other than its form.
         hand_over: a function that is applied to operands before gradient kernels; in torch it conjugates them.
     """
 
@@ -217,7 +217,7 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]
 
 
 def _not_grouped(pair: bool, outer: bool, op: Op) -> str | None:
-    """Return why a step is no grouped product of the wanted kind, or None if it is one."""
+    """Return why a step is not a grouped product of the wanted kind, or None if it is one."""
     if isinstance(op, Cast) or len(op.spec.inputs) != 2 or isinstance(op, JointGradient) != pair:
         return "the step is of another kind"
     form = grouped_form(op.spec)
@@ -266,7 +266,7 @@ def _run_pair(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tu
 
 
 def _not_pooled(op: Op) -> str | None:
-    """Return why a step is no pooled dot, or None if it is one."""
+    """Return why a step is not a pooled dot, or None if it is one."""
     if isinstance(op, Cast) or len(op.spec.inputs) != 2:
         return "the step is of another kind"
     form = pooled_form(op.spec)

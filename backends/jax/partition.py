@@ -318,7 +318,7 @@ class _Part:
         return (lax.axis_index(self.split[entry]) * size if entry in self.split else 0), size
 
     def _occupied(self, entry: Entry, dim: int, ndim: int) -> Any:
-        """Return a mask of the places of a slice that are no padding, along a dimension of an array."""
+        """Return a mask along a dimension of an array: true where a slice holds data, false where it is padding."""
         start, size = self._start(entry)
         occupied = jnp.arange(size) < self.spec.size(entry) - start
         return jnp.expand_dims(occupied, [d for d in range(ndim) if d != dim])

@@ -139,7 +139,9 @@ class NumpyBackend(Backend):
     def bind(self, plan: PlanRecord) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan."""
         if plan.programs.backward is not None:
-            raise PlannerError("numpy computes no gradients: plan without requires_grad, or use torch or jax")
+            raise PlannerError(
+                "the NumPy backend does not compute gradients; plan without requires_grad, or use torch or jax"
+            )
         resolved = plan.resolved
         whole = self._program(plan)
 

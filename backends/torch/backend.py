@@ -58,7 +58,7 @@ class TorchBackend(Backend):
         return Operand(shape, str(array.dtype).removeprefix("torch."), strides, needs)
 
     def signature(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
-        """Return all that a plan depends on, in microseconds; an AttributeError says that something is no tensor."""
+        """Return all that a plan depends on, in microseconds. Raise an AttributeError if something is not a tensor."""
         key: list[Any] = [grad_enabled(), transform() is None, autocasts(), self.pins_tiles()]
         try:
             for x in operands:

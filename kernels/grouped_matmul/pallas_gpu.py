@@ -2,7 +2,7 @@
 
 `pallas_grouped` cuts the tiles. One program multiplies a block of a tile's rows by a block of its matrix's columns, or
 sums a block of one group's outer products over the group's tiles. The next blocks are copied to shared memory while the
-current ones are multiplied. Sizes that are no multiple of a block are padded with zeros. Sums are in float32.
+current ones are multiplied. Sizes that are not a multiple of a block are padded with zeros. Sums are in float32.
 """
 
 from __future__ import annotations

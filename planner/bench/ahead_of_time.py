@@ -195,7 +195,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         ).stdout
     match = re.search(r"REG:(\d+) STACK:(\d+)", said)
     if match is None:
-        raise RuntimeError(f"cuobjdump tells no registers: {said}")
+        raise RuntimeError(f"cuobjdump reports no registers: {said}")
     return int(match[1]), int(match[2])
 
 

@@ -142,7 +142,7 @@ def serve(make: Callable[[], Card], part: str, smoke: bool, done: int) -> None:
 
     try:
         _serve(make(), part, smoke, done, say)
-    except Exception as error:  # the parent is told why this process could not go on
+    except Exception as error:  # the parent process reports why this one stopped
         say({"what": PROCESS, "error": _said(error)})
 
 

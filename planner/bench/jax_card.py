@@ -116,7 +116,7 @@ class JaxCard:
         return kernels
 
     def checks(self) -> Iterator[tuple[str, Callable[[], str]]]:
-        """Yield each kernel and dtype with a check of it: small integers, exactly."""
+        """Yield a name and a check for each kernel, dtype and size. Checks use small integers and compare exactly."""
         for dtype in ("bfloat16",) if self.smoke else ("bfloat16", "float16", "float32"):
             for sizes in _TINY if self.smoke else _TINY + _SIZES:
                 for name in self.kernels():

@@ -82,7 +82,7 @@ def header(case: Case) -> str:
 
 
 def line(row: Row) -> str:
-    """Return the line of a way: its figures, and how they were come by if not by the median of some runs."""
+    """Return the line of a way: its figures, with a note if they are not medians of several runs."""
     figures, about = row.figures, "~" if row.figures.extrapolated else ""
     times_and_bytes = (
         seconds_text(figures.seconds),

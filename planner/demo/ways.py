@@ -43,7 +43,7 @@ class Part:
         axis: the axis that is made shorter.
         size: its size in the part.
         backward_in_proportion: whether the backward pass of the whole takes as many times longer as the axis is;
-            if not, nothing is said of it.
+            if not, the table shows no backward figures.
     """
 
     axis: str

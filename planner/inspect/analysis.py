@@ -21,7 +21,7 @@ LEAST_BYTES = 2**14
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """The cost of a step or a program. A figure is None if nothing tells it.
+    """The cost of a step or a program. A figure is None if unknown.
 
     Attributes:
         seconds: time.
@@ -107,7 +107,7 @@ class Analysis:
         raise KeyError(program)
 
     def to_json(self) -> str:
-        """Return the figures as JSON. Each row tells which of its figures are off."""
+        """Return the figures as JSON. Each row lists which of its figures are off."""
         fields = dataclasses.asdict(self)
         for name in ("steps", "totals"):
             for row, entry in zip(getattr(self, name), fields[name], strict=True):

@@ -172,7 +172,7 @@ def _resolve_output(
     Args:
         term: the output's term.
         inputs: the resolved terms of the inputs.
-        axis_sizes: the size of each axis. Those that only `sizes=` tells are added.
+        axis_sizes: the size of each axis. Those that only `sizes=` gives are added.
         kept_dims: the dimensions of each index array that are not broadcast.
         letter_sizes: the sizes that `sizes=` gives by letter.
         output_shape: the whole output shape, if `sizes=` gives it.

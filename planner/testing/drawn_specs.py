@@ -96,7 +96,7 @@ def wrong_sizes(text: str, spec: Spec, sizes: Any) -> str:
     known = (*axes_of(spec), *spec.arrays)
     for letter, size in (sizes or {}).items():
         if letter not in known:
-            return f"sizes= has {letter!r:.80}, which {text!r:.80} has not"
+            return f"sizes= has {letter!r:.80}, which {text!r:.80} does not have"
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             return f"sizes= has {size!r:.80} for {letter!r}, which is not a size"
     return ""

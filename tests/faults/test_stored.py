@@ -272,7 +272,7 @@ def test_damaged_files_are_named_and_nothing_of_them_is_run(folder, tmp_path_fac
             found = read()
         assert not ran, seed
         assert all(str(path) in str(w.message) for w in caught), seed
-        # A symlink to nothing is no file; the key of another problem, no entry.
+        # A symlink to nothing is not a file; an entry with the key of another problem is not an entry.
         ignored += found is None
         assert found is not None or caught or path.is_symlink() or store == "plans", seed
         if path.is_dir():

@@ -60,7 +60,7 @@ class Laid:
             random: a NumPy generator.
             dtype: a name, from `LAID`.
             writes: whether it is a result: no two positions are one.
-            absent: positions along the first axis that are no rows: its table names -1 there.
+            absent: positions along the first axis that are not rows: its table names -1 there.
             dropped: rows that may hold anything: NaN, where no other row shares their memory.
             tables: whether positions may be looked up.
         """

@@ -358,7 +358,7 @@ def test_programs_of_steps_and_memory_run():
     ("arguments", "options", "message"),
     [
         (("i[",), {}, "bracket"),
-        (("ij -> i", {"z": 3}), {}, "'z', which 'ij -> i' has not"),
+        (("ij -> i", {"z": 3}), {}, "'z', which 'ij -> i' does not have"),
         (("ij -> i", {"i": -1}), {}, "-1"),
         (("ij -> i",), {"backends": "cupy"}, "cupy"),
         (("ij -> i",), {"backends": ()}, "empty"),

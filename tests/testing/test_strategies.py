@@ -140,7 +140,7 @@ WRONG = [
     (lambda: problems(max_value=-1), "max_value=-1"),
     (lambda: problems(strided=2), "strided=2"),
     (lambda: specs(3, 2), "larger"),
-    (lambda: problems_of("ij ->", {"k": 2}), "'k', which 'ij ->' has not"),
+    (lambda: problems_of("ij ->", {"k": 2}), "'k', which 'ij ->' does not have"),
     (lambda: problems_of("ij ->", {"i": 1.5}), "1.5"),
     (lambda: problems_of("i[ ->"), "bracket"),
     (lambda: problems_of("ij ->", min_size=3, max_size=2), "larger"),
