@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from planner import bench
-from planner.bench.choices import lowerings
+from planner.bench.choices import compare_lowerings
 from planner.bench.dense import clique, sliced_einsum, three_way_batch, warm_call
 from planner.bench.gathers import gathered_keys_part, gathered_matmul, limited_matmul
 from planner.bench.report import as_json, cells, circumstances, markdown
@@ -28,7 +28,7 @@ PARTS: dict[str, Callable[[Framework, Settings], Iterator[Result]]] = {
     "three-way-batch": three_way_batch,
     "clique": clique,
     "warm-call": warm_call,
-    "lowerings": lowerings,
+    "lowerings": compare_lowerings,
 }
 
 

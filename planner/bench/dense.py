@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from planner.bench.timing import MODES, Result, Settings, block_of, equal, interleaved, medians_of, prepared, timed
+from planner.bench.timing import PASSES, Result, Settings, block_of, equal, interleaved, medians_of, prepared, timed
 from planner.demo.runs import TorchRun
 from planner.demo.ways import OURS, Framework, Way, einsum_of, flattened_gemm, our_way, two_step_sum
 from planner.workloads import WORKLOADS
@@ -101,8 +101,8 @@ def sliced_einsum(framework: Framework, settings: Settings) -> Iterator[Result]:
             Way("flattened GEMM", flattened_gemm),
         ]
         runs = prepared(framework, workload, [*peers, our_way(workload)])
-        for (mode, words), target in zip(MODES, targets, strict=True):
-            times = timed(runs, mode, framework, settings)
+        for (which, words), target in zip(PASSES, targets, strict=True):
+            times = timed(runs, which, framework, settings)
             medians = medians_of(times)
             ratio = medians[OURS] / min(medians[peer.label] for peer in peers)
             what = f"{title}, {words}: of the fastest other way's time"

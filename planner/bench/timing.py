@@ -20,8 +20,8 @@ from planner.tune.autotune import block_seconds
 from planner.workloads import Skew, Workload
 
 __all__ = [
-    "MODES",
-    "Mode",
+    "PASSES",
+    "Pass",
     "Result",
     "Settings",
     "block_of",
@@ -34,8 +34,8 @@ __all__ = [
     "timed",
 ]
 
-Mode = Literal["f", "g"]
-MODES: tuple[tuple[Mode, str], ...] = (("f", "forward"), ("g", "forward and gradients"))
+Pass = Literal["f", "g"]
+PASSES: tuple[tuple[Pass, str], ...] = (("f", "forward"), ("g", "forward and gradients"))
 
 
 # A run counts if the hypervisor took at most this share of the cores' time. It is repeated until one counts, at most
@@ -187,9 +187,9 @@ def prepared(framework: Framework, workload: Workload, ways: Sequence[Way], skew
     return runs
 
 
-def timed(runs: Mapping[Any, Run], mode: Mode, framework: Framework, settings: Settings) -> dict[str, list[float]]:
+def timed(runs: Mapping[Any, Run], which: Pass, framework: Framework, settings: Settings) -> dict[str, list[float]]:
     """Time all runs, forward alone or with gradients."""
-    programs = {label: run.forward if mode == "f" else run.both for label, run in runs.items()}
+    programs = {label: run.forward if which == "f" else run.both for label, run in runs.items()}
     return interleaved(programs, framework, settings)
 
 

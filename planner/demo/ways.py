@@ -11,7 +11,7 @@ from planner.workloads import Workload
 __all__ = [
     "OURS",
     "Framework",
-    "Part",
+    "Excerpt",
     "Way",
     "contraction",
     "direct",
@@ -36,7 +36,7 @@ OURS = "planner.contract"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class Excerpt:
     """The part of a workload that a slow way runs on.
 
     Attributes:
@@ -64,7 +64,7 @@ class Way:
 
     label: str
     call: Callable[..., Any]
-    part: Part | None = None
+    part: Excerpt | None = None
 
 
 def contraction(spec: str, **options: Any) -> Callable[..., Any]:
