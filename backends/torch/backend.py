@@ -27,7 +27,7 @@ from planner.backends.torch.ops import dataless, not_dense, promote
 from planner.backends.torch.rows import make_table
 from planner.backends.torch.runner import runner
 from planner.cost.device import CPU, GPU, Device, gpu_preset
-from planner.cost.rates import cpu_name, stored_rates
+from planner.cost.rates import cpu_name, load_rates
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.spec import Gather, Operand
 from planner.program.implementations import Backend, Stepwise
@@ -87,7 +87,7 @@ class TorchBackend(Backend):
         """Return the rates of the machine that the operands are on."""
         first = next((x.device for x in operands if isinstance(x, Tensor)), None)
         if first is None or first.type == "cpu":
-            return stored_rates(CPU, "torch", str(torch.__version__), cpu_name(torch.get_num_threads()))
+            return load_rates(CPU, "torch", str(torch.__version__), cpu_name(torch.get_num_threads()))
         if first.type != "cuda":
             return GPU
         return _card(first)
@@ -213,7 +213,7 @@ def _run_moves(run: Callable[..., Any], dtype: str, operands: Sequence[Any], ind
 def _card(device: torch.device) -> Device:
     """Return the rates of a graphics card, with its compute capability."""
     product, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    rates = stored_rates(gpu_preset(product), "torch", str(torch.__version__), product)
+    rates = load_rates(gpu_preset(product), "torch", str(torch.__version__), product)
     return dataclasses.replace(rates, capability=10 * capability[0] + capability[1])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from planner.bench.timing import PASSES, Pass, Result, Settings, medians_of, prepared, timed
+from planner.bench.timing import PASSES, Pass, Result, Settings, medians_of, prepare_runs, time_runs
 from planner.demo.runs import JaxRun, Run, TorchRun
 from planner.demo.ways import OURS, Framework, Way, contraction, direct, gather_then_einsum, gathered_keys, our_way
 from planner.workloads import WORKLOADS, Skew, Workload
@@ -26,9 +26,9 @@ def gathered_matmul(framework: Framework, settings: Settings) -> Iterator[Result
     else:
         ways = [Way("einsum(a, c[q])", lambda xp, a, c, q: xp.einsum("nij,njk->nik", a, c[q]))]
         targets = {"einsum(a, c[q])": {"f": 10, "g": 8}}
-    runs = prepared(framework, workload, [*ways, our_way(workload)])
+    runs = prepare_runs(framework, workload, [*ways, our_way(workload)])
     for which, words in PASSES:
-        times = timed(runs, which, framework, settings)
+        times = time_runs(runs, which, framework, settings)
         medians = medians_of(times)
         for peer, target in targets.items():
             ratio = medians[peer] / medians[OURS]
@@ -57,9 +57,9 @@ def _gathered_matmul_memory(part: str, framework: Framework, ours: Run) -> Itera
 def _skew(part: str, framework: Framework, workload: Workload, settings: Settings) -> Iterator[Result]:
     skews: tuple[Skew, ...] = ("uniform", "half", "zipf", "one")
     words: dict[Skew, str] = {"half": "half of the rows in one group", "zipf": "Zipf", "one": "all in one"}
-    runs = {skew: prepared(framework, workload, [our_way(workload)], skew)[OURS] for skew in skews}
+    runs = {skew: prepare_runs(framework, workload, [our_way(workload)], skew)[OURS] for skew in skews}
     for which, pass_words in PASSES:
-        times = timed(runs, which, framework, settings)
+        times = time_runs(runs, which, framework, settings)
         medians = medians_of(times)
         for skew, about in words.items():
             ratio = medians[skew] / medians["uniform"]
@@ -102,9 +102,9 @@ def gathered_keys_part(framework: Framework, settings: Settings) -> Iterator[Res
                 Way("gather, multiply, sum", _gather_then_sum),
                 Way("all scores, take", _scores_then_take),
             ]
-        runs = prepared(framework, workload, [*ways, our_way(workload)])
+        runs = prepare_runs(framework, workload, [*ways, our_way(workload)])
         for which, words in PASSES:
-            times = timed(runs, which, framework, settings)
+            times = time_runs(runs, which, framework, settings)
             medians = medians_of(times)
             peers = {label: seconds for label, seconds in medians.items() if label != OURS}
             fastest = min(peers, key=lambda label: peers[label])
@@ -123,9 +123,9 @@ def limited_matmul(framework: Framework, settings: Settings) -> Iterator[Result]
     limits = {f"{megabytes} MB": megabytes * 10**6 for megabytes in (100, 80, 72)}
     ways = [our_way(workload)]
     ways += [Way(label, contraction(workload.spec, memory_limit=limit)) for label, limit in limits.items()]
-    runs = prepared(framework, workload, ways)
+    runs = prepare_runs(framework, workload, ways)
     for which, words in PASSES:
-        times = timed(runs, which, framework, settings)
+        times = time_runs(runs, which, framework, settings)
         medians = medians_of(times)
         for label in limits:
             what = f"{words}, limit {label}: of the unlimited time"

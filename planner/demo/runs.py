@@ -98,7 +98,7 @@ class Row:
     differs: str
 
 
-def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+def _time_call(call: Callable[[], Any]) -> tuple[Any, float]:
     start = time.perf_counter()
     result = call()
     return result, time.perf_counter() - start
@@ -232,12 +232,12 @@ class TorchRun(Run):
         """Run each pass once, and count torch's own allocations."""
         from planner.inspect.memory import torch_allocations, torch_memory, torch_storages
 
-        (_, seconds), forward = torch_memory(lambda: _timed(self.forward))
-        (result, kept_seconds), kept_peak, live = torch_allocations(lambda: _timed(self.forward_kept), {})
+        (_, seconds), forward = torch_memory(lambda: _time_call(self.forward))
+        (result, kept_seconds), kept_peak, live = torch_allocations(lambda: _time_call(self.forward_kept), {})
         own = torch_storages(result)
         retained = sum(count for pointer, count in live.items() if pointer not in own)
         (gradients, backward_seconds), backward_peak, _ = torch_allocations(
-            lambda: _timed(lambda: self._backward(result)), live
+            lambda: _time_call(lambda: self._backward(result)), live
         )
         figures = WayFigures(
             seconds=seconds,
@@ -328,8 +328,8 @@ class JaxRun(Run):
         _, both = jax_compiled(self.jitted_both, *self.arguments, self.cotangent)
         assert forward.peak_bytes is not None, "this platform does not say what it allocates"
         assert both.peak_bytes is not None, "this platform does not say what it allocates"
-        _, seconds = _timed(self.forward)
-        results, gradient_seconds = _timed(self.both)
+        _, seconds = _time_call(self.forward)
+        results, gradient_seconds = _time_call(self.both)
         retained = jax_retained(lambda *w: self.traced_forward(w, fixed, indices), *wanted, held=(fixed, indices))
         figures = WayFigures(
             seconds=seconds,

@@ -10,8 +10,8 @@ from planner.workloads import Workload
 
 __all__ = [
     "OURS",
-    "Framework",
     "Excerpt",
+    "Framework",
     "Way",
     "contraction",
     "direct",

@@ -305,7 +305,7 @@ class Search:
         peaks = Peaks(is_result=int(self.requires[operand]))
         front = [self.partial_plan(Leaf(operand), _zero(), 0, peaks, 0, False)]
         if (source := self.casts[operand]) is not None:
-            identity = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=term))
+            identity = network.restrict(dataclasses.replace(network.spec, inputs=(term,), output=term))
             cast = Cast(identity, self.dtype, source_dtype=source).with_layouts([layout])
             front, layout = self.extend_all(cast, front, self.bytes_of(term), (operands,)), None
         axes = network.value_axes(value)
@@ -320,7 +320,7 @@ class Search:
             fronts[network.open] = front
             return
         self._term_orders[operands] = self._layouts[operands] = None
-        spec = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=output))
+        spec = network.restrict(dataclasses.replace(network.spec, inputs=(term,), output=output))
         first = Einsum(spec, self.dtype).with_layouts([layout])
         fronts[network.open] = self.extend_all(first, front, self.bytes_of(output), (operands,))
         if self.one_step:
@@ -500,7 +500,7 @@ class Search:
             return [partial]
         network = self.network
         term = network.term(network.value_axes(self.final))
-        spec = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=network.result))
+        spec = network.restrict(dataclasses.replace(network.spec, inputs=(term,), output=network.result))
         size, everything = self.bytes_of(network.result), network.everything
         finished = self.extend(Einsum(spec, self.dtype), (partial,), size, (everything,))
         return [complete for complete in finished if not self.exceeds_limit(complete)]

@@ -41,9 +41,9 @@ OPERANDS = [np.ones(shape) for shape in ((3, 4), (4, 5), (5, 6))]
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("PLANNER_CACHE", str(tmp_path))
     monkeypatch.setattr(remember, "_WARNED", set())
-    rates.stored_rates.cache_clear()
+    rates.load_rates.cache_clear()
     yield tmp_path
-    rates.stored_rates.cache_clear()
+    rates.load_rates.cache_clear()
 
 
 # -- writers that are killed -----------------------------------------------------------------------------
