@@ -182,7 +182,11 @@ def _layouts(find: Callable[[Spec], GroupedForm | PooledForm | str], op: Op) -> 
     form = find(op.spec)
     assert not isinstance(form, str)
     _, results = views_of(op, form)
-    return tuple(reordered([e for group in groups for e in group], term, op.spec) for term, groups in results)
+    layouts = []
+    for term, groups in results:
+        order = [entry for group in groups for entry in group]
+        layouts.append(reordered(order, term, op.spec))
+    return tuple(layouts)
 
 
 def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]:

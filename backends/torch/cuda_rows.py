@@ -164,10 +164,12 @@ def _run_strided(tiling: str, op: Op, inputs: Sequence[Any], index: Any) -> tupl
     form = product_form(op.spec)
     assert form is not None
     out = inputs[0].new_empty(op.spec.output_shape)
-    dims = [
-        [[term.index(axis) for axis in group] for group in groups]
-        for term, groups in zip(op.spec.terms, form.matrices, strict=True)
-    ]
+    dims: list[list[list[int]]] = []  # of each array, by group of axes
+    for term, groups in zip(op.spec.terms, form.matrices, strict=True):
+        dims_of_groups = []
+        for group in groups:
+            dims_of_groups.append([term.index(axis) for axis in group])
+        dims.append(dims_of_groups)
     _kernel("grouped_matmul.triton_grouped", "batched_matmul", tiling=tiling)(*inputs, out, dims)
     return (out,)
 
@@ -261,15 +263,14 @@ def cuda_rows() -> list[Implementation]:
         name = f"matmul without copies, Triton{', ' * bool(tiling)}{tiling}"
         return [*rows, row(name, _not_strided, _strided_cost, partial(_run_strided, tiling))]
 
-    def refuses(one: Implementation, tiling: str, op: Op) -> str | None:
-        return one.supports(op) or _same_tiles(tiling, op)
+    def refuses(default: Implementation, tiling: str, op: Op) -> str | None:
+        return default.supports(op) or _same_tiles(tiling, op)
 
-    rows = tiled()
-    variants = [
-        dataclasses.replace(other, variant_of=one.name, supports=partial(refuses, one, tiling))
-        for tiling in TILINGS
-        for one, other in zip(rows, tiled(tiling), strict=True)
-    ]
+    rows, variants = tiled(), []
+    for tiling in TILINGS:
+        for default, variant in zip(rows, tiled(tiling), strict=True):
+            supports = partial(refuses, default, tiling)
+            variants.append(dataclasses.replace(variant, variant_of=default.name, supports=supports))
     return [*rows, row("segment sum, Triton", _not_summed, _summed_cost, partial(_run_summed, kernels)), *variants]
 
 

@@ -105,6 +105,12 @@ class PartialPlan:
     recomputed: bool
     vector: Vector
 
+    def is_as_good_as(self, other: PartialPlan) -> bool:
+        """Whether both are saved, or both recomputed, and no entry of this plan's vector is larger."""
+        return self.recomputed == other.recomputed and all(
+            mine <= theirs for mine, theirs in zip(self.vector, other.vector, strict=True)
+        )
+
 
 # The best partial plans for one set of operands and one status, and those for each status.
 Front = list[PartialPlan]
@@ -464,18 +470,9 @@ class Search:
     def insert(self, front: Front, partial: PartialPlan) -> None:
         """Insert a partial plan into a Pareto front unless another is as good; drop those that it dominates."""
         for other in front:
-            if (
-                other.recomputed == partial.recomputed
-                and all(o <= p for o, p in zip(other.vector, partial.vector, strict=True))
-                and (other.vector != partial.vector or other.key <= partial.key)
-            ):
+            if other.is_as_good_as(partial) and (other.vector != partial.vector or other.key <= partial.key):
                 return
-        front[:] = [
-            other
-            for other in front
-            if other.recomputed != partial.recomputed
-            or not all(p <= o for p, o in zip(partial.vector, other.vector, strict=True))
-        ]
+        front[:] = [other for other in front if not partial.is_as_good_as(other)]
         front.append(partial)
         if len(front) > self.front_limit:
             alike = sum(other.recomputed == partial.recomputed for other in front)

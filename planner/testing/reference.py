@@ -382,10 +382,12 @@ def _resolve(
     ranks = {name: q.ndim for name, q in index_arrays.items()}
     inputs = tuple(_expand(t, x.ndim, ranks) for t, x in zip(inputs, arrays, strict=True))
     brackets = [_expand_gather(g, ranks) for t in (*inputs, output) for g in t if isinstance(g, _Gather)]
-    joint_ellipsis = [
-        axis[1] + 1 for dims in (*inputs, *(g.axes for g in brackets)) for axis in dims if isinstance(axis, tuple)
-    ]
-    rank = max(joint_ellipsis, default=0) - 1 if ... in output else 0
+    ellipsis_dims = 0
+    for dims in (*inputs, *(bracket.axes for bracket in brackets)):
+        for axis in dims:
+            if isinstance(axis, tuple):
+                ellipsis_dims = max(ellipsis_dims, axis[1] + 1)
+    rank = ellipsis_dims - 1 if ... in output else 0
     output = _expand(output, len(output) + rank, ranks)
 
     extents = _extents(inputs, output, [x.shape for x in arrays], sizes, index_arrays)
