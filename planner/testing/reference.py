@@ -383,8 +383,8 @@ def _resolve(
     inputs = tuple(_expand(t, x.ndim, ranks) for t, x in zip(inputs, arrays, strict=True))
     brackets = [_expand_gather(g, ranks) for t in (*inputs, output) for g in t if isinstance(g, _Gather)]
     ellipsis_dims = 0
-    for dims in (*inputs, *(bracket.axes for bracket in brackets)):
-        for axis in dims:
+    for entries in (*inputs, *(bracket.axes for bracket in brackets)):
+        for axis in entries:
             if isinstance(axis, tuple):
                 ellipsis_dims = max(ellipsis_dims, axis[1] + 1)
     rank = ellipsis_dims - 1 if ... in output else 0
