@@ -115,7 +115,7 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
                 f"the spec must be a string, not {type(spec).__name__}; an example is 'ij, jk -> ik'"
             )
         spec, operands, letters = parse_sublists((spec, *operands))
-        request = request._replace(spec=spec, sizes=_lettered(request.sizes, letters))
+        request = request._replace(spec=spec, sizes=_replace_labels(request.sizes, letters))
     if isinstance(spec, str):
         parse(spec)
     framework = operands_framework(operands, indices)
@@ -195,7 +195,7 @@ def plan(
     operands = tuple(unpack_operands(spec, operands))
     if not isinstance(spec, (str, Spec)):
         spec, operands, letters = parse_sublists((spec, *operands))
-        sizes = _lettered(sizes, letters)
+        sizes = _replace_labels(sizes, letters)
     if backend is None:
         arrays = [x for x in (*operands, *indices.values()) if framework_of(x) is not None]
         if arrays:
@@ -300,7 +300,7 @@ def _check_names(call: Callable[..., Any], indices: Mapping[str, Any]) -> None:
             raise PlannerTypeError(f"{name!r} is not an option, and the name of an index array is one letter: {hint}")
 
 
-def _lettered(sizes: Any, letters: Mapping[Any, str]) -> Any:
+def _replace_labels(sizes: Any, letters: Mapping[Any, str]) -> Any:
     """Return `sizes=` of a call in sublist form with letters in place of labels."""
     if not isinstance(sizes, Mapping):
         return sizes

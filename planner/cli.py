@@ -36,7 +36,7 @@ def _shape(text: str) -> tuple[int, ...]:
         return tuple(int(size) for size in text.split("x")) if text != "-" else ()
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r:.80} is no shape: write 128x1x64, or - for a single number"
+            f"{text!r:.80} is not a shape: write 128x1x64, or - for a single number"
         ) from None
 
 
@@ -45,7 +45,7 @@ def _named_shape(text: str) -> tuple[str, tuple[int, ...]]:
     name, equals, shape = text.partition("=")
     if not equals or len(name) != 1 or not is_letter(name):
         raise argparse.ArgumentTypeError(
-            f"{text!r:.80} is no shape of an index array: write q=128; index arrays are named by single letters"
+            f"{text!r:.80} is not a shape of an index array: write q=128; index arrays are named by single letters"
         )
     return name, _shape(shape)
 
@@ -55,11 +55,11 @@ def _named_size(text: str) -> tuple[str, int]:
     # Split by position instead of `partition`: an axis may be called "=".
     name, equals, size = text[:1], text[1:2], text[2:]
     if equals != "=" or not is_axis(name):
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is no size of an axis or index array: write d=100")
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a size of an axis or index array: write d=100")
     try:
         return name, int(size)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{size!r:.80} is no size: write d=100") from None
+        raise argparse.ArgumentTypeError(f"{size!r:.80} is not a size: write d=100") from None
 
 
 def _by_letter(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """One line on stderr that is overwritten again and again; if stderr is no terminal, nothing is written.
+    """One line on stderr that is overwritten again and again; if stderr is not a terminal, nothing is written.
 
     Args:
         total: how often the bar will be called.

@@ -69,7 +69,7 @@ class Tradeoff:
         """Draw peak against time: one point for each plan, coloured by its retained bytes.
 
         Args:
-            path: the file to save the drawing to; None to save none. The ending tells the format.
+            path: the file to save the drawing to; None to save none. Its ending sets the format.
 
         Returns:
             The matplotlib axes.
@@ -125,7 +125,7 @@ def tradeoff(
     Args:
         spec: as in `plan`, and so are all other arguments.
         *operands: arrays, `Operand` stand-ins, or shapes (float32).
-        sizes: sizes that the operands do not tell.
+        sizes: sizes that do not follow from the operands.
         optimize: how trees are found. An explicit path holds for all plans. Nothing is measured here.
         memory_limit: only plans whose peak is within it.
         retain_limit: only plans that retain no more.

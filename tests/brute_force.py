@@ -57,7 +57,7 @@ def every_tree(problem: SearchSpace, most: int = 10**9) -> list[Tree]:
         yield Grown(tree, network.open, term)
 
     def step(terms, output):
-        return network.restricted(dataclasses.replace(network.spec, inputs=tuple(terms), output=output))
+        return network.restrict(dataclasses.replace(network.spec, inputs=tuple(terms), output=output))
 
     def value(operands: int, grown: Grown) -> Value:
         return Value(operands, grown.status)
@@ -115,7 +115,7 @@ def finished(network: Network, grown: Grown, dtype: str) -> Tree:
     if len(network.leaves) == 1 and not network.gathers:
         return grown.tree
     spec = dataclasses.replace(network.spec, inputs=(grown.order,), output=network.result)
-    return Node(Einsum(network.restricted(spec), dtype), (grown.tree,))
+    return Node(Einsum(network.restrict(spec), dtype), (grown.tree,))
 
 
 def every_order(tree: Tree, field: str) -> Iterator[Tree]:

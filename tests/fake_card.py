@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from planner.bench.card import Comparison, serve
+from planner.bench.card import CardComparison, serve
 
 
 class Fake:
@@ -42,7 +42,7 @@ class Fake:
 
     def two(self):
         print("a library prints")
-        yield Comparison("sum", {"planner": len, "other": None}, 8.0)
+        yield CardComparison("sum", {"planner": len, "other": None}, 8.0)
 
     def seconds(self, program):
         if program is None:

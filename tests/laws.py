@@ -184,7 +184,7 @@ def asked(engine, problem, run, *more, expected):
     operands, indices = engine.operands(problem), engine.indices(problem)
     inexact = problem.output_gradient().dtype.kind in "fc"
     if engine.name == "jax" and problem.index_mode == "raise" and not inexact:
-        # Under jit no NaN could mark a bad index: such calls are refused, where the array is no constant.
+        # Under jit no NaN could mark a bad index: such calls are refused, unless the array is a constant.
         asks = (lambda xs, *more: run(xs, indices, *more)), (operands, *more)
     else:
         asks = run, (operands, indices, *more)

@@ -38,7 +38,7 @@ class Case:
         sizes: as of `planner.contract`.
         explicit: whether the axes of the mesh are in the types of arrays.
         nan: whether a row that no index names holds NaN.
-        uneven: whether sizes are no multiples of the parts: then arrays are split inside of the program.
+        uneven: whether sizes are not multiples of the parts: then arrays are split inside of the program.
     """
 
     spec: str
@@ -179,7 +179,7 @@ def test_cases_are_what_they_claim():
     assert ("all-reduce", 8) in run("taken last n x").exchanged  # the mask of a pool of 8 rows
 
 
-# -- what is no case: transforms, loops, dtypes, and what types say and refuse ---------------------------
+# -- what is not a case: transforms, loops, dtypes, and what types say and refuse ------------------------
 
 RNG = np.random.default_rng(0)
 MESH = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))

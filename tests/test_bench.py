@@ -38,7 +38,7 @@ def clock(monkeypatch):
 def test_rounds_are_interleaved_and_end_with_the_budget(clock):
     ran = []
     programs = {name: partial(clock.run, 0.03, ran, name) for name in "ab"}
-    times = timing.interleaved(programs, "torch", QUICK)
+    times = timing.time_in_turn(programs, "torch", QUICK)
     # One round to see how long they take, then three are made however little time there is.
     assert ran == ["a", "b"] * 4
     assert [len(seconds) for seconds in times.values()] == [3, 3]
@@ -47,7 +47,7 @@ def test_rounds_are_interleaved_and_end_with_the_budget(clock):
 def test_short_runs_are_averaged_over_many(clock):
     ran = []
     programs = {name: partial(clock.run, seconds, ran, name) for name, seconds in (("short", 0.001), ("long", 0.03))}
-    times = timing.interleaved(programs, "torch", QUICK)
+    times = timing.time_in_turn(programs, "torch", QUICK)
     assert ran.count("long") == 1 + 2 * 3, "each is warmed and timed"
     assert ran.count("short") > 3 * 5
     assert times["short"] == pytest.approx([0.001] * 3)

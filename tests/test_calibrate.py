@@ -25,9 +25,9 @@ MEASURED = dataclasses.replace(CPU, flop_rate=3e11, source="measured in a test")
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("PLANNER_CACHE", str(tmp_path))
-    rates.stored_rates.cache_clear()
+    rates.load_rates.cache_clear()
     yield tmp_path
-    rates.stored_rates.cache_clear()
+    rates.load_rates.cache_clear()
 
 
 def test_what_is_written_is_read():

@@ -12,8 +12,8 @@ from planner.demo import command
 from planner.demo.answers import answers
 from planner.demo.cases import cases
 from planner.demo.report import Comparison, bytes_text, gain_line, header, line, seconds_text, table
-from planner.demo.runs import EFFORTS, RUNS, Figures, Row, Run, differences, extrapolate, measure_case
-from planner.demo.ways import OURS, Part, Way
+from planner.demo.runs import EFFORTS, RUNS, Row, Run, WayFigures, differences, extrapolate, measure_case
+from planner.demo.ways import OURS, Excerpt, Way
 from planner.workloads import WORKLOADS
 
 FRAMEWORKS = [name for name in installed_frameworks() if name != "numpy"]
@@ -34,7 +34,7 @@ def _case(framework, name, scale="quick"):
 
 def _rows(case, seconds_of):
     """Rows with made-up figures: a megabyte each, and the times that a function of the way says."""
-    return [Row(case, way, Figures(seconds_of(way), 1e6, seconds_of(way), 1e6, 0), "") for way in case.ways]
+    return [Row(case, way, WayFigures(seconds_of(way), 1e6, seconds_of(way), 1e6, 0), "") for way in case.ways]
 
 
 def test_the_demo_runs_a_seed_and_says_that_all_is_equal(framework, capsys):
@@ -116,14 +116,14 @@ def test_the_main_cases_are_a_part_of_all_and_have_their_authors_sizes(framework
 
 def test_a_part_is_extrapolated_in_proportion_but_for_its_constant_share():
     # bytes: 100 constant and 10 a row; seconds: 2 a row
-    figures = {rows: Figures(2 * rows, 100 + 10 * rows, 2 * rows, 100 + 10 * rows, 10 * rows) for rows in (4, 8, 64)}
+    figures = {rows: WayFigures(2 * rows, 100 + 10 * rows, 2 * rows, 100 + 10 * rows, 10 * rows) for rows in (4, 8, 64)}
     assert extrapolate(figures[8], figures[4], 64 / 8) == dataclasses.replace(figures[64], extrapolated=True)
 
 
 @pytest.mark.parametrize("in_proportion", [True, False])
 def test_a_way_that_runs_on_a_part_says_so(framework, in_proportion):
     case = _case(framework, "seed-outer-and-matmul")
-    part = Way("slow", case.ways[0].call, Part("i", 4, backward_in_proportion=in_proportion))
+    part = Way("slow", case.ways[0].call, Excerpt("i", 4, backward_in_proportion=in_proportion))
     _, row = measure_case(dataclasses.replace(case, ways=(case.ways[0], part)), "quick")
     assert row.figures.extrapolated
     assert math.isnan(row.figures.gradient_seconds) is not in_proportion
@@ -143,7 +143,7 @@ def test_answers_turn_with_the_figures(ours, verdict, framework):
 def test_a_way_that_is_faster_forward_is_named(framework):
     case = _case(framework, "seed-gathered-matmul")
     for ours, said in ((0.5, False), (2.0, True)):
-        figures = {True: Figures(ours, 1e6, 3, 1e6, 0), False: Figures(1, 2e6, 4, 2e6, 0)}
+        figures = {True: WayFigures(ours, 1e6, 3, 1e6, 0), False: WayFigures(1, 2e6, 4, 2e6, 0)}
         rows = [Row(case, way, figures[way.label == OURS], "") for way in case.ways]
         (answer,) = answers([Comparison.of(rows)])
         assert answer.text.startswith("Yes, both at once.")
@@ -167,7 +167,7 @@ def test_the_largest_gain_comes_first_and_no_line_is_too_wide(framework):
     assert [text.split()[-5] for text in lines[2:]] == ["8x", "4x", "2x"]
     for scale in SCALES:
         for case in cases(framework, scale):
-            figures = Figures(*[1.234e-4, 1.234e8] * 2, 1.234e8, extrapolated=True)
+            figures = WayFigures(*[1.234e-4, 1.234e8] * 2, 1.234e8, extrapolated=True)
             wide = [Row(case, way, figures, "") for way in case.ways]
             comparison = Comparison.of(wide)
             texts = [header(case), *map(line, wide), gain_line(comparison), table([comparison])]
@@ -194,7 +194,7 @@ class _Clocked:
 
     def once(self):
         self.asked += 1
-        return (np.zeros(2),), Figures(self.seconds, 1, self.seconds, 1, 0, once=True)
+        return (np.zeros(2),), WayFigures(self.seconds, 1, self.seconds, 1, 0, once=True)
 
     def forward(self):
         return None

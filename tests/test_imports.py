@@ -197,7 +197,7 @@ def test_no_module_imports_itself_over_others():
 
 @pytest.mark.parametrize("folder", dict.fromkeys(path.parent for path in TREES), ids=_named)
 def test_a_folder_has_few_modules_and_says_what_it_is_for(folder):
-    # `__init__` and what users start are no modules of it.
+    # `__init__` and what users start do not count as modules of it.
     modules = [path for path in TREES if path.parent == folder and not path.stem.startswith("__")]
     assert len(modules) <= MOST_MODULES
     if folder.name in ("backends", "kernels"):  # roots without code of their own; see test_packaging

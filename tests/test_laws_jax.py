@@ -145,7 +145,7 @@ COPIES = {
         ("bcd, b -> cd", ((64, 48, 40), (64,)), 4 * 48 * 40),  # einsum copies the first operand, 64 times that
         ("cab, ca -> b", ((48, 32, 64), (48, 32)), 4 * 48 * 32),
     ],
-    # A vector in the middle is no copy. Einsum would copy the matrices.
+    # A vector in the middle is not a copy. Einsum would copy the matrices.
     "multiply, then sum": [
         ("ikj, kj -> ik", ((50, 200, 10), (200, 10)), 0),
         ("jk, ijkl -> il", ((20, 30), (10, 20, 30, 40)), 0),

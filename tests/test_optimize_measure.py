@@ -409,7 +409,7 @@ def test_a_tiling_that_fails_is_left_out(monkeypatch, on_card):
     rows = planner.program.frameworks.load_backend("torch").table.rows
 
     def fails(*_):
-        raise Exception("out of resources: shared memory")  # noqa: TRY002  # Triton's errors are no RuntimeErrors
+        raise Exception("out of resources: shared memory")  # noqa: TRY002  # Triton's errors are not RuntimeErrors
 
     for name, row in rows.items():
         if row.variant_of:

@@ -62,8 +62,8 @@ def test_what_parses(text, inputs, output):
 
 
 CARETS = [
-    ("ij,jk->ik->il", 9, "the output is one term"),
-    ("ij->i,j", 5, "the output is one term"),
+    ("ij,jk->ik->il", 9, "text after the output term"),
+    ("ij->i,j", 5, "text after the output term"),
     ("ij-k", 2, "'-' must be followed by '>'"),
     ("ij>k", 2, "'>' must follow '-'"),
     ("i..j", 1, "three dots"),
@@ -74,7 +74,7 @@ CARETS = [
     ("ij[k->i", 2, "never closed: add ']'"),
     ("ij, [k]->i", 4, "needs the letter of its index array"),
     ("ij]->i", 2, r"no '\[' before it"),
-    ("q[p[n]]->n", 3, "a bracket holds axes only"),
+    ("q[p[n]]->n", 3, "a bracket may hold only axes"),
     ("i1->i", 1, "'1' cannot name an axis: an axis is one character other than"),
     ("µ[a]->a", 0, r"index arrays are keyword arguments, and Python reads this one as 'μ' \(NFKC"),
     ("b,aﬁ[a]->a", 3, "as 'fi'"),
@@ -118,7 +118,7 @@ def test_letters_enough_for_any_spec():
     assert all(map(is_letter, letters))
 
 
-# -- axes that are no letters ------------------------------------------------------------------------------
+# -- axes that are not letters -----------------------------------------------------------------------------
 
 # What `get_symbol` gives first: latin letters; letters with accents, × and ÷; beyond 500 all kinds of characters.
 SYMBOLS = st.one_of(st.integers(0, 60), st.integers(52, 400), st.integers(400, 19_999)).map(opt_einsum.get_symbol)

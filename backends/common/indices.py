@@ -55,7 +55,7 @@ class PreparedIndex:
 
 
 def check_index_dtype(name: str, dtype: str) -> None:
-    """Refuse an index array whose dtype is no integer.
+    """Refuse an index array whose dtype is not an integer.
 
     Raises:
         PlannerError: it is none; the message names the array.

@@ -73,7 +73,7 @@ class Kernels:
         label: the end of the names of the grouped rows.
         kinds: kinds of device that the kernels run on; None for all.
         capabilities: compute capabilities of cards that they run on, times ten; None for all.
-        refuses: tells why they cannot run a step, for a reason other than its form.
+        refuses: returns why they cannot run a step, for a reason other than its form.
         hand_over: a function that is applied to operands before gradient kernels; in torch it conjugates them.
     """
 
@@ -182,7 +182,11 @@ def _layouts(find: Callable[[Spec], GroupedForm | PooledForm | str], op: Op) -> 
     form = find(op.spec)
     assert not isinstance(form, str)
     _, results = views_of(op, form)
-    return tuple(reordered([e for group in groups for e in group], term, op.spec) for term, groups in results)
+    layouts = []
+    for term, groups in results:
+        order = [entry for group in groups for entry in group]
+        layouts.append(reordered(order, term, op.spec))
+    return tuple(layouts)
 
 
 def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]:
@@ -217,7 +221,7 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]
 
 
 def _not_grouped(pair: bool, outer: bool, op: Op) -> str | None:
-    """Return why a step is no grouped product of the wanted kind, or None if it is one."""
+    """Return why a step is not a grouped product of the wanted kind, or None if it is one."""
     if isinstance(op, Cast) or len(op.spec.inputs) != 2 or isinstance(op, JointGradient) != pair:
         return "the step is of another kind"
     form = grouped_form(op.spec)
@@ -266,7 +270,7 @@ def _run_pair(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tu
 
 
 def _not_pooled(op: Op) -> str | None:
-    """Return why a step is no pooled dot, or None if it is one."""
+    """Return why a step is not a pooled dot, or None if it is one."""
     if isinstance(op, Cast) or len(op.spec.inputs) != 2:
         return "the step is of another kind"
     form = pooled_form(op.spec)

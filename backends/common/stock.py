@@ -215,6 +215,17 @@ def _make_writer(ops: ArrayOps, axes: tuple[str, ...], spec: Spec) -> Access:
 
     Rows that a bracket sends to the same place are added up. An axis that the output has twice is written on the
     diagonal. Along an output axis that the array lacks, it is repeated.
+
+    For example, an array with axes `jn` is written into `q[n]kjj`, where q, k and j have sizes 4, 2 and 3:
+
+        missing = (k,)               the array is repeated along k, and then has the axes (k, j, n)
+        indexed = (0, 2, 3)          the result's dimensions that are written at positions: q[n], j, j
+        other_dims = [1]             its other dimensions: k
+        rows = (n, j)                the axes along which the positions differ
+        order = [2, 1, 0]            permutes (k, j, n) to the rows, then the other axes: (n, j, k)
+        written_dims = (0, 2, 3, 1)  the result's dimensions in the order in which they are written: q[n], j, j, k
+        shape = (4, 3, 3, 2)         their sizes
+        back = [0, 3, 1, 2]          permutes them to the order of the result: q[n], k, j, j
     """
     term, sizes = spec.output, dict(spec.sizes)
     plain, in_brackets, indexed = plain_axes(term), term_axes(term_gathers(term)), indexed_dims(term)
@@ -297,7 +308,11 @@ def matmul_product(
     swapped = out != (*form.batch, *left, *right) and out == (*form.batch, *right, *left)
     if swapped:
         terms, left, right = terms[::-1], right, left
-    batch, m, n, k = (math.prod(sizes[axis] for axis in g) for g in (form.batch, left, right, form.contracted))
+
+    def joint_size(axes: tuple[str, ...]) -> int:
+        return math.prod(sizes[axis] for axis in axes)
+
+    batch, m, n, k = joint_size(form.batch), joint_size(left), joint_size(right), joint_size(form.contracted)
     lead = (batch,) if form.batch else ()
     first = view(terms[0], (*form.batch, *left, *form.contracted), (*lead, m, k))
     second = view(terms[1], (*form.batch, *form.contracted, *right), (*lead, k, n))

@@ -25,8 +25,8 @@ def stock_layout(op: Op) -> tuple[int, Layout | None]:
     spec = op.spec
     layouts = op.layouts or (None,) * len(spec.inputs)
     if isinstance(op, Cast):
-        told = layouts[0] is None or not layouts[0].repeated
-        return 0, without_gaps(layouts[0]) if told else scattered(spec.output_shape)
+        keeps_order = layouts[0] is None or not layouts[0].repeated
+        return 0, without_gaps(layouts[0]) if keeps_order else scattered(spec.output_shape)
     copied, read = 0, []
     for number, layout in enumerate(layouts):
         elements, axes, layout = _read(number, layout, spec)

@@ -210,7 +210,7 @@ class JaxBackend(Backend):
         arrays += [(f"index array {n!r}", getattr(q, "values", q)) for n, q in indices.items()]
         for label, x in arrays:
             if isinstance(x, jax.core.Tracer):
-                raise PlannerError(f"{label} is traced, so nothing can be measured: call it outside of jit and grad")
+                raise PlannerError(f"{label} is traced: cannot measure inside jit or grad; call it outside")
             if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
                 raise PlannerError(f"{label} is on several devices: measure on one device, with jax.device_put")
 

@@ -163,9 +163,11 @@ def _call(
 
     def split_of(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> dict[Entry, tuple[str, ...]]:
         """Return over which axes of the mesh each entry is split. Operands decide first, then results."""
-        split = choose_splits(spec, [(term, _placed(x, mesh)) for term, x in zip(terms, arguments, strict=True)])
+        split = choose_splits(
+            spec, [(term, _find_placement(x, mesh)) for term, x in zip(terms, arguments, strict=True)]
+        )
         return choose_splits(
-            spec, [(term, _placed(x, mesh)) for term, x in zip(outputs, results, strict=bool(results))], split
+            spec, [(term, _find_placement(x, mesh)) for term, x in zip(outputs, results, strict=bool(results))], split
         )
 
     def shardings(mesh: Any, split: Split, terms: Sequence[Term]) -> tuple[Any, ...]:
@@ -206,7 +208,7 @@ def _lower_without_locations(function: Callable[..., Any]) -> None:
         weakref.finalize(function, jax.config.update, name, before)
 
 
-def _placed(x: Any, mesh: Any) -> Placement:
+def _find_placement(x: Any, mesh: Any) -> Placement:
     """Return how XLA has placed an array on a mesh: for each dimension, the axes that it is split over.
 
     A dimension that is split over a part of an axis counts as not split.
@@ -287,7 +289,7 @@ class _Part:
         """Zero the padding of a slice, which could hold anything. Sizes that do not divide evenly are padded."""
         for dim, entry in enumerate(term):
             if self._uneven(entry):
-                x = OPS.select(self._occupied(entry, dim, x.ndim), x, 0)
+                x = OPS.select(self._mask_data(entry, dim, x.ndim), x, 0)
         return x
 
     def indices(self, given: Indices, index_mode: str) -> tuple[dict[Gather, Any], str]:
@@ -305,7 +307,7 @@ class _Part:
             is_local = (whole >= start) & (whole < start + size) & (whole < gather.size)
             for dim, axis in enumerate(gather.axes):
                 if self._uneven(axis):
-                    is_local &= self._occupied(axis, dim, whole.ndim)
+                    is_local &= self._mask_data(axis, dim, whole.ndim)
             local_indices[local_gather(gather, self.parts)] = jnp.where(is_local, whole - start, size)
         return local_indices, "drop"
 
@@ -317,8 +319,8 @@ class _Part:
         size = -(-self.spec.size(entry) // self.parts.get(entry, 1))
         return (lax.axis_index(self.split[entry]) * size if entry in self.split else 0), size
 
-    def _occupied(self, entry: Entry, dim: int, ndim: int) -> Any:
-        """Return a mask of the places of a slice that are no padding, along a dimension of an array."""
+    def _mask_data(self, entry: Entry, dim: int, ndim: int) -> Any:
+        """Return a mask along a dimension of an array: true where a slice holds data, false where it is padding."""
         start, size = self._start(entry)
-        occupied = jnp.arange(size) < self.spec.size(entry) - start
-        return jnp.expand_dims(occupied, [d for d in range(ndim) if d != dim])
+        holds_data = jnp.arange(size) < self.spec.size(entry) - start
+        return jnp.expand_dims(holds_data, [d for d in range(ndim) if d != dim])

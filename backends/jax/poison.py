@@ -55,12 +55,21 @@ def _bad_mask(gather: Gather, bad: Any, term: Term, spec: Spec) -> Any:
     distinct = tuple(dict.fromkeys(plain))
     mask = jnp.transpose(bad, [axes.index(e) for e in distinct if e in axes])
     first = {e: term.index(e) for e in distinct}
-    mask = mask.reshape([sizes[str(e)] if e in axes and first[str(e)] == d else 1 for d, e in enumerate(term)])
+    shape = [1] * len(term)
+    for dim, e in enumerate(term):
+        if e in axes and dim == first[str(e)]:
+            shape[dim] = sizes[str(e)]
+    mask = mask.reshape(shape)
     for dim, e in enumerate(term):
         if e in axes and dim != first[str(e)]:  # along a repeated axis the index decides the diagonal only
             positions = jnp.arange(sizes[str(e)])
-            along_first, along_dim = (
-                positions.reshape([-1 if d == at else 1 for d in range(len(term))]) for at in (first[str(e)], dim)
-            )
-            mask = mask & (along_first == along_dim)
+            is_diagonal = _along(positions, first[str(e)], len(term)) == _along(positions, dim, len(term))
+            mask = mask & is_diagonal
     return mask
+
+
+def _along(vector: Any, dim: int, ndim: int) -> Any:
+    """Return a vector with `ndim` dimensions, of which all but one have size 1."""
+    shape = [1] * ndim
+    shape[dim] = -1
+    return vector.reshape(shape)

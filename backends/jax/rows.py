@@ -154,7 +154,7 @@ def _not_summed(op: Op) -> str | None:
     """Return why a product is not better multiplied and summed element by element; None if it is."""
     form = None if not isinstance(op, Einsum) else product_form(op.spec)
     if form is None or not form.contracted or op.dtype == "bool":
-        return "the step is no sum of products"
+        return "the step is not a sum of products"
     if 1 not in form.sizes[1:3]:
         return "both operands have rows or columns of their own"
     first, second = ([e for e in term if op.spec.size(e) != 1] for term in op.spec.inputs)
@@ -175,15 +175,16 @@ def _summed_cost(op: Op, device: Device) -> StepCost:
 
 def _run_summed(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     """Multiply in the order of the operand with more axes, so that XLA copies none of it, and sum in the same loop."""
-    names = {axis: number for number, (axis, _) in enumerate(op.spec.sizes)}
-    *terms, out = ([names[str(e)] for e in term] for term in op.spec.terms)
-    large = max(terms, key=len)
-    order = [*large, *(axis for term in terms for axis in term if axis not in large)]
-    first, second = (
-        _spread(x.astype(accumulator(x.dtype)), term, order) for x, term in zip(inputs, terms, strict=True)
-    )
-    total = jnp.sum(first * second, axis=tuple(place for place, axis in enumerate(order) if axis not in out))
+    a, b = inputs
+    numbers = {axis: number for number, (axis, _) in enumerate(op.spec.sizes)}
+    axes_a, axes_b, out = ([numbers[str(e)] for e in term] for term in op.spec.terms)
+    large, small = (axes_a, axes_b) if len(axes_a) >= len(axes_b) else (axes_b, axes_a)
+    order = [*large, *(axis for axis in small if axis not in large)]
+    a = _spread(a.astype(accumulator(a.dtype)), axes_a, order)
+    b = _spread(b.astype(accumulator(b.dtype)), axes_b, order)
+    summed = tuple(place for place, axis in enumerate(order) if axis not in out)
     kept = [axis for axis in order if axis in out]
+    total = jnp.sum(a * b, axis=summed)
     return (jnp.transpose(total, [kept.index(axis) for axis in out]).astype(inputs[0].dtype),)
 
 

@@ -16,7 +16,7 @@ from planner.backends.common.stock import Product, matmul_product
 from planner.backends.common.stock_rows import picoseconds, runs_of, stock_cost, stock_kind, stock_rows
 from planner.cost.device import CPU, Device
 from planner.cost.figures import StepCost
-from planner.cost.rates import stored_rates
+from planner.cost.rates import load_rates
 from planner.language.dtypes import accumulator
 from planner.language.errors import PlannerError
 from planner.language.spec import Gather, Operand, Spec, term_axes
@@ -109,7 +109,7 @@ class NumpyBackend(Backend):
 
     def device(self, operands: Sequence[Any]) -> Device:
         """Return the rates of the machine."""
-        return stored_rates(CPU, "numpy", np.__version__)
+        return load_rates(CPU, "numpy", np.__version__)
 
     def check_index(self, name: str, index: Any) -> None:
         """Refuse an index array that is not of integers."""
@@ -139,7 +139,9 @@ class NumpyBackend(Backend):
     def bind(self, plan: PlanRecord) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan."""
         if plan.programs.backward is not None:
-            raise PlannerError("numpy computes no gradients: plan without requires_grad, or use torch or jax")
+            raise PlannerError(
+                "the NumPy backend does not compute gradients; plan without requires_grad, or use torch or jax"
+            )
         resolved = plan.resolved
         whole = self._program(plan)
 

@@ -52,7 +52,7 @@ def _split(
     return arrays[:count], {n: prepared[n] if n in prepared else next(loose) for n in executable.arrays}
 
 
-def _owned(result: Tensor, arrays: Sequence[Tensor]) -> Tensor:
+def _detach_fresh_view(result: Tensor, arrays: Sequence[Tensor]) -> Tensor:
     """Return a Function's result, detached if it is a view of a tensor that the Function allocated.
 
     Torch refuses in-place operations on views that a Function returns. For a view of an argument that is right, since a
@@ -73,7 +73,7 @@ class _Contract(torch.autograd.Function):
         result, kept = run_forward(executable, operands, indices)
         if any(result is x for x in arrays):
             result = result.view_as(result)
-        return (_owned(result, arrays), *kept)
+        return (_detach_fresh_view(result, arrays), *kept)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -132,7 +132,7 @@ class _Gradient(torch.autograd.Function):
         operands, indices = _split(executable, prepared, saved[: count + arrays])
         kept = saved[count + arrays :]
         gradients = run_backward(executable, gradient, operands, indices, kept)
-        return tuple(_owned(g, (gradient, *saved)) for g in gradients if g is not None)
+        return tuple(_detach_fresh_view(g, (gradient, *saved)) for g in gradients if g is not None)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -27,7 +27,7 @@ from planner.backends.torch.ops import dataless, not_dense, promote
 from planner.backends.torch.rows import make_table
 from planner.backends.torch.runner import runner
 from planner.cost.device import CPU, GPU, Device, gpu_preset
-from planner.cost.rates import cpu_name, stored_rates
+from planner.cost.rates import cpu_name, load_rates
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.spec import Gather, Operand
 from planner.program.implementations import Backend, Stepwise
@@ -58,7 +58,7 @@ class TorchBackend(Backend):
         return Operand(shape, str(array.dtype).removeprefix("torch."), strides, needs)
 
     def signature(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
-        """Return all that a plan depends on, in microseconds; an AttributeError says that something is no tensor."""
+        """Return all that a plan depends on, in microseconds. Raise an AttributeError if something is not a tensor."""
         key: list[Any] = [grad_enabled(), transform() is None, autocasts(), self.pins_tiles()]
         try:
             for x in operands:
@@ -87,7 +87,7 @@ class TorchBackend(Backend):
         """Return the rates of the machine that the operands are on."""
         first = next((x.device for x in operands if isinstance(x, Tensor)), None)
         if first is None or first.type == "cpu":
-            return stored_rates(CPU, "torch", str(torch.__version__), cpu_name(torch.get_num_threads()))
+            return load_rates(CPU, "torch", str(torch.__version__), cpu_name(torch.get_num_threads()))
         if first.type != "cuda":
             return GPU
         return _card(first)
@@ -165,12 +165,12 @@ class TorchBackend(Backend):
     def refuse_dataless(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> None:
         """Refuse meta tensors, fake tensors, and calls under a transform or a compiler."""
         if transformed() or torch.compiler.is_compiling():
-            raise PlannerError("inside of a transform or a compiled function nothing can be measured: call it outside")
+            raise PlannerError("cannot measure inside a transform or a compiled function; call it outside")
         arrays = [(f"operand {number}", x) for number, x in enumerate(operands)]
         arrays += [(f"index array {n!r}", getattr(q, "values", q)) for n, q in indices.items()]
         for label, x in arrays:
             if isinstance(x, Tensor) and dataless(x):
-                raise PlannerError(f"{label} is a meta or fake tensor, on which nothing can be measured: give values")
+                raise PlannerError(f"{label} is a meta or fake tensor: it has no values to measure; pass a real tensor")
 
     def stepwise(
         self,
@@ -213,7 +213,7 @@ def _run_moves(run: Callable[..., Any], dtype: str, operands: Sequence[Any], ind
 def _card(device: torch.device) -> Device:
     """Return the rates of a graphics card, with its compute capability."""
     product, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    rates = stored_rates(gpu_preset(product), "torch", str(torch.__version__), product)
+    rates = load_rates(gpu_preset(product), "torch", str(torch.__version__), product)
     return dataclasses.replace(rates, capability=10 * capability[0] + capability[1])
 
 

@@ -71,22 +71,19 @@ def _grouped_cost(op: Op, device: Device) -> StepCost:
     g, size = form.gather.size or 0, itemsize(op.dtype)
     flops = spec_flops(op.spec) * op.products
     copied = flattened_bytes(op, form)
-    # The order and where groups begin; the sort's keys and sorted keys; four tables of tiles.
+    # Bytes of the order and the starts of groups, of the sort's keys and sorted keys, and of four tables of tiles.
     tables = 24 * n + TABLES * (g + 2)
     mapped = form.rows_b if form.outer else form.rows_out
     tables += sum(8 * n for rows in (form.rows_a, mapped) if rows != form.gather.axes)
-    if (
-        not (form.outer or isinstance(op, JointGradient)) and mapped != form.gather.axes
-    ):  # rows' products, then added to their targets
-        # They are added up in the order of their targets, which needs a second sort.
+    if not (form.outer or isinstance(op, JointGradient)) and mapped != form.gather.axes:
+        # The products of rows are added up in the order of their targets, which needs a second sort.
         tables += n * i * k * max(4, size) + 40 * n + math.prod(op.output_shapes[0]) * (4 if size < 4 else 0)
     fused = isinstance(op, JointGradient) and covers_pair(j, k)
     cut = PAIR_TERMS if fused else _CUT
     parts = 2 * (n * i // cut) * j * k * max(4, size) if form.outer or isinstance(op, JointGradient) else 0
     moved = op.bytes_touched() + 2 * copied + 16 * n
-    moved += (
-        n * i * k * size if isinstance(op, JointGradient) and not fused else 0
-    )  # the output's gradient is read twice
+    if isinstance(op, JointGradient) and not fused:
+        moved += n * i * k * size  # the output's gradient is read twice
     rate = device.product_rate(max(1, n * i // max(1, min(g, n))), j, k, op.dtype)
     seconds = max(_SLOWER * flops / rate, device.moving_seconds(moved))
     seconds += n * device.sort_row_seconds + LAUNCHES * (op.products - fused) * device.launch_seconds
@@ -167,10 +164,12 @@ def _run_strided(tiling: str, op: Op, inputs: Sequence[Any], index: Any) -> tupl
     form = product_form(op.spec)
     assert form is not None
     out = inputs[0].new_empty(op.spec.output_shape)
-    dims = [
-        [[term.index(axis) for axis in group] for group in groups]
-        for term, groups in zip(op.spec.terms, form.matrices, strict=True)
-    ]
+    dims: list[list[list[int]]] = []  # of each array, by group of axes
+    for term, groups in zip(op.spec.terms, form.matrices, strict=True):
+        dims_of_groups = []
+        for group in groups:
+            dims_of_groups.append([term.index(axis) for axis in group])
+        dims.append(dims_of_groups)
     _kernel("grouped_matmul.triton_grouped", "batched_matmul", tiling=tiling)(*inputs, out, dims)
     return (out,)
 
@@ -264,15 +263,14 @@ def cuda_rows() -> list[Implementation]:
         name = f"matmul without copies, Triton{', ' * bool(tiling)}{tiling}"
         return [*rows, row(name, _not_strided, _strided_cost, partial(_run_strided, tiling))]
 
-    def refuses(one: Implementation, tiling: str, op: Op) -> str | None:
-        return one.supports(op) or _same_tiles(tiling, op)
+    def refuses(default: Implementation, tiling: str, op: Op) -> str | None:
+        return default.supports(op) or _same_tiles(tiling, op)
 
-    rows = tiled()
-    variants = [
-        dataclasses.replace(other, variant_of=one.name, supports=partial(refuses, one, tiling))
-        for tiling in TILINGS
-        for one, other in zip(rows, tiled(tiling), strict=True)
-    ]
+    rows, variants = tiled(), []
+    for tiling in TILINGS:
+        for default, variant in zip(rows, tiled(tiling), strict=True):
+            supports = partial(refuses, default, tiling)
+            variants.append(dataclasses.replace(variant, variant_of=default.name, supports=supports))
     return [*rows, row("segment sum, Triton", _not_summed, _summed_cost, partial(_run_summed, kernels)), *variants]
 
 

@@ -31,7 +31,7 @@ from planner.program.tree import Leaf, Tree
 
 __all__ = ["NATIVE", "compile_native"]
 
-# A function from operands to the result. It ignores its second argument, the index arrays, which such a plan has not.
+# A function from operands to the result. It ignores its second argument, the index arrays: such a plan has none.
 Run = Callable[..., Tensor]
 # The implementation of each step of the backward program, by the step's spec; None if there is no backward program.
 Lowerings = Mapping[Spec, str] | None

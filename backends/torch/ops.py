@@ -195,4 +195,4 @@ def occurs(x: Tensor) -> bool:
 
 def finite(x: Tensor) -> bool:
     """Return whether all numbers are finite, or cannot be seen; the check is cheaper if their sum does not overflow."""
-    return dataless(x) or (not captured(x) and torch_pooled.finite(x.detach()))
+    return dataless(x) or (not captured(x) and torch_pooled.sum_is_finite(x.detach()))

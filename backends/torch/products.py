@@ -8,7 +8,7 @@ one result one by one, or are computed as a batch that is summed afterwards.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -250,16 +250,15 @@ def _summed_order(spec: Spec) -> tuple[str, ...]:
 def _summed_product(spec: Spec) -> Product:
     """Return the function that multiplies two operands element by element and sums."""
     sizes, order = dict(spec.sizes), _summed_order(spec)
-    *terms, out = (term_axes(term) for term in spec.terms)
-    first, second = (
-        viewing(
-            OPS.permute,
-            [t.index(e) for e in order if e in t],
-            [sizes[e] for e in t],
-            [sizes[e] if e in t else 1 for e in order],
-        )
-        for t in terms
-    )
+    first_axes, second_axes, out = (term_axes(term) for term in spec.terms)
+
+    def view_in_order(axes: tuple[str, ...]) -> Callable[[Any], Any]:
+        """Return the function that gives an operand all axes in order; those that it lacks have size 1."""
+        present = [e for e in order if e in axes]
+        shape = [sizes[e] if e in axes else 1 for e in order]
+        return viewing(OPS.permute, [axes.index(e) for e in present], [sizes[e] for e in axes], shape)
+
+    first, second = view_in_order(first_axes), view_in_order(second_axes)
     summed = tuple(dim for dim, e in enumerate(order) if e not in out)
     kept = [e for e in order if e in out]
     back = viewing(OPS.permute, [kept.index(e) for e in out], [sizes[e] for e in kept], [sizes[e] for e in out])

@@ -196,7 +196,7 @@ def _innermost_first(shape: Sequence[int], steps: Sequence[Sequence[int]]) -> li
 
 
 def _compare(first: int, second: int, shape: Sequence[int], steps: Sequence[Sequence[int]]) -> int:
-    """Return 1 if the second dimension is the inner one, -1 if the first is, 0 if no input tells."""
+    """Return 1 if the second dimension is the inner one, -1 if the first is, 0 if no input decides."""
     for along in steps:
         if along[first] == 0 or along[second] == 0:  # broadcast
             continue

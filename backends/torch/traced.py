@@ -2,7 +2,7 @@
 
 A compiler traces a call with tensors that have no values, and runs what it recorded later, on other tensors. So it
 records one operator for a plan's forward program and one for its backward program. The plan is an argument of the
-operator, as JSON. A rule tells the compiler the shapes and strides of the results, which the plan knows. The operators
+operator, as JSON. A rule gives the compiler the shapes and strides of the results, which the plan knows. The operators
 need no derivatives, because `planner.backends.torch.autograd` calls them inside its Functions.
 """
 

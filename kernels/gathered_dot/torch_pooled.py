@@ -84,7 +84,7 @@ def pooled_scores(query: Tensor, pool: Tensor, keys: IndexArray, share: int = 1)
 
 def pooled_query_gradient(g: Tensor, pool: Tensor, keys: IndexArray, share: int = 1) -> Tensor:
     """Return the gradient of the query `(B, Q, D)`, from dense weights; arguments as in `pooled_gradients`."""
-    if not finite(pool):
+    if not sum_is_finite(pool):
         return gathered_query_gradient(g, pool, keys)
     out = pool.new_zeros((*keys.values.shape[:2], pool.shape[2]))
     for b, q, weights in _weights(g, keys, pool.shape[1], share):
@@ -94,7 +94,7 @@ def pooled_query_gradient(g: Tensor, pool: Tensor, keys: IndexArray, share: int 
 
 def pooled_pool_gradient(g: Tensor, query: Tensor, keys: IndexArray, size: int, share: int = 1) -> Tensor:
     """Return the gradient of a pool `(B, size, D)`, from dense weights; arguments as in `pooled_gradients`."""
-    if not finite(query):
+    if not sum_is_finite(query):
         return gathered_pool_gradient(g, query, keys, size)
     out = query.new_zeros((query.shape[0], size, query.shape[2]), dtype=accumulator(query.dtype))
     for b, q, weights in _weights(g, keys, size, share):
@@ -119,7 +119,7 @@ def pooled_gradients(g: Tensor, query: Tensor, pool: Tensor, keys: IndexArray, s
         keys: `(B, Q, K)` integers.
         share: as in `pooled_scores`.
     """
-    if not (finite(query) and finite(pool)):
+    if not (sum_is_finite(query) and sum_is_finite(pool)):
         return gathered_gradients(g, query, pool, keys)
     grad_query = query.new_zeros(query.shape)
     grad_pool = pool.new_zeros(pool.shape, dtype=accumulator(pool.dtype))
@@ -331,7 +331,7 @@ def _act_on_block(act: Callable[[Place, Tensor], None], keys: IndexArray, b: sli
             act(at, _in_range(keys, block[at]))
 
 
-def finite(x: Tensor) -> bool:
+def sum_is_finite(x: Tensor) -> bool:
     """Whether the sum of all elements is finite; then no element is NaN or infinite.
 
     A sum that overflows, as float16 may, counts as not finite.

@@ -2,7 +2,7 @@
 
 `pallas_grouped` cuts the tiles. One program multiplies a block of a tile's rows by a block of its matrix's columns, or
 sums a block of one group's outer products over the group's tiles. The next blocks are copied to shared memory while the
-current ones are multiplied. Sizes that are no multiple of a block are padded with zeros. Sums are in float32.
+current ones are multiplied. Sizes that are not a multiple of a block are padded with zeros. Sums are in float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from planner.kernels.grouped_matmul.pallas_grouped import Platform
-from planner.kernels.grouped_matmul.pallas_tiles import GPU, Tiles
+from planner.kernels.grouped_matmul.pallas_tiles import GPU, RowTiles
 
 __all__ = ["KERNELS", "matrices_outer", "matrices_product"]
 
@@ -64,7 +64,7 @@ def matrices_product(
     return _call(body, shape, grid, (rows, columns), "planner_grouped_matmul")(group, live, a, c)[:, :m, :k]
 
 
-def matrices_outer(a: jax.Array, b: jax.Array, of: Tiles) -> jax.Array:
+def matrices_outer(a: jax.Array, b: jax.Array, of: RowTiles) -> jax.Array:
     """Sum `a[t]^T @ b[t]` over the tiles of each group; see `pallas_tpu.matrices_outer`."""
     j, k, size = a.shape[2], b.shape[2], of.starts.shape[0] - 1
     a, b = _pad(a), _pad(b)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from planner.kernels.grouped_matmul import jax_grouped
-from planner.kernels.grouped_matmul.pallas_tiles import Shape, Tiles, cut, gather_rows, put_back
+from planner.kernels.grouped_matmul.pallas_tiles import RowTiles, Shape, cut, gather_rows, put_back
 from planner.kernels.grouping.jax_grouping import Groups
 
 __all__ = ["Platform"]
@@ -32,7 +32,7 @@ class Platform(NamedTuple):
 
     shape: Shape
     product: Callable[..., jax.Array]
-    outer: Callable[[jax.Array, jax.Array, Tiles], jax.Array]
+    outer: Callable[[jax.Array, jax.Array, RowTiles], jax.Array]
 
     def grouped_matmul(
         self,

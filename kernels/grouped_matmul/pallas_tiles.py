@@ -18,7 +18,7 @@ from jax import lax
 
 from planner.kernels.grouping.jax_grouping import Groups
 
-__all__ = ["GPU", "TPU", "Shape", "Tiles", "cut", "gather_rows", "most_tiles", "put_back"]
+__all__ = ["GPU", "TPU", "RowTiles", "Shape", "cut", "gather_rows", "most_tiles", "put_back"]
 
 
 class Shape(NamedTuple):
@@ -113,7 +113,7 @@ def most_tiles(rows: int, each: int, groups: int, empty: bool = True) -> int:
     return named + (rows - named) // each
 
 
-class Tiles(NamedTuple):
+class RowTiles(NamedTuple):
     """The tiles of a grouping.
 
     Attributes:
@@ -129,7 +129,7 @@ class Tiles(NamedTuple):
     starts: jax.Array
 
 
-def cut(groups: Groups, rows: int, empty: bool = True) -> Tiles:
+def cut(groups: Groups, rows: int, empty: bool = True) -> RowTiles:
     """Cut the groups into tiles of `rows` rows; with `empty`, a group without rows has a tile too."""
     count, size = groups.order.shape[0], groups.offsets.shape[0] - 1
     starts, stops = groups.offsets[:-1], groups.offsets[1:]
@@ -143,7 +143,7 @@ def cut(groups: Groups, rows: int, empty: bool = True) -> Tiles:
     there = live[:, None] & (position < stops[group][:, None])
     row = groups.order.at[position].get(mode="clip") if count else position
     before = jnp.concatenate([ends - tiles, ends[-1:]])
-    return Tiles(group, live.astype(jnp.int32), jnp.where(there, row, count), before)
+    return RowTiles(group, live.astype(jnp.int32), jnp.where(there, row, count), before)
 
 
 def gather_rows(x: jax.Array, slot: jax.Array, source: jax.Array | None = None) -> jax.Array:
@@ -151,7 +151,7 @@ def gather_rows(x: jax.Array, slot: jax.Array, source: jax.Array | None = None) 
 
     Args:
         x: rows `(N, I, J)`.
-        slot: as in `Tiles`.
+        slot: as in `RowTiles`.
         source: the place of each row in x; None if row r is `x[r]`.
     """
     if source is not None:

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from planner.kernels.grouped_matmul.pallas_grouped import Platform
-from planner.kernels.grouped_matmul.pallas_tiles import TPU, Tiles
+from planner.kernels.grouped_matmul.pallas_tiles import TPU, RowTiles
 
 __all__ = ["KERNELS", "matrices_outer", "matrices_product"]
 
@@ -134,7 +134,7 @@ def _outer_kernel(group: Any, live: Any, a: Any, b: Any, out: Any, total: Any) -
         out[...] = total[...].astype(out.dtype)
 
 
-def matrices_outer(a: jax.Array, b: jax.Array, of: Tiles) -> jax.Array:
+def matrices_outer(a: jax.Array, b: jax.Array, of: RowTiles) -> jax.Array:
     """Sum `a[t]^T @ b[t]` over the tiles of each group.
 
     Args:

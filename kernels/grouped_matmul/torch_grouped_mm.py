@@ -1,9 +1,9 @@
 """Grouped products on CUDA by torch's own `grouped_mm`. The package states the contract, here without source or target.
 
 `grouped_mm` reads rows in the order of their groups, so the rows are copied into that order and the results are put
-back. It refuses matrices in some layouts, for example at addresses that are no multiple of 16. The Triton kernel takes
-those. On cards of capability 9.0 and 10.0 nothing waits for the device; on others torch copies the groups' sizes to the
-host.
+back. It refuses matrices in some layouts, for example at addresses that are not a multiple of 16. The Triton kernel
+takes those. On cards of capability 9.0 and 10.0 nothing waits for the device; on others torch copies the groups' sizes
+to the host.
 """
 
 from __future__ import annotations

@@ -16,7 +16,16 @@ from torch import Tensor
 from planner.kernels.grouped_matmul.triton_pair import both_gradients
 from planner.kernels.grouping.torch_grouping import Groups, accumulator, group_rows
 from planner.kernels.segment_sum.triton_sum import add_parts, grouped_sum
-from planner.kernels.tiled_product.triton_axes import Cut, Matrices, axis_of, cut, grid, most_tiles, packed, starts_of
+from planner.kernels.tiled_product.triton_axes import (
+    Cut,
+    Matrices,
+    axis_of,
+    count_pieces,
+    grid,
+    most_tiles,
+    packed,
+    starts_of,
+)
 from planner.kernels.tiled_product.triton_product import precision, product_kernel
 from planner.kernels.tiled_product.triton_tiles import Tiles, covers_pair, tiles_of
 
@@ -170,7 +179,7 @@ def rows_product(
     if rows * i * n:
         tiles = _tiles("rows", max(1, rows * i // max(1, groups)), n, k, a, b, out, tiling=tiling)
         step = tiles.m * tiles.chunk
-        tile_starts = starts_of(cut(starts, i, step))
+        tile_starts = starts_of(count_pieces(starts, i, step))
         count = most_tiles(rows * i, step, groups + drops)
         _launch(
             "rows",

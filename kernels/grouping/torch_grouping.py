@@ -83,7 +83,7 @@ class Piece:
         count: Number of groups.
         pad: Rows of each padded group; 0 if the groups have no rows.
         padded: Row numbers `(count * pad,)`; the padding of a group names some other row.
-        kept: Positions in `padded` that are no padding, in sorted order; None if there is no padding.
+        kept: Positions in `padded` that are not padding, in sorted order; None if there is no padding.
         rows: The row numbers at `kept`.
         first: Whether no earlier piece had rows of these groups. Only a single group is cut into several pieces, and
             these follow one another.

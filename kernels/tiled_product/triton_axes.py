@@ -11,7 +11,7 @@ from torch import Tensor
 
 from planner.kernels.grouping.torch_grouping import accumulator
 
-__all__ = ["Axis", "Cut", "Matrices", "axis_of", "cut", "grid", "most_tiles", "packed", "starts_of"]
+__all__ = ["Axis", "Cut", "Matrices", "axis_of", "count_pieces", "grid", "most_tiles", "packed", "starts_of"]
 
 
 class Axis(NamedTuple):
@@ -74,7 +74,7 @@ def grid(programs: int) -> tuple[int]:
     return (programs,)
 
 
-def cut(starts: Tensor, inner: int, step: int) -> Tensor:
+def count_pieces(starts: Tensor, inner: int, step: int) -> Tensor:
     """Return how many pieces of `step` terms each group is cut into; a row has `inner` terms."""
     return (starts.diff() * inner + (step - 1)).div(step, rounding_mode="floor")
 
@@ -109,7 +109,7 @@ class Cut(NamedTuple):
     @classmethod
     def of(cls, starts: Tensor, terms: int, inner: int, step: int) -> Cut:
         """Cut groups of `terms` terms in total into pieces of `step` terms; a row has `inner` terms."""
-        pieces = cut(starts, inner, step).clamp_min_(1)
+        pieces = count_pieces(starts, inner, step).clamp_min_(1)
         # A group that is cut has more terms than a step, and all of its pieces but one are full.
         slots = 2 * (terms // step)
         return cls(starts_of(pieces), starts_of(pieces * (pieces > 1)), slots, most_tiles(terms, step, len(starts) - 1))

@@ -28,7 +28,7 @@ from planner.kernels.segment_sum.triton_sum import sum_kernel
 from planner.kernels.tiled_product.triton_product import add_parts_kernel, product_kernel
 from planner.kernels.tiled_product.triton_tiles import TILINGS, Tiles, covers_pair, tiles_of
 
-__all__ = ["Built", "Case", "build", "cases", "markdown"]
+__all__ = ["Built", "KernelConfig", "build", "kernel_configs", "markdown"]
 
 _POINTEES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 _ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -42,7 +42,7 @@ _RESERVED = 1 << 10  # bytes of shared memory that CUDA reserves for each progra
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Case:
+class KernelConfig:
     """A kernel with the constants that it is compiled for.
 
     Attributes:
@@ -70,7 +70,7 @@ class Built:
 
     Attributes:
         arch: compute capability, times ten.
-        case: what was compiled.
+        config: what was compiled.
         instructions: the kinds of multiplications that it uses: "mma", "wgmma", "fma.f32", "fma.f64".
         registers: registers per thread.
         spilled: bytes of a thread's registers that are spilled to memory.
@@ -80,7 +80,7 @@ class Built:
     """
 
     arch: int
-    case: Case
+    config: KernelConfig
     instructions: tuple[str, ...]
     registers: int
     spilled: int
@@ -89,7 +89,7 @@ class Built:
     widest: int
 
 
-def cases(every: bool = False) -> Iterator[Case]:
+def kernel_configs(every: bool = False) -> Iterator[KernelConfig]:
     """Yield the kernels to compile: with default tiles, or with all tiles that `tiles_of` can choose."""
     sides = (16, 32, 64, 128) if every else (64,)
     seen = set()
@@ -107,18 +107,18 @@ def cases(every: bool = False) -> Iterator[Case]:
             tiles = tiles_of(mode, m, n, k, _ITEMSIZES[dtype], fma, tables, tiling)
             one_k = k <= tiles.k and mode in ("rows", "plain")
             for aligned in (True, False) if every else (True,):
-                case = Case(mode, dtype, precision, tiles, one_k, tables, aligned)
-                if case not in seen:
-                    seen.add(case)
-                    yield case
+                config = KernelConfig(mode, dtype, precision, tiles, one_k, tables, aligned)
+                if config not in seen:
+                    seen.add(config)
+                    yield config
     for dtype, mode, tables in itertools.product(_POINTEES, ("sum", "add"), (False, True)):
-        yield Case(mode, dtype, "", Tiles(16, 128, 1, 64), tables=tables)
+        yield KernelConfig(mode, dtype, "", Tiles(16, 128, 1, 64), tables=tables)
 
 
-def build(case: Case, arch: int) -> Built:
+def build(config: KernelConfig, arch: int) -> Built:
     """Compile a kernel for a compute capability; this needs no card, but Triton must not be in interpreter mode."""
-    source = ASTSource(_KERNELS.get(case.mode, product_kernel), *_signature(case))
-    options = {"num_warps": case.tiles.warps, "num_stages": case.tiles.stages}
+    source = ASTSource(_KERNELS.get(config.mode, product_kernel), *_signature(config))
+    options = {"num_warps": config.tiles.warps, "num_stages": config.tiles.stages}
     kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     patterns = {
         "wgmma": r"wgmma\.mma_async",
@@ -129,8 +129,8 @@ def build(case: Case, arch: int) -> Built:
     instructions = tuple(name for name, text in patterns.items() if re.search(text, kernel.asm["ptx"]))
     registers, spilled = _resources(kernel.asm["cubin"])
     shared = kernel.metadata.shared
-    occupancy = _occupancy(arch, registers, shared, case.tiles.warps)
-    return Built(arch, case, instructions, registers, spilled, shared, occupancy, _widest(kernel.asm["ptx"]))
+    occupancy = _occupancy(arch, registers, shared, config.tiles.warps)
+    return Built(arch, config, instructions, registers, spilled, shared, occupancy, _widest(kernel.asm["ptx"]))
 
 
 def _widest(ptx: str) -> int:
@@ -140,19 +140,19 @@ def _widest(ptx: str) -> int:
     return max(*loads, *copies, 0, 0)
 
 
-def _signature(case: Case) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
+def _signature(config: KernelConfig) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
     """Return the types of the arguments, the constants, and the arguments that are multiples of 16."""
-    element, wide = _POINTEES[case.dtype], "fp64" if case.dtype == "float64" else "fp32"
-    tiles, names = case.tiles, _KERNELS.get(case.mode, product_kernel).arg_names
+    element, wide = _POINTEES[config.dtype], "fp64" if config.dtype == "float64" else "fp32"
+    tiles, names = config.tiles, _KERNELS.get(config.mode, product_kernel).arg_names
     constants: dict[str, Any] = {
-        "MODE": case.mode,
-        "DROPS": case.mode == "rows",
-        "PRECISION": case.precision,
+        "MODE": config.mode,
+        "DROPS": config.mode == "rows",
+        "PRECISION": config.precision,
         "BLOCK_M": tiles.m,
         "BLOCK_N": tiles.n,
         "BLOCK_K": tiles.k,
         "CHUNK": tiles.chunk,
-        "ONE_K": case.one_k,
+        "ONE_K": config.one_k,
         "inner": 1,
         "BLOCK_R": tiles.m,
         "BLOCK": 1024,
@@ -160,12 +160,12 @@ def _signature(case: Case) -> tuple[dict[str, str], dict[tuple[int, ...], Any], 
     absent = {
         "rows": ("part_starts", "parts"),
         "plain": ("order", "starts", "tile_starts", "part_starts", "parts"),
-    }.get(case.mode, ())
+    }.get(config.mode, ())
     types: dict[str, str] = {}
     for name in names:
         if name.endswith("_column"):
             constants[name] = 1
-        elif name in absent or (name.endswith("_table") and not case.tables):
+        elif name in absent or (name.endswith("_table") and not config.tables):
             constants[name] = None
         if name in constants:
             types[name] = "constexpr"
@@ -179,7 +179,7 @@ def _signature(case: Case) -> tuple[dict[str, str], dict[tuple[int, ...], Any], 
             types[name] = "i32"
     place: dict[str, tuple[int, ...]] = {name: (number,) for number, name in enumerate(names)}
     aligned = [name for name, kind in types.items() if kind.startswith("*") or name.endswith(_STRIDES)]
-    aligned += [name for name in types if case.aligned and name.startswith("size_")]
+    aligned += [name for name in types if config.aligned and name.startswith("size_")]
     divisible = {place[name]: [["tt.divisibility", 16]] for name in aligned if types[name] != "constexpr"}
     return types, {place[name]: value for name, value in constants.items() if name in place}, divisible
 
@@ -195,7 +195,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         ).stdout
     match = re.search(r"REG:(\d+) STACK:(\d+)", said)
     if match is None:
-        raise RuntimeError(f"cuobjdump tells no registers: {said}")
+        raise RuntimeError(f"cuobjdump reports no registers: {said}")
     return int(match[1]), int(match[2])
 
 
@@ -212,9 +212,9 @@ def markdown(kernels: list[Built]) -> str:
     rows = ["| sm | mode | dtype | tile | warps | multiplies by | reads | registers | spilled | shared | occupancy |"]
     rows.append("| --- " * 11 + "|")
     for x in kernels:
-        case, tiles = x.case, x.case.tiles
-        dtype = case.dtype + (f" ({case.precision})" if case.dtype == "float32" and case.precision else "")
-        mode = case.mode + ", tables" * case.tables + ", odd sizes" * (not case.aligned)
+        config, tiles = x.config, x.config.tiles
+        dtype = config.dtype + (f" ({config.precision})" if config.dtype == "float32" and config.precision else "")
+        mode = config.mode + ", tables" * config.tables + ", odd sizes" * (not config.aligned)
         rows.append(
             f"| {x.arch} | {mode} | {dtype} | {tiles.m} x {tiles.n} x {tiles.k} | {tiles.warps} | "
             f"{', '.join(x.instructions)} | {x.widest} B | {x.registers} | "
@@ -231,7 +231,7 @@ def main() -> None:
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET=1 is set: nothing can be compiled; unset it")
-    print(markdown([build(case, arch) for arch in options.arch for case in cases(options.every)]), end="")
+    print(markdown([build(config, arch) for arch in options.arch for config in kernel_configs(options.every)]), end="")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TextIO
 
-__all__ = ["Card", "Comparison", "Item", "Program", "collect", "items_of", "main", "serve"]
+__all__ = ["Card", "CardComparison", "Item", "Program", "collect", "items_of", "main", "serve"]
 
 Program = Callable[[], Any]
 PARTS = ("torch", "jax")
@@ -50,7 +50,7 @@ class Item(NamedTuple):
     run: Callable[[], Mapping[str, Any]]
 
 
-class Comparison(NamedTuple):
+class CardComparison(NamedTuple):
     """Programs that compute the same; the library's come first.
 
     Attributes:
@@ -82,7 +82,7 @@ class Card(Protocol):
     def rates(self) -> Iterator[tuple[str, Callable[[], float]]]:
         """Yield rates of the card: "copy, bytes/s", and the FLOP/s of a large product in each dtype."""
 
-    def comparisons(self) -> Iterator[tuple[str, Callable[[], Iterator[Comparison]]]]:
+    def comparisons(self) -> Iterator[tuple[str, Callable[[], Iterator[CardComparison]]]]:
         """Yield families of comparisons that share arrays: a name, and a function that makes the comparisons."""
 
     def seconds(self, program: Program) -> float:
@@ -142,7 +142,7 @@ def serve(make: Callable[[], Card], part: str, smoke: bool, done: int) -> None:
 
     try:
         _serve(make(), part, smoke, done, say)
-    except Exception as error:  # the parent is told why this process could not go on
+    except Exception as error:  # the parent process reports why this one stopped
         say({"what": PROCESS, "error": _said(error)})
 
 

@@ -24,7 +24,7 @@ from planner.search.alternatives import alternatives
 from planner.tune.autotune import block_seconds
 from planner.workloads import WORKLOADS, Workload
 
-__all__ = ["known_plans", "lowerings"]
+__all__ = ["compare_lowerings", "known_plans"]
 
 # Plans with a larger peak are left out. After one round, so are plans that take this much longer than the fastest.
 _MOST_BYTES = 6 * 10**9
@@ -34,7 +34,7 @@ _HOPELESS = 1.5
 _BEYOND, _BEYOND_SECONDS = 4.0, 2.0
 
 
-def lowerings(framework: Framework, settings: Settings) -> Iterator[Result]:
+def compare_lowerings(framework: Framework, settings: Settings) -> Iterator[Result]:
     """Compare the chosen plan's time with the fastest plan that the planner considered, for every named workload."""
     for name, workload in WORKLOADS.items():
         workload = workload.cpu()

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from planner import bench
-from planner.bench.choices import lowerings
+from planner.bench.choices import compare_lowerings
 from planner.bench.dense import clique, sliced_einsum, three_way_batch, warm_call
 from planner.bench.gathers import gathered_keys_part, gathered_matmul, limited_matmul
 from planner.bench.report import as_json, cells, circumstances, markdown
@@ -28,8 +27,13 @@ PARTS: dict[str, Callable[[Framework, Settings], Iterator[Result]]] = {
     "three-way-batch": three_way_batch,
     "clique": clique,
     "warm-call": warm_call,
-    "lowerings": lowerings,
+    "lowerings": compare_lowerings,
 }
+_ABOUT = """\
+Every comparison runs its programs in one process, interleaved, with a pause before each run, and takes medians. First,
+all programs of a comparison must return equal values and gradients. A complete run writes its table and figures to a
+folder (docs/benchmarks by default); `--only` prints them and writes nothing.
+"""
 
 
 def _refusal(frameworks: Sequence[Framework]) -> str:
@@ -47,7 +51,7 @@ def _refusal(frameworks: Sequence[Framework]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print the table, and write it after a complete run; return 1 if `--strict` and a target is missed."""
-    parser = argparse.ArgumentParser("python -m planner.bench", description=(bench.__doc__ or "").split("\n\n")[1])
+    parser = argparse.ArgumentParser("python -m planner.bench", description=_ABOUT)
     parser.add_argument("--only", choices=PARTS, help="one part; nothing is written")
     parser.add_argument("--framework", choices=("torch", "jax"), help="one framework; nothing is written")
     parser.add_argument("--rounds", type=int, default=Settings().rounds, help="runs of each program, at most")

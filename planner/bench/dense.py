@@ -8,7 +8,17 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from planner.bench.timing import MODES, Result, Settings, block_of, equal, interleaved, medians_of, prepared, timed
+from planner.bench.timing import (
+    PASSES,
+    Result,
+    Settings,
+    block_of,
+    equal,
+    medians_of,
+    prepare_runs,
+    time_in_turn,
+    time_runs,
+)
 from planner.demo.runs import TorchRun
 from planner.demo.ways import OURS, Framework, Way, einsum_of, flattened_gemm, our_way, two_step_sum
 from planner.workloads import WORKLOADS
@@ -23,8 +33,8 @@ def three_way_batch(framework: Framework, settings: Settings) -> Iterator[Result
     part = "three-way-batch"
     workload = WORKLOADS[part]
     peer = Way("torch.einsum", einsum_of(workload.spec))
-    runs = prepared(framework, workload, [peer, our_way(workload)])
-    times = timed(runs, "f", framework, settings)
+    runs = prepare_runs(framework, workload, [peer, our_way(workload)])
+    times = time_runs(runs, "f", framework, settings)
     medians = medians_of(times)
     ratio = medians["torch.einsum"] / medians[OURS]
     what = "forward: times faster than torch.einsum"
@@ -60,7 +70,7 @@ def warm_call(framework: Framework, settings: Settings) -> Iterator[Result]:
         equal(planner.contract(spec, *operands), torch.einsum(spec, *operands), what)
         for program in programs.values():
             program()
-        times = interleaved(programs, framework, settings)
+        times = time_in_turn(programs, framework, settings)
         medians = {label: seconds / settings.calls for label, seconds in medians_of(times).items()}
         ratio = medians[OURS] / medians["torch.einsum"]
         yield Result(
@@ -100,9 +110,9 @@ def sliced_einsum(framework: Framework, settings: Settings) -> Iterator[Result]:
             Way("(x @ y).sum(0)", two_step_sum),
             Way("flattened GEMM", flattened_gemm),
         ]
-        runs = prepared(framework, workload, [*peers, our_way(workload)])
-        for (mode, words), target in zip(MODES, targets, strict=True):
-            times = timed(runs, mode, framework, settings)
+        runs = prepare_runs(framework, workload, [*peers, our_way(workload)])
+        for (which, words), target in zip(PASSES, targets, strict=True):
+            times = time_runs(runs, which, framework, settings)
             medians = medians_of(times)
             ratio = medians[OURS] / min(medians[peer.label] for peer in peers)
             what = f"{title}, {words}: of the fastest other way's time"
@@ -121,7 +131,7 @@ def clique(framework: Framework, settings: Settings) -> Iterator[Result]:
     ours.both()
     found = ours.forward()
     programs = {"forward": ours.forward, "with gradients": ours.both}
-    times = interleaved(programs, framework, settings)
+    times = time_in_turn(programs, framework, settings)
     medians = medians_of(times)
     peer = TorchRun(Way("torch.einsum", einsum_of(workload.spec)), workload, workload.takes_gradient)
     begun = time.perf_counter()

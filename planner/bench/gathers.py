@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from planner.bench.timing import MODES, Mode, Result, Settings, medians_of, prepared, timed
+from planner.bench.timing import PASSES, Pass, Result, Settings, medians_of, prepare_runs, time_runs
 from planner.demo.runs import JaxRun, Run, TorchRun
 from planner.demo.ways import OURS, Framework, Way, contraction, direct, gather_then_einsum, gathered_keys, our_way
 from planner.workloads import WORKLOADS, Skew, Workload
@@ -16,7 +16,7 @@ __all__ = ["gathered_keys_part", "gathered_matmul", "limited_matmul"]
 def gathered_matmul(framework: Framework, settings: Settings) -> Iterator[Result]:
     """Seed 000: `matmul(a, c[q])`, eager and compiled; memory; groups of very unequal size."""
     part, workload = "seed-gathered-matmul", WORKLOADS["seed-gathered-matmul"]
-    targets: dict[str, dict[Mode, float]]
+    targets: dict[str, dict[Pass, float]]
     if framework == "torch":
         import torch
 
@@ -26,14 +26,14 @@ def gathered_matmul(framework: Framework, settings: Settings) -> Iterator[Result
     else:
         ways = [Way("einsum(a, c[q])", lambda xp, a, c, q: xp.einsum("nij,njk->nik", a, c[q]))]
         targets = {"einsum(a, c[q])": {"f": 10, "g": 8}}
-    runs = prepared(framework, workload, [*ways, our_way(workload)])
-    for mode, words in MODES:
-        times = timed(runs, mode, framework, settings)
+    runs = prepare_runs(framework, workload, [*ways, our_way(workload)])
+    for which, words in PASSES:
+        times = time_runs(runs, which, framework, settings)
         medians = medians_of(times)
         for peer, target in targets.items():
             ratio = medians[peer] / medians[OURS]
             what = f"{words}: times faster than {peer}"
-            yield Result(part, framework, what, target[mode], ratio, medians=medians, rounds=len(times[OURS]))
+            yield Result(part, framework, what, target[which], ratio, medians=medians, rounds=len(times[OURS]))
     yield from _gathered_matmul_memory(part, framework, runs[OURS])
     del runs
     yield from _skew(part, framework, workload, settings)
@@ -57,14 +57,14 @@ def _gathered_matmul_memory(part: str, framework: Framework, ours: Run) -> Itera
 def _skew(part: str, framework: Framework, workload: Workload, settings: Settings) -> Iterator[Result]:
     skews: tuple[Skew, ...] = ("uniform", "half", "zipf", "one")
     words: dict[Skew, str] = {"half": "half of the rows in one group", "zipf": "Zipf", "one": "all in one"}
-    runs = {skew: prepared(framework, workload, [our_way(workload)], skew)[OURS] for skew in skews}
-    for mode, mode_words in MODES:
-        times = timed(runs, mode, framework, settings)
+    runs = {skew: prepare_runs(framework, workload, [our_way(workload)], skew)[OURS] for skew in skews}
+    for which, pass_words in PASSES:
+        times = time_runs(runs, which, framework, settings)
         medians = medians_of(times)
         for skew, about in words.items():
             ratio = medians[skew] / medians["uniform"]
             target = 1.5 if framework == "torch" else 2.0
-            what = f"{mode_words}, {about}: times the balanced time"
+            what = f"{pass_words}, {about}: times the balanced time"
             yield Result(part, framework, what, target, ratio, at_most=True, medians=medians, rounds=len(times[skew]))
 
 
@@ -82,7 +82,7 @@ def _scores_then_take(xp: Any, queries: Any, keys: Any, i: Any) -> Any:
     return scores.gather(-1, i) if xp.__name__ == "torch" else xp.take_along_axis(scores, i, axis=-1)
 
 
-_GATHERED_KEYS_TARGETS: dict[int, dict[Framework, dict[Mode, float]]] = {
+_GATHERED_KEYS_TARGETS: dict[int, dict[Framework, dict[Pass, float]]] = {
     100: {"torch": {"f": 5, "g": 8}, "jax": {"f": 5, "g": 4}},
     1000: {"torch": {"f": 30, "g": 60}, "jax": {"f": 25, "g": 8}},
 }
@@ -102,13 +102,13 @@ def gathered_keys_part(framework: Framework, settings: Settings) -> Iterator[Res
                 Way("gather, multiply, sum", _gather_then_sum),
                 Way("all scores, take", _scores_then_take),
             ]
-        runs = prepared(framework, workload, [*ways, our_way(workload)])
-        for mode, words in MODES:
-            times = timed(runs, mode, framework, settings)
+        runs = prepare_runs(framework, workload, [*ways, our_way(workload)])
+        for which, words in PASSES:
+            times = time_runs(runs, which, framework, settings)
             medians = medians_of(times)
             peers = {label: seconds for label, seconds in medians.items() if label != OURS}
             fastest = min(peers, key=lambda label: peers[label])
-            target = _GATHERED_KEYS_TARGETS[k][framework][mode] if k >= 100 else _AS_FAST
+            target = _GATHERED_KEYS_TARGETS[k][framework][which] if k >= 100 else _AS_FAST
             against = fastest if k >= 100 else f"the fastest way, {fastest}"
             what = f"k = {k}, {words}: times faster than {against}"
             ratio = peers[fastest] / medians[OURS]
@@ -123,9 +123,9 @@ def limited_matmul(framework: Framework, settings: Settings) -> Iterator[Result]
     limits = {f"{megabytes} MB": megabytes * 10**6 for megabytes in (100, 80, 72)}
     ways = [our_way(workload)]
     ways += [Way(label, contraction(workload.spec, memory_limit=limit)) for label, limit in limits.items()]
-    runs = prepared(framework, workload, ways)
-    for mode, words in MODES:
-        times = timed(runs, mode, framework, settings)
+    runs = prepare_runs(framework, workload, ways)
+    for which, words in PASSES:
+        times = time_runs(runs, which, framework, settings)
         medians = medians_of(times)
         for label in limits:
             what = f"{words}, limit {label}: of the unlimited time"

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.bench.card import Comparison, Program, main
+from planner.bench.card import CardComparison, Program, main
 
 __all__ = ["CARD", "JaxCard"]
 
@@ -116,7 +116,7 @@ class JaxCard:
         return kernels
 
     def checks(self) -> Iterator[tuple[str, Callable[[], str]]]:
-        """Yield each kernel and dtype with a check of it: small integers, exactly."""
+        """Yield a name and a check for each kernel, dtype and size. Checks use small integers and compare exactly."""
         for dtype in ("bfloat16",) if self.smoke else ("bfloat16", "float16", "float32"):
             for sizes in _TINY if self.smoke else _TINY + _SIZES:
                 for name in self.kernels():
@@ -193,13 +193,13 @@ class JaxCard:
         m = self.integers(side, side, dtype=dtype)
         return 2 * side**3 / max(1e-9, self.seconds(_Way(self.jax.numpy.matmul, m, m)))
 
-    def comparisons(self) -> Iterator[tuple[str, Callable[[], Iterator[Comparison]]]]:
+    def comparisons(self) -> Iterator[tuple[str, Callable[[], Iterator[CardComparison]]]]:
         """Yield families of comparisons, whose first way is the library's."""
         for dtype in ("float32",) if self.smoke else ("float32", "bfloat16"):
             yield f"seed-gathered-matmul {dtype}", partial(self.seed_matmul, dtype)
         yield "experts", self.experts
 
-    def seed_matmul(self, dtype: str) -> Iterator[Comparison]:
+    def seed_matmul(self, dtype: str) -> Iterator[CardComparison]:
         """Compare ways to multiply each row by the matrix that its index names."""
         from planner.kernels.grouping.jax_grouping import group_rows
 
@@ -217,16 +217,16 @@ class JaxCard:
             ways[name] = _Way(
                 lambda a, c, q, kernels=kernels, g=g: kernels.grouped_matmul(a, c, group_rows(q, g)), a, c, q
             )
-        yield Comparison(f"seed-gathered-matmul {dtype}, forward", ways, size)
+        yield CardComparison(f"seed-gathered-matmul {dtype}, forward", ways, size)
 
         def naive_gradients(a: Any, c: Any, q: Any, w: Any, naive: Any = naive) -> Any:
             result, pullback = jax.vjp(lambda a, c: naive(a, c, q), a, c)
             return (result, *pullback(w))
 
         ways = {"planner": _Way(_gradients, a, c, q, w), "einsum(a, c[q])": _Way(naive_gradients, a, c, q, w)}
-        yield Comparison(f"seed-gathered-matmul {dtype}, with gradients", ways, 2.65 * size)
+        yield CardComparison(f"seed-gathered-matmul {dtype}, with gradients", ways, 2.65 * size)
 
-    def experts(self) -> Iterator[Comparison]:
+    def experts(self) -> Iterator[CardComparison]:
         """Compare ways to run a layer of experts."""
         from planner.kernels.grouping.jax_grouping import group_rows
 
@@ -242,8 +242,8 @@ class JaxCard:
         }
         for name, kernels in () if small else self.kernels().items():
             ways[name] = _Way(lambda a, c, q, kernels=kernels: kernels.grouped_matmul(a, c, group_rows(q, e)), a, c, q)
-        yield Comparison(f"experts {dtype}, forward, {2 * t * width * width / 1e9:.0f} GFLOP", ways, 0.0)
-        yield Comparison(f"experts {dtype}, with gradients", {"planner": _Way(_gradients, a, c, q, w)}, 0.0)
+        yield CardComparison(f"experts {dtype}, forward, {2 * t * width * width / 1e9:.0f} GFLOP", ways, 0.0)
+        yield CardComparison(f"experts {dtype}, with gradients", {"planner": _Way(_gradients, a, c, q, w)}, 0.0)
 
 
 def _contracted(a: Any, c: Any, q: Any) -> Any:

@@ -20,22 +20,22 @@ from planner.tune.autotune import block_seconds
 from planner.workloads import Skew, Workload
 
 __all__ = [
-    "MODES",
-    "Mode",
+    "PASSES",
+    "Pass",
     "Result",
     "Settings",
     "block_of",
     "equal",
-    "interleaved",
     "medians_of",
-    "prepared",
+    "prepare_runs",
     "seconds_in_peace",
     "stolen_seconds",
-    "timed",
+    "time_in_turn",
+    "time_runs",
 ]
 
-Mode = Literal["f", "g"]
-MODES: tuple[tuple[Mode, str], ...] = (("f", "forward"), ("g", "forward and gradients"))
+Pass = Literal["f", "g"]
+PASSES: tuple[tuple[Pass, str], ...] = (("f", "forward"), ("g", "forward and gradients"))
 
 
 # A run counts if the hypervisor took at most this share of the cores' time. It is repeated until one counts, at most
@@ -144,7 +144,7 @@ def _seconds(program: Callable[[], Any]) -> float:
     return seconds
 
 
-def interleaved(
+def time_in_turn(
     programs: Mapping[str, Callable[[], Any]], framework: Framework, settings: Settings
 ) -> dict[str, list[float]]:
     """Time programs in turn, round after round, with a pause before each run; they must have run before.
@@ -170,7 +170,9 @@ def medians_of(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {label: statistics.median(seconds) for label, seconds in times.items()}
 
 
-def prepared(framework: Framework, workload: Workload, ways: Sequence[Way], skew: Skew = "uniform") -> dict[str, Run]:
+def prepare_runs(
+    framework: Framework, workload: Workload, ways: Sequence[Way], skew: Skew = "uniform"
+) -> dict[str, Run]:
     """Prepare all ways, check that their values and gradients are equal, and run each once."""
     runs: dict[str, Run] = {}
     expected = None
@@ -187,10 +189,10 @@ def prepared(framework: Framework, workload: Workload, ways: Sequence[Way], skew
     return runs
 
 
-def timed(runs: Mapping[Any, Run], mode: Mode, framework: Framework, settings: Settings) -> dict[str, list[float]]:
+def time_runs(runs: Mapping[Any, Run], which: Pass, framework: Framework, settings: Settings) -> dict[str, list[float]]:
     """Time all runs, forward alone or with gradients."""
-    programs = {label: run.forward if mode == "f" else run.both for label, run in runs.items()}
-    return interleaved(programs, framework, settings)
+    programs = {label: run.forward if which == "f" else run.both for label, run in runs.items()}
+    return time_in_turn(programs, framework, settings)
 
 
 def equal(found: Any, expected: Any, what: str) -> None:

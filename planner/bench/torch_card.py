@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from planner.bench.card import Comparison, Program, main
+from planner.bench.card import CardComparison, Program, main
 
 __all__ = ["CARD", "TorchCard"]
 
@@ -193,14 +193,14 @@ class TorchCard:
                 return "a captured graph differs"
         return ""
 
-    def comparisons(self) -> Iterator[tuple[str, Callable[[], Iterator[Comparison]]]]:
+    def comparisons(self) -> Iterator[tuple[str, Callable[[], Iterator[CardComparison]]]]:
         """Yield families of comparisons, whose first way is the library's."""
         for dtype in ("float32",) if self.smoke else ("float32", "bfloat16"):
             yield f"seed-gathered-matmul {dtype}", partial(self.seed_matmul, dtype)
         yield "experts", self.experts
         yield "seed-gathered-keys", self.seed_keys
 
-    def seed_matmul(self, dtype: str) -> Iterator[Comparison]:
+    def seed_matmul(self, dtype: str) -> Iterator[CardComparison]:
         """Compare ways to multiply each row by the matrix that its index names."""
         import planner
         from planner.kernels.grouped_matmul import triton_grouped
@@ -227,9 +227,9 @@ class TorchCard:
         if not small:
             ways["planner, compiled"] = torch.compile(ours, fullgraph=True)
             ways["compiled"] = torch.compile(naive)
-        yield Comparison(f"seed-gathered-matmul {dtype}, forward", _without_gradients(torch, ways), size)
+        yield CardComparison(f"seed-gathered-matmul {dtype}, forward", _without_gradients(torch, ways), size)
         both = {label: _with_gradients(torch, way, (a, c), gradient) for label, way in ways.items()}
-        yield Comparison(f"seed-gathered-matmul {dtype}, with gradients", both, 2.65 * size)
+        yield CardComparison(f"seed-gathered-matmul {dtype}, with gradients", both, 2.65 * size)
         order, values = group_rows(q, g), (gradient, a.detach(), c.detach())
         alone: dict[str, Program] = {
             f"kernel, {tiling or 'default tiles'}": partial(
@@ -243,9 +243,9 @@ class TorchCard:
             return rows, triton_grouped.grouped_outer(a, g, order)
 
         alone["two products"] = apart
-        yield Comparison(f"seed-gathered-matmul {dtype}, both gradients", alone, 1.65 * size)
+        yield CardComparison(f"seed-gathered-matmul {dtype}, both gradients", alone, 1.65 * size)
 
-    def experts(self) -> Iterator[Comparison]:
+    def experts(self) -> Iterator[CardComparison]:
         """Compare ways to run a layer of experts."""
         import planner
         from planner.kernels.grouped_matmul import triton_grouped
@@ -267,9 +267,9 @@ class TorchCard:
             ways[f"kernel, {tiling or 'default tiles'}"] = partial(
                 triton_grouped.grouped_matmul, a, c, group_rows(q, e), tiling=tiling
             )
-        yield Comparison(f"experts {dtype}, forward, {2 * t * width * width / 1e9:.0f} GFLOP", ways, 0.0)
+        yield CardComparison(f"experts {dtype}, forward, {2 * t * width * width / 1e9:.0f} GFLOP", ways, 0.0)
 
-    def seed_keys(self) -> Iterator[Comparison]:
+    def seed_keys(self) -> Iterator[CardComparison]:
         """Compare ways to score queries against the keys that are chosen for them."""
         import planner
 
@@ -291,10 +291,10 @@ class TorchCard:
             "planner": lambda: scored(x),
             "gather, then einsum": gathered,
         }
-        yield Comparison(f"seed-gathered-keys k = {k}, forward", _without_gradients(torch, ways), 0.0)
+        yield CardComparison(f"seed-gathered-keys k = {k}, forward", _without_gradients(torch, ways), 0.0)
         gradient = torch.ones(x.shape, device=self.place)
         both = {label: _with_gradients(torch, way, (query, keys), gradient) for label, way in ways.items()}
-        yield Comparison(f"seed-gathered-keys k = {k}, with gradients", both, 0.0)
+        yield CardComparison(f"seed-gathered-keys k = {k}, with gradients", both, 0.0)
 
     def rates(self) -> Iterator[tuple[str, Callable[[], float]]]:
         """Yield bytes a second of a copy, and FLOP/s of a large product in each dtype."""

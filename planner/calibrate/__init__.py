@@ -1,5 +1,5 @@
-"""`python -m planner calibrate` measures the rates of this machine; plans predict times from them.
+"""The command `python -m planner calibrate`: it measures the rates of this machine, by which plans predict times.
 
-`labs` wraps a framework on a device, `measurements` measures rates in a lab, and `command` stores them in files, which
-`planner.cost.rates` reads. `predictions` compares predicted with measured times.
+A new rate is a field of `planner.cost.device.Device` and a measurement in `measurements.py`, and a new framework or
+device is a `Lab` in `labs.py`; a rate counts only if `predictions.py` shows that it predicts measured times.
 """

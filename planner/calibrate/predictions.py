@@ -123,7 +123,7 @@ def check(names: Sequence[str] = (), progress: Callable[[str], None] = lambda wh
     """Time the steps of named workloads, all by default, in torch and NumPy.
 
     Raises:
-        PlannerError: A name is none of a workload.
+        PlannerError: A name is not that of a workload.
     """
     unknown = [name for name in names if name not in WORKLOADS]
     if unknown:

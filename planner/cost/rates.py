@@ -23,7 +23,7 @@ from typing import Any
 from planner.cost.device import Device
 from planner.cost.files import cache_folder, read_file, replace_file
 
-__all__ = ["Key", "cpu_name", "path_of", "read", "stored_rates", "write"]
+__all__ = ["Key", "cpu_name", "load_rates", "path_of", "read", "write"]
 
 FORMAT, VERSION = "planner rates", 1
 # `write` never writes nearly so much. A longer file is not read.
@@ -68,7 +68,7 @@ def cpu_name(threads: int | None = None) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def stored_rates(preset: Device, framework: str, framework_version: str, machine: str = "") -> Device:
+def load_rates(preset: Device, framework: str, framework_version: str, machine: str = "") -> Device:
     """Return the measured rates, or the preset if there are none. Each process reads a file once.
 
     Args:
@@ -155,5 +155,5 @@ def write(device: Device, key: Key) -> pathlib.Path:
         allow_nan=False,
     )
     replace_file(path, text + "\n")
-    stored_rates.cache_clear()
+    load_rates.cache_clear()
     return path

@@ -10,7 +10,6 @@ import textwrap
 import time
 from collections.abc import Sequence
 
-from planner import demo
 from planner.demo.answers import Answer, answers
 from planner.demo.cases import Case, Scale, cases
 from planner.demo.report import HEADINGS, Comparison, gain_line, header, line, table
@@ -22,6 +21,12 @@ __all__ = ["main"]
 
 _WIDTH = 100
 _UNIT = re.compile(r"(?<=\d) (?=([kMG]?B|[mu]?s|min|h)\b)")
+_ABOUT = """\
+Each author compared ways to write one contraction and asked why they differ. The demo runs those ways and
+`planner.contract` on the same arrays, in torch and JAX, forward and with gradients. It measures the time, the
+peak memory and the memory kept for the backward pass of each way, checks that all values and gradients are
+equal, and answers the authors' questions with the figures that it measured.
+"""
 _INTRODUCTION = """\
 Four authors were surprised by torch.einsum or torch.matmul, and wrote about it. Here is what they
 wrote, beside planner.contract, on the same arrays{sizes}.
@@ -49,8 +54,7 @@ _DURATIONS: dict[Scale, str] = {
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    about = (demo.__doc__ or "").split("\n\n")[1]
-    parser = argparse.ArgumentParser("python -m planner demo", description=about)
+    parser = argparse.ArgumentParser("python -m planner demo", description=_ABOUT)
     scale = parser.add_mutually_exclusive_group()
     for name, words in _SCALES.items():
         scale.add_argument(f"--{name}", dest="scale", action="store_const", const=name, help=words)

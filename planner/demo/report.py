@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from planner.demo.cases import Case
-from planner.demo.runs import Figures, Row
+from planner.demo.runs import Row, WayFigures
 from planner.demo.ways import OURS
 
 __all__ = ["HEADINGS", "Comparison", "bytes_text", "gain_line", "header", "line", "ratio_text", "seconds_text", "table"]
@@ -50,8 +50,8 @@ class Comparison:
     """A case as measured: planner's figures, and those of the ways whose results are the same."""
 
     case: Case
-    ours: Figures
-    theirs: dict[str, Figures]
+    ours: WayFigures
+    theirs: dict[str, WayFigures]
 
     @staticmethod
     def of(rows: Sequence[Row]) -> Comparison | None:
@@ -82,7 +82,7 @@ def header(case: Case) -> str:
 
 
 def line(row: Row) -> str:
-    """Return the line of a way: its figures, and how they were come by if not by the median of some runs."""
+    """Return the line of a way: its figures, with a note if they are not medians of several runs."""
     figures, about = row.figures, "~" if row.figures.extrapolated else ""
     times_and_bytes = (
         seconds_text(figures.seconds),

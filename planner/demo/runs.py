@@ -21,11 +21,11 @@ from planner.workloads import Skew, Workload
 __all__ = [
     "PAUSE_SECONDS",
     "RUNS",
-    "Figures",
     "JaxRun",
     "Row",
     "Run",
     "TorchRun",
+    "WayFigures",
     "differences",
     "extrapolate",
     "measure_case",
@@ -66,7 +66,7 @@ EFFORTS: dict[Scale, Effort] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Figures:
+class WayFigures:
     """What was measured of one way. "With gradients" means the forward and backward pass together.
 
     Attributes:
@@ -94,11 +94,11 @@ class Row:
 
     case: Case
     way: Way
-    figures: Figures
+    figures: WayFigures
     differs: str
 
 
-def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+def _time_call(call: Callable[[], Any]) -> tuple[Any, float]:
     start = time.perf_counter()
     result = call()
     return result, time.perf_counter() - start
@@ -155,7 +155,7 @@ class Run(abc.ABC):
         """Run forward and backward to the end; return the value and the gradients."""
 
     @abc.abstractmethod
-    def once(self) -> tuple[tuple[Any, ...], Figures]:
+    def once(self) -> tuple[tuple[Any, ...], WayFigures]:
         """Run everything once; return what `both` returns, and all figures."""
 
     def results(self) -> Results:
@@ -169,7 +169,7 @@ class Run(abc.ABC):
 
     def measure(
         self, expected: Results | None, effort: Effort, slowest_seconds: float = 0.0
-    ) -> tuple[Results, str, Figures]:
+    ) -> tuple[Results, str, WayFigures]:
         """Compare the results with those expected, and measure what agrees.
 
         Args:
@@ -184,7 +184,7 @@ class Run(abc.ABC):
         results = [np.asarray(x) for x in found]
         differs = differences(results, expected or results)
         if differs:
-            return results, differs, Figures()
+            return results, differs, WayFigures()
         del found
         if figures.gradient_seconds > max(effort.long_seconds, slowest_seconds / 2):
             return results, "", figures
@@ -228,18 +228,18 @@ class TorchRun(Run):
         result = self.forward_kept()
         return (result.detach(), *self._backward(result))
 
-    def once(self) -> tuple[tuple[Any, ...], Figures]:
+    def once(self) -> tuple[tuple[Any, ...], WayFigures]:
         """Run each pass once, and count torch's own allocations."""
         from planner.inspect.memory import torch_allocations, torch_memory, torch_storages
 
-        (_, seconds), forward = torch_memory(lambda: _timed(self.forward))
-        (result, kept_seconds), kept_peak, live = torch_allocations(lambda: _timed(self.forward_kept), {})
+        (_, seconds), forward = torch_memory(lambda: _time_call(self.forward))
+        (result, kept_seconds), kept_peak, live = torch_allocations(lambda: _time_call(self.forward_kept), {})
         own = torch_storages(result)
         retained = sum(count for pointer, count in live.items() if pointer not in own)
         (gradients, backward_seconds), backward_peak, _ = torch_allocations(
-            lambda: _timed(lambda: self._backward(result)), live
+            lambda: _time_call(lambda: self._backward(result)), live
         )
-        figures = Figures(
+        figures = WayFigures(
             seconds=seconds,
             peak_bytes=forward.peak_bytes,
             gradient_seconds=kept_seconds + backward_seconds,
@@ -318,7 +318,7 @@ class JaxRun(Run):
             jax_temp_bytes(self.traced_both, *self.arguments, self.cotangent),
         )
 
-    def once(self) -> tuple[tuple[Any, ...], Figures]:
+    def once(self) -> tuple[tuple[Any, ...], WayFigures]:
         """Compile; run each pass once; ask XLA for its temporaries; outside jit, count what the pullback holds."""
         from planner.inspect.memory import jax_compiled, jax_retained
 
@@ -328,10 +328,10 @@ class JaxRun(Run):
         _, both = jax_compiled(self.jitted_both, *self.arguments, self.cotangent)
         assert forward.peak_bytes is not None, "this platform does not say what it allocates"
         assert both.peak_bytes is not None, "this platform does not say what it allocates"
-        _, seconds = _timed(self.forward)
-        results, gradient_seconds = _timed(self.both)
+        _, seconds = _time_call(self.forward)
+        results, gradient_seconds = _time_call(self.both)
         retained = jax_retained(lambda *w: self.traced_forward(w, fixed, indices), *wanted, held=(fixed, indices))
-        figures = Figures(
+        figures = WayFigures(
             seconds=seconds,
             peak_bytes=forward.peak_bytes,
             gradient_seconds=gradient_seconds,
@@ -359,7 +359,7 @@ def measure_case(
     expected: dict[Workload, Results] = {}
     slowest_seconds: dict[Workload, float] = {}
 
-    def measure(way: Way, workload: Workload) -> tuple[str, Figures]:
+    def measure(way: Way, workload: Workload) -> tuple[str, WayFigures]:
         """Measure a way on a workload; the first way's results on it are what all must have."""
         if workload not in runs:
             runs[workload] = RUNS[case.framework](case.ways[0], workload, case.gradients)
@@ -384,13 +384,13 @@ def measure_case(
             differs, figures = measure(way, case.workload.resized(**{axis: size}))
             if not differs:
                 differs, half = measure(way, case.workload.resized(**{axis: size // 2}))
-                figures = Figures() if differs else extrapolate(figures, half, sizes[axis] / size)
+                figures = WayFigures() if differs else extrapolate(figures, half, sizes[axis] / size)
             if not way.part.backward_in_proportion:
                 figures = dataclasses.replace(figures, gradient_seconds=math.nan, gradient_peak_bytes=math.nan)
         yield Row(case, way, figures, differs)
 
 
-def extrapolate(part: Figures, half: Figures, times: float) -> Figures:
+def extrapolate(part: WayFigures, half: WayFigures, times: float) -> WayFigures:
     """Return the figures of a whole that is `times` the part, from those of the part and of half of the part.
 
     Time grows in proportion: it is all in the loop. Bytes have a constant share too, such as the gradient of an
@@ -401,7 +401,7 @@ def extrapolate(part: Figures, half: Figures, times: float) -> Figures:
         second_half = getattr(part, quantity) - getattr(half, quantity)
         return float(getattr(part, quantity) + 2 * second_half * (times - 1))
 
-    return Figures(
+    return WayFigures(
         part.seconds * times,
         bytes_of("peak_bytes"),
         part.gradient_seconds * times,

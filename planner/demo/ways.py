@@ -10,8 +10,8 @@ from planner.workloads import Workload
 
 __all__ = [
     "OURS",
+    "Excerpt",
     "Framework",
-    "Part",
     "Way",
     "contraction",
     "direct",
@@ -36,14 +36,14 @@ OURS = "planner.contract"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class Excerpt:
     """The part of a workload that a slow way runs on.
 
     Attributes:
         axis: the axis that is made shorter.
         size: its size in the part.
         backward_in_proportion: whether the backward pass of the whole takes as many times longer as the axis is;
-            if not, nothing is said of it.
+            if not, the table shows no backward figures.
     """
 
     axis: str
@@ -64,7 +64,7 @@ class Way:
 
     label: str
     call: Callable[..., Any]
-    part: Part | None = None
+    part: Excerpt | None = None
 
 
 def contraction(spec: str, **options: Any) -> Callable[..., Any]:

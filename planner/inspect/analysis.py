@@ -21,7 +21,7 @@ LEAST_BYTES = 2**14
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """The cost of a step or a program. A figure is None if nothing tells it.
+    """The cost of a step or a program. A figure is None if unknown.
 
     Attributes:
         seconds: time.
@@ -107,7 +107,7 @@ class Analysis:
         raise KeyError(program)
 
     def to_json(self) -> str:
-        """Return the figures as JSON. Each row tells which of its figures are off."""
+        """Return the figures as JSON. Each row lists which of its figures are off."""
         fields = dataclasses.asdict(self)
         for name in ("steps", "totals"):
             for row, entry in zip(getattr(self, name), fields[name], strict=True):
@@ -137,18 +137,18 @@ def _program(analysis: Analysis, program: str) -> list[Sequence[str]]:
     for step in analysis.steps:
         if step.program == program:
             rows.append([str(step.number), step.text, step.lowering, *_figures(step.predicted)])
-            rows.append(_measured(step, "  measured"))
+            rows.append(_format_measured(step, "  measured"))
     if len(rows) > MOST_ROWS:
         cut = (len(rows) - MOST_ROWS) // 2
         rows = [*rows[: MOST_ROWS // 2], [f"  ... {cut} more steps, see analysis.steps"], *rows[-MOST_ROWS // 2 :]]
     for number, total in enumerate(total for total in analysis.totals if total.program == program):
         if not number:
             rows.append(["", f"the {program} program", "", *_figures(total.predicted)])
-        rows.append(_measured(total, f"  {total.lowering or 'measured'}"))
+        rows.append(_format_measured(total, f"  {total.lowering or 'measured'}"))
     return rows
 
 
-def _measured(row: AnalyzedStep, label: str) -> list[str]:
+def _format_measured(row: AnalyzedStep, label: str) -> list[str]:
     off = ", ".join(f"{name} x{ratio:{'.2g' if ratio < 99.5 else '.0f'}}" for name, ratio in row.off)
     return ["!" if off else "", "", label, *_figures(row.measured), off]
 

@@ -25,7 +25,7 @@ WRONG_RATES = 3
 def analyze(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any], rounds: int = 3) -> Analysis:
     """Run a plan and measure it; see `Plan.analyze`."""
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-        raise PlannerError(f"rounds={rounds!r:.80} is not a number of runs: give an int from 1 on")
+        raise PlannerError(f"rounds={rounds!r:.80} must be a positive integer")
     backend = check_call(plan, operands, indices)
     backend.refuse_dataless(operands, indices)
     meter = meter_of(plan, backend, operands, indices, rounds)
@@ -46,8 +46,8 @@ def _measure_steps(plan: PlanRecord, meter: Meter) -> tuple[list[AnalyzedStep], 
     retained = _kept_bytes(plan, meter, values)
     figures = [dataclasses.replace(f, retained_bytes=r) for f, r in zip(figures, retained, strict=True)]
     predicted = [
-        dataclasses.replace(_predicted(s), retained_bytes=r)
-        for s, r in zip(forward.steps, _predicted_kept(plan), strict=True)
+        dataclasses.replace(_predict(s), retained_bytes=r)
+        for s, r in zip(forward.steps, _predict_kept(plan), strict=True)
     ]
     steps = _rows("forward", 0, forward, predicted, figures)
     back: list[Figures] = []
@@ -60,7 +60,7 @@ def _measure_steps(plan: PlanRecord, meter: Meter) -> tuple[list[AnalyzedStep], 
         stepwise = meter.backend.stepwise(plan, meter.operands, meter.indices, gradient, kept)
         del kept
         back, values = meter.steps(stepwise, backward)
-        steps += _rows("backward", len(forward.steps), backward, [_predicted(s) for s in backward.steps], back)
+        steps += _rows("backward", len(forward.steps), backward, [_predict(s) for s in backward.steps], back)
     del stepwise, values  # free what they hold before anything else is measured
     return steps, figures, back
 
@@ -86,7 +86,7 @@ def _rows(
     ]
 
 
-def _predicted(step: Step) -> Figures:
+def _predict(step: Step) -> Figures:
     cost = step.choice.cost
     return Figures(cost.picoseconds / 1e12, cost.flops, cost.bytes_moved, step.live_bytes)
 
@@ -95,7 +95,7 @@ def _whole(cost: Cost, retained: int | None) -> Figures:
     return Figures(cost.seconds, cost.flops, cost.bytes_moved, cost.peak_bytes, retained)
 
 
-def _predicted_kept(plan: PlanRecord) -> list[int]:
+def _predict_kept(plan: PlanRecord) -> list[int]:
     """Return, for each forward step, the bytes that are kept because of it and no earlier step."""
     programs = plan.programs
     variables = programs.variables
@@ -109,7 +109,7 @@ def _predicted_kept(plan: PlanRecord) -> list[int]:
 
 
 def _kept_bytes(plan: PlanRecord, meter: Meter, values: Mapping[int, Any]) -> list[int]:
-    """Return the same figures as `_predicted_kept`, for the memory that the kept values really hold."""
+    """Return the same figures as `_predict_kept`, for the memory that the kept values really hold."""
     programs = plan.programs
     seen = set(meter.buffers([*meter.operands, values[programs.result]]))
     kept = []

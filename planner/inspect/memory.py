@@ -62,7 +62,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What a call computed and moved, counted operator by operator. A count is None if nothing tells it."""
+    """What a call computed and moved, counted operator by operator. A count is None if unknown."""
 
     flops: int | None
     bytes_moved: int | None
@@ -347,7 +347,7 @@ def jax_buffers(tree: Any) -> dict[int, int]:
 
 
 def jax_temp_bytes(call: Callable[..., Any], *operands: Any) -> int:
-    """Compile a call and return the bytes of its temporaries, without arguments and results, as XLA tells them."""
+    """Compile a call and return the bytes of temporaries that XLA reports, without arguments and results."""
     import jax
 
     analysis = jax.jit(call).lower(*operands).compile().memory_analysis()
@@ -358,7 +358,7 @@ def jax_temp_bytes(call: Callable[..., Any], *operands: Any) -> int:
 def jax_compiled(call: Callable[..., Any], *operands: Any) -> tuple[Callable[..., Any], Compiled]:
     """Compile a call for operands. Return the compiled function and what XLA says about it.
 
-    A figure is None if the platform does not tell it. XLA counts the body of a loop once.
+    A figure is None if the platform does not report it. XLA counts the body of a loop once.
     """
     import jax
 

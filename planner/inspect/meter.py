@@ -150,7 +150,7 @@ class Meter:
 
 
 def _sums(steps: Sequence[Figures]) -> tuple[int | None, int | None]:
-    """Return the FLOPs and bytes moved of all steps; None if no step tells."""
+    """Return the FLOPs and bytes moved of all steps; None if they are unknown for every step."""
     flops = [s.flops for s in steps if s.flops is not None]
     moved = [s.bytes_moved for s in steps if s.bytes_moved is not None]
     return (sum(flops) if flops else None, sum(moved) if moved else None)

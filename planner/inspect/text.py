@@ -34,7 +34,7 @@ def table_lines(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]
     return lines
 
 
-def _compiled(plan: PlanRecord) -> str:
+def _describe_compiled(plan: PlanRecord) -> str:
     """Return what the compiler said about a plan under a memory limit, if its framework compiles plans."""
     if plan.options.memory_limit is None or plan.backend != "jax":
         return ""
@@ -53,8 +53,8 @@ def plan_text(plan: PlanRecord) -> str:
         summary.append([name, *_figures(cost), seconds_text(cost.seconds)])
     summary[1].append(_naive_way(plan.resolved.spec))
     how = f"{plan.origin} search" if plan.origin.startswith("exact") else plan.origin
-    keep = f"; {_kept(plan)}" if wanted else ""
-    summary[2].append(f"{how}, {'proven' if plan.proven else 'not proven'}{keep}{_compiled(plan)}")
+    keep = f"; {_describe_kept(plan)}" if wanted else ""
+    summary[2].append(f"{how}, {'proven' if plan.proven else 'not proven'}{keep}{_describe_compiled(plan)}")
     lines = [head, *table_lines(summary, (0, 6))]
     rows: list[Sequence[str]] = [["#", "step", "lowered to", "FLOPs", "moves", "live", "time", "keeps"]]
     backward = plan.programs.backward
@@ -81,7 +81,7 @@ def plan_text(plan: PlanRecord) -> str:
     )
 
 
-def _kept(plan: PlanRecord) -> str:
+def _describe_kept(plan: PlanRecord) -> str:
     """Return what the forward program keeps for the backward program, as text."""
     if plan.keep != "some":
         return "keeps all intermediates" if plan.keep == "all" else "keeps only the inputs"

@@ -5,8 +5,8 @@ multilinear map
 
     y[out] = sum over all axes not in `out` of  prod_i x_i[term_i] * prod E.
 
-It is linear in each x_i. Its transpose in x_i is the same sum with x_i's term as the output. The factors E do not tell
-inputs from outputs. So a gather in an input becomes a scatter in the output, and the other way round.
+It is linear in each x_i. Its transpose in x_i is the same sum with x_i's term as the output. The factors E do not
+distinguish inputs from outputs. So a gather in an input becomes a scatter in the output, and the other way round.
 """
 
 from __future__ import annotations

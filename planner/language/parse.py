@@ -70,7 +70,7 @@ class _Parser:
                 self.position += 2
                 has_output = True
             elif next_character in ",-" and has_output:
-                raise self.fail("the output is one term: nothing may follow it")
+                raise self.fail("the spec has text after the output term")
             else:
                 raise self.fail("'-' must be followed by '>': write '->' before the output")
             terms.append(self.term())
@@ -112,7 +112,7 @@ class _Parser:
             elif is_axis(character):
                 self.position += 1
                 if self.peek() == "[":
-                    raise self.fail("a bracket holds axes only: index the index array before the call instead")
+                    raise self.fail("a bracket may hold only axes; to index an index array, do it before the call")
                 axes.append(character)
             else:
                 raise self.fail(self.reason(character, "inside a bracket, "))

@@ -135,9 +135,12 @@ def _kept_index_dims(
     kept: dict[str, tuple[int, ...]] = {}
     for name, shape in index_shapes.items():
         brackets = [gather.axes for gather in spec.gathers if gather.array == name]
-        kept[name] = tuple(
-            d for d, size in enumerate(shape) if size != 1 or all(axis_sizes[axes[d]] == 1 for axes in brackets)
-        )
+        dims = []
+        for d, size in enumerate(shape):
+            is_broadcast = size == 1 and any(axis_sizes[axes[d]] != 1 for axes in brackets)
+            if not is_broadcast:
+                dims.append(d)
+        kept[name] = tuple(dims)
     return kept
 
 
@@ -172,7 +175,7 @@ def _resolve_output(
     Args:
         term: the output's term.
         inputs: the resolved terms of the inputs.
-        axis_sizes: the size of each axis. Those that only `sizes=` tells are added.
+        axis_sizes: the size of each axis. Those that only `sizes=` gives are added.
         kept_dims: the dimensions of each index array that are not broadcast.
         letter_sizes: the sizes that `sizes=` gives by letter.
         output_shape: the whole output shape, if `sizes=` gives it.

@@ -78,7 +78,7 @@ class Implementation:
         layouts: returns how the results lie in memory, in frameworks whose arrays have strides; None if all results are
             row-major.
         variant_of: name of the row of which this one is another tiling at the same cost. `optimize="measure"` times
-            such variants. "" if the row is no variant.
+            such variants. "" if the row is not a variant.
         kind_of: names the kind of an op, for rows that run all ops of one kind and no others; such a row's name is its
             kind. The table asks once for all rows that have the same function. None for other rows.
     """
@@ -278,7 +278,7 @@ class Backend(Protocol):
         ...
 
     def compiled_bytes(self, plan: PlanRecord) -> int | None:
-        """Compile both programs of a plan and return the larger peak; None if the framework does not tell it.
+        """Compile both programs of a plan and return the larger peak; None if the framework does not report it.
 
         The peak of the backward program counts the retained bytes. A backend that does not compile returns None.
         """
@@ -288,7 +288,7 @@ class Backend(Protocol):
         """Refuse arrays that hold no values: tracers, arrays inside of transforms, and the framework's own stand-ins.
 
         Raises:
-            PlannerError: an array holds no values, so nothing can be measured on it.
+            PlannerError: an array holds no values, so it cannot be measured.
         """
         ...
 

@@ -15,7 +15,7 @@ from planner.program.plan import AnyPlan, PlanRecord
 from planner.program.program import Programs
 from planner.program.tree import keep_values
 from planner.search.dynamic import SearchResult
-from planner.search.paths import joined_by, left_to_right
+from planner.search.paths import find_joined_sets, left_to_right
 from planner.search.slicing import worth_cutting
 from planner.search.space import AUTO_WORK, MOST_TRIED, PATH_WORK, SearchSpace
 
@@ -101,7 +101,7 @@ def _why(plan: PlanRecord, other: PlanRecord) -> str:
     if options.optimize not in SEARCHES:
         # The plan knows the path that an optimizer returned. Asked again, it might return another one.
         asked = options.optimize if isinstance(options.optimize, tuple) else plan.path
-        if not joined_by(asked, len(plan.operands)) <= joined_by(other.path, len(plan.operands)):
+        if not find_joined_sets(asked, len(plan.operands)) <= find_joined_sets(other.path, len(plan.operands)):
             parts.append("another path than the given one")
     key = plan_key(options.minimize)
     if not parts and key(other.cost)[0] < key(plan.cost)[0]:

@@ -105,6 +105,12 @@ class PartialPlan:
     recomputed: bool
     vector: Vector
 
+    def is_as_good_as(self, other: PartialPlan) -> bool:
+        """Whether both are saved, or both recomputed, and no entry of this plan's vector is larger."""
+        return self.recomputed == other.recomputed and all(
+            mine <= theirs for mine, theirs in zip(self.vector, other.vector, strict=True)
+        )
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Step:
@@ -334,7 +340,7 @@ class Search:
         peaks = Peaks(is_result=int(self.requires[operand]))
         front = [self.partial_plan(Leaf(operand), _zero(), 0, peaks, 0, False)]
         if (source := self.casts[operand]) is not None:
-            identity = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=term))
+            identity = network.restrict(dataclasses.replace(network.spec, inputs=(term,), output=term))
             cast = Cast(identity, self.dtype, source_dtype=source).with_layouts([layout])
             front, layout = self.extend_all(cast, front, self.bytes_of(term), (operands,)), None
         axes = network.value_axes(value)
@@ -349,7 +355,7 @@ class Search:
             fronts[network.open] = front
             return
         self._term_orders[operands] = self._layouts[operands] = None
-        spec = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=output))
+        spec = network.restrict(dataclasses.replace(network.spec, inputs=(term,), output=output))
         first = Einsum(spec, self.dtype).with_layouts([layout])
         fronts[network.open] = self.extend_all(first, front, self.bytes_of(output), (operands,))
         if self.one_step:
@@ -496,18 +502,9 @@ class Search:
     def insert(self, front: Front, partial: PartialPlan) -> None:
         """Insert a partial plan into a Pareto front unless another is as good; drop those that it dominates."""
         for other in front:
-            if (
-                other.recomputed == partial.recomputed
-                and all(o <= p for o, p in zip(other.vector, partial.vector, strict=True))
-                and (other.vector != partial.vector or other.key <= partial.key)
-            ):
+            if other.is_as_good_as(partial) and (other.vector != partial.vector or other.key <= partial.key):
                 return
-        front[:] = [
-            other
-            for other in front
-            if other.recomputed != partial.recomputed
-            or not all(p <= o for p, o in zip(partial.vector, other.vector, strict=True))
-        ]
+        front[:] = [other for other in front if not partial.is_as_good_as(other)]
         front.append(partial)
         if len(front) > self.front_limit:
             alike = sum(other.recomputed == partial.recomputed for other in front)
@@ -532,7 +529,7 @@ class Search:
             return [partial]
         network = self.network
         term = network.term(network.value_axes(self.final))
-        spec = network.restricted(dataclasses.replace(network.spec, inputs=(term,), output=network.result))
+        spec = network.restrict(dataclasses.replace(network.spec, inputs=(term,), output=network.result))
         size, everything = self.bytes_of(network.result), network.everything
         step = self.step(Einsum(spec, self.dtype), (everything,))
         finished = self.extend(step, (partial,), size)

@@ -262,9 +262,9 @@ class Network:
         if result == Value(self.everything, self.final) and set(self.result) == set(order):
             order = tuple(dict.fromkeys(self.result))
         output = tuple(scattered.get(axis, axis) for axis in order)
-        return self.restricted(Spec(terms, output))
+        return self.restrict(Spec(terms, output))
 
-    def restricted(self, spec: Spec) -> Spec:
+    def restrict(self, spec: Spec) -> Spec:
         """Return the spec of a step with the sizes of its own axes only."""
         axes = {axis for term in spec.terms for axis in term_axes(term)}
         return dataclasses.replace(spec, sizes=tuple(sorted((axis, self.sizes[axis]) for axis in axes)))

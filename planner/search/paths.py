@@ -61,13 +61,13 @@ def external_path(network: Network, optimize: Any) -> Path:
     sizes = {axis: max(1, size) for axis, size in network.sizes.items()}
     output &= set().union(*terms)
     if not isinstance(optimize, str):
-        return checked_path(optimize(list(terms), frozenset(output), sizes, None), len(terms))
+        return check_path(optimize(list(terms), frozenset(output), sizes, None), len(terms))
     # opt_einsum breaks ties by the order in which Python iterates over sets. For strings that order differs between
     # processes. For numbers that are inserted in order it is always the same.
     numbers = {axis: number for number, axis in enumerate(sizes)}
     *inputs, kept = (frozenset(sorted(numbers[axis] for axis in axes)) for axes in (*terms, output))
     numbered = {numbers[axis]: size for axis, size in sizes.items()}
-    return checked_path(opt_einsum.paths.get_path_fn(optimize)(inputs, kept, numbered, None), len(terms))
+    return check_path(opt_einsum.paths.get_path_fn(optimize)(inputs, kept, numbered, None), len(terms))
 
 
 def explicit_path(path: Any) -> Path:
@@ -85,7 +85,7 @@ def explicit_path(path: Any) -> Path:
         ) from None
 
 
-def checked_path(path: Any, operands: int) -> Path:
+def check_path(path: Any, operands: int) -> Path:
     """Return an explicit path, after checking that it contracts this number of operands to one.
 
     Raises:
@@ -105,7 +105,7 @@ def checked_path(path: Any, operands: int) -> Path:
     return steps
 
 
-def joined_by(path: Path, operands: int) -> frozenset[int]:
+def find_joined_sets(path: Path, operands: int) -> frozenset[int]:
     """Return the sets of operands that the steps of a path join, as bit sets.
 
     A path refines another one if it joins all sets that the other joins.

@@ -99,7 +99,7 @@ class _LoopSearch:
 
     Args:
         space: the contraction, and the searches on it.
-        whole: the best programs that are no loop, or the best over the limits.
+        whole: the best programs without a loop, or the best ones that exceed the limits.
         trees: trees for the whole contraction; each loop is priced with all of them.
     """
 
@@ -264,7 +264,7 @@ def make_loop(plan: PlanRecord, axes: Mapping[str, int]) -> PlanRecord:
     """Return a plan with the same tree that goes slice by slice, whatever it costs.
 
     Args:
-        plan: a plan that is no loop.
+        plan: a plan without a loop.
         axes: the size of a slice for each axis that is cut, the outermost first.
     """
     space = SearchSpace(plan.contraction)

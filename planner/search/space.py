@@ -21,7 +21,7 @@ from planner.program.program import Programs
 from planner.program.tree import Tree
 from planner.search.dynamic import FRONT_LIMIT, Search, SearchResult
 from planner.search.network import Network
-from planner.search.paths import PATH_NAMES, checked_path, external_path, is_path_name, splits_of
+from planner.search.paths import PATH_NAMES, check_path, external_path, is_path_name, splits_of
 
 __all__ = [
     "AUTO_WORK",
@@ -158,7 +158,7 @@ class SearchSpace:
             if optimize not in self._paths:
                 self._paths[optimize] = external_path(self.network, optimize)
             return self._paths[optimize]
-        return checked_path(optimize, len(self.operands))
+        return check_path(optimize, len(self.operands))
 
     def programs(self, tree: Tree, lower: Lowerer) -> Programs:
         """Return the forward and backward programs of a tree."""

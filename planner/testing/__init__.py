@@ -1,7 +1,7 @@
-"""The testing kit: an oracle, random problems, a check of whole specs, and measurements of what calls allocate.
+"""The testing kit for users and for the library's own tests: an oracle, random problems, and a check of whole specs.
 
-`reference` needs only numpy. The strategies and `check` need hypothesis, which is imported when one of them is first
-used. `planner.inspect.memory` imports a framework when it measures it.
+The names in `__all__` are public and stay; `reference.py` must share no code with what it judges, and Hypothesis is
+imported only when a strategy or `check` is first used.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def indices(
     """
     check_shape(shape)
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-        raise InvalidArgument(f"size={size!r} is no size")
+        raise InvalidArgument(f"size={size!r} is not a size")
     check_range("size", size, size if max_size is None else max_size, 0)
     check_flag("negative", negative, open_too=False)
     check_names("index_mode", (index_mode,), INDEX_MODES)

@@ -281,9 +281,9 @@ def _check_arguments(
     for mode in modes or ():
         check_index_mode(mode)
     if isinstance(max_examples, bool) or not isinstance(max_examples, int) or max_examples < 1:
-        raise PlannerError(f"max_examples={max_examples!r:.80} is no number of problems: give an int from 1 on")
+        raise PlannerError(f"max_examples={max_examples!r:.80} must be a positive integer")
     if implementation is not None and not callable(implementation):
-        raise PlannerError(f"implementation={implementation!r:.80} is no function")
+        raise PlannerError(f"implementation={implementation!r:.80} is not a function")
     if kernel is None:
         return
     if implementation is not None:
@@ -293,7 +293,7 @@ def _check_arguments(
     engine_of(names[0])
     row = next(iter(load_backend(names[0]).table.rows.values()))
     if not isinstance(kernel, type(row)):
-        raise PlannerError(f"kernel={kernel!r:.80} is no planner.program.implementations.Implementation")
+        raise PlannerError(f"kernel={kernel!r:.80} is not a planner.program.implementations.Implementation")
 
 
 def _paths(paths: Any, kernel: Any, implementation: Any) -> tuple[Any, ...] | None:
@@ -304,7 +304,7 @@ def _paths(paths: Any, kernel: Any, implementation: Any) -> tuple[Any, ...] | No
         raise PlannerError("paths= is about planner.contract: a kernel or an implementation has none")
     values = (paths,) if isinstance(paths, str) else paths
     if not isinstance(values, Sequence) or not values:
-        raise PlannerError(f"paths={paths!r:.80} is no list of what optimize= takes")
+        raise PlannerError(f"paths={paths!r:.80} is not a list of values that optimize= takes")
     for path in values:
         if isinstance(path, str):
             if path not in ("auto", "optimal", "greedy") and not is_path_name(path):

@@ -45,7 +45,7 @@ FEATURES = frozenset(
         "negative",  # negative indices under "raise"
         "index dtypes",  # other than int64
         "sizes tuple",  # the whole output shape as sizes
-        "odd axes",  # axes that are no letters, or letters that look alike
+        "odd axes",  # axes that are not letters, or letters that look alike
     }
 )
 
@@ -92,13 +92,13 @@ def axes_of(spec: Spec) -> list[str]:
 def wrong_sizes(text: str, spec: Spec, sizes: Any) -> str:
     """Return what is wrong with sizes by letter for a spec and its text; "" if nothing is."""
     if sizes is not None and not isinstance(sizes, Mapping):
-        return f"sizes={sizes!r:.80} is no mapping of letters to sizes"
+        return f"sizes={sizes!r:.80} is not a mapping of letters to sizes"
     known = (*axes_of(spec), *spec.arrays)
     for letter, size in (sizes or {}).items():
         if letter not in known:
-            return f"sizes= has {letter!r:.80}, which {text!r:.80} has not"
+            return f"sizes= has {letter!r:.80}, which {text!r:.80} does not have"
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            return f"sizes= has {size!r:.80} for {letter!r}, which is no size"
+            return f"sizes= has {size!r:.80} for {letter!r}, which is not a size"
     return ""
 
 

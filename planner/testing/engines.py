@@ -21,7 +21,7 @@ __all__ = ["Call", "Engine", "engine_of", "installed"]
 # Plans do not count copies of index arrays: in range, flattened, broadcast. If index arrays are long and the other
 # arrays are small, these copies are most of what is allocated.
 _INDEX_COPIES = 6
-# Python's objects, which the measurement of NumPy counts too, and padding by XLA.
+# Bytes that plans do not count: Python's own objects, which NumPy's measurement includes, and XLA's padding.
 _OWN_BYTES = 2**15
 
 # A contraction of a problem, as a function of operands and index arrays.

@@ -382,10 +382,12 @@ def _resolve(
     ranks = {name: q.ndim for name, q in index_arrays.items()}
     inputs = tuple(_expand(t, x.ndim, ranks) for t, x in zip(inputs, arrays, strict=True))
     brackets = [_expand_gather(g, ranks) for t in (*inputs, output) for g in t if isinstance(g, _Gather)]
-    joint_ellipsis = [
-        axis[1] + 1 for dims in (*inputs, *(g.axes for g in brackets)) for axis in dims if isinstance(axis, tuple)
-    ]
-    rank = max(joint_ellipsis, default=0) - 1 if ... in output else 0
+    ellipsis_dims = 0
+    for entries in (*inputs, *(bracket.axes for bracket in brackets)):
+        for axis in entries:
+            if isinstance(axis, tuple):
+                ellipsis_dims = max(ellipsis_dims, axis[1] + 1)
+    rank = ellipsis_dims - 1 if ... in output else 0
     output = _expand(output, len(output) + rank, ranks)
 
     extents = _extents(inputs, output, [x.shape for x in arrays], sizes, index_arrays)
@@ -441,7 +443,7 @@ def _extents(
         extents[axis] = larger.pop()
     for axis, n in required:
         if extents[axis] != n:
-            raise ValueError(f"axis {axis!r} has size {extents[axis]}, and sizes says {n}")
+            raise ValueError(f"sizes= gives {n} for axis {axis!r}, but the inputs give {extents[axis]}")
     for axis in output:
         if not isinstance(axis, _Gather) and axis not in extents:
             raise ValueError(f"no input has output axis {axis!r}: give its size in sizes")
@@ -542,7 +544,9 @@ def _parse_term(text: str, brackets: bool = True) -> _Term:
             raise ValueError(f"cannot read {text[place:]!r} in term {text!r}")
         if match["array"]:
             if not re.fullmatch(r"[^\W\d_]", match["array"]) or not unicodedata.is_normalized("NFKC", match["array"]):
-                raise ValueError(f"{match['array']!r} is no letter, or NFKC changes it: it names no index array")
+                raise ValueError(
+                    f"{match['array']!r} is not a letter, or NFKC changes it: it cannot name an index array"
+                )
             items.append(_Gather(match["array"], _parse_term(match["bracket"], brackets=False)))
         else:
             items.append(... if match["axis"] == "..." else match["axis"])

@@ -202,7 +202,7 @@ def _check_step(
         most = scratch + sum(x.untyped_storage().nbytes() for x in results)
         taken = measure.torch_memory(lambda: stage.run(name))[1].peak_bytes
         if taken > most:
-            what = f"{shown!r} allocates more than its results and the scratch that its cost tells"
+            what = f"{shown!r} allocates more than its results and the scratch that its cost states"
             raise Broken(problem, what, f"{taken} bytes", f"{most} bytes", script())
 
 

@@ -33,10 +33,10 @@ def is_drawn(draw: st.DrawFn, features: Collection[str], feature: str, share: in
 
 
 def check_range(name: str, low: Any, high: Any, least: int, most: int | None = None) -> None:
-    """Refuse bounds that are no integers or in the wrong order; `name` comes after ``min_`` and ``max_``."""
+    """Refuse bounds that are not integers or in the wrong order; `name` comes after ``min_`` and ``max_``."""
     for label, value in ((f"min_{name}", low), (f"max_{name}", high)):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidArgument(f"{label}={value!r} is no integer")
+            raise InvalidArgument(f"{label}={value!r} is not an integer")
         if value < least or (most is not None and value > most):
             bounds = f"{least} or more" if most is None else f"between {least} and {most}"
             raise InvalidArgument(f"{label}={value!r} must be {bounds}")
@@ -45,9 +45,9 @@ def check_range(name: str, low: Any, high: Any, least: int, most: int | None = N
 
 
 def check_names(name: str, given: Any, known: Collection[str], empty: bool = False) -> None:
-    """Refuse unknown names; a single string is no collection of names."""
+    """Refuse unknown names; a single string does not count as a collection of names."""
     if isinstance(given, str) or not isinstance(given, Collection):
-        raise InvalidArgument(f"{name}={given!r} is no collection of names")
+        raise InvalidArgument(f"{name}={given!r} is not a collection of names")
     unknown = [x for x in given if not isinstance(x, str) or x not in known]
     if unknown:
         raise InvalidArgument(f"{name} has unknown {unknown}: take from {', '.join(sorted(known))}")
@@ -56,14 +56,14 @@ def check_names(name: str, given: Any, known: Collection[str], empty: bool = Fal
 
 
 def check_flag(name: str, value: Any, open_too: bool = True) -> None:
-    """Refuse a value that is no bool; None is allowed if `open_too` is set."""
+    """Refuse a value that is not a bool; None is allowed if `open_too` is set."""
     if not (isinstance(value, bool) or (open_too and value is None)):
-        raise InvalidArgument(f"{name}={value!r} is none of {'None, ' if open_too else ''}True, False")
+        raise InvalidArgument(f"{name}={value!r} is not one of {'None, ' if open_too else ''}True, False")
 
 
 def check_shape(shape: Any) -> None:
-    """Refuse a value that is no tuple or list of sizes."""
+    """Refuse a value that is not a tuple or list of sizes."""
     if not isinstance(shape, (tuple, list)) or any(
         isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 0 for n in shape
     ):
-        raise InvalidArgument(f"shape={shape!r} is no tuple of sizes")
+        raise InvalidArgument(f"shape={shape!r} is not a tuple of sizes")

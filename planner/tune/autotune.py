@@ -63,7 +63,7 @@ def autotune(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, An
         indices: the index arrays, by letter.
 
     Returns:
-        The plan. Its origin tells where it comes from.
+        The plan. Its origin says where it comes from.
     """
     if plan.origin.startswith("interrupted"):
         return plan

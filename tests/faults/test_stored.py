@@ -41,9 +41,9 @@ OPERANDS = [np.ones(shape) for shape in ((3, 4), (4, 5), (5, 6))]
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("PLANNER_CACHE", str(tmp_path))
     monkeypatch.setattr(remember, "_WARNED", set())
-    rates.stored_rates.cache_clear()
+    rates.load_rates.cache_clear()
     yield tmp_path
-    rates.stored_rates.cache_clear()
+    rates.load_rates.cache_clear()
 
 
 # -- writers that are killed -----------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_damaged_files_are_named_and_nothing_of_them_is_run(folder, tmp_path_fac
             found = read()
         assert not ran, seed
         assert all(str(path) in str(w.message) for w in caught), seed
-        # A symlink to nothing is no file; the key of another problem, no entry.
+        # A symlink to nothing is not a file; an entry with the key of another problem is not an entry.
         ignored += found is None
         assert found is not None or caught or path.is_symlink() or store == "plans", seed
         if path.is_dir():

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 SKEWS = ("even", "sorted", "half in one", "all in one", "steep", "all dropped", "one row each")
 LAYOUTS = ("plain", "columns", "transposed", "sliced", "expanded")
-# Rows are added up into so many targets; one more is no target.
+# Rows are added up into so many targets; one more is not a target.
 TARGETS = 5
 
 

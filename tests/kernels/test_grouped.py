@@ -47,7 +47,7 @@ def test_kernels_equal_a_loop_over_rows(kernels):
 
 @each(KERNELS)
 def test_products_of_half_types_are_added_up_in_float32(kernels):
-    """Unrounded: 64 * 64 + 1 is no half, and neither is the sum of many ones while it grows."""
+    """Unrounded: 64 * 64 + 1 is not a half, and neither is the sum of many ones while it grows."""
     column, ones = np.array([64.0, 1.0, -64.0]), np.ones(4096)
     for x, matrix in (column, 64.0), (ones, 1.0):
         n = len(x)

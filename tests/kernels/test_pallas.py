@@ -202,7 +202,7 @@ def test_every_tile_is_lowered_for_a_tpu(dtype):
         for m in heights:
             found.append(pallas_tpu.matrices_product(jnp.full((3, m, 5), x), c, group, group))
             found.append(pallas_tpu.matrices_product(found[-1], c, group, group, transposes=True))
-            tiles = pallas_tiles.Tiles(group, group, group, group)
+            tiles = pallas_tiles.RowTiles(group, group, group, group)
             found.append(pallas_tpu.matrices_outer(found[-1], found[-2], tiles))
         return found
 

@@ -19,7 +19,7 @@ TORCH = KERNELS[0]
 def test_result_in_another_dtype():
     a, c = torch.full((300, 1, 4), 3.0, dtype=torch.bfloat16), torch.ones(2, 4, 2, dtype=torch.bfloat16)
     groups, target = group_rows(torch.arange(300) % 2, 2), torch.zeros(300, dtype=torch.int64)
-    # 257 * 12 is no bfloat16, so the sum must not pass through one.
+    # 257 * 12 is not a bfloat16, so the sum must not pass through one.
     out = grouped_matmul(a[:257], c, group_rows(torch.arange(257) % 2, 2), None, target[:257], 1, torch.float32)
     assert out.tolist() == [[[3084.0, 3084.0]]]
     assert grouped_matmul(a, c, groups, out_dtype=torch.float64).dtype == torch.float64

@@ -22,7 +22,7 @@ import planner  # noqa: E402
 from planner.backends.torch import index as torch_index  # noqa: E402
 from planner.backends.torch import ops as torch_ops  # noqa: E402
 from planner.backends.torch.executable import Executable  # noqa: E402
-from planner.bench.ahead_of_time import _occupancy, _signature, cases  # noqa: E402
+from planner.bench.ahead_of_time import _occupancy, _signature, kernel_configs  # noqa: E402
 from planner.cost.device import H200  # noqa: E402
 from planner.inspect.memory import torch_memory  # noqa: E402
 from planner.kernels.gathered_dot import torch_pooled, triton_pooled  # noqa: E402
@@ -32,7 +32,7 @@ from planner.kernels.grouped_matmul.triton_pair import both_gradients  # noqa: E
 from planner.kernels.grouping.keys import IndexArray  # noqa: E402
 from planner.kernels.grouping.torch_grouping import group_rows  # noqa: E402
 from planner.kernels.segment_sum import triton_sum  # noqa: E402
-from planner.kernels.tiled_product.triton_axes import Axis, Cut, Matrices, cut  # noqa: E402
+from planner.kernels.tiled_product.triton_axes import Axis, Cut, Matrices, count_pieces  # noqa: E402
 from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, Tiles, covers_pair, tiles_of  # noqa: E402
 from planner.program.frameworks import load_backend  # noqa: E402
 from planner.program.ops import Einsum  # noqa: E402
@@ -60,7 +60,7 @@ class Laid:
             random: a NumPy generator.
             dtype: a name, from `LAID`.
             writes: whether it is a result: no two positions are one.
-            absent: positions along the first axis that are no rows: its table names -1 there.
+            absent: positions along the first axis that are not rows: its table names -1 there.
             dropped: rows that may hold anything: NaN, where no other row shares their memory.
             tables: whether positions may be looked up.
         """
@@ -309,7 +309,7 @@ def test_equal_problems_have_equal_tiles():
 
 def test_what_the_kernels_are_compiled_for():
     """Pieces of sums are as wide as the sums are; each program takes a KiB of shared memory for the system."""
-    pieces = {case.dtype: _signature(case)[0]["parts"] for case in cases() if case.mode == "terms"}
+    pieces = {config.dtype: _signature(config)[0]["parts"] for config in kernel_configs() if config.mode == "terms"}
     assert pieces == {"float16": "*fp32", "bfloat16": "*fp32", "float32": "*fp32", "float64": "*fp64"}
     eighth = (228 << 10) // 8
     assert [_occupancy(90, 32, eighth - system, 4) for system in (1024, 1023)] == [8 * 4 / 64, 7 * 4 / 64]
@@ -320,27 +320,27 @@ def test_the_kernel_compiles_for_cards(arch):
     """It multiplies by the units that the dtype has, and keeps its registers; each tile that can be chosen nightly."""
     code = (
         "import dataclasses, json\n"
-        "from planner.bench.ahead_of_time import build, cases\n"
-        f"found = [dataclasses.asdict(build(case, {arch})) for case in cases({bool(examples(0, 1))})]\n"
+        "from planner.bench.ahead_of_time import build, kernel_configs\n"
+        f"found = [dataclasses.asdict(build(config, {arch})) for config in kernel_configs({bool(examples(0, 1))})]\n"
         "print(json.dumps(found))\n"
     )
     found = json.loads(run_python(code, TRITON_INTERPRET="0"))
-    assert {(x["case"]["mode"], x["case"]["dtype"]) for x in found} >= {
+    assert {(x["config"]["mode"], x["config"]["dtype"]) for x in found} >= {
         (mode, dtype) for mode in ("rows", "terms", "plain", "pair", "sum", "add") for dtype in (*DTYPES, "bfloat16")
     }
     for x in found:
-        case = x["case"]
+        config = x["config"]
         # Elements are read by 16 bytes, where sizes allow and positions are not looked up; on sm_90 products of tf32
         # take terms that lie apart one by one.
-        apart = (case["mode"], case["precision"], arch) == ("terms", "tf32", 90)
-        assert x["widest"] == 16 or case["tables"] or not case["aligned"] or apart, x
+        apart = (config["mode"], config["precision"], arch) == ("terms", "tf32", 90)
+        assert x["widest"] == 16 or config["tables"] or not config["aligned"] or apart, x
         # Of a few tiles that are not the default the assembler keeps some bytes in memory, to run more programs.
         assert x["spilled"] <= examples(0, 32), x
-        if case["mode"] in ("sum", "add"):
+        if config["mode"] in ("sum", "add"):
             assert not {"mma", "wgmma"} & set(x["instructions"]), x
-        elif (case["dtype"], case["precision"]) == ("float32", "ieee"):
+        elif (config["dtype"], config["precision"]) == ("float32", "ieee"):
             assert x["instructions"] == ["fma.f32"], x
-        elif arch == 90 and case["dtype"] in ("float16", "bfloat16") and case["tiles"]["m"] >= 64:
+        elif arch == 90 and config["dtype"] in ("float16", "bfloat16") and config["tiles"]["m"] >= 64:
             assert "wgmma" in x["instructions"], x
         else:
             assert {"mma", "wgmma"} & set(x["instructions"]), x
@@ -449,7 +449,7 @@ def test_a_bad_index_of_a_captured_graph_is_refused_by_the_device(monkeypatch):
 def test_into_how_many_pieces_groups_are_cut():
     """Groups of 0, 4, 5 and 9 rows, of 2 terms each, in pieces of 8: one that is empty is a piece too, in no slot."""
     starts = torch.tensor([0, 0, 4, 9, 18])
-    assert cut(starts, 2, 8).tolist() == [0, 1, 2, 3]
+    assert count_pieces(starts, 2, 8).tolist() == [0, 1, 2, 3]
     found = Cut.of(starts, 36, 2, 8)
     assert found.tile_starts.tolist() == [0, 1, 2, 4, 7]
     assert found.part_starts.tolist() == [0, 0, 0, 2, 5]

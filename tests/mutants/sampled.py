@@ -19,7 +19,7 @@ SEED = "planner, issue 6"
 DRAWN = 300
 FOLDERS = ("planner", "backends", "kernels")
 
-# Programs that time the library or show it: they are no part of it.
+# Programs that time the library or show it: they are not part of it.
 LEFT_OUT = ("planner/bench/", "planner/demo/")
 _PUNCTUATION = frozenset("()[]{},.:=")
 

@@ -33,7 +33,7 @@ class Listed(Exception):
 
 
 def suite_of(item: pytest.Item) -> str:
-    """The module of a test, with the packages that it lies in: some folders of tests are no packages."""
+    """The module of a test, with the packages that it lies in: some folders of tests are not packages."""
     path = item.path.with_suffix("").as_posix()
     return next(
         (suite for suite in rewritten.REDIRECTED if path.endswith("/" + suite.replace(".", "/"))), item.path.stem

@@ -168,11 +168,11 @@ def test_index_modes_out_of_range() -> None:
         ("p[q[n]]->n", [(1,)], {"p": [0], "q": [0]}, "cannot read"),
         ("......", [(1,)], {}, "two ellipses"),
         ("\N{MICRO SIGN}[n]->n", [(1,)], {}, "NFKC"),
-        ("×[n]->n", [(1,)], {}, "names no index array"),
+        ("×[n]->n", [(1,)], {}, "cannot name an index array"),
         ("i1", [(1, 1)], {}, "cannot read"),
         ("q[n]q[n] -> q[n]", [(5, 2)], {"q": [0, 1]}, "scatters into is not known"),
         ("i -> ik", [(3,)], {}, "no input has output axis 'k'"),
-        ("i -> i", [(3,)], {"sizes": {"i": 1}}, "has size 3, and sizes says 1"),
+        ("i -> i", [(3,)], {"sizes": {"i": 1}}, "sizes= gives 1 for axis 'i', but the inputs give 3"),
         ("i -> i", [(3,)], {"sizes": {"z": 1}}, "which the spec does not"),
     ],
 )
