@@ -64,9 +64,9 @@ def _call(function, arguments):
     return function(**arguments)
 
 
-# Python 3.11 keeps frames in chunks of 16 kB, and gives a chunk back as soon as no frame is in it. A loop that happens to
-# call functions across the end of a chunk maps and unmaps memory in each turn: the laws of torch took 58 s for 37. A
-# frame of a megabyte gets a chunk of two, and all frames of the test lie in the rest of it.
+# Python keeps frames in chunks of 16 kB, and gives a chunk back as soon as no frame is in it. A loop whose calls happen
+# to cross the end of a chunk maps and unmaps memory in each turn: the laws of torch took 58 s in place of 37 (Python
+# 3.11). A frame of a megabyte gets a chunk of two, and the frames of all that it calls lie in the rest of it.
 _call.__code__ = _call.__code__.replace(co_stacksize=2**17)
 
 
