@@ -12,6 +12,7 @@ import tempfile
 
 import hypothesis
 import pytest
+from _pytest import python
 from hypothesis.internal.conjecture import providers
 
 # torch and JAX may share one device: JAX must not take most of its memory at the first call.
@@ -60,21 +61,20 @@ if os.environ.get("HYPOTHESIS_PROFILE") != "nightly":
 hypothesis.settings.register_profile("nightly", max_examples=1_000, derandomize=False, print_blob=True, **_COMMON)
 
 
-def _call(function, arguments):
-    return function(**arguments)
+def _call_with_room(item):
+    return python.pytest_pyfunc_call(item)
 
 
 # Python keeps frames in chunks of 16 kB, and gives a chunk back as soon as no frame is in it. A loop whose calls happen
 # to cross the end of a chunk maps and unmaps memory in each turn: the laws of torch took 58 s in place of 37 (Python
 # 3.11). A frame of a megabyte gets a chunk of two, and the frames of all that it calls lie in the rest of it.
-_call.__code__ = _call.__code__.replace(co_stacksize=2**17)
+_call_with_room.__code__ = _call_with_room.__code__.replace(co_stacksize=2**17)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Run a test function with room for the frames of all that it calls."""
-    _call(pyfuncitem.obj, {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames})
-    return True
+    """Run a test function as pytest does, with room for the frames of all that it calls."""
+    return _call_with_room(pyfuncitem)
 
 
 @pytest.fixture(autouse=True)

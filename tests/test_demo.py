@@ -13,7 +13,7 @@ from planner.demo.answers import answers
 from planner.demo.cases import cases
 from planner.demo.report import Comparison, bytes_text, gain_line, header, line, seconds_text, table
 from planner.demo.runs import EFFORTS, RUNS, Row, Run, WayFigures, differences, extrapolate, measure_case
-from planner.demo.ways import OURS, Excerpt, Way
+from planner.demo.ways import OURS, Part, Way
 from planner.workloads import WORKLOADS
 
 FRAMEWORKS = [name for name in installed_frameworks() if name != "numpy"]
@@ -123,7 +123,7 @@ def test_a_part_is_extrapolated_in_proportion_but_for_its_constant_share():
 @pytest.mark.parametrize("in_proportion", [True, False])
 def test_a_way_that_runs_on_a_part_says_so(framework, in_proportion):
     case = _case(framework, "seed-outer-and-matmul")
-    part = Way("slow", case.ways[0].call, Excerpt("i", 4, backward_in_proportion=in_proportion))
+    part = Way("slow", case.ways[0].call, Part("i", 4, backward_in_proportion=in_proportion))
     _, row = measure_case(dataclasses.replace(case, ways=(case.ways[0], part)), "quick")
     assert row.figures.extrapolated
     assert math.isnan(row.figures.gradient_seconds) is not in_proportion

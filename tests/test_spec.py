@@ -62,8 +62,8 @@ def test_what_parses(text, inputs, output):
 
 
 CARETS = [
-    ("ij,jk->ik->il", 9, "text after the output term"),
-    ("ij->i,j", 5, "text after the output term"),
+    ("ij,jk->ik->il", 9, "a spec has one output term"),
+    ("ij->i,j", 5, "a spec has one output term"),
     ("ij-k", 2, "'-' must be followed by '>'"),
     ("ij>k", 2, "'>' must follow '-'"),
     ("i..j", 1, "three dots"),

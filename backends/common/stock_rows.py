@@ -251,20 +251,22 @@ def stock_rows(
             return (cast(inputs[0], op.dtype),)
         return (evaluate(ops, op.spec, inputs, index, getattr(index, "may_drop", True)),)
 
+    asked: tuple[Op | None, str] = (None, "")
+
+    def find_kind(op: Op) -> str:
+        """Return the kind of an op. A table asks one row after the other about the same op: it is found once."""
+        nonlocal asked
+        last, kind = asked
+        if op is not last:
+            kind = stock_kind(op)
+            asked = (op, kind)
+        return kind
+
     def support(kind: str) -> Callable[[Op], str | None]:
-        return lambda op: None if stock_kind(op) == kind else f"the step is not a {kind}"
+        return lambda op: None if find_kind(op) == kind else f"the step is not a {kind}"
 
     return [
-        Implementation(
-            kind,
-            support(kind),
-            cost,
-            run,
-            is_view=views and kind == "view",
-            stock=True,
-            layouts=layouts,
-            kind_of=stock_kind,
-        )
+        Implementation(kind, support(kind), cost, run, is_view=views and kind == "view", stock=True, layouts=layouts)
         for kind in KINDS
         if kind not in skip
     ]

@@ -289,7 +289,7 @@ class _Part:
         """Zero the padding of a slice, which could hold anything. Sizes that do not divide evenly are padded."""
         for dim, entry in enumerate(term):
             if self._uneven(entry):
-                x = OPS.select(self._mask_data(entry, dim, x.ndim), x, 0)
+                x = OPS.select(self._data_mask(entry, dim, x.ndim), x, 0)
         return x
 
     def indices(self, given: Indices, index_mode: str) -> tuple[dict[Gather, Any], str]:
@@ -307,7 +307,7 @@ class _Part:
             is_local = (whole >= start) & (whole < start + size) & (whole < gather.size)
             for dim, axis in enumerate(gather.axes):
                 if self._uneven(axis):
-                    is_local &= self._mask_data(axis, dim, whole.ndim)
+                    is_local &= self._data_mask(axis, dim, whole.ndim)
             local_indices[local_gather(gather, self.parts)] = jnp.where(is_local, whole - start, size)
         return local_indices, "drop"
 
@@ -319,7 +319,7 @@ class _Part:
         size = -(-self.spec.size(entry) // self.parts.get(entry, 1))
         return (lax.axis_index(self.split[entry]) * size if entry in self.split else 0), size
 
-    def _mask_data(self, entry: Entry, dim: int, ndim: int) -> Any:
+    def _data_mask(self, entry: Entry, dim: int, ndim: int) -> Any:
         """Return a mask along a dimension of an array: true where a slice holds data, false where it is padding."""
         start, size = self._start(entry)
         holds_data = jnp.arange(size) < self.spec.size(entry) - start

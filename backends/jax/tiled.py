@@ -56,7 +56,7 @@ def tiled_cost(
     held = (_tpu_bytes if shape is TPU else _gpu_bytes)(what, sizes, tiles * each, targets, size)
     maps = sum(rows != form.gather.axes for rows in (form.rows_a, form.rows_b if form.outer else form.rows_out))
     sort = max(jax_grouping.scratch_bytes(n, g), 16 * tiles * each + 4 * n)
-    tables = 4 * (n + g + 1) + 8 * n * maps + sort + _count_bytes(1, tiles, each, 4)
+    tables = 4 * (n + g + 1) + 8 * n * maps + sort + _padded_bytes(1, tiles, each, 4)
     moved = (
         op.bytes_touched()
         + 2 * copied
@@ -77,23 +77,23 @@ def _tpu_bytes(what: str, sizes: tuple[int, int, int, int, int], slots: int, tar
     """
     n, i, g, j, k = sizes
     shapes = (n, i, j), (n, i, k), (g, j, k)
-    a, b, c = (_count_bytes(*x, size) for x in shapes)
+    a, b, c = (_padded_bytes(*x, size) for x in shapes)
     copy_a, copy_b, copy_c = (
         whole if whole > math.prod(x) * size else 0 for whole, x in zip((a, b, c), shapes, strict=True)
     )
-    tiles_a = _count_bytes(slots, i, j, size)
-    tiles_b = _count_bytes(slots, i, k, 4 if what == "summed" else size)
+    tiles_a = _padded_bytes(slots, i, j, size)
+    tiles_b = _padded_bytes(slots, i, k, 4 if what == "summed" else size)
     if what == "pair":
         return max(2 * (tiles_a + tiles_b) + copy_a + copy_b, 3 * tiles_a + tiles_b + a + copy_a) + copy_c
     if what == "outer":
         return 2 * (tiles_a + tiles_b) + max(copy_a + copy_b, copy_c)
     if what == "direct":
         return copy_a + copy_b + copy_c
-    last = 2 * _count_bytes(targets, i, k, 4) if what == "summed" else b + copy_b
+    last = 2 * _padded_bytes(targets, i, k, 4) if what == "summed" else b + copy_b
     return max(copy_a + 2 * tiles_a, tiles_a + tiles_b + copy_c, 2 * tiles_b + last)
 
 
-def _count_bytes(rows: int, inner: int, columns: int, size: int) -> int:
+def _padded_bytes(rows: int, inner: int, columns: int, size: int) -> int:
     """Return the bytes of `(rows, inner, columns)` padded for a TPU's registers.
 
     A register is 128 columns wide, and has 8 rows of 4 bytes, or as many rows as the next power of 2 if that is fewer.

@@ -8,8 +8,8 @@ from typing import Literal
 
 from planner.demo.ways import (
     OURS,
-    Excerpt,
     Framework,
+    Part,
     Way,
     contraction,
     direct,
@@ -184,9 +184,9 @@ def _loops(framework: Framework, scale: Scale) -> Iterator[Way]:
     steps = {"main": 64, "full": 256, "quick": 256}[scale] if framework == "torch" else 32
     rows = {"main": 4096, "full": 131072, "quick": 131072}[scale] if framework == "torch" else 2048
     # The backward pass of strategy 1 writes a gradient of all taken matrices for each row.
-    yield Way("strategy 1: loop", strategy1, Excerpt("n", steps, backward_in_proportion=False))
-    yield Way("strategy 2: loop", strategy2, Excerpt("n", steps))
-    yield Way("strategy 3: 256 rows", strategy3, Excerpt("n", rows))
+    yield Way("strategy 1: loop", strategy1, Part("n", steps, backward_in_proportion=False))
+    yield Way("strategy 2: loop", strategy2, Part("n", steps))
+    yield Way("strategy 3: 256 rows", strategy3, Part("n", rows))
 
 
 def _sized(name: str, scale: Scale) -> Workload:

@@ -10,7 +10,7 @@ from planner.workloads import Workload
 
 __all__ = [
     "OURS",
-    "Excerpt",
+    "Part",
     "Framework",
     "Way",
     "contraction",
@@ -36,7 +36,7 @@ OURS = "planner.contract"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Excerpt:
+class Part:
     """The part of a workload that a slow way runs on.
 
     Attributes:
@@ -64,7 +64,7 @@ class Way:
 
     label: str
     call: Callable[..., Any]
-    part: Excerpt | None = None
+    part: Part | None = None
 
 
 def contraction(spec: str, **options: Any) -> Callable[..., Any]:

@@ -70,7 +70,7 @@ class _Parser:
                 self.position += 2
                 has_output = True
             elif next_character in ",-" and has_output:
-                raise self.fail("the spec has text after the output term")
+                raise self.fail("a spec has one output term: remove what follows it")
             else:
                 raise self.fail("'-' must be followed by '>': write '->' before the output")
             terms.append(self.term())

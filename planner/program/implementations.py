@@ -10,7 +10,7 @@ The tests check these laws for every backend:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -79,8 +79,6 @@ class Implementation:
             row-major.
         variant_of: name of the row of which this one is another tiling at the same cost. `optimize="measure"` times
             such variants. "" if the row is not a variant.
-        kind_of: names the kind of an op, for rows that run all ops of one kind and no others; such a row's name is its
-            kind. The table asks once for all rows that have the same function. None for other rows.
     """
 
     name: str
@@ -93,7 +91,6 @@ class Implementation:
     capabilities: tuple[int, ...] | None = None
     layouts: Callable[[Op], tuple[Layout | None, ...]] | None = None
     variant_of: str = ""
-    kind_of: Callable[[Op], str] | None = None
 
     def refusal(self, op: Op, device: Device) -> str | None:
         """Return why the row cannot run an op on a device, or None if it can."""
@@ -102,11 +99,6 @@ class Implementation:
         if self.capabilities is not None and device.capability not in self.capabilities:
             return f"it runs on compute capability {' and '.join(f'{x / 10:.1f}' for x in self.capabilities)}"
         return self.supports(op)
-
-    def runs_on(self, device: Device) -> bool:
-        """Whether the row runs on a device."""
-        right_kind = self.kinds is None or device.kind in self.kinds
-        return right_kind and (self.capabilities is None or device.capability in self.capabilities)
 
 
 # The former name: users may have written rows of their own with it.
@@ -127,26 +119,15 @@ class Table:
         """
         choices = self._choices.get((op, device))
         if choices is None:
-            choices = tuple(_price(row, op, device) for row in self._rows_for(op, device))
+            choices = tuple(
+                _price(row, op, device)
+                for row in self.rows.values()
+                if not row.variant_of and row.refusal(op, device) is None
+            )
             if len(self._choices) > 100_000:
                 self._choices.clear()
             self._choices[op, device] = choices
         return choices
-
-    def _rows_for(self, op: Op, device: Device) -> Iterator[Implementation]:
-        """Yield the rows that can run an op on a device, without variants: a search asks this for thousands of ops."""
-        kinds: dict[Callable[[Op], str], str] = {}
-        for row in self.rows.values():
-            if row.variant_of or not row.runs_on(device):
-                continue
-            if row.kind_of is None:
-                if row.supports(op) is None:
-                    yield row
-                continue
-            if row.kind_of not in kinds:
-                kinds[row.kind_of] = row.kind_of(op)
-            if kinds[row.kind_of] == row.name:
-                yield row
 
     def variants(self, lowering: str, op: Op, device: Device) -> tuple[PricedImplementation, ...]:
         """Return the variants of a row that can run an op, and their costs."""

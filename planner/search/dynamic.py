@@ -113,31 +113,32 @@ class PartialPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Step:
+class _PricedStep:
     """What extending partial plans by a step needs to know of the step.
 
     Attributes:
-        op: the step, with the layouts of what it reads.
-        node_op: the step in a tree, without layouts: the programs find out how inputs lie in memory.
+        op: the step in a tree, without layouts: the programs find out how inputs lie in memory.
         choice: its implementation.
-        own_bytes: bytes of its result; 0 if that is a view.
-        produced: for each value that it reads, the bytes of its gradient; 0 if that is not needed.
+        bytes: the bytes that it allocates for its result; 0 if that is a view.
         gradients: the steps that compute the gradients of what it reads.
         needs: for each value that it reads, whether its gradient is needed.
         reads: for each of these values, whether a gradient step reads it.
+        produced: for each of these values, the bytes of its gradient, or 0 if that is not needed; empty unless peaks
+            count.
         key: what the step and its gradient steps add to the score.
-        may_be_recomputed: whether the backward program may compute the step again.
+        again: the same, if the backward program runs the step a second time.
+        may_be_recomputed: whether the backward program may do that.
     """
 
     op: Op
-    node_op: Op
     choice: PricedImplementation
-    own_bytes: int
-    produced: tuple[int, ...]
+    bytes: int
     gradients: Sequence[GradientStep]
     needs: tuple[bool, ...]
     reads: tuple[bool, ...]
+    produced: tuple[int, ...]
     key: Key
+    again: Key
     may_be_recomputed: bool
 
 
@@ -225,7 +226,6 @@ class Search:
         self.about_peaks = objective == "peak" or limits.memory is not None
         self.counts_retained = self.about_peaks or limits.retain is not None
         self.interrupted = False
-        self.itemsize = itemsize(dtype)
         self.takes_first, self.bound = takes_first, bound
         self.layouts = layouts or (None,) * len(network.leaves)
         self.least = _zero() if bound is None else self._least_of_a_product()
@@ -279,8 +279,7 @@ class Search:
 
     def run(self, splits: Splits = all_splits) -> SearchResult | None:
         """Return the best tree over the given splits of the operands, or None if no tree is within the limits."""
-        unfinished = self.best_partials(self.network.everything, splits).get(self.network.final, [])
-        complete = [finished for partial in unfinished for finished in self.finish(partial)]
+        complete = self.finish(self.best_partials(self.network.everything, splits).get(self.network.final, []))
         if not complete:
             if self.limits != NO_LIMITS or self.bound is not None:
                 return None
@@ -342,7 +341,7 @@ class Search:
         if (source := self.casts[operand]) is not None:
             identity = network.restrict(dataclasses.replace(network.spec, inputs=(term,), output=term))
             cast = Cast(identity, self.dtype, source_dtype=source).with_layouts([layout])
-            front, layout = self.extend_all(cast, front, self.bytes_of(term), (operands,)), None
+            front, layout = self.extend_all(cast, front, (operands,)), None
         axes = network.value_axes(value)
         if self.one_step:
             output = network.result
@@ -357,7 +356,7 @@ class Search:
         self._term_orders[operands] = self._layouts[operands] = None
         spec = network.restrict(dataclasses.replace(network.spec, inputs=(term,), output=output))
         first = Einsum(spec, self.dtype).with_layouts([layout])
-        fronts[network.open] = self.extend_all(first, front, self.bytes_of(output), (operands,))
+        fronts[network.open] = self.extend_all(first, front, (operands,))
         if self.one_step:
             return
         # Gathering few rows pays before the sums over private axes, not after them: one step does both.
@@ -365,13 +364,6 @@ class Search:
             spec = network.step_spec(((value, term),), Value(operands, target))
             op = Einsum(spec, self.dtype).with_layouts([layout])
             self.offer(fronts, target, op, (front,), (operands,), Value(operands, target))
-
-    def bytes_of(self, term: Iterable[str]) -> int:
-        """Return the bytes of a value with these axes."""
-        product = self.itemsize
-        for axis in term:
-            product *= self.network.sizes[axis]
-        return product
 
     def add_products(self, left: int, right: int, splits: Splits, fronts: Fronts) -> None:
         """Offer every product of a value of one set of operands with a value of the other."""
@@ -484,10 +476,9 @@ class Search:
             SearchLimitError: the search has scored as many steps as it may.
         """
         front, limited = fronts.setdefault(status, []), self.limits != NO_LIMITS
-        size = self.network.elements(self.network.value_axes(result)) * self.itemsize
         if not all(children):
-            return
-        step = self.step(op, parts)
+            return  # no step is priced that nothing will use
+        step = self.price_step(op, parts)
         for combination in itertools.product(*children):
             self.work += 1
             if self.work > self.work_limit:
@@ -495,7 +486,7 @@ class Search:
                     f"the exact search needs more than {self.work_limit} steps: "
                     "pass optimize='greedy' or an explicit path"
                 )
-            for partial in self.extend(step, combination, size):
+            for partial in self.extend(step, combination):
                 if not self.is_beaten(partial, result.operands) and not (limited and self.exceeds_limit(partial)):
                     self.insert(front, partial)
 
@@ -523,16 +514,15 @@ class Search:
         closest = min(free or [len(alike) - 1], key=lambda i: abs(alike[i].retained - alike[i - 1].retained))
         front[:] = [partial for partial in front if partial is not alike[closest]]
 
-    def finish(self, partial: PartialPlan) -> Front:
+    def finish(self, front: Front) -> Front:
         """Add the last step if the result repeats axes or has axes that no input has."""
-        if not self.needs_finish:
-            return [partial]
+        if not self.needs_finish or not front:
+            return front
         network = self.network
         term = network.term(network.value_axes(self.final))
         spec = network.restrict(dataclasses.replace(network.spec, inputs=(term,), output=network.result))
-        size, everything = self.bytes_of(network.result), network.everything
-        step = self.step(Einsum(spec, self.dtype), (everything,))
-        finished = self.extend(step, (partial,), size)
+        step = self.price_step(Einsum(spec, self.dtype), (network.everything,))
+        finished = [complete for partial in front for complete in self.extend(step, (partial,))]
         return [complete for complete in finished if not self.exceeds_limit(complete)]
 
     # -- quantities ----------------------------------------------------------------------------------
@@ -556,16 +546,16 @@ class Search:
         """Return what the search minimises, of a complete plan."""
         return (self.least_peak(partial),) if self.objective == "peak" else (partial.key,)
 
-    def extend_all(self, op: Op, children: Front, size: int, parts: tuple[int, ...]) -> Front:
+    def extend_all(self, op: Op, children: Front, parts: tuple[int, ...]) -> Front:
         """Return a front of some partial plans, each extended by one unary step."""
         front: Front = []
-        step = self.step(op, parts)
+        step = self.price_step(op, parts)
         for child in children:
-            for partial in self.extend(step, (child,), size):
+            for partial in self.extend(step, (child,)):
                 self.insert(front, partial)
         return front
 
-    def step(self, op: Op, parts: tuple[int, ...]) -> _Step:
+    def price_step(self, op: Op, parts: tuple[int, ...]) -> _PricedStep:
         """Return what extending partial plans by a step needs to know of the step.
 
         Args:
@@ -575,29 +565,30 @@ class Search:
         needs = tuple(self.needs_gradient(part) for part in parts)
         choice = self.lower(op)
         gradients = self.lower.gradients(op, needs) if any(needs) else ()
-        costs = [choice.cost, *(gradient.choice.cost for gradient in gradients)]
-        return _Step(
-            op=op,
-            node_op=op.with_layouts(()),
+        own = self.key(choice.cost)
+        key = _add(own, *(self.key(gradient.choice.cost) for gradient in gradients))
+        return _PricedStep(
+            op=op.with_layouts(()),
             choice=choice,
-            own_bytes=0 if choice.view else math.prod(op.spec.output_shape) * itemsize(op.dtype),
-            produced=tuple(_input_bytes(op, i) if need else 0 for i, need in enumerate(needs)),
+            bytes=0 if choice.view else math.prod(op.spec.output_shape) * itemsize(op.dtype),
             gradients=gradients,
             needs=needs,
             reads=read_by_gradients(needs),
-            key=_add(*map(self.key, costs)),
+            produced=_gradient_bytes(op, needs) if self.about_peaks else (),
+            key=key,
+            again=_add(own, key),
             # The backward program can need the value only if some other operand needs a gradient.
             may_be_recomputed=self.keep == "any" and self.needs_gradient(self.network.everything ^ sum(parts)),
         )
 
-    def extend(self, step: _Step, children: tuple[PartialPlan, ...], size: int) -> Iterator[PartialPlan]:
+    def extend(self, step: _PricedStep, children: tuple[PartialPlan, ...]) -> Iterator[PartialPlan]:
         """Yield the partial plans that add one step to its children's: saved and recomputed, in each useful order."""
         trees = tuple(child.tree for child in children)
-        own_bytes = children[0].bytes if step.choice.view else size
+        held = children[0].bytes if step.choice.view else step.bytes
         below = [child.key for child in children]
         if self.keep == "all" and not self.about_peaks and self.objective != "retained":
             key = _add(step.key, *below)
-            yield PartialPlan(Node(step.node_op, trees), key, 0, NO_PEAKS, own_bytes, False, (key,))
+            yield PartialPlan(Node(step.op, trees), key, 0, NO_PEAKS, held, False, (key,))
             return
         for recomputed in (False, True) if step.may_be_recomputed else (False,):
             needed = [read or recomputed for read in step.reads]
@@ -607,31 +598,30 @@ class Search:
                 child.bytes for child, need in zip(children, needed, strict=True) if need and not child.recomputed
             )
             retained = kept + sum(child.retained for child in children)
-            # The backward program runs a recomputed step a second time.
-            added = _add(step.key, self.key(step.choice.cost)) if recomputed else step.key
+            added = step.again if recomputed else step.key
             if self.objective == "retained":
                 added = (kept, *added[:3])
             key = _add(added, *below)
             if not self.about_peaks:
-                node = Node(step.node_op, trees, kept=not recomputed)
-                yield self.partial_plan(node, key, retained, NO_PEAKS, own_bytes, recomputed)
+                node = Node(step.op, trees, kept=not recomputed)
+                yield self.partial_plan(node, key, retained, NO_PEAKS, held, recomputed)
                 continue
             for order in _useful_orders(trees):
                 peaks, backward_order = self._peaks(step, children, order, recomputed)
-                node = Node(step.node_op, trees, order, backward_order, not recomputed)
-                yield self.partial_plan(node, key, retained, peaks, own_bytes, recomputed)
+                node = Node(step.op, trees, order, backward_order, not recomputed)
+                yield self.partial_plan(node, key, retained, peaks, held, recomputed)
 
     def key(self, cost: StepCost) -> Key:
         """Return the additive part of a step's score."""
         return self.lower.key(cost)
 
     def _peaks(
-        self, step: _Step, children: tuple[PartialPlan, ...], order: tuple[int, ...], recomputed: bool
+        self, step: _PricedStep, children: tuple[PartialPlan, ...], order: tuple[int, ...], recomputed: bool
     ) -> tuple[Peaks, tuple[int, ...]]:
         """Return the peaks of a step, and the order in which the backward program best descends into its children."""
         choice, gradients, needs, reads, produced = step.choice, step.gradients, step.needs, step.reads, step.produced
         below = [child.peaks for child in children]
-        last = choice.cost.scratch_bytes + step.own_bytes
+        last = choice.cost.scratch_bytes + step.bytes
         forward = _evaluation_peak(
             order, [peaks.forward for peaks in below], [child.retained + child.bytes for child in children], last
         )
@@ -648,7 +638,7 @@ class Search:
                 last,
             )
             waiting = sum(peaks.waiting for peaks in below) + sum(read_bytes)
-            held = step.own_bytes if not choice.view else below[0].held
+            held = step.bytes if not choice.view else below[0].held
         if len(gradients) == 1 and gradients[0].choice.view:
             # The gradient of the value lives on as that of its only child.
             (child,) = below
@@ -674,8 +664,10 @@ class Search:
         return Peaks(forward, recompute, waiting, held, alive, after, sum(finished), 0), backward_order
 
 
-def _input_bytes(op: Op, child: int) -> int:
-    return math.prod(op.spec.shape(op.spec.inputs[child])) * itemsize(op.source_dtype or op.dtype)
+def _gradient_bytes(op: Op, needs: Sequence[bool]) -> tuple[int, ...]:
+    """Return the bytes of the gradient of each value that a step reads; 0 if it is not needed."""
+    size = itemsize(op.source_dtype or op.dtype)
+    return tuple(math.prod(shape) * size if need else 0 for shape, need in zip(op.input_shapes, needs, strict=True))
 
 
 def _ascending(fronts: Fronts) -> Iterator[Status]:

@@ -443,7 +443,7 @@ def _extents(
         extents[axis] = larger.pop()
     for axis, n in required:
         if extents[axis] != n:
-            raise ValueError(f"sizes= gives {n} for axis {axis!r}, but the inputs give {extents[axis]}")
+            raise ValueError(f"sizes= gives {n} for axis {axis!r}, but the arrays give {extents[axis]}")
     for axis in output:
         if not isinstance(axis, _Gather) and axis not in extents:
             raise ValueError(f"no input has output axis {axis!r}: give its size in sizes")

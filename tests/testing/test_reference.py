@@ -172,7 +172,7 @@ def test_index_modes_out_of_range() -> None:
         ("i1", [(1, 1)], {}, "cannot read"),
         ("q[n]q[n] -> q[n]", [(5, 2)], {"q": [0, 1]}, "scatters into is not known"),
         ("i -> ik", [(3,)], {}, "no input has output axis 'k'"),
-        ("i -> i", [(3,)], {"sizes": {"i": 1}}, "sizes= gives 1 for axis 'i', but the inputs give 3"),
+        ("i -> i", [(3,)], {"sizes": {"i": 1}}, "sizes= gives 1 for axis 'i', but the arrays give 3"),
         ("i -> i", [(3,)], {"sizes": {"z": 1}}, "which the spec does not"),
     ],
 )
