@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 
 import hypothesis
 import pytest
@@ -22,6 +23,19 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # tests of its laws took 102 s with two threads, 53 s with one, beside other work).
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+
+# XLA compiles in a hurry, here and in processes that tests start: without optimisation, and without the generator of
+# fused loops. What is tested so is what programs mean. Tests whose subject is what XLA makes of them ask for options of
+# their own, see `jax_fast`; the nightly run compiles all as users do. Contexts of JAX took 50 s for 93, kernels of
+# grouped and pooled products 64 for 90. Another version of XLA may not know a flag, and would end the process.
+if PROFILE != "nightly" and importlib.util.find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
+    in_a_hurry = (
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+        "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false"
+    )
+    os.environ.setdefault("XLA_FLAGS", in_a_hurry)
 
 # Triton's kernels are interpreted, on a machine with a card too: what runs there is `make gpu`. The variable is read
 # when a kernel is defined.
@@ -54,7 +68,7 @@ _FEW = {"max_examples": 30, "phases": (hypothesis.Phase.explicit, hypothesis.Pha
 hypothesis.settings.register_profile("mutants", hypothesis.settings.get_profile("ci"), **_FEW)
 # Hypothesis mixes constants from the project's loaded modules into what it draws. Which are loaded depends on the tests
 # that ran before in the same process, so `make test` draws without them.
-if os.environ.get("HYPOTHESIS_PROFILE") != "nightly":
+if PROFILE != "nightly":
     providers._get_local_constants = lambda: providers._local_constants
 # `make nightly` draws new examples in every run. A failure prints the blob that draws it again, and is then pinned by
 # @example.
@@ -84,7 +98,6 @@ def _seeded():
         sys.modules["torch"].manual_seed(0)
 
 
-PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 hypothesis.settings.load_profile(PROFILE)
 
 
@@ -170,3 +183,12 @@ def jax_in_a_hurry(monkeypatch):
         import jax_fast
 
         monkeypatch.setattr("planner.backends.jax.step.compile_step", jax_fast.compiled)
+
+
+@pytest.fixture
+def xla_sizes(monkeypatch):
+    """What XLA says of its programs' memory is what it says to users; their machine code is of no interest."""
+    if PROFILE != "nightly" and importlib.util.find_spec("jax"):
+        import jax_fast
+
+        jax_fast.for_sizes_alone(monkeypatch)

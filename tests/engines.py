@@ -144,10 +144,9 @@ class Jax(JaxEngine, Numpy):
         return (True, False) if problem.seed % 8 == 0 else (True,)
 
     def jit(self, function):
-        import jax
         import jax_fast
 
-        return (jax_fast.jit if self.in_a_hurry else jax.jit)(function)
+        return jax_fast.jit(function, jax_fast.FAST if self.in_a_hurry else jax_fast.AS_USERS)
 
     def answers(self, asks):
         together = [ask for ask in asks if ask.jitted]

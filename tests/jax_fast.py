@@ -30,16 +30,23 @@ def _known(**options):
     return found
 
 
+# What users have, whatever `conftest` set for the process.
+AS_USERS = _known(
+    xla_backend_optimization_level=3,
+    xla_llvm_disable_expensive_passes=False,
+    xla_cpu_parallel_codegen_split_count=32,
+    xla_cpu_use_fusion_emitters=True,
+)
 # Buffers are assigned before LLVM begins: for their sizes it need not optimise.
-SIZES_ALONE = _known(
+SIZES_ALONE = AS_USERS | _known(
     xla_backend_optimization_level=0, xla_llvm_disable_expensive_passes=True, xla_cpu_parallel_codegen_split_count=1
 )
 FAST = SIZES_ALONE | _known(xla_cpu_use_fusion_emitters=False)
 
 
-def jit(function):
+def jit(function, options=FAST):
     """`jax.jit` of the outermost function: inside of it there are no options."""
-    return jax.jit(function, compiler_options=FAST)
+    return jax.jit(function, compiler_options=options)
 
 
 @functools.lru_cache(maxsize=4096)

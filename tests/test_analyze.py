@@ -65,6 +65,9 @@ def drawn(engine, **jax):
     return lambda law: settings(max_examples=count)(given(exact_problems(min_operands=2, max_axes=4, **few))(law))
 
 
+pytestmark = pytest.mark.usefixtures("xla_sizes")
+
+
 @in_each_framework
 def test_retained_is_measured_as_predicted_and_nothing_changes(engine):
     @drawn(engine, max_operands=3, without=("size zero", "scalar"))

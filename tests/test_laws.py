@@ -453,7 +453,7 @@ def test_calls_repeat_bitwise(engine, spec, shapes, sizes):
 
 
 @in_each("torch", "jax")
-def test_the_grouped_kernels_run(engine, monkeypatch):
+def test_the_grouped_kernels_run(engine, monkeypatch, xla_sizes):
     """In the call itself, which never holds a matrix for each row."""
     names, rows, calls = ["grouped matmul", "both grouped gradients"], load_backend(engine.name).table.rows, []
     for row in [rows[name] for name in names]:

@@ -168,7 +168,7 @@ COPIES = {
 @pytest.mark.parametrize(
     ("lowering", "spec", "shapes", "copied"), [(name, *row) for name, rows in COPIES.items() for row in rows]
 )
-def test_xla_copies_what_is_predicted(lowering, spec, shapes, copied):
+def test_xla_copies_what_is_predicted(lowering, spec, shapes, copied, xla_sizes):
     """But for the index array in range, and in other steps than products some bytes for the counters of loops."""
     operands, (inputs, output) = [jnp.ones(shape) for shape in shapes], spec.split("->")
     indices = {"s": jnp.zeros(2000, jnp.int32)} if "s[" in spec else {}

@@ -6,7 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from conftest import PROFILE, examples
+from conftest import examples
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from laws import Floors, exact_problems, in_other_strides, repeating
@@ -41,14 +41,9 @@ def planned_within(spec, operands, options, backend, random, limit=None):
 
 
 @pytest.fixture
-def jax(monkeypatch, jax_in_a_hurry):
+def jax(jax_in_a_hurry, xla_sizes):
     """JAX, compiled for what XLA says of sizes and in a hurry: in the nightly run as users compile it."""
-    jax = pytest.importorskip("jax", reason="jax is not installed")
-    import jax_fast
-
-    if PROFILE != "nightly":
-        jax_fast.for_sizes_alone(monkeypatch)
-    return jax
+    return pytest.importorskip("jax", reason="jax is not installed")
 
 
 def compiled_peak(jax, plan, operands, indices):

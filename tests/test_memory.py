@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from conftest import PROFILE, examples
+from conftest import examples
 from engines import Jax, Torch, in_each
 from hypothesis import assume, given, settings
 from laws import Floors, exact_problems, pick, problem_of
@@ -86,13 +86,9 @@ def scaled(problem, largest=48):
 
 
 @pytest.fixture
-def steps_alone(monkeypatch):
+def steps_alone(monkeypatch, xla_sizes):
     """JAX's programs step by step: neither calls nor programs as wholes are compiled."""
     pytest.importorskip("jax", reason="jax is not installed")
-    import jax_fast
-
-    if PROFILE != "nightly":
-        jax_fast.for_sizes_alone(monkeypatch)
 
     def total(self, steps):
         return [("", meter.Figures(0.0, *meter._sums(steps), meter._most(steps)))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
 
@@ -18,8 +19,9 @@ from planner.language.split import axes_to_add_over, choose_splits, local_spec, 
 def test_eight_simulated_devices(jax):
     """JAX takes the number of devices when it starts."""
     file = pathlib.Path(__file__).with_name("sharded_cases.py")
-    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    assert " passed" in run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, **flags)
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file)
+    assert " passed" in run(*command, JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
 
 
 def test_one_device_has_no_partitioned_call(jax, jnp):

@@ -155,9 +155,9 @@ def torch_scratch(run: Callable[..., Any], *arrays: Any) -> int:
 def xla_temporaries(run: Callable[..., Any], *stand_ins: Any, hurries: bool = True) -> int:
     """The bytes that XLA's program of a call holds beside its operands and results; as users compile it, if asked."""
     import jax
-    from jax_fast import SIZES_ALONE
+    from jax_fast import AS_USERS, SIZES_ALONE
 
-    program = jax.jit(run).lower(*stand_ins).compile(SIZES_ALONE if hurries else None)
+    program = jax.jit(run).lower(*stand_ins).compile(SIZES_ALONE if hurries else AS_USERS)
     return program.memory_analysis().temp_size_in_bytes
 
 
