@@ -425,6 +425,17 @@ class Search:
             return self.least_score(partial) > self.bound
         return bool(_add(self.least_score(partial), self.least_ahead(operands, True)) > self.bound[0])
 
+    def is_too_dear(self, op: Op, children: tuple[Front, ...], operands: int) -> bool:
+        """Whether a step, even without its gradients, rules out every tree with one of its children's partial plans.
+
+        Then its gradients, of up to three ops, need no prices.
+        """
+        if self.bound is None or self.objective in ("peak", "retained"):
+            return False
+        least = [min(partial.key for partial in front) for front in children]
+        so_far = _add(self.key(self.lower(op).cost), *least, self.least_ahead(operands, True))
+        return bool(so_far > self.bound[0])
+
     def exceeds_limit(self, partial: PartialPlan) -> bool:
         """Whether a partial plan exceeds a limit. Then every tree that contains it does."""
         memory, retain = self.limits
@@ -478,14 +489,15 @@ class Search:
         front, limited = fronts.setdefault(status, []), self.limits != NO_LIMITS
         if not all(children):
             return  # no step is priced that nothing will use
+        self.work += math.prod(map(len, children))
+        if self.work > self.work_limit:
+            raise SearchLimitError(
+                f"the exact search needs more than {self.work_limit} steps: pass optimize='greedy' or an explicit path"
+            )
+        if self.is_too_dear(op, children, result.operands):
+            return
         step = self.price_step(op, parts)
         for combination in itertools.product(*children):
-            self.work += 1
-            if self.work > self.work_limit:
-                raise SearchLimitError(
-                    f"the exact search needs more than {self.work_limit} steps: "
-                    "pass optimize='greedy' or an explicit path"
-                )
             for partial in self.extend(step, combination):
                 if not self.is_beaten(partial, result.operands) and not (limited and self.exceeds_limit(partial)):
                     self.insert(front, partial)
