@@ -29,8 +29,9 @@ PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 # XLA compiles in a hurry, here and in processes that tests start: without optimisation, and without the generator of
 # fused loops. What is tested so is what programs mean. Tests whose subject is what XLA makes of them ask for options of
 # their own, see `jax_fast`; the nightly run compiles all as users do. Contexts of JAX took 50 s for 93, kernels of
-# grouped and pooled products 64 for 90. Another version of XLA may not know a flag, and would end the process.
-if PROFILE != "nightly" and importlib.util.find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
+# grouped and pooled products 64 for 90. Another version of XLA than the one in constraints.txt may not know a flag, and
+# would end the process.
+if PROFILE != "nightly" and importlib.util.find_spec("jaxlib") and version("jaxlib") == "0.10.2":
     in_a_hurry = (
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
         "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false"
@@ -174,6 +175,14 @@ def jax():
 def jnp(jax):
     """JAX's arrays."""
     return jax.numpy
+
+
+@pytest.fixture
+def jax_as_users(monkeypatch, xla_sizes):
+    """Eager calls in JAX run steps compiled as users compile them."""
+    import jax_fast
+
+    monkeypatch.setattr("planner.backends.jax.step.compile_step", jax_fast.compiled_as_users)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 
 import jax
+from conftest import PROFILE
 
 from planner.backends.jax import backend as jax_backend
 from planner.backends.jax import step as jax_step
@@ -41,7 +42,8 @@ AS_USERS = _known(
 SIZES_ALONE = AS_USERS | _known(
     xla_backend_optimization_level=0, xla_llvm_disable_expensive_passes=True, xla_cpu_parallel_codegen_split_count=1
 )
-FAST = SIZES_ALONE | _known(xla_cpu_use_fusion_emitters=False)
+# In the nightly run nothing is compiled in a hurry.
+FAST = AS_USERS if PROFILE == "nightly" else SIZES_ALONE | _known(xla_cpu_use_fusion_emitters=False)
 
 
 def jit(function, options=FAST):
@@ -53,6 +55,12 @@ def jit(function, options=FAST):
 def compiled(**parameters):
     """In place of `jax_step.compile_step`: the steps of eager calls."""
     return jit(functools.partial(jax_step.step_p.bind, **parameters))
+
+
+@functools.lru_cache(maxsize=4096)
+def compiled_as_users(**parameters):
+    """The same, as users compile them."""
+    return jit(functools.partial(jax_step.step_p.bind, **parameters), AS_USERS)
 
 
 def for_sizes_alone(monkeypatch):

@@ -70,7 +70,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_compiled_programs_hold_the_implementations_that_the_plan_shows(name):
+def test_compiled_programs_hold_the_implementations_that_the_plan_shows(name, xla_sizes):
     """XLA's program names them. Not all objectives choose the same."""
     spec, shapes, indices, options = STEPS[name]
     operands = [planner.Operand(shape, requires_grad=True) for shape in shapes]

@@ -17,6 +17,9 @@ jnp = jax.numpy
 
 from planner.backends.jax import step as jax_step  # noqa: E402
 
+# Loops come of memory limits, which are held to what XLA makes of plans.
+pytestmark = pytest.mark.usefixtures("xla_sizes")
+
 
 def numbers(*shape, dtype="float32"):
     """Small integers, so that every order of summation gives the same floats."""

@@ -41,8 +41,8 @@ from planner.workloads import WORKLOADS
 def compiled_in_a_hurry(request):
     """The steps of JAX's eager calls; but as users compile them in the nightly run, and where a test asks for it."""
     engine = request.getfixturevalue("engine") if "engine" in request.fixturenames else None
-    if isinstance(engine, Jax) and engine.in_a_hurry:
-        request.getfixturevalue("jax_in_a_hurry")
+    if isinstance(engine, Jax):
+        request.getfixturevalue("jax_in_a_hurry" if engine.in_a_hurry else "jax_as_users")
 
 
 # --- the laws: what is asked of a framework about a problem, and what the oracle says -------------

@@ -98,7 +98,7 @@ def test_values_and_gradients_slice_by_slice(engine, sample):
 
 
 @pytest.mark.parametrize("axes", [{"i": 1}, {"i": 2, "j": 16}, {"i": 1, "j": 64, "l": 32}], ids=str)
-def test_jax_slices_are_arrays_that_count(axes, jax):
+def test_jax_slices_are_arrays_that_count(axes, jax, xla_sizes):
     """XLA cuts each slice out of its operand before a product reads it; one to be transposed it cuts in that order."""
     operands = [jax.numpy.ones(shape, "float32") for shape in ((8, 128, 64), (8, 64, 96))]
     plan = make_loop(planner.plan("ijk, ikl -> jl", *operands), axes)

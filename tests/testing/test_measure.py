@@ -150,7 +150,7 @@ def test_jax_retained(jnp: Any) -> None:
     assert more in (0, 120)
 
 
-def test_jax_temporaries(jnp: Any) -> None:
+def test_jax_temporaries(jnp: Any, xla_sizes: None) -> None:
     x = jnp.ones((64, 64))
     assert jax_temp_bytes(lambda x: x + 1, x) == 0
     assert jax_temp_bytes(lambda x: (x @ x) @ x, x) >= x.nbytes
