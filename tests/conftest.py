@@ -28,9 +28,9 @@ PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 
 # XLA compiles in a hurry, here and in processes that tests start: without optimisation, and without the generator of
 # fused loops. What is tested so is what programs mean. Tests whose subject is what XLA makes of them ask for options of
-# their own, see `jax_fast`; the nightly run compiles all as users do. Contexts of JAX took 50 s for 93, kernels of
-# grouped and pooled products 64 for 90. Another version of XLA than the one in constraints.txt may not know a flag, and
-# would end the process.
+# their own, see `jax_fast`; the nightly run compiles all as users do. The tests of JAX's contexts took 50 s in place of
+# 100, those of grouped and pooled kernels 64 in place of 90. Another version of XLA than the one in constraints.txt may
+# not know a flag, and would end the process.
 if PROFILE != "nightly" and importlib.util.find_spec("jaxlib") and version("jaxlib") == "0.10.2":
     in_a_hurry = (
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "

@@ -426,9 +426,14 @@ class Search:
         return bool(_add(self.least_score(partial), self.least_ahead(operands, True)) > self.bound[0])
 
     def is_too_dear(self, op: Op, children: tuple[Front, ...], operands: int) -> bool:
-        """Whether a step, even without its gradients, rules out every tree with one of its children's partial plans.
+        """Whether every tree with a step is worse than the known one, even if the step's gradients cost nothing.
 
-        Then its gradients, of up to three ops, need no prices.
+        Then its gradients need no prices.
+
+        Args:
+            op: the step.
+            children: the fronts of the values that it reads; none is empty.
+            operands: the set of operands of its result.
         """
         if self.bound is None or self.objective in ("peak", "retained"):
             return False
