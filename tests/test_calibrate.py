@@ -23,7 +23,7 @@ MEASURED = dataclasses.replace(CPU, flop_rate=3e11, source="measured in a test")
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
+def folder(nothing_old_is_collected, tmp_path, monkeypatch):
     monkeypatch.setenv("PLANNER_CACHE", str(tmp_path))
     rates.load_rates.cache_clear()
     yield tmp_path
