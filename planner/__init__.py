@@ -30,6 +30,7 @@ from planner.plan import Plan
 from planner.program import callbacks as _callbacks
 from planner.run import run_plan as _run_plan
 from planner.search.choose import make_plan as _make_plan
+from planner.search.choose import naive_cost as _naive_cost
 from planner.tradeoff import Tradeoff, tradeoff
 from planner.version import __version__ as __version__
 
@@ -58,4 +59,4 @@ __all__ = [
     "transpose",
 ]
 
-_callbacks.enter(_callbacks.Callbacks(contract, _make_plan, _plan_and_run, _run_plan, group))
+_callbacks.enter(_callbacks.Callbacks(contract, _make_plan, _naive_cost, _plan_and_run, _run_plan, group))

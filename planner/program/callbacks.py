@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from planner.cost.figures import PlanCost
 from planner.program.contraction import Contraction
-from planner.program.plan import PlanRecord
 
 __all__ = ["Callbacks", "callbacks", "enter"]
 
@@ -23,14 +23,16 @@ class Callbacks:
 
     Attributes:
         contract: `planner.contract`.
-        make_plan: chooses the plan of a contraction.
+        make_plan: chooses the plan of a contraction, a `planner.program.plan.PlanRecord`.
+        naive_cost: returns the cost of the naive plan of a contraction.
         plan_and_run: plans and runs the first call of its kind; takes a `Request`, operands and index arrays.
         run_plan: runs a plan on operands and index arrays.
         group: `planner.group`.
     """
 
     contract: Callable[..., Any]
-    make_plan: Callable[[Contraction], PlanRecord]
+    make_plan: Callable[[Contraction], Any]
+    naive_cost: Callable[[Contraction], PlanCost]
     plan_and_run: Callable[..., Any]
     run_plan: Callable[..., Any]
     group: Callable[..., Any]

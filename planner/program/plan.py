@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, TypeVar
 
 from planner.cost.figures import PlanCost
+from planner.program.callbacks import callbacks
 from planner.program.contraction import Contraction
 from planner.program.program import Keep, Programs, Step
 from planner.program.tree import Node, Tree, kept_nodes, path_of
@@ -36,7 +37,7 @@ class PlanRecord(Contraction):
     Attributes:
         tree: the chosen contraction tree; its nodes say which values are kept for the backward program.
         programs: the forward and the backward program.
-        naive_cost: the cost of taking the gathered operands first and contracting pairwise in the framework's way.
+        known_naive_cost: what `naive_cost` returns, or None if it must be found first.
         proven: True if no better plan within the limits exists in the space that was searched. That is all trees and,
             with limits or for peak and retained bytes, all choices of what is kept. Each step uses the implementation
             that the objective prefers, on row-major intermediates.
@@ -47,7 +48,7 @@ class PlanRecord(Contraction):
 
     tree: Tree
     programs: Programs
-    naive_cost: PlanCost
+    known_naive_cost: PlanCost | None = dataclasses.field(default=None, compare=False)
     proven: bool
     origin: str
     loop: Loop | None = None
@@ -63,6 +64,14 @@ class PlanRecord(Contraction):
     def contraction(self) -> Contraction:
         """The contraction that the plan is for."""
         return Contraction(*(getattr(self, field.name) for field in dataclasses.fields(Contraction)))
+
+    @property
+    def naive_cost(self) -> PlanCost:
+        """The cost of taking the gathered operands first and contracting pairwise in the framework's way.
+
+        It is searched for when it is asked for: a call that nobody prints does not need it.
+        """
+        return self.known_naive_cost or callbacks().naive_cost(self.contraction)
 
     @property
     def cost(self) -> PlanCost:

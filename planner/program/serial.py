@@ -97,7 +97,7 @@ _PARTS: dict[str, Any] = {
     "options": Options,
     "tree": (Leaf, Node),
     "programs": Programs,
-    "naive_cost": PlanCost,
+    "known_naive_cost": PlanCost,
     "loop": (Loop, type(None)),
 }
 
@@ -108,7 +108,8 @@ def _checked_plan(plan: object) -> PlanRecord:
         raise PlannerError(f"this is not a plan written by to_json, but a {type(plan).__name__}")
     for name, kind in _PARTS.items():
         if not isinstance(getattr(plan, name), kind):
-            raise PlannerError(f"this is not a plan written by to_json: {name!r} is damaged")
+            part = name.removeprefix("known_")
+            raise PlannerError(f"this is not a plan written by to_json: {part!r} is damaged")
     if plan.loop is not None:
         _checked_plan(plan.loop.body)
     return plan
@@ -130,6 +131,9 @@ def encode(value: Any) -> Any:
         if isinstance(value, StepCost):
             return {"type": name, **value._asdict()}
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        if isinstance(value, PlanRecord):
+            del fields["known_naive_cost"]
+            fields["naive_cost"] = value.naive_cost
         if isinstance(value, Device):  # JSON has no infinity, and no rate is None
             fields = {key: None if entry == math.inf else entry for key, entry in fields.items()}
         version = {"version": VERSION} if isinstance(value, PlanRecord) else {}
@@ -154,6 +158,8 @@ def decode(value: Any) -> Any:
     if name == "Device":
         fields = {key: math.inf if entry is None else entry for key, entry in fields.items()}
     parts = {key: decode(entry) for key, entry in fields.items()}
+    if name == "Plan":
+        parts["known_naive_cost"] = parts.pop("naive_cost")
     return _decode_op(**parts) if name == "Op" else _CLASSES[name](**parts)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
+from planner.cost.figures import PlanCost
 from planner.cost.limits import NO_LIMITS, Limits, keeps_within
 from planner.cost.objective import OBJECTIVES, check_objective, plan_key
 from planner.language.errors import PlannerLimitError
@@ -15,7 +16,7 @@ from planner.search.refine import order_children, quicken_steps
 from planner.search.slicing import fastest, loop_candidates
 from planner.search.space import Candidate, SearchSpace, run_searches
 
-__all__ = ["make_plan"]
+__all__ = ["make_plan", "naive_cost"]
 
 
 def make_plan(contraction: Contraction) -> PlanRecord:
@@ -37,11 +38,15 @@ def make_plan(contraction: Contraction) -> PlanRecord:
         contraction,
         tree=best.tree,
         programs=best.programs,
-        naive_cost=space.naive().cost,
         proven=best.proven,
         origin=best.origin,
         loop=best.loop,
     )
+
+
+def naive_cost(contraction: Contraction) -> PlanCost:
+    """Return the cost of the naive plan: gather whole operands, then contract along opt_einsum's path."""
+    return SearchSpace(contraction).naive().cost
 
 
 def _best(space: SearchSpace) -> Candidate:

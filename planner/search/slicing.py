@@ -249,7 +249,7 @@ def _loop_candidate(
                 dataclasses.replace(part, options=options),
                 tree=small,
                 programs=programs,
-                naive_cost=programs.cost,
+                known_naive_cost=programs.cost,
                 proven=False,
                 origin="slice",
             )
