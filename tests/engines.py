@@ -149,9 +149,12 @@ class Jax(JaxEngine, Numpy):
         return jax_fast.jit(function, jax_fast.FAST if self.in_a_hurry else jax_fast.AS_USERS)
 
     def answers(self, asks):
+        import jax_fast
+
         together = [ask for ask in asks if ask.jitted]
         run = self.jit(lambda arrays: [ask.run(*own) for ask, own in zip(together, arrays, strict=True)])
-        jitted = iter(run([ask.arrays for ask in together]) if together else ())
+        with jax_fast.compiled_once():
+            jitted = iter(run([ask.arrays for ask in together]) if together else ())
         return [next(jitted) if ask.jitted else ask.run(*ask.arrays) for ask in asks]
 
     def pulled(self, call, operands, indices, gout, wanted):

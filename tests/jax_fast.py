@@ -51,6 +51,11 @@ def jit(function, options=FAST):
     return jax.jit(function, compiler_options=options)
 
 
+def compiled_once():
+    """A context for large programs that no other test makes: they are not stored for other tests."""
+    return jax._src.config.enable_compilation_cache(False)
+
+
 @functools.lru_cache(maxsize=4096)
 def compiled(**parameters):
     """In place of `jax_step.compile_step`: the steps of eager calls."""
