@@ -152,14 +152,19 @@ def pick(problem: Problem, values):
     return values[problem.seed % len(values)]
 
 
+def unread_places(problem: Problem) -> list[np.ndarray]:
+    """For each operand a mask of the places that no point of the sum reads."""
+    ones = [np.ones_like(x) for x in problem.operands()]
+    counts = reference_gradients(problem.spec, np.ones(problem.output_shape()), *ones, **problem.arguments())
+    return [count == 0 for count in counts]
+
+
 def with_unread_nan(problem: Problem) -> tuple[list, bool]:
     """The operands with NaN and infinity where no point of the sum reads them; and whether there is such a place."""
-    operands = problem.operands()
-    ones = [np.ones_like(x) for x in operands]
-    counts = reference_gradients(problem.spec, np.ones(problem.output_shape()), *ones, **problem.arguments())
-    for x, count in zip(operands, counts, strict=True):
-        x[count == 0] = np.resize([np.nan, np.inf, -np.inf], (count == 0).sum())
-    return operands, any((count == 0).any() for count in counts)
+    operands, unread = problem.operands(), unread_places(problem)
+    for x, mask in zip(operands, unread, strict=True):
+        x[mask] = np.resize([np.nan, np.inf, -np.inf], mask.sum())
+    return operands, any(mask.any() for mask in unread)
 
 
 # Every integer dtype, with a size that the narrow ones do not reach and one that they do.

@@ -1,6 +1,7 @@
 """What a plan shows for the backward pass in JAX is what runs there."""
 
 import collections
+import dataclasses
 
 import pytest
 from conftest import examples
@@ -11,7 +12,7 @@ import planner
 from planner.cost.objective import step_key
 from planner.program.build import Lowerer, build
 from planner.program.frameworks import load_backend
-from planner.program.ops import Cast
+from planner.program.ops import Cast, Guard
 from planner.testing import problems
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
@@ -31,6 +32,11 @@ def steps_in(jaxpr):
             yield eqn.params["op"], eqn.params["lowering"]
         for inner in jaxprs_in_params(eqn.params):
             yield from steps_in(inner)
+
+
+def shown(plan):
+    """The steps of a plan, or of its programs, each with its implementation. Guards run inside of other steps."""
+    return collections.Counter((s.op, s.choice.lowering) for s in plan.steps if not isinstance(s.op, Cast | Guard))
 
 
 def differentiated(plan, indices):
@@ -57,7 +63,7 @@ def test_steps_of_the_backward_pass_are_those_of_the_plan(problem, minimize):
         backend="jax",
         index_mode="clip",
     )
-    wanted = collections.Counter((s.op, s.choice.lowering) for s in plan.steps if not isinstance(s.op, Cast))
+    wanted = shown(plan)
     gradients, arguments = differentiated(plan, problem.indices)
     assert collections.Counter(steps_in(jax.make_jaxpr(gradients)(*arguments).jaxpr)) == wanted
 
@@ -75,15 +81,15 @@ def test_compiled_programs_hold_the_implementations_that_the_plan_shows(name, xl
     spec, shapes, indices, options = STEPS[name]
     operands = [planner.Operand(shape, requires_grad=True) for shape in shapes]
     arrays = {letter: jax.ShapeDtypeStruct(shape, "int32") for letter, shape in indices.items()}
-    shown = {}
+    found = {}
     for minimize in ("time", "peak", "flops"):
         plan = planner.plan(spec, *operands, backend="jax", minimize=minimize, **indices, **options)
         gradients, arguments = differentiated(plan, arrays)
         program = jax.jit(gradients).lower(*arguments).compile().as_text()
-        names = {step.choice.lowering for step in plan.steps}
+        names = {lowering for _, lowering in shown(plan)}
         assert {row for row in planner_rows() if f"/{row}/" in program} == names
-        shown[minimize] = [step.choice.lowering for step in plan.steps]
-    assert len(set(map(tuple, shown.values()))) > 1
+        found[minimize] = [step.choice.lowering for step in plan.steps]
+    assert len(set(map(tuple, found.values()))) > 1
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -98,7 +104,7 @@ def test_plans_that_were_not_chosen_run_as_they_show(name):
     for other in others:
         gradients, arguments = differentiated(other, arrays)
         found = collections.Counter(steps_in(jax.make_jaxpr(gradients)(*arguments).jaxpr))
-        assert found == collections.Counter((step.op, step.choice.lowering) for step in other.steps)
+        assert found == shown(other)
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -110,7 +116,7 @@ def test_a_plan_read_from_json_runs_as_it_shows(name):
     for same in (plan, planner.Plan.from_json(plan.to_json())):
         gradients, arguments = differentiated(same, arrays)
         found = collections.Counter(steps_in(jax.make_jaxpr(gradients)(*arguments).jaxpr))
-        assert found == collections.Counter((step.op, step.choice.lowering) for step in plan.steps)
+        assert found == shown(plan)
 
 
 @pytest.mark.parametrize("minimize", ["time", "peak"])
@@ -131,10 +137,22 @@ def test_steps_that_a_plan_does_not_show_are_chosen_by_its_objective(way, minimi
     q = jax.ShapeDtypeStruct(indices["q"], "int32")
     program = jax.vmap(jax.grad(run), (0, None)) if way == "vmap" else seconds
     lower = Lowerer(lambda op: load_backend("jax").table.choices(op, plan.device), step_key(minimize))
-    steps = set(steps_in(jax.make_jaxpr(program)(xs, q).jaxpr)) - {(s.op, s.choice.lowering) for s in plan.steps}
+    steps = set(steps_in(jax.make_jaxpr(program)(xs, q).jaxpr)) - set(shown(plan))
     assert steps
     for op, lowering in steps:
         assert lowering == lower(op).lowering
+
+
+def test_vmap_over_an_index_that_drops_repeats_no_operand():
+    shapes = {"x": (4096, 256), "w": (16, 256, 256)}
+    arguments = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes.values()]
+    many = jax.ShapeDtypeStruct((5, 4096), "int32")
+
+    def call(x, w, q):
+        return planner.contract("nd, q[n]dk -> nk", x, w, q=q, index_mode="drop")
+
+    steps = steps_in(jax.make_jaxpr(jax.vmap(call, (None, None, 0)))(*arguments, many).jaxpr)
+    assert {op.input_shapes[1] for op, _ in steps if len(op.spec.inputs) == 2} == {shapes["w"]}
 
 
 @pytest.mark.parametrize("minimize", ["time", "peak", "flops"])
@@ -145,10 +163,10 @@ def test_steps_that_no_plan_has_are_chosen_by_its_objective(name, minimize):
     plan = planner.plan(spec, *shapes, backend="jax", minimize=minimize, **indices, **options)
     assert plan.programs.backward is None
     lower = Lowerer(lambda op: load_backend("jax").table.choices(op, plan.device), step_key(minimize))
-    operands = plan.programs.variables[: len(shapes)]
-    with_gradients = build(plan.tree, operands, [True] * len(shapes), lower, plan.dtype)
-    steps = (*with_gradients.forward.steps, *with_gradients.backward.steps)
+    wanting = tuple(dataclasses.replace(operand, requires_grad=True) for operand in plan.operands)
+    wanting = dataclasses.replace(plan.contraction, operands=wanting)
+    steps = build(plan.tree, wanting, plan.programs.variables[: len(shapes)], lower)
     arrays = {letter: jax.ShapeDtypeStruct(shape, "int32") for letter, shape in indices.items()}
     gradients, arguments = differentiated(plan, arrays)
     found = collections.Counter(steps_in(jax.make_jaxpr(gradients)(*arguments).jaxpr))
-    assert found == collections.Counter((step.op, step.choice.lowering) for step in steps)
+    assert found == shown(steps)

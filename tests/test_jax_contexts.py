@@ -122,7 +122,7 @@ def test_the_table_holds_what_its_names_say():
     assert plans["loop"].loop is not None
     assert plans["trained loop"].loop is not None
     assert any(step.op.source_dtype for step in plans["two dtypes"].steps)
-    assert not plans["pool first"].steps[0].op.arrays
+    assert not plans["pool first"].programs.forward.computing[0].op.arrays
     assert plans["recomputed"].keep != "all"
     for name in ("whole pool", "whole pool, halves"):
         assert "whole pool, then take" in [step.choice.lowering for step in plans[name].steps]

@@ -192,15 +192,36 @@ def mapped(engine, problem):
 def unread_rows(engine, problem):
     """NaN in rows that no index names reaches neither the result nor a gradient."""
     problem = dataclasses.replace(problem, requires_grad=(engine.differentiates,) * len(problem.shapes))
-    xs = engine.leaves(laws.with_unread_nan(problem)[0])
+    values = laws.with_unread_nan(problem)[0]
     call = Subject().call(problem, minimize=pick(problem, laws.OBJECTIVES))
 
     @np.errstate(invalid="ignore")  # NumPy warns of NaN in rows that it multiplies before it takes others
     def run(xs, qs, gout):
         return engine.pulled(call, xs, qs, gout, problem.wanted)
 
-    arrays, expected = (xs, engine.indices(problem), engine.array(problem.output_gradient())), oracle(engine, problem)
-    return [Ask(run, arrays, expected, jitted) for jitted in engine.ways(problem)]
+    indices, expected = engine.indices(problem), oracle(engine, problem)
+    arrays = engine.leaves(values), indices, engine.array(problem.output_gradient())
+    bare = [engine.array(x) for x in values], indices  # no gradient is asked for
+    alone = Ask(np.errstate(invalid="ignore")(lambda xs, qs: [call(xs, qs)]), bare, expected[:1], engine.name == "jax")
+    return [alone, *(Ask(run, arrays, expected, jitted) for jitted in engine.ways(problem))]
+
+
+def gradients_of_unread_rows(engine, problem):
+    """Infinity in one operand leaves the gradients of the rows of others that no index names at zero."""
+    problem = dataclasses.replace(problem, requires_grad=(True,) * len(problem.shapes))
+    numbers, arrays = list(range(len(problem.shapes))), problem.operands()
+    infinite = pick(problem, numbers)
+    arrays[infinite].flat[:1] = np.inf
+    others = {n: np.flatnonzero(mask) for n, mask in enumerate(laws.unread_places(problem)) if n != infinite}
+    call = Subject().call(problem, minimize=pick(problem, laws.OBJECTIVES))
+
+    def run(xs, qs, gout):
+        _, *gradients = engine.pulled(call, xs, qs, gout, numbers)
+        return [gradients[n].reshape(-1)[places] for n, places in others.items()]
+
+    zeros = [(f"gradient {n}", np.zeros(len(places)), "float32") for n, places in others.items()]
+    arrays = engine.leaves(arrays), engine.indices(problem), engine.array(problem.output_gradient())
+    return [Ask(run, arrays, zeros, jitted) for jitted in engine.ways(problem)]
 
 
 # --- values and gradients -------------------------------------------------------------------------
@@ -388,6 +409,8 @@ def test_rows_that_no_index_names_never_matter(engine, sample):
     pinned = [
         Problem("nj, q[n]jk -> q[n]k", ((9, 2), (4, 2, 3)), indices={"q": np.array([0, 2] * 4 + [0])}),
         Problem("nj, q[n]jk, mk -> nm", ((3, 2), (4, 2, 3), (2, 3)), indices={"q": np.array([0, 2, 0])}),
+        # A segment sum meets the whole pool, of which no rows are taken.
+        Problem("q[n]d, nk -> q[n]dk", ((4, 8), (180, 8)), indices={"q": np.arange(180) % 2}, max_value=1),
         *(Problem(GROUPED, ((3, 1, n), (4, n, 3)), indices={"q": np.array([0, 2, -2])}) for n in (2, 100)),
         *(
             Problem(GROUPED, ((n, 1, m), (64, m, m)), indices={"q": np.arange(n) % 30 * 2}, max_value=1)
@@ -400,6 +423,21 @@ def test_rows_that_no_index_names_never_matter(engine, sample):
         floors.note(unread=laws.with_unread_nan(problem)[1])
 
     hold(engine, unread_rows, drawn, sample, pinned=pinned, note=note, unread=0.5 if engine.name == "torch" else 0.4)
+
+
+@in_each(torch=examples(60, 2_000), jax=examples(30, 1_000))
+def test_gradients_of_rows_that_no_index_names_stay_zero(engine, sample):
+    pinned = [
+        # Contracted whole, and then taken: zero gradients of unread rows meet the infinity.
+        Problem("nj, jk, q[n]k -> n", ((4, 3), (3, 3), (6, 3)), indices={"q": np.array([1, 2, 2, 4])}, seed=seed)
+        for seed in range(3)
+    ]
+    drawn = exact_problems(gathers=True, index_modes=("raise", "clip"), without=("size zero",))
+
+    def note(floors, problem):
+        floors.note(unread=any(mask.any() for mask in laws.unread_places(problem)))
+
+    hold(engine, gradients_of_unread_rows, drawn, sample, pinned=pinned, note=note, unread=0.4)
 
 
 @in_each("numpy", "torch", "jax")

@@ -58,6 +58,13 @@ def test_a_half_gradient_that_repeats_is_not_summed_first():
     assert (got == 50).all()
 
 
+def test_no_mask_is_made_again_for_what_the_backward_pass_views():
+    operands = torch.ones(3, 3, requires_grad=True), torch.ones(4, 2, requires_grad=True)
+    plan = planner.plan("nn, q[n]d -> d", *operands, q=torch.tensor([0, 9, 2]), index_mode="drop")
+    assert any(step.choice.lowering == "mask" for step in plan.programs.forward.steps)
+    assert [step.choice.lowering for step in Executable(plan, backend.table).operand_views] == ["view"]
+
+
 def test_every_lowering_agrees():
     """Each row of the table that supports a step gives what the others give, for gradient steps and pairs too.
 
@@ -65,7 +72,7 @@ def test_every_lowering_agrees():
     """
     # Variants and what takes bfloat16 alone are run by tests/kernels.
     apart = {name for name, row in backend.table.rows.items() if row.variant_of or name.endswith("grouped_mm")}
-    unseen = set(backend.table.rows) - {"cast", *apart}
+    unseen = set(backend.table.rows) - {"cast", "mask", *apart}
 
     def agree(problem):
         operands, indices = ENGINE.operands(problem), ENGINE.indices(problem)

@@ -215,7 +215,7 @@ def test_results_lie_in_memory_as_the_plan_says(torch):
             for step in program.steps:
                 results = dict(zip(step.outputs, run.bind(step, [values[v] for v in step.inputs])(), strict=True))
                 values |= results
-                steps += [lies_as_said(result, plan, v) for v, result in results.items()]
+                steps += [lies_as_said(result, plan, v, masked) for v, result in results.items()]
         known, laid = (any(facts) for facts in zip(*steps, strict=True))
         floors.note(known=known, laid=laid, plain_call=all(calls[0]), trained_call=all(calls[1]))
 

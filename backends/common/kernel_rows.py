@@ -24,8 +24,8 @@ from planner.program.forms import GroupedForm, PooledForm, grouped_form, pooled_
 from planner.program.implementations import Implementation, RangedIndices
 from planner.program.ops import Cast, JointGradient, Op
 
-__all__ = ["POOL_FUNCTIONS", "CostOf", "Kernels", "PoolKernels", "Refusal", "flattened_bytes", "group_sizes",
-           "kernel_rows", "views_of"]  # fmt: skip
+__all__ = ["POOL_FUNCTIONS", "WHOLE_POOL", "CostOf", "Kernels", "PoolKernels", "Refusal", "flattened_bytes",
+           "group_sizes", "kernel_rows", "views_of"]  # fmt: skip
 
 Groups = Sequence[Sequence[str | Gather]]
 # Terms of arrays, each with the groups of axes that are one dimension each to the kernel.
@@ -34,6 +34,8 @@ CostOf = Callable[[Op, Device], StepCost]
 Refusal = Callable[[Op], str | None]
 
 
+# The name of the row that contracts a whole pool, its unread rows included.
+WHOLE_POOL = "whole pool, then take"
 # The names of the functions of `PoolKernels`; the kernel modules put a prefix before them.
 POOL_FUNCTIONS = ("scores", "query_gradient", "pool_gradient", "gradients")
 

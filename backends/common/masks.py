@@ -1,7 +1,7 @@
-"""Masks for dropped indices: values that only dropped indices address are set to zero, NaN and infinities included.
+"""Masks: what runs a guard, see `planner.program.guards`, and the rewriting of operands that no mask fits.
 
-A dropped index means "no row". As a matrix, such an index is a row of zeros, and zero times NaN is NaN. So the values
-are selected away before they are multiplied.
+As a matrix, a dropped index is a row of zeros, and zero times NaN is NaN. So values are selected away before they are
+multiplied.
 """
 
 from __future__ import annotations
@@ -12,40 +12,73 @@ from typing import Any
 
 import numpy as np
 
-from planner.backends.common.stock import ArrayOps, diagonals
-from planner.language.spec import Gather, Spec, Term, plain_axes
+from planner.backends.common.stock import ArrayOps, diagonals, evaluate
+from planner.language.spec import Gather, Spec, Term, indexed_dims, row_axes
 from planner.program.implementations import RangedIndices
+from planner.program.ops import Guard
 
-__all__ = ["mask_operands", "mask_term", "widen_operands"]
+__all__ = ["find_read_rows", "guard_run", "widen_operands", "zero_dropped"]
 
-
-def _term_mask(ops: ArrayOps, valid: Any, gather: Gather, term: Term, spec: Spec) -> Any:
-    """Shape a mask over a bracket's axes so that it broadcasts over a term that has all of them."""
-    take_diagonals, axes = diagonals(ops, gather.axes)
-    sizes = dict(spec.sizes)
-    valid = ops.permute(take_diagonals(valid), [axes.index(str(e)) for e in term if e in axes])
-    return valid.reshape([sizes[str(e)] if e in axes else 1 for e in term])
+# From a guard, its input in a sequence, and index arrays to its result in a tuple, as `Implementation.run`.
+GuardRun = Callable[[Guard, Sequence[Any], RangedIndices], tuple[Any, ...]]
 
 
-def mask_term(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: RangedIndices) -> Any:
-    """Zero the entries of an operand or a result that only dropped indices would meet, whatever they hold.
+def guard_run(ops: ArrayOps, finite: Callable[[Any], bool]) -> GuardRun:
+    """Return the function that runs guards in a framework whose values can be looked at.
 
-    This is done for each bracket whose axes the term has all of: there each entry belongs to one index.
+    Args:
+        ops: the framework's array functions.
+        finite: tells whether an array holds finite numbers only.
     """
-    if not index.may_drop:
-        return x
-    plain = plain_axes(term)
-    repeats = len(plain) > len(set(plain))
-    for gather, values in index.items():
-        covers_bracket = gather.axes and set(gather.axes) <= set(plain)
-        if covers_bracket and gather not in term and not repeats:
-            x = ops.select(_term_mask(ops, values < gather.size, gather, term, spec), x, 0)
+
+    def run(op: Guard, inputs: Sequence[Any], index: RangedIndices) -> tuple[Any, ...]:
+        (x,), (term,) = inputs, op.spec.inputs
+        if index.may_drop:
+            x = zero_dropped(ops, x, term, op.dropped, op.spec, index)
+        if op.rows is not None and not finite(x):
+            x = ops.select(find_read_rows(ops, x, op.rows, op.spec, index), x, 0)
+        return (x,)
+
+    return run
+
+
+def zero_dropped(ops: ArrayOps, x: Any, term: Term, dropped: Sequence[Gather], spec: Spec, index: RangedIndices) -> Any:
+    """Zero the entries of an array that are at the place of a dropped index.
+
+    Args:
+        ops: the framework's array functions.
+        x: the array.
+        term: its term, which has all axes of the brackets.
+        dropped: the brackets.
+        spec: the spec, for the sizes of the axes.
+        index: index arrays in range.
+    """
+    sizes = dict(spec.sizes)
+    for gather in dropped:
+        take_diagonals, axes = diagonals(ops, gather.axes)
+        kept = take_diagonals(index[gather] < gather.size)
+        kept = ops.permute(kept, [axes.index(str(e)) for e in term if e in axes])
+        x = ops.select(kept.reshape([sizes[str(e)] if e in axes else 1 for e in term]), x, 0)
     return x
 
 
-def mask_operands(ops: ArrayOps, operands: Sequence[Any], spec: Spec, index: RangedIndices) -> list[Any]:
-    """Apply `mask_term` to every operand."""
-    return [mask_term(ops, x, term, spec, index) for x, term in zip(operands, spec.inputs, strict=True)]
+def find_read_rows(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: RangedIndices) -> Any:
+    """Return a mask of the rows of an array that some index names; it broadcasts to the array.
+
+    The gradient of a take, for an output gradient of ones, counts how often each row is read.
+
+    Args:
+        ops: the framework's array functions.
+        x: the array.
+        term: the term by which its rows are taken.
+        spec: the spec, for the sizes of the axes.
+        index: index arrays in range.
+    """
+    rows, sizes, addressed = row_axes(term), dict(spec.sizes), tuple(term[d] for d in indexed_dims(term))
+    ones = ops.zeros([sizes[axis] for axis in rows], x) + 1
+    reads = evaluate(ops, Spec((rows,), addressed, spec.sizes), [ones], index, index.may_drop)
+    shape = [spec.size(e) if e in addressed else 1 for e in term]
+    return (reads != 0).reshape(shape)
 
 
 def widen_operands(
@@ -56,10 +89,10 @@ def widen_operands(
     finite: Callable[[Any], bool],
     occurs: Callable[[Any], bool] = np.any,
 ) -> tuple[Spec, list[Any]] | None:
-    """Rewrite a contraction in which dropped indices meet infinities or NaN that `mask_term` cannot reach.
+    """Rewrite a contraction in which dropped indices meet infinities or NaN that no guard can zero.
 
     An operand that lacks some axes of a bracket is multiplied both by rows of dropped indices and by other rows. Once
-    it is repeated along those axes, it can be masked like any other operand.
+    it is repeated along those axes, it can be guarded like any other operand.
 
     Args:
         ops: the framework's array functions.
@@ -70,7 +103,7 @@ def widen_operands(
         occurs: tells whether any entry of a mask is true.
 
     Returns:
-        The rewritten spec and its operands, masked; None if nothing has to be rewritten.
+        The rewritten spec and its operands; None if nothing has to be rewritten.
     """
     sizes = dict(spec.sizes)
     terms, values = list(spec.inputs), list(operands)
@@ -84,5 +117,4 @@ def widen_operands(
                 terms[number] = (*missing, *term)
     if tuple(terms) == spec.inputs:
         return None
-    wide = dataclasses.replace(spec, inputs=tuple(terms))
-    return wide, mask_operands(ops, values, wide, index)
+    return dataclasses.replace(spec, inputs=tuple(terms)), values

@@ -15,7 +15,7 @@ from planner.cost.layout import Layout
 from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, row_axes, term_axes, term_gathers
 from planner.program.forms import product_form
-from planner.program.implementations import Implementation
+from planner.program.implementations import MASK, Implementation
 from planner.program.ops import Cast, JointGradient, Op, joint_elements, spec_flops
 
 __all__ = ["flat_stock_cost", "picoseconds", "runs_of", "short_run_seconds", "stock_cost", "stock_kind", "stock_rows"]
@@ -230,6 +230,7 @@ def _product_cost(op: Op, device: Device, spec: Spec, result: int) -> StepCost:
 def stock_rows(
     ops: ArrayOps,
     cast: Callable[[Any, str], Any],
+    guard: Callable[..., tuple[Any, ...]],
     views: bool = True,
     skip: Sequence[str] = (),
     cost: Callable[[Op, Device], StepCost] = stock_cost,
@@ -240,6 +241,7 @@ def stock_rows(
     Args:
         ops: the framework's array functions.
         cast: converts an array to a dtype.
+        guard: runs a `Guard`.
         views: whether permuted arrays and diagonals share storage with their input.
         skip: kinds for which the backend has other rows.
         cost: the cost of a step.
@@ -265,8 +267,17 @@ def stock_rows(
     def support(kind: str) -> Callable[[Op], str | None]:
         return lambda op: None if find_kind(op) == kind else f"the step is not a {kind}"
 
-    return [
+    def unmoved(op: Op) -> tuple[Layout | None, ...]:
+        return op.layouts or (None,)
+
+    rows = [
         Implementation(kind, support(kind), cost, run, is_view=views and kind == "view", stock=True, layouts=layouts)
         for kind in KINDS
         if kind not in skip
     ]
+    # A guard returns its input, but for NaN and dropped indices: so no bytes and no time are predicted for it.
+    free, no_guard = StepCost(), "the step is not a guard"
+    guards = Implementation(
+        MASK, lambda op: no_guard, lambda op, device: free, guard, is_view=True, stock=True, layouts=layouts and unmoved
+    )
+    return [*rows, guards]

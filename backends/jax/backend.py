@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from planner.backends.common.indices import check_index_dtype, clip_error
-from planner.backends.common.unread_rows import steps_with_unread_rows
 from planner.backends.jax.evaluation import TABLE, Mode, compile_cast, hopper
+from planner.backends.jax.guards import Guards
 from planner.backends.jax.index import JaxIndex, checked_arrays, index_shape
 from planner.backends.jax.loop import as_one, plan_run
-from planner.backends.jax.reads import Reads
-from planner.backends.jax.step import compile_step, gradient_op
+from planner.backends.jax.step import compile_step
 from planner.backends.jax.typed import result_sharding
 from planner.cost.device import CPU, TPU_V5E, Device, gpu_preset
 from planner.language.errors import PlannerError
@@ -223,35 +222,21 @@ class JaxBackend(Backend):
         kept: Mapping[int, Any] | None = None,
     ) -> Stepwise:
         """Return the forward program with its inputs, or the backward program. Each step is jitted by itself."""
-        spec = plan.resolved.spec
         arrays, mode = checked_arrays(plan, indices)
         precision = plan.options.precision or jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
         values = {**dict(enumerate(operands)), **(kept or {})}
         if gradient is not None:
             values[plan.programs.output_gradient] = gradient
-        reads = {}
-        for node, unread_rows in steps_with_unread_rows(plan.tree, spec):
-            node_reads = reads[node.op] = Reads.of(node.op, unread_rows)
-            if gradient is None:
-                continue
-            if len(node.children) == 2:
-                reads[node.op.joint_gradient()] = node_reads
-            for child in range(len(node.children)):
-                reads[gradient_op(node.op, child)] = node_reads.without(child)
 
         def bind(step: Step, inputs: Sequence[Any]) -> partial[Any]:
             op = step.op
             if isinstance(op, Cast):
                 return partial(compile_cast(op.dtype), *inputs)
-            step_reads = reads.get(op) or Reads.of(op, (None,) * len(op.spec.inputs))
+            how, guards = Mode(mode, precision), Guards.of(op)
             function = compile_step(
-                op=op,
-                lowering=step.choice.lowering,
-                mode=Mode(mode, precision),
-                views=op.output_shapes,
-                reads=step_reads,
+                op=op, lowering=step.choice.lowering, mode=how, views=op.output_shapes, guards=guards
             )
-            return partial(function, *inputs, *(arrays[name] for name in step_reads.arrays))
+            return partial(function, *inputs, *(arrays[name] for name in guards.arrays))
 
         return Stepwise(values, bind, {})
 

@@ -6,6 +6,7 @@ arrays, and not copies of them.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -15,18 +16,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from planner.backends.jax.index import index_shape, is_bad, normalise
-from planner.backends.jax.partition import run_on_devices, zero_rows_on_devices
+from planner.backends.jax.guards import Guards, run_guard, unread_pool, zero_unread_rows
+from planner.backends.jax.index import bring_into_range
+from planner.backends.jax.partition import guard_on_devices, run_on_devices
 from planner.backends.jax.poison import poison
-from planner.backends.jax.reads import Reads, unread_inputs, unread_pool, zero_unread_rows
 from planner.backends.jax.rows import make_table
 from planner.cost.device import CPU, Device
 from planner.cost.objective import step_key
-from planner.kernels.grouping.keys import IndexArray
-from planner.language.spec import Gather, Spec
+from planner.language.dtypes import is_inexact
+from planner.language.spec import Gather
 from planner.program.build import Lowerer
-from planner.program.implementations import RangedIndices, Table
-from planner.program.ops import Cast, Op, PricedImplementation
+from planner.program.implementations import Table
+from planner.program.ops import Cast, Guard, Op, PricedImplementation
 from planner.program.plan import PlanRecord
 
 __all__ = ["PLATFORMS", "TABLE", "Mode", "Shape", "cast", "compile_cast", "evaluate", "hopper",
@@ -96,21 +97,9 @@ def _lowerer(device: Device, objective: str, fixed: Mapping[Op, PricedImplementa
     return Lowerer(lambda op: TABLE.choices(op, device), step_key(objective), fixed)
 
 
-def _given(spec: Spec, raw: Mapping[str, Any]) -> dict[Gather, Any]:
-    """Return the index arrays by gather, shaped as the spec has them."""
-    return {gather: raw[gather.array].reshape(index_shape(spec, gather.array)) for gather in spec.gathers}
-
-
-def _bring_into_range(given: Mapping[Gather, Any], index_mode: str, poisons: bool) -> RangedIndices:
-    """Bring index arrays into range; `poisons` says that results which depend on a bad index become NaN."""
-    index = RangedIndices(index_mode in ("raise", "drop") and not poisons)
-    for gather, values in given.items():
-        normal = partial(normalise, gather=gather, mode="wrapped" if poisons else index_mode)
-        index[gather] = normal(values)
-        index.given[gather] = IndexArray(
-            values, normal, index.may_drop, partial(is_bad, gather=gather) if poisons else None
-        )
-    return index
+def _given(op: Op, raw: Mapping[str, Any]) -> dict[Gather, Any]:
+    """Return the index arrays that an op reads, by gather, shaped as the op's spec has them."""
+    return {gather: raw[gather.array].reshape(op.spec.shape(gather.axes)) for gather in op.gathers}
 
 
 def evaluate(
@@ -119,7 +108,7 @@ def evaluate(
     lowering: str,
     mode: Mode,
     views: tuple[Shape, ...],
-    reads: Reads,
+    guards: Guards,
     platform: str = "",
     several: bool = False,
     **_: Any,
@@ -127,25 +116,37 @@ def evaluate(
     """Compute a step. This is the function that the primitive lowers to.
 
     Args:
-        arguments: the op's inputs, then the index arrays of `reads`.
+        arguments: the op's inputs, then the index arrays of `guards`.
         op: the op.
         lowering: the name of the implementation.
         mode: index mode and precision.
         views: the shapes of the results.
-        reads: what the step reads of index arrays.
+        guards: the guards of the inputs and results.
         platform: a key of `PLATFORMS`, or "" for a platform without kernels of its own.
         several: whether the step runs on several devices.
     """
     count, index_mode = input_count(op), mode.index_mode
     inputs = [x.reshape(shape) for x, shape in zip(arguments[:count], op.input_shapes, strict=True)]
-    raw = dict(zip(reads.arrays, arguments[count:], strict=True))
-    zero_rows = zero_rows_on_devices if several else zero_unread_rows
-    for place, spec, term in unread_inputs(op, reads):
-        inputs[place] = zero_rows(inputs[place], spec, term, _given(spec, raw), index_mode)
-    given = _given(op.spec, raw)
-    run = partial(_run, lowering=lowering, mode=mode, platform=platform)
-    results = run_on_devices(run, op, inputs, given, index_mode) if several else run(op, inputs, given, index_mode)
-    return [x.reshape(view) for x, view in zip(results, views, strict=True)]
+    raw = dict(zip(guards.arrays, arguments[count:], strict=True))
+
+    def guarded(x: Any, guard: Guard | None) -> Any:
+        if guard is None or guard.only_gradients:
+            return x
+        given = _given(guard, raw)
+        if several:
+            return guard_on_devices(x, guard, given, index_mode)
+        return run_guard(guard, [x], bring_into_range(given, index_mode))[0]
+
+    before, after = guards.of_op(op)
+    inputs = [guarded(x, each) for x, each in zip(inputs, before, strict=True)]
+    if isinstance(op, Guard):
+        results: Sequence[Any] = [guarded(inputs[0], dataclasses.replace(op, only_gradients=False))]
+    else:
+        run = partial(_run, lowering=lowering, mode=mode, platform=platform)
+        given = _given(op, raw)
+        results = run_on_devices(run, op, inputs, given, index_mode) if several else run(op, inputs, given, index_mode)
+    pairs = zip(results, after, views, strict=True)
+    return [guarded(x, each).reshape(view) for x, each, view in pairs]
 
 
 def _run(
@@ -164,12 +165,10 @@ def _run(
     """
     if TABLE.rows[lowering].supports(op) is not None:
         lowering = (mode.lower or _lowerer(CPU, "time", {}))(op).lowering
-    # A bad index that cannot raise turns all results that depend on it into NaN. Before that it may read any row.
-    poisons = index_mode == "raise" and jnp.issubdtype(op.dtype, jnp.inexact) and all(g.size for g in op.spec.gathers)
-    index = _bring_into_range(given, index_mode, poisons)
+    index = bring_into_range(given, index_mode, is_inexact(op.dtype))
     inputs, pool = list(inputs), unread_pool(op, lowering)
     if pool is not None:
-        inputs[pool] = zero_unread_rows(inputs[pool], op.spec, op.input_terms[pool], given, index_mode)
+        inputs[pool] = zero_unread_rows(inputs[pool], op.input_terms[pool], op.spec, index)
     # The precision was fixed when the step was bound: a program may be lowered in another context than that.
     # Profilers and XLA's own texts show the implementation's name.
     with jax.default_matmul_precision(mode.precision), jax.named_scope(lowering):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,11 +13,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from planner.backends.common.indices import PreparedIndex, prepare_numpy
+from planner.kernels.grouping.keys import IndexArray
 from planner.language.errors import PlannerError
 from planner.language.spec import Gather, Spec
+from planner.program.implementations import RangedIndices
 from planner.program.plan import PlanRecord
 
-__all__ = ["JaxIndex", "check_values", "checked_arrays", "index_shape", "is_bad", "normalise"]
+__all__ = ["JaxIndex", "bring_into_range", "check_values", "checked_arrays", "index_shape", "is_bad", "normalise"]
 
 
 def index_shape(spec: Spec, array: str) -> tuple[int, ...]:
@@ -54,6 +57,23 @@ def normalise(raw: Any, gather: Gather, mode: str) -> Any:
 def is_bad(raw: Any, gather: Gather) -> Any:
     """Return a mask of the entries that are out of range; negative entries count from the end."""
     return normalise(raw, gather, "raise") == gather.size
+
+
+def bring_into_range(given: Mapping[Gather, Any], index_mode: str, inexact: bool = True) -> RangedIndices:
+    """Bring index arrays into range.
+
+    Under "raise" a bad index that cannot be refused turns all results that depend on it into NaN, if they are inexact.
+    Before that it may read any row.
+    """
+    poisons = index_mode == "raise" and inexact and all(gather.size for gather in given)
+    index = RangedIndices(index_mode in ("raise", "drop") and not poisons)
+    for gather, values in given.items():
+        normal = partial(normalise, gather=gather, mode="wrapped" if poisons else index_mode)
+        index[gather] = normal(values)
+        index.given[gather] = IndexArray(
+            values, normal, index.may_drop, partial(is_bad, gather=gather) if poisons else None
+        )
+    return index
 
 
 class JaxIndex(PreparedIndex):

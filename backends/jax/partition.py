@@ -23,11 +23,11 @@ from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from planner.backends.common.masks import mask_term
-from planner.backends.jax.index import normalise
+from planner.backends.common.masks import zero_dropped
+from planner.backends.jax.guards import read_mask, run_guard, zero_unread_rows
+from planner.backends.jax.index import bring_into_range, normalise
+from planner.backends.jax.ops import OPS
 from planner.backends.jax.poison import poison
-from planner.backends.jax.reads import read_mask, zero_unread_rows
-from planner.backends.jax.rows import OPS
 from planner.language.spec import Gather, Spec, Term
 from planner.language.split import (
     Entry,
@@ -40,10 +40,11 @@ from planner.language.split import (
     local_term,
     splittable,
 )
+from planner.program.guards import dropped_brackets
 from planner.program.implementations import RangedIndices
-from planner.program.ops import Op
+from planner.program.ops import Guard, Op
 
-__all__ = ["devices_of", "devices_wanted", "run_on_devices", "zero_rows_on_devices", "placement"]
+__all__ = ["devices_of", "devices_wanted", "run_on_devices", "guard_on_devices", "placement"]
 
 # From an op, its inputs, index arrays and an index mode to its results.
 Run = Callable[[Op, Sequence[Any], Mapping[Gather, Any], str], tuple[Any, ...]]
@@ -99,13 +100,18 @@ def run_on_devices(run: Run, op: Op, inputs: Sequence[Any], given: Indices, inde
             return run(local_op, inputs, local_indices, mode)
         # Rows of other devices are dropped here, and zero times infinity is NaN: so what they would meet is zeroed.
         index = RangedIndices(True, local_indices)
-        pairs = zip(inputs, local_op.input_terms, strict=True)
-        masked = [mask_term(OPS, x, term, local_op.spec, index) for x, term in pairs]
-        results = []
-        for x, term in zip(run(local_op, masked, local_indices, mode), local_op.output_terms, strict=True):
-            result = mask_term(OPS, x, term, local_op.spec, index)
-            results.append(poison(result, term, local_op.spec, given) if index_mode == "raise" else result)
-        return tuple(results)
+        spec = local_op.spec
+
+        def zeroed(arrays: Sequence[Any], terms: Sequence[Term]) -> list[Any]:
+            pairs = zip(arrays, terms, strict=True)
+            return [zero_dropped(OPS, x, term, dropped_brackets(term, spec), spec, index) for x, term in pairs]
+
+        results = run(local_op, zeroed(inputs, local_op.input_terms), local_indices, mode)
+        results = tuple(zeroed(results, local_op.output_terms))
+        if index_mode == "raise":
+            pairs = zip(results, local_op.output_terms, strict=True)
+            results = tuple(poison(x, term, spec, given) for x, term in pairs)
+        return results
 
     def run_part_and_add(part: _Part, inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
         pairs = zip(run_part(part, inputs, given), op.output_terms, strict=True)
@@ -114,18 +120,25 @@ def run_on_devices(run: Run, op: Op, inputs: Sequence[Any], given: Indices, inde
     return _call(op.spec, op.input_terms, op.output_terms, inputs, given, run_whole, run_part_and_add)
 
 
-def zero_rows_on_devices(x: Any, spec: Spec, term: Term, given: Indices, index_mode: str) -> Any:
-    """Zero the rows that no index names, as `zero_unread_rows` does, in a call that XLA partitions."""
+def guard_on_devices(x: Any, guard: Guard, given: Indices, index_mode: str) -> Any:
+    """Run a guard. Rows that no index names are found in a call that XLA partitions."""
+    (x,) = run_guard(dataclasses.replace(guard, rows=None), [x], bring_into_range(given, index_mode))
+    if guard.rows is None:
+        return x
+    term = guard.rows
+    spec = dataclasses.replace(guard.spec, inputs=(term,), output=term)
+    reading = {gather: given[gather] for gather in spec.gathers}
 
     def run_part(part: _Part, inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
         (x,) = inputs
-        mask = read_mask(x, part.local, local_term(term, part.parts), *part.indices(given, index_mode))
+        index, marks = bring_into_range(*part.indices(given, index_mode)), bring_into_range(given, index_mode).given
+        mask = read_mask(x, local_term(term, part.parts), part.local, index, marks)
         return (OPS.select(_add_over(mask, axes_to_add_over(term, part.split)), x, 0),)
 
     def run_whole(inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
-        return (zero_unread_rows(inputs[0], spec, term, given, index_mode),)
+        return (zero_unread_rows(inputs[0], term, spec, bring_into_range(given, index_mode)),)
 
-    (result,) = _call(dataclasses.replace(spec, output=term), [term], [term], [x], given, run_whole, run_part)
+    (result,) = _call(spec, [term], [term], [x], reading, run_whole, run_part)
     return result
 
 

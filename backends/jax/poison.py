@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from planner.backends.jax.index import is_bad
-from planner.backends.jax.rows import OPS
+from planner.backends.jax.ops import OPS
 from planner.language.spec import Gather, Spec, Term, plain_axes
 
 __all__ = ["poison"]

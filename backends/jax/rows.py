@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from planner.backends.common.kernel_rows import (
     POOL_FUNCTIONS,
+    WHOLE_POOL,
     Kernels,
     PoolKernels,
     flattened_bytes,
@@ -20,11 +20,11 @@ from planner.backends.common.kernel_rows import (
     kernel_rows,
     views_of,
 )
-from planner.backends.common.stock import Product
 from planner.backends.common.stock_layout import matrix_copies
 from planner.backends.common.stock_rows import picoseconds, stock_cost, stock_kind, stock_rows
-from planner.backends.common.unread_rows import WHOLE_POOL
-from planner.backends.jax.products import as_matrices, count_copied, count_reordered, fused_takes
+from planner.backends.jax.guards import run_guard
+from planner.backends.jax.ops import OPS, spread
+from planner.backends.jax.products import count_copied, count_reordered, fused_takes
 from planner.backends.jax.tiled import tiled_cost
 from planner.cost.device import Device
 from planner.cost.figures import StepCost
@@ -33,76 +33,11 @@ from planner.kernels.grouped_matmul import jax_grouped, pallas_tiles
 from planner.kernels.grouping import jax_grouping
 from planner.kernels.grouping.jax_grouping import accumulator
 from planner.language.dtypes import itemsize
-from planner.language.spec import Spec
-from planner.program.forms import GroupedForm, PooledForm, ProductForm, grouped_form, pooled_form, product_form
+from planner.program.forms import GroupedForm, PooledForm, grouped_form, pooled_form, product_form
 from planner.program.implementations import Implementation, Table
 from planner.program.ops import Einsum, JointGradient, Op, joint_elements, spec_flops
 
-__all__ = ["OPS", "JaxOps", "make_table"]
-
-
-class JaxOps:
-    """`ArrayOps` in JAX."""
-
-    def permute(self, x: Any, dims: Sequence[int]) -> Any:
-        return jnp.transpose(x, tuple(dims))
-
-    def diagonal(self, x: Any, first: int, second: int) -> Any:
-        return jnp.diagonal(x, 0, first, second)
-
-    def expand(self, x: Any, shape: Sequence[int]) -> Any:
-        return jnp.broadcast_to(x, tuple(shape))
-
-    def sum(self, x: Any, dims: Sequence[int]) -> Any:
-        return jnp.sum(x, axis=tuple(dims), dtype=accumulator(x.dtype)).astype(x.dtype)
-
-    def product(self, form: ProductForm, spec: Spec) -> Product:
-        names = {axis: number for number, (axis, _) in enumerate(spec.sizes)}
-        terms = [[names[str(e)] for e in term] for term in spec.terms]
-        order = [names[e] for e in (*form.batch, *form.left, *form.right)]
-        back = [order.index(axis) for axis in terms[2]]
-        if not form.contracted and set(terms[2]) == {*terms[0], *terms[1]}:
-            return lambda a, b: jnp.transpose(_spread(a, terms[0], order) * _spread(b, terms[1], order), back)
-
-        def summed(a: Any, b: Any) -> Any:
-            kind = None if a.dtype == jnp.bool_ else accumulator(a.dtype)
-            return jnp.einsum(a, terms[0], b, terms[1], terms[2], preferred_element_type=kind).astype(a.dtype)
-
-        if 0 in form.sizes:
-            return summed
-        matrices = as_matrices(spec)
-        return lambda a, b: (summed if a.dtype == jnp.bool_ else matrices)(a, b)
-
-    def iota(self, size: int, like: Any) -> Any:
-        return jnp.arange(size)
-
-    def take(self, x: Any, index: Sequence[Any]) -> Any:
-        return x.at[tuple(index)].get(mode="promise_in_bounds", wrap_negative_indices=False)
-
-    def add_at(self, shape: Sequence[int], index: Sequence[Any], values: Any) -> Any:
-        # XLA cannot add booleans up. A result is true if any of its values is.
-        kind = jnp.int32 if values.dtype == jnp.bool_ else accumulator(values.dtype)
-        out = jnp.zeros(tuple(shape), kind)
-        out = out.at[tuple(index)].add(values.astype(out.dtype), mode="promise_in_bounds", wrap_negative_indices=False)
-        return out.astype(values.dtype)
-
-    def select(self, mask: Any, x: Any, otherwise: float) -> Any:
-        # `jnp.where` and each of its derivatives would be compiled as functions of their own.
-        return lax.select(jnp.broadcast_to(mask, x.shape), x, lax.full_like(x, otherwise))
-
-    def zeros(self, shape: Sequence[int], like: Any) -> Any:
-        return jnp.zeros(tuple(shape), like.dtype)
-
-
-def _spread(x: Any, axes: Sequence[int], order: Sequence[int]) -> Any:
-    """Permute an array to an order of axes; axes that it lacks get size 1."""
-    present = [axis for axis in order if axis in axes]
-    x = jnp.transpose(x, [axes.index(axis) for axis in present])
-    missing = tuple(position for position, axis in enumerate(order) if axis not in axes)
-    return jnp.expand_dims(x, missing)
-
-
-OPS = JaxOps()
+__all__ = ["make_table"]
 
 
 # On a CPU XLA multiplies at about `flop_rate * s / (s + this)`, s being the least side: 16, 32, 64 and 128 rows by 1024
@@ -180,8 +115,8 @@ def _run_summed(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     axes_a, axes_b, out = ([numbers[str(e)] for e in term] for term in op.spec.terms)
     large, small = (axes_a, axes_b) if len(axes_a) >= len(axes_b) else (axes_b, axes_a)
     order = [*large, *(axis for axis in small if axis not in large)]
-    a = _spread(a.astype(accumulator(a.dtype)), axes_a, order)
-    b = _spread(b.astype(accumulator(b.dtype)), axes_b, order)
+    a = spread(a.astype(accumulator(a.dtype)), axes_a, order)
+    b = spread(b.astype(accumulator(b.dtype)), axes_b, order)
     summed = tuple(place for place, axis in enumerate(order) if axis not in out)
     kept = [axis for axis in order if axis in out]
     total = jnp.sum(a * b, axis=summed)
@@ -282,7 +217,7 @@ def _pooled_cost(names: str, op: Op, device: Device) -> StepCost:
     copied = flattened_bytes(op, form) + (0 if fused else _reshaped_bytes(op, form, flat=scores and names == "pooled"))
     if names == "pooled":
         seconds += b * (1e-6 if scores else 2.2e-6)
-        masked = what in ("gradients", "query_gradient")  # the pool may hold NaN, see `reads`
+        masked = what in ("gradients", "query_gradient")  # the pool may hold NaN, see `guards`
         copied += _turned_bytes(op, form) + masked * b * m * d * size
     seconds += device.moving_seconds(2 * copied) + 10 * device.launch_seconds
     return StepCost(flops, moved + 2 * copied, copied, scratch + copied, picoseconds(seconds))
@@ -309,4 +244,4 @@ def make_table(grouped: Any = jax_grouped) -> Table:
         {WHOLE_POOL: _pool("pooled"), "take, then dot": _pool("gathered")},
     )
     summed = Implementation("multiply, then sum", _not_summed, _summed_cost, _run_summed, kinds=("cpu",))
-    return Table([*stock_rows(OPS, _cast, views=False, cost=_stock_cost), summed, *kernel_rows(kernels)])
+    return Table([*stock_rows(OPS, _cast, run_guard, views=False, cost=_stock_cost), summed, *kernel_rows(kernels)])

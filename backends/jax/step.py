@@ -22,14 +22,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from planner.backends.jax.evaluation import PLATFORMS, Mode, Shape, evaluate, input_count
+from planner.backends.jax.guards import Guards, batch_guard
 from planner.backends.jax.index import check_values
 from planner.backends.jax.partition import devices_of, devices_wanted
-from planner.backends.jax.reads import Reads
 from planner.language.derive import batched, transpose
 from planner.program.build import Lowerer
-from planner.program.ops import Cast, Einsum, JointGradient, Op
+from planner.program.ops import Cast, Einsum, Guard, JointGradient, Op
 
-__all__ = ["bind_step", "compile_step", "gradient_op"]
+__all__ = ["bind_step", "compile_step"]
 
 
 class _StepPrimitive(Primitive):
@@ -61,30 +61,30 @@ def _result_type(view: Shape, dtype: str, like: Any) -> Any:
     return like.update(shape=plain.shape, dtype=plain.dtype, weak_type=False, sharding=sharding)
 
 
-# Both primitives take the parameters op, mode, views (the shapes of the results as the caller sees them) and reads; the
+# Both primitives take the parameters op, mode, views (shapes of the results as the caller sees them) and guards. The
 # step also takes `lowering`, the name of its implementation. Their arguments end with the index arrays, in the order of
-# `reads.arrays`. The primitives add the parameter `devices` themselves, see `devices_wanted`.
+# `guards.arrays`. The primitives add the parameter `devices` themselves, see `devices_wanted`.
 step_p = _StepPrimitive("planner_step")
 step_p.multiple_results = True
 tangent_p = _StepPrimitive("planner_tangent")
 
 
-def bind_step(op: Op, arguments: Sequence[Any], mode: Mode, views: tuple[Shape, ...], reads: Reads) -> list[Any]:
+def bind_step(op: Op, arguments: Sequence[Any], mode: Mode, views: tuple[Shape, ...], guards: Guards) -> list[Any]:
     """Compute a step by binding the primitive, and return its results.
 
     Args:
         op: the op.
-        arguments: its inputs, then the index arrays of `reads`.
+        arguments: its inputs, then the index arrays of `guards`.
         mode: the index mode, the precision, and what chooses the implementation. If no precision was asked for, it is
             the default precision of the current context, as in `jax.lax.dot_general`.
         views: the shapes of the results.
-        reads: what the step reads of index arrays.
+        guards: the guards of the inputs and results.
     """
     if mode.precision is None and (precision := jax.config.jax_default_matmul_precision) is not None:  # type: ignore[attr-defined]
         mode = mode._replace(precision=precision)
     assert mode.lower is not None
     lowering = mode.lower(op).lowering
-    results: list[Any] = step_p.bind(*arguments, op=op, lowering=lowering, mode=mode, views=views, reads=reads)
+    results: list[Any] = step_p.bind(*arguments, op=op, lowering=lowering, mode=mode, views=views, guards=guards)
     return results
 
 
@@ -117,9 +117,9 @@ def _run_untraced(arguments: Sequence[Any], parameters: Mapping[str, Any]) -> li
         with jax.disable_jit(False):
             return compile_step(**parameters)(*arguments)
     op: Op = parameters["op"]
-    raw = dict(zip(parameters["reads"].arrays, arguments[input_count(op) :], strict=True))
+    raw = dict(zip(parameters["guards"].arrays, arguments[input_count(op) :], strict=True))
     if parameters["mode"].index_mode == "raise":
-        for gather in op.spec.gathers:
+        for gather in op.gathers:
             check_values(raw[gather.array], gather, "raise")
     held = " or ".join(name for name, on in (("nan", config.jax_debug_nans), ("inf", config.jax_debug_infs)) if on)
     raise FloatingPointError(f"invalid value ({held}) encountered in planner's step {str(op.spec)!r}")
@@ -154,7 +154,9 @@ for _platform in PLATFORMS:
 
 
 def gradient_op(op: Op, child: int) -> Op:
-    """Return the op that computes the gradient of one operand."""
+    """Return the op that computes the gradient of one operand. A guard is its own."""
+    if isinstance(op, Guard):
+        return op
     return Einsum(transpose(op.spec, child), op.dtype)
 
 
@@ -167,15 +169,15 @@ def _is_nonzero(tangent: Any) -> bool:
     return not isinstance(tangent, ad.Zero)
 
 
-def _step_jvp(primals: Any, tangents: Any, *, op: Op, mode: Mode, views: Any, reads: Reads, **_: Any) -> Any:
-    results = bind_step(op, primals, mode, views, reads)
+def _step_jvp(primals: Any, tangents: Any, *, op: Op, mode: Mode, views: Any, guards: Guards, **_: Any) -> Any:
+    results = bind_step(op, primals, mode, views, guards)
     count = input_count(op)
     active = [i for i in range(count) if _is_nonzero(tangents[i])]
     zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
     if not active:
         return results, zeros
     if not isinstance(op, JointGradient):
-        return results, [_multilinear(op, primals, tangents, active, mode, views, reads)]
+        return results, [_multilinear(op, primals, tangents, active, mode, views, guards)]
     # Each of both gradients is a step of its own, bilinear in the output gradient and the other operand.
     result_tangents = []
     for child, places in enumerate(_SINGLE_GRADIENT_INPUTS):
@@ -185,9 +187,9 @@ def _step_jvp(primals: Any, tangents: Any, *, op: Op, mode: Mode, views: Any, re
             result_tangents.append(zeros[child])
             continue
         single_primals = [*(primals[place] for place in places), *primals[count:]]
-        single, view, single_reads = gradient_op(op, child), (views[child],), reads.without(child)
+        single, view, single_guards = gradient_op(op, child), (views[child],), guards.transposed(child)
         result_tangents.append(
-            _multilinear(single, single_primals, single_tangents, single_active, mode, view, single_reads)
+            _multilinear(single, single_primals, single_tangents, single_active, mode, view, single_guards)
         )
     return results, result_tangents
 
@@ -199,7 +201,7 @@ def _multilinear(
     active: Sequence[int],
     mode: Mode,
     views: Any,
-    reads: Reads,
+    guards: Guards,
 ) -> Any:
     """Return the tangent of a step: the sum, over its active operands, of the step with the operand's tangent in place.
 
@@ -214,13 +216,13 @@ def _multilinear(
             op=op,
             mode=mode,
             views=views,
-            reads=reads,
+            guards=guards,
         )
     total = None
     for i in active:
         swapped = list(primals)
         swapped[i] = tangents[i]
-        (part,) = bind_step(op, swapped, mode, views, reads.without(i, gradient=False))
+        (part,) = bind_step(op, swapped, mode, views, guards)
         total = part if total is None else ad.add_jaxvals(total, part)
     return total
 
@@ -231,7 +233,7 @@ def _joint(op: Op, lower: Lowerer | None) -> bool:
     return len(op.spec.inputs) == 2 and len(lower.gradients(op, (True, True))) == 1
 
 
-def _step_transpose(cotangents: Any, *arguments: Any, op: Op, mode: Mode, views: Any, reads: Reads, **_: Any) -> Any:
+def _step_transpose(cotangents: Any, *arguments: Any, op: Op, mode: Mode, views: Any, guards: Guards, **_: Any) -> Any:
     count = input_count(op)
     linear = [i for i in range(count) if ad.is_undefined_primal(arguments[i])]
     results: list[Any] = [None] * len(arguments)
@@ -248,14 +250,14 @@ def _step_transpose(cotangents: Any, *arguments: Any, op: Op, mode: Mode, views:
         _, a, b = arguments[:count]
         ga, gb = (ad.instantiate_zeros(ct) for ct in cotangents)
         forward = Einsum(op.spec, op.dtype)
-        results[0] = tangent_p.bind(a, b, ga, gb, *indices, op=forward, mode=mode, views=(shape,), reads=reads)
+        results[0] = tangent_p.bind(a, b, ga, gb, *indices, op=forward, mode=mode, views=(shape,), guards=guards)
         return results
     if isinstance(op, Cast):
         raise AssertionError("casts are convert_element_type")
     swapped = list(arguments)
     swapped[i] = cotangents[0]
     # The cotangent has the shape that the caller sees. The step reshapes its inputs itself.
-    results[i] = bind_step(gradient_op(op, i), swapped, mode, (shape,), reads.without(i))[0]
+    results[i] = bind_step(gradient_op(op, i), swapped, mode, (shape,), guards.transposed(i))[0]
     return results
 
 
@@ -263,7 +265,7 @@ def _axis_front(x: Any, dim: Any) -> Any:
     return x if dim is None else jnp.moveaxis(x, dim, 0)
 
 
-def _step_batch(arguments: Any, dims: Any, *, op: Op, mode: Mode, views: Any, reads: Reads, **_: Any) -> Any:
+def _step_batch(arguments: Any, dims: Any, *, op: Op, mode: Mode, views: Any, guards: Guards, **_: Any) -> Any:
     count = input_count(op)
     size = next(x.shape[d] for x, d in zip(arguments, dims, strict=True) if d is not None)
     moved = [_axis_front(x, d) for x, d in zip(arguments, dims, strict=True)]
@@ -273,10 +275,10 @@ def _step_batch(arguments: Any, dims: Any, *, op: Op, mode: Mode, views: Any, re
         for child, places in enumerate(_SINGLE_GRADIENT_INPUTS):
             inputs = [*(moved[p] for p in places), *moved[3:]]
             inputs_mapped = [*(mapped[p] for p in places), *mapped[3:]]
-            single, view, single_reads = gradient_op(op, child), views[child], reads.without(child)
-            gradients.append(_bind_batched(single, inputs, inputs_mapped, 2, size, mode, view, single_reads))
+            single, view, single_guards = gradient_op(op, child), views[child], guards.transposed(child)
+            gradients.append(_bind_batched(single, inputs, inputs_mapped, 2, size, mode, view, single_guards))
         return gradients, [0, 0]
-    result = _bind_batched(op, moved, mapped, count, size, mode, views[0], reads)
+    result = _bind_batched(op, moved, mapped, count, size, mode, views[0], guards)
     return [result], [0]
 
 
@@ -288,21 +290,29 @@ def _bind_batched(
     size: int,
     mode: Mode,
     view: Shape,
-    reads: Reads,
+    guards: Guards,
 ) -> Any:
     """Bind a step whose mapped arguments have a leading batch axis; its result has one too.
 
     If none of the step's own arguments is mapped, its result is repeated along that axis.
     """
     operands = [i for i in range(count) if mapped[i]]
-    mapped_arrays = [name for name, is_mapped in zip(reads.arrays, mapped[count:], strict=True) if is_mapped]
-    arrays = [name for name in mapped_arrays if name in op.arrays]
-    reads = reads.batched(size, operands, mapped_arrays)
-    if not operands and not arrays:
-        (result,) = bind_step(op, arguments, mode, (view,), reads)
+    mapped_arrays = [name for name, is_mapped in zip(guards.arrays, mapped[count:], strict=True) if is_mapped]
+    arguments = list(arguments)
+    for i in guards.to_repeat(op, operands, mapped_arrays):
+        arguments[i] = jnp.broadcast_to(arguments[i], (size, *arguments[i].shape))
+        operands.append(i)
+    arrays = [name for name in mapped_arrays if name in op.spec.arrays]
+    has_axis = bool(operands or arrays)
+    guards = guards.batched(size, operands, mapped_arrays, has_axis)
+    if not has_axis:
+        (result,) = bind_step(op, arguments, mode, (view,), guards)
         return jnp.broadcast_to(result, (size, *view))
-    spec = batched(op.spec, size, operands, arrays)
-    (result,) = bind_step(Einsum(spec, op.dtype), arguments, mode, ((size, *view),), reads)
+    if isinstance(op, Guard):
+        wide: Op = batch_guard(op, size, True, mapped_arrays)
+    else:
+        wide = Einsum(batched(op.spec, size, operands, arrays), op.dtype)
+    (result,) = bind_step(wide, arguments, mode, ((size, *view),), guards)
     return result
 
 
@@ -326,14 +336,11 @@ class _Role(NamedTuple):
         argument: its position.
         child: 0 or 1, the input of the step that it is.
         other: the position of the argument that is the step's other input.
-        tangents: the inputs of the step that are tangents once the argument is replaced by its tangent. Their unread
-            rows are zero.
     """
 
     argument: int
     child: int
     other: int
-    tangents: tuple[int, ...]
 
     def inputs(self, x: Any, arguments: Sequence[Any]) -> tuple[Any, Any]:
         """Return the step's inputs with x in the place of the argument."""
@@ -342,13 +349,13 @@ class _Role(NamedTuple):
 
 
 # In the order in which tangents are added up.
-_ROLES = (_Role(DA, 0, B, (0,)), _Role(B, 1, DA, (0, 1)), _Role(A, 0, DB, (0, 1)), _Role(DB, 1, A, (1,)))
+_ROLES = (_Role(DA, 0, B), _Role(B, 1, DA), _Role(A, 0, DB), _Role(DB, 1, A))
 
 
-def _tangent_parts(arguments: Any, op: Op, mode: Mode, views: Any, reads: Reads, **_: Any) -> Any:
+def _tangent_parts(arguments: Any, op: Op, mode: Mode, views: Any, guards: Guards, **_: Any) -> Any:
     a, b, da, db, *indices = arguments
-    (left,) = bind_step(op, (da, b, *indices), mode, views, reads.without(0, gradient=False))
-    (right,) = bind_step(op, (a, db, *indices), mode, views, reads.without(1, gradient=False))
+    (left,) = bind_step(op, (da, b, *indices), mode, views, guards)
+    (right,) = bind_step(op, (a, db, *indices), mode, views, guards)
     return ad.add_jaxvals(left, right)
 
 
@@ -371,23 +378,24 @@ def _tangent_lowering(context: Any, *values: Any, **parameters: Any) -> Any:
 mlir.register_lowering(tangent_p, _tangent_lowering)
 
 
-def _tangent_jvp(primals: Any, tangents: Any, *, op: Op, mode: Mode, views: Any, reads: Reads, **_: Any) -> Any:
-    result = tangent_p.bind(*primals, op=op, mode=mode, views=views, reads=reads)
+def _tangent_jvp(primals: Any, tangents: Any, *, op: Op, mode: Mode, views: Any, guards: Guards, **_: Any) -> Any:
+    result = tangent_p.bind(*primals, op=op, mode=mode, views=views, guards=guards)
     total = None
     indices = primals[4:]
     for role in _ROLES:
         tangent = tangents[role.argument]
         if _is_nonzero(tangent):
             arguments = (*role.inputs(tangent, primals), *indices)
-            part_reads = reads.without(*role.tangents, gradient=False)
-            (part,) = bind_step(op, arguments, mode, views, part_reads)
+            (part,) = bind_step(op, arguments, mode, views, guards)
             total = part if total is None else ad.add_jaxvals(total, part)
     if total is None:
         return result, ad.Zero(jax.typeof(result).to_tangent_aval())
     return result, total
 
 
-def _tangent_transpose(cotangent: Any, *arguments: Any, op: Op, mode: Mode, views: Any, reads: Reads, **_: Any) -> Any:
+def _tangent_transpose(
+    cotangent: Any, *arguments: Any, op: Op, mode: Mode, views: Any, guards: Guards, **_: Any
+) -> Any:
     results: list[Any] = [None] * len(arguments)
     a, b, da, db, *indices = arguments
     linear = [i for i in (A, B, DA, DB) if ad.is_undefined_primal(arguments[i])]
@@ -398,26 +406,25 @@ def _tangent_transpose(cotangent: Any, *arguments: Any, op: Op, mode: Mode, view
     if linear == [DA, DB]:
         joint = Einsum(op.spec, op.dtype).joint_gradient()
         shapes = (da.aval.shape, db.aval.shape)
-        results[DA], results[DB] = bind_step(joint, (cotangent, a, b, *indices), mode, shapes, reads)
+        results[DA], results[DB] = bind_step(joint, (cotangent, a, b, *indices), mode, shapes, guards.of_gradients())
         return results
     for role in sorted(_ROLES):
         if role.argument in linear:
             inputs = (*role.inputs(cotangent, arguments), *indices)
-            shape, role_reads = arguments[role.argument].aval.shape, reads.without(*role.tangents)
-            (results[role.argument],) = bind_step(gradient_op(op, role.child), inputs, mode, (shape,), role_reads)
+            shape, role_guards = arguments[role.argument].aval.shape, guards.transposed(role.child)
+            (results[role.argument],) = bind_step(gradient_op(op, role.child), inputs, mode, (shape,), role_guards)
     return results
 
 
-def _tangent_batch(arguments: Any, dims: Any, *, op: Op, mode: Mode, views: Any, reads: Reads, **_: Any) -> Any:
+def _tangent_batch(arguments: Any, dims: Any, *, op: Op, mode: Mode, views: Any, guards: Guards, **_: Any) -> Any:
     size = next(x.shape[d] for x, d in zip(arguments, dims, strict=True) if d is not None)
     moved = [_axis_front(x, d) for x, d in zip(arguments, dims, strict=True)]
     mapped = [d is not None for d in dims]
     parts = []
-    for child, places in enumerate(_TANGENT_STEPS):
+    for places in _TANGENT_STEPS:
         inputs = [*(moved[p] for p in places), *moved[4:]]
         inputs_mapped = [*(mapped[p] for p in places), *mapped[4:]]
-        part_reads = reads.without(child, gradient=False)
-        parts.append(_bind_batched(op, inputs, inputs_mapped, 2, size, mode, views[0], part_reads))
+        parts.append(_bind_batched(op, inputs, inputs_mapped, 2, size, mode, views[0], guards))
     return ad.add_jaxvals(*parts), 0
 
 

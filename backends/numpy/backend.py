@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from planner.backends.common.indices import PreparedIndex, check_index_dtype, prepare_numpy
-from planner.backends.common.masks import mask_operands, mask_term, widen_operands
+from planner.backends.common.masks import guard_run, widen_operands
 from planner.backends.common.run import run_loop, run_program
 from planner.backends.common.stock import Product, matmul_product
 from planner.backends.common.stock_rows import picoseconds, runs_of, stock_cost, stock_kind, stock_rows
@@ -73,6 +73,11 @@ class NumpyOps:
 
 OPS = NumpyOps()
 
+
+def _finite(x: Any) -> bool:
+    return bool(np.isfinite(x).all())
+
+
 # Seconds that NumPy's elementwise loops take besides moving memory: for each run of neighbours, for each element, and
 # for each sum of neighbours; 2 cores of an Intel Xeon at 2.8 GHz, NumPy 2.4, 2026-11-22.
 _RUN_SECONDS, _ELEMENT_SECONDS, _SUM_SECONDS = 16e-9, 0.3e-9, 25e-9
@@ -97,7 +102,7 @@ class NumpyBackend(Backend):
     name = "numpy"
 
     def __init__(self) -> None:
-        self.table = Table(stock_rows(OPS, cast=lambda x, dtype: x.astype(dtype), cost=_cost))
+        self.table = Table(stock_rows(OPS, lambda x, dtype: x.astype(dtype), guard_run(OPS, _finite), cost=_cost))
 
     def operand(self, array: Any) -> Operand:
         """Describe a NumPy array."""
@@ -147,9 +152,7 @@ class NumpyBackend(Backend):
 
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
             index, values = _views(plan, operands, indices)
-            if index.may_drop and (
-                wide := widen_operands(OPS, values, resolved.spec, index, lambda x: bool(np.isfinite(x).all()))
-            ):
+            if index.may_drop and (wide := widen_operands(OPS, values, resolved.spec, index, _finite)):
                 arrays = {gather.array: index[gather] for gather in index}
                 return callbacks().contract(wide[0], *wide[1], index_mode="drop", dtype=plan.dtype, **arrays)
             return whole(values, index)
@@ -162,9 +165,8 @@ class NumpyBackend(Backend):
         if loop is None:
 
             def run(values: Sequence[Any], index: RangedIndices) -> Any:
-                masked = mask_operands(OPS, values, spec, index)
-                (result,) = run_program(self.table, plan.programs.forward, dict(enumerate(masked)), index)
-                return mask_term(OPS, result, spec.output, spec, index)
+                (result,) = run_program(self.table, plan.programs.forward, dict(enumerate(values)), index)
+                return result
 
             return run
 
@@ -199,12 +201,11 @@ class NumpyBackend(Backend):
         """Return the forward program with its inputs."""
         assert gradient is None, "numpy computes no gradients"
         index, views = _views(plan, operands, indices)
-        values = dict(enumerate(mask_operands(OPS, views, plan.resolved.spec, index)))
 
         def bind(step: Step, inputs: Sequence[Any]) -> partial[Any]:
             return partial(self.table.run, step.choice.lowering, step.op, inputs, index)
 
-        return Stepwise(values, bind, index.orders)
+        return Stepwise(dict(enumerate(views)), bind, index.orders)
 
 
 def _views(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> tuple[RangedIndices, list[Any]]:

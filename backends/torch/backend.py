@@ -185,7 +185,7 @@ class TorchBackend(Backend):
         with torch.no_grad(), as_planned():
             index = executable.prepare(indices)
             if gradient is None:
-                values: dict[int, Any] = dict(enumerate(executable.leaves(operands, index)))
+                values: dict[int, Any] = dict(enumerate(executable.views(operands)))
             else:
                 values = executable.backward_values(gradient, operands, index, kept or {})
 

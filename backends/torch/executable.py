@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.backends.common.masks import mask_operands, mask_term
 from planner.backends.common.run import run_loop, run_program
 from planner.backends.common.stock import evaluate
-from planner.backends.common.unread_rows import operands_with_unread_rows, zero_unread_rows
 from planner.backends.torch.index import TorchIndex, in_range, part_in_range, refuse_sparse
 from planner.backends.torch.modes import transformed
-from planner.backends.torch.ops import OPS, cast, dataless, finite, torch_dtype
+from planner.backends.torch.ops import GUARD, OPS, cast, dataless, torch_dtype
 from planner.cost.layout import layout_of
 from planner.kernels.grouping.keys import IndexArray
 from planner.kernels.grouping.torch_grouping import accumulator
@@ -26,9 +24,10 @@ from planner.language.errors import PlannerLimitError
 from planner.language.options import SEARCHES, Options
 from planner.language.spec import Spec, Term
 from planner.program.callbacks import callbacks
+from planner.program.guards import add_guards
 from planner.program.implementations import RangedIndices, Table
 from planner.program.loops import body_of
-from planner.program.ops import Cast
+from planner.program.ops import Cast, Guard
 from planner.program.plan import PlanRecord
 from planner.program.tree import Leaf, Tree
 
@@ -50,11 +49,14 @@ class Executable:
         self.is_complex = self.dtype.is_complex
         self.inexact = self.is_complex or self.dtype.is_floating_point
         self.arrays = tuple(self.index_shapes)
-        self.unread_rows = operands_with_unread_rows(plan.tree, self.spec)
-        # The backward program makes views of operands again: a kept view of a masked operand would keep the copy alive.
+        # The backward program makes views of operands again, because a Function returns no views of its arguments.
         base = [variable.base for variable in self.programs.variables]
-        viewed = {base[v] for v in self.programs.kept} & set(range(len(self.shapes)))
-        self.operand_views = [step for step in self.programs.forward.steps if base[step.outputs[0]] in viewed]
+        needed, views = {v for v in self.programs.kept if base[v] < len(self.shapes)}, []
+        for step in reversed(self.programs.forward.steps):
+            if needed & set(step.outputs):
+                needed.update(step.inputs)
+                views.append(step)
+        self.operand_views = views[::-1]
         self.kept = tuple(v for v in self.programs.kept if base[v] >= len(self.shapes))
         # A gradient in a half type would be rounded between its sum and the product, and float16 could overflow.
         self.summable_dims = () if plan.dtype in HALF_TYPES else summable_dims(self.spec)
@@ -63,15 +65,6 @@ class Executable:
     def views(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """Return the operands without their broadcast dimensions."""
         return [x if shape is None else x.reshape(shape) for x, shape in zip(operands, self.reshape, strict=True)]
-
-    def leaves(self, operands: Sequence[Tensor], index: RangedIndices) -> list[Tensor]:
-        """Return the operands as the steps read them: NaN and infinities that no index reads are set to zero."""
-        values = mask_operands(OPS, self.views(operands), self.spec, index)
-        for number in self.unread_rows:
-            x = values[number]
-            if not finite(x):
-                values[number] = zero_unread_rows(OPS, x, self.spec.inputs[number], self.spec, index)
-        return values
 
     def index_views(self, indices: Mapping[str, Any]) -> dict[str, Any]:
         """Return the index arrays without their broadcast dimensions, as derived specs take them."""
@@ -102,22 +95,21 @@ class Executable:
 
     def forward(self, operands: Sequence[Tensor], index: RangedIndices) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the forward program, and return the result and the kept values."""
-        values: dict[int, Any] = dict(enumerate(self.leaves(operands, index)))
+        values: dict[int, Any] = dict(enumerate(self.views(operands)))
         (result,) = run_program(self.table, self.programs.forward, values, index)
-        result = mask_term(OPS, result, self.spec.output, self.spec, index)
         return result, tuple(values[v] for v in self.kept)
 
     def backward_values(
         self, gradient: Tensor, operands: Sequence[Tensor], index: RangedIndices, kept: Mapping[int, Tensor]
     ) -> dict[int, Any]:
         """Return the inputs of the backward program by variable; `kept` need not hold the views of operands."""
-        values: dict[int, Any] = {**dict(enumerate(self.leaves(operands, index))), **kept}
+        values: dict[int, Any] = {**dict(enumerate(self.views(operands))), **kept}
         for step in self.operand_views:
             results = self.table.run(step.choice.lowering, step.op, [values[v] for v in step.inputs], index)
             values.update(zip(step.outputs, results, strict=True))
         if self.is_complex:
             values = {number: value.conj() for number, value in values.items()}
-        values[self.programs.output_gradient] = mask_term(OPS, gradient, self.spec.output, self.spec, index)
+        values[self.programs.output_gradient] = gradient
         return values
 
     def backward(
@@ -133,8 +125,7 @@ class Executable:
             if variable is None:
                 gradients.append(None)
                 continue
-            operand_gradient = mask_term(OPS, values[variable], self.spec.inputs[number], self.spec, index)
-            operand = operands[number]
+            operand_gradient, operand = values[variable], operands[number]
             if operand_gradient.is_complex() and not operand.is_complex():
                 operand_gradient = operand_gradient.real
             gradients.append(operand_gradient.reshape(operand.shape))
@@ -236,18 +227,19 @@ class Executable:
 
     def stock(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
         """Run the plan's tree with torch's own operators, which torch can differentiate."""
-        index = self.prepare(indices)
-        leaves = self.leaves(operands, index)
+        index, views = self.prepare(indices), self.views(operands)
 
         def value(tree: Tree) -> Tensor:
             if isinstance(tree, Leaf):
-                return leaves[tree.operand]
+                return views[tree.operand]
             inputs = [value(child) for child in tree.children]
+            if isinstance(tree.op, Guard):
+                return GUARD(tree.op, inputs, index)[0]
             if isinstance(tree.op, Cast):
                 return cast(inputs[0], tree.op.dtype)
             return evaluate(OPS, tree.op.spec, inputs, index, index.may_drop)
 
-        return mask_term(OPS, value(self.plan.tree), self.spec.output, self.spec, index)
+        return value(add_guards(self.plan.tree, self.spec, self.plan.index_mode))
 
 
 def executable_of(plan: PlanRecord, table: Table) -> Executable:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from planner.backends.common.masks import guard_run
 from planner.backends.common.stock import Product, matmul_product
 from planner.backends.torch.modes import in_functorch, transformed
 from planner.kernels.gathered_dot import torch_pooled
@@ -196,3 +197,7 @@ def occurs(x: Tensor) -> bool:
 def finite(x: Tensor) -> bool:
     """Return whether all numbers are finite, or cannot be seen; the check is cheaper if their sum does not overflow."""
     return dataless(x) or (not captured(x) and torch_pooled.sum_is_finite(x.detach()))
+
+
+# Runs a `Guard`.
+GUARD = guard_run(OPS, finite)

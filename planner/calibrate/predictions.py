@@ -16,6 +16,7 @@ from planner.language.units import seconds_text
 from planner.program.frameworks import load_backend
 from planner.program.implementations import RangedIndices
 from planner.program.loops import parts
+from planner.program.ops import Guard
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
 from planner.workloads import WORKLOADS, Workload
@@ -91,6 +92,8 @@ def check_workload(framework: Framework, workload: Workload) -> Iterator[StepTim
             for variable in step.releases:
                 if variable not in kept:
                     values.pop(variable, None)
+            if isinstance(step.op, Guard):
+                continue
             yield StepTime(
                 framework,
                 workload.name,

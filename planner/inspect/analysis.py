@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from planner.inspect.text import MOST_ROWS, table_lines
 from planner.language.units import bytes_text, count_text, seconds_text
+from planner.program.implementations import MASK
 
 __all__ = ["Analysis", "AnalyzedStep", "Figures", "analysis_text"]
 
@@ -60,8 +61,13 @@ class AnalyzedStep:
 
     @property
     def off(self) -> tuple[tuple[str, float], ...]:
-        """The figures that are off by more than a factor of 2: "time" or "live", and measured divided by predicted."""
-        off = []
+        """The figures that are off by more than a factor of 2: "time" or "live", and measured divided by predicted.
+
+        Guards are not judged: nothing is predicted for them.
+        """
+        off: list[tuple[str, float]] = []
+        if self.lowering == MASK:
+            return ()
         for name, field, least in (("time", "seconds", LEAST_SECONDS), ("live", "live_bytes", LEAST_BYTES)):
             predicted, measured = getattr(self.predicted, field), getattr(self.measured, field)
             if predicted is None or measured is None or max(predicted, measured) <= least:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from planner.language.dtypes import itemsize
 from planner.language.errors import PlannerError
-from planner.language.spec import Gather, Term, indexed_dims
+from planner.language.spec import Term, indexed_dims
 from planner.language.split import (
     Entry,
     Placement,
@@ -22,7 +22,7 @@ from planner.language.split import (
     splittable,
 )
 from planner.language.units import bytes_text
-from planner.program.ops import Cast
+from planner.program.ops import Cast, Guard
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
 
@@ -70,24 +70,28 @@ def collectives(plan: PlanRecord, splits: Mapping[str, int]) -> tuple[Collective
     brackets = {gather.array: place(gather.axes) for gather in spec.gathers}
     places = {number: place(term) for number, term in enumerate(spec.inputs)}
     places[programs.output_gradient] = place(spec.output)
-    exposed = _exposed(plan)
     exchanges: list[Collective] = []
+
+    def mask_exchange(step: Step, guard: Guard, rows: Term, placement: Placement) -> list[Collective]:
+        """Return what devices exchange to find the rows that an index on any of them names."""
+        reading = dataclasses.replace(guard.spec, inputs=(rows,), output=rows)
+        arrays = [(gather.axes, brackets[gather.array]) for gather in reading.gathers]
+        split = choose_splits(reading, [(rows, placement), *arrays])
+        over = axes_to_add_over(rows, split)
+        if not over:
+            return []
+        local = local_term(rows, parts(split))
+        found = tuple(local[d] for d in indexed_dims(rows))
+        mask_bytes = math.prod(local_spec(reading, parts(split)).shape(found))
+        return [Collective(step, over, mask_bytes, mask=True)]
+
     for step in plan.steps:
         op, placements = step.op, [places[v] for v in step.inputs]
-        if isinstance(op, Cast):
+        if isinstance(op, Cast | Guard):
             places[step.outputs[0]] = placements[0]
+            if isinstance(op, Guard) and op.rows is not None:
+                exchanges += mask_exchange(step, op, op.rows, placements[0])
             continue
-        for variable, whole in zip(step.inputs, exposed[step.outputs], strict=True):
-            if whole is None:
-                continue
-            reads = dataclasses.replace(spec, inputs=(whole,), output=whole)
-            arrays = [(gather.axes, brackets[gather.array]) for gather in reads.gathers]
-            split = choose_splits(reads, [(whole, places[variable]), *arrays])
-            if over := axes_to_add_over(whole, split):
-                local = local_term(whole, parts(split))
-                rows = tuple(local[d] for d in indexed_dims(whole))
-                mask_bytes = math.prod(local_spec(reads, parts(split)).shape(rows))
-                exchanges.append(Collective(step, over, mask_bytes, mask=True))
         indices = [(gather.axes, brackets[gather.array]) for gather in op.spec.gathers]
         split = choose_splits(op.spec, [*zip(op.input_terms, placements, strict=True), *indices])
         shapes = dataclasses.replace(op, spec=local_spec(op.spec, parts(split))).output_shapes
@@ -96,40 +100,6 @@ def collectives(plan: PlanRecord, splits: Mapping[str, int]) -> tuple[Collective
             if over := axes_to_add_over(term, split):
                 exchanges.append(Collective(step, over, math.prod(shape) * itemsize(op.dtype)))
     return tuple(exchanges)
-
-
-def _exposed(plan: PlanRecord) -> dict[tuple[int, ...], list[Term | None]]:
-    """Find the steps that multiply rows of an operand that no index names.
-
-    Returns:
-        For each step, by its results: for each input the term of such an operand, or None. It is None too if the next
-        step takes the result through the same indices: then these rows do not matter.
-    """
-    operands: dict[int, Term] = dict(enumerate(plan.resolved.spec.inputs))
-    count = len(plan.programs.forward.steps)
-    read: dict[int, Term] = {}
-    for step in plan.steps:
-        if isinstance(step.op, Cast) and step.inputs[0] in operands:
-            operands[step.outputs[0]] = operands[step.inputs[0]]
-        for variable, term in zip(step.inputs, step.op.input_terms, strict=True):
-            read.setdefault(variable, term)
-
-    def rows(variable: int, term: Term) -> set[Entry]:
-        entries = zip(term, operands.get(variable, term), strict=True)
-        return {e for e, entry in entries if isinstance(entry, Gather) and not isinstance(e, Gather)}
-
-    exposed: dict[tuple[int, ...], list[Term | None]] = {}
-    for number, step in enumerate(plan.steps):
-        (out, *_), result = step.op.output_terms, step.outputs[0]
-        gradient = number >= count and not step.recomputed
-        taken = {e for e, entry in zip(out, read.get(result, out), strict=True) if isinstance(entry, Gather)}
-        terms: list[Term | None] = []
-        for variable, term in zip(step.inputs, step.op.input_terms, strict=True):
-            unnamed = rows(variable, term)
-            is_exposed = bool(unnamed) and (gradient or not unnamed <= taken)
-            terms.append(operands[variable] if is_exposed else None)
-        exposed[step.outputs] = terms
-    return exposed
 
 
 def _check_splits(plan: PlanRecord, splits: Mapping[str, int]) -> dict[str, int]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from planner.language.errors import PlannerTypeError
 
-__all__ = ["HALF_TYPES", "ITEMSIZES", "accumulator", "asked_dtype", "dtype_name", "itemsize"]
+__all__ = ["HALF_TYPES", "ITEMSIZES", "accumulator", "asked_dtype", "dtype_name", "is_inexact", "itemsize"]
 
 HALF_TYPES = ("float16", "bfloat16")
 
@@ -39,6 +39,11 @@ def itemsize(dtype: str) -> int:
 def accumulator(dtype: str) -> str:
     """Return the dtype in which sums of a dtype are formed: float32 for the half types."""
     return "float32" if dtype in HALF_TYPES else dtype
+
+
+def is_inexact(dtype: str) -> bool:
+    """Return whether a dtype has NaN: whether it is a float or complex type."""
+    return "float" in dtype or "complex" in dtype
 
 
 def dtype_name(dtype: Any) -> str:

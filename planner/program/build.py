@@ -10,10 +10,10 @@ from typing import NamedTuple
 from planner.cost.figures import PlanCost, StepCost
 from planner.cost.layout import Layout, layout_of, strides_in, without_gaps
 from planner.language.derive import swap_with_output
-from planner.language.resolve import Resolved
-from planner.language.spec import Operand
+from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
-from planner.program.ops import Cast, JointGradient, Op, PricedImplementation
+from planner.program.guards import add_guards
+from planner.program.ops import Cast, Guard, JointGradient, Op, PricedImplementation
 from planner.program.program import Program, Programs, Step, Variable, live_bytes, program_cost
 from planner.program.tree import Leaf, Node, Tree, kept_nodes
 
@@ -83,10 +83,13 @@ class Lowerer:
         return steps
 
     def _choose_gradients(self, op: Op, wanted: tuple[bool, ...], layout: Layout | None) -> tuple[GradientStep, ...]:
-        if isinstance(op, Cast):
+        if isinstance(op, Cast | Guard):
             if not wanted[0]:
                 return ()
-            back = dataclasses.replace(op, dtype=op.source_dtype, source_dtype=op.dtype).with_layouts([layout])
+            back: Op = op
+            if isinstance(op, Cast):
+                back = dataclasses.replace(op, dtype=op.source_dtype, source_dtype=op.dtype)
+            back = back.with_layouts([layout])
             return (GradientStep(back, self(back), (0,)),)
         layouts = op.layouts or (None,) * len(wanted)
         single = []
@@ -147,7 +150,7 @@ class _Builder:
         outputs = tuple(
             self.add_variable(shape, op.dtype, base, layout) for shape, layout in zip(shapes, layouts, strict=True)
         )
-        steps.append(Step(op, choice, inputs, outputs, recomputed=again))
+        steps.append(Step(op, choice, inputs, outputs, recomputed=again and not isinstance(op, Guard)))
         return outputs
 
     def value(self, tree: Tree, steps: list[Step], values: dict[int, int], again: bool = False) -> int:
@@ -155,6 +158,10 @@ class _Builder:
         if isinstance(tree, Leaf):
             return tree.operand
         if id(tree) not in values:
+            if isinstance(tree.op, Guard) and tree.op.only_gradients and not again:  # `again`: in the backward program
+                variable = self.value(tree.children[0], steps, values)
+                self.layouts[id(tree)] = self.variables[variable].layout
+                return variable
             for child in tree.order[: len(tree.children)]:
                 self.value(tree.children[child], steps, values, again)
             inputs = tuple(self.value(child, steps, values) for child in tree.children)
@@ -197,24 +204,17 @@ class _Builder:
                 self.backward(tree.children[child], gradients[child], steps, values, into)
 
 
-def build(
-    tree: Tree,
-    operands: Sequence[Variable],
-    requires: Sequence[bool],
-    lower: Lowerer,
-    dtype: str,
-    gradient_strides: Sequence[int] | None = None,
-) -> Programs:
+def build(tree: Tree, contraction: Contraction, operands: Sequence[Variable], lower: Lowerer) -> Programs:
     """Turn a tree into its two programs and their cost.
 
     Args:
         tree: the contraction tree; its nodes say what is kept.
-        operands: the operands as variables, numbered by position.
-        requires: which operands need a gradient.
+        contraction: the contraction that the tree computes.
+        operands: the operands as variables, numbered by position; see `given_variables`.
         lower: chooses each step's implementation.
-        dtype: dtype of the result.
-        gradient_strides: the strides of the output's gradient. If None, it is assumed to lie as the result does.
     """
+    requires, gradient_strides = contraction.requires_grad, contraction.gradient_strides
+    tree = add_guards(tree, contraction.resolved.spec, contraction.index_mode)
     builder = _Builder(operands, requires, lower)
     variables = builder.variables
     inputs = tuple(range(len(operands)))
@@ -235,7 +235,7 @@ def build(
     # Gradients that come out of element-wise functions lie as the result does.
     as_result = without_gaps(variables[result].layout)
     layout = as_result if gradient_strides is None else layout_of(shape, gradient_strides)
-    output_gradient = builder.add_variable(shape, dtype, layout=layout)
+    output_gradient = builder.add_variable(shape, contraction.dtype, layout=layout)
     backward, backward_cost = None, None
     if builder.needs_gradient(tree):
         back: list[Step] = []
@@ -258,10 +258,11 @@ def build(
     )
 
 
-def given_variables(resolved: Resolved, operands: Sequence[Operand], backend: str) -> tuple[Variable, ...]:
-    """Return the operands of a resolved problem as variables."""
-    strided = load_backend(backend).strided
+def given_variables(contraction: Contraction) -> tuple[Variable, ...]:
+    """Return the operands of a contraction as variables."""
+    strided = load_backend(contraction.backend).strided
+    shapes = zip(contraction.resolved.shapes, contraction.operands, strict=True)
     return tuple(
         Variable(shape, o.dtype, number, layout_of(shape, strides_in(o, shape)) if strided else None)
-        for number, (shape, o) in enumerate(zip(resolved.shapes, operands, strict=True))
+        for number, (shape, o) in enumerate(shapes)
     )

@@ -20,11 +20,20 @@ from planner.cost.device import Device
 from planner.cost.figures import StepCost
 from planner.cost.layout import Layout
 from planner.language.spec import Gather, Operand
-from planner.program.ops import Op, PricedImplementation
+from planner.program.ops import Guard, Op, PricedImplementation
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
 
-__all__ = ["Backend", "Implementation", "Lowering", "RangedIndices", "Stepwise", "Table"]
+__all__ = ["MASK", "Backend", "Implementation", "Lowering", "RangedIndices", "Stepwise", "Table", "mask_choice"]
+
+# The name of the row that runs guards. No other row is asked whether it supports one.
+MASK = "mask"
+
+
+def mask_choice(guard: Guard) -> PricedImplementation:
+    """Return the implementation of a guard, whose result is taken for a view of its input."""
+    return PricedImplementation(MASK, StepCost(), True, guard.layouts)
+
 
 Indices = Mapping[Gather, Any]
 
@@ -94,6 +103,8 @@ class Implementation:
 
     def refusal(self, op: Op, device: Device) -> str | None:
         """Return why the row cannot run an op on a device, or None if it can."""
+        if isinstance(op, Guard):
+            return None if self.name == MASK else "the step is a guard"
         if self.kinds is not None and device.kind not in self.kinds:
             return f"it runs on {' and '.join(self.kinds)}"
         if self.capabilities is not None and device.capability not in self.capabilities:
@@ -145,7 +156,7 @@ class Table:
     def verdicts(self, op: Op, device: Device, chosen: str = "") -> dict[str, StepCost | str]:
         """Return, for each row, what it would cost to run an op, or why the row cannot run it.
 
-        Stock rows that cannot run the op are left out. So are variants, except the chosen one.
+        Stock rows that cannot run the op are left out. So are variants, except the chosen one. One row runs guards.
         """
         verdicts: dict[str, StepCost | str] = {}
         for row in self.rows.values():
@@ -154,7 +165,7 @@ class Table:
             refusal = row.refusal(op, device)
             if refusal is None:
                 verdicts[row.name] = row.cost(op, device)
-            elif not row.stock:
+            elif not row.stock and not isinstance(op, Guard):
                 verdicts[row.name] = refusal
         return verdicts
 

@@ -130,17 +130,9 @@ def body_of(plan: PlanRecord, sizes: Mapping[str, int]) -> PlanRecord:
         return body
     table, key = load_backend(plan.backend).table, step_key(body.options.minimize)
     tree = resize_tree(body.tree, sizes)
-    programs = build(
-        tree,
-        given_variables(resolved, operands, plan.backend),
-        [o.requires_grad for o in operands],
-        Lowerer(lambda op: table.choices(op, body.device), key),
-        body.dtype,
-        body.gradient_strides,
-    )
-    return dataclasses.replace(
-        body, resolved=resolved, index_shapes=resolved.index_shapes, operands=operands, tree=tree, programs=programs
-    )
+    part = dataclasses.replace(body, resolved=resolved, index_shapes=resolved.index_shapes, operands=operands)
+    lower = Lowerer(lambda op: table.choices(op, body.device), key)
+    return dataclasses.replace(part, tree=tree, programs=build(tree, part, given_variables(part), lower))
 
 
 def slice_of(
@@ -322,7 +314,7 @@ class _Loop:
             # Each operand is cut anew in every slice.
             seconds += times * (cost.seconds + len(self.operands) * self.device.launch_seconds)
             if not self.framework.compiles:
-                seconds += times * (_SLICE_SECONDS + len(program.steps) * _STEP_SECONDS)
+                seconds += times * (_SLICE_SECONDS + len(program.computing) * _STEP_SECONDS)
         scratch = copied
         slices = math.prod(-(-self.spec.size(axis) // size) for axis, size in self.axes)
         stretches = self.stretches()

@@ -1,6 +1,6 @@
 """What one step is, and what an implementation of it costs.
 
-An `Op` is a unary or binary einsum with gathers, both gradients of one, or a cast. A backend's table offers
+An `Op` is a unary or binary einsum with gathers, both gradients of one, a cast, or a guard. A backend's table offers
 implementations for it: the rows of `planner.program.implementations.Table`. `planner.program.forms` recognises the
 special shapes of specs that rows of several frameworks know.
 """
@@ -15,14 +15,14 @@ from typing import Self
 from planner.cost.figures import StepCost
 from planner.cost.layout import Layout
 from planner.language.dtypes import itemsize
-from planner.language.spec import Spec, Term, plain_axes, term_axes
+from planner.language.spec import Gather, Spec, Term, plain_axes, term_axes, term_gathers
 
-__all__ = ["Cast", "Einsum", "JointGradient", "Op", "PricedImplementation", "joint_elements"]
+__all__ = ["Cast", "Einsum", "Guard", "JointGradient", "Op", "PricedImplementation", "joint_elements"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Op:
-    """One step to be lowered: an `Einsum`, the `JointGradient` of one, or a `Cast`.
+    """One step to be lowered: an `Einsum`, the `JointGradient` of one, a `Cast` or a `Guard`.
 
     Attributes:
         spec: a resolved spec of one or two inputs.
@@ -87,9 +87,14 @@ class Op:
         return tuple(self.spec.shape(term) for term in self.output_terms)
 
     @property
+    def gathers(self) -> tuple[Gather, ...]:
+        """The brackets whose index arrays the step reads."""
+        return self.spec.gathers
+
+    @property
     def arrays(self) -> tuple[str, ...]:
         """Letters of the index arrays that the step reads, sorted: transposing changes their order of appearance."""
-        return tuple(sorted(self.spec.arrays))
+        return tuple(sorted({gather.array for gather in self.gathers}))
 
     def bytes_touched(self) -> int:
         """Return the bytes of all inputs, index arrays and results: the least that the step moves."""
@@ -134,6 +139,29 @@ class Cast(Op):
     """A change of dtype, from `source_dtype` to `dtype`. The spec is an identity."""
 
     source_dtype: str = dataclasses.field(kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Guard(Op):
+    """Zeroes entries that must not count, whatever they hold: 0 times NaN is NaN. The spec is an identity.
+
+    A guard equals its own transpose, so the gradient of a guarded value is guarded in the same way.
+
+    Attributes:
+        dropped: brackets. An entry at the place of a dropped index in one of them is zeroed.
+        rows: the value's term with the brackets by which the contraction takes its rows later. Rows that no index names
+            are zeroed if the value holds NaN or infinity. None if there are no such rows.
+        only_gradients: True if the entries can show in gradients only. Then the forward program goes without.
+    """
+
+    dropped: tuple[Gather, ...] = ()
+    rows: Term | None = None
+    only_gradients: bool = False
+
+    @property
+    def gathers(self) -> tuple[Gather, ...]:
+        """The brackets of both kinds of entries."""
+        return tuple(dict.fromkeys((*self.dropped, *term_gathers(self.rows or ()))))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

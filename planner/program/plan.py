@@ -9,7 +9,7 @@ from planner.cost.figures import PlanCost
 from planner.program.callbacks import callbacks
 from planner.program.contraction import Contraction
 from planner.program.program import Keep, Programs, Step
-from planner.program.tree import Node, Tree, kept_nodes, path_of
+from planner.program.tree import Tree, path_of
 
 __all__ = ["AnyPlan", "Loop", "PlanRecord"]
 
@@ -81,8 +81,7 @@ class PlanRecord(Contraction):
     @property
     def steps(self) -> tuple[Step, ...]:
         """Steps of the forward program, then those of the backward program."""
-        backward = self.programs.backward
-        return self.programs.forward.steps + (backward.steps if backward else ())
+        return self.programs.steps
 
     @property
     def keep(self) -> Keep:
@@ -94,11 +93,6 @@ class PlanRecord(Contraction):
             return "all"
         bases = {self.programs.variables[v].base for v in self.programs.kept}
         return "some" if bases - set(range(len(self.operands))) else "inputs"
-
-    @property
-    def kept_nodes(self) -> tuple[Node, ...]:
-        """Nodes of the tree whose values the forward program keeps for the backward program."""
-        return kept_nodes(self.tree, self.requires_grad)
 
     @property
     def path(self) -> tuple[tuple[int, ...], ...]:

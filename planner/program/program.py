@@ -17,7 +17,7 @@ from typing import Literal
 from planner.cost.figures import Cost, PlanCost
 from planner.cost.layout import Layout
 from planner.language.dtypes import itemsize
-from planner.program.ops import Op, PricedImplementation
+from planner.program.ops import Guard, Op, PricedImplementation
 
 __all__ = ["Keep", "Program", "Programs", "Step", "Variable", "live_bytes", "program_cost"]
 
@@ -79,6 +79,11 @@ class Program:
     results: tuple[int, ...]
     peak_bytes: int
 
+    @property
+    def computing(self) -> tuple[Step, ...]:
+        """The steps without guards, for which no time and no bytes are predicted."""
+        return tuple(step for step in self.steps if not isinstance(step.op, Guard))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Programs:
@@ -105,11 +110,27 @@ class Programs:
     cost: PlanCost
 
     @property
+    def steps(self) -> tuple[Step, ...]:
+        """Steps of the forward program, then those of the backward program."""
+        return self.forward.steps + (self.backward.steps if self.backward else ())
+
+    @property
+    def has_guards(self) -> bool:
+        """Whether a step is a guard."""
+        return any(isinstance(step.op, Guard) for step in self.steps)
+
+    @property
     def row_major(self) -> bool:
-        """Whether every intermediate that a step reads is row-major, as the search assumes."""
-        steps = self.forward.steps + (self.backward.steps if self.backward else ())
-        computed = len(self.gradients)
-        return not any(self.variables[v].layout for step in steps for v in step.inputs if v >= computed)
+        """Whether every intermediate that a step reads is row-major, as the search assumes. Guards do not count."""
+        source: dict[int, int] = {}
+        read: set[int] = set()
+        for step in self.steps:
+            inputs = [source.get(v, v) for v in step.inputs]
+            if isinstance(step.op, Guard):
+                source[step.outputs[0]] = inputs[0]
+            else:
+                read.update(inputs)
+        return not any(self.variables[v].layout for v in read if v >= len(self.gradients))
 
 
 def live_bytes(
@@ -133,9 +154,12 @@ def live_bytes(
     free = {variables[v].base for v in given}
     forever = {variables[v].base for v in held}
     last: dict[int, int] = {}
+    last_use: dict[int, int] = {}
     for number, step in enumerate(steps):
         for variable in (*step.inputs, *step.outputs):
             last[variables[variable].base] = number
+            last_use[variable] = number
+    stay = {*given, *held}
     dying: dict[int, list[int]] = {}
     for base, number in last.items():
         if base not in forever:
@@ -148,7 +172,8 @@ def live_bytes(
         peak = max(peak, now)
         freed = [base for base in dying.get(number, []) if base not in free]
         live -= sum(variables[base].bytes for base in freed)
-        releases = tuple(v for v in dict.fromkeys((*step.inputs, *step.outputs)) if variables[v].base in freed)
+        used = dict.fromkeys((*step.inputs, *step.outputs))
+        releases = tuple(v for v in used if last_use[v] == number and v not in stay)
         priced.append(dataclasses.replace(step, releases=releases, live_bytes=now))
     return priced, peak
 

@@ -10,11 +10,15 @@ from typing import Any, NoReturn
 from planner.cost.device import Device
 from planner.cost.figures import Cost, PlanCost, StepCost
 from planner.cost.layout import Layout
+from planner.cost.objective import step_key
 from planner.language.errors import PlannerError
 from planner.language.options import Options
 from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Operand, Spec
-from planner.program.ops import Cast, Einsum, JointGradient, Op, PricedImplementation
+from planner.program.build import Lowerer, build
+from planner.program.guards import add_guards
+from planner.program.implementations import mask_choice
+from planner.program.ops import Cast, Einsum, Guard, JointGradient, Op, PricedImplementation
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Program, Programs, Step, Variable
 from planner.program.tree import Leaf, Node
@@ -82,10 +86,19 @@ def plan_from_json(text: str) -> PlanRecord:
         raise ValueError(f"{name} is not JSON")
 
     try:
-        plan = decode(json.loads(text, parse_constant=refuse))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return _with_guards(_checked_plan(decode(json.loads(text, parse_constant=refuse))))
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        AssertionError,
+        RecursionError,
+    ) as error:
+        if isinstance(error, PlannerError):
+            raise
         raise PlannerError(f"this is not a plan written by to_json: {error}") from None
-    return _checked_plan(plan)
 
 
 # The parts of a plan that are objects, and their types.
@@ -115,6 +128,20 @@ def _checked_plan(plan: object) -> PlanRecord:
     return plan
 
 
+def _with_guards(plan: PlanRecord) -> PlanRecord:
+    """Return a plan with its guards: versions before 2026-11-24 stored programs without them."""
+    if plan.loop is not None:
+        return dataclasses.replace(plan, loop=dataclasses.replace(plan.loop, body=_with_guards(plan.loop.body)))
+    guarded = add_guards(plan.tree, plan.resolved.spec, plan.index_mode)
+    if guarded == plan.tree or plan.programs.has_guards:
+        return plan
+    stored = {step.op: step.choice for step in plan.steps}
+    # All steps but guards are stored, or are not wanted: both gradients in one step.
+    lower = Lowerer(lambda op: [mask_choice(op)] if isinstance(op, Guard) else [], step_key("time"), stored)
+    programs = build(plan.tree, plan, plan.programs.variables[: len(plan.operands)], lower)
+    return dataclasses.replace(plan, programs=programs)
+
+
 def encode(value: Any) -> Any:
     """Turn a plan, or a part of one, into the types that JSON has."""
     if value is None or isinstance(value, (bool, int, str)):
@@ -124,7 +151,10 @@ def encode(value: Any) -> Any:
             raise PlannerError(f"{value} cannot be written as JSON")
         return value
     if isinstance(value, Op):
-        fields = {name: getattr(value, name) for name in ("spec", "dtype", "source_dtype", "pair", "layouts")}
+        names = ["spec", "dtype", "source_dtype", "pair", "layouts"]
+        if isinstance(value, Guard):
+            names += ["dropped", "rows", "only_gradients"]
+        fields = {name: getattr(value, name) for name in names}
         return {"type": "Op", **{key: encode(entry) for key, entry in fields.items()}}
     name = "Plan" if isinstance(value, PlanRecord) else _NAMES.get(type(value))
     if name is not None:
@@ -163,7 +193,11 @@ def decode(value: Any) -> Any:
     return _decode_op(**parts) if name == "Op" else _CLASSES[name](**parts)
 
 
-def _decode_op(spec: Spec, dtype: str, source_dtype: str | None, pair: bool, layouts: tuple[Layout | None, ...]) -> Op:
+def _decode_op(
+    spec: Spec, dtype: str, source_dtype: str | None, pair: bool, layouts: tuple[Layout | None, ...], **guard: Any
+) -> Op:
+    if guard:
+        return Guard(spec, dtype, layouts, **guard)
     if source_dtype is not None:
         return Cast(spec, dtype, layouts, source_dtype=source_dtype)
     return (JointGradient if pair else Einsum)(spec, dtype, layouts)

@@ -86,8 +86,7 @@ def alternatives(plan: AnyPlan, most: int) -> tuple[Alternative[AnyPlan], ...]:
 
 
 def _signature(programs: Programs) -> tuple[Any, ...]:
-    steps = programs.forward.steps + (programs.backward.steps if programs.backward else ())
-    return tuple((step.op, step.choice.lowering) for step in steps)
+    return tuple((step.op, step.choice.lowering) for step in programs.steps)
 
 
 def _why(plan: PlanRecord, other: PlanRecord) -> str:

@@ -27,8 +27,7 @@ def quicken_steps(space: SearchSpace, candidate: Candidate) -> Candidate:
     if not within(candidate.cost, options):
         return candidate
     forward, backward = candidate.programs.forward, candidate.programs.backward
-    steps = forward.steps + (backward.steps if backward else ())
-    ops = [step.op for step in sorted(steps, key=lambda step: -step.choice.cost.picoseconds)]
+    ops = [step.op for step in sorted(candidate.programs.steps, key=lambda step: -step.choice.cost.picoseconds)]
     if backward:
         # Try one step for both gradients where there are two steps now.
         layouts = dict.fromkeys((variable.shape, variable.layout) for variable in candidate.programs.variables)

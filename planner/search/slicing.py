@@ -129,7 +129,7 @@ class _LoopSearch:
 
     def _price(self, axes: tuple[tuple[str, int], ...], trees: Sequence[Tree]) -> list[Candidate]:
         """Return a loop with each tree, its steps lowered by each key."""
-        steps = len(slice_counts(axes, self.space.resolved.spec)) * len(self.whole.forward.steps)
+        steps = len(slice_counts(axes, self.space.resolved.spec)) * len(self.whole.forward.computing)
         if any(self.space.requires):
             steps *= 4
         priced = []
@@ -164,7 +164,7 @@ def fastest(candidates: Sequence[Candidate]) -> Candidate:
 def _by_bytes(programs: Programs, spec: Spec) -> list[tuple[str, int]]:
     """Return the axes and their sizes, sorted by how many bytes the steps that involve the axis write, most first."""
     written = dict.fromkeys(dict(spec.sizes), 0)
-    for step in programs.forward.steps:
+    for step in programs.forward.computing:
         size = sum(programs.variables[v].bytes for v in step.outputs)
         step_axes: set[str] = set()
         for term in step.op.spec.terms:
@@ -239,9 +239,8 @@ def _loop_candidate(
     bodies, first = [], None
     for sizes, count in slice_counts(axes, spec):
         part = _slice_contraction(space, sizes)
-        variables = given_variables(part.resolved, part.operands, part.backend)
         small = resize_tree(tree, sizes)
-        programs = build(small, variables, space.requires, lower, space.dtype, space.gradient_strides)
+        programs = build(small, part, given_variables(part), lower)
         bodies.append((programs, count))
         if first is None:
             options = Options(minimize=key, precision=space.options.precision)

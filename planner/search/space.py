@@ -61,7 +61,7 @@ class SearchSpace:
         self.few = Network(self.resolved.spec, few=True)
         self.requires = contraction.requires_grad
         self.casts = tuple(o.dtype if o.dtype != self.dtype else None for o in self.operands)
-        self.variables = given_variables(self.resolved, self.operands, self.backend)
+        self.variables = given_variables(contraction)
         self.layouts = tuple(variable.layout for variable in self.variables)
         self._paths: dict[Any, Any] = {}
 
@@ -162,7 +162,7 @@ class SearchSpace:
 
     def programs(self, tree: Tree, lower: Lowerer) -> Programs:
         """Return the forward and backward programs of a tree."""
-        return build(tree, self.variables, self.requires, lower, self.dtype, self.gradient_strides)
+        return build(tree, self.contraction, self.variables, lower)
 
     def naive(self) -> Programs:
         """Return the programs of the naive plan: gather whole operands, then contract along opt_einsum's path."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from hypothesis import assume
 
 from planner.cost.device import Device
@@ -17,7 +18,7 @@ from planner.language.errors import PlannerError
 from planner.plan import Plan
 from planner.program.frameworks import load_backend
 from planner.program.implementations import Implementation, Stepwise, Table
-from planner.program.ops import Cast, JointGradient, Op
+from planner.program.ops import Cast, Guard, JointGradient, Op
 from planner.program.program import Step
 from planner.testing import scripts
 from planner.testing.engines import Engine, engine_of
@@ -59,8 +60,13 @@ class Stage:
         # In JAX, values may have dimensions of size 1 that the step's spec lacks: a step removes them when it reads.
         arrays = [engine.described(x)[0].reshape(n) for x, n in zip(self.inputs, op.input_shapes, strict=True)]
         shapes = dict(self.plan.resolved.index_shapes)
-        raw = {name: engine.described(indices[name])[0].reshape(shapes[name]) for name in op.arrays}
-        text = str(op.spec)
+        spec = op.spec
+        if isinstance(op, Guard):
+            # An entry at the place of a dropped index is multiplied by a row that is taken, of zeros.
+            arrays += [np.ones(gather.size or 0, op.dtype) for gather in op.dropped]
+            spec = dataclasses.replace(spec, inputs=(*spec.inputs, *((gather,) for gather in op.dropped)))
+        raw = {name: engine.described(indices[name])[0].reshape(shapes[name]) for name in spec.arrays}
+        text = str(spec)
         arguments: dict[str, Any] = {"sizes": op.spec.output_shape, "index_mode": self.plan.index_mode, **raw}
 
         def evaluate(arrays: Sequence[Array]) -> list[Array]:
@@ -70,7 +76,7 @@ class Stage:
 
         def room() -> list[Array]:
             sizes = zip(op.output_terms, evaluate([*map(absolute, arrays)]), strict=True)
-            return [allowed(op.dtype, steps_of(op.spec), terms_of(op.spec, term), size) for term, size in sizes]
+            return [allowed(op.dtype, steps_of(spec), terms_of(spec, term), size) for term, size in sizes]
 
         gout, operands = (arrays[0], arrays[1:]) if isinstance(op, JointGradient) else (None, arrays)
         exact = exact_bound(text, *operands, gout=gout, **arguments) <= exact_range(op.dtype)

@@ -220,6 +220,7 @@ def key_of(plan: PlanRecord, operands: Sequence[Any]) -> dict[str, Any] | None:
     arrays = [x for x in operands if framework_of(x) is not None]
     return {
         "planner": __version__,
+        "format": 2,  # of the programs: guards are steps
         "spec": plan.text,
         "resolved": encode(plan.resolved),
         "index_shapes": encode(plan.index_shapes),

@@ -16,7 +16,7 @@ from planner.cost.figures import StepCost
 from planner.program.frameworks import load_backend
 from planner.program.implementations import Implementation
 from planner.program.ops import JointGradient
-from planner.testing import Problem, check, engines, scripts
+from planner.testing import Problem, check, engines, run_step, scripts
 from planner.testing.checking import _problems
 from planner.testing.engines import installed
 from planner.testing.judgement import Subject, allowed
@@ -344,6 +344,18 @@ def test_programs_show_what_they_say(framework):
 
 
 @TORCH
+def test_masks_are_judged_by_what_they_mean():
+    """Of an operand that its step reads through another bracket, too."""
+    indices = {"q": np.array([1, 1]), "r": np.array([0, 9, 2])}
+    arrays = [np.arange(30.0).reshape(10, 3), np.ones((7, 8))]
+    plan = planner.plan("q[m]n, r[n]k -> mk", *arrays, index_mode="drop", **indices)
+    masks = [number for number, step in enumerate(plan.steps) if step.choice.lowering == "mask"]
+    assert masks
+    for number in masks:
+        (found,), (expected,) = run_step(plan, arrays, indices, number)
+        assert (found == expected).all()
+
+
 def test_programs_of_steps_and_memory_run():
     problem = Problem("nij, q[n]jk -> nik", ((4, 1, 2), (3, 2, 2)), indices={"q": np.array([2, 0, 0, 1])})
     plan = planner.plan(problem.spec, *problem.shapes, **problem.arguments(), backend="torch")

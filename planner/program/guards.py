@@ -1,0 +1,119 @@
+"""Guards of a tree: where values that must not count are set to zero, because 0 times NaN is NaN.
+
+There are two kinds of such values. A *dropped* index means "no row", so nothing that stands at its place may count.
+An *unread* row is a row of a gathered operand that no index names. A plan that takes rows first never sees unread rows,
+but a plan that contracts the whole operand and then takes rows does multiply them. Example: in `b q[bsk] d`, row 7 of
+the pool is unread if no entry of `q` is 7.
+
+A guard stands where a step first computes with an operand, above views and casts of it, and at the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from planner.language.dtypes import is_inexact
+from planner.language.spec import Gather, Spec, Term, plain_axes, unused_letters
+from planner.program.ops import Cast, Einsum, Guard
+from planner.program.tree import Leaf, Node, Tree
+
+__all__ = ["add_guards", "dropped_brackets"]
+
+
+def add_guards(tree: Tree, spec: Spec, index_mode: str) -> Tree:
+    """Return a contraction's tree with its guards as nodes.
+
+    Args:
+        tree: the tree, without guards.
+        spec: the resolved spec of the contraction.
+        index_mode: the index mode; only under "drop" indices are dropped.
+    """
+    if isinstance(tree, Leaf) or not spec.gathers:
+        return tree
+
+    def guard(value: Tree, node: Node, term: Term, whole: Term, rows: Term | None = None, later: bool = False) -> Tree:
+        """Return a value that a node reads or computes with its guard, if it needs one.
+
+        Args:
+            value: the value.
+            node: the node.
+            term: the value's term in the node.
+            whole: its term with the brackets of the contraction.
+            rows: see `Guard.rows`.
+            later: whether unread rows show in gradients only.
+        """
+        dropped = dropped_brackets(whole, spec) if index_mode == "drop" else ()
+        if not is_inexact(node.op.dtype) or (not dropped and rows is None):
+            return value
+        identity = _identity(term, {**dict(spec.sizes), **dict(node.op.spec.sizes)})
+        return Node(Guard(identity, node.op.dtype, (), dropped, rows, later and not dropped), (value,), kept=False)
+
+    def visit(node: Node, next_term: Term | None) -> Node:
+        children = []
+        for child, term in zip(node.children, node.op.spec.inputs, strict=True):
+            whole = None if _only_moves(node) else _operand_term(child, spec)
+            if whole is None:
+                children.append(visit(child, term) if isinstance(child, Node) else child)
+                continue
+            unread = _axes_gathered_in(term, whole)
+            taken_next = set() if next_term is None else _axes_gathered_in(node.op.spec.output, next_term)
+            children.append(guard(child, node, term, whole, whole if unread else None, unread <= taken_next))
+        return dataclasses.replace(node, children=tuple(children))
+
+    return guard(visit(tree, None), tree, tree.op.spec.output, spec.output)
+
+
+def _identity(term: Term, sizes: dict[str, int]) -> Spec:
+    """Return the identity on arrays of a term's shape. Dimensions that are gathered or repeat get letters of their own.
+
+    The spec has all sizes given, because guards need those of the axes in brackets.
+    """
+    letters = iter(unused_letters(sizes, len(term)))
+    axes: list[str] = []
+    for entry in term:
+        if isinstance(entry, Gather) or entry in axes:
+            axes.append(next(letters))
+            sizes[axes[-1]] = sizes[entry] if isinstance(entry, str) else entry.size or 0
+        else:
+            axes.append(entry)
+    return Spec((tuple(axes),), tuple(axes), tuple(sorted(sizes.items())))
+
+
+def _only_moves(tree: Tree) -> bool:
+    """Return whether a tree's last step only views, reorders or casts its input: NaN stays where it is."""
+    if isinstance(tree, Leaf):
+        return False
+    if isinstance(tree.op, Cast):
+        return True
+    (term, *others), output = tree.op.spec.inputs, tree.op.spec.output
+    is_unary = isinstance(tree.op, Einsum) and not others and not tree.op.spec.gathers
+    return is_unary and set(output) == set(term) and len(output) == len(set(output))
+
+
+def _operand_term(tree: Tree, spec: Spec) -> Term | None:
+    """Return the term of a value that is an operand, or moved from one, with its brackets; None for other values."""
+    if isinstance(tree, Leaf):
+        return spec.inputs[tree.operand]
+    if not _only_moves(tree):
+        return None
+    whole = _operand_term(tree.children[0], spec)
+    term = tree.op.spec.inputs[0]
+    return whole and tuple(whole[term.index(entry)] for entry in tree.op.spec.output)
+
+
+def _axes_gathered_in(term: Term, other: Term) -> set[str]:
+    """Return the axes of a term in whose place another term of the same array has a gather."""
+    pairs = zip(term, other, strict=True)
+    return {entry for entry, other_entry in pairs if isinstance(entry, str) and isinstance(other_entry, Gather)}
+
+
+def dropped_brackets(term: Term, spec: Spec) -> tuple[Gather, ...]:
+    """Return the brackets of a spec all of whose axes a term has: each entry is at the place of one index.
+
+    An operand that is read through the bracket itself is left out: to take a dropped row gives zeros. So is a term with
+    repeated axes.
+    """
+    plain = plain_axes(term)
+    if len(set(plain)) < len(plain):
+        return ()
+    return tuple(g for g in spec.gathers if g.axes and set(g.axes) <= set(plain) and g not in term)
