@@ -343,7 +343,6 @@ def test_programs_show_what_they_say(framework):
     run_python("\n".join(make(framework, problem, Subject(), {}) + COMPARED for problem in found for make in makers))
 
 
-@TORCH
 def test_masks_are_judged_by_what_they_mean():
     """Of an operand that its step reads through another bracket, too."""
     indices = {"q": np.array([1, 1]), "r": np.array([0, 9, 2])}
@@ -356,6 +355,7 @@ def test_masks_are_judged_by_what_they_mean():
         assert (found == expected).all()
 
 
+@TORCH
 def test_programs_of_steps_and_memory_run():
     problem = Problem("nij, q[n]jk -> nik", ((4, 1, 2), (3, 2, 2)), indices={"q": np.array([2, 0, 0, 1])})
     plan = planner.plan(problem.spec, *problem.shapes, **problem.arguments(), backend="torch")
