@@ -49,6 +49,7 @@ class Executable:
         self.is_complex = self.dtype.is_complex
         self.inexact = self.is_complex or self.dtype.is_floating_point
         self.arrays = tuple(self.index_shapes)
+        self.guarded_tree = add_guards(plan.tree, self.spec, plan.index_mode)
         # The backward program makes views of operands again, because a Function returns no views of its arguments.
         base = [variable.base for variable in self.programs.variables]
         needed, views = {v for v in self.programs.kept if base[v] < len(self.shapes)}, []
@@ -239,7 +240,7 @@ class Executable:
                 return cast(inputs[0], tree.op.dtype)
             return evaluate(OPS, tree.op.spec, inputs, index, index.may_drop)
 
-        return value(add_guards(self.plan.tree, self.spec, self.plan.index_mode))
+        return value(self.guarded_tree)
 
 
 def executable_of(plan: PlanRecord, table: Table) -> Executable:

@@ -65,9 +65,9 @@ class AnalyzedStep:
 
         Guards are not judged: nothing is predicted for them.
         """
-        off: list[tuple[str, float]] = []
         if self.lowering == MASK:
             return ()
+        off = []
         for name, field, least in (("time", "seconds", LEAST_SECONDS), ("live", "live_bytes", LEAST_BYTES)):
             predicted, measured = getattr(self.predicted, field), getattr(self.measured, field)
             if predicted is None or measured is None or max(predicted, measured) <= least:

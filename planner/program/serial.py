@@ -87,20 +87,14 @@ def plan_from_json(text: str) -> PlanRecord:
 
     try:
         return _with_guards(_checked_plan(decode(json.loads(text, parse_constant=refuse))))
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        AssertionError,
-        RecursionError,
-    ) as error:
-        if isinstance(error, PlannerError):
-            raise
+    except PlannerError:
+        raise
+    except _DAMAGE as error:
         raise PlannerError(f"this is not a plan written by to_json: {error}") from None
 
 
+# What reading a text that is no plan may raise.
+_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError)
 # The parts of a plan that are objects, and their types.
 _PARTS: dict[str, Any] = {
     "resolved": Resolved,
