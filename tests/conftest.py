@@ -112,7 +112,7 @@ def _seeded():
 
 @pytest.fixture
 def nothing_old_is_collected():
-    """Full collections look at what the test makes, not at all that tests before it left: half a second each."""
+    """Full collections look at what the test makes, not at all that tests before it left."""
     gc.freeze()
     yield
     gc.unfreeze()
