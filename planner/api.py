@@ -97,7 +97,8 @@ def contract(
     run = None
     try:
         signature = _SIGNATURES[type(operands[0])](operands, indices)
-        run = _RUNNERS[asked, signature]
+        key = asked if sizes is None else Request(*asked).hashable()
+        run = _RUNNERS[key, signature]
     except (KeyError, IndexError, TypeError, AttributeError):
         pass  # plan below, outside of this handler, so that errors there do not show this one as their context
     if run is None:

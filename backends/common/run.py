@@ -11,29 +11,33 @@ from planner.program.loops import Part, covers, parts
 from planner.program.plan import Loop
 from planner.program.program import Program
 
-__all__ = ["run_loop", "run_program"]
+__all__ = ["RunProgram", "prepare_program", "run_loop"]
 
 
-def run_program(table: Table, program: Program, values: dict[int, Any], index: RangedIndices) -> tuple[Any, ...]:
-    """Run a program's steps, and drop each variable after its last use.
+# Runs a program. Its arguments are the program's inputs by variable, and the index arrays in range. It adds the results
+# of steps to the inputs, and removes variables after their last use: at the end it leaves the kept values there. It
+# returns the program's results.
+RunProgram = Callable[[dict[int, Any], RangedIndices], tuple[Any, ...]]
 
-    Args:
-        table: the implementations.
-        program: the program.
-        values: the program's inputs by variable. Results of steps are added, and variables are removed after their
-            last use: at the end it holds the kept values.
-        index: index arrays in range.
 
-    Returns:
-        The program's results.
-    """
-    for step in program.steps:
-        results = table.run(step.choice.lowering, step.op, [values[v] for v in step.inputs], index)
-        values.update(zip(step.outputs, results, strict=True))
-        del results
-        for variable in step.releases:
-            values.pop(variable, None)
-    return tuple(values[v] for v in program.results)
+def prepare_program(table: Table, program: Program) -> RunProgram:
+    """Return the function that runs a program with the implementations of a table."""
+    steps = [
+        (table.rows[step.choice.lowering].prepared(step.op), step.inputs, step.outputs, step.releases)
+        for step in program.steps
+    ]
+
+    def run(values: dict[int, Any], index: RangedIndices) -> tuple[Any, ...]:
+        for run_step, inputs, outputs, releases in steps:
+            results = run_step([values[v] for v in inputs], index)
+            for variable, result in zip(outputs, results, strict=True):
+                values[variable] = result
+            del results, result
+            for variable in releases:
+                values.pop(variable, None)
+        return tuple(values[v] for v in program.results)
+
+    return run
 
 
 def run_loop(

@@ -71,7 +71,8 @@ def evaluation(ops: ArrayOps, spec: Spec) -> Evaluation:
     readers, axes_left = zip(*(_make_reader(ops, number, spec) for number in range(len(spec.inputs))), strict=True)
     product, axes = _make_product(ops, axes_left, spec)
     # A single input goes through a view at least, so that no result is the input itself.
-    write = None if len(axes_left) == 2 and axes == spec.output else _make_writer(ops, axes, spec)
+    is_new = len(axes_left) == 2 or readers[0] is not None
+    write = None if is_new and axes == spec.output else _make_writer(ops, axes, spec)
     if write is None and not any(readers):
         return lambda inputs, index, may_drop: product(*inputs)
 
@@ -159,9 +160,10 @@ def _make_taker(ops: ArrayOps, term: Term, spec: Spec) -> tuple[Access | None, t
     if 0 in (*shape, *spec.shape(entries)):
         return lambda x, index, may_drop: ops.zeros(shape, x), axes
     read_indices = _make_index_reader(ops, [entries[d] for d in indexed], in_brackets, spec)
+    arrange = _permuting(ops, [*indexed, *other_dims])
 
     def take(x: Any, index: Mapping[Gather, Any], may_drop: bool) -> Any:
-        x = ops.permute(take_diagonals(x), [*indexed, *other_dims])
+        x = arrange(take_diagonals(x))
         arrays, in_range = read_indices(index, x, may_drop)
         rows = ops.take(x, arrays)
         return ops.select(_with_dims(in_range, len(other_dims)), rows, 0) if may_drop else rows
@@ -200,9 +202,10 @@ def _make_shaped_index(
     take_diagonals, index_axes = diagonals(ops, entry.axes if isinstance(entry, Gather) else (entry,))
     order = [index_axes.index(axis) for axis in row_axes if axis in index_axes]
     shape = [sizes[axis] if axis in index_axes else 1 for axis in row_axes]
+    shaped = viewing(ops.permute, order, spec.shape(index_axes), shape)
     if isinstance(entry, str):
-        return lambda index, like: ops.iota(sizes[entry], like).reshape(shape)
-    return lambda index, like: ops.permute(take_diagonals(index[entry]), order).reshape(shape)
+        return lambda index, like: shaped(ops.iota(sizes[entry], like))
+    return lambda index, like: shaped(take_diagonals(index[entry]))
 
 
 def _with_dims(mask: Any, count: int) -> Any:
@@ -235,26 +238,33 @@ def _make_writer(ops: ArrayOps, axes: tuple[str, ...], spec: Spec) -> Access:
     rows = tuple(dict.fromkeys([*in_brackets, *(axis for axis in plain if plain.count(axis) > 1)]))
     order = [axes.index(str(e)) for e in (*rows, *(term[d] for d in other_dims))]
 
-    def arrange(x: Any) -> Any:
-        return ops.permute(ops.expand(x, [*missing_sizes, *x.shape]) if missing else x, order)
+    def repeat(x: Any) -> Any:
+        return ops.expand(x, [*missing_sizes, *x.shape]) if missing else x
 
     if not indexed:
-        return lambda x, index, may_drop: arrange(x)
+        return lambda x, index, may_drop: ops.permute(repeat(x), order)
     written_dims = (*indexed, *other_dims)
-    back = [written_dims.index(d) for d in range(len(term))]
+    back = _permuting(ops, [written_dims.index(d) for d in range(len(term))])
     shape = spec.shape(tuple(term[d] for d in written_dims))
     if 0 in (*shape, *(sizes[axis] for axis in axes)):
-        return lambda x, index, may_drop: ops.permute(ops.zeros(shape, x), back)
+        return lambda x, index, may_drop: back(ops.zeros(shape, x))
     read_indices = _make_index_reader(ops, [term[d] for d in indexed], rows, spec)
 
+    arrange = _permuting(ops, order)
+
     def write(x: Any, index: Mapping[Gather, Any], may_drop: bool) -> Any:
-        x = arrange(x)
+        x = arrange(repeat(x))
         arrays, in_range = read_indices(index, x, may_drop)
         if in_range is not None:
             x = ops.select(_with_dims(in_range, len(other_dims)), x, 0)
-        return ops.permute(ops.add_at(shape, arrays, x), back)
+        return back(ops.add_at(shape, arrays, x))
 
     return write
+
+
+def _permuting(ops: ArrayOps, order: Sequence[int]) -> Callable[[Any], Any]:
+    """Return the function that reorders dimensions. It returns an array whose order is right as it is."""
+    return viewing(ops.permute, order, (1,) * len(order), (1,) * len(order))
 
 
 def viewing(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from planner.backends.common.stock import ArrayOps, evaluate
+from planner.backends.common.stock import ArrayOps, evaluation
 from planner.backends.common.stock_layout import product_copies, scattered_vectors, stock_layout
 from planner.cost.device import Device
 from planner.cost.figures import StepCost
@@ -248,10 +248,14 @@ def stock_rows(
         layouts: the layouts of a step's results in memory; None if arrays have no strides.
     """
 
-    def run(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    def prepare(op: Op) -> Callable[[Sequence[Any], Any], tuple[Any, ...]]:
         if isinstance(op, Cast):
-            return (cast(inputs[0], op.dtype),)
-        return (evaluate(ops, op.spec, inputs, index, getattr(index, "may_drop", True)),)
+            return lambda inputs, index: (cast(inputs[0], op.dtype),)
+        compute = evaluation(ops, op.spec)
+        return lambda inputs, index: (compute(inputs, index, getattr(index, "may_drop", True)),)
+
+    def run(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+        return prepare(op)(inputs, index)
 
     asked: tuple[Op | None, str] = (None, "")
 
@@ -271,7 +275,9 @@ def stock_rows(
         return op.layouts or (None,)
 
     rows = [
-        Implementation(kind, support(kind), cost, run, is_view=views and kind == "view", stock=True, layouts=layouts)
+        Implementation(
+            kind, support(kind), cost, run, views and kind == "view", stock=True, layouts=layouts, prepare=prepare
+        )
         for kind in KINDS
         if kind not in skip
     ]

@@ -11,7 +11,7 @@ import numpy as np
 
 from planner.backends.common.indices import PreparedIndex, check_index_dtype, prepare_numpy
 from planner.backends.common.masks import guard_run, widen_operands
-from planner.backends.common.run import run_loop, run_program
+from planner.backends.common.run import prepare_program, run_loop
 from planner.backends.common.stock import Product, matmul_product
 from planner.backends.common.stock_rows import picoseconds, runs_of, stock_cost, stock_kind, stock_rows
 from planner.cost.device import CPU, Device
@@ -163,12 +163,8 @@ class NumpyBackend(Backend):
         """Return the function that runs a plan's forward program on operands as the spec has them."""
         spec, loop = plan.resolved.spec, plan.loop
         if loop is None:
-
-            def run(values: Sequence[Any], index: RangedIndices) -> Any:
-                (result,) = run_program(self.table, plan.programs.forward, dict(enumerate(values)), index)
-                return result
-
-            return run
+            steps = prepare_program(self.table, plan.programs.forward)
+            return lambda values, index: steps(dict(enumerate(values)), index)[0]
 
         bodies = lru_cache(lambda *sizes: self._program(body_of(plan, dict(sizes))))
 

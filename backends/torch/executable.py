@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from planner.backends.common.run import run_loop, run_program
+from planner.backends.common.run import RunProgram, prepare_program, run_loop
 from planner.backends.common.stock import evaluate
 from planner.backends.torch.index import TorchIndex, in_range, part_in_range, refuse_sparse
 from planner.backends.torch.modes import transformed
@@ -63,6 +63,17 @@ class Executable:
         self.summable_dims = () if plan.dtype in HALF_TYPES else summable_dims(self.spec)
         self.executable_for = lru_cache(maxsize=8)(self._executable_for)
 
+    @cached_property
+    def run_forward(self) -> RunProgram:
+        """The function that runs the forward program."""
+        return prepare_program(self.table, self.programs.forward)
+
+    @cached_property
+    def run_backward(self) -> RunProgram:
+        """The function that runs the backward program."""
+        assert self.programs.backward is not None
+        return prepare_program(self.table, self.programs.backward)
+
     def views(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """Return the operands without their broadcast dimensions."""
         return [x if shape is None else x.reshape(shape) for x, shape in zip(operands, self.reshape, strict=True)]
@@ -97,7 +108,7 @@ class Executable:
     def forward(self, operands: Sequence[Tensor], index: RangedIndices) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the forward program, and return the result and the kept values."""
         values: dict[int, Any] = dict(enumerate(self.views(operands)))
-        (result,) = run_program(self.table, self.programs.forward, values, index)
+        (result,) = self.run_forward(values, index)
         return result, tuple(values[v] for v in self.kept)
 
     def backward_values(
@@ -117,10 +128,8 @@ class Executable:
         self, gradient: Tensor, operands: Sequence[Tensor], index: RangedIndices, kept: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Run the backward program, and return a gradient for each operand that needs one, None for the others."""
-        program = self.programs.backward
-        assert program is not None
         values = self.backward_values(gradient, operands, index, dict(zip(self.kept, kept, strict=True)))
-        run_program(self.table, program, values, index)
+        self.run_backward(values, index)
         gradients: list[Tensor | None] = []
         for number, variable in enumerate(self.programs.gradients):
             if variable is None:

@@ -110,19 +110,28 @@ class TorchOps:
         # `index_select` by one flat index is several times faster than indexing by several arrays.
         count = len(index)
         flat, rows = _flat_index(index, x.shape[:count])
-        taken = x.reshape([math.prod(x.shape[:count]), *x.shape[count:]]).index_select(0, flat)
-        return taken.reshape([*rows, *x.shape[count:]])
+        if count > 1:
+            x = x.reshape([math.prod(x.shape[:count]), *x.shape[count:]])
+        taken = x.index_select(0, flat)
+        return taken if len(rows) == 1 else taken.reshape([*rows, *x.shape[1:]])
 
     def add_at(self, shape: Sequence[int], index: Sequence[Tensor], values: Tensor) -> Tensor:
         # `index_add_` by one flat index adds in order. On a CPU, `index_put_` with `accumulate` adds in any order.
         count = len(index)
-        flat, _ = _flat_index(index, shape[:count])
-        wide = values.to(accumulator(values.dtype))
-        out = wide.new_zeros((math.prod(shape[:count]), *shape[count:]))
+        flat, rows = _flat_index(index, shape[:count])
+        dtype = values.dtype
+        wide = accumulator(dtype)
+        if wide != dtype:
+            values = values.to(wide)
+        if len(rows) != 1 or len(values) != len(flat):
+            values = values.reshape(flat.shape[0], *shape[count:])
+        out = values.new_zeros((math.prod(shape[:count]), *shape[count:]))
         # Under a transform it must be out of place, which copies the zeros once more.
         add = out.index_add if transformed() else out.index_add_
-        out = add(0, flat, wide.reshape(flat.shape[0], *shape[count:]))
-        return out.reshape(tuple(shape)).to(values.dtype)
+        out = add(0, flat, values)
+        if count > 1:
+            out = out.reshape(tuple(shape))
+        return out if wide == dtype else out.to(dtype)
 
     def select(self, mask: Tensor, x: Tensor, otherwise: float) -> Tensor:
         return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
@@ -152,7 +161,7 @@ def _flat_index(index: Sequence[Tensor], shape: Sequence[int]) -> tuple[Tensor, 
     flat = index[0] if len(index) == 1 else index[0].long()
     for size, more in zip(shape[1:], index[1:], strict=True):
         flat = flat * size + more
-    return flat.reshape(-1), flat.shape
+    return flat if flat.dim() == 1 else flat.reshape(-1), flat.shape
 
 
 OPS = TorchOps()

@@ -36,6 +36,8 @@ def mask_choice(guard: Guard) -> PricedImplementation:
 
 
 Indices = Mapping[Gather, Any]
+# From a step's inputs and the index arrays in range to its results.
+Run = Callable[[Sequence[Any], Indices], tuple[Any, ...]]
 
 
 class RangedIndices(dict[Gather, Any]):
@@ -80,6 +82,8 @@ class Implementation:
         supports: returns None if the row can run an op, else the reason why it cannot.
         cost: predicts the cost of an op on a device, scratch included.
         run: computes the results from the inputs and the prepared index arrays.
+        prepare: returns the function that runs one op, from the inputs and the index arrays. It does beforehand what
+            depends on the op alone. None if `run` does all.
         is_view: whether the result shares its input's storage.
         stock: whether this is the framework's own operator, as a user would call it. The naive plan uses only these.
         kinds: the kinds of device that it runs on; None for all.
@@ -100,6 +104,7 @@ class Implementation:
     capabilities: tuple[int, ...] | None = None
     layouts: Callable[[Op], tuple[Layout | None, ...]] | None = None
     variant_of: str = ""
+    prepare: Callable[[Op], Run] | None = None
 
     def refusal(self, op: Op, device: Device) -> str | None:
         """Return why the row cannot run an op on a device, or None if it can."""
@@ -110,6 +115,10 @@ class Implementation:
         if self.capabilities is not None and device.capability not in self.capabilities:
             return f"it runs on compute capability {' and '.join(f'{x / 10:.1f}' for x in self.capabilities)}"
         return self.supports(op)
+
+    def prepared(self, op: Op) -> Run:
+        """Return the function that runs an op, from the inputs and the index arrays."""
+        return partial(self.run, op) if self.prepare is None else self.prepare(op)
 
 
 # The former name: users may have written rows of their own with it.
