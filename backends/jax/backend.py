@@ -150,7 +150,9 @@ class JaxBackend(Backend):
             # value may have unread rows that hold NaN. As one function that keeps nothing, the plan shows JAX its
             # result and its gradients only.
             debugging = config.jax_debug_nans or config.jax_debug_infs  # type: ignore[attr-defined]
-            whole = alone if debugging else steps
+            # Outside of all transforms a call runs one compiled program, and not one for each step.
+            is_eager = not any(isinstance(x, jax.core.Tracer) for x in (*operands, *given))
+            whole = alone if debugging or is_eager else steps
             result = result_sharding(plan, operands, given)
             if result is None:
                 return whole(tuple(operands), given, mode)
