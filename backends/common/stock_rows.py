@@ -284,6 +284,12 @@ def stock_rows(
     # A guard returns its input, but for NaN and dropped indices: so no bytes and no time are predicted for it.
     free, no_guard = StepCost(), "the step is not a guard"
     guards = Implementation(
-        MASK, lambda op: no_guard, lambda op, device: free, guard, is_view=True, stock=True, layouts=layouts and unmoved
+        MASK,
+        lambda op: no_guard,
+        lambda op, device: free,
+        guard,
+        is_view=True,
+        stock=True,
+        layouts=layouts and unmoved,
     )
     return [*rows, guards]

@@ -15,6 +15,7 @@ from planner.backends.jax.evaluation import TABLE, Mode, compile_cast, hopper
 from planner.backends.jax.guards import Guards
 from planner.backends.jax.index import JaxIndex, checked_arrays, index_shape
 from planner.backends.jax.loop import as_one, plan_run
+from planner.backends.jax.rows import fuses
 from planner.backends.jax.step import compile_step
 from planner.backends.jax.typed import result_sharding
 from planner.cost.device import CPU, TPU_V5E, Device, gpu_preset
@@ -41,6 +42,7 @@ class JaxBackend(Backend):
 
     name = "jax"
     compiles = True
+    fuses = staticmethod(fuses)
 
     def __init__(self) -> None:
         self.table = TABLE
@@ -142,6 +144,7 @@ class JaxBackend(Backend):
 
         steps, config = plan_run(plan), jax.config
         alone = as_one(steps) if plan.loop is None else steps
+        compiled = jax.jit(steps, static_argnums=(2,))
 
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
             values, mode = checked_arrays(plan, indices)
@@ -150,9 +153,9 @@ class JaxBackend(Backend):
             # value may have unread rows that hold NaN. As one function that keeps nothing, the plan shows JAX its
             # result and its gradients only.
             debugging = config.jax_debug_nans or config.jax_debug_infs  # type: ignore[attr-defined]
-            # Outside of all transforms a call runs one compiled program, and not one for each step.
-            is_eager = not any(isinstance(x, jax.core.Tracer) for x in (*operands, *given))
-            whole = alone if debugging or is_eager else steps
+            # Outside of `jit` a call runs one compiled program, and not one for each step. Gradients do so too.
+            is_eager = not any(isinstance(_primal(x), jax.core.Tracer) for x in (*operands, *given))
+            whole = alone if debugging else compiled if is_eager else steps
             result = result_sharding(plan, operands, given)
             if result is None:
                 return whole(tuple(operands), given, mode)

@@ -33,11 +33,13 @@ from planner.kernels.grouped_matmul import jax_grouped, pallas_tiles
 from planner.kernels.grouping import jax_grouping
 from planner.kernels.grouping.jax_grouping import accumulator
 from planner.language.dtypes import itemsize
+from planner.language.spec import term_gathers
 from planner.program.forms import GroupedForm, PooledForm, grouped_form, pooled_form, product_form
-from planner.program.implementations import Implementation, Table
-from planner.program.ops import Einsum, JointGradient, Op, joint_elements, spec_flops
+from planner.program.implementations import MASK, Implementation, Table
+from planner.program.ops import Einsum, Guard, JointGradient, Op, joint_elements, spec_flops
+from planner.program.program import Step
 
-__all__ = ["make_table"]
+__all__ = ["fuses", "make_table"]
 
 
 # On a CPU XLA multiplies at about `flop_rate * s / (s + this)`, s being the least side: 16, 32, 64 and 128 rows by 1024
@@ -62,10 +64,12 @@ def _stock_cost(op: Op, device: Device) -> StepCost:
     if stock_kind(op) != "matmul":
         more = count_copied(op.spec) * itemsize(op.dtype)
         fused = fused_takes(op.spec) * itemsize(op.dtype) if stock_kind(op) == "take, multiply, add" else 0
+        # A segment sum reads index arrays in range from memory. In a take XLA computes them element by element.
+        index = 4 * sum(math.prod(op.spec.shape(gather.axes)) for gather in set(term_gathers(op.spec.output)))
         return cost._replace(
             bytes_moved=cost.bytes_moved + 2 * more,
             copied_bytes=cost.copied_bytes + more,
-            scratch_bytes=cost.scratch_bytes + more - fused,
+            scratch_bytes=cost.scratch_bytes + more + index - fused,
             picoseconds=cost.picoseconds + picoseconds(device.moving_seconds(2 * more)),
         )
     form = product_form(op.spec)
@@ -245,3 +249,22 @@ def make_table(grouped: Any = jax_grouped) -> Table:
     )
     summed = Implementation("multiply, then sum", _not_summed, _summed_cost, _run_summed, kinds=("cpu",))
     return Table([*stock_rows(OPS, _cast, run_guard, views=False, cost=_stock_cost), summed, *kernel_rows(kernels)])
+
+
+# Implementations whose values XLA computes inside the steps that read them, and those that it computes such values in.
+_FUSED = ("view", "cast", "broadcast", "diagonal", "multiply", "take", MASK)
+_FUSING = (*_FUSED, "sum", "take, segment sum")
+
+
+def fuses(step: Step, reader: Step) -> bool:
+    """Return whether XLA computes a step's value inside a step that reads it, so that the value takes no memory.
+
+    A guard that looks for NaN needs the value in memory. A product in which neither operand has rows or columns of its
+    own is a sum of elementwise products to XLA.
+    """
+    if step.choice.lowering not in _FUSED or (isinstance(reader.op, Guard) and reader.op.rows is not None):
+        return False
+    if reader.choice.lowering in _FUSING:
+        return True
+    form = product_form(reader.op.spec) if reader.choice.lowering == "matmul" else None
+    return form is not None and form.sizes[1:3] == (1, 1)

@@ -257,7 +257,7 @@ class CudaMeter(TorchMeter):
 
 
 class JaxMeter(Meter):
-    """JAX: each step jitted on its own, as an eager call runs it; then both programs jitted as a whole."""
+    """JAX: each step jitted on its own; then both programs, as calls outside of jit run them and jitted by the user."""
 
     def wait(self, result: Any) -> Any:
         """Wait for all arrays of a result."""
@@ -313,28 +313,28 @@ class JaxMeter(Meter):
         return prepared
 
     def forward(self, steps: Sequence[Figures]) -> list[tuple[str, Figures]]:
-        """Measure the program step by step, as an eager call runs it, and compiled as a whole."""
+        """Measure the call, and the program as a user compiles it. Both are compiled as a whole."""
         held = (self.operands, self.indices)
         retained = 0
         if self.wanted:
             retained = measure.jax_retained(lambda *xs: self._of(self.indices, xs), *self._chosen, held=held)
-        rows = [("", Figures(self.seconds(self.call), *_sums(steps), _most(steps), retained))]
+        eager = self.seconds(self.call)
         prepared = self._arguments()
         run, said = measure.jax_compiled(
             lambda xs, q: self.run(xs, {**self.indices, **q}), tuple(self.operands), prepared
         )
         seconds = self.seconds(lambda _: run(tuple(self.operands), prepared))
-        counted = said.counted
-        return [*rows, ("compiled", Figures(seconds, counted.flops, counted.bytes_moved, said.peak_bytes))]
+        counted, live = said.counted, said.peak_bytes
+        rows = [("", Figures(eager, *_sums(steps), live, retained))]
+        return [*rows, ("compiled", Figures(seconds, counted.flops, counted.bytes_moved, live))]
 
     def backward(self, steps: Sequence[Figures]) -> list[tuple[str, Figures]]:
-        """Measure the pullback from ones: step by step, and compiled as a whole."""
+        """Measure the pullback from ones, and the pullback as a user compiles it. Both are compiled as a whole."""
         import jax
 
         result, pullback = jax.vjp(lambda *xs: self._of(self.indices, xs), *self._chosen)
         gradient = self.output_gradient(result)
-        seconds = self.seconds(lambda _: pullback(gradient))
-        rows = [("", Figures(seconds, *_sums(steps), _most(steps)))]
+        eager = self.seconds(lambda _: pullback(gradient))
         del result, pullback
 
         prepared = self._arguments()
@@ -348,12 +348,8 @@ class JaxMeter(Meter):
         free = measure.jax_buffers((self.operands, self.indices, prepared, result))
         retained = sum(n for pointer, n in measure.jax_buffers(pullback).items() if pointer not in free)
         live = None if said.peak_bytes is None else said.peak_bytes + retained
+        rows = [("", Figures(eager, *_sums(steps), live))]
         return [*rows, ("compiled", Figures(seconds, said.counted.flops, said.counted.bytes_moved, live))]
-
-
-def _most(steps: Sequence[Figures]) -> int | None:
-    """Return the largest live bytes of any step. An eager call holds no more."""
-    return max((s.live_bytes for s in steps if s.live_bytes is not None), default=None)
 
 
 def meter_of(

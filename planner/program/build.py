@@ -216,14 +216,14 @@ def build(tree: Tree, contraction: Contraction, operands: Sequence[Variable], lo
     requires, gradient_strides = contraction.requires_grad, contraction.gradient_strides
     tree = add_guards(tree, contraction.resolved.spec, contraction.index_mode)
     builder = _Builder(operands, requires, lower)
-    variables = builder.variables
+    variables, fuses = builder.variables, load_backend(contraction.backend).fuses
     inputs = tuple(range(len(operands)))
     steps: list[Step] = []
     values: dict[int, int] = {}
     result = builder.value(tree, steps, values)
     saved_nodes = kept_nodes(tree, requires)
     kept = tuple(values[id(node)] for node in saved_nodes)
-    steps, peak = live_bytes(steps, variables, inputs, (result, *kept))
+    steps, peak = live_bytes(steps, variables, inputs, (result, *kept), 0, fuses)
     retained_bases = {variables[v].base for v in kept} - {variables[result].base} - set(inputs)
     retained = sum(variables[base].bytes for base in retained_bases)
     steps = [dataclasses.replace(step, keeps=tuple(v for v in step.inputs if v in kept)) for step in steps]
@@ -243,7 +243,7 @@ def build(tree: Tree, contraction: Contraction, operands: Sequence[Variable], lo
         builder.backward(tree, output_gradient, back, saved_values, gradients)
         given = (*inputs, output_gradient, *kept)
         results = tuple(gradients.values())
-        back, back_peak = live_bytes(back, variables, given, results, retained)
+        back, back_peak = live_bytes(back, variables, given, results, retained, fuses)
         backward = Program(tuple(back), given, results, back_peak)
         backward_cost = program_cost(back, back_peak, retained)
     return Programs(

@@ -22,17 +22,12 @@ from planner.cost.layout import Layout
 from planner.language.spec import Gather, Operand
 from planner.program.ops import Guard, Op, PricedImplementation
 from planner.program.plan import PlanRecord
-from planner.program.program import Step
+from planner.program.program import Fuses, Step
 
-__all__ = ["MASK", "Backend", "Implementation", "Lowering", "RangedIndices", "Stepwise", "Table", "mask_choice"]
+__all__ = ["MASK", "Backend", "Implementation", "Lowering", "RangedIndices", "Stepwise", "Table"]
 
 # The name of the row that runs guards. No other row is asked whether it supports one.
 MASK = "mask"
-
-
-def mask_choice(guard: Guard) -> PricedImplementation:
-    """Return the implementation of a guard, whose result is taken for a view of its input."""
-    return PricedImplementation(MASK, StepCost(), True, guard.layouts)
 
 
 Indices = Mapping[Gather, Any]
@@ -213,12 +208,15 @@ class Backend(Protocol):
         table: the backend's implementations.
         compiles: whether the framework may fuse or reorder steps, so that peaks can differ from the plan's.
         strided: whether arrays have strides. Then views are free, and plans depend on layouts.
+        fuses: says whether the framework's compiler computes the value of a first step inside a second step that reads
+            it; None without a compiler.
     """
 
     name: str
     table: Table
     compiles: bool = False
     strided: bool = False
+    fuses: Fuses | None = None
 
     def operand(self, array: Any) -> Operand:
         """Describe an array."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from planner.cost.figures import Cost, PlanCost
@@ -19,7 +19,7 @@ from planner.cost.layout import Layout
 from planner.language.dtypes import itemsize
 from planner.program.ops import Guard, Op, PricedImplementation
 
-__all__ = ["Keep", "Program", "Programs", "Step", "Variable", "live_bytes", "program_cost"]
+__all__ = ["Fuses", "Keep", "Program", "Programs", "Step", "Variable", "live_bytes", "program_cost"]
 
 Keep = Literal["all", "some", "inputs"]
 
@@ -133,13 +133,48 @@ class Programs:
         return not any(self.variables[v].layout for v in read if v >= len(self.gradients))
 
 
+# Tells whether a compiler computes the value of a first step inside a second step that reads it.
+Fuses = Callable[[Step, Step], bool]
+
+
+def fused_readers(steps: Sequence[Step], held: Sequence[int], fuses: Fuses) -> dict[int, int]:
+    """Return the steps whose value needs no memory, because a compiler computes it inside all steps that read it.
+
+    Args:
+        steps: the program.
+        held: the variables that outlive the program.
+        fuses: says which pairs of steps the compiler fuses.
+
+    Returns:
+        For each such step, by number, the number of the last step that computes its value.
+    """
+    readers: dict[int, list[int]] = {}
+    for number, step in enumerate(steps):
+        for variable in step.inputs:
+            readers.setdefault(variable, []).append(number)
+    last: dict[int, int] = {}
+    for number in reversed(range(len(steps))):
+        step, reading = steps[number], readers.get(steps[number].outputs[0], [])
+        if len(step.outputs) > 1 or step.outputs[0] in held or not reading:
+            continue
+        # A view needs its value in memory, unless it is computed where it is read too.
+        if all(fuses(step, steps[reader]) and (reader in last or not steps[reader].choice.view) for reader in reading):
+            last[number] = max(last.get(reader, reader) for reader in reading)
+    return last
+
+
 def live_bytes(
-    steps: Sequence[Step], variables: Sequence[Variable], given: Sequence[int], held: Sequence[int], start: int = 0
+    steps: Sequence[Step],
+    variables: Sequence[Variable],
+    given: Sequence[int],
+    held: Sequence[int],
+    start: int = 0,
+    fuses: Fuses | None = None,
 ) -> tuple[list[Step], int]:
     """Find the bytes that are alive while each step of a program runs, and the peak.
 
     Storage is alive from the step that writes it to the last step that reads it or a view of it. Variables in `held`
-    stay alive to the end. Given variables cost nothing.
+    stay alive to the end. Given variables cost nothing. What a compiler fuses takes no memory in the peak.
 
     Args:
         steps: the program.
@@ -147,35 +182,50 @@ def live_bytes(
         given: the variables that the caller owns.
         held: the variables that outlive the program.
         start: bytes that are alive all the time.
+        fuses: says which values a compiler computes inside the steps that read them; None if there is no compiler.
 
     Returns:
-        The steps with `releases` and `live_bytes` filled in, and the peak.
+        The steps with `releases` and `live_bytes` filled in, as they run one by one, and the peak.
     """
-    free = {variables[v].base for v in given}
-    forever = {variables[v].base for v in held}
-    last: dict[int, int] = {}
-    last_use: dict[int, int] = {}
-    for number, step in enumerate(steps):
-        for variable in (*step.inputs, *step.outputs):
-            last[variables[variable].base] = number
-            last_use[variable] = number
+    alive = _alive(steps, variables, given, held, start, {})
+    fused = {} if fuses is None else fused_readers(steps, held, fuses)
+    peak = max(_alive(steps, variables, given, held, start, fused) if fused else alive, default=start)
+    last_use = {variable: number for number, step in enumerate(steps) for variable in (*step.inputs, *step.outputs)}
     stay = {*given, *held}
-    dying: dict[int, list[int]] = {}
-    for base, number in last.items():
-        if base not in forever:
-            dying.setdefault(number, []).append(base)
-    live = peak = start
     priced = []
-    for number, step in enumerate(steps):
-        live += sum(variables[v].bytes for v in step.outputs if variables[v].base == v and v not in free)
-        now = live + step.choice.cost.scratch_bytes
-        peak = max(peak, now)
-        freed = [base for base in dying.get(number, []) if base not in free]
-        live -= sum(variables[base].bytes for base in freed)
+    for number, (step, now) in enumerate(zip(steps, alive, strict=True)):
         used = dict.fromkeys((*step.inputs, *step.outputs))
         releases = tuple(v for v in used if last_use[v] == number and v not in stay)
         priced.append(dataclasses.replace(step, releases=releases, live_bytes=now))
     return priced, peak
+
+
+def _alive(
+    steps: Sequence[Step],
+    variables: Sequence[Variable],
+    given: Sequence[int],
+    held: Sequence[int],
+    start: int,
+    fused: Mapping[int, int],
+) -> list[int]:
+    """Return the bytes that are alive while each step runs. `fused` holds what `fused_readers` returns."""
+    free = {variables[v].base for v in given} | {v for number in fused for v in steps[number].outputs}
+    forever = {variables[v].base for v in held}
+    last: dict[int, int] = {}
+    for number, step in enumerate(steps):
+        for variable in (*step.inputs, *step.outputs):
+            base = variables[variable].base
+            last[base] = max(last.get(base, 0), fused.get(number, number))
+    dying: dict[int, int] = dict.fromkeys(range(len(steps)), 0)
+    for base, number in last.items():
+        if base not in forever and base not in free:
+            dying[number] += variables[base].bytes
+    live, alive = start, []
+    for number, step in enumerate(steps):
+        live += sum(variables[v].bytes for v in step.outputs if variables[v].base == v and v not in free)
+        alive.append(live + step.choice.cost.scratch_bytes)
+        live -= dying[number]
+    return alive
 
 
 def program_cost(steps: Sequence[Step], peak: int, retained: int) -> Cost:

@@ -16,8 +16,8 @@ from planner.language.options import Options
 from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Operand, Spec
 from planner.program.build import Lowerer, build
+from planner.program.frameworks import load_backend
 from planner.program.guards import add_guards
-from planner.program.implementations import mask_choice
 from planner.program.ops import Cast, Einsum, Guard, JointGradient, Op, PricedImplementation
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Program, Programs, Step, Variable
@@ -131,7 +131,10 @@ def _with_guards(plan: PlanRecord) -> PlanRecord:
         return plan
     stored = {step.op: step.choice for step in plan.steps}
     # All steps but guards are stored, or are not wanted: both gradients in one step.
-    lower = Lowerer(lambda op: [mask_choice(op)] if isinstance(op, Guard) else [], step_key("time"), stored)
+    table = load_backend(plan.backend).table
+    lower = Lowerer(
+        lambda op: table.choices(op, plan.device) if isinstance(op, Guard) else (), step_key("time"), stored
+    )
     programs = build(plan.tree, plan, plan.programs.variables[: len(plan.operands)], lower)
     return dataclasses.replace(plan, programs=programs)
 

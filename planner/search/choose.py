@@ -10,6 +10,7 @@ from planner.cost.limits import NO_LIMITS, Limits, keeps_within
 from planner.cost.objective import OBJECTIVES, check_objective, plan_key
 from planner.language.errors import PlannerLimitError
 from planner.program.contraction import Contraction
+from planner.program.frameworks import load_backend
 from planner.program.plan import PlanRecord
 from planner.program.tree import keep_values
 from planner.search.refine import order_children, quicken_steps
@@ -112,10 +113,13 @@ def _best(space: SearchSpace) -> Candidate:
 
 def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) -> Iterator[Candidate]:
     """Yield the result of each search for an objective, and the same tree with nothing kept but the inputs."""
+    # Searches compare peaks as if every value were in memory.
+    about_peaks = objective == "peak" or limits.memory is not None
+    can_prove = objective == space.options.minimize and not (about_peaks and load_backend(space.backend).fuses)
     for result, lower, search_name in run_searches(space, space.options.optimize, objective, limits):
         programs = space.programs(result.tree, lower)
         exact = result.exact and search_name == "exact"
-        proven = exact and objective == space.options.minimize and programs.row_major
+        proven = exact and can_prove and programs.row_major
         origin = f"{search_name}, {objective}"
         yield Candidate(programs, result.tree, lower, proven, origin, interrupted=result.interrupted)
         if any(space.requires) and not (limits == NO_LIMITS and proven):
