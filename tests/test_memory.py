@@ -262,8 +262,8 @@ def peaks_of_random_problems(engine, found, problems, count, fits):
         options = {n: engine.array(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
         peaks = PEAKS[engine.name](problem.spec, operands, options)
         for into, (measured, predicted, program) in zip(found, peaks, strict=False):
-            # What is only broadcast is a view in torch; the plan counts it whole. How a view of the output's gradient
-            # lies it does not know, and counts a copy where one may be needed. There, too much is not a fault.
+            # How a view of the output's gradient lies the plan does not know, and counts a copy where one may be
+            # needed. There, too much is not a fault.
             careful = engine.name == "torch" and {"broadcast", "view"} & {s.choice.lowering for s in program.steps}
             if predicted > 10**4:
                 ratio = measured / predicted

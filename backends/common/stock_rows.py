@@ -50,9 +50,9 @@ def stock_kind(op: Op) -> str:
     (term,), out = spec.inputs, spec.output
     if len(set(out)) < len(out):
         return "diagonal"
-    if not set(out) <= set(term):
-        return "broadcast"
-    return "view" if set(out) == set(term) else "sum"
+    if not set(term) <= set(out):
+        return "sum"
+    return "view" if set(out) == set(term) else "broadcast"
 
 
 KINDS = ("view", "cast", "sum", "broadcast", "diagonal", "take", "segment sum", "take, segment sum", "matmul",
@@ -151,7 +151,7 @@ def flat_stock_cost(op: Op, device: Device) -> StepCost:
             order = tuple(order[d] for run in op.layouts[0].runs for d in run)
         runs = short_run_seconds(term_axes(order), terms, op.spec)
         cost = cost._replace(picoseconds=cost.picoseconds + picoseconds(runs))
-    if kind == "broadcast" and spec_flops(op.spec) == 0:  # a view; a step that needs it in memory pays
+    if kind == "broadcast":  # a view; a step that needs it in memory pays
         return cost._replace(bytes_moved=0, picoseconds=picoseconds(device.launch_seconds))
     if isinstance(op, JointGradient) or kind in ("matmul", "multiply"):
         return cost
@@ -276,7 +276,14 @@ def stock_rows(
 
     rows = [
         Implementation(
-            kind, support(kind), cost, run, views and kind == "view", stock=True, layouts=layouts, prepare=prepare
+            kind,
+            support(kind),
+            cost,
+            run,
+            views and kind in ("view", "broadcast"),
+            stock=True,
+            layouts=layouts,
+            prepare=prepare,
         )
         for kind in KINDS
         if kind not in skip

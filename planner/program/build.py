@@ -141,10 +141,20 @@ class _Builder:
         return number
 
     def emit(
-        self, op: Op, choice: PricedImplementation, inputs: tuple[int, ...], steps: list[Step], again: bool = False
+        self,
+        op: Op,
+        choice: PricedImplementation,
+        inputs: tuple[int, ...],
+        steps: list[Step],
+        again: bool = False,
+        of_operand: bool = False,
     ) -> tuple[int, ...]:
-        """Append a step, and return the variables of its results."""
-        base = self.variables[inputs[0]].base if choice.view else None
+        """Append a step, and return the variables of its results. `of_operand` says that one is an operand's gradient.
+
+        Autograd copies an operand's gradient that repeats elements, so that it is no view.
+        """
+        is_view = choice.view and not (of_operand and op.repeats)
+        base = self.variables[inputs[0]].base if is_view else None
         shapes = op.output_shapes
         layouts = choice.layouts or (None,) * len(shapes)
         outputs = tuple(
@@ -198,10 +208,17 @@ class _Builder:
                 inputs = (gradient, *(read_values[i] for i in children))
             else:
                 inputs = tuple(gradient if i == served[0] else read_values[i] for i in children)
-            gradients.update(zip(served, self.emit(op, choice, inputs, steps), strict=True))
+            of_operand = any(isinstance(_unguarded(tree.children[child]), Leaf) for child in served)
+            outputs = self.emit(op, choice, inputs, steps, of_operand=of_operand)
+            gradients.update(zip(served, outputs, strict=True))
         for child in tree.backward_order[: len(children)]:
             if needs[child]:
                 self.backward(tree.children[child], gradients[child], steps, values, into)
+
+
+def _unguarded(tree: Tree) -> Tree:
+    """Return what a guard guards; any other tree is returned unchanged."""
+    return tree.children[0] if isinstance(tree, Node) and isinstance(tree.op, Guard) else tree
 
 
 def build(tree: Tree, contraction: Contraction, operands: Sequence[Variable], lower: Lowerer) -> Programs:

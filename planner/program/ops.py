@@ -67,6 +67,11 @@ class Op:
         return JointGradient(self.spec, self.dtype).with_layouts((layout, *layouts))
 
     @property
+    def repeats(self) -> bool:
+        """Whether the result repeats elements along an axis that no input has."""
+        return not set(plain_axes(self.spec.output)) <= {axis for term in self.spec.inputs for axis in term_axes(term)}
+
+    @property
     def input_terms(self) -> tuple[Term, ...]:
         """Terms of the inputs, in order."""
         return self.spec.inputs

@@ -656,7 +656,8 @@ class Search:
             )
             waiting = sum(peaks.waiting for peaks in below) + sum(read_bytes)
             held = step.bytes if not choice.view else below[0].held
-        if len(gradients) == 1 and gradients[0].choice.view:
+        is_copied = isinstance(children[0].tree, Leaf) and gradients and gradients[0].op.repeats  # by autograd
+        if len(gradients) == 1 and gradients[0].choice.view and not is_copied:
             # The gradient of the value lives on as that of its only child.
             (child,) = below
             alive = max(child.alive, gradients[0].choice.cost.scratch_bytes + waiting)
