@@ -76,21 +76,18 @@ class Engine:
         return plan(problem.spec, *operands, **{**problem.arguments(), **indices}, backend=self.name, **options)
 
     def gradients(
-        self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int], gout: Any
-    ) -> list[Any]:
-        """Return the gradients of the wanted operands, for the output gradient `gout`."""
-        raise AssertionError(f"{self.name} computes no gradients")
-
-    def second(
         self,
         call: Call,
         operands: Sequence[Any],
         indices: Mapping[str, Any],
         wanted: Sequence[int],
         gout: Any,
-        given: Sequence[Any],
+        along: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """Return the gradients of the wanted operands, for cotangents `given` of their first gradients."""
+        """Return the gradients of the wanted operands, for the output gradient `gout`.
+
+        With `along`, return second derivatives: the gradients of these gradients, for the cotangents `along`.
+        """
         raise AssertionError(f"{self.name} computes no gradients")
 
     def retained(self, problem: Problem, call: Call) -> tuple[int, int]:
@@ -98,7 +95,11 @@ class Engine:
         operands, indices = self.operands(problem), self.indices(problem)
         call(operands, indices)  # plans, and fills caches
         predicted = self.plan(problem, operands, indices).cost.retained_bytes
-        return predicted, measure.numpy_memory(lambda: call(operands, indices))[1].retained_bytes
+        return predicted, self.memory(lambda: call(operands, indices)).retained_bytes
+
+    def memory(self, call: Callable[[], Any]) -> measure.Measured:
+        """Return the bytes that a call allocates."""
+        return measure.numpy_memory(call)[1]
 
     def peaks(
         self, problem: Problem, operands: Sequence[Any], indices: Mapping[str, Any]
@@ -160,42 +161,31 @@ class TorchEngine(Engine):
         return [x.requires_grad_(need) for x, need in zip(operands, problem.requires_grad, strict=True)]
 
     def gradients(
-        self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int], gout: Any
-    ) -> list[Any]:
-        """Compute gradients by autograd."""
-        import torch
-
-        result = call(operands, indices)
-        leaves = [operands[number] for number in wanted]
-        return list(torch.autograd.grad(result, leaves, gout.to(result.dtype), materialize_grads=True))
-
-    def second(
         self,
         call: Call,
         operands: Sequence[Any],
         indices: Mapping[str, Any],
         wanted: Sequence[int],
         gout: Any,
-        given: Sequence[Any],
+        along: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """Compute second derivatives by autograd, applied twice."""
+        """Compute gradients by autograd; second derivatives by autograd, applied twice."""
         import torch
 
-        result = call(operands, indices)
+        result, twice = call(operands, indices), along is not None
         leaves = [operands[number] for number in wanted]
-        first = torch.autograd.grad(result, leaves, gout.to(result.dtype), create_graph=True, materialize_grads=True)
-        pairs = [(g, v) for g, v in zip(first, given, strict=True) if g.requires_grad]
+        first = torch.autograd.grad(result, leaves, gout.to(result.dtype), create_graph=twice, materialize_grads=True)
+        if along is None:
+            return list(first)
+        pairs = [(g, v) for g, v in zip(first, along, strict=True) if g.requires_grad]
         if not pairs:
             return [torch.zeros_like(x) for x in leaves]
         outputs, vectors = zip(*pairs, strict=True)
         return list(torch.autograd.grad(outputs, leaves, vectors, materialize_grads=True))
 
-    def retained(self, problem: Problem, call: Call) -> tuple[int, int]:
-        """Measure with torch's allocator."""
-        operands, indices = self.operands(problem), self.indices(problem)
-        call(operands, indices)
-        predicted = self.plan(problem, operands, indices).cost.retained_bytes
-        return predicted, measure.torch_memory(lambda: call(operands, indices))[1].retained_bytes
+    def memory(self, call: Callable[[], Any]) -> measure.Measured:
+        """Ask torch's allocator."""
+        return measure.torch_memory(call)[1]
 
     def peaks(
         self, problem: Problem, operands: Sequence[Any], indices: Mapping[str, Any]
@@ -222,7 +212,7 @@ class TorchEngine(Engine):
         del result
         # Programs also hold a few single numbers, which the limit does not count.
         limit += 256
-        yield "the forward program is over the limit", measure.torch_memory(call)[1].peak_bytes, limit
+        yield "the forward program is over the limit", self.memory(call).peak_bytes, limit
         if wanted:
             measured = measure.torch_backward_memory(call, wanted)[1].peak_bytes
             yield "the backward program is over the limit", measured, limit
@@ -283,25 +273,15 @@ class JaxEngine(Engine):
         return some
 
     def gradients(
-        self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int], gout: Any
-    ) -> list[Any]:
-        """Compute gradients by `jax.vjp`."""
-        import jax
-
-        some = self._of(call, operands, indices, wanted)
-        result, pullback = jax.vjp(some, *(operands[number] for number in wanted))
-        return list(pullback(gout.astype(result.dtype)))
-
-    def second(
         self,
         call: Call,
         operands: Sequence[Any],
         indices: Mapping[str, Any],
         wanted: Sequence[int],
         gout: Any,
-        given: Sequence[Any],
+        along: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """Compute second derivatives by `jax.vjp` of `jax.vjp`."""
+        """Compute gradients by `jax.vjp`; second derivatives by `jax.vjp` of `jax.vjp`."""
         import jax
 
         some = self._of(call, operands, indices, wanted)
@@ -310,7 +290,8 @@ class JaxEngine(Engine):
             result, pullback = jax.vjp(some, *chosen)
             return pullback(gout.astype(result.dtype))
 
-        return list(jax.vjp(first, *(operands[number] for number in wanted))[1](tuple(given)))
+        chosen = [operands[number] for number in wanted]
+        return list(first(*chosen) if along is None else jax.vjp(first, *chosen)[1](tuple(along)))
 
     def retained(self, problem: Problem, call: Call) -> tuple[int, int]:
         """Measure the buffers that the pullback's leaves hold."""

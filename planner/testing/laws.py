@@ -6,6 +6,7 @@ A law returns nothing if it holds. Otherwise it raises `Broken`, with both resul
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,18 +21,10 @@ from planner.testing import scripts
 from planner.testing.engines import Engine, engine_of
 from planner.testing.judgement import Broken, Subject, absolute, allowed, differs, raising, steps_of, terms_of
 from planner.testing.problem import FLOATS, Array, Problem
-from planner.testing.reference import exact_range, magnitude, reference_gradients
+from planner.testing.reference import exact_range, magnitude, reference_gradients, second_derivatives
 from planner.testing.steps import lowerings
 
 __all__ = ["LAWS", "Law", "agreement"]
-
-
-def _conjugated(engine: Engine, operands: Sequence[Array]) -> list[Array]:
-    return [np.conj(x) for x in operands] if engine.conjugates else list(operands)
-
-
-def _real(x: Array, dtype: str) -> Array:
-    return x if dtype.startswith("complex") else x.real
 
 
 # --- values and derivatives ---------------------------------------------------------------------
@@ -69,97 +62,55 @@ def values(engine: Engine, subject: Subject, problem: Problem, **options: Any) -
 
 def gradients(engine: Engine, subject: Subject, problem: Problem, **options: Any) -> None:
     """Each gradient equals the oracle's."""
-    wanted = problem.wanted
-    assume(wanted)
-
-    def script() -> str:
-        return scripts.of_gradients(engine.name, problem, subject, options)
-
-    gout = problem.output_gradient()
-    with engine.context(problem), raising(problem, script):
-        found = engine.gradients(
-            subject.call(problem, **options),
-            engine.operands(problem),
-            engine.indices(problem),
-            wanted,
-            engine.array(gout),
-        )
-        operands, arguments = _conjugated(engine, problem.operands()), problem.arguments()
-        expected = reference_gradients(problem.spec, gout, *operands, **arguments)
-        sizes = _once(lambda: reference_gradients(problem.spec, absolute(gout), *map(absolute, operands), **arguments))
-        _compare_gradients(engine, problem, found, expected, sizes, "gradient", script)
+    _check_gradients(engine, subject, problem, None, options)
 
 
 def second(engine: Engine, subject: Subject, problem: Problem) -> None:
-    """Second derivatives equal the oracle's, which are gradients with one operand replaced by a vector."""
-    wanted = problem.wanted
-    assume(wanted)
+    """Second derivatives equal the oracle's."""
+    vectors = scripts.vectors_of(problem)
+    _check_gradients(engine, subject, problem, {number: vectors[number] for number in problem.wanted}, {})
+
+
+def _check_gradients(
+    engine: Engine, subject: Subject, problem: Problem, vectors: dict[int, Array] | None, options: Mapping[str, Any]
+) -> None:
+    """Raise `Broken` if a gradient differs from the oracle's, or, with vectors, a second derivative along them."""
+    assume(problem.wanted)
+    gout, dtypes, spec = problem.output_gradient(), problem.dtypes, problem.resolved()
+    narrowest, count = _narrowest(problem), len(problem.wanted)
 
     def script() -> str:
-        return scripts.of_second(engine.name, problem, subject, {})
+        return scripts.of_gradients(engine.name, problem, subject, options, vectors)
 
-    gout, arguments = problem.output_gradient(), problem.arguments()
+    def oracle(change: Callable[[Array], Array], gout: Array) -> list[Array]:
+        operands = [change(x) for x in problem.operands()]
+        if vectors is None:
+            return reference_gradients(problem.spec, gout, *operands, **problem.arguments())
+        along = {number: change(v) for number, v in vectors.items()}
+        return second_derivatives(problem.spec, gout, operands, along, **problem.arguments())
+
     with engine.context(problem), raising(problem, script):
-        vectors = scripts.vectors_of(problem)
-        given = [engine.array(vectors[number], problem.dtypes[number]) for number in wanted]
-        found = engine.second(
-            subject.call(problem), engine.operands(problem), engine.indices(problem), wanted, engine.array(gout), given
-        )
+        along = None if vectors is None else [engine.array(v, dtypes[number]) for number, v in vectors.items()]
+        given = engine.operands(problem), engine.indices(problem), problem.wanted, engine.array(gout)
+        found = engine.gradients(subject.call(problem, **options), *given, along)
+        expected = oracle(np.conj if engine.conjugates else np.asarray, gout)
+        sizes = functools.cache(lambda: oracle(absolute, absolute(gout)))
+        exact = problem.is_exact(len(problem.shapes))
+        for number, gradient in zip(problem.wanted, found, strict=True):
+            exactly = expected[number] if dtypes[number].startswith("complex") else expected[number].real
 
-        def summed(gout: Array, operands: Sequence[Array], vectors: Sequence[Array]) -> list[Array]:
-            total = [np.zeros(x.shape, np.result_type(x, gout)) for x in operands]
-            for number in wanted:
-                changed = [*operands[:number], vectors[number], *operands[number + 1 :]]
-                for other, part in enumerate(reference_gradients(problem.spec, gout, *changed, **arguments)):
-                    if other != number:
-                        total[other] = total[other] + part
-            return total
+            def room(number: int = number) -> Array:
+                terms = count * terms_of(spec, spec.inputs[number])
+                return allowed(narrowest, 2 * steps_of(spec), terms, sizes()[number])
 
-        operands, vectors = _conjugated(engine, problem.operands()), _conjugated(engine, vectors)
-        expected = summed(gout, operands, vectors)
-        sizes = _once(lambda: summed(absolute(gout), [*map(absolute, operands)], [*map(absolute, vectors)]))
-        _compare_gradients(engine, problem, found, expected, sizes, "second derivative", script)
+            described = engine.described(gradient)
+            if wrong := differs(described, exactly, dtypes[number], None if exact else room):
+                what = f"{'gradient' if vectors is None else 'second derivative'} {number} {wrong}"
+                raise Broken(problem, what, repr(described[0]), repr(exactly.astype(described[0].dtype)), script())
 
 
 def _narrowest(problem: Problem) -> str:
     return min(problem.dtypes, key=exact_range)
-
-
-def _once(make: Callable[[], list[Array]]) -> Callable[[], list[Array]]:
-    """Return a function that calls `make` once and returns the same result each time."""
-    results: list[list[Array]] = []
-
-    def once() -> list[Array]:
-        if not results:
-            results.append(make())
-        return results[0]
-
-    return once
-
-
-def _compare_gradients(
-    engine: Engine,
-    problem: Problem,
-    found: Sequence[Any],
-    expected: Sequence[Array],
-    sizes: Callable[[], list[Array]],
-    what: str,
-    script: Callable[[], str],
-) -> None:
-    wanted, spec = problem.wanted, problem.resolved()
-    exact = problem.is_exact(len(problem.shapes))
-    for number, gradient in zip(wanted, found, strict=True):
-        dtype = problem.dtypes[number]
-        exactly = _real(expected[number], dtype)
-
-        def room(number: int = number) -> Array:
-            terms = len(wanted) * terms_of(spec, spec.inputs[number])
-            return allowed(_narrowest(problem), 2 * steps_of(spec), terms, sizes()[number])
-
-        described = engine.described(gradient)
-        if wrong := differs(described, exactly, dtype, None if exact else room):
-            text = repr(exactly.astype(described[0].dtype))
-            raise Broken(problem, f"{what} {number} {wrong}", repr(described[0]), text, script())
 
 
 def both(engine: Engine, subject: Subject, problem: Problem, **options: Any) -> None:

@@ -38,6 +38,7 @@ __all__ = [
     "output_shape",
     "reference",
     "reference_gradients",
+    "second_derivatives",
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -126,6 +127,22 @@ def reference_gradients(
         )
         for i in range(len(arrays))
     ]
+
+
+def second_derivatives(
+    spec: Any, gout: Any, operands: Sequence[Any], vectors: Mapping[int, Any], **arguments: Any
+) -> list[Array]:
+    """Return the gradients of every operand's gradient, for the cotangents `vectors` of some operands' gradients.
+
+    A gradient is linear in each other operand. So these are sums of gradients with one operand replaced by its vector.
+    """
+    total = [np.zeros(np.shape(x), np.result_type(x, gout)) for x in operands]
+    for number, vector in vectors.items():
+        changed = [*operands[:number], vector, *operands[number + 1 :]]
+        for other, part in enumerate(reference_gradients(spec, gout, *changed, **arguments)):
+            if other != number:
+                total[other] = total[other] + part
+    return total
 
 
 def magnitude(
