@@ -18,7 +18,7 @@ from planner.cost.device import CPU, GPU, PRESETS, gpu_preset
 from planner.search.slicing import make_loop
 
 KEY = rates.Key("a processor, 2 threads", "numpy", "2.0", "cpu")
-NUMPY_KEY = labs.NumpyLab().key
+NUMPY_KEY = labs.Lab().key
 MEASURED = dataclasses.replace(CPU, flop_rate=3e11, source="measured in a test")
 
 
@@ -162,7 +162,7 @@ def test_a_larger_problem_is_never_predicted_faster(name):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(calibrate, "make_labs", lambda: iter([labs.NumpyLab()]))
+    monkeypatch.setattr(calibrate, "make_labs", lambda: iter([labs.Lab()]))
     monkeypatch.setattr(calibrate, "measure", lambda lab, progress: MEASURED)
 
 
@@ -199,7 +199,7 @@ def test_measured_rates_are_rates(monkeypatch):
     """The measurements run, on a clock that only counts: every field is filled in and can be stored."""
     ticks = iter(range(10**9))
     monkeypatch.setattr(measurements.time, "perf_counter", lambda: float(next(ticks)))
-    lab = labs.NumpyLab()
+    lab = labs.Lab()
     stages = []
     device = measurements.measure(lab, stages.append)
     assert len(stages) == measurements.STAGES
