@@ -6,9 +6,9 @@ import dataclasses
 import gc
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
 
 from planner.api import plan
+from planner.calibrate.labs import Framework
 from planner.inspect.analyze import analyze_steps
 from planner.language.errors import PlannerError
 from planner.language.units import seconds_text
@@ -18,8 +18,6 @@ from planner.program.plan import PlanRecord
 from planner.workloads import WORKLOADS, Workload
 
 __all__ = ["StepTime", "check", "check_text"]
-
-Framework = Literal["torch", "numpy"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

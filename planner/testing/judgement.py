@@ -21,6 +21,7 @@ from planner.language.spec import Spec, Term, plain_axes
 from planner.program.implementations import Implementation
 from planner.testing.engines import Call
 from planner.testing.problem import FLOATS, Array, Problem
+from planner.testing.reference import exact_range
 
 __all__ = ["Broken", "Subject", "absolute", "allowed", "differs", "raising", "steps_of", "terms_of"]
 
@@ -94,9 +95,6 @@ class Subject:
         return keywords
 
 
-_DIGITS = {"float16": 11, "bfloat16": 8, "float32": 24, "complex64": 24, "float64": 53, "complex128": 53}
-
-
 def allowed(dtype: str, steps: int, terms: int, size: Array) -> Array:
     """Return by how much a result may differ because of rounding.
 
@@ -108,8 +106,8 @@ def allowed(dtype: str, steps: int, terms: int, size: Array) -> Array:
         terms: most terms that are added up.
         size: the same sum, of absolute values.
     """
-    inside = max(_DIGITS[dtype], 24)
-    room: Array = (2 * steps * 2.0 ** -_DIGITS[dtype] + 4 * terms * 2.0**-inside) * size
+    unit = 1 / exact_range(dtype)
+    room: Array = (2 * steps * unit + 4 * terms * min(unit, 2.0**-24)) * size
     return room
 
 

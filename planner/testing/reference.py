@@ -85,35 +85,24 @@ def reference(
         ValueError: the spec, the shapes or the sizes do not fit together.
         IndexError: an index is out of range under "raise", or clips into a dimension of size 0.
     """
-    problem, arrays = _resolve(spec, operands, sizes, index_mode, dtype, indices)
+    problem, arrays = _resolve(spec, operands, sizes=sizes, index_mode=index_mode, dtype=dtype, **indices)
     sources = list(zip(problem.inputs, arrays, strict=True))
     return _accumulate(problem, sources, problem.output, problem.output_shape)
 
 
-def reference_gradients(
-    spec: Any,
-    gout: Any,
-    *operands: Any,
-    sizes: Sizes = None,
-    index_mode: str = "raise",
-    dtype: Any = None,
-    **indices: Any,
-) -> list[Array]:
+def reference_gradients(spec: Any, gout: Any, *operands: Any, **arguments: Any) -> list[Array]:
     """Transpose the contraction onto `gout`: the gradient of every operand, never conjugated.
 
     Args:
         spec: as in `reference`.
         gout: the output's gradient, in the output's shape.
         operands: as in `reference`.
-        sizes: as in `reference`.
-        index_mode: as in `reference`.
-        dtype: as in `reference`.
-        indices: as in `reference`.
+        arguments: the keyword arguments of `reference`.
 
     Returns:
         One array per operand, in its shape and in the higher precision.
     """
-    problem, arrays = _resolve(spec, operands, sizes, index_mode, dtype, indices)
+    problem, arrays = _resolve(spec, operands, **arguments)
     gout = _widen(np.asarray(gout), None)
     if gout.shape != problem.output_shape:
         raise ValueError(f"gout has shape {gout.shape}, the output {problem.output_shape}")
@@ -145,39 +134,27 @@ def second_derivatives(
     return total
 
 
-def magnitude(
-    spec: Any,
-    *operands: Any,
-    sizes: Sizes = None,
-    index_mode: str = "raise",
-    dtype: Any = None,
-    **indices: Any,
-) -> Array:
+def magnitude(spec: Any, *operands: Any, **arguments: Any) -> Array:
     """Contract the absolute values; for a complex number, the sum of the absolute values of its parts.
+
+    The arguments are those of `reference`.
 
     No partial sum of the contraction itself is larger. For intermediates see `exact_bound`.
     """
-    problem, arrays = _resolve(spec, operands, sizes, index_mode, dtype, indices)
+    problem, arrays = _resolve(spec, operands, **arguments)
     sources = [(t, _absolute(x)) for t, x in zip(problem.inputs, arrays, strict=True)]
     return _accumulate(problem, sources, problem.output, problem.output_shape)
 
 
-def exact_bound(
-    spec: Any,
-    *operands: Any,
-    gout: Any = None,
-    sizes: Sizes = None,
-    index_mode: str = "raise",
-    dtype: Any = None,
-    **indices: Any,
-) -> float:
+def exact_bound(spec: Any, *operands: Any, gout: Any = None, **arguments: Any) -> float:
     """Return a bound on every number that any plan for the contraction can compute, forward and, with gout, backward.
 
     The bound is the product of the operands' largest absolute values times the number of points of the joint space: any
     intermediate multiplies some of the operands and sums over some of the axes. If the operands are integers and the
-    bound is at most ``exact_range(dtype)``, every plan is exact and the comparison needs no tolerance.
+    bound is at most ``exact_range(dtype)``, every plan is exact and the comparison needs no tolerance. The other
+    arguments are those of `reference`.
     """
-    problem, arrays = _resolve(spec, operands, sizes, index_mode, dtype, indices)
+    problem, arrays = _resolve(spec, operands, **arguments)
     if gout is not None:
         arrays = [*arrays, _widen(np.asarray(gout), None)]
     points = math.prod(max(1, extent) for extent in problem.extents.values())
@@ -195,15 +172,9 @@ def exact_range(dtype: Any) -> int:
     return 1 << bits[name] if name in bits else int(np.iinfo(name).max)
 
 
-def output_shape(
-    spec: Any,
-    *operands: Any,
-    sizes: Sizes = None,
-    index_mode: str = "raise",
-    **indices: Any,
-) -> tuple[int, ...]:
-    """Return the shape of the result without computing it."""
-    return _resolve(spec, operands, sizes, index_mode, None, indices)[0].output_shape
+def output_shape(spec: Any, *operands: Any, **arguments: Any) -> tuple[int, ...]:
+    """Return the shape of the result without computing it; the arguments are those of `reference`."""
+    return _resolve(spec, operands, **arguments)[0].output_shape
 
 
 # --- the sum over the joint space ---------------------------------------------------------------
@@ -377,10 +348,10 @@ def _positions(
 def _resolve(
     spec: Any,
     operands: tuple[Any, ...],
-    sizes: Sizes,
-    index_mode: str,
-    dtype: Any,
-    indices: Mapping[str, Any],
+    sizes: Sizes = None,
+    index_mode: str = "raise",
+    dtype: Any = None,
+    **indices: Any,
 ) -> tuple[_Problem, list[Array]]:
     if index_mode not in ("raise", "drop", "clip"):
         raise ValueError(f"index_mode is {index_mode!r}, not 'raise', 'drop' or 'clip'")
