@@ -52,8 +52,8 @@ def moderate(name):
     workload = WORKLOADS[name]
     listed = MODERATE.get(name, MODERATE.get(name.partition("/")[0]))
     if listed is None:
-        listed = {axis: min(size, 24) for axis, size in workload.sizes}
-        listed |= {array: min(size, 24) for array, size in workload.pools}
+        listed = {axis: min(size, 24) for axis, size in workload.sizes.items()}
+        listed |= {array: min(size, 24) for array, size in workload.pools.items()}
     return workload.resized(**listed)
 
 
