@@ -15,7 +15,6 @@ import gc
 import math
 import os
 import tracemalloc
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ __all__ = [
     "jax_temp_bytes",
     "numpy_memory",
     "numpy_owned",
-    "saved_tensor_bytes",
     "torch_allocations",
     "torch_backward_memory",
     "torch_counts",
@@ -126,38 +124,6 @@ def torch_backward_memory(
     return gradients, Measured(max(peak, retained + sum(x.nbytes for x in gradients)), retained)
 
 
-def saved_tensor_bytes(call: Callable[[], Any], operands: Iterable[Any] = ()) -> int:
-    """Count the storages that torch's autograd saves, by its own hooks: a second count of retained bytes.
-
-    The count leaves out the storages of the operands, which include index arrays, those of the result, and tensors that
-    were saved and dropped again before the call returned. The hooks do not see tensors that an `autograd.Function`
-    keeps as attributes of its context, nor Python numbers, which ``2 * x`` keeps in 8 bytes. `torch_memory` sees both.
-    """
-    import torch
-
-    saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
-
-    def pack(tensor: Any) -> _Saved:
-        holder = _Saved(tensor)
-        saved.add(holder)
-        return holder
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
-        result = call()
-    gc.collect(0)
-    not_counted = torch_storages(result) | torch_storages(list(operands))
-    storages = [holder.tensor.untyped_storage() for holder in saved]
-    sizes = {s.data_ptr(): s.nbytes() for s in storages}
-    return sum(n for pointer, n in sizes.items() if pointer not in not_counted)
-
-
-class _Saved:
-    """Holds one saved tensor, and can be weakly referenced."""
-
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor.detach()  # a saved output with its grad_fn would keep itself alive
-
-
 def torch_allocations(call: Callable[[], T], live: Mapping[int, int]) -> tuple[T, int, dict[int, int]]:
     """Run a torch CPU call. Return its result, the peak, and the size of each allocation alive in the end.
 
@@ -210,13 +176,13 @@ def _collecting_afterwards() -> Iterator[None]:
             gc.enable()
 
 
-def torch_storages(tree: Any) -> set[int]:
-    """Return the addresses of the storages of all tensors in a tree of containers."""
+def torch_storages(tree: Any) -> dict[int, int]:
+    """Return the addresses and bytes of the storages of all tensors in a tree of containers."""
     import torch
     from torch.utils import _pytree
 
-    leaves = _pytree.tree_leaves(tree)
-    return {leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    storages = [leaf.untyped_storage() for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return {s.data_ptr(): s.nbytes() for s in storages}
 
 
 def torch_cuda_peak(call: Callable[[], T], device: Any) -> tuple[T, int]:
@@ -264,11 +230,7 @@ def torch_cuda_backward_memory(
 
 def _result_bytes(tree: Any) -> int:
     """Return the bytes of the storages of all tensors in a tree, rounded up as the CUDA allocator does."""
-    import torch
-    from torch.utils import _pytree
-
-    storages = [leaf.untyped_storage() for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-    return sum(-(-size // 512) * 512 for size in {s.data_ptr(): s.nbytes() for s in storages}.values())
+    return sum(-(-size // 512) * 512 for size in torch_storages(tree).values())
 
 
 def torch_counts(call: Callable[[], Any]) -> Counted:

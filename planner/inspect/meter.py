@@ -184,12 +184,11 @@ class TorchMeter(Meter):
 
     def buffers(self, arrays: Sequence[Any]) -> dict[int, int]:
         """Return the arrays' storages."""
-        storages = [x.untyped_storage() for x in arrays]
-        return {s.data_ptr(): s.nbytes() for s in storages}
+        return measure.torch_storages(list(arrays))
 
     def begin(self, kept: Sequence[Any], result: Any) -> None:
         """Count the kept values, without the result, as alive from the start."""
-        kept_storages = measure.torch_storages(list(kept)) - measure.torch_storages(result)
+        kept_storages = measure.torch_storages(list(kept)).keys() - measure.torch_storages(result).keys()
         self.alive = {pointer: n for pointer, n in getattr(self, "alive", {}).items() if pointer in kept_storages}
 
     def live(self, once: Callable[[], None], held: int) -> int | None:
