@@ -93,20 +93,18 @@ def _analyze(plan: Plan) -> Analysis:
     return plan.analyze(*operands, **indices)
 
 
+def _add_spec(command: argparse.ArgumentParser, size_help: str) -> None:
+    """Add the arguments that all commands about a spec share."""
+    command.add_argument("spec", help="such as 'nij, q[n]jk -> nik'")
+    command.add_argument("--size", action="append", default=[], type=_named_size, metavar="d=100", help=size_help)
+
+
 def _add_problem(command: argparse.ArgumentParser) -> None:
     """Add the arguments that describe a contraction."""
-    command.add_argument("spec", help="such as 'nij, q[n]jk -> nik'")
+    _add_spec(command, "size of an axis or scattered dimension")
     command.add_argument("shapes", nargs="*", type=_shape, help="a shape for each operand, such as 128x1x64")
     command.add_argument(
         "--index", action="append", default=[], type=_named_shape, metavar="q=128", help="shape of an index array"
-    )
-    command.add_argument(
-        "--size",
-        action="append",
-        default=[],
-        type=_named_size,
-        metavar="d=100",
-        help="size of an axis or scattered dimension",
     )
     command.add_argument("--backend", default="numpy", choices=("torch", "jax", "numpy"))
     command.add_argument("--dtype", default="float32")
@@ -121,15 +119,7 @@ def _add_check(commands: Any) -> None:
     command = commands.add_parser(
         "check", help="property-test a spec: values, gradients, every path and implementation, memory"
     )
-    command.add_argument("spec", help="such as 'nij, q[n]jk -> nik'")
-    command.add_argument(
-        "--size",
-        action="append",
-        default=[],
-        type=_named_size,
-        metavar="d=100",
-        help="fix the size of an axis or of an indexed dimension; others are drawn",
-    )
+    _add_spec(command, "fix the size of an axis or of an indexed dimension; others are drawn")
     command.add_argument(
         "--backend", action="append", choices=("torch", "jax", "numpy"), help="by default all installed"
     )
