@@ -17,7 +17,7 @@ from planner.program.frameworks import load_backend
 from planner.program.implementations import Implementation
 from planner.program.ops import JointGradient
 from planner.testing import Problem, check, engines, run_step, scripts
-from planner.testing.checking import _problems
+from planner.testing.checking import _Task
 from planner.testing.engines import installed
 from planner.testing.judgement import Subject, allowed
 from planner.testing.laws import LAWS, _with_bad_index
@@ -76,7 +76,7 @@ def test_problems_for_memory_have_some_hundred_thousand_points(spec, most):
     sizes = set()
 
     @settings(max_examples=20, database=None, deadline=None)
-    @given(_problems(law, spec, None, ("float32",), None, Subject()))
+    @given(_Task(spec, None, ("float32",), None, Subject(), 1).problems(law, ("float32",)))
     def draw(problem):
         sizes.update(n for shape in problem.shapes for n in shape)
 
