@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from planner.inspect import memory as measure
-from planner.testing.engines import Engine, JaxEngine, TorchEngine
+from planner.testing.engines import Engine, JaxEngine, TorchEngine, of_some
 from planner.workloads import Workload
 
 
@@ -28,16 +28,6 @@ class Ask(NamedTuple):
     arrays: tuple[Any, ...]
     expected: list[tuple[str, np.ndarray, str]]
     jitted: bool = False
-
-
-def of_some(call, operands, indices, wanted) -> Callable[..., Any]:
-    """A call as a function of the wanted operands alone."""
-
-    def function(*chosen):
-        given = dict(zip(wanted, chosen, strict=True))
-        return call([given.get(number, x) for number, x in enumerate(operands)], indices)
-
-    return function
 
 
 def saved_tensor_bytes(call, operands=()) -> int:

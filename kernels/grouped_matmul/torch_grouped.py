@@ -173,18 +173,8 @@ def _matrix_bytes(limits: Cutting, groups: int, size_j: int, size_k: int, dtype:
     return min(limits.picked, groups) * size_j * size_k * accumulator(dtype).itemsize
 
 
-def outer_scratch_bytes(
-    rows: int,
-    size_i: int,
-    groups: int,
-    size_j: int,
-    size_k: int,
-    dtype: torch.dtype,
-    sourced: bool = False,
-    share: int = 1,
-) -> int:
-    """Upper bound of the bytes that `grouped_outer` allocates beside its result."""
-    return matmul_scratch_bytes(rows, size_i, groups, size_j, size_k, dtype, sourced, share)
+# `grouped_outer` has the same buffers, and holds the sums of some groups where `grouped_matmul` holds their matrices.
+outer_scratch_bytes = matmul_scratch_bytes
 
 
 def gradients_scratch_bytes(

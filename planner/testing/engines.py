@@ -16,7 +16,7 @@ from planner.language.spec import Operand
 from planner.plan import Plan
 from planner.testing.problem import Array, Problem
 
-__all__ = ["Call", "Engine", "engine_of", "installed"]
+__all__ = ["Call", "Engine", "engine_of", "installed", "of_some"]
 
 # Plans do not count copies of index arrays: in range, flattened, broadcast. If index arrays are long and the other
 # arrays are small, these copies are most of what is allocated.
@@ -26,6 +26,18 @@ _OWN_BYTES = 2**15
 
 # A contraction of a problem, as a function of operands and index arrays.
 Call: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Any]
+
+
+def of_some(
+    call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int]
+) -> Callable[..., Any]:
+    """Return a call as a function of the wanted operands alone."""
+
+    def function(*chosen: Any) -> Any:
+        given = dict(zip(wanted, chosen, strict=True))
+        return call([given.get(number, x) for number, x in enumerate(operands)], indices)
+
+    return function
 
 
 class Engine:
@@ -76,15 +88,9 @@ class Engine:
         return plan(problem.spec, *operands, **{**problem.arguments(), **indices}, backend=self.name, **options)
 
     def gradients(
-        self,
-        call: Call,
-        operands: Sequence[Any],
-        indices: Mapping[str, Any],
-        wanted: Sequence[int],
-        gout: Any,
-        along: Sequence[Any] | None = None,
+        self, function: Callable[..., Any], leaves: Sequence[Any], gout: Any, along: Sequence[Any] | None = None
     ) -> list[Any]:
-        """Return the gradients of the wanted operands, for the output gradient `gout`.
+        """Return the gradients of a function of some operands, for the output gradient `gout`.
 
         With `along`, return second derivatives: the gradients of these gradients, for the cotangents `along`.
         """
@@ -161,19 +167,12 @@ class TorchEngine(Engine):
         return [x.requires_grad_(need) for x, need in zip(operands, problem.requires_grad, strict=True)]
 
     def gradients(
-        self,
-        call: Call,
-        operands: Sequence[Any],
-        indices: Mapping[str, Any],
-        wanted: Sequence[int],
-        gout: Any,
-        along: Sequence[Any] | None = None,
+        self, function: Callable[..., Any], leaves: Sequence[Any], gout: Any, along: Sequence[Any] | None = None
     ) -> list[Any]:
         """Compute gradients by autograd; second derivatives by autograd, applied twice."""
         import torch
 
-        result, twice = call(operands, indices), along is not None
-        leaves = [operands[number] for number in wanted]
+        result, twice = function(*leaves), along is not None
         first = torch.autograd.grad(result, leaves, gout.to(result.dtype), create_graph=twice, materialize_grads=True)
         if along is None:
             return list(first)
@@ -261,43 +260,23 @@ class JaxEngine(Engine):
         ]
         return super().plan(problem, stand_ins, indices, **options)
 
-    def _of(self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int]) -> Any:
-        """Return the call as a function of the wanted operands."""
-
-        def some(*chosen: Any) -> Any:
-            full = list(operands)
-            for number, x in zip(wanted, chosen, strict=True):
-                full[number] = x
-            return call(full, indices)
-
-        return some
-
     def gradients(
-        self,
-        call: Call,
-        operands: Sequence[Any],
-        indices: Mapping[str, Any],
-        wanted: Sequence[int],
-        gout: Any,
-        along: Sequence[Any] | None = None,
+        self, function: Callable[..., Any], leaves: Sequence[Any], gout: Any, along: Sequence[Any] | None = None
     ) -> list[Any]:
         """Compute gradients by `jax.vjp`; second derivatives by `jax.vjp` of `jax.vjp`."""
         import jax
 
-        some = self._of(call, operands, indices, wanted)
-
         def first(*chosen: Any) -> Any:
-            result, pullback = jax.vjp(some, *chosen)
+            result, pullback = jax.vjp(function, *chosen)
             return pullback(gout.astype(result.dtype))
 
-        chosen = [operands[number] for number in wanted]
-        return list(first(*chosen) if along is None else jax.vjp(first, *chosen)[1](tuple(along)))
+        return list(first(*leaves) if along is None else jax.vjp(first, *leaves)[1](tuple(along)))
 
     def retained(self, problem: Problem, call: Call) -> tuple[int, int]:
         """Measure the buffers that the pullback's leaves hold."""
         operands, indices = self.operands(problem), self.indices(problem)
         predicted = self.plan(problem, operands, indices).cost.retained_bytes
-        some = self._of(call, operands, indices, problem.wanted)
+        some = of_some(call, operands, indices, problem.wanted)
         chosen = [operands[number] for number in problem.wanted]
         return predicted, measure.jax_retained(some, *chosen, held=(operands, indices))
 

@@ -18,7 +18,7 @@ from planner.api import plan
 from planner.language.errors import IndexRangeError
 from planner.program.frameworks import framework_of
 from planner.testing import scripts
-from planner.testing.engines import Engine, engine_of
+from planner.testing.engines import Engine, engine_of, of_some
 from planner.testing.judgement import Broken, Subject, absolute, allowed, differs, raising, steps_of, terms_of
 from planner.testing.problem import FLOATS, Array, Problem
 from planner.testing.reference import exact_range, magnitude, reference_gradients, second_derivatives
@@ -32,10 +32,7 @@ __all__ = ["LAWS", "Law", "agreement"]
 
 def values(engine: Engine, subject: Subject, problem: Problem, **options: Any) -> None:
     """The result equals the oracle's."""
-
-    def script() -> str:
-        return scripts.of_values(engine.name, problem, subject, options)
-
+    script = functools.partial(scripts.of_values, engine.name, problem, subject, options)
     with engine.context(problem), raising(problem, script):
         operands = engine.operands(problem)
         result = subject.call(problem, **options)(operands, engine.indices(problem))
@@ -79,8 +76,7 @@ def _check_gradients(
     gout, dtypes, spec = problem.output_gradient(), problem.dtypes, problem.resolved()
     narrowest, count = _narrowest(problem), len(problem.wanted)
 
-    def script() -> str:
-        return scripts.of_gradients(engine.name, problem, subject, options, vectors)
+    script = functools.partial(scripts.of_gradients, engine.name, problem, subject, options, vectors)
 
     def oracle(change: Callable[[Array], Array], gout: Array) -> list[Array]:
         operands = [change(x) for x in problem.operands()]
@@ -91,8 +87,9 @@ def _check_gradients(
 
     with engine.context(problem), raising(problem, script):
         along = None if vectors is None else [engine.array(v, dtypes[number]) for number, v in vectors.items()]
-        given = engine.operands(problem), engine.indices(problem), problem.wanted, engine.array(gout)
-        found = engine.gradients(subject.call(problem, **options), *given, along)
+        operands = engine.operands(problem)
+        function = of_some(subject.call(problem, **options), operands, engine.indices(problem), problem.wanted)
+        found = engine.gradients(function, [operands[n] for n in problem.wanted], engine.array(gout), along)
         expected = oracle(np.conj if engine.conjugates else np.asarray, gout)
         sizes = functools.cache(lambda: oracle(absolute, absolute(gout)))
         exact = problem.is_exact(len(problem.shapes))
@@ -207,10 +204,7 @@ def paths(engine: Engine, subject: Subject, problem: Problem) -> None:
 
 def retained(engine: Engine, subject: Subject, problem: Problem) -> None:
     """The bytes retained for the backward pass are those that the plan predicts, to the byte."""
-
-    def script() -> str:
-        return scripts.of_memory(engine.name, problem)
-
+    script = functools.partial(scripts.of_memory, engine.name, problem)
     with engine.context(problem), raising(problem, script):
         predicted, measured = engine.retained(problem, subject.call(problem))
         if predicted != measured:
@@ -219,10 +213,7 @@ def retained(engine: Engine, subject: Subject, problem: Problem) -> None:
 
 def peak(engine: Engine, subject: Subject, problem: Problem) -> None:
     """In torch a memory limit holds; elsewhere the peak is at most twice the predicted one."""
-
-    def script() -> str:
-        return scripts.of_memory(engine.name, problem)
-
+    script = functools.partial(scripts.of_memory, engine.name, problem)
     with engine.context(problem), raising(problem, script):
         operands, indices = engine.operands(problem), engine.indices(problem)
         for what, measured, most in engine.peaks(problem, operands, indices):
@@ -239,16 +230,14 @@ def agreement(engines: Sequence[Engine], problem: Problem) -> None:
     real = not any(d.startswith("complex") for d in problem.dtypes)
     seen: dict[int | None, tuple[str, Array]] = {}
     for engine in engines:
-
-        def script(engine: Engine = engine) -> str:
-            return scripts.of_values(engine.name, problem, Subject(), {})
-
+        script = functools.partial(scripts.of_values, engine.name, problem, Subject(), {})
         with engine.context(problem), raising(problem, script):
             call, operands, arrays = Subject().call(problem), engine.operands(problem), engine.indices(problem)
             # The result under None, and the gradients by operand number.
             found: dict[int | None, Any] = {None: call(operands, arrays)}
             if engine.differentiates and wanted and real:
-                given = engine.gradients(call, operands, arrays, wanted, engine.array(problem.output_gradient()))
+                function, gout = of_some(call, operands, arrays, wanted), engine.array(problem.output_gradient())
+                given = engine.gradients(function, [operands[number] for number in wanted], gout)
                 found |= dict(zip(wanted, given, strict=True))
             for number, x in found.items():
                 array = engine.described(x)[0]

@@ -46,13 +46,14 @@ def of_gradients(
     engine, wanted = engine_of(framework), list(problem.wanted)
     conjugate = engine.conjugates and any(d.startswith("complex") for d in problem.dtypes)
     lines = [f"engine, wanted = engine_of({framework!r}), {wanted}"]
-    given = "xs, qs, wanted, engine.array(gout)"
+    given = "[xs[number] for number in wanted], engine.array(gout)"
     if vectors is not None:
         lines.append(f"vectors = {{{', '.join(f'{n}: {_code(v)}' for n, v in vectors.items())}}}")
         along = ", ".join(_converted(framework, f"vectors[{n}]", problem.dtypes[n]) for n in vectors)
         given = f"{given}, [{along}]"
     lines += [
-        f"found = engine.gradients(lambda xs, qs: {_call(problem, subject, options)}, {given})",
+        f"function = of_some(lambda xs, qs: {_call(problem, subject, options)}, xs, qs, wanted)",
+        f"found = engine.gradients(function, {given})",
         "print('found', *found, sep='\\n')",
     ]
     if conjugate:
@@ -168,7 +169,7 @@ def _program(
     if used:
         head.append(f"from planner.testing import {', '.join(used)}")
     if "engine_of(" in text:
-        head.append("from planner.testing.engines import engine_of")
+        head.append("from planner.testing.engines import engine_of, of_some")
     if "second_derivatives(" in text:
         head.append("from planner.testing.reference import second_derivatives")
     if subject is not None and subject.implementation is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -186,11 +187,8 @@ def _check_step(
     before = [engine.described(x)[0].copy() for x in stage.inputs]
     op = stage.step.op
     shown = subject.kernel.name if subject.kernel is not None else name
-
-    def script() -> str:
-        own = subject.kernel is not None
-        return scripts.of_step(engine.name, problem, stage.number, shown, stage.plan, own=own)
-
+    own = subject.kernel is not None
+    script = functools.partial(scripts.of_step, engine.name, problem, stage.number, shown, stage.plan, own=own)
     with raising(problem, script):
         results = stage.run(name)
     for place, (result, exactly) in enumerate(zip(results, expected, strict=True)):
