@@ -378,20 +378,18 @@ def _traced_arrays(domain: int) -> int:
 
 def numpy_owned(arrays: Iterable[Any]) -> dict[int, int]:
     """Return the identities and bytes of the arrays that own the memory of some arrays."""
-    owned = {}
-    for array in arrays:
-        while isinstance(array.base, np.ndarray):
-            array = array.base
-        owned[id(array)] = int(array.nbytes)
-    return owned
+    owners = map(_owner, arrays)
+    return {id(owner): int(owner.nbytes) for owner in owners}
+
+
+def _owner(array: Any) -> Any:
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
 
 
 def _owned_bytes(result: Any) -> int:
     arrays = result if isinstance(result, (list, tuple)) else [result]
-    bases = {}
-    for array in arrays:
-        while isinstance(array, np.ndarray):
-            if array.base is None and tracemalloc.get_object_traceback(array) is not None:
-                bases[id(array)] = max(array.nbytes, 1)  # numpy allocates a byte for no elements
-            array = array.base
-    return sum(bases.values())
+    owners = {id(owner): owner for owner in (_owner(x) for x in arrays if isinstance(x, np.ndarray))}
+    traced = (x for x in owners.values() if x.base is None and tracemalloc.get_object_traceback(x) is not None)
+    return sum(max(x.nbytes, 1) for x in traced)  # numpy allocates a byte for no elements
