@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Verbosity, given, settings
 from hypothesis.errors import FailedHealthCheck, Flaky, Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
+from planner.inspect.text import table_lines
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerError
 from planner.language.options import INDEX_MODES, check_index_mode
@@ -131,12 +132,10 @@ class Report:
         if any(v.backend == "all" for v in self.verdicts):
             columns.append("all")
         cells = {(v.law, v.backend): _cell(v) for v in self.verdicts}
-        laws = list(dict.fromkeys(v.law for v in self.verdicts))
-        width = max(map(len, laws))
-        rows = [[" " * (width + 2), *(f"{column:>6}" for column in columns)]]
-        for law in laws:
-            rows.append([f"  {law:{width}}", *(f"{cells.get((law, column), ''):>6}" for column in columns)])
-        return ["  ".join(row).rstrip() for row in rows]
+        rows = [["", *(f"{column:>6}" for column in columns)]]
+        for law in dict.fromkeys(v.law for v in self.verdicts):
+            rows.append([law, *(f"{cells.get((law, column), ''):>6}" for column in columns)])
+        return table_lines(rows, (0,))
 
 
 def _cell(verdict: Verdict) -> str:
