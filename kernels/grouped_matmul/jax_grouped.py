@@ -78,16 +78,14 @@ def grouped_matmul(
     """
     if (target is None) != (targets is None):
         raise ValueError("target and targets go together")
-    rows, (_, size_i, size_j), (_, _, size_k) = groups.order.shape[0], a.shape, c.shape
+    rows, size_i, size_k = groups.order.shape[0], a.shape[1], c.shape[2]
     dtype = jnp.result_type(a, c)
     if target is None:
         out = _filled((rows, size_i, size_k), dtype, groups, 1)
     else:
         out = _filled((targets or 0, size_i, size_k), accumulator(dtype), groups, 1)
-    if 0 in (rows, *a.shape[:2], c.shape[0], *out.shape):
+    if 0 in (rows, *a.shape, *c.shape, *out.shape):
         return out.astype(dtype)
-    if size_j == 0:
-        return out.astype(dtype) if target is not None else _fill_kept(out, groups)
 
     tile_sizes = tiling(rows, size_i, *c.shape)
     tiles = _make_tiles(groups, tile_sizes)
@@ -96,7 +94,7 @@ def grouped_matmul(
         group, row = _step_rows(tiles, groups.order, number, tile_sizes)
         # Lanes without a row read some row: the scatter drops their products.
         left = _gather(a, row if source is None else _gather(source, row))
-        product = _tile_matmul("tij,tjk->tik", _tile_matrix(left, tile_sizes), _take_group(c, group))
+        product = _tile_matmul("tij,tjk->tik", _tile_matrix(left, tile_sizes), _gather(c, group))
         product = product.reshape(-1, size_i, size_k)
         if target is None:
             return _put(out, row, bits(product.astype(dtype)))
@@ -153,7 +151,7 @@ def grouped_gradients(
         group, row = _step_rows(tiles, groups.order, number, tile_sizes)
         left = _tile_matrix(_take(a, row if source is None else _take_index(source, row, a.shape[0])), tile_sizes)
         gradient = _tile_matrix(_take(gout, row), tile_sizes)
-        to_rows = _tile_matmul("tik,tjk->tij", gradient, _take_group(c, group))
+        to_rows = _tile_matmul("tik,tjk->tij", gradient, _gather(c, group))
         to_c = _tile_matmul("tij,tik->tjk", left, gradient)
         grad_rows, grad_c = grads
         grad_rows = _put(grad_rows, row, bits(to_rows.reshape(-1, *a.shape[1:]).astype(dtype)))
@@ -283,10 +281,6 @@ def _take(operand: jax.Array, rows: jax.Array) -> jax.Array:
     return _gather(operand, rows, _SKIP)
 
 
-def _take_group(matrices: jax.Array, group: jax.Array) -> jax.Array:
-    return _gather(matrices, group)
-
-
 def _take_index(index: jax.Array, rows: jax.Array, absent: int) -> jax.Array:
     """Return `index[rows]` as int32, `absent` where a row is out of bounds."""
     values = _gather(index, rows).astype(jnp.int32)
@@ -330,10 +324,3 @@ def _filled(shape: tuple[int, ...], dtype: DTypeLike, groups: Groups, number: in
     for each on seed 000. The first offset is always zero, but XLA does not know that.
     """
     return jnp.full(shape, groups.offsets[0] * number, dtype)
-
-
-def _fill_kept(out: jax.Array, groups: Groups) -> jax.Array:
-    """Write zeros to the rows that have a group: their product is a sum over an empty axis."""
-    has_group = lax.iota(jnp.int32, groups.order.shape[0]) < groups.offsets[-1]
-    rows = jnp.where(has_group, groups.order, out.shape[0])
-    return _put(out, rows, jnp.zeros_like(out))
