@@ -5,9 +5,9 @@ Example:
     >>> seed = WORKLOADS["seed-gathered-matmul"]
     >>> print(seed.spec, seed.shapes)
     nij, q[n]jk -> nik ((131072, 1, 64), (2048, 64, 64))
-    >>> tiny = seed.tiny()
-    >>> a, c = tiny.operands("numpy", seed=0)
-    >>> tiny.indices("numpy", seed=0)["q"].shape == a.shape[:1]
+    >>> small = seed.resized(n=8, q=4)
+    >>> a, c = small.operands("numpy", seed=0)
+    >>> small.indices("numpy", seed=0)["q"].shape == a.shape[:1]
     True
 """
 
@@ -29,10 +29,6 @@ Framework = Literal["numpy", "torch", "jax"]
 Values = Literal["integers", "normal"]
 Skew = Literal["uniform", "half", "zipf", "one"]
 Shape = tuple[int, ...]
-
-# Sizes differ, so that a mistaken axis shows. Axes beyond the table start over.
-_TINY_SIZES = (3, 4, 2, 5, 6)
-_TINY_POOL = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,20 +136,6 @@ class Workload:
         """Return the workload in sizes that a CPU with 24 GB can hold, gradients included."""
         return self.resized(**self.cpu_sizes)
 
-    def tiny(self) -> Workload:
-        """Return the workload in sizes for tests: a few elements along each axis, neighbouring axes unequal."""
-        sizes = {
-            axis: min(size, _TINY_SIZES[number % len(_TINY_SIZES)])
-            for number, (axis, size) in enumerate(self.sizes.items())
-        }
-        terms = self.parsed.inputs
-        for number, original in enumerate(self.same_as):
-            # An array that is passed twice has one shape, so both terms have the same sizes.
-            for axis, other in zip(terms[number], terms[original], strict=True):
-                if isinstance(axis, str) and isinstance(other, str):
-                    sizes[axis] = sizes[other]
-        return self.resized(**sizes, **{array: min(size, _TINY_POOL) for array, size in self.pools.items()})
-
     def operands(
         self,
         framework: Framework,
@@ -183,12 +165,9 @@ class Workload:
             base_shape = view.base_shape(shape) if view else shape
             order = view.order if view and view.order else tuple(range(len(shape)))
             stored = _random(rng, tuple(base_shape[axis] for axis in order), values)
-            base = to_framework(framework, stored, "float32")
+            base = to_framework(framework, stored.transpose(np.argsort(order)), "float32")
             if framework == "torch" and requires_grad and self.takes_gradient[number]:
                 base.requires_grad_()
-            back = tuple(order.index(axis) for axis in range(len(order)))
-            if back != tuple(range(len(back))):
-                base = base.permute(back) if framework == "torch" else base.transpose(back)
             arrays.append(base[view.slices(shape)] if view else base)
         return tuple(arrays)
 

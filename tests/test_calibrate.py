@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 from conftest import installed_frameworks
+from laws import tiny
 
 import planner
 from planner.calibrate import command as calibrate
@@ -249,11 +250,11 @@ def test_rates_are_work_by_time(monkeypatch):
 
 
 @pytest.fixture
-def tiny(monkeypatch):
-    monkeypatch.setitem(predictions.WORKLOADS, "equivariant", predictions.WORKLOADS["equivariant"].tiny())
+def small(monkeypatch):
+    monkeypatch.setitem(predictions.WORKLOADS, "equivariant", tiny(predictions.WORKLOADS["equivariant"]))
 
 
-def test_the_check_times_every_step(tiny):
+def test_the_check_times_every_step(small):
     found = predictions.check(["equivariant"])
     assert {t.framework for t in found} >= {"numpy"}
     assert all(t.predicted > 0 and t.measured > 0 for t in found)
@@ -270,7 +271,7 @@ def test_the_check_says_what_share_was_within_twice():
     assert [" ! " in line for line in lines[1:5]] == [False, False, False, True]
 
 
-def test_the_check_times_the_steps_of_a_slice(tiny, monkeypatch):
+def test_the_check_times_the_steps_of_a_slice(small, monkeypatch):
     whole = predictions.check(["equivariant"])
     monkeypatch.setattr(
         predictions, "plan", lambda *given, **options: make_loop(planner.plan(*given, **options), {"n": 1})

@@ -22,6 +22,7 @@ from laws import (
     oracle,
     pick,
     problem_of,
+    tiny,
     values_and_gradients,
 )
 
@@ -341,7 +342,7 @@ def test_output_gradients_in_any_strides(engine):
 def test_named_workloads(engine, sample):
     """Of torch's operands some are one tensor, whose gradient is the sum of those of its places."""
     asks = []
-    for minimize, workload in itertools.product(sample, (workload.tiny() for workload in WORKLOADS.values())):
+    for minimize, workload in itertools.product(sample, (tiny(workload) for workload in WORKLOADS.values())):
         problem = problem_of(workload)
         xs, gout = engine.of_workload(workload), workload.cotangent("numpy")
         result, *gradients = oracle(engine, problem, workload.operands("numpy"), gout)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from conftest import run_python
 from hypothesis import example, given, settings
-from laws import MODES
+from laws import MODES, tiny
 
 from planner.language.spec import Gather
 from planner.testing import Problem, problems, specs
@@ -105,8 +105,8 @@ def test_reference_equals_loops(problem: Problem) -> None:
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_workloads_equal_loops(name: str) -> None:
-    tiny = WORKLOADS[name].tiny()
-    hold_to_loops(Problem(tiny.spec, tiny.shapes, indices=tiny.indices("numpy"), **tiny.options))
+    small = tiny(WORKLOADS[name])
+    hold_to_loops(Problem(small.spec, small.shapes, indices=small.indices("numpy"), **small.options))
 
 
 @settings(max_examples=100, deadline=None)
