@@ -23,7 +23,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from planner.kernels.grouping.jax_bits import bits, of_bits
-from planner.kernels.grouping.jax_grouping import Groups, accumulator
+from planner.kernels.grouping.jax_grouping import Groups, Tiles, accumulator, cut_groups
 
 TILE_ROWS = 256  # most rows of a tile's matrix
 LANES = 8  # rows per tile are a multiple of this
@@ -45,22 +45,6 @@ class Tiling(NamedTuple):
 
     rows: int
     tiles: int
-
-
-class _Tiles(NamedTuple):
-    """The tiles of a grouping; tiles from `total` on are empty.
-
-    Attributes:
-        group: Group of each tile, `(T,)`.
-        start: Position of the tile's first row in the sorted order, `(T,)`.
-        stop: Position behind the last row of the tile's group, `(T,)`.
-        total: Number of tiles that are not empty.
-    """
-
-    group: jax.Array
-    start: jax.Array
-    stop: jax.Array
-    total: jax.Array
 
 
 def grouped_matmul(
@@ -235,29 +219,20 @@ def _float32_sum(numbers: int, dtype: DTypeLike) -> int:
     return 0 if accumulator(dtype) == jnp.dtype(dtype) else 4 * numbers
 
 
-def _make_tiles(groups: Groups, tile_sizes: Tiling) -> _Tiles:
+def _make_tiles(groups: Groups, tile_sizes: Tiling) -> Tiles:
     """Cut sorted rows into tiles; there are as many as any grouping of so many rows could need."""
     rows, size = groups.order.shape[0], groups.offsets.shape[0] - 1
     bound = -(-rows // tile_sizes.rows) + min(size, rows)
-    bound = -(-bound // tile_sizes.tiles) * tile_sizes.tiles
-    starts, stops = groups.offsets[:-1], groups.offsets[1:]
-    counts = (stops - starts + (tile_sizes.rows - 1)) // tile_sizes.rows
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    tile = lax.iota(jnp.int32, bound)
-    group = jnp.searchsorted(ends, tile, side="right").astype(jnp.int32)
-    group = jnp.minimum(group, size - 1)
-    start = starts[group] + (tile - (ends - counts)[group]) * tile_sizes.rows
-    exists = tile < ends[-1]
-    return _Tiles(group, jnp.where(exists, start, rows), jnp.where(exists, stops[group], 0), ends[-1])
+    return cut_groups(groups, tile_sizes.rows, -(-bound // tile_sizes.tiles) * tile_sizes.tiles, empty=False)
 
 
-def _loop(tiles: _Tiles, tile_sizes: Tiling, step: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
+def _loop(tiles: Tiles, tile_sizes: Tiling, step: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
     """Run `step` for each batch of tiles, up to the last tile that has rows."""
-    steps = (tiles.total + (tile_sizes.tiles - 1)) // tile_sizes.tiles
+    steps = (tiles.firsts[-1] + (tile_sizes.tiles - 1)) // tile_sizes.tiles
     return lax.fori_loop(jnp.int32(0), steps, step, carry)
 
 
-def _step_rows(tiles: _Tiles, order: jax.Array, number: jax.Array, tile_sizes: Tiling) -> tuple[jax.Array, jax.Array]:
+def _step_rows(tiles: Tiles, order: jax.Array, number: jax.Array, tile_sizes: Tiling) -> tuple[jax.Array, jax.Array]:
     """Return the groups of a step's tiles, and the row of each of their lanes; a lane without a row holds N."""
     first = number * tile_sizes.tiles
     group, start, stop = (lax.dynamic_slice(part, (first,), (tile_sizes.tiles,)) for part in tiles[:3])
