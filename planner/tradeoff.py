@@ -144,13 +144,11 @@ def tradeoff(
     """
     if isinstance(optimize, str) and optimize == "measure":
         raise PlannerError("tradeoff compares predictions: pass another optimize=, then time its plans")
-    limits = {
-        "memory_limit": parse_bytes(memory_limit, "memory_limit"),
-        "retain_limit": parse_bytes(retain_limit, "retain_limit"),
-    }
     options: dict[str, Any] = {
         "sizes": sizes,
         "optimize": optimize,
+        "memory_limit": parse_bytes(memory_limit, "memory_limit"),
+        "retain_limit": parse_bytes(retain_limit, "retain_limit"),
         "index_mode": index_mode,
         "dtype": dtype,
         "backend": backend,
@@ -158,7 +156,7 @@ def tradeoff(
     }
 
     def make(objective: str, **others: int | None) -> Plan:
-        return plan(spec, *operands, minimize=objective, **{**options, **limits, **others}, **indices)
+        return plan(spec, *operands, minimize=objective, **{**options, **others}, **indices)
 
     plans: list[Plan] = []
     try:

@@ -73,17 +73,15 @@ def _report(progress: Progress, lab: Lab, what: str) -> None:
 def _calibrate(options: argparse.Namespace) -> int:
     labs = list(make_labs())
     progress = Progress(STAGES * len(labs))
-    devices = []
     try:
-        for lab in labs:
-            devices.append(measure(lab, partial(_report, progress, lab)))
+        devices = [measure(lab, partial(_report, progress, lab)) for lab in labs]
     finally:
         progress.clear()
     # Stored together at the end, so an interrupted run changes nothing.
-    measured = []
-    for lab, device in zip(labs, devices, strict=True):
-        path = None if options.dry_run else rates.write(device, lab.key)
-        measured.append((lab, device, path))
+    measured = [
+        (lab, device, None if options.dry_run else rates.write(device, lab.key))
+        for lab, device in zip(labs, devices, strict=True)
+    ]
     if options.json:
         rows = [_as_json(lab, device, path) for lab, device, path in measured]
         print(json.dumps(rows, indent=1))
