@@ -6,6 +6,7 @@ imported only when a strategy or `check` is first used.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
@@ -38,22 +39,15 @@ __all__ = [
     "specs",
 ]
 
+_MODULES = {**dict.fromkeys(("Failure", "Report", "Verdict", "check"), "checking"), "run_step": "steps"}
+
 
 def __getattr__(name: str) -> Any:
     if name in __all__ and importlib.util.find_spec("hypothesis") is None:
         raise ModuleNotFoundError(f"{name} needs hypothesis: pip install 'contraction-planner[testing]'")
-    if name in ("Failure", "Report", "Verdict", "check"):
-        from planner.testing import checking
-
-        return getattr(checking, name)
-    if name == "run_step":
-        from planner.testing.steps import run_step
-
-        return run_step
     if name in __all__:
-        from planner.testing import strategies
-
-        return getattr(strategies, name)
+        module = _MODULES.get(name, "strategies")
+        return getattr(importlib.import_module(f"planner.testing.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

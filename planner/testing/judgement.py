@@ -23,7 +23,7 @@ from planner.testing.engines import Call
 from planner.testing.problem import FLOATS, Array, Problem
 from planner.testing.reference import exact_range
 
-__all__ = ["Broken", "Subject", "absolute", "allowed", "differs", "raising", "steps_of", "terms_of"]
+__all__ = ["Broken", "Subject", "allowed", "differs", "raising", "steps_of", "terms_of"]
 
 
 class Broken(Exception):
@@ -136,9 +136,3 @@ def differs(found: tuple[Array, str], expected: Array, dtype: str, room: Callabl
     if room is None or dtype not in FLOATS:
         return "" if (array == wanted).all() else "differs"
     return "" if (np.abs(array - expected) <= room()).all() else "differs by more than rounding"
-
-
-def absolute(x: Array) -> Array:
-    """Return the absolute values; for a complex number, the sum of the absolute values of its parts."""
-    size: Array = np.abs(x.real) + np.abs(x.imag)
-    return size

@@ -19,9 +19,9 @@ from planner.language.errors import IndexRangeError
 from planner.program.frameworks import framework_of
 from planner.testing import scripts
 from planner.testing.engines import Engine, engine_of, of_some
-from planner.testing.judgement import Broken, Subject, absolute, allowed, differs, raising, steps_of, terms_of
+from planner.testing.judgement import Broken, Subject, allowed, differs, raising, steps_of, terms_of
 from planner.testing.problem import FLOATS, Array, Problem
-from planner.testing.reference import exact_range, magnitude, reference_gradients, second_derivatives
+from planner.testing.reference import absolute, exact_range, magnitude, reference_gradients, second_derivatives
 from planner.testing.steps import lowerings
 
 __all__ = ["LAWS", "Law", "agreement"]
@@ -257,12 +257,12 @@ def _close(problem: Problem, terms: int, number: int | None, x: Array, y: Array)
     """Whether two results, or two gradients of an operand, are equal, or differ by no more than rounding explains."""
     if problem.is_exact() or _narrowest(problem) not in FLOATS:
         return bool((x == y).all())
-    operands, arguments = [*map(absolute, problem.operands())], problem.arguments()
+    operands, arguments = problem.operands(), problem.arguments()
     if number is None:
         size = magnitude(problem.spec, *operands, **arguments)
     else:
-        gout = absolute(problem.output_gradient())
-        size = reference_gradients(problem.spec, gout, *operands, **arguments)[number]
+        factors = map(absolute, (problem.output_gradient(), *operands))
+        size = reference_gradients(problem.spec, *factors, **arguments)[number]
     room = 2 * allowed(_narrowest(problem), 2 * steps_of(problem.resolved()), terms, size)
     return bool((np.abs(x - y) <= room).all())
 

@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "absolute",
     "exact_bound",
     "exact_range",
     "magnitude",
@@ -142,7 +143,7 @@ def magnitude(spec: Any, *operands: Any, **arguments: Any) -> Array:
     No partial sum of the contraction itself is larger. For intermediates see `exact_bound`.
     """
     problem, arrays = _resolve(spec, operands, **arguments)
-    sources = [(t, _absolute(x)) for t, x in zip(problem.inputs, arrays, strict=True)]
+    sources = [(t, absolute(x)) for t, x in zip(problem.inputs, arrays, strict=True)]
     return _accumulate(problem, sources, problem.output, problem.output_shape)
 
 
@@ -158,7 +159,7 @@ def exact_bound(spec: Any, *operands: Any, gout: Any = None, **arguments: Any) -
     if gout is not None:
         arrays = [*arrays, _widen(np.asarray(gout), None)]
     points = math.prod(max(1, extent) for extent in problem.extents.values())
-    return float(points * math.prod(max(1.0, _absolute(x).max(initial=0)) for x in arrays))
+    return float(points * math.prod(max(1.0, absolute(x).max(initial=0)) for x in arrays))
 
 
 def exact_range(dtype: Any) -> int:
@@ -502,7 +503,8 @@ def _widen(array: Array, dtype: Any) -> Array:
     return array.astype(np.float64)  # bfloat16 and other dtypes that numpy does not know
 
 
-def _absolute(array: Array) -> npt.NDArray[np.float64]:
+def absolute(array: Array) -> npt.NDArray[np.float64]:
+    """Return the absolute values; for a complex number, the sum of the absolute values of its parts."""
     parts: npt.NDArray[np.float64] = np.abs(array.real).astype(np.float64)
     if array.dtype.kind == "c":
         parts = parts + np.abs(array.imag)

@@ -23,9 +23,9 @@ from planner.program.ops import Cast, Guard, JointGradient, Op
 from planner.program.program import Step
 from planner.testing import scripts
 from planner.testing.engines import Engine, engine_of
-from planner.testing.judgement import Broken, Subject, absolute, allowed, differs, raising, steps_of, terms_of
+from planner.testing.judgement import Broken, Subject, allowed, differs, raising, steps_of, terms_of
 from planner.testing.problem import Array, Problem
-from planner.testing.reference import exact_bound, exact_range, reference, reference_gradients
+from planner.testing.reference import absolute, exact_bound, exact_range, reference, reference_gradients
 
 __all__ = ["lowerings", "run_step"]
 
