@@ -6,7 +6,6 @@ imported only when a strategy or `check` is first used.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
@@ -39,15 +38,15 @@ __all__ = [
     "specs",
 ]
 
-_MODULES = {**dict.fromkeys(("Failure", "Report", "Verdict", "check"), "checking"), "run_step": "steps"}
-
 
 def __getattr__(name: str) -> Any:
     if name in __all__ and importlib.util.find_spec("hypothesis") is None:
         raise ModuleNotFoundError(f"{name} needs hypothesis: pip install 'contraction-planner[testing]'")
     if name in __all__:
-        module = _MODULES.get(name, "strategies")
-        return getattr(importlib.import_module(f"planner.testing.{module}"), name)
+        from planner.testing import checking, steps, strategies
+
+        module = checking if name in checking.__all__ else steps if name in steps.__all__ else strategies
+        return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
