@@ -132,6 +132,10 @@ class Workload:
             pools={letter: sizes.get(letter, size) for letter, size in self.pools.items()},
         )
 
+    def variant(self, name: str, **changes: Any) -> Workload:
+        """Return a variant of the workload, in which some fields differ."""
+        return dataclasses.replace(self, name=f"{self.name}/{name}", **changes)
+
     def cpu(self) -> Workload:
         """Return the workload in sizes that a CPU with 24 GB can hold, gradients included."""
         return self.resized(**self.cpu_sizes)
@@ -244,12 +248,25 @@ _MIDDLE = View((2, 1, 1), (1, 0, 0), (1, 1, 1))
 _EVERY_SECOND_ROW = View((2, 2, 1), (0, 0, 0), (1, 2, 1))
 _K_MAJOR = View((2, 1, 1), (0, 0, 0), (1, 1, 1), order=(0, 2, 1))
 
-_SLICED = {"i": 8, "j": 16384, "k": 2048, "l": 1024}
-_SLICED_CPU = {"i": 8, "j": 2048, "k": 1024, "l": 512}
-_IMAGES = {"i": 5, "k": 784, "j": 10}
-_GATHERED_KEYS = "bhqd, b h i[bhqk] d -> bhqk"
+_SLICED = Workload(
+    "seed-sliced-einsum",
+    "ijk, ikl -> jl",
+    _SLICED_EINSUM,
+    {"i": 8, "j": 16384, "k": 2048, "l": 1024},
+    cpu_sizes={"i": 8, "j": 2048, "k": 1024, "l": 512},
+    views=(_HEAD, None),
+)
+_IMAGES = Workload("seed-outer-and-matmul", "ik,kj->ij", _OUTER_AND_MATMUL, {"i": 5, "k": 784, "j": 10})
 _KEYS = {"b": 8, "h": 1, "q": 1000, "k": 100, "d": 32}
-_EXPERTS = {"t": 4096, "k": 2, "i": 512, "o": 1024}
+_GATHERED = Workload("seed-gathered-keys", "bhqd, b h i[bhqk] d -> bhqk", _ATTENTION_KEYS, _KEYS, pools={"i": 1000})
+_SHARED = Workload("seed-shared-keys", "bhqd, bhkd -> bhqk", _ATTENTION_KEYS, _KEYS)
+_EXPERTS = Workload(
+    "experts",
+    "ti, e[tk]io, tk -> to",
+    "mixture of experts",
+    {"t": 4096, "k": 2, "i": 512, "o": 1024},
+    pools={"e": 64},
+)
 
 _ROWS = (
     Workload(
@@ -259,33 +276,12 @@ _ROWS = (
         {"n": 131072, "i": 1, "j": 64, "k": 64},
         pools={"q": 2048},
     ),
-    Workload(
-        "seed-sliced-einsum", "ijk, ikl -> jl", _SLICED_EINSUM, _SLICED, views=(_HEAD, None), cpu_sizes=_SLICED_CPU
+    _SLICED,
+    _SLICED.resized(j=8192).variant(
+        "strided", views=(_EVERY_SECOND_ROW, None), cpu_sizes={**_SLICED.cpu_sizes, "j": 1024}
     ),
-    Workload(
-        "seed-sliced-einsum/strided",
-        "ijk, ikl -> jl",
-        _SLICED_EINSUM,
-        {**_SLICED, "j": 8192},
-        views=(_EVERY_SECOND_ROW, None),
-        cpu_sizes={**_SLICED_CPU, "j": 1024},
-    ),
-    Workload(
-        "seed-sliced-einsum/overlap",
-        "ijk, ikl -> jl",
-        _SLICED_EINSUM,
-        _SLICED,
-        views=(_MIDDLE, None),
-        cpu_sizes=_SLICED_CPU,
-    ),
-    Workload(
-        "seed-sliced-einsum/k-major",
-        "ijk, ikl -> jl",
-        _SLICED_EINSUM,
-        _SLICED,
-        views=(_K_MAJOR, None),
-        cpu_sizes=_SLICED_CPU,
-    ),
+    _SLICED.variant("overlap", views=(_MIDDLE, None)),
+    _SLICED.variant("k-major", views=(_K_MAJOR, None)),
     Workload(
         "seed-two-by-matrices",
         "ijk, ikl -> jl",
@@ -299,17 +295,15 @@ _ROWS = (
         _SLICED_EINSUM,
         {"i": 64, "j": 16, "k": 32, "l": 64, "m": 8, "p": 64},
     ),
-    Workload("seed-outer-and-matmul", "ik,kj->ij", _OUTER_AND_MATMUL, _IMAGES),
-    Workload("seed-outer-and-matmul/outer", "ik,kj->ikj", _OUTER_AND_MATMUL, _IMAGES),
-    Workload("seed-outer-and-matmul/large", "ik,kj->ij", _OUTER_AND_MATMUL, {**_IMAGES, "i": 50000}),
-    Workload("seed-outer-and-matmul/outer-large", "ik,kj->ikj", _OUTER_AND_MATMUL, {**_IMAGES, "i": 50000}),
+    _IMAGES,
+    _IMAGES.variant("outer", spec="ik,kj->ikj"),
+    _IMAGES.resized(i=50000).variant("large"),
+    _IMAGES.resized(i=50000).variant("outer-large", spec="ik,kj->ikj"),
     Workload("seed-separate-keys", "bhqd, bhqkd -> bhqk", _ATTENTION_KEYS, _KEYS),
-    Workload("seed-gathered-keys", _GATHERED_KEYS, _ATTENTION_KEYS, _KEYS, pools={"i": 1000}),
-    Workload("seed-gathered-keys/k10", _GATHERED_KEYS, _ATTENTION_KEYS, {**_KEYS, "k": 10}, pools={"i": 1000}),
-    Workload("seed-gathered-keys/k30", _GATHERED_KEYS, _ATTENTION_KEYS, {**_KEYS, "k": 30}, pools={"i": 1000}),
-    Workload("seed-gathered-keys/k1000", _GATHERED_KEYS, _ATTENTION_KEYS, {**_KEYS, "k": 1000}, pools={"i": 1000}),
-    Workload("seed-shared-keys", "bhqd, bhkd -> bhqk", _ATTENTION_KEYS, _KEYS),
-    Workload("seed-shared-keys/all", "bhqd, bhkd -> bhqk", _ATTENTION_KEYS, {**_KEYS, "k": 1000}),
+    _GATHERED,
+    *(_GATHERED.resized(k=k).variant(f"k{k}") for k in (10, 30, 1000)),
+    _SHARED,
+    _SHARED.resized(k=1000).variant("all"),
     Workload("three-way-batch", "bgk, bkd, bk -> bgd", "opt_einsum #254", {"b": 64, "g": 8, "k": 4096, "d": 128}),
     Workload(
         "clique",
@@ -355,8 +349,8 @@ _ROWS = (
         pools={"x": 87680, "w": 27, "o": 87680},
         sorted_indices=("w",),
     ),
-    Workload("experts", "ti, e[tk]io, tk -> to", "mixture of experts", _EXPERTS, pools={"e": 64}),
-    Workload("experts/8", "ti, e[tk]io, tk -> to", "mixture of experts", _EXPERTS, pools={"e": 8}),
+    _EXPERTS,
+    _EXPERTS.resized(e=8).variant("8"),
     Workload(
         "lora",
         "ti, q[t]ir, q[t]ro -> to",
