@@ -396,18 +396,18 @@ class _Task:
                 law.holds(engine, subject, problem)
             count += 1
 
-        def failed(problem: Problem, what: str, found: str = "", expected: str = "", script: str = "") -> Verdict:
-            return Verdict(law.name, name, count, Failure(law.name, name, problem, what, found, expected, script))
+        def failed(*found: Any) -> Verdict:
+            return Verdict(law.name, name, count, Failure(law.name, name, *found))
 
         try:
             attempt()
-        except Broken as e:
-            return failed(e.problem, e.what, e.found, e.expected, e.script)
+        except Broken as broken:
+            return failed(*broken.args)
         except FailedHealthCheck as error:
             raise PlannerError(f"check draws its problems itself: call it outside of a @given test ({error})") from None
         except Flaky:
             script, what = scripts.of_values(engine.name, last[0], subject, {}), "something depends on chance"
-            return failed(last[0], f"the same problem fails and does not fail: {what}", script=script)
+            return failed(last[0], f"the same problem fails and does not fail: {what}", "", "", script)
         except Unsatisfiable:
             if subject.kernel is not None:
                 raise PlannerError(

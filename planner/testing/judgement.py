@@ -29,17 +29,13 @@ __all__ = ["Broken", "Subject", "allowed", "differs", "raising", "steps_of", "te
 class Broken(Exception):
     """A law does not hold.
 
-    Attributes:
+    Args:
         problem: the problem that shows it.
         what: what is wrong, such as "the result differs".
         found: the result, as text.
         expected: the expected result, as text.
         script: a Python program that prints both.
     """
-
-    def __init__(self, problem: Problem, what: str, found: str, expected: str, script: str) -> None:
-        self.problem, self.what, self.found, self.expected, self.script = problem, what, found, expected, script
-        super().__init__(what)
 
 
 @contextlib.contextmanager

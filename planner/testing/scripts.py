@@ -65,13 +65,13 @@ def of_gradients(
             lines.append("vectors = {number: v.conj() for number, v in vectors.items()}")
         lines.append("expected = second_derivatives(spec, gout, operands, vectors, **arguments, **indices)")
     lines.append("print('expected', *[expected[number] for number in wanted], sep='\\n')")
-    return _program(framework, problem, subject, lines, needs_gradients=True, needs_gout=True)
+    return _program(framework, problem, subject, lines)
 
 
 def of_memory(framework: str, problem: Problem) -> str:
     """Return a program that prints a plan's predicted memory beside the measured one."""
     plan = f"plan = {_plan(framework, problem)}"
-    return _program(framework, problem, None, [plan, "print(plan.analyze(*xs, rounds=1, **qs))"], needs_gradients=True)
+    return _program(framework, problem, None, [plan, "print(plan.analyze(*xs, rounds=1, **qs))"])
 
 
 def of_step(framework: str, problem: Problem, number: int, lowering: str, made: Plan, *, own: bool) -> str:
@@ -91,7 +91,7 @@ def of_step(framework: str, problem: Problem, number: int, lowering: str, made: 
         f"found, expected = run_step(plan, xs, qs, {number}, {lowering!r}{gradient})",
         "print('found', *found, 'expected', *expected, sep='\\n')",
     ]
-    return _program(framework, problem, None, lines, needs_gradients=True, needs_gout=bool(gradient))
+    return _program(framework, problem, None, lines)
 
 
 # --- parts --------------------------------------------------------------------------------------
@@ -150,15 +150,7 @@ def _code(x: Array) -> str:
     return f"np.lib.stride_tricks.as_strided(np.array({memory.tolist()}, {x.dtype.name!r}), {x.shape}, {x.strides})"
 
 
-def _program(
-    framework: str,
-    problem: Problem,
-    subject: Subject | None,
-    lines: list[str],
-    *,
-    needs_gradients: bool = False,
-    needs_gout: bool = False,
-) -> str:
+def _program(framework: str, problem: Problem, subject: Subject | None, lines: list[str]) -> str:
     """Return a program: imports, spec, operands and index arrays, then the given lines."""
     text = "\n".join(lines)
     operands = problem.operands()
@@ -180,7 +172,7 @@ def _program(
         head.append("jax.config.update('jax_enable_x64', True)")
     arguments = {"sizes": problem.sizes, "index_mode": problem.index_mode}
     converted = [_converted(framework, f"operands[{n}]", d) for n, d in enumerate(problem.dtypes)]
-    if framework == "torch" and needs_gradients:
+    if framework == "torch":
         converted = [
             f"{x}.requires_grad_()" if need else x for x, need in zip(converted, problem.requires_grad, strict=True)
         ]
@@ -196,7 +188,7 @@ def _program(
         f"xs = [{', '.join(converted)}]",
         f"qs = {{name: {_converted(framework, 'q', '')} for name, q in indices.items()}}".replace(", ''", ""),
     ]
-    if needs_gout:
+    if "gout" in text:
         body.append(f"gout = {_code(problem.output_gradient())}")
     return "\n".join([*head, "", *body, "", *lines, ""])
 
