@@ -135,12 +135,11 @@ def _check(options: argparse.Namespace) -> int:
         from planner.testing.checking import check
     except ModuleNotFoundError as error:
         raise PlannerError(f"{error.name} is not installed: pip install 'contraction-planner[testing]'") from None
-    bar: list[Progress] = []
+    bar = Progress(0)
 
     def progress(what: str, total: int) -> None:
-        if not bar:
-            bar.append(Progress(total))
-        bar[0](what)
+        bar.total = total
+        bar(what)
 
     try:
         report = check(
@@ -156,8 +155,7 @@ def _check(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 130
     finally:
-        if bar:
-            bar[0].clear()
+        bar.clear()
     print(report)
     return 0 if report.passed else 1
 
