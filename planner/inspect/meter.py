@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from planner.inspect import memory as measure
 from planner.inspect.analysis import Figures
@@ -20,7 +20,23 @@ from planner.program.implementations import Backend, Stepwise
 from planner.program.plan import PlanRecord
 from planner.program.program import Program, Step
 
-__all__ = ["Meter", "meter_of"]
+__all__ = ["Call", "Meter", "meter_of", "of_some"]
+
+
+# A contraction as a function of operands and index arrays.
+Call: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Any]
+
+
+def of_some(
+    call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int]
+) -> Callable[..., Any]:
+    """Return a call as a function of the wanted operands alone."""
+
+    def function(*chosen: Any) -> Any:
+        given = dict(zip(wanted, chosen, strict=True))
+        return call([given.get(number, x) for number, x in enumerate(operands)], indices)
+
+    return function
 
 
 class Meter:
@@ -288,11 +304,8 @@ class JaxMeter(Meter):
 
         return jnp.ones_like(result)
 
-    def _of(self, indices: Mapping[str, Any], chosen: Sequence[Any]) -> Any:
-        operands = list(self.operands)
-        for number, x in zip(self.wanted, chosen, strict=True):
-            operands[number] = x
-        return self.run(operands, indices)
+    def _of(self, indices: Mapping[str, Any]) -> Callable[..., Any]:
+        return of_some(self.run, self.operands, indices, self.wanted)
 
     @property
     def _chosen(self) -> list[Any]:
@@ -316,7 +329,7 @@ class JaxMeter(Meter):
         held = (self.operands, self.indices)
         retained = 0
         if self.wanted:
-            retained = measure.jax_retained(lambda *xs: self._of(self.indices, xs), *self._chosen, held=held)
+            retained = measure.jax_retained(self._of(self.indices), *self._chosen, held=held)
         rows = [("", Figures(self.seconds(self.call), *_sums(steps), _most(steps), retained))]
         prepared = self._arguments()
         run, said = measure.jax_compiled(
@@ -330,7 +343,7 @@ class JaxMeter(Meter):
         """Measure the pullback from ones: step by step, and compiled as a whole."""
         import jax
 
-        result, pullback = jax.vjp(lambda *xs: self._of(self.indices, xs), *self._chosen)
+        result, pullback = jax.vjp(self._of(self.indices), *self._chosen)
         gradient = self.output_gradient(result)
         seconds = self.seconds(lambda _: pullback(gradient))
         rows = [("", Figures(seconds, *_sums(steps), _most(steps)))]
@@ -339,7 +352,7 @@ class JaxMeter(Meter):
         prepared = self._arguments()
 
         def both(chosen: Any, q: Any) -> Any:
-            return jax.vjp(lambda *xs: self._of({**self.indices, **q}, xs), *chosen)
+            return jax.vjp(self._of({**self.indices, **q}), *chosen)
 
         result, pullback = self.wait(jax.jit(both)(tuple(self._chosen), prepared))
         run, said = measure.jax_compiled(lambda back, g: back(g), pullback, gradient)

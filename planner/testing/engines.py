@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from planner.api import plan
 from planner.inspect import memory as measure
+from planner.inspect.meter import Call, of_some
 from planner.language.errors import PlannerError, PlannerLimitError
 from planner.language.spec import Operand
 from planner.plan import Plan
@@ -23,21 +24,6 @@ __all__ = ["Call", "Engine", "engine_of", "installed", "of_some"]
 _INDEX_COPIES = 6
 # Bytes that plans do not count: Python's own objects, which NumPy's measurement includes, and XLA's padding.
 _OWN_BYTES = 2**15
-
-# A contraction of a problem, as a function of operands and index arrays.
-Call: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Any]
-
-
-def of_some(
-    call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int]
-) -> Callable[..., Any]:
-    """Return a call as a function of the wanted operands alone."""
-
-    def function(*chosen: Any) -> Any:
-        given = dict(zip(wanted, chosen, strict=True))
-        return call([given.get(number, x) for number, x in enumerate(operands)], indices)
-
-    return function
 
 
 class Engine:
