@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 __all__ = [
-    "Compiled",
     "Counted",
     "Measured",
     "jax_buffers",
@@ -60,18 +59,17 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What a call computed and moved, counted operator by operator. A count is None if unknown."""
+    """What a framework says about a call. A figure is None if unknown.
+
+    Attributes:
+        flops: FLOPs.
+        bytes_moved: bytes read and written.
+        peak_bytes: bytes of the temporaries and results of a compiled function.
+    """
 
     flops: int | None
     bytes_moved: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """What XLA says about a compiled function: the bytes of temporaries and results, and its counts."""
-
-    peak_bytes: int | None
-    counted: Counted
+    peak_bytes: int | None = None
 
 
 # --- torch --------------------------------------------------------------------------------------
@@ -317,7 +315,7 @@ def jax_temp_bytes(call: Callable[..., Any], *operands: Any) -> int:
     return int(analysis.temp_size_in_bytes)
 
 
-def jax_compiled(call: Callable[..., Any], *operands: Any) -> tuple[Callable[..., Any], Compiled]:
+def jax_compiled(call: Callable[..., Any], *operands: Any) -> tuple[Callable[..., Any], Counted]:
     """Compile a call for operands. Return the compiled function and what XLA says about it.
 
     A figure is None if the platform does not report it. XLA counts the body of a loop once.
@@ -330,7 +328,7 @@ def jax_compiled(call: Callable[..., Any], *operands: Any) -> tuple[Callable[...
     peak = None if memory is None else int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
     cost = cost[0] if isinstance(cost, (list, tuple)) and cost else cost or {}
     flops, moved = (int(cost[key]) if cost.get(key, -1) >= 0 else None for key in ("flops", "bytes accessed"))
-    return compiled, Compiled(peak, Counted(flops, moved))
+    return compiled, Counted(flops, moved, peak)
 
 
 def _has_buffer(x: Any) -> bool:

@@ -287,7 +287,7 @@ class JaxMeter(Meter):
 
     def counts(self, call: Callable[[], Any]) -> Counted:
         """Return the counts of XLA."""
-        return self.said.counted
+        return self.said
 
     def buffers(self, arrays: Sequence[Any]) -> dict[int, int]:
         """Return the arrays' buffers."""
@@ -336,8 +336,7 @@ class JaxMeter(Meter):
             lambda xs, q: self.run(xs, {**self.indices, **q}), tuple(self.operands), prepared
         )
         seconds = self.seconds(lambda _: run(tuple(self.operands), prepared))
-        counted = said.counted
-        return [*rows, ("compiled", Figures(seconds, counted.flops, counted.bytes_moved, said.peak_bytes))]
+        return [*rows, ("compiled", Figures(seconds, said.flops, said.bytes_moved, said.peak_bytes))]
 
     def backward(self, steps: Sequence[Figures]) -> list[tuple[str, Figures]]:
         """Measure the pullback from ones: step by step, and compiled as a whole."""
@@ -360,7 +359,7 @@ class JaxMeter(Meter):
         free = measure.jax_buffers((self.operands, self.indices, prepared, result))
         retained = sum(n for pointer, n in measure.jax_buffers(pullback).items() if pointer not in free)
         live = None if said.peak_bytes is None else said.peak_bytes + retained
-        return [*rows, ("compiled", Figures(seconds, said.counted.flops, said.counted.bytes_moved, live))]
+        return [*rows, ("compiled", Figures(seconds, said.flops, said.bytes_moved, live))]
 
 
 def _most(steps: Sequence[Figures]) -> int | None:
