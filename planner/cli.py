@@ -155,7 +155,7 @@ def _check(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 130
     finally:
-        bar.clear()
+        bar.close()
     print(report)
     return 0 if report.passed else 1
 

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    progress = Progress(2 * len(options.check or WORKLOADS))
-    try:
+    with closing(Progress(2 * len(options.check or WORKLOADS))) as progress:
         times = check(options.check, progress)
-    finally:
-        progress.clear()
     print(json.dumps([dataclasses.asdict(t) for t in times], indent=1) if options.json else check_text(times))
     return 0
 
@@ -72,11 +70,8 @@ def _report(progress: Progress, lab: Lab, what: str) -> None:
 
 def _calibrate(options: argparse.Namespace) -> int:
     labs = list(make_labs())
-    progress = Progress(STAGES * len(labs))
-    try:
+    with closing(Progress(STAGES * len(labs))) as progress:
         devices = [measure(lab, partial(_report, progress, lab)) for lab in labs]
-    finally:
-        progress.clear()
     # Stored together at the end, so an interrupted run changes nothing.
     measured = [
         (lab, device, None if options.dry_run else rates.write(device, lab.key))
