@@ -93,20 +93,18 @@ def _analyze(plan: Plan) -> Analysis:
     return plan.analyze(*operands, **indices)
 
 
+def _add_spec(command: argparse.ArgumentParser, size_help: str) -> None:
+    """Add the arguments that all commands about a spec share."""
+    command.add_argument("spec", help="such as 'nij, q[n]jk -> nik'")
+    command.add_argument("--size", action="append", default=[], type=_named_size, metavar="d=100", help=size_help)
+
+
 def _add_problem(command: argparse.ArgumentParser) -> None:
     """Add the arguments that describe a contraction."""
-    command.add_argument("spec", help="such as 'nij, q[n]jk -> nik'")
+    _add_spec(command, "size of an axis or scattered dimension")
     command.add_argument("shapes", nargs="*", type=_shape, help="a shape for each operand, such as 128x1x64")
     command.add_argument(
         "--index", action="append", default=[], type=_named_shape, metavar="q=128", help="shape of an index array"
-    )
-    command.add_argument(
-        "--size",
-        action="append",
-        default=[],
-        type=_named_size,
-        metavar="d=100",
-        help="size of an axis or scattered dimension",
     )
     command.add_argument("--backend", default="numpy", choices=("torch", "jax", "numpy"))
     command.add_argument("--dtype", default="float32")
@@ -121,15 +119,7 @@ def _add_check(commands: Any) -> None:
     command = commands.add_parser(
         "check", help="property-test a spec: values, gradients, every path and implementation, memory"
     )
-    command.add_argument("spec", help="such as 'nij, q[n]jk -> nik'")
-    command.add_argument(
-        "--size",
-        action="append",
-        default=[],
-        type=_named_size,
-        metavar="d=100",
-        help="fix the size of an axis or of an indexed dimension; others are drawn",
-    )
+    _add_spec(command, "fix the size of an axis or of an indexed dimension; others are drawn")
     command.add_argument(
         "--backend", action="append", choices=("torch", "jax", "numpy"), help="by default all installed"
     )
@@ -145,12 +135,11 @@ def _check(options: argparse.Namespace) -> int:
         from planner.testing.checking import check
     except ModuleNotFoundError as error:
         raise PlannerError(f"{error.name} is not installed: pip install 'contraction-planner[testing]'") from None
-    bar: list[Progress] = []
+    bar = Progress(0)
 
     def progress(what: str, total: int) -> None:
-        if not bar:
-            bar.append(Progress(total))
-        bar[0](what)
+        bar.total = total
+        bar(what)
 
     try:
         report = check(
@@ -166,8 +155,7 @@ def _check(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 130
     finally:
-        if bar:
-            bar[0].clear()
+        bar.close()
     print(report)
     return 0 if report.passed else 1
 

@@ -27,7 +27,7 @@ class Progress:
             sys.stderr.flush()
         self.done += 1
 
-    def clear(self) -> None:
+    def close(self) -> None:
         """Remove the bar from the terminal."""
         if sys.stderr.isatty():
             sys.stderr.write("\r\033[K")

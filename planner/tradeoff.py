@@ -8,7 +8,6 @@ from typing import Any
 
 from planner.api import plan
 from planner.cost.device import Device
-from planner.cost.figures import PlanCost
 from planner.cost.objective import OBJECTIVES
 from planner.inspect.text import table_lines
 from planner.language.errors import PlannerError, PlannerLimitError
@@ -144,13 +143,11 @@ def tradeoff(
     """
     if isinstance(optimize, str) and optimize == "measure":
         raise PlannerError("tradeoff compares predictions: pass another optimize=, then time its plans")
-    limits = {
-        "memory_limit": parse_bytes(memory_limit, "memory_limit"),
-        "retain_limit": parse_bytes(retain_limit, "retain_limit"),
-    }
     options: dict[str, Any] = {
         "sizes": sizes,
         "optimize": optimize,
+        "memory_limit": parse_bytes(memory_limit, "memory_limit"),
+        "retain_limit": parse_bytes(retain_limit, "retain_limit"),
         "index_mode": index_mode,
         "dtype": dtype,
         "backend": backend,
@@ -158,7 +155,7 @@ def tradeoff(
     }
 
     def make(objective: str, **others: int | None) -> Plan:
-        return plan(spec, *operands, minimize=objective, **{**options, **limits, **others}, **indices)
+        return plan(spec, *operands, minimize=objective, **{**options, **others}, **indices)
 
     plans: list[Plan] = []
     try:
@@ -193,19 +190,17 @@ def _rungs(values: Sequence[int]) -> list[int]:
     return sorted(rungs - set(values))
 
 
-def _figures(cost: PlanCost) -> tuple[float, int, int]:
-    return cost.seconds, cost.peak_bytes, cost.retained_bytes
-
-
-def _is_as_good(cost: PlanCost, other: PlanCost) -> bool:
-    """Whether a cost is at most the other one in each figure."""
-    return all(a <= b for a, b in zip(_figures(cost), _figures(other), strict=True))
-
-
 def _front(plans: Iterable[Plan]) -> tuple[Plan, ...]:
     """Return the plans that no other plan beats, sorted by time. Of plans with equal figures one is returned."""
+
+    def figures(point: Plan) -> tuple[float, ...]:
+        cost = point.cost
+        return cost.seconds, cost.peak_bytes, cost.retained_bytes, cost.flops, cost.bytes_moved
+
     front: list[Plan] = []
-    for point in sorted(plans, key=lambda p: (*_figures(p.cost), p.cost.flops, p.cost.bytes_moved)):
-        if not any(_is_as_good(other.cost, point.cost) for other in front):
+    for point in sorted(plans, key=figures):
+        _, peak, retained, *_ = figures(point)
+        # No plan that came before takes longer.
+        if not any(p.cost.peak_bytes <= peak and p.cost.retained_bytes <= retained for p in front):
             front.append(point)
     return tuple(front)

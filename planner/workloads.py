@@ -5,9 +5,9 @@ Example:
     >>> seed = WORKLOADS["seed-gathered-matmul"]
     >>> print(seed.spec, seed.shapes)
     nij, q[n]jk -> nik ((131072, 1, 64), (2048, 64, 64))
-    >>> tiny = seed.tiny()
-    >>> a, c = tiny.operands("numpy", seed=0)
-    >>> tiny.indices("numpy", seed=0)["q"].shape == a.shape[:1]
+    >>> small = seed.resized(n=8, q=4)
+    >>> a, c = small.operands("numpy", seed=0)
+    >>> small.indices("numpy", seed=0)["q"].shape == a.shape[:1]
     True
 """
 
@@ -29,10 +29,6 @@ Framework = Literal["numpy", "torch", "jax"]
 Values = Literal["integers", "normal"]
 Skew = Literal["uniform", "half", "zipf", "one"]
 Shape = tuple[int, ...]
-
-# Sizes differ, so that a mistaken axis shows. Axes beyond the table start over.
-_TINY_SIZES = (3, 4, 2, 5, 6)
-_TINY_POOL = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,26 +67,26 @@ class Workload:
     Attributes:
         name: the key in `WORKLOADS`. Names of variants have a slash, as in ``seed-gathered-keys/k10``.
         spec: the contraction as `planner.contract` takes it.
-        sizes: pairs of axis and size.
-        pools: pairs of index array and the size of the dimension that it reads or adds into.
         source: who met the contraction, and where.
+        sizes: the size of each axis.
+        pools: for each index array, the size of the dimension that it reads or adds into.
+        cpu_sizes: sizes to use instead on a CPU with 24 GB, if the full ones are too large for it.
         gradients: for each operand, whether it takes a gradient; empty if all do.
         views: for each operand, where it lies inside a larger array; empty if none does.
         same_as: for each operand, the number of the first operand with the same array; empty if all arrays differ.
         sorted_indices: the index arrays that are sorted.
-        cpu_sizes: sizes to use instead on a CPU with 24 GB, if the full ones are too large for it.
     """
 
     name: str
     spec: str
-    sizes: tuple[tuple[str, int], ...]
     source: str
-    pools: tuple[tuple[str, int], ...] = ()
+    sizes: Mapping[str, int] = dataclasses.field(hash=False)
+    pools: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
+    cpu_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
     gradients: tuple[bool, ...] = ()
     views: tuple[View | None, ...] = ()
     same_as: tuple[int, ...] = ()
     sorted_indices: tuple[str, ...] = ()
-    cpu_sizes: tuple[tuple[str, int], ...] = ()
 
     @property
     def parsed(self) -> Spec:
@@ -110,8 +106,7 @@ class Workload:
     @property
     def index_shapes(self) -> dict[str, Shape]:
         """Shape of each index array."""
-        sizes = dict(self.sizes)
-        return {g.array: tuple(sizes[axis] for axis in g.axes) for g in self.parsed.gathers}
+        return {g.array: tuple(self.sizes[axis] for axis in g.axes) for g in self.parsed.gathers}
 
     @property
     def takes_gradient(self) -> tuple[bool, ...]:
@@ -121,41 +116,29 @@ class Workload:
     @property
     def options(self) -> dict[str, Any]:
         """The options that `contract` needs besides the arrays: the sizes of scattered dimensions."""
-        pools = dict(self.pools)
-        scattered = {gather.array: pools[gather.array] for gather in term_gathers(self.parsed.output)}
+        scattered = {gather.array: self.pools[gather.array] for gather in term_gathers(self.parsed.output)}
         return {"sizes": scattered} if scattered else {}
 
     def _shape(self, term: Term) -> Shape:
-        sizes, pools = dict(self.sizes), dict(self.pools)
-        return tuple(pools[e.array] if isinstance(e, Gather) else sizes[e] for e in term)
+        return tuple(self.pools[e.array] if isinstance(e, Gather) else self.sizes[e] for e in term)
 
     def resized(self, **sizes: int) -> Workload:
         """Return the workload with other sizes of axes, or of pools by the letter of their index array."""
-        unknown = set(sizes) - {letter for letter, _ in self.sizes + self.pools}
-        if unknown:
+        if unknown := sizes.keys() - self.sizes.keys() - self.pools.keys():
             raise ValueError(f"{self.name} has no axis and no index array {', '.join(sorted(unknown))}")
         return dataclasses.replace(
             self,
-            sizes=tuple((letter, sizes.get(letter, size)) for letter, size in self.sizes),
-            pools=tuple((letter, sizes.get(letter, size)) for letter, size in self.pools),
+            sizes={letter: sizes.get(letter, size) for letter, size in self.sizes.items()},
+            pools={letter: sizes.get(letter, size) for letter, size in self.pools.items()},
         )
+
+    def variant(self, name: str, **changes: Any) -> Workload:
+        """Return a variant of the workload, in which some fields differ."""
+        return dataclasses.replace(self, name=f"{self.name}/{name}", **changes)
 
     def cpu(self) -> Workload:
         """Return the workload in sizes that a CPU with 24 GB can hold, gradients included."""
-        return self.resized(**dict(self.cpu_sizes))
-
-    def tiny(self) -> Workload:
-        """Return the workload in sizes for tests: a few elements along each axis, neighbouring axes unequal."""
-        sizes = {
-            axis: min(size, _TINY_SIZES[number % len(_TINY_SIZES)]) for number, (axis, size) in enumerate(self.sizes)
-        }
-        terms = self.parsed.inputs
-        for number, original in enumerate(self.same_as):
-            # An array that is passed twice has one shape, so both terms have the same sizes.
-            for axis, other in zip(terms[number], terms[original], strict=True):
-                if isinstance(axis, str) and isinstance(other, str):
-                    sizes[axis] = sizes[other]
-        return self.resized(**sizes, **{array: min(size, _TINY_POOL) for array, size in self.pools})
+        return self.resized(**self.cpu_sizes)
 
     def operands(
         self,
@@ -163,8 +146,6 @@ class Workload:
         seed: int = 0,
         *,
         values: Values = "integers",
-        magnitude: int = 2,
-        dtype: str = "float32",
         requires_grad: bool = False,
     ) -> tuple[Any, ...]:
         """Make the operands. An operand inside of a larger array is a view of it, if the framework has views.
@@ -172,9 +153,7 @@ class Workload:
         Args:
             framework: "numpy", "torch" or "jax".
             seed: seed of the random values. They are the same in every framework.
-            values: "integers" from -magnitude to magnitude, whose sums are exact, or "normal".
-            magnitude: the largest integer.
-            dtype: dtype name.
+            values: "integers" from -2 to 2, whose sums are exact, or "normal".
             requires_grad: for torch, whether the operands that `takes_gradient` names, or their bases, require it.
 
         Returns:
@@ -189,42 +168,36 @@ class Workload:
             view = self.views[number] if self.views else None
             base_shape = view.base_shape(shape) if view else shape
             order = view.order if view and view.order else tuple(range(len(shape)))
-            stored = _random(rng, tuple(base_shape[axis] for axis in order), values, magnitude)
-            base = to_framework(framework, stored, dtype)
+            stored = _random(rng, tuple(base_shape[axis] for axis in order), values)
+            base = to_framework(framework, stored.transpose(np.argsort(order)), "float32")
             if framework == "torch" and requires_grad and self.takes_gradient[number]:
                 base.requires_grad_()
-            back = tuple(order.index(axis) for axis in range(len(order)))
-            if back != tuple(range(len(back))):
-                base = base.permute(back) if framework == "torch" else base.transpose(back)
             arrays.append(base[view.slices(shape)] if view else base)
         return tuple(arrays)
 
-    def cotangent(self, framework: Framework, seed: int = 0, *, magnitude: int = 2, dtype: str = "float32") -> Any:
+    def cotangent(self, framework: Framework, seed: int = 0) -> Any:
         """Make a gradient of the output, of random integers."""
         rng = np.random.default_rng([seed, 1])
-        return to_framework(framework, _random(rng, self.output_shape, "integers", magnitude), dtype)
+        return to_framework(framework, _random(rng, self.output_shape, "integers"), "float32")
 
-    def indices(
-        self, framework: Framework, seed: int = 0, *, skew: Skew = "uniform", dtype: str = "int64"
-    ) -> dict[str, Any]:
+    def indices(self, framework: Framework, seed: int = 0, *, skew: Skew = "uniform") -> dict[str, Any]:
         """Make the index arrays, by letter. All indices are in range.
 
         Args:
             framework: "numpy", "torch" or "jax". JAX narrows int64 unless 64-bit types are enabled.
             seed: seed of the random rows.
             skew: how often each row is named; see `skewed_rows`.
-            dtype: an integer dtype name.
 
         Returns:
             An index array for each letter.
         """
         rng = np.random.default_rng([seed, 2])
-        pools, arrays = dict(self.pools), {}
+        arrays = {}
         for array, shape in self.index_shapes.items():
-            rows = skewed_rows(rng, math.prod(shape), pools[array], skew)
+            rows = skewed_rows(rng, math.prod(shape), self.pools[array], skew)
             if array in self.sorted_indices:
                 rows.sort()
-            arrays[array] = to_framework(framework, rows.reshape(shape), dtype)
+            arrays[array] = to_framework(framework, rows.reshape(shape), "int64")
         return arrays
 
 
@@ -241,10 +214,10 @@ def skewed_rows(rng: np.random.Generator, count: int, pool: int, skew: Skew) -> 
     return rows
 
 
-def _random(rng: np.random.Generator, shape: Shape, values: Values, magnitude: int) -> np.ndarray[Any, Any]:
+def _random(rng: np.random.Generator, shape: Shape, values: Values) -> np.ndarray[Any, Any]:
     if values == "normal":
         return rng.standard_normal(shape, np.float32)
-    return rng.integers(-magnitude, magnitude, shape, np.int8, endpoint=True).astype(np.float32)
+    return rng.integers(-2, 2, shape, np.int8, endpoint=True).astype(np.float32)
 
 
 def to_framework(framework: Framework, array: np.ndarray[Any, Any], dtype: str) -> Any:
@@ -264,31 +237,6 @@ def to_framework(framework: Framework, array: np.ndarray[Any, Any], dtype: str) 
     raise ValueError(f"no framework {framework!r}: 'numpy', 'torch' or 'jax'")
 
 
-def _row(
-    name: str,
-    spec: str,
-    source: str,
-    sizes: Mapping[str, int],
-    *,
-    pools: Mapping[str, int] | None = None,
-    cpu: Mapping[str, int] | None = None,
-    views: tuple[View | None, ...] = (),
-    same_as: tuple[int, ...] = (),
-    sorted_indices: tuple[str, ...] = (),
-) -> Workload:
-    return Workload(
-        name,
-        spec,
-        tuple(sizes.items()),
-        source,
-        pools=tuple((pools or {}).items()),
-        views=views,
-        same_as=same_as,
-        sorted_indices=sorted_indices,
-        cpu_sizes=tuple((cpu or {}).items()),
-    )
-
-
 # The seeds are four documents by people whom torch.einsum or torch.matmul surprised. `planner demo` answers them.
 _GATHERED_MATMUL = "seed 000: many weird phenomena about torch.matmul()"
 _SLICED_EINSUM = "seed 001: when you shouldn't trust einsum"
@@ -300,108 +248,100 @@ _MIDDLE = View((2, 1, 1), (1, 0, 0), (1, 1, 1))
 _EVERY_SECOND_ROW = View((2, 2, 1), (0, 0, 0), (1, 2, 1))
 _K_MAJOR = View((2, 1, 1), (0, 0, 0), (1, 1, 1), order=(0, 2, 1))
 
-_SLICED = {"i": 8, "j": 16384, "k": 2048, "l": 1024}
-_SLICED_CPU = {"i": 8, "j": 2048, "k": 1024, "l": 512}
-_IMAGES = {"i": 5, "k": 784, "j": 10}
-_GATHERED_KEYS = "bhqd, b h i[bhqk] d -> bhqk"
+_SLICED = Workload(
+    "seed-sliced-einsum",
+    "ijk, ikl -> jl",
+    _SLICED_EINSUM,
+    {"i": 8, "j": 16384, "k": 2048, "l": 1024},
+    cpu_sizes={"i": 8, "j": 2048, "k": 1024, "l": 512},
+    views=(_HEAD, None),
+)
+_IMAGES = Workload("seed-outer-and-matmul", "ik,kj->ij", _OUTER_AND_MATMUL, {"i": 5, "k": 784, "j": 10})
 _KEYS = {"b": 8, "h": 1, "q": 1000, "k": 100, "d": 32}
-_EXPERTS = {"t": 4096, "k": 2, "i": 512, "o": 1024}
+_GATHERED = Workload("seed-gathered-keys", "bhqd, b h i[bhqk] d -> bhqk", _ATTENTION_KEYS, _KEYS, pools={"i": 1000})
+_SHARED = Workload("seed-shared-keys", "bhqd, bhkd -> bhqk", _ATTENTION_KEYS, _KEYS)
+_EXPERTS = Workload(
+    "experts",
+    "ti, e[tk]io, tk -> to",
+    "mixture of experts",
+    {"t": 4096, "k": 2, "i": 512, "o": 1024},
+    pools={"e": 64},
+)
 
 _ROWS = (
-    _row(
+    Workload(
         "seed-gathered-matmul",
         "nij, q[n]jk -> nik",
         _GATHERED_MATMUL,
         {"n": 131072, "i": 1, "j": 64, "k": 64},
         pools={"q": 2048},
     ),
-    _row("seed-sliced-einsum", "ijk, ikl -> jl", _SLICED_EINSUM, _SLICED, views=(_HEAD, None), cpu=_SLICED_CPU),
-    _row(
-        "seed-sliced-einsum/strided",
-        "ijk, ikl -> jl",
-        _SLICED_EINSUM,
-        {**_SLICED, "j": 8192},
-        views=(_EVERY_SECOND_ROW, None),
-        cpu={**_SLICED_CPU, "j": 1024},
+    _SLICED,
+    _SLICED.resized(j=8192).variant(
+        "strided", views=(_EVERY_SECOND_ROW, None), cpu_sizes={**_SLICED.cpu_sizes, "j": 1024}
     ),
-    _row(
-        "seed-sliced-einsum/overlap",
-        "ijk, ikl -> jl",
-        _SLICED_EINSUM,
-        _SLICED,
-        views=(_MIDDLE, None),
-        cpu=_SLICED_CPU,
-    ),
-    _row(
-        "seed-sliced-einsum/k-major",
-        "ijk, ikl -> jl",
-        _SLICED_EINSUM,
-        _SLICED,
-        views=(_K_MAJOR, None),
-        cpu=_SLICED_CPU,
-    ),
-    _row(
+    _SLICED.variant("overlap", views=(_MIDDLE, None)),
+    _SLICED.variant("k-major", views=(_K_MAJOR, None)),
+    Workload(
         "seed-two-by-matrices",
         "ijk, ikl -> jl",
         _SLICED_EINSUM,
         {"i": 2, "j": 128, "k": 1024, "l": 128},
         views=(_HEAD, None),
     ),
-    _row(
+    Workload(
         "seed-layout",
         "ijkl, mip -> jklmp",
         _SLICED_EINSUM,
         {"i": 64, "j": 16, "k": 32, "l": 64, "m": 8, "p": 64},
     ),
-    _row("seed-outer-and-matmul", "ik,kj->ij", _OUTER_AND_MATMUL, _IMAGES),
-    _row("seed-outer-and-matmul/outer", "ik,kj->ikj", _OUTER_AND_MATMUL, _IMAGES),
-    _row("seed-outer-and-matmul/large", "ik,kj->ij", _OUTER_AND_MATMUL, {**_IMAGES, "i": 50000}),
-    _row("seed-outer-and-matmul/outer-large", "ik,kj->ikj", _OUTER_AND_MATMUL, {**_IMAGES, "i": 50000}),
-    _row("seed-separate-keys", "bhqd, bhqkd -> bhqk", _ATTENTION_KEYS, _KEYS),
-    _row("seed-gathered-keys", _GATHERED_KEYS, _ATTENTION_KEYS, _KEYS, pools={"i": 1000}),
-    _row("seed-gathered-keys/k10", _GATHERED_KEYS, _ATTENTION_KEYS, {**_KEYS, "k": 10}, pools={"i": 1000}),
-    _row("seed-gathered-keys/k30", _GATHERED_KEYS, _ATTENTION_KEYS, {**_KEYS, "k": 30}, pools={"i": 1000}),
-    _row("seed-gathered-keys/k1000", _GATHERED_KEYS, _ATTENTION_KEYS, {**_KEYS, "k": 1000}, pools={"i": 1000}),
-    _row("seed-shared-keys", "bhqd, bhkd -> bhqk", _ATTENTION_KEYS, _KEYS),
-    _row("seed-shared-keys/all", "bhqd, bhkd -> bhqk", _ATTENTION_KEYS, {**_KEYS, "k": 1000}),
-    _row("three-way-batch", "bgk, bkd, bk -> bgd", "opt_einsum #254", {"b": 64, "g": 8, "k": 4096, "d": 128}),
-    _row(
+    _IMAGES,
+    _IMAGES.variant("outer", spec="ik,kj->ikj"),
+    _IMAGES.resized(i=50000).variant("large"),
+    _IMAGES.resized(i=50000).variant("outer-large", spec="ik,kj->ikj"),
+    Workload("seed-separate-keys", "bhqd, bhqkd -> bhqk", _ATTENTION_KEYS, _KEYS),
+    _GATHERED,
+    *(_GATHERED.resized(k=k).variant(f"k{k}") for k in (10, 30, 1000)),
+    _SHARED,
+    _SHARED.resized(k=1000).variant("all"),
+    Workload("three-way-batch", "bgk, bkd, bk -> bgd", "opt_einsum #254", {"b": 64, "g": 8, "k": 4096, "d": 128}),
+    Workload(
         "clique",
         "ij,ik,il,jk,jl,kl->ij",
         "jax #24915",
         dict.fromkeys("ijkl", 8192),
-        cpu=dict.fromkeys("ijkl", 256),
+        cpu_sizes=dict.fromkeys("ijkl", 256),
     ),
-    _row(
+    Workload(
         "permuted-contraction",
         "jk,ijkl->il",
         "pytorch #57121",
         dict.fromkeys("ijkl", 128),
-        cpu=dict.fromkeys("ijkl", 64),
+        cpu_sizes=dict.fromkeys("ijkl", 64),
     ),
     # One array in both places, as in the issue.
-    _row(
+    Workload(
         "repeated",
         "nlp,nlq->l",
         "opt_einsum #112",
         {"n": 64, "l": 1024, "p": 32, "q": 32},
         same_as=(0, 0),
     ),
-    _row(
+    Workload(
         "chain-ijkl",
         "ijkl,jmik,jmil->jm",
         "opt_einsum #234",
         {"i": 1166, "j": 8000, "k": 3, "l": 3, "m": 6},
-        cpu={"j": 800},
+        cpu_sizes={"j": 800},
     ),
-    _row(
+    Workload(
         "gathered-heads",
         "bh, c[b]hd -> bd",
         "tensorflow #55600",
         {"b": 16384, "h": 128, "d": 128},
         pools={"c": 64},
     ),
-    _row(
+    Workload(
         "sparse-convolution",
         "x[pi]c, w[p]cm -> o[pi]m",
         "pytorch #142315",
@@ -409,23 +349,23 @@ _ROWS = (
         pools={"x": 87680, "w": 27, "o": 87680},
         sorted_indices=("w",),
     ),
-    _row("experts", "ti, e[tk]io, tk -> to", "mixture of experts", _EXPERTS, pools={"e": 64}),
-    _row("experts/8", "ti, e[tk]io, tk -> to", "mixture of experts", _EXPERTS, pools={"e": 8}),
-    _row(
+    _EXPERTS,
+    _EXPERTS.resized(e=8).variant("8"),
+    Workload(
         "lora",
         "ti, q[t]ir, q[t]ro -> to",
         "LoRA serving",
         {"t": 4096, "i": 1024, "r": 16, "o": 1024},
         pools={"q": 64},
     ),
-    _row(
+    Workload(
         "message-passing",
         "s[e]c, e -> d[e]c",
         "graph networks",
         {"e": 500000, "c": 64},
         pools={"s": 50000, "d": 50000},
     ),
-    _row(
+    Workload(
         "equivariant",
         "nci, ijkp, z[n]pc -> ncjk",
         "MACE-like networks",

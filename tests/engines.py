@@ -7,7 +7,9 @@ without `jit`.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 
 from planner.inspect import memory as measure
-from planner.testing.engines import Engine, JaxEngine, TorchEngine
+from planner.testing.engines import Engine, JaxEngine, TorchEngine, of_some
 from planner.workloads import Workload
 
 
@@ -28,14 +30,35 @@ class Ask(NamedTuple):
     jitted: bool = False
 
 
-def of_some(call, operands, indices, wanted) -> Callable[..., Any]:
-    """A call as a function of the wanted operands alone."""
+def saved_tensor_bytes(call, operands=()) -> int:
+    """Count the storages that torch's autograd saves, by its own hooks: a second count of retained bytes.
 
-    def function(*chosen):
-        given = dict(zip(wanted, chosen, strict=True))
-        return call([given.get(number, x) for number, x in enumerate(operands)], indices)
+    The count leaves out the storages of the operands, which include index arrays, those of the result, and tensors that
+    were saved and dropped again before the call returned. The hooks do not see tensors that an `autograd.Function`
+    keeps as attributes of its context, nor Python numbers, which ``2 * x`` keeps in 8 bytes. `torch_memory` sees both.
+    """
+    import torch
 
-    return function
+    saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+
+    def pack(tensor):
+        holder = _Saved(tensor)
+        saved.add(holder)
+        return holder
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
+        result = call()
+    gc.collect(0)
+    not_counted = measure.torch_storages(result) | measure.torch_storages(list(operands))
+    sizes = measure.torch_storages([holder.tensor for holder in saved])
+    return sum(n for pointer, n in sizes.items() if pointer not in not_counted)
+
+
+class _Saved:
+    """Holds one saved tensor, and can be weakly referenced."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor.detach()  # a saved output with its grad_fn would keep itself alive
 
 
 class Numpy(Engine):
@@ -107,7 +130,7 @@ class Torch(TorchEngine, Numpy):
     def held(self, call, operands, indices, wanted):
         """By torch's allocator, and by autograd's hooks."""
         measured = measure.torch_memory(lambda: call(operands, indices))[1]
-        saved = measure.saved_tensor_bytes(lambda: call(operands, indices), [*operands, *indices.values()])
+        saved = saved_tensor_bytes(lambda: call(operands, indices), [*operands, *indices.values()])
         return [measured.retained_bytes, saved]
 
     def leaves(self, arrays):

@@ -45,6 +45,18 @@ def exact_problems(dtypes=("float32",), slack: int = 1, **options) -> st.SearchS
     )
 
 
+def tiny(workload: Workload) -> Workload:
+    """A workload with a few elements along each axis, neighbouring axes unequal, so that a mistaken axis shows."""
+    sizes = {axis: min(size, (3, 4, 2, 5, 6)[n % 5]) for n, (axis, size) in enumerate(workload.sizes.items())}
+    terms = workload.parsed.inputs
+    for number, original in enumerate(workload.same_as):
+        # An array that is passed twice has one shape, so both terms have the same sizes.
+        for axis, other in zip(terms[number], terms[original], strict=True):
+            if isinstance(axis, str) and isinstance(other, str):
+                sizes[axis] = sizes[other]
+    return workload.resized(**sizes, **{array: min(size, 4) for array, size in workload.pools.items()})
+
+
 def stand_ins(problem: Problem) -> tuple[list[Operand], dict[str, Any]]:
     """A problem without its values, as planning may be asked: operands, and options with the shapes of index arrays."""
     described = zip(problem.shapes, problem.dtypes, problem.requires_grad, strict=True)

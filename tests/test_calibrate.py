@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 from conftest import installed_frameworks
+from laws import tiny
 
 import planner
 from planner.calibrate import command as calibrate
@@ -18,7 +19,7 @@ from planner.cost.device import CPU, GPU, PRESETS, gpu_preset
 from planner.search.slicing import make_loop
 
 KEY = rates.Key("a processor, 2 threads", "numpy", "2.0", "cpu")
-NUMPY_KEY = labs.NumpyLab().key
+NUMPY_KEY = labs.Lab().key
 MEASURED = dataclasses.replace(CPU, flop_rate=3e11, source="measured in a test")
 
 
@@ -162,7 +163,7 @@ def test_a_larger_problem_is_never_predicted_faster(name):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(calibrate, "make_labs", lambda: iter([labs.NumpyLab()]))
+    monkeypatch.setattr(calibrate, "make_labs", lambda: iter([labs.Lab()]))
     monkeypatch.setattr(calibrate, "measure", lambda lab, progress: MEASURED)
 
 
@@ -199,7 +200,7 @@ def test_measured_rates_are_rates(monkeypatch):
     """The measurements run, on a clock that only counts: every field is filled in and can be stored."""
     ticks = iter(range(10**9))
     monkeypatch.setattr(measurements.time, "perf_counter", lambda: float(next(ticks)))
-    lab = labs.NumpyLab()
+    lab = labs.Lab()
     stages = []
     device = measurements.measure(lab, stages.append)
     assert len(stages) == measurements.STAGES
@@ -249,11 +250,11 @@ def test_rates_are_work_by_time(monkeypatch):
 
 
 @pytest.fixture
-def tiny(monkeypatch):
-    monkeypatch.setitem(predictions.WORKLOADS, "equivariant", predictions.WORKLOADS["equivariant"].tiny())
+def small(monkeypatch):
+    monkeypatch.setitem(predictions.WORKLOADS, "equivariant", tiny(predictions.WORKLOADS["equivariant"]))
 
 
-def test_the_check_times_every_step(tiny):
+def test_the_check_times_every_step(small):
     found = predictions.check(["equivariant"])
     assert {t.framework for t in found} >= {"numpy"}
     assert all(t.predicted > 0 and t.measured > 0 for t in found)
@@ -270,7 +271,7 @@ def test_the_check_says_what_share_was_within_twice():
     assert [" ! " in line for line in lines[1:5]] == [False, False, False, True]
 
 
-def test_the_check_times_the_steps_of_a_slice(tiny, monkeypatch):
+def test_the_check_times_the_steps_of_a_slice(small, monkeypatch):
     whole = predictions.check(["equivariant"])
     monkeypatch.setattr(
         predictions, "plan", lambda *given, **options: make_loop(planner.plan(*given, **options), {"n": 1})

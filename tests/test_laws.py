@@ -22,6 +22,7 @@ from laws import (
     oracle,
     pick,
     problem_of,
+    tiny,
     values_and_gradients,
 )
 
@@ -32,7 +33,7 @@ from planner.language.spec import Gather
 from planner.program.frameworks import load_backend
 from planner.testing import Problem
 from planner.testing.judgement import Subject
-from planner.testing.reference import reference_gradients
+from planner.testing.reference import second_derivatives as second_derivatives_of
 from planner.testing.scripts import vectors_of
 from planner.workloads import WORKLOADS
 
@@ -102,16 +103,13 @@ def second_derivatives(engine, problem):
     With the vectors v for the operands x: the sum over i and j of the gradients of x_j with v_i in the place of x_i,
     and for the output's gradient the result's directional derivative.
     """
-    wanted, gout, arguments = problem.wanted, problem.output_gradient(), problem.arguments()
+    wanted, gout = problem.wanted, problem.output_gradient()
     operands, vectors = problem.operands(), vectors_of(problem)
     conjugated = [np.conj(x) for x in operands], [np.conj(x) for x in vectors]
     others, along = conjugated if engine.conjugates else (operands, vectors)
-    total, twice = [np.zeros(x.shape, np.result_type(x, gout)) for x in operands], 0
+    along = {number: along[number] for number in wanted}
+    total, twice = second_derivatives_of(problem.spec, gout, others, along, **problem.arguments()), 0
     for number in wanted:
-        changed = [*others[:number], along[number], *others[number + 1 :]]
-        for other, part in enumerate(reference_gradients(problem.spec, gout, *changed, **arguments)):
-            if other != number:
-                total[other] = total[other] + part
         rest = [v if n in wanted and n != number else None for n, v in enumerate(vectors)]
         if any(v is not None for v in rest):
             twice = twice + directional(problem, [*operands[:number], vectors[number], *operands[number + 1 :]], rest)
@@ -344,7 +342,7 @@ def test_output_gradients_in_any_strides(engine):
 def test_named_workloads(engine, sample):
     """Of torch's operands some are one tensor, whose gradient is the sum of those of its places."""
     asks = []
-    for minimize, workload in itertools.product(sample, (workload.tiny() for workload in WORKLOADS.values())):
+    for minimize, workload in itertools.product(sample, (tiny(workload) for workload in WORKLOADS.values())):
         problem = problem_of(workload)
         xs, gout = engine.of_workload(workload), workload.cotangent("numpy")
         result, *gradients = oracle(engine, problem, workload.operands("numpy"), gout)

@@ -7,7 +7,7 @@ import pytest
 from conftest import examples
 from engines import Torch
 from hypothesis import given, settings
-from laws import MODES, exact_problems, judge, problem_of, values_and_gradients
+from laws import MODES, exact_problems, judge, problem_of, tiny, values_and_gradients
 
 import planner
 from planner.cost.device import H200
@@ -101,7 +101,7 @@ def test_every_lowering_agrees():
     agree(Problem("ab -> aba", ((3, 2),)))
     q = np.array([[3, 0], [1, 1], [5, 0]])
     agree(Problem("abcd -> dq[ca]b", ((2, 3, 3, 2),), {"q": 5}, {"q": q}, "drop"))
-    for problem in (problem_of(workload.tiny()) for workload in WORKLOADS.values()):
+    for problem in (problem_of(tiny(workload)) for workload in WORKLOADS.values()):
         if len(problem.shapes) <= 2:
             agree(problem)
     assert not unseen, "never ran"

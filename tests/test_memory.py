@@ -8,7 +8,7 @@ import pytest
 from conftest import examples
 from engines import Jax, Torch, in_each
 from hypothesis import assume, given, settings
-from laws import Floors, exact_problems, pick, problem_of
+from laws import Floors, exact_problems, pick, problem_of, tiny
 
 import planner
 from planner.inspect import memory as measure
@@ -53,8 +53,8 @@ def moderate(name):
     workload = WORKLOADS[name]
     listed = MODERATE.get(name, MODERATE.get(name.partition("/")[0]))
     if listed is None:
-        listed = {axis: min(size, 24) for axis, size in workload.sizes}
-        listed |= {array: min(size, 24) for array, size in workload.pools}
+        listed = {axis: min(size, 24) for axis, size in workload.sizes.items()}
+        listed |= {array: min(size, 24) for array, size in workload.pools.items()}
     return workload.resized(**listed)
 
 
@@ -116,7 +116,7 @@ def retained(engine, problem, operands, minimize):
 @in_each(torch=["time", "flops", "retained"], jax=["time", "retained"])
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_workloads_retain_what_the_plan_says(engine, sample, name, jax_in_a_hurry):
-    workload = WORKLOADS[name].tiny()
+    workload = tiny(WORKLOADS[name])
     retained(engine, problem_of(workload), engine.of_workload(workload), sample)
 
 

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from conftest import installed_frameworks
+from laws import tiny
 
 from planner.language.spec import Gather
 from planner.workloads import WORKLOADS, skewed_rows
@@ -28,9 +29,9 @@ def test_every_named_workload_is_here():
 def test_fields_fit_the_spec(workload):
     spec = workload.parsed
     axes = {a for term in spec.terms for e in term for a in (e.axes if isinstance(e, Gather) else (e,))}
-    assert {axis for axis, _ in workload.sizes} == axes
-    assert {array for array, _ in workload.pools} == set(spec.arrays)
-    assert {letter for letter, _ in workload.cpu_sizes} <= axes | set(spec.arrays)
+    assert set(workload.sizes) == axes
+    assert set(workload.pools) == set(spec.arrays)
+    assert set(workload.cpu_sizes) <= axes | set(spec.arrays)
     assert workload.source
     for per_operand in (workload.views, workload.gradients, workload.same_as, workload.takes_gradient):
         assert len(per_operand) in (0, len(spec.inputs))
@@ -66,59 +67,59 @@ def test_sizes_of_the_seeds():
 
 @every
 def test_tiny_arrays_are_the_same_in_each_framework(workload):
-    tiny = workload.tiny()
-    assert all(1 <= size <= 6 for _, size in tiny.sizes + tiny.pools)
-    made = {name: tiny.operands(name, seed=3) for name in installed_frameworks()}
-    rows = {name: tiny.indices(name, seed=3) for name in made}
-    outputs = {name: tiny.cotangent(name, seed=3) for name in made}
+    small = tiny(workload)
+    assert all(1 <= size <= 6 for size in (*small.sizes.values(), *small.pools.values()))
+    made = {name: small.operands(name, seed=3) for name in installed_frameworks()}
+    rows = {name: small.indices(name, seed=3) for name in made}
+    outputs = {name: small.cotangent(name, seed=3) for name in made}
     for name, operands in made.items():
-        assert tuple(map(np.shape, operands)) == tiny.shapes
-        assert outputs[name].shape == tiny.output_shape
+        assert tuple(map(np.shape, operands)) == small.shapes
+        assert outputs[name].shape == small.output_shape
         np.testing.assert_array_equal(np.asarray(outputs[name]), outputs["numpy"], strict=True)
         for number, operand in enumerate(operands):
             np.testing.assert_array_equal(np.asarray(operand), made["numpy"][number], strict=True)
-        assert {k: v.shape for k, v in rows[name].items()} == tiny.index_shapes
+        assert {k: v.shape for k, v in rows[name].items()} == small.index_shapes
         for array, values in rows[name].items():
             np.testing.assert_array_equal(np.asarray(values), rows["numpy"][array])
-            assert 0 <= int(values.min()) <= int(values.max()) < dict(tiny.pools)[array]
+            assert 0 <= int(values.min()) <= int(values.max()) < small.pools[array]
 
 
 @every
 def test_operands_are_small_integers(workload):
-    values = np.concatenate([np.ravel(operand) for operand in workload.tiny().operands("numpy", magnitude=2)])
+    values = np.concatenate([np.ravel(operand) for operand in tiny(workload).operands("numpy")])
     assert set(np.unique(values)) <= {-2.0, -1.0, 0.0, 1.0, 2.0}
     assert len(np.unique(values)) > 1
 
 
 def test_seeds_differ_and_repeat():
-    tiny = WORKLOADS["lora"].tiny()
-    first, again, other = (tiny.operands("numpy", seed=seed, values="normal")[0] for seed in (0, 0, 1))
+    small = tiny(WORKLOADS["lora"])
+    first, again, other = (small.operands("numpy", seed=seed, values="normal")[0] for seed in (0, 0, 1))
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
 
 
 def test_views_share_their_base(torch):
-    tiny = WORKLOADS["seed-sliced-einsum/strided"].tiny()
-    x, y = tiny.operands("torch", requires_grad=True)
-    i, j, k = tiny.shapes[0]
+    small = tiny(WORKLOADS["seed-sliced-einsum/strided"])
+    x, y = small.operands("torch", requires_grad=True)
+    i, j, k = small.shapes[0]
     assert x.stride() == (2 * j * k, 2 * k, 1)
     assert x.untyped_storage().nbytes() == 4 * (2 * i) * (2 * j) * k
     assert x.requires_grad
     assert not x.is_leaf
     assert y.is_leaf
-    major, _ = WORKLOADS["seed-sliced-einsum/k-major"].tiny().operands("torch")
+    major, _ = tiny(WORKLOADS["seed-sliced-einsum/k-major"]).operands("torch")
     assert major.stride() == (k * j, 1, j)
     assert isinstance(x, torch.Tensor)
 
 
 def test_one_array_twice():
-    first, second = WORKLOADS["repeated"].tiny().operands("numpy")
+    first, second = tiny(WORKLOADS["repeated"]).operands("numpy")
     assert first is second
 
 
 def test_scattered_sizes():
     assert WORKLOADS["message-passing"].options == {"sizes": {"d": 50000}}
-    assert WORKLOADS["sparse-convolution"].tiny().options == {"sizes": {"o": 4}}
+    assert tiny(WORKLOADS["sparse-convolution"]).options == {"sizes": {"o": 4}}
     assert WORKLOADS["lora"].options == {}
 
 

@@ -162,13 +162,10 @@ def _call(
         run_whole: the function.
         run_part: computes one device's part of the results, from its slices.
     """
-    brackets = {gather.array: gather.axes for gather in given}
-    arrays = {gather.array: values for gather, values in given.items()}
-    terms, count = [*operands, *brackets.values()], len(operands)
+    terms, count = [*operands, *(gather.axes for gather in given)], len(operands)
 
     def unpack(arguments: Sequence[Any]) -> tuple[Sequence[Any], dict[Gather, Any]]:
-        values = dict(zip(brackets, arguments[count:], strict=True))
-        return arguments[:count], {gather: values[gather.array] for gather in given}
+        return arguments[:count], dict(zip(given, arguments[count:], strict=True))
 
     @custom_partitioning
     def call(*arguments: Any) -> tuple[Any, ...]:
@@ -204,7 +201,7 @@ def _call(
 
     # JAX cannot decode shardings in which two dimensions share an axis of the mesh, and a reshape may leave such ones.
     call.def_partition(partition, infer, decode_shardings=False, sharding_rule=_rule(spec, terms, outputs))
-    results: tuple[Any, ...] = call(*inputs, *(arrays[name] for name in brackets))
+    results: tuple[Any, ...] = call(*inputs, *given.values())
     return results
 
 

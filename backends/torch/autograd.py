@@ -45,11 +45,12 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 def _split(
     executable: Executable, prepared: Mapping[str, Any], arrays: Sequence[Tensor]
-) -> tuple[Sequence[Tensor], dict[str, Any]]:
-    """Return the operands and the index arrays that `record` passed as the arguments of a Function."""
+) -> tuple[Sequence[Tensor], dict[str, Any], tuple[Tensor, ...]]:
+    """Return the operands and the index arrays that `record` passed as arguments of a Function, and what follows."""
     count = len(executable.plan.operands)
-    loose = iter(arrays[count:])
-    return arrays[:count], {n: prepared[n] if n in prepared else next(loose) for n in executable.arrays}
+    rest = iter(arrays[count:])
+    indices = {n: prepared[n] if n in prepared else next(rest) for n in executable.arrays}
+    return arrays[:count], indices, tuple(rest)
 
 
 def _detach_fresh_view(result: Tensor, arrays: Sequence[Tensor]) -> Tensor:
@@ -69,7 +70,7 @@ class _Contract(torch.autograd.Function):
 
     @staticmethod
     def forward(executable: Executable, prepared: Mapping[str, Any], *arrays: Tensor) -> Any:
-        operands, indices = _split(executable, prepared, arrays)
+        operands, indices, _ = _split(executable, prepared, arrays)
         result, kept = run_forward(executable, operands, indices)
         if any(result is x for x in arrays):
             result = result.view_as(result)
@@ -93,12 +94,11 @@ class _Contract(torch.autograd.Function):
         if autograd_batches(gradient):
             return over_batch(partial(_Contract.backward, ctx), (gradient,))
         saved = ctx.saved_tensors
-        arrays = saved[: count + len(blank)]
-        kept = saved[count + len(blank) :]
         with as_planned():
             executable, gradient = ctx.executable.against(gradient)
-            kept = kept if executable is ctx.executable else ()
-            arguments = executable, ctx.prepared, gradient, *arrays, *kept
+            if executable is not ctx.executable:
+                saved = saved[: count + len(blank)]  # without kept values
+            arguments = executable, ctx.prepared, gradient, *saved
             # Applying a Function takes longer than a small product, and is needed only if gradients may be
             # differentiated.
             if torch.is_grad_enabled() or transformed():
@@ -111,7 +111,9 @@ class _Contract(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, executable: Executable, prepared: Mapping[str, Any], *arrays: Tensor) -> Any:
-        result = _batched_call(info, in_dims[2:], executable, prepared, arrays)
+        operands, indices, _ = _split(executable, prepared, arrays)
+        spec = executable.resolved.spec
+        result = _batched_contract(info.batch_size, executable, spec, operands, indices, in_dims[2:])
         # The batched call keeps its own values, so these are placeholders.
         shape = (0,)
         kept = tuple(result.new_zeros(shape) for _ in executable.kept)
@@ -127,10 +129,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(executable: Executable, prepared: Mapping[str, Any], gradient: Tensor, *saved: Tensor) -> Any:
-        count = len(executable.plan.operands)
-        arrays = len(executable.arrays) - len(prepared)
-        operands, indices = _split(executable, prepared, saved[: count + arrays])
-        kept = saved[count + arrays :]
+        operands, indices, kept = _split(executable, prepared, saved)
         gradients = run_backward(executable, gradient, operands, indices, kept)
         return tuple(_detach_fresh_view(g, (gradient, *saved)) for g in gradients if g is not None)
 
@@ -149,7 +148,7 @@ class _Gradient(torch.autograd.Function):
             return over_batch(partial(_Gradient.backward, ctx), tangents)
         executable, prepared = ctx.executable, ctx.prepared
         gradient, *arrays = ctx.saved_tensors
-        operands, indices = _split(executable, prepared, arrays)
+        operands, indices, _ = _split(executable, prepared, arrays)
         blank = (None,) * (len(executable.arrays) - len(prepared) + ctx.kept)
         spec: Spec = executable.resolved.spec
         views, indices = executable.views(operands), executable.index_views(indices)
@@ -164,20 +163,19 @@ class _Gradient(torch.autograd.Function):
             # The gradient of operand `number` is linear in the output gradient and in each other operand, conjugated.
             # So the derivative in one of them, its slot, is again a transposed contraction.
             inner = transpose(spec, number)
-            factors = [x.conj() if x.is_complex() else x for x in views]
+            factors = [x.conj() for x in views]
             factors[number] = gradient
             along = tangent.reshape(views[number].shape)
             for slot in range(count):
                 if not (needs_gradient if slot == number else needs[slot]):
                     continue
-                others = [x.conj() if x.is_complex() else x for x in factors]
+                others = [x.conj() for x in factors]
                 others[slot] = along
                 part = executable.contract(transpose(inner, slot), others, indices)
                 if slot == number:
                     to_gradient = part if to_gradient is None else to_gradient + part
                     continue
-                part = _like(part.conj() if part.is_complex() else part, views[slot])
-                part = part.reshape(operands[slot].shape)
+                part = _like(part.conj(), views[slot]).reshape(operands[slot].shape)
                 total = to_operands[slot]
                 to_operands[slot] = part if total is None else total + part
         if to_gradient is not None:
@@ -188,22 +186,17 @@ class _Gradient(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: Any, executable: Executable, prepared: Mapping[str, Any], gradient: Tensor, *saved: Tensor
     ) -> Any:
-        count = len(executable.plan.operands) + len(executable.arrays) - len(prepared)
-        arrays, dims = saved[:count], in_dims[3 : 3 + count]
-        operands, indices = _split(executable, prepared, arrays)
+        (operands, indices, _), dims = _split(executable, prepared, saved), in_dims[3:]
         results = []
         for number, variable in enumerate(executable.programs.gradients):
             if variable is None:
                 continue
-            swapped = list(operands)
-            swapped[number] = gradient
-            swapped_dims = list(dims)
-            swapped_dims[number] = in_dims[2]
-            conjugated = [x.conj() if i != number and x.is_complex() else x for i, x in enumerate(swapped)]
-            spec = transpose(executable.resolved.spec, number)
-            result = _batched_contract(info.batch_size, executable, spec, conjugated, indices, swapped_dims)
-            operand = operands[number]
-            result = _like(result, operand)
+            operand, spec = operands[number], transpose(executable.resolved.spec, number)
+            swapped, swapped_dims = [x.conj() for x in operands], list(dims)
+            swapped[number], swapped_dims[number] = gradient, in_dims[2]
+            result = _like(
+                _batched_contract(info.batch_size, executable, spec, swapped, indices, swapped_dims), operand
+            )
             shape = list(operand.shape)
             if dims[number] is not None:
                 del shape[dims[number]]
@@ -216,11 +209,6 @@ def _like(x: Tensor, operand: Tensor) -> Tensor:
     if x.is_complex() and not operand.is_complex():
         x = x.real
     return x.to(operand.dtype)
-
-
-def _batched_call(info: Any, in_dims: Any, executable: Executable, prepared: Mapping[str, Any], arrays: Any) -> Tensor:
-    operands, indices = _split(executable, prepared, arrays)
-    return _batched_contract(info.batch_size, executable, executable.resolved.spec, operands, indices, in_dims)
 
 
 def _batched_contract(

@@ -12,7 +12,7 @@ Each rule below is torch's own, dimensions of size 1 included. The tests compare
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from planner.backends.common.stock import Product, matmul_product
@@ -42,10 +42,17 @@ class Strided(NamedTuple):
     @property
     def is_contiguous(self) -> bool:
         """Whether it is row-major, as torch sees it."""
-        if 0 in self.shape:
-            return True
-        wanted = row_major(self.shape)
-        return all(n == 1 or self.strides[d] == wanted[d] for d, n in enumerate(self.shape))
+        return 0 in self.shape or self.has_no_gaps(reversed(range(len(self.shape))))
+
+    def has_no_gaps(self, order: Iterable[int]) -> bool:
+        """Whether elements lie side by side, each once, with the dimensions in this order, innermost first."""
+        stride = 1
+        for d in order:
+            if self.shape[d] != 1:
+                if self.strides[d] != stride:
+                    return False
+                stride *= self.shape[d]
+        return True
 
     def view(self, shape: Sequence[int], strides: Sequence[int]) -> Strided:
         """Return a view of it."""
@@ -209,23 +216,9 @@ def _compare(first: int, second: int, shape: Sequence[int], steps: Sequence[Sequ
 
 def _channels_last(x: Strided) -> bool:
     """Return whether torch takes a tensor for images in its channels-last format."""
-    if len(x.shape) != 4:
-        return False
-    stride = 1
-    for d in (1, 3, 2, 0):
-        if x.shape[d] != 1:
-            if x.strides[d] != stride:
-                return False
-            stride *= x.shape[d]
-    return True
+    return len(x.shape) == 4 and x.has_no_gaps((1, 3, 2, 0))
 
 
 def _dense(x: Strided) -> bool:
     """Return whether a tensor has neither gaps nor repeated elements, in any order of its dimensions."""
-    wide = sorted((stride, n) for n, stride in zip(x.shape, x.strides, strict=True) if n != 1)
-    wanted = 1
-    for stride, n in wide:
-        if stride != wanted:
-            return False
-        wanted *= n
-    return True
+    return x.has_no_gaps(sorted(range(len(x.shape)), key=x.strides.__getitem__))

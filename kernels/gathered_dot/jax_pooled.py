@@ -52,33 +52,21 @@ def pooled_scores(query: jax.Array, pool: jax.Array, keys: IndexArray) -> jax.Ar
 
 def pooled_query_gradient(g: jax.Array, pool: jax.Array, keys: IndexArray) -> jax.Array:
     """Gradient `(B, Q, D)` of the query, from the gradient `g` of the scores."""
-    dtype = jnp.result_type(g, pool)
-
-    def entry(index: jax.Array, g: jax.Array, pool: jax.Array) -> jax.Array:
-        return _matmul("qm,md->qd", _scatter_dense(g, index, pool.shape[0], dtype), pool).astype(dtype)
-
-    return _each_entry(entry, keys, g, pool)
+    return _multiply_dense(lambda dense, pool: _matmul("qm,md->qd", dense, pool), keys, pool.shape[1], g, pool)
 
 
 def pooled_pool_gradient(g: jax.Array, query: jax.Array, keys: IndexArray, size: int) -> jax.Array:
     """Gradient `(B, size, D)` of the pool, from the gradient `g` of the scores."""
-    dtype = jnp.result_type(g, query)
-
-    def entry(index: jax.Array, g: jax.Array, query: jax.Array) -> jax.Array:
-        return _matmul("qm,qd->md", _scatter_dense(g, index, size, dtype), query).astype(dtype)
-
-    return _each_entry(entry, keys, g, query)
+    return _multiply_dense(lambda dense, query: _matmul("qm,qd->md", dense, query), keys, size, g, query)
 
 
 def pooled_gradients(g: jax.Array, query: jax.Array, pool: jax.Array, keys: IndexArray) -> tuple[jax.Array, jax.Array]:
     """Gradients of the query and of the pool; the dense matrix is built once for both."""
-    dtype = jnp.result_type(g, query, pool)
 
-    def entry(index: jax.Array, g: jax.Array, query: jax.Array, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
-        dense = _scatter_dense(g, index, pool.shape[0], dtype)
-        return _matmul("qm,md->qd", dense, pool).astype(dtype), _matmul("qm,qd->md", dense, query).astype(dtype)
+    def both(dense: jax.Array, query: jax.Array, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _matmul("qm,md->qd", dense, pool), _matmul("qm,qd->md", dense, query)
 
-    return _each_entry(entry, keys, g, query, pool)
+    return _multiply_dense(both, keys, pool.shape[1], g, query, pool)
 
 
 def gathered_scores(query: jax.Array, pool: jax.Array, keys: IndexArray) -> jax.Array:
@@ -157,14 +145,18 @@ def gathered_scratch_bytes(
     return numbers * max(exact.itemsize, 4) + 2**11
 
 
-def _each_entry(entry: Callable[..., Result], keys: IndexArray, *operands: jax.Array) -> Result:
-    """Call `entry` for each batch entry, with its index brought into range and its part of each operand."""
+def _multiply_dense(
+    products: Callable[..., Result], keys: IndexArray, size: int, g: jax.Array, *operands: jax.Array
+) -> Result:
+    """Call `products` for each batch entry, with the scores' gradient as a matrix and its part of each operand."""
+    dtype = jnp.result_type(g, *operands)
 
     def of_entry(n: jax.Array) -> Any:
-        return jax.tree.map(bits, entry(keys.part(_entry(keys.values, n)), *(_entry(x, n) for x in operands)))
+        index, part = keys.part(_entry(keys.values, n)), _entry(g, n)
+        results = products(_scatter_dense(part, index, size, dtype), *(_entry(x, n) for x in operands))
+        return jax.tree.map(lambda x: bits(x.astype(dtype)), results)
 
     results_as_bits = lax.map(of_entry, jnp.arange(keys.values.shape[0], dtype=jnp.int32))
-    dtype = jnp.result_type(*operands)
     results: Result = jax.tree.map(lambda x: of_bits(x, dtype), results_as_bits)
     return results
 

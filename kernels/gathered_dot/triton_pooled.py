@@ -17,7 +17,7 @@ from torch import Tensor
 from planner.kernels.grouped_matmul.triton_grouped import rows_product, terms_product
 from planner.kernels.grouping.keys import IndexArray
 from planner.kernels.grouping.torch_grouping import group_rows
-from planner.kernels.tiled_product.triton_axes import Axis, Matrices
+from planner.kernels.tiled_product.triton_axes import Axis, Grouping, Matrices
 
 __all__ = ["gradients", "pool_gradient", "query_gradient", "scores"]
 
@@ -33,11 +33,8 @@ def scores(query: Tensor, pool: Tensor, keys: IndexArray, tiling: str = "") -> T
         _pool_rows(pool, keys),
         Matrices(query, Axis(query.stride(1)), Axis(query.stride(2)), Axis(0), query.stride(0)),
         Matrices(out, Axis(1), Axis(0), Axis(0)),
-        sizes=(b * q * k, 1, 1, d),
-        order=None,
-        starts=_even_starts(b * q, k, query),
-        groups=b * q,
-        batch_groups=max(1, q),
+        (b * q * k, 1, 1, d),
+        _keys_of_queries(keys),
         tiling=tiling,
     )
     return out
@@ -51,12 +48,9 @@ def query_gradient(g: Tensor, pool: Tensor, keys: IndexArray, tiling: str = "") 
         _weights(g),
         _pool_rows(pool, keys),
         Matrices(out, Axis(d), Axis(0), Axis(1)),
-        sizes=(b * q * k, 1, 1, d),
-        order=None,
-        starts=_even_starts(b * q, k, g),
-        groups=b * q,
-        batch_groups=max(1, q),
-        tiling=tiling,
+        (b * q * k, 1, 1, d),
+        _keys_of_queries(keys),
+        tiling,
     )
     return out
 
@@ -77,11 +71,9 @@ def pool_gradient(g: Tensor, query: Tensor, keys: IndexArray, size: int, tiling:
         _weights(g),
         Matrices(query, Axis(1, query_positions), Axis(0), Axis(query.stride(2))),
         Matrices(out, Axis(d), Axis(0), Axis(1)),
-        sizes=(b * q * k, 1, 1, d),
-        order=groups.order,
-        starts=groups.offsets,
-        groups=b * size,
-        tiling=tiling,
+        (b * q * k, 1, 1, d),
+        Grouping(groups.order, groups.offsets, b * size),
+        tiling,
     )
     return out
 
@@ -109,6 +101,7 @@ def _named_rows(keys: IndexArray, size: int) -> Tensor:
     return torch.where(rows == size, -1, rows) if keys.may_drop else rows
 
 
-def _even_starts(groups: int, each: int, like: Tensor) -> Tensor:
-    """Return where each group starts if all have `each` rows, and where the last one ends."""
-    return torch.arange(groups + 1, device=like.device).mul_(each)
+def _keys_of_queries(keys: IndexArray) -> Grouping:
+    """Return the groups if each query is a group of its keys, which are neighbours."""
+    b, q, k = keys.values.shape
+    return Grouping(None, torch.arange(b * q + 1, device=keys.values.device).mul_(k), b * q, max(1, q))

@@ -23,7 +23,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from planner.kernels.grouping.jax_bits import bits, of_bits
-from planner.kernels.grouping.jax_grouping import Groups, accumulator
+from planner.kernels.grouping.jax_grouping import Groups, Tiles, accumulator, cut_groups
 
 TILE_ROWS = 256  # most rows of a tile's matrix
 LANES = 8  # rows per tile are a multiple of this
@@ -47,22 +47,6 @@ class Tiling(NamedTuple):
     tiles: int
 
 
-class _Tiles(NamedTuple):
-    """The tiles of a grouping; tiles from `total` on are empty.
-
-    Attributes:
-        group: Group of each tile, `(T,)`.
-        start: Position of the tile's first row in the sorted order, `(T,)`.
-        stop: Position behind the last row of the tile's group, `(T,)`.
-        total: Number of tiles that are not empty.
-    """
-
-    group: jax.Array
-    start: jax.Array
-    stop: jax.Array
-    total: jax.Array
-
-
 def grouped_matmul(
     a: jax.Array,
     c: jax.Array,
@@ -78,16 +62,14 @@ def grouped_matmul(
     """
     if (target is None) != (targets is None):
         raise ValueError("target and targets go together")
-    rows, (_, size_i, size_j), (_, _, size_k) = groups.order.shape[0], a.shape, c.shape
+    rows, size_i, size_k = groups.order.shape[0], a.shape[1], c.shape[2]
     dtype = jnp.result_type(a, c)
     if target is None:
         out = _filled((rows, size_i, size_k), dtype, groups, 1)
     else:
         out = _filled((targets or 0, size_i, size_k), accumulator(dtype), groups, 1)
-    if 0 in (rows, *a.shape[:2], c.shape[0], *out.shape):
+    if 0 in (rows, *a.shape, *c.shape, *out.shape):
         return out.astype(dtype)
-    if size_j == 0:
-        return out.astype(dtype) if target is not None else _fill_kept(out, groups)
 
     tile_sizes = tiling(rows, size_i, *c.shape)
     tiles = _make_tiles(groups, tile_sizes)
@@ -96,7 +78,7 @@ def grouped_matmul(
         group, row = _step_rows(tiles, groups.order, number, tile_sizes)
         # Lanes without a row read some row: the scatter drops their products.
         left = _gather(a, row if source is None else _gather(source, row))
-        product = _tile_matmul("tij,tjk->tik", _tile_matrix(left, tile_sizes), _take_group(c, group))
+        product = _tile_matmul("tij,tjk->tik", _tile_matrix(left, tile_sizes), _gather(c, group))
         product = product.reshape(-1, size_i, size_k)
         if target is None:
             return _put(out, row, bits(product.astype(dtype)))
@@ -153,7 +135,7 @@ def grouped_gradients(
         group, row = _step_rows(tiles, groups.order, number, tile_sizes)
         left = _tile_matrix(_take(a, row if source is None else _take_index(source, row, a.shape[0])), tile_sizes)
         gradient = _tile_matrix(_take(gout, row), tile_sizes)
-        to_rows = _tile_matmul("tik,tjk->tij", gradient, _take_group(c, group))
+        to_rows = _tile_matmul("tik,tjk->tij", gradient, _gather(c, group))
         to_c = _tile_matmul("tij,tik->tjk", left, gradient)
         grad_rows, grad_c = grads
         grad_rows = _put(grad_rows, row, bits(to_rows.reshape(-1, *a.shape[1:]).astype(dtype)))
@@ -237,29 +219,20 @@ def _float32_sum(numbers: int, dtype: DTypeLike) -> int:
     return 0 if accumulator(dtype) == jnp.dtype(dtype) else 4 * numbers
 
 
-def _make_tiles(groups: Groups, tile_sizes: Tiling) -> _Tiles:
+def _make_tiles(groups: Groups, tile_sizes: Tiling) -> Tiles:
     """Cut sorted rows into tiles; there are as many as any grouping of so many rows could need."""
     rows, size = groups.order.shape[0], groups.offsets.shape[0] - 1
     bound = -(-rows // tile_sizes.rows) + min(size, rows)
-    bound = -(-bound // tile_sizes.tiles) * tile_sizes.tiles
-    starts, stops = groups.offsets[:-1], groups.offsets[1:]
-    counts = (stops - starts + (tile_sizes.rows - 1)) // tile_sizes.rows
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    tile = lax.iota(jnp.int32, bound)
-    group = jnp.searchsorted(ends, tile, side="right").astype(jnp.int32)
-    group = jnp.minimum(group, size - 1)
-    start = starts[group] + (tile - (ends - counts)[group]) * tile_sizes.rows
-    exists = tile < ends[-1]
-    return _Tiles(group, jnp.where(exists, start, rows), jnp.where(exists, stops[group], 0), ends[-1])
+    return cut_groups(groups, tile_sizes.rows, -(-bound // tile_sizes.tiles) * tile_sizes.tiles, empty=False)
 
 
-def _loop(tiles: _Tiles, tile_sizes: Tiling, step: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
+def _loop(tiles: Tiles, tile_sizes: Tiling, step: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
     """Run `step` for each batch of tiles, up to the last tile that has rows."""
-    steps = (tiles.total + (tile_sizes.tiles - 1)) // tile_sizes.tiles
+    steps = (tiles.firsts[-1] + (tile_sizes.tiles - 1)) // tile_sizes.tiles
     return lax.fori_loop(jnp.int32(0), steps, step, carry)
 
 
-def _step_rows(tiles: _Tiles, order: jax.Array, number: jax.Array, tile_sizes: Tiling) -> tuple[jax.Array, jax.Array]:
+def _step_rows(tiles: Tiles, order: jax.Array, number: jax.Array, tile_sizes: Tiling) -> tuple[jax.Array, jax.Array]:
     """Return the groups of a step's tiles, and the row of each of their lanes; a lane without a row holds N."""
     first = number * tile_sizes.tiles
     group, start, stop = (lax.dynamic_slice(part, (first,), (tile_sizes.tiles,)) for part in tiles[:3])
@@ -281,10 +254,6 @@ def _tile_matmul(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
 def _take(operand: jax.Array, rows: jax.Array) -> jax.Array:
     """Return `operand[rows]`, zero where a row is out of bounds."""
     return _gather(operand, rows, _SKIP)
-
-
-def _take_group(matrices: jax.Array, group: jax.Array) -> jax.Array:
-    return _gather(matrices, group)
 
 
 def _take_index(index: jax.Array, rows: jax.Array, absent: int) -> jax.Array:
@@ -330,10 +299,3 @@ def _filled(shape: tuple[int, ...], dtype: DTypeLike, groups: Groups, number: in
     for each on seed 000. The first offset is always zero, but XLA does not know that.
     """
     return jnp.full(shape, groups.offsets[0] * number, dtype)
-
-
-def _fill_kept(out: jax.Array, groups: Groups) -> jax.Array:
-    """Write zeros to the rows that have a group: their product is a sum over an empty axis."""
-    has_group = lax.iota(jnp.int32, groups.order.shape[0]) < groups.offsets[-1]
-    rows = jnp.where(has_group, groups.order, out.shape[0])
-    return _put(out, rows, jnp.zeros_like(out))

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from planner.kernels.grouping.jax_grouping import Groups
+from planner.kernels.grouping.jax_grouping import Groups, cut_groups
 
 __all__ = ["GPU", "TPU", "RowTiles", "Shape", "cut", "gather_rows", "most_tiles", "put_back"]
 
@@ -132,18 +132,13 @@ class RowTiles(NamedTuple):
 def cut(groups: Groups, rows: int, empty: bool = True) -> RowTiles:
     """Cut the groups into tiles of `rows` rows; with `empty`, a group without rows has a tile too."""
     count, size = groups.order.shape[0], groups.offsets.shape[0] - 1
-    starts, stops = groups.offsets[:-1], groups.offsets[1:]
-    tiles = jnp.maximum((stops - starts + (rows - 1)) // rows, int(empty))
-    ends = jnp.cumsum(tiles, dtype=jnp.int32)
-    number = lax.iota(jnp.int32, most_tiles(count, rows, size, empty))
-    group = jnp.minimum(jnp.searchsorted(ends, number, side="right").astype(jnp.int32), size - 1)
-    live = number < ends[-1]
-    start = starts[group] + (number - (ends - tiles)[group]) * rows
-    position = start[:, None] + lax.iota(jnp.int32, rows)
-    there = live[:, None] & (position < stops[group][:, None])
+    most = most_tiles(count, rows, size, empty)
+    tiles = cut_groups(groups, rows, most, empty)
+    position = tiles.start[:, None] + lax.iota(jnp.int32, rows)
     row = groups.order.at[position].get(mode="clip") if count else position
-    before = jnp.concatenate([ends - tiles, ends[-1:]])
-    return RowTiles(group, live.astype(jnp.int32), jnp.where(there, row, count), before)
+    slot = jnp.where(position < tiles.stop[:, None], row, count)
+    live = lax.iota(jnp.int32, most) < tiles.firsts[-1]
+    return RowTiles(tiles.group, live.astype(jnp.int32), slot, tiles.firsts)
 
 
 def gather_rows(x: jax.Array, slot: jax.Array, source: jax.Array | None = None) -> jax.Array:

@@ -55,24 +55,22 @@ def grouped_matmul(
     source: Tensor | None = None,
     target: Tensor | None = None,
     targets: int | None = None,
-    out_dtype: torch.dtype | None = None,
     share: int = 1,
 ) -> Tensor:
-    """Multiply each row by the matrix of its group, see the package; the result has `out_dtype`, by default a's."""
-    out_dtype = out_dtype or a.dtype
+    """Multiply each row by the matrix of its group, see the package."""
     wide = accumulator(a.dtype)
     n, (i, j), k = len(groups.order), a.shape[1:], c.shape[2]
     a, c = a.resolve_conj(), c.resolve_conj()
     drops_targets = False
     if target is None:
-        out = fresh((n, i, k), out_dtype)
+        out = fresh((n, i, k), a.dtype)
         out.index_fill_(0, groups.order[int(groups.ends[-1]) :], 0)
     else:
         assert targets is not None
-        out = torch.zeros((targets, i, k), dtype=accumulator(out_dtype), device="cpu")
+        out = torch.zeros((targets, i, k), dtype=wide, device="cpu")
         drops_targets = bool((target == targets).any())
     if not (out.numel() and j):
-        return out.zero_().to(out_dtype)
+        return out.zero_().to(a.dtype)
     limits = cutting(i, j, k, n, a.dtype, share)
     left, right = _buffers(limits.rows * i * max(j, k), wide)
     for piece, matrices in _walk(groups, limits, c, wide):
@@ -88,7 +86,7 @@ def grouped_matmul(
             kept = (rows < out.shape[0]).nonzero().view(-1)
             rows, y = rows.index_select(0, kept), y.index_select(0, kept)
         out.index_add_(0, rows, y.to(out.dtype))
-    return out.to(out_dtype)
+    return out.to(a.dtype)
 
 
 def grouped_outer(
@@ -173,18 +171,8 @@ def _matrix_bytes(limits: Cutting, groups: int, size_j: int, size_k: int, dtype:
     return min(limits.picked, groups) * size_j * size_k * accumulator(dtype).itemsize
 
 
-def outer_scratch_bytes(
-    rows: int,
-    size_i: int,
-    groups: int,
-    size_j: int,
-    size_k: int,
-    dtype: torch.dtype,
-    sourced: bool = False,
-    share: int = 1,
-) -> int:
-    """Upper bound of the bytes that `grouped_outer` allocates beside its result."""
-    return matmul_scratch_bytes(rows, size_i, groups, size_j, size_k, dtype, sourced, share)
+# `grouped_outer` has the same buffers, and holds the sums of some groups where `grouped_matmul` holds their matrices.
+outer_scratch_bytes = matmul_scratch_bytes
 
 
 def gradients_scratch_bytes(

@@ -18,6 +18,7 @@ from planner.kernels.grouping.torch_grouping import Groups, accumulator, group_r
 from planner.kernels.segment_sum.triton_sum import add_parts, grouped_sum
 from planner.kernels.tiled_product.triton_axes import (
     Cut,
+    Grouping,
     Matrices,
     axis_of,
     count_pieces,
@@ -50,16 +51,14 @@ def grouped_matmul(
     tiling: str = "",
 ) -> Tensor:
     """Multiply each row by the matrix of its group, see the package."""
-    n, (i, j), (g, _, k) = len(groups.order), a.shape[1:], c.shape
+    n, (i, j), k = len(groups.order), a.shape[1:], c.shape[2]
     rows = a.new_empty((n, i, k), dtype=a.dtype if target is None else accumulator(a.dtype))
     rows_product(
         Matrices.of(a, source),
         Matrices.of(c),
         Matrices.of(rows),
-        sizes=(n, i, k, j),
-        order=groups.order,
-        starts=_all_starts(groups),
-        groups=g,
+        (n, i, k, j),
+        _with_dropped(groups),
         drops=True,
         tiling=tiling,
     )
@@ -84,11 +83,9 @@ def grouped_outer(
         Matrices.of(a, source_a),
         Matrices.of(b, source_b),
         Matrices.of(out),
-        sizes=sizes,
-        order=groups.order,
-        starts=groups.offsets,
-        groups=groups.size,
-        tiling=tiling,
+        sizes,
+        Grouping(groups.order, groups.offsets, groups.size),
+        tiling,
     )
     return out
 
@@ -109,15 +106,14 @@ def grouped_gradients(
     da, dc = a.new_empty((n, i, j)), c.new_empty((groups.size, j, k))
     x, y, z = Matrices.of(gout), Matrices.of(a, source), Matrices.of(c)
     tiles = _tiles("pair", j, k, max(1, n * i // max(1, groups.size)), x, y, tiling=tiling)
-    both_gradients(
-        x, y, z, Matrices.of(da), Matrices.of(dc), (n, i, j, k), groups.order, _all_starts(groups), groups.size, tiles
-    )
+    both_gradients(x, y, z, Matrices.of(da), Matrices.of(dc), (n, i, j, k), _with_dropped(groups), tiles)
     return da, dc
 
 
-def _all_starts(groups: Groups) -> Tensor:
-    """Return where each group begins; the dropped rows form one more group, whose products are zero."""
-    return torch.nn.functional.pad(groups.offsets, (0, 1), value=len(groups.order))
+def _with_dropped(groups: Groups) -> Grouping:
+    """Return the groups; the dropped rows form one more group, whose products are zero."""
+    starts = torch.nn.functional.pad(groups.offsets, (0, 1), value=len(groups.order))
+    return Grouping(groups.order, starts, groups.size)
 
 
 def batched_matmul(
@@ -146,7 +142,7 @@ def plain_product(a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int
     batch, m, n, k = sizes
     if batch * m * n:
         tiles = _tiles("plain", m, n, k, a, b, out, tiling=tiling)
-        _launch("plain", a, b, out, (m, n, k), tiles, batch, triton.cdiv(m, tiles.m) * batch)
+        _launch("plain", a, b, out, (m, n, k), tiles, triton.cdiv(m, tiles.m) * batch, Grouping(None, None, batch))
 
 
 def rows_product(
@@ -154,11 +150,8 @@ def rows_product(
     b: Matrices,
     out: Matrices,
     sizes: tuple[int, int, int, int],
-    order: Tensor | None,
-    starts: Tensor,
-    groups: int,
+    grouping: Grouping,
     drops: bool = False,
-    batch_groups: int | None = None,
     tiling: str = "",
 ) -> None:
     """Write the products of rows with the matrix of their group, `a[r, i, k] b[g, k, n]`.
@@ -168,35 +161,19 @@ def rows_product(
         b: one matrix per group.
         out: the result is written here; no two of its elements may share memory.
         sizes: sizes of r, i, n and k.
-        order: row numbers sorted by group; None if the rows are sorted already.
-        starts: where each group begins in `order`, and where the last one ends.
-        groups: number of groups, without the group of dropped rows.
+        grouping: the groups of the rows.
         drops: whether one more group follows, of dropped rows, whose products are zero.
-        batch_groups: groups per batch entry; None if there is no batch.
         tiling: see the module.
     """
     rows, i, n, k = sizes
     if rows * i * n:
+        groups, starts = grouping.groups, grouping.starts
+        assert starts is not None
         tiles = _tiles("rows", max(1, rows * i // max(1, groups)), n, k, a, b, out, tiling=tiling)
         step = tiles.m * tiles.chunk
-        tile_starts = starts_of(count_pieces(starts, i, step))
+        tables = starts_of(count_pieces(starts, i, step)), None, None
         count = most_tiles(rows * i, step, groups + drops)
-        _launch(
-            "rows",
-            a,
-            b,
-            out,
-            (rows * i, n, k),
-            tiles,
-            groups + drops,
-            count,
-            order=order,
-            starts=starts,
-            tile_starts=tile_starts,
-            inner=i,
-            drops=drops,
-            batch_groups=batch_groups,
-        )
+        _launch("rows", a, b, out, (rows * i, n, k), tiles, count, grouping, tables, i, drops)
 
 
 def terms_product(
@@ -204,41 +181,24 @@ def terms_product(
     b: Matrices,
     out: Matrices,
     sizes: tuple[int, int, int, int],
-    order: Tensor | None,
-    starts: Tensor,
-    groups: int,
-    batch_groups: int | None = None,
+    grouping: Grouping,
     tiling: str = "",
 ) -> None:
     """Write the products summed over the rows of each group, `a[r, i, m] b[r, i, n]`.
 
     `sizes` are those of r, i, m and n; the other arguments are as in `rows_product`.
     """
-    rows, i, m, n = sizes
+    (rows, i, m, n), groups, starts = sizes, grouping.groups, grouping.starts
     if not groups * m * n:
         return
+    assert starts is not None
     tiles = _tiles("terms", m, n, max(1, rows * i // groups), a, b, out, tiling=tiling)
     step = tiles.k * tiles.chunk
     pieces = Cut.of(starts, rows * i, i, step)
     parts = pieces.parts(out.x, m, n)
     count = pieces.most * triton.cdiv(m, tiles.m)
-    _launch(
-        "terms",
-        a,
-        b,
-        out,
-        (m, n, rows * i),
-        tiles,
-        groups,
-        count,
-        order=order,
-        starts=starts,
-        tile_starts=pieces.tile_starts,
-        part_starts=pieces.part_starts,
-        parts=parts,
-        inner=i,
-        batch_groups=batch_groups,
-    )
+    tables = pieces.tile_starts, pieces.part_starts, parts
+    _launch("terms", a, b, out, (m, n, rows * i), tiles, count, grouping, tables, i)
     if pieces.slots:
         add_parts(parts, pieces.part_starts, groups, out.x, (out.outer, out.inner, out.column))
 
@@ -257,24 +217,21 @@ def _launch(
     out: Matrices,
     sizes: tuple[int, int, int],
     tiles: Tiles,
-    groups: int,
     count: int,
-    *,
-    order: Tensor | None = None,
-    starts: Tensor | None = None,
-    tile_starts: Tensor | None = None,
-    part_starts: Tensor | None = None,
-    parts: Tensor | None = None,
+    grouping: Grouping,
+    tables: tuple[Tensor | None, ...] = (None, None, None),
     inner: int = 1,
     drops: bool = False,
-    batch_groups: int | None = None,
 ) -> None:
-    """Start the kernel in `count` programs along rows; arguments as in `product_kernel`, sizes are m, n and k."""
-    m, n, k = sizes
+    """Start the kernel in `count` programs along rows; arguments as in `product_kernel`.
+
+    `sizes` are those of m, n and k. `tables` are `tile_starts`, `part_starts` and `parts`.
+    """
+    (m, n, k), groups = sizes, grouping.groups + drops
     with torch.cuda.device_of(out.x):  # Triton launches on the device that is current
         product_kernel[grid(count * triton.cdiv(n, tiles.n))](
-            *a.flat, *b.flat, *out.flat, packed(order), packed(starts), tile_starts, part_starts, parts,
-            groups, batch_groups or max(1, groups), a.batch, b.batch, inner, m, k, n,
+            *a.flat, *b.flat, *out.flat, packed(grouping.order), packed(grouping.starts), *tables,
+            groups, grouping.batch_groups or max(1, groups), a.batch, b.batch, inner, m, k, n,
             MODE=mode, DROPS=drops, PRECISION=precision(),
             BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHUNK=tiles.chunk, ONE_K=k <= tiles.k,
             num_warps=tiles.warps, num_stages=tiles.stages,

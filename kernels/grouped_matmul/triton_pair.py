@@ -12,10 +12,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from planner.kernels.segment_sum.triton_sum import add_parts
-from planner.kernels.tiled_product.triton_axes import Cut, Matrices, grid, packed
+from planner.kernels.tiled_product.triton_axes import Cut, Grouping, Matrices, grid, packed
 from planner.kernels.tiled_product.triton_product import group_of, position, precision
 from planner.kernels.tiled_product.triton_tiles import Tiles
 
@@ -104,9 +103,7 @@ def both_gradients(
     da: Matrices,
     dc: Matrices,
     sizes: tuple[int, int, int, int],
-    order: Tensor | None,
-    starts: Tensor,
-    groups: int,
+    grouping: Grouping,
     tiles: Tiles,
 ) -> None:
     """Write both gradients.
@@ -118,18 +115,17 @@ def both_gradients(
         da: the gradient of the rows is written here; zero for dropped rows.
         dc: the gradient of the matrices is written here.
         sizes: sizes of r, i, j and k.
-        order: row numbers sorted by group; None if the rows are sorted already.
-        starts: where each group begins in `order`, where the dropped rows begin, and where those end.
-        groups: number of groups, without the group of dropped rows.
+        grouping: the groups of the rows; the dropped rows form one more group.
         tiles: tile sizes for j, k and rows; those for j and k cover the whole axes.
     """
-    rows, i, m, n = sizes
+    (rows, i, m, n), groups, starts = sizes, grouping.groups, grouping.starts
+    assert starts is not None
     step = tiles.k * tiles.chunk
     pieces = Cut.of(starts, rows * i, i, step)
     parts = pieces.parts(dc.x, m, n)
     with torch.cuda.device_of(dc.x):
         pair_kernel[grid(pieces.most)](
-            *g.flat, *a.flat, *c.flat, *da.flat, *dc.flat, packed(order), packed(starts), pieces.tile_starts,
+            *g.flat, *a.flat, *c.flat, *da.flat, *dc.flat, packed(grouping.order), packed(starts), pieces.tile_starts,
             pieces.part_starts, parts, groups + 1, i, m, n, PRECISION=precision(), BLOCK_M=tiles.m, BLOCK_N=tiles.n,
             BLOCK_K=tiles.k, CHUNK=tiles.chunk, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip

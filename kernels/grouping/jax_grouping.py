@@ -53,6 +53,35 @@ def group_rows(index: jax.Array, size: int) -> Groups:
     return Groups(order, _first_position(key, jnp.arange(size + 1, dtype=key.dtype)))
 
 
+class Tiles(NamedTuple):
+    """Groups cut into tiles of some rows. The tiles of a group follow one another, and unused tiles come last.
+
+    Attributes:
+        group: Group of each tile, `(T,)`.
+        start: Position of the tile's first row in the sorted order, `(T,)`; of an unused tile, the number of rows.
+        stop: Position behind the last row of the tile's group, `(T,)`; 0 for an unused tile.
+        firsts: Number of tiles before each group, and of all that are used, `(groups + 1,)`.
+    """
+
+    group: jax.Array
+    start: jax.Array
+    stop: jax.Array
+    firsts: jax.Array
+
+
+def cut_groups(groups: Groups, rows: int, most: int, empty: bool) -> Tiles:
+    """Cut groups into tiles of `rows` rows, of which there are at most `most`; `empty` groups have a tile if asked."""
+    starts, stops = groups.offsets[:-1], groups.offsets[1:]
+    counts = jnp.maximum((stops - starts + (rows - 1)) // rows, int(empty))
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    firsts = jnp.concatenate([ends - counts, ends[-1:]])
+    tile = lax.iota(jnp.int32, most)
+    group = jnp.minimum(jnp.searchsorted(ends, tile, side="right").astype(jnp.int32), starts.shape[0] - 1)
+    start = starts[group] + (tile - firsts[group]) * rows
+    used = tile < ends[-1]
+    return Tiles(group, jnp.where(used, start, groups.order.shape[0]), jnp.where(used, stops[group], 0), firsts)
+
+
 def accumulator(dtype: DTypeLike) -> "np.dtype[Any]":
     """Return the dtype in which sums of `dtype` are formed: float32 for the half types."""
     exact = jnp.dtype(dtype)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ __all__ = ["accumulator"]
 _HALF_TYPES = tuple(getattr(torch, name) for name in HALF_TYPES)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Groups:
     """The rows of an index, sorted by group.
 
@@ -29,14 +30,11 @@ class Groups:
     order: Tensor
     offsets: Tensor
     size: int
-    _host: list[np.ndarray] = field(default_factory=list, repr=False)
 
-    @property
+    @cached_property
     def ends(self) -> np.ndarray:
-        """`offsets` on the host, int64. The first call waits for the device; later ones do not."""
-        if not self._host:
-            self._host.append(self.offsets.cpu().numpy().astype(np.int64))
-        return self._host[0]
+        """`offsets` on the host, int64. The first look waits for the device; later ones do not."""
+        return self.offsets.cpu().numpy().astype(np.int64)
 
 
 def group_rows(index: Tensor, size: int) -> Groups:

@@ -11,7 +11,18 @@ from torch import Tensor
 
 from planner.kernels.grouping.torch_grouping import accumulator
 
-__all__ = ["Axis", "Cut", "Matrices", "axis_of", "count_pieces", "grid", "most_tiles", "packed", "starts_of"]
+__all__ = [
+    "Axis",
+    "Cut",
+    "Grouping",
+    "Matrices",
+    "axis_of",
+    "count_pieces",
+    "grid",
+    "most_tiles",
+    "packed",
+    "starts_of",
+]
 
 
 class Axis(NamedTuple):
@@ -56,6 +67,22 @@ class Matrices(NamedTuple):
     def flat(self) -> list[Any]:
         """The kernel's arguments for this operand."""
         return [self.x, *(part for axis in self[1:4] for part in axis.flat)]
+
+
+class Grouping(NamedTuple):
+    """Rows in the order of their groups, as product kernels walk them.
+
+    Attributes:
+        order: row numbers sorted by group; None if the rows are sorted already.
+        starts: where each group begins in `order`, where the dropped rows begin if they are walked too, and the end.
+        groups: number of groups, without the group of dropped rows.
+        batch_groups: groups per batch entry; None if there is no batch.
+    """
+
+    order: Tensor | None
+    starts: Tensor | None
+    groups: int
+    batch_groups: int | None = None
 
 
 def packed(table: Tensor | None) -> Tensor | None:

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    progress = Progress(2 * len(options.check or WORKLOADS))
-    try:
+    with closing(Progress(2 * len(options.check or WORKLOADS))) as progress:
         times = check(options.check, progress)
-    finally:
-        progress.clear()
     print(json.dumps([dataclasses.asdict(t) for t in times], indent=1) if options.json else check_text(times))
     return 0
 
@@ -72,18 +70,13 @@ def _report(progress: Progress, lab: Lab, what: str) -> None:
 
 def _calibrate(options: argparse.Namespace) -> int:
     labs = list(make_labs())
-    progress = Progress(STAGES * len(labs))
-    devices = []
-    try:
-        for lab in labs:
-            devices.append(measure(lab, partial(_report, progress, lab)))
-    finally:
-        progress.clear()
+    with closing(Progress(STAGES * len(labs))) as progress:
+        devices = [measure(lab, partial(_report, progress, lab)) for lab in labs]
     # Stored together at the end, so an interrupted run changes nothing.
-    measured = []
-    for lab, device in zip(labs, devices, strict=True):
-        path = None if options.dry_run else rates.write(device, lab.key)
-        measured.append((lab, device, path))
+    measured = [
+        (lab, device, None if options.dry_run else rates.write(device, lab.key))
+        for lab, device in zip(labs, devices, strict=True)
+    ]
     if options.json:
         rows = [_as_json(lab, device, path) for lab, device, path in measured]
         print(json.dumps(rows, indent=1))

@@ -4,62 +4,26 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from planner.cost import rates
-from planner.cost.device import Device
+from planner.cost.device import Device, gpu_preset
 
 __all__ = ["Lab", "make_labs"]
 
 Framework = Literal["torch", "numpy"]
 
 
-class Lab(Protocol):
-    """A framework on one device.
+class Lab:
+    """A framework on one device. This class is NumPy on this machine's processor; `TorchLab` overrides what differs.
 
     Attributes:
         framework: the framework's name.
         key: names the file in which the rates are stored.
         preset: the device as the library knows it without a measurement.
     """
-
-    framework: Framework
-    key: rates.Key
-    preset: Device
-
-    def normal(self, *shape: int) -> Any:
-        """Return random float32 numbers."""
-        ...
-
-    def integers(self, high: int, *shape: int) -> Any:
-        """Return random int64 numbers below a bound."""
-        ...
-
-    def empty(self, count: int) -> Any:
-        """Allocate an array of float32, uninitialised."""
-        ...
-
-    def fill(self, x: Any) -> None:
-        """Write every element of an array."""
-        ...
-
-    def copy(self, x: Any, out: Any) -> None:
-        """Copy an array into another one, whose memory is in use already."""
-        ...
-
-    def sort(self, x: Any) -> Any:
-        """Return the stable order of small indices, sorted as the grouped kernels do it."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until the device has finished all calls."""
-        ...
-
-
-class NumpyLab:
-    """NumPy on this machine's processor; the methods are described in `Lab`."""
 
     framework: Framework = "numpy"
 
@@ -69,48 +33,53 @@ class NumpyLab:
         self.preset = Device.preset("cpu")
 
     def normal(self, *shape: int) -> Any:
+        """Return random float32 numbers."""
         return self.rng.standard_normal(shape, dtype=np.float32)
 
     def integers(self, high: int, *shape: int) -> Any:
+        """Return random int64 numbers below a bound."""
         return self.rng.integers(0, high, shape)
 
     def empty(self, count: int) -> Any:
+        """Allocate an array of float32, uninitialised."""
         return np.empty(count, np.float32)
 
     def fill(self, x: Any) -> None:
+        """Write every element of an array."""
         x.fill(1)
 
     def copy(self, x: Any, out: Any) -> None:
+        """Copy an array into another one, whose memory is in use already."""
         np.copyto(out, x)
 
     def sort(self, x: Any) -> Any:
+        """Return the stable order of small indices, sorted as the grouped kernels do it."""
         return np.argsort(x.astype(np.int16), kind="stable")
 
     def finish(self) -> None:
-        """Do nothing: a call has finished when it returns."""
+        """Wait until the device has finished all calls."""
 
 
-class TorchLab:
-    """Torch on this machine's processor, or on its first graphics card; the methods are described in `Lab`."""
+class TorchLab(Lab):
+    """Torch on this machine's processor, or on its first graphics card."""
 
     framework: Framework = "torch"
 
     def __init__(self, kind: str = "cpu") -> None:
         import torch
 
-        from planner.cost.device import gpu_preset
-
+        super().__init__()
         self.torch, self.where = torch, torch.device(kind)
         product = torch.cuda.get_device_name(0) if kind == "cuda" else ""
         self.key = rates.Key(product or rates.cpu_name(torch.get_num_threads()), "torch", str(torch.__version__), kind)
-        self.preset = gpu_preset(product) if product else Device.preset("cpu")
-        self.rng = np.random.default_rng(0)
+        if product:
+            self.preset = gpu_preset(product)
 
     def normal(self, *shape: int) -> Any:
-        return self.torch.from_numpy(self.rng.standard_normal(shape, dtype=np.float32)).to(self.where)
+        return self.torch.from_numpy(super().normal(*shape)).to(self.where)
 
     def integers(self, high: int, *shape: int) -> Any:
-        return self.torch.from_numpy(self.rng.integers(0, high, shape)).to(self.where)
+        return self.torch.from_numpy(super().integers(high, *shape)).to(self.where)
 
     def empty(self, count: int) -> Any:
         return self.torch.empty(count, device=self.where)
@@ -136,4 +105,4 @@ def make_labs() -> Iterator[Lab]:
         yield torch_lab
         if torch_lab.torch.cuda.is_available():
             yield TorchLab("cuda")
-    yield NumpyLab()
+    yield Lab()

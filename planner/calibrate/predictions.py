@@ -5,25 +5,19 @@ from __future__ import annotations
 import dataclasses
 import gc
 import importlib.util
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
 
 from planner.api import plan
+from planner.calibrate.labs import Framework
+from planner.inspect.analyze import analyze_steps
 from planner.language.errors import PlannerError
 from planner.language.units import seconds_text
-from planner.program.frameworks import load_backend
-from planner.program.implementations import RangedIndices
+from planner.program.implementations import MASK
 from planner.program.loops import parts
-from planner.program.ops import Guard
 from planner.program.plan import PlanRecord
-from planner.program.program import Step
 from planner.workloads import WORKLOADS, Workload
 
 __all__ = ["StepTime", "check", "check_text"]
-
-Framework = Literal["torch", "numpy"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +49,8 @@ class StepTime:
 
 # Workloads with a larger peak in bytes, or with a longer predicted time, are not timed.
 MOST_PEAK, MOST_SECONDS = 6 * 10**9, 10.0
+# Each step is timed so often, or once if the workload is predicted to take longer than FEWER_SECONDS.
+ROUNDS, FEWER_SECONDS = 5, 1.0
 
 
 def check_workload(framework: Framework, workload: Workload) -> Iterator[StepTime]:
@@ -63,63 +59,25 @@ def check_workload(framework: Framework, workload: Workload) -> Iterator[StepTim
     If the plan goes slice by slice, the steps of the first slice are timed.
     """
     workload = workload.cpu()
-    torch = framework == "torch"
-    arrays = workload.operands(framework, values="normal", requires_grad=torch)
+    operands = workload.operands(framework, values="normal", requires_grad=framework == "torch")
     indices = workload.indices(framework)
-    record: PlanRecord = plan(workload.spec, *arrays, **workload.options, **indices)
+    record: PlanRecord = plan(workload.spec, *operands, **workload.options, **indices)
     if record.cost.peak_bytes > MOST_PEAK or record.cost.seconds > MOST_SECONDS:
         return
-    if torch:
-        arrays = tuple(x.detach() for x in arrays)
-    spec, shapes = record.resolved.spec, dict(record.resolved.index_shapes)
-    arrays = tuple(x.reshape(shape) for x, shape in zip(arrays, record.resolved.shapes, strict=True))
-    rows = {g: indices[g.array].reshape(shapes[g.array]) for g in spec.gathers}
-    gradient = workload.cotangent(framework).reshape(spec.output_shape)
+    rounds = ROUNDS if record.cost.seconds < FEWER_SECONDS else 1
     if record.loop is not None:
-        part = next(parts(record.loop.axes, spec))
-        arrays = tuple(x[part.of(term)] for x, term in zip(arrays, spec.inputs, strict=True))
-        rows = {g: q[part.of(g.axes)] for g, q in rows.items()}
-        gradient, record = gradient[part.of(spec.output)], record.loop.body
-    programs, index = record.programs, RangedIndices(False, rows)
-    values: dict[int, Any] = {**dict(enumerate(arrays)), programs.output_gradient: gradient}
-    kept = {*programs.kept, *range(len(arrays)), programs.output_gradient}
-    for program in (programs.forward, programs.backward):
-        if program is None:
+        resolved, spec = record.resolved, record.resolved.spec
+        part, shapes = next(parts(record.loop.axes, spec)), dict(resolved.index_shapes)
+        views = (x.reshape(shape) for x, shape in zip(operands, resolved.shapes, strict=True))
+        operands = tuple(x[part.of(term)] for x, term in zip(views, spec.inputs, strict=True))
+        indices = {g.array: indices[g.array].reshape(shapes[g.array])[part.of(g.axes)] for g in spec.gathers}
+        record = record.loop.body
+    for step in analyze_steps(record, operands, indices, rounds):
+        predicted, measured = step.predicted.seconds, step.measured.seconds
+        if step.lowering == MASK or predicted is None or measured is None:
             continue
-        for step in program.steps:
-            seconds, results = _time_step(framework, step, [values[v] for v in step.inputs], index)
-            values.update(zip(step.outputs, results, strict=True))
-            for variable in step.releases:
-                if variable not in kept:
-                    values.pop(variable, None)
-            if isinstance(step.op, Guard):
-                continue
-            yield StepTime(
-                framework,
-                workload.name,
-                str(step.op.spec),
-                step.choice.lowering,
-                backward=program is programs.backward,
-                predicted=step.choice.cost.picoseconds / 1e12,
-                measured=seconds,
-            )
-
-
-def _time_step(
-    framework: Framework, step: Step, inputs: Sequence[Any], index: RangedIndices
-) -> tuple[float, Sequence[Any]]:
-    """Run a step several times, and return the median seconds and the results."""
-    table = load_backend(framework).table
-    times: list[float] = []
-    results: Any = None
-    # One run to warm up, then five more, or fewer if they take long.
-    while len(times) < 6 and sum(times) < 2.0:
-        index.orders.clear()
-        results = None
-        start = time.perf_counter()
-        results = table.run(step.choice.lowering, step.op, inputs, index)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:] or times), results
+        backward = step.program == "backward"
+        yield StepTime(framework, workload.name, step.text, step.lowering, backward, predicted, measured)
 
 
 def check(names: Sequence[str] = (), progress: Callable[[str], None] = lambda what: None) -> list[StepTime]:

@@ -124,7 +124,7 @@ def _plain_speed(found: Found) -> Iterator[str]:
     if case is None:
         return
     ours, matmul, einsum = case.ours, case.theirs["m1 @ m2"], case.theirs["einsum"]
-    images = dict(case.case.workload.sizes)["i"]
+    images = case.case.workload.sizes["i"]
     yield (
         f"For {images:,} images, m1 @ m2 takes {seconds_text(matmul.seconds)}, einsum {seconds_text(einsum.seconds)} "
         f"and planner {seconds_text(ours.seconds)}. With gradients planner is "
@@ -152,7 +152,7 @@ def _around_separate_keys(found: Found) -> Iterator[str]:
     gains = [case.gain() for case in pooled]
     slowest = min(gains + [case.gain("seconds") for case in pooled])
     verdict = "Yes, if the keys come from a pool" if slowest >= 0.9 and gains[-1] > 1.5 else "Not always"
-    keys = [str(dict(case.case.workload.sizes)["k"]) for case in pooled]
+    keys = [str(case.case.workload.sizes["k"]) for case in pooled]
     most = pooled[-1]
     label, peak = most.least("gradient_peak_bytes")
     yield (

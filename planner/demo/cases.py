@@ -119,7 +119,7 @@ def _all_cases(framework: Framework, scale: Scale) -> Iterator[Case]:
         return Case(seed, name, title, framework, workload, (*ways, our_way(workload)), workload.takes_gradient)
 
     def pooled(name: str) -> Case:
-        keys = dict(_sized(name, scale).sizes)["k"]
+        keys = _sized(name, scale).sizes["k"]
         title = f"{keys} keys for each query, from a pool"
         return case("003", name, title, Way("gather, then einsum", gather_then_einsum))
 
@@ -196,12 +196,12 @@ def _sized(name: str, scale: Scale) -> Workload:
     if scale == "full":
         return workload
     wanted = _QUICK.get(name, _QUICK[name.split("/")[0]])
-    now = dict(workload.sizes + workload.pools)
+    now = {**workload.sizes, **workload.pools}
     return workload.resized(**{letter: min(size, now[letter]) for letter, size in wanted.items()})
 
 
 def _three_slices_workload(scale: Scale) -> Workload:
     """Return the whole of X, from which three slices are cut inside the calls."""
     one = _sized("seed-sliced-einsum", scale)
-    sizes = (*one.sizes, ("x", 2 * dict(one.sizes)["i"]))
-    return dataclasses.replace(one, spec="xjk, ikl -> jl", sizes=sizes, cpu_sizes=(), views=())
+    sizes = {**one.sizes, "x": 2 * one.sizes["i"]}
+    return dataclasses.replace(one, spec="xjk, ikl -> jl", sizes=sizes, cpu_sizes={}, views=())

@@ -117,7 +117,7 @@ def _show(case: Case, scale: Scale, progress: Progress) -> list[Row]:
     _say(HEADINGS)
     rows = []
     for row in measure_case(case, scale, lambda way: progress(f"{case.name}, {case.framework}: {way.label}")):
-        progress.clear()
+        progress.close()
         _say(line(row))
         rows.append(row)
     return rows

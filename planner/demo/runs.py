@@ -376,7 +376,7 @@ def measure_case(
 
     for way in case.ways:
         starting(way)
-        sizes = dict(case.workload.sizes)
+        sizes = case.workload.sizes
         if way.part is None or way.part.size >= sizes[way.part.axis]:
             differs, figures = measure(way, case.workload)
         else:

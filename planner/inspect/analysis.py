@@ -160,11 +160,9 @@ def _format_measured(row: AnalyzedStep, label: str) -> list[str]:
 
 
 def _figures(figures: Figures) -> list[str]:
+    sizes = (figures.bytes_moved, figures.live_bytes, figures.retained_bytes)
     return [
         "-" if figures.flops is None else count_text(figures.flops),
-        *(
-            "-" if n is None else bytes_text(n)
-            for n in (figures.bytes_moved, figures.live_bytes, figures.retained_bytes)
-        ),
+        *("-" if n is None else bytes_text(n) for n in sizes),
         "-" if figures.seconds is None else seconds_text(figures.seconds),
     ]

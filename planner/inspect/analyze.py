@@ -12,11 +12,12 @@ from planner.inspect.analysis import LEAST_SECONDS, Analysis, AnalyzedStep, Figu
 from planner.inspect.meter import Meter, meter_of
 from planner.inspect.text import equation
 from planner.language.errors import PlannerError
+from planner.program.frameworks import load_backend
 from planner.program.plan import PlanRecord
 from planner.program.program import Program, Step
 from planner.run import check_call
 
-__all__ = ["Figures", "analyze"]
+__all__ = ["Figures", "analyze", "analyze_steps"]
 
 # If the median ratio of measured to predicted time exceeds this, the rates are not those of this machine.
 WRONG_RATES = 3
@@ -34,6 +35,15 @@ def analyze(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any
     return Analysis(
         plan.text, plan.backend, plan.device.name, plan.dtype, rounds, tuple(steps), tuple(totals), _warnings(steps)
     )
+
+
+def analyze_steps(
+    plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any], rounds: int
+) -> list[AnalyzedStep]:
+    """Run the steps of a plan and measure them, but not its programs as a whole."""
+    meter = meter_of(plan, load_backend(plan.backend), operands, indices, rounds)
+    with meter.measuring():
+        return _measure_steps(plan, meter)[0]
 
 
 def _measure_steps(plan: PlanRecord, meter: Meter) -> tuple[list[AnalyzedStep], list[Figures], list[Figures]]:

@@ -15,7 +15,6 @@ import gc
 import math
 import os
 import tracemalloc
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 __all__ = [
-    "Compiled",
     "Counted",
     "Measured",
     "jax_buffers",
@@ -33,7 +31,6 @@ __all__ = [
     "jax_temp_bytes",
     "numpy_memory",
     "numpy_owned",
-    "saved_tensor_bytes",
     "torch_allocations",
     "torch_backward_memory",
     "torch_counts",
@@ -62,18 +59,17 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What a call computed and moved, counted operator by operator. A count is None if unknown."""
+    """What a framework says about a call. A figure is None if unknown.
+
+    Attributes:
+        flops: FLOPs.
+        bytes_moved: bytes read and written.
+        peak_bytes: bytes of the temporaries and results of a compiled function.
+    """
 
     flops: int | None
     bytes_moved: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """What XLA says about a compiled function: the bytes of temporaries and results, and its counts."""
-
-    peak_bytes: int | None
-    counted: Counted
+    peak_bytes: int | None = None
 
 
 # --- torch --------------------------------------------------------------------------------------
@@ -124,38 +120,6 @@ def torch_backward_memory(
     not_counted |= torch_storages(gradients)
     retained = sum(n for pointer, n in live.items() if pointer not in not_counted)
     return gradients, Measured(max(peak, retained + sum(x.nbytes for x in gradients)), retained)
-
-
-def saved_tensor_bytes(call: Callable[[], Any], operands: Iterable[Any] = ()) -> int:
-    """Count the storages that torch's autograd saves, by its own hooks: a second count of retained bytes.
-
-    The count leaves out the storages of the operands, which include index arrays, those of the result, and tensors that
-    were saved and dropped again before the call returned. The hooks do not see tensors that an `autograd.Function`
-    keeps as attributes of its context, nor Python numbers, which ``2 * x`` keeps in 8 bytes. `torch_memory` sees both.
-    """
-    import torch
-
-    saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
-
-    def pack(tensor: Any) -> _Saved:
-        holder = _Saved(tensor)
-        saved.add(holder)
-        return holder
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
-        result = call()
-    gc.collect(0)
-    not_counted = torch_storages(result) | torch_storages(list(operands))
-    storages = [holder.tensor.untyped_storage() for holder in saved]
-    sizes = {s.data_ptr(): s.nbytes() for s in storages}
-    return sum(n for pointer, n in sizes.items() if pointer not in not_counted)
-
-
-class _Saved:
-    """Holds one saved tensor, and can be weakly referenced."""
-
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor.detach()  # a saved output with its grad_fn would keep itself alive
 
 
 def torch_allocations(call: Callable[[], T], live: Mapping[int, int]) -> tuple[T, int, dict[int, int]]:
@@ -210,13 +174,13 @@ def _collecting_afterwards() -> Iterator[None]:
             gc.enable()
 
 
-def torch_storages(tree: Any) -> set[int]:
-    """Return the addresses of the storages of all tensors in a tree of containers."""
+def torch_storages(tree: Any) -> dict[int, int]:
+    """Return the addresses and bytes of the storages of all tensors in a tree of containers."""
     import torch
     from torch.utils import _pytree
 
-    leaves = _pytree.tree_leaves(tree)
-    return {leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    storages = [leaf.untyped_storage() for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return {s.data_ptr(): s.nbytes() for s in storages}
 
 
 def torch_cuda_peak(call: Callable[[], T], device: Any) -> tuple[T, int]:
@@ -264,11 +228,7 @@ def torch_cuda_backward_memory(
 
 def _result_bytes(tree: Any) -> int:
     """Return the bytes of the storages of all tensors in a tree, rounded up as the CUDA allocator does."""
-    import torch
-    from torch.utils import _pytree
-
-    storages = [leaf.untyped_storage() for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-    return sum(-(-size // 512) * 512 for size in {s.data_ptr(): s.nbytes() for s in storages}.values())
+    return sum(-(-size // 512) * 512 for size in torch_storages(tree).values())
 
 
 def torch_counts(call: Callable[[], Any]) -> Counted:
@@ -355,7 +315,7 @@ def jax_temp_bytes(call: Callable[..., Any], *operands: Any) -> int:
     return int(analysis.temp_size_in_bytes)
 
 
-def jax_compiled(call: Callable[..., Any], *operands: Any) -> tuple[Callable[..., Any], Compiled]:
+def jax_compiled(call: Callable[..., Any], *operands: Any) -> tuple[Callable[..., Any], Counted]:
     """Compile a call for operands. Return the compiled function and what XLA says about it.
 
     A figure is None if the platform does not report it. XLA counts the body of a loop once.
@@ -368,7 +328,7 @@ def jax_compiled(call: Callable[..., Any], *operands: Any) -> tuple[Callable[...
     peak = None if memory is None else int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
     cost = cost[0] if isinstance(cost, (list, tuple)) and cost else cost or {}
     flops, moved = (int(cost[key]) if cost.get(key, -1) >= 0 else None for key in ("flops", "bytes accessed"))
-    return compiled, Compiled(peak, Counted(flops, moved))
+    return compiled, Counted(flops, moved, peak)
 
 
 def _has_buffer(x: Any) -> bool:
@@ -416,20 +376,18 @@ def _traced_arrays(domain: int) -> int:
 
 def numpy_owned(arrays: Iterable[Any]) -> dict[int, int]:
     """Return the identities and bytes of the arrays that own the memory of some arrays."""
-    owned = {}
-    for array in arrays:
-        while isinstance(array.base, np.ndarray):
-            array = array.base
-        owned[id(array)] = int(array.nbytes)
-    return owned
+    owners = map(_owner, arrays)
+    return {id(owner): int(owner.nbytes) for owner in owners}
+
+
+def _owner(array: Any) -> Any:
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
 
 
 def _owned_bytes(result: Any) -> int:
     arrays = result if isinstance(result, (list, tuple)) else [result]
-    bases = {}
-    for array in arrays:
-        while isinstance(array, np.ndarray):
-            if array.base is None and tracemalloc.get_object_traceback(array) is not None:
-                bases[id(array)] = max(array.nbytes, 1)  # numpy allocates a byte for no elements
-            array = array.base
-    return sum(bases.values())
+    owners = {id(owner): owner for owner in (_owner(x) for x in arrays if isinstance(x, np.ndarray))}
+    traced = (x for x in owners.values() if x.base is None and tracemalloc.get_object_traceback(x) is not None)
+    return sum(max(x.nbytes, 1) for x in traced)  # numpy allocates a byte for no elements

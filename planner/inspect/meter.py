@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from planner.inspect import memory as measure
 from planner.inspect.analysis import Figures
@@ -20,7 +20,23 @@ from planner.program.implementations import Backend, Stepwise
 from planner.program.plan import PlanRecord
 from planner.program.program import Program, Step
 
-__all__ = ["Meter", "meter_of"]
+__all__ = ["Call", "Meter", "meter_of", "of_some"]
+
+
+# A contraction as a function of operands and index arrays.
+Call: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Any]
+
+
+def of_some(
+    call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int]
+) -> Callable[..., Any]:
+    """Return a call as a function of the wanted operands alone."""
+
+    def function(*chosen: Any) -> Any:
+        given = dict(zip(wanted, chosen, strict=True))
+        return call([given.get(number, x) for number, x in enumerate(operands)], indices)
+
+    return function
 
 
 class Meter:
@@ -184,12 +200,11 @@ class TorchMeter(Meter):
 
     def buffers(self, arrays: Sequence[Any]) -> dict[int, int]:
         """Return the arrays' storages."""
-        storages = [x.untyped_storage() for x in arrays]
-        return {s.data_ptr(): s.nbytes() for s in storages}
+        return measure.torch_storages(list(arrays))
 
     def begin(self, kept: Sequence[Any], result: Any) -> None:
         """Count the kept values, without the result, as alive from the start."""
-        kept_storages = measure.torch_storages(list(kept)) - measure.torch_storages(result)
+        kept_storages = measure.torch_storages(list(kept)).keys() - measure.torch_storages(result).keys()
         self.alive = {pointer: n for pointer, n in getattr(self, "alive", {}).items() if pointer in kept_storages}
 
     def live(self, once: Callable[[], None], held: int) -> int | None:
@@ -272,7 +287,7 @@ class JaxMeter(Meter):
 
     def counts(self, call: Callable[[], Any]) -> Counted:
         """Return the counts of XLA."""
-        return self.said.counted
+        return self.said
 
     def buffers(self, arrays: Sequence[Any]) -> dict[int, int]:
         """Return the arrays' buffers."""
@@ -289,11 +304,8 @@ class JaxMeter(Meter):
 
         return jnp.ones_like(result)
 
-    def _of(self, indices: Mapping[str, Any], chosen: Sequence[Any]) -> Any:
-        operands = list(self.operands)
-        for number, x in zip(self.wanted, chosen, strict=True):
-            operands[number] = x
-        return self.run(operands, indices)
+    def _of(self, indices: Mapping[str, Any]) -> Callable[..., Any]:
+        return of_some(self.run, self.operands, indices, self.wanted)
 
     @property
     def _chosen(self) -> list[Any]:
@@ -317,22 +329,21 @@ class JaxMeter(Meter):
         held = (self.operands, self.indices)
         retained = 0
         if self.wanted:
-            retained = measure.jax_retained(lambda *xs: self._of(self.indices, xs), *self._chosen, held=held)
+            retained = measure.jax_retained(self._of(self.indices), *self._chosen, held=held)
         eager = self.seconds(self.call)
         prepared = self._arguments()
         run, said = measure.jax_compiled(
             lambda xs, q: self.run(xs, {**self.indices, **q}), tuple(self.operands), prepared
         )
         seconds = self.seconds(lambda _: run(tuple(self.operands), prepared))
-        counted, live = said.counted, said.peak_bytes
-        rows = [("", Figures(eager, *_sums(steps), live, retained))]
-        return [*rows, ("compiled", Figures(seconds, counted.flops, counted.bytes_moved, live))]
+        rows = [("", Figures(eager, *_sums(steps), said.peak_bytes, retained))]
+        return [*rows, ("compiled", Figures(seconds, said.flops, said.bytes_moved, said.peak_bytes))]
 
     def backward(self, steps: Sequence[Figures]) -> list[tuple[str, Figures]]:
         """Measure the pullback from ones, and the pullback as a user compiles it. Both are compiled as a whole."""
         import jax
 
-        result, pullback = jax.vjp(lambda *xs: self._of(self.indices, xs), *self._chosen)
+        result, pullback = jax.vjp(self._of(self.indices), *self._chosen)
         gradient = self.output_gradient(result)
         eager = self.seconds(lambda _: pullback(gradient))
         del result, pullback
@@ -340,7 +351,7 @@ class JaxMeter(Meter):
         prepared = self._arguments()
 
         def both(chosen: Any, q: Any) -> Any:
-            return jax.vjp(lambda *xs: self._of({**self.indices, **q}, xs), *chosen)
+            return jax.vjp(self._of({**self.indices, **q}), *chosen)
 
         result, pullback = self.wait(jax.jit(both)(tuple(self._chosen), prepared))
         run, said = measure.jax_compiled(lambda back, g: back(g), pullback, gradient)
@@ -349,7 +360,7 @@ class JaxMeter(Meter):
         retained = sum(n for pointer, n in measure.jax_buffers(pullback).items() if pointer not in free)
         live = None if said.peak_bytes is None else said.peak_bytes + retained
         rows = [("", Figures(eager, *_sums(steps), live))]
-        return [*rows, ("compiled", Figures(seconds, said.counted.flops, said.counted.bytes_moved, live))]
+        return [*rows, ("compiled", Figures(seconds, said.flops, said.bytes_moved, live))]
 
 
 def meter_of(

@@ -45,11 +45,9 @@ def verdicts(plan: PlanRecord) -> tuple[tuple[ImplementationVerdict, ...], ...]:
 def _of_step(plan: PlanRecord, step: Step) -> tuple[ImplementationVerdict, ...]:
     chosen = step.choice.lowering
     judged = []
-    for name, cost in load_backend(plan.backend).table.verdicts(step.op, plan.device, chosen).items():
-        if isinstance(cost, str):
-            judged.append(ImplementationVerdict(name, None, cost, False))
-        else:
-            judged.append(ImplementationVerdict(name, cost, "", name == chosen))
+    for name, found in load_backend(plan.backend).table.verdicts(step.op, plan.device, chosen).items():
+        cost, refusal = (None, found) if isinstance(found, str) else (found, "")
+        judged.append(ImplementationVerdict(name, cost, refusal, name == chosen))
     return tuple(sorted(judged, key=lambda v: (not v.chosen, v.cost is None, v.cost.picoseconds if v.cost else 0)))
 
 

@@ -42,18 +42,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in __all__ and importlib.util.find_spec("hypothesis") is None:
         raise ModuleNotFoundError(f"{name} needs hypothesis: pip install 'contraction-planner[testing]'")
-    if name in ("Failure", "Report", "Verdict", "check"):
-        from planner.testing import checking
-
-        return getattr(checking, name)
-    if name == "run_step":
-        from planner.testing.steps import run_step
-
-        return run_step
     if name in __all__:
-        from planner.testing import strategies
+        from planner.testing import checking, steps, strategies
 
-        return getattr(strategies, name)
+        module = checking if name in checking.__all__ else steps if name in steps.__all__ else strategies
+        return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

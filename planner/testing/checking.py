@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, Verbosity, given, settings
 from hypothesis.errors import FailedHealthCheck, Flaky, Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
+from planner.inspect.text import table_lines
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerError
 from planner.language.options import INDEX_MODES, check_index_mode
 from planner.language.parse import parse
-from planner.program.frameworks import load_backend
 from planner.program.implementations import Implementation
 from planner.search.paths import explicit_path, is_path_name
 from planner.testing import scripts
@@ -132,12 +132,10 @@ class Report:
         if any(v.backend == "all" for v in self.verdicts):
             columns.append("all")
         cells = {(v.law, v.backend): _cell(v) for v in self.verdicts}
-        laws = list(dict.fromkeys(v.law for v in self.verdicts))
-        width = max(map(len, laws))
-        rows = [[" " * (width + 2), *(f"{column:>6}" for column in columns)]]
-        for law in laws:
-            rows.append([f"  {law:{width}}", *(f"{cells.get((law, column), ''):>6}" for column in columns)])
-        return ["  ".join(row).rstrip() for row in rows]
+        rows = [["", *(f"{column:>6}" for column in columns)]]
+        for law in dict.fromkeys(v.law for v in self.verdicts):
+            rows.append([law, *(f"{cells.get((law, column), ''):>6}" for column in columns)])
+        return table_lines(rows, (0,))
 
 
 def _cell(verdict: Verdict) -> str:
@@ -211,40 +209,24 @@ def check(
         Results on small integers are exact whatever the order of a sum: see `planner.testing.judgement`.
     """
     names = tuple(dict.fromkeys(_names("backends", installed() if backends is None else backends)))
-    kinds = _names("dtypes", dtypes)
+    kinds, modes = _names("dtypes", dtypes), None if index_modes is None else _names("index_modes", index_modes)
     wanted = None if laws is None else _names("laws", laws)
-    modes = None if index_modes is None else _names("index_modes", index_modes)
-    _check_arguments(spec, sizes, names, kinds, modes, max_examples, kernel, implementation)
+    _check_arguments(spec, sizes, kinds, modes, max_examples)
+    _check_own_code(names, kernel, implementation)
     subject = Subject(implementation, kernel, _paths(paths, kernel, implementation), modes is not None)
     chosen = _laws(subject, wanted)
     engines = [engine_of(name) for name in names]
+    trials = [(law, [engine], engine.name) for law in chosen for engine in engines]
     own_code = kernel is not None or implementation is not None
-    compares = not own_code and len(engines) > 1 and (wanted is None or AGREEMENT in wanted)
-    report_progress = progress or (lambda what, total: None)
-    total, start, verdicts = len(chosen) * len(engines) + compares, time.monotonic(), []
+    if not own_code and len(engines) > 1 and (wanted is None or AGREEMENT in wanted):
+        compare = Law(AGREEMENT, lambda engine, subject, problem: agreement(engines, problem))
+        trials.append((compare, engines, "all"))
+    task, start, verdicts = _Task(spec, sizes, kinds, modes, subject, max_examples), time.monotonic(), []
     with _ALONE:
-        for law in chosen:
-            for engine in engines:
-                report_progress(f"{law.name} in {engine.name}", total)
-                usable = [kind for kind in kinds if not _refusal(law, engine, kind)]
-                reason = _skip_reason(law, engine, spec, sizes, modes)
-                if not reason and not usable:
-                    reason = _refusal(law, engine, kinds[0])
-                if reason:
-                    verdicts.append(Verdict(law.name, engine.name, skipped=reason))
-                    continue
-                problems = _problems(law, spec, sizes, usable, modes, subject)
-                verdicts.append(_judge(law, engine, subject, problems, max_examples, engine.name))
-        if compares:
-            report_progress(AGREEMENT, total)
-            law = Law(AGREEMENT, lambda engine, subject, problem: agreement(engines, problem))
-            usable = [kind for kind in kinds if not any(_refusal(law, engine, kind) for engine in engines)]
-            if usable:
-                problems = _problems(law, spec, sizes, usable, modes, subject)
-                verdicts.append(_judge(law, engines[0], subject, problems, max_examples, "all"))
-            else:
-                reason = "no dtype that was asked for is known to all frameworks"
-                verdicts.append(Verdict(AGREEMENT, "all", skipped=reason))
+        for law, judged, name in trials:
+            if progress is not None:
+                progress(f"{law.name} in {name}", len(trials))
+            verdicts.append(task.verdict(law, judged, name))
     report = Report(spec, names, tuple(verdicts), time.monotonic() - start)
     if all(verdict.skipped for verdict in verdicts):
         reasons = dict.fromkeys(f"{v.law} in {v.backend}: {v.skipped}" for v in verdicts)
@@ -263,14 +245,7 @@ def _names(option: str, value: Any) -> tuple[str, ...]:
 
 
 def _check_arguments(
-    spec: Any,
-    sizes: Any,
-    names: Sequence[str],
-    dtypes: Sequence[str],
-    modes: Sequence[str] | None,
-    max_examples: Any,
-    kernel: Any,
-    implementation: Any,
+    spec: Any, sizes: Any, dtypes: Sequence[str], modes: Sequence[str] | None, max_examples: Any
 ) -> None:
     """Raise `PlannerError` if an argument of `check` is wrong."""
     if wrong := wrong_sizes(spec, parse(spec), sizes):
@@ -282,6 +257,10 @@ def _check_arguments(
         check_index_mode(mode)
     if isinstance(max_examples, bool) or not isinstance(max_examples, int) or max_examples < 1:
         raise PlannerError(f"max_examples={max_examples!r:.80} must be a positive integer")
+
+
+def _check_own_code(names: Sequence[str], kernel: Any, implementation: Any) -> None:
+    """Raise `PlannerError` if a user's kernel or implementation cannot be checked."""
     if implementation is not None and not callable(implementation):
         raise PlannerError(f"implementation={implementation!r:.80} is not a function")
     if kernel is None:
@@ -290,9 +269,7 @@ def _check_arguments(
         raise PlannerError("kernel= and implementation= are checked one at a time")
     if len(names) != 1:
         raise PlannerError(f"kernel= is a row of one backend's table: give backends= as one of {', '.join(names)}")
-    engine_of(names[0])
-    row = next(iter(load_backend(names[0]).table.rows.values()))
-    if not isinstance(kernel, type(row)):
+    if not isinstance(kernel, Implementation):
         raise PlannerError(f"kernel={kernel!r:.80} is not a planner.program.implementations.Implementation")
 
 
@@ -340,100 +317,101 @@ def _refusal(law: Law, engine: Engine, dtype: str) -> str:
     return ""
 
 
-def _skip_reason(
-    law: Law,
-    engine: Engine,
-    spec: str,
-    sizes: Mapping[str, int] | None,
-    modes: Sequence[str] | None,
-) -> str:
-    """Return why a law is not tested in a framework, whatever the dtype; "" if it is."""
-    parsed = parse(spec)
-    if law.derives and not engine.differentiates:
-        return f"{engine.name} computes no gradients"
-    if law.lays and not engine.strided:
-        return f"arrays of {engine.name} have no strides"
-    if law.name == "index modes" and not parsed.arrays:
-        return "the spec has no index array"
-    if law.draws.get("max_size") == 1 and set(axes_of(parsed)) <= set(sizes or {}) and "..." not in spec:
-        return "all sizes are given"
-    if law.draws.get("index_modes") == ("raise",) and modes is not None and "raise" not in modes and parsed.arrays:
-        return "plans do not predict peaks where indices may be dropped or clipped"
-    return ""
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What `check` was asked; the attributes are its arguments. `modes` is None if any index mode will do."""
 
+    spec: str
+    sizes: Mapping[str, int] | None
+    dtypes: tuple[str, ...]
+    modes: tuple[str, ...] | None
+    subject: Subject
+    max_examples: int
 
-def _problems(
-    law: Law,
-    spec: str,
-    sizes: Mapping[str, int] | None,
-    dtypes: Sequence[str],
-    modes: Sequence[str] | None,
-    subject: Subject,
-) -> SearchStrategy[Problem]:
-    """Return a strategy for the problems on which a law is tested."""
-    all_modes = INDEX_MODES if subject.implementation is None else ("raise",)
-    options: dict[str, Any] = {
-        "strided": False,
-        "dtypes": dtypes,
-        "max_value": 1 if {*HALF_TYPES} & {*dtypes} else 3,
-        "index_modes": all_modes if modes is None else modes,
-        **law.draws,
-    }
-    if modes is not None and law.name == "index modes":
-        options["index_modes"] = modes
-    if subject.implementation is not None:
-        options["without"] = ("size one", "sizes tuple", "index dtypes", *options.get("without", ()))
-    if options.pop("large", False):
-        # Some 3 * 10^5 points, so that arrays outweigh Python objects.
-        axes = len(axes_of(parse(spec))) + 2 * ("..." in spec)
-        most = max(3, min(4096, int(3e5 ** (1 / max(1, axes)))))
-        options |= {"min_size": most // 2, "max_size": most}
-    return problems_of(spec, sizes, **options)
+    def verdict(self, law: Law, engines: Sequence[Engine], name: str) -> Verdict:
+        """Test a law in a framework, or in all of them together; `name` is the framework's, or "all"."""
+        usable = [kind for kind in self.dtypes if not any(_refusal(law, engine, kind) for engine in engines)]
+        reason = self.skip_reason(law, engines[0])
+        if not reason and not usable:
+            reason = "no dtype that was asked for is known to all frameworks"
+            if len(engines) == 1:
+                reason = _refusal(law, engines[0], self.dtypes[0])
+        return Verdict(law.name, name, skipped=reason) if reason else self._judge(law, engines[0], usable, name)
 
+    def skip_reason(self, law: Law, engine: Engine) -> str:
+        """Return why a law is not tested in a framework, whatever the dtype; "" if it is."""
+        parsed, modes = parse(self.spec), self.modes
+        if law.derives and not engine.differentiates:
+            return f"{engine.name} computes no gradients"
+        if law.lays and not engine.strided:
+            return f"arrays of {engine.name} have no strides"
+        if law.name == "index modes" and not parsed.arrays:
+            return "the spec has no index array"
+        if law.draws.get("max_size") == 1 and set(axes_of(parsed)) <= set(self.sizes or {}) and "..." not in self.spec:
+            return "all sizes are given"
+        if law.draws.get("index_modes") == ("raise",) and modes is not None and "raise" not in modes and parsed.arrays:
+            return "plans do not predict peaks where indices may be dropped or clipped"
+        return ""
 
-def _judge(
-    law: Law, engine: Engine, subject: Subject, problems: SearchStrategy[Problem], max_examples: int, name: str
-) -> Verdict:
-    """Test a law on drawn problems; Hypothesis shrinks a problem that fails.
+    def problems(self, law: Law, dtypes: Sequence[str]) -> SearchStrategy[Problem]:
+        """Return a strategy for the problems on which a law is tested."""
+        all_modes = INDEX_MODES if self.subject.implementation is None else ("raise",)
+        options: dict[str, Any] = {
+            "strided": False,
+            "dtypes": dtypes,
+            "max_value": 1 if {*HALF_TYPES} & {*dtypes} else 3,
+            "index_modes": all_modes if self.modes is None else self.modes,
+            **law.draws,
+        }
+        if self.modes is not None and law.name == "index modes":
+            options["index_modes"] = self.modes
+        if self.subject.implementation is not None:
+            options["without"] = ("size one", "sizes tuple", "index dtypes", *options.get("without", ()))
+        if options.pop("large", False):
+            # Some 3 * 10^5 points, so that arrays outweigh Python objects.
+            axes = len(axes_of(parse(self.spec))) + 2 * ("..." in self.spec)
+            most = max(3, min(4096, int(3e5 ** (1 / max(1, axes)))))
+            options |= {"min_size": most // 2, "max_size": most}
+        return problems_of(self.spec, self.sizes, **options)
 
-    `name` is the framework's, or "all" for the law that compares frameworks; then scripts are for the first framework.
-    """
-    count = 0
-    if name in ("jax", "all"):
-        max_examples = -(-max_examples // 4)
-    last: list[Problem] = []
+    def _judge(self, law: Law, engine: Engine, dtypes: Sequence[str], name: str) -> Verdict:
+        """Test a law on drawn problems; Hypothesis shrinks a problem that fails. Scripts are for `engine`."""
+        count, subject = 0, self.subject
+        last: list[Problem] = []
 
-    @settings(
-        max_examples=max_examples,
-        deadline=None,
-        database=None,
-        print_blob=False,
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-        verbosity=Verbosity.quiet,
-    )
-    @given(problems)
-    def attempt(problem: Problem) -> None:
-        nonlocal count
-        last[:] = [problem]
-        with raising(problem, lambda: scripts.of_values(engine.name, problem, subject, {})):
-            law.holds(engine, subject, problem)
-        count += 1
+        @settings(
+            max_examples=-(-self.max_examples // 4) if name in ("jax", "all") else self.max_examples,
+            deadline=None,
+            database=None,
+            print_blob=False,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+            verbosity=Verbosity.quiet,
+        )
+        @given(self.problems(law, dtypes))
+        def attempt(problem: Problem) -> None:
+            nonlocal count
+            last[:] = [problem]
+            with raising(problem, lambda: scripts.of_values(engine.name, problem, subject, {})):
+                law.holds(engine, subject, problem)
+            count += 1
 
-    def failed(problem: Problem, what: str, found: str = "", expected: str = "", script: str = "") -> Verdict:
-        return Verdict(law.name, name, count, Failure(law.name, name, problem, what, found, expected, script))
+        def failed(*found: Any) -> Verdict:
+            return Verdict(law.name, name, count, Failure(law.name, name, *found))
 
-    try:
-        attempt()
-    except Broken as e:
-        return failed(e.problem, e.what, e.found, e.expected, e.script)
-    except FailedHealthCheck as error:
-        raise PlannerError(f"check draws its problems itself: call it outside of a @given test ({error})") from None
-    except Flaky:
-        script = scripts.of_values(engine.name, last[0], subject, {})
-        return failed(last[0], "the same problem fails and does not fail: something depends on chance", script=script)
-    except Unsatisfiable:
-        if subject.kernel is not None:
-            raise PlannerError(f"{subject.kernel.name!r} supports no step of the spec: nothing was checked") from None
-        return Verdict(law.name, name, skipped="no sizes that fit were found")
-    return Verdict(law.name, name, count)
+        try:
+            attempt()
+        except Broken as broken:
+            return failed(*broken.args)
+        except FailedHealthCheck as error:
+            raise PlannerError(f"check draws its problems itself: call it outside of a @given test ({error})") from None
+        except Flaky:
+            script, what = scripts.of_values(engine.name, last[0], subject, {}), "something depends on chance"
+            return failed(last[0], f"the same problem fails and does not fail: {what}", "", "", script)
+        except Unsatisfiable:
+            if subject.kernel is not None:
+                raise PlannerError(
+                    f"{subject.kernel.name!r} supports no step of the spec: nothing was checked"
+                ) from None
+            return Verdict(law.name, name, skipped="no sizes that fit were found")
+        return Verdict(law.name, name, count)

@@ -5,27 +5,25 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from planner.api import plan
 from planner.inspect import memory as measure
+from planner.inspect.meter import Call, of_some
 from planner.language.errors import PlannerError, PlannerLimitError
 from planner.language.spec import Operand
 from planner.plan import Plan
 from planner.testing.problem import Array, Problem
 
-__all__ = ["Call", "Engine", "engine_of", "installed"]
+__all__ = ["Call", "Engine", "engine_of", "installed", "of_some"]
 
 # Plans do not count copies of index arrays: in range, flattened, broadcast. If index arrays are long and the other
 # arrays are small, these copies are most of what is allocated.
 _INDEX_COPIES = 6
 # Bytes that plans do not count: Python's own objects, which NumPy's measurement includes, and XLA's padding.
 _OWN_BYTES = 2**15
-
-# A contraction of a problem, as a function of operands and index arrays.
-Call: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 
 class Engine:
@@ -76,21 +74,12 @@ class Engine:
         return plan(problem.spec, *operands, **{**problem.arguments(), **indices}, backend=self.name, **options)
 
     def gradients(
-        self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int], gout: Any
+        self, function: Callable[..., Any], leaves: Sequence[Any], gout: Any, along: Sequence[Any] | None = None
     ) -> list[Any]:
-        """Return the gradients of the wanted operands, for the output gradient `gout`."""
-        raise AssertionError(f"{self.name} computes no gradients")
+        """Return the gradients of a function of some operands, for the output gradient `gout`.
 
-    def second(
-        self,
-        call: Call,
-        operands: Sequence[Any],
-        indices: Mapping[str, Any],
-        wanted: Sequence[int],
-        gout: Any,
-        given: Sequence[Any],
-    ) -> list[Any]:
-        """Return the gradients of the wanted operands, for cotangents `given` of their first gradients."""
+        With `along`, return second derivatives: the gradients of these gradients, for the cotangents `along`.
+        """
         raise AssertionError(f"{self.name} computes no gradients")
 
     def retained(self, problem: Problem, call: Call) -> tuple[int, int]:
@@ -98,7 +87,11 @@ class Engine:
         operands, indices = self.operands(problem), self.indices(problem)
         call(operands, indices)  # plans, and fills caches
         predicted = self.plan(problem, operands, indices).cost.retained_bytes
-        return predicted, measure.numpy_memory(lambda: call(operands, indices))[1].retained_bytes
+        return predicted, self.memory(lambda: call(operands, indices)).retained_bytes
+
+    def memory(self, call: Callable[[], Any]) -> measure.Measured:
+        """Return the bytes that a call allocates."""
+        return measure.numpy_memory(call)[1]
 
     def peaks(
         self, problem: Problem, operands: Sequence[Any], indices: Mapping[str, Any]
@@ -160,42 +153,24 @@ class TorchEngine(Engine):
         return [x.requires_grad_(need) for x, need in zip(operands, problem.requires_grad, strict=True)]
 
     def gradients(
-        self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int], gout: Any
+        self, function: Callable[..., Any], leaves: Sequence[Any], gout: Any, along: Sequence[Any] | None = None
     ) -> list[Any]:
-        """Compute gradients by autograd."""
+        """Compute gradients by autograd; second derivatives by autograd, applied twice."""
         import torch
 
-        result = call(operands, indices)
-        leaves = [operands[number] for number in wanted]
-        return list(torch.autograd.grad(result, leaves, gout.to(result.dtype), materialize_grads=True))
-
-    def second(
-        self,
-        call: Call,
-        operands: Sequence[Any],
-        indices: Mapping[str, Any],
-        wanted: Sequence[int],
-        gout: Any,
-        given: Sequence[Any],
-    ) -> list[Any]:
-        """Compute second derivatives by autograd, applied twice."""
-        import torch
-
-        result = call(operands, indices)
-        leaves = [operands[number] for number in wanted]
-        first = torch.autograd.grad(result, leaves, gout.to(result.dtype), create_graph=True, materialize_grads=True)
-        pairs = [(g, v) for g, v in zip(first, given, strict=True) if g.requires_grad]
+        result, twice = function(*leaves), along is not None
+        first = torch.autograd.grad(result, leaves, gout.to(result.dtype), create_graph=twice, materialize_grads=True)
+        if along is None:
+            return list(first)
+        pairs = [(g, v) for g, v in zip(first, along, strict=True) if g.requires_grad]
         if not pairs:
             return [torch.zeros_like(x) for x in leaves]
         outputs, vectors = zip(*pairs, strict=True)
         return list(torch.autograd.grad(outputs, leaves, vectors, materialize_grads=True))
 
-    def retained(self, problem: Problem, call: Call) -> tuple[int, int]:
-        """Measure with torch's allocator."""
-        operands, indices = self.operands(problem), self.indices(problem)
-        call(operands, indices)
-        predicted = self.plan(problem, operands, indices).cost.retained_bytes
-        return predicted, measure.torch_memory(lambda: call(operands, indices))[1].retained_bytes
+    def memory(self, call: Callable[[], Any]) -> measure.Measured:
+        """Ask torch's allocator."""
+        return measure.torch_memory(call)[1]
 
     def peaks(
         self, problem: Problem, operands: Sequence[Any], indices: Mapping[str, Any]
@@ -222,7 +197,7 @@ class TorchEngine(Engine):
         del result
         # Programs also hold a few single numbers, which the limit does not count.
         limit += 256
-        yield "the forward program is over the limit", measure.torch_memory(call)[1].peak_bytes, limit
+        yield "the forward program is over the limit", self.memory(call).peak_bytes, limit
         if wanted:
             measured = measure.torch_backward_memory(call, wanted)[1].peak_bytes
             yield "the backward program is over the limit", measured, limit
@@ -271,52 +246,23 @@ class JaxEngine(Engine):
         ]
         return super().plan(problem, stand_ins, indices, **options)
 
-    def _of(self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int]) -> Any:
-        """Return the call as a function of the wanted operands."""
-
-        def some(*chosen: Any) -> Any:
-            full = list(operands)
-            for number, x in zip(wanted, chosen, strict=True):
-                full[number] = x
-            return call(full, indices)
-
-        return some
-
     def gradients(
-        self, call: Call, operands: Sequence[Any], indices: Mapping[str, Any], wanted: Sequence[int], gout: Any
+        self, function: Callable[..., Any], leaves: Sequence[Any], gout: Any, along: Sequence[Any] | None = None
     ) -> list[Any]:
-        """Compute gradients by `jax.vjp`."""
+        """Compute gradients by `jax.vjp`; second derivatives by `jax.vjp` of `jax.vjp`."""
         import jax
-
-        some = self._of(call, operands, indices, wanted)
-        result, pullback = jax.vjp(some, *(operands[number] for number in wanted))
-        return list(pullback(gout.astype(result.dtype)))
-
-    def second(
-        self,
-        call: Call,
-        operands: Sequence[Any],
-        indices: Mapping[str, Any],
-        wanted: Sequence[int],
-        gout: Any,
-        given: Sequence[Any],
-    ) -> list[Any]:
-        """Compute second derivatives by `jax.vjp` of `jax.vjp`."""
-        import jax
-
-        some = self._of(call, operands, indices, wanted)
 
         def first(*chosen: Any) -> Any:
-            result, pullback = jax.vjp(some, *chosen)
+            result, pullback = jax.vjp(function, *chosen)
             return pullback(gout.astype(result.dtype))
 
-        return list(jax.vjp(first, *(operands[number] for number in wanted))[1](tuple(given)))
+        return list(first(*leaves) if along is None else jax.vjp(first, *leaves)[1](tuple(along)))
 
     def retained(self, problem: Problem, call: Call) -> tuple[int, int]:
         """Measure the buffers that the pullback's leaves hold."""
         operands, indices = self.operands(problem), self.indices(problem)
         predicted = self.plan(problem, operands, indices).cost.retained_bytes
-        some = self._of(call, operands, indices, problem.wanted)
+        some = of_some(call, operands, indices, problem.wanted)
         chosen = [operands[number] for number in problem.wanted]
         return predicted, measure.jax_retained(some, *chosen, held=(operands, indices))
 

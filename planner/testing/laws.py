@@ -6,6 +6,7 @@ A law returns nothing if it holds. Otherwise it raises `Broken`, with both resul
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,21 +18,13 @@ from planner.api import plan
 from planner.language.errors import IndexRangeError
 from planner.program.frameworks import framework_of
 from planner.testing import scripts
-from planner.testing.engines import Engine, engine_of
-from planner.testing.judgement import Broken, Subject, absolute, allowed, differs, raising, steps_of, terms_of
+from planner.testing.engines import Engine, engine_of, of_some
+from planner.testing.judgement import Broken, Subject, allowed, differs, raising, steps_of, terms_of
 from planner.testing.problem import FLOATS, Array, Problem
-from planner.testing.reference import exact_range, magnitude, reference_gradients
+from planner.testing.reference import absolute, exact_range, magnitude, reference_gradients, second_derivatives
 from planner.testing.steps import lowerings
 
 __all__ = ["LAWS", "Law", "agreement"]
-
-
-def _conjugated(engine: Engine, operands: Sequence[Array]) -> list[Array]:
-    return [np.conj(x) for x in operands] if engine.conjugates else list(operands)
-
-
-def _real(x: Array, dtype: str) -> Array:
-    return x if dtype.startswith("complex") else x.real
 
 
 # --- values and derivatives ---------------------------------------------------------------------
@@ -39,10 +32,7 @@ def _real(x: Array, dtype: str) -> Array:
 
 def values(engine: Engine, subject: Subject, problem: Problem, **options: Any) -> None:
     """The result equals the oracle's."""
-
-    def script() -> str:
-        return scripts.of_values(engine.name, problem, subject, options)
-
+    script = functools.partial(scripts.of_values, engine.name, problem, subject, options)
     with engine.context(problem), raising(problem, script):
         operands = engine.operands(problem)
         result = subject.call(problem, **options)(operands, engine.indices(problem))
@@ -69,97 +59,55 @@ def values(engine: Engine, subject: Subject, problem: Problem, **options: Any) -
 
 def gradients(engine: Engine, subject: Subject, problem: Problem, **options: Any) -> None:
     """Each gradient equals the oracle's."""
-    wanted = problem.wanted
-    assume(wanted)
-
-    def script() -> str:
-        return scripts.of_gradients(engine.name, problem, subject, options)
-
-    gout = problem.output_gradient()
-    with engine.context(problem), raising(problem, script):
-        found = engine.gradients(
-            subject.call(problem, **options),
-            engine.operands(problem),
-            engine.indices(problem),
-            wanted,
-            engine.array(gout),
-        )
-        operands, arguments = _conjugated(engine, problem.operands()), problem.arguments()
-        expected = reference_gradients(problem.spec, gout, *operands, **arguments)
-        sizes = _once(lambda: reference_gradients(problem.spec, absolute(gout), *map(absolute, operands), **arguments))
-        _compare_gradients(engine, problem, found, expected, sizes, "gradient", script)
+    _check_gradients(engine, subject, problem, None, options)
 
 
 def second(engine: Engine, subject: Subject, problem: Problem) -> None:
-    """Second derivatives equal the oracle's, which are gradients with one operand replaced by a vector."""
-    wanted = problem.wanted
-    assume(wanted)
+    """Second derivatives equal the oracle's."""
+    vectors = scripts.vectors_of(problem)
+    _check_gradients(engine, subject, problem, {number: vectors[number] for number in problem.wanted}, {})
 
-    def script() -> str:
-        return scripts.of_second(engine.name, problem, subject, {})
 
-    gout, arguments = problem.output_gradient(), problem.arguments()
+def _check_gradients(
+    engine: Engine, subject: Subject, problem: Problem, vectors: dict[int, Array] | None, options: Mapping[str, Any]
+) -> None:
+    """Raise `Broken` if a gradient differs from the oracle's, or, with vectors, a second derivative along them."""
+    assume(problem.wanted)
+    gout, dtypes, spec = problem.output_gradient(), problem.dtypes, problem.resolved()
+    narrowest, count = _narrowest(problem), len(problem.wanted)
+
+    script = functools.partial(scripts.of_gradients, engine.name, problem, subject, options, vectors)
+
+    def oracle(change: Callable[[Array], Array], gout: Array) -> list[Array]:
+        operands = [change(x) for x in problem.operands()]
+        if vectors is None:
+            return reference_gradients(problem.spec, gout, *operands, **problem.arguments())
+        along = {number: change(v) for number, v in vectors.items()}
+        return second_derivatives(problem.spec, gout, operands, along, **problem.arguments())
+
     with engine.context(problem), raising(problem, script):
-        vectors = scripts.vectors_of(problem)
-        given = [engine.array(vectors[number], problem.dtypes[number]) for number in wanted]
-        found = engine.second(
-            subject.call(problem), engine.operands(problem), engine.indices(problem), wanted, engine.array(gout), given
-        )
+        along = None if vectors is None else [engine.array(v, dtypes[number]) for number, v in vectors.items()]
+        operands = engine.operands(problem)
+        function = of_some(subject.call(problem, **options), operands, engine.indices(problem), problem.wanted)
+        found = engine.gradients(function, [operands[n] for n in problem.wanted], engine.array(gout), along)
+        expected = oracle(np.conj if engine.conjugates else np.asarray, gout)
+        sizes = functools.cache(lambda: oracle(absolute, absolute(gout)))
+        exact = problem.is_exact(len(problem.shapes))
+        for number, gradient in zip(problem.wanted, found, strict=True):
+            exactly = expected[number] if dtypes[number].startswith("complex") else expected[number].real
 
-        def summed(gout: Array, operands: Sequence[Array], vectors: Sequence[Array]) -> list[Array]:
-            total = [np.zeros(x.shape, np.result_type(x, gout)) for x in operands]
-            for number in wanted:
-                changed = [*operands[:number], vectors[number], *operands[number + 1 :]]
-                for other, part in enumerate(reference_gradients(problem.spec, gout, *changed, **arguments)):
-                    if other != number:
-                        total[other] = total[other] + part
-            return total
+            def room(number: int = number) -> Array:
+                terms = count * terms_of(spec, spec.inputs[number])
+                return allowed(narrowest, 2 * steps_of(spec), terms, sizes()[number])
 
-        operands, vectors = _conjugated(engine, problem.operands()), _conjugated(engine, vectors)
-        expected = summed(gout, operands, vectors)
-        sizes = _once(lambda: summed(absolute(gout), [*map(absolute, operands)], [*map(absolute, vectors)]))
-        _compare_gradients(engine, problem, found, expected, sizes, "second derivative", script)
+            described = engine.described(gradient)
+            if wrong := differs(described, exactly, dtypes[number], None if exact else room):
+                what = f"{'gradient' if vectors is None else 'second derivative'} {number} {wrong}"
+                raise Broken(problem, what, repr(described[0]), repr(exactly.astype(described[0].dtype)), script())
 
 
 def _narrowest(problem: Problem) -> str:
     return min(problem.dtypes, key=exact_range)
-
-
-def _once(make: Callable[[], list[Array]]) -> Callable[[], list[Array]]:
-    """Return a function that calls `make` once and returns the same result each time."""
-    results: list[list[Array]] = []
-
-    def once() -> list[Array]:
-        if not results:
-            results.append(make())
-        return results[0]
-
-    return once
-
-
-def _compare_gradients(
-    engine: Engine,
-    problem: Problem,
-    found: Sequence[Any],
-    expected: Sequence[Array],
-    sizes: Callable[[], list[Array]],
-    what: str,
-    script: Callable[[], str],
-) -> None:
-    wanted, spec = problem.wanted, problem.resolved()
-    exact = problem.is_exact(len(problem.shapes))
-    for number, gradient in zip(wanted, found, strict=True):
-        dtype = problem.dtypes[number]
-        exactly = _real(expected[number], dtype)
-
-        def room(number: int = number) -> Array:
-            terms = len(wanted) * terms_of(spec, spec.inputs[number])
-            return allowed(_narrowest(problem), 2 * steps_of(spec), terms, sizes()[number])
-
-        described = engine.described(gradient)
-        if wrong := differs(described, exactly, dtype, None if exact else room):
-            text = repr(exactly.astype(described[0].dtype))
-            raise Broken(problem, f"{what} {number} {wrong}", repr(described[0]), text, script())
 
 
 def both(engine: Engine, subject: Subject, problem: Problem, **options: Any) -> None:
@@ -256,10 +204,7 @@ def paths(engine: Engine, subject: Subject, problem: Problem) -> None:
 
 def retained(engine: Engine, subject: Subject, problem: Problem) -> None:
     """The bytes retained for the backward pass are those that the plan predicts, to the byte."""
-
-    def script() -> str:
-        return scripts.of_memory(engine.name, problem)
-
+    script = functools.partial(scripts.of_memory, engine.name, problem)
     with engine.context(problem), raising(problem, script):
         predicted, measured = engine.retained(problem, subject.call(problem))
         if predicted != measured:
@@ -268,10 +213,7 @@ def retained(engine: Engine, subject: Subject, problem: Problem) -> None:
 
 def peak(engine: Engine, subject: Subject, problem: Problem) -> None:
     """In torch a memory limit holds; elsewhere the peak is at most twice the predicted one."""
-
-    def script() -> str:
-        return scripts.of_memory(engine.name, problem)
-
+    script = functools.partial(scripts.of_memory, engine.name, problem)
     with engine.context(problem), raising(problem, script):
         operands, indices = engine.operands(problem), engine.indices(problem)
         for what, measured, most in engine.peaks(problem, operands, indices):
@@ -288,16 +230,14 @@ def agreement(engines: Sequence[Engine], problem: Problem) -> None:
     real = not any(d.startswith("complex") for d in problem.dtypes)
     seen: dict[int | None, tuple[str, Array]] = {}
     for engine in engines:
-
-        def script(engine: Engine = engine) -> str:
-            return scripts.of_values(engine.name, problem, Subject(), {})
-
+        script = functools.partial(scripts.of_values, engine.name, problem, Subject(), {})
         with engine.context(problem), raising(problem, script):
             call, operands, arrays = Subject().call(problem), engine.operands(problem), engine.indices(problem)
             # The result under None, and the gradients by operand number.
             found: dict[int | None, Any] = {None: call(operands, arrays)}
             if engine.differentiates and wanted and real:
-                given = engine.gradients(call, operands, arrays, wanted, engine.array(problem.output_gradient()))
+                function, gout = of_some(call, operands, arrays, wanted), engine.array(problem.output_gradient())
+                given = engine.gradients(function, [operands[number] for number in wanted], gout)
                 found |= dict(zip(wanted, given, strict=True))
             for number, x in found.items():
                 array = engine.described(x)[0]
@@ -317,12 +257,12 @@ def _close(problem: Problem, terms: int, number: int | None, x: Array, y: Array)
     """Whether two results, or two gradients of an operand, are equal, or differ by no more than rounding explains."""
     if problem.is_exact() or _narrowest(problem) not in FLOATS:
         return bool((x == y).all())
-    operands, arguments = [*map(absolute, problem.operands())], problem.arguments()
+    operands, arguments = problem.operands(), problem.arguments()
     if number is None:
         size = magnitude(problem.spec, *operands, **arguments)
     else:
-        gout = absolute(problem.output_gradient())
-        size = reference_gradients(problem.spec, gout, *operands, **arguments)[number]
+        factors = map(absolute, (problem.output_gradient(), *operands))
+        size = reference_gradients(problem.spec, *factors, **arguments)[number]
     room = 2 * allowed(_narrowest(problem), 2 * steps_of(problem.resolved()), terms, size)
     return bool((np.abs(x - y) <= room).all())
 

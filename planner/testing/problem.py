@@ -36,7 +36,7 @@ class Problem:
         requires_grad: which operands need a gradient.
         seed: seed of the operands' values.
         max_value: operands hold integers from -max_value to max_value.
-        strided: whether operands are views that are not row-major.
+        strided: whether operands are views that are not row-major: transposed, sliced with steps, offset.
     """
 
     spec: str
@@ -64,19 +64,10 @@ class Problem:
 
     def operands(self) -> list[Array]:
         """Draw small integers in each operand's dtype; for bfloat16, which NumPy lacks, the arrays are float32."""
-        return self.strided_operands() if self.strided else self._plain_operands()
-
-    def _plain_operands(self) -> list[Array]:
-        random = np.random.default_rng(self.seed)
-        return [
-            small_integers(random, shape, dtype, self.max_value)
-            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-        ]
-
-    def strided_operands(self) -> list[Array]:
-        """Return the same values in views that are not row-major: transposed, sliced with steps, offset."""
-        random = np.random.default_rng([self.seed, 1])
-        return [strided_view(random, x) for x in self._plain_operands()]
+        random, other = np.random.default_rng(self.seed), np.random.default_rng([self.seed, 1])
+        kinds = zip(self.shapes, self.dtypes, strict=True)
+        operands = [small_integers(random, shape, dtype, self.max_value) for shape, dtype in kinds]
+        return [strided_view(other, x) for x in operands] if self.strided else operands
 
     def output_gradient(self) -> Array:
         """Draw small integers in the output's shape and the operands' common dtype."""

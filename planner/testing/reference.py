@@ -32,12 +32,14 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "absolute",
     "exact_bound",
     "exact_range",
     "magnitude",
     "output_shape",
     "reference",
     "reference_gradients",
+    "second_derivatives",
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -84,35 +86,24 @@ def reference(
         ValueError: the spec, the shapes or the sizes do not fit together.
         IndexError: an index is out of range under "raise", or clips into a dimension of size 0.
     """
-    problem, arrays = _resolve(spec, operands, sizes, index_mode, dtype, indices)
+    problem, arrays = _resolve(spec, operands, sizes=sizes, index_mode=index_mode, dtype=dtype, **indices)
     sources = list(zip(problem.inputs, arrays, strict=True))
     return _accumulate(problem, sources, problem.output, problem.output_shape)
 
 
-def reference_gradients(
-    spec: Any,
-    gout: Any,
-    *operands: Any,
-    sizes: Sizes = None,
-    index_mode: str = "raise",
-    dtype: Any = None,
-    **indices: Any,
-) -> list[Array]:
+def reference_gradients(spec: Any, gout: Any, *operands: Any, **arguments: Any) -> list[Array]:
     """Transpose the contraction onto `gout`: the gradient of every operand, never conjugated.
 
     Args:
         spec: as in `reference`.
         gout: the output's gradient, in the output's shape.
         operands: as in `reference`.
-        sizes: as in `reference`.
-        index_mode: as in `reference`.
-        dtype: as in `reference`.
-        indices: as in `reference`.
+        arguments: the keyword arguments of `reference`.
 
     Returns:
         One array per operand, in its shape and in the higher precision.
     """
-    problem, arrays = _resolve(spec, operands, sizes, index_mode, dtype, indices)
+    problem, arrays = _resolve(spec, operands, **arguments)
     gout = _widen(np.asarray(gout), None)
     if gout.shape != problem.output_shape:
         raise ValueError(f"gout has shape {gout.shape}, the output {problem.output_shape}")
@@ -128,43 +119,47 @@ def reference_gradients(
     ]
 
 
-def magnitude(
-    spec: Any,
-    *operands: Any,
-    sizes: Sizes = None,
-    index_mode: str = "raise",
-    dtype: Any = None,
-    **indices: Any,
-) -> Array:
+def second_derivatives(
+    spec: Any, gout: Any, operands: Sequence[Any], vectors: Mapping[int, Any], **arguments: Any
+) -> list[Array]:
+    """Return the gradients of every operand's gradient, for the cotangents `vectors` of some operands' gradients.
+
+    A gradient is linear in each other operand. So these are sums of gradients with one operand replaced by its vector.
+    """
+    total = [np.zeros(np.shape(x), np.result_type(x, gout)) for x in operands]
+    for number, vector in vectors.items():
+        changed = [*operands[:number], vector, *operands[number + 1 :]]
+        for other, part in enumerate(reference_gradients(spec, gout, *changed, **arguments)):
+            if other != number:
+                total[other] = total[other] + part
+    return total
+
+
+def magnitude(spec: Any, *operands: Any, **arguments: Any) -> Array:
     """Contract the absolute values; for a complex number, the sum of the absolute values of its parts.
+
+    The arguments are those of `reference`.
 
     No partial sum of the contraction itself is larger. For intermediates see `exact_bound`.
     """
-    problem, arrays = _resolve(spec, operands, sizes, index_mode, dtype, indices)
-    sources = [(t, _absolute(x)) for t, x in zip(problem.inputs, arrays, strict=True)]
+    problem, arrays = _resolve(spec, operands, **arguments)
+    sources = [(t, absolute(x)) for t, x in zip(problem.inputs, arrays, strict=True)]
     return _accumulate(problem, sources, problem.output, problem.output_shape)
 
 
-def exact_bound(
-    spec: Any,
-    *operands: Any,
-    gout: Any = None,
-    sizes: Sizes = None,
-    index_mode: str = "raise",
-    dtype: Any = None,
-    **indices: Any,
-) -> float:
+def exact_bound(spec: Any, *operands: Any, gout: Any = None, **arguments: Any) -> float:
     """Return a bound on every number that any plan for the contraction can compute, forward and, with gout, backward.
 
     The bound is the product of the operands' largest absolute values times the number of points of the joint space: any
     intermediate multiplies some of the operands and sums over some of the axes. If the operands are integers and the
-    bound is at most ``exact_range(dtype)``, every plan is exact and the comparison needs no tolerance.
+    bound is at most ``exact_range(dtype)``, every plan is exact and the comparison needs no tolerance. The other
+    arguments are those of `reference`.
     """
-    problem, arrays = _resolve(spec, operands, sizes, index_mode, dtype, indices)
+    problem, arrays = _resolve(spec, operands, **arguments)
     if gout is not None:
         arrays = [*arrays, _widen(np.asarray(gout), None)]
     points = math.prod(max(1, extent) for extent in problem.extents.values())
-    return float(points * math.prod(max(1.0, _absolute(x).max(initial=0)) for x in arrays))
+    return float(points * math.prod(max(1.0, absolute(x).max(initial=0)) for x in arrays))
 
 
 def exact_range(dtype: Any) -> int:
@@ -178,15 +173,9 @@ def exact_range(dtype: Any) -> int:
     return 1 << bits[name] if name in bits else int(np.iinfo(name).max)
 
 
-def output_shape(
-    spec: Any,
-    *operands: Any,
-    sizes: Sizes = None,
-    index_mode: str = "raise",
-    **indices: Any,
-) -> tuple[int, ...]:
-    """Return the shape of the result without computing it."""
-    return _resolve(spec, operands, sizes, index_mode, None, indices)[0].output_shape
+def output_shape(spec: Any, *operands: Any, **arguments: Any) -> tuple[int, ...]:
+    """Return the shape of the result without computing it; the arguments are those of `reference`."""
+    return _resolve(spec, operands, **arguments)[0].output_shape
 
 
 # --- the sum over the joint space ---------------------------------------------------------------
@@ -360,10 +349,10 @@ def _positions(
 def _resolve(
     spec: Any,
     operands: tuple[Any, ...],
-    sizes: Sizes,
-    index_mode: str,
-    dtype: Any,
-    indices: Mapping[str, Any],
+    sizes: Sizes = None,
+    index_mode: str = "raise",
+    dtype: Any = None,
+    **indices: Any,
 ) -> tuple[_Problem, list[Array]]:
     if index_mode not in ("raise", "drop", "clip"):
         raise ValueError(f"index_mode is {index_mode!r}, not 'raise', 'drop' or 'clip'")
@@ -514,7 +503,8 @@ def _widen(array: Array, dtype: Any) -> Array:
     return array.astype(np.float64)  # bfloat16 and other dtypes that numpy does not know
 
 
-def _absolute(array: Array) -> npt.NDArray[np.float64]:
+def absolute(array: Array) -> npt.NDArray[np.float64]:
+    """Return the absolute values; for a complex number, the sum of the absolute values of its parts."""
     parts: npt.NDArray[np.float64] = np.abs(array.real).astype(np.float64)
     if array.dtype.kind == "c":
         parts = parts + np.abs(array.imag)

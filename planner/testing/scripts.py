@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from planner.plan import Plan
+from planner.testing.engines import engine_of
 from planner.testing.judgement import Subject
 from planner.testing.problem import Array, Problem
 
-__all__ = ["of_gradients", "of_memory", "of_second", "of_step", "of_values", "vectors_of"]
+__all__ = ["of_gradients", "of_memory", "of_step", "of_values", "vectors_of"]
 
 _IMPORTS = {"numpy": (), "torch": ("import torch",), "jax": ("import jax", "import jax.numpy as jnp")}
 # Operands with more elements are drawn again from their seed, not written as code.
@@ -34,20 +35,43 @@ def of_values(
     return _program(framework, problem, subject, lines)
 
 
-def of_gradients(framework: str, problem: Problem, subject: Subject, options: Mapping[str, Any]) -> str:
-    """Return a program that prints gradients, and the oracle's."""
-    return _derived(framework, problem, subject, options, twice=False)
-
-
-def of_second(framework: str, problem: Problem, subject: Subject, options: Mapping[str, Any]) -> str:
-    """Return a program that prints second derivatives; the oracle's sum gradients with one operand replaced."""
-    return _derived(framework, problem, subject, options, twice=True)
+def of_gradients(
+    framework: str,
+    problem: Problem,
+    subject: Subject,
+    options: Mapping[str, Any],
+    vectors: Mapping[int, Array] | None = None,
+) -> str:
+    """Return a program that prints gradients, or second derivatives along some vectors, and the oracle's."""
+    engine, wanted = engine_of(framework), list(problem.wanted)
+    conjugate = engine.conjugates and any(d.startswith("complex") for d in problem.dtypes)
+    lines = [f"engine, wanted = engine_of({framework!r}), {wanted}"]
+    given = "[xs[number] for number in wanted], engine.array(gout)"
+    if vectors is not None:
+        lines.append(f"vectors = {{{', '.join(f'{n}: {_code(v)}' for n, v in vectors.items())}}}")
+        along = ", ".join(_converted(framework, f"vectors[{n}]", problem.dtypes[n]) for n in vectors)
+        given = f"{given}, [{along}]"
+    lines += [
+        f"function = of_some(lambda xs, qs: {_call(problem, subject, options)}, xs, qs, wanted)",
+        f"found = engine.gradients(function, {given})",
+        "print('found', *found, sep='\\n')",
+    ]
+    if conjugate:
+        lines.append("operands = [x.conj() for x in operands]  # as torch has it")
+    if vectors is None:
+        lines.append("expected = reference_gradients(spec, gout, *operands, **arguments, **indices)")
+    else:
+        if conjugate:
+            lines.append("vectors = {number: v.conj() for number, v in vectors.items()}")
+        lines.append("expected = second_derivatives(spec, gout, operands, vectors, **arguments, **indices)")
+    lines.append("print('expected', *[expected[number] for number in wanted], sep='\\n')")
+    return _program(framework, problem, subject, lines)
 
 
 def of_memory(framework: str, problem: Problem) -> str:
     """Return a program that prints a plan's predicted memory beside the measured one."""
     plan = f"plan = {_plan(framework, problem)}"
-    return _program(framework, problem, None, [plan, "print(plan.analyze(*xs, rounds=1, **qs))"], needs_gradients=True)
+    return _program(framework, problem, None, [plan, "print(plan.analyze(*xs, rounds=1, **qs))"])
 
 
 def of_step(framework: str, problem: Problem, number: int, lowering: str, made: Plan, *, own: bool) -> str:
@@ -67,7 +91,7 @@ def of_step(framework: str, problem: Problem, number: int, lowering: str, made: 
         f"found, expected = run_step(plan, xs, qs, {number}, {lowering!r}{gradient})",
         "print('found', *found, 'expected', *expected, sep='\\n')",
     ]
-    return _program(framework, problem, None, lines, needs_gradients=True, needs_gout=bool(gradient))
+    return _program(framework, problem, None, lines)
 
 
 # --- parts --------------------------------------------------------------------------------------
@@ -86,55 +110,6 @@ def _plan(framework: str, problem: Problem, options: str = "") -> str:
     )
     given = stand_ins if framework == "jax" else "*xs"
     return f"planner.plan(spec, {given}, **arguments, **qs, backend={framework!r}{options})"
-
-
-def _derived(framework: str, problem: Problem, subject: Subject, options: Mapping[str, Any], *, twice: bool) -> str:
-    wanted = list(problem.wanted)
-    call = _call(problem, subject, options)
-    conjugate = framework == "torch" and any(d.startswith("complex") for d in problem.dtypes)
-    lines = [f"wanted = {wanted}"]
-    if twice:
-        vectors = vectors_of(problem)
-        lines.append(f"vectors = {{{', '.join(f'{n}: {_code(vectors[n])}' for n in wanted)}}}")
-        lines.append(f"vs = [{', '.join(_converted(framework, f'vectors[{n}]', problem.dtypes[n]) for n in wanted)}]")
-    if framework == "torch":
-        lines += [
-            f"result = {call}",
-            "given = torch.from_numpy(gout).to(result.dtype)",
-            "leaves = [xs[number] for number in wanted]",
-            f"found = torch.autograd.grad(result, leaves, given{', create_graph=True' if twice else ''})",
-        ]
-        if twice:
-            lines.append("found = torch.autograd.grad(found, leaves, vs, materialize_grads=True)")
-    else:
-        chosen = ", ".join(f"x{number}" for number in wanted)
-        full = ", ".join(f"x{number}" if number in wanted else f"xs[{number}]" for number in range(len(problem.shapes)))
-        lines += [
-            f"f = lambda {chosen}: {call.replace('*xs', full)}",
-            "given = jnp.asarray(gout).astype(jax.eval_shape(f, *[xs[n] for n in wanted]).dtype)",
-            "first = lambda *chosen: jax.vjp(f, *chosen)[1](given)",
-            "found = first(*[xs[n] for n in wanted])"
-            if not twice
-            else "found = jax.vjp(first, *[xs[n] for n in wanted])[1](tuple(vs))",
-        ]
-    lines.append("print('found', *found, sep='\\n')")
-    if conjugate:
-        lines.append("operands = [x.conj() for x in operands]  # as torch has it")
-    if not twice:
-        lines.append("expected = reference_gradients(spec, gout, *operands, **arguments, **indices)")
-        lines.append("print('expected', *[expected[number] for number in wanted], sep='\\n')")
-    else:
-        if conjugate:
-            lines.append("vectors = {number: v.conj() for number, v in vectors.items()}")
-        lines += [
-            "expected = {number: np.zeros(operands[number].shape) for number in wanted}",
-            "for number, vector in vectors.items():",
-            "    changed = [*operands[:number], vector, *operands[number + 1 :]]",
-            "    parts = reference_gradients(spec, gout, *changed, **arguments, **indices)",
-            "    expected = {n: x + parts[n] if n != number else x for n, x in expected.items()}",
-            "print('expected', *expected.values(), sep='\\n')",
-        ]
-    return _program(framework, problem, subject, lines, needs_gradients=True, needs_gout=True)
 
 
 def _drawn(problem: Problem) -> str:
@@ -175,15 +150,7 @@ def _code(x: Array) -> str:
     return f"np.lib.stride_tricks.as_strided(np.array({memory.tolist()}, {x.dtype.name!r}), {x.shape}, {x.strides})"
 
 
-def _program(
-    framework: str,
-    problem: Problem,
-    subject: Subject | None,
-    lines: list[str],
-    *,
-    needs_gradients: bool = False,
-    needs_gout: bool = False,
-) -> str:
+def _program(framework: str, problem: Problem, subject: Subject | None, lines: list[str]) -> str:
     """Return a program: imports, spec, operands and index arrays, then the given lines."""
     text = "\n".join(lines)
     operands = problem.operands()
@@ -193,6 +160,10 @@ def _program(
     head = ["import numpy as np", *_IMPORTS[framework], "import planner"]
     if used:
         head.append(f"from planner.testing import {', '.join(used)}")
+    if "engine_of(" in text:
+        head.append("from planner.testing.engines import engine_of, of_some")
+    if "second_derivatives(" in text:
+        head.append("from planner.testing.reference import second_derivatives")
     if subject is not None and subject.implementation is not None:
         head.append(_import_of(subject.implementation))
     if "optimize=optimize" in text:
@@ -201,7 +172,7 @@ def _program(
         head.append("jax.config.update('jax_enable_x64', True)")
     arguments = {"sizes": problem.sizes, "index_mode": problem.index_mode}
     converted = [_converted(framework, f"operands[{n}]", d) for n, d in enumerate(problem.dtypes)]
-    if framework == "torch" and needs_gradients:
+    if framework == "torch":
         converted = [
             f"{x}.requires_grad_()" if need else x for x, need in zip(converted, problem.requires_grad, strict=True)
         ]
@@ -217,7 +188,7 @@ def _program(
         f"xs = [{', '.join(converted)}]",
         f"qs = {{name: {_converted(framework, 'q', '')} for name, q in indices.items()}}".replace(", ''", ""),
     ]
-    if needs_gout:
+    if "gout" in text:
         body.append(f"gout = {_code(problem.output_gradient())}")
     return "\n".join([*head, "", *body, "", *lines, ""])
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from hypothesis import assume
@@ -17,14 +18,14 @@ from planner.inspect import memory as measure
 from planner.language.errors import PlannerError
 from planner.plan import Plan
 from planner.program.frameworks import load_backend
-from planner.program.implementations import Implementation, Stepwise, Table
+from planner.program.implementations import Stepwise, Table
 from planner.program.ops import Cast, Guard, JointGradient, Op
 from planner.program.program import Step
 from planner.testing import scripts
 from planner.testing.engines import Engine, engine_of
-from planner.testing.judgement import Broken, Subject, absolute, allowed, differs, raising, steps_of, terms_of
+from planner.testing.judgement import Broken, Subject, allowed, differs, raising, steps_of, terms_of
 from planner.testing.problem import Array, Problem
-from planner.testing.reference import exact_bound, exact_range, reference, reference_gradients
+from planner.testing.reference import absolute, exact_bound, exact_range, reference, reference_gradients
 
 __all__ = ["lowerings", "run_step"]
 
@@ -54,8 +55,8 @@ class Stage:
 
     def expected(
         self, engine: Engine, indices: Mapping[str, Any]
-    ) -> tuple[list[Array], Callable[[], list[Array]] | None]:
-        """Return the oracle's results of the step, and how much rounding may change them; None if not at all."""
+    ) -> tuple[list[Array], list[Callable[[], Array] | None]]:
+        """Return the oracle's results of the step, and how much rounding may change each; None if not at all."""
         op = self.step.op
         # In JAX, values may have dimensions of size 1 that the step's spec lacks: a step removes them when it reads.
         arrays = [engine.described(x)[0].reshape(n) for x, n in zip(self.inputs, op.input_shapes, strict=True)]
@@ -74,13 +75,14 @@ class Stage:
                 return reference_gradients(text, *arrays, **arguments)
             return [reference(text, *arrays, **arguments)]
 
-        def room() -> list[Array]:
-            sizes = zip(op.output_terms, evaluate([*map(absolute, arrays)]), strict=True)
-            return [allowed(op.dtype, steps_of(spec), terms_of(spec, term), size) for term, size in sizes]
+        def room(place: int) -> Array:
+            size, term = evaluate([*map(absolute, arrays)])[place], op.output_terms[place]
+            return allowed(op.dtype, steps_of(spec), terms_of(spec, term), size)
 
         gout, operands = (arrays[0], arrays[1:]) if isinstance(op, JointGradient) else (None, arrays)
         exact = exact_bound(text, *operands, gout=gout, **arguments) <= exact_range(op.dtype)
-        return evaluate(arrays), None if exact else room
+        places = range(len(op.output_terms))
+        return evaluate(arrays), [None if exact else functools.partial(room, place) for place in places]
 
 
 def stages(plan: Plan, operands: Sequence[Any], indices: Mapping[str, Any], gradient: Any) -> Iterator[Stage]:
@@ -159,13 +161,16 @@ def lowerings(engine: Engine, subject: Subject, problem: Problem) -> None:
         if plans[0].programs.backward is not None:
             gradient = engine.array(problem.output_gradient(), plans[0].dtype)
         table, seen, ran = load_backend(engine.name).table, set(), 0
-        with _add_row(table, subject.kernel) as kernel_name:
+        own = {} if subject.kernel is None else {f"{subject.kernel.name} #{next(_NUMBERS)}": subject.kernel}
+        # As a variant the row is chosen by no plan.
+        rows = {name: dataclasses.replace(row, name=name, variant_of=row.name) for name, row in own.items()}
+        with mock.patch.dict(table.rows, rows):
             for stage in (stage for plan in plans for stage in stages(plan, operands, indices, gradient)):
                 op = stage.step.op
                 if isinstance(op, Cast) or op in seen:
                     continue
                 seen.add(op)
-                for name in [kernel_name] if kernel_name else _names(table, op, stage.plan.device):
+                for name in rows or _names(table, op, stage.plan.device):
                     if table.rows[name].refusal(op, stage.plan.device) is None:
                         _check_step(engine, subject, problem, stage, name, indices)
                         ran += 1
@@ -182,20 +187,17 @@ def _check_step(
     engine: Engine, subject: Subject, problem: Problem, stage: Stage, name: str, indices: Mapping[str, Any]
 ) -> None:
     """Raise `Broken` if an implementation's results are wrong, or if a user's kernel breaks its other promises."""
-    expected, room = stage.expected(engine, indices)
+    expected, rooms = stage.expected(engine, indices)
     before = [engine.described(x)[0].copy() for x in stage.inputs]
     op = stage.step.op
     shown = subject.kernel.name if subject.kernel is not None else name
-
-    def script() -> str:
-        own = subject.kernel is not None
-        return scripts.of_step(engine.name, problem, stage.number, shown, stage.plan, own=own)
-
+    own = subject.kernel is not None
+    script = functools.partial(scripts.of_step, engine.name, problem, stage.number, shown, stage.plan, own=own)
     with raising(problem, script):
         results = stage.run(name)
-    for place, (result, exactly) in enumerate(zip(results, expected, strict=True)):
+    for result, exactly, room in zip(results, expected, rooms, strict=True):
         array, dtype = engine.described(result)
-        if wrong := differs((array, dtype), exactly, op.dtype, room and _nth(room, place)):
+        if wrong := differs((array, dtype), exactly, op.dtype, room):
             what = f"step {stage.number}, {op.spec}, as {shown!r} {wrong}"
             raise Broken(problem, what, repr(array), repr(exactly.astype(array.dtype)), script())
     if subject.kernel is None:
@@ -212,22 +214,5 @@ def _check_step(
             raise Broken(problem, what, f"{taken} bytes", f"{most} bytes", script())
 
 
-def _nth(room: Callable[[], list[Array]], place: int) -> Callable[[], Array]:
-    return lambda: room()[place]
-
-
-@contextlib.contextmanager
-def _add_row(table: Table, kernel: Implementation | None) -> Iterator[str]:
-    """Add a user's row to a table for a while, under a unique name, which is yielded; plans do not choose it."""
-    if kernel is None:
-        yield ""
-        return
-    name = f"{kernel.name} #{next(_NUMBERS)}"
-    table.rows[name] = dataclasses.replace(kernel, name=name, variant_of=kernel.name)
-    try:
-        yield name
-    finally:
-        del table.rows[name]
-
-
+# Each check of a user's row gives it a name of its own: steps are compiled and remembered by the names of rows.
 _NUMBERS = itertools.count()

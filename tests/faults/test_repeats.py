@@ -19,13 +19,13 @@ def sized(name):
     """A workload at sizes at which a hundred runs are short, and with so few groups that indices collide."""
     workload = WORKLOADS[name].cpu()
     most = examples(12, 100)
-    sizes = {axis: min(size, most) for axis, size in workload.sizes}
+    sizes = {axis: min(size, most) for axis, size in workload.sizes.items()}
     # Many rows, few groups: duplicates in every gradient that is scattered.
     long = max(workload.index_shapes.values(), key=len, default=())
     if len(long) == 1:
         letter = next(axis for gather in workload.parsed.gathers for axis in gather.axes)
-        sizes[letter] = min(dict(workload.sizes)[letter], examples(200, 2_000))
-    return workload.resized(**sizes, **{array: min(size, 7) for array, size in workload.pools})
+        sizes[letter] = min(workload.sizes[letter], examples(200, 2_000))
+    return workload.resized(**sizes, **{array: min(size, 7) for array, size in workload.pools.items()})
 
 
 def run_of(framework, workload):

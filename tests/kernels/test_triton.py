@@ -32,7 +32,7 @@ from planner.kernels.grouped_matmul.triton_pair import both_gradients  # noqa: E
 from planner.kernels.grouping.keys import IndexArray  # noqa: E402
 from planner.kernels.grouping.torch_grouping import group_rows  # noqa: E402
 from planner.kernels.segment_sum import triton_sum  # noqa: E402
-from planner.kernels.tiled_product.triton_axes import Axis, Cut, Matrices, count_pieces  # noqa: E402
+from planner.kernels.tiled_product.triton_axes import Axis, Cut, Grouping, Matrices, count_pieces  # noqa: E402
 from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, Tiles, covers_pair, tiles_of  # noqa: E402
 from planner.program.frameworks import load_backend  # noqa: E402
 from planner.program.ops import Einsum  # noqa: E402
@@ -161,10 +161,10 @@ def test_products(mode, seed, dtype, tiles, sizes, groups, some_absent):
         matrices, summed = np.concatenate([z, np.zeros((1, n, m))])[group], np.zeros((groups + 1, n, m))
         np.add.at(summed, group, x.swapaxes(1, 2) @ y)
         product, operands, arguments, expected = {
-            "rows": (rows_product, [a, c], ((rows, i, m, n), order, starts, groups, True), [x @ matrices]),
-            "terms": (terms_product, [a, b], ((rows, i, n, m), order, starts[:-1], groups), [summed[:-1]]),
+            "rows": (rows_product, [a, c], ((rows, i, m, n), Grouping(order, starts, groups), True), [x @ matrices]),
+            "terms": (terms_product, [a, b], ((rows, i, n, m), Grouping(order, starts[:-1], groups)), [summed[:-1]]),
             "pair": (
-                both_gradients, [b, a, c], ((rows, i, n, m), order, starts, groups, tiles),
+                both_gradients, [b, a, c], ((rows, i, n, m), Grouping(order, starts, groups), tiles),
                 [y @ matrices.swapaxes(1, 2), summed[:-1]],
             ),
         }[mode]  # fmt: skip

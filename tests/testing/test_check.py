@@ -17,7 +17,7 @@ from planner.program.frameworks import load_backend
 from planner.program.implementations import Implementation
 from planner.program.ops import JointGradient
 from planner.testing import Problem, check, engines, run_step, scripts
-from planner.testing.checking import _problems
+from planner.testing.checking import _Task
 from planner.testing.engines import installed
 from planner.testing.judgement import Subject, allowed
 from planner.testing.laws import LAWS, _with_bad_index
@@ -76,7 +76,7 @@ def test_problems_for_memory_have_some_hundred_thousand_points(spec, most):
     sizes = set()
 
     @settings(max_examples=20, database=None, deadline=None)
-    @given(_problems(law, spec, None, ("float32",), None, Subject()))
+    @given(_Task(spec, None, ("float32",), None, Subject(), 1).problems(law, ("float32",)))
     def draw(problem):
         sizes.update(n for shape in problem.shapes for n in shape)
 
@@ -318,7 +318,7 @@ def test_a_kernel_that_is_wrong_is_broken():
 # What a program found is what it expected.
 COMPARED = """
 def arrays(x):
-    some = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else [x]
+    some = x if isinstance(x, (list, tuple)) else [x]
     return [np.asarray(y.detach() if hasattr(y, "detach") else y) for y in some]
 wanted = arrays(expected) if not isinstance(expected, list) else [arrays(expected)[n] for n in wanted]
 for one, other in zip(arrays(found), wanted, strict=True):
@@ -339,8 +339,13 @@ def test_programs_show_what_they_say(framework):
 
     collect()
     assert found
-    makers = [scripts.of_values] + ([] if framework == "numpy" else [scripts.of_gradients, scripts.of_second])
-    run_python("\n".join(make(framework, problem, Subject(), {}) + COMPARED for problem in found for make in makers))
+    made = []
+    for problem in found:
+        made.append(scripts.of_values(framework, problem, Subject(), {}))
+        if framework != "numpy":
+            vectors = {number: v for number, v in enumerate(scripts.vectors_of(problem)) if number in problem.wanted}
+            made += [scripts.of_gradients(framework, problem, Subject(), {}, along) for along in (None, vectors)]
+    run_python("\n".join(script + COMPARED for script in made))
 
 
 def test_masks_are_judged_by_what_they_mean():

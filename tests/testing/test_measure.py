@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import run_python
+from engines import saved_tensor_bytes
 
 from planner.inspect.memory import (
     Measured,
     jax_retained,
     jax_temp_bytes,
     numpy_memory,
-    saved_tensor_bytes,
     torch_backward_memory,
     torch_memory,
 )
