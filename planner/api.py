@@ -22,7 +22,7 @@ from planner.plan import Plan
 from planner.program.contraction import Contraction
 from planner.program.frameworks import HOW_GIVEN, framework_of, load_backend, operands_framework
 from planner.program.implementations import Backend
-from planner.run import for_dynamo, torch_compiles
+from planner.run import bind_plan, for_dynamo, torch_compiles
 from planner.search.paths import explicit_path
 from planner.search.verify import accept_plan
 from planner.tune.autotune import autotune
@@ -97,7 +97,9 @@ def contract(
     run = None
     try:
         signature = _SIGNATURES[type(operands[0])](operands, indices)
-        run = _RUNNERS[asked, signature]
+        # A dictionary cannot be a key. `Request.hashable` makes the same tuple of it.
+        key = (spec, tuple(sorted(sizes.items())), *asked[2:]) if type(sizes) is dict else asked
+        run = _RUNNERS[key, signature]
     except (KeyError, IndexError, TypeError, AttributeError):
         pass  # plan below, outside of this handler, so that errors there do not show this one as their context
     if run is None:
@@ -128,7 +130,7 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
         run = _RUNNERS.get(arguments)
         key = arguments
     if run is None:
-        run = backend.bind(_plan(request, framework, operands, indices))
+        run = bind_plan(_plan(request, framework, operands, indices))
         if key is not None:
             while len(_RUNNERS) >= _CACHE_LIMIT:
                 # Another thread may change the cache meanwhile. A lock would not do: a process that forks while a

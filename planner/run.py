@@ -14,7 +14,7 @@ from planner.program.frameworks import load_backend, operands_framework
 from planner.program.implementations import Backend
 from planner.program.plan import PlanRecord
 
-__all__ = ["check_call", "for_dynamo", "run_plan", "torch_compiles"]
+__all__ = ["bind_plan", "check_call", "for_dynamo", "run_plan", "torch_compiles"]
 
 
 def run_plan(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
@@ -49,7 +49,12 @@ def _bound(same: _Same, signature: Hashable) -> Callable[[Sequence[Any], Mapping
                 f"the plan runs a step as {step.choice.lowering!r}, which {backend.name} does not have here: it was "
                 "made by another version, or a row of your own is missing; make a new plan"
             )
-    return backend.bind(same.plan)
+    return bind_plan(same.plan)
+
+
+def bind_plan(plan: PlanRecord) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
+    """Return the function that runs a plan on operands and index arrays."""
+    return load_backend(plan.backend).bind(plan)
 
 
 def check_call(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Backend:

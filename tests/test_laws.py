@@ -26,8 +26,9 @@ from laws import (
 )
 
 import planner
-from planner.backends.common.indices import prepare_numpy
+from planner.backends.common.indices import numpy_in_range
 from planner.inspect.memory import jax_temp_bytes, torch_memory
+from planner.language.options import MODES
 from planner.language.spec import Gather
 from planner.program.frameworks import load_backend
 from planner.testing import Problem
@@ -396,7 +397,8 @@ def test_a_uint64_beyond_int64_is_out_of_range(engine):
 
 @pytest.mark.parametrize("low", [-3, -2, -1, 0])
 def test_prepared_positions_count_from_the_first_row(low):
-    prepared = prepare_numpy(np.arange(low, 3), Gather("q", ("n",), 3), "raise")
+    prepared, may_drop = numpy_in_range(np.arange(low, 3), Gather("q", ("n",), 3), MODES["raise"])
+    assert not may_drop
     assert prepared.tolist() == [*range(3 + low, 3), *range(3)]
 
 

@@ -155,13 +155,14 @@ def _make_taker(ops: ArrayOps, term: Term, spec: Spec) -> tuple[Access | None, t
     in_brackets, indexed = term_axes(gathers), indexed_dims(entries)
     other_dims = [d for d in range(len(entries)) if d not in indexed]
     axes = (*in_brackets, *(str(entries[d]) for d in other_dims))
-    shape = spec.shape(axes)
-    if 0 in (*shape, *spec.shape(entries)):
+    shape, before, order = spec.shape(axes), spec.shape(entries), [*indexed, *other_dims]
+    if 0 in (*shape, *before):
         return lambda x, index, may_drop: ops.zeros(shape, x), axes
     read_indices = _make_index_reader(ops, [entries[d] for d in indexed], in_brackets, spec)
+    arrange = viewing(ops.permute, order, before, [before[d] for d in order])
 
     def take(x: Any, index: Mapping[Gather, Any], may_drop: bool) -> Any:
-        x = ops.permute(take_diagonals(x), [*indexed, *other_dims])
+        x = arrange(take_diagonals(x))
         arrays, in_range = read_indices(index, x, may_drop)
         rows = ops.take(x, arrays)
         return ops.select(_with_dims(in_range, len(other_dims)), rows, 0) if may_drop else rows
@@ -197,12 +198,14 @@ def _make_shaped_index(
     A bracket has an index array; an axis is indexed by 0, 1, ..., size - 1.
     """
     sizes = dict(spec.sizes)
-    take_diagonals, index_axes = diagonals(ops, entry.axes if isinstance(entry, Gather) else (entry,))
-    order = [index_axes.index(axis) for axis in row_axes if axis in index_axes]
-    shape = [sizes[axis] if axis in index_axes else 1 for axis in row_axes]
     if isinstance(entry, str):
-        return lambda index, like: ops.iota(sizes[entry], like).reshape(shape)
-    return lambda index, like: ops.permute(take_diagonals(index[entry]), order).reshape(shape)
+        positions = [sizes[axis] if axis == entry else 1 for axis in row_axes]
+        return lambda index, like: ops.iota(sizes[entry], like).reshape(positions)
+    take_diagonals, axes = diagonals(ops, entry.axes)
+    order = [axes.index(axis) for axis in row_axes if axis in axes]
+    shape = [sizes[axis] if axis in axes else 1 for axis in row_axes]
+    arrange = viewing(ops.permute, order, spec.shape(axes), shape)
+    return lambda index, like: arrange(take_diagonals(index[entry]))
 
 
 def _with_dims(mask: Any, count: int) -> Any:

@@ -32,6 +32,7 @@ __all__ = [
     "promote",
     "torch_dtype",
     "unit_strided",
+    "unseen",
 ]
 
 
@@ -109,23 +110,25 @@ class TorchOps:
     def take(self, x: Tensor, index: Sequence[Tensor]) -> Tensor:
         # `index_select` by one flat index is several times faster than indexing by several arrays.
         count = len(index)
+        if count == index[0].dim() == 1:
+            return x.index_select(0, index[0])
         flat, rows = _flat_index(index, x.shape[:count])
         taken = x.reshape([math.prod(x.shape[:count]), *x.shape[count:]]).index_select(0, flat)
         return taken.reshape([*rows, *x.shape[count:]])
 
     def add_at(self, shape: Sequence[int], index: Sequence[Tensor], values: Tensor) -> Tensor:
         # `index_add_` by one flat index adds in order. On a CPU, `index_put_` with `accumulate` adds in any order.
-        count = len(index)
+        count, dtype = len(index), values.dtype
         flat, _ = _flat_index(index, shape[:count])
-        wide = values.to(accumulator(values.dtype))
+        wide = values.to(accumulator(dtype))
         out = wide.new_zeros((math.prod(shape[:count]), *shape[count:]))
         # Under a transform it must be out of place, which copies the zeros once more.
         add = out.index_add if transformed() else out.index_add_
         out = add(0, flat, wide.reshape(flat.shape[0], *shape[count:]))
-        return out.reshape(tuple(shape)).to(values.dtype)
+        return out.reshape(tuple(shape)).to(dtype)
 
     def select(self, mask: Tensor, x: Tensor, otherwise: float) -> Tensor:
-        return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+        return torch.where(mask, x, torch.full((), otherwise, dtype=x.dtype, device=x.device))
 
     def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
         return like.new_zeros(tuple(shape))
@@ -187,6 +190,16 @@ def dataless(x: Tensor) -> bool:
 def captured(x: Tensor) -> bool:
     """Return whether a CUDA graph is being captured. Then values cannot be read, and differ when the graph runs."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def unseen(x: Tensor) -> bool:
+    """Return whether values cannot be looked at: a CUDA graph is being captured, or `vmap` holds many arrays as one."""
+    functorch = torch._C._functorch
+    while in_functorch() and functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return captured(x)
 
 
 def occurs(x: Tensor) -> bool:

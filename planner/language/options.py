@@ -7,12 +7,37 @@ from typing import Any, NamedTuple
 
 from planner.language.errors import PlannerError
 
-__all__ = ["INDEX_MODES", "PRECISIONS", "Options", "SEARCHES", "Request", "check_index_mode"]
+__all__ = ["INDEX_MODES", "MODES", "PRECISIONS", "IndexMode", "Options", "SEARCHES", "Request", "check_index_mode"]
 
 # The searches over all trees. "measure" finds its candidates by the search of "auto".
 SEARCHES = ("auto", "optimal", "measure")
-INDEX_MODES = ("raise", "drop", "clip")
 PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
+
+
+class IndexMode(NamedTuple):
+    """What an index mode does with the entries of an index array.
+
+    Attributes:
+        wraps: whether negative entries count from the end.
+        bad: what becomes of an entry that is out of range. "refuse": an error; where values cannot be seen, results
+            that depend on the entry become NaN in JAX, and torch checks the entry later. "drop": it becomes the size,
+            which means "no row". "clamp": it becomes the nearest row. "trust": there is no such entry.
+        unmarked: the mode in which derivatives are computed; "" if it is this one.
+    """
+
+    wraps: bool
+    bad: str
+    unmarked: str = ""
+
+
+# The first ones are for users, and "checked" is for index arrays that were refused or accepted before.
+MODES = {
+    "raise": IndexMode(True, "refuse"),
+    "drop": IndexMode(False, "drop"),
+    "clip": IndexMode(False, "clamp"),
+    "checked": IndexMode(True, "trust"),
+}
+INDEX_MODES = ("raise", "drop", "clip")
 
 
 class Request(NamedTuple):
@@ -43,7 +68,7 @@ class Request(NamedTuple):
 
 def check_index_mode(index_mode: Any) -> None:
     """Raise an error if the index mode is unknown."""
-    if index_mode not in INDEX_MODES:
+    if index_mode not in MODES:
         raise PlannerError(f"index_mode={index_mode!r:.80} is unknown: take one of {', '.join(map(repr, INDEX_MODES))}")
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 
 from planner.language.dtypes import is_inexact
+from planner.language.options import MODES
 from planner.language.spec import Gather, Spec, Term, plain_axes, unused_letters
 from planner.program.ops import Cast, Einsum, Guard
 from planner.program.tree import Leaf, Node, Tree
@@ -26,7 +27,7 @@ def add_guards(tree: Tree, spec: Spec, index_mode: str) -> Tree:
     Args:
         tree: the tree, without guards.
         spec: the resolved spec of the contraction.
-        index_mode: the index mode; only under "drop" indices are dropped.
+        index_mode: the index mode, which says whether indices can be dropped.
     """
     if isinstance(tree, Leaf) or not spec.gathers:
         return tree
@@ -42,7 +43,7 @@ def add_guards(tree: Tree, spec: Spec, index_mode: str) -> Tree:
             rows: see `Guard.rows`.
             later: whether unread rows show in gradients only.
         """
-        dropped = dropped_brackets(whole, spec) if index_mode == "drop" else ()
+        dropped = dropped_brackets(whole, spec) if MODES[index_mode].bad == "drop" else ()
         if not is_inexact(node.op.dtype) or (not dropped and rows is None):
             return value
         identity = _identity(term, {**dict(spec.sizes), **dict(node.op.spec.sizes)})
