@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from planner.cost.device import Device
-from planner.language.dtypes import asked_dtype, dtype_name, itemsize
+from planner.language.dtypes import asked_dtype, dtype_name, is_inexact, itemsize
 from planner.language.errors import PlannerError, PlannerTypeError, ShapeError
-from planner.language.options import PRECISIONS, Options, Request, check_index_mode
+from planner.language.options import MODES, PRECISIONS, Options, Request, check_index_mode
 from planner.language.parse import parse, parse_sublists, unpack_operands
 from planner.language.resolve import resolve_shapes, shape_of, shorten
 from planner.language.spec import Operand, Spec
@@ -69,8 +69,8 @@ def contract(
         memory_limit: most bytes that the forward and the backward program may each newly allocate; an int or a string
             such as ``"2 GiB"``. docs/limits.md says what it does not cover.
         retain_limit: most bytes that may stay alive for the backward program.
-        index_mode: what happens to an index out of range: "raise" (negative indices count from the end), "drop" (it
-            contributes nothing) or "clip".
+        index_mode: what happens to an index out of range: "raise", "drop" (it contributes nothing), "clip", or "nan"
+            (it reads NaN and adds nothing). Under "raise" and "nan" negative indices count from the end.
         dtype: dtype of the computation and the result. By default the framework promotes the operands' dtypes;
             ``torch.autocast`` does not change that.
         precision: precision of matrix products, for jax only. torch has a global setting instead.
@@ -236,6 +236,11 @@ def _plan(
     dtypes = [operand.dtype for operand in described]
     compute = backend.result_dtype(dtypes, operands) if request.dtype is None else asked_dtype(request.dtype)
     itemsize(compute)
+    if MODES[request.index_mode].unmarked and resolved.spec.gathers and not is_inexact(compute):
+        raise PlannerError(
+            f"index_mode={request.index_mode!r}: the result is {compute}, which has no NaN for an index out of range; "
+            "pass dtype='float32', or index_mode='drop' to leave such entries out"
+        )
     device = _read_device(device)
     backend.check_devices(operands, indices)
     optimize = request.optimize

@@ -402,6 +402,30 @@ def test_prepared_positions_count_from_the_first_row(low):
     assert prepared.tolist() == [*range(3 + low, 3), *range(3)]
 
 
+@in_each(numpy=examples(150, 3_000), torch=examples(100, 2_000), jax=examples(40, 1_000))
+def test_an_index_out_of_range_reads_nan(engine, sample):
+    """Values are NaN where they depend on it; gradients leave it out, and so does what is added in the output."""
+    kinds = ("float32",) if engine.name == "jax" else ("float32", "complex64", "int32")
+    drawn = exact_problems(kinds, gathers=True, mixed_dtypes=len(kinds) > 1, index_modes=("nan",))
+    of_q = {
+        "a, a, q[a] a -> q[a]": (((2,), (2,), (0, 2)), [0]),
+        "bb, q[b] c -> q[a] bc": (((1, 1), (2, 2)), [2]),
+        "q[a] a, abc, abc -> a": (((2, 2), (2, 0, 2), (2, 0, 2)), [0, 2]),
+        "q[b] a, a, abc -> ": (((2, 2), (2,), (2, 2, 2)), [0, 2]),
+        "q[n] j, q[n]q[n], nj -> q[n] j": (((3, 2), (5, 4), (4, 2)), [0, -1, 4, -4]),
+    }
+    pinned = [
+        Problem(spec, shapes, {"q": 3} if "j" in spec else None, {"q": np.array(q)}, "nan")
+        for spec, (shapes, q) in of_q.items()
+    ]
+
+    def note(floors, problem):
+        floors.note(nan=np.isnan(problem.expected()).any())
+
+    hold(engine, everywhere, drawn, sample, pinned=pinned, note=note, nan=0.2)
+    hold(engine, prepared, exact_problems(gathers=True, index_modes=("nan",)), sample // 4)
+
+
 GROUPED = "nij, q[n]jk -> nik"
 
 

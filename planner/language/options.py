@@ -22,7 +22,8 @@ class IndexMode(NamedTuple):
         bad: what becomes of an entry that is out of range. "refuse": an error; where values cannot be seen, results
             that depend on the entry become NaN in JAX, and torch checks the entry later. "drop": it becomes the size,
             which means "no row". "clamp": it becomes the nearest row. "trust": there is no such entry.
-        unmarked: the mode in which derivatives are computed; "" if it is this one.
+        unmarked: if results that depend on a bad entry become NaN afterwards, see `planner.run`: the mode in which they
+            and all derivatives are computed.
     """
 
     wraps: bool
@@ -35,9 +36,11 @@ MODES = {
     "raise": IndexMode(True, "refuse"),
     "drop": IndexMode(False, "drop"),
     "clip": IndexMode(False, "clamp"),
+    "nan": IndexMode(True, "drop", unmarked="wrap and drop"),
+    "wrap and drop": IndexMode(True, "drop"),
     "checked": IndexMode(True, "trust"),
 }
-INDEX_MODES = ("raise", "drop", "clip")
+INDEX_MODES = ("raise", "drop", "clip", "nan")
 
 
 class Request(NamedTuple):

@@ -74,7 +74,18 @@ class _Choices(NamedTuple):
         check_flag("strided", strided)
         check_flag("mixed_dtypes", mixed_dtypes, open_too=False)
         check_names("without", without, FEATURES, empty=True)
+        if tuple(index_modes) == ("nan",) and not set(dtypes) & set(FLOATS):
+            raise InvalidArgument("index_modes=('nan',) needs a dtype that has NaN, but all are of integers")
         return cls(tuple(dtypes), tuple(index_modes), mixed_dtypes, max_value, strided, FEATURES - frozenset(without))
+
+    @property
+    def modes(self) -> list[str]:
+        """The index modes to choose from; integers have no NaN."""
+        return [mode for mode in self.index_modes if mode != "nan" or set(self.dtypes) & set(FLOATS)]
+
+    def dtypes_of(self, mode: str) -> list[str]:
+        """The dtypes of which at least one operand has one under an index mode."""
+        return [dtype for dtype in self.dtypes if mode != "nan" or dtype in FLOATS]
 
 
 @st.composite
@@ -133,7 +144,7 @@ def problems(
     choices = _Choices.checked(dtypes, index_modes, mixed_dtypes, max_value, strided, without)
     if gathers and not choices.features & {"gather", "scatter"}:
         raise InvalidArgument("gathers=True needs the feature 'gather' or 'scatter', but both are left out")
-    mode = draw(sampled(*choices.index_modes))
+    mode = draw(sampled(*choices.modes))
     written = drawn_spec(draw, min_operands, max_operands, max_axes, max_size, gathers, choices.features)
     return _fill(draw, written, mode, max_size, choices, {})
 
@@ -214,7 +225,7 @@ def problems_of(
     if wrong := wrong_sizes(spec, parsed, sizes):
         raise InvalidArgument(wrong)
     letters = axes_of(parsed)
-    mode = draw(sampled(*choices.index_modes))
+    mode = draw(sampled(*choices.modes))
     drawn = [n for n in (2, 3, 1, 2, 3, 4, 0) if min_size <= n <= max_size]
     lengths = sampled(*drawn) if max_size <= 4 and drawn else st.integers(min_size, max_size)
     extents = {a: draw(lengths) for a in letters if a not in (sizes or {})}
@@ -254,10 +265,10 @@ def _fill(
 
     def indexed_size(name: str) -> int:
         empty = 0 in index_shapes[name]
-        least = 0 if "size zero" in features and (empty or mode == "drop") and draw(chance(1)) else 1
+        least = 0 if "size zero" in features and (empty or mode in ("drop", "nan")) and draw(chance(1)) else 1
         size = least and draw(sampled(*sizes_to_choose(max_size), max_size + 1))
         size = pools.get(name, size)
-        if size == 0 and not empty and mode != "drop":
+        if size == 0 and not empty and mode not in ("drop", "nan"):
             reject()  # no index is in range
         dims[name].append(size)
         return size
@@ -299,9 +310,10 @@ def _fill(
         )
 
     if choices.mixed_dtypes:
-        kinds_drawn = tuple(draw(sampled(*choices.dtypes)) for _ in terms)
+        first = draw(sampled(*choices.dtypes_of(mode)))
+        kinds_drawn = (first, *(draw(sampled(*choices.dtypes)) for _ in terms[1:]))
     else:
-        kinds_drawn = (draw(sampled(*choices.dtypes)),) * len(terms)
+        kinds_drawn = (draw(sampled(*choices.dtypes_of(mode))),) * len(terms)
     spec = text_of(terms, output) if text is None else text
     if text is not None:  # a caller's spec may constrain its sizes in more ways than are drawn
         try:
