@@ -13,7 +13,7 @@ from typing import Any
 from planner.cost.device import Device
 from planner.language.dtypes import asked_dtype, dtype_name, is_inexact, itemsize
 from planner.language.errors import PlannerError, PlannerTypeError, ShapeError
-from planner.language.options import MODES, PRECISIONS, Options, Request, check_index_mode
+from planner.language.options import MODES, PRECISIONS, Options, Request, check_index_mode, is_name
 from planner.language.parse import parse, parse_sublists, unpack_operands
 from planner.language.resolve import resolve_shapes, shape_of, shorten
 from planner.language.spec import Operand, Spec
@@ -118,7 +118,7 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
             )
         spec, operands, letters = parse_sublists((spec, *operands))
         request = request._replace(spec=spec, sizes=_replace_labels(request.sizes, letters))
-    if isinstance(spec, str):
+    if not isinstance(spec, Spec):
         parse(spec)
     framework = operands_framework(operands, indices)
     backend = load_backend(framework)
@@ -204,7 +204,7 @@ def plan(
             backend = operands_framework(arrays, {})
         else:
             backend = next((name for name in ("torch", "jax") if name in sys.modules), "numpy")
-    if not isinstance(backend, str):
+    if not is_name(backend):
         raise PlannerError(f"backend={backend!r:.80} is not a name: take one of 'torch', 'jax', 'numpy'")
     request = Request(spec, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, precision)
     return _plan(request, backend, operands, indices, device)
@@ -244,7 +244,7 @@ def _plan(
     device = _read_device(device)
     backend.check_devices(operands, indices)
     optimize = request.optimize
-    if optimize is not None and not isinstance(optimize, str) and not callable(optimize):
+    if not (optimize is None or is_name(optimize) or callable(optimize)):
         optimize = explicit_path(optimize)
     options = Options(
         optimize=optimize,
@@ -257,7 +257,7 @@ def _plan(
     if not compute.startswith(("float", "bfloat", "complex")):
         described = tuple(dataclasses.replace(operand, requires_grad=False) for operand in described)
     contraction = Contraction(
-        text=spec if isinstance(spec, str) else str(spec),
+        text=str(spec),
         resolved=resolved,
         index_shapes=tuple((name, index_shapes[name]) for name in resolved.spec.arrays),
         operands=described,
@@ -288,7 +288,7 @@ def _read_precision(precision: Any, framework: str) -> str | None:
 
 def _read_device(device: Device | str | None) -> Device | None:
     """Return a device, or the preset of a name."""
-    if isinstance(device, str):
+    if is_name(device):
         return Device.preset(device)
     if device is not None and not isinstance(device, Device):
         raise PlannerError(

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from planner.language.parse import parse
-from planner.language.spec import Gather, Spec, Term, term_gathers
+from planner.language.spec import Spec, Term, axis_of, replace_gathers, term_gathers
 
 __all__ = ["WORKLOADS", "Framework", "Skew", "View", "Workload", "skewed_rows", "to_framework"]
 
@@ -126,8 +126,10 @@ class Workload:
         return {"sizes": scattered} if scattered else {}
 
     def _shape(self, term: Term) -> Shape:
-        sizes, pools = dict(self.sizes), dict(self.pools)
-        return tuple(pools[e.array] if isinstance(e, Gather) else sizes[e] for e in term)
+        pools = dict(self.pools)
+        return Spec((), (), self.sizes).shape(
+            replace_gathers(term, lambda gather: dataclasses.replace(gather, size=pools[gather.array]))
+        )
 
     def resized(self, **sizes: int) -> Workload:
         """Return the workload with other sizes of axes, or of pools by the letter of their index array."""
@@ -153,8 +155,8 @@ class Workload:
         for number, original in enumerate(self.same_as):
             # An array that is passed twice has one shape, so both terms have the same sizes.
             for axis, other in zip(terms[number], terms[original], strict=True):
-                if isinstance(axis, str) and isinstance(other, str):
-                    sizes[axis] = sizes[other]
+                if (a := axis_of(axis)) and (b := axis_of(other)):
+                    sizes[a] = sizes[b]
         return self.resized(**sizes, **{array: min(size, _TINY_POOL) for array, size in self.pools})
 
     def operands(

@@ -183,7 +183,7 @@ class Executable:
         options = dataclasses.replace(
             options,
             optimize=options.optimize if options.optimize in SEARCHES else plan.path,
-            minimize=options.minimize if isinstance(options.minimize, str) else "time",
+            minimize=options.objective,
         )
         resolved = dataclasses.replace(self.resolved, spec=spec)
         contraction = dataclasses.replace(
@@ -216,11 +216,9 @@ class Executable:
 
     def contract(self, spec: Spec, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
         """Contract by a derived spec, with this plan's options."""
-        options, mode = self.plan.options, self.plan.index_mode
-        minimize = options.minimize if isinstance(options.minimize, str) else "time"
-        mode = MODES[mode].unmarked or mode
+        plan, mode = self.plan, MODES[self.plan.index_mode].unmarked or self.plan.index_mode
         result: Tensor = callbacks().contract(
-            spec, *operands, minimize=minimize, index_mode=mode, dtype=self.plan.dtype, **indices
+            spec, *operands, minimize=plan.options.objective, index_mode=mode, dtype=plan.dtype, **indices
         )
         return result
 

@@ -46,10 +46,10 @@ def _of_step(plan: PlanRecord, step: Step) -> tuple[ImplementationVerdict, ...]:
     chosen = step.choice.lowering
     judged = []
     for name, cost in load_backend(plan.backend).table.verdicts(step.op, plan.device, chosen).items():
-        if isinstance(cost, str):
-            judged.append(ImplementationVerdict(name, None, cost, False))
-        else:
+        if isinstance(cost, StepCost):
             judged.append(ImplementationVerdict(name, cost, "", name == chosen))
+        else:
+            judged.append(ImplementationVerdict(name, None, cost, False))
     return tuple(sorted(judged, key=lambda v: (not v.chosen, v.cost is None, v.cost.picoseconds if v.cost else 0)))
 
 

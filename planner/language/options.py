@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from planner.language.errors import PlannerError
 
-__all__ = ["INDEX_MODES", "MODES", "PRECISIONS", "IndexMode", "Options", "SEARCHES", "Request", "check_index_mode"]
+__all__ = [
+    "INDEX_MODES",
+    "MODES",
+    "PRECISIONS",
+    "IndexMode",
+    "Options",
+    "SEARCHES",
+    "Request",
+    "check_index_mode",
+    "is_name",
+]
 
 # The searches over all trees. "measure" finds its candidates by the search of "auto".
 SEARCHES = ("auto", "optimal", "measure")
@@ -69,6 +79,11 @@ class Request(NamedTuple):
         )
 
 
+def is_name(value: Any) -> TypeGuard[str]:
+    """Whether an option is given by name, and not as a function, a path or an object."""
+    return isinstance(value, str)
+
+
 def check_index_mode(index_mode: Any) -> None:
     """Raise an error if the index mode is unknown."""
     if index_mode not in MODES:
@@ -84,3 +99,8 @@ class Options:
     memory_limit: int | None = None
     retain_limit: int | None = None
     precision: str | None = None
+
+    @property
+    def objective(self) -> str:
+        """The objective that steps are chosen by: a function of the cost only ranks plans."""
+        return self.minimize if isinstance(self.minimize, str) else "time"

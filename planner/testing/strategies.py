@@ -33,7 +33,7 @@ from planner.language.errors import PlannerError
 from planner.language.options import INDEX_MODES
 from planner.language.parse import parse
 from planner.language.resolve import resolve
-from planner.language.spec import ELLIPSIS, Gather, Spec
+from planner.language.spec import ELLIPSIS, Spec, plain_axes, term_axes
 from planner.testing.array_strategies import indices, operands
 from planner.testing.drawn_specs import (
     FEATURES,
@@ -232,7 +232,7 @@ def problems_of(
     tie(parsed, extents)
     extents |= {a: n for a, n in (sizes or {}).items() if a in letters}
     ellipsis: tuple[int, ...] = ()
-    if any(e == ELLIPSIS or (isinstance(e, Gather) and ELLIPSIS in e.axes) for term in parsed.terms for e in term):
+    if any(ELLIPSIS in term_axes(term) for term in parsed.terms):
         ellipsis = tuple(draw(st.lists(lengths, max_size=2)))
     written = read_spec(draw, parsed, "->" in spec, extents, ellipsis)
     pools = {name: (sizes or {}).get(name, draw(lengths)) for name in parsed.arrays}
@@ -275,7 +275,7 @@ def _fill(
 
     shapes = []
     for term, rank in zip(terms, ranks, strict=True):
-        ones = {a for a in dict.fromkeys(a for a in term if isinstance(a, str)) if happens("size one", 1, 12)}
+        ones = {a for a in dict.fromkeys(plain_axes(term)) if happens("size one", 1, 12)}
         shape: list[int] = []
         for item in term:
             if item is ...:
@@ -288,9 +288,9 @@ def _fill(
         shapes.append(tuple(shape))
 
     # Sizes that no input determines; and sometimes sizes that one does.
-    determined = {a for term in terms for a in term if isinstance(a, str)}
+    determined = {a for term in terms for a in plain_axes(term)}
     determined |= {a for term in (*terms, placed) for g in term if isinstance(g, tuple) for a in g[1]}
-    sizes: dict[str, int] = {a: extents[a] for a in placed if isinstance(a, str) and a not in determined}
+    sizes: dict[str, int] = {a: extents[a] for a in plain_axes(placed) if a not in determined}
     for name in {item[0]: None for item in placed if isinstance(item, tuple)}:
         if len(set(dims[name])) != 1 or draw(chance(2)):
             sizes[name] = indexed_size(name)
