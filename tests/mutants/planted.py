@@ -109,7 +109,7 @@ PLANTED = (
     Planted("a stale cache key: an index array's dtype is not in it", "planner/program/implementations.py",
             "key += (name, type(q), q.shape, q.dtype)", "key += (name, type(q), q.shape)",
             "tests/test_signatures.py::test_calls_that_differ_have_signatures_that_differ[numpy]"),
-    Planted("a stale entry: a measurement of another key is taken", "planner/tune/store.py",
+    Planted("a stale entry: a measurement of another key is taken", "planner/cost/store.py",
             'if entry["format"] != FORMAT or entry["key"] != json.loads(_text(key)):', 'if entry["format"] != FORMAT:',
             "tests/test_optimize_measure.py::test_other_keys_formats_and_offers_are_no_entries"),
     Planted("a lost gradient flag in the cache key", "backends/torch/backend.py",
