@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from planner.backends.common.indices import check_index_dtype, clip_error
 from planner.backends.jax.evaluation import TABLE, Mode, compile_cast, hopper
 from planner.backends.jax.guards import Guards
-from planner.backends.jax.index import JaxIndex, checked_arrays, index_shape, jax_in_range
+from planner.backends.jax.index import JaxIndex, checked_arrays, jax_in_range
 from planner.backends.jax.loop import as_one, plan_run
 from planner.backends.jax.ops import OPS
 from planner.backends.jax.step import compile_step
@@ -143,7 +143,7 @@ class JaxBackend(Backend):
             )
         if plan.index_mode == "clip":
             for gather in spec.gathers:
-                if gather.size == 0 and 0 not in index_shape(spec, gather.array):
+                if gather.size == 0 and 0 not in spec.shape(gather.axes):
                     raise clip_error(gather)
 
         steps, config = plan_run(plan), jax.config

@@ -16,19 +16,12 @@ from planner.backends.common.indices import IndexOps, PreparedIndex, in_range, n
 from planner.kernels.grouping.keys import IndexArray
 from planner.language.errors import PlannerError
 from planner.language.options import MODES, IndexMode
-from planner.language.spec import Gather, Spec
+from planner.language.spec import Gather
 from planner.program.implementations import RangedIndices
 from planner.program.plan import PlanRecord
 
-__all__ = ["JaxIndex", "bring_into_range", "check_values", "checked_arrays", "index_shape",
-           "is_bad", "jax_in_range", "traced_in_range"]  # fmt: skip
-
-
-def index_shape(spec: Spec, array: str) -> tuple[int, ...]:
-    """Return the shape of an index array: the sizes of its bracket's axes."""
-    sizes = dict(spec.sizes)
-    gather = next(g for g in spec.gathers if g.array == array)
-    return tuple(sizes[axis] for axis in gather.axes)
+__all__ = ["JaxIndex", "bring_into_range", "check_values", "checked_arrays", "is_bad", "jax_in_range",
+           "traced_in_range"]  # fmt: skip
 
 
 def _signed(raw: Any, size: int) -> Any:

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from planner.backends.jax.index import index_shape
 from planner.backends.jax.tree import Run, tree_run
 from planner.language.dtypes import accumulator
 from planner.language.spec import Term
@@ -69,8 +68,7 @@ class _SliceLoop:
         """Run all slices."""
         spec = self.spec
         xs = [x.reshape(spec.shape(term)) for x, term in zip(leaves, spec.inputs, strict=True)]
-        shapes = [index_shape(spec, name) for name in spec.arrays]
-        indices = [q.reshape(shape) for q, shape in zip(index_values, shapes, strict=True)]
+        indices = [q.reshape(spec.shape(axes)) for q, axes in zip(index_values, self.brackets, strict=True)]
         out = jnp.zeros(spec.output_shape, jnp.dtype(accumulator(self.dtype)))
         for sizes, count, body in self.bodies:
             add_slice = jax.checkpoint(partial(self._add_slice, sizes, body, mode))
