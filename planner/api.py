@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from planner.cost.device import Device
-from planner.language.dtypes import asked_dtype, dtype_name, itemsize
+from planner.language.dtypes import asked_dtype, dtype_name, is_inexact, itemsize
 from planner.language.errors import PlannerError, PlannerTypeError, ShapeError
-from planner.language.options import PRECISIONS, Options, Request, check_index_mode
+from planner.language.options import MODES, PRECISIONS, Options, Request, check_index_mode, is_name
 from planner.language.parse import parse, parse_sublists, unpack_operands
 from planner.language.resolve import resolve_shapes, shape_of, shorten
 from planner.language.spec import Operand, Spec
@@ -22,7 +22,7 @@ from planner.plan import Plan
 from planner.program.contraction import Contraction
 from planner.program.frameworks import HOW_GIVEN, framework_of, load_backend, operands_framework
 from planner.program.implementations import Backend
-from planner.run import for_dynamo, torch_compiles
+from planner.run import bind_plan, for_dynamo, torch_compiles
 from planner.search.paths import explicit_path
 from planner.search.verify import accept_plan
 from planner.tune.autotune import autotune
@@ -69,8 +69,8 @@ def contract(
         memory_limit: most bytes that the forward and the backward program may each newly allocate; an int or a string
             such as ``"2 GiB"``. docs/limits.md says what it does not cover.
         retain_limit: most bytes that may stay alive for the backward program.
-        index_mode: what happens to an index out of range: "raise" (negative indices count from the end), "drop" (it
-            contributes nothing) or "clip".
+        index_mode: what happens to an index out of range: "raise", "drop" (it contributes nothing), "clip", or "nan"
+            (it reads NaN and adds nothing). Under "raise" and "nan" negative indices count from the end.
         dtype: dtype of the computation and the result. By default the framework promotes the operands' dtypes;
             ``torch.autocast`` does not change that.
         precision: precision of matrix products, for jax only. torch has a global setting instead.
@@ -97,7 +97,8 @@ def contract(
     run = None
     try:
         signature = _SIGNATURES[type(operands[0])](operands, indices)
-        key = asked if sizes is None else Request(*asked).hashable()
+        # A dictionary cannot be a key. `Request.hashable` makes the same tuple of it.
+        key = (spec, tuple(sorted(sizes.items())), *asked[2:]) if type(sizes) is dict else asked
         run = _RUNNERS[key, signature]
     except (KeyError, IndexError, TypeError, AttributeError):
         pass  # plan below, outside of this handler, so that errors there do not show this one as their context
@@ -117,7 +118,7 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
             )
         spec, operands, letters = parse_sublists((spec, *operands))
         request = request._replace(spec=spec, sizes=_replace_labels(request.sizes, letters))
-    if isinstance(spec, str):
+    if not isinstance(spec, Spec):
         parse(spec)
     framework = operands_framework(operands, indices)
     backend = load_backend(framework)
@@ -129,7 +130,7 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
         run = _RUNNERS.get(arguments)
         key = arguments
     if run is None:
-        run = backend.bind(_plan(request, framework, operands, indices))
+        run = bind_plan(_plan(request, framework, operands, indices))
         if key is not None:
             while len(_RUNNERS) >= _CACHE_LIMIT:
                 # Another thread may change the cache meanwhile. A lock would not do: a process that forks while a
@@ -203,7 +204,7 @@ def plan(
             backend = operands_framework(arrays, {})
         else:
             backend = next((name for name in ("torch", "jax") if name in sys.modules), "numpy")
-    if not isinstance(backend, str):
+    if not is_name(backend):
         raise PlannerError(f"backend={backend!r:.80} is not a name: take one of 'torch', 'jax', 'numpy'")
     request = Request(spec, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, precision)
     return _plan(request, backend, operands, indices, device)
@@ -235,10 +236,15 @@ def _plan(
     dtypes = [operand.dtype for operand in described]
     compute = backend.result_dtype(dtypes, operands) if request.dtype is None else asked_dtype(request.dtype)
     itemsize(compute)
+    if MODES[request.index_mode].unmarked and resolved.spec.gathers and not is_inexact(compute):
+        raise PlannerError(
+            f"index_mode={request.index_mode!r}: the result is {compute}, which has no NaN for an index out of range; "
+            "pass dtype='float32', or index_mode='drop' to leave such entries out"
+        )
     device = _read_device(device)
     backend.check_devices(operands, indices)
     optimize = request.optimize
-    if optimize is not None and not isinstance(optimize, str) and not callable(optimize):
+    if not (optimize is None or is_name(optimize) or callable(optimize)):
         optimize = explicit_path(optimize)
     options = Options(
         optimize=optimize,
@@ -251,7 +257,7 @@ def _plan(
     if not compute.startswith(("float", "bfloat", "complex")):
         described = tuple(dataclasses.replace(operand, requires_grad=False) for operand in described)
     contraction = Contraction(
-        text=spec if isinstance(spec, str) else str(spec),
+        text=str(spec),
         resolved=resolved,
         index_shapes=tuple((name, index_shapes[name]) for name in resolved.spec.arrays),
         operands=described,
@@ -282,7 +288,7 @@ def _read_precision(precision: Any, framework: str) -> str | None:
 
 def _read_device(device: Device | str | None) -> Device | None:
     """Return a device, or the preset of a name."""
-    if isinstance(device, str):
+    if is_name(device):
         return Device.preset(device)
     if device is not None and not isinstance(device, Device):
         raise PlannerError(

@@ -14,6 +14,7 @@ from planner.api import plan
 from planner.inspect.analysis import Analysis
 from planner.inspect.verdicts import implementations_text
 from planner.language.errors import PlannerError
+from planner.language.options import INDEX_MODES
 from planner.language.spec import Operand, is_axis, is_letter
 from planner.plan import Plan
 from planner.progress import Progress
@@ -124,7 +125,7 @@ def _add_check(commands: Any) -> None:
         "--backend", action="append", choices=("torch", "jax", "numpy"), help="by default all installed"
     )
     command.add_argument("--dtype", action="append", metavar="float32", help="by default float32")
-    command.add_argument("--index-mode", action="append", choices=("raise", "drop", "clip"), help="by default all")
+    command.add_argument("--index-mode", action="append", choices=tuple(INDEX_MODES), help="by default all")
     command.add_argument("--law", action="append", metavar="values", help="by default all; named as in the table")
     command.add_argument("--max-examples", type=int, default=40, metavar="N", help="problems for each law")
 

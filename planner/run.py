@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from planner.language.errors import PlannerError, ShapeError
+from planner.language.options import MODES
 from planner.language.resolve import resolve_shapes
+from planner.language.spec import Spec, row_axes, term_gathers
+from planner.program.callbacks import callbacks
 from planner.program.frameworks import load_backend, operands_framework
 from planner.program.implementations import Backend
 from planner.program.plan import PlanRecord
 
-__all__ = ["check_call", "for_dynamo", "run_plan", "torch_compiles"]
+__all__ = ["bind_plan", "check_call", "for_dynamo", "run_plan", "torch_compiles"]
+
+# A function from operands and index arrays to the result.
+Run = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 
 def run_plan(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
@@ -39,7 +46,7 @@ class _Same:
 
 
 @lru_cache(maxsize=256)
-def _bound(same: _Same, signature: Hashable) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
+def _bound(same: _Same, signature: Hashable) -> Run:
     """Return the function that runs a plan. Calls with equal signatures share it, and what JAX compiled with it."""
     backend = load_backend(same.plan.backend)
     body = same.plan if same.plan.loop is None else same.plan.loop.body
@@ -49,7 +56,40 @@ def _bound(same: _Same, signature: Hashable) -> Callable[[Sequence[Any], Mapping
                 f"the plan runs a step as {step.choice.lowering!r}, which {backend.name} does not have here: it was "
                 "made by another version, or a row of your own is missing; make a new plan"
             )
-    return backend.bind(same.plan)
+    return bind_plan(same.plan)
+
+
+def bind_plan(plan: PlanRecord) -> Run:
+    """Return the function that runs a plan on operands and index arrays."""
+    run, spec = load_backend(plan.backend).bind(plan), plan.resolved.spec
+    reads = any(term_gathers(term) for term in spec.inputs) and 0 not in dict(spec.sizes).values()
+    return partial(_run_and_mark, run, plan) if reads and MODES[plan.index_mode].unmarked else run
+
+
+def _run_and_mark(run: Run, plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
+    """Run a plan, and turn what depends on an operand's row that an index out of range names into NaN.
+
+    Zero or NaN is added to the result, so that gradients are those of the plan.
+    """
+    backend, spec, mode = load_backend(plan.backend), plan.resolved.spec, plan.index_mode
+    result, ops, shapes = run(operands, indices), backend.ops, dict(plan.resolved.index_shapes)
+    for gather in dict.fromkeys(gather for term in spec.inputs for gather in term_gathers(term)):
+        values, may_miss = backend.in_range(indices[gather.array], gather, mode)
+        if not may_miss:
+            continue
+        # How many bad entries add to each entry of the result, along the dimensions in which that can differ.
+        along = {*gather.axes, *row_axes(spec.output)}
+        dims = [d for d, e in enumerate(spec.output) if e in along or e in term_gathers(spec.output)]
+        count = Spec((gather.axes,), tuple(spec.output[d] for d in dims), spec.sizes)
+        bad = values.reshape(shapes[gather.array]) == gather.size
+        ones = ops.select(bad, ops.zeros(bad.shape, result) + 1, 0)
+        written = {name: indices[name] for name in count.arrays}
+        written = {name: q.values if hasattr(q, "prepared_framework") else q for name, q in written.items()}
+        arrays = {name: q.reshape(shapes[name]) for name, q in written.items()}
+        counts = callbacks().contract(count, ones, index_mode=MODES[mode].unmarked, **arrays)
+        shape = [n if d in dims else 1 for d, n in enumerate(spec.output_shape)]
+        result = result + ops.select(counts == 0, ops.zeros(counts.shape, result), math.nan).reshape(shape)
+    return result
 
 
 def check_call(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Backend:

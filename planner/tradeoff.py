@@ -11,7 +11,7 @@ from planner.cost.device import Device
 from planner.cost.objective import OBJECTIVES
 from planner.inspect.text import table_lines
 from planner.language.errors import PlannerError, PlannerLimitError
-from planner.language.options import SEARCHES
+from planner.language.options import SEARCHES, is_name
 from planner.language.resolve import shorten
 from planner.language.units import bytes_text, count_text, parse_bytes, seconds_text
 from planner.plan import Plan
@@ -141,7 +141,7 @@ def tradeoff(
         PlannerLimitError: no plan is within the limits.
         PlannerError: for the reasons that `plan` has, or for ``optimize="measure"``.
     """
-    if isinstance(optimize, str) and optimize == "measure":
+    if is_name(optimize) and optimize == "measure":
         raise PlannerError("tradeoff compares predictions: pass another optimize=, then time its plans")
     options: dict[str, Any] = {
         "sizes": sizes,
@@ -162,7 +162,7 @@ def tradeoff(
         first = make("time")
         plans.append(first)
         plans += [make(objective) for objective in OBJECTIVES if objective != "time"]
-        if isinstance(first.options.optimize, str) and first.options.optimize in SEARCHES:
+        if first.options.optimize in SEARCHES:
             others = (alternative.plan for alternative in alternatives(first, 100))
             plans += keep_fitting(others)
         # Under a limit a search may find a compromise that is best for no single objective.

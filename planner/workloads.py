@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from planner.language.parse import parse
-from planner.language.spec import Gather, Spec, Term, term_gathers
+from planner.language.spec import Spec, Term, replace_gathers, term_gathers
 
 __all__ = ["WORKLOADS", "Framework", "Skew", "View", "Workload", "skewed_rows", "to_framework"]
 
@@ -120,7 +120,10 @@ class Workload:
         return {"sizes": scattered} if scattered else {}
 
     def _shape(self, term: Term) -> Shape:
-        return tuple(self.pools[e.array] if isinstance(e, Gather) else self.sizes[e] for e in term)
+        pools = self.pools
+        return Spec((), (), tuple(self.sizes.items())).shape(
+            replace_gathers(term, lambda gather: dataclasses.replace(gather, size=pools[gather.array]))
+        )
 
     def resized(self, **sizes: int) -> Workload:
         """Return the workload with other sizes of axes, or of pools by the letter of their index array."""

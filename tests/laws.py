@@ -82,7 +82,8 @@ def assert_equal(got, expected, dtype: str, what: str = "result") -> None:
     assert name == dtype, f"{what} has dtype {name}, not {dtype}"
     assert array.shape == expected.shape, f"{what} has shape {array.shape}, not {expected.shape}"
     wanted = expected.astype(array.dtype)
-    assert (array == wanted).all(), f"{what} is\n{array}\nnot\n{wanted}"
+    equal = (array == wanted) | (np.isnan(array) & np.isnan(wanted))
+    assert equal.all(), f"{what} is\n{array}\nnot\n{wanted}"
 
 
 def problem_of(workload: Workload) -> Problem:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.cost.files import cache_folder, replace_file
+from planner.cost.store import cache_folder, write_json
 
 
 @pytest.mark.parametrize(
@@ -43,12 +43,12 @@ def test_a_user_without_a_home(monkeypatch):
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     path = tmp_path / "new" / "file"
-    replace_file(path, "old")
+    write_json(path, "old")
 
     def refuse(*_):
         raise OSError("no space")
 
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(OSError, match="no space"):
-        replace_file(path, "new")
-    assert [p.read_text() for p in path.parent.iterdir()] == ["old"]
+        write_json(path, "new")
+    assert [p.read_text() for p in path.parent.iterdir()] == ['"old"']

@@ -27,8 +27,9 @@ from laws import (
 )
 
 import planner
-from planner.backends.common.indices import prepare_numpy
+from planner.backends.common.indices import numpy_in_range
 from planner.inspect.memory import jax_temp_bytes, torch_memory
+from planner.language.options import MODES
 from planner.language.spec import Gather
 from planner.program.frameworks import load_backend
 from planner.testing import Problem
@@ -394,8 +395,33 @@ def test_a_uint64_beyond_int64_is_out_of_range(engine):
 
 @pytest.mark.parametrize("low", [-3, -2, -1, 0])
 def test_prepared_positions_count_from_the_first_row(low):
-    prepared = prepare_numpy(np.arange(low, 3), Gather("q", ("n",), 3), "raise")
+    prepared, may_drop = numpy_in_range(np.arange(low, 3), Gather("q", ("n",), 3), MODES["raise"])
+    assert not may_drop
     assert prepared.tolist() == [*range(3 + low, 3), *range(3)]
+
+
+@in_each(numpy=examples(150, 3_000), torch=examples(100, 2_000), jax=examples(40, 1_000))
+def test_an_index_out_of_range_reads_nan(engine, sample):
+    """Values are NaN where they depend on it; gradients leave it out, and so does what is added in the output."""
+    kinds = ("float32",) if engine.name == "jax" else ("float32", "complex64", "int32")
+    drawn = exact_problems(kinds, gathers=True, mixed_dtypes=len(kinds) > 1, index_modes=("nan",))
+    of_q = {
+        "a, a, q[a] a -> q[a]": (((2,), (2,), (0, 2)), [0]),
+        "bb, q[b] c -> q[a] bc": (((1, 1), (2, 2)), [2]),
+        "q[a] a, abc, abc -> a": (((2, 2), (2, 0, 2), (2, 0, 2)), [0, 2]),
+        "q[b] a, a, abc -> ": (((2, 2), (2,), (2, 2, 2)), [0, 2]),
+        "q[n] j, q[n]q[n], nj -> q[n] j": (((3, 2), (5, 4), (4, 2)), [0, -1, 4, -4]),
+    }
+    pinned = [
+        Problem(spec, shapes, {"q": 3} if "j" in spec else None, {"q": np.array(q)}, "nan")
+        for spec, (shapes, q) in of_q.items()
+    ]
+
+    def note(floors, problem):
+        floors.note(nan=np.isnan(problem.expected()).any())
+
+    hold(engine, everywhere, drawn, sample, pinned=pinned, note=note, nan=0.2)
+    hold(engine, prepared, exact_problems(gathers=True, index_modes=("nan",)), sample // 4)
 
 
 GROUPED = "nij, q[n]jk -> nik"

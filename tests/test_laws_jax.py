@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import planner
-from planner.backends.jax.index import normalise
+from planner.backends.jax.index import bring_into_range
 from planner.cost.device import CPU
 from planner.inspect.memory import jax_temp_bytes
 from planner.language.spec import Gather, Spec
@@ -195,10 +195,35 @@ def test_products_are_exported():
         assert (jax.export.export(call)(*operands).call(*operands) == call(*operands)).all()
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("spec", ["nj, q[n]j -> n", "nj, q[n]j -> j", "nj, q[n]j -> r[n]j"])
+def test_a_missing_row_is_nan_as_in_take(spec, jitted):
+    """And the pool's gradient is that of `take`; what is multiplied by NaN gets 0, where `take` gives NaN."""
+    a, c = jnp.arange(1.0, 13).reshape(6, 2), jnp.arange(6.0).reshape(3, 2)
+    q, r = jnp.array([-1, -3, -4, 0, 3, 7]), jnp.array([0, 1, 1, -2, 9, 3])
+    arrays, sizes = ({"q": q, "r": r}, {"r": 4}) if "r" in spec else ({"q": q}, None)
+
+    def by_take(a, c):
+        rows = jnp.take(c, q, axis=0, mode="fill", fill_value=jnp.nan)
+        if "r" in spec:
+            return jnp.zeros((4, 2)).at[r].add(a * rows, mode="drop")
+        return jnp.einsum(spec.replace("q[n]", "n").replace(" ", ""), a, rows)
+
+    def call(a, c):
+        return planner.contract(spec, a, c, sizes=sizes, index_mode="nan", **arrays)
+
+    (found, back), (wanted, back_by_take) = (jax.vjp(f, a, c) for f in (jax.jit(call) if jitted else call, by_take))
+    np.testing.assert_array_equal(found, wanted)
+    (of_a, of_c), (wanted_a, wanted_c) = back(jnp.ones_like(found)), back_by_take(jnp.ones_like(wanted))
+    np.testing.assert_array_equal(of_c, wanted_c)
+    np.testing.assert_array_equal(of_a, jnp.where(jnp.isnan(wanted_a), 0, wanted_a))
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint8"])
 def test_wrapped_indices_name_rows_that_there_are(dtype):
     """Where a bad index shows as NaN the row that is read in its place is one: no read is out of bounds."""
     raw = jnp.asarray(np.array([-9, -6, -5, -1, 0, 4, 5, 100]).astype(dtype))
-    found = normalise(raw, Gather("q", (), 5), "wrapped")
+    gather = Gather("q", (), 5)
+    found = bring_into_range({gather: raw}, "raise")[gather]
     expected = [4, 4, 4, 4, 0, 4, 4, 4] if dtype == "uint8" else [0, 0, 0, 4, 0, 4, 4, 4]
     assert found.tolist() == expected

@@ -15,12 +15,12 @@ from laws import assert_equal, exact_problems
 from test_signatures import deterministic
 
 import planner
+from planner.cost import store as remember
 from planner.cost.objective import plan_key
 from planner.program import implementations as protocol
 from planner.program.serial import encode
 from planner.search.slicing import make_loop
 from planner.tune import autotune as measure
-from planner.tune import store as remember
 
 # Three paths and two implementations of the take differ: there is something to time.
 SPEC, SHAPES = "ab,bc,cd->ad", ((30, 4), (4, 30), (30, 3))

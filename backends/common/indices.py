@@ -1,15 +1,17 @@
-"""Index arrays: checks and errors that all backends share, and arrays that `planner.group` checked before the call."""
+"""Index arrays: the rule that brings them into range, its errors, and arrays that `planner.group` checked before."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from planner.language.errors import IndexRangeError, PlannerError
+from planner.language.options import MODES, IndexMode
 from planner.language.spec import Gather
 
-__all__ = ["PreparedIndex", "check_index_dtype", "clip_error", "prepare_numpy", "range_error"]
+__all__ = ["IndexOps", "PreparedIndex", "check_index_dtype", "clip_error", "in_range", "numpy_in_range"]
 
 
 class PreparedIndex:
@@ -19,12 +21,13 @@ class PreparedIndex:
         values: the index array with values in [0, size].
         size: size of the dimension that it indexes.
         mode: the index mode that it was checked under.
+        may_drop: whether a value may be `size`, which means "no row".
     """
 
     prepared_framework = "numpy"
 
-    def __init__(self, values: Any, size: int, mode: str) -> None:
-        self.values, self.size, self.mode = values, size, mode
+    def __init__(self, values: Any, size: int, mode: str, may_drop: bool) -> None:
+        self.values, self.size, self.mode, self.may_drop = values, size, mode, may_drop
 
     @property
     def shape(self) -> Any:
@@ -41,17 +44,18 @@ class PreparedIndex:
         """Device of the prepared values."""
         return self.values.device
 
-    def check(self, gather: Gather, mode: str) -> None:
-        """Refuse a call whose size or index mode is another than the array was prepared for.
+    def read(self, gather: Gather, mode: str) -> tuple[Any, bool]:
+        """Return the values, and whether one may be `size`, for a call of the same size and index mode.
 
         Raises:
             PlannerError: the size or the mode differs.
         """
-        if self.size != gather.size or self.mode != mode:
+        if self.size != gather.size or mode not in (self.mode, MODES[self.mode].unmarked):
             raise PlannerError(
                 f"index array {gather.array!r} was prepared by group for size {self.size} and index_mode "
                 f"{self.mode!r}, but {gather} has size {gather.size} and the call index_mode {mode!r}"
             )
+        return self.values, self.may_drop
 
 
 def check_index_dtype(name: str, dtype: str) -> None:
@@ -81,34 +85,78 @@ def clip_error(gather: Gather) -> IndexRangeError:
     return IndexRangeError(f"index array {gather.array!r} cannot be clipped: the dimension {gather} has size 0")
 
 
-def prepare_numpy(raw: np.ndarray[Any, Any], gather: Gather, mode: str) -> np.ndarray[Any, Any]:
-    """Bring an index array into [0, size), counting negative indices from the end under "raise".
+class IndexOps(NamedTuple):
+    """The functions of a framework that bring its index arrays into range.
 
-    Under "drop", an index out of range becomes `size`, which means "no row".
+    Attributes:
+        signed: takes an index array and a size, and returns the array in a signed type that holds -size - 1 and size.
+            Entries that the type cannot hold become others that are out of range on the same side.
+        bounds: returns the least and the greatest entry, or None if values cannot be seen.
+        first: returns the position of the first true entry of a mask.
+        where: chooses between two arrays by a mask, as `np.where`.
+        clip: limits the entries of an array, as `np.clip`.
+    """
+
+    signed: Callable[[Any, int], Any]
+    bounds: Callable[[Any], tuple[Any, Any] | None]
+    first: Callable[[Any], tuple[int, ...]]
+    where: Callable[[Any, Any, Any], Any]
+    clip: Callable[[Any, int, int], Any]
+
+
+def in_range(ops: IndexOps, raw: Any, gather: Gather, mode: IndexMode) -> tuple[Any, bool]:
+    """Bring an index array into [0, size], and return whether the value `size`, which means "no row", can occur.
+
+    Where values cannot be seen, an entry that should be refused becomes `size`.
 
     Raises:
-        IndexRangeError: under "raise", an index is out of range; under "clip", the dimension has size 0.
+        IndexRangeError: an entry is to be refused, or is clamped into a dimension of size 0.
+    """
+    size = gather.size
+    assert size is not None
+    values = ops.signed(raw, size)
+    if 0 in raw.shape:
+        return values, False
+    if mode.bad == "clamp" and size == 0:
+        raise clip_error(gather)
+    bounds = ops.bounds(values)
+    if bounds is not None:
+        low, high = (int(bound) for bound in bounds)
+        least = -size if mode.wraps else 0
+        if least <= low and high < size:
+            return (ops.where(values < 0, values + size, values) if low < 0 else values), False
+        if mode.bad == "refuse":
+            position = ops.first(values < least if low < least else values >= size)
+            raise range_error(gather, position, raw[position].item())
+    if mode.wraps:
+        values = ops.where(values < 0, values + size, values)
+    if mode.bad == "clamp":
+        return ops.clip(values, 0, size - 1), False
+    if mode.bad == "trust":
+        return values, False
+    return ops.where((values >= 0) & (values < size), values, size), True
+
+
+def _signed(raw: Any, size: int) -> Any:
+    limit = np.iinfo(np.int64).max
+    return (np.minimum(raw, limit) if raw.dtype == np.uint64 else raw).astype(np.int64, copy=False)
+
+
+_NUMPY = IndexOps(
+    signed=_signed,
+    bounds=lambda values: (values.min(), values.max()),
+    first=lambda mask: tuple(np.argwhere(mask)[0].tolist()),
+    where=np.where,
+    clip=np.clip,
+)
+
+
+def numpy_in_range(raw: np.ndarray[Any, Any], gather: Gather, mode: IndexMode) -> tuple[Any, bool]:
+    """Bring an index array of NumPy into range; see `in_range`.
+
+    Raises:
+        IndexRangeError: an entry is to be refused, or is clamped into a dimension of size 0.
         PlannerError: the array is not of integers.
     """
     check_index_dtype(gather.array, raw.dtype.name)
-    size = gather.size
-    assert size is not None
-    if raw.size == 0:
-        return raw.astype(np.int64)
-    low, high = int(raw.min()), int(raw.max())
-    if mode == "raise":
-        if low < -size or high >= size:
-            bad = (raw < -size) if low < -size else (raw >= size)
-            position = tuple(int(i) for i in np.argwhere(bad)[0]) if raw.ndim else ()
-            raise range_error(gather, position, int(raw[position]))
-        wide = raw.astype(np.int64)
-        return np.where(wide < 0, wide + size, wide) if low < 0 else wide
-    if mode == "clip":
-        if size == 0:
-            raise clip_error(gather)
-        # Clamp before narrowing: a uint64 may exceed int64.
-        return np.clip(raw, 0, min(size - 1, np.iinfo(raw.dtype).max)).astype(np.int64)
-    if low < 0 or high >= size:
-        fits = (raw >= 0) & (raw < size)
-        return np.where(fits, raw, 0).astype(np.int64) + np.where(fits, 0, size)
-    return raw.astype(np.int64)
+    return in_range(_NUMPY, raw, gather, mode)

@@ -182,7 +182,7 @@ def flattened_bytes(op: Op, form: GroupedForm | PooledForm) -> int:
 def _layouts(find: Callable[[Spec], GroupedForm | PooledForm | str], op: Op) -> tuple[Layout | None, ...]:
     """Return the layouts in memory of a kernel's results."""
     form = find(op.spec)
-    assert not isinstance(form, str)
+    assert isinstance(form, (GroupedForm, PooledForm))
     _, results = views_of(op, form)
     layouts = []
     for term, groups in results:
@@ -227,7 +227,7 @@ def _not_grouped(pair: bool, outer: bool, op: Op) -> str | None:
     if isinstance(op, Cast) or len(op.spec.inputs) != 2 or isinstance(op, JointGradient) != pair:
         return "the step is of another kind"
     form = grouped_form(op.spec)
-    if isinstance(form, str):
+    if not isinstance(form, GroupedForm):
         return form
     if len(set(form.gather.axes)) < len(form.gather.axes):
         return "an axis repeats in the bracket"
@@ -276,7 +276,7 @@ def _not_pooled(op: Op) -> str | None:
     if isinstance(op, Cast) or len(op.spec.inputs) != 2:
         return "the step is of another kind"
     form = pooled_form(op.spec)
-    if isinstance(form, str):
+    if not isinstance(form, PooledForm):
         return form
     if isinstance(op, JointGradient) and (form.place == 2 or form.scores != 2):
         return "the step is a gradient itself"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
-from planner.language.spec import Gather, Spec, Term, indexed_dims, plain_axes, term_axes, term_gathers
+from planner.language.spec import Gather, Spec, Term, gather_of, indexed_dims, plain_axes, term_axes, term_gathers
 from planner.program.forms import ProductForm, inner_product, product_form
 
 __all__ = ["ArrayOps", "Product", "diagonals", "evaluate", "evaluation", "matmul_product", "viewing"]
@@ -156,11 +156,11 @@ def _make_taker(ops: ArrayOps, term: Term, spec: Spec) -> tuple[Access | None, t
     in_brackets, indexed = term_axes(gathers), indexed_dims(entries)
     other_dims = [d for d in range(len(entries)) if d not in indexed]
     axes = (*in_brackets, *(str(entries[d]) for d in other_dims))
-    shape = spec.shape(axes)
-    if 0 in (*shape, *spec.shape(entries)):
+    shape, before, order = spec.shape(axes), spec.shape(entries), [*indexed, *other_dims]
+    if 0 in (*shape, *before):
         return lambda x, index, may_drop: ops.zeros(shape, x), axes
     read_indices = _make_index_reader(ops, [entries[d] for d in indexed], in_brackets, spec)
-    arrange = _permuting(ops, [*indexed, *other_dims])
+    arrange = viewing(ops.permute, order, before, [before[d] for d in order])
 
     def take(x: Any, index: Mapping[Gather, Any], may_drop: bool) -> Any:
         x = arrange(take_diagonals(x))
@@ -175,14 +175,14 @@ def _make_index_reader(
     ops: ArrayOps, entries: Sequence[str | Gather], row_axes: Sequence[str], spec: Spec
 ) -> IndexReader:
     """Return the function that gives the index arrays of some dimensions, each shaped over the row axes."""
-    shaped = [(entry, _make_shaped_index(ops, entry, row_axes, spec)) for entry in entries]
+    shaped = [(gather_of(entry), _make_shaped_index(ops, entry, row_axes, spec)) for entry in entries]
 
     def read_indices(index: Mapping[Gather, Any], like: Any, may_drop: bool) -> tuple[list[Any], Any]:
         arrays, all_in_range = [], None
-        for entry, shape_index in shaped:
+        for gather, shape_index in shaped:
             q = shape_index(index, like)
-            if may_drop and isinstance(entry, Gather):  # a value equal to the size means "no row"
-                in_range = q < entry.size
+            if may_drop and gather is not None:  # a value equal to the size means "no row"
+                in_range = q < gather.size
                 q = ops.select(in_range, q, 0)
                 all_in_range = in_range if all_in_range is None else all_in_range & in_range
             arrays.append(q)
@@ -199,13 +199,15 @@ def _make_shaped_index(
     A bracket has an index array; an axis is indexed by 0, 1, ..., size - 1.
     """
     sizes = dict(spec.sizes)
-    take_diagonals, index_axes = diagonals(ops, entry.axes if isinstance(entry, Gather) else (entry,))
-    order = [index_axes.index(axis) for axis in row_axes if axis in index_axes]
-    shape = [sizes[axis] if axis in index_axes else 1 for axis in row_axes]
-    shaped = viewing(ops.permute, order, spec.shape(index_axes), shape)
-    if isinstance(entry, str):
-        return lambda index, like: shaped(ops.iota(sizes[entry], like))
-    return lambda index, like: shaped(take_diagonals(index[entry]))
+    gather = gather_of(entry)
+    if gather is None:
+        size, positions = spec.size(entry), [sizes[axis] if axis == entry else 1 for axis in row_axes]
+        return lambda index, like: ops.iota(size, like).reshape(positions)
+    take_diagonals, axes = diagonals(ops, gather.axes)
+    order = [axes.index(axis) for axis in row_axes if axis in axes]
+    shape = [sizes[axis] if axis in axes else 1 for axis in row_axes]
+    arrange = viewing(ops.permute, order, spec.shape(axes), shape)
+    return lambda index, like: arrange(take_diagonals(index[gather]))
 
 
 def _with_dims(mask: Any, count: int) -> Any:

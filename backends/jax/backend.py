@@ -13,14 +13,15 @@ import jax.numpy as jnp
 from planner.backends.common.indices import check_index_dtype, clip_error
 from planner.backends.jax.evaluation import TABLE, Mode, compile_cast, hopper
 from planner.backends.jax.guards import Guards
-from planner.backends.jax.index import JaxIndex, checked_arrays, index_shape
+from planner.backends.jax.index import JaxIndex, checked_arrays, jax_in_range
 from planner.backends.jax.loop import as_one, plan_run
+from planner.backends.jax.ops import OPS
 from planner.backends.jax.rows import fuses
 from planner.backends.jax.step import compile_step
 from planner.backends.jax.typed import result_sharding
 from planner.cost.device import CPU, TPU_V5E, Device, gpu_preset
 from planner.language.errors import PlannerError
-from planner.language.spec import Operand
+from planner.language.spec import Gather, Operand
 from planner.program.implementations import Backend, Stepwise
 from planner.program.ops import Cast
 from planner.program.plan import PlanRecord
@@ -45,7 +46,7 @@ class JaxBackend(Backend):
     fuses = staticmethod(fuses)
 
     def __init__(self) -> None:
-        self.table = TABLE
+        self.table, self.ops = TABLE, OPS
 
     def operand(self, array: Any) -> Operand:
         """Describe an array. Only under differentiation outside of `jit` its type says that it needs a gradient."""
@@ -78,7 +79,12 @@ class JaxBackend(Backend):
 
     def group(self, q: Any, size: int, index_mode: str) -> JaxIndex:
         """Check an index array and bring it into range."""
-        return JaxIndex.of(q, size, index_mode)
+        values, may_drop = self.in_range(q, Gather("q", (), size), index_mode)
+        return JaxIndex(values, size, index_mode, may_drop)
+
+    def in_range(self, q: Any, gather: Gather, index_mode: str) -> tuple[Any, bool]:
+        """Bring an index array into range."""
+        return jax_in_range(q, gather, index_mode)
 
     def trial(self, plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:
         """Return a function that runs a plan, compiled, with its gradients, and waits for them.
@@ -139,7 +145,7 @@ class JaxBackend(Backend):
             )
         if plan.index_mode == "clip":
             for gather in spec.gathers:
-                if gather.size == 0 and 0 not in index_shape(spec, gather.array):
+                if gather.size == 0 and 0 not in spec.shape(gather.axes):
                     raise clip_error(gather)
 
         steps, config = plan_run(plan), jax.config

@@ -89,8 +89,7 @@ def lowerer_of(plan: PlanRecord) -> Lowerer:
     A step that the plan has runs as the plan says. Any other step is chosen by the plan's objective, for its device:
     steps of second derivatives, steps under `vmap`, and gradients of a plan that was made without them.
     """
-    objective = plan.options.minimize if isinstance(plan.options.minimize, str) else "time"
-    return _lowerer(plan.device, objective, {step.op: step.choice for step in plan.steps})
+    return _lowerer(plan.device, plan.options.objective, {step.op: step.choice for step in plan.steps})
 
 
 def _lowerer(device: Device, objective: str, fixed: Mapping[Op, PricedImplementation]) -> Lowerer:

@@ -12,51 +12,38 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from planner.backends.common.indices import PreparedIndex, prepare_numpy
+from planner.backends.common.indices import IndexOps, PreparedIndex, in_range, numpy_in_range
 from planner.kernels.grouping.keys import IndexArray
 from planner.language.errors import PlannerError
-from planner.language.spec import Gather, Spec
+from planner.language.options import MODES, IndexMode
+from planner.language.spec import Gather
 from planner.program.implementations import RangedIndices
 from planner.program.plan import PlanRecord
 
-__all__ = ["JaxIndex", "bring_into_range", "check_values", "checked_arrays", "index_shape", "is_bad", "normalise"]
+__all__ = ["JaxIndex", "bring_into_range", "check_values", "checked_arrays", "is_bad", "jax_in_range",
+           "traced_in_range"]  # fmt: skip
 
 
-def index_shape(spec: Spec, array: str) -> tuple[int, ...]:
-    """Return the shape of an index array: the sizes of its bracket's axes."""
-    sizes = dict(spec.sizes)
-    gather = next(g for g in spec.gathers if g.array == array)
-    return tuple(sizes[axis] for axis in gather.axes)
+def _signed(raw: Any, size: int) -> Any:
+    wide, info = jnp.int32 if size < 2**31 - 1 else jnp.int64, jnp.iinfo(raw.dtype)
+    if info.max > jnp.iinfo(wide).max:  # limit before narrowing
+        raw = jnp.clip(raw, max(-size - 1, int(info.min)), size)
+    return raw.astype(wide)
 
 
-def normalise(raw: Any, gather: Gather, mode: str) -> Any:
-    """Bring an index array into [0, size]. Values out of range become `size`, unless the mode clips them.
+_JAX = IndexOps(signed=_signed, bounds=lambda values: None, first=lambda mask: (), where=jnp.where, clip=jnp.clip)
+# Under "raise" an entry may read any row where NaN marks the results that depend on it.
+_MARKED = IndexMode(True, "clamp")
 
-    There are two modes besides the index modes. "checked" trusts that all values are in range, and only wraps negative
-    ones. "wrapped" wraps negative ones and then clips.
-    """
-    size = gather.size
-    assert size is not None
-    info = jnp.iinfo(raw.dtype)
-    wide_dtype = jnp.int32 if size < 2**31 - 1 else jnp.int64
-    above = raw >= jnp.asarray(size, raw.dtype) if size <= info.max else jnp.zeros(raw.shape, bool)
-    below = raw < 0 if info.min < 0 else jnp.zeros(raw.shape, bool)
-    wide = raw.astype(wide_dtype)
-    if mode == "clip":
-        return jnp.where(above, size - 1, jnp.where(below, 0, wide))
-    if mode in ("raise", "checked", "wrapped"):
-        wide = jnp.where(below, wide + size, wide)
-        if mode == "checked":
-            return wide
-        if mode == "wrapped":
-            return jnp.where(above, size - 1, jnp.maximum(wide, 0))
-        below = raw < jnp.asarray(-size, raw.dtype) if -size >= info.min else jnp.zeros(raw.shape, bool)
-    return jnp.where(above | below, size, wide)
+
+def traced_in_range(raw: Any, gather: Gather, mode: IndexMode) -> Any:
+    """Bring an index array into [0, size] whose values cannot be seen; see `in_range`."""
+    return in_range(_JAX, raw, gather, mode)[0]
 
 
 def is_bad(raw: Any, gather: Gather) -> Any:
     """Return a mask of the entries that are out of range; negative entries count from the end."""
-    return normalise(raw, gather, "raise") == gather.size
+    return traced_in_range(raw, gather, MODES["raise"]) == gather.size
 
 
 def bring_into_range(given: Mapping[Gather, Any], index_mode: str, inexact: bool = True) -> RangedIndices:
@@ -65,13 +52,14 @@ def bring_into_range(given: Mapping[Gather, Any], index_mode: str, inexact: bool
     Under "raise" a bad index that cannot be refused turns all results that depend on it into NaN, if they are inexact.
     Before that it may read any row.
     """
-    poisons = index_mode == "raise" and inexact and all(gather.size for gather in given)
-    index = RangedIndices(index_mode in ("raise", "drop") and not poisons)
+    mode = MODES[index_mode]
+    marks = mode.bad == "refuse" and inexact and all(gather.size for gather in given)
+    index = RangedIndices(mode.bad not in ("clamp", "trust") and not marks)
     for gather, values in given.items():
-        normal = partial(normalise, gather=gather, mode="wrapped" if poisons else index_mode)
+        normal = partial(traced_in_range, gather=gather, mode=_MARKED if marks else mode)
         index[gather] = normal(values)
         index.given[gather] = IndexArray(
-            values, normal, index.may_drop, partial(is_bad, gather=gather) if poisons else None
+            values, normal, index.may_drop, partial(is_bad, gather=gather) if marks else None
         )
     return index
 
@@ -79,31 +67,32 @@ def bring_into_range(given: Mapping[Gather, Any], index_mode: str, inexact: bool
 class JaxIndex(PreparedIndex):
     """A prepared index: a pytree whose leaf is the index array with values in [0, size].
 
-    Attributes:
-        checked: True if its values could be checked, so that all of them are in range.
+    If it was traced under "raise", a value that is `size` stands for an index that could not be refused.
     """
 
     prepared_framework = "jax"
 
-    def __init__(self, values: Any, size: int, mode: str, checked: bool) -> None:
-        super().__init__(values, size, mode)
-        self.checked = checked
 
-    @classmethod
-    def of(cls, q: Any, size: int, mode: str) -> JaxIndex:
-        """Check an index array and bring it into range."""
-        gather = Gather("q", (), size)
-        if isinstance(q, jax.core.Tracer):
-            if mode == "raise":
-                check_p.bind(q, gather=gather, mode=mode)
-            return cls(normalise(q, gather, mode), size, mode, False)
-        values = prepare_numpy(np.asarray(q), gather, mode)
-        return cls(jnp.asarray(values.astype(np.int32 if size < 2**31 else np.int64)), size, mode, True)
+def jax_in_range(raw: Any, gather: Gather, mode: str) -> tuple[Any, bool]:
+    """Bring an index array into range; see `in_range`.
+
+    Raises:
+        IndexRangeError: an index is out of range under "raise", and its values can be seen.
+        PlannerError: the array was prepared for another size or mode.
+    """
+    if isinstance(raw, JaxIndex):
+        return raw.read(gather, mode)
+    if not isinstance(raw, jax.core.Tracer):
+        values, may_drop = numpy_in_range(np.asarray(raw), gather, MODES[mode])
+        return jnp.asarray(values.astype(np.int32 if (gather.size or 0) < 2**31 else np.int64)), may_drop
+    if MODES[mode].bad == "refuse":
+        check_p.bind(raw, gather=gather)
+    return in_range(_JAX, raw, gather, MODES[mode])
 
 
 jax.tree_util.register_pytree_node(
     JaxIndex,
-    lambda q: ((q.values,), (q.size, q.mode, q.checked)),
+    lambda q: ((q.values,), (q.size, q.mode, q.may_drop)),
     lambda aux, children: JaxIndex(children[0], *aux),
 )
 
@@ -117,13 +106,13 @@ check_p = Primitive("planner_check")
 check_p.multiple_results = True
 
 
-def check_values(raw: Any, gather: Gather, mode: str) -> list[Any]:
+def check_values(raw: Any, gather: Gather) -> list[Any]:
     """Check an index array whose values can be seen.
 
     Raises:
         IndexRangeError: one of them is out of range.
     """
-    prepare_numpy(np.asarray(raw), gather, mode)
+    numpy_in_range(np.asarray(raw), gather, MODES["raise"])
     return []
 
 
@@ -150,6 +139,7 @@ def checked_arrays(plan: PlanRecord, indices: Mapping[str, Any]) -> tuple[dict[s
             prepared for another call.
     """
     spec, mode = plan.resolved.spec, plan.index_mode
+    refuses = MODES[mode].bad == "refuse"
     inexact = jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact)
 
     def refuse_integers(name: str) -> None:
@@ -166,20 +156,20 @@ def checked_arrays(plan: PlanRecord, indices: Mapping[str, Any]) -> tuple[dict[s
         gathers = [g for g in spec.gathers if g.array == name]
         if isinstance(raw, JaxIndex):
             for gather in gathers:
-                raw.check(gather, mode)
+                raw.read(gather, mode)
             values[name] = raw.values
-            concrete = concrete and raw.checked
-            if mode == "raise" and not raw.checked:
+            concrete = concrete and not raw.may_drop
+            if refuses and raw.may_drop:
                 refuse_integers(name)
             continue
         traced = isinstance(raw, jax.core.Tracer)
         concrete = concrete and not traced
-        if mode == "raise":
+        if refuses:
             if traced:
                 refuse_integers(name)
             for gather in gathers:
                 # A constant under `jit` is checked at once. The primitive would become a part of the traced program.
                 check = check_p.bind if traced else check_values
-                check(raw, gather=gather, mode=mode)
+                check(raw, gather=gather)
         values[name] = raw
-    return values, "checked" if mode == "raise" and concrete else mode
+    return values, "checked" if refuses and concrete else mode

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from planner.backends.jax.index import index_shape
 from planner.backends.jax.tree import Run, tree_run
 from planner.language.dtypes import accumulator
-from planner.language.spec import Gather
+from planner.language.spec import Term
 from planner.program.loops import body_of, covers, slice_counts
 from planner.program.plan import PlanRecord
 
@@ -69,8 +68,7 @@ class _SliceLoop:
         """Run all slices."""
         spec = self.spec
         xs = [x.reshape(spec.shape(term)) for x, term in zip(leaves, spec.inputs, strict=True)]
-        shapes = [index_shape(spec, name) for name in spec.arrays]
-        indices = [q.reshape(shape) for q, shape in zip(index_values, shapes, strict=True)]
+        indices = [q.reshape(spec.shape(axes)) for q, axes in zip(index_values, self.brackets, strict=True)]
         out = jnp.zeros(spec.output_shape, jnp.dtype(accumulator(self.dtype)))
         for sizes, count, body in self.bodies:
             add_slice = jax.checkpoint(partial(self._add_slice, sizes, body, mode))
@@ -114,12 +112,12 @@ class _SliceLoop:
         return starts
 
 
-def _cut(x: Any, term: Sequence[str | Gather], sizes: Mapping[str, int], starts: Mapping[str, Any]) -> Any:
+def _cut(x: Any, term: Term, sizes: Mapping[Any, int], starts: Mapping[Any, Any]) -> Any:
     """Return a slice of an array with this term."""
-    shape = [sizes.get(e, n) if isinstance(e, str) else n for e, n in zip(term, x.shape, strict=True)]
+    shape = [sizes.get(e, n) for e, n in zip(term, x.shape, strict=True)]
     return lax.dynamic_slice(x, _corner(term, starts), shape)
 
 
-def _corner(term: Sequence[str | Gather], starts: Mapping[str, Any]) -> list[Any]:
+def _corner(term: Term, starts: Mapping[Any, Any]) -> list[Any]:
     """Return where a slice of an array with this term begins; all numbers are int32, even if 64 bits are enabled."""
-    return [jnp.int32(starts.get(e, 0) if isinstance(e, str) else 0) for e in term]
+    return [jnp.int32(starts.get(e, 0)) for e in term]

@@ -25,9 +25,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from planner.backends.common.masks import zero_dropped
 from planner.backends.jax.guards import read_mask, run_guard, zero_unread_rows
-from planner.backends.jax.index import bring_into_range, normalise
+from planner.backends.jax.index import bring_into_range, traced_in_range
 from planner.backends.jax.ops import OPS
 from planner.backends.jax.poison import poison
+from planner.language.options import MODES
 from planner.language.spec import Gather, Spec, Term
 from planner.language.split import (
     Entry,
@@ -313,7 +314,7 @@ class _Part:
         local_indices = {}
         for gather, values in given.items():
             start, size = self._start(gather)
-            whole = normalise(values, gather, index_mode)
+            whole = traced_in_range(values, gather, MODES[index_mode])
             is_local = (whole >= start) & (whole < start + size) & (whole < gather.size)
             for dim, axis in enumerate(gather.axes):
                 if self._uneven(axis):

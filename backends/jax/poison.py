@@ -11,9 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from planner.backends.common.stock import evaluate
 from planner.backends.jax.index import is_bad
 from planner.backends.jax.ops import OPS
-from planner.language.spec import Gather, Spec, Term, plain_axes
+from planner.language.spec import Gather, Spec, Term
 
 __all__ = ["poison"]
 
@@ -45,31 +46,9 @@ def poison(x: Any, term: Term, spec: Spec, given: Mapping[Gather, Any]) -> Any:
 
 def _bad_mask(gather: Gather, bad: Any, term: Term, spec: Spec) -> Any:
     """Return a mask of the entries of a result that depend on bad indices; it broadcasts to the result."""
-    plain = plain_axes(term)
-    axes = list(gather.axes)
-    if len(axes) > len(set(axes)) or not set(axes) & set(plain):
+    if len(set(gather.axes)) < len(gather.axes):
         return bad.any()
-    bad = bad.any(axis=tuple(d for d, axis in enumerate(axes) if axis not in plain))
-    axes = [axis for axis in axes if axis in plain]
-    sizes = dict(spec.sizes)
-    distinct = tuple(dict.fromkeys(plain))
-    mask = jnp.transpose(bad, [axes.index(e) for e in distinct if e in axes])
-    first = {e: term.index(e) for e in distinct}
-    shape = [1] * len(term)
-    for dim, e in enumerate(term):
-        if e in axes and dim == first[str(e)]:
-            shape[dim] = sizes[str(e)]
-    mask = mask.reshape(shape)
-    for dim, e in enumerate(term):
-        if e in axes and dim != first[str(e)]:  # along a repeated axis the index decides the diagonal only
-            positions = jnp.arange(sizes[str(e)])
-            is_diagonal = _along(positions, first[str(e)], len(term)) == _along(positions, dim, len(term))
-            mask = mask & is_diagonal
-    return mask
-
-
-def _along(vector: Any, dim: int, ndim: int) -> Any:
-    """Return a vector with `ndim` dimensions, of which all but one have size 1."""
-    shape = [1] * ndim
-    shape[dim] = -1
-    return vector.reshape(shape)
+    # Along an axis that the term repeats, an index decides the diagonal only.
+    along = tuple(entry for entry in term if entry in gather.axes)
+    mask = evaluate(OPS, Spec((gather.axes,), along, spec.sizes), [bad], {}, may_drop=False)
+    return mask.reshape([spec.size(entry) if entry in along else 1 for entry in term])

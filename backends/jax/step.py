@@ -120,7 +120,7 @@ def _run_untraced(arguments: Sequence[Any], parameters: Mapping[str, Any]) -> li
     raw = dict(zip(parameters["guards"].arrays, arguments[input_count(op) :], strict=True))
     if parameters["mode"].index_mode == "raise":
         for gather in op.gathers:
-            check_values(raw[gather.array], gather, "raise")
+            check_values(raw[gather.array], gather)
     held = " or ".join(name for name, on in (("nan", config.jax_debug_nans), ("inf", config.jax_debug_infs)) if on)
     raise FloatingPointError(f"invalid value ({held}) encountered in planner's step {str(op.spec)!r}")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.backends.common.indices import PreparedIndex, check_index_dtype, prepare_numpy
+from planner.backends.common.indices import PreparedIndex, check_index_dtype, numpy_in_range
 from planner.backends.common.masks import guard_run, widen_operands
 from planner.backends.common.run import prepare_program, run_loop
 from planner.backends.common.stock import Product, matmul_product
@@ -19,6 +19,7 @@ from planner.cost.figures import StepCost
 from planner.cost.rates import load_rates
 from planner.language.dtypes import accumulator
 from planner.language.errors import PlannerError
+from planner.language.options import MODES
 from planner.language.spec import Gather, Operand, Spec, term_axes
 from planner.program.callbacks import callbacks
 from planner.program.forms import ProductForm
@@ -102,6 +103,7 @@ class NumpyBackend(Backend):
     name = "numpy"
 
     def __init__(self) -> None:
+        self.ops = OPS
         self.table = Table(stock_rows(OPS, lambda x, dtype: x.astype(dtype), guard_run(OPS, _finite), cost=_cost))
 
     def operand(self, array: Any) -> Operand:
@@ -125,8 +127,14 @@ class NumpyBackend(Backend):
 
     def group(self, q: Any, size: int, index_mode: str) -> PreparedIndex:
         """Check an index array."""
-        values = prepare_numpy(np.asarray(q), Gather("q", (), size), index_mode)
-        return PreparedIndex(values, size, index_mode)
+        values, may_drop = self.in_range(q, Gather("q", (), size), index_mode)
+        return PreparedIndex(values.copy(), size, index_mode, may_drop)
+
+    def in_range(self, q: Any, gather: Gather, index_mode: str) -> tuple[Any, bool]:
+        """Bring an index array into range."""
+        if isinstance(q, PreparedIndex):
+            return q.read(gather, index_mode)
+        return numpy_in_range(np.asarray(q), gather, MODES[index_mode])
 
     def trial(self, plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[[], None] | None:
         """Return a function that runs a plan."""
@@ -208,15 +216,11 @@ def _views(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]
     """Return index arrays in range, and operands without their broadcast dimensions."""
     resolved = plan.resolved
     shapes = dict(resolved.index_shapes)
-    index = RangedIndices(plan.index_mode == "drop")
+    index = RangedIndices(False)
     for gather in resolved.spec.gathers:
-        raw = indices[gather.array]
-        if isinstance(raw, PreparedIndex):
-            raw.check(gather, plan.index_mode)
-            values = raw.values
-        else:
-            values = prepare_numpy(np.asarray(raw), gather, plan.index_mode)
+        values, may_drop = backend.in_range(indices[gather.array], gather, plan.index_mode)
         index[gather] = values.reshape(shapes[gather.array])
+        index.may_drop |= may_drop
     return index, [np.asarray(x).reshape(s) for x, s in zip(operands, resolved.shapes, strict=True)]
 
 

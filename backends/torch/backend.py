@@ -13,7 +13,7 @@ from torch import Tensor
 
 from planner.backends.common.indices import check_index_dtype
 from planner.backends.torch.executable import Executable
-from planner.backends.torch.index import TorchIndex, in_range
+from planner.backends.torch.index import TorchIndex, torch_in_range
 from planner.backends.torch.modes import (
     as_planned,
     autocasts,
@@ -23,7 +23,7 @@ from planner.backends.torch.modes import (
     transformed,
     unwatched,
 )
-from planner.backends.torch.ops import dataless, not_dense, promote
+from planner.backends.torch.ops import OPS, dataless, not_dense, promote
 from planner.backends.torch.rows import make_table
 from planner.backends.torch.runner import runner
 from planner.cost.device import CPU, GPU, Device, gpu_preset
@@ -44,7 +44,7 @@ class TorchBackend(Backend):
     strided = True
 
     def __init__(self) -> None:
-        self.table = make_table()
+        self.table, self.ops = make_table(), OPS
 
     def operand(self, array: Tensor) -> Operand:
         """Describe a tensor; under `torch.func` every float may need a gradient at some level."""
@@ -110,9 +110,13 @@ class TorchBackend(Backend):
         """Check and sort an index array."""
         if dataless(q):
             raise PlannerError(f"an index array on the {q.device.type} device or a fake one has no values to group")
-        values, may_drop = in_range(q, Gather("q", (), size), index_mode)
+        values, may_drop = torch_in_range(q, Gather("q", (), size), index_mode)
         # It copies the values: if the caller changed them later, the sorted order would no longer fit.
         return TorchIndex(values.clone(), size, index_mode, may_drop)
+
+    def in_range(self, q: Any, gather: Gather, index_mode: str) -> tuple[Tensor, bool]:
+        """Bring an index array into range."""
+        return torch_in_range(q, gather, index_mode)
 
     def trial(
         self, plan: PlanRecord, operands: Sequence[Tensor], indices: Mapping[str, Any]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from planner.backends.common.run import RunProgram, prepare_program, run_loop
 from planner.backends.common.stock import evaluate
-from planner.backends.torch.index import TorchIndex, in_range, part_in_range, refuse_sparse
+from planner.backends.torch.index import TorchIndex, part_in_range, refuse_sparse, torch_in_range
 from planner.backends.torch.modes import transformed
 from planner.backends.torch.ops import GUARD, OPS, cast, dataless, torch_dtype
 from planner.cost.layout import layout_of
@@ -21,7 +21,7 @@ from planner.kernels.grouping.torch_grouping import accumulator
 from planner.language.derive import sum_dims, summable_dims
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerLimitError
-from planner.language.options import SEARCHES, Options
+from planner.language.options import MODES, SEARCHES, Options
 from planner.language.spec import Spec, Term
 from planner.program.callbacks import callbacks
 from planner.program.guards import add_guards
@@ -85,24 +85,21 @@ class Executable:
     def prepare(self, indices: Mapping[str, Any]) -> RangedIndices:
         """Shape index arrays as the spec has them. The step that reads an index array first checks its range."""
         prepared, mode = RangedIndices(False), self.plan.index_mode
+        # Dropped indices decide which program runs, and in an empty contraction no step reads the index arrays: both
+        # check them here.
+        here = self.empty or MODES[mode].bad == "drop"
         for gather in self.gathers:
             raw, shape = indices[gather.array], self.index_shapes[gather.array]
-            if isinstance(raw, TorchIndex):
-                raw.check(gather, mode)
-                values, dropped = raw.values, raw.may_drop
-                if gather.axes and raw.values.dim() == len(gather.axes):
-                    prepared.orders[gather] = raw.groups
-            elif mode == "drop" or self.empty:
-                # Dropped indices decide which program runs, and in an empty contraction no step reads the index arrays:
-                # both check them here.
-                values, dropped = in_range(raw, gather, mode)
-            else:
+            if not here and not isinstance(raw, TorchIndex):
                 refuse_sparse(raw, gather)
                 normal = partial(part_in_range, whole=raw, gather=gather, mode=mode)
                 prepared.given[gather] = IndexArray(raw.reshape(shape), normal, may_drop=False)
                 continue
+            values, may_drop = torch_in_range(raw, gather, mode)
             prepared[gather] = values.reshape(shape)
-            prepared.may_drop |= dropped
+            prepared.may_drop |= may_drop
+            if isinstance(raw, TorchIndex) and gather.axes and values.dim() == len(gather.axes):
+                prepared.orders[gather] = raw.groups
         return prepared
 
     def forward(self, operands: Sequence[Tensor], index: RangedIndices) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -195,7 +192,7 @@ class Executable:
         options = dataclasses.replace(
             options,
             optimize=options.optimize if options.optimize in SEARCHES else plan.path,
-            minimize=options.minimize if isinstance(options.minimize, str) else "time",
+            minimize=options.objective,
         )
         resolved = dataclasses.replace(self.resolved, spec=spec)
         contraction = dataclasses.replace(
@@ -228,10 +225,9 @@ class Executable:
 
     def contract(self, spec: Spec, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
         """Contract by a derived spec, with this plan's options."""
-        options = self.plan.options
-        minimize = options.minimize if isinstance(options.minimize, str) else "time"
+        plan, mode = self.plan, MODES[self.plan.index_mode].unmarked or self.plan.index_mode
         result: Tensor = callbacks().contract(
-            spec, *operands, minimize=minimize, index_mode=self.plan.index_mode, dtype=self.plan.dtype, **indices
+            spec, *operands, minimize=plan.options.objective, index_mode=mode, dtype=plan.dtype, **indices
         )
         return result
 

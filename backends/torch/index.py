@@ -8,13 +8,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from planner.backends.common.indices import PreparedIndex, clip_error, range_error
-from planner.backends.torch.ops import captured, dataless, not_dense
+from planner.backends.common.indices import IndexOps, PreparedIndex, in_range
+from planner.backends.torch.ops import dataless, not_dense, unseen
 from planner.kernels.grouping import torch_grouping
 from planner.language.errors import IndexRangeError, PlannerError
+from planner.language.options import MODES
 from planner.language.spec import Gather
 
-__all__ = ["TorchIndex", "in_range", "part_in_range", "refuse_sparse"]
+__all__ = ["TorchIndex", "part_in_range", "refuse_sparse", "torch_in_range"]
 
 
 class TorchIndex(PreparedIndex):
@@ -23,8 +24,7 @@ class TorchIndex(PreparedIndex):
     prepared_framework = "torch"
 
     def __init__(self, values: Tensor, size: int, mode: str, may_drop: bool) -> None:
-        super().__init__(values, size, mode)
-        self.may_drop = may_drop
+        super().__init__(values, size, mode, may_drop)
         self.groups = torch_grouping.group_rows(values.reshape(-1), size)
         self.facts = str(size), mode, str(may_drop)
 
@@ -56,52 +56,51 @@ def refuse_sparse(raw: Tensor, gather: Gather) -> None:
         raise PlannerError(f"index array {gather.array!r} {not_dense(raw)}")
 
 
-def in_range(raw: Tensor, gather: Gather, mode: str) -> tuple[Tensor, bool]:
-    """Bring an index array into [0, size], and return whether the value `size`, which means "no row", can occur.
+def _signed(raw: Tensor, size: int) -> Tensor:
+    wide = raw if raw.dtype in (torch.int64, torch.int32) else raw.long()
+    # A uint64 has no comparisons of its own: values from 2^63 on become negative.
+    return torch.where(wide < 0, torch.iinfo(torch.int64).max, wide) if raw.dtype == torch.uint64 else wide
+
+
+_TORCH = IndexOps(
+    signed=_signed,
+    bounds=lambda values: None if unseen(values) else torch.aminmax(values),
+    first=lambda mask: tuple(mask.nonzero()[0].tolist()),
+    where=torch.where,
+    clip=torch.clamp,
+)
+
+
+def torch_in_range(raw: Tensor | TorchIndex, gather: Gather, mode: str) -> tuple[Tensor, bool]:
+    """Bring an index array into range; see `in_range`.
 
     While a CUDA graph is captured, values cannot be looked at. Then `size` may occur under "drop", and under "raise"
     the device refuses a bad index when the graph runs.
 
     Raises:
         IndexRangeError: an index is out of range under "raise", or is clipped into a dimension of size 0.
-        PlannerError: the index array is sparse.
+        PlannerError: the index array is sparse, or was prepared for another size or mode.
     """
-    size = gather.size
-    assert size is not None
+    if isinstance(raw, TorchIndex):
+        return raw.read(gather, mode)
     refuse_sparse(raw, gather)
+    rule, size = MODES[mode], gather.size
+    assert size is not None
     if raw.numel() == 0 or raw.is_meta:
         return raw.long(), False
     if dataless(raw):  # a tracer records the check, which looks at the values when it runs
-        return _in_range_later(raw, gather.array, "".join(gather.axes), size, mode), mode == "drop"
-    # A uint64 has no comparisons of its own: values from 2^63 on become negative, far out of any range.
-    wide = raw if raw.dtype in (torch.int64, torch.int32) else raw.long()
-    if raw.dtype == torch.uint64:
-        wide = torch.where(wide < 0, torch.iinfo(torch.int64).max, wide)
-    if mode == "clip":
-        if size == 0:
-            raise clip_error(gather)
-        return wide.clamp(0, size - 1), False
-    if captured(wide):
-        inside = (wide >= (-size if mode == "raise" else 0)) & (wide < size)
-        if mode == "raise":
-            torch._assert_async(inside.all(), f"index array {gather.array!r} has values outside of [-{size}, {size})")
-            return torch.where(inside, torch.where(wide < 0, wide + size, wide), 0), False
-        return torch.where(inside, wide, size), True
-    low, high = (int(v) for v in torch.aminmax(wide))
-    if mode == "raise":
-        if low < -size or high >= size:
-            bad = (wide < -size) if low < -size else (wide >= size)
-            position = tuple(int(i) for i in bad.nonzero()[0])
-            raise range_error(gather, position, int(raw[position].item()))
-        return (torch.where(wide < 0, wide + size, wide) if low < 0 else wide), False
-    if low < 0 or high >= size:
-        return torch.where((wide >= 0) & (wide < size), wide, size), True
-    return wide, False
+        return _in_range_later(raw, gather.array, "".join(gather.axes), size, mode), rule.bad == "drop"
+    values, may_drop = in_range(_TORCH, raw, gather, rule)
+    if may_drop and rule.bad == "refuse":
+        inside = values < size
+        torch._assert_async(inside.all(), f"index array {gather.array!r} has values outside of [-{size}, {size})")
+        return torch.where(inside, values, 0), False
+    return values, may_drop
 
 
 @torch.library.custom_op("planner::in_range", mutates_args=())
 def _in_range_later(raw: Tensor, array: str, axes: str, size: int, mode: str) -> Tensor:
-    normal, _ = in_range(raw, Gather(array, tuple(axes), size), mode)
+    normal, _ = torch_in_range(raw, Gather(array, tuple(axes), size), mode)
     return normal.long().clone(memory_format=torch.contiguous_format)
 
 
@@ -113,7 +112,7 @@ def _(raw: Tensor, array: str, axes: str, size: int, mode: str) -> Tensor:
 def part_in_range(part: Tensor, whole: Tensor, gather: Gather, mode: str) -> Tensor:
     """Bring a part of an index array into range. An error names the position in the whole array."""
     try:
-        return in_range(part, gather, mode)[0]
+        return torch_in_range(part, gather, mode)[0]
     except IndexRangeError:
-        in_range(whole, gather, mode)
+        torch_in_range(whole, gather, mode)
         raise

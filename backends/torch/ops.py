@@ -32,6 +32,7 @@ __all__ = [
     "promote",
     "torch_dtype",
     "unit_strided",
+    "unseen",
 ]
 
 
@@ -134,7 +135,7 @@ class TorchOps:
         return out if wide == dtype else out.to(dtype)
 
     def select(self, mask: Tensor, x: Tensor, otherwise: float) -> Tensor:
-        return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+        return torch.where(mask, x, torch.full((), otherwise, dtype=x.dtype, device=x.device))
 
     def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
         return like.new_zeros(tuple(shape))
@@ -196,6 +197,16 @@ def dataless(x: Tensor) -> bool:
 def captured(x: Tensor) -> bool:
     """Return whether a CUDA graph is being captured. Then values cannot be read, and differ when the graph runs."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def unseen(x: Tensor) -> bool:
+    """Return whether values cannot be looked at: a CUDA graph is being captured, or `vmap` holds many arrays as one."""
+    functorch = torch._C._functorch
+    while in_functorch() and functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return captured(x)
 
 
 def occurs(x: Tensor) -> bool:

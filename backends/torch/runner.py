@@ -25,6 +25,7 @@ from planner.backends.torch.strides import Strided
 from planner.backends.torch.traced import run_forward, wide_result
 from planner.cost.layout import row_major
 from planner.language.errors import PlannerError
+from planner.language.options import MODES
 from planner.program.implementations import Table
 from planner.program.plan import PlanRecord
 from planner.program.tree import Leaf
@@ -84,7 +85,7 @@ def _run_as_planned(executable: Executable, operands: Sequence[Tensor], indices:
 
 
 def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
-    if executable.plan.index_mode == "drop" and not (in_functorch() or dataless(operands[0])):
+    if MODES[executable.plan.index_mode].bad == "drop" and not (in_functorch() or dataless(operands[0])):
         wide = wide_result(executable, operands, indices, executable.prepare(indices))
         if wide is not None:
             return wide

@@ -23,6 +23,7 @@ from planner.backends.torch.modes import as_planned
 from planner.backends.torch.ops import OPS, dataless, finite, occurs, torch_dtype
 from planner.cost.layout import row_major, view_strides, without_gaps
 from planner.language.derive import transpose
+from planner.language.options import MODES
 from planner.language.spec import Operand
 from planner.program.frameworks import load_backend
 from planner.program.implementations import RangedIndices
@@ -66,7 +67,7 @@ def wide_result(
 
     `index` holds the index arrays in range, as the executable prepared them from `indices`.
     """
-    if executable.plan.index_mode != "drop":
+    if MODES[executable.plan.index_mode].bad != "drop":
         return None
     wide = widen_operands(OPS, executable.views(operands), executable.spec, index, finite, occurs)
     return None if wide is None else executable.contract(*wide, executable.index_views(indices))

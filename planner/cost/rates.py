@@ -21,7 +21,7 @@ import warnings
 from typing import Any
 
 from planner.cost.device import Device
-from planner.cost.files import cache_folder, read_file, replace_file
+from planner.cost.store import cache_folder, read_json, write_json
 
 __all__ = ["Key", "cpu_name", "load_rates", "path_of", "read", "write"]
 
@@ -89,7 +89,7 @@ def read(key: Key) -> Device | None:
     except OSError:
         return None
     try:
-        return _device(json.loads(read_file(path, MOST_BYTES)), key)
+        return _device(read_json(path, MOST_BYTES), key)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -143,17 +143,13 @@ def write(device: Device, key: Key) -> pathlib.Path:
     """
     path = path_of(key)
     rates = {name: getattr(device, name) for name in rate_fields()}
-    text = json.dumps(
-        {
-            "format": FORMAT,
-            "version": VERSION,
-            "key": dataclasses.asdict(key),
-            "source": device.source,
-            "rates": {name: None if value == math.inf else value for name, value in rates.items()},
-        },
-        indent=1,
-        allow_nan=False,
-    )
-    replace_file(path, text + "\n")
+    entry = {
+        "format": FORMAT,
+        "version": VERSION,
+        "key": dataclasses.asdict(key),
+        "source": device.source,
+        "rates": {name: None if value == math.inf else value for name, value in rates.items()},
+    }
+    write_json(path, entry)
     load_rates.cache_clear()
     return path

@@ -19,6 +19,7 @@ from planner.inspect.memory import Counted, Measured
 from planner.program.implementations import Backend, Stepwise
 from planner.program.plan import PlanRecord
 from planner.program.program import Program, Step
+from planner.run import bind_plan
 
 __all__ = ["Call", "Meter", "meter_of", "of_some"]
 
@@ -55,7 +56,7 @@ class Meter:
     ) -> None:
         self.plan, self.backend, self.rounds = plan, backend, rounds
         self.operands, self.indices = self.own(operands), indices
-        self.run = backend.bind(plan)
+        self.run = bind_plan(plan)
         self.wanted = [number for number, v in enumerate(plan.programs.gradients) if v is not None]
 
     def own(self, operands: Sequence[Any]) -> list[Any]:

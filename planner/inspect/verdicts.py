@@ -46,7 +46,7 @@ def _of_step(plan: PlanRecord, step: Step) -> tuple[ImplementationVerdict, ...]:
     chosen = step.choice.lowering
     judged = []
     for name, found in load_backend(plan.backend).table.verdicts(step.op, plan.device, chosen).items():
-        cost, refusal = (None, found) if isinstance(found, str) else (found, "")
+        cost, refusal = (found, "") if isinstance(found, StepCost) else (None, found)
         judged.append(ImplementationVerdict(name, cost, refusal, name == chosen))
     return tuple(sorted(judged, key=lambda v: (not v.chosen, v.cost is None, v.cost.picoseconds if v.cost else 0)))
 

@@ -3,16 +3,54 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from planner.language.errors import PlannerError
 
-__all__ = ["INDEX_MODES", "PRECISIONS", "Options", "SEARCHES", "Request", "check_index_mode"]
+__all__ = [
+    "INDEX_MODES",
+    "MODES",
+    "PRECISIONS",
+    "IndexMode",
+    "Options",
+    "SEARCHES",
+    "Request",
+    "check_index_mode",
+    "is_name",
+]
 
 # The searches over all trees. "measure" finds its candidates by the search of "auto".
 SEARCHES = ("auto", "optimal", "measure")
-INDEX_MODES = ("raise", "drop", "clip")
 PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
+
+
+class IndexMode(NamedTuple):
+    """What an index mode does with the entries of an index array.
+
+    Attributes:
+        wraps: whether negative entries count from the end.
+        bad: what becomes of an entry that is out of range. "refuse": an error; where values cannot be seen, results
+            that depend on the entry become NaN in JAX, and torch checks the entry later. "drop": it becomes the size,
+            which means "no row". "clamp": it becomes the nearest row. "trust": there is no such entry.
+        unmarked: if results that depend on a bad entry become NaN afterwards, see `planner.run`: the mode in which they
+            and all derivatives are computed.
+    """
+
+    wraps: bool
+    bad: str
+    unmarked: str = ""
+
+
+# The first ones are for users, and "checked" is for index arrays that were refused or accepted before.
+MODES = {
+    "raise": IndexMode(True, "refuse"),
+    "drop": IndexMode(False, "drop"),
+    "clip": IndexMode(False, "clamp"),
+    "nan": IndexMode(True, "drop", unmarked="wrap and drop"),
+    "wrap and drop": IndexMode(True, "drop"),
+    "checked": IndexMode(True, "trust"),
+}
+INDEX_MODES = ("raise", "drop", "clip", "nan")
 
 
 class Request(NamedTuple):
@@ -41,9 +79,14 @@ class Request(NamedTuple):
         )
 
 
+def is_name(value: Any) -> TypeGuard[str]:
+    """Whether an option is given by name, and not as a function, a path or an object."""
+    return isinstance(value, str)
+
+
 def check_index_mode(index_mode: Any) -> None:
     """Raise an error if the index mode is unknown."""
-    if index_mode not in INDEX_MODES:
+    if index_mode not in MODES:
         raise PlannerError(f"index_mode={index_mode!r:.80} is unknown: take one of {', '.join(map(repr, INDEX_MODES))}")
 
 
@@ -56,3 +99,8 @@ class Options:
     memory_limit: int | None = None
     retain_limit: int | None = None
     precision: str | None = None
+
+    @property
+    def objective(self) -> str:
+        """The objective that steps are chosen by: a function of the cost only ranks plans."""
+        return self.minimize if isinstance(self.minimize, str) else "time"

@@ -12,7 +12,7 @@ import math
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 __all__ = [
     "ELLIPSIS",
@@ -21,6 +21,8 @@ __all__ = [
     "Operand",
     "Spec",
     "Term",
+    "axis_of",
+    "gather_of",
     "is_axis",
     "is_letter",
     "indexed_dims",
@@ -83,9 +85,19 @@ def term_axes(term: Term) -> tuple[str, ...]:
     return tuple(seen)
 
 
-def plain_axes(term: Term) -> tuple[str, ...]:
+def plain_axes(term: Iterable[Any]) -> tuple[str, ...]:
     """Return the entries of a term that are axes, and not gathers. A repeated axis is returned each time."""
     return tuple(entry for entry in term if isinstance(entry, str))
+
+
+def axis_of(entry: str | Gather) -> str | None:
+    """Return the axis that an entry of a term is; None for a gather."""
+    return None if isinstance(entry, Gather) else entry
+
+
+def gather_of(entry: str | Gather) -> Gather | None:
+    """Return the gather that an entry of a term is; None for an axis."""
+    return entry if isinstance(entry, Gather) else None
 
 
 def term_gathers(term: Term) -> tuple[Gather, ...]:

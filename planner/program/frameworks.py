@@ -56,7 +56,7 @@ def _find_framework(array: Any) -> str | None:
     if isinstance(array, (numpy.ndarray, numpy.generic)):
         return "numpy"
     prepared = getattr(type(array), "prepared_framework", None)
-    return prepared if isinstance(prepared, str) else None
+    return prepared if prepared in BACKENDS else None
 
 
 def operands_framework(operands: Sequence[Any], indices: Mapping[str, Any]) -> str:

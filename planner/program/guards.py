@@ -13,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 
 from planner.language.dtypes import is_inexact
-from planner.language.spec import Gather, Spec, Term, plain_axes, unused_letters
+from planner.language.options import MODES
+from planner.language.spec import Gather, Spec, Term, axis_of, gather_of, plain_axes, unused_letters
 from planner.program.ops import Cast, Einsum, Guard
 from planner.program.tree import Leaf, Node, Tree
 
@@ -26,7 +27,7 @@ def add_guards(tree: Tree, spec: Spec, index_mode: str) -> Tree:
     Args:
         tree: the tree, without guards.
         spec: the resolved spec of the contraction.
-        index_mode: the index mode; only under "drop" indices are dropped.
+        index_mode: the index mode, which says whether indices can be dropped.
     """
     if isinstance(tree, Leaf) or not spec.gathers:
         return tree
@@ -42,7 +43,7 @@ def add_guards(tree: Tree, spec: Spec, index_mode: str) -> Tree:
             rows: see `Guard.rows`.
             later: whether unread rows show in gradients only.
         """
-        dropped = dropped_brackets(whole, spec) if index_mode == "drop" else ()
+        dropped = dropped_brackets(whole, spec) if MODES[index_mode].bad == "drop" else ()
         if not is_inexact(node.op.dtype) or (not dropped and rows is None):
             return value
         identity = _identity(term, {**dict(spec.sizes), **dict(node.op.spec.sizes)})
@@ -68,14 +69,14 @@ def _identity(term: Term, sizes: dict[str, int]) -> Spec:
 
     The spec has all sizes given, because guards need those of the axes in brackets.
     """
-    letters = iter(unused_letters(sizes, len(term)))
+    letters, given = iter(unused_letters(sizes, len(term))), Spec((), (), tuple(sizes.items()))
     axes: list[str] = []
     for entry in term:
-        if isinstance(entry, Gather) or entry in axes:
-            axes.append(next(letters))
-            sizes[axes[-1]] = sizes[entry] if isinstance(entry, str) else entry.size or 0
-        else:
-            axes.append(entry)
+        axis = axis_of(entry)
+        if axis is None or axis in axes:
+            axis = next(letters)
+            sizes[axis] = given.size(entry)
+        axes.append(axis)
     return Spec((tuple(axes),), tuple(axes), tuple(sorted(sizes.items())))
 
 
@@ -104,7 +105,7 @@ def _operand_term(tree: Tree, spec: Spec) -> Term | None:
 def _axes_gathered_in(term: Term, other: Term) -> set[str]:
     """Return the axes of a term in whose place another term of the same array has a gather."""
     pairs = zip(term, other, strict=True)
-    return {entry for entry, other_entry in pairs if isinstance(entry, str) and isinstance(other_entry, Gather)}
+    return {axis for entry, other_entry in pairs if (axis := axis_of(entry)) and gather_of(other_entry)}
 
 
 def dropped_brackets(term: Term, spec: Spec) -> tuple[Gather, ...]:

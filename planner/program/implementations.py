@@ -206,6 +206,7 @@ class Backend(Protocol):
     Attributes:
         name: name of the framework, as in `planner.program.frameworks`.
         table: the backend's implementations.
+        ops: the array functions that `planner.backends.common.stock.ArrayOps` lists.
         compiles: whether the framework may fuse or reorder steps, so that peaks can differ from the plan's.
         strided: whether arrays have strides. Then views are free, and plans depend on layouts.
         fuses: says whether the framework's compiler computes the value of a first step inside a second step that reads
@@ -214,6 +215,7 @@ class Backend(Protocol):
 
     name: str
     table: Table
+    ops: Any
     compiles: bool = False
     strided: bool = False
     fuses: Fuses | None = None
@@ -269,6 +271,17 @@ class Backend(Protocol):
 
         Raises:
             IndexRangeError: an index is out of range under ``index_mode="raise"``. Traced values cannot be checked.
+        """
+        ...
+
+    def in_range(self, q: Any, gather: Gather, index_mode: str) -> tuple[Any, bool]:
+        """Return an index array with values in [0, size], and whether the value `size`, "no row", can occur.
+
+        Where values cannot be seen, an entry that should be refused becomes `size`.
+
+        Raises:
+            IndexRangeError: as `group`.
+            PlannerError: `q` was prepared for another size or mode.
         """
         ...
 

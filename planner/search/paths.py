@@ -9,6 +9,7 @@ from typing import Any
 import opt_einsum
 
 from planner.language.errors import PlannerError
+from planner.language.options import is_name
 from planner.language.spec import term_axes
 from planner.search.dynamic import Splits, all_splits
 from planner.search.network import Network, bits
@@ -60,7 +61,7 @@ def external_path(network: Network, optimize: Any) -> Path:
     # Axes that only brackets or only the output have are in no operand.
     sizes = {axis: max(1, size) for axis, size in network.sizes.items()}
     output &= set().union(*terms)
-    if not isinstance(optimize, str):
+    if not is_name(optimize):
         return check_path(optimize(list(terms), frozenset(output), sizes, None), len(terms))
     # opt_einsum breaks ties by the order in which Python iterates over sets. For strings that order differs between
     # processes. For numbers that are inserted in order it is always the same.

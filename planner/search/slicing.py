@@ -267,7 +267,7 @@ def make_loop(plan: PlanRecord, axes: Mapping[str, int]) -> PlanRecord:
         axes: the size of a slice for each axis that is cut, the outermost first.
     """
     space = SearchSpace(plan.contraction)
-    key = plan.options.minimize if isinstance(plan.options.minimize, str) else "time"
+    key = plan.options.objective
     lower = _body_lowerer(space, key)
     candidate = _loop_candidate(space, tuple(axes.items()), plan.tree, lower, key)
     return dataclasses.replace(

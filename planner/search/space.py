@@ -11,7 +11,7 @@ from planner.cost.figures import PlanCost
 from planner.cost.limits import NO_LIMITS, Limits
 from planner.cost.objective import step_key
 from planner.language.errors import PlannerError, SearchLimitError
-from planner.language.options import SEARCHES
+from planner.language.options import SEARCHES, is_name
 from planner.program.build import Lowerer, build, given_variables
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
@@ -154,7 +154,7 @@ class SearchSpace:
 
     def path(self, optimize: Any) -> Any:
         """Return an explicit path, checked, or the path that opt_einsum finds for a name or an optimizer."""
-        if isinstance(optimize, str) or callable(optimize):
+        if is_name(optimize) or callable(optimize):
             if optimize not in self._paths:
                 self._paths[optimize] = external_path(self.network, optimize)
             return self._paths[optimize]
@@ -214,7 +214,7 @@ def run_searches(
         if result is not None:
             yield result, lower, origin
 
-    if isinstance(optimize, str) and optimize in SEARCHES:
+    if optimize in SEARCHES:
         work = OPTIMAL_WORK if optimize == "optimal" else auto_work
         if space.exact_work() <= MOST_TRIED * work:
             try:
@@ -228,7 +228,7 @@ def run_searches(
         for name in ("greedy",) if len(space.operands) > 40 else ("greedy", "auto"):
             yield from along(space.path(name), f"opt_einsum {name}")
         return
-    if isinstance(optimize, str) and not is_path_name(optimize):
+    if is_name(optimize) and not is_path_name(optimize):
         known = ", ".join(map(repr, (*SEARCHES, *PATH_NAMES)))
         raise PlannerError(f"optimize={optimize!r} is unknown: take one of {known}, a path or a PathOptimizer")
-    yield from along(space.path(optimize), f"opt_einsum {optimize}" if isinstance(optimize, str) else "given path")
+    yield from along(space.path(optimize), f"opt_einsum {optimize}" if is_name(optimize) else "given path")

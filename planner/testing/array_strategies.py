@@ -84,7 +84,7 @@ def indices(
         draw: given by Hypothesis.
         size: size of the indexed dimension; the smallest size if the array indexes several.
         shape: the array's shape.
-        index_mode: with "raise" indices are in range; with "drop" and "clip" they go beyond it on both sides.
+        index_mode: with "raise" indices are in range; with other modes they go beyond it on both sides.
         negative: whether negative indices, which count from the end, are drawn with "raise".
         dtypes: integer dtypes to choose from; values fit the chosen one.
         max_size: the largest size if the array indexes several dimensions; None for `size`.
@@ -104,7 +104,8 @@ def indices(
     check_names("dtypes", dtypes, INDEX_DTYPES)
     low, high = -size if negative else 0, size - 1
     if index_mode != "raise":
-        low, high = -2, (size if max_size is None else max_size) + 1
+        largest = size if max_size is None else max_size
+        low, high = -2 - largest * (index_mode == "nan"), largest + 1
     shape = tuple(map(int, shape))
     count = math.prod(shape)
     if count and high < low:

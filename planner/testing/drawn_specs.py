@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from planner.language.spec import ELLIPSIS, Gather, Spec
+from planner.language.spec import ELLIPSIS, Spec, gather_of, term_axes
 from planner.testing.strategy_tools import chance, is_drawn, sampled
 
 __all__ = [
@@ -81,12 +81,7 @@ class Written(NamedTuple):
 
 def axes_of(spec: Spec) -> list[str]:
     """Return all axes of a parsed spec, including those in brackets, without ellipses."""
-    axes: dict[str, None] = {}
-    for term in spec.terms:
-        for entry in term:
-            axes.update(dict.fromkeys(entry.axes if isinstance(entry, Gather) else (entry,)))
-    axes.pop(ELLIPSIS, None)
-    return list(axes)
+    return [axis for axis in term_axes(tuple(entry for term in spec.terms for entry in term)) if axis != ELLIPSIS]
 
 
 def wrong_sizes(text: str, spec: Spec, sizes: Any) -> str:
@@ -119,8 +114,8 @@ def read_spec(
     """Return a parsed spec in the form in which specs are drawn."""
 
     def item(entry: Any) -> Any:
-        if isinstance(entry, Gather):
-            return entry.array, tuple(... if axis == ELLIPSIS else axis for axis in entry.axes)
+        if gather := gather_of(entry):
+            return gather.array, tuple(... if axis == ELLIPSIS else axis for axis in gather.axes)
         return ... if entry == ELLIPSIS else entry
 
     def items(term: tuple[Any, ...]) -> list[Any]:
@@ -257,7 +252,7 @@ def text_of(terms: list[list[Any]], output: list[Any] | None) -> str:
     def text(item: Any) -> str:
         if item is ...:
             return "..."
-        return item if isinstance(item, str) else f" {item[0]}[{''.join(map(text, item[1]))}] "
+        return item if len(item) == 1 else f" {item[0]}[{''.join(map(text, item[1]))}] "
 
     left = ", ".join("".join(map(text, term)).strip(" ") for term in terms)
     return left if output is None else f"{left} -> {''.join(map(text, output)).strip(' ')}"

@@ -118,7 +118,7 @@ def both(engine: Engine, subject: Subject, problem: Problem, **options: Any) -> 
 
 
 def modes(engine: Engine, subject: Subject, problem: Problem) -> None:
-    """Modes "drop" and "clip" give the oracle's results; "raise" names a bad index in the same words as NumPy."""
+    """Modes but "raise" give the oracle's results; "raise" names a bad index in the same words as NumPy."""
     both(engine, subject, problem)
     bad = _with_bad_index(problem)
     if bad is None:
@@ -300,7 +300,7 @@ LAWS = (
     Law("second derivatives", second, {"max_value": 2}, derives=True),
     Law("strides", both, {"strided": True}, lays=True),
     Law("sizes 0 and 1", both, {"max_size": 1}),
-    Law("index modes", modes, {"index_modes": ("drop", "clip")}, own=False),
+    Law("index modes", modes, {"index_modes": ("drop", "clip", "nan")}, own=False),
     Law("every path", paths, own=False),
     Law("every lowering", lowerings, own=False),
     Law("retained bytes", retained, _LARGE, own=False),

@@ -31,7 +31,7 @@ class Problem:
         shapes: one shape per operand.
         sizes: the argument ``sizes=``: sizes by letter, the whole output shape, or None.
         indices: the index arrays by letter.
-        index_mode: "raise", "drop" or "clip".
+        index_mode: "raise", "drop", "clip" or "nan".
         dtypes: one dtype name per operand.
         requires_grad: which operands need a gradient.
         seed: seed of the operands' values.

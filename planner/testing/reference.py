@@ -8,7 +8,8 @@ of this space every term names one position, and the meaning is
 
 A gather names a position through its index array, so the oracle *selects* rows: rows that no index names never matter,
 even if they are NaN. Under ``index_mode="drop"``, a point with an index out of range is left out, whatever its factors
-are. A gradient is the same sum over the same points, with the roles of one input and the output exchanged.
+are. Under "nan" an input reads NaN there, but in a gradient the point is left out, and so it is if the output's index
+is out of range. A gradient is the same sum over the same points, with the roles of one input and the output exchanged.
 
 Example:
     >>> import numpy as np
@@ -24,7 +25,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -78,7 +79,7 @@ def reference(
         operands: anything that `numpy.asarray` takes.
         sizes: sizes of output axes that appear in no input, by letter, and of scattered output dimensions, by the
             letter of the index array; or the whole output shape.
-        index_mode: "raise", "drop" or "clip".
+        index_mode: "raise", "drop", "clip" or "nan".
         dtype: dtype that operands are cast to first.
         indices: the index arrays, by letter.
 
@@ -88,6 +89,7 @@ def reference(
     """
     problem, arrays = _resolve(spec, operands, sizes=sizes, index_mode=index_mode, dtype=dtype, **indices)
     sources = list(zip(problem.inputs, arrays, strict=True))
+    problem = replace(problem, fills=index_mode == "nan")
     return _accumulate(problem, sources, problem.output, problem.output_shape)
 
 
@@ -191,6 +193,7 @@ class _Problem:
     extents: dict[Axis, int]  # of the joint space
     indices: dict[str, Array]  # int64
     index_mode: str
+    fills: bool = False  # whether an index out of range reads NaN
 
 
 def _accumulate(
@@ -302,8 +305,12 @@ def _read(
     if not term:
         return array.reshape((1,) * len(ranges)), inside
     if array.size == 0:  # no point is inside, or there are no points
-        return np.zeros(np.broadcast_shapes(*(p.shape for p in positions)), array.dtype), inside
-    return np.asarray(array[positions]), inside
+        value = np.zeros(np.broadcast_shapes(*(p.shape for p in positions)), array.dtype)
+    else:
+        value = np.asarray(array[positions])
+    if problem.fills and not inside.all():
+        return np.where(inside, value, np.nan), np.ones_like(inside)
+    return value, inside
 
 
 def _add_at(result: Array, positions: tuple[Array, ...], values: Array) -> None:
@@ -335,9 +342,9 @@ def _positions(
         array = problem.indices[item.array]
         where = tuple(map(coordinate, item.axes, array.shape))
         index = np.asarray(array[where]) if where else array.reshape((1,) * len(order))
-        if problem.index_mode == "raise":
+        if problem.index_mode in ("raise", "nan"):
             index = np.where(index < 0, index + n, index)
-        elif problem.index_mode == "drop":
+        if problem.index_mode in ("drop", "nan"):
             inside = inside & (index >= 0) & (index < n)
         positions.append(np.clip(index, 0, max(n - 1, 0)))
     return tuple(positions), inside
@@ -354,8 +361,8 @@ def _resolve(
     dtype: Any = None,
     **indices: Any,
 ) -> tuple[_Problem, list[Array]]:
-    if index_mode not in ("raise", "drop", "clip"):
-        raise ValueError(f"index_mode is {index_mode!r}, not 'raise', 'drop' or 'clip'")
+    if index_mode not in ("raise", "drop", "clip", "nan"):
+        raise ValueError(f"index_mode is {index_mode!r}, not 'raise', 'drop', 'clip' or 'nan'")
     if isinstance(spec, str):
         inputs, output = _parse(spec)
     else:

@@ -33,7 +33,7 @@ from planner.language.errors import PlannerError
 from planner.language.options import INDEX_MODES
 from planner.language.parse import parse
 from planner.language.resolve import resolve
-from planner.language.spec import ELLIPSIS, Gather, Spec
+from planner.language.spec import ELLIPSIS, Spec, plain_axes, term_axes
 from planner.testing.array_strategies import indices, operands
 from planner.testing.drawn_specs import (
     FEATURES,
@@ -74,7 +74,18 @@ class _Choices(NamedTuple):
         check_flag("strided", strided)
         check_flag("mixed_dtypes", mixed_dtypes, open_too=False)
         check_names("without", without, FEATURES, empty=True)
+        if tuple(index_modes) == ("nan",) and not set(dtypes) & set(FLOATS):
+            raise InvalidArgument("index_modes=('nan',) needs a dtype that has NaN, but all are of integers")
         return cls(tuple(dtypes), tuple(index_modes), mixed_dtypes, max_value, strided, FEATURES - frozenset(without))
+
+    @property
+    def modes(self) -> list[str]:
+        """The index modes to choose from; integers have no NaN."""
+        return [mode for mode in self.index_modes if mode != "nan" or set(self.dtypes) & set(FLOATS)]
+
+    def dtypes_of(self, mode: str) -> list[str]:
+        """The dtypes of which at least one operand has one under an index mode."""
+        return [dtype for dtype in self.dtypes if mode != "nan" or dtype in FLOATS]
 
 
 @st.composite
@@ -133,7 +144,7 @@ def problems(
     choices = _Choices.checked(dtypes, index_modes, mixed_dtypes, max_value, strided, without)
     if gathers and not choices.features & {"gather", "scatter"}:
         raise InvalidArgument("gathers=True needs the feature 'gather' or 'scatter', but both are left out")
-    mode = draw(sampled(*choices.index_modes))
+    mode = draw(sampled(*choices.modes))
     written = drawn_spec(draw, min_operands, max_operands, max_axes, max_size, gathers, choices.features)
     return _fill(draw, written, mode, max_size, choices, {})
 
@@ -214,14 +225,14 @@ def problems_of(
     if wrong := wrong_sizes(spec, parsed, sizes):
         raise InvalidArgument(wrong)
     letters = axes_of(parsed)
-    mode = draw(sampled(*choices.index_modes))
+    mode = draw(sampled(*choices.modes))
     drawn = [n for n in (2, 3, 1, 2, 3, 4, 0) if min_size <= n <= max_size]
     lengths = sampled(*drawn) if max_size <= 4 and drawn else st.integers(min_size, max_size)
     extents = {a: draw(lengths) for a in letters if a not in (sizes or {})}
     tie(parsed, extents)
     extents |= {a: n for a, n in (sizes or {}).items() if a in letters}
     ellipsis: tuple[int, ...] = ()
-    if any(e == ELLIPSIS or (isinstance(e, Gather) and ELLIPSIS in e.axes) for term in parsed.terms for e in term):
+    if any(ELLIPSIS in term_axes(term) for term in parsed.terms):
         ellipsis = tuple(draw(st.lists(lengths, max_size=2)))
     written = read_spec(draw, parsed, "->" in spec, extents, ellipsis)
     pools = {name: (sizes or {}).get(name, draw(lengths)) for name in parsed.arrays}
@@ -254,17 +265,17 @@ def _fill(
 
     def indexed_size(name: str) -> int:
         empty = 0 in index_shapes[name]
-        least = 0 if "size zero" in features and (empty or mode == "drop") and draw(chance(1)) else 1
+        least = 0 if "size zero" in features and (empty or mode in ("drop", "nan")) and draw(chance(1)) else 1
         size = least and draw(sampled(*sizes_to_choose(max_size), max_size + 1))
         size = pools.get(name, size)
-        if size == 0 and not empty and mode != "drop":
+        if size == 0 and not empty and mode not in ("drop", "nan"):
             reject()  # no index is in range
         dims[name].append(size)
         return size
 
     shapes = []
     for term, rank in zip(terms, ranks, strict=True):
-        ones = {a for a in dict.fromkeys(a for a in term if isinstance(a, str)) if happens("size one", 1, 12)}
+        ones = {a for a in dict.fromkeys(plain_axes(term)) if happens("size one", 1, 12)}
         shape: list[int] = []
         for item in term:
             if item is ...:
@@ -277,9 +288,9 @@ def _fill(
         shapes.append(tuple(shape))
 
     # Sizes that no input determines; and sometimes sizes that one does.
-    determined = {a for term in terms for a in term if isinstance(a, str)}
+    determined = {a for term in terms for a in plain_axes(term)}
     determined |= {a for term in (*terms, placed) for g in term if isinstance(g, tuple) for a in g[1]}
-    sizes: dict[str, int] = {a: extents[a] for a in placed if isinstance(a, str) and a not in determined}
+    sizes: dict[str, int] = {a: extents[a] for a in plain_axes(placed) if a not in determined}
     for name in {item[0]: None for item in placed if isinstance(item, tuple)}:
         if len(set(dims[name])) != 1 or draw(chance(2)):
             sizes[name] = indexed_size(name)
@@ -299,9 +310,10 @@ def _fill(
         )
 
     if choices.mixed_dtypes:
-        kinds_drawn = tuple(draw(sampled(*choices.dtypes)) for _ in terms)
+        first = draw(sampled(*choices.dtypes_of(mode)))
+        kinds_drawn = (first, *(draw(sampled(*choices.dtypes)) for _ in terms[1:]))
     else:
-        kinds_drawn = (draw(sampled(*choices.dtypes)),) * len(terms)
+        kinds_drawn = (draw(sampled(*choices.dtypes_of(mode))),) * len(terms)
     spec = text_of(terms, output) if text is None else text
     if text is not None:  # a caller's spec may constrain its sizes in more ways than are drawn
         try:

@@ -17,6 +17,7 @@ from planner.cost.layout import row_major
 from planner.cost.limits import within
 from planner.cost.objective import plan_key
 from planner.cost.rates import cpu_name
+from planner.cost.store import recall, remember, warn_of_damage
 from planner.language.errors import PlannerError
 from planner.language.units import seconds_text
 from planner.program.frameworks import framework_of, load_backend
@@ -26,7 +27,6 @@ from planner.program.serial import decode, encode
 from planner.program.tree import Leaf, Node
 from planner.search.alternatives import alternatives
 from planner.search.verify import keep_fitting
-from planner.tune.store import recall, remember, warn_of_damage
 from planner.tune.tiles import tune_tiles
 from planner.version import __version__
 

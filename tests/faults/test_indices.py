@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import PROFILE, examples
 from engines import ENGINES
-from laws import INDEX_DTYPES, MODES
+from laws import INDEX_DTYPES
 
 import planner
 from planner.testing import Problem
@@ -72,6 +72,7 @@ PAIRS = [
     if (PROFILE == "nightly" or (row + column) % 6 == 3) and not (family == "far" and dtype in ("int8", "uint8"))
 ]
 COUNT = examples(1_000, 5_000)
+MODES = ("raise", "drop", "clip", "nan")
 
 
 def bad_values(dtype, size):
@@ -106,7 +107,7 @@ def expected_of(family, q):
     # The oracle's indices are of int64: what is beyond is as far out of range as its ends are.
     q = np.array([min(max(int(v), -(2**62)), 2**62) for v in q.ravel()], np.int64).reshape(q.shape)
     bad = is_bad(q, family.size)
-    indices = {"raise": np.where((q < 0) & ~bad, q + family.size, q), "drop": q, "clip": q}
+    indices = {"raise": np.where((q < 0) & ~bad, q + family.size, q), "drop": q, "clip": q, "nan": q}
     problems = {mode: family.problem(q, mode.replace("raise", "drop")) for mode, q in indices.items()}
     found = {mode: [problem.expected(), *problem.expected_gradients()] for mode, problem in problems.items()}
     for number, x in enumerate(found["raise"]):
@@ -158,7 +159,7 @@ class Runs:
             self.ways["jitted"] = lambda mode, q: jitted(q)[mode]
             self.map = self.engine.jit(lambda qs: {mode: self.mapped(mode, qs) for mode in MODES})
         else:
-            self.map = lambda qs: {mode: self.mapped(mode, qs) for mode in ("drop", "clip")}
+            self.map = lambda qs: {mode: self.mapped(mode, qs) for mode in MODES[1:]}
 
     def call(self, mode, q, *operands):
         return planner.contract(self.family.spec, *operands, sizes=self.family.sizes, index_mode=mode, q=q)
@@ -195,7 +196,7 @@ class Runs:
                 assert_named(refusal(run, "raise", given), q, self.family.size)
             else:
                 assert str(refusal(run, "raise", given)) == message
-            for mode in ("drop", "clip"):
+            for mode in MODES[1:]:
                 self.assert_same(run(mode, given), expected[mode], mode, what)
 
     def check_mapped(self, arrays, every):

@@ -25,11 +25,10 @@ import pytest
 from conftest import examples
 
 import planner
-from planner.cost import files as cache
 from planner.cost import rates
+from planner.cost import store as files
 from planner.cost.device import CPU
 from planner.tune import autotune as measure
-from planner.tune import store as remember
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 KEY = rates.Key("a processor, 2 threads", "numpy", "2.0", "cpu")
@@ -40,7 +39,7 @@ OPERANDS = [np.ones(shape) for shape in ((3, 4), (4, 5), (5, 6))]
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("PLANNER_CACHE", str(tmp_path))
-    monkeypatch.setattr(remember, "_WARNED", set())
+    monkeypatch.setattr(files, "_WARNED", set())
     rates.load_rates.cache_clear()
     yield tmp_path
     rates.load_rates.cache_clear()
@@ -53,7 +52,7 @@ WRITER = """
 import dataclasses, sys, warnings
 warnings.simplefilter("error")
 from planner.cost import rates
-from planner.tune import store as remember
+from planner.cost import store as files
 from planner.cost.device import CPU
 name, count = sys.argv[1], int(sys.argv[2])
 key = rates.Key("a processor, 2 threads", "numpy", "2.0", "cpu")
@@ -63,8 +62,8 @@ for number in range(count):
         rates.write(dataclasses.replace(CPU, source=name * 150), key)
         assert rates.read(key).source in [c * 150 for c in "abcdefgh"]
     else:
-        remember.remember("race", {"entry": number % 6}, {"by": name, "big": big})
-        found = remember.recall("race", {"entry": number % 6})
+        files.remember("race", {"entry": number % 6}, {"by": name, "big": big})
+        found = files.recall("race", {"entry": number % 6})
         assert found["by"] in "abcdefgh" and found["big"] == big
     print(number, flush=True)
 """
@@ -114,22 +113,22 @@ def test_killed_writers_tear_no_file(folder, tmp_path_factory):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert rates.read(KEY).source in [c * 150 for c in "abcdefgh"]
-        found = [remember.recall("race", {"entry": n}) for n in (0, 2, 4)]
+        found = [files.recall("race", {"entry": n}) for n in (0, 2, 4)]
     assert [x["big"] for x in found] == [list(range(2_000))] * 3
     for path in folder.rglob("*"):
         if path.suffix == ".json":
             json.loads(path.read_text())
         else:
-            assert path.is_dir() or path.name.startswith(cache.TEMPORARY), path
+            assert path.is_dir() or path.name.startswith(files.TEMPORARY), path
 
 
 def test_what_killed_writers_left_is_removed_in_time(folder):
-    for name, age in (("old", cache.ABANDONED_SECONDS + 60), ("new", 60)):
-        path = folder / f"{cache.TEMPORARY}{name}.tmp"
+    for name, age in (("old", files.ABANDONED_SECONDS + 60), ("new", 60)):
+        path = folder / f"{files.TEMPORARY}{name}.tmp"
         path.write_text("{")
         os.utime(path, (time.time() - age,) * 2)
     rates.write(CPU, KEY)
-    assert sorted(path.name for path in folder.iterdir()) == [f"{cache.TEMPORARY}new.tmp", rates.path_of(KEY).name]
+    assert sorted(path.name for path in folder.iterdir()) == [f"{files.TEMPORARY}new.tmp", rates.path_of(KEY).name]
 
 
 # -- damaged files ---------------------------------------------------------------------------------------
@@ -266,7 +265,7 @@ def test_damaged_files_are_named_and_nothing_of_them_is_run(folder, tmp_path_fac
             no_files(path, rng)
         else:
             path.write_bytes(damaged_bytes(text, rng, sentinel))
-        remember._WARNED.clear()
+        files._WARNED.clear()
         with warnings.catch_warnings(record=True) as caught, watched() as ran:
             warnings.simplefilter("always")
             found = read()
