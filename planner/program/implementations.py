@@ -17,14 +17,24 @@ from functools import partial
 from typing import Any, Protocol
 
 from planner.cost.device import Device
-from planner.cost.figures import StepCost
+from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout
 from planner.language.spec import Gather, Operand
 from planner.program.ops import Guard, Op, PricedImplementation
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
 
-__all__ = ["MASK", "Backend", "Implementation", "Lowering", "RangedIndices", "Stepwise", "Table", "mask_choice"]
+__all__ = [
+    "MASK",
+    "Backend",
+    "Implementation",
+    "Lowering",
+    "RangedIndices",
+    "Stepwise",
+    "Table",
+    "form_row",
+    "mask_choice",
+]
 
 # The name of the row that runs guards. No other row is asked whether it supports one.
 MASK = "mask"
@@ -110,6 +120,46 @@ class Implementation:
         if self.capabilities is not None and device.capability not in self.capabilities:
             return f"it runs on compute capability {' and '.join(f'{x / 10:.1f}' for x in self.capabilities)}"
         return self.supports(op)
+
+
+def form_row(
+    name: str,
+    find: Callable[[Op], Any],
+    work: Callable[[Op, Any, Device], list[Work]],
+    run: Callable[[Op, Any, Sequence[Any], Any], tuple[Any, ...]],
+    layouts: Callable[[Op, Any], tuple[Layout | None, ...]] | None = None,
+    refuses: Callable[[Op], str | None] = lambda op: None,
+    **fields: Any,
+) -> Implementation:
+    """Return a row for steps of one form.
+
+    Args:
+        name: the row's name.
+        find: returns the form of a step, or the reason why the step has none.
+        work: returns what running a step takes, part by part.
+        run: as in `Implementation`, but it takes the form after the op.
+        layouts: the same.
+        refuses: returns why the row cannot run a step of the form, or None.
+        fields: other fields of the row.
+    """
+
+    def form_of(op: Op) -> Any:
+        form = find(op)
+        assert not isinstance(form, str), form
+        return form
+
+    def supports(op: Op) -> str | None:
+        form = find(op)
+        return form if isinstance(form, str) else refuses(op)
+
+    return Implementation(
+        name,
+        supports,
+        lambda op, device: device.price(*work(op, form_of(op), device)),
+        lambda op, inputs, index: run(op, form_of(op), inputs, index),
+        layouts=None if layouts is None else lambda op: layouts(op, form_of(op)),
+        **fields,
+    )
 
 
 # The former name: users may have written rows of their own with it.
