@@ -143,18 +143,13 @@ def _turned_bytes(op: Op, form: PooledForm) -> int:
 
 
 def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
-    (n, i, j, k, g), pair = form.sizes, isinstance(op, JointGradient)
+    (n, i, g, j, k), pair = form.sizes, isinstance(op, JointGradient)
     copied = flattened_bytes(op, form) + _reshaped_bytes(op, form)
     shape = pallas_tiles.TPU if device.kind == "tpu" else pallas_tiles.GPU if device.capability == 90 else None
-    if shape is not None and shape.takes(n, i, g, j, k, op.dtype, sums=pair or form.outer):
+    if shape is not None and shape.takes(*form.sizes, op.dtype, sums=pair or form.outer):
         return tiled_work(op, form, shape, device, copied)
-    sizes = (n, i, g, j, k, op.dtype)
-    if pair:
-        loop = jax_grouped.gradients_scratch_bytes(*sizes)
-    elif form.outer:
-        loop = jax_grouped.outer_scratch_bytes(*sizes)
-    else:
-        loop = jax_grouped.matmul_scratch_bytes(*sizes, form.targets)
+    what = "gradients" if pair else "outer" if form.outer else "matmul"
+    loop = jax_grouped.scratch_bytes(what, form.sizes, op.dtype, form.targets)
     # Besides the sorted order: a map of rows for each operand or result that has only some of the row axes.
     scratch = 4 * (n + g + 1) + 8 * n * form.maps + max(jax_grouping.scratch_bytes(n, g), loop)
     # Measured on seed 000: sorting and addressing a row, filling the result, products on padded lanes, moving lanes.
@@ -168,7 +163,7 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
 
 
 def _pooled_work(names: str, op: Op, form: PooledForm, device: Device) -> list[Work]:
-    (b, q, k, d, m), products, size = form.sizes, op.products, itemsize(op.dtype)
+    (b, q, m, d, k), products, size = form.sizes, op.products, itemsize(op.dtype)
     what, chosen, moved = pool_function(op, form), b * q * k, op.bytes_touched()
     scores = what == "scores"
     copied = flattened_bytes(op, form)
@@ -177,7 +172,7 @@ def _pooled_work(names: str, op: Op, form: PooledForm, device: Device) -> list[W
         flops, dense = products * 2 * b * q * m * d, b * q * m * d / 32
         seconds = 0.8e-9 * dense + 1.4e-9 * chosen if scores else products * (0.55e-9 * dense + 0.7e-9 * chosen)
         seconds += b * (1e-6 if scores else 2.2e-6)
-        scratch = jax_pooled.pooled_scratch_bytes(what, b, q, m, d, k, op.dtype)
+        scratch = jax_pooled.pooled_scratch_bytes(what, form.sizes, op.dtype)
         masked = what in ("gradients", "query_gradient")  # the pool may hold NaN, see `guards`
         copied += _reshaped_bytes(op, form, flat=scores) + _turned_bytes(op, form) + masked * b * m * d * size
     else:
@@ -186,7 +181,7 @@ def _pooled_work(names: str, op: Op, form: PooledForm, device: Device) -> list[W
         fits = (1 if scores else 2) * taken * size < device.fresh_bytes
         each = (0.55e-9 if fits else 3.2e-9) if scores else products * (0.6e-9 if fits else 1.4e-9)
         seconds = taken * each
-        scratch = jax_pooled.gathered_scratch_bytes(what, b, q, m, d, k, op.dtype)
+        scratch = jax_pooled.gathered_scratch_bytes(what, form.sizes, op.dtype)
         fused = what == "query_gradient" and q == k == 1
         copied += 0 if fused else _reshaped_bytes(op, form)
     return [

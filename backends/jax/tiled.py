@@ -29,7 +29,7 @@ def tiled_work(op: Op, form: GroupedForm, shape: Shape, device: Device, copied: 
         device: the rates of the device.
         copied: bytes that are copied before and after the kernels.
     """
-    (n, i, j, k, g), size, pair = form.sizes, itemsize(op.dtype), isinstance(op, JointGradient)
+    (n, i, g, j, k), size, pair = form.sizes, itemsize(op.dtype), isinstance(op, JointGradient)
     sums = pair or form.outer
     each = shape.rows(n, i, g, size)
     tiles = most_tiles(n, each, g, sums and shape.empty)
@@ -55,7 +55,7 @@ def _tpu_bytes(what: str, form: GroupedForm, slots: int, size: int) -> int:
     Outside of kernels arrays have no padding. An array that a kernel needs padded to whole registers is copied before
     the kernel, or after it. Rows are taken and then masked with zeros, in a second array; so are results.
     """
-    n, i, j, k, g = form.sizes
+    n, i, g, j, k = form.sizes
     shapes = (n, i, j), (n, i, k), (g, j, k)
     a, b, c = (_padded_bytes(*x, size) for x in shapes)
     copy_a, copy_b, copy_c = (
@@ -89,7 +89,7 @@ def _gpu_bytes(what: str, form: GroupedForm, slots: int, size: int) -> int:
     already. Gradients transpose the matrices, and sums transpose the rows. Tiles are counted twice: once as taken, and
     once as padded.
     """
-    n, i, j, k, g = form.sizes
+    n, i, g, j, k = form.sizes
     wide_j, wide_k = (-(-x // 64) * 64 for x in (j, k))
     matrices = g * wide_j * wide_k * size
     copy_c = matrices if what == "pair" or (wide_j, wide_k) != (j, k) else 0

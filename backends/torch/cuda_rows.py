@@ -67,7 +67,7 @@ def _rate(device: Device, sides: tuple[int, int, int], dtype: str) -> float:
 
 
 def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
-    (n, i, j, k, g), size = form.sizes, itemsize(op.dtype)
+    (n, i, g, j, k), size = form.sizes, itemsize(op.dtype)
     copied, pair = flattened_bytes(op, form), isinstance(op, JointGradient)
     # Bytes of the order and the starts of groups, of the sort's keys and sorted keys, and of four tables of tiles.
     tables = 24 * n + TABLES * (g + 2) + 8 * n * form.maps
@@ -94,7 +94,7 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
 
 
 def _pooled_work(op: Op, form: PooledForm, device: Device) -> list[Work]:
-    (b, q, k, d, m), size = form.sizes, itemsize(op.dtype)
+    (b, q, m, d, k), size = form.sizes, itemsize(op.dtype)
     chosen, copied, function = b * q * k, flattened_bytes(op, form), pool_function(op, form)
     sorts = function in ("pool_gradient", "gradients")
     # The rows that keys name; where queries begin; the sort of the keys; the query of each key.
@@ -210,14 +210,14 @@ def _products(op: Op) -> list[tuple[str, int, int, int]]:
     """Return the products of a step as arguments of `planner.kernels.tiled_product.triton_tiles.tiles_of`."""
     grouped, pooled = grouped_form(op.spec), pooled_form(op.spec)
     if isinstance(grouped, GroupedForm):
-        n, i, j, k, g = grouped.sizes
+        n, i, g, j, k = grouped.sizes
         each = max(1, n * i // max(1, g))
         if isinstance(op, JointGradient) and covers_pair(j, k):
             return [("pair", j, k, each)]
         rows, terms = ("rows", each, k, j), ("terms", j, k, each)
         return [("rows", each, j, k), terms] if isinstance(op, JointGradient) else [terms if grouped.outer else rows]
     if isinstance(pooled, PooledForm):
-        _, q, k, d, m = pooled.sizes
+        _, q, m, d, k = pooled.sizes
         each = max(1, q * k // max(1, m))
         return [("rows", k, 1, d), ("terms", 1, d, k), ("terms", 1, d, each)]
     form = product_form(op.spec)
@@ -261,7 +261,7 @@ def _refuse_grouped_mm(op: Op) -> str | None:
     """Return why torch's `grouped_mm` cannot run a step: it needs strides in multiples of 16 bytes, and few groups."""
     form = grouped_form(op.spec)
     assert isinstance(form, GroupedForm)
-    n, i, j, k, g = form.sizes
+    n, i, g, j, k = form.sizes
     if op.dtype != "bfloat16":
         return f"torch's grouped_mm does not multiply {op.dtype} without looking at the groups' sizes"
     if not 0 < g < 1024:
@@ -289,7 +289,7 @@ def _lie_in_order(op: Op, form: GroupedForm) -> bool:
 
 
 def _grouped_mm_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
-    (n, i, j, k, g), size = form.sizes, itemsize(op.dtype)
+    (n, i, g, j, k), size = form.sizes, itemsize(op.dtype)
     # Rows of two arrays are taken in the order of their groups; a joint gradient takes rows of three.
     rows = n * i * (j + k) * size
     taken = rows + (n * i * j * size if isinstance(op, JointGradient) else 0)

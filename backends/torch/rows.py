@@ -46,16 +46,10 @@ _POOL_SHARE_TIMES = {1: 1.0, 4: 1.2}
 
 
 def _grouped_work(share: int, op: Op, form: GroupedForm, device: Device) -> list[Work]:
-    (n, i, j, k, g), size, dtype = form.sizes, itemsize(op.dtype), torch_dtype(op.dtype)
-    scratch_of = (
-        torch_grouped.gradients_scratch_bytes
-        if isinstance(op, JointGradient)
-        else torch_grouped.outer_scratch_bytes
-        if form.outer
-        else torch_grouped.matmul_scratch_bytes
-    )
+    (n, i, g, j, k), size, dtype = form.sizes, itemsize(op.dtype), torch_dtype(op.dtype)
     # Sorting is over before the results are made; the order stays for the call.
-    kernel = scratch_of(n, i, g, j, k, dtype, form.rows_a != form.gather.axes, share)
+    sourced, pair = form.rows_a != form.gather.axes, isinstance(op, JointGradient)
+    kernel = torch_grouped.scratch_bytes(form.sizes, dtype, sourced, share, pair)
     scratch = 8 * n * form.maps + max(8 * (n + g + 1) + kernel, torch_grouping.group_bytes(n, g) - op.result_bytes())
     copied = flattened_bytes(op, form)
     moved = op.bytes_touched() + 2 * copied
@@ -85,10 +79,10 @@ def _pooled_work(share: int, op: Op, form: PooledForm, device: Device) -> list[W
 
     A share of 0 stands for the implementation that takes rows.
     """
-    (b, q, k, d, m), size, dtype = form.sizes, itemsize(op.dtype), torch_dtype(op.dtype)
+    (b, q, m, d, k), size, dtype = form.sizes, itemsize(op.dtype), torch_dtype(op.dtype)
     function, chosen, moved = pool_function(op, form), b * q * k, op.bytes_touched()
     if share:
-        scratch = torch_pooled.pooled_scratch_bytes(b, q, m, d, k, dtype, share=share)
+        scratch = torch_pooled.pooled_scratch_bytes(form.sizes, dtype, share=share)
         # Measured: 6.4 ms for 0.5 GFLOP of depth 32; half a nanosecond for each score taken, one for each added, to
         # weights that are zeroed first.
         flops = op.products * 2 * b * q * m * d + (0 if function == "scores" else chosen)
@@ -96,7 +90,7 @@ def _pooled_work(share: int, op: Op, form: PooledForm, device: Device) -> list[W
         seconds += 0.0 if function == "scores" else device.moving_seconds(b * q * m * size)
         seconds *= _POOL_SHARE_TIMES[share]
     else:
-        scratch = torch_pooled.gathered_scratch_bytes(function, b, q, m, d, k, dtype)
+        scratch = torch_pooled.gathered_scratch_bytes(function, form.sizes, dtype)
         flops = op.products * 2 * chosen * d
         moved += chosen * d * size
         # Measured per element of the taken rows, buffers reused.

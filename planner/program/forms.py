@@ -109,7 +109,7 @@ class GroupedForm:
         rows_b: the same for the second array with rows: the other operand of the outer form, else the output.
         targets: the number of rows of a grouped matmul's output if products are added up in it or repeated, else None.
         inner, left, right: the axes of the groups I, J and K.
-        sizes: the numbers of rows N, of elements of the groups I, J and K, and of matrices G.
+        sizes: how many rows there are, elements of I, matrices, elements of J, and elements of K.
     """
 
     gather: Gather
@@ -126,7 +126,7 @@ class GroupedForm:
     @property
     def sides(self) -> tuple[int, int, int]:
         """The rows, columns and terms of the product with one matrix, if all matrices are named equally often."""
-        n, i, j, k, g = self.sizes
+        n, i, g, j, k = self.sizes
         return max(1, n * i // max(1, min(g, n))), j, k
 
     @property
@@ -188,7 +188,7 @@ def grouped_form(spec: Spec) -> GroupedForm | str:
         inner=inner,
         left=left,
         right=right,
-        sizes=(n, i, j, k, gather.size or 0),
+        sizes=(n, i, gather.size or 0, j, k),
     )
 
 
@@ -203,7 +203,7 @@ class PooledForm:
         place: which term holds the pool: 0, 1 (an input) or 2 (the result).
         scores: which term holds the scores; the remaining one is the query.
         batch, queries, chosen, depth: the axes of each group.
-        sizes: the number of elements of each group, in this order, and of members.
+        sizes: the number of elements of batch and queries, of members, and of elements of depth and chosen.
     """
 
     gather: Gather
@@ -245,4 +245,4 @@ def pooled_form(spec: Spec) -> PooledForm | str:
     if not depth or query_axes != {*batch, *queries, *depth}:
         return "the query must have the batch, the query axes and the depth of the pool"
     b, q, k, d = _counts(spec, batch, queries, chosen, depth)
-    return PooledForm(gather, place, scores, batch, queries, chosen, depth, (b, q, k, d, gather.size or 0))
+    return PooledForm(gather, place, scores, batch, queries, chosen, depth, (b, q, gather.size or 0, d, k))
