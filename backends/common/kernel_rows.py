@@ -282,16 +282,10 @@ def _run_pooled(
         for place, x in zip(places, inputs, strict=True)
     ]
     flats = dict(zip(places, kernels.flats(handed, given), strict=True))
-    scores, query, members = (flats.get(place) for place in (form.scores, query_place, form.place))
-    flat_results: Sequence[Any]
-    if function == "gradients":
-        flat_results = pool.gradients(scores, query, members, keys)
-        flat_results = flat_results if query_place == 0 else flat_results[::-1]
-    elif function == "scores":
+    operands = [flats[place] for place in (form.scores, query_place, form.place) if place in flats]
+    if function == "scores":
         index.shown = keys.bad is not None
-        flat_results = [pool.scores(query, members, keys)]
-    elif function == "pool_gradient":
-        flat_results = [pool.pool_gradient(scores, query, keys, form.gather.size)]
-    else:
-        flat_results = [pool.query_gradient(scores, members, keys)]
+    size = [form.gather.size] if function == "pool_gradient" else []
+    found = getattr(pool, function)(*operands, keys, *size)
+    flat_results = [found] if function != "gradients" else found if query_place == 0 else found[::-1]
     return kernels.unflats(flat_results, results, op.spec)
