@@ -160,35 +160,28 @@ def stock_work(op: Op, device: Device) -> list[Work]:
     if kind == "view":
         return [Work(launches=1)]
     result, touched = op.result_bytes(), op.bytes_touched()
+    work = Work(moved=touched, fresh=(result,), launches=1)
     if kind in ("cast", "broadcast", "diagonal"):
-        return [Work(moved=touched, copied=result if kind == "cast" else 0, fresh=(result,), launches=1)]
-    flops = op.flops()
+        return [work._replace(copied=result if kind == "cast" else 0)]
+    work = work._replace(flops=op.flops())
     if kind in ("sum", "multiply"):
-        return [Work(flops, moved=touched, fresh=(result,), launches=1)]
+        return [work]
     if kind == "matmul":
         form = product_form(spec)
         assert form is not None
         batch, m, n, k = form.sizes
-        product = Work(
-            flops,
-            device.product_rate(m, n, k, op.dtype),
-            touched,
-            fresh=(result,),
-            launches=1,
-            matrices=batch if batch > 1 else 0,
-        )
         # Copies are made before the product begins, so the times add up.
-        return [Work.of_copies(size * product_copies(form, spec, op.layouts or (None, None))), product]
+        copies = Work.of_copies(size * product_copies(form, spec, op.layouts or (None, None)))
+        rate = device.product_rate(m, n, k, op.dtype)
+        return [copies, work._replace(rate=rate, matrices=batch if batch > 1 else 0)]
     taken, added = _count_rows(spec)
+    work = work._replace(taken=taken, added=added)
     if kind in ("take", "segment sum", "take, segment sum"):
         wide = joint_elements(spec) * size
         if kind == "take" and wide == result:
-            return [Work(moved=touched, fresh=(result,), launches=1, taken=taken)]
+            return [work._replace(flops=0)]
         scratch = wide if kind != "segment sum" else 0
-        moved = touched + 2 * wide
-        return [
-            Work(flops, moved=moved, scratch=scratch, fresh=(result, scratch), launches=1, taken=taken, added=added)
-        ]
+        return [work._replace(moved=touched + 2 * wide, scratch=scratch, fresh=(result, scratch))]
     # Both operands are taken, then multiplied, then added up by segment; each intermediate result is in memory.
     axes_of, needed = [term_axes(term) for term in spec.inputs], term_axes(spec.output)
     scratch = size * sum(
@@ -196,19 +189,9 @@ def stock_work(op: Op, device: Device) -> list[Work]:
         for term, axes in zip(spec.terms, (*axes_of, needed), strict=True)
         if term_gathers(term)
     )
-    return [
-        Work(
-            flops,
-            device.flop_rate,
-            touched + 2 * scratch,
-            scratch=scratch,
-            fresh=(result, scratch),
-            launches=4,
-            matrices=math.prod(spec.size(axis) for axis in needed if all(axis in axes for axes in axes_of)),
-            taken=taken,
-            added=added,
-        )
-    ]
+    batch = math.prod(spec.size(axis) for axis in needed if all(axis in axes for axes in axes_of))
+    work = work._replace(rate=device.flop_rate, moved=touched + 2 * scratch, launches=4, matrices=batch)
+    return [work._replace(scratch=scratch, fresh=(result, scratch))]
 
 
 def stock_rows(
