@@ -65,11 +65,12 @@ def _count_rows(spec: Spec) -> tuple[int, int]:
     for number, term in enumerate(spec.terms):
         if gathers := term_gathers(term):
             rows = term_axes(gathers)
-            width = math.prod(spec.size(axis) for axis in plain_axes(term) if axis not in rows)
+            count = math.prod(spec.shape(rows))
+            width = math.prod(spec.shape(tuple(axis for axis in plain_axes(term) if axis not in rows)))
             if number == len(spec.inputs) and width > 1:
-                added = math.prod(map(spec.size, rows))
+                added = count
             else:
-                taken += math.prod(map(spec.size, rows))
+                taken += count
     return taken, added
 
 
@@ -163,6 +164,8 @@ def stock_work(op: Op, device: Device) -> list[Work]:
     work = Work(moved=touched, fresh=(result,), launches=1)
     if kind in ("cast", "broadcast", "diagonal"):
         return [work._replace(copied=result if kind == "cast" else 0)]
+    if kind == "take" and joint_elements(spec) * size == result:
+        return [work._replace(taken=_count_rows(spec)[0])]
     work = work._replace(flops=op.flops())
     if kind in ("sum", "multiply"):
         return [work]
@@ -178,8 +181,6 @@ def stock_work(op: Op, device: Device) -> list[Work]:
     work = work._replace(taken=taken, added=added)
     if kind in ("take", "segment sum", "take, segment sum"):
         wide = joint_elements(spec) * size
-        if kind == "take" and wide == result:
-            return [work._replace(flops=0)]
         scratch = wide if kind != "segment sum" else 0
         return [work._replace(moved=touched + 2 * wide, scratch=scratch, fresh=(result, scratch))]
     # Both operands are taken, then multiplied, then added up by segment; each intermediate result is in memory.
@@ -189,7 +190,7 @@ def stock_work(op: Op, device: Device) -> list[Work]:
         for term, axes in zip(spec.terms, (*axes_of, needed), strict=True)
         if term_gathers(term)
     )
-    batch = math.prod(spec.size(axis) for axis in needed if all(axis in axes for axes in axes_of))
+    batch = math.prod(spec.shape(tuple(axis for axis in needed if all(axis in axes for axes in axes_of))))
     work = work._replace(rate=device.flop_rate, moved=touched + 2 * scratch, launches=4, matrices=batch)
     return [work._replace(scratch=scratch, fresh=(result, scratch))]
 

@@ -101,8 +101,9 @@ class Op:
 
         For each joint element a product multiplies once, and a step that sums or scatters axes adds once.
         """
-        adds = not set(_axes(self.spec)) <= set(plain_axes(self.spec.output))
-        return joint_elements(self.spec) * (len(self.spec.inputs) - 1 + adds) * self.products
+        axes = _axes(self.spec)
+        adds = not set(axes) <= set(plain_axes(self.spec.output))
+        return math.prod(self.spec.shape(axes)) * (len(self.spec.inputs) - 1 + adds) * self.products
 
     def result_bytes(self) -> int:
         """Return the bytes of all results."""
