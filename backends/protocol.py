@@ -1,6 +1,6 @@
 """The public names for rows of your own. They are defined in `planner.program` and `planner.cost`."""
 
-from planner.cost.figures import StepCost
+from planner.cost.figures import StepCost, Work
 from planner.program.implementations import Backend, Implementation, Lowering, Stepwise, Table
 from planner.program.ops import Cast, Einsum, JointGradient, Op
 
@@ -15,4 +15,5 @@ __all__ = [
     "StepCost",
     "Stepwise",
     "Table",
+    "Work",
 ]

@@ -256,6 +256,7 @@ def test_the_names_that_users_rows_need_stay():
 
     assert protocol.Lowering is protocol.Implementation
     assert protocol.StepCost.__name__ == "StepCost"
+    assert protocol.Work.__name__ == "Work"
 
 
 def test_the_operators_that_exported_graphs_name_stay(torch):

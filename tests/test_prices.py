@@ -6,7 +6,8 @@ import pytest
 from conftest import assert_on_file
 
 import planner
-from planner.cost.device import CPU, H100, TPU_V5E
+from planner.cost.device import CPU, H100, TPU_V5E, Device
+from planner.cost.figures import StepCost, Work
 from planner.language.derive import transpose
 from planner.program.frameworks import load_backend
 from planner.program.ops import Einsum, JointGradient, Op
@@ -52,6 +53,23 @@ def prices(name: str, backend: str) -> list[str]:
                 found = table.choices(op, device)
                 lines += [f"  {device.name}, {c.lowering}: {' '.join(map(str, c.cost))}" for c in found]
     return lines
+
+
+def test_parts_of_a_step_add_up():
+    """Within a part computing overlaps with moving; measured seconds stand in place of both."""
+    device = Device("mine", 1e9, 1e9, 1e8, 1e8, launch_seconds=1e-3, matrix_seconds=1e-4, take_row_seconds=1e-5,
+                    add_row_seconds=1e-6, sort_row_seconds=1e-7)  # fmt: skip
+    product = Work(flops=7000, rate=1e6, moved=5_000_000, fresh=(100, 200), launches=2, matrices=3)
+    assert device.price(product) == (7000, 5_000_000, 0, 0, 9_303_000_000)
+    rows = Work(flops=50, moved=10, scratch=8, taken=4, added=5, sorted=6)
+    assert device.price(rows) == (50, 10, 0, 8, 45_610_000)
+    measured = rows._replace(seconds=1.0)
+    assert device.price(measured).picoseconds == 10**12 + 45_600_000
+    copies = Work.of_copies(100, scratch=1)
+    assert copies == Work(moved=200, copied=100, scratch=101, fresh=(100,))
+    both = device.price(product, rows, copies)
+    assert both == (7050, 5_000_210, 100, 109, 9_303_000_000 + 45_610_000 + 1_200_000)
+    assert device.price() == StepCost()
 
 
 @pytest.mark.parametrize("backend", MACHINES)

@@ -1,7 +1,7 @@
 """The rows of a table that run grouped and pooled kernels.
 
 A row flattens each group of axes into one dimension, calls the kernel, and restores the axes of the result. Torch and
-JAX share the rows; each backend gives its kernels, `Kernels`, and their costs.
+JAX share the rows; each backend gives its kernels, `Kernels`, and the work that they do.
 """
 
 from __future__ import annotations
@@ -10,29 +10,36 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from planner.backends.common.stock import ArrayOps
 from planner.backends.common.stock_layout import matrix_copies
 from planner.cost.device import Device
-from planner.cost.figures import StepCost
+from planner.cost.figures import Work
 from planner.cost.layout import Layout, flattens, reordered
 from planner.kernels.grouping.keys import IndexArray
 from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec, Term
 from planner.program.forms import GroupedForm, PooledForm, grouped_form, pooled_form
-from planner.program.implementations import Implementation, RangedIndices
+from planner.program.implementations import Implementation, RangedIndices, form_row
 from planner.program.ops import Cast, JointGradient, Op
 
-__all__ = ["POOL_FUNCTIONS", "WHOLE_POOL", "CostOf", "Kernels", "PoolKernels", "Refusal", "flattened_bytes",
-           "group_sizes", "kernel_rows", "views_of"]  # fmt: skip
+__all__ = [
+    "POOL_FUNCTIONS",
+    "WHOLE_POOL",
+    "Kernels",
+    "PoolKernels",
+    "flattened_bytes",
+    "kernel_rows",
+    "pool_function",
+    "views_of",
+]
 
 Groups = Sequence[Sequence[str | Gather]]
 # Terms of arrays, each with the groups of axes that are one dimension each to the kernel.
 Views = Sequence[tuple[Term, Groups]]
-CostOf = Callable[[Op, Device], StepCost]
-Refusal = Callable[[Op], str | None]
-
+Form = GroupedForm | PooledForm
+WorkOf = Callable[[Op, Any, Device], list[Work]]
 
 # The name of the row that contracts a whole pool, its unread rows included.
 WHOLE_POOL = "whole pool, then take"
@@ -45,10 +52,6 @@ def as_given(x: Any) -> Any:
     return x
 
 
-def takes_all(op: Op) -> str | None:
-    """Refuse no step."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolKernels:
     """One way to compute pooled dots and their gradients; `planner.kernels.gathered_dot` has the contracts."""
@@ -57,7 +60,7 @@ class PoolKernels:
     query_gradient: Callable[..., Any]
     pool_gradient: Callable[..., Any]
     gradients: Callable[..., Any]
-    cost: CostOf
+    work: WorkOf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Kernels:
         matmul: from (a, c, groups, source, target, targets) to the products of the rows.
         outer: from (a, b, groups, size, source_a, source_b) to the sums of the groups.
         gradients: from (gradient, a, c, groups) to both gradients of `matmul`.
-        grouped_cost: the cost of these three.
+        grouped_work: what these three do.
         pools: ways to compute pooled dots, by the name of their row.
         label: the end of the names of the grouped rows.
         kinds: kinds of device that the kernels run on; None for all.
@@ -84,12 +87,12 @@ class Kernels:
     matmul: Callable[..., Any]
     outer: Callable[..., Any]
     gradients: Callable[..., Any]
-    grouped_cost: CostOf
+    grouped_work: WorkOf
     pools: dict[str, PoolKernels]
     hand_over: Callable[[Any], Any] = as_given
     kinds: tuple[str, ...] | None = None
     capabilities: tuple[int, ...] | None = None
-    refuses: Refusal = takes_all
+    refuses: Callable[[Op], str | None] = lambda op: None
     label: str = ""
 
     def flat(self, x: Any, term: Term, groups: Groups) -> Any:
@@ -134,24 +137,16 @@ class Kernels:
         return order
 
 
-def group_sizes(spec: Spec, *groups: Sequence[str]) -> tuple[int, ...]:
-    """Return the size of each group of axes."""
-    sizes = dict(spec.sizes)
-    return tuple(math.prod(sizes[axis] for axis in group) for group in groups)
-
-
-def views_of(op: Op, form: GroupedForm | PooledForm) -> tuple[Views, Views]:
+def views_of(op: Op, form: Form) -> tuple[Views, Views]:
     """Return how a kernel sees the inputs, and how it sees the results."""
     if isinstance(form, GroupedForm):
         rows: Groups = (form.rows_a, form.inner, form.left)
+        others: Groups = (form.rows_b, form.inner, form.right)
         matrix: Groups = ((form.gather,), form.left, form.right)
         if form.outer:
-            others: tuple[Groups, Groups] = (rows, (form.rows_b, form.inner, form.right))
-            out = matrix
+            groups_of = (rows, others, matrix)
         else:
-            others = (rows, matrix) if form.matrix == 1 else (matrix, rows)
-            out = (form.rows_out, form.inner, form.right)
-        groups_of = (*others, out)
+            groups_of = (rows, matrix, others) if form.matrix == 1 else (matrix, rows, others)
     else:
         by_place: dict[int, Groups] = {
             form.scores: (form.batch, form.queries, form.chosen),
@@ -163,7 +158,12 @@ def views_of(op: Op, form: GroupedForm | PooledForm) -> tuple[Views, Views]:
     return ([result, *given], given) if isinstance(op, JointGradient) else (given, [result])
 
 
-def flattened_bytes(op: Op, form: GroupedForm | PooledForm) -> int:
+def pool_function(op: Op, form: PooledForm) -> Literal["scores", "query_gradient", "pool_gradient", "gradients"]:
+    """Return what a step of pooled dots computes, as `PoolKernels` names it."""
+    return "gradients" if isinstance(op, JointGradient) else form.function
+
+
+def flattened_bytes(op: Op, form: Form) -> int:
     """Return the bytes of the inputs and index arrays that are copied to be flattened for the kernels."""
     spec, size = op.spec, itemsize(op.dtype)
     given, _ = views_of(op, form)
@@ -179,13 +179,10 @@ def flattened_bytes(op: Op, form: GroupedForm | PooledForm) -> int:
     return copied
 
 
-def _layouts(find: Callable[[Spec], GroupedForm | PooledForm | str], op: Op) -> tuple[Layout | None, ...]:
+def _layouts(op: Op, form: Form) -> tuple[Layout | None, ...]:
     """Return the layouts in memory of a kernel's results."""
-    form = find(op.spec)
-    assert isinstance(form, (GroupedForm, PooledForm))
-    _, results = views_of(op, form)
     layouts = []
-    for term, groups in results:
+    for term, groups in views_of(op, form)[1]:
         order = [entry for group in groups for entry in group]
         layouts.append(reordered(order, term, op.spec))
     return tuple(layouts)
@@ -198,32 +195,30 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]
         kernels: the kernels.
         strided: whether arrays have strides, so that results have layouts.
     """
-    grouped, pooled = (partial(_layouts, find) if strided else None for find in (grouped_form, pooled_form))
 
-    def row(name: str, refuses: Refusal, cost: CostOf, run: Any, layouts: Any = grouped) -> Implementation:
-        return Implementation(
+    def row(name: str, find: Callable[[Op], Form | str], work: WorkOf, run: Callable[..., Any]) -> Implementation:
+        return form_row(
             name,
-            lambda op: refuses(op) or kernels.refuses(op),
-            cost,
+            find,
+            work,
             partial(run, kernels),
+            _layouts if strided else None,
+            kernels.refuses,
             kinds=kernels.kinds,
             capabilities=kernels.capabilities,
-            layouts=layouts,
         )
 
-    cost, label = kernels.grouped_cost, kernels.label
-    rows = [
-        row("grouped matmul" + label, partial(_not_grouped, False, False), cost, _run_matmul),
-        row("grouped outer" + label, partial(_not_grouped, False, True), cost, _run_outer),
-        row("both grouped gradients" + label, partial(_not_grouped, True, False), cost, _run_pair),
+    work, label = kernels.grouped_work, kernels.label
+    return [
+        row("grouped matmul" + label, partial(_find_grouped, False, False), work, _run_matmul),
+        row("grouped outer" + label, partial(_find_grouped, False, True), work, _run_outer),
+        row("both grouped gradients" + label, partial(_find_grouped, True, False), work, _run_pair),
+        *(row(name, _find_pooled, pool.work, partial(_run_pooled, pool)) for name, pool in kernels.pools.items()),
     ]
-    for name, pool in kernels.pools.items():
-        rows.append(row(name, _not_pooled, pool.cost, partial(_run_pooled, pool), pooled))
-    return rows
 
 
-def _not_grouped(pair: bool, outer: bool, op: Op) -> str | None:
-    """Return why a step is not a grouped product of the wanted kind, or None if it is one."""
+def _find_grouped(pair: bool, outer: bool, op: Op) -> GroupedForm | str:
+    """Return the form of a grouped product of the wanted kind, or why a step is none."""
     if isinstance(op, Cast) or len(op.spec.inputs) != 2 or isinstance(op, JointGradient) != pair:
         return "the step is of another kind"
     form = grouped_form(op.spec)
@@ -233,37 +228,27 @@ def _not_grouped(pair: bool, outer: bool, op: Op) -> str | None:
         return "an axis repeats in the bracket"
     if form.outer != outer:
         return "the gathered dimension is in another term"
-    if pair and (form.rows_out != form.gather.axes or form.rows_a != form.gather.axes):
-        return "rows are shared or summed"
-    return None
+    return "rows are shared or summed" if pair and form.maps else form
 
 
-def _run_matmul(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    spec, form = op.spec, grouped_form(op.spec)
-    assert isinstance(form, GroupedForm)
+def _run_matmul(kernels: Kernels, op: Op, form: GroupedForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     given, results = views_of(op, form)
     flats = kernels.flats(inputs, given)
     a, c = flats[1 - form.matrix], flats[form.matrix]
-    source = kernels.row_map(form.gather, form.rows_a, spec, a)
-    target = kernels.row_map(form.gather, form.rows_out, spec, a)
-    targets = None if target is None else group_sizes(spec, form.rows_out)[0]
-    out = kernels.matmul(a, c, kernels.groups(form.gather, index), source, target, targets)
-    return kernels.unflats([out], results, spec)
+    source, target = (kernels.row_map(form.gather, rows, op.spec, a) for rows in (form.rows_a, form.rows_b))
+    out = kernels.matmul(a, c, kernels.groups(form.gather, index), source, target, form.targets)
+    return kernels.unflats([out], results, op.spec)
 
 
-def _run_outer(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    spec, form = op.spec, grouped_form(op.spec)
-    assert isinstance(form, GroupedForm)
+def _run_outer(kernels: Kernels, op: Op, form: GroupedForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     given, results = views_of(op, form)
     a, b = kernels.flats(inputs, given)
-    sources = (kernels.row_map(form.gather, rows, spec, a) for rows in (form.rows_a, form.rows_b))
+    sources = (kernels.row_map(form.gather, rows, op.spec, a) for rows in (form.rows_a, form.rows_b))
     out = kernels.outer(a, b, kernels.groups(form.gather, index), form.gather.size, *sources)
-    return kernels.unflats([out], results, spec)
+    return kernels.unflats([out], results, op.spec)
 
 
-def _run_pair(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    form = grouped_form(op.spec)
-    assert isinstance(form, GroupedForm)
+def _run_pair(kernels: Kernels, op: Op, form: GroupedForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     given, results = views_of(op, form)
     gradient, *operands = kernels.flats([inputs[0], *map(kernels.hand_over, inputs[1:])], given)
     a, c = operands[1 - form.matrix], operands[form.matrix]
@@ -271,43 +256,36 @@ def _run_pair(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tu
     return kernels.unflats(gradients if form.matrix == 1 else gradients[::-1], results, op.spec)
 
 
-def _not_pooled(op: Op) -> str | None:
-    """Return why a step is not a pooled dot, or None if it is one."""
+def _find_pooled(op: Op) -> PooledForm | str:
+    """Return the form of a pooled dot, or why a step is none."""
     if isinstance(op, Cast) or len(op.spec.inputs) != 2:
         return "the step is of another kind"
     form = pooled_form(op.spec)
-    if not isinstance(form, PooledForm):
-        return form
-    if isinstance(op, JointGradient) and (form.place == 2 or form.scores != 2):
+    if isinstance(op, JointGradient) and isinstance(form, PooledForm) and form.function != "scores":
         return "the step is a gradient itself"
-    return None
+    return form
 
 
-def _run_pooled(pool: PoolKernels, kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    spec, form = op.spec, pooled_form(op.spec)
-    assert isinstance(form, PooledForm)
+def _run_pooled(
+    pool: PoolKernels, kernels: Kernels, op: Op, form: PooledForm, inputs: Sequence[Any], index: Any
+) -> tuple[Any, ...]:
     given, results = views_of(op, form)
     query_place = 3 - form.place - form.scores
     keys = index.given.get(form.gather) or IndexArray(index[form.gather], may_drop=index.may_drop)
     flat = kernels.flat(keys.values, form.gather.axes, (form.batch, form.queries, form.chosen))
     keys = dataclasses.replace(keys, values=flat)
+    function = pool_function(op, form)
     # The place of each input's term. In a joint gradient the output gradient comes first, in the place of the scores.
-    places = (2, 0, 1) if isinstance(op, JointGradient) else (0, 1)
-    differentiates = isinstance(op, JointGradient) or form.scores != 2
+    places = (2, 0, 1) if function == "gradients" else (0, 1)
     handed = [
-        kernels.hand_over(x) if differentiates and place != form.scores else x
+        x if function == "scores" or place == form.scores else kernels.hand_over(x)
         for place, x in zip(places, inputs, strict=True)
     ]
     flats = dict(zip(places, kernels.flats(handed, given), strict=True))
-    flat_results: Sequence[Any]
-    if isinstance(op, JointGradient):
-        flat_results = pool.gradients(flats[form.scores], flats[query_place], flats[form.place], keys)
-        flat_results = flat_results if query_place == 0 else flat_results[::-1]
-    elif form.scores == 2:
+    operands = [flats[place] for place in (form.scores, query_place, form.place) if place in flats]
+    if function == "scores":
         index.shown = keys.bad is not None
-        flat_results = [pool.scores(flats[query_place], flats[form.place], keys)]
-    elif form.place == 2:
-        flat_results = [pool.pool_gradient(flats[form.scores], flats[query_place], keys, form.gather.size)]
-    else:
-        flat_results = [pool.query_gradient(flats[form.scores], flats[form.place], keys)]
-    return kernels.unflats(flat_results, results, spec)
+    size = [form.gather.size] if function == "pool_gradient" else []
+    found = getattr(pool, function)(*operands, keys, *size)
+    flat_results = [found] if function != "gradients" else found if query_place == 0 else found[::-1]
+    return kernels.unflats(flat_results, results, op.spec)

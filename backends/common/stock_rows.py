@@ -10,15 +10,15 @@ from typing import Any
 from planner.backends.common.stock import ArrayOps, evaluation
 from planner.backends.common.stock_layout import product_copies, scattered_vectors, stock_layout
 from planner.cost.device import Device
-from planner.cost.figures import StepCost
+from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout
 from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, row_axes, term_axes, term_gathers
 from planner.program.forms import product_form
 from planner.program.implementations import MASK, Implementation
-from planner.program.ops import Cast, JointGradient, Op, joint_elements, spec_flops
+from planner.program.ops import Cast, JointGradient, Op, joint_elements
 
-__all__ = ["flat_stock_cost", "picoseconds", "runs_of", "short_run_seconds", "stock_cost", "stock_kind", "stock_rows"]
+__all__ = ["flat_stock_work", "runs_of", "short_run_seconds", "stock_kind", "stock_rows", "stock_work"]
 
 # Seconds that torch's elementwise loops take besides moving memory. A loop takes the two innermost runs of neighbours
 # at a time, whether of 3 x 3 or of 16 x 16 elements. It goes through short runs element by element, and through longer
@@ -59,23 +59,19 @@ KINDS = ("view", "cast", "sum", "broadcast", "diagonal", "take", "segment sum", 
          "multiply", "multiply, sum", "take, multiply, add")  # fmt: skip
 
 
-def picoseconds(seconds: float) -> int:
-    """Round to the unit in which the search adds times up."""
-    return round(seconds * 1e12)
-
-
-def _row_seconds(spec: Spec, device: Device) -> float:
-    """Return the seconds for addressing the rows of takes and segment sums, besides moving their bytes."""
-    sizes = dict(spec.sizes)
-    seconds = 0.0
+def _count_rows(spec: Spec) -> tuple[int, int]:
+    """Return how many rows a step takes, and how many it adds up. Adding rows of one element is like taking them."""
+    taken = added = 0
     for number, term in enumerate(spec.terms):
         if gathers := term_gathers(term):
             rows = term_axes(gathers)
-            count = math.prod(sizes[axis] for axis in rows)
-            width = math.prod(sizes[axis] for axis in plain_axes(term) if axis not in rows)
-            adds = number == len(spec.inputs) and width > 1
-            seconds += count * (device.add_row_seconds if adds else device.take_row_seconds)
-    return seconds
+            count = math.prod(spec.shape(rows))
+            width = math.prod(spec.shape(tuple(axis for axis in plain_axes(term) if axis not in rows)))
+            if number == len(spec.inputs) and width > 1:
+                added = count
+            else:
+                taken += count
+    return taken, added
 
 
 def _flat_index_bytes(spec: Spec) -> int:
@@ -133,98 +129,70 @@ def short_run_seconds(order: Sequence[str], terms: Sequence[Term], spec: Spec) -
     )
 
 
-def flat_stock_cost(op: Op, device: Device) -> StepCost:
-    """Return the cost of the stock evaluation in torch, which takes by one flat index and copies what is not flat."""
-    cost = stock_cost(op, device)
-    kind, elements = stock_kind(op), joint_elements(op.spec)
+def flat_stock_work(op: Op, device: Device) -> list[Work]:
+    """Return what the stock evaluation does in torch, which takes by one flat index and copies what is not flat."""
+    parts, kind, spec = stock_work(op, device), stock_kind(op), op.spec
+    if kind == "broadcast":  # a view; a step that needs it in memory pays
+        return [Work(launches=1)]
     if kind == "matmul" and op.dtype == "bool":  # multiplied as int32
-        wide = 4 * sum(math.prod(shape) for shape in (*op.input_shapes, *op.output_shapes))
-        return cost._replace(scratch_bytes=cost.scratch_bytes + wide)
+        return [*parts, Work(scratch=4 * sum(map(math.prod, (*op.input_shapes, *op.output_shapes))))]
     if kind == "matmul" and device.kind == "cpu":
-        form = product_form(op.spec)
+        form = product_form(spec)
         assert form is not None
-        scattered = scattered_vectors(form, op.spec, op.layouts or (None, None))
-        return cost._replace(picoseconds=cost.picoseconds + picoseconds(scattered * _SCATTERED_SECONDS))
+        elements = scattered_vectors(form, spec, op.layouts or (None, None))
+        return [*parts, Work(seconds=elements * _SCATTERED_SECONDS)]
     if kind in ("multiply", "sum") and device.kind == "cpu":
-        order, terms = (op.spec.output, op.spec.inputs) if kind == "multiply" else (op.spec.inputs[0], [op.spec.output])
+        order, terms = (spec.output, spec.inputs) if kind == "multiply" else (spec.inputs[0], [spec.output])
         if kind == "sum" and op.layouts and op.layouts[0]:  # the loop follows the memory order of the operand
             order = tuple(order[d] for run in op.layouts[0].runs for d in run)
-        runs = short_run_seconds(term_axes(order), terms, op.spec)
-        cost = cost._replace(picoseconds=cost.picoseconds + picoseconds(runs))
-    if kind == "broadcast":  # a view; a step that needs it in memory pays
-        return cost._replace(bytes_moved=0, picoseconds=picoseconds(device.launch_seconds))
-    if isinstance(op, JointGradient) or kind in ("matmul", "multiply"):
-        return cost
+        parts.append(Work(seconds=short_run_seconds(term_axes(order), terms, spec)))
+    if kind in ("matmul", "multiply"):
+        return parts
+    scratch = _flat_index_bytes(spec)
     if op.dtype in HALF_TYPES and kind in ("segment sum", "take, segment sum", "take, multiply, add"):
         # Half types are added up in float32: the terms and the sums need memory.
-        cost = cost._replace(scratch_bytes=cost.scratch_bytes + 4 * (elements + math.prod(op.spec.output_shape)))
-    copied = stock_layout(op)[0] * itemsize(op.dtype)
-    seconds = device.moving_seconds(2 * copied) + device.fresh_seconds(copied)
-    return cost._replace(
-        bytes_moved=cost.bytes_moved + 2 * copied,
-        copied_bytes=cost.copied_bytes + copied,
-        scratch_bytes=cost.scratch_bytes + copied + _flat_index_bytes(op.spec),
-        picoseconds=cost.picoseconds + (picoseconds(seconds) if copied else 0),
-    )
+        scratch += 4 * (joint_elements(spec) + math.prod(spec.output_shape))
+    return [*parts, Work.of_copies(stock_layout(op)[0] * itemsize(op.dtype), scratch)]
 
 
-def stock_cost(op: Op, device: Device) -> StepCost:
-    """Return the cost of the stock evaluation of an op."""
-    spec, size = op.spec, itemsize(op.dtype)
-    kind = stock_kind(op)
-    result = math.prod(spec.output_shape) * size
-    touched = op.bytes_touched()
+def stock_work(op: Op, device: Device) -> list[Work]:
+    """Return what the stock evaluation of an op does."""
+    spec, size, kind = op.spec, itemsize(op.dtype), stock_kind(op)
     if kind == "view":
-        return StepCost(picoseconds=picoseconds(device.launch_seconds))
-    if kind == "cast":
-        return StepCost(0, touched, result, 0, picoseconds(device.seconds(0, touched, result, 1)))
-    if kind in ("sum", "broadcast", "diagonal"):
-        flops = spec_flops(spec) if kind == "sum" else 0
-        return StepCost(flops, touched, 0, 0, picoseconds(device.seconds(0, touched, result, 1)))
-    rows = _row_seconds(spec, device)
+        return [Work(launches=1)]
+    result, touched = op.result_bytes(), op.bytes_touched()
+    work = Work(moved=touched, fresh=(result,), launches=1)
+    if kind in ("cast", "broadcast", "diagonal"):
+        return [work._replace(copied=result if kind == "cast" else 0)]
+    if kind == "take" and joint_elements(spec) * size == result:
+        return [work._replace(taken=_count_rows(spec)[0])]
+    work = work._replace(flops=op.flops())
+    if kind in ("sum", "multiply"):
+        return [work]
+    if kind == "matmul":
+        form = product_form(spec)
+        assert form is not None
+        batch, m, n, k = form.sizes
+        # Copies are made before the product begins, so the times add up.
+        copies = Work.of_copies(size * product_copies(form, spec, op.layouts or (None, None)))
+        rate = device.product_rate(m, n, k, op.dtype)
+        return [copies, work._replace(rate=rate, matrices=batch if batch > 1 else 0)]
+    taken, added = _count_rows(spec)
+    work = work._replace(taken=taken, added=added)
     if kind in ("take", "segment sum", "take, segment sum"):
         wide = joint_elements(spec) * size
-        plain = wide == result and kind == "take"
-        scratch = 0 if plain else wide if kind != "segment sum" else 0
-        moved = touched if plain else touched + 2 * wide
-        seconds = device.seconds(0, moved, result, 1) + device.fresh_seconds(scratch) + rows
-        return StepCost(0 if plain else spec_flops(spec), moved, 0, scratch, picoseconds(seconds))
-    if kind in ("matmul", "multiply"):
-        return _product_cost(op, device, spec, result)
+        scratch = wide if kind != "segment sum" else 0
+        return [work._replace(moved=touched + 2 * wide, scratch=scratch, fresh=(result, scratch))]
     # Both operands are taken, then multiplied, then added up by segment; each intermediate result is in memory.
-    sizes = dict(spec.sizes)
-    taken, axes_of = 0, []
-    for term in spec.inputs:
-        axes_of.append(term_axes(term))
-        if term_gathers(term):
-            taken += math.prod(sizes[axis] for axis in axes_of[-1]) * size
-    needed = term_axes(spec.output)
-    before = math.prod(sizes[axis] for axis in needed) * size
-    scatter = before if term_gathers(spec.output) else 0
-    flops, moved, scratch = spec_flops(spec), touched + 2 * taken + 2 * scatter, taken + scatter
-    seconds = device.seconds(flops, moved, result, 4) + device.fresh_seconds(scratch) + rows
-    batch = math.prod(sizes[a] for a in needed if all(a in axes for axes in axes_of))
-    return StepCost(flops, moved, 0, scratch, picoseconds(seconds + batch * device.matrix_seconds))
-
-
-def _product_cost(op: Op, device: Device, spec: Spec, result: int) -> StepCost:
-    form = product_form(spec)
-    assert form is not None
-    size = itemsize(op.dtype)
-    batch, m, n, k = form.sizes
-    flops, moved = spec_flops(spec), op.bytes_touched()
-    if not form.contracted:
-        return StepCost(flops, moved, 0, 0, picoseconds(device.seconds(0, moved, result, 1)))
-    copied = size * product_copies(form, spec, op.layouts or (None, None))
-    # Copies are made before the product begins, so the times add up.
-    seconds = (
-        max(flops / device.product_rate(m, n, k, op.dtype), device.moving_seconds(moved))
-        + device.moving_seconds(2 * copied)
-        + device.fresh_seconds(copied)
-        + device.fresh_seconds(result)
+    axes_of, needed = [term_axes(term) for term in spec.inputs], term_axes(spec.output)
+    scratch = size * sum(
+        math.prod(spec.shape(axes))
+        for term, axes in zip(spec.terms, (*axes_of, needed), strict=True)
+        if term_gathers(term)
     )
-    seconds += device.launch_seconds + (batch * device.matrix_seconds if batch > 1 else 0)
-    return StepCost(flops, moved + 2 * copied, copied, copied, picoseconds(seconds))
+    batch = math.prod(spec.shape(tuple(axis for axis in needed if all(axis in axes for axes in axes_of))))
+    work = work._replace(rate=device.flop_rate, moved=touched + 2 * scratch, launches=4, matrices=batch)
+    return [work._replace(scratch=scratch, fresh=(result, scratch))]
 
 
 def stock_rows(
@@ -233,7 +201,7 @@ def stock_rows(
     guard: Callable[..., tuple[Any, ...]],
     views: bool = True,
     skip: Sequence[str] = (),
-    cost: Callable[[Op, Device], StepCost] = stock_cost,
+    work: Callable[[Op, Device], list[Work]] = stock_work,
     layouts: Callable[[Op], tuple[Layout | None, ...]] | None = None,
 ) -> list[Implementation]:
     """Return the rows that every backend starts from; between them they run every op.
@@ -244,7 +212,7 @@ def stock_rows(
         guard: runs a `Guard`.
         views: whether permuted arrays and diagonals share storage with their input.
         skip: kinds for which the backend has other rows.
-        cost: the cost of a step.
+        work: what a step does.
         layouts: the layouts of a step's results in memory; None if arrays have no strides.
     """
 
@@ -256,6 +224,9 @@ def stock_rows(
 
     def run(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
         return prepare(op)(inputs, index)
+
+    def cost(op: Op, device: Device) -> StepCost:
+        return device.price(*work(op, device))
 
     asked: tuple[Op | None, str] = (None, "")
 

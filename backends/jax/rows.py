@@ -16,27 +16,27 @@ from planner.backends.common.kernel_rows import (
     Kernels,
     PoolKernels,
     flattened_bytes,
-    group_sizes,
     kernel_rows,
+    pool_function,
     views_of,
 )
 from planner.backends.common.stock_layout import matrix_copies
-from planner.backends.common.stock_rows import picoseconds, stock_cost, stock_kind, stock_rows
+from planner.backends.common.stock_rows import stock_kind, stock_rows, stock_work
 from planner.backends.jax.guards import run_guard
 from planner.backends.jax.ops import OPS, spread
 from planner.backends.jax.products import count_copied, count_reordered, fused_takes
-from planner.backends.jax.tiled import tiled_cost
+from planner.backends.jax.tiled import tiled_work
 from planner.cost.device import Device
-from planner.cost.figures import StepCost
+from planner.cost.figures import Work
 from planner.kernels.gathered_dot import jax_pooled
 from planner.kernels.grouped_matmul import jax_grouped, pallas_tiles
 from planner.kernels.grouping import jax_grouping
 from planner.kernels.grouping.jax_grouping import accumulator
 from planner.language.dtypes import itemsize
 from planner.language.spec import term_gathers
-from planner.program.forms import GroupedForm, PooledForm, grouped_form, pooled_form, product_form
-from planner.program.implementations import MASK, Implementation, Table
-from planner.program.ops import Einsum, Guard, JointGradient, Op, joint_elements, spec_flops
+from planner.program.forms import GroupedForm, PooledForm, ProductForm, product_form
+from planner.program.implementations import MASK, Table, form_row
+from planner.program.ops import Einsum, Guard, JointGradient, Op, joint_elements
 from planner.program.program import Step
 
 __all__ = ["fuses", "make_table"]
@@ -56,42 +56,32 @@ _REORDERED, _SUMMED = 2e-9, 1.5e-9
 _SUMMED_SMALL = (5e-10, 1e-8, 1.3e-7)
 
 
-def _stock_cost(op: Op, device: Device) -> StepCost:
-    """Return the stock cost, corrected for XLA's copies and its rate on products of few rows, columns or terms."""
-    cost = stock_cost(op, device)
+def _stock_work(op: Op, device: Device) -> list[Work]:
+    """Return the stock work, corrected for XLA's copies and its rate on products of few rows, columns or terms."""
+    parts, kind, size = stock_work(op, device), stock_kind(op), itemsize(op.dtype)
     if device.kind != "cpu" or not isinstance(op, Einsum):
-        return cost
-    if stock_kind(op) != "matmul":
-        more = count_copied(op.spec) * itemsize(op.dtype)
-        fused = fused_takes(op.spec) * itemsize(op.dtype) if stock_kind(op) == "take, multiply, add" else 0
+        return parts
+    if kind != "matmul":
+        copied = count_copied(op.spec) * size
+        fused = fused_takes(op.spec) * size if kind == "take, multiply, add" else 0
         # A segment sum reads index arrays in range from memory. In a take XLA computes them element by element.
         index = 4 * sum(math.prod(op.spec.shape(gather.axes)) for gather in set(term_gathers(op.spec.output)))
-        return cost._replace(
-            bytes_moved=cost.bytes_moved + 2 * more,
-            copied_bytes=cost.copied_bytes + more,
-            scratch_bytes=cost.scratch_bytes + more + index - fused,
-            picoseconds=cost.picoseconds + picoseconds(device.moving_seconds(2 * more)),
-        )
+        return [*parts, Work(moved=2 * copied, copied=copied, scratch=copied + index - fused)]
     form = product_form(op.spec)
     assert form is not None
     side = min(form.sizes[1:])
     rate = max(device.skinny_rate, device.flop_rate * side / (side + _HALF_RATE_SIDE))
+    at_rate = Work(op.flops(), rate, fresh=(op.result_bytes(),), launches=1)
+    slower = max(0.0, device.work_seconds(at_rate) - sum(map(device.work_seconds, parts)))
     copies = count_reordered(op.spec)
-    more = copies.elements * itemsize(op.dtype) - cost.copied_bytes
-    seconds = device.moving_seconds(2 * max(0, more)) + copies.apart * _REORDERED
-    result = math.prod(op.spec.output_shape) * itemsize(op.dtype)
-    product = cost.flops / rate + device.launch_seconds + device.fresh_seconds(result)
-    return cost._replace(
-        bytes_moved=cost.bytes_moved + 2 * more,
-        copied_bytes=cost.copied_bytes + more,
-        scratch_bytes=cost.scratch_bytes + more - copies.reused * itemsize(op.dtype),
-        picoseconds=max(cost.picoseconds, picoseconds(product)) + picoseconds(seconds),
-    )
+    more = copies.elements * size - sum(part.copied for part in parts)
+    seconds = slower + device.moving_seconds(2 * max(0, more)) + copies.apart * _REORDERED
+    return [*parts, Work(moved=2 * more, copied=more, scratch=more - copies.reused * size, seconds=seconds)]
 
 
-def _not_summed(op: Op) -> str | None:
-    """Return why a product is not better multiplied and summed element by element; None if it is."""
-    form = None if not isinstance(op, Einsum) else product_form(op.spec)
+def _find_summed(op: Op) -> ProductForm | str:
+    """Return the form of a product that is better multiplied and summed element by element, or why a step is none."""
+    form = product_form(op.spec) if isinstance(op, Einsum) else None
     if form is None or not form.contracted or op.dtype == "bool":
         return "the step is not a sum of products"
     if 1 not in form.sizes[1:3]:
@@ -99,20 +89,20 @@ def _not_summed(op: Op) -> str | None:
     first, second = ([e for e in term if op.spec.size(e) != 1] for term in op.spec.inputs)
     if [e for e in first if e in second] != [e for e in second if e in first]:
         return "one operand would be read across its order"  # 40 ns an element, measured on a slice of chain-ijkl
-    return None if count_reordered(op.spec).apart else "XLA's product copies nothing into another order"
+    return form if count_reordered(op.spec).apart else "XLA's product copies nothing into another order"
 
 
-def _summed_cost(op: Op, device: Device) -> StepCost:
-    elements, result = joint_elements(op.spec), math.prod(op.spec.output_shape) * itemsize(op.dtype)
+def _summed_work(op: Op, form: ProductForm, device: Device) -> list[Work]:
+    elements = joint_elements(op.spec)
     inner = [op.spec.size(e) for e in max(op.spec.inputs, key=len) if op.spec.size(e) > 1][-2:]
     counts = (elements, elements / math.prod(inner[-1:]), elements / math.prod(inner))
     small = sum(count * each for count, each in zip(counts, _SUMMED_SMALL, strict=True))
-    seconds = max(elements * _SUMMED, small, device.moving_seconds(op.bytes_touched()))
-    seconds += device.fresh_seconds(result) + device.launch_seconds
-    return StepCost(spec_flops(op.spec), op.bytes_touched(), 0, 0, picoseconds(seconds))
+    moved = op.bytes_touched()
+    seconds = max(elements * _SUMMED, small, device.moving_seconds(moved))
+    return [Work(op.flops(), moved=moved, fresh=(op.result_bytes(),), launches=1, seconds=seconds)]
 
 
-def _run_summed(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+def _run_summed(op: Op, form: ProductForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     """Multiply in the order of the operand with more axes, so that XLA copies none of it, and sum in the same loop."""
     a, b = inputs
     numbers = {axis: number for number, (axis, _) in enumerate(op.spec.sizes)}
@@ -156,80 +146,57 @@ def _turned_bytes(op: Op, form: PooledForm) -> int:
     return turned
 
 
-def _grouped_cost(op: Op, device: Device) -> StepCost:
-    form = grouped_form(op.spec)
-    assert isinstance(form, GroupedForm)
-    n, i, j, k = group_sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
-    g = form.gather.size or 0
-    shape = pallas_tiles.TPU if device.kind == "tpu" else pallas_tiles.GPU if device.capability == 90 else None
-    if shape is not None and shape.takes(n, i, g, j, k, op.dtype, sums=isinstance(op, JointGradient) or form.outer):
-        copied = flattened_bytes(op, form) + _reshaped_bytes(op, form)
-        return tiled_cost(op, form, (n, i, g, j, k), shape, device, copied)
-    sizes = (n, i, g, j, k, op.dtype)
-    if isinstance(op, JointGradient):
-        loop = jax_grouped.gradients_scratch_bytes(*sizes)
-    elif form.outer:
-        loop = jax_grouped.outer_scratch_bytes(*sizes)
-    else:
-        targets = None if form.rows_out == form.gather.axes else group_sizes(op.spec, form.rows_out)[0]
-        loop = jax_grouped.matmul_scratch_bytes(*sizes, targets)
+def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
+    (n, i, g, j, k), pair = form.sizes, isinstance(op, JointGradient)
     copied = flattened_bytes(op, form) + _reshaped_bytes(op, form)
+    shape = pallas_tiles.TPU if device.kind == "tpu" else pallas_tiles.GPU if device.capability == 90 else None
+    if shape is not None and shape.takes(*form.sizes, op.dtype, sums=pair or form.outer):
+        return tiled_work(op, form, shape, device, copied)
+    what = "gradients" if pair else "outer" if form.outer else "matmul"
+    loop = jax_grouped.scratch_bytes(what, form.sizes, op.dtype, form.targets)
     # Besides the sorted order: a map of rows for each operand or result that has only some of the row axes.
-    maps = sum(rows != form.gather.axes for rows in (form.rows_a, form.rows_b if form.outer else form.rows_out))
-    scratch = 4 * (n + g + 1) + 8 * n * maps + max(jax_grouping.scratch_bytes(n, g), loop) + copied
-    flops = spec_flops(op.spec) * op.products
-    moved = op.bytes_touched()
+    scratch = 4 * (n + g + 1) + 8 * n * form.maps + max(jax_grouping.scratch_bytes(n, g), loop)
     # Measured on seed 000: sorting and addressing a row, filling the result, products on padded lanes, moving lanes.
     lanes = 1.28 * n * i
-    seconds = (
-        70e-9 * n + 1.8e-9 * n * i * k + lanes * (2 * j * k / 46e9 + 0.8e-9 * (j + k)) + 20 * device.launch_seconds
-    )
-    if isinstance(op, JointGradient):
-        seconds *= 1.8
-    seconds += device.moving_seconds(2 * copied)
-    return StepCost(flops, moved + 2 * copied, copied, scratch, picoseconds(seconds))
+    seconds = 70e-9 * n + 1.8e-9 * n * i * k + lanes * (2 * j * k / 46e9 + 0.8e-9 * (j + k))
+    loops = 1.8 if pair else 1
+    return [
+        Work(op.flops(), moved=op.bytes_touched(), scratch=scratch, launches=20 * loops, seconds=loops * seconds),
+        Work(moved=2 * copied, copied=copied, scratch=copied),
+    ]
 
 
-def _pooled_cost(names: str, op: Op, device: Device) -> StepCost:
-    form = pooled_form(op.spec)
-    assert isinstance(form, PooledForm)
-    b, q, k, d = group_sizes(op.spec, form.batch, form.queries, form.chosen, form.depth)
-    m = form.gather.size or 0
-    products = op.products
-    scores = not isinstance(op, JointGradient) and form.scores == 2
-    what = (
-        "gradients"
-        if isinstance(op, JointGradient)
-        else "scores"
-        if scores
-        else f"{'pool' if form.place == 2 else 'query'}_gradient"
-    )
-    chosen, moved, size = b * q * k, op.bytes_touched(), itemsize(op.dtype)
+def _pooled_work(names: str, op: Op, form: PooledForm, device: Device) -> list[Work]:
+    (b, q, m, d, k), products, size = form.sizes, op.products, itemsize(op.dtype)
+    what, chosen, moved = pool_function(op, form), b * q * k, op.bytes_touched()
+    scores = what == "scores"
+    copied = flattened_bytes(op, form)
     # Nanoseconds measured on seed 003. For gradients both operands' were measured, and half of it is taken for one.
     if names == "pooled":
         flops, dense = products * 2 * b * q * m * d, b * q * m * d / 32
         seconds = 0.8e-9 * dense + 1.4e-9 * chosen if scores else products * (0.55e-9 * dense + 0.7e-9 * chosen)
-        scratch = jax_pooled.pooled_scratch_bytes(what, b, q, m, d, k, op.dtype)
+        seconds += b * (1e-6 if scores else 2.2e-6)
+        scratch = jax_pooled.pooled_scratch_bytes(what, form.sizes, op.dtype)
+        masked = what in ("gradients", "query_gradient")  # the pool may hold NaN, see `guards`
+        copied += _reshaped_bytes(op, form, flat=scores) + _turned_bytes(op, form) + masked * b * m * d * size
     else:
         flops, taken = products * 2 * chosen * d, chosen * d
         moved += taken * size
         fits = (1 if scores else 2) * taken * size < device.fresh_bytes
         each = (0.55e-9 if fits else 3.2e-9) if scores else products * (0.6e-9 if fits else 1.4e-9)
         seconds = taken * each
-        scratch = jax_pooled.gathered_scratch_bytes(what, b, q, m, d, k, op.dtype)
-    fused = names == "gathered" and what == "query_gradient" and q == k == 1
-    copied = flattened_bytes(op, form) + (0 if fused else _reshaped_bytes(op, form, flat=scores and names == "pooled"))
-    if names == "pooled":
-        seconds += b * (1e-6 if scores else 2.2e-6)
-        masked = what in ("gradients", "query_gradient")  # the pool may hold NaN, see `guards`
-        copied += _turned_bytes(op, form) + masked * b * m * d * size
-    seconds += device.moving_seconds(2 * copied) + 10 * device.launch_seconds
-    return StepCost(flops, moved + 2 * copied, copied, scratch + copied, picoseconds(seconds))
+        scratch = jax_pooled.gathered_scratch_bytes(what, form.sizes, op.dtype)
+        fused = what == "query_gradient" and q == k == 1
+        copied += 0 if fused else _reshaped_bytes(op, form)
+    return [
+        Work(flops, moved=moved, scratch=scratch, launches=10, seconds=seconds),
+        Work(moved=2 * copied, copied=copied, scratch=copied),
+    ]
 
 
 def _pool(names: str) -> PoolKernels:
     functions = {what: getattr(jax_pooled, f"{names}_{what}") for what in POOL_FUNCTIONS}
-    return PoolKernels(**functions, cost=partial(_pooled_cost, names))
+    return PoolKernels(**functions, work=partial(_pooled_work, names))
 
 
 def _cast(x: Any, dtype: str) -> Any:
@@ -244,11 +211,11 @@ def make_table(grouped: Any = jax_grouped) -> Table:
         grouped.grouped_matmul,
         grouped.grouped_outer,
         grouped.grouped_gradients,
-        _grouped_cost,
+        _grouped_work,
         {WHOLE_POOL: _pool("pooled"), "take, then dot": _pool("gathered")},
     )
-    summed = Implementation("multiply, then sum", _not_summed, _summed_cost, _run_summed, kinds=("cpu",))
-    return Table([*stock_rows(OPS, _cast, run_guard, views=False, cost=_stock_cost), summed, *kernel_rows(kernels)])
+    summed = form_row("multiply, then sum", _find_summed, _summed_work, _run_summed, kinds=("cpu",))
+    return Table([*stock_rows(OPS, _cast, run_guard, views=False, work=_stock_work), summed, *kernel_rows(kernels)])
 
 
 # Implementations whose values XLA computes inside the steps that read them, and those that it computes such values in.

@@ -13,9 +13,9 @@ from planner.backends.common.indices import PreparedIndex, check_index_dtype, nu
 from planner.backends.common.masks import guard_run, widen_operands
 from planner.backends.common.run import prepare_program, run_loop
 from planner.backends.common.stock import Product, matmul_product
-from planner.backends.common.stock_rows import picoseconds, runs_of, stock_cost, stock_kind, stock_rows
+from planner.backends.common.stock_rows import runs_of, stock_kind, stock_rows, stock_work
 from planner.cost.device import CPU, Device
-from planner.cost.figures import StepCost
+from planner.cost.figures import Work
 from planner.cost.rates import load_rates
 from planner.language.dtypes import accumulator
 from planner.language.errors import PlannerError
@@ -84,17 +84,16 @@ def _finite(x: Any) -> bool:
 _RUN_SECONDS, _ELEMENT_SECONDS, _SUM_SECONDS = 16e-9, 0.3e-9, 25e-9
 
 
-def _cost(op: Op, device: Device) -> StepCost:
-    """Return the cost of a step: elementwise products and sums go through one run after another, on one core."""
-    cost, kind = stock_cost(op, device), stock_kind(op)
+def _work(op: Op, device: Device) -> list[Work]:
+    """Return what a step does: elementwise products and sums go through one run after another, on one core."""
+    parts, kind, spec = stock_work(op, device), stock_kind(op), op.spec
     if kind not in ("multiply", "sum"):
-        return cost
-    spec = op.spec
+        return parts
     order, terms = (spec.output, spec.inputs) if kind == "multiply" else (spec.inputs[0], [spec.output])
     runs, in_a_term = runs_of(term_axes(order), terms, spec)
     rows, elements = math.prod(runs[:-1]), math.prod(runs)
     seconds = rows * (_RUN_SECONDS if in_a_term else _SUM_SECONDS) + elements * _ELEMENT_SECONDS * in_a_term
-    return cost._replace(picoseconds=cost.picoseconds + picoseconds(seconds))
+    return [*parts, Work(seconds=seconds)]
 
 
 class NumpyBackend(Backend):
@@ -104,7 +103,7 @@ class NumpyBackend(Backend):
 
     def __init__(self) -> None:
         self.ops = OPS
-        self.table = Table(stock_rows(OPS, lambda x, dtype: x.astype(dtype), guard_run(OPS, _finite), cost=_cost))
+        self.table = Table(stock_rows(OPS, lambda x, dtype: x.astype(dtype), guard_run(OPS, _finite), work=_work))
 
     def operand(self, array: Any) -> Operand:
         """Describe a NumPy array."""

@@ -19,28 +19,25 @@ import torch
 
 from planner.backends.common.kernel_rows import (
     POOL_FUNCTIONS,
-    CostOf,
     Kernels,
     PoolKernels,
-    Refusal,
     flattened_bytes,
-    group_sizes,
     kernel_rows,
+    pool_function,
 )
-from planner.backends.common.stock_rows import picoseconds
 from planner.backends.torch.ops import OPS
 from planner.backends.torch.products import copied_form
 from planner.cost.device import Device
-from planner.cost.figures import StepCost
+from planner.cost.figures import Work
 from planner.cost.layout import flattens
 from planner.kernels.grouped_matmul import torch_grouped_mm
 from planner.kernels.grouping import torch_grouping
 from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, covers_pair, tiles_of
 from planner.language.dtypes import itemsize
-from planner.language.spec import Gather, Spec, Term, term_gathers
-from planner.program.forms import GroupedForm, PooledForm, grouped_form, pooled_form, product_form
-from planner.program.implementations import Implementation
-from planner.program.ops import Einsum, JointGradient, Op, spec_flops
+from planner.language.spec import Gather, Term, term_gathers
+from planner.program.forms import GroupedForm, PooledForm, ProductForm, grouped_form, pooled_form, product_form
+from planner.program.implementations import Implementation, form_row
+from planner.program.ops import Einsum, JointGradient, Op
 
 __all__ = ["DTYPES", "LAUNCHES", "TABLES", "cuda_kernels", "cuda_rows", "grouped_mm_kernels"]
 
@@ -64,48 +61,57 @@ def _kernel(module: str, name: str, **options: Any) -> Callable[..., Any]:
     return call
 
 
-def _grouped_cost(op: Op, device: Device) -> StepCost:
-    form = grouped_form(op.spec)
-    assert isinstance(form, GroupedForm)
-    n, i, j, k = group_sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
-    g, size = form.gather.size or 0, itemsize(op.dtype)
-    flops = spec_flops(op.spec) * op.products
-    copied = flattened_bytes(op, form)
+def _rate(device: Device, sides: tuple[int, int, int], dtype: str) -> float:
+    """Return the FLOP/s of the kernel for a product of these rows, columns and terms."""
+    return device.product_rate(*sides, dtype=dtype) / _SLOWER
+
+
+def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
+    (n, i, g, j, k), size = form.sizes, itemsize(op.dtype)
+    copied, pair = flattened_bytes(op, form), isinstance(op, JointGradient)
     # Bytes of the order and the starts of groups, of the sort's keys and sorted keys, and of four tables of tiles.
-    tables = 24 * n + TABLES * (g + 2)
-    mapped = form.rows_b if form.outer else form.rows_out
-    tables += sum(8 * n for rows in (form.rows_a, mapped) if rows != form.gather.axes)
-    if not (form.outer or isinstance(op, JointGradient)) and mapped != form.gather.axes:
+    tables = 24 * n + TABLES * (g + 2) + 8 * n * form.maps
+    if form.targets is not None:
         # The products of rows are added up in the order of their targets, which needs a second sort.
         tables += n * i * k * max(4, size) + 40 * n + math.prod(op.output_shapes[0]) * (4 if size < 4 else 0)
-    fused = isinstance(op, JointGradient) and covers_pair(j, k)
+    fused = pair and covers_pair(j, k)
     cut = PAIR_TERMS if fused else _CUT
-    parts = 2 * (n * i // cut) * j * k * max(4, size) if form.outer or isinstance(op, JointGradient) else 0
+    parts = 2 * (n * i // cut) * j * k * max(4, size) if form.outer or pair else 0
     moved = op.bytes_touched() + 2 * copied + 16 * n
-    if isinstance(op, JointGradient) and not fused:
+    if pair and not fused:
         moved += n * i * k * size  # the output's gradient is read twice
-    rate = device.product_rate(max(1, n * i // max(1, min(g, n))), j, k, op.dtype)
-    seconds = max(_SLOWER * flops / rate, device.moving_seconds(moved))
-    seconds += n * device.sort_row_seconds + LAUNCHES * (op.products - fused) * device.launch_seconds
-    return StepCost(flops, moved, copied, copied + tables + parts, picoseconds(seconds))
+    return [
+        Work(
+            op.flops(),
+            _rate(device, form.sides, op.dtype),
+            moved,
+            copied,
+            copied + tables + parts,
+            launches=LAUNCHES * (op.products - fused),
+            sorted=n,
+        )
+    ]
 
 
-def _pooled_cost(op: Op, device: Device) -> StepCost:
-    form = pooled_form(op.spec)
-    assert isinstance(form, PooledForm)
-    b, q, k, d = group_sizes(op.spec, form.batch, form.queries, form.chosen, form.depth)
-    chosen, size = b * q * k, itemsize(op.dtype)
-    flops = spec_flops(op.spec) * op.products
-    copied = flattened_bytes(op, form)
-    sorts = isinstance(op, JointGradient) or form.place == 2
+def _pooled_work(op: Op, form: PooledForm, device: Device) -> list[Work]:
+    (b, q, m, d, k), size = form.sizes, itemsize(op.dtype)
+    chosen, copied, function = b * q * k, flattened_bytes(op, form), pool_function(op, form)
+    sorts = function in ("pool_gradient", "gradients")
     # The rows that keys name; where queries begin; the sort of the keys; the query of each key.
     scratch = 8 * chosen + TABLES * (b * q + 2)
-    scratch += 8 * 5 * chosen + TABLES * (b * (form.gather.size or 0) + 2) if sorts else 0
-    scratch += 2 * (chosen // _CUT) * d * max(4, size) if isinstance(op, JointGradient) or form.scores != 2 else 0
-    moved = op.bytes_touched() + 2 * copied + op.products * chosen * d * size + 8 * chosen
-    seconds = max(flops / device.product_rate(d, d, d, op.dtype), device.moving_seconds(moved))
-    seconds += sorts * chosen * device.sort_row_seconds + LAUNCHES * op.products * device.launch_seconds
-    return StepCost(flops, moved, copied, scratch + copied, picoseconds(seconds))
+    scratch += 8 * 5 * chosen + TABLES * (b * m + 2) if sorts else 0
+    scratch += 2 * (chosen // _CUT) * d * max(4, size) if function != "scores" else 0
+    return [
+        Work(
+            op.flops(),
+            device.product_rate(d, d, d, op.dtype),
+            op.bytes_touched() + 2 * copied + op.products * chosen * d * size + 8 * chosen,
+            copied,
+            scratch + copied,
+            launches=LAUNCHES * op.products,
+            sorted=sorts * chosen,
+        )
+    ]
 
 
 def _other_dtype(op: Op) -> str | None:
@@ -120,7 +126,7 @@ def cuda_kernels(tiling: str = "") -> Kernels:
         return _kernel("grouped_matmul.triton_grouped", "grouped_outer", **tiled)(a, b, groups, source_a, source_b)
 
     pool = PoolKernels(
-        **{name: _kernel("gathered_dot.triton_pooled", name, **tiled) for name in POOL_FUNCTIONS}, cost=_pooled_cost
+        **{name: _kernel("gathered_dot.triton_pooled", name, **tiled) for name in POOL_FUNCTIONS}, work=_pooled_work
     )
     return Kernels(
         OPS,
@@ -128,7 +134,7 @@ def cuda_kernels(tiling: str = "") -> Kernels:
         _kernel("grouped_matmul.triton_grouped", "grouped_matmul", **tiled),
         outer,
         _kernel("grouped_matmul.triton_grouped", "grouped_gradients", **tiled),
-        _grouped_cost,
+        _grouped_work,
         {f"gathered dot{label}": pool},
         # As on a CPU: a backward program passes conjugated operands. Here all operands are real.
         hand_over=torch.conj,
@@ -138,14 +144,11 @@ def cuda_kernels(tiling: str = "") -> Kernels:
     )
 
 
-def _not_strided(op: Op) -> str | None:
-    return "torch multiplies the operands as they lie" if copied_form(op) is None else None
+def _find_strided(op: Op) -> ProductForm | str:
+    return copied_form(op) or "torch multiplies the operands as they lie"
 
 
-def _strided_cost(op: Op, device: Device) -> StepCost:
-    form = copied_form(op)
-    assert form is not None
-    _, m, n, k = form.sizes
+def _strided_work(op: Op, form: ProductForm, device: Device) -> list[Work]:
     terms = zip(op.spec.terms, form.matrices, (*(op.layouts or (None, None)), None), strict=True)
     # A group that has no single stride needs a table of positions, which is computed from two more tables.
     tables = sum(
@@ -154,15 +157,12 @@ def _strided_cost(op: Op, device: Device) -> StepCost:
         for group in groups
         if not flattens(term, layout, [group], op.spec)
     )
-    flops, moved = spec_flops(op.spec), op.bytes_touched() + 2 * tables
-    seconds = max(_SLOWER * flops / device.product_rate(m, n, k, op.dtype), device.moving_seconds(moved))
+    moved, rate = op.bytes_touched() + 2 * tables, _rate(device, form.sizes[1:], op.dtype)
     # Each table is made in a few launches.
-    return StepCost(flops, moved, 0, tables, picoseconds(seconds + (1 + 6 * bool(tables)) * device.launch_seconds))
+    return [Work(op.flops(), rate, moved, scratch=tables, launches=1 + 6 * bool(tables))]
 
 
-def _run_strided(tiling: str, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    form = product_form(op.spec)
-    assert form is not None
+def _run_strided(tiling: str, op: Op, form: ProductForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     out = inputs[0].new_empty(op.spec.output_shape)
     dims: list[list[list[int]]] = []  # of each array, by group of axes
     for term, groups in zip(op.spec.terms, form.matrices, strict=True):
@@ -174,45 +174,35 @@ def _run_strided(tiling: str, op: Op, inputs: Sequence[Any], index: Any) -> tupl
     return (out,)
 
 
-def _summed_gather(spec: Spec) -> Gather | None:
-    """Return the bracket of a step that only adds rows up by one index array; None for any other step."""
-    (*inputs,), out = spec.inputs, spec.output
+def _find_summed(op: Op) -> Gather | str:
+    """Return the bracket of a step that only adds rows up by one index array, or why a step is none."""
+    refusal = "the step does not add rows up by one index array"
+    (*inputs,), out = op.spec.inputs, op.spec.output
     gathers = term_gathers(out)
-    if len(inputs) != 1 or len(gathers) != 1 or term_gathers(inputs[0]):
-        return None
+    if not isinstance(op, Einsum) or len(inputs) != 1 or len(gathers) != 1 or term_gathers(inputs[0]):
+        return refusal
     (gather,) = gathers
     axes = [*gather.axes, *(e for e in out if e != gather)]
     once = len(set(axes)) == len(axes) == len(inputs[0]) and set(axes) == set(inputs[0])
-    return gather if once and gather.axes else None
+    return gather if once and gather.axes else refusal
 
 
-def _not_summed(op: Op) -> str | None:
-    if not isinstance(op, Einsum) or _summed_gather(op.spec) is None:
-        return "the step does not add rows up by one index array"
-    return None
-
-
-def _summed_cost(op: Op, device: Device) -> StepCost:
-    gather = _summed_gather(op.spec)
-    assert gather is not None
-    (n,), size = group_sizes(op.spec, gather.axes), itemsize(op.dtype)
+def _summed_work(op: Op, gather: Gather, device: Device) -> list[Work]:
+    n, size = math.prod(op.spec.shape(gather.axes)), itemsize(op.dtype)
     columns = math.prod(op.spec.shape(op.spec.inputs[0])) // max(1, n)
     tables = 24 * n + TABLES * ((gather.size or 0) + 2) + 2 * (n // _CUT) * columns * max(4, size)
     moved = op.bytes_touched() + 16 * n
-    seconds = device.moving_seconds(moved) + n * device.sort_row_seconds + LAUNCHES * device.launch_seconds
-    return StepCost(spec_flops(op.spec), moved, 0, tables, picoseconds(seconds))
+    return [Work(op.flops(), moved=moved, scratch=tables, launches=LAUNCHES, sorted=n)]
 
 
-def _run_summed(kernels: Kernels, op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    ((x,), (term,)), gather = (inputs, op.spec.inputs), _summed_gather(op.spec)
-    assert gather is not None
+def _run_summed(kernels: Kernels, op: Op, gather: Gather, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    (x,), (term,) = inputs, op.spec.inputs
     out, rest = x.new_empty(op.spec.output_shape), [str(e) for e in op.spec.output if e != gather]
     rows = _kernel("segment_sum.triton_sum", "Rows.of")
     source = rows(x, [term.index(e) for e in gather.axes], [term.index(e) for e in rest])
     target = rows(out, [op.spec.output.index(gather)], [op.spec.output.index(e) for e in rest])
-    _kernel("segment_sum.triton_sum", "sum_rows")(
-        source, target, group_sizes(op.spec, rest)[0], kernels.groups(gather, index)
-    )
+    columns = math.prod(op.spec.shape(tuple(rest)))
+    _kernel("segment_sum.triton_sum", "sum_rows")(source, target, columns, kernels.groups(gather, index))
     return (out,)
 
 
@@ -220,15 +210,15 @@ def _products(op: Op) -> list[tuple[str, int, int, int]]:
     """Return the products of a step as arguments of `planner.kernels.tiled_product.triton_tiles.tiles_of`."""
     grouped, pooled = grouped_form(op.spec), pooled_form(op.spec)
     if isinstance(grouped, GroupedForm):
-        n, i, j, k = group_sizes(op.spec, grouped.gather.axes, grouped.inner, grouped.left, grouped.right)
-        each = max(1, n * i // max(1, grouped.gather.size or 0))
+        n, i, g, j, k = grouped.sizes
+        each = max(1, n * i // max(1, g))
         if isinstance(op, JointGradient) and covers_pair(j, k):
             return [("pair", j, k, each)]
         rows, terms = ("rows", each, k, j), ("terms", j, k, each)
         return [("rows", each, j, k), terms] if isinstance(op, JointGradient) else [terms if grouped.outer else rows]
     if isinstance(pooled, PooledForm):
-        b, q, k, d = group_sizes(op.spec, pooled.batch, pooled.queries, pooled.chosen, pooled.depth)
-        each = max(1, q * k // max(1, pooled.gather.size or 0))
+        _, q, m, d, k = pooled.sizes
+        each = max(1, q * k // max(1, m))
         return [("rows", k, 1, d), ("terms", 1, d, k), ("terms", 1, d, each)]
     form = product_form(op.spec)
     return [] if form is None else [("plain", *form.sizes[1:])]
@@ -248,20 +238,13 @@ def cuda_rows() -> list[Implementation]:
     """Return the rows for CUDA cards, in the default tiling and in the others."""
     kernels = cuda_kernels()
 
-    def row(name: str, refuses: Refusal, cost: CostOf, run: Any) -> Implementation:
-        return Implementation(
-            name,
-            lambda op: refuses(op) or kernels.refuses(op),
-            cost,
-            run,
-            kinds=kernels.kinds,
-            layouts=lambda op: (None,),
-        )
+    def row(name: str, find: Callable[[Op], Any], work: Callable[..., list[Work]], run: Any) -> Implementation:
+        return form_row(name, find, work, run, lambda op, form: (None,), kernels.refuses, kinds=kernels.kinds)
 
     def tiled(tiling: str = "") -> list[Implementation]:
         rows = kernel_rows(cuda_kernels(tiling), strided=True)
         name = f"matmul without copies, Triton{', ' * bool(tiling)}{tiling}"
-        return [*rows, row(name, _not_strided, _strided_cost, partial(_run_strided, tiling))]
+        return [*rows, row(name, _find_strided, _strided_work, partial(_run_strided, tiling))]
 
     def refuses(default: Implementation, tiling: str, op: Op) -> str | None:
         return default.supports(op) or _same_tiles(tiling, op)
@@ -271,24 +254,23 @@ def cuda_rows() -> list[Implementation]:
         for default, variant in zip(rows, tiled(tiling), strict=True):
             supports = partial(refuses, default, tiling)
             variants.append(dataclasses.replace(variant, variant_of=default.name, supports=supports))
-    return [*rows, row("segment sum, Triton", _not_summed, _summed_cost, partial(_run_summed, kernels)), *variants]
+    return [*rows, row("segment sum, Triton", _find_summed, _summed_work, partial(_run_summed, kernels)), *variants]
 
 
 def _refuse_grouped_mm(op: Op) -> str | None:
     """Return why torch's `grouped_mm` cannot run a step: it needs strides in multiples of 16 bytes, and few groups."""
     form = grouped_form(op.spec)
     assert isinstance(form, GroupedForm)
-    n, i, j, k = group_sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
+    n, i, g, j, k = form.sizes
     if op.dtype != "bfloat16":
         return f"torch's grouped_mm does not multiply {op.dtype} without looking at the groups' sizes"
-    if not 0 < (form.gather.size or 0) < 1024:
+    if not 0 < g < 1024:
         return "torch's grouped_mm takes 1 to 1,023 groups"
     if not 0 < n * i < 2**31:
         return "torch's grouped_mm takes 1 to 2^31 - 1 rows"
     if not j * k or j % 8 or k % 8:
         return "torch's grouped_mm takes matrices whose sides are multiples of 8"
-    mapped = form.rows_b if form.outer else form.rows_out
-    if form.rows_a != form.gather.axes or mapped != form.gather.axes:
+    if form.maps:
         return "rows are shared or summed"
     if not form.outer and not _lie_in_order(op, form):
         return "torch's grouped_mm takes matrices that lie one after the other"
@@ -306,22 +288,18 @@ def _lie_in_order(op: Op, form: GroupedForm) -> bool:
     return any([e for e in wanted if op.spec.size(e) != 1] == order for wanted in orders)
 
 
-def _grouped_mm_cost(op: Op, device: Device) -> StepCost:
-    form = grouped_form(op.spec)
-    assert isinstance(form, GroupedForm)
-    n, i, j, k = group_sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
-    g, size = form.gather.size or 0, itemsize(op.dtype)
-    flops = spec_flops(op.spec) * op.products
+def _grouped_mm_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
+    (n, i, g, j, k), size = form.sizes, itemsize(op.dtype)
     # Rows of two arrays are taken in the order of their groups; a joint gradient takes rows of three.
     rows = n * i * (j + k) * size
     taken = rows + (n * i * j * size if isinstance(op, JointGradient) else 0)
     tables = 24 * n + TABLES * (g + 2) + 9 * n * i
-    moved = op.bytes_touched() + 2 * taken + 16 * n
-    rate = device.product_rate(max(1, n * i // max(1, min(g, n))), j, k, op.dtype)
-    seconds = max(flops / rate, device.moving_seconds(op.bytes_touched())) + device.moving_seconds(2 * taken)
-    seconds += n * device.sort_row_seconds + LAUNCHES * op.products * device.launch_seconds
-    copied = flattened_bytes(op, form)
-    return StepCost(flops, moved, copied, copied + rows + tables, picoseconds(seconds))
+    copied, rate = flattened_bytes(op, form), device.product_rate(*form.sides, dtype=op.dtype)
+    return [
+        Work(moved=16 * n, sorted=n, seconds=0.0),
+        Work(moved=2 * taken, scratch=rows),
+        Work(op.flops(), rate, op.bytes_touched(), copied, copied + tables, launches=LAUNCHES * op.products),
+    ]
 
 
 def grouped_mm_kernels() -> Kernels:
@@ -338,7 +316,7 @@ def grouped_mm_kernels() -> Kernels:
         matmul=matmul,
         outer=outer,
         gradients=torch_grouped_mm.grouped_gradients,
-        grouped_cost=_grouped_mm_cost,
+        grouped_work=_grouped_mm_work,
         pools={},
         refuses=_refuse_grouped_mm,
         capabilities=(90, 100),

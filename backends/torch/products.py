@@ -17,20 +17,19 @@ from torch import Tensor
 
 from planner.backends.common.stock import Product, viewing
 from planner.backends.common.stock_layout import product_copies
-from planner.backends.common.stock_rows import picoseconds, short_run_seconds
+from planner.backends.common.stock_rows import short_run_seconds
 from planner.backends.torch.ops import OPS, multiply
 from planner.cost.device import Device
-from planner.cost.figures import StepCost
+from planner.cost.figures import Work
 from planner.cost.layout import Layout, reordered, without
 from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, term_axes
 from planner.program.forms import ProductForm, product_form
-from planner.program.implementations import Implementation
-from planner.program.ops import Einsum, Op, joint_elements, spec_flops
+from planner.program.implementations import Implementation, form_row
+from planner.program.ops import Einsum, Op, joint_elements
 
 __all__ = ["copied_form", "product_rows"]
 
-ROUNDS = (*HALF_TYPES, "bool")
 # A product on all cores that is added to the result of the one before waits for it. Two products of 128 x 1024 x 128
 # took 25 us each longer than one of twice the terms, and sixteen took 50 us; 2 cores of an Intel Xeon at 2.8 GHz, torch
 # 2.13, 2026-11-22.
@@ -39,11 +38,20 @@ _WAIT_SECONDS = 25e-6
 
 def product_rows() -> list[Implementation]:
     """Return the rows."""
+
+    def row(name: str, find: Callable[[Op], Any], work: Any, run: Any, layouts: Any) -> Implementation:
+        return form_row(name, lambda op: _rounds(op) or find(op), work, run, layouts)
+
     return [
-        Implementation("matmul by slices", _not_sliced, _sliced_cost, _run_sliced, layouts=_sliced_layouts),
-        Implementation("batched matmul, then sum", _not_batched, _batched_cost, _run_batched, layouts=_batched_layouts),
-        Implementation("multiply, then sum", _not_summed, _summed_cost, _run_summed, layouts=_summed_layouts),
+        row("matmul by slices", _find_slices, _sliced_work, _run_sliced, _sliced_layouts),
+        row("batched matmul, then sum", _find_batch, _batched_work, _run_batched, _batched_layouts),
+        row("multiply, then sum", _find_vectors, _summed_work, _run_summed, _summed_layouts),
     ]
+
+
+def _rounds(op: Op) -> str | None:
+    """Return why partial results in the op's dtype cannot be added up: they would be rounded."""
+    return f"{op.dtype} would be rounded before it is summed" if op.dtype in (*HALF_TYPES, "bool") else None
 
 
 def copied_form(op: Op) -> ProductForm | None:
@@ -56,14 +64,15 @@ def copied_form(op: Op) -> ProductForm | None:
 
 
 @lru_cache(maxsize=16384)
-def _choose_slices(op: Op) -> tuple[str, ProductForm] | None:
+def _find_slices(op: Op) -> tuple[str, ProductForm] | str:
     """Return an axis along which the product needs no copy slice by slice, and the form of a slice's product.
 
     Slices along a summed axis are added up; slices along a row or column axis are parts of the result.
     """
+    refusal = "no one axis parts operands that cannot be viewed flat"
     form, sizes, layouts = copied_form(op), dict(op.spec.sizes), op.layouts or (None, None)
     if form is None or form.batch:
-        return None
+        return refusal
     for axis in sorted((*form.contracted, *form.left, *form.right), key=lambda axis: (sizes[axis], axis)):
         left, right, summed = (tuple(e for e in g if e != axis) for g in (form.left, form.right, form.contracted))
         m, n, k = (math.prod(sizes[e] for e in g) for g in (left, right, summed))
@@ -75,37 +84,23 @@ def _choose_slices(op: Op) -> tuple[str, ProductForm] | None:
         ]
         if part.contracted and not product_copies(part, inner, sliced):
             return axis, part
-    return None
+    return refusal
 
 
-def _not_sliced(op: Op) -> str | None:
-    if op.dtype in ROUNDS:
-        return f"{op.dtype} would be rounded between the slices"
-    return "no one axis parts operands that cannot be viewed flat" if _choose_slices(op) is None else None
-
-
-def _sliced_cost(op: Op, device: Device) -> StepCost:
-    choice = _choose_slices(op)
-    assert choice is not None
-    axis, part = choice
-    slices = dict(op.spec.sizes)[axis]
-    _, m, n, k = part.sizes
-    flops, result = spec_flops(op.spec), math.prod(op.spec.output_shape) * itemsize(op.dtype)
-    moved, accumulates = op.bytes_touched(), axis not in op.spec.output
-    if accumulates:
-        moved += 2 * slices * result
-    seconds = max(flops / device.product_rate(m, n, k, op.dtype), device.moving_seconds(moved)) + device.fresh_seconds(
-        result
-    )
+def _sliced_work(op: Op, slices: tuple[str, ProductForm], device: Device) -> list[Work]:
+    axis, form = slices
+    count, (_, m, n, k) = op.spec.size(axis), form.sizes
+    accumulates = axis not in op.spec.output
+    moved = op.bytes_touched() + 2 * count * op.result_bytes() * accumulates
+    work = Work(op.flops(), device.product_rate(m, n, k, op.dtype), moved, fresh=(op.result_bytes(),))
+    wait = 0.0
     if accumulates and device.kind == "cpu":  # a product that takes less time than the wait runs on one core
-        seconds += min(seconds, slices * _WAIT_SECONDS)
-    return StepCost(flops, moved, 0, 0, picoseconds(seconds + slices * device.launch_seconds))
+        wait = min(device.work_seconds(work), count * _WAIT_SECONDS)
+    return [work, Work(launches=count, seconds=wait)]
 
 
-def _run_sliced(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    choice = _choose_slices(op)
-    assert choice is not None
-    axis, part = choice
+def _run_sliced(op: Op, form: tuple[str, ProductForm], inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    axis, part = form
     sizes, (_, m, n, k) = dict(op.spec.sizes), part.sizes
     slices = []
     groups_of = ((part.left, part.contracted), (part.contracted, part.right))
@@ -128,23 +123,22 @@ def _run_sliced(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     return (shaped.permute([order.index(str(e)) for e in op.spec.output]),)
 
 
-def _sliced_layouts(op: Op) -> tuple[Layout | None, ...]:
-    choice = _choose_slices(op)
-    assert choice is not None
-    axis, part = choice
+def _sliced_layouts(op: Op, form: tuple[str, ProductForm]) -> tuple[Layout | None, ...]:
+    axis, part = form
     order = (*((axis,) if axis in op.spec.output else ()), *part.left, *part.right)
     return (reordered(order, op.spec.output, op.spec),)
 
 
 @lru_cache(maxsize=16384)
-def _choose_batch(op: Op) -> tuple[str, ProductForm, Spec] | None:
+def _find_batch(op: Op) -> tuple[str, ProductForm, Spec] | str:
     """Return a summed axis that can be a batch axis instead, so that no operand is copied, and the batched product.
 
     The batched product is summed over that axis afterwards.
     """
+    refusal = "no one summed axis parts operands that cannot be viewed flat"
     form, sizes, layouts = copied_form(op), dict(op.spec.sizes), op.layouts or (None, None)
     if form is None or len(form.contracted) < 2:
-        return None
+        return refusal
     for axis in sorted(form.contracted, key=lambda axis: (sizes[axis], axis)):
         rest = tuple(e for e in form.contracted if e != axis)
         together = tuple(str(e) for e in op.spec.inputs[0] if e in (axis, *form.batch))
@@ -154,79 +148,64 @@ def _choose_batch(op: Op) -> tuple[str, ProductForm, Spec] | None:
         wide = ProductForm(together, form.left, form.right, rest, counts)
         if sizes[axis] > 1 and not product_copies(wide, spec, layouts):
             return axis, wide, spec
-    return None
+    return refusal
 
 
-def _not_batched(op: Op) -> str | None:
-    if op.dtype in ROUNDS:
-        return f"{op.dtype} would be rounded before it is summed"
-    return "no one summed axis parts operands that cannot be viewed flat" if _choose_batch(op) is None else None
-
-
-def _batched_cost(op: Op, device: Device) -> StepCost:
-    choice = _choose_batch(op)
-    assert choice is not None
-    _, form, spec = choice
+def _batched_work(op: Op, batched: tuple[str, ProductForm, Spec], device: Device) -> list[Work]:
+    _, form, spec = batched
     batch, m, n, k = form.sizes
-    wide, result = (math.prod(shape) * itemsize(op.dtype) for shape in (spec.output_shape, op.spec.output_shape))
-    flops, touched = spec_flops(op.spec), op.bytes_touched()
-    seconds = max(flops / device.product_rate(m, n, k, op.dtype), device.moving_seconds(touched - result + wide))
-    seconds += device.fresh_seconds(wide) + batch * device.matrix_seconds + device.seconds(0, wide + result, result, 2)
-    return StepCost(flops, touched + 2 * wide, 0, wide, picoseconds(seconds))
+    wide, result = math.prod(spec.output_shape) * itemsize(op.dtype), op.result_bytes()
+    read, rate = op.bytes_touched() - result, device.product_rate(m, n, k, op.dtype)
+    product = Work(op.flops(), rate, read + wide, scratch=wide, fresh=(wide,), matrices=batch)
+    return [product, Work(moved=wide + result, fresh=(result,), launches=2)]
 
 
-def _run_batched(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+def _run_batched(op: Op, form: tuple[str, ProductForm, Spec], inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     return (_batched_product(op)(*inputs),)
 
 
 @lru_cache(maxsize=16384)
 def _batched_product(op: Op) -> Product:
     """Return the function that multiplies two operands as a batch and sums over the batch axis."""
-    choice = _choose_batch(op)
-    assert choice is not None
-    axis, form, spec = choice
+    found = _find_batch(op)
+    assert isinstance(found, tuple)
+    axis, form, spec = found
     wide, summed = OPS.product(form, spec), (spec.output.index(axis),)
     order = [e for e in spec.output if e != axis]
     back = [order.index(e) for e in op.spec.output]
     return lambda a, b: OPS.permute(OPS.sum(wide(a, b), summed), back)
 
 
-def _batched_layouts(op: Op) -> tuple[Layout | None, ...]:
-    choice = _choose_batch(op)
-    assert choice is not None
-    axis, _, spec = choice
+def _batched_layouts(op: Op, form: tuple[str, ProductForm, Spec]) -> tuple[Layout | None, ...]:
+    axis, _, spec = form
     order = [e for e in spec.output if e != axis]
     return (reordered(order, op.spec.output, op.spec),)
 
 
-def _vectors(op: Op) -> ProductForm | None:
-    """Return the form of a product in which one operand is a vector, or a batch of vectors; else None."""
-    form = None if not isinstance(op, Einsum) else product_form(op.spec)
-    return form if form is not None and form.contracted and 1 in form.sizes[1:3] else None
+def _find_vectors(op: Op) -> ProductForm | str:
+    """Return the form of a product in which one operand is a vector, or a batch of vectors."""
+    form = product_form(op.spec) if isinstance(op, Einsum) else None
+    if form is None or not form.contracted or 1 not in form.sizes[1:3]:
+        return "both operands have rows or columns of their own"
+    return form
 
 
-def _not_summed(op: Op) -> str | None:
-    if op.dtype in ROUNDS:
-        return f"{op.dtype} would be rounded before it is summed"
-    return "both operands have rows or columns of their own" if _vectors(op) is None else None
+def _summed_work(op: Op, form: ProductForm, device: Device) -> list[Work]:
+    spec, wide, result = op.spec, joint_elements(op.spec) * itemsize(op.dtype), op.result_bytes()
+    product = Work(op.flops(), moved=op.bytes_touched() - result + wide, scratch=wide, fresh=(wide,), launches=1)
+    total = Work(moved=wide + result, fresh=(result,), launches=1)
+    if device.kind != "cpu":
+        return [product, total]
+    order = _summed_order(spec)
+    short = short_run_seconds(order, spec.inputs, spec) + short_run_seconds(order, [spec.output], spec)
+    return [product, total, Work(seconds=short)]
 
 
-def _summed_cost(op: Op, device: Device) -> StepCost:
-    spec, size = op.spec, itemsize(op.dtype)
-    wide, result = joint_elements(spec) * size, math.prod(spec.output_shape) * size
-    read = op.bytes_touched() - result
-    seconds = device.seconds(0, read + wide, wide, 1) + device.seconds(0, wide + result, result, 1)
-    if device.kind == "cpu":
-        order = _summed_order(spec)
-        seconds += short_run_seconds(order, spec.inputs, spec) + short_run_seconds(order, [spec.output], spec)
-    return StepCost(spec_flops(spec), read + 2 * wide + result, 0, wide, picoseconds(seconds))
-
-
-def _run_summed(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+def _run_summed(op: Op, form: ProductForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     return (_summed_product(op.spec)(*inputs),)
 
 
-def _summed_layouts(op: Op) -> tuple[Layout | None, ...]:
+def _summed_layouts(op: Op, form: ProductForm) -> tuple[Layout | None, ...]:
     out = term_axes(op.spec.output)
     kept = [e for e in _summed_order(op.spec) if e in out]
     return (reordered(kept, op.spec.output, op.spec),)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from functools import partial
 from typing import Any
 
@@ -16,23 +15,23 @@ from planner.backends.common.kernel_rows import (
     Kernels,
     PoolKernels,
     flattened_bytes,
-    group_sizes,
     kernel_rows,
+    pool_function,
 )
 from planner.backends.common.stock_layout import stock_layout
-from planner.backends.common.stock_rows import flat_stock_cost, picoseconds, stock_rows
+from planner.backends.common.stock_rows import flat_stock_work, stock_rows
 from planner.backends.torch.cuda_rows import cuda_rows, grouped_mm_kernels
 from planner.backends.torch.ops import GUARD, OPS, cast, torch_dtype
 from planner.backends.torch.products import product_rows
 from planner.cost.device import Device
-from planner.cost.figures import StepCost
+from planner.cost.figures import Work
 from planner.kernels.gathered_dot import torch_pooled
 from planner.kernels.grouped_matmul import torch_grouped
 from planner.kernels.grouping import torch_grouping
 from planner.language.dtypes import itemsize
-from planner.program.forms import GroupedForm, PooledForm, grouped_form, pooled_form
+from planner.program.forms import GroupedForm, PooledForm
 from planner.program.implementations import Table
-from planner.program.ops import JointGradient, Op, spec_flops
+from planner.program.ops import JointGradient, Op
 
 __all__ = ["make_table"]
 
@@ -46,73 +45,53 @@ _POOL_SHARES = {1: "", 4: ", small buffers"}
 _POOL_SHARE_TIMES = {1: 1.0, 4: 1.2}
 
 
-def _grouped_cost(share: int, op: Op, device: Device) -> StepCost:
-    form = grouped_form(op.spec)
-    assert isinstance(form, GroupedForm)
-    n, i, j, k = group_sizes(op.spec, form.gather.axes, form.inner, form.left, form.right)
-    g = form.gather.size or 0
-    size = itemsize(op.dtype)
-    dtype = torch_dtype(op.dtype)
-    mapped = (form.rows_a, form.rows_b if form.outer else form.rows_out)
-    maps = sum(8 * n for rows in mapped if rows != form.gather.axes)
-    scratch_of = (
-        torch_grouped.gradients_scratch_bytes
-        if isinstance(op, JointGradient)
-        else torch_grouped.outer_scratch_bytes
-        if form.outer
-        else torch_grouped.matmul_scratch_bytes
-    )
-    flops = spec_flops(op.spec) * op.products
-    moved = op.bytes_touched()
-    results = sum(math.prod(shape) for shape in op.output_shapes) * size
+def _grouped_work(share: int, op: Op, form: GroupedForm, device: Device) -> list[Work]:
+    (n, i, g, j, k), size, dtype = form.sizes, itemsize(op.dtype), torch_dtype(op.dtype)
     # Sorting is over before the results are made; the order stays for the call.
-    kernel = scratch_of(n, i, g, j, k, dtype, form.rows_a != form.gather.axes, share)
+    sourced, pair = form.rows_a != form.gather.axes, isinstance(op, JointGradient)
+    kernel = torch_grouped.scratch_bytes(form.sizes, dtype, sourced, share, pair)
+    scratch = 8 * n * form.maps + max(8 * (n + g + 1) + kernel, torch_grouping.group_bytes(n, g) - op.result_bytes())
     copied = flattened_bytes(op, form)
-    scratch = copied + max(8 * (n + g + 1) + maps + kernel, torch_grouping.group_bytes(n, g) + maps - results)
-    rows = n * i * (j + k) * size
+    moved = op.bytes_touched() + 2 * copied
+    in_buffers = (op.products + 1) * n * i * (j + k) * size
     # Rows are gathered, then multiplied, then written, so the times add up.
-    seconds = (
-        flops / device.product_rate(max(1, n * i // max(1, min(g, n))), j, k)
-        + device.moving_seconds(moved + 2 * copied + (op.products + 1) * rows)
-        + device.fresh_seconds(results)
-        + device.fresh_seconds(copied)
-        + n * (device.take_row_seconds * (op.products + 2) + device.sort_row_seconds)
-        + min(g, n) * 2 * device.matrix_seconds
-        + 40 * device.launch_seconds
+    seconds = op.flops() / device.product_rate(*form.sides) + device.moving_seconds(moved + in_buffers)
+    work = Work(
+        op.flops(),
+        moved=moved + 16 * n,
+        copied=copied,
+        scratch=copied + scratch,
+        fresh=(op.result_bytes(), copied),
+        launches=40,
+        matrices=2 * min(g, n),
+        taken=n * (op.products + 2),
+        sorted=n,
+        seconds=seconds,
     )
-    if share > 1:
-        seconds = _SHARE_TIMES[share] * seconds + 10 * device.launch_seconds
-    return StepCost(flops, moved + 2 * copied + 16 * n, copied, scratch, picoseconds(seconds))
+    if share == 1:
+        return [work]
+    slower = Work(launches=10, seconds=(_SHARE_TIMES[share] - 1) * device.work_seconds(work))
+    return [work, slower]
 
 
-def _pooled_cost(share: int, op: Op, device: Device) -> StepCost:
-    """Return the cost of a pooled dot by the whole pool, in buffers of 1/share of their bytes.
+def _pooled_work(share: int, op: Op, form: PooledForm, device: Device) -> list[Work]:
+    """Return what a pooled dot does by the whole pool, in buffers of 1/share of their bytes.
 
     A share of 0 stands for the implementation that takes rows.
     """
-    form = pooled_form(op.spec)
-    assert isinstance(form, PooledForm)
-    size, dtype = itemsize(op.dtype), torch_dtype(op.dtype)
-    b, q, k, d = group_sizes(op.spec, form.batch, form.queries, form.chosen, form.depth)
-    m = form.gather.size or 0
-    products = op.products
-    kind: torch_pooled.Function = "gradients"
-    if not isinstance(op, JointGradient):
-        kind = "scores" if form.scores == 2 else "pool_gradient" if form.place == 2 else "query_gradient"
-    results = sum(math.prod(shape) for shape in op.output_shapes) * size
-    moved = op.bytes_touched()
-    chosen = b * q * k
+    (b, q, m, d, k), size, dtype = form.sizes, itemsize(op.dtype), torch_dtype(op.dtype)
+    function, chosen, moved = pool_function(op, form), b * q * k, op.bytes_touched()
     if share:
-        scratch = torch_pooled.pooled_scratch_bytes(b, q, m, d, k, dtype, share=share)
+        scratch = torch_pooled.pooled_scratch_bytes(form.sizes, dtype, share=share)
         # Measured: 6.4 ms for 0.5 GFLOP of depth 32; half a nanosecond for each score taken, one for each added, to
         # weights that are zeroed first.
-        flops = products * 2 * b * q * m * d + (0 if kind == "scores" else chosen)
-        seconds = flops / (0.85 * device.flop_rate) + chosen * (0.5e-9 if kind == "scores" else 1e-9)
-        seconds += 0.0 if kind == "scores" else device.moving_seconds(b * q * m * size)
+        flops = op.products * 2 * b * q * m * d + (0 if function == "scores" else chosen)
+        seconds = flops / (0.85 * device.flop_rate) + chosen * (0.5e-9 if function == "scores" else 1e-9)
+        seconds += 0.0 if function == "scores" else device.moving_seconds(b * q * m * size)
         seconds *= _POOL_SHARE_TIMES[share]
     else:
-        scratch = torch_pooled.gathered_scratch_bytes(kind, b, q, m, d, k, dtype)
-        flops = products * 2 * chosen * d
+        scratch = torch_pooled.gathered_scratch_bytes(function, form.sizes, dtype)
+        flops = op.products * 2 * chosen * d
         moved += chosen * d * size
         # Measured per element of the taken rows, buffers reused.
         times = {"scores": 0.5e-9, "query_gradient": 0.5e-9, "pool_gradient": 0.75e-9}
@@ -124,15 +103,10 @@ def _pooled_cost(share: int, op: Op, device: Device) -> StepCost:
             if torch_pooled.sorts(q, k, m, dtype):
                 summed = device.moving_seconds(2 * b * m * d * size)
                 seconds_of["pool_gradient"] = chosen * (d * 0.08e-9 + device.sort_row_seconds + 12e-9) + summed + 1e-3
-        seconds = (
-            seconds_of["query_gradient"] + seconds_of["pool_gradient"]
-            if isinstance(op, JointGradient)
-            else seconds_of[kind]
-        )
-    copied = flattened_bytes(op, form)
-    seconds += device.moving_seconds(2 * copied) + device.fresh_seconds(copied)
-    seconds += device.fresh_seconds(results) + (10 + b) * device.launch_seconds
-    return StepCost(flops, moved + 2 * copied, copied, scratch + copied, picoseconds(seconds))
+        seconds_of["gradients"] = seconds_of["query_gradient"] + seconds_of["pool_gradient"]
+        seconds = seconds_of[function]
+    dots = Work(flops, moved=moved, scratch=scratch, fresh=(op.result_bytes(),), launches=10 + b, seconds=seconds)
+    return [Work.of_copies(flattened_bytes(op, form)), dots]
 
 
 def _pools() -> dict[str, PoolKernels]:
@@ -140,9 +114,9 @@ def _pools() -> dict[str, PoolKernels]:
     pools = {}
     for share, label in _POOL_SHARES.items():
         functions = {what: partial(getattr(torch_pooled, f"pooled_{what}"), share=share) for what in POOL_FUNCTIONS}
-        pools[WHOLE_POOL + label] = PoolKernels(**functions, cost=partial(_pooled_cost, share))
+        pools[WHOLE_POOL + label] = PoolKernels(**functions, work=partial(_pooled_work, share))
     functions = {what: getattr(torch_pooled, f"gathered_{what}") for what in POOL_FUNCTIONS}
-    return {**pools, "take in chunks": PoolKernels(**functions, cost=partial(_pooled_cost, 0))}
+    return {**pools, "take in chunks": PoolKernels(**functions, work=partial(_pooled_work, 0))}
 
 
 def _kernels(share: int) -> Kernels:
@@ -157,7 +131,7 @@ def _kernels(share: int) -> Kernels:
         partial(torch_grouped.grouped_matmul, share=share),
         outer,
         partial(torch_grouped.grouped_gradients, share=share),
-        partial(_grouped_cost, share),
+        partial(_grouped_work, share),
         _pools() if share == 1 else {},
         # The gradient kernels conjugate their operands, but a backward program passes operands that are conjugated
         # already. So they are conjugated once more before.
@@ -173,5 +147,5 @@ def make_table() -> Table:
     on_card = cuda_rows() if importlib.util.find_spec("triton") else []
     if on_card and hasattr(torch.nn.functional, "grouped_mm"):  # what it does not take goes to Triton's kernel
         on_card += kernel_rows(grouped_mm_kernels(), strided=True)
-    stock = stock_rows(OPS, cast, GUARD, cost=flat_stock_cost, layouts=lambda op: (stock_layout(op)[1],))
+    stock = stock_rows(OPS, cast, GUARD, work=flat_stock_work, layouts=lambda op: (stock_layout(op)[1],))
     return Table([*stock, *product_rows(), *grouped, *on_card])

@@ -110,10 +110,9 @@ def gathered_gradients(
     return to_query, gathered_pool_gradient(g, query, keys, pool.shape[1]).astype(dtype)
 
 
-def pooled_scratch_bytes(
-    what: str, batch: int, queries: int, pool: int, size_d: int, keys: int, dtype: DTypeLike
-) -> int:
+def pooled_scratch_bytes(what: str, sizes: tuple[int, int, int, int, int], dtype: DTypeLike) -> int:
     """Upper bound of the bytes that the function `pooled_` + `what` allocates beside its results."""
+    batch, queries, pool, size_d, keys = sizes
     query, rows, dense, chosen = queries * size_d, pool * size_d, queries * pool, queries * keys
     # Elements that stand beside the dense matrix: slices of the operands; slices held after it is filled (while it is
     # filled, positions and gradients stand there); and slices of the results.
@@ -128,10 +127,9 @@ def pooled_scratch_bytes(
     return numbers * max(accumulator(dtype).itemsize, 4) + 2 * rounded + 2**11
 
 
-def gathered_scratch_bytes(
-    what: str, batch: int, queries: int, pool: int, size_d: int, keys: int, dtype: DTypeLike
-) -> int:
+def gathered_scratch_bytes(what: str, sizes: tuple[int, int, int, int, int], dtype: DTypeLike) -> int:
     """Upper bound of the bytes that the function `gathered_` + `what` allocates beside its results."""
+    batch, queries, pool, size_d, keys = sizes
     exact, scores = accumulator(dtype), batch * queries * keys
     numbers = scores * (2 * size_d + 5 if what == "gradients" else size_d + 3)
     if what == "query_gradient" and keys == 1:  # XLA takes and multiplies in one loop

@@ -32,6 +32,8 @@ from planner.kernels.grouping.torch_grouping import accumulator, group_rows
 
 Place = tuple[slice, slice]
 Function = Literal["scores", "query_gradient", "pool_gradient", "gradients"]
+# The sizes B, Q, M, D and K.
+Sizes = tuple[int, int, int, int, int]
 
 # The dtypes in which `embedding_bag` rounds as a matrix product does.
 BAGGED = (torch.float32, torch.float64)
@@ -213,17 +215,9 @@ def gathered_gradients(g: Tensor, query: Tensor, pool: Tensor, keys: IndexArray)
     return gathered_query_gradient(g, pool, keys), gathered_pool_gradient(g, query, keys, pool.shape[1])
 
 
-def pooled_scratch_bytes(
-    batch: int,
-    queries: int,
-    pool: int,
-    size_d: int,
-    keys: int,
-    dtype: torch.dtype,
-    index_itemsize: int = 8,
-    share: int = 1,
-) -> int:
+def pooled_scratch_bytes(sizes: Sizes, dtype: torch.dtype, index_itemsize: int = 8, share: int = 1) -> int:
     """Upper bound of the bytes that each `pooled_*` function allocates beside its results."""
+    batch, queries, pool, size_d, keys = sizes
     wide = accumulator(dtype).itemsize
     row = (pool // ALIGN + 1) * ALIGN * wide
     count = _queries(batch, queries, row, DENSE_BYTES // share)
@@ -235,20 +229,14 @@ def pooled_scratch_bytes(
     return needed
 
 
-def gathered_scratch_bytes(
-    what: Function,
-    batch: int,
-    queries: int,
-    pool: int,
-    size_d: int,
-    keys: int,
-    dtype: torch.dtype,
-    index_itemsize: int = 8,
-) -> int:
+def gathered_scratch_bytes(what: Function, sizes: Sizes, dtype: torch.dtype, index_itemsize: int = 8) -> int:
     """Upper bound of the bytes that the function `gathered_` + `what` allocates beside its results."""
     if what == "gradients":
-        sizes = batch, queries, pool, size_d, keys, dtype, index_itemsize
-        return max(gathered_scratch_bytes("query_gradient", *sizes), gathered_scratch_bytes("pool_gradient", *sizes))
+        return max(
+            gathered_scratch_bytes("query_gradient", sizes, dtype, index_itemsize),
+            gathered_scratch_bytes("pool_gradient", sizes, dtype, index_itemsize),
+        )
+    batch, queries, pool, size_d, keys = sizes
     wide = accumulator(dtype).itemsize
     if what == "pool_gradient" and sorts(queries, keys, pool, dtype):
         count = _queries(batch, queries, SORTED_ROW_BYTES * keys, SORTED_BYTES)

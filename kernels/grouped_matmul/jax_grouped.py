@@ -160,44 +160,23 @@ def tiling(rows: int, size_i: int, groups: int, size_j: int, size_k: int) -> Til
     return Tiling(tile_rows, tiles)
 
 
-def matmul_scratch_bytes(
-    rows: int,
-    size_i: int,
-    groups: int,
-    size_j: int,
-    size_k: int,
-    dtype: DTypeLike,
-    targets: int | None = None,
+def scratch_bytes(
+    what: str, sizes: tuple[int, int, int, int, int], dtype: DTypeLike, targets: int | None = None
 ) -> int:
-    """Upper bound of the bytes that `grouped_matmul` allocates beside its result."""
-    if targets is None:
-        copied_result = _bits_bytes(rows * size_i * size_k, dtype)
+    """Upper bound of the bytes that the function `grouped_` + `what` allocates beside its results.
+
+    Args:
+        what: "matmul", "outer" or "gradients".
+        sizes: rows N, size I, groups G, sizes J and K.
+        dtype: dtype of the operands.
+        targets: rows of the result of a matmul whose rows have targets.
+    """
+    rows, size_i, groups, size_j, size_k = sizes
+    pair = what == "gradients"
+    if what == "matmul":
+        sums, in_bits = (targets or 0) * size_i * size_k, rows * size_i * size_k * (targets is None)
     else:
-        copied_result = _float32_sum(targets * size_i * size_k, dtype)
-    return _scratch_bytes(rows, size_i, groups, size_j, size_k, dtype) + copied_result
-
-
-def outer_scratch_bytes(rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: DTypeLike) -> int:
-    """Upper bound of the bytes that `grouped_outer` allocates beside its result."""
-    return _scratch_bytes(rows, size_i, groups, size_j, size_k, dtype) + _float32_sum(groups * size_j * size_k, dtype)
-
-
-def gradients_scratch_bytes(rows: int, size_i: int, groups: int, size_j: int, size_k: int, dtype: DTypeLike) -> int:
-    """Upper bound of the bytes that `grouped_gradients` allocates beside its results."""
-    sums = _float32_sum(groups * size_j * size_k, dtype) + _bits_bytes(rows * size_i * size_j, dtype)
-    return _scratch_bytes(rows, size_i, groups, size_j, size_k, dtype, pair=True) + sums
-
-
-def _scratch_bytes(
-    rows: int,
-    size_i: int,
-    groups: int,
-    size_j: int,
-    size_k: int,
-    dtype: DTypeLike,
-    pair: bool = False,
-) -> int:
-    """Upper bound of the bytes that a loop allocates beside its results; `pair` stands for both gradients."""
+        sums, in_bits = groups * size_j * size_k, rows * size_i * size_j * pair
     tile_sizes, exact = tiling(rows, size_i, groups, size_j, size_k), accumulator(dtype)
     lanes = tile_sizes.tiles * tile_sizes.rows
     left, right, matrices = lanes * size_i * size_j, lanes * size_i * size_k, tile_sizes.tiles * size_j * size_k
@@ -206,17 +185,9 @@ def _scratch_bytes(
     numbers = max(left + right + matrices, 2 * right * (tile_sizes.tiles == 1)) + pair * left
     rounded = 0 if exact == jnp.dtype(dtype) else 2 * (left if pair else right)
     table = rows // tile_sizes.rows + min(groups, rows) + tile_sizes.tiles + groups
-    return max(exact.itemsize, 4) * numbers + rounded + 4 * 4 * (lanes + table) + 4096
-
-
-def _bits_bytes(numbers: int, dtype: DTypeLike) -> int:
-    """Bytes of the integers in which a loop keeps bfloat16 results."""
-    return 2 * numbers if jnp.dtype(dtype) == jnp.bfloat16 else 0
-
-
-def _float32_sum(numbers: int, dtype: DTypeLike) -> int:
-    """Bytes of the float32 array in which a loop sums half types."""
-    return 0 if accumulator(dtype) == jnp.dtype(dtype) else 4 * numbers
+    # The float32 array in which a loop sums half types, and the integers in which it keeps bfloat16 results.
+    results = 4 * sums * (exact != jnp.dtype(dtype)) + 2 * in_bits * (jnp.dtype(dtype) == jnp.bfloat16)
+    return max(exact.itemsize, 4) * numbers + rounded + results + 4 * 4 * (lanes + table) + 4096
 
 
 def _make_tiles(groups: Groups, tile_sizes: Tiling) -> Tiles:

@@ -139,56 +139,33 @@ def grouped_gradients(
     return grad_rows, sums.result()
 
 
-def matmul_scratch_bytes(
-    rows: int,
-    size_i: int,
-    groups: int,
-    size_j: int,
-    size_k: int,
-    dtype: torch.dtype,
-    sourced: bool = False,
-    share: int = 1,
+def scratch_bytes(
+    sizes: tuple[int, int, int, int, int], dtype: torch.dtype, sourced: bool = False, share: int = 1, pair: bool = False
 ) -> int:
-    """Upper bound of the bytes that `grouped_matmul` allocates beside its result.
+    """Upper bound of the bytes that the grouped functions allocate beside their results.
 
     With a target, a result of a half type is summed in a float32 array: add the bytes of that array.
+
+    Args:
+        sizes: rows N, size I, groups G, sizes J and K.
+        dtype: dtype of the operands.
+        sourced: whether rows have a source.
+        share: as in `grouped_matmul`.
+        pair: whether both gradients are computed.
     """
+    rows, size_i, groups, size_j, size_k = sizes
     limits = cutting(size_i, size_j, size_k, rows, dtype, share)
     wide = accumulator(dtype).itemsize
     width = limits.rows * size_i * max(size_j, size_k)
-    needed = 2 * width * wide + _matrix_bytes(limits, groups, size_j, size_k, dtype)
+    # Matrices are copied unless each named group is alone and needs no conversion.
+    alone = limits.picked == 1 and accumulator(dtype) == dtype
+    matrices = 0 if alone else min(limits.picked, groups) * size_j * size_k * wide
+    needed = 2 * width * wide + matrices * (1 + pair)
     if accumulator(dtype) != dtype:
         # Rows in the half type, or the matrices of named groups before they are converted.
         needed += max(width, min(limits.picked, groups) * size_j * size_k) * dtype.itemsize
     # Six index arrays per piece, and a few numbers per group to decide how rows are cut.
     return needed + (6 + sourced) * 8 * limits.rows + 64 * groups + 1024
-
-
-def _matrix_bytes(limits: Cutting, groups: int, size_j: int, size_k: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the matrices that are copied: 0 if each named group is alone and needs no conversion."""
-    if limits.picked == 1 and accumulator(dtype) == dtype:
-        return 0
-    return min(limits.picked, groups) * size_j * size_k * accumulator(dtype).itemsize
-
-
-# `grouped_outer` has the same buffers, and holds the sums of some groups where `grouped_matmul` holds their matrices.
-outer_scratch_bytes = matmul_scratch_bytes
-
-
-def gradients_scratch_bytes(
-    rows: int,
-    size_i: int,
-    groups: int,
-    size_j: int,
-    size_k: int,
-    dtype: torch.dtype,
-    sourced: bool = False,
-    share: int = 1,
-) -> int:
-    """Upper bound of the bytes that `grouped_gradients` allocates beside its results."""
-    limits = cutting(size_i, size_j, size_k, rows, dtype, share)
-    sums = _matrix_bytes(limits, groups, size_j, size_k, dtype)
-    return matmul_scratch_bytes(rows, size_i, groups, size_j, size_k, dtype, sourced, share) + sums
 
 
 class _Sums:

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planner.language.dtypes import HALF_TYPES
+from planner.language import dtypes
 
 __all__ = ["accumulator"]
 
-_HALF_TYPES = tuple(getattr(torch, name) for name in HALF_TYPES)
+_WIDER = {getattr(torch, name): getattr(torch, dtypes.accumulator(name)) for name in dtypes.HALF_TYPES}
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,4 +219,4 @@ def _cheapest_heights(grid: np.ndarray, cutting: Cutting) -> np.ndarray:
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which products of `dtype` are summed: float32 for float16 and bfloat16."""
-    return torch.float32 if dtype in _HALF_TYPES else dtype
+    return _WIDER.get(dtype, dtype)

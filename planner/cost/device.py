@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from planner.cost.figures import StepCost, Work
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerError
 
@@ -74,6 +75,31 @@ class Device:
             known = ", ".join(PRESETS)
             raise PlannerError(f"device {name!r:.80} is not a preset: take one of {known}, or give a planner.Device")
         return preset
+
+    def price(self, *parts: Work) -> StepCost:
+        """Return the cost of a step that consists of these parts, one after the other."""
+        return StepCost(
+            sum([part.flops for part in parts]),
+            sum([part.moved for part in parts]),
+            sum([part.copied for part in parts]),
+            sum([part.scratch for part in parts]),
+            round(sum(map(self.work_seconds, parts)) * 1e12),
+        )
+
+    def work_seconds(self, work: Work) -> float:
+        """Return the seconds that some work takes."""
+        seconds = work.seconds
+        if seconds is None:
+            seconds = max(work.flops / work.rate, self.moving_seconds(work.moved))
+        return (
+            seconds
+            + sum(map(self.fresh_seconds, work.fresh))
+            + work.launches * self.launch_seconds
+            + work.matrices * self.matrix_seconds
+            + work.taken * self.take_row_seconds
+            + work.added * self.add_row_seconds
+            + work.sorted * self.sort_row_seconds
+        )
 
     def seconds(self, flops: float = 0, moved: float = 0, fresh: int = 0, launches: float = 0) -> float:
         """Return the seconds of a step: the longer of computing and moving, plus an allocation and launches."""

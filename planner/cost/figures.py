@@ -1,4 +1,4 @@
-"""What a plan costs. All counts are exact: Python integers, and picoseconds for time."""
+"""What a step does and what it costs. All counts are exact: Python integers, and picoseconds for time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-__all__ = ["Cost", "PlanCost", "StepCost"]
+__all__ = ["Cost", "PlanCost", "StepCost", "Work"]
 
 
 class StepCost(NamedTuple):
@@ -27,6 +27,45 @@ class StepCost(NamedTuple):
             max(self.scratch_bytes, other.scratch_bytes),
             self.picoseconds + other.picoseconds,
         )
+
+
+class Work(NamedTuple):
+    """What an implementation does to run a step, or a part of the step; `Device.price` turns it into a `StepCost`.
+
+    Parts run one after the other. Within a part, computing overlaps with moving bytes.
+
+    Attributes:
+        flops: FLOPs.
+        rate: FLOP/s at which they are computed, such as a `Device.product_rate`. By default they take no time besides
+            moving the bytes.
+        moved: bytes that are read and written.
+        copied: those of the written bytes that only give an operand another layout or dtype.
+        scratch: bytes that are allocated besides the result.
+        fresh: bytes of each new array, whose first write takes longer.
+        launches: operators of the framework.
+        matrices: matrices of a batched product.
+        taken, added: rows that are taken, and rows that are added in a segment sum.
+        sorted: rows of an index array that are sorted into groups.
+        seconds: measured seconds, in place of those that computing and moving take at the rates.
+    """
+
+    flops: int = 0
+    rate: float = math.inf
+    moved: int = 0
+    copied: int = 0
+    scratch: int = 0
+    fresh: tuple[int, ...] = ()
+    launches: float = 0
+    matrices: int = 0
+    taken: int = 0
+    added: int = 0
+    sorted: int = 0
+    seconds: float | None = None
+
+    @classmethod
+    def of_copies(cls, size: int, scratch: int = 0) -> Work:
+        """Return the work of copying so many bytes, with that much more scratch."""
+        return cls(moved=2 * size, copied=size, scratch=size + scratch, fresh=(size,))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ __all__ = [
     "SearchLimitError",
     "ShapeError",
     "SpecError",
+    "refusal_of",
 ]
 
 
@@ -73,3 +74,8 @@ class PlannerLimitError(PlannerError):
 
 class SearchLimitError(PlannerError):
     """The problem is too large for any search, or too large to address."""
+
+
+def refusal_of(found: object) -> str | None:
+    """Return the reason that a search for something gave in place of what it looked for; None if it found it."""
+    return found if isinstance(found, str) else None

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import Literal
 
 from planner.language.spec import Gather, Spec, plain_axes, term_axes, term_gathers
 
@@ -61,11 +62,15 @@ def product_form(spec: Spec) -> ProductForm | None:
         tuple(axis for axis in b if axis not in set_a),
         tuple(axis for axis in shared if axis not in set_out),
     )
-    sizes = dict(spec.sizes)
-    batches, m, n, k = (math.prod(sizes[axis] for axis in group) for group in groups)
+    batches, m, n, k = _counts(spec, *groups)
     if k == 1:
         groups = (*groups[:3], ())
     return ProductForm(*groups, sizes=(batches, m, n, k))
+
+
+def _counts(spec: Spec, *groups: Sequence[str]) -> tuple[int, ...]:
+    """Return the number of elements of each group of axes."""
+    return tuple(math.prod(spec.shape(tuple(group))) for group in groups)
 
 
 def inner_product(spec: Spec, kept: Sequence[tuple[str, ...]]) -> Spec:
@@ -90,7 +95,7 @@ class GroupedForm:
 
     With `outer` False, the operand `matrix` holds the gathered dimension, and the step is a grouped matmul:
 
-        a: [row_axes_a, inner, contracted]    c: [group, contracted, right]    out: [row_axes_out, inner, right]
+        a: [row_axes_a, inner, contracted]    c: [group, contracted, right]    out: [row_axes_b, inner, right]
 
     With `outer` True, the output holds the gathered dimension, and the step is a grouped outer product:
 
@@ -100,9 +105,11 @@ class GroupedForm:
         gather: the index array, its row axes and the number of groups.
         outer: whether the output holds the gathered dimension.
         matrix: number of the input that holds the matrices; 0 in the outer form.
-        rows_a: the row axes of the operand with rows, in row order. `rows_b` is the same for the second operand of the
-            outer form, `rows_out` for the output of a grouped matmul.
+        rows_a: the row axes of the operand with rows, in row order.
+        rows_b: the same for the second array with rows: the other operand of the outer form, else the output.
+        targets: the number of rows of a grouped matmul's output if products are added up in it or repeated, else None.
         inner, left, right: the axes of the groups I, J and K.
+        sizes: how many rows there are, elements of I, matrices, elements of J, and elements of K.
     """
 
     gather: Gather
@@ -110,10 +117,22 @@ class GroupedForm:
     matrix: int
     rows_a: tuple[str, ...]
     rows_b: tuple[str, ...]
-    rows_out: tuple[str, ...]
+    targets: int | None
     inner: tuple[str, ...]
     left: tuple[str, ...]
     right: tuple[str, ...]
+    sizes: tuple[int, int, int, int, int]
+
+    @property
+    def sides(self) -> tuple[int, int, int]:
+        """The rows, columns and terms of the product with one matrix, if all matrices are named equally often."""
+        n, i, g, j, k = self.sizes
+        return max(1, n * i // max(1, min(g, n))), j, k
+
+    @property
+    def maps(self) -> int:
+        """How many arrays with rows have only some of the row axes, so that a map of their rows is needed."""
+        return sum(rows != self.gather.axes for rows in (self.rows_a, self.rows_b))
 
 
 def _single_gather(spec: Spec) -> tuple[Gather, int] | None:
@@ -154,14 +173,23 @@ def grouped_form(spec: Spec) -> GroupedForm | str:
         return "a row axis is in the bracket only"
     inner = _pick(first, sets[1], outside=rows)
     rows_first, rows_second = _pick(rows, sets[0]), _pick(rows, sets[1])
-    if place == 2:
-        left, right = _pick(first, holder), _pick(second, holder)
-        return GroupedForm(gather, True, 0, rows_first, rows_second, (), inner, left, right)
-    # `second` is the output here, `first` the rows' operand.
-    if any(axis not in sets[0] for axis in rows) and len(rows_first) == 0:
+    # `second` is the output in a grouped matmul, `first` the rows' operand.
+    if place != 2 and rows and not rows_first:
         return "the rows' operand has no row axis"
     left, right = _pick(first, holder), _pick(second, holder)
-    return GroupedForm(gather, False, place, rows_first, (), rows_second, inner, left, right)
+    n, i, j, k, targets = _counts(spec, rows, inner, left, right, rows_second)
+    return GroupedForm(
+        gather,
+        outer=place == 2,
+        matrix=0 if place == 2 else place,
+        rows_a=rows_first,
+        rows_b=rows_second,
+        targets=None if place == 2 or rows_second == rows else targets,
+        inner=inner,
+        left=left,
+        right=right,
+        sizes=(n, i, gather.size or 0, j, k),
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,6 +203,7 @@ class PooledForm:
         place: which term holds the pool: 0, 1 (an input) or 2 (the result).
         scores: which term holds the scores; the remaining one is the query.
         batch, queries, chosen, depth: the axes of each group.
+        sizes: the number of elements of batch and queries, of members, and of elements of depth and chosen.
     """
 
     gather: Gather
@@ -184,6 +213,12 @@ class PooledForm:
     queries: tuple[str, ...]
     chosen: tuple[str, ...]
     depth: tuple[str, ...]
+    sizes: tuple[int, int, int, int, int]
+
+    @property
+    def function(self) -> Literal["scores", "query_gradient", "pool_gradient"]:
+        """What the step computes, as the kernels name it."""
+        return "scores" if self.scores == 2 else "pool_gradient" if self.place == 2 else "query_gradient"
 
 
 @lru_cache(maxsize=65536)
@@ -209,4 +244,5 @@ def pooled_form(spec: Spec) -> PooledForm | str:
     chosen = _pick(gather.axes, outside=(*batch, *queries))
     if not depth or query_axes != {*batch, *queries, *depth}:
         return "the query must have the batch, the query axes and the depth of the pool"
-    return PooledForm(gather, place, scores, batch, queries, chosen, depth)
+    b, q, k, d = _counts(spec, batch, queries, chosen, depth)
+    return PooledForm(gather, place, scores, batch, queries, chosen, depth, (b, q, gather.size or 0, d, k))

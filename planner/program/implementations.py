@@ -17,14 +17,15 @@ from functools import partial
 from typing import Any, Protocol
 
 from planner.cost.device import Device
-from planner.cost.figures import StepCost
+from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout
+from planner.language.errors import refusal_of
 from planner.language.spec import Gather, Operand
 from planner.program.ops import Guard, Op, PricedImplementation
 from planner.program.plan import PlanRecord
 from planner.program.program import Fuses, Step
 
-__all__ = ["MASK", "Backend", "Implementation", "Lowering", "RangedIndices", "Stepwise", "Table"]
+__all__ = ["MASK", "Backend", "Implementation", "Lowering", "RangedIndices", "Run", "Stepwise", "Table", "form_row"]
 
 # The name of the row that runs guards. No other row is asked whether it supports one.
 MASK = "mask"
@@ -114,6 +115,46 @@ class Implementation:
     def prepared(self, op: Op) -> Run:
         """Return the function that runs an op, from the inputs and the index arrays."""
         return partial(self.run, op) if self.prepare is None else self.prepare(op)
+
+
+def form_row(
+    name: str,
+    find: Callable[[Op], Any],
+    work: Callable[[Op, Any, Device], list[Work]],
+    run: Callable[[Op, Any, Sequence[Any], Any], tuple[Any, ...]],
+    layouts: Callable[[Op, Any], tuple[Layout | None, ...]] | None = None,
+    refuses: Callable[[Op], str | None] = lambda op: None,
+    **fields: Any,
+) -> Implementation:
+    """Return a row for steps of one form.
+
+    Args:
+        name: the row's name.
+        find: returns the form of a step, or the reason why the step has none.
+        work: returns what running a step takes, part by part.
+        run: as in `Implementation`, but it takes the form after the op.
+        layouts: the same.
+        refuses: returns why the row cannot run a step of the form, or None.
+        fields: other fields of the row.
+    """
+
+    def form_of(op: Op) -> Any:
+        form = find(op)
+        assert refusal_of(form) is None, form
+        return form
+
+    def supports(op: Op) -> str | None:
+        refusal = refusal_of(find(op))
+        return refuses(op) if refusal is None else refusal
+
+    return Implementation(
+        name,
+        supports,
+        lambda op, device: device.price(*work(op, form_of(op), device)),
+        lambda op, inputs, index: run(op, form_of(op), inputs, index),
+        layouts=None if layouts is None else lambda op: layouts(op, form_of(op)),
+        **fields,
+    )
 
 
 # The former name: users may have written rows of their own with it.

@@ -101,6 +101,19 @@ class Op:
         """Letters of the index arrays that the step reads, sorted: transposing changes their order of appearance."""
         return tuple(sorted({gather.array for gather in self.gathers}))
 
+    def flops(self) -> int:
+        """Return the FLOPs of computing what the spec says.
+
+        For each joint element a product multiplies once, and a step that sums or scatters axes adds once.
+        """
+        axes = _axes(self.spec)
+        adds = not set(axes) <= set(plain_axes(self.spec.output))
+        return math.prod(self.spec.shape(axes)) * (len(self.spec.inputs) - 1 + adds) * self.products
+
+    def result_bytes(self) -> int:
+        """Return the bytes of all results."""
+        return itemsize(self.dtype) * sum(map(math.prod, self.output_shapes))
+
     def bytes_touched(self) -> int:
         """Return the bytes of all inputs, index arrays and results: the least that the step moves."""
         elements = sum(math.prod(shape) for shape in (*self.input_shapes, *self.output_shapes))
@@ -194,13 +207,3 @@ def joint_elements(spec: Spec) -> int:
 
 def _axes(spec: Spec) -> tuple[str, ...]:
     return tuple(dict.fromkeys(axis for term in spec.terms for axis in term_axes(term)))
-
-
-def spec_flops(spec: Spec) -> int:
-    """Return the FLOPs of a step.
-
-    For each joint element a product multiplies once, and a step that sums or scatters axes adds once.
-    """
-    axes = _axes(spec)
-    adds = not set(axes) <= set(plain_axes(spec.output))
-    return joint_elements(spec) * (len(spec.inputs) - 1 + adds)

@@ -69,4 +69,4 @@ def test_half_types_are_no_float32_as_a_whole(dtype):
     n, i, g, j, k = sizes = 100_000, 1, 1000, 16, 16
     a, c, _, groups = stand_ins(*sizes, dtype)
     used = xla_temporaries(grouped_matmul, a, c, groups, hurries=False)
-    assert used < 2 * n * i * k + jax_grouped.matmul_scratch_bytes(*sizes, "float32")
+    assert used < 2 * n * i * k + jax_grouped.scratch_bytes("matmul", sizes, "float32")
