@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from planner.language.spec import Spec, Term
+from planner.language.dtypes import accumulator
+from planner.language.spec import Term
+from planner.program.frameworks import load_backend
 from planner.program.implementations import RangedIndices, Table
-from planner.program.loops import Part, covers, parts
+from planner.program.loops import Part, covers, parts, slice_counts
 from planner.program.plan import Loop
 from planner.program.program import Program
 
@@ -36,51 +38,46 @@ def run_program(table: Table, program: Program, values: dict[int, Any], index: R
     return tuple(values[v] for v in program.results)
 
 
-def run_loop(
-    loop: Loop,
-    spec: Spec,
-    arrays: Sequence[tuple[Term, Any]],
-    index: RangedIndices,
-    run: Callable[[Part, Sequence[Any], RangedIndices], Sequence[Any]],
-    results: Sequence[tuple[Term, Callable[[bool], Any]] | None],
-) -> list[Any]:
-    """Run a program slice by slice.
+def run_loop(op: Loop, inputs: Sequence[Any], index: RangedIndices, *, cast: Any, empty: Any) -> tuple[Any, ...]:
+    """Run a loop slice by slice, as `Implementation.run`.
 
     Args:
-        loop: the loop.
-        spec: the resolved spec of the whole contraction.
-        arrays: the program's inputs, each with its term.
+        op: the loop, or its gradient.
+        inputs: its inputs.
         index: index arrays in range.
-        run: runs the body's program on the inputs of one slice.
-        results: for each result its term and a function that allocates it, filled with zeros if asked; None for a
-            result that is not wanted.
-
-    Returns:
-        The results.
+        cast: converts an array to a dtype.
+        empty: returns an array of a shape and a dtype on the device of another.
     """
-    outputs: list[Any] = [None] * len(results)
-    # For each wanted result: its number, the function that views a slice of it, and whether slices are parts of it.
-    targets: list[tuple[int, Callable[[Part], Any], bool]] = []
-    for number, wanted in enumerate(results):
-        if wanted is None:
-            continue
-        term, allocate = wanted
-        is_part = covers(loop.axes, term)
-        outputs[number] = allocate(not is_part)
-        targets.append((number, _slicer(outputs[number], term, loop.axes), is_part))
-    inputs = [_slicer(x, term, loop.axes) for term, x in arrays]
-    index_slicers = [(gather, _slicer(values, gather.axes, loop.axes)) for gather, values in index.items()]
-    for part in parts(loop.axes, spec):
-        part_index = RangedIndices(index.may_drop, ((gather, view(part)) for gather, view in index_slicers))
-        part_results = run(part, [view(part) for view in inputs], part_index)
-        for number, view, is_part in targets:
+    table, outputs = load_backend(op.body.backend).table, []
+    # For each result the function that views a slice of it, and whether slices are parts of it.
+    targets: list[tuple[Callable[[Part], Any], bool]] = []
+    for term, shape, dtype in zip(op.output_terms, op.output_shapes, op.output_dtypes, strict=True):
+        is_part = covers(op.axes, term)
+        outputs.append(empty(shape, dtype if is_part else accumulator(dtype), inputs[0]))
+        if not is_part:
+            outputs[-1][...] = 0
+        targets.append((_slicer(outputs[-1], term, op.axes), is_part))
+    views = [_slicer(x, term, op.axes) for term, x in zip(op.input_terms, inputs, strict=True)]
+    # Index arrays are brought into range once, not for each slice.
+    index_views = [(gather, _slicer(index[gather], gather.axes, op.axes)) for gather in op.spec.gathers]
+    counts = slice_counts(op.axes, op.spec)
+    bodies = {tuple(sizes.items()): body for (sizes, _), body in zip(counts, op.bodies, strict=True)}
+    for part in parts(op.axes, op.spec):
+        body = bodies[tuple(part.sizes.items())]
+        part_index = RangedIndices(index.may_drop, ((gather, view(part)) for gather, view in index_views))
+        operands = [view(part) for view in views]
+        values = dict(enumerate(operands[op.first_operand :]))
+        if op.first_operand:
+            values[body.programs.output_gradient] = operands[0]
+        run_program(table, op.program(body), values, part_index)
+        for variable, (view, is_part) in zip(op.results(body.programs), targets, strict=True):
             into = view(part)
             if is_part:
-                into[...] = part_results[number]
+                into[...] = values[variable]
             else:
-                into += part_results[number]
-        del part_results  # free the memory before the next slice begins
-    return outputs
+                into += values[variable]
+        del operands, values  # free the memory before the next slice begins
+    return tuple(cast(x, dtype) for x, dtype in zip(outputs, op.output_dtypes, strict=True))
 
 
 def _slicer(x: Any, term: Term, axes: Sequence[tuple[str, int]]) -> Callable[[Part], Any]:

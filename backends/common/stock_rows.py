@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
+from planner.backends.common.run import run_loop
 from planner.backends.common.stock import ArrayOps, evaluate
 from planner.backends.common.stock_layout import product_copies, scattered_vectors, stock_layout
 from planner.cost.device import Device
@@ -15,7 +16,8 @@ from planner.cost.layout import Layout
 from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, row_axes, term_axes, term_gathers
 from planner.program.forms import product_form
-from planner.program.implementations import MASK, Implementation
+from planner.program.implementations import LOOP, MASK, Implementation
+from planner.program.loops import loop_cost
 from planner.program.ops import Cast, JointGradient, Op, joint_elements, spec_flops
 
 __all__ = ["flat_stock_cost", "picoseconds", "runs_of", "short_run_seconds", "stock_cost", "stock_kind", "stock_rows"]
@@ -235,6 +237,7 @@ def stock_rows(
     skip: Sequence[str] = (),
     cost: Callable[[Op, Device], StepCost] = stock_cost,
     layouts: Callable[[Op], tuple[Layout | None, ...]] | None = None,
+    empty: Callable[[tuple[int, ...], str, Any], Any] | None = None,
 ) -> list[Implementation]:
     """Return the rows that every backend starts from; between them they run every op.
 
@@ -246,6 +249,8 @@ def stock_rows(
         skip: kinds for which the backend has other rows.
         cost: the cost of a step.
         layouts: the layouts of a step's results in memory; None if arrays have no strides.
+        empty: returns an array of a shape and a dtype on the device of another, for loops to write into; None if the
+            backend runs loops in a way of its own.
     """
 
     def run(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
@@ -280,4 +285,6 @@ def stock_rows(
     guards = Implementation(
         MASK, lambda op: no_guard, lambda op, device: free, guard, is_view=True, stock=True, layouts=layouts and unmoved
     )
-    return [*rows, guards]
+    no_loop, run_slices = "the step is not a loop", partial(run_loop, cast=cast, empty=empty)
+    loops = Implementation(LOOP, lambda op: no_loop, loop_cost, run_slices, stock=True)
+    return [*rows, guards, loops]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import jax
@@ -14,15 +14,16 @@ from planner.backends.common.indices import check_index_dtype, clip_error
 from planner.backends.jax.evaluation import TABLE, Mode, compile_cast, hopper
 from planner.backends.jax.guards import Guards
 from planner.backends.jax.index import JaxIndex, checked_arrays, index_shape
-from planner.backends.jax.loop import as_one, plan_run
+from planner.backends.jax.loop import as_one
 from planner.backends.jax.step import compile_step
+from planner.backends.jax.tree import loop_run, tree_run
 from planner.backends.jax.typed import result_sharding
 from planner.cost.device import CPU, TPU_V5E, Device, gpu_preset
 from planner.language.errors import PlannerError
 from planner.language.spec import Operand
 from planner.program.implementations import Backend, Stepwise
 from planner.program.ops import Cast
-from planner.program.plan import PlanRecord
+from planner.program.plan import Loop, LoopGradient, PlanRecord
 from planner.program.program import Step
 
 __all__ = ["JaxBackend", "backend"]
@@ -140,8 +141,8 @@ class JaxBackend(Backend):
                 if gather.size == 0 and 0 not in index_shape(spec, gather.array):
                     raise clip_error(gather)
 
-        steps, config = plan_run(plan), jax.config
-        alone = as_one(steps) if plan.loop is None else steps
+        steps, config = tree_run(plan), jax.config
+        alone = as_one(steps)
 
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
             values, mode = checked_arrays(plan, indices)
@@ -167,7 +168,7 @@ class JaxBackend(Backend):
         """
         if plan.device.kind != self.device(()).kind or (plan.dtype in NARROW and not _wide_types()):
             return None
-        run = plan_run(plan)
+        run = tree_run(plan)
         integers = jnp.int64 if _wide_types() else jnp.int32
         shapes = dict(plan.index_shapes)
         arrays = tuple(jax.ShapeDtypeStruct(shapes[name], integers) for name in plan.resolved.spec.arrays)
@@ -232,6 +233,8 @@ class JaxBackend(Backend):
             op = step.op
             if isinstance(op, Cast):
                 return partial(compile_cast(op.dtype), *inputs)
+            if isinstance(op, Loop):
+                return partial(compile_loop(op, mode), inputs, tuple(arrays[name] for name in op.spec.arrays))
             how, guards = Mode(mode, precision), Guards.of(op)
             function = compile_step(
                 op=op, lowering=step.choice.lowering, mode=how, views=op.output_shapes, guards=guards
@@ -245,6 +248,25 @@ def _peak_bytes(function: Callable[..., Any], *stand_ins: Any) -> int | None:
     """Return the peak bytes of a compiled function, its results counted; None if the platform does not say."""
     memory = jax.jit(function).lower(*stand_ins).compile().memory_analysis()
     return None if memory is None else int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
+
+
+@lru_cache(maxsize=64)
+def compile_loop(op: Loop, mode: str) -> Callable[..., list[Any]]:
+    """Return a jitted loop over slices, or its gradient, with its results in a list."""
+    run, needs = loop_run(op), [number for number, o in enumerate(op.body.operands) if o.requires_grad]
+
+    def loop(inputs: Sequence[Any], index_values: tuple[Any, ...]) -> list[Any]:
+        if not isinstance(op, LoopGradient):
+            return [run(tuple(inputs), index_values, mode)]
+        gradient, *operands = inputs
+
+        def of(*wanted: Any) -> Any:
+            given = dict(zip(needs, wanted, strict=True))
+            return run(tuple(given.get(number, x) for number, x in enumerate(operands)), index_values, mode)
+
+        return list(jax.vjp(of, *(operands[number] for number in needs))[1](gradient))
+
+    return jax.jit(loop)
 
 
 def _primal(x: Any) -> Any:

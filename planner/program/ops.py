@@ -1,7 +1,8 @@
 """What one step is, and what an implementation of it costs.
 
-An `Op` is a unary or binary einsum with gathers, both gradients of one, a cast, or a guard. A backend's table offers
-implementations for it: the rows of `planner.program.implementations.Table`. `planner.program.forms` recognises the
+An `Op` is a unary or binary einsum with gathers, both gradients of one, a cast, or a guard; or a loop over slices, see
+`planner.program.plan`. A backend's table offers implementations for it: the rows of
+`planner.program.implementations.Table`. `planner.program.forms` recognises the
 special shapes of specs that rows of several frameworks know.
 """
 
@@ -22,10 +23,10 @@ __all__ = ["Cast", "Einsum", "Guard", "JointGradient", "Op", "PricedImplementati
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Op:
-    """One step to be lowered: an `Einsum`, the `JointGradient` of one, a `Cast` or a `Guard`.
+    """One step to be lowered: an `Einsum`, the `JointGradient` of one, a `Cast`, a `Guard` or a `Loop`.
 
     Attributes:
-        spec: a resolved spec of one or two inputs.
+        spec: a resolved spec of one or two inputs; of any number in a loop.
         dtype: dtype of the inputs and of the result.
         layouts: how the inputs lie in memory; empty if all are row-major or layouts make no difference.
     """
@@ -53,6 +54,11 @@ class Op:
     def first_operand(self) -> int:
         """Which input is the spec's first operand. In a joint gradient the output gradient comes before it."""
         return 0
+
+    @property
+    def gradient_reads_all(self) -> bool:
+        """Whether one step computes the gradients of all inputs, from all of them."""
+        return False
 
     def with_layouts(self, layouts: Iterable[Layout | None]) -> Self:
         """Return the op with inputs of these layouts."""
@@ -85,6 +91,11 @@ class Op:
     def output_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the results, in order."""
         return tuple(self.spec.shape(term) for term in self.output_terms)
+
+    @property
+    def output_dtypes(self) -> tuple[str, ...]:
+        """Dtypes of the results, in order."""
+        return (self.dtype,) * len(self.output_terms)
 
     @property
     def gathers(self) -> tuple[Gather, ...]:

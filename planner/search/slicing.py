@@ -11,12 +11,18 @@ from planner.cost.figures import Cost
 from planner.cost.limits import NO_LIMITS, Limits, keeps_within
 from planner.cost.objective import plan_key, step_key
 from planner.language.errors import SearchLimitError
-from planner.language.options import Options
 from planner.language.spec import Spec, term_axes
-from planner.program.build import Lowerer, build, given_variables
-from planner.program.contraction import Contraction
-from planner.program.loops import device_in_loop, loop_programs, resize_tree, slice_counts, slice_of
-from planner.program.plan import Loop, PlanRecord
+from planner.program.build import Lowerer
+from planner.program.loops import (
+    body_lowerer,
+    device_in_loop,
+    loop_node,
+    loop_over,
+    resize_tree,
+    slice_counts,
+    slice_of,
+)
+from planner.program.plan import PlanRecord
 from planner.program.program import Programs
 from planner.program.tree import Tree, keep_values
 from planner.search.space import SLICE_WORK, Candidate, SearchSpace, run_searches
@@ -109,7 +115,8 @@ class _LoopSearch:
         limited = options.memory_limit is not None or options.retain_limit is not None
         self.steps_left = PRICED_STEPS_LIMITED if limited else PRICED_STEPS
         keys = ("time", "peak") if limited or options.minimize in ("peak", "retained") else ("time",)
-        self.lowerers = {key: _body_lowerer(space, key) for key in keys}
+        device = device_in_loop(space.device, space.backend)
+        self.lowerers = {key: body_lowerer(space.backend, device, key) for key in keys}
 
     def price_another_axis(self, axes: tuple[tuple[str, int], ...]) -> list[Candidate]:
         """Return loops over the given axes and one more: each axis that can be cut, in slices of several sizes."""
@@ -135,7 +142,7 @@ class _LoopSearch:
         priced = []
         for tree in trees:
             for key, lower in self.lowerers.items():
-                priced.append(_loop_candidate(self.space, axes, tree, lower, key))
+                priced.append(_loop_candidate(self.space, axes, tree, key, lower))
                 self.steps_left -= steps
         return priced
 
@@ -199,15 +206,10 @@ def _results_bytes(programs: Programs) -> int:
     return max(gradients, programs.variables[programs.result].bytes)
 
 
-def _body_lowerer(space: SearchSpace, key: str) -> Lowerer:
-    """Return the lowerer of a slice's steps."""
-    device = device_in_loop(space.device, space.backend)
-    return Lowerer(lambda op: space.table.choices(op, device), step_key(key))
-
-
 def _slice_trees(space: SearchSpace, sizes: Mapping[str, int]) -> list[Tree]:
     """Search trees for a slice, and return them with the sizes of the whole contraction."""
-    part = SearchSpace(_slice_contraction(space, sizes))
+    device = device_in_loop(space.device, space.backend)
+    part = SearchSpace(dataclasses.replace(slice_of(space.contraction, sizes), device=device))
     whole = dict(space.resolved.spec.sizes)
     try:
         searches = run_searches(part, space.options.optimize, "time", NO_LIMITS, SLICE_WORK)
@@ -217,59 +219,23 @@ def _slice_trees(space: SearchSpace, sizes: Mapping[str, int]) -> list[Tree]:
     return [keep_values(resize_tree(tree, whole), False) for tree in trees]
 
 
-def _slice_contraction(space: SearchSpace, sizes: Mapping[str, int]) -> Contraction:
-    """Return the contraction of one slice, on the device that runs it."""
-    resolved, operands = slice_of(space.resolved, space.operands, sizes)
-    return dataclasses.replace(
-        space.contraction,
-        text=str(space.resolved.spec),
-        resolved=resolved,
-        index_shapes=resolved.index_shapes,
-        operands=operands,
-        device=device_in_loop(space.device, space.backend),
-    )
-
-
 def _loop_candidate(
-    space: SearchSpace, axes: tuple[tuple[str, int], ...], tree: Tree, lower: Lowerer, key: str
+    space: SearchSpace, axes: tuple[tuple[str, int], ...], tree: Tree, key: str, lower: Lowerer | None = None
 ) -> Candidate:
-    """Price one loop with one tree. `key` names the objective by which `lower` chooses implementations."""
-    spec = space.resolved.spec
-    tree = keep_values(tree, False)
-    bodies, first = [], None
-    for sizes, count in slice_counts(axes, spec):
-        part = _slice_contraction(space, sizes)
-        small = resize_tree(tree, sizes)
-        programs = build(small, part, given_variables(part), lower)
-        bodies.append((programs, count))
-        if first is None:
-            options = Options(minimize=key, precision=space.options.precision)
-            first = PlanRecord.of_contraction(
-                dataclasses.replace(part, options=options),
-                tree=small,
-                programs=programs,
-                known_naive_cost=programs.cost,
-                proven=False,
-                origin="slice",
-            )
-    assert first is not None
-    programs = loop_programs(
-        spec, axes, bodies, space.variables, space.requires, space.dtype, space.device, space.backend
-    )
-    return Candidate(programs, tree, lower, False, "sliced", Loop(axes, first))
+    """Price one loop with one tree. `key` names the objective by which the steps of slices are chosen."""
+    device = device_in_loop(space.device, space.backend)
+    node = loop_node(loop_over(space.contraction, axes, tree, device, key, lower))
+    whole_lower = Lowerer(space.choices, step_key(key))
+    return Candidate(space.programs(node, whole_lower), node, whole_lower, False, "sliced")
 
 
 def make_loop(plan: PlanRecord, axes: Mapping[str, int]) -> PlanRecord:
     """Return a plan with the same tree that goes slice by slice, whatever it costs.
 
     Args:
-        plan: a plan without a loop.
+        plan: a plan; if its tree has a loop, that one runs in each slice.
         axes: the size of a slice for each axis that is cut, the outermost first.
     """
-    space = SearchSpace(plan.contraction)
     key = plan.options.minimize if isinstance(plan.options.minimize, str) else "time"
-    lower = _body_lowerer(space, key)
-    candidate = _loop_candidate(space, tuple(axes.items()), plan.tree, lower, key)
-    return dataclasses.replace(
-        plan, tree=candidate.tree, programs=candidate.programs, proven=False, origin="sliced", loop=candidate.loop
-    )
+    candidate = _loop_candidate(SearchSpace(plan.contraction), tuple(axes.items()), plan.tree, key)
+    return dataclasses.replace(plan, tree=candidate.tree, programs=candidate.programs, proven=False, origin="sliced")
