@@ -17,6 +17,7 @@ from planner.inspect.memory import jax_compiled, torch_backward_memory, torch_me
 from planner.language.derive import slice_spec
 from planner.program.loops import covers, parts, slice_counts
 from planner.search.slicing import can_be_cut, make_loop, worth_cutting
+from planner.testing.problem import Problem
 from planner.tune.autotune import candidates
 from planner.workloads import WORKLOADS
 
@@ -263,15 +264,26 @@ def test_the_steps_of_a_shorter_last_slice_are_its_own():
     assert [body.resolved.spec.size("j") for body in plan.loop.bodies] == [3, 1]
 
 
-def test_a_loop_is_analyzed_as_a_whole(torch):
-    a, b = torch.rand(40, 30, requires_grad=True), torch.rand(30, 20)
-    plan = make_loop(planner.plan("ij, jk -> ik", a, b), {"j": 7})
-    found = plan.analyze(a, b, rounds=1)
-    assert not found.steps
-    forward, backward = found.totals
-    assert forward.measured.live_bytes <= forward.predicted.live_bytes
-    assert backward.measured.live_bytes <= backward.predicted.live_bytes
-    assert forward.measured.retained_bytes == 0
+@in_each("numpy", "torch", "jax")
+def test_a_loop_is_analyzed_as_a_step_and_in_its_first_slice(engine):
+    rows = {"q": np.arange(40) % 7}
+    problem = Problem("ni, q[n]ij, nj -> n", ((40, 30), (7, 30, 20), (40, 20)), indices=rows)
+    operands, indices = engine.operands(problem), engine.indices(problem)
+    plan = make_loop(engine.plan(problem, operands, indices), {"n": 16})
+    found = plan.analyze(*operands, **indices, rounds=1)
+    body, programs = plan.loop.body.programs, ("forward", "backward")[: 1 + engine.differentiates]
+    for program in programs:
+        (loop,) = (row for row in found.steps if row.program == program)
+        assert loop.lowering == "loop over n by 16"
+        if engine.name == "torch":
+            assert loop.measured.live_bytes <= loop.predicted.live_bytes
+        rows = [row for row in found.steps if row.program == f"{program} of a slice in step 0"]
+        steps = getattr(body, program).steps
+        assert [row.lowering for row in rows] == [step.choice.lowering for step in steps]
+        assert [row.predicted.live_bytes for row in rows] == [step.live_bytes for step in steps]
+        assert found.total(program).predicted.live_bytes == loop.predicted.live_bytes
+    assert found.total("forward").measured.retained_bytes == 0
+    assert f"  {programs[-1]} of a slice in step 0" in str(found).splitlines()
 
 
 def test_an_axis_that_cuts_an_index_array_in_two_ways_is_not_cut():

@@ -7,17 +7,18 @@ import gc
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from planner.api import plan
 from planner.language.errors import PlannerError
+from planner.language.spec import Gather
 from planner.language.units import seconds_text
 from planner.program.frameworks import load_backend
 from planner.program.implementations import RangedIndices
 from planner.program.loops import parts
 from planner.program.ops import Guard
-from planner.program.plan import PlanRecord
+from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Step
 from planner.workloads import WORKLOADS, Workload
 
@@ -74,35 +75,43 @@ def check_workload(framework: Framework, workload: Workload) -> Iterator[StepTim
     spec, shapes = record.resolved.spec, dict(record.resolved.index_shapes)
     arrays = tuple(x.reshape(shape) for x, shape in zip(arrays, record.resolved.shapes, strict=True))
     rows = {g: indices[g.array].reshape(shapes[g.array]) for g in spec.gathers}
-    gradient = workload.cotangent(framework).reshape(spec.output_shape)
-    if record.loop is not None:
-        part = next(parts(record.loop.axes, spec))
-        arrays = tuple(x[part.of(term)] for x, term in zip(arrays, spec.inputs, strict=True))
-        rows = {g: q[part.of(g.axes)] for g, q in rows.items()}
-        gradient, record = gradient[part.of(spec.output)], record.loop.body
+    yield from _time_programs(framework, workload.name, record, arrays, rows)
+
+
+def _time_programs(
+    framework: Framework, name: str, record: PlanRecord, arrays: Sequence[Any], rows: Mapping[Gather, Any]
+) -> Iterator[StepTime]:
+    """Time every step of a plan. The result stands for the output gradient."""
     programs, index = record.programs, RangedIndices(False, rows)
-    values: dict[int, Any] = {**dict(enumerate(arrays)), programs.output_gradient: gradient}
-    kept = {*programs.kept, *range(len(arrays)), programs.output_gradient}
+    values: dict[int, Any] = dict(enumerate(arrays))
+    kept = {*programs.kept, *range(len(arrays))}
     for program in (programs.forward, programs.backward):
         if program is None:
             continue
         for step in program.steps:
-            seconds, results = _time_step(framework, step, [values[v] for v in step.inputs], index)
+            inputs = [values[v] for v in step.inputs]
+            if isinstance(step.op, Loop) and program is programs.forward:
+                part = next(parts(step.op.axes, step.op.spec))
+                slices = [x[part.of(term)] for x, term in zip(inputs, step.op.input_terms, strict=True)]
+                cut_rows = {g: rows[g][part.of(g.axes)] for g in step.op.gathers}
+                yield from _time_programs(framework, name, step.op.body, slices, cut_rows)
+            seconds, results = _time_step(framework, step, inputs, index)
             values.update(zip(step.outputs, results, strict=True))
             for variable in step.releases:
                 if variable not in kept:
                     values.pop(variable, None)
-            if isinstance(step.op, Guard):
+            if isinstance(step.op, Guard | Loop):
                 continue
             yield StepTime(
                 framework,
-                workload.name,
+                name,
                 str(step.op.spec),
                 step.choice.lowering,
                 backward=program is programs.backward,
                 predicted=step.choice.cost.picoseconds / 1e12,
                 measured=seconds,
             )
+        values[programs.output_gradient] = values[programs.result]
 
 
 def _time_step(
