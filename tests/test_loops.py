@@ -1,7 +1,11 @@
 """Loops over slices: the same values and gradients as without, nothing retained, peaks that hold."""
 
+import contextlib
+import dataclasses
+import math
 from functools import partial
 from random import Random
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,13 +13,16 @@ from conftest import examples
 from engines import in_each
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from laws import exact_problems, hold, needing_gradients, note_language, values_and_gradients
+from laws import exact_problems, hold, judge, needing_gradients, note_language, values_and_gradients
 
 import planner
 from planner.cost.figures import Cost
 from planner.inspect.memory import jax_compiled, torch_backward_memory, torch_memory
 from planner.language.derive import slice_spec
 from planner.program.loops import covers, parts, slice_counts
+from planner.program.plan import Loop
+from planner.program.tree import Leaf, Node
+from planner.search.parts import cut_out
 from planner.search.slicing import can_be_cut, make_loop, worth_cutting
 from planner.testing.problem import Problem
 from planner.tune.autotune import candidates
@@ -95,6 +102,75 @@ def test_values_and_gradients_slice_by_slice(engine, sample):
     problems = exact_problems(**small).filter(partial(cut, engine))
     least = 0.4 if engine.name != "jax" else 0.2
     hold(engine, slice_by_slice, problems, count, note=note, gather=least, two=0.05, nonzero=0.3, gradient=0.7)
+
+
+def nodes_of(tree):
+    """The nodes of a tree, the root first."""
+    children = () if isinstance(tree, Leaf) else tree.children
+    return [tree, *(node for child in children for node in nodes_of(child))][isinstance(tree, Leaf) :]
+
+
+def loops_of(plan, seed):
+    """Plans with a loop around a part of the tree."""
+    random, found = Random(seed), []
+    for root in nodes_of(plan.tree):
+        sizes = [math.prod(child.op.spec.output_shape) for child in root.children if isinstance(child, Node)]
+        for least in {min(sizes, default=1), max(sizes, default=1)}:
+            part = cut_out(plan.contraction, root, least)
+            axes = [(axis, n) for axis, n in part.contraction.resolved.spec.sizes if n > 1] if part else []
+            if not axes:
+                continue
+            axis, size = random.choice(axes)
+            with contextlib.suppress(planner.PlannerError):
+                found.append(make_loop(plan, {axis: random.randint(1, size - 1)}, (root, least)))
+    return found
+
+
+def some_loop(engine, problem):
+    """A plan with loops, settled by the problem's seed; None if there is none."""
+    operands, indices = engine.operands(problem), engine.indices(problem)
+    plan = engine.plan(problem, operands, indices)
+    random = Random(problem.seed)
+    found = loops_of(plan, problem.seed)
+    if found and problem.seed % 3:
+        plan = random.choice(found)
+    if not found or problem.seed % 3 != 1:
+        axes = cut(engine, problem)
+        plan = make_loop(plan, axes) if axes else plan
+        axes = cut(engine, dataclasses.replace(problem, seed=problem.seed + 1))
+        plan = make_loop(plan, axes) if axes and not problem.seed % 3 else plan
+    return plan
+
+
+def in_parts_and_nested(engine, problem):
+    """Values and gradients are those of the whole, and torch's peaks are no higher than planned."""
+    operands, indices = engine.operands(problem), engine.indices(problem)
+    plan = some_loop(engine, problem)
+
+    def call(operands, indices):
+        return plan(*operands, **indices)
+
+    if engine.name == "torch":
+        measured = torch_memory(lambda: call(operands, indices))[1]
+        assert measured.peak_bytes <= plan.cost.forward.peak_bytes + SMALL
+        assert measured.retained_bytes <= plan.cost.retained_bytes
+    return values_and_gradients(engine, problem, call)
+
+
+@in_each(
+    numpy=(examples(200, 2_000), {}), torch=(examples(200, 2_000), {}), jax=(examples(25, 1_000), {"max_operands": 3})
+)
+def test_values_and_gradients_of_loops_around_parts_and_in_loops(engine, sample):
+    count, small = sample
+
+    def note(floors, problem):
+        plan = some_loop(engine, problem)
+        loops = [node for node in nodes_of(plan.tree) if isinstance(node.op, Loop)]
+        inner = any(isinstance(node.op, Loop) for loop in loops for node in nodes_of(loop.op.body.tree))
+        note_language(floors, problem, part=bool(loops) and len(plan.programs.forward.steps) > 1, nested=inner)
+
+    problems = exact_problems(**small).filter(partial(cut, engine))
+    hold(engine, in_parts_and_nested, problems, count, note=note, part=0.05, nested=0.1, gradient=0.7)
 
 
 @pytest.mark.parametrize("axes", [{"i": 1}, {"i": 2, "j": 16}, {"i": 1, "j": 64, "l": 32}], ids=str)
@@ -238,6 +314,28 @@ def test_the_clique_runs_with_gradients_where_its_pairwise_intermediate_is_vast(
     for k in (0, n - 1):
         assert torch.equal(found[5][k], ((il * ik[:, k : k + 1]) * (ij @ (jk[:, k : k + 1] * jl))).sum(0))
     assert measured.peak_bytes <= plan.cost.peak_bytes <= limit
+
+
+@in_each("torch", "jax")
+def test_only_the_steps_around_a_large_value_are_sliced(engine):
+    """Of a chain of four products the first two make and read it. Slices of the whole would repeat the other two."""
+    problem = Problem("ab,cb,ac,ad,de->ce", ((256, 16), (256, 16), (256, 256), (256, 16), (16, 192)))
+    operands = engine.operands(problem)
+    free = engine.plan(problem, operands, {})
+    plan = engine.plan(problem, operands, {}, memory_limit=free.cost.peak_bytes * 6 // 10)
+    assert plan.origin == "sliced in part"
+    loop, product = plan.programs.forward.steps
+    assert (str(loop.op.spec), str(product.op.spec)) == ("ab, cb, ac, ad -> cd", "cd, de -> ce")
+    assert [op.products for op in (step.op for step in plan.programs.backward.steps) if isinstance(op, Loop)] == [2]
+    assert plan.path == free.path
+    with mock.patch("planner.search.slicing._LoopSearch.price_parts", mock.Mock(return_value=[])):
+        whole = engine.plan(problem, operands, {}, memory_limit=free.cost.peak_bytes * 6 // 10)
+    assert whole.cost.seconds > plan.cost.seconds
+    if engine.name == "torch":
+        _, measured = torch_backward_memory(lambda: plan(*operands), operands)
+        assert measured.peak_bytes <= plan.cost.peak_bytes <= plan.options.memory_limit
+    assert "sliced in part, not proven; keeps 1 intermediate, computes those of slices again" in str(plan)
+    judge(engine, partial(values_and_gradients, call=lambda operands, indices: plan(*operands, **indices)), [problem])
 
 
 @in_each("numpy", "torch", "jax")

@@ -253,7 +253,7 @@ def _peak_bytes(function: Callable[..., Any], *stand_ins: Any) -> int | None:
 @lru_cache(maxsize=64)
 def compile_loop(op: Loop, mode: str) -> Callable[..., list[Any]]:
     """Return a jitted loop over slices, or its gradient, with its results in a list."""
-    run, needs = loop_run(op), [number for number, o in enumerate(op.body.operands) if o.requires_grad]
+    run = loop_run(op)
 
     def loop(inputs: Sequence[Any], index_values: tuple[Any, ...]) -> list[Any]:
         if not isinstance(op, LoopGradient):
@@ -261,10 +261,10 @@ def compile_loop(op: Loop, mode: str) -> Callable[..., list[Any]]:
         gradient, *operands = inputs
 
         def of(*wanted: Any) -> Any:
-            given = dict(zip(needs, wanted, strict=True))
+            given = dict(zip(op.served, wanted, strict=True))
             return run(tuple(given.get(number, x) for number, x in enumerate(operands)), index_values, mode)
 
-        return list(jax.vjp(of, *(operands[number] for number in needs))[1](gradient))
+        return list(jax.vjp(of, *(operands[number] for number in op.served))[1](gradient))
 
     return jax.jit(loop)
 

@@ -80,7 +80,8 @@ def _describe_kept(plan: PlanRecord) -> str:
         return "keeps all intermediates" if plan.keep == "all" else "keeps only the inputs"
     kept = len(plan.programs.kept)
     again = sum(step.recomputed for step in plan.programs.backward.steps) if plan.programs.backward else 0
-    return f"keeps {kept} intermediate{'s' * (kept > 1)}, computes {again} step{'s' * (again > 1)} again"
+    computed = f"{again} step{'s' * (again > 1)}" if again else "those of slices"
+    return f"keeps {kept} intermediate{'s' * (kept > 1)}, computes {computed} again"
 
 
 def _naive_way(spec: Spec) -> str:

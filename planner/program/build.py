@@ -86,7 +86,7 @@ class Lowerer:
     def _choose_gradients(self, op: Op, wanted: tuple[bool, ...], layout: Layout | None) -> tuple[GradientStep, ...]:
         if isinstance(op, Loop):
             gradient = op.gradient(layout)
-            return (GradientStep(gradient, self(gradient), tuple(i for i, want in enumerate(wanted) if want)),)
+            return (GradientStep(gradient, self(gradient), gradient.served),)
         if isinstance(op, Cast | Guard):
             if not wanted[0]:
                 return ()

@@ -125,6 +125,11 @@ class JointGradient(Op):
     """Both gradients of the binary `spec` in one step. Its inputs are the output gradient and the two operands."""
 
     @property
+    def served(self) -> tuple[int, ...]:
+        """The operands whose gradients it computes."""
+        return (0, 1)
+
+    @property
     def products(self) -> int:
         """Two: one for each gradient."""
         return 2

@@ -72,6 +72,11 @@ class LoopGradient(Loop):
     __hash__ = Loop.__hash__
 
     @property
+    def served(self) -> tuple[int, ...]:
+        """The inputs that need a gradient."""
+        return tuple(number for number, operand in enumerate(self.body.operands) if operand.requires_grad)
+
+    @property
     def products(self) -> int:
         """Two, as in other gradients."""
         return 2
@@ -89,12 +94,12 @@ class LoopGradient(Loop):
     @property
     def output_terms(self) -> tuple[Term, ...]:
         """Terms of the inputs that need a gradient."""
-        return tuple(term for term, o in zip(self.spec.inputs, self.body.operands, strict=True) if o.requires_grad)
+        return tuple(self.spec.inputs[number] for number in self.served)
 
     @property
     def output_dtypes(self) -> tuple[str, ...]:
         """Dtypes of the inputs that need a gradient."""
-        return tuple(operand.dtype for operand in self.body.operands if operand.requires_grad)
+        return tuple(self.body.operands[number].dtype for number in self.served)
 
     def program(self, body: PlanRecord) -> Program:
         """Return the backward program of a body."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from planner.cost.figures import Cost
 from planner.cost.limits import NO_LIMITS, Limits, keeps_within
 from planner.cost.objective import plan_key, step_key
-from planner.language.errors import SearchLimitError
+from planner.language.errors import PlannerError, SearchLimitError
 from planner.language.spec import Spec, term_axes
 from planner.program.build import Lowerer
 from planner.program.loops import (
@@ -22,9 +23,10 @@ from planner.program.loops import (
     slice_counts,
     slice_of,
 )
-from planner.program.plan import PlanRecord
+from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Programs
-from planner.program.tree import Tree, keep_values
+from planner.program.tree import Leaf, Node, Tree, keep_values
+from planner.search.parts import CutOut, cut_out, large_values, replace_node
 from planner.search.space import SLICE_WORK, Candidate, SearchSpace, run_searches
 
 __all__ = ["can_be_cut", "fastest", "loop_candidates", "make_loop", "worth_cutting"]
@@ -32,6 +34,8 @@ __all__ = ["can_be_cut", "fastest", "loop_candidates", "make_loop", "worth_cutti
 # Without limits, loops over slices are considered if a plan allocates this much beyond its results.
 LARGE_BYTES = 1 << 25
 MOST_LOOPS, MOST_SLICES = 3, 4096
+# The share of the steps that loops around parts of a tree may take.
+PART_SHARE = 4
 # How many steps the search for loops may price, without limits and with; each takes 50 to 200 us.
 PRICED_STEPS, PRICED_STEPS_LIMITED = 10_000, 30_000
 # Under a limit, slices predicted to take no more than this times the fastest count as equally fast, and the leanest of
@@ -67,6 +71,7 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
         return
     trees = dict.fromkeys(keep_values(candidate.tree, False) for candidate in candidates)
     search = _LoopSearch(space, rival.programs, tuple(trees))
+    around_parts = search.price_parts(candidates, limits)
 
     def excess(candidate: Candidate) -> int:
         limit = options.memory_limit
@@ -80,6 +85,14 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
         fast = [c for c in tried if excess(c) == excess(first) and c.cost.seconds <= most]
         return min(fast, key=lambda candidate: (candidate.cost.peak_bytes, rank(candidate)))
 
+    def best_of(tried: Sequence[Candidate]) -> list[Candidate]:
+        """Return the best candidate; if time decides without limits, the leanest of the fast ones before it."""
+        first = min(tried, key=rank)
+        best = leanest_of_the_fast(tried, first) if options.minimize == "time" else first
+        return [best] if best is first or limited else [best, first]
+
+    if around_parts:
+        yield from best_of(around_parts)
     axes: tuple[tuple[str, int], ...] = ()
     previous: Candidate | None = None
     for _ in range(MOST_LOOPS):
@@ -90,10 +103,8 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
         if previous is not None and rank(first) >= rank(previous):
             break
         previous = first
-        best = leanest_of_the_fast(tried, first) if options.minimize == "time" else first
-        yield best
-        if best is not first and not limited:
-            yield first
+        best, *others = best_of(tried)
+        yield from (best, *others)
         assert best.loop is not None
         axes = best.loop.axes
         if keeps_within(best.cost, limits) and (not allowed or len(axes) > 1):
@@ -132,6 +143,31 @@ class _LoopSearch:
                 cut = (*axes, (axis, slice_size))
                 if math.prod(-(-spec.size(a) // length) for a, length in cut) <= MOST_SLICES:
                     priced += self._price(cut, trees)
+        return priced
+
+    def price_parts(self, candidates: Sequence[Candidate], limits: Limits) -> list[Candidate]:
+        """Return trees with a loop around the steps that make and read their largest values.
+
+        Each axis of these values is cut, into smaller and smaller slices until the limits are met.
+        """
+        left, self.steps_left = self.steps_left, self.steps_left // PART_SHARE
+        priced: list[Candidate] = []
+        for candidate in {candidate.tree: candidate for candidate in candidates}.values():
+            for root, least in large_values(candidate.tree):
+                part = cut_out(self.space.contraction, root, least)
+                if part is None or (root is candidate.tree and all(isinstance(x, Leaf) for x in part.children)):
+                    continue  # that is the whole contraction
+                for axis, size in part.contraction.resolved.spec.sizes:
+                    sizes = [n for n in _ladder(size) if -(-size // n) <= MOST_SLICES]
+                    for (key, lower), slice_size in itertools.product(self.lowerers.items(), sizes):
+                        looped = _loop_around(self.space, candidate, root, part, ((axis, slice_size),), key, lower)
+                        if looped is None or self.steps_left <= 0:
+                            break
+                        self.steps_left -= 2 * len(candidate.programs.steps)  # those of the whole, and of a slice
+                        priced.append(looped)
+                        if keeps_within(looped.cost, limits):
+                            break
+        self.steps_left += left - left // PART_SHARE
         return priced
 
     def _price(self, axes: tuple[tuple[str, int], ...], trees: Sequence[Tree]) -> list[Candidate]:
@@ -229,13 +265,48 @@ def _loop_candidate(
     return Candidate(space.programs(node, whole_lower), node, whole_lower, False, "sliced")
 
 
-def make_loop(plan: PlanRecord, axes: Mapping[str, int]) -> PlanRecord:
+def _loop_around(
+    space: SearchSpace,
+    candidate: Candidate,
+    root: Node,
+    part: CutOut,
+    axes: tuple[tuple[str, int], ...],
+    key: str,
+    lower: Lowerer | None = None,
+) -> Candidate | None:
+    """Return a candidate with a loop around a part of its tree; None if a value lies otherwise than expected."""
+    loop = loop_over(part.contraction, axes, part.tree, device_in_loop(space.device, space.backend), key, lower)
+    tree = replace_node(candidate.tree, root, loop_node(loop, part.children))
+    programs = space.programs(tree, candidate.lower)
+    for step in programs.steps:
+        if isinstance(step.op, Loop) and step.op.bodies is loop.bodies and step.op.layouts:
+            expected = (None, *part.layouts) if step.op.first_operand else part.layouts
+            if step.op.layouts != expected:
+                return None
+    return dataclasses.replace(candidate, programs=programs, tree=tree, proven=False, origin="sliced in part")
+
+
+def make_loop(plan: PlanRecord, axes: Mapping[str, int], around: tuple[Node, int] | None = None) -> PlanRecord:
     """Return a plan with the same tree that goes slice by slice, whatever it costs.
 
     Args:
         plan: a plan; if its tree has a loop, that one runs in each slice.
         axes: the size of a slice for each axis that is cut, the outermost first.
+        around: the part of the tree to cut, as `cut_out` takes it; None for the whole tree.
+
+    Raises:
+        PlannerError: there can be no loop around that part.
     """
+    space, cut = SearchSpace(plan.contraction), tuple(axes.items())
     key = plan.options.minimize if isinstance(plan.options.minimize, str) else "time"
-    candidate = _loop_candidate(SearchSpace(plan.contraction), tuple(axes.items()), plan.tree, key)
-    return dataclasses.replace(plan, tree=candidate.tree, programs=candidate.programs, proven=False, origin="sliced")
+    if around is None:
+        looped: Candidate | None = _loop_candidate(space, cut, plan.tree, key)
+    else:
+        whole = Candidate(plan.programs, plan.tree, Lowerer(space.choices, step_key(key)), False, plan.origin)
+        part = cut_out(plan.contraction, *around)
+        looped = None if part is None else _loop_around(space, whole, around[0], part, cut, key)
+    if looped is None:
+        raise PlannerError("the steps read index arrays, or values that lie in another order than expected")
+    return dataclasses.replace(
+        plan, tree=looped.tree, programs=looped.programs, proven=False, origin=looped.origin, compiled_bytes=None
+    )
