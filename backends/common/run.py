@@ -57,26 +57,25 @@ def run_loop(op: Loop, inputs: Sequence[Any], index: RangedIndices, *, cast: Any
         if not is_part:
             outputs[-1][...] = 0
         targets.append((_slicer(outputs[-1], term, op.axes), is_part))
-    views = [_slicer(x, term, op.axes) for term, x in zip(op.input_terms, inputs, strict=True)]
+    # A program is given its operands, then the output gradient.
+    given = [*zip(op.input_terms, inputs, strict=True)]
+    views = [_slicer(x, term, op.axes) for term, x in (*given[op.first_operand :], *given[: op.first_operand])]
     # Index arrays are brought into range once, not for each slice.
     index_views = [(gather, _slicer(index[gather], gather.axes, op.axes)) for gather in op.spec.gathers]
     counts = slice_counts(op.axes, op.spec)
-    bodies = {tuple(sizes.items()): body for (sizes, _), body in zip(counts, op.bodies, strict=True)}
+    programs = {tuple(sizes.items()): op.program(body) for (sizes, _), body in zip(counts, op.bodies, strict=True)}
     for part in parts(op.axes, op.spec):
-        body = bodies[tuple(part.sizes.items())]
         part_index = RangedIndices(index.may_drop, ((gather, view(part)) for gather, view in index_views))
-        operands = [view(part) for view in views]
-        values = dict(enumerate(operands[op.first_operand :]))
-        if op.first_operand:
-            values[body.programs.output_gradient] = operands[0]
-        run_program(table, op.program(body), values, part_index)
-        for variable, (view, is_part) in zip(op.results(body.programs), targets, strict=True):
+        program = programs[tuple(part.sizes.items())]
+        values = {variable: view(part) for variable, view in zip(program.given, views, strict=True)}
+        results = run_program(table, program, values, part_index)
+        for result, (view, is_part) in zip(results, targets, strict=True):
             into = view(part)
             if is_part:
-                into[...] = values[variable]
+                into[...] = result
             else:
-                into += values[variable]
-        del operands, values  # free the memory before the next slice begins
+                into += result
+        del results, result, values  # free the memory before the next slice begins
     return tuple(cast(x, dtype) for x, dtype in zip(outputs, op.output_dtypes, strict=True))
 
 

@@ -13,8 +13,8 @@ from planner.language.derive import swap_with_output
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.guards import add_guards
-from planner.program.ops import Cast, Guard, JointGradient, Op, PricedImplementation
-from planner.program.plan import Loop, LoopGradient
+from planner.program.ops import Cast, Gradients, Guard, Op, PricedImplementation
+from planner.program.plan import Loop
 from planner.program.program import Program, Programs, Step, Variable, live_bytes, program_cost
 from planner.program.tree import Leaf, Node, Tree, kept_nodes
 
@@ -196,7 +196,7 @@ class _Builder:
         gradients: dict[int, int] = {}
         forward = tree.op.with_layouts(map(self.layout, tree.children))
         for op, choice, served in self.lower.gradients(forward, needs, self.variables[gradient].layout):
-            joint = isinstance(op, JointGradient | LoopGradient)
+            joint = isinstance(op, Gradients)
             read = [i for i in tree.order[: len(children)] if joint or i != served[0]]
             read_values = {i: self.value(tree.children[i], steps, values, again=True) for i in read}
             if joint:

@@ -26,7 +26,6 @@ from planner.language.spec import Gather, Operand, Spec, Term
 from planner.program.build import Lowerer, build, given_variables
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
-from planner.program.implementations import Backend
 from planner.program.ops import Op
 from planner.program.plan import Loop, PlanRecord
 from planner.program.tree import Leaf, Node, Tree, keep_values
@@ -143,19 +142,13 @@ def slice_of(contraction: Contraction, sizes: Mapping[str, int]) -> Contraction:
     index_shapes = tuple((name, arrays[name]) for name, _ in contraction.resolved.index_shapes)
     shapes = tuple(spec.shape(term) for term in spec.inputs)
     views = tuple(
-        Operand(shape, o.dtype, _whole_strides(o, whole), o.requires_grad)
+        Operand(shape, o.dtype, strides_in(o, whole) or row_major(whole), o.requires_grad)
         for shape, whole, o in zip(shapes, contraction.resolved.shapes, contraction.operands, strict=True)
     )
     resolved = Resolved(spec, shapes, index_shapes)
     return dataclasses.replace(
         contraction, text=str(spec), resolved=resolved, index_shapes=index_shapes, operands=views
     )
-
-
-def _whole_strides(operand: Operand, whole: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of an operand's slices. A slice of one element keeps the stride of the whole."""
-    strides = operand.strides if operand.shape == whole else strides_in(operand, whole)
-    return row_major(whole) if strides is None else strides
 
 
 def loop_over(
@@ -210,27 +203,17 @@ def loop_cost(op: Op, device: Device) -> StepCost:
     return _Price(op, device).cost()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class _Price:
     """The price of a loop, which is more than that of its bodies: slices are cut, copied and added up.
 
-    Attributes:
+    Args:
         loop: the loop.
         device: the rates of the machine.
     """
 
-    loop: Loop
-    device: Device
-
-    @property
-    def spec(self) -> Spec:
-        """The spec of the whole contraction."""
-        return self.loop.spec
-
-    @property
-    def framework(self) -> Backend:
-        """The backend that runs the loop."""
-        return load_backend(self.loop.body.backend)
+    def __init__(self, loop: Loop, device: Device) -> None:
+        self.loop, self.device = loop, device
+        self.spec, self.framework = loop.spec, load_backend(loop.body.backend)
 
     def elements(self, term: Term) -> int:
         """Return the number of elements in a slice of an array with this term."""

@@ -18,7 +18,7 @@ from planner.cost.layout import Layout
 from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec, Term, plain_axes, term_axes, term_gathers
 
-__all__ = ["Cast", "Einsum", "Guard", "JointGradient", "Op", "PricedImplementation", "joint_elements"]
+__all__ = ["Cast", "Einsum", "Gradients", "Guard", "JointGradient", "Op", "PricedImplementation", "joint_elements"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,17 +121,17 @@ class Einsum(Op):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class JointGradient(Op):
-    """Both gradients of the binary `spec` in one step. Its inputs are the output gradient and the two operands."""
+class Gradients(Op):
+    """Several gradients of `spec` in one step. Its inputs are the output gradient and the operands."""
 
     @property
     def served(self) -> tuple[int, ...]:
         """The operands whose gradients it computes."""
-        return (0, 1)
+        raise NotImplementedError
 
     @property
     def products(self) -> int:
-        """Two: one for each gradient."""
+        """Two, as the gradients of a binary einsum."""
         return 2
 
     @property
@@ -141,13 +141,23 @@ class JointGradient(Op):
 
     @property
     def input_terms(self) -> tuple[Term, ...]:
-        """Terms of the output gradient and the two operands."""
+        """Terms of the output gradient and the operands."""
         return (self.spec.output, *self.spec.inputs)
 
     @property
     def output_terms(self) -> tuple[Term, ...]:
-        """Terms of the two gradients."""
-        return self.spec.inputs
+        """Terms of the gradients."""
+        return tuple(self.spec.inputs[number] for number in self.served)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JointGradient(Gradients):
+    """Both gradients of a binary einsum in one step."""
+
+    @property
+    def served(self) -> tuple[int, ...]:
+        """Both operands."""
+        return (0, 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 from planner.cost.figures import PlanCost
 from planner.cost.layout import Layout
 from planner.language.derive import slice_spec
-from planner.language.spec import Term
 from planner.program.callbacks import callbacks
 from planner.program.contraction import Contraction
-from planner.program.ops import Op
+from planner.program.ops import Gradients, Op
 from planner.program.program import Keep, Program, Programs, Step
 from planner.program.tree import Leaf, Tree, path_of
 
@@ -57,17 +56,13 @@ class Loop(Op):
         """Return the program of a body that the loop runs."""
         return body.programs.forward
 
-    def results(self, programs: Programs) -> tuple[int, ...]:
-        """Return the variables of a body's programs that hold the slice's results."""
-        return (programs.result,)
-
     def __str__(self) -> str:
         return "loop over " + ", ".join(f"{axis} by {size}" for axis, size in self.axes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LoopGradient(Loop):
-    """All wanted gradients of a loop, slice by slice. Its inputs are the output gradient and those of the loop."""
+class LoopGradient(Loop, Gradients):
+    """All wanted gradients of a loop, slice by slice."""
 
     __hash__ = Loop.__hash__
 
@@ -77,38 +72,15 @@ class LoopGradient(Loop):
         return tuple(number for number, operand in enumerate(self.body.operands) if operand.requires_grad)
 
     @property
-    def products(self) -> int:
-        """Two, as in other gradients."""
-        return 2
-
-    @property
-    def first_operand(self) -> int:
-        """The input after the output gradient."""
-        return 1
-
-    @property
-    def input_terms(self) -> tuple[Term, ...]:
-        """Terms of the output gradient and of the loop's inputs."""
-        return (self.spec.output, *self.spec.inputs)
-
-    @property
-    def output_terms(self) -> tuple[Term, ...]:
-        """Terms of the inputs that need a gradient."""
-        return tuple(self.spec.inputs[number] for number in self.served)
-
-    @property
     def output_dtypes(self) -> tuple[str, ...]:
         """Dtypes of the inputs that need a gradient."""
         return tuple(self.body.operands[number].dtype for number in self.served)
 
     def program(self, body: PlanRecord) -> Program:
-        """Return the backward program of a body."""
-        assert body.programs.backward is not None
-        return body.programs.backward
-
-    def results(self, programs: Programs) -> tuple[int, ...]:
-        """Return the variables of the wanted gradients."""
-        return tuple(variable for variable in programs.gradients if variable is not None)
+        """Return the backward program of a body, with its results in the order of the inputs."""
+        backward, gradients = body.programs.backward, body.programs.gradients
+        assert backward is not None
+        return dataclasses.replace(backward, results=tuple(v for v in gradients if v is not None))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)

@@ -25,8 +25,8 @@ from planner.program.loops import (
 )
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Programs
-from planner.program.tree import Leaf, Node, Tree, keep_values
-from planner.search.parts import CutOut, cut_out, large_values, replace_node
+from planner.program.tree import Node, Tree, keep_values
+from planner.search.parts import Part, cut_out, large_values, whole_part
 from planner.search.space import SLICE_WORK, Candidate, SearchSpace, run_searches
 
 __all__ = ["can_be_cut", "fastest", "loop_candidates", "make_loop", "worth_cutting"]
@@ -154,13 +154,13 @@ class _LoopSearch:
         priced: list[Candidate] = []
         for candidate in {candidate.tree: candidate for candidate in candidates}.values():
             for root, least in large_values(candidate.tree):
-                part = cut_out(self.space.contraction, root, least)
-                if part is None or (root is candidate.tree and all(isinstance(x, Leaf) for x in part.children)):
-                    continue  # that is the whole contraction
+                part = cut_out(self.space.contraction, candidate.tree, root, least)
+                if part is None or part.is_whole:
+                    continue
                 for axis, size in part.contraction.resolved.spec.sizes:
                     sizes = [n for n in _ladder(size) if -(-size // n) <= MOST_SLICES]
                     for (key, lower), slice_size in itertools.product(self.lowerers.items(), sizes):
-                        looped = _loop_around(self.space, candidate, root, part, ((axis, slice_size),), key, lower)
+                        looped = _loop_around(self.space, part, ((axis, slice_size),), key, lower, candidate.lower)
                         if looped is None or self.steps_left <= 0:
                             break
                         self.steps_left -= 2 * len(candidate.programs.steps)  # those of the whole, and of a slice
@@ -178,7 +178,9 @@ class _LoopSearch:
         priced = []
         for tree in trees:
             for key, lower in self.lowerers.items():
-                priced.append(_loop_candidate(self.space, axes, tree, key, lower))
+                looped = _loop_around(self.space, whole_part(self.space.contraction, tree), axes, key, lower)
+                assert looped is not None
+                priced.append(looped)
                 self.steps_left -= steps
         return priced
 
@@ -255,35 +257,38 @@ def _slice_trees(space: SearchSpace, sizes: Mapping[str, int]) -> list[Tree]:
     return [keep_values(resize_tree(tree, whole), False) for tree in trees]
 
 
-def _loop_candidate(
-    space: SearchSpace, axes: tuple[tuple[str, int], ...], tree: Tree, key: str, lower: Lowerer | None = None
-) -> Candidate:
-    """Price one loop with one tree. `key` names the objective by which the steps of slices are chosen."""
-    device = device_in_loop(space.device, space.backend)
-    node = loop_node(loop_over(space.contraction, axes, tree, device, key, lower))
-    whole_lower = Lowerer(space.choices, step_key(key))
-    return Candidate(space.programs(node, whole_lower), node, whole_lower, False, "sliced")
-
-
 def _loop_around(
     space: SearchSpace,
-    candidate: Candidate,
-    root: Node,
-    part: CutOut,
+    part: Part,
     axes: tuple[tuple[str, int], ...],
     key: str,
     lower: Lowerer | None = None,
+    whole_lower: Lowerer | None = None,
 ) -> Candidate | None:
-    """Return a candidate with a loop around a part of its tree; None if a value lies otherwise than expected."""
+    """Price one loop around a part of a tree.
+
+    Args:
+        space: the contraction.
+        part: what the loop goes around.
+        axes: the axes that are cut and their slices' sizes.
+        key: names the objective by which the steps of slices are chosen.
+        lower: what chooses these.
+        whole_lower: what chooses the other steps; by the same objective, if it is None.
+
+    Returns:
+        The candidate; None if a value lies in memory otherwise than the part's contraction has it.
+    """
     loop = loop_over(part.contraction, axes, part.tree, device_in_loop(space.device, space.backend), key, lower)
-    tree = replace_node(candidate.tree, root, loop_node(loop, part.children))
-    programs = space.programs(tree, candidate.lower)
+    whole_lower = whole_lower or Lowerer(space.choices, step_key(key))
+    tree = part.replaced(loop_node(loop, part.children))
+    programs = space.programs(tree, whole_lower)
+    layouts = part.layouts
     for step in programs.steps:
-        if isinstance(step.op, Loop) and step.op.bodies is loop.bodies and step.op.layouts:
-            expected = (None, *part.layouts) if step.op.first_operand else part.layouts
-            if step.op.layouts != expected:
+        if isinstance(step.op, Loop) and step.op.bodies is loop.bodies:
+            expected = layouts if step.op.first_operand else layouts[1:]
+            if step.op.layouts != (expected if any(expected) else ()):
                 return None
-    return dataclasses.replace(candidate, programs=programs, tree=tree, proven=False, origin="sliced in part")
+    return Candidate(programs, tree, whole_lower, False, "sliced")
 
 
 def make_loop(plan: PlanRecord, axes: Mapping[str, int], around: tuple[Node, int] | None = None) -> PlanRecord:
@@ -297,16 +302,10 @@ def make_loop(plan: PlanRecord, axes: Mapping[str, int], around: tuple[Node, int
     Raises:
         PlannerError: there can be no loop around that part.
     """
-    space, cut = SearchSpace(plan.contraction), tuple(axes.items())
     key = plan.options.minimize if isinstance(plan.options.minimize, str) else "time"
-    if around is None:
-        looped: Candidate | None = _loop_candidate(space, cut, plan.tree, key)
-    else:
-        whole = Candidate(plan.programs, plan.tree, Lowerer(space.choices, step_key(key)), False, plan.origin)
-        part = cut_out(plan.contraction, *around)
-        looped = None if part is None else _loop_around(space, whole, around[0], part, cut, key)
+    whole = whole_part(plan.contraction, plan.tree)
+    part = whole if around is None else cut_out(plan.contraction, plan.tree, *around)
+    looped = None if part is None else _loop_around(SearchSpace(plan.contraction), part, tuple(axes.items()), key)
     if looped is None:
         raise PlannerError("the steps read index arrays, or values that lie in another order than expected")
-    return dataclasses.replace(
-        plan, tree=looped.tree, programs=looped.programs, proven=False, origin=looped.origin, compiled_bytes=None
-    )
+    return dataclasses.replace(plan, tree=looped.tree, programs=looped.programs, proven=False, origin="sliced")

@@ -18,8 +18,7 @@ from planner.language.errors import PlannerError
 from planner.plan import Plan
 from planner.program.frameworks import load_backend
 from planner.program.implementations import Implementation, Stepwise, Table
-from planner.program.ops import Cast, Guard, JointGradient, Op
-from planner.program.plan import LoopGradient
+from planner.program.ops import Cast, Gradients, Guard, Op
 from planner.program.program import Step
 from planner.testing import scripts
 from planner.testing.engines import Engine, engine_of
@@ -71,7 +70,7 @@ class Stage:
         arguments: dict[str, Any] = {"sizes": op.spec.output_shape, "index_mode": self.plan.index_mode, **raw}
 
         def evaluate(arrays: Sequence[Array]) -> list[Array]:
-            if isinstance(op, JointGradient | LoopGradient):
+            if isinstance(op, Gradients):
                 gradients = reference_gradients(text, *arrays, **arguments)
                 return [gradients[number] for number in op.served]
             return [reference(text, *arrays, **arguments)]
