@@ -223,14 +223,24 @@ def test_the_plan_says_what_was_compiled(jax):
     assert "compiled" not in str(dataclasses.replace(plan, options=planner.plan("i->", (2,), backend="jax").options))
 
 
-def test_a_plan_that_xla_makes_small_runs_step_by_step_too(jax):
+def test_a_plan_that_xla_makes_small_runs_step_by_step_too(jax, monkeypatch):
     """XLA fuses all of it, but a call outside of jit takes what the steps take."""
+    monkeypatch.setattr("planner.search.slicing._LoopSearch.price_parts", lambda *_: [])
     shapes = [(64,), (64,), (64, 64), (64, 64)]
     call = partial(planner.plan, "q[i],q[j],ij,ij->ij", *shapes, q=(64,), backend="jax")
     with pytest.raises(planner.PlannerLimitError) as caught:
         call(memory_limit=24576)
     plan = call(memory_limit=caught.value.memory_limit)
     assert plan.compiled_bytes < plan.cost.peak_bytes == plan.options.memory_limit
+
+
+def test_a_part_is_sliced_where_the_whole_cannot_be(jax):
+    """An index array with two brackets is not cut, but what its rows are multiplied with may be."""
+    shapes = [(64,), (64,), (64, 64), (64, 64)]
+    plan = planner.plan("q[i],q[j],ij,ij->ij", *shapes, q=(64,), backend="jax", memory_limit=24576)
+    assert [str(step.op.spec) for step in plan.steps] == ["q[i] -> i", "q[j] -> j", "i, ij, ij, j -> ij"]
+    assert plan.loop is not None
+    assert max(plan.compiled_bytes, plan.cost.peak_bytes) <= 24576
 
 
 def test_a_plan_that_xla_makes_larger_gives_way_to_a_smaller_one(jax, monkeypatch):

@@ -157,9 +157,7 @@ def in_parts_and_nested(engine, problem):
     return values_and_gradients(engine, problem, call)
 
 
-@in_each(
-    numpy=(examples(150, 2_000), 5), torch=(examples(150, 2_000), 5), jax=(examples(20, 1_000), 4)
-)
+@in_each(numpy=(examples(150, 2_000), 5), torch=(examples(150, 2_000), 5), jax=(examples(20, 1_000), 4))
 def test_values_and_gradients_of_loops_around_parts_and_in_loops(engine, sample):
     count, most = sample
 

@@ -92,13 +92,9 @@ class JaxBackend(Backend):
         needs = [number for number, variable in enumerate(plan.programs.gradients) if variable is not None]
 
         def whole(values: tuple[Any, ...], arrays: dict[str, Any]) -> Any:
-            def of(*wanted: Any) -> Any:
-                given = dict(zip(needs, wanted, strict=True))
-                return run([given.get(number, x) for number, x in enumerate(values)], arrays)
-
             if not needs:
-                return of()
-            result, pullback = jax.vjp(of, *(values[number] for number in needs))
+                return run(values, arrays)
+            result, pullback = _vjp(lambda xs: run(xs, arrays), values, needs)
             return result, pullback(jnp.ones_like(result))
 
         # Under "raise" a traced index array is refused for integers, which have no NaN. Then the plan runs step by
@@ -142,7 +138,7 @@ class JaxBackend(Backend):
                     raise clip_error(gather)
 
         steps, config = tree_run(plan), jax.config
-        alone = as_one(steps)
+        alone = as_one(tree_run(plan, inside=True))
 
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
             values, mode = checked_arrays(plan, indices)
@@ -182,12 +178,8 @@ class JaxBackend(Backend):
         if not needs:
             return _peak_bytes(lambda xs, qs: run(xs, qs, mode), operands, arrays)
 
-        def both(xs: tuple[Any, ...], qs: tuple[Any, ...]) -> Any:
-            def of(*wanted: Any) -> Any:
-                given = dict(zip(needs, wanted, strict=True))
-                return run(tuple(given.get(number, x) for number, x in enumerate(xs)), qs, mode)
-
-            return jax.vjp(of, *(xs[number] for number in needs))
+        def both(xs: Sequence[Any], qs: tuple[Any, ...]) -> Any:
+            return _vjp(lambda values: run(values, qs, mode), xs, needs)
 
         def forward(xs: tuple[Any, ...], qs: tuple[Any, ...]) -> Any:
             """Return the result, and what is kept for the backward pass besides operands and index arrays."""
@@ -244,6 +236,16 @@ class JaxBackend(Backend):
         return Stepwise(values, bind, {})
 
 
+def _vjp(function: Callable[[tuple[Any, ...]], Any], operands: Sequence[Any], needs: Sequence[int]) -> Any:
+    """Return a function's result, and what pulls a gradient of it back to the operands that need one."""
+
+    def of(*wanted: Any) -> Any:
+        given = dict(zip(needs, wanted, strict=True))
+        return function(tuple(given.get(number, x) for number, x in enumerate(operands)))
+
+    return jax.vjp(of, *(operands[number] for number in needs))
+
+
 def _peak_bytes(function: Callable[..., Any], *stand_ins: Any) -> int | None:
     """Return the peak bytes of a compiled function, its results counted; None if the platform does not say."""
     memory = jax.jit(function).lower(*stand_ins).compile().memory_analysis()
@@ -259,12 +261,8 @@ def compile_loop(op: Loop, mode: str) -> Callable[..., list[Any]]:
         if not isinstance(op, LoopGradient):
             return [run(tuple(inputs), index_values, mode)]
         gradient, *operands = inputs
-
-        def of(*wanted: Any) -> Any:
-            given = dict(zip(op.served, wanted, strict=True))
-            return run(tuple(given.get(number, x) for number, x in enumerate(operands)), index_values, mode)
-
-        return list(jax.vjp(of, *(operands[number] for number in op.served))[1](gradient))
+        _, pullback = _vjp(lambda xs: run(xs, index_values, mode), operands, op.served)
+        return list(pullback(gradient))
 
     return jax.jit(loop)
 

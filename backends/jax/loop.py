@@ -56,11 +56,8 @@ class SliceLoop:
         counts = slice_counts(self.axes, self.spec)
         self.bodies = [(sizes, n, body_run(body)) for (sizes, n), body in zip(counts, loop.bodies, strict=True)]
         self.brackets = [next(g.axes for g in self.spec.gathers if g.array == name) for name in self.spec.arrays]
-        # JAX would keep the counters of a loop with a checkpointed body. A checkpoint around the loop computes them
-        # again.
-        self.run = as_one(self._run)
 
-    def _run(self, inputs: tuple[Any, ...], index_values: tuple[Any, ...], mode: str) -> Any:
+    def run(self, inputs: tuple[Any, ...], index_values: tuple[Any, ...], mode: str) -> Any:
         """Run all slices."""
         spec = self.spec
         xs = [x.reshape(spec.shape(term)) for x, term in zip(inputs, spec.inputs, strict=True)]

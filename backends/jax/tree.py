@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from planner.backends.jax.evaluation import Mode, cast, lowerer_of
 from planner.backends.jax.guards import Guards
-from planner.backends.jax.loop import Run, SliceLoop
+from planner.backends.jax.loop import Run, SliceLoop, as_one
 from planner.backends.jax.step import bind_step
 from planner.program.guards import add_guards
 from planner.program.ops import Cast, Guard
@@ -24,9 +24,14 @@ __all__ = ["loop_run", "tree_run"]
 KEPT = "planner_kept"
 
 
-def tree_run(plan: PlanRecord) -> Run:
-    """Return the function that runs a plan's tree and keeps what the plan says."""
-    tree, backward = _PlanTree(plan), plan.programs.backward
+def tree_run(plan: PlanRecord, inside: bool = False) -> Run:
+    """Return the function that runs a plan's tree and keeps what the plan says.
+
+    Args:
+        plan: the plan.
+        inside: whether the function runs inside of one that keeps nothing, see `as_one`.
+    """
+    tree, backward = _PlanTree(plan, inside), plan.programs.backward
     if backward is None or not any(step.recomputed for step in backward.steps):
         # Without a checkpoint JAX keeps everything that gradients read. A checkpoint that names all of it is slower.
         return tree.run
@@ -35,9 +40,11 @@ def tree_run(plan: PlanRecord) -> Run:
     return kept
 
 
-def loop_run(loop: Loop) -> Run:
-    """Return the function that runs a loop over slices."""
-    return SliceLoop(loop, tree_run).run
+def loop_run(loop: Loop, inside: bool = False) -> Run:
+    """Return the function that runs a loop over slices; `inside` is as in `tree_run`."""
+    run = SliceLoop(loop, partial(tree_run, inside=True)).run
+    # JAX would keep the counters of a loop with a checkpointed body. A checkpoint around the loop computes them again.
+    return run if inside else as_one(run)
 
 
 class _PlanTree:
@@ -50,11 +57,11 @@ class _PlanTree:
         kept: ids of the nodes whose results are named, where the plan keeps some.
     """
 
-    def __init__(self, plan: PlanRecord) -> None:
+    def __init__(self, plan: PlanRecord, inside: bool) -> None:
         self.spec, self.precision = plan.resolved.spec, plan.options.precision
         self.tree = add_guards(plan.tree, self.spec, plan.index_mode)
         self.lower = lowerer_of(plan)
-        self.loop_run = cache(loop_run)
+        self.loop_run = cache(partial(loop_run, inside=inside))
         self.kept = {id(node) for node in kept_nodes(self.tree, plan.requires_grad)} if plan.keep == "some" else set()
 
     def run(self, leaves: tuple[Any, ...], index_values: tuple[Any, ...], mode: str) -> Any:

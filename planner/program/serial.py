@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from planner.cost.device import Device
@@ -137,7 +135,8 @@ def _with_guards(plan: PlanRecord) -> PlanRecord:
         return plan
     stored = {step.op: step.choice for step in plan.steps}
     # All steps but guards are stored, or are not wanted: both gradients in one step.
-    return _rebuilt(plan, lambda op: [mask_choice(op)] if isinstance(op, Guard) else [], stored)
+    lower = Lowerer(lambda op: [mask_choice(op)] if isinstance(op, Guard) else [], step_key("time"), stored)
+    return _rebuilt(plan, lower)
 
 
 def _with_loop(plan: PlanRecord, stored: _StoredLoop) -> PlanRecord:
@@ -145,17 +144,12 @@ def _with_loop(plan: PlanRecord, stored: _StoredLoop) -> PlanRecord:
     body, costs = _checked_plan(stored.body), [step.choice.cost for step in plan.steps]
     loop = loop_over(plan.contraction, stored.axes, body.tree, body.device, body.options.minimize)
     loop = dataclasses.replace(loop, bodies=(body, *loop.bodies[1:]))
-    plan = dataclasses.replace(plan, tree=loop_node(loop))
-    return _rebuilt(plan, lambda op: [PricedImplementation(LOOP, costs[op.first_operand])])
+    lower = Lowerer(lambda op: [PricedImplementation(LOOP, costs[op.first_operand])], step_key("time"))
+    return _rebuilt(dataclasses.replace(plan, tree=loop_node(loop)), lower)
 
 
-def _rebuilt(
-    plan: PlanRecord,
-    choices: Callable[[Op], Sequence[PricedImplementation]],
-    fixed: Mapping[Op, PricedImplementation] = MappingProxyType({}),
-) -> PlanRecord:
-    """Return a plan with the programs of its tree. The choices are as in `Lowerer`."""
-    lower = Lowerer(choices, step_key("time"), fixed)
+def _rebuilt(plan: PlanRecord, lower: Lowerer) -> PlanRecord:
+    """Return a plan with the programs of its tree."""
     programs = build(plan.tree, plan, plan.programs.variables[: len(plan.operands)], lower)
     return dataclasses.replace(plan, programs=programs)
 
