@@ -336,6 +336,24 @@ def test_only_the_steps_around_a_large_value_are_sliced(engine):
 
 
 @in_each("numpy", "torch", "jax")
+@pytest.mark.parametrize("axis", ["n", "i", "j"])
+def test_what_a_loop_around_a_part_reads_is_guarded_before(engine, axis):
+    """NaN at the place of a dropped index counts for nothing; the index array is read outside of the loop."""
+    shapes, rows = ((5, 4), (5, 6), (4, 6, 3), (3, 3)), np.array([0, 9, 1, 9, 2])
+    problem = Problem("ni, nj, ijk, q[n]k -> ik", shapes, indices={"q": rows}, index_mode="drop", seed=1)
+    operands, indices = engine.operands(problem), engine.indices(problem)
+    plan = engine.plan(problem, operands, indices, optimize=((0, 1), (0, 2), (0, 1)))
+    root = next(node for node in nodes_of(plan.tree) if str(node.op.spec).startswith("inj, ijk"))
+    plan = make_loop(plan, {axis: 2}, (root, 1))
+    assert len(plan.programs.forward.computing) > 1
+    judge(engine, partial(values_and_gradients, call=lambda operands, indices: plan(*operands, **indices)), [problem])
+    spoilt = [np.array(engine.described(x)[0]) for x in operands]
+    spoilt[0][[1, 3]], spoilt[1][3] = np.nan, np.inf
+    got = plan(*(engine.array(x) for x in spoilt), **indices)
+    np.testing.assert_array_equal(engine.described(got)[0], engine.described(plan(*operands, **indices))[0])
+
+
+@in_each("numpy", "torch", "jax")
 def test_slices_of_a_half_type_are_added_up_in_float32(engine):
     """2048 + 1 is 2048 in float16: ones that are added one by one would be lost."""
     x, ones = (engine.array(np.array([first] + [1.0] * 20, np.float16)) for first in (2048.0, 1.0))
