@@ -255,7 +255,8 @@ def test_loops_that_are_as_fast_are_taken_for_the_memory_that_they_save():
     assert any(other.cost.seconds == fastest.plan.cost.seconds for other in candidates(plan))
     # Where time is not what is minimised, what is counted exactly decides.
     assert planned(CLIQUE, shapes, backend="jax", minimize="bytes").loop is None
-    assert planned(CLIQUE, shapes, backend="jax", minimize=lambda cost: cost.seconds).loop is None
+    exactly = planned(CLIQUE, shapes, backend="jax", minimize=lambda cost: cost.seconds)
+    assert exactly.cost.seconds <= fastest.plan.cost.seconds
     chain = WORKLOADS["chain-ijkl"].cpu()
     whole = planned(chain.spec, chain.shapes, backend="torch")
     assert whole.loop is None

@@ -14,7 +14,7 @@ from planner.program.contraction import Contraction
 from planner.program.ops import Cast, Einsum
 from planner.program.tree import Leaf, Node, Tree
 
-__all__ = ["Part", "cut_out", "large_values", "whole_part"]
+__all__ = ["TreePart", "cut_out", "large_values", "whole_part"]
 
 # For how many sizes of large values parts are cut out.
 MOST_SIZES = 2
@@ -47,7 +47,7 @@ def _size(tree: Tree) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class TreePart:
     """A part of a tree as a contraction of its own.
 
     Attributes:
@@ -70,6 +70,13 @@ class Part:
         return self.root is self.whole and all(isinstance(child, Leaf) for child in self.children)
 
     @property
+    def large_axes(self) -> list[str]:
+        """The axes that all of the large values in it have."""
+        _, *inner = _nodes(self.tree)
+        axes = dict(self.contraction.resolved.spec.sizes)
+        return [axis for axis in axes if all(axis in node.op.spec.output for node in inner)]
+
+    @property
     def layouts(self) -> tuple[Layout | None, ...]:
         """The layouts of the output gradient and of the operands."""
         gradient = layout_of(self.contraction.resolved.spec.output_shape, self.contraction.gradient_strides)
@@ -88,12 +95,12 @@ class Part:
         return visit(self.whole)
 
 
-def whole_part(contraction: Contraction, tree: Tree) -> Part:
+def whole_part(contraction: Contraction, tree: Tree) -> TreePart:
     """Return all of a contraction's tree as a part."""
-    return Part(tree, tree, contraction, tree, tuple(map(Leaf, range(len(contraction.operands)))))
+    return TreePart(tree, tree, contraction, tree, tuple(map(Leaf, range(len(contraction.operands)))))
 
 
-def cut_out(contraction: Contraction, whole: Tree, root: Node, least: int) -> Part | None:
+def cut_out(contraction: Contraction, whole: Tree, root: Node, least: int) -> TreePart | None:
     """Take a node out of a tree, with the nodes below it that are connected to it by large values.
 
     Args:
@@ -139,7 +146,7 @@ def cut_out(contraction: Contraction, whole: Tree, root: Node, least: int) -> Pa
         dtype=root.op.dtype,
         gradient_strides=row_major(spec.output_shape),
     )
-    return Part(whole, root, part, tree, tuple(children))
+    return TreePart(whole, root, part, tree, tuple(children))
 
 
 def _axes(spec: Spec) -> set[str]:

@@ -26,7 +26,7 @@ from planner.program.loops import (
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Programs
 from planner.program.tree import Node, Tree, keep_values
-from planner.search.parts import Part, cut_out, large_values, whole_part
+from planner.search.parts import TreePart, cut_out, large_values, whole_part
 from planner.search.space import SLICE_WORK, Candidate, SearchSpace, run_searches
 
 __all__ = ["can_be_cut", "fastest", "loop_candidates", "make_loop", "worth_cutting"]
@@ -35,7 +35,7 @@ __all__ = ["can_be_cut", "fastest", "loop_candidates", "make_loop", "worth_cutti
 LARGE_BYTES = 1 << 25
 MOST_LOOPS, MOST_SLICES = 3, 4096
 # The share of the steps that loops around parts of a tree may take.
-PART_SHARE = 4
+PART_SHARE = 8
 # How many steps the search for loops may price, without limits and with; each takes 50 to 200 us.
 PRICED_STEPS, PRICED_STEPS_LIMITED = 10_000, 30_000
 # Under a limit, slices predicted to take no more than this times the fastest count as equally fast, and the leanest of
@@ -148,7 +148,7 @@ class _LoopSearch:
     def price_parts(self, candidates: Sequence[Candidate], limits: Limits) -> list[Candidate]:
         """Return trees with a loop around the steps that make and read their largest values.
 
-        Each axis of these values is cut, into smaller and smaller slices until the limits are met.
+        Each axis that all of these values have is cut, into smaller and smaller slices until limits are met.
         """
         left, self.steps_left = self.steps_left, self.steps_left // PART_SHARE
         priced: list[Candidate] = []
@@ -157,7 +157,8 @@ class _LoopSearch:
                 part = cut_out(self.space.contraction, candidate.tree, root, least)
                 if part is None or part.is_whole:
                     continue
-                for axis, size in part.contraction.resolved.spec.sizes:
+                for axis in part.large_axes:
+                    size = part.contraction.resolved.spec.size(axis)
                     sizes = [n for n in _ladder(size) if -(-size // n) <= MOST_SLICES]
                     for (key, lower), slice_size in itertools.product(self.lowerers.items(), sizes):
                         looped = _loop_around(self.space, part, ((axis, slice_size),), key, lower, candidate.lower)
@@ -165,7 +166,7 @@ class _LoopSearch:
                             break
                         self.steps_left -= 2 * len(candidate.programs.steps)  # those of the whole, and of a slice
                         priced.append(looped)
-                        if keeps_within(looped.cost, limits):
+                        if limits != NO_LIMITS and keeps_within(looped.cost, limits):
                             break
         self.steps_left += left - left // PART_SHARE
         return priced
@@ -259,7 +260,7 @@ def _slice_trees(space: SearchSpace, sizes: Mapping[str, int]) -> list[Tree]:
 
 def _loop_around(
     space: SearchSpace,
-    part: Part,
+    part: TreePart,
     axes: tuple[tuple[str, int], ...],
     key: str,
     lower: Lowerer | None = None,
