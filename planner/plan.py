@@ -12,7 +12,7 @@ from planner.inspect.collectives import Collective, collectives
 from planner.inspect.text import plan_text
 from planner.inspect.verdicts import ImplementationVerdict, verdicts
 from planner.language.resolve import shorten
-from planner.program.plan import PlanRecord
+from planner.program.plan import Loop, PlanRecord, find_loop
 from planner.program.serial import plan_from_json, plan_to_json
 from planner.run import run_plan
 from planner.search.alternatives import Alternative, alternatives
@@ -47,7 +47,8 @@ class Plan(PlanRecord):
             with limits or for peak and retained bytes, all choices of what is kept. Each step uses the implementation
             that the objective prefers, on row-major intermediates.
         origin: how the tree was found.
-        loop: the loop over slices, if the plan is one. Then each program is one step, which runs the loop.
+        loop: the first loop over slices in the tree, with its `axes` and the plan of a slice, its `body`. None if there
+            is no loop. A loop is one step of each program.
         compiled_bytes: the larger peak of the two compiled programs; None if there was no memory limit to check.
         gradient_strides: the strides of the output's gradient that the plan was made for; None for those of the result.
     """
@@ -176,11 +177,14 @@ class Plan(PlanRecord):
 
     @classmethod
     def of(cls, record: PlanRecord) -> Plan:
-        """Return a record as a `Plan`. The body of a loop becomes a `Plan` too."""
-        data = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-        if record.loop is not None:
-            data["loop"] = dataclasses.replace(record.loop, body=cls.of(record.loop.body))
-        return cls(**data)
+        """Return a record as a `Plan`."""
+        return cls(**{field.name: getattr(record, field.name) for field in dataclasses.fields(record)})
+
+    @property
+    def loop(self) -> Loop | None:
+        """The first loop over slices in the tree, with plans of its slices; None if there is none."""
+        loop = find_loop(self.tree)
+        return loop and dataclasses.replace(loop, bodies=tuple(map(self.of, loop.bodies)))
 
     def __str__(self) -> str:
         return plan_text(self)

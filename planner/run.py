@@ -49,8 +49,7 @@ class _Same:
 def _bound(same: _Same, signature: Hashable) -> Run:
     """Return the function that runs a plan. Calls with equal signatures share it, and what JAX compiled with it."""
     backend = load_backend(same.plan.backend)
-    body = same.plan if same.plan.loop is None else same.plan.loop.body
-    for step in body.steps:
+    for _, step in same.plan.inner_steps():
         if step.choice.lowering not in backend.table.rows:
             raise PlannerError(
                 f"the plan runs a step as {step.choice.lowering!r}, which {backend.name} does not have here: it was "

@@ -21,6 +21,7 @@ from planner.program import implementations as protocol
 from planner.program.serial import encode
 from planner.search.slicing import make_loop
 from planner.tune import autotune as measure
+from planner.tune.tiles import tune_tiles
 
 # Three paths and two implementations of the take differ: there is something to time.
 SPEC, SHAPES = "ab,bc,cd->ad", ((30, 4), (4, 30), (30, 3))
@@ -401,6 +402,31 @@ def test_tiles_are_timed_step_by_step_and_remembered(monkeypatch, on_card, torch
     with deterministic(torch):
         pinned = planned()
     assert not [step for step in pinned.steps if step.choice.lowering.endswith("tiles")]
+
+
+def test_tiles_are_tuned_in_whole_slices_of_a_loop(on_card, torch):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    _, operands, q = on_card
+    plan = planner.plan("nij, q[n]jk -> nik", *operands, q=q, device="H200", minimize="peak")
+    loop = make_loop(plan, {"n": 64})
+
+    def timings(plans):
+        named = ["".join(step.choice.lowering for _, step in plan.inner_steps()) for plan in plans]
+        return [1.0 - 0.1 * name.count(", half tiles") for name in named]
+
+    tuned, timed, changed = tune_tiles(loop, timings)
+    kernels = [step for _, step in tuned.inner_steps() if "Triton" in step.choice.lowering]
+    assert kernels
+    assert all(step.choice.lowering.endswith(", half tiles") for step in kernels)
+    assert timed == changed == len({(step.op, step.choice) for step in kernels})
+    assert {step.op.bodies for step in tuned.steps} == {tuned.tree.op.bodies}
+    assert [body.resolved.spec.size("n") for body in tuned.loop.bodies] == [64, 36]
+    assert tuned.loop.bodies[1] == loop.loop.bodies[1]
+    assert tuned.cost == loop.cost
+    result = tuned(*operands, q=q)
+    assert torch.equal(result, torch.full((100, 1, 70), 70.0))
+    found = torch.autograd.grad(result, operands, torch.ones(100, 1, 70))
+    assert torch.equal(found[1], torch.full((2, 70, 70), 50.0))
 
 
 def test_a_tiling_that_fails_is_left_out(monkeypatch, on_card):

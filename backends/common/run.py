@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from planner.language.spec import Spec, Term
-from planner.program.implementations import RangedIndices, Table
-from planner.program.loops import Part, covers, parts
+from planner.language.dtypes import accumulator
+from planner.language.spec import Term
+from planner.program.frameworks import load_backend
+from planner.program.implementations import RangedIndices, Run, Table
+from planner.program.loops import Part, covers, parts, slice_counts
 from planner.program.plan import Loop
 from planner.program.program import Program
 
-__all__ = ["RunProgram", "prepare_program", "run_loop"]
+__all__ = ["RunProgram", "prepare_loop", "prepare_program"]
 
 
 # Runs a program. Its arguments are the program's inputs by variable, and the index arrays in range. It adds the results
@@ -40,51 +42,48 @@ def prepare_program(table: Table, program: Program) -> RunProgram:
     return run
 
 
-def run_loop(
-    loop: Loop,
-    spec: Spec,
-    arrays: Sequence[tuple[Term, Any]],
-    index: RangedIndices,
-    run: Callable[[Part, Sequence[Any], RangedIndices], Sequence[Any]],
-    results: Sequence[tuple[Term, Callable[[bool], Any]] | None],
-) -> list[Any]:
-    """Run a program slice by slice.
+def prepare_loop(op: Loop, *, cast: Any, empty: Any) -> Run:
+    """Return the function that runs a loop slice by slice, as `Implementation.prepare`.
 
     Args:
-        loop: the loop.
-        spec: the resolved spec of the whole contraction.
-        arrays: the program's inputs, each with its term.
-        index: index arrays in range.
-        run: runs the body's program on the inputs of one slice.
-        results: for each result its term and a function that allocates it, filled with zeros if asked; None for a
-            result that is not wanted.
-
-    Returns:
-        The results.
+        op: the loop, or its gradient.
+        cast: converts an array to a dtype.
+        empty: returns an array of a shape and a dtype on the device of another.
     """
-    outputs: list[Any] = [None] * len(results)
-    # For each wanted result: its number, the function that views a slice of it, and whether slices are parts of it.
-    targets: list[tuple[int, Callable[[Part], Any], bool]] = []
-    for number, wanted in enumerate(results):
-        if wanted is None:
-            continue
-        term, allocate = wanted
-        is_part = covers(loop.axes, term)
-        outputs[number] = allocate(not is_part)
-        targets.append((number, _slicer(outputs[number], term, loop.axes), is_part))
-    inputs = [_slicer(x, term, loop.axes) for term, x in arrays]
-    index_slicers = [(gather, _slicer(values, gather.axes, loop.axes)) for gather, values in index.items()]
-    for part in parts(loop.axes, spec):
-        part_index = RangedIndices(index.may_drop, ((gather, view(part)) for gather, view in index_slicers))
-        part_results = run(part, [view(part) for view in inputs], part_index)
-        for number, view, is_part in targets:
-            into = view(part)
-            if is_part:
-                into[...] = part_results[number]
-            else:
-                into += part_results[number]
-        del part_results  # free the memory before the next slice begins
-    return outputs
+    table, counts = load_backend(op.body.backend).table, slice_counts(op.axes, op.spec)
+    programs = {tuple(sizes.items()): op.program(body) for (sizes, _), body in zip(counts, op.bodies, strict=True)}
+    prepared = {sizes: prepare_program(table, program) for sizes, program in programs.items()}
+    # Slices of results are parts of them, or are added up.
+    are_parts = [covers(op.axes, term) for term in op.output_terms]
+
+    def run(inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+        outputs, targets = [], []
+        described = zip(op.output_terms, op.output_shapes, op.output_dtypes, are_parts, strict=True)
+        for term, shape, dtype, is_part in described:
+            outputs.append(empty(shape, dtype if is_part else accumulator(dtype), inputs[0]))
+            if not is_part:
+                outputs[-1][...] = 0
+            targets.append(_slicer(outputs[-1], term, op.axes))
+        # A program is given its operands, then the output gradient.
+        given = [*zip(op.input_terms, inputs, strict=True)]
+        views = [_slicer(x, term, op.axes) for term, x in (*given[op.first_operand :], *given[: op.first_operand])]
+        # Index arrays are brought into range once, not for each slice.
+        index_views = [(gather, _slicer(index[gather], gather.axes, op.axes)) for gather in op.spec.gathers]
+        for part in parts(op.axes, op.spec):
+            sizes = tuple(part.sizes.items())
+            part_index = RangedIndices(index.may_drop, ((gather, view(part)) for gather, view in index_views))
+            values = {variable: view(part) for variable, view in zip(programs[sizes].given, views, strict=True)}
+            results = prepared[sizes](values, part_index)
+            for result, view, is_part in zip(results, targets, are_parts, strict=True):
+                into = view(part)
+                if is_part:
+                    into[...] = result
+                else:
+                    into += result
+            del results, result, values  # free the memory before the next slice begins
+        return tuple(cast(x, dtype) for x, dtype in zip(outputs, op.output_dtypes, strict=True))
+
+    return run
 
 
 def _slicer(x: Any, term: Term, axes: Sequence[tuple[str, int]]) -> Callable[[Part], Any]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
+from planner.backends.common.run import prepare_loop
 from planner.backends.common.stock import ArrayOps, evaluation
 from planner.backends.common.stock_layout import product_copies, scattered_vectors, stock_layout
 from planner.cost.device import Device
@@ -15,7 +16,8 @@ from planner.cost.layout import Layout
 from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, row_axes, term_axes, term_gathers
 from planner.program.forms import product_form
-from planner.program.implementations import MASK, Implementation
+from planner.program.implementations import LOOP, MASK, Implementation, Run
+from planner.program.loops import loop_cost
 from planner.program.ops import Cast, JointGradient, Op, joint_elements
 
 __all__ = ["flat_stock_work", "runs_of", "short_run_seconds", "stock_kind", "stock_rows", "stock_work"]
@@ -203,6 +205,7 @@ def stock_rows(
     skip: Sequence[str] = (),
     work: Callable[[Op, Device], list[Work]] = stock_work,
     layouts: Callable[[Op], tuple[Layout | None, ...]] | None = None,
+    empty: Callable[[tuple[int, ...], str, Any], Any] | None = None,
 ) -> list[Implementation]:
     """Return the rows that every backend starts from; between them they run every op.
 
@@ -214,9 +217,11 @@ def stock_rows(
         skip: kinds for which the backend has other rows.
         work: what a step does.
         layouts: the layouts of a step's results in memory; None if arrays have no strides.
+        empty: returns an array of a shape and a dtype on the device of another, for loops to write into; None if the
+            backend runs loops in a way of its own.
     """
 
-    def prepare(op: Op) -> Callable[[Sequence[Any], Any], tuple[Any, ...]]:
+    def prepare(op: Op) -> Run:
         if isinstance(op, Cast):
             return lambda inputs, index: (cast(inputs[0], op.dtype),)
         compute = evaluation(ops, op.spec)
@@ -270,4 +275,11 @@ def stock_rows(
         stock=True,
         layouts=layouts and unmoved,
     )
-    return [*rows, guards]
+    no_loop = "the step is not a loop"
+    prepare_slices: Callable[[Any], Run] = partial(prepare_loop, cast=cast, empty=empty)
+
+    def run_slices(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+        return prepare_slices(op)(inputs, index)
+
+    loops = Implementation(LOOP, lambda op: no_loop, loop_cost, run_slices, stock=True, prepare=prepare_slices)
+    return [*rows, guards, loops]

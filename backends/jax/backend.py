@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import jax
@@ -14,17 +14,18 @@ from planner.backends.common.indices import check_index_dtype, clip_error
 from planner.backends.jax.evaluation import TABLE, Mode, compile_cast, hopper
 from planner.backends.jax.guards import Guards
 from planner.backends.jax.index import JaxIndex, checked_arrays, jax_in_range
-from planner.backends.jax.loop import as_one, plan_run
+from planner.backends.jax.loop import as_one
 from planner.backends.jax.ops import OPS
 from planner.backends.jax.rows import fuses
 from planner.backends.jax.step import compile_step
+from planner.backends.jax.tree import loop_run, tree_run
 from planner.backends.jax.typed import result_sharding
 from planner.cost.device import CPU, TPU_V5E, Device, gpu_preset
 from planner.language.errors import PlannerError
 from planner.language.spec import Gather, Operand
 from planner.program.implementations import Backend, Stepwise
 from planner.program.ops import Cast
-from planner.program.plan import PlanRecord
+from planner.program.plan import Loop, LoopGradient, PlanRecord
 from planner.program.program import Step
 
 __all__ = ["JaxBackend", "backend"]
@@ -99,13 +100,9 @@ class JaxBackend(Backend):
         needs = [number for number, variable in enumerate(plan.programs.gradients) if variable is not None]
 
         def whole(values: tuple[Any, ...], arrays: dict[str, Any]) -> Any:
-            def of(*wanted: Any) -> Any:
-                given = dict(zip(needs, wanted, strict=True))
-                return run([given.get(number, x) for number, x in enumerate(values)], arrays)
-
             if not needs:
-                return of()
-            result, pullback = jax.vjp(of, *(values[number] for number in needs))
+                return run(values, arrays)
+            result, pullback = _vjp(lambda xs: run(xs, arrays), values, needs)
             return result, pullback(jnp.ones_like(result))
 
         # Under "raise" a traced index array is refused for integers, which have no NaN. Then the plan runs step by
@@ -148,8 +145,8 @@ class JaxBackend(Backend):
                 if gather.size == 0 and 0 not in spec.shape(gather.axes):
                     raise clip_error(gather)
 
-        steps, config = plan_run(plan), jax.config
-        alone = as_one(steps) if plan.loop is None else steps
+        steps, config = tree_run(plan), jax.config
+        alone = as_one(tree_run(plan, inside=True))
         compiled = jax.jit(steps, static_argnums=(2,))
 
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
@@ -178,7 +175,7 @@ class JaxBackend(Backend):
         """
         if plan.device.kind != self.device(()).kind or (plan.dtype in NARROW and not _wide_types()):
             return None
-        run = plan_run(plan)
+        run = tree_run(plan)
         integers = jnp.int64 if _wide_types() else jnp.int32
         shapes = dict(plan.index_shapes)
         arrays = tuple(jax.ShapeDtypeStruct(shapes[name], integers) for name in plan.resolved.spec.arrays)
@@ -192,12 +189,8 @@ class JaxBackend(Backend):
         if not needs:
             return _peak_bytes(lambda xs, qs: run(xs, qs, mode), operands, arrays)
 
-        def both(xs: tuple[Any, ...], qs: tuple[Any, ...]) -> Any:
-            def of(*wanted: Any) -> Any:
-                given = dict(zip(needs, wanted, strict=True))
-                return run(tuple(given.get(number, x) for number, x in enumerate(xs)), qs, mode)
-
-            return jax.vjp(of, *(xs[number] for number in needs))
+        def both(xs: Sequence[Any], qs: tuple[Any, ...]) -> Any:
+            return _vjp(lambda values: run(values, qs, mode), xs, needs)
 
         def forward(xs: tuple[Any, ...], qs: tuple[Any, ...]) -> Any:
             """Return the result, and what is kept for the backward pass besides operands and index arrays."""
@@ -243,6 +236,8 @@ class JaxBackend(Backend):
             op = step.op
             if isinstance(op, Cast):
                 return partial(compile_cast(op.dtype), *inputs)
+            if isinstance(op, Loop):
+                return partial(compile_loop(op, mode), inputs, tuple(arrays[name] for name in op.spec.arrays))
             how, guards = Mode(mode, precision), Guards.of(op)
             function = compile_step(
                 op=op, lowering=step.choice.lowering, mode=how, views=op.output_shapes, guards=guards
@@ -252,10 +247,35 @@ class JaxBackend(Backend):
         return Stepwise(values, bind, {})
 
 
+def _vjp(function: Callable[[tuple[Any, ...]], Any], operands: Sequence[Any], needs: Sequence[int]) -> Any:
+    """Return a function's result, and what pulls a gradient of it back to the operands that need one."""
+
+    def of(*wanted: Any) -> Any:
+        given = dict(zip(needs, wanted, strict=True))
+        return function(tuple(given.get(number, x) for number, x in enumerate(operands)))
+
+    return jax.vjp(of, *(operands[number] for number in needs))
+
+
 def _peak_bytes(function: Callable[..., Any], *stand_ins: Any) -> int | None:
     """Return the peak bytes of a compiled function, its results counted; None if the platform does not say."""
     memory = jax.jit(function).lower(*stand_ins).compile().memory_analysis()
     return None if memory is None else int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
+
+
+@lru_cache(maxsize=64)
+def compile_loop(op: Loop, mode: str) -> Callable[..., list[Any]]:
+    """Return a jitted loop over slices, or its gradient, with its results in a list."""
+    run = loop_run(op)
+
+    def loop(inputs: Sequence[Any], index_values: tuple[Any, ...]) -> list[Any]:
+        if not isinstance(op, LoopGradient):
+            return [run(tuple(inputs), index_values, mode)]
+        gradient, *operands = inputs
+        _, pullback = _vjp(lambda xs: run(xs, index_values, mode), operands, op.served)
+        return list(pullback(gradient))
+
+    return jax.jit(loop)
 
 
 def _primal(x: Any) -> Any:

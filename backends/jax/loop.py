@@ -1,4 +1,4 @@
-"""A plan's loop over slices in JAX: one `scan` for all slices of the same sizes."""
+"""Loops over slices in JAX: one `scan` for all slices of the same sizes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from planner.backends.jax.tree import Run, tree_run
 from planner.language.dtypes import accumulator
 from planner.language.spec import Term
-from planner.program.loops import body_of, covers, slice_counts
-from planner.program.plan import PlanRecord
+from planner.program.loops import covers, slice_counts
+from planner.program.plan import Loop, PlanRecord
 
-__all__ = ["as_one", "plan_run"]
+__all__ = ["Run", "SliceLoop", "as_one"]
 
-
-def plan_run(plan: PlanRecord) -> Run:
-    """Return the function that runs a plan, slice by slice if it has a loop."""
-    if plan.loop is None:
-        return tree_run(plan)
-    # JAX would keep the counters of a loop with a checkpointed body. A checkpoint around the loop computes them again.
-    return as_one(_SliceLoop(plan).whole)
+# From operands, index arrays and an index mode to the result.
+Run = Callable[[tuple[Any, ...], tuple[Any, ...], str], Any]
 
 
 def as_one(run: Run) -> Run:
@@ -45,10 +39,10 @@ def as_one(run: Run) -> Run:
     return whole
 
 
-class _SliceLoop:
-    """A plan's loop over slices.
+class SliceLoop:
+    """A loop over slices.
 
-    The body is checkpointed and cuts its slices out of the operands itself, and the scan carries the result. So nothing
+    The body is checkpointed and cuts its slices out of the inputs itself, and the scan carries the result. So nothing
     of a slice is kept for the backward pass.
 
     Attributes:
@@ -56,18 +50,16 @@ class _SliceLoop:
         brackets: the axes of each index array.
     """
 
-    def __init__(self, plan: PlanRecord) -> None:
-        assert plan.loop is not None
-        self.axes, self.spec, self.dtype = plan.loop.axes, plan.resolved.spec, plan.dtype
-        self.bodies = [
-            (sizes, count, plan_run(body_of(plan, sizes))) for sizes, count in slice_counts(self.axes, self.spec)
-        ]
+    def __init__(self, loop: Loop, body_run: Callable[[PlanRecord], Run]) -> None:
+        self.axes, self.spec, self.dtype = loop.axes, loop.spec, loop.dtype
+        counts = slice_counts(self.axes, self.spec)
+        self.bodies = [(sizes, n, body_run(body)) for (sizes, n), body in zip(counts, loop.bodies, strict=True)]
         self.brackets = [next(g.axes for g in self.spec.gathers if g.array == name) for name in self.spec.arrays]
 
-    def whole(self, leaves: tuple[Any, ...], index_values: tuple[Any, ...], mode: str) -> Any:
+    def run(self, inputs: tuple[Any, ...], index_values: tuple[Any, ...], mode: str) -> Any:
         """Run all slices."""
         spec = self.spec
-        xs = [x.reshape(spec.shape(term)) for x, term in zip(leaves, spec.inputs, strict=True)]
+        xs = [x.reshape(spec.shape(term)) for x, term in zip(inputs, spec.inputs, strict=True)]
         indices = [q.reshape(spec.shape(axes)) for q, axes in zip(index_values, self.brackets, strict=True)]
         out = jnp.zeros(spec.output_shape, jnp.dtype(accumulator(self.dtype)))
         for sizes, count, body in self.bodies:

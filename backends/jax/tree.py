@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -10,30 +11,40 @@ from jax.ad_checkpoint import checkpoint_name
 
 from planner.backends.jax.evaluation import Mode, cast, lowerer_of
 from planner.backends.jax.guards import Guards
+from planner.backends.jax.loop import Run, SliceLoop, as_one
 from planner.backends.jax.step import bind_step
 from planner.program.guards import add_guards
 from planner.program.ops import Cast, Guard
-from planner.program.plan import PlanRecord
+from planner.program.plan import Loop, PlanRecord
 from planner.program.tree import Leaf, Node, Tree, kept_nodes
 
-__all__ = ["Run", "tree_run"]
-
-# From operands, index arrays and an index mode to the result.
-Run = Callable[[tuple[Any, ...], tuple[Any, ...], str], Any]
+__all__ = ["loop_run", "tree_run"]
 
 # Name of the values that a plan keeps where it does not keep all.
 KEPT = "planner_kept"
 
 
-def tree_run(plan: PlanRecord) -> Run:
-    """Return the function that runs a plan's tree and keeps what the plan says."""
-    tree = _PlanTree(plan)
-    if plan.keep == "all":
+def tree_run(plan: PlanRecord, inside: bool = False) -> Run:
+    """Return the function that runs a plan's tree and keeps what the plan says.
+
+    Args:
+        plan: the plan.
+        inside: whether the function runs inside of one that keeps nothing, see `as_one`.
+    """
+    tree, backward = _PlanTree(plan, inside), plan.programs.backward
+    if backward is None or not any(step.recomputed for step in backward.steps):
         # Without a checkpoint JAX keeps everything that gradients read. A checkpoint that names all of it is slower.
         return tree.run
     policy = jax.checkpoint_policies.save_only_these_names(KEPT) if tree.kept else None
     kept: Run = jax.checkpoint(tree.run, static_argnums=(2,), policy=policy)
     return kept
+
+
+def loop_run(loop: Loop, inside: bool = False) -> Run:
+    """Return the function that runs a loop over slices; `inside` is as in `tree_run`."""
+    run = SliceLoop(loop, partial(tree_run, inside=True)).run
+    # JAX would keep the counters of a loop with a checkpointed body. A checkpoint around the loop computes them again.
+    return run if inside else as_one(run)
 
 
 class _PlanTree:
@@ -46,10 +57,11 @@ class _PlanTree:
         kept: ids of the nodes whose results are named, where the plan keeps some.
     """
 
-    def __init__(self, plan: PlanRecord) -> None:
+    def __init__(self, plan: PlanRecord, inside: bool) -> None:
         self.spec, self.precision = plan.resolved.spec, plan.options.precision
         self.tree = add_guards(plan.tree, self.spec, plan.index_mode)
         self.lower = lowerer_of(plan)
+        self.loop_run = cache(partial(loop_run, inside=inside))
         self.kept = {id(node) for node in kept_nodes(self.tree, plan.requires_grad)} if plan.keep == "some" else set()
 
     def run(self, leaves: tuple[Any, ...], index_values: tuple[Any, ...], mode: str) -> Any:
@@ -64,10 +76,12 @@ class _PlanTree:
         if isinstance(tree, Leaf):
             return leaves[tree.operand]
         after, node = _guarded(tree)
-        if isinstance(node, Leaf) or isinstance(node.op, Cast):
+        if isinstance(node, Leaf) or isinstance(node.op, Cast | Loop):
             # What neither a step before nor a step after can take with it is a step of its own.
             after, node = None, tree
         assert isinstance(node, Node)
+        if isinstance(node.op, Loop):
+            return self._loop_value(node, node.op, leaves, indices, mode)
         guards, children = zip(*(_guarded(child) for child in node.children), strict=True)
         inputs = [self._value(child, leaves, indices, mode) for child in children]
         op = node.op
@@ -78,6 +92,11 @@ class _PlanTree:
             arguments = (*inputs, *(indices[name] for name in step_guards.arrays))
             how = Mode(mode, self.precision, self.lower)
             (result,) = bind_step(op, arguments, how, op.output_shapes, step_guards)
+        return checkpoint_name(result, KEPT) if id(node) in self.kept else result
+
+    def _loop_value(self, node: Node, loop: Loop, leaves: Sequence[Any], indices: Mapping[str, Any], mode: str) -> Any:
+        inputs = tuple(self._value(child, leaves, indices, mode) for child in node.children)
+        result = self.loop_run(loop)(inputs, tuple(indices[name] for name in loop.spec.arrays), mode)
         return checkpoint_name(result, KEPT) if id(node) in self.kept else result
 
 

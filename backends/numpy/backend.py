@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from planner.backends.common.indices import PreparedIndex, check_index_dtype, numpy_in_range
 from planner.backends.common.masks import guard_run, widen_operands
-from planner.backends.common.run import prepare_program, run_loop
+from planner.backends.common.run import prepare_program
 from planner.backends.common.stock import Product, matmul_product
 from planner.backends.common.stock_rows import runs_of, stock_kind, stock_rows, stock_work
 from planner.cost.device import CPU, Device
@@ -24,7 +24,6 @@ from planner.language.spec import Gather, Operand, Spec, term_axes
 from planner.program.callbacks import callbacks
 from planner.program.forms import ProductForm
 from planner.program.implementations import Backend, RangedIndices, Stepwise, Table
-from planner.program.loops import body_of
 from planner.program.ops import Op
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
@@ -79,6 +78,14 @@ def _finite(x: Any) -> bool:
     return bool(np.isfinite(x).all())
 
 
+def _cast(x: Any, dtype: str) -> Any:
+    return x.astype(dtype, copy=False)
+
+
+def _empty(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+    return np.empty(shape, dtype)
+
+
 # Seconds that NumPy's elementwise loops take besides moving memory: for each run of neighbours, for each element, and
 # for each sum of neighbours; 2 cores of an Intel Xeon at 2.8 GHz, NumPy 2.4, 2026-11-22.
 _RUN_SECONDS, _ELEMENT_SECONDS, _SUM_SECONDS = 16e-9, 0.3e-9, 25e-9
@@ -103,7 +110,7 @@ class NumpyBackend(Backend):
 
     def __init__(self) -> None:
         self.ops = OPS
-        self.table = Table(stock_rows(OPS, lambda x, dtype: x.astype(dtype), guard_run(OPS, _finite), work=_work))
+        self.table = Table(stock_rows(OPS, _cast, guard_run(OPS, _finite), work=_work, empty=_empty))
 
     def operand(self, array: Any) -> Operand:
         """Describe a NumPy array."""
@@ -154,41 +161,16 @@ class NumpyBackend(Backend):
             raise PlannerError(
                 "the NumPy backend does not compute gradients; plan without requires_grad, or use torch or jax"
             )
-        resolved = plan.resolved
-        whole = self._program(plan)
+        resolved, steps = plan.resolved, prepare_program(self.table, plan.programs.forward)
 
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
             index, values = _views(plan, operands, indices)
             if index.may_drop and (wide := widen_operands(OPS, values, resolved.spec, index, _finite)):
                 arrays = {gather.array: index[gather] for gather in index}
                 return callbacks().contract(wide[0], *wide[1], index_mode="drop", dtype=plan.dtype, **arrays)
-            return whole(values, index)
+            return steps(dict(enumerate(values)), index)[0]
 
         return run
-
-    def _program(self, plan: PlanRecord) -> Callable[[Sequence[Any], RangedIndices], Any]:
-        """Return the function that runs a plan's forward program on operands as the spec has them."""
-        spec, loop = plan.resolved.spec, plan.loop
-        if loop is None:
-            steps = prepare_program(self.table, plan.programs.forward)
-            return lambda values, index: steps(dict(enumerate(values)), index)[0]
-
-        bodies = lru_cache(lambda *sizes: self._program(body_of(plan, dict(sizes))))
-
-        def run_slices(values: Sequence[Any], index: RangedIndices) -> Any:
-            assert loop is not None
-            wide = accumulator(plan.dtype)
-            (result,) = run_loop(
-                loop,
-                spec,
-                list(zip(spec.inputs, values, strict=True)),
-                index,
-                lambda part, xs, part_index: (bodies(*part.sizes.items())(xs, part_index),),
-                [(spec.output, lambda zero: np.zeros(spec.output_shape, wide))],
-            )
-            return result.astype(plan.dtype, copy=False)
-
-        return run_slices
 
     def refuse_dataless(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
         """Accept all arrays: those of NumPy have values."""

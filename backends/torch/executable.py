@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from planner.backends.common.run import RunProgram, prepare_program, run_loop
+from planner.backends.common.run import RunProgram, prepare_program
 from planner.backends.common.stock import evaluate
 from planner.backends.torch.index import TorchIndex, part_in_range, refuse_sparse, torch_in_range
 from planner.backends.torch.modes import transformed
 from planner.backends.torch.ops import GUARD, OPS, cast, dataless, torch_dtype
 from planner.cost.layout import layout_of
 from planner.kernels.grouping.keys import IndexArray
-from planner.kernels.grouping.torch_grouping import accumulator
 from planner.language.derive import sum_dims, summable_dims
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerLimitError
 from planner.language.options import MODES, SEARCHES, Options
-from planner.language.spec import Spec, Term
+from planner.language.spec import Spec
 from planner.program.callbacks import callbacks
 from planner.program.guards import add_guards
 from planner.program.implementations import RangedIndices, Table
-from planner.program.loops import body_of
 from planner.program.ops import Cast, Guard
-from planner.program.plan import PlanRecord
+from planner.program.plan import PlanRecord, without_loops
 from planner.program.tree import Leaf, Tree
 
-__all__ = ["Executable", "executable_of"]
+__all__ = ["Executable"]
 
 
 class Executable:
@@ -49,7 +47,7 @@ class Executable:
         self.is_complex = self.dtype.is_complex
         self.inexact = self.is_complex or self.dtype.is_floating_point
         self.arrays = tuple(self.index_shapes)
-        self.guarded_tree = add_guards(plan.tree, self.spec, plan.index_mode)
+        self.guarded_tree = add_guards(without_loops(plan.tree), self.spec, plan.index_mode)
         # The backward program makes views of operands again, because a Function returns no views of its arguments.
         base = [variable.base for variable in self.programs.variables]
         needed, views = {v for v in self.programs.kept if base[v] < len(self.shapes)}, []
@@ -209,7 +207,7 @@ class Executable:
         left = None if limit is None else max(0, limit - self.plan.cost.retained_bytes)
         try:
             lean = dataclasses.replace(self.plan.options, memory_limit=left, retain_limit=0)
-            return executable_of(self._plan(lean, repeated, strides), self.table)
+            return Executable(self._plan(lean, repeated, strides), self.table)
         except PlannerLimitError as error:
             return error
 
@@ -246,66 +244,3 @@ class Executable:
             return evaluate(OPS, tree.op.spec, inputs, index, index.may_drop)
 
         return value(self.guarded_tree)
-
-
-def executable_of(plan: PlanRecord, table: Table) -> Executable:
-    """Return the executable of a plan."""
-    return Executable(plan, table) if plan.loop is None else LoopExecutable(plan, table)
-
-
-class LoopExecutable(Executable):
-    """A plan that runs slice by slice: its programs run those of its body."""
-
-    def __init__(self, plan: PlanRecord, table: Table) -> None:
-        super().__init__(plan, table)
-        self.body = lru_cache(maxsize=64)(lambda *sizes: Executable(body_of(plan, dict(sizes)), table))
-
-    def prepare(self, indices: Mapping[str, Any]) -> RangedIndices:
-        """Check index arrays and shape them as the spec has them. They are checked once, not for each slice."""
-        index = super().prepare(indices)
-        for gather in self.gathers:
-            index[gather]  # reading it brings it into range
-        index.given.clear()
-        return index
-
-    def _result(self, term: Term, dtype: torch.dtype, like: Tensor) -> tuple[Term, Callable[[bool], Tensor]]:
-        """Describe a result to `run_loop`: its term, and the function that allocates it."""
-        shape = self.spec.shape(term)
-
-        def allocate(zero: bool) -> Tensor:
-            return like.new_zeros(shape, dtype=accumulator(dtype)) if zero else like.new_empty(shape, dtype=dtype)
-
-        return term, allocate
-
-    def forward(self, operands: Sequence[Tensor], index: RangedIndices) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Run the forward program of every slice."""
-        assert self.plan.loop is not None
-        (result,) = run_loop(
-            self.plan.loop,
-            self.spec,
-            list(zip(self.spec.inputs, self.views(operands), strict=True)),
-            index,
-            lambda part, slices, part_index: self.body(*part.sizes.items()).forward(slices, part_index)[:1],
-            [self._result(self.spec.output, self.dtype, operands[0])],
-        )
-        return result.to(self.dtype), ()
-
-    def backward(
-        self, gradient: Tensor, operands: Sequence[Tensor], index: RangedIndices, kept: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        """Run the backward program of every slice."""
-        assert self.plan.loop is not None
-        spec, needs = self.spec, [v is not None for v in self.programs.gradients]
-        gradients = run_loop(
-            self.plan.loop,
-            spec,
-            list(zip((spec.output, *spec.inputs), (gradient, *self.views(operands)), strict=True)),
-            index,
-            lambda part, xs, part_index: self.body(*part.sizes.items()).backward(xs[0], xs[1:], part_index, ()),
-            [
-                self._result(term, x.dtype, x) if need else None
-                for term, x, need in zip(spec.inputs, operands, needs, strict=True)
-            ],
-        )
-        pairs = zip(gradients, operands, strict=True)
-        return [None if g is None else g.to(x.dtype).reshape(x.shape) for g, x in pairs]

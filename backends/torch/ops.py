@@ -176,6 +176,11 @@ def cast(x: Tensor, dtype: str) -> Tensor:
     return x.to(wanted)
 
 
+def empty(shape: tuple[int, ...], dtype: str, like: Tensor) -> Tensor:
+    """Return an uninitialised tensor on the device of another."""
+    return like.new_empty(shape, dtype=torch_dtype(dtype))
+
+
 def not_dense(x: Tensor) -> str | None:
     """Return why a tensor cannot be contracted and what to do about it, or None if it is dense."""
     if x.is_nested:

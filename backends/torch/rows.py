@@ -21,7 +21,7 @@ from planner.backends.common.kernel_rows import (
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import flat_stock_work, stock_rows
 from planner.backends.torch.cuda_rows import cuda_rows, grouped_mm_kernels
-from planner.backends.torch.ops import GUARD, OPS, cast, torch_dtype
+from planner.backends.torch.ops import GUARD, OPS, cast, empty, torch_dtype
 from planner.backends.torch.products import product_rows
 from planner.cost.device import Device
 from planner.cost.figures import Work
@@ -147,5 +147,5 @@ def make_table() -> Table:
     on_card = cuda_rows() if importlib.util.find_spec("triton") else []
     if on_card and hasattr(torch.nn.functional, "grouped_mm"):  # what it does not take goes to Triton's kernel
         on_card += kernel_rows(grouped_mm_kernels(), strided=True)
-    stock = stock_rows(OPS, cast, GUARD, work=flat_stock_work, layouts=lambda op: (stock_layout(op)[1],))
+    stock = stock_rows(OPS, cast, GUARD, work=flat_stock_work, layouts=lambda op: (stock_layout(op)[1],), empty=empty)
     return Table([*stock, *product_rows(), *grouped, *on_card])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from planner.backends.torch.autograd import record
 from planner.backends.torch.eager import NATIVE, compile_native
-from planner.backends.torch.executable import Executable, executable_of
+from planner.backends.torch.executable import Executable
 from planner.backends.torch.modes import as_planned, autocasts, forward_mode, in_functorch, transformed
 from planner.backends.torch.ops import dataless
 from planner.backends.torch.strides import Strided
@@ -37,7 +37,7 @@ Runner = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 def runner(plan: PlanRecord, table: Table) -> Runner:
     """Return the function that computes a plan's result from operands and index arrays."""
-    executable = executable_of(plan, table)
+    executable = Executable(plan, table)
     if autocasts() and not _only_views(plan):
         return partial(_run_as_planned, executable)
     return _native(executable) or partial(_run, executable)
@@ -59,7 +59,7 @@ def _native(executable: Executable) -> Runner | None:
     the plan says.
     """
     plan, requires = executable.plan, executable.programs.backward is not None
-    if plan.loop is not None or executable.gathers or (requires and plan.keep != "all" and _has_kept(plan)):
+    if executable.gathers or (requires and plan.keep != "all" and _has_kept(plan)):
         return None
     if requires and plan.options.memory_limit is not None:  # native calls copy gradients that repeat elements
         return None

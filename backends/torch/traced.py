@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from planner.backends.common.masks import widen_operands
-from planner.backends.torch.executable import Executable, executable_of
+from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.modes import as_planned
 from planner.backends.torch.ops import OPS, dataless, finite, occurs, torch_dtype
@@ -140,7 +140,7 @@ def _wide_gradients(
 
 @lru_cache(maxsize=256)
 def _executable(plan: str) -> Executable:
-    return executable_of(plan_from_json(plan), load_backend("torch").table)
+    return Executable(plan_from_json(plan), load_backend("torch").table)
 
 
 def _split(indices: Mapping[str, Any]) -> tuple[str, list[Tensor]]:

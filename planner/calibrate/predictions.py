@@ -13,7 +13,6 @@ from planner.inspect.analyze import analyze_steps
 from planner.language.errors import PlannerError
 from planner.language.units import seconds_text
 from planner.program.implementations import MASK
-from planner.program.loops import parts
 from planner.program.plan import PlanRecord
 from planner.workloads import WORKLOADS, Workload
 
@@ -65,18 +64,11 @@ def check_workload(framework: Framework, workload: Workload) -> Iterator[StepTim
     if record.cost.peak_bytes > MOST_PEAK or record.cost.seconds > MOST_SECONDS:
         return
     rounds = ROUNDS if record.cost.seconds < FEWER_SECONDS else 1
-    if record.loop is not None:
-        resolved, spec = record.resolved, record.resolved.spec
-        part, shapes = next(parts(record.loop.axes, spec)), dict(resolved.index_shapes)
-        views = (x.reshape(shape) for x, shape in zip(operands, resolved.shapes, strict=True))
-        operands = tuple(x[part.of(term)] for x, term in zip(views, spec.inputs, strict=True))
-        indices = {g.array: indices[g.array].reshape(shapes[g.array])[part.of(g.axes)] for g in spec.gathers}
-        record = record.loop.body
     for step in analyze_steps(record, operands, indices, rounds):
         predicted, measured = step.predicted.seconds, step.measured.seconds
-        if step.lowering == MASK or predicted is None or measured is None:
+        if step.lowering == MASK or step.lowering.startswith("loop over") or predicted is None or measured is None:
             continue
-        backward = step.program == "backward"
+        backward = step.program.startswith("backward")
         yield StepTime(framework, workload.name, step.text, step.lowering, backward, predicted, measured)
 
 

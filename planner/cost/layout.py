@@ -47,8 +47,8 @@ class Layout:
 
 def strides_in(operand: Operand, shape: Sequence[int]) -> tuple[int, ...] | None:
     """Return an operand's strides in a shape that may lack dimensions of size 1; None if it is row-major."""
-    if operand.strides is None:
-        return None
+    if operand.strides is None or operand.shape == shape:
+        return operand.strides
     wide = iter([stride for n, stride in zip(operand.shape, operand.strides, strict=True) if n != 1])
     return tuple(1 if n == 1 else next(wide) for n in shape)
 

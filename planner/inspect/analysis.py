@@ -44,8 +44,8 @@ class AnalyzedStep:
     """The predicted and the measured figures of a step, or of a whole program.
 
     Attributes:
-        program: "forward" or "backward".
-        number: the step's place in `Plan.steps`; None for a whole program.
+        program: "forward" or "backward"; of a loop's slice "forward of a slice in step 0", and so on.
+        number: the step's place in `Plan.steps`, or in those of the slice; None for a whole program.
         text: what the step computes; empty for a program.
         lowering: the implementation of a step. For a program it is "", or "compiled" if it ran as one jitted function.
         predicted: the plan's figures.
@@ -87,7 +87,7 @@ class Analysis:
         text: the plan's spec.
         backend, device, dtype: the plan's backend, device and dtype.
         rounds: each time is the median of so many runs.
-        steps: the steps of the forward program, then those of the backward program.
+        steps: the steps of the forward program, then those of the backward program, then those of a slice of each loop.
         totals: the whole programs; in JAX also each program as one compiled function.
         warnings: reasons to doubt the predictions.
     """
@@ -129,7 +129,7 @@ def analysis_text(analysis: Analysis) -> str:
     of = f"medians of {analysis.rounds} rounds" if analysis.rounds > 1 else "one round"
     head = f"{analysis.text}        {analysis.backend} · {analysis.device} · {analysis.dtype} · {of}"
     rows: list[Sequence[str]] = [["#", "step", "lowered to", "FLOPs", "moves", "live", "retained", "time"]]
-    for program in ("forward", "backward"):
+    for program in dict.fromkeys(("forward", "backward", *(step.program for step in analysis.steps))):
         rows += _program(analysis, program)
     lines = [head, *table_lines(rows, (0, 1, 2, 8))]
     if any(row.off for row in (*analysis.steps, *analysis.totals)):
@@ -139,7 +139,7 @@ def analysis_text(analysis: Analysis) -> str:
 
 
 def _program(analysis: Analysis, program: str) -> list[Sequence[str]]:
-    rows: list[Sequence[str]] = []
+    rows: list[Sequence[str]] = [] if program in ("forward", "backward") else [[f"  {program}"]]
     for step in analysis.steps:
         if step.program == program:
             rows.append([str(step.number), step.text, step.lowering, *_figures(step.predicted)])

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from planner.cost.figures import Cost
 from planner.inspect.analysis import LEAST_SECONDS, Analysis, AnalyzedStep, Figures
 from planner.inspect.meter import Meter, meter_of
-from planner.inspect.text import equation
+from planner.inspect.text import equation, lowered_to
 from planner.language.errors import PlannerError
 from planner.program.frameworks import load_backend
-from planner.program.plan import PlanRecord
+from planner.program.loops import parts
+from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Program, Step
 from planner.run import check_call
 
@@ -46,8 +47,13 @@ def analyze_steps(
         return _measure_steps(plan, meter)[0]
 
 
-def _measure_steps(plan: PlanRecord, meter: Meter) -> tuple[list[AnalyzedStep], list[Figures], list[Figures]]:
-    """Measure every step of both programs. Return rows, and the measured figures of each program's steps."""
+def _measure_steps(
+    plan: PlanRecord, meter: Meter, of: str = ""
+) -> tuple[list[AnalyzedStep], list[Figures], list[Figures]]:
+    """Measure every step of both programs. Return rows, and the measured figures of each program's steps.
+
+    `of` says which loop's slice the plan is for.
+    """
     programs = plan.programs
     forward, backward = programs.forward, programs.backward
     meter.begin((), None)
@@ -59,7 +65,7 @@ def _measure_steps(plan: PlanRecord, meter: Meter) -> tuple[list[AnalyzedStep], 
         dataclasses.replace(_predict(s), retained_bytes=r)
         for s, r in zip(forward.steps, _predict_kept(plan), strict=True)
     ]
-    steps = _rows("forward", 0, forward, predicted, figures)
+    steps = _rows(f"forward{of}", 0, forward, predicted, figures)
     back: list[Figures] = []
     if backward is not None:
         result, kept = values[programs.result], {v: values[v] for v in programs.kept}
@@ -70,14 +76,49 @@ def _measure_steps(plan: PlanRecord, meter: Meter) -> tuple[list[AnalyzedStep], 
         stepwise = meter.backend.stepwise(plan, meter.operands, meter.indices, gradient, kept)
         del kept
         back, values = meter.steps(stepwise, backward)
-        steps += _rows("backward", len(forward.steps), backward, [_predict(s) for s in backward.steps], back)
+        steps += _rows(f"backward{of}", len(forward.steps), backward, [_predict(s) for s in backward.steps], back)
     del stepwise, values  # free what they hold before anything else is measured
+    for number, loop, inputs in _loops(plan, meter):
+        slices, arrays = _first_slice(plan, loop, inputs, meter.indices)
+        body_meter = meter_of(loop.body, meter.backend, slices, arrays, meter.rounds)
+        steps += _measure_steps(loop.body, body_meter, f" of a slice in step {number}{of}")[0]
     return steps, figures, back
 
 
+def _loops(plan: PlanRecord, meter: Meter) -> Iterator[tuple[int, Loop, list[Any]]]:
+    """Run the forward program up to its last loop. Yield each loop's number, the loop and its inputs."""
+    steps = plan.programs.forward.steps
+    last = max((number for number, step in enumerate(steps) if isinstance(step.op, Loop)), default=-1)
+    if last < 0:
+        return
+    stepwise = meter.backend.stepwise(plan, meter.operands, meter.indices)
+    values = dict(stepwise.values)
+    for number, step in enumerate(steps[: last + 1]):
+        inputs = [values[v] for v in step.inputs]
+        if isinstance(step.op, Loop):
+            yield number, step.op, inputs
+        if number < last:
+            values.update(zip(step.outputs, stepwise.bind(step, inputs)(), strict=True))
+
+
+def _first_slice(
+    plan: PlanRecord, loop: Loop, inputs: Sequence[Any], indices: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the first slice of a loop's inputs and of its index arrays."""
+    spec, shapes = loop.spec, dict(plan.resolved.index_shapes)
+    part = next(parts(loop.axes, spec))
+    slices = [x.reshape(spec.shape(term))[part.of(term)] for x, term in zip(inputs, spec.inputs, strict=True)]
+    arrays = {}
+    for gather in spec.gathers:
+        raw = indices[gather.array]
+        values = raw.values if hasattr(raw, "prepared_framework") else raw
+        arrays[gather.array] = values.reshape(shapes[gather.array])[part.of(gather.axes)]
+    return slices, arrays
+
+
 def _measure(plan: PlanRecord, meter: Meter) -> tuple[list[AnalyzedStep], list[AnalyzedStep]]:
-    """Measure both programs, step by step and as a whole. A loop over slices is measured only as a whole."""
-    steps, figures, back = ([], [], []) if plan.loop is not None else _measure_steps(plan, meter)
+    """Measure both programs, step by step and as a whole. Of a loop the steps of the first slice are measured too."""
+    steps, figures, back = _measure_steps(plan, meter)
     cost = plan.cost
     whole = _whole(cost.forward, cost.forward.retained_bytes)
     totals = [AnalyzedStep("forward", None, "", how, whole, measured) for how, measured in meter.forward(figures)]
@@ -91,7 +132,7 @@ def _rows(
     program: str, first: int, steps: Program, predicted: Sequence[Figures], measured: Sequence[Figures]
 ) -> list[AnalyzedStep]:
     return [
-        AnalyzedStep(program, number, equation(step), step.choice.lowering, before, after)
+        AnalyzedStep(program, number, equation(step), lowered_to(step), before, after)
         for number, (step, before, after) in enumerate(zip(steps.steps, predicted, measured, strict=True), first)
     ]
 

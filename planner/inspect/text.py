@@ -9,11 +9,10 @@ from planner.language.dtypes import itemsize
 from planner.language.spec import Spec, term_gathers
 from planner.language.split import letter_of
 from planner.language.units import bytes_text, count_text, seconds_text
-from planner.program.ops import JointGradient
-from planner.program.plan import PlanRecord
+from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Program, Step
 
-__all__ = ["equation", "plan_text", "table_lines"]
+__all__ = ["equation", "lowered_to", "plan_text", "table_lines"]
 
 MOST_ROWS = 40
 
@@ -64,13 +63,7 @@ def plan_text(plan: PlanRecord) -> str:
             [f"  backward, needs {bytes_text(plan.cost.backward.peak_bytes)} at most" if plan.cost.backward else ""]
         )
         rows += _rows(plan, backward, len(plan.programs.forward.steps))
-    if plan.loop is not None:
-        body = plan.loop.body.programs
-        rows.append(["  in each whole slice, forward"])
-        rows += _rows(plan.loop.body, body.forward, 0)
-        if body.backward is not None:
-            rows.append(["  in each whole slice, backward"])
-            rows += _rows(plan.loop.body, body.backward, len(body.forward.steps))
+    rows += _slice_rows(plan)
     if len(rows) > MOST_ROWS:
         cut = len(rows) - MOST_ROWS
         rows = [*rows[: MOST_ROWS // 2], [f"  ... {cut} more rows, see plan.steps"], *rows[-MOST_ROWS // 2 :]]
@@ -87,7 +80,8 @@ def _describe_kept(plan: PlanRecord) -> str:
         return "keeps all intermediates" if plan.keep == "all" else "keeps only the inputs"
     kept = len(plan.programs.kept)
     again = sum(step.recomputed for step in plan.programs.backward.steps) if plan.programs.backward else 0
-    return f"keeps {kept} intermediate{'s' * (kept > 1)}, computes {again} step{'s' * (again > 1)} again"
+    computed = f"{again} step{'s' * (again > 1)}" if again else "those of slices"
+    return f"keeps {kept} intermediate{'s' * (kept > 1)}, computes {computed} again"
 
 
 def _naive_way(spec: Spec) -> str:
@@ -110,17 +104,37 @@ def _rows(plan: PlanRecord, program: Program, first: int) -> list[list[str]]:
         cost = step.choice.cost
         figures = [count_text(cost.flops), bytes_text(cost.bytes_moved), bytes_text(step.live_bytes)]
         figures.append(seconds_text(cost.picoseconds / 1e12))
-        rows.append([str(number), equation(step), step.choice.lowering, *figures, _keeps(plan, step)])
+        rows.append([str(number), equation(step), lowered_to(step), *figures, _keeps(plan, step)])
     return rows
 
 
+def _slice_rows(plan: PlanRecord) -> list[Sequence[str]]:
+    """Return the steps of a whole slice of each loop, and of the loops within."""
+    rows: list[Sequence[str]] = []
+    for number, step in enumerate(plan.programs.forward.steps):
+        if isinstance(step.op, Loop):
+            body = step.op.body
+            of = "" if len(plan.programs.forward.steps) == 1 else f" of step {number}"
+            rows += [[f"  in each whole slice{of}, forward"], *_rows(body, body.programs.forward, 0)]
+            if body.programs.backward is not None:
+                first = len(body.programs.forward.steps)
+                rows += [[f"  in each whole slice{of}, backward"], *_rows(body, body.programs.backward, first)]
+            rows += _slice_rows(body)
+    return rows
+
+
+def lowered_to(step: Step) -> str:
+    """Return what a step runs as: its implementation, or which slices a loop takes."""
+    return str(step.op) if isinstance(step.op, Loop) else step.choice.lowering
+
+
 def equation(step: Step) -> str:
-    """Return the equation of a step. A joint gradient has two results."""
+    """Return the equation of a step. A joint gradient, and that of a loop, may have several results."""
     spec = step.op.spec
-    if not isinstance(step.op, JointGradient):
+    if not step.op.first_operand:
         return str(spec)
     terms = ["".join(map(str, term)) for term in (spec.output, *spec.inputs)]
-    outputs = ["".join(map(str, term)) for term in spec.inputs]
+    outputs = ["".join(map(str, term)) for term in step.op.output_terms]
     return f"{', '.join(terms)} -> {'; '.join(outputs)}"
 
 

@@ -38,8 +38,7 @@ class ImplementationVerdict:
 
 def verdicts(plan: PlanRecord) -> tuple[tuple[ImplementationVerdict, ...], ...]:
     """Return a verdict on each implementation of each step; see `planner.plan.Plan.implementations`."""
-    plan = plan if plan.loop is None else plan.loop.body
-    return tuple(_of_step(plan, step) for step in plan.steps)
+    return tuple(_of_step(part, step) for part, step in plan.inner_steps())
 
 
 def _of_step(plan: PlanRecord, step: Step) -> tuple[ImplementationVerdict, ...]:
@@ -53,9 +52,8 @@ def _of_step(plan: PlanRecord, step: Step) -> tuple[ImplementationVerdict, ...]:
 
 def implementations_text(plan: PlanRecord) -> str:
     """Return the implementations of each step as text. Refused ones are grouped by their reason."""
-    body = plan if plan.loop is None else plan.loop.body
     lines = ["implementations"]
-    for step, step_verdicts in zip(body.steps, verdicts(plan), strict=True):
+    for (_, step), step_verdicts in zip(plan.inner_steps(), verdicts(plan), strict=True):
         refused: dict[str, list[str]] = {}
         lines.append(f"  {step.op.spec}")
         for verdict in step_verdicts:

@@ -13,7 +13,8 @@ from planner.language.derive import swap_with_output
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.guards import add_guards
-from planner.program.ops import Cast, Guard, JointGradient, Op, PricedImplementation
+from planner.program.ops import Cast, Gradients, Guard, Op, PricedImplementation
+from planner.program.plan import Loop
 from planner.program.program import Program, Programs, Step, Variable, live_bytes, program_cost
 from planner.program.tree import Leaf, Node, Tree, kept_nodes
 
@@ -83,6 +84,9 @@ class Lowerer:
         return steps
 
     def _choose_gradients(self, op: Op, wanted: tuple[bool, ...], layout: Layout | None) -> tuple[GradientStep, ...]:
+        if isinstance(op, Loop):
+            gradient = op.gradient(layout)
+            return (GradientStep(gradient, self(gradient), gradient.served),)
         if isinstance(op, Cast | Guard):
             if not wanted[0]:
                 return ()
@@ -95,9 +99,9 @@ class Lowerer:
         single = []
         for child, want in enumerate(wanted):
             if want:
-                gradient = dataclasses.replace(op, spec=swap_with_output(op.spec, child))
-                gradient = gradient.with_layouts((*layouts[:child], layout, *layouts[child + 1 :]))
-                single.append(GradientStep(gradient, self(gradient), (child,)))
+                swapped = dataclasses.replace(op, spec=swap_with_output(op.spec, child))
+                swapped = swapped.with_layouts((*layouts[:child], layout, *layouts[child + 1 :]))
+                single.append(GradientStep(swapped, self(swapped), (child,)))
         if len(single) == 2:
             joint = op.joint_gradient(layout)
             fixed_apart = joint not in self.fixed and all(step.op in self.fixed for step in single)
@@ -158,7 +162,8 @@ class _Builder:
         shapes = op.output_shapes
         layouts = choice.layouts or (None,) * len(shapes)
         outputs = tuple(
-            self.add_variable(shape, op.dtype, base, layout) for shape, layout in zip(shapes, layouts, strict=True)
+            self.add_variable(shape, dtype, base, layout)
+            for shape, dtype, layout in zip(shapes, op.output_dtypes, layouts, strict=True)
         )
         steps.append(Step(op, choice, inputs, outputs, recomputed=again and not isinstance(op, Guard)))
         return outputs
@@ -201,7 +206,7 @@ class _Builder:
         gradients: dict[int, int] = {}
         forward = tree.op.with_layouts(map(self.layout, tree.children))
         for op, choice, served in self.lower.gradients(forward, needs, self.variables[gradient].layout):
-            joint = isinstance(op, JointGradient)
+            joint = isinstance(op, Gradients)
             read = [i for i in tree.order[: len(children)] if joint or i != served[0]]
             read_values = {i: self.value(tree.children[i], steps, values, again=True) for i in read}
             if joint:

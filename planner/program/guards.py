@@ -16,6 +16,7 @@ from planner.language.dtypes import is_inexact
 from planner.language.options import MODES
 from planner.language.spec import Gather, Spec, Term, axis_of, gather_of, plain_axes, unused_letters
 from planner.program.ops import Cast, Einsum, Guard
+from planner.program.plan import Loop
 from planner.program.tree import Leaf, Node, Tree
 
 __all__ = ["add_guards", "dropped_brackets"]
@@ -50,6 +51,8 @@ def add_guards(tree: Tree, spec: Spec, index_mode: str) -> Tree:
         return Node(Guard(identity, node.op.dtype, (), dropped, rows, later and not dropped), (value,), kept=False)
 
     def visit(node: Node, next_term: Term | None) -> Node:
+        if _guards_itself(node):
+            return node
         children = []
         for child, term in zip(node.children, node.op.spec.inputs, strict=True):
             whole = None if _only_moves(node) else _operand_term(child, spec)
@@ -61,7 +64,12 @@ def add_guards(tree: Tree, spec: Spec, index_mode: str) -> Tree:
             children.append(guard(child, node, term, whole, whole if unread else None, unread <= taken_next))
         return dataclasses.replace(node, children=tuple(children))
 
-    return guard(visit(tree, None), tree, tree.op.spec.output, spec.output)
+    return tree if _guards_itself(tree) else guard(visit(tree, None), tree, tree.op.spec.output, spec.output)
+
+
+def _guards_itself(node: Node) -> bool:
+    """Return whether a node is a loop whose bodies have the guards: the index arrays are cut with the slices."""
+    return isinstance(node.op, Loop) and bool(node.op.spec.gathers)
 
 
 def _identity(term: Term, sizes: dict[str, int]) -> Spec:

@@ -22,13 +22,24 @@ from planner.cost.layout import Layout
 from planner.language.errors import refusal_of
 from planner.language.spec import Gather, Operand
 from planner.program.ops import Guard, Op, PricedImplementation
-from planner.program.plan import PlanRecord
+from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Fuses, Step
 
-__all__ = ["MASK", "Backend", "Implementation", "Lowering", "RangedIndices", "Run", "Stepwise", "Table", "form_row"]
+__all__ = [
+    "LOOP",
+    "MASK",
+    "Backend",
+    "Implementation",
+    "Lowering",
+    "RangedIndices",
+    "Run",
+    "Stepwise",
+    "Table",
+    "form_row",
+]
 
-# The name of the row that runs guards. No other row is asked whether it supports one.
-MASK = "mask"
+# The names of the rows that run guards and loops. No other row is asked whether it supports one.
+MASK, LOOP = "mask", "loop"
 
 
 Indices = Mapping[Gather, Any]
@@ -106,6 +117,8 @@ class Implementation:
         """Return why the row cannot run an op on a device, or None if it can."""
         if isinstance(op, Guard):
             return None if self.name == MASK else "the step is a guard"
+        if isinstance(op, Loop):
+            return None if self.name == LOOP else "the step is a loop"
         if self.kinds is not None and device.kind not in self.kinds:
             return f"it runs on {' and '.join(self.kinds)}"
         if self.capabilities is not None and device.capability not in self.capabilities:
@@ -173,6 +186,8 @@ class Table:
 
         There may be none for a joint gradient. Then each gradient is a step of its own.
         """
+        if isinstance(op, Loop):  # the search prices thousands, and keeps few
+            return (_price(self.rows[LOOP], op, device),)
         choices = self._choices.get((op, device))
         if choices is None:
             choices = tuple(
@@ -201,7 +216,8 @@ class Table:
     def verdicts(self, op: Op, device: Device, chosen: str = "") -> dict[str, StepCost | str]:
         """Return, for each row, what it would cost to run an op, or why the row cannot run it.
 
-        Stock rows that cannot run the op are left out. So are variants, except the chosen one. One row runs guards.
+        Stock rows that cannot run the op are left out. So are variants, except the chosen one. One row runs guards, and
+        one runs loops.
         """
         verdicts: dict[str, StepCost | str] = {}
         for row in self.rows.values():
@@ -210,7 +226,7 @@ class Table:
             refusal = row.refusal(op, device)
             if refusal is None:
                 verdicts[row.name] = row.cost(op, device)
-            elif not row.stock and not isinstance(op, Guard):
+            elif not row.stock and not isinstance(op, Guard | Loop):
                 verdicts[row.name] = refusal
         return verdicts
 

@@ -1,10 +1,10 @@
-"""Slicing: a contraction as a loop over slices of one or more axes, priced as two programs of one step each.
+"""Slicing: a contraction as a loop over slices of one or more axes, which is one step of a program.
 
 One slice of a contraction is the same spec with some axes shorter (`slice_spec`). It has a plan of its own, the loop's
 body. If the result has a cut axis, each slice computes a part of the result; otherwise the slices' results are added
-up. The backward program is a loop too. Each slice computes its values again from the operands, and its gradients are
-parts of the operands' gradients or are added to them. So nothing is retained, and the peak is the size of the results
-plus the peak of one slice.
+up. The gradients are one step too. Each slice computes its values again from the loop's inputs, and its gradients are
+parts of the inputs' gradients or are added to them. So nothing of a slice is retained, and the step needs its results
+and the peak of one slice.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from planner.cost.device import Device
-from planner.cost.figures import Cost, PlanCost, StepCost
+from planner.cost.figures import StepCost
 from planner.cost.layout import Layout, row_major, strides_in
 from planner.cost.objective import step_key
 from planner.language.derive import slice_spec
 from planner.language.dtypes import accumulator, itemsize
+from planner.language.options import Options
 from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Operand, Spec, Term
 from planner.program.build import Lowerer, build, given_variables
+from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
-from planner.program.implementations import Backend
-from planner.program.ops import Einsum, Op, PricedImplementation
-from planner.program.plan import PlanRecord
-from planner.program.program import Program, Programs, Step, Variable
-from planner.program.tree import Leaf, Tree
+from planner.program.ops import Op
+from planner.program.plan import Loop, PlanRecord
+from planner.program.tree import Leaf, Node, Tree, keep_values
 
 __all__ = [
     "Part",
-    "body_of",
+    "body_lowerer",
     "covers",
     "device_in_loop",
-    "loop_programs",
+    "loop_cost",
+    "loop_node",
+    "loop_over",
     "parts",
     "resize_tree",
     "slice_counts",
@@ -109,6 +111,8 @@ def device_in_loop(device: Device, backend: str) -> Device:
     """Return the rates at which the steps of a loop's body run."""
     if device.kind != "cpu" or not load_backend(backend).compiles:
         return device
+    if max(device.bandwidth, device.cache_bandwidth) <= _LOOP_BANDWIDTH:
+        return device  # a loop in a loop
     slow = {name: min(getattr(device, name), _LOOP_BANDWIDTH) for name in ("bandwidth", "cache_bandwidth")}
     return dataclasses.replace(device, name=f"{device.name}, one core", **slow)
 
@@ -117,131 +121,107 @@ def resize_tree(tree: Tree, sizes: Mapping[str, int]) -> Tree:
     """Return the same tree for other sizes of some axes."""
     if isinstance(tree, Leaf):
         return tree
-    op = dataclasses.replace(tree.op, spec=slice_spec(tree.op.spec, sizes))
+    if isinstance(tree.op, Loop):
+        op: Op = _resize_loop(tree.op, sizes)
+    else:
+        op = dataclasses.replace(tree.op, spec=slice_spec(tree.op.spec, sizes))
     return dataclasses.replace(tree, op=op, children=tuple(resize_tree(child, sizes) for child in tree.children))
 
 
-def body_of(plan: PlanRecord, sizes: Mapping[str, int]) -> PlanRecord:
-    """Return the plan of a slice: the loop's body, or the same tree for a shorter slice."""
-    assert plan.loop is not None
-    body = plan.loop.body
-    resolved, operands = slice_of(plan.resolved, plan.operands, sizes)
-    if resolved == body.resolved:
-        return body
-    table, key = load_backend(plan.backend).table, step_key(body.options.minimize)
-    tree = resize_tree(body.tree, sizes)
-    part = dataclasses.replace(body, resolved=resolved, index_shapes=resolved.index_shapes, operands=operands)
-    lower = Lowerer(lambda op: table.choices(op, body.device), key)
-    return dataclasses.replace(part, tree=tree, programs=build(tree, part, given_variables(part), lower))
+def _resize_loop(loop: Loop, sizes: Mapping[str, int]) -> Loop:
+    body, whole = loop.body, slice_spec(loop.spec, sizes)
+    contraction = slice_of(body.contraction, dict(whole.sizes))
+    axes = tuple((axis, min(size, whole.size(axis))) for axis, size in loop.axes)
+    return loop_over(contraction, axes, body.tree, body.device, body.options.minimize)
 
 
-def slice_of(
-    resolved: Resolved, operands: Sequence[Operand], sizes: Mapping[str, int]
-) -> tuple[Resolved, tuple[Operand, ...]]:
-    """Return the resolved problem of one slice, and stand-ins for its operands: views of the whole operands."""
-    spec = slice_spec(resolved.spec, sizes)
+def slice_of(contraction: Contraction, sizes: Mapping[str, int]) -> Contraction:
+    """Return the contraction of one slice, with stand-ins for its operands: views of the whole operands."""
+    spec = slice_spec(contraction.resolved.spec, sizes)
     arrays = {gather.array: spec.shape(gather.axes) for gather in spec.gathers}
+    index_shapes = tuple((name, arrays[name]) for name, _ in contraction.resolved.index_shapes)
     shapes = tuple(spec.shape(term) for term in spec.inputs)
     views = tuple(
         Operand(shape, o.dtype, strides_in(o, whole) or row_major(whole), o.requires_grad)
-        for shape, whole, o in zip(shapes, resolved.shapes, operands, strict=True)
+        for shape, whole, o in zip(shapes, contraction.resolved.shapes, contraction.operands, strict=True)
     )
-    return Resolved(spec, shapes, tuple((name, arrays[name]) for name, _ in resolved.index_shapes)), views
+    resolved = Resolved(spec, shapes, index_shapes)
+    return dataclasses.replace(
+        contraction, text=str(spec), resolved=resolved, index_shapes=index_shapes, operands=views
+    )
 
 
-def loop_programs(
-    spec: Spec,
+def loop_over(
+    contraction: Contraction,
     axes: Axes,
-    bodies: Sequence[tuple[Programs, int]],
-    operands: Sequence[Variable],
-    requires: Sequence[bool],
-    dtype: str,
+    tree: Tree,
     device: Device,
-    backend: str,
-) -> Programs:
-    """Return both programs of a loop, each a single step.
+    objective: str,
+    lower: Lowerer | None = None,
+) -> Loop:
+    """Return a contraction as a loop over slices.
 
     Args:
-        spec: the resolved spec of the whole contraction.
+        contraction: what all slices compute together.
         axes: the axes that are cut and their slices' sizes.
-        bodies: for each of `slice_counts`, the programs of such a slice and the number of such slices.
-        operands: the operands as variables.
-        requires: which operands need a gradient.
-        dtype: dtype of the computation.
-        device: the rates of the machine.
-        backend: name of the framework that runs the loop.
+        tree: a tree of the contraction, for these or other sizes.
+        device: the rates at which the steps of a slice run, see `device_in_loop`.
+        objective: by which of a step's figures implementations are chosen.
+        lower: what chooses them, if it is at hand.
     """
-    count = len(operands)
-    result = Variable(spec.output_shape, dtype, count)
-    output_gradient = Variable(spec.output_shape, dtype, count + 1)
-    gradients = [Variable(x.shape, x.dtype, count + 2 + i) for i, x in enumerate(operands)]
-    loop = _Loop(spec, tuple(axes), tuple(operands), device, device_in_loop(device, backend), load_backend(backend))
-    inputs = tuple(range(count))
-    copied = loop.copied_operand_bytes()
-
-    runs = [(body.forward, body.cost.forward, times) for body, times in bodies]
-    step = loop.step(Einsum(spec, dtype), inputs, [(result, spec.output)], runs, copied)
-    forward, cost = _single_step_program(step)
-    backward, backward_cost = None, None
-    if any(requires):
-        outputs = [(gradients[i], spec.inputs[i]) for i, need in enumerate(requires) if need]
-        runs = [(b.backward, b.cost.backward, times) for b, times in bodies if b.backward and b.cost.backward]
-        copied += loop.copied_bytes(spec.output, dtype)
-        op = Einsum(spec, dtype).joint_gradient()
-        step = loop.step(op, (output_gradient.base, *inputs), outputs, runs, copied)
-        backward, backward_cost = _single_step_program(step, (*inputs, output_gradient.base))
-    return Programs(
-        variables=(*operands, result, output_gradient, *gradients),
-        forward=forward,
-        backward=backward,
-        result=result.base,
-        kept=(),
-        output_gradient=output_gradient.base,
-        gradients=tuple(v.base if need else None for v, need in zip(gradients, requires, strict=True)),
-        cost=PlanCost.of(cost, backward_cost),
-    )
+    options = Options(minimize=objective, precision=contraction.options.precision)
+    lower = lower or body_lowerer(contraction.backend, device, objective)
+    tree, bodies = keep_values(tree, False), []
+    for sizes, _ in slice_counts(axes, contraction.resolved.spec):
+        part = dataclasses.replace(slice_of(contraction, sizes), device=device, options=options)
+        small = resize_tree(tree, dict(part.resolved.spec.sizes))
+        programs = build(small, part, given_variables(part), lower)
+        bodies.append(
+            PlanRecord.of_contraction(
+                part, tree=small, programs=programs, known_naive_cost=programs.cost, proven=False, origin="slice"
+            )
+        )
+    return Loop(contraction.resolved.spec, contraction.dtype, axes=tuple(axes), bodies=tuple(bodies))
 
 
-def _single_step_program(step: Step, given: tuple[int, ...] | None = None) -> tuple[Program, Cost]:
-    """Return the program of one step, and its cost. It is given the step's inputs, unless in another order."""
-    cost = step.choice.cost
-    whole = Cost(cost.flops, cost.bytes_moved, 0, step.live_bytes, 0, cost.picoseconds / 1e12)
-    return Program((step,), step.inputs if given is None else given, step.outputs, step.live_bytes), whole
+def body_lowerer(backend: str, device: Device, objective: str) -> Lowerer:
+    """Return the lowerer of a slice's steps, on the device that runs them."""
+    table = load_backend(backend).table
+    return Lowerer(lambda op: table.choices(op, device), step_key(objective))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Loop:
-    """A loop over slices, and what its price depends on besides the price of its body.
+def loop_node(loop: Loop, children: Sequence[Tree] = ()) -> Node:
+    """Return a loop as the node of a tree. Its children are the operands by default."""
+    children = tuple(children) or tuple(map(Leaf, range(len(loop.spec.inputs))))
+    order = tuple(range(len(children)))
+    return Node(loop, children, order, order, kept=False)
 
-    Attributes:
-        spec: the resolved spec of the whole contraction.
-        axes: the axes that are cut and their slices' sizes.
-        operands: the operands as variables.
+
+def loop_cost(op: Op, device: Device) -> StepCost:
+    """Return the cost of a loop, forward or backward, as a step that runs on a device."""
+    assert isinstance(op, Loop)
+    return _Price(op, device).cost()
+
+
+class _Price:
+    """The price of a loop, which is more than that of its bodies: slices are cut, copied and added up.
+
+    Args:
+        loop: the loop.
         device: the rates of the machine.
-        body_device: the rates at which the steps of a slice run.
-        framework: the backend that runs the loop.
     """
 
-    spec: Spec
-    axes: tuple[tuple[str, int], ...]
-    operands: tuple[Variable, ...]
-    device: Device
-    body_device: Device
-    framework: Backend
-
-    def length(self, entry: str | Gather) -> int:
-        """Return the size of a dimension within a slice."""
-        size = self.spec.size(entry)
-        sizes: dict[str | Gather, int] = dict(self.axes)
-        return min(sizes.get(entry, size), size)
+    def __init__(self, loop: Loop, device: Device) -> None:
+        self.loop, self.device = loop, device
+        self.spec, self.framework = loop.spec, load_backend(loop.body.backend)
 
     def elements(self, term: Term) -> int:
         """Return the number of elements in a slice of an array with this term."""
-        return math.prod(self.length(entry) for entry in term)
+        return math.prod(self.loop.body.resolved.spec.shape(term))
 
     def cut_dims(self, term: Term) -> list[int]:
         """Return the dimensions of a term that are cut."""
-        cut = dict(self.axes)
+        cut = dict(self.loop.axes)
         return [d for d, entry in enumerate(term) if entry in cut]
 
     def copied_bytes(self, term: Term, dtype: str) -> int:
@@ -258,22 +238,23 @@ class _Loop:
             return 0
         return self.elements(term) * itemsize(dtype)
 
-    def copied_operand_bytes(self) -> int:
-        """Return the bytes of a slice's operands and index arrays that the loop copies.
+    def copied_input_bytes(self) -> int:
+        """Return the bytes of a slice's inputs and index arrays that the loop copies.
 
         If arrays have strides, the steps of the body count what they copy of the operands themselves.
         """
-        copied = 0
+        copied = sum(self.copied_bytes(gather.axes, "int64") for gather in self.spec.gathers)
         if not self.framework.strided:
-            pairs = zip(self.spec.inputs, self.operands, strict=True)
-            copied = sum(self.copied_bytes(term, operand.dtype) for term, operand in pairs)
-        return copied + sum(self.copied_bytes(gather.axes, "int64") for gather in self.spec.gathers)
+            pairs = zip(self.spec.inputs, self.loop.body.operands, strict=True)
+            copied += sum(self.copied_bytes(term, operand.dtype) for term, operand in pairs)
+        # A gradient reads slices of the output gradient too.
+        return copied + self.loop.first_operand * self.copied_bytes(self.spec.output, self.loop.dtype)
 
     def across_seconds(self) -> float:
         """Return what XLA takes longer on a CPU for a slice's operands that are cut along their innermost axis."""
         if not self.framework.compiles or self.device.kind != "cpu":
             return 0.0
-        cut = dict(self.axes)
+        cut = dict(self.loop.axes)
         across = [term for term in self.spec.inputs if _innermost(term, self.spec) in cut]
         return _ACROSS_SECONDS * sum(self.elements(term) for term in across)
 
@@ -281,7 +262,8 @@ class _Loop:
         """Return, for each term, how many stretches of memory a slice of its array has; 0 if just one."""
         if self.framework.compiles or self.device.kind != "cpu":
             return [0] * len(self.spec.terms)  # XLA gathers slices into arrays; on a card stretches cost nothing
-        layouts = [*(operand.layout for operand in self.operands), None]
+        first, count = self.loop.first_operand, len(self.spec.inputs)
+        layouts = [*(self.loop.layouts or (None,) * (first + count))[first:], None]
         return [self._stretches(term, layout) for term, layout in zip(self.spec.terms, layouts, strict=True)]
 
     def _stretches(self, term: Term, layout: Layout | None) -> int:
@@ -290,55 +272,41 @@ class _Loop:
         count = self.elements(in_memory[: max(cut)]) if cut else 1
         return count if count > 1 else 0
 
-    def step(
-        self,
-        op: Op,
-        inputs: tuple[int, ...],
-        outputs: Sequence[tuple[Variable, Term]],
-        runs: Sequence[tuple[Program, Cost, int]],
-        copied: int,
-    ) -> Step:
-        """Return the loop as one step.
-
-        Args:
-            op: what all slices compute together.
-            inputs: numbers of the variables that the loop reads.
-            outputs: the variables that the loop computes, and their terms.
-            runs: the program of a slice, its cost and how often it runs, for each kind of slice.
-            copied: the bytes that the loop copies for each slice.
-        """
-        flops, moved, seconds = 0, 0, 0.0
-        for program, cost, times in runs:
+    def cost(self) -> StepCost:
+        """Return the cost of all slices."""
+        loop, framework, copied = self.loop, self.framework, self.copied_input_bytes()
+        body_device, first = loop.body.device, loop.first_operand
+        flops, moved, peak, seconds = 0, 0, 0, 0.0
+        for body, (_, times) in zip(loop.bodies, slice_counts(loop.axes, self.spec), strict=True):
+            cost = body.cost.backward if first else body.cost.forward
+            assert cost is not None
             flops += times * cost.flops
             moved += times * cost.bytes_moved
+            peak = max(peak, cost.peak_bytes)
             # Each operand is cut anew in every slice.
-            seconds += times * (cost.seconds + len(self.operands) * self.device.launch_seconds)
-            if not self.framework.compiles:
-                seconds += times * (_SLICE_SECONDS + len(program.computing) * _STEP_SECONDS)
+            seconds += times * (cost.seconds + len(self.spec.inputs) * self.device.launch_seconds)
+            if not framework.compiles:
+                seconds += times * (_SLICE_SECONDS + len(loop.program(body).computing) * _STEP_SECONDS)
         scratch = copied
-        slices = math.prod(-(-self.spec.size(axis) // size) for axis, size in self.axes)
+        slices = math.prod(-(-self.spec.size(axis) // size) for axis, size in loop.axes)
         stretches = self.stretches()
-        for variable, term in outputs:
-            disjoint, elements, sum_dtype = covers(self.axes, term), self.elements(term), accumulator(variable.dtype)
-            written = (2 if disjoint else 3) * elements * itemsize(sum_dtype)
+        for term, shape, dtype in zip(loop.output_terms, loop.output_shapes, loop.output_dtypes, strict=True):
+            disjoint, elements, sum_dtype = covers(loop.axes, term), self.elements(term), accumulator(dtype)
+            written, size = (2 if disjoint else 3) * elements * itemsize(sum_dtype), math.prod(shape)
             moved += slices * written
-            seconds += slices * self.body_device.seconds(0, written, 0, 1) + self.device.fresh_seconds(variable.bytes)
+            fresh = self.device.fresh_seconds(size * itemsize(dtype))
+            seconds += slices * body_device.seconds(0, written, 0, 1) + fresh
             seconds += slices * stretches[self.spec.terms.index(term)] * _STRETCH_SECONDS
             if not disjoint:
                 flops += slices * elements
-                if sum_dtype != variable.dtype:
-                    scratch += math.prod(variable.shape) * itemsize(sum_dtype)
-        # A joint gradient reads slices of the output gradient too.
-        seconds += slices * sum(stretches[: len(op.input_terms)]) * _STRETCH_SECONDS
-        if self.framework.compiles:
+                if sum_dtype != dtype:
+                    scratch += size * itemsize(sum_dtype)
+        seconds += slices * sum(stretches[: len(loop.input_terms)]) * _STRETCH_SECONDS
+        if framework.compiles:
             moved += slices * 2 * copied
             # The gradient of a slice that is read along the innermost axis is written along it too.
-            seconds += slices * (self.body_device.moving_seconds(2 * copied) + self.across_seconds() * op.products)
-        scratch += max((cost.peak_bytes for _, cost, _ in runs), default=0)
-        name = "loop over " + ", ".join(f"{axis} by {size}" for axis, size in self.axes)
-        choice = PricedImplementation(name, StepCost(flops, moved, 0, scratch, round(seconds * 1e12)))
-        live = sum(variable.bytes for variable, _ in outputs) + scratch
-        return Step(op, choice, inputs, tuple(variable.base for variable, _ in outputs), (), live)
+            seconds += slices * (body_device.moving_seconds(2 * copied) + self.across_seconds() * loop.products)
+        return StepCost(flops, moved, 0, scratch + peak, round(seconds * 1e12))
 
 
 def _innermost(term: Term, spec: Spec) -> str | Gather | None:

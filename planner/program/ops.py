@@ -1,7 +1,8 @@
 """What one step is, and what an implementation of it costs.
 
-An `Op` is a unary or binary einsum with gathers, both gradients of one, a cast, or a guard. A backend's table offers
-implementations for it: the rows of `planner.program.implementations.Table`. `planner.program.forms` recognises the
+An `Op` is a unary or binary einsum with gathers, both gradients of one, a cast, or a guard; or a loop over slices, see
+`planner.program.plan`. A backend's table offers implementations for it: the rows of
+`planner.program.implementations.Table`. `planner.program.forms` recognises the
 special shapes of specs that rows of several frameworks know.
 """
 
@@ -17,15 +18,15 @@ from planner.cost.layout import Layout
 from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec, Term, plain_axes, term_axes, term_gathers
 
-__all__ = ["Cast", "Einsum", "Guard", "JointGradient", "Op", "PricedImplementation", "joint_elements"]
+__all__ = ["Cast", "Einsum", "Gradients", "Guard", "JointGradient", "Op", "PricedImplementation", "joint_elements"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Op:
-    """One step to be lowered: an `Einsum`, the `JointGradient` of one, a `Cast` or a `Guard`.
+    """One step to be lowered: an `Einsum`, the `JointGradient` of one, a `Cast`, a `Guard` or a `Loop`.
 
     Attributes:
-        spec: a resolved spec of one or two inputs.
+        spec: a resolved spec of one or two inputs; of any number in a loop.
         dtype: dtype of the inputs and of the result.
         layouts: how the inputs lie in memory; empty if all are row-major or layouts make no difference.
     """
@@ -53,6 +54,11 @@ class Op:
     def first_operand(self) -> int:
         """Which input is the spec's first operand. In a joint gradient the output gradient comes before it."""
         return 0
+
+    @property
+    def gradient_reads_all(self) -> bool:
+        """Whether one step computes the gradients of all inputs, from all of them."""
+        return False
 
     def with_layouts(self, layouts: Iterable[Layout | None]) -> Self:
         """Return the op with inputs of these layouts."""
@@ -92,6 +98,11 @@ class Op:
         return tuple(self.spec.shape(term) for term in self.output_terms)
 
     @property
+    def output_dtypes(self) -> tuple[str, ...]:
+        """Dtypes of the results, in order."""
+        return (self.dtype,) * len(self.output_terms)
+
+    @property
     def gathers(self) -> tuple[Gather, ...]:
         """The brackets whose index arrays the step reads."""
         return self.spec.gathers
@@ -128,12 +139,17 @@ class Einsum(Op):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class JointGradient(Op):
-    """Both gradients of the binary `spec` in one step. Its inputs are the output gradient and the two operands."""
+class Gradients(Op):
+    """Several gradients of `spec` in one step. Its inputs are the output gradient and the operands."""
+
+    @property
+    def served(self) -> tuple[int, ...]:
+        """The operands whose gradients it computes."""
+        raise NotImplementedError
 
     @property
     def products(self) -> int:
-        """Two: one for each gradient."""
+        """Two, as the gradients of a binary einsum."""
         return 2
 
     @property
@@ -143,13 +159,23 @@ class JointGradient(Op):
 
     @property
     def input_terms(self) -> tuple[Term, ...]:
-        """Terms of the output gradient and the two operands."""
+        """Terms of the output gradient and the operands."""
         return (self.spec.output, *self.spec.inputs)
 
     @property
     def output_terms(self) -> tuple[Term, ...]:
-        """Terms of the two gradients."""
-        return self.spec.inputs
+        """Terms of the gradients."""
+        return tuple(self.spec.inputs[number] for number in self.served)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JointGradient(Gradients):
+    """Both gradients of a binary einsum in one step."""
+
+    @property
+    def served(self) -> tuple[int, ...]:
+        """Both operands."""
+        return (0, 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -3,31 +3,84 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from planner.cost.figures import PlanCost
+from planner.cost.layout import Layout
+from planner.language.derive import slice_spec
 from planner.program.callbacks import callbacks
 from planner.program.contraction import Contraction
-from planner.program.program import Keep, Programs, Step
-from planner.program.tree import Tree, path_of
+from planner.program.ops import Gradients, Op
+from planner.program.program import Keep, Program, Programs, Step
+from planner.program.tree import Leaf, Tree, path_of
 
-__all__ = ["AnyPlan", "Loop", "PlanRecord"]
+__all__ = ["AnyPlan", "Loop", "LoopGradient", "PlanRecord", "find_loop", "without_loops"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Loop:
-    """A contraction done slice by slice. No value of a slice outlives the slice, not even in the backward program.
+class Loop(Op):
+    """A contraction of any number of inputs, done slice by slice.
+
+    No value of a slice outlives the slice, not even in the backward program. `planner.program.loops` makes loops.
 
     Attributes:
         axes: each axis that is cut and the size of its slices, the outermost axis first. The last slice may be shorter.
-        body: the plan of one whole slice.
+        bodies: the plan of one whole slice, and the plans of shorter ones in the order of `slice_counts`.
     """
 
-    axes: tuple[tuple[str, int], ...]
-    body: PlanRecord
+    axes: tuple[tuple[str, int], ...] = dataclasses.field(kw_only=True)
+    bodies: tuple[PlanRecord, ...] = dataclasses.field(kw_only=True)
+
+    def __hash__(self) -> int:
+        return hash((self.spec, self.axes))  # hashing the bodies takes as long as pricing a step
+
+    @property
+    def body(self) -> PlanRecord:
+        """The plan of one whole slice."""
+        return self.bodies[0]
+
+    @property
+    def gradient_reads_all(self) -> bool:
+        """True: the gradients are a loop too, which computes the values of each slice again."""
+        return True
+
+    def gradient(self, layout: Layout | None) -> LoopGradient:
+        """Return the op that computes the gradients, from an output gradient of that layout."""
+        layouts = self.layouts or (None,) * len(self.spec.inputs)
+        whole = LoopGradient(self.spec, self.dtype, axes=self.axes, bodies=self.bodies)
+        return whole.with_layouts((layout, *layouts))
+
+    def program(self, body: PlanRecord) -> Program:
+        """Return the program of a body that the loop runs."""
+        return body.programs.forward
 
     def __str__(self) -> str:
         return "loop over " + ", ".join(f"{axis} by {size}" for axis, size in self.axes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoopGradient(Loop, Gradients):
+    """All wanted gradients of a loop, slice by slice."""
+
+    __hash__ = Loop.__hash__
+
+    @property
+    def served(self) -> tuple[int, ...]:
+        """The inputs that need a gradient."""
+        return tuple(number for number, operand in enumerate(self.body.operands) if operand.requires_grad)
+
+    @property
+    def output_dtypes(self) -> tuple[str, ...]:
+        """Dtypes of the inputs that need a gradient."""
+        return tuple(self.body.operands[number].dtype for number in self.served)
+
+    def program(self, body: PlanRecord) -> Program:
+        """Return the backward program of a body, with its results in the order of the inputs."""
+        backward, gradients = body.programs.backward, body.programs.gradients
+        assert backward is not None
+        return dataclasses.replace(backward, results=tuple(v for v in gradients if v is not None))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
@@ -42,7 +95,6 @@ class PlanRecord(Contraction):
             with limits or for peak and retained bytes, all choices of what is kept. Each step uses the implementation
             that the objective prefers, on row-major intermediates.
         origin: how the tree was found.
-        loop: the loop over slices, if the plan is one. Then each program is one step, which runs the loop.
         compiled_bytes: the larger peak of the two compiled programs; None if there was no memory limit to check.
     """
 
@@ -51,7 +103,6 @@ class PlanRecord(Contraction):
     known_naive_cost: PlanCost | None = dataclasses.field(default=None, compare=False)
     proven: bool
     origin: str
-    loop: Loop | None = None
     compiled_bytes: int | None = None
 
     @classmethod
@@ -87,17 +138,58 @@ class PlanRecord(Contraction):
     def keep(self) -> Keep:
         """What the forward program keeps for the backward one: "all" that it needs, "some" or the "inputs"."""
         backward = self.programs.backward
-        if backward is not None and self.loop is not None:
-            return "inputs"
-        if backward is None or not any(step.recomputed for step in backward.steps):
+        if not any(step.recomputed or isinstance(step.op, Loop) for step in (backward.steps if backward else ())):
             return "all"
         bases = {self.programs.variables[v].base for v in self.programs.kept}
         return "some" if bases - set(range(len(self.operands))) else "inputs"
 
     @property
+    def loop(self) -> Loop | None:
+        """The first loop over slices in the tree; None if there is none."""
+        return find_loop(self.tree)
+
+    @property
     def path(self) -> tuple[tuple[int, ...], ...]:
         """The order of contraction in opt_einsum's form."""
-        return path_of(self.tree, len(self.operands))
+        return path_of(without_loops(self.tree), len(self.operands))
+
+    def inner_steps(self, steps: Sequence[Step] | None = None) -> Iterator[tuple[PlanRecord, Step]]:
+        """Yield steps with the plan that they are of, in place of each loop the steps of a whole slice.
+
+        Args:
+            steps: the steps; those of both programs by default.
+        """
+        for step in self.steps if steps is None else steps:
+            if isinstance(step.op, Loop):
+                yield from step.op.body.inner_steps(step.op.program(step.op.body).steps)
+            else:
+                yield self, step
+
+
+def find_loop(tree: Tree) -> Loop | None:
+    """Return the first loop of a tree, or None."""
+    if isinstance(tree, Leaf):
+        return None
+    return tree.op if isinstance(tree.op, Loop) else next(filter(None, map(find_loop, tree.children)), None)
+
+
+def without_loops(
+    tree: Tree, leaves: Sequence[Tree] | None = None, sizes: Mapping[str, int] = MappingProxyType({})
+) -> Tree:
+    """Return a tree with the steps of a slice, at the sizes of the whole, in place of each loop.
+
+    Args:
+        tree: the tree.
+        leaves: what to put in place of each operand; nothing by default.
+        sizes: the sizes of the whole.
+    """
+    if isinstance(tree, Leaf):
+        return tree if leaves is None else leaves[tree.operand]
+    children = tuple(without_loops(child, leaves, sizes) for child in tree.children)
+    op = tree.op
+    if isinstance(op, Loop):
+        return without_loops(op.body.tree, children, {**dict(op.spec.sizes), **sizes})
+    return dataclasses.replace(tree, op=dataclasses.replace(op, spec=slice_spec(op.spec, sizes)), children=children)
 
 
 # A `PlanRecord` or a `Plan`. A function that takes one returns the same type.

@@ -18,8 +18,10 @@ from planner.language.spec import Gather, Operand, Spec
 from planner.program.build import Lowerer, build
 from planner.program.frameworks import load_backend
 from planner.program.guards import add_guards
+from planner.program.implementations import LOOP
+from planner.program.loops import loop_node, loop_over
 from planner.program.ops import Cast, Einsum, Guard, JointGradient, Op, PricedImplementation
-from planner.program.plan import Loop, PlanRecord
+from planner.program.plan import Loop, LoopGradient, PlanRecord
 from planner.program.program import Program, Programs, Step, Variable
 from planner.program.tree import Leaf, Node
 
@@ -44,6 +46,14 @@ class Forgotten:
         return f"<{self.name}, not in JSON>"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _StoredLoop:
+    """A loop as versions before 2026-11-24 stored it: a part of a plan whose programs had one step each."""
+
+    axes: tuple[tuple[str, int], ...]
+    body: PlanRecord
+
+
 # The names in the JSON never change, even if a class is renamed.
 _CLASSES = {
     "Choice": PricedImplementation,
@@ -53,7 +63,7 @@ _CLASSES = {
     "Gather": Gather,
     "Layout": Layout,
     "Leaf": Leaf,
-    "Loop": Loop,
+    "Loop": _StoredLoop,
     "Node": Node,
     "Operand": Operand,
     "Options": Options,
@@ -86,7 +96,7 @@ def plan_from_json(text: str) -> PlanRecord:
         raise ValueError(f"{name} is not JSON")
 
     try:
-        return _with_guards(_checked_plan(decode(json.loads(text, parse_constant=refuse))))
+        return _checked_plan(decode(json.loads(text, parse_constant=refuse)))
     except PlannerError:
         raise
     except _DAMAGE as error:
@@ -105,27 +115,22 @@ _PARTS: dict[str, Any] = {
     "tree": (Leaf, Node),
     "programs": Programs,
     "known_naive_cost": PlanCost,
-    "loop": (Loop, type(None)),
 }
 
 
 def _checked_plan(plan: object) -> PlanRecord:
-    """Return a plan; refuse what is not one, and a plan or a loop's body that lacks a part."""
+    """Return a plan; refuse what is not one, and a plan that lacks a part."""
     if not isinstance(plan, PlanRecord):
         raise PlannerError(f"this is not a plan written by to_json, but a {type(plan).__name__}")
     for name, kind in _PARTS.items():
         if not isinstance(getattr(plan, name), kind):
             part = name.removeprefix("known_")
             raise PlannerError(f"this is not a plan written by to_json: {part!r} is damaged")
-    if plan.loop is not None:
-        _checked_plan(plan.loop.body)
     return plan
 
 
 def _with_guards(plan: PlanRecord) -> PlanRecord:
     """Return a plan with its guards: versions before 2026-11-24 stored programs without them."""
-    if plan.loop is not None:
-        return dataclasses.replace(plan, loop=dataclasses.replace(plan.loop, body=_with_guards(plan.loop.body)))
     guarded = add_guards(plan.tree, plan.resolved.spec, plan.index_mode)
     if guarded == plan.tree or plan.programs.has_guards:
         return plan
@@ -135,6 +140,20 @@ def _with_guards(plan: PlanRecord) -> PlanRecord:
     lower = Lowerer(
         lambda op: table.choices(op, plan.device) if isinstance(op, Guard) else (), step_key("time"), stored
     )
+    return _rebuilt(plan, lower)
+
+
+def _with_loop(plan: PlanRecord, stored: _StoredLoop) -> PlanRecord:
+    """Return a plan with its loop as a step: versions before 2026-11-24 stored the loop beside the tree of a slice."""
+    body, costs = _checked_plan(stored.body), [step.choice.cost for step in plan.steps]
+    loop = loop_over(plan.contraction, stored.axes, body.tree, body.device, body.options.minimize)
+    loop = dataclasses.replace(loop, bodies=(body, *loop.bodies[1:]))
+    lower = Lowerer(lambda op: [PricedImplementation(LOOP, costs[op.first_operand])], step_key("time"))
+    return _rebuilt(dataclasses.replace(plan, tree=loop_node(loop)), lower)
+
+
+def _rebuilt(plan: PlanRecord, lower: Lowerer) -> PlanRecord:
+    """Return a plan with the programs of its tree."""
     programs = build(plan.tree, plan, plan.programs.variables[: len(plan.operands)], lower)
     return dataclasses.replace(plan, programs=programs)
 
@@ -152,6 +171,8 @@ def encode(value: Any) -> Any:
         if isinstance(value, Guard):
             names += ["dropped", "rows", "only_gradients"]
         fields = {name: getattr(value, name) for name in names}
+        if isinstance(value, Loop):
+            fields |= {"axes": value.axes, "bodies": value.bodies, "gradient": isinstance(value, LoopGradient)}
         return {"type": "Op", **{key: encode(entry) for key, entry in fields.items()}}
     name = "Plan" if isinstance(value, PlanRecord) else _NAMES.get(type(value))
     if name is not None:
@@ -186,15 +207,22 @@ def decode(value: Any) -> Any:
         fields = {key: math.inf if entry is None else entry for key, entry in fields.items()}
     parts = {key: decode(entry) for key, entry in fields.items()}
     if name == "Plan":
-        parts["known_naive_cost"] = parts.pop("naive_cost")
+        return _decode_plan(**parts)
     return _decode_op(**parts) if name == "Op" else _CLASSES[name](**parts)
 
 
+def _decode_plan(naive_cost: PlanCost, loop: _StoredLoop | None = None, **parts: Any) -> PlanRecord:
+    plan = _checked_plan(PlanRecord(known_naive_cost=naive_cost, **parts))
+    return _with_guards(plan) if loop is None else _with_loop(plan, loop)
+
+
 def _decode_op(
-    spec: Spec, dtype: str, source_dtype: str | None, pair: bool, layouts: tuple[Layout | None, ...], **guard: Any
+    spec: Spec, dtype: str, source_dtype: str | None, pair: bool, layouts: tuple[Layout | None, ...], **more: Any
 ) -> Op:
-    if guard:
-        return Guard(spec, dtype, layouts, **guard)
+    if "bodies" in more:
+        return (LoopGradient if more.pop("gradient") else Loop)(spec, dtype, layouts, **more)
+    if more:
+        return Guard(spec, dtype, layouts, **more)
     if source_dtype is not None:
         return Cast(spec, dtype, layouts, source_dtype=source_dtype)
     return (JointGradient if pair else Einsum)(spec, dtype, layouts)

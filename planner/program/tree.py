@@ -71,7 +71,8 @@ def kept_nodes(tree: Tree, requires: Sequence[bool]) -> tuple[Node, ...]:
         return needs[id(tree)]
 
     def visit(node: Node, recomputed: bool) -> None:
-        reads = read_by_gradients([needs_gradient(child) for child in node.children])
+        needed_by = [needs_gradient(child) for child in node.children]
+        reads = (any(needed_by),) * len(needed_by) if node.op.gradient_reads_all else read_by_gradients(needed_by)
         for child, read in zip(node.children, reads, strict=True):
             if isinstance(child, Node):
                 needed = read or recomputed

@@ -68,7 +68,7 @@ def alternatives(plan: AnyPlan, most: int) -> tuple[Alternative[AnyPlan], ...]:
         if _signature(programs) not in seen:
             seen.add(_signature(programs))
             other = dataclasses.replace(
-                plan, tree=tree, programs=programs, proven=False, origin=origin, loop=None, compiled_bytes=None
+                plan, tree=tree, programs=programs, proven=False, origin=origin, compiled_bytes=None
             )
             others.append((key(programs.cost), other, origin))
 

@@ -41,7 +41,6 @@ def make_plan(contraction: Contraction) -> PlanRecord:
         programs=best.programs,
         proven=best.proven,
         origin=best.origin,
-        loop=best.loop,
     )
 
 

@@ -48,7 +48,7 @@ def quicken_steps(space: SearchSpace, candidate: Candidate) -> Candidate:
 
 def order_children(space: SearchSpace, best: Candidate) -> Candidate:
     """Return the candidate with children in the order of least memory, unless the search chose the order."""
-    if space.options.minimize == "peak" or best.loop is not None:
+    if space.options.minimize == "peak":
         return best
     nodes = _binary_nodes(best.tree)
     if len(nodes) > MOST_NODES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,15 +11,22 @@ from typing import Any
 from planner.cost.figures import Cost
 from planner.cost.limits import NO_LIMITS, Limits, keeps_within
 from planner.cost.objective import plan_key, step_key
-from planner.language.errors import SearchLimitError
-from planner.language.options import Options
+from planner.language.errors import PlannerError, SearchLimitError
 from planner.language.spec import Spec, term_axes
-from planner.program.build import Lowerer, build, given_variables
-from planner.program.contraction import Contraction
-from planner.program.loops import device_in_loop, loop_programs, resize_tree, slice_counts, slice_of
+from planner.program.build import Lowerer
+from planner.program.loops import (
+    body_lowerer,
+    device_in_loop,
+    loop_node,
+    loop_over,
+    resize_tree,
+    slice_counts,
+    slice_of,
+)
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Programs
-from planner.program.tree import Tree, keep_values
+from planner.program.tree import Node, Tree, keep_values
+from planner.search.parts import TreePart, cut_out, large_values, whole_part
 from planner.search.space import SLICE_WORK, Candidate, SearchSpace, run_searches
 
 __all__ = ["can_be_cut", "fastest", "loop_candidates", "make_loop", "worth_cutting"]
@@ -26,6 +34,8 @@ __all__ = ["can_be_cut", "fastest", "loop_candidates", "make_loop", "worth_cutti
 # Without limits, loops over slices are considered if a plan allocates this much beyond its results.
 LARGE_BYTES = 1 << 25
 MOST_LOOPS, MOST_SLICES = 3, 4096
+# The share of the steps that loops around parts of a tree may take.
+PART_SHARE = 8
 # How many steps the search for loops may price, without limits and with; each takes 50 to 200 us.
 PRICED_STEPS, PRICED_STEPS_LIMITED = 10_000, 30_000
 # Under a limit, slices predicted to take no more than this times the fastest count as equally fast, and the leanest of
@@ -61,6 +71,7 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
         return
     trees = dict.fromkeys(keep_values(candidate.tree, False) for candidate in candidates)
     search = _LoopSearch(space, rival.programs, tuple(trees))
+    around_parts = search.price_parts(candidates, limits)
 
     def excess(candidate: Candidate) -> int:
         limit = options.memory_limit
@@ -74,6 +85,14 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
         fast = [c for c in tried if excess(c) == excess(first) and c.cost.seconds <= most]
         return min(fast, key=lambda candidate: (candidate.cost.peak_bytes, rank(candidate)))
 
+    def best_of(tried: Sequence[Candidate]) -> list[Candidate]:
+        """Return the best candidate; if time decides without limits, the leanest of the fast ones before it."""
+        first = min(tried, key=rank)
+        best = leanest_of_the_fast(tried, first) if options.minimize == "time" else first
+        return [best] if best is first or limited else [best, first]
+
+    if around_parts:
+        yield from best_of(around_parts)
     axes: tuple[tuple[str, int], ...] = ()
     previous: Candidate | None = None
     for _ in range(MOST_LOOPS):
@@ -84,10 +103,8 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
         if previous is not None and rank(first) >= rank(previous):
             break
         previous = first
-        best = leanest_of_the_fast(tried, first) if options.minimize == "time" else first
-        yield best
-        if best is not first and not limited:
-            yield first
+        best, *others = best_of(tried)
+        yield from (best, *others)
         assert best.loop is not None
         axes = best.loop.axes
         if keeps_within(best.cost, limits) and (not allowed or len(axes) > 1):
@@ -109,7 +126,8 @@ class _LoopSearch:
         limited = options.memory_limit is not None or options.retain_limit is not None
         self.steps_left = PRICED_STEPS_LIMITED if limited else PRICED_STEPS
         keys = ("time", "peak") if limited or options.minimize in ("peak", "retained") else ("time",)
-        self.lowerers = {key: _body_lowerer(space, key) for key in keys}
+        device = device_in_loop(space.device, space.backend)
+        self.lowerers = {key: body_lowerer(space.backend, device, key) for key in keys}
 
     def price_another_axis(self, axes: tuple[tuple[str, int], ...]) -> list[Candidate]:
         """Return loops over the given axes and one more: each axis that can be cut, in slices of several sizes."""
@@ -127,6 +145,32 @@ class _LoopSearch:
                     priced += self._price(cut, trees)
         return priced
 
+    def price_parts(self, candidates: Sequence[Candidate], limits: Limits) -> list[Candidate]:
+        """Return trees with a loop around the steps that make and read their largest values.
+
+        Each axis that all of these values have is cut, into smaller and smaller slices until limits are met.
+        """
+        left, self.steps_left = self.steps_left, self.steps_left // PART_SHARE
+        priced: list[Candidate] = []
+        for candidate in {candidate.tree: candidate for candidate in candidates}.values():
+            for root, least in large_values(candidate.tree):
+                part = cut_out(self.space.contraction, candidate.tree, root, least)
+                if part is None or part.is_whole:
+                    continue
+                for axis in part.large_axes:
+                    size = part.contraction.resolved.spec.size(axis)
+                    sizes = [n for n in _ladder(size) if -(-size // n) <= MOST_SLICES]
+                    for (key, lower), slice_size in itertools.product(self.lowerers.items(), sizes):
+                        looped = _loop_around(self.space, part, ((axis, slice_size),), key, lower, candidate.lower)
+                        if looped is None or self.steps_left <= 0:
+                            break
+                        self.steps_left -= 2 * len(candidate.programs.steps)  # those of the whole, and of a slice
+                        priced.append(looped)
+                        if limits != NO_LIMITS and keeps_within(looped.cost, limits):
+                            break
+        self.steps_left += left - left // PART_SHARE
+        return priced
+
     def _price(self, axes: tuple[tuple[str, int], ...], trees: Sequence[Tree]) -> list[Candidate]:
         """Return a loop with each tree, its steps lowered by each key."""
         steps = len(slice_counts(axes, self.space.resolved.spec)) * len(self.whole.forward.computing)
@@ -135,7 +179,9 @@ class _LoopSearch:
         priced = []
         for tree in trees:
             for key, lower in self.lowerers.items():
-                priced.append(_loop_candidate(self.space, axes, tree, lower, key))
+                looped = _loop_around(self.space, whole_part(self.space.contraction, tree), axes, key, lower)
+                assert looped is not None
+                priced.append(looped)
                 self.steps_left -= steps
         return priced
 
@@ -199,15 +245,10 @@ def _results_bytes(programs: Programs) -> int:
     return max(gradients, programs.variables[programs.result].bytes)
 
 
-def _body_lowerer(space: SearchSpace, key: str) -> Lowerer:
-    """Return the lowerer of a slice's steps."""
-    device = device_in_loop(space.device, space.backend)
-    return Lowerer(lambda op: space.table.choices(op, device), step_key(key))
-
-
 def _slice_trees(space: SearchSpace, sizes: Mapping[str, int]) -> list[Tree]:
     """Search trees for a slice, and return them with the sizes of the whole contraction."""
-    part = SearchSpace(_slice_contraction(space, sizes))
+    device = device_in_loop(space.device, space.backend)
+    part = SearchSpace(dataclasses.replace(slice_of(space.contraction, sizes), device=device))
     whole = dict(space.resolved.spec.sizes)
     try:
         searches = run_searches(part, space.options.optimize, "time", NO_LIMITS, SLICE_WORK)
@@ -217,59 +258,57 @@ def _slice_trees(space: SearchSpace, sizes: Mapping[str, int]) -> list[Tree]:
     return [keep_values(resize_tree(tree, whole), False) for tree in trees]
 
 
-def _slice_contraction(space: SearchSpace, sizes: Mapping[str, int]) -> Contraction:
-    """Return the contraction of one slice, on the device that runs it."""
-    resolved, operands = slice_of(space.resolved, space.operands, sizes)
-    return dataclasses.replace(
-        space.contraction,
-        text=str(space.resolved.spec),
-        resolved=resolved,
-        index_shapes=resolved.index_shapes,
-        operands=operands,
-        device=device_in_loop(space.device, space.backend),
-    )
+def _loop_around(
+    space: SearchSpace,
+    part: TreePart,
+    axes: tuple[tuple[str, int], ...],
+    key: str,
+    lower: Lowerer | None = None,
+    whole_lower: Lowerer | None = None,
+) -> Candidate | None:
+    """Price one loop around a part of a tree.
+
+    Args:
+        space: the contraction.
+        part: what the loop goes around.
+        axes: the axes that are cut and their slices' sizes.
+        key: names the objective by which the steps of slices are chosen.
+        lower: what chooses these.
+        whole_lower: what chooses the other steps; by the same objective, if it is None.
+
+    Returns:
+        The candidate; None if a value lies in memory otherwise than the part's contraction has it.
+    """
+    loop = loop_over(part.contraction, axes, part.tree, device_in_loop(space.device, space.backend), key, lower)
+    whole_lower = whole_lower or Lowerer(space.choices, step_key(key))
+    tree = part.replaced(loop_node(loop, part.children))
+    programs = space.programs(tree, whole_lower)
+    layouts = part.layouts
+    for step in programs.steps:
+        if isinstance(step.op, Loop) and step.op.bodies is loop.bodies:
+            expected = layouts if step.op.first_operand else layouts[1:]
+            if step.op.layouts != (expected if any(expected) else ()):
+                return None
+    return Candidate(programs, tree, whole_lower, False, "sliced")
 
 
-def _loop_candidate(
-    space: SearchSpace, axes: tuple[tuple[str, int], ...], tree: Tree, lower: Lowerer, key: str
-) -> Candidate:
-    """Price one loop with one tree. `key` names the objective by which `lower` chooses implementations."""
-    spec = space.resolved.spec
-    tree = keep_values(tree, False)
-    bodies, first = [], None
-    for sizes, count in slice_counts(axes, spec):
-        part = _slice_contraction(space, sizes)
-        small = resize_tree(tree, sizes)
-        programs = build(small, part, given_variables(part), lower)
-        bodies.append((programs, count))
-        if first is None:
-            options = Options(minimize=key, precision=space.options.precision)
-            first = PlanRecord.of_contraction(
-                dataclasses.replace(part, options=options),
-                tree=small,
-                programs=programs,
-                known_naive_cost=programs.cost,
-                proven=False,
-                origin="slice",
-            )
-    assert first is not None
-    programs = loop_programs(
-        spec, axes, bodies, space.variables, space.requires, space.dtype, space.device, space.backend
-    )
-    return Candidate(programs, tree, lower, False, "sliced", Loop(axes, first))
-
-
-def make_loop(plan: PlanRecord, axes: Mapping[str, int]) -> PlanRecord:
+def make_loop(plan: PlanRecord, axes: Mapping[str, int], around: tuple[Node, int] | None = None) -> PlanRecord:
     """Return a plan with the same tree that goes slice by slice, whatever it costs.
 
     Args:
-        plan: a plan without a loop.
+        plan: a plan; if its tree has a loop, that one runs in each slice.
         axes: the size of a slice for each axis that is cut, the outermost first.
+        around: the part of the tree to cut, as `cut_out` takes it; None for the whole tree.
+
+    Raises:
+        PlannerError: there can be no loop around that part.
     """
-    space = SearchSpace(plan.contraction)
-    key = plan.options.objective
-    lower = _body_lowerer(space, key)
-    candidate = _loop_candidate(space, tuple(axes.items()), plan.tree, lower, key)
-    return dataclasses.replace(
-        plan, tree=candidate.tree, programs=candidate.programs, proven=False, origin="sliced", loop=candidate.loop
-    )
+    whole = whole_part(plan.contraction, plan.tree)
+    part = whole if around is None else cut_out(plan.contraction, plan.tree, *around)
+    axes_and_sizes = tuple(axes.items())
+    looped = None
+    if part is not None:
+        looped = _loop_around(SearchSpace(plan.contraction), part, axes_and_sizes, plan.options.objective)
+    if looped is None:
+        raise PlannerError("the steps read index arrays, or values that lie in another order than expected")
+    return dataclasses.replace(plan, tree=looped.tree, programs=looped.programs, proven=False, origin="sliced")

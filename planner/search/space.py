@@ -16,7 +16,7 @@ from planner.program.build import Lowerer, build, given_variables
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.ops import Op, PricedImplementation
-from planner.program.plan import Loop
+from planner.program.plan import Loop, find_loop
 from planner.program.program import Programs
 from planner.program.tree import Tree
 from planner.search.dynamic import FRONT_LIMIT, Search, SearchResult
@@ -177,15 +177,19 @@ class SearchSpace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """A candidate for the plan: a tree with its programs, or a loop, and how it was found."""
+    """A candidate for the plan: a tree with its programs, and how it was found."""
 
     programs: Programs
     tree: Tree
     lower: Lowerer
     proven: bool
     origin: str
-    loop: Loop | None = None
     interrupted: bool = False
+
+    @property
+    def loop(self) -> Loop | None:
+        """The first loop over slices in the tree; None if there is none."""
+        return find_loop(self.tree)
 
     @property
     def cost(self) -> PlanCost:

@@ -19,7 +19,7 @@ from planner.language.errors import PlannerError
 from planner.plan import Plan
 from planner.program.frameworks import load_backend
 from planner.program.implementations import Stepwise, Table
-from planner.program.ops import Cast, Guard, JointGradient, Op
+from planner.program.ops import Cast, Gradients, Guard, Op
 from planner.program.program import Step
 from planner.testing import scripts
 from planner.testing.engines import Engine, engine_of
@@ -71,15 +71,16 @@ class Stage:
         arguments: dict[str, Any] = {"sizes": op.spec.output_shape, "index_mode": self.plan.index_mode, **raw}
 
         def evaluate(arrays: Sequence[Array]) -> list[Array]:
-            if isinstance(op, JointGradient):
-                return reference_gradients(text, *arrays, **arguments)
+            if isinstance(op, Gradients):
+                gradients = reference_gradients(text, *arrays, **arguments)
+                return [gradients[number] for number in op.served]
             return [reference(text, *arrays, **arguments)]
 
         def room(place: int) -> Array:
             size, term = evaluate([*map(absolute, arrays)])[place], op.output_terms[place]
             return allowed(op.dtype, steps_of(spec), terms_of(spec, term), size)
 
-        gout, operands = (arrays[0], arrays[1:]) if isinstance(op, JointGradient) else (None, arrays)
+        gout, operands = (arrays[0], arrays[1:]) if op.first_operand else (None, arrays)
         exact = exact_bound(text, *operands, gout=gout, **arguments) <= exact_range(op.dtype)
         places = range(len(op.output_terms))
         return evaluate(arrays), [None if exact else functools.partial(room, place) for place in places]

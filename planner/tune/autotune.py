@@ -21,7 +21,7 @@ from planner.cost.store import recall, remember, warn_of_damage
 from planner.language.errors import PlannerError
 from planner.language.units import seconds_text
 from planner.program.frameworks import framework_of, load_backend
-from planner.program.plan import Loop, PlanRecord
+from planner.program.plan import PlanRecord
 from planner.program.program import Programs
 from planner.program.serial import decode, encode
 from planner.program.tree import Leaf, Node
@@ -38,7 +38,7 @@ MOST_CANDIDATES = 4
 SLOWEST = 8.0
 ROOM_FACTOR, ROOM_BYTES = 4, 2**28
 # The fields of a plan that are remembered, besides the measurement.
-_PARTS = ("tree", "programs", "loop")
+_PARTS = ("tree", "programs")
 BUDGET_SECONDS, MOST_ROUNDS, BLOCK_SECONDS = 1.0, 15, 1e-3
 
 
@@ -96,7 +96,6 @@ def autotune(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, An
         plan,
         tree=best.tree,
         programs=best.programs,
-        loop=best.loop,
         compiled_bytes=best.compiled_bytes,
         origin=origin,
         proven=False,
@@ -220,7 +219,7 @@ def key_of(plan: PlanRecord, operands: Sequence[Any]) -> dict[str, Any] | None:
     arrays = [x for x in operands if framework_of(x) is not None]
     return {
         "planner": __version__,
-        "format": 2,  # of the programs: guards are steps
+        "format": 3,  # of the programs: guards and loops are steps
         "spec": plan.text,
         "resolved": encode(plan.resolved),
         "index_shapes": encode(plan.index_shapes),
@@ -242,12 +241,10 @@ def _recall_plan(plan: PlanRecord, key: Mapping[str, Any]) -> PlanRecord | None:
     if value is None:
         return None
     try:
-        result, (tree, programs, loop) = value["result"], (decode(value[name]) for name in _PARTS)
+        result, (tree, programs) = value["result"], (decode(value[name]) for name in _PARTS)
         compiled_bytes = value["compiled_bytes"]
         if not (isinstance(tree, (Leaf, Node)) and isinstance(programs, Programs) and isinstance(result, str)):
             raise ValueError("it holds no plan")
-        if not (loop is None or isinstance(loop, Loop)):
-            raise ValueError("its loop is not a loop")
         if not (compiled_bytes is None or isinstance(compiled_bytes, int)):
             raise ValueError("its compiled bytes are not a number")
         table = load_backend(plan.backend).table
@@ -255,13 +252,11 @@ def _recall_plan(plan: PlanRecord, key: Mapping[str, Any]) -> PlanRecord | None:
             plan,
             tree=tree,
             programs=programs,
-            loop=loop,
             compiled_bytes=compiled_bytes,
             proven=False,
             origin=f"remembered: {result}",
         )
-        whole = winner if loop is None else loop.body
-        offered = all(table.offers(step.choice, step.op, whole.device) for step in whole.steps)
+        offered = all(table.offers(step.choice, step.op, part.device) for part, step in winner.inner_steps())
     except (PlannerError, ValueError, KeyError, TypeError, AttributeError) as error:
         warn_of_damage("measured", key, error)
         return None

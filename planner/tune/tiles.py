@@ -7,8 +7,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from planner.program.frameworks import load_backend
-from planner.program.ops import PricedImplementation
-from planner.program.plan import PlanRecord
+from planner.program.ops import Op, PricedImplementation
+from planner.program.plan import Loop, PlanRecord
+from planner.program.program import Program
+from planner.program.tree import Leaf, Tree
 
 __all__ = ["tune_tiles"]
 
@@ -19,20 +21,20 @@ CLEARLY = 0.97
 def tune_tiles(
     plan: PlanRecord, timings: Callable[[Sequence[PlanRecord]], Sequence[float]]
 ) -> tuple[PlanRecord, int, int]:
-    """Choose the fastest tiling of each step that has several.
+    """Choose the fastest tiling of each kernel that has several, in whole slices of a loop too.
 
-    All tilings of a step need the same memory. A plan that is a loop over slices does not change.
+    All tilings of a step need the same memory.
 
     Args:
         plan: the chosen plan.
         timings: times plans, and returns the seconds of each; infinite if one did not run.
 
     Returns:
-        The plan with these tilings, the number of steps whose tilings were timed, and how many of them changed.
+        The plan with these tilings, the number of kernels whose tilings were timed, and how many of them changed.
     """
     timed, changed = 0, 0
-    for backward, number, choices in _tilings(plan):
-        tried = [plan, *(_with_choice(plan, backward, number, choice) for choice in choices)]
+    for op, chosen, choices in _tilings(plan):
+        tried = [plan, *(_with_choice(plan, op, chosen, choice) for choice in choices)]
         seconds = timings(tried)
         timed += seconds[0] < math.inf
         place = min(range(len(tried)), key=seconds.__getitem__)
@@ -41,25 +43,41 @@ def tune_tiles(
     return plan, timed, changed
 
 
-def _tilings(plan: PlanRecord) -> Iterator[tuple[bool, int, tuple[PricedImplementation, ...]]]:
-    """Yield the steps with several tilings: whether it is a backward step, its number, and the other tilings."""
+def _tilings(plan: PlanRecord) -> Iterator[tuple[Op, PricedImplementation, tuple[PricedImplementation, ...]]]:
+    """Yield the steps with several tilings, each once: the op, its implementation, and the other tilings."""
     backend = load_backend(plan.backend)
-    if plan.loop is not None or backend.pins_tiles():
+    if backend.pins_tiles():
         return
-    for backward, program in enumerate((plan.programs.forward, plan.programs.backward)):
-        for number, step in enumerate(program.steps if program else ()):
-            choices = backend.table.variants(step.choice.lowering, step.op, plan.device)
-            if choices:
-                yield bool(backward), number, choices
+    for (op, chosen), device in {(step.op, step.choice): part.device for part, step in plan.inner_steps()}.items():
+        choices = backend.table.variants(chosen.lowering, op, device)
+        if choices:
+            yield op, chosen, choices
 
 
-def _with_choice(plan: PlanRecord, backward: bool, number: int, choice: PricedImplementation) -> PlanRecord:
-    programs = plan.programs
-    program = programs.backward if backward else programs.forward
-    assert program is not None
-    steps = list(program.steps)
-    steps[number] = dataclasses.replace(steps[number], choice=choice)
-    changed = dataclasses.replace(program, steps=tuple(steps))
-    if backward:
-        return dataclasses.replace(plan, programs=dataclasses.replace(programs, backward=changed))
-    return dataclasses.replace(plan, programs=dataclasses.replace(programs, forward=changed))
+def _with_choice(plan: PlanRecord, op: Op, chosen: PricedImplementation, choice: PricedImplementation) -> PlanRecord:
+    """Return the plan with another choice for each step with this op and this implementation."""
+
+    def in_op(other: Op) -> Op:
+        if not isinstance(other, Loop):
+            return other
+        return dataclasses.replace(other, bodies=tuple(_with_choice(body, op, chosen, choice) for body in other.bodies))
+
+    def in_tree(tree: Tree) -> Tree:
+        if isinstance(tree, Leaf):
+            return tree
+        return dataclasses.replace(tree, op=in_op(tree.op), children=tuple(map(in_tree, tree.children)))
+
+    def in_program(program: Program) -> Program:
+        steps = [
+            dataclasses.replace(step, choice=choice)
+            if (step.op, step.choice) == (op, chosen)
+            else dataclasses.replace(step, op=in_op(step.op))
+            for step in program.steps
+        ]
+        return dataclasses.replace(program, steps=tuple(steps))
+
+    forward, backward = plan.programs.forward, plan.programs.backward
+    programs = dataclasses.replace(
+        plan.programs, forward=in_program(forward), backward=backward and in_program(backward)
+    )
+    return dataclasses.replace(plan, tree=in_tree(plan.tree), programs=programs)
