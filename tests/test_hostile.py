@@ -253,7 +253,7 @@ def test_backends_are_held_to_the_protocol(name):
     assert Backend in backend.__mro__
     # An inherited body of the protocol would return None: that is meant where nothing compiles. Others do something.
     inherited = {"signature", "compiles", "strided", "pins_tiles", "unwatched"} | (
-        set() if backend.compiles else {"compiled_bytes"}
+        set() if backend.compiles else {"compiled_bytes", "fuses"}
     )
     assert all(vars(backend)[method] for method in asked - {"table"} - inherited)
 

@@ -238,7 +238,7 @@ def test_a_part_is_sliced_where_the_whole_cannot_be():
     """An index array with two brackets is not cut, but what its rows are multiplied with may be."""
     shapes = [(64,), (64,), (64, 64), (64, 64)]
     plan = planner.plan("q[i],q[j],ij,ij->ij", *shapes, q=(64,), backend="numpy", memory_limit=24576)
-    assert [str(step.op.spec) for step in plan.steps] == ["q[i] -> i", "q[j] -> j", "i, ij, ij, j -> ij"]
+    assert [str(step.op.spec) for step in plan.steps] == ["q[i] -> i", "q[j] -> j", "i, j, ij, ij -> ij"]
     assert plan.loop is not None
     assert plan.cost.peak_bytes <= 24576
 

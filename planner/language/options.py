@@ -86,7 +86,8 @@ def is_name(value: Any) -> TypeGuard[str]:
 
 def check_index_mode(index_mode: Any) -> None:
     """Raise an error if the index mode is unknown."""
-    if index_mode not in MODES:
+    # A derived contraction has a mode that results are marked in afterwards. "checked" is no mode for a call.
+    if index_mode not in (*INDEX_MODES, *(mode.unmarked for mode in MODES.values() if mode.unmarked)):
         raise PlannerError(f"index_mode={index_mode!r:.80} is unknown: take one of {', '.join(map(repr, INDEX_MODES))}")
 
 

@@ -19,7 +19,6 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 import planner  # noqa: E402
-from planner.backends.torch import index as torch_index  # noqa: E402
 from planner.backends.torch import ops as torch_ops  # noqa: E402
 from planner.backends.torch.executable import Executable  # noqa: E402
 from planner.bench.ahead_of_time import _occupancy, _signature, kernel_configs  # noqa: E402
@@ -430,8 +429,7 @@ def test_nothing_is_looked_at_while_a_graph_is_captured(monkeypatch, spec, shape
     stand_ins = [planner.Operand(x, requires_grad=True) for x in shapes]
     plan = planner.plan(spec, *stand_ins, q=shape, backend="torch", device="H200", minimize="peak", **options)
     assert "grouped matmul, Triton" in str(plan) or spec != "nij, q[n]jk -> nik"
-    for module in (torch_ops, torch_index):
-        monkeypatch.setattr(module, "captured", lambda x: True)
+    monkeypatch.setattr(torch_ops, "captured", lambda x: True)
     with NoLooks():
         result = plan(*operands, q=index)
         found = torch.autograd.grad(result, operands, gradient)
@@ -441,7 +439,7 @@ def test_nothing_is_looked_at_while_a_graph_is_captured(monkeypatch, spec, shape
 
 def test_a_bad_index_of_a_captured_graph_is_refused_by_the_device(monkeypatch):
     a, c = torch.ones(3, 1, 2), torch.ones(4, 2, 5)
-    monkeypatch.setattr(torch_index, "captured", lambda x: True)
+    monkeypatch.setattr(torch_ops, "captured", lambda x: True)
     with pytest.raises(RuntimeError, match=r"'q' has values outside of \[-4, 4\)"):
         planner.contract("nij, q[n]jk -> nik", a, c, q=torch.tensor([0, 4, 1]))
 
