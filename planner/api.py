@@ -16,7 +16,7 @@ from planner.language.errors import PlannerError, PlannerTypeError, ShapeError
 from planner.language.options import MODES, PRECISIONS, Options, Request, check_index_mode, is_name
 from planner.language.parse import parse, parse_sublists, unpack_operands
 from planner.language.resolve import resolve_shapes, shape_of, shorten
-from planner.language.spec import Operand, Spec
+from planner.language.spec import Operand, Spec, term_gathers
 from planner.language.units import parse_bytes
 from planner.plan import Plan
 from planner.program.contraction import Contraction
@@ -70,7 +70,8 @@ def contract(
             such as ``"2 GiB"``. docs/limits.md says what it does not cover.
         retain_limit: most bytes that may stay alive for the backward program.
         index_mode: what happens to an index out of range: "raise", "drop" (it contributes nothing), "clip", or "nan"
-            (it reads NaN and adds nothing). Under "raise" and "nan" negative indices count from the end.
+            (results that read it are NaN; in gradients and in the output it adds nothing). Under "raise" and "nan"
+            negative indices count from the end.
         dtype: dtype of the computation and the result. By default the framework promotes the operands' dtypes;
             ``torch.autocast`` does not change that.
         precision: precision of matrix products, for jax only. torch has a global setting instead.
@@ -236,7 +237,8 @@ def _plan(
     dtypes = [operand.dtype for operand in described]
     compute = backend.result_dtype(dtypes, operands) if request.dtype is None else asked_dtype(request.dtype)
     itemsize(compute)
-    if MODES[request.index_mode].unmarked and resolved.spec.gathers and not is_inexact(compute):
+    reads = any(term_gathers(term) for term in resolved.spec.inputs)
+    if MODES[request.index_mode].unmarked and reads and not is_inexact(compute):
         raise PlannerError(
             f"index_mode={request.index_mode!r}: the result is {compute}, which has no NaN for an index out of range; "
             "pass dtype='float32', or index_mode='drop' to leave such entries out"

@@ -125,7 +125,9 @@ def _add_check(commands: Any) -> None:
         "--backend", action="append", choices=("torch", "jax", "numpy"), help="by default all installed"
     )
     command.add_argument("--dtype", action="append", metavar="float32", help="by default float32")
-    command.add_argument("--index-mode", action="append", choices=tuple(INDEX_MODES), help="by default all")
+    command.add_argument(
+        "--index-mode", action="append", choices=tuple(INDEX_MODES), help="by default all; nan for its own law"
+    )
     command.add_argument("--law", action="append", metavar="values", help="by default all; named as in the table")
     command.add_argument("--max-examples", type=int, default=40, metavar="N", help="problems for each law")
 

@@ -114,7 +114,7 @@ class Plan(PlanRecord):
         return alternatives(self, most)
 
     def implementations(self) -> tuple[tuple[ImplementationVerdict, ...], ...]:
-        """Return, for each of `steps`, every implementation that the backend has: its cost, or why it was refused.
+        """Return, for each step, every implementation that the backend has: its cost, or why it was refused.
 
         Example:
             >>> import planner
@@ -123,8 +123,8 @@ class Plan(PlanRecord):
             matmul: 3.08 us, 192 B of scratch, chosen
 
         Returns:
-            For each step, the chosen implementation first, then the others by predicted time, then the refused ones. If
-            the plan is a loop over slices, the steps are those of one slice.
+            For each step, the chosen implementation first, then the others by predicted time, then the refused ones. In
+            place of a loop over slices stand the steps of one slice.
         """
         return verdicts(self)
 

@@ -49,7 +49,7 @@ class _Same:
 def _bound(same: _Same, signature: Hashable) -> Run:
     """Return the function that runs a plan. Calls with equal signatures share it, and what JAX compiled with it."""
     backend = load_backend(same.plan.backend)
-    for _, step in same.plan.inner_steps():
+    for _, step in same.plan.inner_steps(every=True):
         if step.choice.lowering not in backend.table.rows:
             raise PlannerError(
                 f"the plan runs a step as {step.choice.lowering!r}, which {backend.name} does not have here: it was "
@@ -66,7 +66,7 @@ def bind_plan(plan: PlanRecord) -> Run:
 
 
 def _run_and_mark(run: Run, plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
-    """Run a plan, and turn what depends on an operand's row that an index out of range names into NaN.
+    """Run a plan. Then write NaN into each result that reads an operand at an index out of range.
 
     Zero or NaN is added to the result, so that gradients are those of the plan.
     """
@@ -86,8 +86,10 @@ def _run_and_mark(run: Run, plan: PlanRecord, operands: Sequence[Any], indices: 
         written = {name: q.values if hasattr(q, "prepared_framework") else q for name, q in written.items()}
         arrays = {name: q.reshape(shapes[name]) for name, q in written.items()}
         counts = callbacks().contract(count, ones, index_mode=MODES[mode].unmarked, **arrays)
+        marks = ops.select(counts == 0, ops.zeros(counts.shape, result), math.nan)
         shape = [n if d in dims else 1 for d, n in enumerate(spec.output_shape)]
-        result = result + ops.select(counts == 0, ops.zeros(counts.shape, result), math.nan).reshape(shape)
+        # NumPy makes a number of a sum without dimensions.
+        result = (result.reshape((1, *spec.output_shape)) + marks.reshape((1, *shape))).reshape(spec.output_shape)
     return result
 
 

@@ -197,7 +197,7 @@ WRONG_PLANS = [
     (PAIR, {"memory_limit": "9" * 5000}, planner.PlannerError, "memory_limit='9999.* is not a number of bytes"),
     (PAIR, {"minimize": lambda cost: None}, planner.PlannerError, "minimize= gave"),
     (PAIR, {"minimize": lambda cost: "less"}, planner.PlannerError, "minimize= gave"),
-    *(((GATHER, C), {"q": Q, "index_mode": x}, planner.PlannerError, MODES) for x in ("wrap", None, ["raise"], 0)),
+    *(((GATHER, C), {"q": Q, "index_mode": x}, planner.PlannerError, MODES) for x in ("wrap", "checked", None, ["raise"], np.ones(2), 0)),
 ]  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def test_wrong_plans_name_the_culprit(arguments, options, kind, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        *(((5, mode), MODES) for mode in ("wrap", None, ["raise"], 0)),
+        *(((5, mode), MODES) for mode in ("wrap", "checked", None, ["raise"], np.ones(2), 0)),
         *(((size,), f"non-negative int, not {size!r}") for size in (-1, 2.0, True, "3", None)),
         ((3,), r"'q'\[1\] is 4, outside of \[-3, 3\).* that it indexes"),
     ],

@@ -94,6 +94,8 @@ _RUN_SECONDS, _ELEMENT_SECONDS, _SUM_SECONDS = 16e-9, 0.3e-9, 25e-9
 def _work(op: Op, device: Device) -> list[Work]:
     """Return what a step does: elementwise products and sums go through one run after another, on one core."""
     parts, kind, spec = stock_work(op, device), stock_kind(op), op.spec
+    if kind == "broadcast":  # a view
+        return [Work(launches=1)]
     if kind not in ("multiply", "sum"):
         return parts
     order, terms = (spec.output, spec.inputs) if kind == "multiply" else (spec.inputs[0], [spec.output])

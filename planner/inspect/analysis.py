@@ -88,7 +88,7 @@ class Analysis:
         backend, device, dtype: the plan's backend, device and dtype.
         rounds: each time is the median of so many runs.
         steps: the steps of the forward program, then those of the backward program, then those of a slice of each loop.
-        totals: the whole programs; in JAX also each program as one compiled function.
+        totals: the whole programs; in JAX also each program as the caller compiles it.
         warnings: reasons to doubt the predictions.
     """
 

@@ -77,5 +77,5 @@ class SearchLimitError(PlannerError):
 
 
 def refusal_of(found: object) -> str | None:
-    """Return the reason that a search for something gave in place of what it looked for; None if it found it."""
+    """Return what a function gave if it is a refusal in words, and None if it is what was asked for."""
     return found if isinstance(found, str) else None

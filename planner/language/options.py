@@ -41,7 +41,7 @@ class IndexMode(NamedTuple):
     unmarked: str = ""
 
 
-# The first ones are for users, and "checked" is for index arrays that were refused or accepted before.
+# Users call by the names in `INDEX_MODES`. "checked" is for index arrays that were refused or accepted before.
 MODES = {
     "raise": IndexMode(True, "refuse"),
     "drop": IndexMode(False, "drop"),
@@ -87,7 +87,10 @@ def is_name(value: Any) -> TypeGuard[str]:
 def check_index_mode(index_mode: Any) -> None:
     """Raise an error if the index mode is unknown."""
     # A derived contraction has a mode that results are marked in afterwards. "checked" is no mode for a call.
-    if index_mode not in (*INDEX_MODES, *(mode.unmarked for mode in MODES.values() if mode.unmarked)):
+    if not is_name(index_mode) or index_mode not in (
+        *INDEX_MODES,
+        *(mode.unmarked for mode in MODES.values() if mode.unmarked),
+    ):
         raise PlannerError(f"index_mode={index_mode!r:.80} is unknown: take one of {', '.join(map(repr, INDEX_MODES))}")
 
 

@@ -117,13 +117,13 @@ class Op:
 
         For each joint element a product multiplies once, and a step that sums or scatters axes adds once.
         """
-        axes = _axes(self.spec)
-        adds = not set(axes) <= set(plain_axes(self.spec.output))
-        return math.prod(self.spec.shape(axes)) * (len(self.spec.inputs) - 1 + adds) * self.products
+        adds = not set(_axes(self.spec)) <= set(plain_axes(self.spec.output))
+        return joint_elements(self.spec) * (len(self.spec.inputs) - 1 + adds) * self.products
 
     def result_bytes(self) -> int:
         """Return the bytes of all results."""
-        return itemsize(self.dtype) * sum(map(math.prod, self.output_shapes))
+        pairs = zip(self.output_shapes, self.output_dtypes, strict=True)
+        return sum(math.prod(shape) * itemsize(dtype) for shape, dtype in pairs)
 
     def bytes_touched(self) -> int:
         """Return the bytes of all inputs, index arrays and results: the least that the step moves."""

@@ -153,15 +153,19 @@ class PlanRecord(Contraction):
         """The order of contraction in opt_einsum's form."""
         return path_of(without_loops(self.tree), len(self.operands))
 
-    def inner_steps(self, steps: Sequence[Step] | None = None) -> Iterator[tuple[PlanRecord, Step]]:
+    def inner_steps(
+        self, steps: Sequence[Step] | None = None, every: bool = False
+    ) -> Iterator[tuple[PlanRecord, Step]]:
         """Yield steps with the plan that they are of, in place of each loop the steps of a whole slice.
 
         Args:
             steps: the steps; those of both programs by default.
+            every: whether to yield the steps of shorter slices too.
         """
         for step in self.steps if steps is None else steps:
             if isinstance(step.op, Loop):
-                yield from step.op.body.inner_steps(step.op.program(step.op.body).steps)
+                for body in step.op.bodies if every else step.op.bodies[:1]:
+                    yield from body.inner_steps(step.op.program(body).steps, every)
             else:
                 yield self, step
 

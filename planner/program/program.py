@@ -19,7 +19,7 @@ from planner.cost.layout import Layout
 from planner.language.dtypes import itemsize
 from planner.program.ops import Guard, Op, PricedImplementation
 
-__all__ = ["Fuses", "Keep", "Program", "Programs", "Step", "Variable", "live_bytes", "program_cost"]
+__all__ = ["Fuses", "Keep", "Program", "Programs", "Step", "Variable", "fused_readers", "live_bytes", "program_cost"]
 
 Keep = Literal["all", "some", "inputs"]
 
@@ -174,7 +174,8 @@ def live_bytes(
     """Find the bytes that are alive while each step of a program runs, and the peak.
 
     Storage is alive from the step that writes it to the last step that reads it or a view of it. Variables in `held`
-    stay alive to the end. Given variables cost nothing. What a compiler fuses takes no memory in the peak.
+    stay alive to the end. Given variables cost nothing.
+    Values that a compiler fuses into their readers do not count in the peak.
 
     Args:
         steps: the program.

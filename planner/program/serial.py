@@ -220,6 +220,9 @@ def _decode_op(
     spec: Spec, dtype: str, source_dtype: str | None, pair: bool, layouts: tuple[Layout | None, ...], **more: Any
 ) -> Op:
     if "bodies" in more:
+        if not more["bodies"]:
+            raise PlannerError("this is not a plan written by to_json: 'bodies' is damaged")
+        more["bodies"] = tuple(map(_checked_plan, more["bodies"]))
         return (LoopGradient if more.pop("gradient") else Loop)(spec, dtype, layouts, **more)
     if more:
         return Guard(spec, dtype, layouts, **more)

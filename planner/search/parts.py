@@ -21,9 +21,10 @@ MOST_SIZES = 2
 
 
 def large_values(tree: Tree) -> Iterator[tuple[Node, int]]:
-    """Yield, for the largest sizes of a tree's values, the nodes that read values of that size and make no such value.
+    """Yield each node that reads a large value but makes a small one: a part of the tree may end there.
 
-    Each comes with the size, in elements.
+    Values are large, for each of the largest sizes in turn, if they have that size or more. The size comes with the
+    node, in elements.
     """
     nodes = list(_nodes(tree))
     for least in sorted({_size(node) for node in nodes[1:]}, reverse=True)[:MOST_SIZES]:

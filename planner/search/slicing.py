@@ -74,8 +74,10 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
     around_parts = search.price_parts(candidates, limits)
 
     def excess(candidate: Candidate) -> int:
-        limit = options.memory_limit
-        return 0 if limit is None else max(0, candidate.cost.peak_bytes - limit)
+        """Return the bytes by which a candidate exceeds the limits."""
+        cost = candidate.cost
+        pairs = ((cost.peak_bytes, limits.memory), (cost.retained_bytes, limits.retain))
+        return sum(max(0, size - limit) for size, limit in pairs if limit is not None)
 
     def rank(candidate: Candidate) -> Any:
         return (excess(candidate), *key(candidate.cost))
@@ -151,7 +153,11 @@ class _LoopSearch:
         Each axis that all of these values have is cut, into smaller and smaller slices until limits are met.
         """
         left, self.steps_left = self.steps_left, self.steps_left // PART_SHARE
-        priced: list[Candidate] = []
+        priced = list(self._price_parts(candidates, limits))
+        self.steps_left += left - left // PART_SHARE
+        return priced
+
+    def _price_parts(self, candidates: Sequence[Candidate], limits: Limits) -> Iterator[Candidate]:
         for candidate in {candidate.tree: candidate for candidate in candidates}.values():
             for root, least in large_values(candidate.tree):
                 part = cut_out(self.space.contraction, candidate.tree, root, least)
@@ -161,15 +167,15 @@ class _LoopSearch:
                     size = part.contraction.resolved.spec.size(axis)
                     sizes = [n for n in _ladder(size) if -(-size // n) <= MOST_SLICES]
                     for (key, lower), slice_size in itertools.product(self.lowerers.items(), sizes):
-                        looped = _loop_around(self.space, part, ((axis, slice_size),), key, lower, candidate.lower)
-                        if looped is None or self.steps_left <= 0:
-                            break
+                        if self.steps_left <= 0:
+                            return
                         self.steps_left -= 2 * len(candidate.programs.steps)  # those of the whole, and of a slice
-                        priced.append(looped)
+                        looped = _loop_around(self.space, part, ((axis, slice_size),), key, lower, candidate.lower)
+                        if looped is None:
+                            break
+                        yield looped
                         if limits != NO_LIMITS and keeps_within(looped.cost, limits):
                             break
-        self.steps_left += left - left // PART_SHARE
-        return priced
 
     def _price(self, axes: tuple[tuple[str, int], ...], trees: Sequence[Tree]) -> list[Candidate]:
         """Return a loop with each tree, its steps lowered by each key."""
@@ -285,7 +291,7 @@ def _loop_around(
     programs = space.programs(tree, whole_lower)
     layouts = part.layouts
     for step in programs.steps:
-        if isinstance(step.op, Loop) and step.op.bodies is loop.bodies:
+        if isinstance(step.op, Loop) and (step.op.spec, step.op.axes) == (loop.spec, loop.axes):
             expected = layouts if step.op.first_operand else layouts[1:]
             if step.op.layouts != (expected if any(expected) else ()):
                 return None

@@ -188,7 +188,7 @@ def check(
         laws: names of laws to test, or one, as the report shows them; by default all.
         max_examples: how many problems are drawn for each law in each framework; in JAX a quarter of that, because JAX
             compiles every problem.
-        index_modes: index modes to draw from, or one; by default all.
+        index_modes: index modes to draw from, or one; by default all, but "nan" for the law "index modes" only.
         implementation: a function to check instead of `planner.contract`, called as ``f(*operands, **indices)`` with
             arrays of the framework. If the spec leaves sizes open, they are passed as `sizes=`. If `index_modes` is
             given, the mode is passed as `index_mode=`; else indices are in range. Index arrays are then int64, and

@@ -256,7 +256,7 @@ def _recall_plan(plan: PlanRecord, key: Mapping[str, Any]) -> PlanRecord | None:
             proven=False,
             origin=f"remembered: {result}",
         )
-        offered = all(table.offers(step.choice, step.op, part.device) for part, step in winner.inner_steps())
+        offered = all(table.offers(step.choice, step.op, part.device) for part, step in winner.inner_steps(every=True))
     except (PlannerError, ValueError, KeyError, TypeError, AttributeError) as error:
         warn_of_damage("measured", key, error)
         return None
