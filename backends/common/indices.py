@@ -119,6 +119,8 @@ def in_range(ops: IndexOps, raw: Any, gather: Gather, mode: IndexMode) -> tuple[
         return values, False
     if mode.bad == "clamp" and size == 0:
         raise clip_error(gather)
+    if mode.bad == "clamp":
+        return ops.clip(values, 0, size - 1), False
     bounds = ops.bounds(values)
     if bounds is not None:
         low, high = (int(bound) for bound in bounds)
@@ -130,8 +132,6 @@ def in_range(ops: IndexOps, raw: Any, gather: Gather, mode: IndexMode) -> tuple[
             raise range_error(gather, position, raw[position].item())
     if mode.wraps:
         values = ops.where(values < 0, values + size, values)
-    if mode.bad == "clamp":
-        return ops.clip(values, 0, size - 1), False
     if mode.bad == "trust":
         return values, False
     return ops.where((values >= 0) & (values < size), values, size), True
@@ -159,4 +159,5 @@ def numpy_in_range(raw: np.ndarray[Any, Any], gather: Gather, mode: IndexMode) -
         PlannerError: the array is not of integers.
     """
     check_index_dtype(gather.array, raw.dtype.name)
-    return in_range(_NUMPY, raw, gather, mode)
+    values, may_drop = in_range(_NUMPY, raw, gather, mode)
+    return np.asarray(values), may_drop  # NumPy makes a number of an array without dimensions

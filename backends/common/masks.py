@@ -105,6 +105,8 @@ def widen_operands(
     Returns:
         The rewritten spec and its operands; None if nothing has to be rewritten.
     """
+    if not index.may_drop:
+        return None
     sizes = dict(spec.sizes)
     terms, values = list(spec.inputs), list(operands)
     for gather, rows in index.items():

@@ -160,7 +160,7 @@ def _make_taker(ops: ArrayOps, term: Term, spec: Spec) -> tuple[Access | None, t
     if 0 in (*shape, *before):
         return lambda x, index, may_drop: ops.zeros(shape, x), axes
     read_indices = _make_index_reader(ops, [entries[d] for d in indexed], in_brackets, spec)
-    arrange = viewing(ops.permute, order, before, [before[d] for d in order])
+    arrange = _permuting(ops, order)
 
     def take(x: Any, index: Mapping[Gather, Any], may_drop: bool) -> Any:
         x = arrange(take_diagonals(x))

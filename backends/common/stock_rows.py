@@ -16,7 +16,7 @@ from planner.cost.layout import Layout
 from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, row_axes, term_axes, term_gathers
 from planner.program.forms import product_form
-from planner.program.implementations import LOOP, MASK, Implementation, Run
+from planner.program.implementations import LOOP, MASK, Implementation, PreparedRun, Run
 from planner.program.loops import loop_cost
 from planner.program.ops import Cast, JointGradient, Op, joint_elements
 
@@ -227,9 +227,6 @@ def stock_rows(
         compute = evaluation(ops, op.spec)
         return lambda inputs, index: (compute(inputs, index, getattr(index, "may_drop", True)),)
 
-    def run(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-        return prepare(op)(inputs, index)
-
     def cost(op: Op, device: Device) -> StepCost:
         return device.price(*work(op, device))
 
@@ -250,16 +247,10 @@ def stock_rows(
     def unmoved(op: Op) -> tuple[Layout | None, ...]:
         return op.layouts or (None,)
 
+    run = PreparedRun(prepare)
     rows = [
         Implementation(
-            kind,
-            support(kind),
-            cost,
-            run,
-            views and kind in ("view", "broadcast"),
-            stock=True,
-            layouts=layouts,
-            prepare=prepare,
+            kind, support(kind), cost, run, is_view=views and kind in ("view", "broadcast"), stock=True, layouts=layouts
         )
         for kind in KINDS
         if kind not in skip
@@ -275,11 +266,6 @@ def stock_rows(
         stock=True,
         layouts=layouts and unmoved,
     )
-    no_loop = "the step is not a loop"
-    prepare_slices: Callable[[Any], Run] = partial(prepare_loop, cast=cast, empty=empty)
-
-    def run_slices(op: Op, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-        return prepare_slices(op)(inputs, index)
-
-    loops = Implementation(LOOP, lambda op: no_loop, loop_cost, run_slices, stock=True, prepare=prepare_slices)
+    no_loop, run_slices = "the step is not a loop", PreparedRun(partial(prepare_loop, cast=cast, empty=empty))
+    loops = Implementation(LOOP, lambda op: no_loop, loop_cost, run_slices, stock=True)
     return [*rows, guards, loops]

@@ -146,7 +146,7 @@ class JaxBackend(Backend):
                     raise clip_error(gather)
 
         steps, config = tree_run(plan), jax.config
-        alone = as_one(tree_run(plan, inside=True))
+        alone = cache(lambda: as_one(tree_run(plan, inside=True)))
         compiled = jax.jit(steps, static_argnums=(2,))
 
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
@@ -158,7 +158,7 @@ class JaxBackend(Backend):
             debugging = config.jax_debug_nans or config.jax_debug_infs  # type: ignore[attr-defined]
             # Outside of `jit` a call runs one compiled program, and not one for each step. Gradients do so too.
             is_eager = not any(isinstance(_primal(x), jax.core.Tracer) for x in (*operands, *given))
-            whole = alone if debugging else compiled if is_eager else steps
+            whole = alone() if debugging else compiled if is_eager else steps
             result = result_sharding(plan, operands, given)
             if result is None:
                 return whole(tuple(operands), given, mode)

@@ -167,7 +167,7 @@ class NumpyBackend(Backend):
 
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
             index, values = _views(plan, operands, indices)
-            if index.may_drop and (wide := widen_operands(OPS, values, resolved.spec, index, _finite)):
+            if wide := widen_operands(OPS, values, resolved.spec, index, _finite):
                 arrays = {gather.array: index[gather] for gather in index}
                 return callbacks().contract(wide[0], *wide[1], index_mode="drop", dtype=plan.dtype, **arrays)
             return steps(dict(enumerate(values)), index)[0]

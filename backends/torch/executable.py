@@ -47,7 +47,6 @@ class Executable:
         self.is_complex = self.dtype.is_complex
         self.inexact = self.is_complex or self.dtype.is_floating_point
         self.arrays = tuple(self.index_shapes)
-        self.guarded_tree = add_guards(without_loops(plan.tree), self.spec, plan.index_mode)
         # The backward program makes views of operands again, because a Function returns no views of its arguments.
         base = [variable.base for variable in self.programs.variables]
         needed, views = {v for v in self.programs.kept if base[v] < len(self.shapes)}, []
@@ -60,6 +59,11 @@ class Executable:
         # A gradient in a half type would be rounded between its sum and the product, and float16 could overflow.
         self.summable_dims = () if plan.dtype in HALF_TYPES else summable_dims(self.spec)
         self.executable_for = lru_cache(maxsize=8)(self._executable_for)
+
+    @cached_property
+    def guarded_tree(self) -> Tree:
+        """The tree with its guards, without loops, which torch can differentiate."""
+        return add_guards(without_loops(self.plan.tree), self.spec, self.plan.index_mode)
 
     @cached_property
     def run_forward(self) -> RunProgram:

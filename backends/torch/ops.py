@@ -124,7 +124,7 @@ class TorchOps:
         wide = accumulator(dtype)
         if wide != dtype:
             values = values.to(wide)
-        if len(rows) != 1 or len(values) != len(flat):
+        if len(rows) != 1:
             values = values.reshape(flat.shape[0], *shape[count:])
         out = values.new_zeros((math.prod(shape[:count]), *shape[count:]))
         # Under a transform it must be out of place, which copies the zeros once more.

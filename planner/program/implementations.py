@@ -31,6 +31,7 @@ __all__ = [
     "Backend",
     "Implementation",
     "Lowering",
+    "PreparedRun",
     "RangedIndices",
     "Run",
     "Stepwise",
@@ -81,6 +82,21 @@ class RangedIndices(dict[Gather, Any]):
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedRun:
+    """How a row runs ops if it can do beforehand what depends on the op alone.
+
+    Attributes:
+        prepare: takes an op, and returns the function that runs it, from the inputs and the index arrays.
+    """
+
+    prepare: Callable[[Any], Run]
+
+    def __call__(self, op: Op, inputs: Sequence[Any], indices: Indices) -> tuple[Any, ...]:
+        """Run an op."""
+        return self.prepare(op)(inputs, indices)
+
+
+@dataclass(frozen=True, slots=True)
 class Implementation:
     """One row of a table: an implementation of some ops.
 
@@ -88,9 +104,7 @@ class Implementation:
         name: the name that printed plans show.
         supports: returns None if the row can run an op, else the reason why it cannot.
         cost: predicts the cost of an op on a device, scratch included.
-        run: computes the results from the inputs and the prepared index arrays.
-        prepare: returns the function that runs one op, from the inputs and the index arrays. It does beforehand what
-            depends on the op alone. None if `run` does all.
+        run: computes the results from the inputs and the prepared index arrays; a `PreparedRun` does so in two parts.
         is_view: whether the result shares its input's storage.
         stock: whether this is the framework's own operator, as a user would call it. The naive plan uses only these.
         kinds: the kinds of device that it runs on; None for all.
@@ -111,7 +125,6 @@ class Implementation:
     capabilities: tuple[int, ...] | None = None
     layouts: Callable[[Op], tuple[Layout | None, ...]] | None = None
     variant_of: str = ""
-    prepare: Callable[[Op], Run] | None = None
 
     def refusal(self, op: Op, device: Device) -> str | None:
         """Return why the row cannot run an op on a device, or None if it can."""
@@ -127,7 +140,7 @@ class Implementation:
 
     def prepared(self, op: Op) -> Run:
         """Return the function that runs an op, from the inputs and the index arrays."""
-        return partial(self.run, op) if self.prepare is None else self.prepare(op)
+        return self.run.prepare(op) if isinstance(self.run, PreparedRun) else partial(self.run, op)
 
 
 def form_row(
@@ -164,7 +177,7 @@ def form_row(
         name,
         supports,
         lambda op, device: device.price(*work(op, form_of(op), device)),
-        lambda op, inputs, index: run(op, form_of(op), inputs, index),
+        PreparedRun(lambda op: partial(run, op, form_of(op))),
         layouts=None if layouts is None else lambda op: layouts(op, form_of(op)),
         **fields,
     )
@@ -232,7 +245,7 @@ class Table:
 
     def run(self, lowering: str, op: Op, inputs: Sequence[Any], indices: Indices) -> tuple[Any, ...]:
         """Run an op with the implementation of that name."""
-        return self.rows[lowering].run(op, inputs, indices)
+        return self.rows[lowering].prepared(op)(inputs, indices)
 
 
 def _price(row: Implementation, op: Op, device: Device) -> PricedImplementation:

@@ -251,3 +251,22 @@ def test_there_are_a_thousand_bad_arrays():
     assert all(is_bad(q, FAMILIES[name].size).any() for name, q in found)
     assert {q.dtype.name for _, q in found} == set(INDEX_DTYPES)
     assert len({(q.dtype.name, q.shape, q.tobytes()) for _, q in found}) > COUNT / 2
+
+
+TAKEN = [("q[]j->j", 2), ("q[n]j->nj", [1]), ("q[n]j->nj", [0, 1, 2]), ("q[n]j->nj", [])]
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("mode", ["raise", "drop", "clip", "nan"])
+@pytest.mark.parametrize("dtype", ["int64", "int32", "uint8", "uint64"])
+def test_what_is_taken_shares_no_memory(framework, mode, dtype):
+    """A single number, one row, no rows, or all rows in order: the caller may write into the result."""
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    engine = ENGINES[framework]()
+    for spec, q in TAKEN:
+        pool = np.arange(12, dtype=np.float32).reshape(3, 4)
+        x, index = engine.array(pool.copy()), engine.array(np.array(q, dtype))
+        result = planner.contract(spec, x, q=index, index_mode=mode)
+        result += 1
+        assert (np.asarray(x) == pool).all()
+        assert type(planner.group(index, 3, mode).values) is type(x)
