@@ -119,9 +119,7 @@ def in_range(ops: IndexOps, raw: Any, gather: Gather, mode: IndexMode) -> tuple[
         return values, False
     if mode.bad == "clamp" and size == 0:
         raise clip_error(gather)
-    if mode.bad == "clamp":
-        return ops.clip(values, 0, size - 1), False
-    bounds = ops.bounds(values)
+    bounds = None if mode.bad == "clamp" else ops.bounds(values)  # to clamp, no value need be looked at
     if bounds is not None:
         low, high = (int(bound) for bound in bounds)
         least = -size if mode.wraps else 0
@@ -132,6 +130,8 @@ def in_range(ops: IndexOps, raw: Any, gather: Gather, mode: IndexMode) -> tuple[
             raise range_error(gather, position, raw[position].item())
     if mode.wraps:
         values = ops.where(values < 0, values + size, values)
+    if mode.bad == "clamp":
+        return ops.clip(values, 0, size - 1), False
     if mode.bad == "trust":
         return values, False
     return ops.where((values >= 0) & (values < size), values, size), True
