@@ -112,7 +112,7 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
     """Make the first call of its kind: plan it, remember the function that runs it, and run it."""
     spec, operands = request.spec, unpack_operands(request.spec, operands)
     _check_names(contract, indices)
-    if not isinstance(spec, (str, Spec)):
+    if not (is_name(spec) or isinstance(spec, Spec)):
         if framework_of(spec) is None or not operands:
             raise PlannerTypeError(
                 f"the spec must be a string, not {type(spec).__name__}; an example is 'ij, jk -> ik'"
@@ -196,7 +196,7 @@ def plan(
     """
     _check_names(plan, indices)
     operands = tuple(unpack_operands(spec, operands))
-    if not isinstance(spec, (str, Spec)):
+    if not (is_name(spec) or isinstance(spec, Spec)):
         spec, operands, letters = parse_sublists((spec, *operands))
         sizes = _replace_labels(sizes, letters)
     if backend is None:

@@ -108,18 +108,21 @@ def _rows(plan: PlanRecord, program: Program, first: int) -> list[list[str]]:
     return rows
 
 
-def _slice_rows(plan: PlanRecord) -> list[Sequence[str]]:
-    """Return the steps of a whole slice of each loop, and of the loops within."""
+def _slice_rows(plan: PlanRecord, where: str = "") -> list[Sequence[str]]:
+    """Return the steps of a whole slice of each loop, and of the loops within.
+
+    `where` says which slice the plan is of; it is empty for a plan that is of none.
+    """
     rows: list[Sequence[str]] = []
     for number, step in enumerate(plan.programs.forward.steps):
         if isinstance(step.op, Loop):
             body = step.op.body
-            of = "" if len(plan.programs.forward.steps) == 1 else f" of step {number}"
+            of = ("" if len(plan.programs.forward.steps) == 1 else f" of step {number}") + where
             rows += [[f"  in each whole slice{of}, forward"], *_rows(body, body.programs.forward, 0)]
             if body.programs.backward is not None:
                 first = len(body.programs.forward.steps)
                 rows += [[f"  in each whole slice{of}, backward"], *_rows(body, body.programs.backward, first)]
-            rows += _slice_rows(body)
+            rows += _slice_rows(body, f" in a slice{of}")
     return rows
 
 
