@@ -75,6 +75,26 @@ def test_an_interrupted_search_that_is_within_no_limit_goes_through(monkeypatch)
     assert plan.cost.peak_bytes <= options["memory_limit"]
 
 
+def test_ctrl_c_among_loops_over_slices_is_never_lost(monkeypatch):
+    """The plan of a slice is searched for too."""
+    spec, shapes, options = "ij,jk,kl->il", ((40, 30), (30, 40), (40, 20)), {"backend": "numpy", "memory_limit": 5000}
+
+    def plan(at):
+        """The plan if Ctrl-C is pressed at a step, and how many steps were scored; None if it went through."""
+        with monkeypatch.context() as patched:
+            calls = interrupt(patched, "extend", at)
+            try:
+                return planner.plan(spec, *shapes, **options), len(calls)
+            except KeyboardInterrupt:
+                return None, len(calls)
+
+    whole, scored = plan(None)
+    assert whole.loop is not None
+    found = [plan(at)[0] for at in range(1, scored + 1, max(1, scored // 40))]
+    assert all(one is None or one.origin.startswith("interrupted") for one in found)
+    assert all(one is None or one.cost.peak_bytes <= 5000 for one in found)
+
+
 @pytest.mark.parametrize("at", [1, 200, 400])
 def test_ctrl_c_gives_the_front_so_far(monkeypatch, at):
     interrupt(monkeypatch, "offer", at)

@@ -257,10 +257,12 @@ def _slice_trees(space: SearchSpace, sizes: Mapping[str, int]) -> list[Tree]:
     part = SearchSpace(dataclasses.replace(slice_of(space.contraction, sizes), device=device))
     whole = dict(space.resolved.spec.sizes)
     try:
-        searches = run_searches(part, space.options.optimize, "time", NO_LIMITS, SLICE_WORK)
-        trees = [result.tree for result, _, _ in searches]
+        results = [result for result, _, _ in run_searches(part, space.options.optimize, "time", NO_LIMITS, SLICE_WORK)]
     except SearchLimitError:
         return []
+    if any(result.interrupted for result in results):
+        raise KeyboardInterrupt
+    trees = [result.tree for result in results]
     return [keep_values(resize_tree(tree, whole), False) for tree in trees]
 
 
