@@ -42,14 +42,17 @@ def prepare_program(table: Table, program: Program) -> RunProgram:
     return run
 
 
-def prepare_loop(op: Loop, *, cast: Any, empty: Any) -> Run:
-    """Return the function that runs a loop slice by slice, as `Implementation.prepare`.
+def prepare_loop(
+    op: Loop, *, cast: Callable[[Any, str], Any], empty: Callable[[tuple[int, ...], str, Any], Any] | None
+) -> Run:
+    """Return the function that runs a loop slice by slice, as `PreparedRun.prepare`.
 
     Args:
         op: the loop, or its gradient.
         cast: converts an array to a dtype.
         empty: returns an array of a shape and a dtype on the device of another.
     """
+    assert empty is not None, "the backend runs loops in a way of its own"
     table, counts = load_backend(op.body.backend).table, slice_counts(op.axes, op.spec)
     programs = {tuple(sizes.items()): op.program(body) for (sizes, _), body in zip(counts, op.bodies, strict=True)}
     prepared = {sizes: prepare_program(table, program) for sizes, program in programs.items()}

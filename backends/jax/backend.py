@@ -14,7 +14,7 @@ from planner.backends.common.indices import check_index_dtype, clip_error
 from planner.backends.jax.evaluation import TABLE, Mode, compile_cast, hopper
 from planner.backends.jax.guards import Guards
 from planner.backends.jax.index import JaxIndex, checked_arrays, jax_in_range
-from planner.backends.jax.loop import as_one
+from planner.backends.jax.loop import as_one, compile_whole
 from planner.backends.jax.ops import OPS
 from planner.backends.jax.rows import fuses
 from planner.backends.jax.step import compile_step
@@ -147,7 +147,7 @@ class JaxBackend(Backend):
 
         steps, config = tree_run(plan), jax.config
         alone = cache(lambda: as_one(tree_run(plan, inside=True)))
-        compiled = jax.jit(steps, static_argnums=(2,))
+        compiled = compile_whole(steps)
 
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
             values, mode = checked_arrays(plan, indices)

@@ -15,10 +15,20 @@ from planner.language.spec import Term
 from planner.program.loops import covers, slice_counts
 from planner.program.plan import Loop, PlanRecord
 
-__all__ = ["Run", "SliceLoop", "as_one"]
+__all__ = ["Run", "SliceLoop", "as_one", "compile_whole"]
 
 # From operands, index arrays and an index mode to the result.
 Run = Callable[[tuple[Any, ...], tuple[Any, ...], str], Any]
+
+
+def compile_whole(run: Run) -> Run:
+    """Return a function that is compiled as a whole, under a name that profiles show."""
+
+    def planner_contraction(leaves: tuple[Any, ...], index_values: tuple[Any, ...], mode: str) -> Any:
+        return run(leaves, index_values, mode)
+
+    compiled: Run = jax.jit(planner_contraction, static_argnums=(2,))
+    return compiled
 
 
 def as_one(run: Run) -> Run:
@@ -26,11 +36,7 @@ def as_one(run: Run) -> Run:
 
     It is compiled under `jax.disable_jit` too.
     """
-
-    def planner_contraction(leaves: tuple[Any, ...], index_values: tuple[Any, ...], mode: str) -> Any:
-        return run(leaves, index_values, mode)
-
-    compiled: Run = jax.jit(jax.checkpoint(planner_contraction, static_argnums=(2,)), static_argnums=(2,))
+    compiled = compile_whole(jax.checkpoint(run, static_argnums=(2,)))
 
     def whole(leaves: tuple[Any, ...], index_values: tuple[Any, ...], mode: str) -> Any:
         with jax.disable_jit(False):

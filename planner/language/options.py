@@ -86,7 +86,7 @@ def is_name(value: Any) -> TypeGuard[str]:
 
 def check_index_mode(index_mode: Any) -> None:
     """Raise an error if the index mode is unknown."""
-    # A derived contraction has a mode that results are marked in afterwards. "checked" is no mode for a call.
+    # Derivatives under "nan" are contractions in the mode that its row names. "checked" is no mode for a call.
     if not is_name(index_mode) or index_mode not in (
         *INDEX_MODES,
         *(mode.unmarked for mode in MODES.values() if mode.unmarked),

@@ -145,7 +145,7 @@ class Gradients(Op):
     @property
     def served(self) -> tuple[int, ...]:
         """The operands whose gradients it computes."""
-        raise NotImplementedError
+        return tuple(range(len(self.spec.inputs)))
 
     @property
     def products(self) -> int:
@@ -171,11 +171,6 @@ class Gradients(Op):
 @dataclasses.dataclass(frozen=True, slots=True)
 class JointGradient(Gradients):
     """Both gradients of a binary einsum in one step."""
-
-    @property
-    def served(self) -> tuple[int, ...]:
-        """Both operands."""
-        return (0, 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
