@@ -206,6 +206,7 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]
             kernels.refuses,
             kinds=kernels.kinds,
             capabilities=kernels.capabilities,
+            brackets=True,
         )
 
     work, label = kernels.grouped_work, kernels.label

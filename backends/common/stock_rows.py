@@ -250,7 +250,14 @@ def stock_rows(
     run = PreparedRun(prepare)
     rows = [
         Implementation(
-            kind, support(kind), cost, run, is_view=views and kind in ("view", "broadcast"), stock=True, layouts=layouts
+            kind,
+            support(kind),
+            cost,
+            run,
+            is_view=views and kind in ("view", "broadcast"),
+            stock=True,
+            layouts=layouts,
+            bounded=True,
         )
         for kind in KINDS
         if kind not in skip
@@ -265,7 +272,8 @@ def stock_rows(
         is_view=True,
         stock=True,
         layouts=layouts and unmoved,
+        bounded=True,
     )
     no_loop, run_slices = "the step is not a loop", PreparedRun(partial(prepare_loop, cast=cast, empty=empty))
-    loops = Implementation(LOOP, lambda op: no_loop, loop_cost, run_slices, stock=True)
+    loops = Implementation(LOOP, lambda op: no_loop, loop_cost, run_slices, stock=True, bounded=True)
     return [*rows, guards, loops]

@@ -161,7 +161,9 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
     seconds = 70e-9 * n + 1.8e-9 * n * i * k + lanes * (2 * j * k / 46e9 + 0.8e-9 * (j + k))
     loops = 1.8 if pair else 1
     return [
-        Work(op.flops(), moved=op.bytes_touched(), scratch=scratch, launches=20 * loops, seconds=loops * seconds),
+        Work(
+            op.flops(), device.flop_rate, op.bytes_touched(), 0, scratch, launches=20 * loops, seconds=loops * seconds
+        ),
         Work(moved=2 * copied, copied=copied, scratch=copied),
     ]
 
@@ -189,7 +191,7 @@ def _pooled_work(names: str, op: Op, form: PooledForm, device: Device) -> list[W
         fused = what == "query_gradient" and q == k == 1
         copied += 0 if fused else _reshaped_bytes(op, form)
     return [
-        Work(flops, moved=moved, scratch=scratch, launches=10, seconds=seconds),
+        Work(flops, device.flop_rate, moved, scratch=scratch, launches=10, seconds=seconds),
         Work(moved=2 * copied, copied=copied, scratch=copied),
     ]
 

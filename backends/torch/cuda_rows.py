@@ -254,7 +254,8 @@ def cuda_rows() -> list[Implementation]:
         for default, variant in zip(rows, tiled(tiling), strict=True):
             supports = partial(refuses, default, tiling)
             variants.append(dataclasses.replace(variant, variant_of=default.name, supports=supports))
-    return [*rows, row("segment sum, Triton", _find_summed, _summed_work, partial(_run_summed, kernels)), *variants]
+    summed = row("segment sum, Triton", _find_summed, _summed_work, partial(_run_summed, kernels))
+    return [*rows, dataclasses.replace(summed, brackets=True), *variants]
 
 
 def _refuse_grouped_mm(op: Op) -> str | None:

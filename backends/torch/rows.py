@@ -105,7 +105,8 @@ def _pooled_work(share: int, op: Op, form: PooledForm, device: Device) -> list[W
                 seconds_of["pool_gradient"] = chosen * (d * 0.08e-9 + device.sort_row_seconds + 12e-9) + summed + 1e-3
         seconds_of["gradients"] = seconds_of["query_gradient"] + seconds_of["pool_gradient"]
         seconds = seconds_of[function]
-    dots = Work(flops, moved=moved, scratch=scratch, fresh=(op.result_bytes(),), launches=10 + b, seconds=seconds)
+    fresh = (op.result_bytes(),)
+    dots = Work(flops, device.flop_rate, moved, scratch=scratch, fresh=fresh, launches=10 + b, seconds=seconds)
     return [Work.of_copies(flattened_bytes(op, form)), dots]
 
 

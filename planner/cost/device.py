@@ -88,11 +88,9 @@ class Device:
 
     def work_seconds(self, work: Work) -> float:
         """Return the seconds that some work takes."""
-        seconds = work.seconds
-        if seconds is None:
-            seconds = max(work.flops / work.rate, self.moving_seconds(work.moved))
+        moving = self.moving_seconds(work.moved) if work.seconds is None else work.seconds
         return (
-            seconds
+            max(work.flops / work.rate, moving)
             + sum(map(self.fresh_seconds, work.fresh))
             + work.launches * self.launch_seconds
             + work.matrices * self.matrix_seconds

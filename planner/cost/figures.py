@@ -46,7 +46,7 @@ class Work(NamedTuple):
         matrices: matrices of a batched product.
         taken, added: rows that are taken, and rows that are added in a segment sum.
         sorted: rows of an index array that are sorted into groups.
-        seconds: measured seconds, in place of those that computing and moving take at the rates.
+        seconds: measured seconds, in place of those that moving takes. Computing takes no less than at `rate`.
     """
 
     flops: int = 0

@@ -113,6 +113,9 @@ class Implementation:
             row-major.
         variant_of: name of the row of which this one is another tiling at the same cost. `optimize="measure"` times
             such variants. "" if the row is not a variant.
+        bounded: whether its cost is never below the bounds of `planner.cost.floor`. If a table has another row, the
+            search prices all steps.
+        brackets: whether it runs only steps with brackets. The search does not ask it about others.
     """
 
     name: str
@@ -125,6 +128,8 @@ class Implementation:
     capabilities: tuple[int, ...] | None = None
     layouts: Callable[[Op], tuple[Layout | None, ...]] | None = None
     variant_of: str = ""
+    bounded: bool = False
+    brackets: bool = False
 
     def refusal(self, op: Op, device: Device) -> str | None:
         """Return why the row cannot run an op on a device, or None if it can."""
@@ -178,6 +183,7 @@ def form_row(
         supports,
         lambda op, device: device.price(*work(op, form_of(op), device)),
         PreparedRun(lambda op: partial(run, op, form_of(op))),
+        bounded=True,
         layouts=None if layouts is None else lambda op: layouts(op, form_of(op)),
         **fields,
     )
@@ -203,10 +209,11 @@ class Table:
             return (_price(self.rows[LOOP], op, device),)
         choices = self._choices.get((op, device))
         if choices is None:
+            gathers = bool(op.gathers)
             choices = tuple(
                 _price(row, op, device)
                 for row in self.rows.values()
-                if not row.variant_of and row.refusal(op, device) is None
+                if not row.variant_of and row.brackets <= gathers and row.refusal(op, device) is None
             )
             if len(self._choices) > 100_000:
                 self._choices.clear()

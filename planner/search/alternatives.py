@@ -14,10 +14,10 @@ from planner.program.build import Lowerer
 from planner.program.plan import AnyPlan, PlanRecord
 from planner.program.program import Programs
 from planner.program.tree import keep_values
-from planner.search.dynamic import SearchResult
 from planner.search.paths import find_joined_sets, left_to_right
 from planner.search.slicing import worth_cutting
-from planner.search.space import AUTO_WORK, MOST_TRIED, PATH_WORK, SearchSpace
+from planner.search.space import AUTO, PATH_STOP, SearchSpace
+from planner.search.steps import SearchResult
 
 __all__ = ["Alternative", "alternatives"]
 
@@ -72,15 +72,14 @@ def alternatives(plan: AnyPlan, most: int) -> tuple[Alternative[AnyPlan], ...]:
             )
             others.append((key(programs.cost), other, origin))
 
-    exact = space.exact_work() <= MOST_TRIED * AUTO_WORK
     for bare in (False, True) if any(space.requires) else (False,):
         for objective in OBJECTIVES:
-            if exact:
-                consider(partial(space.search, objective, AUTO_WORK), f"least {objective}", bare)
+            if space.may_be_exact(objective, AUTO):
+                consider(partial(space.search, objective, AUTO), f"least {objective}", bare)
         for name in ("greedy", "left to right"):
             path = left_to_right(len(plan.operands)) if name == "left to right" else space.path(name)
-            consider(partial(space.search, "time", PATH_WORK, path), f"{name} path", bare)
-    consider(lambda: space.search("flops", PATH_WORK, space.path("auto"), naive=True), "naive: takes first")
+            consider(partial(space.search, "time", PATH_STOP, path), f"{name} path", bare)
+    consider(lambda: space.search("flops", PATH_STOP, space.path("auto"), naive=True), "naive: takes first")
     others.sort(key=lambda entry: entry[0])
     return tuple(Alternative(other, origin, _why(plan, other)) for _, other, origin in others[:most])
 

@@ -31,25 +31,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
 
 from planner.cost.figures import StepCost
-from planner.cost.layout import Layout
 from planner.cost.limits import NO_LIMITS, Limits
 from planner.language.dtypes import itemsize
 from planner.language.errors import SearchLimitError
 from planner.language.spec import Spec
 from planner.program.build import GradientStep, Lowerer
-from planner.program.ops import Cast, Einsum, JointGradient, Op, PricedImplementation
+from planner.program.ops import Einsum, JointGradient, Op, PricedImplementation
 from planner.program.tree import Leaf, Node, Tree, read_by_gradients
-from planner.search.network import ROWS, Network, Status, Value
+from planner.search.network import ROWS, Status, Value
+from planner.search.steps import Key, NetworkSteps, SearchResult, Splits, Vector, add_keys, all_splits, ascending
 
-__all__ = ["SearchResult", "Search", "all_splits"]
-
-Key = tuple[int, ...]
-Vector = tuple[Any, ...]
-Splits = Callable[[int], Iterable[tuple[int, int]]]
+__all__ = ["Search"]
 
 FRONT_LIMIT = 128
 FEW_STATUSES = 4
@@ -147,51 +143,16 @@ Front = list[PartialPlan]
 Fronts = dict[Status, Front]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SearchResult:
-    """What a search found.
-
-    Attributes:
-        tree: the best tree.
-        score: the objective's value for it.
-        exact: whether no better tree exists in the space that was searched.
-        interrupted: whether Ctrl-C ended the search. Then the tree is the best that was found until then.
-    """
-
-    tree: Tree
-    score: Vector
-    exact: bool
-    interrupted: bool = False
-
-
-def all_splits(operands: int) -> Iterable[tuple[int, int]]:
-    """Yield every split of a set of operands into two parts, each split once."""
-    low = operands & -operands
-    rest = operands ^ low
-    part = (rest - 1) & rest
-    while True:
-        yield part | low, rest ^ part
-        if not part:
-            return
-        part = (part - 1) & rest
-
-
 def _zero() -> Key:
     return (0, 0, 0, 0)
 
 
-def _add(*keys: Key) -> Key:
-    return tuple(map(sum, zip(*keys, strict=True)))
-
-
 class Search:
-    """One search: a network, the operands that need gradients, how steps are lowered, and what is minimised.
+    """One search: the steps of a network, the operands that need gradients, how steps are lowered, what is minimised.
 
     Args:
-        network: the one-hot network.
+        steps: the steps on the network.
         requires: for each operand, whether it needs a gradient.
-        casts: for each operand, the dtype that it must be cast from, or None.
-        dtype: dtype of the computation.
         lower: chooses the implementation of each step by the objective's key.
         objective: one of `planner.cost.objective.OBJECTIVES`.
         keep: "all" to keep every value that gradients read, "any" to choose what is kept.
@@ -200,15 +161,12 @@ class Search:
         front_limit: most partial plans kept for one value. If a front grows beyond it, the search is not exact.
         takes_first: whether to search only the trees that gather every operand before anything else, the naive plan.
         bound: score of a tree that is already known. Partial plans that exceed it are dropped.
-        layouts: how the operands lie in memory. Intermediates are assumed row-major.
     """
 
     def __init__(
         self,
-        network: Network,
+        steps: NetworkSteps,
         requires: Sequence[bool],
-        casts: Sequence[str | None],
-        dtype: str,
         lower: Lowerer,
         objective: str,
         keep: Literal["all", "any"],
@@ -217,9 +175,8 @@ class Search:
         front_limit: int = FRONT_LIMIT,
         takes_first: bool = False,
         bound: Vector | None = None,
-        layouts: Sequence[Layout | None] = (),
     ) -> None:
-        self.network, self.requires, self.casts, self.dtype = network, requires, casts, dtype
+        self.steps, self.network, self.requires, self.dtype = steps, steps.network, requires, steps.dtype
         self.lower, self.objective, self.keep = lower, objective, keep
         self.work, self.work_limit, self.front_limit, self.exact = 0, work_limit, front_limit, True
         self.limits = limits
@@ -227,23 +184,12 @@ class Search:
         self.counts_retained = self.about_peaks or limits.retain is not None
         self.interrupted = False
         self.takes_first, self.bound = takes_first, bound
-        self.layouts = layouts or (None,) * len(network.leaves)
         self.least = _zero() if bound is None else self._least_of_a_product()
         self._ahead = self._least_by_products_to_come()
         self._gradient_operands = 0
         for operand, needed in enumerate(requires):
             self._gradient_operands |= needed << operand
         self._fronts: dict[int, Fronts] = {}
-        self._term_orders: dict[int, tuple[str, ...] | None] = {}
-        self._layouts: dict[int, Layout | None] = {}
-        self.final = Value(network.everything, network.final)
-        # Whether the final value lacks axes of the result, or the result repeats some. A plain spec of one
-        # operand is one step in any case.
-        self.one_step = len(network.leaves) == 1 and not network.gathers
-        self.needs_finish = not self.one_step and (
-            len(set(network.result)) < len(network.result)
-            or network.mask(network.result) != network.value_axes(self.final)
-        )
 
     def _least_of_a_product(self) -> Key:
         """Return a lower bound on what any product adds to the score: the cheapest product of almost no elements."""
@@ -307,7 +253,7 @@ class Search:
                     raise
                 self.exact, self.interrupted = False, True
         # Unary steps only ever raise a status, so ascending order visits each source before its targets.
-        for status in tuple(fronts) if self.network.few else _ascending(fronts):
+        for status in tuple(fronts) if self.network.few else ascending(fronts):
             value = Value(operands, status)
             for target in self.network.advances(value):
                 self.add_unary(value, target, fronts)
@@ -333,36 +279,14 @@ class Search:
 
     def add_operand(self, operands: int, fronts: Fronts) -> None:
         """Offer one operand: as it is, cast, and with its repeated and private axes removed."""
-        network, operand = self.network, operands.bit_length() - 1
-        value = Value(operands, network.open)
-        term, layout = network.leaves[operand], self.layouts[operand]
+        steps, operand = self.steps, operands.bit_length() - 1
         peaks = Peaks(is_result=int(self.requires[operand]))
         front = [self.partial_plan(Leaf(operand), _zero(), 0, peaks, 0, False)]
-        if (source := self.casts[operand]) is not None:
-            identity = network.restrict(dataclasses.replace(network.spec, inputs=(term,), output=term))
-            cast = Cast(identity, self.dtype, source_dtype=source).with_layouts([layout])
-            front, layout = self.extend_all(cast, front, (operands,)), None
-        axes = network.value_axes(value)
-        if self.one_step:
-            output = network.result
-            unchanged = term == output
-        else:
-            output = network.term(axes)
-            unchanged = len(set(term)) == len(term) and network.mask(term) == axes
-        if unchanged:
-            self._term_orders[operands], self._layouts[operands] = term, layout
-            fronts[network.open] = front
-            return
-        self._term_orders[operands] = self._layouts[operands] = None
-        spec = network.restrict(dataclasses.replace(network.spec, inputs=(term,), output=output))
-        first = Einsum(spec, self.dtype).with_layouts([layout])
-        fronts[network.open] = self.extend_all(first, front, (operands,))
-        if self.one_step:
-            return
-        # Gathering few rows pays before the sums over private axes, not after them: one step does both.
-        for target in network.advances(value):
-            spec = network.step_spec(((value, term),), Value(operands, target))
-            op = Einsum(spec, self.dtype).with_layouts([layout])
+        if (cast := steps.cast(operand)) is not None:
+            front = self.extend_all(cast, front, (operands,))
+        first = steps.first(operand)
+        fronts[self.network.open] = front if first is None else self.extend_all(first, front, (operands,))
+        for target, op in steps.first_takes(operand):
             self.offer(fronts, target, op, (front,), (operands,), Value(operands, target))
 
     def add_products(self, left: int, right: int, splits: Splits, fronts: Fronts) -> None:
@@ -379,26 +303,15 @@ class Search:
                     if self.takes_first and status != tuple(map(max, status_a, status_b)):
                         continue
                     result = Value(left | right, status)
-                    spec = network.step_spec(((a, self.order_of(a)), (b, self.order_of(b))), result)
-                    op = Einsum(spec, self.dtype).with_layouts((self.layout_of(a), self.layout_of(b)))
-                    self.offer(fronts, status, op, (front_a, front_b), (left, right), result)
+                    self.offer(
+                        fronts, status, self.steps.step((a, b), result), (front_a, front_b), (left, right), result
+                    )
 
     def add_unary(self, value: Value, target: Status, fronts: Fronts) -> None:
         """Offer the step that takes a value alone to another status."""
         result = Value(value.operands, target)
-        spec = self.network.step_spec(((value, self.order_of(value)),), result)
-        op = Einsum(spec, self.dtype).with_layouts([self.layout_of(value)])
+        op = self.steps.step((value,), result)
         self.offer(fronts, target, op, (fronts[value.status],), (value.operands,), result)
-
-    def layout_of(self, value: Value) -> Layout | None:
-        """Return the memory layout of an operand; computed values are assumed row-major."""
-        return self._layouts.get(value.operands) if value.status == self.network.open else None
-
-    def order_of(self, value: Value) -> tuple[str, ...] | None:
-        """Return an operand's own axis order; None for a value in the network's order."""
-        if value.status == self.network.open:
-            return self._term_orders.get(value.operands)
-        return None
 
     # -- what can be dropped -------------------------------------------------------------------------
 
@@ -411,7 +324,7 @@ class Search:
         least = [min(self.least_score(partial) for partial in front) for front in (front_a, front_b)]
         if self.objective == "peak":
             return max(least) > self.bound
-        so_far = _add(*least, self.least, self.least_ahead(left | right, False))
+        so_far = add_keys(*least, self.least, self.least_ahead(left | right, False))
         if self.objective == "flops" and not self.network.gathers:
             # Every implementation multiplies each element of the joint space at least.
             so_far = (so_far[0] + self.network.elements(axes), *so_far[1:])
@@ -423,7 +336,7 @@ class Search:
             return False
         if self.objective == "peak":
             return self.least_score(partial) > self.bound
-        return bool(_add(self.least_score(partial), self.least_ahead(operands, True)) > self.bound[0])
+        return bool(add_keys(self.least_score(partial), self.least_ahead(operands, True)) > self.bound[0])
 
     def is_too_dear(self, op: Op, children: tuple[Front, ...], operands: int) -> bool:
         """Whether every tree with a step is worse than the known one, even if the step's gradients cost nothing.
@@ -438,7 +351,7 @@ class Search:
         if self.bound is None or self.objective in ("peak", "retained"):
             return False
         least = [min(partial.key for partial in front) for front in children]
-        so_far = _add(self.key(self.lower(op).cost), *least, self.least_ahead(operands, True))
+        so_far = add_keys(self.key(self.lower(op).cost), *least, self.least_ahead(operands, True))
         return bool(so_far > self.bound[0])
 
     def exceeds_limit(self, partial: PartialPlan) -> bool:
@@ -533,12 +446,10 @@ class Search:
 
     def finish(self, front: Front) -> Front:
         """Add the last step if the result repeats axes or has axes that no input has."""
-        if not self.needs_finish or not front:
+        last = self.steps.last()
+        if last is None or not front:
             return front
-        network = self.network
-        term = network.term(network.value_axes(self.final))
-        spec = network.restrict(dataclasses.replace(network.spec, inputs=(term,), output=network.result))
-        step = self.price_step(Einsum(spec, self.dtype), (network.everything,))
+        step = self.price_step(last, (self.network.everything,))
         finished = [complete for partial in front for complete in self.extend(step, (partial,))]
         return [complete for complete in finished if not self.exceeds_limit(complete)]
 
@@ -583,7 +494,7 @@ class Search:
         choice = self.lower(op)
         gradients = self.lower.gradients(op, needs) if any(needs) else ()
         own = self.key(choice.cost)
-        key = _add(own, *(self.key(gradient.choice.cost) for gradient in gradients))
+        key = add_keys(own, *(self.key(gradient.choice.cost) for gradient in gradients))
         return _PricedStep(
             op=op.with_layouts(()),
             choice=choice,
@@ -593,7 +504,7 @@ class Search:
             reads=read_by_gradients(needs),
             produced=_gradient_bytes(op, needs) if self.about_peaks else (),
             key=key,
-            again=_add(own, key),
+            again=add_keys(own, key),
             # The backward program can need the value only if some other operand needs a gradient.
             may_be_recomputed=self.keep == "any" and self.needs_gradient(self.network.everything ^ sum(parts)),
         )
@@ -604,7 +515,7 @@ class Search:
         held = children[0].bytes if step.choice.view else step.bytes
         below = [child.key for child in children]
         if self.keep == "all" and not self.about_peaks and self.objective != "retained":
-            key = _add(step.key, *below)
+            key = add_keys(step.key, *below)
             yield PartialPlan(Node(step.op, trees), key, 0, NO_PEAKS, held, False, (key,))
             return
         for recomputed in (False, True) if step.may_be_recomputed else (False,):
@@ -618,7 +529,7 @@ class Search:
             added = step.again if recomputed else step.key
             if self.objective == "retained":
                 added = (kept, *added[:3])
-            key = _add(added, *below)
+            key = add_keys(added, *below)
             if not self.about_peaks:
                 node = Node(step.op, trees, kept=not recomputed)
                 yield self.partial_plan(node, key, retained, NO_PEAKS, held, recomputed)
@@ -686,15 +597,6 @@ def _gradient_bytes(op: Op, needs: Sequence[bool]) -> tuple[int, ...]:
     """Return the bytes of the gradient of each value that a step reads; 0 if it is not needed."""
     size = itemsize(op.source_dtype or op.dtype)
     return tuple(math.prod(shape) * size if need else 0 for shape, need in zip(op.input_shapes, needs, strict=True))
-
-
-def _ascending(fronts: Fronts) -> Iterator[Status]:
-    """Yield statuses in ascending order, those included that are added meanwhile."""
-    visited: set[Status] = set()
-    while pending := [status for status in fronts if status not in visited]:
-        status = min(pending, key=lambda s: (sum(s), s))
-        visited.add(status)
-        yield status
 
 
 def _evaluation_peak(order: Iterable[int], peaks: Sequence[int], left: Sequence[int], last: int) -> int:

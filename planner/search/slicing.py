@@ -27,7 +27,7 @@ from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Programs
 from planner.program.tree import Node, Tree, keep_values
 from planner.search.parts import TreePart, cut_out, large_values, whole_part
-from planner.search.space import SLICE_WORK, Candidate, SearchSpace, run_searches
+from planner.search.space import SLICE_STOP, Candidate, SearchSpace, run_searches
 
 __all__ = ["can_be_cut", "fastest", "loop_candidates", "make_loop", "worth_cutting"]
 
@@ -138,7 +138,7 @@ class _LoopSearch:
         for axis, size in _by_bytes(self.whole, spec):
             if size < 2 or axis in dict(axes) or not can_be_cut(spec, axis) or self.steps_left <= 0:
                 continue
-            self.steps_left -= min(SLICE_WORK, self.space.exact_work())
+            self.steps_left -= SLICE_STOP.priced
             slice_trees = _slice_trees(self.space, {**dict(axes), axis: 1})
             trees = tuple(dict.fromkeys((*self.trees, *slice_trees)))
             for slice_size in _ladder(size):
@@ -257,7 +257,7 @@ def _slice_trees(space: SearchSpace, sizes: Mapping[str, int]) -> list[Tree]:
     part = SearchSpace(dataclasses.replace(slice_of(space.contraction, sizes), device=device))
     whole = dict(space.resolved.spec.sizes)
     try:
-        results = [result for result, _, _ in run_searches(part, space.options.optimize, "time", NO_LIMITS, SLICE_WORK)]
+        results = [result for result, _, _ in run_searches(part, space.options.optimize, "time", NO_LIMITS, SLICE_STOP)]
     except SearchLimitError:
         return []
     if any(result.interrupted for result in results):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from planner.cost.figures import PlanCost
 from planner.cost.limits import NO_LIMITS, Limits
@@ -19,28 +19,33 @@ from planner.program.ops import Op, PricedImplementation
 from planner.program.plan import Loop, find_loop
 from planner.program.program import Programs
 from planner.program.tree import Tree
-from planner.search.dynamic import FRONT_LIMIT, Search, SearchResult
+from planner.search.dynamic import FRONT_LIMIT, Search
+from planner.search.lazy import LazySearch, Stop
 from planner.search.network import Network
 from planner.search.paths import PATH_NAMES, check_path, external_path, is_path_name, splits_of
+from planner.search.steps import NetworkSteps, SearchResult, Splits
 
 __all__ = [
-    "AUTO_WORK",
-    "MOST_TRIED",
-    "PATH_WORK",
-    "SLICE_WORK",
+    "AUTO",
+    "PATH_STOP",
+    "SLICE_STOP",
     "Candidate",
     "SearchSpace",
     "run_searches",
 ]
 
-# The most steps that a search may score: with "auto", with "optimal", and over a path. Each takes 50 to 250 us. Ten
-# operands without index arrays never have 30,000 steps or more.
-AUTO_WORK, OPTIMAL_WORK, PATH_WORK = 32_000, 3_000_000, 4_000
-# The exact search is tried if there are at most this many times as many steps as it may score: most steps are ruled out
-# before they are scored.
+# The objectives that are sums over steps.
+ADDITIVE = ("time", "flops", "bytes")
+# What searches may do: with "auto", with "optimal", over a path, and for the trees of a slice, of which there may be
+# many. Scoring a step takes 50 to 250 us, pricing one some 200 us, listing one some 5 us.
+AUTO = Stop(priced=3_000, listed=40_000, scored=32_000, operands=14, gains=True)
+OPTIMAL = Stop(priced=1_000_000, listed=1_000_000, scored=3_000_000, operands=16)
+PATH_WORK = 4_000
+PATH_STOP = Stop(priced=PATH_WORK, listed=40_000, scored=PATH_WORK, operands=0)
+SLICE_STOP = Stop(priced=200, listed=4_000, scored=1_000, operands=10, gains=True)
+# A search that scores steps is tried if there are at most this many times as many steps as it may score: most steps are
+# ruled out before they are scored.
 MOST_TRIED = 12
-# The most steps that a search for the trees of a slice may score. There may be many such searches.
-SLICE_WORK = 1_000
 # If there are more distinct gathers than this, the search over a path does not try every combination of their places.
 MOST_FACTORS = 5
 # The most steps that a search over a path may score if it also chooses what is kept, and the lengths of fronts that it
@@ -57,12 +62,12 @@ class SearchSpace:
         self.options, self.backend, self.device = contraction.options, contraction.backend, contraction.device
         self.gradient_strides = contraction.gradient_strides
         self.table = load_backend(self.backend).table
-        self.network = Network(self.resolved.spec)
-        self.few = Network(self.resolved.spec, few=True)
         self.requires = contraction.requires_grad
         self.casts = tuple(o.dtype if o.dtype != self.dtype else None for o in self.operands)
         self.variables = given_variables(contraction)
         self.layouts = tuple(variable.layout for variable in self.variables)
+        self.network = Network(self.resolved.spec)
+        self.steps = NetworkSteps(self.network, self.casts, self.dtype, self.layouts)
         self._paths: dict[Any, Any] = {}
 
     def choices(self, op: Op) -> Sequence[PricedImplementation]:
@@ -76,20 +81,22 @@ class SearchSpace:
     def search(
         self,
         objective: str,
-        work: int,
+        stop: Stop,
         path: Any = None,
         naive: bool = False,
         limits: Limits = NO_LIMITS,
     ) -> tuple[SearchResult | None, Lowerer]:
         """Search over the trees of a path, or over all trees.
 
-        The search over all trees drops whatever is worse than the best tree of the greedy path. If recomputing can
-        serve the objective or a limit, the search chooses what is kept together with the tree. The search over a path
-        tries fewer and fewer places for gathers if it would take too long, in the end only gathers of whole operands.
+        Without limits, time, FLOPs and bytes are sums over steps. `LazySearch` prices only the steps that can still
+        win. Otherwise `Search` keeps a front of partial plans for each value. If recomputing can serve the objective or
+        a limit, it chooses what is kept together with the tree, and it drops whatever is worse than the best tree of
+        the greedy path. Over a path it tries fewer and fewer places for gathers if it would take too long, in the end
+        only gathers of whole operands.
 
         Args:
             objective: one of `planner.cost.objective.OBJECTIVES`.
-            work: how many steps the search over all trees may score.
+            stop: how much the search over all trees may do.
             path: the path; None to search over all trees.
             naive: whether to find the naive plan: gathers of whole operands first, and only stock implementations.
             limits: the limits that the tree must meet.
@@ -98,55 +105,55 @@ class SearchSpace:
             What the search found, or None if no tree is within the limits; and the lowerer that it used.
 
         Raises:
-            SearchLimitError: the search would have to score more steps.
+            SearchLimitError: the search would have to look at more steps.
         """
         lower = Lowerer(self.stock_choices if naive else self.choices, step_key(objective))
         chooses = any(self.requires) and (limits != NO_LIMITS or objective in ("peak", "retained"))
+        additive = objective in ADDITIVE and limits == NO_LIMITS and not naive
+        splits = None if path is None else splits_of(path, len(self.operands))
 
-        def search_of(network: Network, work: int = work, **options: Any) -> Search:
-            return Search(
-                network,
-                self.requires,
-                self.casts,
-                self.dtype,
-                lower,
-                objective,
-                "any" if chooses else "all",
-                work,
-                limits,
-                layouts=self.layouts,
-                **options,
-            )
+        def search_of(steps: NetworkSteps, work: int, **options: Any) -> Search:
+            keep: Literal["all", "any"] = "any" if chooses else "all"
+            return Search(steps, self.requires, lower, objective, keep, work, limits, **options)
 
-        def along(path: Any) -> SearchResult | None:
-            splits = splits_of(path, len(self.operands))
+        def search_lazily(stop: Stop) -> SearchResult:
+            bounded = all(row.bounded for row in self.table.rows.values())
+            return LazySearch(self.steps, self.requires, lower, objective, self.device, bounded, stop).run(splits)
+
+        def along(splits: Splits) -> SearchResult | None:
             keeps = chooses or limits != NO_LIMITS
             fronts, steps = (PATH_FRONTS, KEEPING_PATH_WORK) if keeps else ((FRONT_LIMIT,), PATH_WORK)
+            few = NetworkSteps(Network(self.resolved.spec, few=True), self.casts, self.dtype, self.layouts)
             if not naive:
                 for front in fronts:
                     with contextlib.suppress(SearchLimitError):
-                        return search_of(self.few, steps, front_limit=front).run(splits)
+                        return search_of(few, steps, front_limit=front).run(splits)
             try:
-                return search_of(self.few, steps, front_limit=fronts[-1], takes_first=True).run(splits)
+                return search_of(few, steps, front_limit=fronts[-1], takes_first=True).run(splits)
             except SearchLimitError:
                 if not keeps:
                     raise
                 return None  # another path may be within the limits
 
-        if path is not None:
+        if splits is not None:
             if not naive and len(self.network.gathers) <= MOST_FACTORS:
                 with contextlib.suppress(SearchLimitError):
-                    return search_of(self.network).run(splits_of(path, len(self.operands))), lower
-            return along(path), lower
+                    if additive:
+                        return search_lazily(PATH_STOP), lower
+                    return search_of(self.steps, PATH_WORK).run(splits), lower
+            return along(splits), lower
+        if additive:
+            return search_lazily(stop), lower
+        work = stop.scored
         if len(self.operands) <= 2:
-            return search_of(self.network).run(), lower
-        greedy = along(self.path("greedy"))
+            return search_of(self.steps, work).run(), lower
+        greedy = along(splits_of(self.path("greedy"), len(self.operands)))
         try:
             # Partial plans with peaks take twice as long to compare.
             if chooses and (limits.memory is not None or objective == "peak"):
                 work //= 2
             bound = greedy.score if greedy else None
-            return search_of(self.network, work, bound=bound).run(), lower
+            return search_of(self.steps, work, bound=bound).run(), lower
         except KeyboardInterrupt:
             if greedy is None:
                 raise
@@ -166,13 +173,20 @@ class SearchSpace:
 
     def naive(self) -> Programs:
         """Return the programs of the naive plan: gather whole operands, then contract along opt_einsum's path."""
-        result, lower = self.search("flops", PATH_WORK, self.path("auto"), naive=True)
+        result, lower = self.search("flops", PATH_STOP, self.path("auto"), naive=True)
         assert result is not None
         return self.programs(result.tree, lower)
 
-    def exact_work(self) -> int:
-        """Return roughly how many steps the exact search would score if it ruled none out."""
-        return int(3 ** len(self.operands) // 2 * 3 ** len(self.network.gathers))
+    def may_be_exact(self, objective: str, stop: Stop, limits: Limits = NO_LIMITS) -> bool:
+        """Whether the search over all trees is worth a try."""
+        operands, gathers = len(self.operands), len(self.network.gathers)
+        if operands > stop.operands:
+            return False
+        # Roughly how many steps there are.
+        steps: int = 3**operands // 2 * 3**gathers
+        if objective in ADDITIVE and limits == NO_LIMITS:
+            return gathers == 0 or steps <= stop.listed
+        return steps <= MOST_TRIED * stop.scored
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -198,7 +212,7 @@ class Candidate:
 
 
 def run_searches(
-    space: SearchSpace, optimize: Any, objective: str, limits: Limits, auto_work: int = AUTO_WORK
+    space: SearchSpace, optimize: Any, objective: str, limits: Limits, auto: Stop = AUTO
 ) -> Iterator[tuple[SearchResult, Lowerer, str]]:
     """Run the searches that `optimize` asks for. Yield each result, the lowerer of its steps, and the search's name.
 
@@ -207,22 +221,22 @@ def run_searches(
         optimize: as in `planner.contract`.
         objective: one of `planner.cost.objective.OBJECTIVES`.
         limits: the limits that trees must meet.
-        auto_work: how many steps the exact search of "auto" may score.
+        auto: how much the exact search of "auto" may do.
 
     Raises:
         PlannerError: `optimize` is unknown.
     """
 
     def along(path: Any, origin: str) -> Iterator[tuple[SearchResult, Lowerer, str]]:
-        result, lower = space.search(objective, PATH_WORK, path, limits=limits)
+        result, lower = space.search(objective, PATH_STOP, path, limits=limits)
         if result is not None:
             yield result, lower, origin
 
     if optimize in SEARCHES:
-        work = OPTIMAL_WORK if optimize == "optimal" else auto_work
-        if space.exact_work() <= MOST_TRIED * work:
+        stop = OPTIMAL if optimize == "optimal" else auto
+        if space.may_be_exact(objective, stop, limits):
             try:
-                result, lower = space.search(objective, work, limits=limits)
+                result, lower = space.search(objective, stop, limits=limits)
             except SearchLimitError:
                 pass
             else:

@@ -1,0 +1,230 @@
+"""The search for trees whose score is a sum over steps: time, FLOPs and bytes moved. It prices few steps.
+
+Each step has a lower bound that costs next to nothing, see `planner.cost.floor`. A dynamic programme over the sets of
+operands, and the statuses of one-hot factors, finds the best tree by these bounds. The steps of that tree are priced,
+their prices take the place of their bounds, and the programme is repeated. If all steps of the best tree are priced, no
+other tree is better: its steps cost what they cost, and those of all others cost at least what was assumed.
+
+A tree whose steps are priced is an incumbent. Steps are dropped if no tree as good as the incumbent has them. The score
+of the best tree lies in the *gap*, between the score of the best tree by bounds and that of the incumbent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from planner.cost.device import Device
+from planner.program.build import Lowerer
+from planner.program.ops import Op
+from planner.program.tree import Leaf, Node, Tree
+from planner.search.graph import Edge, StepGraph, first_of, pack, unpack
+from planner.search.listing import Bounds, VectorListing, list_edges
+from planner.search.network import Status, Value
+from planner.search.steps import NetworkSteps, SearchResult, Splits, add_keys, all_splits
+
+__all__ = ["LazySearch", "Stop"]
+
+# From so many operands on, steps are listed by numpy, if there are no gathers.
+VECTOR_OPERANDS = 6
+# "auto" ends a search if a thousand calls would win less than this many picoseconds for each step that may have to be
+# priced: about the time that pricing takes.
+CALLS, STEP_PICOSECONDS = 1_000, 100_000_000
+
+
+class Stop(NamedTuple):
+    """How much a search may do before it ends.
+
+    Attributes:
+        priced: the most steps to price.
+        listed: the most steps to list one by one.
+        scored: the most steps to score in a search that keeps fronts of partial plans.
+        operands: the most operands of a search over all trees.
+        gains: whether to end when pricing would take longer than the time that it can win in a thousand calls.
+        deadline: the time of `time.monotonic` at which to end, or None.
+    """
+
+    priced: int
+    listed: int
+    scored: int
+    operands: int
+    gains: bool = False
+    deadline: float | None = None
+
+
+class LazySearch:
+    """One search for the best tree by an additive score.
+
+    Args:
+        steps: the steps on the network.
+        requires: for each operand, whether it needs a gradient.
+        lower: chooses the implementation of each step by the objective's key.
+        objective: "time", "flops" or "bytes".
+        device: the rates.
+        bounded: whether no implementation costs less than the bounds of `planner.cost.floor`.
+        stop: when to end early.
+    """
+
+    def __init__(
+        self,
+        steps: NetworkSteps,
+        requires: Sequence[bool],
+        lower: Lowerer,
+        objective: str,
+        device: Device,
+        bounded: bool,
+        stop: Stop,
+    ) -> None:
+        self.steps, self.network, self.lower, self.stop = steps, steps.network, lower, stop
+        gradient_operands = sum(needed << operand for operand, needed in enumerate(requires))
+        self.bounds = Bounds(objective, device, steps.dtype, gradient_operands, bounded)
+        self.priced = 0
+        self.interrupted = False
+        # Whether the sets of operands are the numbers of values, or where the values are listed.
+        self.values: list[Value] | None = None
+
+    def run(self, splits: Splits | None = None) -> SearchResult:
+        """Return the best tree over the given splits of the operands, or over all; or the best so far."""
+        network = self.network
+        last = self.steps.last()
+        last_key = 0 if last is None else self.price(last, (network.everything,))
+        vectors = len(network.leaves) >= VECTOR_OPERANDS and len(network.axes) < 63 and splits is None
+        if vectors and not network.gathers and self.bounds.hold and 0 not in network.sizes.values():
+            edges, key, bound, least = self._search_vectors()
+        else:
+            edges, key, bound, least = self._search_listed(splits or all_splits)
+        tree = self._build(edges)
+        if last is not None:
+            tree = Node(last.with_layouts(()), (tree,))
+        return SearchResult(
+            tree,
+            (unpack(key + last_key),),
+            exact=bound == key,
+            interrupted=self.interrupted,
+            bound=first_of(bound + last_key),
+            least=least,
+        )
+
+    def _search_listed(self, splits: Splits) -> tuple[list[Edge], int, int, int]:
+        """Search with all steps listed one by one."""
+        self.values, edges = list_edges(self.network, self._leaf_edges, splits, self.bounds, self.stop.listed)
+        graph = StepGraph(edges, self.values.index(self.steps.final))
+        least = first_of(graph.key)
+        return *self._solve(graph, None), least
+
+    def _search_vectors(self) -> tuple[list[Edge], int, int, int]:
+        """Search with all steps listed by numpy, and only those one by one that can still win."""
+        leaves = [edge for operand in range(len(self.network.leaves)) for _, edge in self._leaf_edges(operand)]
+        listing = VectorListing(self.network, [edge.key for edge in leaves], self.bounds)
+        least = int(listing.least)
+        bound = pack((least, 0, 0, 0))
+        priced: dict[tuple[int, int], Edge] = {}
+        for union, left in listing.best_splits():
+            edge = priced[union, left] = Edge(union, (left, union ^ left), 0)
+            self._price_edge(edge)
+        edges = [*leaves, *priced.values()]
+        key = sum(edge.key for edge in edges)
+        left_over = listing.drop_worse(first_of(key))
+        if self._ends(key - bound, left_over - len(priced)):
+            return edges, key, min(bound, key), least
+        listed = [priced.get((edge.result, edge.children[0]), edge) for edge in listing.edges()]
+        graph = StepGraph([*leaves, *listed], self.network.everything)
+        return *self._solve(graph, (edges, key)), least
+
+    def _solve(self, graph: StepGraph, incumbent: tuple[list[Edge], int] | None) -> tuple[list[Edge], int, int]:
+        """Return the steps of the best tree, its key, and a lower bound on the key of any tree."""
+        unpriced_left = -1
+        bound = graph.key
+        try:
+            while True:
+                chosen, bound = graph.best_edges(), graph.key
+                unpriced = [edge for edge in chosen if not edge.priced]
+                if not unpriced:
+                    return chosen, bound, bound
+                for edge in unpriced:
+                    self._price_edge(edge)
+                key = sum(edge.key for edge in chosen)
+                unpriced_left -= len(unpriced)
+                if incumbent is None or key < incumbent[1] or unpriced_left < 0:
+                    if incumbent is None or key < incumbent[1]:
+                        incumbent = chosen, key
+                    graph.raise_keys(unpriced)
+                    unpriced_left = graph.drop_worse(incumbent[1])
+                else:
+                    graph.raise_keys(unpriced)
+                if self._ends(incumbent[1] - graph.key, unpriced_left):
+                    bound = graph.key
+                    break
+        except KeyboardInterrupt:
+            if incumbent is None:
+                raise
+            self.interrupted = True
+        edges, key = incumbent
+        return edges, key, min(bound, key)
+
+    def _ends(self, gap: int, left: int) -> bool:
+        """Whether the search ends although its gap is not zero.
+
+        Args:
+            gap: the gap, as the difference of two keys.
+            left: how many steps may still have to be priced.
+        """
+        stop = self.stop
+        if self.priced > stop.priced or (stop.deadline is not None and time.monotonic() > stop.deadline):
+            return True
+        return stop.gains and self.bounds.objective == "time" and first_of(gap) * CALLS < STEP_PICOSECONDS * left
+
+    # -- steps ---------------------------------------------------------------------------------------
+
+    def price(self, op: Op, parts: Sequence[int]) -> int:
+        """Return what a step and its gradients add to the score, as one integer.
+
+        Args:
+            op: the step.
+            parts: the set of operands of each value that it reads.
+        """
+        needs = tuple(map(self.bounds.wanted, parts))
+        key = self.lower.key(self.lower(op).cost)
+        if any(needs):
+            key = add_keys(key, *(self.lower.key(step.choice.cost) for step in self.lower.gradients(op, needs)))
+        self.priced += 1
+        return pack(key)
+
+    def _leaf_edges(self, operand: int) -> Iterator[tuple[Status, Edge]]:
+        """Yield the edges that read an operand, each with the status of its result: as it is, and taking its rows."""
+        steps, parts = self.steps, (1 << operand,)
+        tree: Tree = Leaf(operand)
+        key = 0
+        if (cast := steps.cast(operand)) is not None:
+            key, tree = self.price(cast, parts), Node(cast.with_layouts(()), (tree,))
+        read = Edge(1 << operand, (), key)
+        read.tree, read.priced = tree, True
+        if (first := steps.first(operand)) is not None:
+            read.key += self.price(first, parts)
+            read.tree = Node(first.with_layouts(()), (tree,))
+        yield self.network.open, read
+        for status, op in steps.first_takes(operand):
+            take = Edge(0, (), key + self.price(op, parts))
+            take.tree, take.priced = Node(op.with_layouts(()), (tree,)), True
+            yield status, take
+
+    def _value(self, number: int) -> Value:
+        return Value(number, ()) if self.values is None else self.values[number]
+
+    def _price_edge(self, edge: Edge) -> None:
+        """Put the price of an edge in the place of its lower bound."""
+        inputs = tuple(map(self._value, edge.children))
+        edge.op = self.steps.step(inputs, self._value(edge.result))
+        edge.key, edge.priced = self.price(edge.op, [value.operands for value in inputs]), True
+
+    def _build(self, edges: Sequence[Edge]) -> Tree:
+        """Return the tree of some edges; those into a value come before those that read it."""
+        trees: dict[int, Tree] = {}
+        for edge in edges:
+            tree = edge.tree
+            if tree is None:
+                assert edge.op is not None
+                tree = Node(edge.op.with_layouts(()), tuple(trees[child] for child in edge.children))
+            trees[edge.result] = tree
+        return trees[edges[-1].result]

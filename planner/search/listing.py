@@ -1,0 +1,350 @@
+"""Lists the steps of all trees over a network, each with a lower bound on what it adds to the score."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from planner.cost.device import Device
+from planner.cost.floor import gathered_floor, product_floor, unary_floor
+from planner.language.errors import SearchLimitError
+from planner.search.graph import Edge, first_of, pack
+from planner.search.network import POOL, ROWS, SCATTER, Network, Status, Value
+from planner.search.steps import Splits, ascending
+
+__all__ = ["Bounds", "VectorListing", "list_edges"]
+
+# How many steps numpy looks at at once, and up to how many operands their bounds are kept for a second look.
+BLOCK, KEPT_OPERANDS = 1 << 15, 14
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bounds:
+    """What lower bounds on steps depend on.
+
+    Attributes:
+        objective: "time", "flops" or "bytes".
+        device: the rates.
+        dtype: the dtype of the computation.
+        gradient_operands: the set of operands that need gradients.
+        hold: whether all implementations keep to the bounds. If not, all bounds are 0.
+    """
+
+    objective: str
+    device: Device
+    dtype: str
+    gradient_operands: int
+    hold: bool
+
+    def wanted(self, operands: int) -> bool:
+        """Whether the gradient of a value of these operands is needed."""
+        return bool(self.gradient_operands & operands)
+
+
+def list_edges(
+    network: Network,
+    leaves: Callable[[int], Iterable[tuple[Status, Edge]]],
+    splits: Splits,
+    bounds: Bounds,
+    most: int,
+) -> tuple[list[Value], list[Edge]]:
+    """List the steps of all trees over the given splits, one by one.
+
+    Args:
+        network: the network.
+        leaves: returns the edges that read an operand, each with the status of its result.
+        splits: the splits of sets of operands.
+        bounds: what their lower bounds depend on.
+        most: how many steps to list at most.
+
+    Returns:
+        The values, and the edges between their numbers. The edges into a value come before those that read it.
+
+    Raises:
+        SearchLimitError: there are more steps.
+    """
+    numbers: dict[Value, int] = {}
+    edges: list[Edge] = []
+    products = _Products(network, bounds)
+    unary: list[Edge] = []
+    statuses: dict[int, list[Status]] = {}
+
+    def into(value: Value) -> int:
+        return numbers.setdefault(value, len(numbers))
+
+    for operands in _ascending_sets(network.everything, splits):
+        found: dict[Status, list[Edge]] = {}
+        if operands & (operands - 1) == 0:
+            for status, edge in leaves(operands.bit_length() - 1):
+                edge.result = into(Value(operands, status))
+                found.setdefault(status, []).append(edge)
+        else:
+            for left, right in splits(operands):
+                if len(edges) > most:
+                    raise SearchLimitError(f"there are more than {most} steps: pass optimize='greedy' or a path")
+                for a in [Value(left, status) for status in statuses[left]]:
+                    for b in [Value(right, status) for status in statuses[right]]:
+                        for status in network.merges(a, b):
+                            result = Value(operands, status)
+                            edge = Edge(into(result), (numbers[a], numbers[b]), 0)
+                            products.add(edge, a, b, result)
+                            found.setdefault(status, []).append(edge)
+        # Steps on one value only ever raise a status, so ascending order visits each source before its targets.
+        for status in ascending(found):
+            value = Value(operands, status)
+            for target in network.advances(value):
+                edge = Edge(into(Value(operands, target)), (numbers[value],), 0)
+                unary.append(edge)
+                found.setdefault(target, []).append(edge)
+        statuses[operands] = list(found)
+        for status in ascending(found):
+            edges += found[status]
+    products.bound_edges()
+    if bounds.hold and unary:
+        values = list(numbers)
+        wanted = np.array([bounds.wanted(values[edge.result].operands) for edge in unary])
+        _set_keys(unary, unary_floor(bounds.objective, bounds.device, wanted))
+    return list(numbers), edges
+
+
+def _ascending_sets(everything: int, splits: Splits) -> list[int]:
+    """Return the sets of operands that the splits lead to, from small to large."""
+    seen, stack = {everything}, [everything]
+    while stack:
+        operands = stack.pop()
+        if operands & (operands - 1):
+            for pair in splits(operands):
+                for part in pair:
+                    if part not in seen:
+                        seen.add(part)
+                        stack.append(part)
+    return sorted(seen, key=lambda operands: (operands.bit_count(), operands))
+
+
+def _set_keys(edges: Sequence[Edge], floors: Any) -> None:
+    for edge, floor in zip(edges, floors, strict=True):
+        edge.key = pack((int(floor), 0, 0, 0))
+
+
+class _Products:
+    """Collects the sizes of products, and bounds all of them at once."""
+
+    def __init__(self, network: Network, bounds: Bounds) -> None:
+        self.network, self.bounds = network, bounds
+        self._sizes: dict[int, float] = {}
+        # For each kind of product: the edges, and a row of sizes and wanted gradients for each.
+        self._plain: tuple[list[Edge], list[tuple[float, ...]]] = ([], [])
+        self._gathered: tuple[list[Edge], list[tuple[float, ...]]] = ([], [])
+
+    def size(self, axes: int) -> float:
+        """Return the product of the sizes of some axes."""
+        size = self._sizes.get(axes)
+        if size is None:
+            size = self._sizes[axes] = float(self.network.elements(axes))
+        return size
+
+    def add(self, edge: Edge, a: Value, b: Value, result: Value) -> None:
+        """Note a product."""
+        if not self.bounds.hold:
+            return
+        network = self.network
+        terms = [network.value_axes(value) for value in (a, b, result)]
+        elements = [self.size(term) for term in terms]
+        joined, share, changed = 0, 1.0, 0
+        for factor, status in enumerate(result.status):
+            before = max(a.status[factor], b.status[factor])
+            if (before == POOL and status != POOL) or (before == ROWS and status == SCATTER):
+                pool, rows = network.pools[factor], network.rows[factor]
+                share = self._share(pool, rows, terms)
+                terms = [term & ~pool | rows if term & pool else term for term in terms]
+                changed += 1
+        joined = terms[0] | terms[1] | terms[2]
+        wanted = (self.bounds.wanted(a.operands), self.bounds.wanted(b.operands))
+        if changed:
+            joint = self.size(joined) * (share if changed == 1 else 1.0)
+            self._gathered[0].append(edge)
+            self._gathered[1].append((joint, sum(elements), *wanted))
+        else:
+            self._plain[0].append(edge)
+            self._plain[1].append((self.size(joined), *elements, *wanted))
+
+    def _share(self, pool: int, rows: int, terms: list[int]) -> float:
+        """Return which share of the joint elements must be multiplied if the product is made with the whole pool.
+
+        Instead of the rows that are chosen for each query, all rows of the pool are multiplied, once.
+        """
+        others = [term for term in terms if not term & pool]
+        chosen = rows
+        if len(others) == 2:
+            chosen &= ~(others[0] & others[1])
+        return min(1.0, self.size(pool) / max(1.0, self.size(chosen)))
+
+    def bound_edges(self) -> None:
+        """Set the keys of all edges to their lower bounds."""
+        bounds = self.bounds
+        known = bounds.objective, bounds.device, bounds.dtype
+        edges, rows = self._plain
+        if edges:
+            joint, a, b, out, *wanted = np.array(rows, dtype=float).T
+            empty = joint == 0
+            joint, a, b, out = (np.where(empty, 1.0, size) for size in (joint, a, b, out))
+            floors = product_floor(*known, joint, (a, b, out), wanted)
+            least = unary_floor(bounds.objective, bounds.device, np.maximum(*wanted))
+            _set_keys(edges, np.where(empty, least, floors))
+        edges, rows = self._gathered
+        if edges:
+            joint, elements, *wanted = np.array(rows, dtype=float).T
+            _set_keys(edges, gathered_floor(*known, joint, elements, wanted))
+
+
+@lru_cache(maxsize=64)
+def _patterns(count: int) -> Any:
+    """Return the parts of a set of `count` operands that hold its first one, but not all, as rows of bits.
+
+    They are in the order in which `all_splits` has them.
+    """
+    numbers = np.arange((1 << count - 1) - 2, -1, -1, dtype=np.int64)
+    return (numbers[:, None] >> np.arange(count - 1) & 1).astype(np.int64)
+
+
+def _blocks(operands: int) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield all splits of all sets of operands, small sets first: sets, and the two parts of each of their splits."""
+    masks = np.arange(1, 1 << operands, dtype=np.int64)
+    counts = (masks[:, None] >> np.arange(operands) & 1).sum(axis=1)
+    for count in range(2, operands + 1):
+        patterns = _patterns(count)
+        sets = masks[counts == count]
+        each = max(1, BLOCK // len(patterns))
+        for start in range(0, len(sets), each):
+            union = sets[start : start + each]
+            places = np.nonzero(union[:, None] >> np.arange(operands) & 1)[1].reshape(-1, count)
+            members = np.int64(1) << places
+            left = members[:, :1] + members[:, 1:] @ patterns.T
+            yield union, left, union[:, None] - left
+
+
+class VectorListing:
+    """The steps of all trees over a network without gathers, bounded by numpy.
+
+    Args:
+        network: the network; its sizes are not 0.
+        leaves: what reading each operand adds to the score.
+        bounds: what lower bounds depend on. They hold.
+
+    Attributes:
+        least: the least score of any tree by these bounds.
+    """
+
+    def __init__(self, network: Network, leaves: Sequence[int], bounds: Bounds) -> None:
+        self.network, self.bounds, self.operands = network, bounds, len(leaves)
+        everything = network.everything
+        self._axes, self._elements = self._value_axes()
+        self._wanted = (np.arange(everything + 1) & bounds.gradient_operands) != 0
+        self._inside = np.full(everything + 1, np.inf)
+        self._left = np.zeros(everything + 1, dtype=np.int64)
+        for operand, key in enumerate(leaves):
+            self._inside[1 << operand] = first_of(key)
+        self._kept: list[Any] = []
+        for union, left, right, floors in self._bounded_blocks():
+            total = self._inside[left] + self._inside[right] + floors
+            best = np.argmin(total, axis=1)
+            places = np.arange(len(union))
+            self._inside[union] = total[places, best]
+            self._left[union] = left[places, best]
+        self.least = float(self._inside[everything])
+        self._survivors: list[Any] = []
+
+    def best_splits(self) -> list[tuple[int, int]]:
+        """Return the best tree by bounds: each set of operands and its first part, small sets first."""
+        splits, stack = [], [self.network.everything]
+        while stack:
+            union = stack.pop()
+            if union & (union - 1):
+                left = int(self._left[union])
+                splits.append((union, left))
+                stack += (left, union ^ left)
+        return splits[::-1]
+
+    def drop_worse(self, limit: int) -> int:
+        """Drop the steps that are in no tree with this score or a lower one. Return how many are left."""
+        everything = self.network.everything
+        outside = np.full(everything + 1, np.inf)
+        outside[everything] = 0.0
+        most = limit * (1 + 1e-9) + 1
+        self._survivors = []
+        for union, left, right, floors in self._bounded_blocks(reverse=True):
+            reached = np.nonzero(outside[union] + self._inside[union] <= most)[0]
+            if not len(reached):
+                continue
+            union, left, right, floors = union[reached], left[reached], right[reached], floors[reached]
+            above = outside[union][:, None] + floors
+            total = above + self._inside[left] + self._inside[right]
+            rows, columns = np.nonzero(total <= most)
+            a, b = left[rows, columns], right[rows, columns]
+            above = above[rows, columns]
+            np.minimum.at(outside, a, above + self._inside[b])
+            np.minimum.at(outside, b, above + self._inside[a])
+            self._survivors.append((union[rows], a, b, floors[rows, columns]))
+        return sum(len(block[0]) for block in self._survivors)
+
+    def edges(self) -> Iterator[Edge]:
+        """Yield the steps that are left, those into a value before those that read it."""
+        for block in reversed(self._survivors):
+            for union, left, right, floor in zip(*(column.tolist() for column in block), strict=True):
+                yield Edge(union, (left, right), pack((int(floor), 0, 0, 0)))
+
+    def _bounded_blocks(self, reverse: bool = False) -> Iterator[tuple[Any, Any, Any, Any]]:
+        if self._kept:
+            yield from reversed(self._kept) if reverse else self._kept
+            return
+        blocks = _blocks(self.operands)
+        for union, left, right in reversed(list(blocks)) if reverse else blocks:
+            block = (union, left, right, self._floors(union, left, right))
+            if self.operands <= KEPT_OPERANDS:
+                self._kept.append(block)
+            yield block
+
+    def _floors(self, union: Any, left: Any, right: Any) -> Any:
+        bounds = self.bounds
+        joint = self._size(self._axes[left] | self._axes[right])
+        terms = (self._elements[left], self._elements[right], self._elements[union][:, None])
+        wanted = (self._wanted[left], self._wanted[right]) if bounds.gradient_operands else (False, False)
+        return product_floor(bounds.objective, bounds.device, bounds.dtype, joint, terms, wanted)
+
+    def _value_axes(self) -> tuple[Any, Any]:
+        """Return the axes of the value of each set of operands, and their numbers of elements."""
+        network = self.network
+        union = np.zeros(1, dtype=np.int64)
+        for operand in range(self.operands):
+            union = np.concatenate([union, union | network.union(1 << operand)])
+        self._tables = _size_tables([network.sizes[axis] for axis in network.axes])
+        axes = union & (union[::-1] | network.result_mask)
+        return axes, self._size(axes)
+
+    def _size(self, axes: Any) -> Any:
+        """Return the product of the sizes of each set of axes."""
+        shift, (table, *more) = 0, self._tables
+        width = len(table).bit_length() - 1
+        sizes = table[axes & len(table) - 1]
+        for table in more:
+            shift += width
+            sizes = sizes * table[axes >> shift & len(table) - 1]
+        return sizes
+
+
+def _size_tables(sizes: Sequence[int]) -> list[Any]:
+    """Return tables of the products of the sizes of each set of axes, for up to 12 axes each."""
+    count = max(1, -(-len(sizes) // 12))
+    width = max(1, -(-len(sizes) // count))
+    tables = []
+    for start in range(0, max(1, len(sizes)), width):
+        table = np.ones(1)
+        part = sizes[start : start + width]
+        for size in (*part, *(1,) * (width - len(part))):
+            table = np.concatenate([table, table * float(size)])
+        tables.append(table)
+    return tables

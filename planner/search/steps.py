@@ -1,0 +1,161 @@
+"""The steps that the trees over a network consist of, as ops; what searches take and return."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from planner.cost.layout import Layout
+from planner.program.ops import Cast, Einsum
+from planner.program.tree import Tree
+from planner.search.network import Network, Status, Value
+
+__all__ = ["Key", "NetworkSteps", "SearchResult", "Splits", "Vector", "add_keys", "all_splits", "ascending"]
+
+Key = tuple[int, ...]
+Vector = tuple[Any, ...]
+Splits = Callable[[int], Iterable[tuple[int, int]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes:
+        tree: the best tree.
+        score: the objective's value for it.
+        exact: whether no better tree exists in the space that was searched.
+        interrupted: whether Ctrl-C ended the search. Then the tree is the best that was found until then.
+        bound: the score that no tree in that space is below.
+        least: the score that no tree is below, whatever the layouts of its values.
+    """
+
+    tree: Tree
+    score: Vector
+    exact: bool
+    interrupted: bool = False
+    bound: int = 0
+    least: int = 0
+
+
+def all_splits(operands: int) -> Iterable[tuple[int, int]]:
+    """Yield every split of a set of operands into two parts, each split once."""
+    low = operands & -operands
+    rest = operands ^ low
+    part = (rest - 1) & rest
+    while True:
+        yield part | low, rest ^ part
+        if not part:
+            return
+        part = (part - 1) & rest
+
+
+def add_keys(*keys: Key) -> Key:
+    """Return the sum of some keys."""
+    return tuple(map(sum, zip(*keys, strict=True)))
+
+
+def ascending(statuses: Iterable[Status]) -> Iterator[Status]:
+    """Yield statuses in ascending order, those included that are added meanwhile."""
+    visited: set[Status] = set()
+    while pending := [status for status in statuses if status not in visited]:
+        status = min(pending, key=lambda s: (sum(s), s))
+        visited.add(status)
+        yield status
+
+
+class NetworkSteps:
+    """Makes the ops of steps on a network.
+
+    Args:
+        network: the one-hot network.
+        casts: for each operand, the dtype that it must be cast from, or None.
+        dtype: dtype of the computation.
+        layouts: how the operands lie in memory. Intermediates are assumed row-major.
+
+    Attributes:
+        final: the value that the trees compute; `last` may have to follow.
+        one_step: whether the contraction is one step on one operand.
+    """
+
+    def __init__(
+        self, network: Network, casts: Sequence[str | None], dtype: str, layouts: Sequence[Layout | None] = ()
+    ) -> None:
+        self.network, self.casts, self.dtype = network, casts, dtype
+        self.layouts = layouts or (None,) * len(network.leaves)
+        self.final = Value(network.everything, network.final)
+        # A plain spec of one operand is one step in any case.
+        self.one_step = len(network.leaves) == 1 and not network.gathers
+        # The operands that are read as they are. Others lose their repeated and private axes first.
+        self._unchanged: dict[int, int] = {}
+        for operand, term in enumerate(network.leaves):
+            axes = network.value_axes(Value(1 << operand, network.open))
+            if self.one_step:
+                unchanged = term == network.result
+            else:
+                unchanged = len(set(term)) == len(term) and network.mask(term) == axes
+            if unchanged:
+                self._unchanged[1 << operand] = operand
+
+    def cast(self, operand: int) -> Cast | None:
+        """Return the step that casts an operand, or None."""
+        source = self.casts[operand]
+        if source is None:
+            return None
+        term = self.network.leaves[operand]
+        spec = self.network.restrict(dataclasses.replace(self.network.spec, inputs=(term,), output=term))
+        return Cast(spec, self.dtype, source_dtype=source).with_layouts([self.layouts[operand]])
+
+    def first(self, operand: int) -> Einsum | None:
+        """Return the step that removes an operand's repeated and private axes, or None."""
+        network = self.network
+        if 1 << operand in self._unchanged:
+            return None
+        axes = network.value_axes(Value(1 << operand, network.open))
+        output = network.result if self.one_step else network.term(axes)
+        spec = dataclasses.replace(network.spec, inputs=(network.leaves[operand],), output=output)
+        return Einsum(network.restrict(spec), self.dtype).with_layouts([self._layout(operand)])
+
+    def first_takes(self, operand: int) -> Iterator[tuple[Status, Einsum]]:
+        """Yield the steps that take rows of an operand and remove its repeated and private axes at once.
+
+        To take few rows pays before the sums over private axes, not after them.
+        """
+        network, value = self.network, Value(1 << operand, self.network.open)
+        if 1 << operand in self._unchanged or self.one_step:
+            return
+        for target in network.advances(value):
+            spec = network.step_spec(((value, network.leaves[operand]),), Value(value.operands, target))
+            yield target, Einsum(spec, self.dtype).with_layouts([self._layout(operand)])
+
+    def step(self, inputs: Sequence[Value], result: Value) -> Einsum:
+        """Return the step from one or two values to another."""
+        spec = self.network.step_spec(tuple((value, self._order_of(value)) for value in inputs), result)
+        return Einsum(spec, self.dtype).with_layouts(tuple(map(self._layout_of, inputs)))
+
+    def last(self) -> Einsum | None:
+        """Return the step that ends the contraction if the result repeats axes, or has axes that no input has."""
+        network = self.network
+        axes = network.value_axes(self.final)
+        if self.one_step or (len(set(network.result)) == len(network.result) and network.mask(network.result) == axes):
+            return None
+        spec = dataclasses.replace(network.spec, inputs=(network.term(axes),), output=network.result)
+        return Einsum(network.restrict(spec), self.dtype)
+
+    def _layout(self, operand: int) -> Layout | None:
+        """Return how an operand lies in memory after it is cast."""
+        return self.layouts[operand] if self.casts[operand] is None else None
+
+    def _operand_of(self, value: Value) -> int | None:
+        return self._unchanged.get(value.operands) if value.status == self.network.open else None
+
+    def _order_of(self, value: Value) -> tuple[str, ...] | None:
+        """Return an operand's own axis order; None for a value in the network's order."""
+        operand = self._operand_of(value)
+        return None if operand is None else self.network.leaves[operand]
+
+    def _layout_of(self, value: Value) -> Layout | None:
+        """Return the memory layout of an operand; computed values are assumed row-major."""
+        operand = self._operand_of(value)
+        return None if operand is None else self._layout(operand)
