@@ -91,10 +91,14 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanCost(Cost):
-    """The totals of a plan. The peak is the larger program's. `backward` is None if no operand needs a gradient."""
+    """The totals of a plan. The peak is the larger program's. `backward` is None if no operand needs a gradient.
+
+    `bound` is what no plan costs less than, as the objective measures it; None if that is not known.
+    """
 
     forward: Cost
     backward: Cost | None
+    bound: float | None = None
 
     @classmethod
     def of(cls, forward: Cost, backward: Cost | None) -> PlanCost:

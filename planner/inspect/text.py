@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from planner.cost.figures import Cost
@@ -42,6 +43,15 @@ def _describe_compiled(plan: PlanRecord) -> str:
     return f"; compiled {bytes_text(plan.compiled_bytes)}, inside another jit unverified"
 
 
+def _describe_gap(plan: PlanRecord) -> str:
+    """Return how far a plan may be from the best possible one, as text."""
+    gap, proven = plan.gap, "proven" if plan.proven else "not proven"
+    if gap is None or gap == math.inf or (plan.proven and not gap):
+        return proven
+    within = f"{math.ceil(100 * gap)}%" if gap < 1 else f"{math.ceil(10 * gap + 10) / 10:g} times"
+    return f"{proven}, within {within} of the best possible"
+
+
 def plan_text(plan: PlanRecord) -> str:
     """Return the text that `print(plan)` shows."""
     wanted = [str(n) for n, operand in enumerate(plan.operands) if operand.requires_grad]
@@ -53,7 +63,7 @@ def plan_text(plan: PlanRecord) -> str:
     summary[1].append(_naive_way(plan.resolved.spec))
     how = f"{plan.origin} search" if plan.origin.startswith("exact") else plan.origin
     keep = f"; {_describe_kept(plan)}" if wanted else ""
-    summary[2].append(f"{how}, {'proven' if plan.proven else 'not proven'}{keep}{_describe_compiled(plan)}")
+    summary[2].append(f"{how}, {_describe_gap(plan)}{keep}{_describe_compiled(plan)}")
     lines = [head, *table_lines(summary, (0, 6))]
     rows: list[Sequence[str]] = [["#", "step", "lowered to", "FLOPs", "moves", "live", "time", "keeps"]]
     backward = plan.programs.backward

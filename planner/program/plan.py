@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from planner.cost.figures import PlanCost
 from planner.cost.layout import Layout
+from planner.cost.objective import plan_key
 from planner.language.derive import slice_spec
 from planner.program.callbacks import callbacks
 from planner.program.contraction import Contraction
@@ -128,6 +130,20 @@ class PlanRecord(Contraction):
     def cost(self) -> PlanCost:
         """Predicted cost of both programs."""
         return self.programs.cost
+
+    @property
+    def gap(self) -> float | None:
+        """How much more the plan may cost than the best possible one: 0.04 for at most 4%; None if it is not known.
+
+        The gap is that between the plan's own figure, as the objective measures it, and `cost.bound`.
+        """
+        bound = self.cost.bound
+        if bound is None or callable(self.options.minimize):
+            return None
+        figure: float = plan_key(self.options.minimize)(self.cost)[0]
+        if figure <= bound:
+            return 0.0
+        return (figure - bound) / bound if bound else math.inf
 
     @property
     def steps(self) -> tuple[Step, ...]:

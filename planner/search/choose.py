@@ -13,9 +13,10 @@ from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.plan import PlanRecord
 from planner.program.tree import keep_values
+from planner.search.bounds import lower_bound
 from planner.search.refine import order_children, quicken_steps
 from planner.search.slicing import fastest, loop_candidates
-from planner.search.space import Candidate, SearchSpace, run_searches
+from planner.search.space import ADDITIVE, Candidate, SearchSpace, run_searches
 
 __all__ = ["make_plan", "naive_cost"]
 
@@ -30,15 +31,16 @@ def make_plan(contraction: Contraction) -> PlanRecord:
     """
     check_objective(contraction.options.minimize)
     space = SearchSpace(contraction)
-    best = _best(space)
+    best, candidates = _best(space)
     try:
         best = order_children(space, best)
     except KeyboardInterrupt:
         best = dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}")
+    cost = dataclasses.replace(best.cost, bound=lower_bound(space, best, candidates))
     return PlanRecord.of_contraction(
         contraction,
         tree=best.tree,
-        programs=best.programs,
+        programs=dataclasses.replace(best.programs, cost=cost),
         proven=best.proven,
         origin=best.origin,
     )
@@ -49,8 +51,8 @@ def naive_cost(contraction: Contraction) -> PlanCost:
     return SearchSpace(contraction).naive().cost
 
 
-def _best(space: SearchSpace) -> Candidate:
-    """Return the best candidate within the limits.
+def _best(space: SearchSpace) -> tuple[Candidate, list[Candidate]]:
+    """Return the best candidate within the limits, and all that were found.
 
     First the search for the objective runs without limits. If its result is within the limits, it is the best.
     Otherwise a search under the limits chooses what is kept together with the tree. If that finds nothing, the searches
@@ -107,7 +109,7 @@ def _best(space: SearchSpace) -> Candidate:
     chosen = best_allowed()
     if chosen is None:
         raise KeyboardInterrupt if interrupted else _limit_error(candidates, limits)
-    return chosen
+    return chosen, candidates
 
 
 def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) -> Iterator[Candidate]:
@@ -120,7 +122,9 @@ def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) 
         exact = result.exact and search_name == "exact"
         proven = exact and can_prove and programs.row_major
         origin = f"{search_name}, {objective}"
-        yield Candidate(programs, result.tree, lower, proven, origin, interrupted=result.interrupted)
+        bounds = can_prove and limits == NO_LIMITS and objective in ADDITIVE and search_name == "exact"
+        found = result if bounds else None
+        yield Candidate(programs, result.tree, lower, proven, origin, result.interrupted, found)
         if any(space.requires) and not (limits == NO_LIMITS and proven):
             bare = keep_values(result.tree, False)
             yield Candidate(space.programs(bare, lower), bare, lower, False, origin)

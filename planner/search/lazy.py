@@ -89,8 +89,7 @@ class LazySearch:
         network = self.network
         last = self.steps.last()
         last_key = 0 if last is None else self.price(last, (network.everything,))
-        vectors = len(network.leaves) >= VECTOR_OPERANDS and len(network.axes) < 63 and splits is None
-        if vectors and not network.gathers and self.bounds.hold and 0 not in network.sizes.values():
+        if splits is None and self._uses_vectors():
             edges, key, bound, least = self._search_vectors()
         else:
             edges, key, bound, least = self._search_listed(splits or all_splits)
@@ -105,6 +104,20 @@ class LazySearch:
             bound=first_of(bound + last_key),
             least=least,
         )
+
+    def least(self) -> int:
+        """Return the least score of any tree by lower bounds alone, as if reading operands cost nothing."""
+        network = self.network
+        if self._uses_vectors():
+            return int(VectorListing(network, [0] * len(network.leaves), self.bounds).least)
+        values, edges = list_edges(network, self._free_leaf_edges, all_splits, self.bounds, self.stop.listed)
+        return first_of(StepGraph(edges, values.index(self.steps.final)).key)
+
+    def _uses_vectors(self) -> bool:
+        """Whether numpy lists the steps: if there are many, without gathers, and all sizes can be divided by."""
+        network = self.network
+        many = len(network.leaves) >= VECTOR_OPERANDS and len(network.axes) < 63
+        return many and not network.gathers and self.bounds.hold and 0 not in network.sizes.values()
 
     def _search_listed(self, splits: Splits) -> tuple[list[Edge], int, int, int]:
         """Search with all steps listed one by one."""
@@ -173,7 +186,8 @@ class LazySearch:
         stop = self.stop
         if self.priced > stop.priced or (stop.deadline is not None and time.monotonic() > stop.deadline):
             return True
-        return stop.gains and self.bounds.objective == "time" and first_of(gap) * CALLS < STEP_PICOSECONDS * left
+        steps = min(left, self.priced)
+        return stop.gains and self.bounds.objective == "time" and first_of(gap) * CALLS < STEP_PICOSECONDS * steps
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -208,6 +222,11 @@ class LazySearch:
             take = Edge(0, (), key + self.price(op, parts))
             take.tree, take.priced = Node(op.with_layouts(()), (tree,)), True
             yield status, take
+
+    def _free_leaf_edges(self, operand: int) -> Iterator[tuple[Status, Edge]]:
+        """Yield edges that read an operand and cost nothing."""
+        for status in (self.network.open, *(status for status, _ in self.steps.first_takes(operand))):
+            yield status, Edge(0, (), 0)
 
     def _value(self, number: int) -> Value:
         return Value(number, ()) if self.values is None else self.values[number]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from planner.cost.device import Device
 from planner.cost.figures import PlanCost
 from planner.cost.limits import NO_LIMITS, Limits
 from planner.cost.objective import step_key
@@ -117,8 +119,7 @@ class SearchSpace:
             return Search(steps, self.requires, lower, objective, keep, work, limits, **options)
 
         def search_lazily(stop: Stop) -> SearchResult:
-            bounded = all(row.bounded for row in self.table.rows.values())
-            return LazySearch(self.steps, self.requires, lower, objective, self.device, bounded, stop).run(splits)
+            return self._lazy_search(lower, objective, self.device, stop).run(splits)
 
         def along(splits: Splits) -> SearchResult | None:
             keeps = chooses or limits != NO_LIMITS
@@ -142,6 +143,9 @@ class SearchSpace:
                         return search_lazily(PATH_STOP), lower
                     return search_of(self.steps, PATH_WORK).run(splits), lower
             return along(splits), lower
+        deadline = self.options.deadline
+        if deadline is not None:
+            stop = stop._replace(deadline=time.monotonic() + deadline)
         if additive:
             return search_lazily(stop), lower
         work = stop.scored
@@ -158,6 +162,20 @@ class SearchSpace:
             if greedy is None:
                 raise
             return dataclasses.replace(greedy, exact=False, interrupted=True), lower
+
+    def least(self, device: Device) -> int:
+        """Return a lower bound on the picoseconds of any tree at some rates; 0 if there are too many trees."""
+        if not self.may_be_exact("time", AUTO):
+            return 0
+        return self._lazy_search(Lowerer(self.choices, step_key("time")), "time", device, AUTO).least()
+
+    @property
+    def bounded(self) -> bool:
+        """Whether no implementation costs less than the bounds of `planner.cost.floor`."""
+        return all(row.bounded for row in self.table.rows.values())
+
+    def _lazy_search(self, lower: Lowerer, objective: str, device: Device, stop: Stop) -> LazySearch:
+        return LazySearch(self.steps, self.requires, lower, objective, device, self.bounded, stop)
 
     def path(self, optimize: Any) -> Any:
         """Return an explicit path, checked, or the path that opt_einsum finds for a name or an optimizer."""
@@ -191,7 +209,17 @@ class SearchSpace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """A candidate for the plan: a tree with its programs, and how it was found."""
+    """A candidate for the plan: a tree with its programs, and how it was found.
+
+    Attributes:
+        programs: the programs of the tree.
+        tree: the tree.
+        lower: what chose the implementations of its steps.
+        proven: whether no better plan exists in the space that was searched.
+        origin: the search that found it.
+        interrupted: whether Ctrl-C ended that search.
+        found: what that search found, if it searched all trees for the contraction's own objective without limits.
+    """
 
     programs: Programs
     tree: Tree
@@ -199,6 +227,7 @@ class Candidate:
     proven: bool
     origin: str
     interrupted: bool = False
+    found: SearchResult | None = None
 
     @property
     def loop(self) -> Loop | None:

@@ -1,0 +1,84 @@
+"""A lower bound on the score of the best plan, so that every plan knows its gap."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from planner.cost.objective import plan_key
+from planner.language.dtypes import itemsize
+from planner.language.spec import plain_axes, term_gathers
+from planner.program.frameworks import load_backend
+from planner.program.loops import device_in_loop
+from planner.search.slicing import is_large
+from planner.search.space import Candidate, SearchSpace
+
+__all__ = ["lower_bound"]
+
+
+def lower_bound(space: SearchSpace, best: Candidate, candidates: Sequence[Candidate]) -> float | None:
+    """Return what no plan of a contraction costs less than, as the objective measures it.
+
+    The bound of a proven plan is its own cost. It holds for plans whose intermediates are row-major, as "proven" does.
+    Any other bound holds whatever the layouts, and for loops over slices too.
+
+    Args:
+        space: the contraction.
+        best: the chosen plan.
+        candidates: what the searches found.
+
+    Returns:
+        Seconds, FLOPs or bytes; None if the objective is a function.
+    """
+    objective = space.options.minimize
+    if callable(objective):
+        return None
+    figure: float = plan_key(objective)(best.cost)[0]
+    # Loops over slices read and write the cache. They are faster only if values are too large for it.
+    loops = objective == "time" and is_large(min((c.programs for c in candidates), key=lambda p: p.cost.seconds))
+    if best.proven and not loops:
+        return figure
+    unit = 1e-12 if objective == "time" else 1
+    bound = _least_by_sizes(space, objective)
+    for candidate in candidates:
+        if candidate.found is not None:
+            strided = load_backend(space.backend).strided
+            bound = max(bound, unit * (candidate.found.least if strided else candidate.found.bound))
+    if loops:
+        fast = max(space.device.bandwidth, space.device.cache_bandwidth)
+        device = dataclasses.replace(
+            device_in_loop(space.device, space.backend),
+            bandwidth=fast,
+            cache_bandwidth=fast,
+            fresh_bandwidth=math.inf,
+            reused_bandwidth=math.inf,
+            launch_seconds=0.0,
+        )
+        bound = unit * space.least(device)
+    return min(figure, bound)
+
+
+def _least_by_sizes(space: SearchSpace, objective: str) -> float:
+    """Return a bound that the sizes of operands and result give: each operand is read, and the result is written."""
+    spec = space.resolved.spec
+    if len(spec.inputs) < 2 or not space.bounded:
+        return 0
+    sizes = dict(spec.sizes)
+    read = [set(plain_axes(term)) for term in spec.inputs if not term_gathers(term)]
+    elements = sum(math.prod(sizes[axis] for axis in axes) for axes in read)
+    size = min(itemsize(space.dtype), *(itemsize(operand.dtype) for operand in space.operands))
+    if objective == "flops":
+        # A product multiplies each element of either operand; a sum adds it.
+        return -(-elements // 2)
+    if objective == "bytes":
+        return elements * size
+    if objective == "time":
+        device = space.device
+        moving = elements * size / max(device.bandwidth, device.cache_bandwidth)
+        return moving * (1 - 1e-9) + (len(spec.inputs) - 1) * device.launch_seconds
+    if objective == "peak":
+        known = set().union(*map(set, map(plain_axes, spec.inputs)))
+        written = set(plain_axes(spec.output)) & known
+        return itemsize(space.dtype) * math.prod(sizes[axis] for axis in written)
+    return 0
