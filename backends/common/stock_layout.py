@@ -43,7 +43,7 @@ def stock_layout(op: Op) -> tuple[int, Layout | None]:
     assert form is not None
     layout = None
     if form.contracted:
-        copied += product_copies(form, inner, [layout for _, layout in read])
+        copied += product_copies(form, inner, tuple(layout for _, layout in read))
         if axes != (*form.batch, *form.right, *form.left):
             layout = reordered((*form.batch, *form.left, *form.right), axes, inner)
     if axes == spec.output:
@@ -52,7 +52,8 @@ def stock_layout(op: Op) -> tuple[int, Layout | None]:
     return copied + elements, layout
 
 
-def product_copies(form: ProductForm, spec: Spec, layouts: Sequence[Layout | None]) -> int:
+@lru_cache(maxsize=65536)
+def product_copies(form: ProductForm, spec: Spec, layouts: tuple[Layout | None, ...]) -> int:
     """Return how many elements of its operands a product of matrices copies."""
     operands = zip(spec.inputs, layouts, form.matrices[:2], strict=True)
     return sum(matrix_copies(term, layout, groups, spec) for term, layout, groups in operands)

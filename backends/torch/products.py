@@ -78,10 +78,10 @@ def _find_slices(op: Op) -> tuple[str, ProductForm] | str:
         m, n, k = (math.prod(sizes[e] for e in g) for g in (left, right, summed))
         part = ProductForm((), left, right, summed, (1, m, n, k))
         inner = Spec(tuple(tuple(e for e in term if e != axis) for term in op.spec.inputs), (), op.spec.sizes)
-        sliced = [
+        sliced = tuple(
             without(layout, term.index(axis), op.spec.shape(term)) if axis in term else layout
             for term, layout in zip(op.spec.inputs, layouts, strict=True)
-        ]
+        )
         if part.contracted and not product_copies(part, inner, sliced):
             return axis, part
     return refusal

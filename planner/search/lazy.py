@@ -11,11 +11,14 @@ of the best tree lies in the *gap*, between the score of the best tree by bounds
 
 from __future__ import annotations
 
+import dataclasses
+import string
 import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from planner.cost.device import Device
+from planner.language.spec import Spec
 from planner.program.build import Lowerer
 from planner.program.ops import Op
 from planner.program.tree import Leaf, Node, Tree
@@ -28,6 +31,9 @@ __all__ = ["LazySearch", "Stop"]
 
 # From so many operands on, steps are listed by numpy, if there are no gathers.
 VECTOR_OPERANDS = 6
+# After so many prices, steps that differ in the names of axes share one. The chosen steps are priced by their own names
+# when the programs are built, which small searches can do without.
+FEW_PRICED = 24
 # "auto" ends a search if a thousand calls would win less than this many picoseconds for each step that may have to be
 # priced: about the time that pricing takes.
 CALLS, STEP_PICOSECONDS = 1_000, 100_000_000
@@ -80,6 +86,7 @@ class LazySearch:
         gradient_operands = sum(needed << operand for operand, needed in enumerate(requires))
         self.bounds = Bounds(objective, device, steps.dtype, gradient_operands, bounded)
         self.priced = 0
+        self._prices: dict[tuple[Op, tuple[bool, ...]], int] = {}
         self.interrupted = False
         # Whether the sets of operands are the numbers of values, or where the values are listed.
         self.values: list[Value] | None = None
@@ -199,11 +206,16 @@ class LazySearch:
             parts: the set of operands of each value that it reads.
         """
         needs = tuple(map(self.bounds.wanted, parts))
-        key = self.lower.key(self.lower(op).cost)
-        if any(needs):
-            key = add_keys(key, *(self.lower.key(step.choice.cost) for step in self.lower.gradients(op, needs)))
-        self.priced += 1
-        return pack(key)
+        if self.priced >= FEW_PRICED:
+            op = _renamed(op)
+        packed = self._prices.get((op, needs))
+        if packed is None:
+            key = self.lower.key(self.lower(op).cost)
+            if any(needs):
+                key = add_keys(key, *(self.lower.key(step.choice.cost) for step in self.lower.gradients(op, needs)))
+            self.priced += 1
+            packed = self._prices[op, needs] = pack(key)
+        return packed
 
     def _leaf_edges(self, operand: int) -> Iterator[tuple[Status, Edge]]:
         """Yield the edges that read an operand, each with the status of its result: as it is, and taking its rows."""
@@ -247,3 +259,20 @@ class LazySearch:
                 tree = Node(edge.op.with_layouts(()), tuple(trees[child] for child in edge.children))
             trees[edge.result] = tree
         return trees[edges[-1].result]
+
+
+def _renamed(op: Op) -> Op:
+    """Return an op with the first letters in place of its axes, in the same order, so that steps differ in sizes only.
+
+    Ops with index arrays are left as they are.
+    """
+    spec = op.spec
+    if spec.gathers:
+        return op
+    names = dict(zip((axis for axis, _ in spec.sizes), string.ascii_lowercase, strict=False))
+    if len(names) < len(spec.sizes):
+        return op
+    inputs = tuple(tuple(names[axis] for axis in term) for term in spec.inputs)  # type: ignore[index]
+    sizes = tuple((names[axis], size) for axis, size in spec.sizes)
+    renamed = Spec(inputs, tuple(names[axis] for axis in spec.output), sizes)  # type: ignore[index]
+    return dataclasses.replace(op, spec=renamed)

@@ -40,6 +40,11 @@ class Bounds:
     gradient_operands: int
     hold: bool
 
+    @property
+    def objectives(self) -> tuple[str, ...]:
+        """The objective, and time, by which ties go. In a search for the least time few trees tie."""
+        return (self.objective,) if self.objective == "time" else (self.objective, "time")
+
     def wanted(self, operands: int) -> bool:
         """Whether the gradient of a value of these operands is needed."""
         return bool(self.gradient_operands & operands)
@@ -107,7 +112,7 @@ def list_edges(
     if bounds.hold and unary:
         values = list(numbers)
         wanted = np.array([bounds.wanted(values[edge.result].operands) for edge in unary])
-        _set_keys(unary, unary_floor(bounds.objective, bounds.device, wanted))
+        _set_keys(unary, [unary_floor(objective, bounds.device, wanted) for objective in bounds.objectives])
     return list(numbers), edges
 
 
@@ -125,9 +130,12 @@ def _ascending_sets(everything: int, splits: Splits) -> list[int]:
     return sorted(seen, key=lambda operands: (operands.bit_count(), operands))
 
 
-def _set_keys(edges: Sequence[Edge], floors: Any) -> None:
-    for edge, floor in zip(edges, floors, strict=True):
-        edge.key = pack((int(floor), 0, 0, 0))
+def _set_keys(edges: Iterable[Edge], floors: Sequence[Any]) -> None:
+    """Set the keys of edges to their lower bounds: those on the score, and on the time where ties go by it."""
+    first, *rest = floors
+    second = rest[0] if rest else np.zeros_like(first)
+    for edge, least, seconds in zip(edges, first.tolist(), second.tolist(), strict=True):
+        edge.key = pack((int(least), int(seconds), 0, 0))
 
 
 class _Products:
@@ -149,8 +157,8 @@ class _Products:
 
     def add(self, edge: Edge, a: Value, b: Value, result: Value) -> None:
         """Note a product."""
-        if not self.bounds.hold:
-            return
+        if not self.bounds.hold or self.network.everything == 0b11 and not self.network.gathers:
+            return  # the only product is priced in any case
         network = self.network
         terms = [network.value_axes(value) for value in (a, b, result)]
         elements = [self.size(term) for term in terms]
@@ -185,20 +193,21 @@ class _Products:
 
     def bound_edges(self) -> None:
         """Set the keys of all edges to their lower bounds."""
-        bounds = self.bounds
-        known = bounds.objective, bounds.device, bounds.dtype
+        device, dtype, objectives = self.bounds.device, self.bounds.dtype, self.bounds.objectives
         edges, rows = self._plain
         if edges:
             joint, a, b, out, *wanted = np.array(rows, dtype=float).T
-            empty = joint == 0
+            empty, any_wanted = joint == 0, np.maximum(*wanted)
             joint, a, b, out = (np.where(empty, 1.0, size) for size in (joint, a, b, out))
-            floors = product_floor(*known, joint, (a, b, out), wanted)
-            least = unary_floor(bounds.objective, bounds.device, np.maximum(*wanted))
-            _set_keys(edges, np.where(empty, least, floors))
+            floors = []
+            for objective in objectives:
+                floor = product_floor(objective, device, dtype, joint, (a, b, out), wanted)
+                floors.append(np.where(empty, unary_floor(objective, device, any_wanted), floor))
+            _set_keys(edges, floors)
         edges, rows = self._gathered
         if edges:
             joint, elements, *wanted = np.array(rows, dtype=float).T
-            _set_keys(edges, gathered_floor(*known, joint, elements, wanted))
+            _set_keys(edges, [gathered_floor(name, device, dtype, joint, elements, wanted) for name in objectives])
 
 
 @lru_cache(maxsize=64)
@@ -293,9 +302,12 @@ class VectorListing:
 
     def edges(self) -> Iterator[Edge]:
         """Yield the steps that are left, those into a value before those that read it."""
-        for block in reversed(self._survivors):
-            for union, left, right, floor in zip(*(column.tolist() for column in block), strict=True):
-                yield Edge(union, (left, right), pack((int(floor), 0, 0, 0)))
+        for union, left, right, floors in reversed(self._survivors):
+            columns = zip(union.tolist(), left.tolist(), right.tolist(), strict=True)
+            edges = [Edge(result, (a, b), 0) for result, a, b in columns]
+            times = [self._floors(name, union, left, right) for name in self.bounds.objectives[1:]]
+            _set_keys(edges, [floors, *times])
+            yield from edges
 
     def _bounded_blocks(self, reverse: bool = False) -> Iterator[tuple[Any, Any, Any, Any]]:
         if self._kept:
@@ -303,17 +315,18 @@ class VectorListing:
             return
         blocks = _blocks(self.operands)
         for union, left, right in reversed(list(blocks)) if reverse else blocks:
-            block = (union, left, right, self._floors(union, left, right))
+            floors = self._floors(self.bounds.objective, union[:, None], left, right)
+            block = (union, left, right, floors)
             if self.operands <= KEPT_OPERANDS:
                 self._kept.append(block)
             yield block
 
-    def _floors(self, union: Any, left: Any, right: Any) -> Any:
+    def _floors(self, objective: str, union: Any, left: Any, right: Any) -> Any:
         bounds = self.bounds
         joint = self._size(self._axes[left] | self._axes[right])
-        terms = (self._elements[left], self._elements[right], self._elements[union][:, None])
+        terms = (self._elements[left], self._elements[right], self._elements[union])
         wanted = (self._wanted[left], self._wanted[right]) if bounds.gradient_operands else (False, False)
-        return product_floor(bounds.objective, bounds.device, bounds.dtype, joint, terms, wanted)
+        return product_floor(objective, bounds.device, bounds.dtype, joint, terms, wanted)
 
     def _value_axes(self) -> tuple[Any, Any]:
         """Return the axes of the value of each set of operands, and their numbers of elements."""
