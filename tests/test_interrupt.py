@@ -11,63 +11,74 @@ from laws import needing_gradients
 
 import planner
 from planner.search.dynamic import Search
+from planner.search.lazy import LazySearch
 
 SPEC = "ab,bc,cd,de->ae"
 OPERANDS = [np.arange(float(n * m)).reshape(n, m) % 3 for n, m in ((4, 3), (3, 6), (6, 2), (2, 5))]
-EXPECTED = np.linalg.multi_dot(OPERANDS)
 
 
-def interrupt(monkeypatch, method, at):
-    """Raise KeyboardInterrupt at a call of the search's method, once; return a list that grows with each call."""
-    calls, plain = [], getattr(Search, method)
+def interrupt(monkeypatch, at, methods=((Search, "extend"), (LazySearch, "price"))):
+    """Raise KeyboardInterrupt at a call of the searches' methods, once; return a list that grows with each call."""
+    calls = []
 
-    def counted(search, *arguments):
-        calls.append(method)
-        if len(calls) == at:
-            raise KeyboardInterrupt
-        return plain(search, *arguments)
+    def count(kind, method):
+        plain = getattr(kind, method)
 
-    monkeypatch.setattr(Search, method, counted)
+        def counted(search, *arguments):
+            calls.append(method)
+            if len(calls) == at:
+                raise KeyboardInterrupt
+            return plain(search, *arguments)
+
+        monkeypatch.setattr(kind, method, counted)
+
+    for kind, method in methods:
+        count(kind, method)
     return calls
 
 
-def steps(monkeypatch, **options):
-    """The number of steps that a search scores."""
+def steps(monkeypatch, spec=SPEC, operands=OPERANDS, **options):
+    """The number of steps that the searches price or score."""
     with monkeypatch.context() as patched:
-        calls = interrupt(patched, "extend", None)
-        planner.plan(SPEC, *OPERANDS, **options)
+        calls = interrupt(patched, None)
+        planner.plan(spec, *operands, **options)
     return len(calls)
+
+
+# The best tree of the chain is the first one that a search for the least time prices.
+STAR = "abc,abd,abe,abf,abg->acd", [np.arange(9.0 * n).reshape(3, 3, n) % 3 for n in (2, 4, 3, 5, 2)]
 
 
 @pytest.mark.parametrize("objective", ["time", "peak"])
 @pytest.mark.parametrize("limit", [None, 10**9])
 def test_ctrl_c_gives_the_best_so_far_or_goes_through(monkeypatch, objective, limit):
-    options = {"minimize": objective, "memory_limit": limit}
-    whole = planner.plan(SPEC, *OPERANDS, **options)
+    spec, operands = (SPEC, OPERANDS) if objective == "peak" else STAR
+    options = {"minimize": objective, "memory_limit": limit, "optimize": "optimal"}
+    whole = planner.plan(spec, *operands, **options)
     outcomes = []
-    for at in range(1, steps(monkeypatch, **options) + 1, 3):
+    for at in range(1, steps(monkeypatch, spec, operands, **options) + 1, 3):
         with monkeypatch.context() as patched:
-            interrupt(patched, "extend", at)
+            interrupt(patched, at)
             try:
-                plan = planner.plan(SPEC, *OPERANDS, **options)
+                plan = planner.plan(spec, *operands, **options)
             except KeyboardInterrupt:
                 outcomes.append("through")
                 continue
-        np.testing.assert_array_equal(plan(*OPERANDS), EXPECTED)
+        np.testing.assert_array_equal(plan(*operands), np.einsum(spec, *operands))
         outcomes.append(plan.origin.split(":")[0])
         assert outcomes[-1] == "interrupted"
         assert not plan.proven
         assert "not proven" in str(plan)
         assert planner.Plan.from_json(plan.to_json()) == plan
         assert plan.cost.seconds >= whole.cost.seconds or objective == "peak"
-    # The greedy search comes first: nothing is there before its end, and something is ever after. The last search of
-    # all prices the naive way, and without it there is no plan.
+    # Nothing is there before the end of the greedy search, or before a first tree is priced; something is ever after.
+    # The last search of all prices the naive way, and without it there is no plan.
     assert re.fullmatch("t+i+t*", "".join(outcome[0] for outcome in outcomes))
 
 
 def test_an_interrupted_search_that_is_within_no_limit_goes_through(monkeypatch):
     options = {"memory_limit": planner.plan(SPEC, *OPERANDS, minimize="peak").cost.peak_bytes}
-    interrupt(monkeypatch, "extend", steps(monkeypatch, minimize="time") // 2)
+    interrupt(monkeypatch, steps(monkeypatch, minimize="time") // 2)
     try:
         plan = planner.plan(SPEC, *OPERANDS, **options)
     except KeyboardInterrupt:
@@ -82,7 +93,7 @@ def test_ctrl_c_among_loops_over_slices_is_never_lost(monkeypatch):
     def plan(at):
         """The plan if Ctrl-C is pressed at a step, and how many steps were scored; None if it went through."""
         with monkeypatch.context() as patched:
-            calls = interrupt(patched, "extend", at)
+            calls = interrupt(patched, at)
             try:
                 return planner.plan(spec, *shapes, **options), len(calls)
             except KeyboardInterrupt:
@@ -97,6 +108,6 @@ def test_ctrl_c_among_loops_over_slices_is_never_lost(monkeypatch):
 
 @pytest.mark.parametrize("at", [1, 200, 400])
 def test_ctrl_c_gives_the_front_so_far(monkeypatch, at):
-    interrupt(monkeypatch, "offer", at)
+    interrupt(monkeypatch, at, [(Search, "offer"), (LazySearch, "price")])
     with pytest.raises(KeyboardInterrupt) if at == 1 else contextlib.nullcontext():
         assert len(planner.tradeoff(SPEC, *needing_gradients(*(x.shape for x in OPERANDS)), backend="numpy")) >= 1

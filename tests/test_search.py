@@ -159,7 +159,8 @@ def test_ten_operands_are_searched_exactly_by_default(spec, objective):
     shapes = [(8,) * len(term) for term in spec.split("->")[0].split(",")]
     operands = [planner.Operand(shape, requires_grad=objective != "peak") for shape in shapes]
     plan = planner.plan(spec, *operands, backend="numpy", minimize=objective)
-    assert plan.proven
+    # A search for the least time ends where a thousand calls would not win the time that it takes.
+    assert plan.proven or (objective == "time" and plan.gap < 0.05)
     assert plan.origin == f"exact, {objective}"
 
 
@@ -555,12 +556,14 @@ def test_few_steps_are_priced(operands, work):
 
 def test_auto_ends_where_little_can_be_won(work):
     """A search ends when a thousand calls would win less than the time that pricing has taken."""
-    case, large = (chain([size * (i % 5 + 2) for i in range(13)]) for size in (1, 100))
-    for few, some in ((case, large),):
-        assert planner.plan(few.spec, *few.shapes, backend="numpy").gap < 0.2
-        first = sum(work)
-        assert planner.plan(some.spec, *some.shapes, backend="numpy").gap == 0
-        assert first < sum(work) - first
+    spec = ",".join("ab" + x for x in "cdefghijkl") + "->acd"
+    for size, proven in ((8, False), (80, True)):
+        shapes = [tuple(size if axis in "ab" else 8 for axis in term) for term in spec.split("->")[0].split(",")]
+        plan = planner.plan(spec, *shapes, backend="numpy")
+        assert plan.gap < 0.05
+        assert plan.proven == proven
+    little, much = work
+    assert little < much
 
 
 def test_a_deadline_ends_a_search_with_what_it_has():

@@ -13,7 +13,7 @@ from planner.cost.device import Device
 from planner.cost.floor import gathered_floor, product_floor, unary_floor
 from planner.language.errors import SearchLimitError
 from planner.search.graph import Edge, first_of, pack
-from planner.search.network import POOL, ROWS, SCATTER, Network, Status, Value
+from planner.search.network import POOL, SCATTER, Network, Status, Value
 from planner.search.steps import Splits, ascending
 
 __all__ = ["Bounds", "VectorListing", "list_edges"]
@@ -162,33 +162,41 @@ class _Products:
         network = self.network
         terms = [network.value_axes(value) for value in (a, b, result)]
         elements = [self.size(term) for term in terms]
-        joined, share, changed = 0, 1.0, 0
+        share, gathers = 1.0, 0
         for factor, status in enumerate(result.status):
-            before = max(a.status[factor], b.status[factor])
-            if (before == POOL and status != POOL) or (before == ROWS and status == SCATTER):
-                pool, rows = network.pools[factor], network.rows[factor]
-                share = self._share(pool, rows, terms)
-                terms = [term & ~pool | rows if term & pool else term for term in terms]
-                changed += 1
+            pool, rows = network.pools[factor], network.rows[factor]
+            before = a.status[factor], b.status[factor]
+            if max(before) == SCATTER:
+                continue  # the other value joins on the pool axis
+            takes = [
+                status != POOL and old == POOL and bool(term & pool) for old, term in zip(before, terms, strict=False)
+            ]
+            indexed = (*takes, status == SCATTER)
+            if any(indexed):
+                gathers += 1
+                share = self._share(pool, rows, [term for i, term in enumerate(terms) if not indexed[i]])
+                terms = [term & ~pool | rows if indexed[i] else term for i, term in enumerate(terms)]
         joined = terms[0] | terms[1] | terms[2]
         wanted = (self.bounds.wanted(a.operands), self.bounds.wanted(b.operands))
-        if changed:
-            joint = self.size(joined) * (share if changed == 1 else 1.0)
+        if gathers:
+            joint = self.size(joined) * (share if gathers == 1 else 1.0)
             self._gathered[0].append(edge)
             self._gathered[1].append((joint, sum(elements), *wanted))
         else:
             self._plain[0].append(edge)
             self._plain[1].append((self.size(joined), *elements, *wanted))
 
-    def _share(self, pool: int, rows: int, terms: list[int]) -> float:
+    def _share(self, pool: int, rows: int, others: list[int]) -> float:
         """Return which share of the joint elements must be multiplied if the product is made with the whole pool.
 
         Instead of the rows that are chosen for each query, all rows of the pool are multiplied, once.
+
+        Args:
+            pool: the pool axis.
+            rows: the axes of the index array.
+            others: the terms that it does not index.
         """
-        others = [term for term in terms if not term & pool]
-        chosen = rows
-        if len(others) == 2:
-            chosen &= ~(others[0] & others[1])
+        chosen = rows & ~(others[0] & others[1]) if len(others) == 2 else rows
         return min(1.0, self.size(pool) / max(1.0, self.size(chosen)))
 
     def bound_edges(self) -> None:

@@ -1,0 +1,80 @@
+"""Lower bounds on steps: no implementation of any backend costs less, on any device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from conftest import examples, installed_frameworks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cost.device import CPU, GPU, H100, TPU_V5E, Device
+from planner.cost.objective import step_key
+from planner.language.resolve import resolve_shapes
+from planner.language.spec import replace_gathers
+from planner.program.build import Lowerer
+from planner.program.frameworks import load_backend
+from planner.search.graph import unpack
+from planner.search.lazy import LazySearch
+from planner.search.listing import list_edges
+from planner.search.network import Network
+from planner.search.space import ADDITIVE, OPTIMAL
+from planner.search.steps import NetworkSteps, all_splits
+from planner.testing import problems
+
+SIZES = st.sampled_from((1, 2, 3, 7, 16, 100, 1_000, 30_000))
+RATES = st.sampled_from((1e6, 1e9, 1e10, 1e11, 1e13, float("inf")))
+# Rates that no preset has: slow products beside a fast memory, and the other way round.
+DEVICES = st.one_of(
+    st.sampled_from((CPU, GPU, H100, TPU_V5E)),
+    st.builds(
+        Device,
+        name=st.just("drawn"),
+        flop_rate=RATES,
+        bandwidth=RATES,
+        fresh_bandwidth=RATES,
+        fresh_bytes=st.sampled_from((0, 1 << 12, 1 << 25)),
+        skinny_rate=RATES,
+        half_rate=st.sampled_from((0.0, 1e9, 1e14)),
+        launch_seconds=st.sampled_from((0.0, 3e-6)),
+        matrix_seconds=st.sampled_from((0.0, 1e-7)),
+        kind=st.sampled_from(("cpu", "cuda")),
+    ),
+)
+
+
+def resized(spec, draw_size):
+    """The spec with other sizes; an index array reads dimensions of one size."""
+    sizes = tuple((axis, draw_size()) for axis, _ in spec.sizes)
+    pools = {gather: dataclasses.replace(gather, size=draw_size()) for gather in spec.gathers}
+    terms = [replace_gathers(term, pools.__getitem__) for term in spec.terms]
+    return dataclasses.replace(spec, inputs=tuple(terms[:-1]), output=terms[-1], sizes=sizes)
+
+
+@pytest.mark.parametrize("objective", ADDITIVE)
+@settings(max_examples=examples(120, 2000))
+@given(
+    problems(min_operands=1, max_operands=3),
+    st.sampled_from(installed_frameworks()),
+    DEVICES,
+    st.sampled_from(("float32", "float64", "bfloat16")),
+    st.data(),
+)
+def test_no_step_costs_less_than_its_bound(objective, case, backend, device, dtype, data):
+    shapes = {name: index.shape for name, index in case.indices.items()}
+    resolved = resolve_shapes(case.spec, case.shapes, shapes, case.sizes)
+    spec = resized(resolved.spec, lambda: data.draw(SIZES))
+    steps = NetworkSteps(Network(spec), (None,) * len(spec.inputs), dtype)
+    requires = data.draw(st.tuples(*[st.booleans()] * len(spec.inputs)))
+    table = load_backend(backend).table
+    assert all(row.bounded for row in table.rows.values())
+    lower = Lowerer(lambda op: table.choices(op, device), step_key(objective))
+    search = LazySearch(steps, requires, lower, objective, device, True, OPTIMAL)
+    values, edges = list_edges(steps.network, search._leaf_edges, all_splits, search.bounds, OPTIMAL.listed)
+    search.values = values
+    for edge in edges:
+        if not edge.priced:
+            least = unpack(edge.key)
+            search._price_edge(edge)
+            assert unpack(edge.key)[:1] >= least[:1], (str(edge.op), least, unpack(edge.key))
