@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from planner.cost.objective import plan_key
 from planner.language.dtypes import itemsize
 from planner.language.spec import plain_axes, term_gathers
-from planner.program.frameworks import load_backend
 from planner.program.loops import device_in_loop
 from planner.search.slicing import is_large
 from planner.search.space import Candidate, SearchSpace
@@ -20,8 +19,7 @@ __all__ = ["lower_bound"]
 def lower_bound(space: SearchSpace, best: Candidate, candidates: Sequence[Candidate]) -> float | None:
     """Return what no plan of a contraction costs less than, as the objective measures it.
 
-    The bound of a proven plan is its own cost. It holds for plans whose intermediates are row-major, as "proven" does.
-    Any other bound holds whatever the layouts, and for loops over slices too.
+    As "proven" does, it holds for plans whose intermediates are row-major. It holds for loops over slices too.
 
     Args:
         space: the contraction.
@@ -37,14 +35,13 @@ def lower_bound(space: SearchSpace, best: Candidate, candidates: Sequence[Candid
     figure: float = plan_key(objective)(best.cost)[0]
     # Loops over slices read and write the cache. They are faster only if values are too large for it.
     loops = objective == "time" and is_large(min((c.programs for c in candidates), key=lambda p: p.cost.seconds))
-    if best.proven and not loops:
-        return figure
     unit = 1e-12 if objective == "time" else 1
     bound = _least_by_sizes(space, objective)
     for candidate in candidates:
         if candidate.found is not None:
-            strided = load_backend(space.backend).strided
-            bound = max(bound, unit * (candidate.found.least if strided else candidate.found.bound))
+            bound = max(bound, unit * candidate.found.bound)
+    if best.proven and not loops:
+        return figure
     if loops:
         fast = max(space.device.bandwidth, space.device.cache_bandwidth)
         device = dataclasses.replace(
@@ -55,7 +52,7 @@ def lower_bound(space: SearchSpace, best: Candidate, candidates: Sequence[Candid
             reused_bandwidth=math.inf,
             launch_seconds=0.0,
         )
-        bound = unit * space.least(device)
+        bound = max(_least_by_sizes(space, objective), unit * space.least(device))
     return min(figure, bound)
 
 

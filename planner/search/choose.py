@@ -17,6 +17,7 @@ from planner.search.bounds import lower_bound
 from planner.search.refine import order_children, quicken_steps
 from planner.search.slicing import fastest, loop_candidates
 from planner.search.space import ADDITIVE, Candidate, SearchSpace, run_searches
+from planner.search.steps import SearchResult
 
 __all__ = ["make_plan", "naive_cost"]
 
@@ -120,7 +121,11 @@ def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) 
     for result, lower, search_name in run_searches(space, space.options.optimize, objective, limits):
         programs = space.programs(result.tree, lower)
         exact = result.exact and search_name == "exact"
-        proven = exact and can_prove and programs.row_major
+        # The search takes intermediates to be row-major. In other layouts they may cost more, or less.
+        as_searched = programs.row_major or (
+            objective in ADDITIVE and plan_key(objective)(programs.cost)[0] <= _score(objective, result)
+        )
+        proven = exact and can_prove and as_searched
         origin = f"{search_name}, {objective}"
         bounds = can_prove and limits == NO_LIMITS and objective in ADDITIVE and search_name == "exact"
         found = result if bounds else None
@@ -128,6 +133,12 @@ def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) 
         if any(space.requires) and not (limits == NO_LIMITS and proven):
             bare = keep_values(result.tree, False)
             yield Candidate(space.programs(bare, lower), bare, lower, False, origin)
+
+
+def _score(objective: str, result: SearchResult) -> float:
+    """Return the score of a search, as plans measure it."""
+    first: int = result.score[0][0]
+    return first * 1e-12 if objective == "time" else first
 
 
 def _limit_error(candidates: Sequence[Candidate], limits: Limits) -> PlannerLimitError:

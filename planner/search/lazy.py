@@ -37,6 +37,8 @@ FEW_PRICED = 24
 # "auto" ends a search if a thousand calls would win less than this many picoseconds for each step that may have to be
 # priced: about the time that pricing takes.
 CALLS, STEP_PICOSECONDS = 1_000, 100_000_000
+# Most steps never have to be priced: at the end it was at most so many times as many as before.
+PRICED_AGAIN = 4
 
 
 class Stop(NamedTuple):
@@ -97,9 +99,9 @@ class LazySearch:
         last = self.steps.last()
         last_key = 0 if last is None else self.price(last, (network.everything,))
         if splits is None and self._uses_vectors():
-            edges, key, bound, least = self._search_vectors()
+            edges, key, bound = self._search_vectors()
         else:
-            edges, key, bound, least = self._search_listed(splits or all_splits)
+            edges, key, bound = self._search_listed(splits or all_splits)
         tree = self._build(edges)
         if last is not None:
             tree = Node(last.with_layouts(()), (tree,))
@@ -109,7 +111,6 @@ class LazySearch:
             exact=bound == key,
             interrupted=self.interrupted,
             bound=first_of(bound + last_key),
-            least=least,
         )
 
     def least(self) -> int:
@@ -126,19 +127,17 @@ class LazySearch:
         many = len(network.leaves) >= VECTOR_OPERANDS and len(network.axes) < 63
         return many and not network.gathers and self.bounds.hold and 0 not in network.sizes.values()
 
-    def _search_listed(self, splits: Splits) -> tuple[list[Edge], int, int, int]:
+    def _search_listed(self, splits: Splits) -> tuple[list[Edge], int, int]:
         """Search with all steps listed one by one."""
         self.values, edges = list_edges(self.network, self._leaf_edges, splits, self.bounds, self.stop.listed)
         graph = StepGraph(edges, self.values.index(self.steps.final))
-        least = first_of(graph.key)
-        return *self._solve(graph, None), least
+        return self._solve(graph, None)
 
-    def _search_vectors(self) -> tuple[list[Edge], int, int, int]:
+    def _search_vectors(self) -> tuple[list[Edge], int, int]:
         """Search with all steps listed by numpy, and only those one by one that can still win."""
         leaves = [edge for operand in range(len(self.network.leaves)) for _, edge in self._leaf_edges(operand)]
         listing = VectorListing(self.network, [edge.key for edge in leaves], self.bounds)
-        least = int(listing.least)
-        bound = pack((least, 0, 0, 0))
+        bound = pack((int(listing.least), 0, 0, 0))
         priced: dict[tuple[int, int], Edge] = {}
         for union, left in listing.best_splits():
             edge = priced[union, left] = Edge(union, (left, union ^ left), 0)
@@ -147,10 +146,10 @@ class LazySearch:
         key = sum(edge.key for edge in edges)
         left_over = listing.drop_worse(first_of(key))
         if self._ends(key - bound, left_over - len(priced)):
-            return edges, key, min(bound, key), least
+            return edges, key, min(bound, key)
         listed = [priced.get((edge.result, edge.children[0]), edge) for edge in listing.edges()]
         graph = StepGraph([*leaves, *listed], self.network.everything)
-        return *self._solve(graph, (edges, key)), least
+        return self._solve(graph, (edges, key))
 
     def _solve(self, graph: StepGraph, incumbent: tuple[list[Edge], int] | None) -> tuple[list[Edge], int, int]:
         """Return the steps of the best tree, its key, and a lower bound on the key of any tree."""
@@ -193,7 +192,7 @@ class LazySearch:
         stop = self.stop
         if self.priced > stop.priced or (stop.deadline is not None and time.monotonic() > stop.deadline):
             return True
-        steps = min(left, self.priced)
+        steps = min(left, PRICED_AGAIN * self.priced)
         return stop.gains and self.bounds.objective == "time" and first_of(gap) * CALLS < STEP_PICOSECONDS * steps
 
     # -- steps ---------------------------------------------------------------------------------------
@@ -210,10 +209,10 @@ class LazySearch:
             op = _renamed(op)
         packed = self._prices.get((op, needs))
         if packed is None:
-            key = self.lower.key(self.lower(op).cost)
-            if any(needs):
-                key = add_keys(key, *(self.lower.key(step.choice.cost) for step in self.lower.gradients(op, needs)))
-            self.priced += 1
+            gradients = self.lower.gradients(op, needs) if any(needs) else ()
+            costs = [self.lower(op).cost, *(step.choice.cost for step in gradients)]
+            key = add_keys(*map(self.lower.key, costs))
+            self.priced += len(costs)
             packed = self._prices[op, needs] = pack(key)
         return packed
 

@@ -40,11 +40,11 @@ __all__ = [
 ADDITIVE = ("time", "flops", "bytes")
 # What searches may do: with "auto", with "optimal", over a path, and for the trees of a slice, of which there may be
 # many. Scoring a step takes 50 to 250 us, pricing one some 200 us, listing one some 5 us.
-AUTO = Stop(priced=3_000, listed=40_000, scored=32_000, operands=14, gains=True)
+AUTO = Stop(priced=1_000, listed=40_000, scored=32_000, operands=14, gains=True)
 OPTIMAL = Stop(priced=1_000_000, listed=1_000_000, scored=3_000_000, operands=16)
 PATH_WORK = 4_000
 PATH_STOP = Stop(priced=PATH_WORK, listed=40_000, scored=PATH_WORK, operands=0)
-SLICE_STOP = Stop(priced=200, listed=4_000, scored=1_000, operands=10, gains=True)
+SLICE_STOP = Stop(priced=60, listed=2_000, scored=1_000, operands=10, gains=True)
 # A search that scores steps is tried if there are at most this many times as many steps as it may score: most steps are
 # ruled out before they are scored.
 MOST_TRIED = 12

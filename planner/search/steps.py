@@ -28,7 +28,6 @@ class SearchResult:
         exact: whether no better tree exists in the space that was searched.
         interrupted: whether Ctrl-C ended the search. Then the tree is the best that was found until then.
         bound: the score that no tree in that space is below.
-        least: the score that no tree is below, whatever the layouts of its values.
     """
 
     tree: Tree
@@ -36,7 +35,6 @@ class SearchResult:
     exact: bool
     interrupted: bool = False
     bound: int = 0
-    least: int = 0
 
 
 def all_splits(operands: int) -> Iterable[tuple[int, int]]:

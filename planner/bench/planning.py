@@ -1,0 +1,118 @@
+"""Times cold plans, and says how far from the best possible they may be: `python -m planner.bench.planning`.
+
+The networks are drawn with a fixed seed. Each plan is made once, so that nothing of it is known before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import planner
+from planner.language.spec import Operand, unused_letters
+
+__all__ = ["main"]
+
+Problem = tuple[str, list[tuple[int, ...]], dict[str, tuple[int, ...]]]
+KINDS = ("chain", "dense", "gathers")
+
+
+def chain(operands: int, draw: random.Random) -> Problem:
+    """Return a chain of matrices."""
+    axes = unused_letters((), operands + 1)
+    sizes = [draw.choice((3, 5, 8, 16, 33, 64, 100)) for _ in axes]
+    terms = [axes[i] + axes[i + 1] for i in range(operands)]
+    return f"{','.join(terms)}->{axes[0]}{axes[-1]}", [(sizes[i], sizes[i + 1]) for i in range(operands)], {}
+
+
+def dense(operands: int, draw: random.Random) -> Problem:
+    """Return a connected network in which an operand shares axes with three others on average; two axes are kept."""
+    pairs = [(draw.randrange(i), i) for i in range(1, operands)]
+    while len(pairs) < operands * 3 // 2:
+        first, second = sorted(draw.sample(range(operands), 2))
+        pairs.append((first, second))
+    axes = unused_letters((), len(pairs) + 2)
+    sizes = {axis: draw.choice((2, 3, 4, 5, 8, 9)) for axis in axes}
+    terms: list[list[str]] = [[] for _ in range(operands)]
+    for axis, pair in zip(axes, pairs, strict=False):
+        for operand in pair:
+            terms[operand].append(axis)
+    kept = axes[len(pairs) :]
+    for axis, operand in zip(kept, draw.sample(range(operands), 2), strict=True):
+        terms[operand].append(axis)
+    for term in terms:
+        draw.shuffle(term)
+    spec = f"{','.join(map(''.join, terms))}->{''.join(kept)}"
+    return spec, [tuple(sizes[axis] for axis in term) for term in terms], {}
+
+
+def gathers(operands: int, draw: random.Random) -> Problem:
+    """Return a dense network of which one operand is read through an index array."""
+    spec, shapes, _ = dense(operands, draw)
+    inputs, output = spec.split("->")
+    terms = inputs.split(",")
+    index, rows = unused_letters(spec, 2)
+    operand, count = draw.randrange(operands), draw.choice((4, 30, 200))
+    terms[operand] = f"{index}[{rows}]{terms[operand]}"
+    shapes[operand] = (draw.choice((3, 20, 50)), *shapes[operand])
+    return f"{','.join(terms)}->{output}{rows}", shapes, {index: (count,)}
+
+
+def options_of(indices: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Return index arrays as keywords of a call."""
+    return dict(indices)
+
+
+MAKERS: dict[str, Callable[[int, random.Random], Problem]] = {"chain": chain, "dense": dense, "gathers": gathers}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a line for each number of operands: times of cold plans, and gaps."""
+    parser = argparse.ArgumentParser(prog="python -m planner.bench.planning", description=__doc__)
+    parser.add_argument("--backend", default="torch")
+    parser.add_argument("--operands", type=int, nargs="+", default=[2, 4, 6, 8, 10, 12, 14])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["chain", "dense"])
+    parser.add_argument("--optimize", default="auto")
+    parser.add_argument("--minimize", default="time")
+    parser.add_argument("--each", type=int, default=20, help="how many networks of each kind")
+    options = parser.parse_args(arguments)
+    planner.plan("ab,bc->ac", (2, 3), (3, 4), backend=options.backend)  # loads the backend
+    print("operands  gradients  median ms   95% ms   max ms  median gap  95% gap  proven")
+    for operands in options.operands:
+        for needs in (False, True):
+            times, gaps, proven = [], [], 0
+            for kind in options.kinds:
+                for number in range(options.each):
+                    draw = random.Random(f"{kind} {operands} {number} {needs}")
+                    spec, shapes, indices = MAKERS[kind](operands, draw)
+                    stand_ins = [Operand(shape, requires_grad=needs) for shape in shapes]
+                    start = time.perf_counter()
+                    plan = planner.plan(
+                        spec,
+                        *stand_ins,
+                        backend=options.backend,
+                        optimize=options.optimize,
+                        minimize=options.minimize,
+                        **options_of(indices),
+                    )
+                    times.append(1e3 * (time.perf_counter() - start))
+                    gaps.append(plan.gap or 0.0)
+                    proven += plan.proven
+            times.sort()
+            gaps.sort()
+            late = len(times) * 95 // 100
+            print(
+                f"{operands:8}  {'yes' if needs else 'no':9}  {statistics.median(times):9.2f}  {times[late]:7.2f}"
+                f"  {times[-1]:7.2f}  {statistics.median(gaps):10.1%}  {gaps[late]:7.1%}  {proven:3} of {len(times)}",
+                flush=True,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
