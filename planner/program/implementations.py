@@ -408,6 +408,21 @@ class Backend(Protocol):
         """Return a context for measuring. Tools that watch the operators around a call do not see what runs in it."""
         return nullcontext()
 
+    def to_numpy(self, array: Any, dtype: str) -> Any:
+        """Return an array's values, cast to a dtype, as a NumPy array: without a copy if they lie in the host's memory.
+
+        Values of a dtype that NumPy lacks are returned as their bits. Only `from_numpy` can read those.
+        """
+        ...
+
+    def from_numpy(self, values: Any, dtype: str, device: str) -> Any:
+        """Return the array of a dtype that `to_numpy` turned into `values`; `device` is the name of its device.
+
+        Raises:
+            PlannerError: the framework would take another dtype.
+        """
+        ...
+
     def pins_tiles(self) -> bool:
         """Whether the tiles of a kernel depend on the problem alone, and never on measurements."""
         return False
