@@ -188,11 +188,24 @@ Lowering = Implementation
 
 
 class Table:
-    """The implementations that one backend has. A new kernel, or one of a user's own, is one more row."""
+    """The implementations that one backend has. A new kernel, or one of a user's own, is one more row.
+
+    Attributes:
+        rows: the implementations by name.
+        priced: how many ops `choices` has priced.
+    """
 
     def __init__(self, rows: Sequence[Implementation]) -> None:
         self.rows = {row.name: row for row in rows}
+        self.priced, self._given = 0, tuple(self.rows.values())
         self._choices: dict[tuple[Op, Device], tuple[PricedImplementation, ...]] = {}
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether rows were added, replaced or removed after the table was made."""
+        return len(self.rows) != len(self._given) or any(
+            a is not b for a, b in zip(self.rows.values(), self._given, strict=True)
+        )
 
     def choices(self, op: Op, device: Device) -> tuple[PricedImplementation, ...]:
         """Return the implementations of an op and their costs, without variants.
@@ -200,6 +213,7 @@ class Table:
         There may be none for a joint gradient. Then each gradient is a step of its own.
         """
         if isinstance(op, Loop):  # the search prices thousands, and keeps few
+            self.priced += 1
             return (_price(self.rows[LOOP], op, device),)
         choices = self._choices.get((op, device))
         if choices is None:
@@ -208,6 +222,7 @@ class Table:
                 for row in self.rows.values()
                 if not row.variant_of and row.refusal(op, device) is None
             )
+            self.priced += 1
             if len(self._choices) > 100_000:
                 self._choices.clear()
             self._choices[op, device] = choices
