@@ -177,6 +177,13 @@ def test_slices_compute_no_gradients(torch):
         torch.func.vmap(lambda x: plan.slices(x, b))(torch.ones(2, 4, 3))
 
 
+def test_arrays_without_values_have_no_slices(torch):
+    plan = planner.plan("q[n]j, jk -> nk", (4, 3), (3, 2), q=(5,), backend="torch")
+    arrays = [torch.ones(shape, device="meta") for shape in ((4, 3), (3, 2))]
+    with pytest.raises(planner.PlannerError, match="operand 0 is a meta or fake tensor: it has no values"):
+        plan.slices(*arrays, q=torch.zeros(5, dtype=torch.int64, device="meta"))
+
+
 def test_traced_arrays_have_no_slices(jax):
     plan = planner.plan("ij, jk -> ik", (4, 3), (3, 2), backend="jax")
     with pytest.raises(planner.PlannerError, match="operand 0 is traced"):

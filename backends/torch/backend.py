@@ -183,7 +183,7 @@ class TorchBackend(Backend):
         if transformed() or torch.compiler.is_compiling():
             raise PlannerError("arrays have no values inside a transform or a compiled function; call this outside")
         arrays = [(f"operand {number}", x) for number, x in enumerate(operands)]
-        arrays += [(f"index array {n!r}", getattr(q, "values", q)) for n, q in indices.items()]
+        arrays += [(f"index array {n!r}", q.values if isinstance(q, TorchIndex) else q) for n, q in indices.items()]
         for label, x in arrays:
             if isinstance(x, Tensor) and dataless(x):
                 raise PlannerError(f"{label} is a meta or fake tensor: it has no values; pass a real tensor")
