@@ -72,7 +72,7 @@ def test_a_plan_that_is_read_is_the_plan_that_was_searched(backend, every_search
     pytest.importorskip(backend, reason=f"{backend} is not installed")
     kinds = set()
 
-    @settings(max_examples=examples(20, 500))
+    @settings(max_examples=examples(25 if backend == "numpy" else 8, 500))
     @given(
         exact_problems(max_operands=4),
         st.booleans(),
