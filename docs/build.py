@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,18 +29,20 @@ def sessions(text: str) -> list[list[tuple[str, str]]]:
 
 
 def printed(blocks: Sequence[str]) -> list[str]:
-    """Return what each block prints when they run one after another in a new process."""
+    """Return what each block prints when they run one after another in a new process, as a script."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
-    run = subprocess.run(
-        [sys.executable, "-"],
-        input=f"print({NEXT.rstrip()!r})\n".join(blocks),
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        env=environment,
-        check=False,
-        timeout=300,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "example.py"
+        script.write_text(f"print({NEXT.rstrip()!r})\n".join(blocks), encoding="utf-8")
+        run = subprocess.run(
+            [sys.executable, str(script)],
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            env=environment,
+            check=False,
+            timeout=300,
+        )
     if run.returncode:
         raise SystemExit("\n".join(["an example fails:", *blocks, run.stderr]))
     return run.stdout.split(NEXT)

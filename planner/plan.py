@@ -16,6 +16,7 @@ from planner.program.plan import Loop, PlanRecord, find_loop
 from planner.program.serial import plan_from_json, plan_to_json
 from planner.run import run_plan
 from planner.search.alternatives import Alternative, alternatives
+from planner.slices import Slices
 
 __all__ = ["Plan"]
 
@@ -104,6 +105,49 @@ class Plan(PlanRecord):
             PlannerError: an array has no values to measure on: it is a tracer, a meta tensor or a fake tensor.
         """
         return analyze(self, operands, indices, rounds)
+
+    def slices(self, *operands: Any, **indices: Any) -> Slices:
+        """Return the slices of the plan's loop as independent pieces, for any executor to run.
+
+        Each piece is a function and its arguments, `piece.function` and `piece.arguments`, which can be pickled, or is
+        called as it is. It holds the plan of its slice, and of the arrays what the slice reads. `combine` takes what
+        the pieces return, in their order, and returns what a call of the plan returns.
+
+        Example:
+            >>> import operator
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import numpy as np
+            >>> import planner
+            >>> a, b = np.ones((1000, 8, 64)), np.ones((1000, 64, 8))
+            >>> p = planner.plan("nij, njk, nkl -> il", a, b, a, memory_limit="300 kB")
+            >>> print(p.loop)
+            loop over n by 500
+            >>> pieces = p.slices(a, b, a)
+            >>> len(pieces)
+            2
+            >>> with ThreadPoolExecutor() as pool:
+            ...     result = pieces.combine(pool.map(operator.call, pieces))
+            >>> np.array_equal(result, p(a, b, a))
+            True
+
+        `docs/slices.md` has the code for process pools, Dask, Ray and mpi4py. Of a loop within a loop the pieces are
+        those of the outer one. A plan without a loop is one piece, and so is a loop around some of the steps of a plan
+        whose index mode drops indices. Around others, the steps before the loop run in this call, and those after it in
+        `combine`.
+
+        Args:
+            *operands: as in a call of the plan.
+            **indices: index arrays, by letter.
+
+        Returns:
+            The pieces, to iterate over. Pieces of operands are views: they must not change before the pieces are run.
+
+        Raises:
+            ShapeError: an operand or index array does not fit the plan.
+            IndexRangeError: an index is out of range.
+            PlannerError: an operand needs a gradient, because slices compute values only; or an array has no values.
+        """
+        return Slices(self, operands, indices)
 
     def alternatives(self, most: int = 5) -> tuple[Alternative[Plan], ...]:
         """Return the best plans that were not chosen, and why each loses.

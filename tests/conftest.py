@@ -48,6 +48,8 @@ gc.set_threshold(100_000, 50, 1_000)
 
 # Plans must not depend on rates that someone measured on this machine; subprocesses inherit the empty folder.
 os.environ["PLANNER_CACHE"] = tempfile.mkdtemp(prefix="planner-tests-")
+# Nor on what tests before them searched; the fixture `disk` turns it on.
+os.environ["PLANNER_DISK"] = "off"
 atexit.register(shutil.rmtree, os.environ["PLANNER_CACHE"], ignore_errors=True)
 
 
@@ -108,6 +110,14 @@ def _seeded():
     """Let tests that draw from torch's global generator see the same numbers, whichever tests ran before them."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    """A folder in which plans are remembered."""
+    monkeypatch.setenv("PLANNER_DISK", "on")
+    monkeypatch.setenv("PLANNER_CACHE", str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ MODULES = [
 ]
 
 
+@pytest.mark.usefixtures("disk")
 @pytest.mark.parametrize("name", ["planner", *MODULES])
 def test_examples_run(name):
     module = importlib.import_module(name)

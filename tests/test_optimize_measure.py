@@ -34,6 +34,7 @@ def cache(tmp_path, monkeypatch):
     """A folder of its own for each test, and short measurements."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("PLANNER_CACHE", str(folder))
+    monkeypatch.setenv("PLANNER_DISK", "on")
     monkeypatch.setattr(measure, "MOST_ROUNDS", 2)
     monkeypatch.setattr(measure, "SLOWEST", float("inf"))
     monkeypatch.setattr(remember, "_WARNED", set())

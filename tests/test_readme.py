@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # The pages whose outputs are the same on every machine. The figures of the cost model are measured.
-EXECUTED = {"README.md": 3, "follow-a-call.md": 8, "frameworks.md": 1, "glossary.md": 1}
+EXECUTED = {"README.md": 3, "follow-a-call.md": 8, "frameworks.md": 1, "glossary.md": 1, "slices.md": 3}
 BUILD = runpy.run_path(str(ROOT / "docs" / "build.py"))
 SESSIONS = [
     pytest.param(session, id=f"{page.name}-{number}")
@@ -34,9 +34,9 @@ def test_the_pages_have_their_examples():
 @pytest.mark.parametrize("session", SESSIONS)
 def test_examples_print_what_the_page_shows(session):
     code = "\n".join(block for block, _ in session)
-    for framework in ("torch", "jax"):
-        if re.search(rf"import {framework}|\"{framework}\"", code) and importlib.util.find_spec(framework) is None:
-            pytest.skip(f"{framework} is not installed")
+    for package in ("torch", "jax", "distributed", "ray"):
+        if re.search(rf"(import|from) {package}|\"{package}\"", code) and importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
     assert BUILD["printed"]([block for block, _ in session]) == [shown for _, shown in session]
 
 

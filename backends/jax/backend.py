@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from planner.backends.common.indices import check_index_dtype, clip_error
 from planner.backends.jax.evaluation import TABLE, Mode, compile_cast, hopper
@@ -37,6 +38,16 @@ NARROW = {"float64": "float32", "complex128": "complex64", "int64": "int32", "ui
 def _wide_types() -> bool:
     """Return whether JAX's 64-bit types are enabled in the current context."""
     return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+
+
+def _refuse_narrowing(dtype: str) -> None:
+    """Raise an error if JAX would silently use a narrower type in the current context."""
+    if dtype in NARROW and not _wide_types():
+        raise PlannerError(
+            f"dtype {dtype} is off in jax, which would compute in {NARROW[dtype]}: "
+            "call jax.config.update('jax_enable_x64', True) at the start of the program, or set JAX_ENABLE_X64=1; "
+            f"or pass dtype={NARROW[dtype]!r}"
+        )
 
 
 class JaxBackend(Backend):
@@ -126,6 +137,15 @@ class JaxBackend(Backend):
 
         return once
 
+    def to_numpy(self, array: Any, dtype: str) -> Any:
+        """Return the values in the host's memory."""
+        return np.asarray(array).astype(jnp.dtype(dtype), copy=False)
+
+    def from_numpy(self, values: Any, dtype: str, device: str) -> Any:
+        """Return an array on JAX's default device."""
+        _refuse_narrowing(dtype)
+        return jnp.asarray(values, dtype)
+
     def environment(self, operands: Sequence[Any]) -> dict[str, str]:
         """Name the version and the device."""
         device = jax.devices()[0]
@@ -134,12 +154,7 @@ class JaxBackend(Backend):
     def bind(self, plan: PlanRecord) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan."""
         spec, arrays = plan.resolved.spec, plan.resolved.spec.arrays
-        if plan.dtype in NARROW and not _wide_types():
-            raise PlannerError(
-                f"dtype {plan.dtype} is off in jax, which would compute in {NARROW[plan.dtype]}: "
-                "call jax.config.update('jax_enable_x64', True) at the start of the program, or set JAX_ENABLE_X64=1; "
-                f"or pass dtype={NARROW[plan.dtype]!r}"
-            )
+        _refuse_narrowing(plan.dtype)
         if plan.index_mode == "clip":
             for gather in spec.gathers:
                 if gather.size == 0 and 0 not in spec.shape(gather.axes):
@@ -213,9 +228,9 @@ class JaxBackend(Backend):
         arrays += [(f"index array {n!r}", getattr(q, "values", q)) for n, q in indices.items()]
         for label, x in arrays:
             if isinstance(x, jax.core.Tracer):
-                raise PlannerError(f"{label} is traced: cannot measure inside jit or grad; call it outside")
+                raise PlannerError(f"{label} is traced: it has no values inside jit or grad; call this outside")
             if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
-                raise PlannerError(f"{label} is on several devices: measure on one device, with jax.device_put")
+                raise PlannerError(f"{label} is on several devices: move it to one, with jax.device_put")
 
     def stepwise(
         self,

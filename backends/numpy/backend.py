@@ -153,6 +153,14 @@ class NumpyBackend(Backend):
 
         return once
 
+    def to_numpy(self, array: Any, dtype: str) -> Any:
+        """Return the array itself, cast."""
+        return _cast(np.asarray(array), dtype)
+
+    def from_numpy(self, values: Any, dtype: str, device: str) -> Any:
+        """Return the array itself, cast."""
+        return _cast(np.asarray(values), dtype)
+
     def environment(self, operands: Sequence[Any]) -> dict[str, str]:
         """Name the version."""
         return {"numpy": np.__version__}

@@ -148,6 +148,18 @@ class TorchBackend(Backend):
         """Hide what runs inside from modes and from hooks on saved tensors."""
         return unwatched()
 
+    def to_numpy(self, array: Tensor, dtype: str) -> Any:
+        """Return a view of the tensor's memory. NumPy has no bfloat16, so its values are their bits."""
+        values = array.detach().resolve_conj().resolve_neg().to("cpu", getattr(torch, dtype))
+        return (values.view(torch.int16) if dtype == "bfloat16" else values).numpy()
+
+    def from_numpy(self, values: Any, dtype: str, device: str) -> Tensor:
+        """Return a tensor over the same memory, or a copy of memory that cannot be written."""
+        tensor = torch.from_numpy(values if values.flags.writeable else values.copy())
+        if dtype == "bfloat16" and tensor.dtype == torch.int16:
+            tensor = tensor.view(torch.bfloat16)
+        return tensor.to(device, getattr(torch, dtype))
+
     def pins_tiles(self) -> bool:
         """Return whether torch is asked for deterministic algorithms: another tiling adds in another order."""
         return torch.are_deterministic_algorithms_enabled()
@@ -169,12 +181,12 @@ class TorchBackend(Backend):
     def refuse_dataless(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> None:
         """Refuse meta tensors, fake tensors, and calls under a transform or a compiler."""
         if transformed() or torch.compiler.is_compiling():
-            raise PlannerError("cannot measure inside a transform or a compiled function; call it outside")
+            raise PlannerError("arrays have no values inside a transform or a compiled function; call this outside")
         arrays = [(f"operand {number}", x) for number, x in enumerate(operands)]
-        arrays += [(f"index array {n!r}", getattr(q, "values", q)) for n, q in indices.items()]
+        arrays += [(f"index array {n!r}", q.values if isinstance(q, TorchIndex) else q) for n, q in indices.items()]
         for label, x in arrays:
             if isinstance(x, Tensor) and dataless(x):
-                raise PlannerError(f"{label} is a meta or fake tensor: it has no values to measure; pass a real tensor")
+                raise PlannerError(f"{label} is a meta or fake tensor: it has no values; pass a real tensor")
 
     def stepwise(
         self,

@@ -23,7 +23,17 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-__all__ = ["cache_folder", "entry_path", "read_json", "recall", "remember", "warn_of_damage", "write_json"]
+__all__ = [
+    "cache_folder",
+    "disk_enabled",
+    "entry_path",
+    "read_json",
+    "recall",
+    "remember",
+    "use_disk",
+    "warn_of_damage",
+    "write_json",
+]
 
 # No write takes so long. A temporary file that is older was left by a process that was killed.
 ABANDONED_SECONDS = 3600
@@ -32,6 +42,9 @@ FORMAT = 1
 # No plan takes nearly so much. A longer file is not read.
 MOST_BYTES = 2**26
 _WARNED: set[pathlib.Path | None] = set()
+_ENABLED = True
+# How many files a folder may hold when a process first writes to it: the oldest are removed.
+MOST_FILES = 4_096
 
 
 def cache_folder() -> pathlib.Path:
@@ -109,11 +122,17 @@ def write_json(path: pathlib.Path, value: Any) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _remove_abandoned(folder: pathlib.Path) -> None:
-    """Remove the temporary files that killed processes left. Each process does so once for each folder."""
+    """Remove the temporary files that killed processes left, and the oldest of too many entries.
+
+    Each process does so once for each folder.
+    """
     for path in folder.glob(f"{TEMPORARY}*.tmp"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
                 path.unlink()
+    with contextlib.suppress(OSError):
+        for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)[:-MOST_FILES]:
+            path.unlink()
 
 
 def entry_path(kind: str, key: Mapping[str, Any]) -> pathlib.Path | None:
@@ -122,6 +141,17 @@ def entry_path(kind: str, key: Mapping[str, Any]) -> pathlib.Path | None:
         return cache_folder() / f"{kind}-{FORMAT}" / f"{_digest(key)[:40]}.json"
     except OSError:
         return None
+
+
+def use_disk(enabled: bool) -> None:
+    """Turn on or off whether this process remembers anything on disk. PLANNER_DISK=off turns it off for all."""
+    global _ENABLED
+    _ENABLED = enabled
+
+
+def disk_enabled() -> bool:
+    """Return whether `remember` and `recall` use the disk."""
+    return _ENABLED and os.environ.get("PLANNER_DISK") != "off"
 
 
 def recall(kind: str, key: Mapping[str, Any]) -> Any:
@@ -135,7 +165,7 @@ def recall(kind: str, key: Mapping[str, Any]) -> Any:
 
     A file that is damaged or cannot be read is ignored. A warning names it, once in each process.
     """
-    path = entry_path(kind, key)
+    path = entry_path(kind, key) if disk_enabled() else None
     if path is None:
         return None
     try:
@@ -158,16 +188,19 @@ def warn_of_damage(kind: str, key: Mapping[str, Any], why: object) -> None:
     _warn(path, f"ignoring {path}, which is damaged ({why}); deleting it is safe")
 
 
-def remember(kind: str, key: Mapping[str, Any], value: Any) -> None:
-    """Write an entry in place of an older one. If the file cannot be written, warn once."""
-    path = entry_path(kind, key)
+def remember(kind: str, key: Mapping[str, Any], value: Any, quiet: bool = False) -> None:
+    """Write an entry in place of an older one. If the file cannot be written, warn once unless `quiet`."""
+    path = entry_path(kind, key) if disk_enabled() else None
     if path is None:
         return
     entry = {"format": FORMAT, "key": key, "value": value, "checksum": _digest(value)}
     try:
         write_json(path, entry)
     except OSError as error:
-        _warn(path.parent, f"nothing can be remembered in {path.parent} ({error}): PLANNER_CACHE names another folder")
+        if not quiet:
+            _warn(
+                path.parent, f"nothing can be remembered in {path.parent} ({error}): PLANNER_CACHE names another folder"
+            )
 
 
 def _text(value: Any) -> str:

@@ -113,9 +113,8 @@ class Implementation:
             row-major.
         variant_of: name of the row of which this one is another tiling at the same cost. `optimize="measure"` times
             such variants. "" if the row is not a variant.
-        bounded: whether its cost is never below the bounds of `planner.cost.floor`. If a table has another row, the
-            search prices all steps.
-        brackets: whether it runs only steps with brackets. The search does not ask it about others.
+        bounded: whether its cost is never below `planner.cost.floor`; else the search prices all steps.
+        brackets: whether it runs only steps with brackets.
     """
 
     name: str
@@ -194,11 +193,24 @@ Lowering = Implementation
 
 
 class Table:
-    """The implementations that one backend has. A new kernel, or one of a user's own, is one more row."""
+    """The implementations that one backend has. A new kernel, or one of a user's own, is one more row.
+
+    Attributes:
+        rows: the implementations by name.
+        priced: how many ops `choices` has priced.
+    """
 
     def __init__(self, rows: Sequence[Implementation]) -> None:
         self.rows = {row.name: row for row in rows}
+        self.priced, self._given = 0, tuple(self.rows.values())
         self._choices: dict[tuple[Op, Device], tuple[PricedImplementation, ...]] = {}
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether rows were added, replaced or removed after the table was made."""
+        return len(self.rows) != len(self._given) or any(
+            a is not b for a, b in zip(self.rows.values(), self._given, strict=True)
+        )
 
     def choices(self, op: Op, device: Device) -> tuple[PricedImplementation, ...]:
         """Return the implementations of an op and their costs, without variants.
@@ -206,15 +218,13 @@ class Table:
         There may be none for a joint gradient. Then each gradient is a step of its own.
         """
         if isinstance(op, Loop):  # the search prices thousands, and keeps few
+            self.priced += 1
             return (_price(self.rows[LOOP], op, device),)
         choices = self._choices.get((op, device))
         if choices is None:
-            gathers = bool(op.gathers)
-            choices = tuple(
-                _price(row, op, device)
-                for row in self.rows.values()
-                if not row.variant_of and row.brackets <= gathers and row.refusal(op, device) is None
-            )
+            rows = [row for row in self.rows.values() if not row.variant_of and (op.gathers or not row.brackets)]
+            choices = tuple(_price(row, op, device) for row in rows if row.refusal(op, device) is None)
+            self.priced += 1
             if len(self._choices) > 100_000:
                 self._choices.clear()
             self._choices[op, device] = choices
@@ -414,6 +424,21 @@ class Backend(Protocol):
     def unwatched(self) -> AbstractContextManager[object]:
         """Return a context for measuring. Tools that watch the operators around a call do not see what runs in it."""
         return nullcontext()
+
+    def to_numpy(self, array: Any, dtype: str) -> Any:
+        """Return an array's values, cast to a dtype, as a NumPy array: without a copy if they lie in the host's memory.
+
+        Values of a dtype that NumPy lacks are returned as their bits. Only `from_numpy` can read those.
+        """
+        ...
+
+    def from_numpy(self, values: Any, dtype: str, device: str) -> Any:
+        """Return the array of a dtype that `to_numpy` turned into `values`; `device` is the name of its device.
+
+        Raises:
+            PlannerError: the framework would take another dtype.
+        """
+        ...
 
     def pins_tiles(self) -> bool:
         """Whether the tiles of a kernel depend on the problem alone, and never on measurements."""

@@ -18,12 +18,13 @@ from planner.search.refine import order_children, quicken_steps
 from planner.search.slicing import fastest, loop_candidates
 from planner.search.space import ADDITIVE, Candidate, SearchSpace, run_searches
 from planner.search.steps import SearchResult
+from planner.search.stored import remembered
 
 __all__ = ["make_plan", "naive_cost"]
 
 
 def make_plan(contraction: Contraction) -> PlanRecord:
-    """Choose the plan of a contraction.
+    """Choose the plan of a contraction. What a long search chose is remembered on disk, see `planner.search.stored`.
 
     Raises:
         PlannerLimitError: no plan that was found is within the limits.
@@ -31,6 +32,10 @@ def make_plan(contraction: Contraction) -> PlanRecord:
         PlannerError: an option is unknown.
     """
     check_objective(contraction.options.minimize)
+    return remembered(contraction, lambda: _search_plan(contraction))
+
+
+def _search_plan(contraction: Contraction) -> PlanRecord:
     space = SearchSpace(contraction)
     best, candidates = _best(space)
     try:

@@ -17,15 +17,15 @@ from planner.cost.layout import row_major
 from planner.cost.limits import within
 from planner.cost.objective import plan_key
 from planner.cost.rates import cpu_name
-from planner.cost.store import recall, remember, warn_of_damage
-from planner.language.errors import PlannerError
+from planner.cost.store import remember
 from planner.language.units import seconds_text
 from planner.program.frameworks import framework_of, load_backend
 from planner.program.plan import PlanRecord
 from planner.program.program import Programs
-from planner.program.serial import decode, encode
-from planner.program.tree import Leaf, Node
+from planner.program.serial import encode
+from planner.program.tree import Tree
 from planner.search.alternatives import alternatives
+from planner.search.stored import recall_plan
 from planner.search.verify import keep_fitting
 from planner.tune.tiles import tune_tiles
 from planner.version import __version__
@@ -237,18 +237,14 @@ def key_of(plan: PlanRecord, operands: Sequence[Any]) -> dict[str, Any] | None:
 
 def _recall_plan(plan: PlanRecord, key: Mapping[str, Any]) -> PlanRecord | None:
     """Return the remembered plan if the backend still has its implementations, at the same costs; else None."""
-    value = recall("measured", key)
-    if value is None:
-        return None
-    try:
-        result, (tree, programs) = value["result"], (decode(value[name]) for name in _PARTS)
-        compiled_bytes = value["compiled_bytes"]
-        if not (isinstance(tree, (Leaf, Node)) and isinstance(programs, Programs) and isinstance(result, str)):
+
+    def make(value: Mapping[str, Any], tree: Tree, programs: Programs) -> PlanRecord:
+        result, compiled_bytes = value["result"], value["compiled_bytes"]
+        if not isinstance(result, str):
             raise ValueError("it holds no plan")
         if not (compiled_bytes is None or isinstance(compiled_bytes, int)):
             raise ValueError("its compiled bytes are not a number")
-        table = load_backend(plan.backend).table
-        winner = dataclasses.replace(
+        return dataclasses.replace(
             plan,
             tree=tree,
             programs=programs,
@@ -256,8 +252,5 @@ def _recall_plan(plan: PlanRecord, key: Mapping[str, Any]) -> PlanRecord | None:
             proven=False,
             origin=f"remembered: {result}",
         )
-        offered = all(table.offers(step.choice, step.op, part.device) for part, step in winner.inner_steps(every=True))
-    except (PlannerError, ValueError, KeyError, TypeError, AttributeError) as error:
-        warn_of_damage("measured", key, error)
-        return None
-    return winner if offered else None
+
+    return recall_plan("measured", key, make)
