@@ -222,7 +222,8 @@ class Table:
             return (_price(self.rows[LOOP], op, device),)
         choices = self._choices.get((op, device))
         if choices is None:
-            rows = [row for row in self.rows.values() if not row.variant_of and (op.gathers or not row.brackets)]
+            plain = not op.gathers
+            rows = [row for row in self.rows.values() if not (row.variant_of or (plain and row.brackets))]
             choices = tuple(_price(row, op, device) for row in rows if row.refusal(op, device) is None)
             self.priced += 1
             if len(self._choices) > 100_000:
