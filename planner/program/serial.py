@@ -179,6 +179,9 @@ def encode(value: Any) -> Any:
         if isinstance(value, StepCost):
             return {"type": name, **value._asdict()}
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        for kind, newer in ((Options, "deadline"), (PlanCost, "bound")):  # plans stored before lack these
+            if isinstance(value, kind) and fields[newer] is None:
+                del fields[newer]
         if isinstance(value, PlanRecord):
             del fields["known_naive_cost"]
             fields["naive_cost"] = value.naive_cost

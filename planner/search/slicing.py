@@ -29,7 +29,7 @@ from planner.program.tree import Node, Tree, keep_values
 from planner.search.parts import TreePart, cut_out, large_values, whole_part
 from planner.search.space import SLICE_STOP, Candidate, SearchSpace, run_searches
 
-__all__ = ["can_be_cut", "fastest", "is_large", "loop_candidates", "make_loop", "worth_cutting"]
+__all__ = ["can_be_cut", "fastest", "loop_candidates", "make_loop", "worth_cutting"]
 
 # Without limits, loops over slices are considered if a plan allocates this much beyond its results.
 LARGE_BYTES = 1 << 25
@@ -67,7 +67,7 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
     key = plan_key(options.minimize)
     allowed = [candidate for candidate in candidates if keeps_within(candidate.cost, limits)]
     rival = min(allowed or candidates, key=lambda candidate: key(candidate.cost))
-    if allowed and not is_large(rival.programs):
+    if allowed and rival.cost.peak_bytes - _results_bytes(rival.programs) < LARGE_BYTES:
         return
     trees = dict.fromkeys(keep_values(candidate.tree, False) for candidate in candidates)
     search = _LoopSearch(space, rival.programs, tuple(trees))
@@ -243,11 +243,6 @@ def _ladder(size: int) -> list[int]:
     while steps[-1] > 1:
         steps.append(-(-steps[-1] // 2))
     return steps[1:]
-
-
-def is_large(programs: Programs) -> bool:
-    """Whether programs allocate so much beyond their results that loops over slices may be faster."""
-    return programs.cost.peak_bytes - _results_bytes(programs) >= LARGE_BYTES
 
 
 def _results_bytes(programs: Programs) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -12,9 +13,9 @@ import numpy as np
 from planner.cost.device import Device
 from planner.cost.floor import gathered_floor, product_floor, unary_floor
 from planner.language.errors import SearchLimitError
-from planner.search.graph import Edge, first_of, pack
-from planner.search.network import POOL, SCATTER, Network, Status, Value
-from planner.search.steps import Splits, ascending
+from planner.search.exact.graph import Edge, first_of, pack
+from planner.search.exact.network import POOL, SCATTER, Network, Status, Value
+from planner.search.exact.steps import SearchEnded, Splits, ascending
 
 __all__ = ["Bounds", "VectorListing", "list_edges"]
 
@@ -228,15 +229,21 @@ def _patterns(count: int) -> Any:
     return (numbers[:, None] >> np.arange(count - 1) & 1).astype(np.int64)
 
 
-def _blocks(operands: int) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield all splits of all sets of operands, small sets first: sets, and the two parts of each of their splits."""
+def _blocks(operands: int, reverse: bool) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield all splits of all sets of operands: sets, and the two parts of each of their splits.
+
+    Args:
+        operands: how many operands there are.
+        reverse: whether to begin with large sets rather than with small ones.
+    """
+    order = -1 if reverse else 1
     masks = np.arange(1, 1 << operands, dtype=np.int64)
     counts = (masks[:, None] >> np.arange(operands) & 1).sum(axis=1)
-    for count in range(2, operands + 1):
+    for count in range(2, operands + 1)[::order]:
         patterns = _patterns(count)
         sets = masks[counts == count]
         each = max(1, BLOCK // len(patterns))
-        for start in range(0, len(sets), each):
+        for start in range(0, len(sets), each)[::order]:
             union = sets[start : start + each]
             places = np.nonzero(union[:, None] >> np.arange(operands) & 1)[1].reshape(-1, count)
             members = np.int64(1) << places
@@ -251,12 +258,16 @@ class VectorListing:
         network: the network; its sizes are not 0.
         leaves: what reading each operand adds to the score.
         bounds: what lower bounds depend on. They hold.
+        deadline: the time of `time.monotonic` at which to end, or None.
+
+    Raises:
+        SearchEnded: the deadline was over before the best tree by bounds was found.
 
     Attributes:
         least: the least score of any tree by these bounds.
     """
 
-    def __init__(self, network: Network, leaves: Sequence[int], bounds: Bounds) -> None:
+    def __init__(self, network: Network, leaves: Sequence[int], bounds: Bounds, deadline: float | None = None) -> None:
         self.network, self.bounds, self.operands = network, bounds, len(leaves)
         everything = network.everything
         self._axes, self._elements = self._value_axes()
@@ -267,6 +278,8 @@ class VectorListing:
             self._inside[1 << operand] = first_of(key)
         self._kept: list[Any] = []
         for union, left, right, floors in self._bounded_blocks():
+            if deadline is not None and time.monotonic() > deadline:
+                raise SearchEnded
             total = self._inside[left] + self._inside[right] + floors
             best = np.argmin(total, axis=1)
             places = np.arange(len(union))
@@ -321,8 +334,7 @@ class VectorListing:
         if self._kept:
             yield from reversed(self._kept) if reverse else self._kept
             return
-        blocks = _blocks(self.operands)
-        for union, left, right in reversed(list(blocks)) if reverse else blocks:
+        for union, left, right in _blocks(self.operands, reverse):
             floors = self._floors(self.bounds.objective, union[:, None], left, right)
             block = (union, left, right, floors)
             if self.operands <= KEPT_OPERANDS:
