@@ -320,7 +320,7 @@ def test_the_types_of_results_say_how_they_are_split():
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: planner.plan("nj, jk -> nk", LONG, MATRIX).analyze(put(LONG, "x"), MATRIX), "on one device"),
+        (lambda: planner.plan("nj, jk -> nk", LONG, MATRIX).analyze(put(LONG, "x"), MATRIX), "is on several devices"),
         (lambda: LIMITED.collectives({"n": 8}), "loop over n"),
         (
             lambda: rows(TYPED[0], put(C, None, "x", on=EXPLICIT), TYPED[2]),
