@@ -27,6 +27,7 @@ from planner.search.exact.steps import NetworkSteps, SearchEnded, SearchResult, 
 from planner.search.paths import PATH_NAMES, check_path, external_path, is_path_name, splits_of
 
 __all__ = [
+    "ADDITIVE",
     "AUTO",
     "PATH_STOP",
     "SLICE_STOP",
@@ -125,14 +126,14 @@ class SearchSpace:
 
         def along(splits: Splits) -> SearchResult | None:
             keeps = chooses or limits != NO_LIMITS
-            fronts, steps = (PATH_FRONTS, KEEPING_PATH_WORK) if keeps else ((FRONT_LIMIT,), PATH_WORK)
+            fronts, work = (PATH_FRONTS, KEEPING_PATH_WORK) if keeps else ((FRONT_LIMIT,), PATH_WORK)
             few = NetworkSteps(Network(self.resolved.spec, few=True), self.casts, self.dtype, self.layouts)
             if not naive:
                 for front in fronts:
                     with contextlib.suppress(SearchLimitError):
-                        return search_of(few, steps, front_limit=front).run(splits)
+                        return search_of(few, work, front_limit=front).run(splits)
             try:
-                return search_of(few, steps, front_limit=fronts[-1], takes_first=True).run(splits)
+                return search_of(few, work, front_limit=fronts[-1], takes_first=True).run(splits)
             except SearchLimitError:
                 if not keeps:
                     raise

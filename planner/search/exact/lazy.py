@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from planner.cost.device import Device
-from planner.language.spec import Spec
+from planner.language.spec import Spec, term_axes
 from planner.program.build import Lowerer
 from planner.program.ops import Op
 from planner.program.tree import Leaf, Node, Tree
@@ -90,7 +90,7 @@ class LazySearch:
         self.priced = 0
         self._prices: dict[tuple[Op, tuple[bool, ...]], int] = {}
         self.interrupted = False
-        # Whether the sets of operands are the numbers of values, or where the values are listed.
+        # The values by number; None where the number of a value is its set of operands.
         self.values: list[Value] | None = None
 
     def run(self, splits: Splits | None = None) -> SearchResult:
@@ -150,8 +150,7 @@ class LazySearch:
 
     def _solve(self, graph: StepGraph, incumbent: tuple[list[Edge], int] | None) -> tuple[list[Edge], int, int]:
         """Return the steps of the best tree, its key, and a lower bound on the key of any tree."""
-        unpriced_left = -1
-        bound = graph.key
+        left, bound = 0, graph.key
         try:
             while True:
                 chosen, bound = graph.best_edges(), graph.key
@@ -161,15 +160,13 @@ class LazySearch:
                 for edge in unpriced:
                     self._price_edge(edge)
                 key = sum(edge.key for edge in chosen)
-                unpriced_left -= len(unpriced)
-                if incumbent is None or key < incumbent[1] or unpriced_left < 0:
-                    if incumbent is None or key < incumbent[1]:
-                        incumbent = chosen, key
-                    graph.raise_keys(unpriced)
-                    unpriced_left = graph.drop_worse(incumbent[1])
-                else:
-                    graph.raise_keys(unpriced)
-                if self._ends(incumbent[1] - graph.key, unpriced_left):
+                left -= len(unpriced)
+                if incumbent is None or key < incumbent[1]:
+                    incumbent, left = (chosen, key), -1
+                graph.raise_keys(unpriced)
+                if left < 0:
+                    left = graph.drop_worse(incumbent[1])
+                if self._ends(incumbent[1] - graph.key, left):
                     bound = graph.key
                     break
         except KeyboardInterrupt:
@@ -263,7 +260,6 @@ def _renamed(op: Op) -> Op:
     names = dict(zip((axis for axis, _ in spec.sizes), string.ascii_lowercase, strict=False))
     if len(names) < len(spec.sizes):
         return op
-    inputs = tuple(tuple(names[axis] for axis in term) for term in spec.inputs)  # type: ignore[index]
+    *inputs, output = (tuple(names[axis] for axis in term_axes(term)) for term in spec.terms)
     sizes = tuple((names[axis], size) for axis, size in spec.sizes)
-    renamed = Spec(inputs, tuple(names[axis] for axis in spec.output), sizes)  # type: ignore[index]
-    return dataclasses.replace(op, spec=renamed)
+    return dataclasses.replace(op, spec=Spec(tuple(inputs), output, sizes))
