@@ -565,6 +565,16 @@ def test_auto_ends_where_little_can_be_won(work):
     assert little < much
 
 
+@pytest.mark.parametrize("operands", [4, 10])
+def test_a_search_that_ends_early_proves_nothing(operands):
+    """With steps listed one by one, and by numpy: the best tree by bounds is priced, and no more."""
+    spec = ",".join("ab" + x for x in "cdefghijkl"[:operands]) + "->acd"
+    plan = planner.plan(spec, *[(8, 8, 8)] * operands, backend="numpy", optimize="optimal")
+    found, _ = SearchSpace(plan.contraction).search("time", OPTIMAL._replace(priced=1))
+    assert not found.exact
+    assert found.bound < plan.cost.seconds * 1e12 <= found.score[0][0] * (1 + 1e-12)
+
+
 def test_a_deadline_ends_a_search_with_what_it_has():
     case = chain([i % 5 + 2 for i in range(13)])
     plan = planner.plan(case.spec, *case.shapes, optimize="optimal", deadline=1e-9, backend="numpy")
