@@ -16,6 +16,7 @@ from planner.cost.layout import Layout
 from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, row_axes, term_axes, term_gathers
 from planner.program.forms import product_form
+from planner.program.guards import dropping_bytes
 from planner.program.implementations import LOOP, MASK, Implementation, PreparedRun, Run
 from planner.program.loops import loop_cost
 from planner.program.ops import Cast, JointGradient, Op, joint_elements
@@ -250,7 +251,14 @@ def stock_rows(
     run = PreparedRun(prepare)
     rows = [
         Implementation(
-            kind, support(kind), cost, run, is_view=views and kind in ("view", "broadcast"), stock=True, layouts=layouts
+            kind,
+            support(kind),
+            cost,
+            run,
+            is_view=views and kind in ("view", "broadcast"),
+            stock=True,
+            layouts=layouts,
+            guarded_scratch=lambda op, drops: dropping_bytes(op) if drops else 0,
         )
         for kind in KINDS
         if kind not in skip

@@ -113,6 +113,8 @@ class Implementation:
             row-major.
         variant_of: name of the row of which this one is another tiling at the same cost. `optimize="measure"` times
             such variants. "" if the row is not a variant.
+        guarded_scratch: returns how many bytes of scratch more an op can need for the sake of guards: because operands
+            hold NaN or infinity, or, if its second argument is true, because indices are dropped.
     """
 
     name: str
@@ -125,6 +127,7 @@ class Implementation:
     capabilities: tuple[int, ...] | None = None
     layouts: Callable[[Op], tuple[Layout | None, ...]] | None = None
     variant_of: str = ""
+    guarded_scratch: Callable[[Op, bool], int] = lambda op, drops: 0
 
     def refusal(self, op: Op, device: Device) -> str | None:
         """Return why the row cannot run an op on a device, or None if it can."""
@@ -281,6 +284,7 @@ class Backend(Protocol):
         strided: whether arrays have strides. Then views are free, and plans depend on layouts.
         fuses: says whether the framework's compiler computes the value of a first step inside a second step that reads
             it; None without a compiler.
+        conjugates: whether backward programs run on the conjugate of a complex output gradient.
     """
 
     name: str
@@ -289,6 +293,7 @@ class Backend(Protocol):
     compiles: bool = False
     strided: bool = False
     fuses: Fuses | None = None
+    conjugates: bool = False
 
     def operand(self, array: Any) -> Operand:
         """Describe an array."""
