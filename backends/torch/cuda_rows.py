@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from planner.backends.common.kernel_rows import (
     POOL_FUNCTIONS,
     Kernels,

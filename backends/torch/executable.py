@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -230,7 +231,13 @@ class Executable:
         retain = options.retain_limit
         return PlannerLimitError.naming(why, (options.memory_limit, retain), (enough, retain))
 
-    def contract(self, spec: Spec, operands: Sequence[Tensor], indices: Mapping[str, Any], **limits: Any) -> Tensor:
+    def contract(
+        self,
+        spec: Spec,
+        operands: Sequence[Tensor],
+        indices: Mapping[str, Any],
+        limits: Mapping[str, int | None] = MappingProxyType({}),
+    ) -> Tensor:
         """Contract by a derived spec, with this plan's options but limits."""
         plan, mode = self.plan, MODES[self.plan.index_mode].unmarked or self.plan.index_mode
         result: Tensor = callbacks().contract(

@@ -73,11 +73,9 @@ def wide_result(
     if wide is None:
         return None
     index.clear()  # it is made again
-    limits = {
-        "memory_limit": executable.plan.options.memory_limit,
-        "retain_limit": executable.plan.options.retain_limit,
-    }
-    return executable.contract(*wide, executable.index_views(indices), **limits)
+    options = executable.plan.options
+    limits = {"memory_limit": options.memory_limit, "retain_limit": options.retain_limit}
+    return executable.contract(*wide, executable.index_views(indices), limits)
 
 
 @torch.library.custom_op("planner::forward", mutates_args=())

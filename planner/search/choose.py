@@ -92,6 +92,11 @@ def _best(space: SearchSpace) -> Candidate:
     for objective in objectives:
         consider(_candidates(space, objective))
     best = min(candidates, key=lambda c: key(c.cost), default=None)
+    if best is not None and not best.proven and options.minimize == "peak" and space.resolved.spec.gathers:
+        # The search does not know what guards need.
+        for objective in OBJECTIVES:
+            consider(_candidates(space, objective))
+        best = min(candidates, key=lambda c: key(c.cost))
     if best is None or not keeps_within(best.cost, limits):
         for objective in objectives:
             consider(_candidates(space, objective, limits))
@@ -118,7 +123,7 @@ def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) 
     for result, lower, search_name in run_searches(space, space.options.optimize, objective, limits):
         programs = space.programs(result.tree, lower)
         exact = result.exact and search_name == "exact"
-        proven = exact and can_prove and programs.row_major
+        proven = exact and can_prove and programs.row_major and not (objective == "peak" and programs.has_guards)
         origin = f"{search_name}, {objective}"
         yield Candidate(programs, result.tree, lower, proven, origin, interrupted=result.interrupted)
         if any(space.requires) and not (limits == NO_LIMITS and proven):
