@@ -534,9 +534,9 @@ def test_within_a_limit_only_the_step_that_is_near_it_is_lean(torch):
     assert [step.choice.lowering for step in tight.steps] == ["grouped matmul", "both grouped gradients, half buffers"]
     assert tight.cost.peak_bytes <= 74 * 10**6
     assert tight.cost.seconds <= 1.3 * planned(None).cost.seconds
-    leanest = planned(70 * 10**6)
+    leanest = planned(71 * 10**6)
     assert leanest.steps[0].choice.lowering == "grouped matmul"
-    assert leanest.cost.backward.peak_bytes <= 70 * 10**6
+    assert leanest.cost.backward.peak_bytes <= 71 * 10**6
 
 
 def test_a_plan_is_bound_once(monkeypatch):
