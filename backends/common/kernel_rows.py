@@ -47,11 +47,6 @@ WHOLE_POOL = "whole pool, then take"
 POOL_FUNCTIONS = ("scores", "query_gradient", "pool_gradient", "gradients")
 
 
-def as_given(x: Any) -> Any:
-    """Return x."""
-    return x
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolKernels:
     """One way to compute pooled dots and their gradients; `planner.kernels.gathered_dot` has the contracts."""
@@ -61,6 +56,7 @@ class PoolKernels:
     pool_gradient: Callable[..., Any]
     gradients: Callable[..., Any]
     work: WorkOf
+    guarded_scratch: Callable[[Op, bool], int] = lambda op, drops: 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +75,6 @@ class Kernels:
         kinds: kinds of device that the kernels run on; None for all.
         capabilities: compute capabilities of cards that they run on, times ten; None for all.
         refuses: returns why they cannot run a step, for a reason other than its form.
-        hand_over: a function that is applied to operands before gradient kernels; in torch it conjugates them.
     """
 
     ops: ArrayOps
@@ -89,7 +84,6 @@ class Kernels:
     gradients: Callable[..., Any]
     grouped_work: WorkOf
     pools: dict[str, PoolKernels]
-    hand_over: Callable[[Any], Any] = as_given
     kinds: tuple[str, ...] | None = None
     capabilities: tuple[int, ...] | None = None
     refuses: Callable[[Op], str | None] = lambda op: None
@@ -196,7 +190,9 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]
         strided: whether arrays have strides, so that results have layouts.
     """
 
-    def row(name: str, find: Callable[[Op], Form | str], work: WorkOf, run: Callable[..., Any]) -> Implementation:
+    def row(
+        name: str, find: Callable[[Op], Form | str], work: WorkOf, run: Callable[..., Any], **fields: Any
+    ) -> Implementation:
         return form_row(
             name,
             find,
@@ -207,6 +203,7 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]
             kinds=kernels.kinds,
             capabilities=kernels.capabilities,
             brackets=True,
+            **fields,
         )
 
     work, label = kernels.grouped_work, kernels.label
@@ -214,7 +211,10 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]
         row("grouped matmul" + label, partial(_find_grouped, False, False), work, _run_matmul),
         row("grouped outer" + label, partial(_find_grouped, False, True), work, _run_outer),
         row("both grouped gradients" + label, partial(_find_grouped, True, False), work, _run_pair),
-        *(row(name, _find_pooled, pool.work, partial(_run_pooled, pool)) for name, pool in kernels.pools.items()),
+        *(
+            row(name, _find_pooled, pool.work, partial(_run_pooled, pool), guarded_scratch=pool.guarded_scratch)
+            for name, pool in kernels.pools.items()
+        ),
     ]
 
 
@@ -251,7 +251,7 @@ def _run_outer(kernels: Kernels, op: Op, form: GroupedForm, inputs: Sequence[Any
 
 def _run_pair(kernels: Kernels, op: Op, form: GroupedForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     given, results = views_of(op, form)
-    gradient, *operands = kernels.flats([inputs[0], *map(kernels.hand_over, inputs[1:])], given)
+    gradient, *operands = kernels.flats(inputs, given)
     a, c = operands[1 - form.matrix], operands[form.matrix]
     gradients = kernels.gradients(gradient, a, c, kernels.groups(form.gather, index))
     return kernels.unflats(gradients if form.matrix == 1 else gradients[::-1], results, op.spec)
@@ -278,11 +278,7 @@ def _run_pooled(
     function = pool_function(op, form)
     # The place of each input's term. In a joint gradient the output gradient comes first, in the place of the scores.
     places = (2, 0, 1) if function == "gradients" else (0, 1)
-    handed = [
-        x if function == "scores" or place == form.scores else kernels.hand_over(x)
-        for place, x in zip(places, inputs, strict=True)
-    ]
-    flats = dict(zip(places, kernels.flats(handed, given), strict=True))
+    flats = dict(zip(places, kernels.flats(inputs, given), strict=True))
     operands = [flats[place] for place in (form.scores, query_place, form.place) if place in flats]
     if function == "scores":
         index.shown = keys.bad is not None

@@ -16,6 +16,7 @@ from planner.cost.layout import Layout
 from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, row_axes, term_axes, term_gathers
 from planner.program.forms import product_form
+from planner.program.guards import dropping_bytes
 from planner.program.implementations import LOOP, MASK, Implementation, PreparedRun, Run
 from planner.program.loops import loop_cost
 from planner.program.ops import Cast, JointGradient, Op, joint_elements
@@ -258,6 +259,7 @@ def stock_rows(
             stock=True,
             layouts=layouts,
             bounded=True,
+            guarded_scratch=lambda op, drops: dropping_bytes(op) if drops else 0,
         )
         for kind in KINDS
         if kind not in skip

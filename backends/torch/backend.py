@@ -42,6 +42,7 @@ class TorchBackend(Backend):
 
     name = "torch"
     strided = True
+    conjugates = True
 
     def __init__(self) -> None:
         self.table, self.ops = make_table(), OPS

@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from planner.backends.common.kernel_rows import (
     POOL_FUNCTIONS,
     Kernels,
@@ -136,8 +134,6 @@ def cuda_kernels(tiling: str = "") -> Kernels:
         _kernel("grouped_matmul.triton_grouped", "grouped_gradients", **tiled),
         _grouped_work,
         {f"gathered dot{label}": pool},
-        # As on a CPU: a backward program passes conjugated operands. Here all operands are real.
-        hand_over=torch.conj,
         kinds=("cuda",),
         refuses=_other_dtype,
         label=label,

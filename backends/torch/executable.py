@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -88,12 +89,13 @@ class Executable:
         """Shape index arrays as the spec has them. The step that reads an index array first checks its range."""
         prepared, mode = RangedIndices(False), self.plan.index_mode
         # Dropped indices decide which program runs, and in an empty contraction no step reads the index arrays: both
-        # check them here.
+        # check them here. An array that is not row-major is copied once, not by each step.
         here = self.empty or MODES[mode].bad == "drop"
         for gather in self.gathers:
             raw, shape = indices[gather.array], self.index_shapes[gather.array]
-            if not here and not isinstance(raw, TorchIndex):
+            if not isinstance(raw, TorchIndex):
                 refuse_sparse(raw, gather)
+            if not (here or isinstance(raw, TorchIndex)) and raw.is_contiguous():
                 normal = partial(part_in_range, whole=raw, gather=gather, mode=mode)
                 prepared.given[gather] = IndexArray(raw.reshape(shape), normal, may_drop=False)
                 continue
@@ -118,15 +120,19 @@ class Executable:
         for step in self.operand_views:
             results = self.table.run(step.choice.lowering, step.op, [values[v] for v in step.inputs], index)
             values.update(zip(step.outputs, results, strict=True))
-        if self.is_complex:
-            values = {number: value.conj() for number, value in values.items()}
         values[self.programs.output_gradient] = gradient
         return values
 
     def backward(
         self, gradient: Tensor, operands: Sequence[Tensor], index: RangedIndices, kept: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Run the backward program, and return a gradient for each operand that needs one, None for the others."""
+        """Run the backward program, and return a gradient for each operand that needs one, None for the others.
+
+        The gradient in operand b of a * b is g * conj(a) = conj(conj(g) * a). So the program runs on the conjugate of
+        the output gradient, which needs the memory of one array, and its results are conjugated in place.
+        """
+        if self.is_complex:
+            gradient = gradient.conj().resolve_conj()
         values = self.backward_values(gradient, operands, index, dict(zip(self.kept, kept, strict=True)))
         self.run_backward(values, index)
         gradients: list[Tensor | None] = []
@@ -135,8 +141,8 @@ class Executable:
                 gradients.append(None)
                 continue
             operand_gradient, operand = values[variable], operands[number]
-            if operand_gradient.is_complex() and not operand.is_complex():
-                operand_gradient = operand_gradient.real
+            if operand_gradient.is_complex():
+                operand_gradient = _conjugate(operand_gradient) if operand.is_complex() else operand_gradient.real
             gradients.append(operand_gradient.reshape(operand.shape))
         return gradients
 
@@ -225,11 +231,17 @@ class Executable:
         retain = options.retain_limit
         return PlannerLimitError.naming(why, (options.memory_limit, retain), (enough, retain))
 
-    def contract(self, spec: Spec, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
-        """Contract by a derived spec, with this plan's options."""
+    def contract(
+        self,
+        spec: Spec,
+        operands: Sequence[Tensor],
+        indices: Mapping[str, Any],
+        limits: Mapping[str, int | None] = MappingProxyType({}),
+    ) -> Tensor:
+        """Contract by a derived spec, with this plan's options but limits."""
         plan, mode = self.plan, MODES[self.plan.index_mode].unmarked or self.plan.index_mode
         result: Tensor = callbacks().contract(
-            spec, *operands, minimize=plan.options.objective, index_mode=mode, dtype=plan.dtype, **indices
+            spec, *operands, minimize=plan.options.objective, index_mode=mode, dtype=plan.dtype, **limits, **indices
         )
         return result
 
@@ -248,3 +260,9 @@ class Executable:
             return evaluate(OPS, tree.op.spec, inputs, index, index.may_drop)
 
         return value(self.guarded_tree)
+
+
+def _conjugate(x: Tensor) -> Tensor:
+    """Return the conjugate of a tensor that nothing else reads: in place, unless elements of it share memory."""
+    shares = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.conj().resolve_conj() if shares else x.conj_physical_()

@@ -10,9 +10,10 @@ from typing import NamedTuple
 from planner.cost.figures import PlanCost, StepCost
 from planner.cost.layout import Layout, layout_of, strides_in, without_gaps
 from planner.language.derive import swap_with_output
+from planner.language.options import MODES
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
-from planner.program.guards import add_guards
+from planner.program.guards import add_guards, guard_bytes, index_bytes, mark_bytes
 from planner.program.ops import Cast, Gradients, Guard, Op, PricedImplementation
 from planner.program.plan import Loop
 from planner.program.program import Program, Programs, Step, Variable, live_bytes, program_cost
@@ -226,7 +227,9 @@ def _unguarded(tree: Tree) -> Tree:
     return tree.children[0] if isinstance(tree, Node) and isinstance(tree.op, Guard) else tree
 
 
-def build(tree: Tree, contraction: Contraction, operands: Sequence[Variable], lower: Lowerer) -> Programs:
+def build(
+    tree: Tree, contraction: Contraction, operands: Sequence[Variable], lower: Lowerer, in_loop: bool = False
+) -> Programs:
     """Turn a tree into its two programs and their cost.
 
     Args:
@@ -234,20 +237,36 @@ def build(tree: Tree, contraction: Contraction, operands: Sequence[Variable], lo
         contraction: the contraction that the tree computes.
         operands: the operands as variables, numbered by position; see `given_variables`.
         lower: chooses each step's implementation.
+        in_loop: whether the contraction is a slice. Its index arrays are in range, and its gradients are not
+            conjugated: the loop's are.
     """
     requires, gradient_strides = contraction.requires_grad, contraction.gradient_strides
     tree = add_guards(tree, contraction.resolved.spec, contraction.index_mode)
     builder = _Builder(operands, requires, lower)
-    variables, fuses = builder.variables, load_backend(contraction.backend).fuses
+    variables, backend, spec = builder.variables, load_backend(contraction.backend), contraction.resolved.spec
+    fuses, guarding = backend.fuses, None
+    start = 0 if in_loop or backend.compiles else index_bytes(spec)
+    if not backend.compiles:
+        drops, rows = MODES[contraction.index_mode].bad == "drop", backend.table.rows
+
+        def guarding(step: Step) -> int:
+            """Return the scratch of a step for the sake of guards."""
+            if isinstance(step.op, Guard):
+                return guard_bytes(step.op)
+            row = rows.get(step.choice.lowering)  # a row of a user's own may be missing
+            return row.guarded_scratch(step.op, drops) if row else 0
+
     inputs = tuple(range(len(operands)))
     steps: list[Step] = []
     values: dict[int, int] = {}
     result = builder.value(tree, steps, values)
     saved_nodes = kept_nodes(tree, requires)
     kept = tuple(values[id(node)] for node in saved_nodes)
-    steps, peak = live_bytes(steps, variables, inputs, (result, *kept), 0, fuses)
+    steps, peak = live_bytes(steps, variables, inputs, (result, *kept), start, fuses, guarding)
     retained_bases = {variables[v].base for v in kept} - {variables[result].base} - set(inputs)
     retained = sum(variables[base].bytes for base in retained_bases)
+    if MODES[contraction.index_mode].unmarked and not (in_loop or backend.compiles):
+        peak = max(peak, retained + variables[result].bytes + mark_bytes(spec, contraction.dtype))
     steps = [dataclasses.replace(step, keeps=tuple(v for v in step.inputs if v in kept)) for step in steps]
     forward = Program(tuple(steps), inputs, (result,), peak)
     forward_cost = program_cost(steps, peak, retained)
@@ -265,7 +284,9 @@ def build(tree: Tree, contraction: Contraction, operands: Sequence[Variable], lo
         builder.backward(tree, output_gradient, back, saved_values, gradients)
         given = (*inputs, output_gradient, *kept)
         results = tuple(gradients.values())
-        back, back_peak = live_bytes(back, variables, given, results, retained, fuses)
+        if backend.conjugates and contraction.dtype.startswith("complex") and not in_loop:
+            start += variables[output_gradient].bytes
+        back, back_peak = live_bytes(back, variables, given, results, retained + start, fuses, guarding)
         backward = Program(tuple(back), given, results, back_peak)
         backward_cost = program_cost(back, back_peak, retained)
     return Programs(

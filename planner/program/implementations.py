@@ -10,7 +10,7 @@ The tests check these laws for every backend:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout
 from planner.language.errors import refusal_of
 from planner.language.spec import Gather, Operand
+from planner.program.indices import Indices, RangedIndices, Run
 from planner.program.ops import Guard, Op, PricedImplementation
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Fuses, Step
@@ -41,44 +42,6 @@ __all__ = [
 
 # The names of the rows that run guards and loops. No other row is asked whether it supports one.
 MASK, LOOP = "mask", "loop"
-
-
-Indices = Mapping[Gather, Any]
-# From a step's inputs and the index arrays in range to its results.
-Run = Callable[[Sequence[Any], Indices], tuple[Any, ...]]
-
-
-class RangedIndices(dict[Gather, Any]):
-    """The index arrays of a call by gather, with values in [0, size]; the value `size` means "no row".
-
-    An array that is in `given` only is brought into range when a step first asks for it.
-
-    Attributes:
-        may_drop: True if the value `size` can occur.
-        orders: sorted orders of the index arrays, shared by the steps of one call.
-        given: index arrays as the caller gave them, each a `planner.kernels.grouping.keys.IndexArray`, for kernels that
-            read an index piece by piece. Such a kernel needs no copy of the whole index in range, and no look at all of
-            it before. Empty where ranges were checked beforehand.
-        shown: True if the kernel that ran wrote NaN for the bad indices that could not be refused, see
-            `IndexArray.bad`.
-    """
-
-    def __init__(self, may_drop: bool, values: Mapping[Gather, Any] | Iterable[tuple[Gather, Any]] = ()) -> None:
-        super().__init__(values)
-        self.may_drop = may_drop
-        self.orders: dict[Any, Any] = {}
-        self.given: dict[Gather, Any] = {}
-        self.shown = False
-
-    @property
-    def guarded(self) -> bool:
-        """Return `may_drop`. Rows that users wrote for earlier versions ask so."""
-        return self.may_drop
-
-    def __missing__(self, gather: Gather) -> Any:
-        given = self.given[gather]
-        values = self[gather] = given.part(given.values)
-        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +78,8 @@ class Implementation:
             such variants. "" if the row is not a variant.
         bounded: whether its cost is never below `planner.cost.floor`; else the search prices all steps.
         brackets: whether it runs only steps with brackets.
+        guarded_scratch: returns how many bytes of scratch more an op can need for the sake of guards: because operands
+            hold NaN or infinity, or, if its second argument is true, because indices are dropped.
     """
 
     name: str
@@ -129,6 +94,7 @@ class Implementation:
     variant_of: str = ""
     bounded: bool = False
     brackets: bool = False
+    guarded_scratch: Callable[[Op, bool], int] = lambda op, drops: 0
 
     def refusal(self, op: Op, device: Device) -> str | None:
         """Return why the row cannot run an op on a device, or None if it can."""
@@ -299,6 +265,7 @@ class Backend(Protocol):
         strided: whether arrays have strides. Then views are free, and plans depend on layouts.
         fuses: says whether the framework's compiler computes the value of a first step inside a second step that reads
             it; None without a compiler.
+        conjugates: whether backward programs run on the conjugate of a complex output gradient.
     """
 
     name: str
@@ -307,6 +274,7 @@ class Backend(Protocol):
     compiles: bool = False
     strided: bool = False
     fuses: Fuses | None = None
+    conjugates: bool = False
 
     def operand(self, array: Any) -> Operand:
         """Describe an array."""

@@ -175,7 +175,7 @@ def loop_over(
     for sizes, _ in slice_counts(axes, contraction.resolved.spec):
         part = dataclasses.replace(slice_of(contraction, sizes), device=device, options=options)
         small = resize_tree(tree, dict(part.resolved.spec.sizes))
-        programs = build(small, part, given_variables(part), lower)
+        programs = build(small, part, given_variables(part), lower, in_loop=True)
         bodies.append(
             PlanRecord.of_contraction(
                 part, tree=small, programs=programs, known_naive_cost=programs.cost, proven=False, origin="slice"

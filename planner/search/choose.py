@@ -100,6 +100,11 @@ def _best(space: SearchSpace) -> tuple[Candidate, list[Candidate]]:
     for objective in objectives:
         consider(_candidates(space, objective))
     best = min(candidates, key=lambda c: key(c.cost), default=None)
+    if best is not None and not best.proven and options.minimize == "peak" and space.resolved.spec.gathers:
+        # The search does not know what guards need.
+        for objective in OBJECTIVES:
+            consider(_candidates(space, objective))
+        best = min(candidates, key=lambda c: key(c.cost))
     if best is None or not keeps_within(best.cost, limits):
         for objective in objectives:
             consider(_candidates(space, objective, limits))
@@ -130,7 +135,8 @@ def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) 
         as_searched = programs.row_major or (
             objective in ADDITIVE and plan_key(objective)(programs.cost)[0] <= _score(objective, result)
         )
-        proven = exact and can_prove and as_searched
+        guarded = objective == "peak" and programs.has_guards
+        proven = exact and can_prove and as_searched and not guarded
         origin = f"{search_name}, {objective}"
         bounds = can_prove and limits == NO_LIMITS and objective in ADDITIVE and search_name == "exact"
         found = result if bounds else None

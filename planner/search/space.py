@@ -17,6 +17,7 @@ from planner.language.options import SEARCHES, is_name
 from planner.program.build import Lowerer, build, given_variables
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
+from planner.program.guards import index_bytes
 from planner.program.ops import Op, PricedImplementation
 from planner.program.plan import Loop, find_loop
 from planner.program.program import Programs
@@ -109,6 +110,8 @@ class SearchSpace:
         Raises:
             SearchLimitError: the search would have to look at more steps.
         """
+        if limits.memory is not None and not load_backend(self.backend).compiles:
+            limits = limits._replace(memory=limits.memory - index_bytes(self.resolved.spec))
         lower = Lowerer(self.stock_choices if naive else self.choices, step_key(objective))
         chooses = any(self.requires) and (limits != NO_LIMITS or objective in ("peak", "retained"))
         additive = objective in ADDITIVE and limits == NO_LIMITS and not naive
