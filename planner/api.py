@@ -17,7 +17,7 @@ from planner.language.options import MODES, PRECISIONS, Options, Request, check_
 from planner.language.parse import parse, parse_sublists, unpack_operands
 from planner.language.resolve import resolve_shapes, shape_of, shorten
 from planner.language.spec import Operand, Spec, term_gathers
-from planner.language.units import parse_bytes
+from planner.language.units import parse_bytes, parse_seconds
 from planner.plan import Plan
 from planner.program.contraction import Contraction
 from planner.program.frameworks import HOW_GIVEN, framework_of, load_backend, operands_framework
@@ -47,6 +47,7 @@ def contract(
     index_mode: str = "raise",
     dtype: Any = None,
     precision: Any = None,
+    deadline: float | None = None,
     **indices: Any,
 ) -> Any:
     """Contract arrays by an einsum spec that may gather and scatter through index arrays.
@@ -75,6 +76,8 @@ def contract(
         dtype: dtype of the computation and the result. By default the framework promotes the operands' dtypes;
             ``torch.autocast`` does not change that.
         precision: precision of matrix products, for jax only. torch has a global setting instead.
+        deadline: the seconds after which a search ends with the best plan found until then. By default a search ends
+            when it has done a fixed amount of work, so that the same call always gives the same plan.
         **indices: index arrays of any integer dtype, by letter.
 
     Returns:
@@ -92,7 +95,7 @@ def contract(
     Source:
         The notation of numpy's einsum. `planner.language.derive` explains why index arrays may stand anywhere in it.
     """
-    asked = (spec, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, precision)
+    asked = (spec, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, precision, deadline)
     if torch_compiles():
         return for_dynamo().contract(asked, operands, indices)
     run = None
@@ -153,6 +156,7 @@ def plan(
     index_mode: str = "raise",
     dtype: Any = None,
     precision: Any = None,
+    deadline: float | None = None,
     backend: str | None = None,
     device: Device | str | None = None,
     **indices: Any,
@@ -177,6 +181,7 @@ def plan(
         index_mode: what happens to an index out of range.
         dtype: dtype of the computation and the result.
         precision: precision of matrix products, for jax.
+        deadline: the seconds after which a search ends with the best plan found until then.
         backend: "torch", "jax" or "numpy". By default it is the arrays' framework, or else one that is already
             imported.
         device: the rates of the machine that times are predicted for, or the name of a preset such as "h100". By
@@ -207,7 +212,9 @@ def plan(
             backend = next((name for name in ("torch", "jax") if name in sys.modules), "numpy")
     if not is_name(backend):
         raise PlannerError(f"backend={backend!r:.80} is not a name: take one of 'torch', 'jax', 'numpy'")
-    request = Request(spec, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, precision)
+    request = Request(
+        spec, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, precision, deadline
+    )
     return _plan(request, backend, operands, indices, device)
 
 
@@ -254,6 +261,7 @@ def _plan(
         memory_limit=parse_bytes(request.memory_limit, "memory_limit"),
         retain_limit=parse_bytes(request.retain_limit, "retain_limit"),
         precision=precision,
+        deadline=parse_seconds(request.deadline, "deadline"),
     )
     # A gradient exists only if the computation is in floats.
     if not compute.startswith(("float", "bfloat", "complex")):

@@ -52,6 +52,13 @@ def test_infinite_rates_are_null_in_json():
         assert again.device.seconds(1e12, 1e12, 1) == device.seconds(1e12, 1e12, 1)
 
 
+def test_a_deadline_is_kept_with_the_options():
+    plan = planner.plan("ij,jk->ik", (2, 3), (3, 4), backend="numpy", deadline=2)
+    assert plan.options.deadline == 2.0
+    assert planner.Plan.from_json(plan.to_json()) == plan
+    np.testing.assert_array_equal(planner.contract("i,i->", np.arange(3), np.arange(3), deadline=1.5), 5)
+
+
 def test_json_holds_no_nan():
     good = planner.plan("ij->i", (2, 3), backend="numpy")
     nan = dataclasses.replace(good, device=dataclasses.replace(good.device, fresh_bandwidth=float("nan")))

@@ -69,6 +69,7 @@ class Request(NamedTuple):
     index_mode: Any
     dtype: Any
     precision: Any = None
+    deadline: Any = None
 
     def hashable(self) -> Request:
         """Return the request with dictionaries and lists as tuples."""
@@ -103,6 +104,7 @@ class Options:
     memory_limit: int | None = None
     retain_limit: int | None = None
     precision: str | None = None
+    deadline: float | None = None
 
     @property
     def objective(self) -> str:

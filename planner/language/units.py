@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import re
 from fractions import Fraction
@@ -10,7 +11,7 @@ from typing import Any
 
 from planner.language.errors import PlannerError
 
-__all__ = ["bytes_text", "count_text", "parse_bytes", "seconds_text"]
+__all__ = ["bytes_text", "count_text", "parse_bytes", "parse_seconds", "seconds_text"]
 
 _DECIMAL_UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS = {**_DECIMAL_UNITS, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -32,6 +33,20 @@ def parse_bytes(limit: Any, name: str) -> int | None:
         if match and match[2] in _UNITS and len(match[1]) < 40:
             return int(Fraction(match[1]) * _UNITS[match[2]])
     raise PlannerError(f"{name}={limit!r:.80} is not a number of bytes: give an int or a string such as '2 GiB'")
+
+
+def parse_seconds(seconds: Any, name: str) -> float | None:
+    """Read a time in seconds.
+
+    Raises:
+        PlannerError: it is not a positive finite number.
+    """
+    if seconds is None:
+        return None
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(seconds, bool | str) and 0 < float(seconds) < math.inf:
+            return float(seconds)
+    raise PlannerError(f"{name}={seconds!r:.80} is not a number of seconds: give a positive number such as 0.5")
 
 
 def count_text(count: float) -> str:

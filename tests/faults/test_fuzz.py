@@ -18,7 +18,8 @@ ALPHABET = [
     *"abcijkqpXY", *"[[]]", ".", "...", ",", ",", "->", "-", ">", " ", " ", "\t", "\n", "\0", "_", "1", "é", "ß",
     "ﬁ", "²", "µ", "Ω", "\u212a", "\u2126", "\u0301", "\u200b", "\ud800", "\udfff", "𝒜", "漢", "→", "(", "{", "'", "\\", "%", "q[", "]",
 ]  # fmt: skip
-OPTIONS = ("sizes", "optimize", "minimize", "memory_limit", "retain_limit", "index_mode", "dtype", "precision")
+OPTIONS = ("sizes", "optimize", "minimize", "memory_limit", "retain_limit", "index_mode", "dtype", "precision",
+           "deadline")  # fmt: skip
 
 
 def names_a_culprit(error, indices=()):
