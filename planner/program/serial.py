@@ -23,7 +23,7 @@ from planner.program.loops import loop_node, loop_over
 from planner.program.ops import Cast, Einsum, Guard, JointGradient, Op, PricedImplementation
 from planner.program.plan import Loop, LoopGradient, PlanRecord
 from planner.program.program import Program, Programs, Step, Variable
-from planner.program.tree import Leaf, Node
+from planner.program.tree import Leaf, Node, flatten, unflatten
 
 __all__ = ["decode", "encode", "plan_from_json", "plan_to_json"]
 
@@ -174,6 +174,8 @@ def encode(value: Any) -> Any:
         if isinstance(value, Loop):
             fields |= {"axes": value.axes, "bodies": value.bodies, "gradient": isinstance(value, LoopGradient)}
         return {"type": "Op", **{key: encode(entry) for key, entry in fields.items()}}
+    if isinstance(value, Node):  # as deep as a tree may be, JSON must not be
+        return {"type": "Tree", "nodes": encode(flatten(value))}
     name = "Plan" if isinstance(value, PlanRecord) else _NAMES.get(type(value))
     if name is not None:
         if isinstance(value, StepCost):
@@ -208,6 +210,8 @@ def decode(value: Any) -> Any:
     parts = {key: decode(entry) for key, entry in fields.items()}
     if name == "Plan":
         return _decode_plan(**parts)
+    if name == "Tree":
+        return unflatten(**parts)
     return _decode_op(**parts) if name == "Op" else _CLASSES[name](**parts)
 
 

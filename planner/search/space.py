@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,8 +21,10 @@ from planner.program.plan import Loop, find_loop
 from planner.program.program import Programs
 from planner.program.tree import Tree
 from planner.search.dynamic import FRONT_LIMIT, Search, SearchResult
+from planner.search.large import improved_path
 from planner.search.network import Network
 from planner.search.paths import PATH_NAMES, check_path, external_path, is_path_name, splits_of
+from planner.search.reconfigure import estimate_of
 
 __all__ = [
     "AUTO_WORK",
@@ -39,6 +42,8 @@ AUTO_WORK, OPTIMAL_WORK, PATH_WORK = 32_000, 3_000_000, 4_000
 # The exact search is tried if there are at most this many times as many steps as it may score: most steps are ruled out
 # before they are scored.
 MOST_TRIED = 12
+# opt_einsum's "auto" is tried up to so many operands; beyond 14 it is its greedy path.
+MOST_AUTO = 40
 # The most steps that a search for the trees of a slice may score. There may be many such searches.
 SLICE_WORK = 1_000
 # If there are more distinct gathers than this, the search over a path does not try every combination of their places.
@@ -63,6 +68,9 @@ class SearchSpace:
         self.casts = tuple(o.dtype if o.dtype != self.dtype else None for o in self.operands)
         self.variables = given_variables(contraction)
         self.layouts = tuple(variable.layout for variable in self.variables)
+        # When searches end by the clock; None if they end when their work is done.
+        deadline = self.options.deadline
+        self.ends = None if deadline is None else time.monotonic() + deadline
         self._paths: dict[Any, Any] = {}
 
     def choices(self, op: Op) -> Sequence[PricedImplementation]:
@@ -120,14 +128,15 @@ class SearchSpace:
 
         def along(path: Any) -> SearchResult | None:
             splits = splits_of(path, len(self.operands))
+            sets = self.few.prepare(path)
             keeps = chooses or limits != NO_LIMITS
             fronts, steps = (PATH_FRONTS, KEEPING_PATH_WORK) if keeps else ((FRONT_LIMIT,), PATH_WORK)
             if not naive:
                 for front in fronts:
                     with contextlib.suppress(SearchLimitError):
-                        return search_of(self.few, steps, front_limit=front).run(splits)
+                        return search_of(self.few, steps, front_limit=front).run(splits, sets)
             try:
-                return search_of(self.few, steps, front_limit=fronts[-1], takes_first=True).run(splits)
+                return search_of(self.few, steps, front_limit=fronts[-1], takes_first=True).run(splits, sets)
             except SearchLimitError:
                 if not keeps:
                     raise
@@ -135,8 +144,9 @@ class SearchSpace:
 
         if path is not None:
             if not naive and len(self.network.gathers) <= MOST_FACTORS:
+                sets = self.network.prepare(path)
                 with contextlib.suppress(SearchLimitError):
-                    return search_of(self.network).run(splits_of(path, len(self.operands))), lower
+                    return search_of(self.network).run(splits_of(path, len(self.operands)), sets), lower
             return along(path), lower
         if len(self.operands) <= 2:
             return search_of(self.network).run(), lower
@@ -229,10 +239,43 @@ def run_searches(
                 if result is not None:
                     yield result, lower, "exact"
                 return
-        for name in ("greedy",) if len(space.operands) > 40 else ("greedy", "auto"):
-            yield from along(space.path(name), f"opt_einsum {name}")
+        yield from _search_large(space, objective, limits, auto_work == AUTO_WORK)
         return
     if is_name(optimize) and not is_path_name(optimize):
         known = ", ".join(map(repr, (*SEARCHES, *PATH_NAMES)))
         raise PlannerError(f"optimize={optimize!r} is unknown: take one of {known}, a path or a PathOptimizer")
     yield from along(space.path(optimize), f"opt_einsum {optimize}" if is_name(optimize) else "given path")
+
+
+def _search_large(
+    space: SearchSpace, objective: str, limits: Limits, improves: bool
+) -> Iterator[tuple[SearchResult, Lowerer, str]]:
+    """Yield what the searches for more operands than the exact search takes find; see `run_searches`.
+
+    Args:
+        space: the contraction.
+        objective: what is minimised.
+        limits: the limits that trees must meet.
+        improves: whether to improve greedy paths too.
+    """
+
+    def along(path: Any) -> tuple[SearchResult | None, Lowerer]:
+        return space.search(objective, PATH_WORK, path, limits=limits)
+
+    names = ("greedy",) if len(space.operands) > MOST_AUTO else ("greedy", "auto")
+    paths = [space.path(name) for name in names]
+    begun = time.monotonic()
+    for name, path in zip(names, paths, strict=True):
+        result, lower = along(path)
+        if result is not None:
+            yield result, lower, f"opt_einsum {name}"
+    if not improves:
+        return
+    # What is found must still be priced before the deadline.
+    pricing = (time.monotonic() - begun) / len(names)
+    estimate = estimate_of(objective, space.device, space.dtype)
+    ends = None if space.ends is None else space.ends - pricing
+    improved = improved_path(space.network, space.requires, estimate, paths, ends)
+    result, lower = along(improved.path)
+    if result is not None:
+        yield dataclasses.replace(result, exact=False, interrupted=improved.interrupted), lower, "improved greedy"
