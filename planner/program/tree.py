@@ -22,6 +22,7 @@ __all__ = [
     "nodes_of",
     "path_of",
     "read_by_gradients",
+    "tree_depth",
     "unflatten",
 ]
 
@@ -108,6 +109,18 @@ def unflatten(nodes: Sequence[int | FlatNode]) -> Tree:
         done[first:] = [Node(op, tuple(done[first:]), order, backward_order, kept)]
     (tree,) = done
     return tree
+
+
+def tree_depth(tree: Tree) -> int:
+    """Return the number of steps from the root of a tree down to its deepest operand."""
+    depths: list[int] = []
+    for entry in flatten(tree):
+        if isinstance(entry, int):
+            depths.append(0)
+        else:
+            first = len(depths) - entry[1]
+            depths[first:] = [1 + max(depths[first:], default=0)]
+    return depths[0]
 
 
 def change_tree(

@@ -7,13 +7,12 @@ network gets the same path in each process. With a deadline a search ends by the
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import opt_einsum
 
@@ -26,8 +25,8 @@ __all__ = ["Improved", "improved_path"]
 
 # How many random greedy trees are improved, how many of the best are improved further, and in how many rounds.
 STARTS, FINALISTS, ROUNDS = 8, 3, 6
-# The values that a part reads: in the first sweeps, and in the sweeps over parts that are drawn.
-FIRST_CUT, DRAWN_CUT = 8, 9
+# How many values a part reads fewer than it may: in the first sweeps, and in the sweeps over parts that are drawn.
+FIRST_LESS, DRAWN_LESS = 2, 1
 MOST_SWEEPS = 20
 # The share of the cost that a first sweep must win to be repeated; as a logarithm, what a round must win.
 LITTLE, TOO_LITTLE = 0.02, 1e-3
@@ -73,6 +72,7 @@ def improved_path(
     estimate: Estimate,
     given: Sequence[tuple[tuple[int, ...], ...]],
     ends: float | None = None,
+    most: int = MOST_CUT,
 ) -> Improved:
     """Return the best path that greedy searches and the search over parts of trees find.
 
@@ -82,6 +82,7 @@ def improved_path(
         estimate: what steps cost.
         given: paths to begin with, in opt_einsum's form.
         ends: when to stop, by `time.monotonic`; None to go on until the work is done.
+        most: how many values a part of a tree reads at most.
 
     Raises:
         KeyboardInterrupt: Ctrl-C came before any path was found.
@@ -106,7 +107,7 @@ def improved_path(
             record(tree)
             bar(f"{len(numbered.inputs)} operands: tree {len(found)}")
             for _ in range(MOST_SWEEPS):
-                if tree.sweep(FIRST_CUT, None, in_time) < LITTLE:
+                if tree.sweep(most - FIRST_LESS, None, in_time) < LITTLE:
                     break
             record(tree)
             if not in_time():
@@ -119,8 +120,8 @@ def improved_path(
                 if not in_time():
                     break
                 before = tree.cost
-                for cut, draws in ((DRAWN_CUT, rng), (DRAWN_CUT, rng), (MOST_CUT, None)):
-                    tree.sweep(cut, draws, in_time)
+                for less, draws in ((DRAWN_LESS, rng), (DRAWN_LESS, rng), (0, None)):
+                    tree.sweep(most - less, draws, in_time)
                 record(tree)
                 if tree.cost > before - TOO_LITTLE:
                     break
@@ -169,9 +170,10 @@ def _steps_of(path: Sequence[Sequence[int]], operands: int, by_number: bool = Fa
 def _greedy_steps(network: _NumberedNetwork, seed: int) -> Steps:
     """Return a random greedy tree; the best of many where cotengrust is installed."""
     operands = len(network.inputs)
-    if importlib.util.find_spec("cotengrust") is None:
+    try:
+        import cotengrust
+    except ImportError:
         return _steps_of(_random_greedy(network, random.Random(seed)), operands, by_number=True)
-    cotengrust: Any = importlib.import_module("cotengrust")
     letters = [opt_einsum.get_symbol(axis) for axis in range(len(network.sizes))]
     path, _ = cotengrust.optimize_random_greedy_track_flops(
         [[letters[axis] for axis in term] for term in network.inputs],

@@ -27,7 +27,7 @@ from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Programs
 from planner.program.tree import Node, Tree, keep_values
 from planner.search.parts import TreePart, cut_out, large_values, whole_part
-from planner.search.space import SLICE_WORK, Candidate, SearchSpace, run_searches
+from planner.search.space import MOST_AUTO, SLICE_WORK, Candidate, SearchSpace, run_searches
 
 __all__ = ["can_be_cut", "fastest", "loop_candidates", "make_loop", "worth_cutting"]
 
@@ -36,6 +36,10 @@ LARGE_BYTES = 1 << 25
 MOST_LOOPS, MOST_SLICES = 3, 4096
 # The share of the steps that loops around parts of a tree may take.
 PART_SHARE = 8
+# Loops around parts are tried for up to so many operands.
+MOST_PART_OPERANDS = 200
+# For many operands the search for loops may price this many times fewer steps.
+LARGE_SHARE = 4
 # How many steps the search for loops may price, without limits and with; each takes 50 to 200 us.
 PRICED_STEPS, PRICED_STEPS_LIMITED = 10_000, 30_000
 # Under a limit, slices predicted to take no more than this times the fastest count as equally fast, and the leanest of
@@ -127,6 +131,10 @@ class _LoopSearch:
         options = space.options
         limited = options.memory_limit is not None or options.retain_limit is not None
         self.steps_left = PRICED_STEPS_LIMITED if limited else PRICED_STEPS
+        # The steps of many operands are small ones, and the loops over them are many.
+        self.large = len(space.operands) > MOST_AUTO
+        if self.large:
+            self.steps_left //= LARGE_SHARE
         keys = ("time", "peak") if limited or options.minimize in ("peak", "retained") else ("time",)
         device = device_in_loop(space.device, space.backend)
         self.lowerers = {key: body_lowerer(space.backend, device, key) for key in keys}
@@ -139,7 +147,7 @@ class _LoopSearch:
             if size < 2 or axis in dict(axes) or not can_be_cut(spec, axis) or self.steps_left <= 0:
                 continue
             self.steps_left -= min(SLICE_WORK, self.space.exact_work())
-            slice_trees = _slice_trees(self.space, {**dict(axes), axis: 1})
+            slice_trees = [] if self.large else _slice_trees(self.space, {**dict(axes), axis: 1})
             trees = tuple(dict.fromkeys((*self.trees, *slice_trees)))
             for slice_size in _ladder(size):
                 cut = (*axes, (axis, slice_size))
@@ -152,6 +160,8 @@ class _LoopSearch:
 
         Each axis that all of these values have is cut, into smaller and smaller slices until limits are met.
         """
+        if len(self.space.operands) > MOST_PART_OPERANDS:
+            return []
         left, self.steps_left = self.steps_left, self.steps_left // PART_SHARE
         priced = list(self._price_parts(candidates, limits))
         self.steps_left += left - left // PART_SHARE

@@ -24,7 +24,7 @@ from planner.search.dynamic import FRONT_LIMIT, Search, SearchResult
 from planner.search.large import improved_path
 from planner.search.network import Network
 from planner.search.paths import PATH_NAMES, check_path, external_path, is_path_name, splits_of
-from planner.search.reconfigure import estimate_of
+from planner.search.reconfigure import MOST_CUT, estimate_of
 
 __all__ = [
     "AUTO_WORK",
@@ -275,7 +275,9 @@ def _search_large(
     pricing = (time.monotonic() - begun) / len(names)
     estimate = estimate_of(objective, space.device, space.dtype)
     ends = None if space.ends is None else space.ends - pricing
-    improved = improved_path(space.network, space.requires, estimate, paths, ends)
+    # A time takes several times as long to estimate as FLOPs.
+    most = MOST_CUT if objective == "flops" else MOST_CUT - 1
+    improved = improved_path(space.network, space.requires, estimate, paths, ends, most)
     result, lower = along(improved.path)
     if result is not None:
         yield dataclasses.replace(result, exact=False, interrupted=improved.interrupted), lower, "improved greedy"
