@@ -42,6 +42,8 @@ AUTO_WORK, OPTIMAL_WORK, PATH_WORK = 32_000, 3_000_000, 4_000
 # The exact search is tried if there are at most this many times as many steps as it may score: most steps are ruled out
 # before they are scored.
 MOST_TRIED = 12
+# How many more steps a search over a path may score for each operand.
+OPERAND_WORK = 4
 # opt_einsum's "auto" is tried up to so many operands; beyond 14 it is its greedy path.
 MOST_AUTO = 40
 # The most steps that a search for the trees of a slice may score. There may be many such searches.
@@ -131,18 +133,20 @@ class SearchSpace:
             sets = self.few.prepare(path)
             keeps = chooses or limits != NO_LIMITS
             fronts, steps = (PATH_FRONTS, KEEPING_PATH_WORK) if keeps else ((FRONT_LIMIT,), PATH_WORK)
+            steps += OPERAND_WORK * len(self.operands)
             if not naive:
                 for front in fronts:
                     with contextlib.suppress(SearchLimitError):
                         return search_of(self.few, steps, front_limit=front).run(splits, sets)
             try:
-                return search_of(self.few, steps, front_limit=fronts[-1], takes_first=True).run(splits, sets)
+                return search_of(self.few, max(work, steps), front_limit=fronts[-1], takes_first=True).run(splits, sets)
             except SearchLimitError:
                 if not keeps:
                     raise
                 return None  # another path may be within the limits
 
         if path is not None:
+            work += OPERAND_WORK * len(self.operands)
             if not naive and len(self.network.gathers) <= MOST_FACTORS:
                 sets = self.network.prepare(path)
                 with contextlib.suppress(SearchLimitError):
