@@ -107,7 +107,9 @@ def _rows(plan: PlanRecord, program: Program, first: int) -> list[list[str]]:
         cost = step.choice.cost
         figures = [count_text(cost.flops), bytes_text(cost.bytes_moved), bytes_text(step.live_bytes)]
         figures.append(seconds_text(cost.picoseconds / 1e12))
-        rows.append([str(number), shorten(equation(step), MOST_EQUATION), lowered_to(step), *figures, _keeps(plan, step)])
+        rows.append(
+            [str(number), shorten(equation(step), MOST_EQUATION), lowered_to(step), *figures, _keeps(plan, step)]
+        )
     return rows
 
 

@@ -21,7 +21,7 @@ from planner.progress import Progress
 from planner.search.network import Network
 from planner.search.reconfigure import MOST_CUT, Estimate, OrderTree
 
-__all__ = ["Improved", "improved_path"]
+__all__ = ["Improved", "NumberedNetwork", "improved_path", "number_axes", "random_greedy", "steps_of"]
 
 # How many random greedy trees are improved, how many of the best are improved further, and in how many rounds.
 STARTS, FINALISTS, ROUNDS = 8, 3, 6
@@ -46,7 +46,7 @@ class Improved(NamedTuple):
     interrupted: bool
 
 
-class _NumberedNetwork(NamedTuple):
+class NumberedNetwork(NamedTuple):
     """A network with numbers for axes, its gathers taken: with row axes in place of pool axes."""
 
     inputs: list[list[int]]
@@ -54,7 +54,8 @@ class _NumberedNetwork(NamedTuple):
     sizes: list[int]
 
 
-def _numbered(network: Network) -> _NumberedNetwork:
+def number_axes(network: Network) -> NumberedNetwork:
+    """Return a network with numbers for its axes."""
     axes = [term_axes(term) for term in network.spec.inputs]
     numbers: dict[str, int] = {}
     for term in axes:
@@ -63,7 +64,7 @@ def _numbered(network: Network) -> _NumberedNetwork:
     output = [numbers[axis] for axis in term_axes(network.spec.output) if axis in numbers]
     # Empty arrays cost nothing in any order.
     sizes = [max(1, network.sizes[axis]) for axis in numbers]
-    return _NumberedNetwork([[numbers[axis] for axis in term] for term in axes], output, sizes)
+    return NumberedNetwork([[numbers[axis] for axis in term] for term in axes], output, sizes)
 
 
 def improved_path(
@@ -87,7 +88,7 @@ def improved_path(
     Raises:
         KeyboardInterrupt: Ctrl-C came before any path was found.
     """
-    numbered = _numbered(network)
+    numbered = number_axes(network)
     logs = [math.log2(size) for size in numbered.sizes]
     found: list[OrderTree] = []
     best: list[tuple[float, tuple[tuple[int, ...], ...]]] = []
@@ -134,17 +135,17 @@ def improved_path(
     return Improved(best[0][1], False)
 
 
-def _starts(network: _NumberedNetwork, given: Sequence[tuple[tuple[int, ...], ...]]) -> Iterator[Steps]:
+def _starts(network: NumberedNetwork, given: Sequence[tuple[tuple[int, ...], ...]]) -> Iterator[Steps]:
     """Yield the trees to begin with, as the steps of an `OrderTree`."""
     operands = len(network.inputs)
     for path in given:
         if all(len(step) <= 2 for step in path):
-            yield _steps_of(path, operands)
+            yield steps_of(path, operands)
     for seed in range(STARTS):
         yield _greedy_steps(network, seed)
 
 
-def _steps_of(path: Sequence[Sequence[int]], operands: int, by_number: bool = False) -> Steps:
+def steps_of(path: Sequence[Sequence[int]], operands: int, by_number: bool = False) -> Steps:
     """Return the steps of a path over the operands. Steps on one value are left out.
 
     Args:
@@ -167,13 +168,13 @@ def _steps_of(path: Sequence[Sequence[int]], operands: int, by_number: bool = Fa
     return steps
 
 
-def _greedy_steps(network: _NumberedNetwork, seed: int) -> Steps:
+def _greedy_steps(network: NumberedNetwork, seed: int) -> Steps:
     """Return a random greedy tree; the best of many where cotengrust is installed."""
     operands = len(network.inputs)
     try:
         import cotengrust
     except ImportError:
-        return _steps_of(_random_greedy(network, random.Random(seed)), operands, by_number=True)
+        return steps_of(random_greedy(network, random.Random(seed)), operands, by_number=True)
     letters = [opt_einsum.get_symbol(axis) for axis in range(len(network.sizes))]
     path, _ = cotengrust.optimize_random_greedy_track_flops(
         [[letters[axis] for axis in term] for term in network.inputs],
@@ -184,10 +185,10 @@ def _greedy_steps(network: _NumberedNetwork, seed: int) -> Steps:
         max_neighbors=MOST_NEIGHBOURS,
         use_ssa=True,
     )
-    return _steps_of(path, operands, by_number=True)
+    return steps_of(path, operands, by_number=True)
 
 
-def _random_greedy(network: _NumberedNetwork, rng: random.Random) -> list[tuple[int, ...]]:
+def random_greedy(network: NumberedNetwork, rng: random.Random) -> list[tuple[int, ...]]:
     """Return opt_einsum's greedy path, in which each step is drawn from the few best, those that cost less more often.
 
     opt_einsum's own random search draws from Python's global random numbers, which belong to the caller.

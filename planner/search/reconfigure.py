@@ -104,13 +104,12 @@ def estimate_of(objective: str, device: Device, dtype: str) -> Estimate:
         rate = np.minimum(most, device.skinny_rate * np.maximum(1.0, np.exp2(np.minimum(least, LARGEST)) / 4))
         computing = np.where(sides[2] > 0, np.exp2(joint + 1 - scale) / rate, 0.0)
         elements = np.exp2(sizes.left - scale) + np.exp2(sizes.right - scale) + np.exp2(sizes.result - scale)
-        cached = elements * width * 2.0**scale <= device.cache_bytes
+        cached = elements * width <= device.cache_bytes * 2.0**-scale
         moving = elements * (width / np.where(cached, device.cache_bandwidth, device.bandwidth))
         made = np.exp2(sizes.result - scale) * width
-        fresh = made / np.where(
-            made * 2.0**scale >= device.fresh_bytes, device.fresh_bandwidth, device.reused_bandwidth
-        )
-        fresh = np.where(made * 2.0**scale > device.cache_bytes, fresh, 0.0)
+        large = made >= device.fresh_bytes * 2.0**-scale
+        fresh = made / np.where(large, device.fresh_bandwidth, device.reused_bandwidth)
+        fresh = np.where(made > device.cache_bytes * 2.0**-scale, fresh, 0.0)
         matrices = np.exp2(operands[0] + operands[1] + operands[2] - 2 * joint - scale) * device.matrix_seconds
         one = np.maximum(computing, moving) + fresh + matrices + device.launch_seconds * 2.0**-scale
         return one * sizes.products
