@@ -25,6 +25,8 @@ __all__ = ["Improved", "NumberedNetwork", "improved_path", "number_axes", "rando
 
 # How many random greedy trees are improved, how many of the best are improved further, and in how many rounds.
 STARTS, FINALISTS, ROUNDS = 8, 3, 6
+# Beyond this number of operands times rounds there are fewer rounds, but two at least.
+MOST_ROUNDS = 3_000
 # How many values a part reads fewer than it may: in the first sweeps, and in the sweeps over parts that are drawn.
 FIRST_LESS, DRAWN_LESS = 2, 1
 MOST_SWEEPS = 20
@@ -100,7 +102,8 @@ def improved_path(
         if not best or tree.cost < best[0][0]:
             best[:] = [(tree.cost, tree.path())]
 
-    bar = Progress(STARTS + FINALISTS * ROUNDS)
+    rounds = max(2, min(ROUNDS, MOST_ROUNDS // len(numbered.inputs)))
+    bar = Progress(len(given) + STARTS + FINALISTS * rounds)
     try:
         for steps in _starts(numbered, given):
             tree = OrderTree(numbered.inputs, numbered.output, logs, requires, estimate, steps)
@@ -116,7 +119,7 @@ def improved_path(
         found.sort(key=lambda tree: tree.cost)
         for number, tree in enumerate(found[:FINALISTS]):
             rng = random.Random(number)
-            for _ in range(ROUNDS):
+            for _ in range(rounds):
                 bar(f"{len(numbered.inputs)} operands: parts of tree {number + 1}")
                 if not in_time():
                     break

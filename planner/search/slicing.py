@@ -11,6 +11,7 @@ from typing import Any
 from planner.cost.figures import Cost
 from planner.cost.limits import NO_LIMITS, Limits, keeps_within
 from planner.cost.objective import plan_key, step_key
+from planner.language.dtypes import itemsize
 from planner.language.errors import PlannerError, SearchLimitError
 from planner.language.spec import Spec, term_axes
 from planner.program.build import Lowerer
@@ -23,9 +24,10 @@ from planner.program.loops import (
     slice_counts,
     slice_of,
 )
+from planner.program.ops import Einsum
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Programs
-from planner.program.tree import Node, Tree, keep_values
+from planner.program.tree import Node, Tree, keep_values, nodes_of
 from planner.search.parts import TreePart, cut_out, large_values, whole_part
 from planner.search.space import MOST_AUTO, SLICE_WORK, Candidate, SearchSpace, run_searches
 
@@ -99,6 +101,11 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
 
     if around_parts:
         yield from best_of(around_parts)
+    if search.large and limits.memory is not None and not allowed:
+        for candidate in search.price_many_axes(rival.tree, limits.memory):
+            yield candidate
+            if keeps_within(candidate.cost, limits):
+                return
     axes: tuple[tuple[str, int], ...] = ()
     previous: Candidate | None = None
     for _ in range(MOST_LOOPS):
@@ -154,6 +161,41 @@ class _LoopSearch:
                 if math.prod(-(-spec.size(a) // length) for a, length in cut) <= MOST_SLICES:
                     priced += self._price(cut, trees)
         return priced
+
+    def price_many_axes(self, tree: Tree, limit: int) -> Iterator[Candidate]:
+        """Yield loops over more and more axes, in slices of one element, once the largest value is within the limit.
+
+        Among the axes of the largest value, each time the one is cut that adds the fewest FLOPs: a step without the
+        axis is done again for each slice.
+        """
+        spec = self.space.resolved.spec
+        sizes, width, slices = dict(spec.sizes), itemsize(self.space.dtype), 1
+        nodes = [node for node in nodes_of(tree) if isinstance(node.op, Einsum)]
+        joints = [{axis for term in node.op.spec.terms for axis in term_axes(term)} for node in nodes]
+        results = [set(term_axes(node.op.spec.output)) for node in nodes]
+        cut: list[tuple[str, int]] = []
+
+        def elements(axes: set[str]) -> int:
+            return math.prod(sizes.get(axis, 1) for axis in axes)
+
+        while results:
+            largest = max(results, key=elements)
+            free = [axis for axis in sorted(largest) if sizes.get(axis, 1) > 1 and can_be_cut(spec, axis)]
+            if not free:
+                return
+            work = [(elements(axes), axes) for axes in joints]
+
+            def flops(axis: str, work: Sequence[tuple[int, set[str]]] = work) -> int:
+                return sum(count if axis in axes else count * sizes[axis] for count, axes in work)
+
+            axis = min(free, key=flops)
+            slices *= sizes[axis]
+            if slices > MOST_SLICES:
+                return
+            cut.append((axis, 1))
+            sizes[axis] = 1
+            if elements(max(results, key=elements)) * width <= limit:
+                yield from self._price(tuple(cut), (tree,))
 
     def price_parts(self, candidates: Sequence[Candidate], limits: Limits) -> list[Candidate]:
         """Return trees with a loop around the steps that make and read their largest values.
