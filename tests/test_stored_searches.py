@@ -137,7 +137,9 @@ def test_nothing_is_remembered_where_the_disk_is_off_or_rows_are_the_users_own(t
     assert not list(disk.rglob("*.json"))
 
 
-@pytest.mark.parametrize("options", [{"minimize": lambda cost: cost.flops}, {"optimize": RandomGreedy()}], ids=["minimize", "optimize"])
+@pytest.mark.parametrize(
+    "options", [{"minimize": lambda cost: cost.flops}, {"optimize": RandomGreedy()}], ids=["minimize", "optimize"]
+)
 def test_what_a_function_decides_is_not_remembered(options, every_search, searches):
     chain(**options)
     assert len(searches) == 1

@@ -28,7 +28,7 @@ from planner.program.guards import add_guards
 from planner.program.implementations import RangedIndices, Table
 from planner.program.ops import Cast, Guard
 from planner.program.plan import PlanRecord, without_loops
-from planner.program.tree import Leaf, Tree
+from planner.program.tree import Tree, flatten
 
 __all__ = ["Executable"]
 
@@ -249,17 +249,21 @@ class Executable:
         """Run the plan's tree with torch's own operators, which torch can differentiate."""
         index, views = self.prepare(indices), self.views(operands)
 
-        def value(tree: Tree) -> Tensor:
-            if isinstance(tree, Leaf):
-                return views[tree.operand]
-            inputs = [value(child) for child in tree.children]
-            if isinstance(tree.op, Guard):
-                return GUARD(tree.op, inputs, index)[0]
-            if isinstance(tree.op, Cast):
-                return cast(inputs[0], tree.op.dtype)
-            return evaluate(OPS, tree.op.spec, inputs, index, index.may_drop)
-
-        return value(self.guarded_tree)
+        values: list[Tensor] = []
+        for entry in flatten(self.guarded_tree):
+            if isinstance(entry, int):
+                values.append(views[entry])
+                continue
+            op, count = entry[:2]
+            inputs = values[-count:]
+            del values[-count:]
+            if isinstance(op, Guard):
+                values += GUARD(op, inputs, index)
+            elif isinstance(op, Cast):
+                values.append(cast(inputs[0], op.dtype))
+            else:
+                values.append(evaluate(OPS, op.spec, inputs, index, index.may_drop))
+        return values[0]
 
 
 def _conjugate(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from planner.program.guards import add_guards, guard_bytes, index_bytes, mark_by
 from planner.program.ops import Cast, Gradients, Guard, Op, PricedImplementation
 from planner.program.plan import Loop
 from planner.program.program import Program, Programs, Step, Variable, live_bytes, program_cost
-from planner.program.tree import Leaf, Node, Tree, kept_nodes
+from planner.program.tree import Leaf, Node, Tree, find_needs, kept_nodes
 
 __all__ = ["GradientStep", "Lowerer", "build", "given_variables"]
 
@@ -117,10 +117,10 @@ class Lowerer:
 class _Builder:
     """Turns a tree into steps, and numbers the variables that they read and write."""
 
-    def __init__(self, operands: Sequence[Variable], requires: Sequence[bool], lower: Lowerer) -> None:
+    def __init__(self, tree: Tree, operands: Sequence[Variable], requires: Sequence[bool], lower: Lowerer) -> None:
         self.variables = list(operands)
         self.requires, self.lower = requires, lower
-        self.needs: dict[int, bool] = {}
+        self.needs = find_needs(tree, requires)
         self.layouts: dict[int, Layout | None] = {}
 
     def layout(self, tree: Tree) -> Layout | None:
@@ -130,10 +130,7 @@ class _Builder:
     def needs_gradient(self, tree: Tree) -> bool:
         if isinstance(tree, Leaf):
             return self.requires[tree.operand]
-        needed = self.needs.get(id(tree))
-        if needed is None:
-            needed = self.needs[id(tree)] = any(self.needs_gradient(child) for child in tree.children)
-        return needed
+        return self.needs[id(tree)]
 
     def child_needs(self, node: Node) -> tuple[bool, ...]:
         return tuple(self.needs_gradient(child) for child in node.children)
@@ -171,21 +168,35 @@ class _Builder:
 
     def value(self, tree: Tree, steps: list[Step], values: dict[int, int], again: bool = False) -> int:
         """Return the variable of a tree's value. Emit the steps that compute it unless `values` has it."""
-        if isinstance(tree, Leaf):
-            return tree.operand
-        if id(tree) not in values:
-            if isinstance(tree.op, Guard) and tree.op.only_gradients and not again:  # `again`: in the backward program
-                variable = self.value(tree.children[0], steps, values)
-                self.layouts[id(tree)] = self.variables[variable].layout
-                return variable
-            for child in tree.order[: len(tree.children)]:
-                self.value(tree.children[child], steps, values, again)
-            inputs = tuple(self.value(child, steps, values) for child in tree.children)
-            op = tree.op.with_layouts(map(self.layout, tree.children))
-            (variable,) = self.emit(op, self.lower(op), inputs, steps, again)
-            values[id(tree)] = variable
-            self.layouts[id(tree)] = self.variables[variable].layout
-        return values[id(tree)]
+        # The values of the trees that are done, but not for the callers: a guard may stand for its child.
+        found: dict[int, int] = {}
+
+        def known(tree: Tree) -> int | None:
+            if isinstance(tree, Leaf):
+                return tree.operand
+            return values.get(id(tree), found.get(id(tree)))
+
+        stack = [tree]
+        while stack:
+            top = stack[-1]
+            if isinstance(top, Leaf) or known(top) is not None:
+                stack.pop()
+                continue
+            missing = [top.children[i] for i in top.order[: len(top.children)] if known(top.children[i]) is None]
+            if missing:
+                stack += reversed(missing)
+                continue
+            inputs = tuple(variable for child in top.children if (variable := known(child)) is not None)
+            if isinstance(top.op, Guard) and top.op.only_gradients and not again:  # `again`: in the backward program
+                found[id(top)] = variable = inputs[0]
+            else:
+                op = top.op.with_layouts(map(self.layout, top.children))
+                (variable,) = self.emit(op, self.lower(op), inputs, steps, again)
+                values[id(top)] = variable
+            self.layouts[id(top)] = self.variables[variable].layout
+        variable_of_tree = known(tree)
+        assert variable_of_tree is not None
+        return variable_of_tree
 
     def backward(
         self, tree: Tree, gradient: int, steps: list[Step], values: dict[int, int], into: dict[int, int]
@@ -199,27 +210,37 @@ class _Builder:
             values: the variables of the trees' values that exist already.
             into: where the variable of each operand's gradient is entered.
         """
-        if isinstance(tree, Leaf):
-            into[tree.operand] = gradient
-            return
-        children = range(len(tree.children))
-        needs = self.child_needs(tree)
+        stack = [(tree, gradient)]
+        while stack:
+            top, gradient = stack.pop()
+            if isinstance(top, Leaf):
+                into[top.operand] = gradient
+                continue
+            gradients = self.gradients(top, gradient, steps, values)
+            order = top.backward_order[: len(top.children)]
+            stack += [(top.children[child], gradients[child]) for child in reversed(order) if child in gradients]
+
+    def gradients(self, node: Node, gradient: int, steps: list[Step], values: dict[int, int]) -> dict[int, int]:
+        """Emit the steps that compute the gradients of a node's children, and return their variables by child.
+
+        The arguments are those of `backward`.
+        """
+        children = range(len(node.children))
+        needs = self.child_needs(node)
         gradients: dict[int, int] = {}
-        forward = tree.op.with_layouts(map(self.layout, tree.children))
+        forward = node.op.with_layouts(map(self.layout, node.children))
         for op, choice, served in self.lower.gradients(forward, needs, self.variables[gradient].layout):
             joint = isinstance(op, Gradients)
-            read = [i for i in tree.order[: len(children)] if joint or i != served[0]]
-            read_values = {i: self.value(tree.children[i], steps, values, again=True) for i in read}
+            read = [i for i in node.order[: len(children)] if joint or i != served[0]]
+            read_values = {i: self.value(node.children[i], steps, values, again=True) for i in read}
             if joint:
                 inputs = (gradient, *(read_values[i] for i in children))
             else:
                 inputs = tuple(gradient if i == served[0] else read_values[i] for i in children)
-            of_operand = any(isinstance(_unguarded(tree.children[child]), Leaf) for child in served)
+            of_operand = any(isinstance(_unguarded(node.children[child]), Leaf) for child in served)
             outputs = self.emit(op, choice, inputs, steps, of_operand=of_operand)
             gradients.update(zip(served, outputs, strict=True))
-        for child in tree.backward_order[: len(children)]:
-            if needs[child]:
-                self.backward(tree.children[child], gradients[child], steps, values, into)
+        return {child: gradients[child] for child in children if needs[child]}
 
 
 def _unguarded(tree: Tree) -> Tree:
@@ -242,7 +263,7 @@ def build(
     """
     requires, gradient_strides = contraction.requires_grad, contraction.gradient_strides
     tree = add_guards(tree, contraction.resolved.spec, contraction.index_mode)
-    builder = _Builder(operands, requires, lower)
+    builder = _Builder(tree, operands, requires, lower)
     variables, backend, spec = builder.variables, load_backend(contraction.backend), contraction.resolved.spec
     fuses, guarding = backend.fuses, None
     start = 0 if in_loop or backend.compiles else index_bytes(spec)

@@ -33,7 +33,7 @@ from planner.language.spec import (
 )
 from planner.program.ops import Cast, Einsum, Guard, Op
 from planner.program.plan import Loop
-from planner.program.tree import Leaf, Node, Tree
+from planner.program.tree import Leaf, Node, Tree, change_tree, nodes_of
 
 __all__ = ["add_guards", "dropped_brackets", "dropping_bytes", "guard_bytes", "index_bytes", "mark_bytes"]
 
@@ -69,21 +69,26 @@ def add_guards(tree: Tree, spec: Spec, index_mode: str) -> Tree:
         identity = _identity(term, {**dict(spec.sizes), **dict(node.op.spec.sizes)})
         return Node(Guard(identity, node.op.dtype, (), dropped, rows, later and not dropped), (value,), kept=False)
 
-    def visit(node: Node, next_term: Term | None) -> Node:
+    # How the step that reads a node's value names its axes.
+    next_terms: dict[int, Term] = {}
+    for node in nodes_of(tree):
+        next_terms.update(zip(map(id, node.children), node.op.spec.inputs, strict=True))
+
+    def visit(node: Node, guarded: tuple[Tree, ...]) -> Tree:
         if _guards_itself(node):
             return node
-        children = []
-        for child, term in zip(node.children, node.op.spec.inputs, strict=True):
+        children, next_term = [], next_terms.get(id(node))
+        for child, changed, term in zip(node.children, guarded, node.op.spec.inputs, strict=True):
             whole = None if _only_moves(node) else _operand_term(child, spec)
             if whole is None:
-                children.append(visit(child, term) if isinstance(child, Node) else child)
+                children.append(changed)
                 continue
             unread = _axes_gathered_in(term, whole)
             taken_next = set() if next_term is None else _axes_gathered_in(node.op.spec.output, next_term)
             children.append(guard(child, node, term, whole, whole if unread else None, unread <= taken_next))
         return dataclasses.replace(node, children=tuple(children))
 
-    return tree if _guards_itself(tree) else guard(visit(tree, None), tree, tree.op.spec.output, spec.output)
+    return tree if _guards_itself(tree) else guard(change_tree(tree, visit), tree, tree.op.spec.output, spec.output)
 
 
 def _guards_itself(node: Node) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from planner.language.spec import Spec, Term, replace_gathers, term_axes, unused_letters
 
@@ -129,6 +129,29 @@ class Network:
             axes = self.union(operands ^ low) | self._leaf_masks[low.bit_length() - 1]
             self._union_cache[operands] = axes
         return axes
+
+    def prepare(self, path: Sequence[Sequence[int]]) -> list[int]:
+        """Return the sets of operands that a path joins, in its order, and remember the axes of them and of the others.
+
+        `union` finds the axes of a set by taking one operand after the other out of it, here by its two parts.
+        """
+        sets = [1 << operand for operand in range(len(self.leaves))]
+        joined: list[tuple[int, list[int]]] = []
+        for step in path:
+            parts = [sets[i] for i in step]
+            for i in sorted(step, reverse=True):
+                del sets[i]
+            sets.append(sum(parts))
+            joined.append((sets[-1], parts))
+            axes = 0
+            for part in parts:
+                axes |= self.union(part)
+            self._union_cache[sets[-1]] = axes
+        for whole, parts in reversed(joined):
+            outside = self.union(self.everything ^ whole)
+            for part in parts if len(parts) == 2 else ():
+                self._union_cache[self.everything ^ part] = outside | self.union(whole ^ part)
+        return [whole for whole, _ in joined]
 
     def value_axes(self, value: Value) -> int:
         """Return the axes of a value: those of its operands and factors, without the ones that are summed already."""

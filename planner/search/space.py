@@ -23,10 +23,12 @@ from planner.program.plan import Loop, find_loop
 from planner.program.program import Programs
 from planner.program.tree import Tree
 from planner.search.dynamic import FRONT_LIMIT, Search
+from planner.search.large import improved_path
 from planner.search.lazy import LazySearch, Stop
 from planner.search.network import Network
 from planner.search.paths import PATH_NAMES, check_path, external_path, is_path_name, splits_of
-from planner.search.steps import NetworkSteps, SearchResult, Splits
+from planner.search.reconfigure import MOST_CUT, estimate_of
+from planner.search.steps import NetworkSteps, SearchResult
 
 __all__ = [
     "AUTO",
@@ -49,6 +51,10 @@ SLICE_STOP = Stop(priced=60, listed=2_000, scored=1_000, operands=10, gains=True
 # A search that scores steps is tried if there are at most this many times as many steps as it may score: most steps are
 # ruled out before they are scored.
 MOST_TRIED = 12
+# How many more steps a search over a path may score for each operand.
+OPERAND_WORK = 4
+# opt_einsum's "auto" is tried up to so many operands; beyond 14 it is its greedy path.
+MOST_AUTO = 40
 # If there are more distinct gathers than this, the search over a path does not try every combination of their places.
 MOST_FACTORS = 5
 # The most steps that a search over a path may score if it also chooses what is kept, and the lengths of fronts that it
@@ -71,6 +77,9 @@ class SearchSpace:
         self.layouts = tuple(variable.layout for variable in self.variables)
         self.network = Network(self.resolved.spec)
         self.steps = NetworkSteps(self.network, self.casts, self.dtype, self.layouts)
+        # When searches end by the clock; None if they end when their work is done.
+        deadline = self.options.deadline
+        self.ends = None if deadline is None else time.monotonic() + deadline
         self._paths: dict[Any, Any] = {}
 
     def choices(self, op: Op) -> Sequence[PricedImplementation]:
@@ -116,6 +125,8 @@ class SearchSpace:
         chooses = any(self.requires) and (limits != NO_LIMITS or objective in ("peak", "retained"))
         additive = objective in ADDITIVE and limits == NO_LIMITS and not naive
         splits = None if path is None else splits_of(path, len(self.operands))
+        # With many operands a path has many steps.
+        more = OPERAND_WORK * len(self.operands)
 
         def search_of(steps: NetworkSteps, work: int, **options: Any) -> Search:
             keep: Literal["all", "any"] = "any" if chooses else "all"
@@ -124,37 +135,39 @@ class SearchSpace:
         def search_lazily(stop: Stop) -> SearchResult:
             return self._lazy_search(lower, objective, self.device, stop).run(splits)
 
-        def along(splits: Splits) -> SearchResult | None:
+        def along(path: Any) -> SearchResult | None:
+            splits = splits_of(path, len(self.operands))
             keeps = chooses or limits != NO_LIMITS
-            fronts, steps = (PATH_FRONTS, KEEPING_PATH_WORK) if keeps else ((FRONT_LIMIT,), PATH_WORK)
+            fronts, work = (PATH_FRONTS, KEEPING_PATH_WORK) if keeps else ((FRONT_LIMIT,), PATH_WORK)
+            work += more
             few = NetworkSteps(Network(self.resolved.spec, few=True), self.casts, self.dtype, self.layouts)
+            sets = few.network.prepare(path)
             if not naive:
                 for front in fronts:
                     with contextlib.suppress(SearchLimitError):
-                        return search_of(few, steps, front_limit=front).run(splits)
+                        return search_of(few, work, front_limit=front).run(splits, sets)
             try:
-                return search_of(few, steps, front_limit=fronts[-1], takes_first=True).run(splits)
+                return search_of(few, work, front_limit=fronts[-1], takes_first=True).run(splits, sets)
             except SearchLimitError:
                 if not keeps:
                     raise
                 return None  # another path may be within the limits
 
-        if splits is not None:
+        if path is not None and splits is not None:
             if not naive and len(self.network.gathers) <= MOST_FACTORS:
+                sets = self.network.prepare(path)
                 with contextlib.suppress(SearchLimitError):
                     if additive:
-                        return search_lazily(PATH_STOP), lower
-                    return search_of(self.steps, PATH_WORK).run(splits), lower
-            return along(splits), lower
-        deadline = self.options.deadline
-        if deadline is not None:
-            stop = stop._replace(deadline=time.monotonic() + deadline)
+                        listed = PATH_STOP._replace(priced=PATH_WORK + more, listed=PATH_STOP.listed + 10 * more)
+                        return search_lazily(listed), lower
+                    return search_of(self.steps, PATH_WORK + more).run(splits, sets), lower
+            return along(path), lower
         if additive:
-            return search_lazily(stop), lower
+            return search_lazily(stop._replace(deadline=self.ends)), lower
         work = stop.scored
         if len(self.operands) <= 2:
             return search_of(self.steps, work).run(), lower
-        greedy = along(splits_of(self.path("greedy"), len(self.operands)))
+        greedy = along(self.path("greedy"))
         try:
             # Partial plans with peaks take twice as long to compare.
             if chooses and (limits.memory is not None or objective == "peak"):
@@ -275,10 +288,45 @@ def run_searches(
                 if result is not None:
                     yield result, lower, "exact"
                 return
-        for name in ("greedy",) if len(space.operands) > 40 else ("greedy", "auto"):
-            yield from along(space.path(name), f"opt_einsum {name}")
+        yield from _search_large(space, objective, limits, auto is AUTO)
         return
     if is_name(optimize) and not is_path_name(optimize):
         known = ", ".join(map(repr, (*SEARCHES, *PATH_NAMES)))
         raise PlannerError(f"optimize={optimize!r} is unknown: take one of {known}, a path or a PathOptimizer")
     yield from along(space.path(optimize), f"opt_einsum {optimize}" if is_name(optimize) else "given path")
+
+
+def _search_large(
+    space: SearchSpace, objective: str, limits: Limits, improves: bool
+) -> Iterator[tuple[SearchResult, Lowerer, str]]:
+    """Yield what the searches for more operands than the exact search takes find; see `run_searches`.
+
+    Args:
+        space: the contraction.
+        objective: what is minimised.
+        limits: the limits that trees must meet.
+        improves: whether to improve greedy paths too.
+    """
+
+    def along(path: Any) -> tuple[SearchResult | None, Lowerer]:
+        return space.search(objective, PATH_STOP, path, limits=limits)
+
+    names = ("greedy",) if len(space.operands) > MOST_AUTO else ("greedy", "auto")
+    paths = [space.path(name) for name in names]
+    begun = time.monotonic()
+    for name, path in zip(names, paths, strict=True):
+        result, lower = along(path)
+        if result is not None:
+            yield result, lower, f"opt_einsum {name}"
+    if not improves:
+        return
+    # What is found must still be priced before the deadline.
+    pricing = (time.monotonic() - begun) / len(names)
+    estimate = estimate_of(objective, space.device, space.dtype)
+    ends = None if space.ends is None else space.ends - pricing
+    # A time takes several times as long to estimate as FLOPs.
+    most = MOST_CUT if objective == "flops" else MOST_CUT - 1
+    improved = improved_path(space.network, space.requires, estimate, paths, ends, most)
+    result, lower = along(improved.path)
+    if result is not None:
+        yield dataclasses.replace(result, exact=False, interrupted=improved.interrupted), lower, "improved greedy"
