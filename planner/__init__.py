@@ -29,8 +29,8 @@ from planner.language.spec import Gather, Operand, Spec
 from planner.plan import Plan
 from planner.program import callbacks as _callbacks
 from planner.run import run_plan as _run_plan
-from planner.search.choose import make_plan as _make_plan
 from planner.search.choose import naive_cost as _naive_cost
+from planner.search.family import make_family_plan as _make_plan
 from planner.tradeoff import Tradeoff, tradeoff
 from planner.version import __version__ as __version__
 

@@ -213,6 +213,11 @@ class Table:
             self._choices[op, device] = choices
         return choices
 
+    def priced(self, lowering: str, op: Op, device: Device) -> PricedImplementation | None:
+        """Return one implementation of an op, by its name, and its cost; None if it cannot run the op."""
+        row = self.rows.get(lowering)
+        return None if row is None or row.refusal(op, device) is not None else _price(row, op, device)
+
     def variants(self, lowering: str, op: Op, device: Device) -> tuple[PricedImplementation, ...]:
         """Return the variants of a row that can run an op, and their costs."""
         return tuple(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from planner.cost.figures import PlanCost
 from planner.cost.limits import NO_LIMITS, Limits, keeps_within
@@ -20,8 +20,15 @@ from planner.search.space import Candidate, SearchSpace, run_searches
 __all__ = ["make_plan", "naive_cost"]
 
 
-def make_plan(contraction: Contraction) -> PlanRecord:
+def make_plan(
+    contraction: Contraction, given: Callable[[SearchSpace], Candidate] | None = None, loops: bool = True
+) -> PlanRecord:
     """Choose the plan of a contraction.
+
+    Args:
+        contraction: what to plan.
+        given: returns the candidate to take in place of the searches' results; see `planner.search.family`.
+        loops: whether the plan may be a loop over slices.
 
     Raises:
         PlannerLimitError: no plan that was found is within the limits.
@@ -30,9 +37,9 @@ def make_plan(contraction: Contraction) -> PlanRecord:
     """
     check_objective(contraction.options.minimize)
     space = SearchSpace(contraction)
-    best = _best(space)
+    best = _best(space, given, loops)
     try:
-        best = order_children(space, best)
+        best = best if given else order_children(space, best)
     except KeyboardInterrupt:
         best = dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}")
     return PlanRecord.of_contraction(
@@ -49,8 +56,8 @@ def naive_cost(contraction: Contraction) -> PlanCost:
     return SearchSpace(contraction).naive().cost
 
 
-def _best(space: SearchSpace) -> Candidate:
-    """Return the best candidate within the limits.
+def _best(space: SearchSpace, given: Callable[[SearchSpace], Candidate] | None, loops: bool) -> Candidate:
+    """Return the best candidate within the limits; the arguments are those of `make_plan`.
 
     First the search for the objective runs without limits. If its result is within the limits, it is the best.
     Otherwise a search under the limits chooses what is kept together with the tree. If that finds nothing, the searches
@@ -89,8 +96,11 @@ def _best(space: SearchSpace) -> Candidate:
             return best
         return dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}", interrupted=True)
 
-    for objective in objectives:
-        consider(_candidates(space, objective))
+    if given is not None:
+        consider([given(space)])
+    else:
+        for objective in objectives:
+            consider(_candidates(space, objective))
     best = min(candidates, key=lambda c: key(c.cost), default=None)
     if best is None or not keeps_within(best.cost, limits):
         for objective in objectives:
@@ -102,7 +112,7 @@ def _best(space: SearchSpace) -> Candidate:
             for objective, search_limits in (("retained", NO_LIMITS), ("peak", Limits(None, options.retain_limit))):
                 lean = _candidates(space, objective, search_limits)
                 consider(quicken_steps(space, candidate) for candidate in lean)
-    if candidates:
+    if candidates and loops:
         consider(loop_candidates(space, tuple(candidates)))
     chosen = best_allowed()
     if chosen is None:
