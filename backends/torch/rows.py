@@ -136,6 +136,7 @@ def _kernels(share: int) -> Kernels:
         # The gradient kernels conjugate their operands, but a backward program passes operands that are conjugated
         # already. So they are conjugated once more before.
         hand_over=torch.conj,
+        any_sizes=True,
         kinds=("cpu",),  # they loop over offsets on the host, and reuse buffers there
         label=_SHARES[share],
     )

@@ -20,7 +20,7 @@ from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout
 from planner.language.errors import refusal_of
-from planner.language.spec import Gather, Operand
+from planner.language.spec import Gather, Operand, Spec, Term
 from planner.program.ops import Guard, Op, PricedImplementation
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Fuses, Step
@@ -37,6 +37,8 @@ __all__ = [
     "Stepwise",
     "Table",
     "form_row",
+    "shape_in",
+    "size_in",
 ]
 
 # The names of the rows that run guards and loops. No other row is asked whether it supports one.
@@ -59,6 +61,8 @@ class RangedIndices(dict[Gather, Any]):
         given: index arrays as the caller gave them, each a `planner.kernels.grouping.keys.IndexArray`, for kernels that
             read an index piece by piece. Such a kernel needs no copy of the whole index in range, and no look at all of
             it before. Empty where ranges were checked beforehand.
+        sizes: the sizes of this call, by axis and gather of the program's specs, if the program was prepared for other
+            sizes (see `PreparedRun.any_sizes`); None if they are those of the specs.
         shown: True if the kernel that ran wrote NaN for the bad indices that could not be refused, see
             `IndexArray.bad`.
     """
@@ -68,6 +72,7 @@ class RangedIndices(dict[Gather, Any]):
         self.may_drop = may_drop
         self.orders: dict[Any, Any] = {}
         self.given: dict[Gather, Any] = {}
+        self.sizes: Mapping[str | Gather, int] | None = None
         self.shown = False
 
     @property
@@ -81,15 +86,31 @@ class RangedIndices(dict[Gather, Any]):
         return values
 
 
+def size_in(index: Indices, spec: Spec, entry: str | Gather) -> int:
+    """Return the size of an axis or a gathered dimension in the call that the index arrays are of."""
+    sizes = getattr(index, "sizes", None)
+    size: int = spec.size(entry) if sizes is None else sizes[entry]
+    return size
+
+
+def shape_in(index: Indices, spec: Spec, term: Term) -> tuple[int, ...]:
+    """Return the shape of an array with a term in the call that the index arrays are of."""
+    sizes = getattr(index, "sizes", None)
+    return spec.shape(term) if sizes is None else tuple([sizes[entry] for entry in term])
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
     """How a row runs ops if it can do beforehand what depends on the op alone.
 
     Attributes:
         prepare: takes an op, and returns the function that runs it, from the inputs and the index arrays.
+        any_sizes: whether the function also runs ops of other sizes, which it finds in `RangedIndices.sizes` or in the
+            shapes of its inputs; and the row's refusals and layouts ask no more of a size than whether it is 0 or 1.
     """
 
     prepare: Callable[[Any], Run]
+    any_sizes: bool = False
 
     def __call__(self, op: Op, inputs: Sequence[Any], indices: Indices) -> tuple[Any, ...]:
         """Run an op."""
@@ -150,6 +171,7 @@ def form_row(
     run: Callable[[Op, Any, Sequence[Any], Any], tuple[Any, ...]],
     layouts: Callable[[Op, Any], tuple[Layout | None, ...]] | None = None,
     refuses: Callable[[Op], str | None] = lambda op: None,
+    any_sizes: bool = False,
     **fields: Any,
 ) -> Implementation:
     """Return a row for steps of one form.
@@ -161,6 +183,7 @@ def form_row(
         run: as in `Implementation`, but it takes the form after the op.
         layouts: the same.
         refuses: returns why the row cannot run a step of the form, or None.
+        any_sizes: see `PreparedRun`.
         fields: other fields of the row.
     """
 
@@ -177,7 +200,7 @@ def form_row(
         name,
         supports,
         lambda op, device: device.price(*work(op, form_of(op), device)),
-        PreparedRun(lambda op: partial(run, op, form_of(op))),
+        PreparedRun(lambda op: partial(run, op, form_of(op)), any_sizes),
         layouts=None if layouts is None else lambda op: layouts(op, form_of(op)),
         **fields,
     )
