@@ -1,12 +1,16 @@
 """Families: plans that differ in sizes only share one search, and are as good as if each were searched for."""
 
 import random
+from functools import partial
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import planner
+import planner.api
+import planner.run
 from planner import Operand
 from planner.search.choose import make_plan
 from planner.search.family import FAMILIES, Family, family_of
@@ -18,6 +22,8 @@ SPECS = {
     "nj, q[n]jk, kl -> nl": (("nj", "Gjk", "kl"), {"q": "n"}, {}),
     "s[e] d, e d -> t[e] d": (("Gd", "ed"), {"s": "e", "t": "e"}, {"t": "H"}),
     "b i[bqk] d, bqd -> bqk": (("bGd", "bqd"), {"i": "bqk"}, {}),
+    "iij, jk, k -> ki": (("iij", "jk", "k"), {}, {}),
+    "nj -> t[n]j": (("nj",), {"t": "n"}, {"t": "H"}),
 }
 
 
@@ -114,3 +120,123 @@ def test_on_a_card_members_have_the_same_divisors():
     plan = planner.plan("ij, jk -> ik", (1000, 40), (40, 100), backend="torch", device=h100)
     family = family_of(plan.contraction)
     assert dict(family.plan.resolved.spec.sizes) == {"i": 1016, "j": 56, "k": 124}
+
+
+def arrays_of(problem, rng, transposed=False):
+    """Return operands and index arrays with small integers, and `sizes=`."""
+    spec, sizes, gradients = problem
+    operands, indices, given_sizes = SPECS[spec]
+    tensors = []
+    for term in operands:
+        shape = [sizes[a] for a in term]
+        x = torch.tensor(rng.integers(-2, 3, shape[::-1] if transposed else shape), dtype=torch.float32)
+        tensors.append((x.permute(*reversed(range(x.dim()))) if transposed else x).requires_grad_(gradients))
+    pools = {"q": "G", "s": "G", "i": "G", "t": "H"}
+    arrays = {n: torch.tensor(rng.integers(0, sizes[pools[n]], [sizes[a] for a in t])) for n, t in indices.items()}
+    return tensors, arrays, {n: sizes[a] for n, a in given_sizes.items()} or None
+
+
+def run(call, tensors, gradient):
+    """Return a call's result with its strides and the bytes that it saves, and the gradients."""
+    saved = {}
+
+    def pack(x):
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        result = call()
+    if not result.requires_grad:
+        return result, None, result.stride(), 0, []
+    by = {"sum": lambda x: x.sum(), "plain": lambda x: (x * torch.ones_like(x)).sum(), "turned": turned_sum}[gradient]
+    return result, result.detach(), result.stride(), sum(saved.values()), torch.autograd.grad(by(result), tensors)
+
+
+def turned_sum(x):
+    ones = torch.ones(x.shape[::-1])
+    return (x * ones.permute(*reversed(range(x.dim())))).sum()
+
+
+def forget():
+    FAMILIES.clear()
+    planner.run._FAMILIES.clear()
+    planner.api._RUNNERS.clear()
+
+
+@settings(max_examples=40)
+@given(problems(), st.integers(0, 2**32), st.booleans(), st.sampled_from(["sum", "plain", "turned"]))
+def test_members_run_as_if_they_were_bound_by_themselves(case, seed, transposed, gradient):
+    rng = np.random.default_rng(seed)
+    spec, sizes, gradients = case
+    forget()
+    # Another member of the family is called before.
+    other = {
+        a: n if n <= 16 else int(rng.integers((1 << (n - 1).bit_length()) // 2 + 1, n + 1)) for a, n in sizes.items()
+    }
+    for case in ((spec, other, gradients), (spec, sizes, gradients)):
+        tensors, arrays, given_sizes = arrays_of(case, rng, transposed)
+        found = run(partial(planner.contract, spec, *tensors, sizes=given_sizes, **arrays), tensors, gradient)
+        plan = planner.plan(spec, *tensors, sizes=given_sizes, **arrays)
+        expected = run(partial(planner.run.bind_plan(plan), tensors, arrays), tensors, gradient)
+        assert torch.equal(found[0], expected[0])
+        assert found[2:4] == expected[2:4]
+        assert [torch.equal(x, y) for x, y in zip(found[4], expected[4], strict=True)] == [True] * len(expected[4])
+
+
+@settings(max_examples=20)
+@given(problems(), st.integers(0, 2**32))
+def test_numpy_members_run_as_if_they_were_bound_by_themselves(case, seed):
+    forget()
+    spec, sizes, _ = case
+    for member in (sizes, {a: n if n <= 16 else n - 1 for a, n in sizes.items()}):
+        tensors, arrays, given_sizes = arrays_of((spec, member, False), np.random.default_rng(seed))
+        operands, indices = [x.numpy() for x in tensors], {n: q.numpy() for n, q in arrays.items()}
+        found = planner.contract(spec, *operands, sizes=given_sizes, **indices)
+        plan = planner.plan(spec, *operands, sizes=given_sizes, **indices)
+        assert np.array_equal(found, planner.run.bind_plan(plan)(operands, indices))
+
+
+def test_a_new_member_of_a_known_family_makes_no_plan(monkeypatch):
+    forget()
+    w = torch.ones(40, 50, requires_grad=True)
+    planner.contract("ij, jk -> ik", torch.ones(100, 40), w).sum().backward()
+    for name in ("accept_plan", "bind_plan", "bind_first_member"):
+        monkeypatch.setattr(f"planner.api.{name}", None)
+    result = planner.contract("ij, jk -> ik", torch.ones(101, 40), w)
+    assert result.shape == (101, 50)
+    result.sum().backward()
+
+
+@pytest.mark.parametrize("shapes", [((101, 40), (41, 50)), ((101, 40), (39, 50))])
+def test_members_whose_sizes_contradict_are_refused(shapes):
+    planner.contract("ij, jk -> ik", torch.ones(100, 40), torch.ones(40, 50))
+    with pytest.raises(planner.ShapeError, match="axis 'j'"):
+        planner.contract("ij, jk -> ik", *map(torch.ones, shapes))
+    planner.contract(
+        "nj, q[n]jk -> nk", torch.ones(100, 4), torch.ones(20, 4, 5), q=torch.zeros(100, dtype=torch.int64)
+    )
+    with pytest.raises(planner.ShapeError, match="axis 'n'"):
+        planner.contract(
+            "nj, q[n]jk -> nk", torch.ones(99, 4), torch.ones(20, 4, 5), q=torch.zeros(98, dtype=torch.int64)
+        )
+    with pytest.raises(planner.IndexRangeError, match="20"):
+        planner.contract("nj, q[n]jk -> nk", torch.ones(99, 4), torch.ones(20, 4, 5), q=torch.full((99,), 20))
+
+
+def test_second_derivatives_and_vmap_of_members():
+    x, w = (torch.randn(n, n, dtype=torch.float64, requires_grad=True) for n in (20, 20))
+    planner.contract(
+        "ij, jk -> ik",
+        torch.ones(19, 19, dtype=torch.float64, requires_grad=True),
+        torch.ones(19, 19, dtype=torch.float64),
+    )
+
+    def call(x, w):
+        return planner.contract("ij, ij, jk -> ik", x, x, w)
+
+    call(torch.ones(19, 19, dtype=torch.float64, requires_grad=True), torch.ones(19, 19, dtype=torch.float64))
+    assert torch.autograd.gradgradcheck(
+        lambda x: call(x[:, :2].repeat(1, 10), w).sum(), x[:, :2].detach().requires_grad_()
+    )
+    batch = torch.randn(3, 20, 20, dtype=torch.float64)
+    assert torch.allclose(torch.func.vmap(call, (0, None))(batch, w), torch.stack([call(b, w) for b in batch]))

@@ -20,8 +20,9 @@ from planner.cost.layout import Layout, flattens, reordered
 from planner.kernels.grouping.keys import IndexArray
 from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec, Term
+from planner.program.calls import RangedIndices, shape_in, size_in
 from planner.program.forms import GroupedForm, PooledForm, grouped_form, pooled_form
-from planner.program.implementations import Implementation, RangedIndices, form_row, shape_in, size_in
+from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Cast, JointGradient, Op
 
 __all__ = [

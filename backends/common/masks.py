@@ -14,7 +14,7 @@ import numpy as np
 
 from planner.backends.common.stock import ArrayOps, diagonals, evaluate
 from planner.language.spec import Gather, Spec, Term, indexed_dims, row_axes
-from planner.program.implementations import RangedIndices, shape_in, size_in
+from planner.program.calls import RangedIndices, shape_in, size_in
 from planner.program.ops import Guard
 
 __all__ = ["find_read_rows", "guard_run", "widen_operands", "zero_dropped"]

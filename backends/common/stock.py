@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from planner.language.spec import Gather, Spec, Term, gather_of, indexed_dims, plain_axes, term_axes, term_gathers
+from planner.program.calls import shape_in, size_in
 from planner.program.forms import ProductForm, inner_product, product_form
-from planner.program.implementations import shape_in, size_in
 
 __all__ = ["ArrayOps", "Product", "diagonals", "evaluate", "evaluation", "matmul_product", "viewing"]
 

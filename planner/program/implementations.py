@@ -20,7 +20,8 @@ from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout
 from planner.language.errors import refusal_of
-from planner.language.spec import Gather, Operand, Spec, Term
+from planner.language.spec import Gather, Operand
+from planner.program.calls import Indices, Member, RangedIndices
 from planner.program.ops import Guard, Op, PricedImplementation
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Fuses, Step
@@ -37,66 +38,13 @@ __all__ = [
     "Stepwise",
     "Table",
     "form_row",
-    "shape_in",
-    "size_in",
 ]
 
 # The names of the rows that run guards and loops. No other row is asked whether it supports one.
 MASK, LOOP = "mask", "loop"
 
-
-Indices = Mapping[Gather, Any]
 # From a step's inputs and the index arrays in range to its results.
 Run = Callable[[Sequence[Any], Indices], tuple[Any, ...]]
-
-
-class RangedIndices(dict[Gather, Any]):
-    """The index arrays of a call by gather, with values in [0, size]; the value `size` means "no row".
-
-    An array that is in `given` only is brought into range when a step first asks for it.
-
-    Attributes:
-        may_drop: True if the value `size` can occur.
-        orders: sorted orders of the index arrays, shared by the steps of one call.
-        given: index arrays as the caller gave them, each a `planner.kernels.grouping.keys.IndexArray`, for kernels that
-            read an index piece by piece. Such a kernel needs no copy of the whole index in range, and no look at all of
-            it before. Empty where ranges were checked beforehand.
-        sizes: the sizes of this call, by axis and gather of the program's specs, if the program was prepared for other
-            sizes (see `PreparedRun.any_sizes`); None if they are those of the specs.
-        shown: True if the kernel that ran wrote NaN for the bad indices that could not be refused, see
-            `IndexArray.bad`.
-    """
-
-    def __init__(self, may_drop: bool, values: Mapping[Gather, Any] | Iterable[tuple[Gather, Any]] = ()) -> None:
-        super().__init__(values)
-        self.may_drop = may_drop
-        self.orders: dict[Any, Any] = {}
-        self.given: dict[Gather, Any] = {}
-        self.sizes: Mapping[str | Gather, int] | None = None
-        self.shown = False
-
-    @property
-    def guarded(self) -> bool:
-        """Return `may_drop`. Rows that users wrote for earlier versions ask so."""
-        return self.may_drop
-
-    def __missing__(self, gather: Gather) -> Any:
-        given = self.given[gather]
-        values = self[gather] = given.part(given.values)
-        return values
-
-
-def size_in(index: Indices, spec: Spec, entry: str | Gather) -> int:
-    """Return the size of an axis or a gathered dimension in the call that the index arrays are of."""
-    sizes = getattr(index, "sizes", None)
-    size: int = spec.size(entry) if sizes is None else sizes[entry]
-    return size
-
-
-def shape_in(index: Indices, spec: Spec, term: Term) -> tuple[int, ...]:
-    """Return the shape of an array with a term in the call that the index arrays are of."""
-    sizes = getattr(index, "sizes", None)
-    return spec.shape(term) if sizes is None else tuple([sizes[entry] for entry in term])
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +188,11 @@ class Table:
         """Return one implementation of an op, by its name, and its cost; None if it cannot run the op."""
         row = self.rows.get(lowering)
         return None if row is None or row.refusal(op, device) is not None else _price(row, op, device)
+
+    def runs_any_sizes(self, steps: Iterable[Step]) -> bool:
+        """Whether all steps run in their implementations at any sizes; see `PreparedRun`."""
+        runs = [self.rows[step.choice.lowering].run for step in steps]
+        return all(isinstance(run, PreparedRun) and run.any_sizes for run in runs)
 
     def variants(self, lowering: str, op: Op, device: Device) -> tuple[PricedImplementation, ...]:
         """Return the variants of a row that can run an op, and their costs."""
@@ -386,6 +339,30 @@ class Backend(Protocol):
     def bind(self, plan: PlanRecord) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan on operands and index arrays."""
         ...
+
+    def bind_family(
+        self, plan: PlanRecord
+    ) -> Callable[[Member], Callable[[Sequence[Any], Mapping[str, Any]], Any]] | None:
+        """Return what makes the function that runs the plan of a member, which takes microseconds.
+
+        Law: the function does what `bind` makes of the member's own plan.
+
+        Args:
+            plan: the plan of a family's representative, whose steps all run at any sizes.
+
+        Returns:
+            The maker; None if each member must be bound by itself.
+        """
+        return None
+
+    def family_signature(
+        self, operands: Sequence[Any], indices: Mapping[str, Any]
+    ) -> tuple[Hashable, list[tuple[int, ...]]] | None:
+        """Return all that a family depends on but the sizes, and the shapes of operands and index arrays.
+
+        None if these arrays are bound by themselves. It takes microseconds.
+        """
+        return None
 
     def compiled_bytes(self, plan: PlanRecord) -> int | None:
         """Compile both programs of a plan and return the larger peak; None if the framework does not report it.

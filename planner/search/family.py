@@ -16,14 +16,16 @@ wide: they are split in two, then in four, and in the end the member is searched
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
-from planner.cost.layout import layout_of, strides_in
+from planner.cost.layout import layout_of, strides_in, strides_of
 from planner.cost.objective import step_key
+from planner.language.derive import resize_spec
 from planner.language.resolve import Resolved
-from planner.language.spec import Gather, Operand, Spec, replace_gathers
+from planner.language.spec import Gather, Operand
 from planner.program.build import Lowerer
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
@@ -31,9 +33,10 @@ from planner.program.ops import Guard, Op
 from planner.program.plan import PlanRecord
 from planner.program.tree import Leaf, Tree
 from planner.search.choose import make_plan
+from planner.search.slicing import LARGE_BYTES
 from planner.search.space import Candidate, SearchSpace
 
-__all__ = ["FAMILIES", "Family", "family_of", "make_family_plan"]
+__all__ = ["FAMILIES", "PARTS", "Family", "class_of", "families_of", "family_of", "is_small", "make_family_plan"]
 
 # Sizes up to this are classes of their own.
 EXACT = 16
@@ -58,7 +61,8 @@ class Family:
     settled: bool
 
 
-FAMILIES: dict[Contraction, Family] = {}
+# By the representative, and by the entry of `PARTS`.
+FAMILIES: dict[tuple[Contraction, int], Family] = {}
 
 
 def make_family_plan(contraction: Contraction) -> PlanRecord:
@@ -72,25 +76,48 @@ def make_family_plan(contraction: Contraction) -> PlanRecord:
 
 def family_of(contraction: Contraction) -> Family | None:
     """Return the family whose plan a contraction takes; None if it must be searched for itself."""
-    options = contraction.options
+    families = families_of(contraction)
+    return families[-1] if families and families[-1].settled else None
+
+
+def is_small(plan: PlanRecord) -> bool:
+    """Whether no member of the representative of a plan is considered for a loop over slices."""
+    return plan.cost.peak_bytes < LARGE_BYTES
+
+
+def families_of(contraction: Contraction) -> list[Family]:
+    """Return the families of a contraction, one for each entry of `PARTS`, as far as the first that is settled."""
+    options, tried = contraction.options, list[Family]()
     limits = (options.memory_limit, options.retain_limit)
     if (options.optimize, options.minimize, *limits) != ("auto", "time", None, None):
-        return None
+        return tried
     for parts in PARTS:
-        top, low = (resized(contraction, _Classes(contraction.device.kind, parts, end)) for end in ("top", "low"))
+        top, low = (_resize(contraction, _Classes(contraction.device.kind, parts, end)) for end in ("top", "low"))
         if top is None or low is None or top.resolved.spec == contraction.resolved.spec:
-            return None
-        family = FAMILIES.get(top)
+            return tried
+        family = FAMILIES.get((top, parts))
         if family is None:
             family = _found(top, low)
-            if family.plan.origin.startswith("interrupted"):
-                return family
-            while len(FAMILIES) >= MOST_FAMILIES:
-                FAMILIES.pop(next(iter(FAMILIES)), None)
-            FAMILIES[top] = family
+            if not family.plan.origin.startswith("interrupted"):
+                while len(FAMILIES) >= MOST_FAMILIES:
+                    with contextlib.suppress(RuntimeError, StopIteration):  # another thread changes it too
+                        FAMILIES.pop(next(iter(FAMILIES)), None)
+                FAMILIES[top, parts] = family
+        tried.append(family)
         if family.settled:
-            return family
-    return None
+            break
+    return tried
+
+
+def class_of(size: int, parts: int) -> int:
+    """Return the greatest size of the class of a size; `parts` is an entry of `PARTS`."""
+    if size <= EXACT:
+        return size
+    octave = 1 << (size - 1).bit_length()
+    if parts == 1:
+        return octave
+    width = octave // (2 * parts)
+    return -(-size // width) * width
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,8 +139,8 @@ class _Classes:
         """Return the size at the end of the class of a size."""
         if size <= EXACT:
             return size
+        top = class_of(size, self.parts)
         width = (1 << (size - 1).bit_length()) // (2 * self.parts)
-        top = -(-size // width) * width
         sizes = range(top, top - width, -1) if self.end == "top" else range(top - width + 1, top + 1)
         if self.kind == "cpu":
             return sizes[0]
@@ -129,7 +156,7 @@ def _found(top: Contraction, low: Contraction) -> Family:
     return Family(plan, best * WON >= _member_plan(low, Family(plan, True), loops=False).cost.seconds)
 
 
-def resized(contraction: Contraction, size_of: Callable[[int], int]) -> Contraction | None:
+def _resize(contraction: Contraction, size_of: Callable[[int], int]) -> Contraction | None:
     """Return a contraction at other sizes, with the layouts and all else that it has; None if there is none.
 
     Its operands are stand-ins that lack the dimensions of size 1 which are broadcast.
@@ -141,22 +168,22 @@ def resized(contraction: Contraction, size_of: Callable[[int], int]) -> Contract
     old = contraction.resolved.spec
     if 0 in dict(old.sizes).values() or any(gather.size == 0 for gather in old.gathers):
         return None
-    gathers = {gather: dataclasses.replace(gather, size=size_of(gather.size or 0)) for gather in old.gathers}
-    if len(set(gathers.values())) < len(gathers):  # two dimensions of different sizes would become one
+    entries: tuple[str | Gather, ...] = (*dict(old.sizes), *old.gathers)
+    spec = resize_spec(old, {entry: size_of(old.size(entry)) for entry in entries})
+    if len(spec.gathers) < len(old.gathers):  # two dimensions of different sizes would become one
         return None
-    spec = _resize(old, {axis: size_of(size) for axis, size in old.sizes}, gathers)
     arrays = {gather.array: spec.shape(gather.axes) for gather in spec.gathers}
     index_shapes = tuple((name, arrays[name]) for name, _ in contraction.resolved.index_shapes)
     shapes = tuple(spec.shape(term) for term in spec.inputs)
     operands = []
     for operand, before, after in zip(contraction.operands, contraction.resolved.shapes, shapes, strict=True):
         strides = strides_in(operand, before)
-        if strides is not None and (strides := _resize_strides(before, strides, after)) is None:
+        if strides is not None and (strides := strides_of(layout_of(before, strides), after)) is None:
             return None
         operands.append(Operand(after, operand.dtype, strides, operand.requires_grad))
     gradient_strides = contraction.gradient_strides
     if gradient_strides is not None:
-        gradient_strides = _resize_strides(old.output_shape, gradient_strides, spec.output_shape)
+        gradient_strides = strides_of(layout_of(old.output_shape, gradient_strides), spec.output_shape)
         if gradient_strides is None:
             return None
     return dataclasses.replace(
@@ -169,27 +196,6 @@ def resized(contraction: Contraction, size_of: Callable[[int], int]) -> Contract
     )
 
 
-def _resize_strides(before: Sequence[int], strides: Sequence[int], after: Sequence[int]) -> tuple[int, ...] | None:
-    """Return strides of the same layout for an array of other sizes; None if elements repeat."""
-    layout = layout_of(before, strides)
-    if layout is not None and layout.repeated:
-        return None
-    runs = ((*range(len(after)),),) if layout is None else layout.runs
-    step, resized = 1 if layout is None or layout.unit else 2, [1] * len(after)
-    for run in reversed(runs):
-        for d in reversed(run):
-            resized[d] = step
-            step *= after[d]
-        step *= 2  # a gap, so that the runs stay apart
-    return tuple(resized) if layout_of(after, resized) == layout else None
-
-
-def _resize(spec: Spec, sizes: Mapping[str, int], gathers: Mapping[Gather, Gather]) -> Spec:
-    """Return a spec with other sizes of its axes and other gathers."""
-    terms = [replace_gathers(term, lambda gather: gathers[gather]) for term in spec.terms]
-    return Spec(tuple(terms[:-1]), terms[-1], tuple((axis, sizes[axis]) for axis, _ in spec.sizes))
-
-
 def _member_plan(contraction: Contraction, family: Family, loops: bool = True) -> PlanRecord:
     """Return the plan of a family's member.
 
@@ -199,11 +205,13 @@ def _member_plan(contraction: Contraction, family: Family, loops: bool = True) -
         loops: whether the plan may be a loop over slices.
     """
     representative, table = family.plan, load_backend(contraction.backend).table
-    gathers = dict(zip(representative.resolved.spec.gathers, contraction.resolved.spec.gathers, strict=True))
+    gathers = zip(representative.resolved.spec.gathers, contraction.resolved.spec.gathers, strict=True)
+    sizes: dict[str | Gather, int] = {gather: own.size or 0 for gather, own in gathers}
 
     def given(space: SearchSpace) -> Candidate:
         """Return the representative's plan at the member's sizes."""
-        sizes = space.network.sizes  # with the letters of gathered dimensions, the same for all members
+        # The letters of gathered dimensions are the same for all members.
+        sizes.update(space.network.sizes)
 
         def resize_tree(tree: Tree) -> Tree:
             if isinstance(tree, Leaf):
@@ -211,7 +219,7 @@ def _member_plan(contraction: Contraction, family: Family, loops: bool = True) -
             return dataclasses.replace(tree, op=resize_op(tree.op), children=tuple(map(resize_tree, tree.children)))
 
         def resize_op(op: Op) -> Op:
-            return dataclasses.replace(op, spec=_resize(op.spec, sizes, gathers))
+            return dataclasses.replace(op, spec=resize_spec(op.spec, sizes))
 
         fixed = {}
         for step in representative.steps:

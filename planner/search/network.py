@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 from planner.language.spec import Spec, Term, replace_gathers, term_axes, unused_letters
 
-__all__ = ["POOL", "ROWS", "SCATTER", "Network", "Status", "Value"]
+__all__ = ["POOL", "ROWS", "SCATTER", "Network", "Status", "Value", "pool_letters"]
 
 POOL, ROWS, SCATTER = 0, 1, 2
 Status = tuple[int, ...]
@@ -60,6 +60,12 @@ def bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
+def pool_letters(spec: Spec) -> tuple[str, ...]:
+    """Return the letter of the pool axis of each gather of a resolved spec."""
+    used = {axis for axis, _ in spec.sizes} | set(spec.arrays)
+    return unused_letters(used, len(spec.gathers))
+
+
 class Network:
     """The one-hot network of a resolved spec.
 
@@ -77,8 +83,7 @@ class Network:
     def __init__(self, spec: Spec, few: bool = False) -> None:
         self.few = few
         gathers = spec.gathers
-        used = {axis for axis, _ in spec.sizes} | set(spec.arrays)
-        pools = dict(zip(gathers, unused_letters(used, len(gathers)), strict=True))
+        pools = dict(zip(gathers, pool_letters(spec), strict=True))
         sizes = dict(spec.sizes) | {pool: spec.size(gather) for gather, pool in pools.items()}
         self.spec = dataclasses.replace(spec, sizes=tuple(sorted(sizes.items())))
         self.sizes = sizes
