@@ -192,7 +192,8 @@ def _family_keys(
     backend: Backend, asked: Sequence[Any], operands: Any, indices: Any
 ) -> tuple[list[tuple[int, ...]], list[Any]] | None:
     """Return the shapes of the arrays of a call, and the key of its family for each entry of `PARTS`."""
-    signed = backend.family_signature(operands, indices)
+    # A resolved spec has sizes of its own.
+    signed = backend.family_signature(operands, indices) if isinstance(asked[0], str) else None
     if signed is None:
         return None
     facts, shapes = signed

@@ -27,7 +27,7 @@ from planner.backends.torch.ops import OPS, dataless, not_dense, promote
 from planner.backends.torch.rows import make_table
 from planner.backends.torch.runner import family_runner, runner
 from planner.cost.device import CPU, GPU, Device, gpu_preset
-from planner.cost.layout import layout_of
+from planner.cost.layout import layout_of, row_major
 from planner.cost.rates import cpu_name, load_rates
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.spec import Gather, Operand
@@ -186,13 +186,14 @@ class TorchBackend(Backend):
         key: list[Any] = [grad_enabled(), self.pins_tiles()]
         shapes = []
         for x in operands:
-            if type(x) not in _PLAIN or not x.is_cpu or x.layout != torch.strided:
+            if type(x) not in _PLAIN or x.device.type != "cpu" or x.layout != torch.strided:
                 return None
-            layout = None if x.is_contiguous() else layout_of(x.shape, x.stride())
+            shape, strides = tuple(x.shape), x.stride()
+            layout = None if strides == row_major(shape) else layout_of(shape, strides)
             if layout is not None and layout.repeated:
                 return None
             key += (layout, x.dtype, x.requires_grad)
-            shapes.append(tuple(x.shape))
+            shapes.append(shape)
         for name, q in indices.items():
             if type(q) not in (Tensor, TorchIndex) or q.device.type != "cpu":
                 return None

@@ -21,6 +21,7 @@ from planner.language.derive import resize_spec, sum_dims, summable_dims
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerLimitError
 from planner.language.options import MODES, SEARCHES, Options
+from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Spec
 from planner.program.callbacks import callbacks
 from planner.program.calls import Member, RangedIndices
@@ -79,6 +80,23 @@ class Executable:
         own.sizes, own.reshape, own.index_shapes = member
         own.gathers = {g: Gather(g.array, g.axes, member.sizes[g]) for g in self.gathers}
         return own
+
+    def by_itself(self, operands: Sequence[Tensor]) -> Executable:
+        """Return the executable of a member's own plan, which tracers record."""
+        shapes = tuple(self.spec.shape(term) for term in self.spec.inputs)
+        index_shapes = tuple(self.index_shapes.items())
+        described = [
+            dataclasses.replace(o, shape=tuple(map(int, x.shape)), strides=tuple(map(int, x.stride())))
+            for o, x in zip(self.plan.operands, operands, strict=True)
+        ]
+        contraction = dataclasses.replace(
+            self.plan.contraction,
+            text=str(self.spec),
+            resolved=Resolved(self.spec, shapes, index_shapes),
+            index_shapes=index_shapes,
+            operands=tuple(described),
+        )
+        return Executable(callbacks().make_plan(contraction), self.table)
 
     @cached_property
     def spec(self) -> Spec:

@@ -102,6 +102,8 @@ def _run_as_planned(executable: Executable, operands: Sequence[Tensor], indices:
 
 
 def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+    if executable.sizes is not None and dataless(operands[0]):
+        executable = executable.by_itself(operands)
     if MODES[executable.plan.index_mode].bad == "drop" and not (in_functorch() or dataless(operands[0])):
         wide = wide_result(executable, operands, indices, executable.prepare(indices))
         if wide is not None:
