@@ -23,6 +23,8 @@ SPECS = {
     "s[e] d, e d -> t[e] d": (("Gd", "ed"), {"s": "e", "t": "e"}, {"t": "H"}),
     "b i[bqk] d, bqd -> bqk": (("bGd", "bqd"), {"i": "bqk"}, {}),
     "iij, jk, k -> ki": (("iij", "jk", "k"), {}, {}),
+    "i -> ii": (("i",), {}, {}),
+    "ij, j -> ijk": (("ij", "j"), {}, {"k": "k"}),
     "nj -> t[n]j": (("nj",), {"t": "n"}, {"t": "H"}),
 }
 

@@ -47,7 +47,9 @@ def runner(plan: PlanRecord, table: Table) -> Runner:
 def family_runner(plan: PlanRecord, table: Table) -> Callable[[Member], Runner]:
     """Return what makes the function that runs the plan of a member of a family; see `Backend.bind_family`."""
     executable = Executable(plan, table)
-    native = _native(executable)
+    # These calls need sizes that their inputs do not show.
+    sized = any(step.choice.lowering in ("broadcast", "diagonal") for step in plan.programs.forward.steps)
+    native = None if sized else _native(executable)
 
     def bind(member: Member) -> Runner:
         if native is None:
