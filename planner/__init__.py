@@ -11,6 +11,7 @@ Example:
 
 from planner.api import contract, plan
 from planner.api import plan_and_run as _plan_and_run
+from planner.caches import Caches, caches
 from planner.cost.device import Device
 from planner.cost.figures import Cost, PlanCost
 from planner.groups import group
@@ -35,6 +36,7 @@ from planner.tradeoff import Tradeoff, tradeoff
 from planner.version import __version__ as __version__
 
 __all__ = [
+    "Caches",
     "Cost",
     "Device",
     "Gather",
@@ -51,6 +53,7 @@ __all__ = [
     "SpecError",
     "Tradeoff",
     "batched",
+    "caches",
     "contract",
     "group",
     "plan",

@@ -34,6 +34,9 @@ __all__ = ["contract", "plan"]
 _RUNNERS: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], Any]] = {}
 _SIGNATURES: dict[type, Callable[[Sequence[Any], Mapping[str, Any]], Any]] = {}
 _CACHE_LIMIT = 4096
+# Those of them that have a plan of their own, some 50 kB each, and how many of them are kept.
+_ALONE: dict[Any, None] = {}
+_MOST_ALONE = 384
 
 
 def contract(
@@ -140,9 +143,22 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
             run = bind_first_member(backend, asked, operands, indices, contraction)
         if run is None:
             run = bind_plan(_plan(contraction, operands, indices))
+            if key is not None:
+                while len(_ALONE) >= _MOST_ALONE:
+                    with contextlib.suppress(RuntimeError, StopIteration):
+                        oldest = next(iter(_ALONE))
+                        _ALONE.pop(oldest, None)
+                        _RUNNERS.pop(oldest, None)
+                _ALONE[key] = None
         if key is not None:
             _remember(key, run)
     return run(operands, indices)
+
+
+def forget_calls() -> None:
+    """Forget the functions that run calls met before."""
+    _RUNNERS.clear()
+    _ALONE.clear()
 
 
 def _run_of_member(request: Request, operands: Sequence[Any], indices: Mapping[str, Any]) -> Run | None:

@@ -19,10 +19,11 @@ from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend, operands_framework
 from planner.program.implementations import Backend
 from planner.program.plan import PlanRecord
-from planner.search.family import PARTS, Family, class_of, families_of, is_small
+from planner.search.family import MOST_FAMILIES, PARTS, Family, class_of, families_of, is_small
 from planner.search.network import pool_letters
 
-__all__ = ["bind_first_member", "bind_member", "bind_plan", "check_call", "for_dynamo", "run_plan", "torch_compiles"]
+__all__ = ["bind_first_member", "bind_member", "bind_plan", "check_call", "for_dynamo", "forget_families", "run_plan",
+           "torch_compiles"]  # fmt: skip
 
 # A function from operands and index arrays to the result.
 Run = Callable[[Sequence[Any], Mapping[str, Any]], Any]
@@ -144,6 +145,11 @@ def _kept_dims(shape: Sequence[int], kept: Sequence[int]) -> list[int]:
 _FAMILIES: dict[Any, _Family | None] = {}
 
 
+def forget_families() -> None:
+    """Forget the bound plans of families."""
+    _FAMILIES.clear()
+
+
 def bind_member(backend: Backend, asked: Sequence[Any], operands: Any, indices: Any) -> Run | None:
     """Return the function that runs a call of a family that was met before, or None.
 
@@ -182,6 +188,9 @@ def bind_first_member(
         if family.settled and is_small(family.plan) and backend.table.runs_any_sizes(family.plan.steps):
             bind = backend.bind_family(family.plan)
             maker = bind and _Family(family, contraction, shapes, bind)
+        while len(_FAMILIES) >= MOST_FAMILIES:
+            with contextlib.suppress(RuntimeError, StopIteration):  # another thread changes it too
+                _FAMILIES.pop(next(iter(_FAMILIES)), None)
         _FAMILIES[key] = maker
         if maker is not None:
             return maker.member(shapes, asked[1])

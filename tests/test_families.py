@@ -1,6 +1,8 @@
 """Families: plans that differ in sizes only share one search, and are as good as if each were searched for."""
 
+import gc
 import random
+import tracemalloc
 from functools import partial
 
 import numpy as np
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 import planner.api
 import planner.run
 from planner import Operand
+from planner.cost import store
 from planner.search.choose import make_plan
 from planner.search.family import FAMILIES, Family, family_of
 
@@ -242,3 +245,39 @@ def test_second_derivatives_and_vmap_of_members():
     )
     batch = torch.randn(3, 20, 20, dtype=torch.float64)
     assert torch.allclose(torch.func.vmap(call, (0, None))(batch, w), torch.stack([call(b, w) for b in batch]))
+
+
+def test_caches_tell_their_sizes_and_are_cleared():
+    planner.caches().clear()
+    planner.contract("ij, jk -> ik", torch.ones(100, 40), torch.ones(40, 50))
+    planner.contract("ij, jk -> ik", torch.ones(3, 4), torch.ones(4, 5))
+    caches = planner.caches()
+    assert (caches.calls, caches.families, caches.bound) == (2, 1, 1)
+    assert str(caches).splitlines()[1] == "calls             2    0.0 MB"
+    caches.clear()
+    assert planner.caches().bytes == 0
+
+
+def test_many_shapes_hold_little_memory():
+    """A tenth of the promise, 6,000 shapes in 60 MB."""
+    planner.caches().clear()
+    w = torch.ones(40, 50, requires_grad=True)
+    planner.contract("ij, jk -> ik", torch.ones(100, 40), w)
+    gc.collect()
+    tracemalloc.start()
+    for n in range(100, 700):
+        planner.contract("ij, jk -> ik", torch.ones(n, 40), w)
+    gc.collect()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 6_000_000
+
+
+def test_the_disk_is_turned_off(tmp_path, monkeypatch):
+    monkeypatch.setenv("PLANNER_CACHE", str(tmp_path))
+    planner.caches().disk(False)
+    store.remember("example", {"a": 1}, 2)
+    assert not [*tmp_path.iterdir()]
+    planner.caches().disk(True)
+    store.remember("example", {"a": 1}, 2)
+    assert store.recall("example", {"a": 1}) == 2

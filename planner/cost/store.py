@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-__all__ = ["cache_folder", "entry_path", "read_json", "recall", "remember", "warn_of_damage", "write_json"]
+__all__ = ["cache_folder", "entry_path", "read_json", "recall", "remember", "use_disk", "warn_of_damage", "write_json"]
 
 # No write takes so long. A temporary file that is older was left by a process that was killed.
 ABANDONED_SECONDS = 3600
@@ -32,6 +32,13 @@ FORMAT = 1
 # No plan takes nearly so much. A longer file is not read.
 MOST_BYTES = 2**26
 _WARNED: set[pathlib.Path | None] = set()
+# Whether entries are read and written.
+_DISK = [True]
+
+
+def use_disk(on: bool) -> None:
+    """Turn reading and writing entries on or off."""
+    _DISK[0] = on
 
 
 def cache_folder() -> pathlib.Path:
@@ -117,7 +124,9 @@ def _remove_abandoned(folder: pathlib.Path) -> None:
 
 
 def entry_path(kind: str, key: Mapping[str, Any]) -> pathlib.Path | None:
-    """Return the file of an entry: in the folder of its kind, named by the key's hash; None if the user has no home."""
+    """Return the file of an entry: in the folder of its kind, named by the key's hash; None if there is no folder."""
+    if not _DISK[0]:
+        return None
     try:
         return cache_folder() / f"{kind}-{FORMAT}" / f"{_digest(key)[:40]}.json"
     except OSError:

@@ -36,7 +36,8 @@ from planner.search.choose import make_plan
 from planner.search.slicing import LARGE_BYTES
 from planner.search.space import Candidate, SearchSpace
 
-__all__ = ["FAMILIES", "PARTS", "Family", "class_of", "families_of", "family_of", "is_small", "make_family_plan"]
+__all__ = ["FAMILIES", "MOST_FAMILIES", "PARTS", "Family", "class_of", "families_of", "family_of", "is_small",
+           "make_family_plan"]  # fmt: skip
 
 # Sizes up to this are classes of their own.
 EXACT = 16
