@@ -19,6 +19,12 @@ CALL_BYTES, PLAN_BYTES, FAMILY_BYTES = 5_000, 60_000, 60_000
 class Caches:
     """The caches of the library; print them for a table of their sizes.
 
+    Example:
+        >>> import planner
+        >>> planner.caches().clear()
+        >>> planner.caches().bytes
+        0
+
     Attributes:
         calls: entries of the functions that run calls met before.
         families: entries of the plans that members of families share.

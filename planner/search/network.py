@@ -21,7 +21,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from planner.language.spec import Spec, Term, replace_gathers, term_axes, unused_letters
+from planner.language.spec import Gather, Spec, Term, replace_gathers, term_axes, unused_letters
 
 __all__ = ["POOL", "ROWS", "SCATTER", "Network", "Status", "Value", "pool_letters"]
 
@@ -91,7 +91,10 @@ class Network:
         self.leaves = tuple(replace_gathers(term, pools.__getitem__) for term in spec.inputs)
         self.result = replace_gathers(spec.output, pools.__getitem__)
         # The output's axes come first, so that intermediates tend to have the result's layout.
-        order = dict.fromkeys(self.result)
+        # The row axes of a gather stand in the place of its pool axis: rows are added up one after the other.
+        order: dict[str, None] = {}
+        for axis, entry in zip(self.result, spec.output, strict=True):
+            order.update(dict.fromkeys((axis, *entry.axes) if isinstance(entry, Gather) else (axis,)))
         for term in self.leaves:
             order.update(dict.fromkeys(term))
         for gather in gathers:
