@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -199,7 +199,7 @@ def bind_first_member(
 
 def _family_keys(
     backend: Backend, asked: Sequence[Any], operands: Any, indices: Any
-) -> tuple[list[tuple[int, ...]], list[Any]] | None:
+) -> tuple[list[tuple[int, ...]], Iterator[Any]] | None:
     """Return the shapes of the arrays of a call, and the key of its family for each entry of `PARTS`."""
     # A resolved spec has sizes of its own.
     signed = backend.family_signature(operands, indices) if isinstance(asked[0], str) else None
@@ -217,11 +217,11 @@ def _family_keys(
     if not all(type(n) is int for n in numbers):
         return None
     ask = (asked[0], *asked[2:], letters, facts)
-    keys = []
-    for parts in PARTS:
-        classes = [tuple([class_of(n, parts) for n in shape]) for shape in (*shapes, numbers)]
-        keys.append((ask, parts, *classes))
-    return shapes, keys
+
+    def key(parts: int) -> Any:
+        return (ask, parts, *[tuple([class_of(n, parts) for n in shape]) for shape in (*shapes, numbers)])
+
+    return shapes, map(key, PARTS)
 
 
 def bind_plan(plan: PlanRecord) -> Run:
