@@ -41,9 +41,9 @@ def searches(monkeypatch):
     """The contractions that were searched."""
     seen = []
 
-    def search(contraction):
+    def search(contraction, *options):
         seen.append(contraction)
-        return whole(contraction)
+        return whole(contraction, *options)
 
     whole = choose._search_plan
     monkeypatch.setattr(choose, "_search_plan", search)

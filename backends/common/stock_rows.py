@@ -248,7 +248,7 @@ def stock_rows(
     def unmoved(op: Op) -> tuple[Layout | None, ...]:
         return op.layouts or (None,)
 
-    run = PreparedRun(prepare)
+    run = PreparedRun(prepare, any_sizes=True)
     rows = [
         Implementation(
             kind,
@@ -270,7 +270,7 @@ def stock_rows(
         MASK,
         lambda op: no_guard,
         lambda op, device: free,
-        guard,
+        PreparedRun(lambda op: partial(guard, op), any_sizes=True),
         is_view=True,
         stock=True,
         layouts=layouts and unmoved,

@@ -198,7 +198,7 @@ def _run_summed(kernels: Kernels, op: Op, gather: Gather, inputs: Sequence[Any],
     source = rows(x, [term.index(e) for e in gather.axes], [term.index(e) for e in rest])
     target = rows(out, [op.spec.output.index(gather)], [op.spec.output.index(e) for e in rest])
     columns = math.prod(op.spec.shape(tuple(rest)))
-    _kernel("segment_sum.triton_sum", "sum_rows")(source, target, columns, kernels.groups(gather, index))
+    _kernel("segment_sum.triton_sum", "sum_rows")(source, target, columns, kernels.groups(gather, op.spec, index))
     return (out,)
 
 

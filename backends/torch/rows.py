@@ -146,6 +146,7 @@ def _kernels(share: int) -> Kernels:
         partial(torch_grouped.grouped_gradients, share=share),
         partial(_grouped_work, share),
         _pools() if share == 1 else {},
+        any_sizes=True,
         kinds=("cpu",),  # they loop over offsets on the host, and reuse buffers there
         label=_SHARES[share],
     )

@@ -64,7 +64,10 @@ def plan_text(plan: PlanRecord) -> str:
     for name, cost in (("naive", plan.naive_cost), ("this plan", plan.cost)):
         summary.append([name, *_figures(cost), seconds_text(cost.seconds)])
     summary[1].append(_naive_way(plan.resolved.spec))
-    how = f"{plan.origin} search" if plan.origin.startswith("exact") else plan.origin
+    how = plan.origin
+    if how.startswith("exact"):
+        search, *family = how.split(", for the family of ")
+        how = ", of the family of ".join([f"{search} search", *family])
     keep = f"; {_describe_kept(plan)}" if wanted else ""
     summary[2].append(f"{how}, {_describe_gap(plan)}{keep}{_describe_compiled(plan)}")
     lines = [head, *table_lines(summary, (0, 6))]

@@ -96,6 +96,10 @@ class Lowerer:
                 back = dataclasses.replace(op, dtype=op.source_dtype, source_dtype=op.dtype)
             back = back.with_layouts([layout])
             return (GradientStep(back, self(back), (0,)),)
+        if len(wanted) == 2 and all(wanted):
+            joint = op.joint_gradient(layout)
+            if joint in self.fixed:
+                return (GradientStep(joint, self.fixed[joint], (0, 1)),)
         layouts = op.layouts or (None,) * len(wanted)
         single = []
         for child, want in enumerate(wanted):
@@ -104,12 +108,11 @@ class Lowerer:
                 swapped = swapped.with_layouts((*layouts[:child], layout, *layouts[child + 1 :]))
                 single.append(GradientStep(swapped, self(swapped), (child,)))
         if len(single) == 2:
-            joint = op.joint_gradient(layout)
-            fixed_apart = joint not in self.fixed and all(step.op in self.fixed for step in single)
+            fixed_apart = all(step.op in self.fixed for step in single)
             if not fixed_apart and self.choices(joint):
                 choice = self(joint)
                 apart = single[0].choice.cost + single[1].choice.cost
-                if joint in self.fixed or self.key(choice.cost) < self.key(apart):
+                if self.key(choice.cost) < self.key(apart):
                     return (GradientStep(joint, choice, (0, 1)),)
         return tuple(single)
 

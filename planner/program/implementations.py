@@ -10,7 +10,7 @@ The tests check these laws for every backend:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout
 from planner.language.errors import refusal_of
 from planner.language.spec import Gather, Operand
-from planner.program.indices import Indices, RangedIndices, Run
+from planner.program.calls import Indices, Member, RangedIndices, Stepwise
 from planner.program.ops import Guard, Op, PricedImplementation
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Fuses, Step
@@ -43,6 +43,9 @@ __all__ = [
 # The names of the rows that run guards and loops. No other row is asked whether it supports one.
 MASK, LOOP = "mask", "loop"
 
+# From a step's inputs and the index arrays in range to its results.
+Run = Callable[[Sequence[Any], Indices], tuple[Any, ...]]
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
@@ -50,9 +53,12 @@ class PreparedRun:
 
     Attributes:
         prepare: takes an op, and returns the function that runs it, from the inputs and the index arrays.
+        any_sizes: whether the function also runs ops of other sizes, which it finds in `RangedIndices.sizes` or in the
+            shapes of its inputs; and the row's refusals and layouts ask no more of a size than whether it is 0 or 1.
     """
 
     prepare: Callable[[Any], Run]
+    any_sizes: bool = False
 
     def __call__(self, op: Op, inputs: Sequence[Any], indices: Indices) -> tuple[Any, ...]:
         """Run an op."""
@@ -120,6 +126,7 @@ def form_row(
     run: Callable[[Op, Any, Sequence[Any], Any], tuple[Any, ...]],
     layouts: Callable[[Op, Any], tuple[Layout | None, ...]] | None = None,
     refuses: Callable[[Op], str | None] = lambda op: None,
+    any_sizes: bool = False,
     **fields: Any,
 ) -> Implementation:
     """Return a row for steps of one form.
@@ -131,6 +138,7 @@ def form_row(
         run: as in `Implementation`, but it takes the form after the op.
         layouts: the same.
         refuses: returns why the row cannot run a step of the form, or None.
+        any_sizes: see `PreparedRun`.
         fields: other fields of the row.
     """
 
@@ -147,7 +155,7 @@ def form_row(
         name,
         supports,
         lambda op, device: device.price(*work(op, form_of(op), device)),
-        PreparedRun(lambda op: partial(run, op, form_of(op))),
+        PreparedRun(lambda op: partial(run, op, form_of(op)), any_sizes),
         bounded=True,
         layouts=None if layouts is None else lambda op: layouts(op, form_of(op)),
         **fields,
@@ -197,6 +205,16 @@ class Table:
             self._choices[op, device] = choices
         return choices
 
+    def price(self, lowering: str, op: Op, device: Device) -> PricedImplementation | None:
+        """Return one implementation of an op, by its name, and its cost; None if it cannot run the op."""
+        row = self.rows.get(lowering)
+        return None if row is None or row.refusal(op, device) is not None else _price(row, op, device)
+
+    def runs_any_sizes(self, steps: Iterable[Step]) -> bool:
+        """Whether all steps run in their implementations at any sizes; see `PreparedRun`."""
+        runs = [self.rows[step.choice.lowering].run for step in steps]
+        return all(isinstance(run, PreparedRun) and run.any_sizes for run in runs)
+
     def variants(self, lowering: str, op: Op, device: Device) -> tuple[PricedImplementation, ...]:
         """Return the variants of a row that can run an op, and their costs."""
         return tuple(
@@ -235,23 +253,6 @@ class Table:
 def _price(row: Implementation, op: Op, device: Device) -> PricedImplementation:
     layouts = row.layouts(op) if row.layouts is not None else ()
     return PricedImplementation(row.name, row.cost(op, device), row.is_view, layouts if any(layouts) else ())
-
-
-@dataclass(frozen=True, slots=True)
-class Stepwise:
-    """A program of a plan, ready to be run one step at a time.
-
-    Attributes:
-        values: the arrays that the program is given, by the number of their variable.
-        bind: takes a step and its inputs, and returns a function that runs the step without further arguments. In JAX
-            it is a jitted function bound to its arguments. Autograd does not record the run.
-        orders: the sorted orders of index arrays, which the steps of one call share. A step adds the orders that it
-            computes. To run a step a second time under the same conditions, restore what was here before the first.
-    """
-
-    values: dict[int, Any]
-    bind: Callable[[Step, Sequence[Any]], partial[Any]]
-    orders: dict[Any, Any]
 
 
 class Backend(Protocol):
@@ -344,6 +345,30 @@ class Backend(Protocol):
     def bind(self, plan: PlanRecord) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan on operands and index arrays."""
         ...
+
+    def bind_family(
+        self, plan: PlanRecord
+    ) -> Callable[[Member], Callable[[Sequence[Any], Mapping[str, Any]], Any]] | None:
+        """Return what makes the function that runs the plan of a member, which takes microseconds.
+
+        Law: the function does what `bind` makes of the member's own plan.
+
+        Args:
+            plan: the plan of a family's representative, whose steps all run at any sizes.
+
+        Returns:
+            The maker; None if each member must be bound by itself.
+        """
+        return None
+
+    def family_signature(
+        self, operands: Sequence[Any], indices: Mapping[str, Any]
+    ) -> tuple[Hashable, list[tuple[int, ...]]] | None:
+        """Return all that a family depends on but the sizes, and the shapes of operands and index arrays.
+
+        None if these arrays are bound by themselves. It takes microseconds.
+        """
+        return None
 
     def compiled_bytes(self, plan: PlanRecord) -> int | None:
         """Compile both programs of a plan and return the larger peak; None if the framework does not report it.

@@ -21,9 +21,9 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from planner.language.spec import Spec, Term, replace_gathers, term_axes, unused_letters
+from planner.language.spec import Gather, Spec, Term, replace_gathers, term_axes, unused_letters
 
-__all__ = ["POOL", "ROWS", "SCATTER", "Network", "Status", "Value"]
+__all__ = ["POOL", "ROWS", "SCATTER", "Network", "Status", "Value", "pool_letters"]
 
 POOL, ROWS, SCATTER = 0, 1, 2
 Status = tuple[int, ...]
@@ -60,6 +60,12 @@ def bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
+def pool_letters(spec: Spec) -> tuple[str, ...]:
+    """Return the letter of the pool axis of each gather of a resolved spec."""
+    used = {axis for axis, _ in spec.sizes} | set(spec.arrays)
+    return unused_letters(used, len(spec.gathers))
+
+
 class Network:
     """The one-hot network of a resolved spec.
 
@@ -77,8 +83,7 @@ class Network:
     def __init__(self, spec: Spec, few: bool = False) -> None:
         self.few = few
         gathers = spec.gathers
-        used = {axis for axis, _ in spec.sizes} | set(spec.arrays)
-        pools = dict(zip(gathers, unused_letters(used, len(gathers)), strict=True))
+        pools = dict(zip(gathers, pool_letters(spec), strict=True))
         sizes = dict(spec.sizes) | {pool: spec.size(gather) for gather, pool in pools.items()}
         self.spec = dataclasses.replace(spec, sizes=tuple(sorted(sizes.items())))
         self.sizes = sizes
@@ -86,7 +91,10 @@ class Network:
         self.leaves = tuple(replace_gathers(term, pools.__getitem__) for term in spec.inputs)
         self.result = replace_gathers(spec.output, pools.__getitem__)
         # The output's axes come first, so that intermediates tend to have the result's layout.
-        order = dict.fromkeys(self.result)
+        # The row axes of a gather stand in the place of its pool axis: rows are added up one after the other.
+        order: dict[str, None] = {}
+        for axis, entry in zip(self.result, spec.output, strict=True):
+            order.update(dict.fromkeys((axis, *entry.axes) if isinstance(entry, Gather) else (axis,)))
         for term in self.leaves:
             order.update(dict.fromkeys(term))
         for gather in gathers:
