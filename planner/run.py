@@ -19,8 +19,8 @@ from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend, operands_framework
 from planner.program.implementations import Backend
 from planner.program.plan import PlanRecord
+from planner.search.exact.network import pool_letters
 from planner.search.family import MOST_FAMILIES, PARTS, Family, class_of, families_of, is_small
-from planner.search.network import pool_letters
 
 __all__ = ["bind_first_member", "bind_member", "bind_plan", "check_call", "for_dynamo", "forget_families", "run_plan",
            "torch_compiles"]  # fmt: skip

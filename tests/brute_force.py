@@ -18,7 +18,7 @@ from planner.cost.figures import Cost, PlanCost
 from planner.program.build import Lowerer
 from planner.program.ops import Cast, Einsum, Op
 from planner.program.tree import Leaf, Node, Tree
-from planner.search.network import Network, Status, Value
+from planner.search.exact.network import Network, Status, Value
 from planner.search.space import SearchSpace
 
 

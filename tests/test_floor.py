@@ -15,12 +15,12 @@ from planner.language.resolve import resolve_shapes
 from planner.language.spec import replace_gathers
 from planner.program.build import Lowerer
 from planner.program.frameworks import load_backend
-from planner.search.graph import unpack
-from planner.search.lazy import LazySearch
-from planner.search.listing import list_edges
-from planner.search.network import Network
+from planner.search.exact.graph import unpack
+from planner.search.exact.lazy import LazySearch
+from planner.search.exact.listing import list_edges
+from planner.search.exact.network import Network
+from planner.search.exact.steps import NetworkSteps, all_splits
 from planner.search.space import ADDITIVE, OPTIMAL
-from planner.search.steps import NetworkSteps, all_splits
 from planner.testing import problems
 
 SIZES = st.sampled_from((1, 2, 3, 7, 16, 100, 1_000, 30_000))

@@ -10,8 +10,8 @@ import pytest
 from laws import needing_gradients
 
 import planner
-from planner.search.dynamic import Search
-from planner.search.lazy import LazySearch
+from planner.search.exact.dynamic import Search
+from planner.search.exact.lazy import LazySearch
 
 SPEC = "ab,bc,cd,de->ae"
 OPERANDS = [np.arange(float(n * m)).reshape(n, m) % 3 for n, m in ((4, 3), (3, 6), (6, 2), (2, 5))]

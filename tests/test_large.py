@@ -21,9 +21,9 @@ import planner
 from planner.cost.device import CPU
 from planner.language.errors import PlannerError
 from planner.program.tree import Leaf, flatten, keep_values, nodes_of, path_of, unflatten
-from planner.search.large import improved_path, number_axes, random_greedy, steps_of
-from planner.search.network import Network
-from planner.search.reconfigure import OrderTree, StepSizes, estimate_of
+from planner.search.exact.network import Network
+from planner.search.many.greedy import improved_path, number_axes, random_greedy, steps_of
+from planner.search.many.reconfigure import OrderTree, StepSizes, estimate_of
 
 OBJECTIVES = ("flops", "bytes", "time", "peak", "retained")
 LETTERS = [opt_einsum.get_symbol(i) for i in range(15_000)]

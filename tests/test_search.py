@@ -31,8 +31,8 @@ from planner.language.spec import unused_letters
 from planner.program.build import Lowerer
 from planner.program.contraction import Contraction
 from planner.program.tree import Leaf
-from planner.search.dynamic import PartialPlan, Peaks, Search
-from planner.search.lazy import LazySearch
+from planner.search.exact.dynamic import PartialPlan, Peaks, Search
+from planner.search.exact.lazy import LazySearch
 from planner.search.paths import splits_of
 from planner.search.space import OPTIMAL, SearchSpace
 from planner.testing import Problem, problems
@@ -586,6 +586,6 @@ def test_steps_listed_by_numpy_are_those_listed_one_by_one(case, objective, need
     assume(len(problem.operands) > 1)
     found = []
     for least_operands in (2, 100):
-        with mock.patch("planner.search.lazy.VECTOR_OPERANDS", least_operands):
+        with mock.patch("planner.search.exact.lazy.VECTOR_OPERANDS", least_operands):
             found.append(problem.search(objective, OPTIMAL)[0])
     assert found[0] == found[1]

@@ -14,10 +14,10 @@ from planner.program.build import Lowerer
 from planner.program.plan import AnyPlan, PlanRecord
 from planner.program.program import Programs
 from planner.program.tree import keep_values
+from planner.search.exact.steps import SearchResult
 from planner.search.paths import find_joined_sets, left_to_right
 from planner.search.slicing import worth_cutting
 from planner.search.space import AUTO, PATH_STOP, SearchSpace
-from planner.search.steps import SearchResult
 
 __all__ = ["Alternative", "alternatives"]
 

@@ -14,10 +14,10 @@ from planner.program.frameworks import load_backend
 from planner.program.plan import PlanRecord
 from planner.program.tree import keep_values
 from planner.search.bounds import lower_bound
+from planner.search.exact.steps import SearchResult
 from planner.search.refine import order_children, quicken_steps
 from planner.search.slicing import fastest, loop_candidates
 from planner.search.space import ADDITIVE, Candidate, SearchSpace, run_searches
-from planner.search.steps import SearchResult
 from planner.search.stored import remembered
 
 __all__ = ["make_plan", "naive_cost"]

@@ -11,8 +11,8 @@ import opt_einsum
 from planner.language.errors import PlannerError
 from planner.language.options import is_name
 from planner.language.spec import term_axes
-from planner.search.network import Network, bits
-from planner.search.steps import Splits, all_splits
+from planner.search.exact.network import Network, bits
+from planner.search.exact.steps import Splits, all_splits
 
 __all__ = ["PATH_NAMES", "external_path", "is_path_name", "splits_of"]
 

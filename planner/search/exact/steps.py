@@ -9,7 +9,7 @@ from typing import Any
 from planner.cost.layout import Layout
 from planner.program.ops import Cast, Einsum
 from planner.program.tree import Tree
-from planner.search.network import Network, Status, Value
+from planner.search.exact.network import Network, Status, Value
 
 __all__ = ["Key", "NetworkSteps", "SearchResult", "Splits", "Vector", "add_keys", "all_splits", "ascending"]
 

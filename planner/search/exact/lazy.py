@@ -22,10 +22,10 @@ from planner.language.spec import Spec
 from planner.program.build import Lowerer
 from planner.program.ops import Op
 from planner.program.tree import Leaf, Node, Tree
-from planner.search.graph import Edge, StepGraph, first_of, pack, unpack
-from planner.search.listing import Bounds, VectorListing, list_edges
-from planner.search.network import Status, Value
-from planner.search.steps import NetworkSteps, SearchResult, Splits, add_keys, all_splits
+from planner.search.exact.graph import Edge, StepGraph, first_of, pack, unpack
+from planner.search.exact.listing import Bounds, VectorListing, list_edges
+from planner.search.exact.network import Status, Value
+from planner.search.exact.steps import NetworkSteps, SearchResult, Splits, add_keys, all_splits
 
 __all__ = ["LazySearch", "Stop"]
 

@@ -12,9 +12,9 @@ import numpy as np
 from planner.cost.device import Device
 from planner.cost.floor import gathered_floor, product_floor, unary_floor
 from planner.language.errors import SearchLimitError
-from planner.search.graph import Edge, first_of, pack
-from planner.search.network import POOL, SCATTER, Network, Status, Value
-from planner.search.steps import Splits, ascending
+from planner.search.exact.graph import Edge, first_of, pack
+from planner.search.exact.network import POOL, SCATTER, Network, Status, Value
+from planner.search.exact.steps import Splits, ascending
 
 __all__ = ["Bounds", "VectorListing", "list_edges"]
 

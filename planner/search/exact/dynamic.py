@@ -42,8 +42,8 @@ from planner.language.spec import Spec
 from planner.program.build import GradientStep, Lowerer
 from planner.program.ops import Einsum, JointGradient, Op, PricedImplementation
 from planner.program.tree import Leaf, Node, Tree, read_by_gradients
-from planner.search.network import ROWS, Status, Value
-from planner.search.steps import Key, NetworkSteps, SearchResult, Splits, Vector, add_keys, all_splits, ascending
+from planner.search.exact.network import ROWS, Status, Value
+from planner.search.exact.steps import Key, NetworkSteps, SearchResult, Splits, Vector, add_keys, all_splits, ascending
 
 __all__ = ["Search"]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from planner.program.ops import Op
 from planner.program.tree import Tree
-from planner.search.steps import Key
+from planner.search.exact.steps import Key
 
 __all__ = ["Edge", "StepGraph", "first_of", "pack", "unpack"]
 

@@ -18,8 +18,8 @@ import opt_einsum
 
 from planner.language.spec import term_axes
 from planner.progress import Progress
-from planner.search.network import Network
-from planner.search.reconfigure import MOST_CUT, Estimate, OrderTree
+from planner.search.exact.network import Network
+from planner.search.many.reconfigure import MOST_CUT, Estimate, OrderTree
 
 __all__ = ["Improved", "NumberedNetwork", "improved_path", "number_axes", "random_greedy", "steps_of"]
 
