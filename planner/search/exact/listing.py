@@ -228,15 +228,21 @@ def _patterns(count: int) -> Any:
     return (numbers[:, None] >> np.arange(count - 1) & 1).astype(np.int64)
 
 
-def _blocks(operands: int) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield all splits of all sets of operands, small sets first: sets, and the two parts of each of their splits."""
+def _blocks(operands: int, reverse: bool) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield all splits of all sets of operands: sets, and the two parts of each of their splits.
+
+    Args:
+        operands: how many operands there are.
+        reverse: whether to begin with large sets rather than with small ones.
+    """
+    order = -1 if reverse else 1
     masks = np.arange(1, 1 << operands, dtype=np.int64)
     counts = (masks[:, None] >> np.arange(operands) & 1).sum(axis=1)
-    for count in range(2, operands + 1):
+    for count in range(2, operands + 1)[::order]:
         patterns = _patterns(count)
         sets = masks[counts == count]
         each = max(1, BLOCK // len(patterns))
-        for start in range(0, len(sets), each):
+        for start in range(0, len(sets), each)[::order]:
             union = sets[start : start + each]
             places = np.nonzero(union[:, None] >> np.arange(operands) & 1)[1].reshape(-1, count)
             members = np.int64(1) << places
@@ -321,8 +327,7 @@ class VectorListing:
         if self._kept:
             yield from reversed(self._kept) if reverse else self._kept
             return
-        blocks = _blocks(self.operands)
-        for union, left, right in reversed(list(blocks)) if reverse else blocks:
+        for union, left, right in _blocks(self.operands, reverse):
             floors = self._floors(self.bounds.objective, union[:, None], left, right)
             block = (union, left, right, floors)
             if self.operands <= KEPT_OPERANDS:
