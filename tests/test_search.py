@@ -34,7 +34,6 @@ from planner.program.tree import Leaf
 from planner.search.exact.dynamic import PartialPlan, Peaks, Search
 from planner.search.exact.lazy import LazySearch
 from planner.search.paths import splits_of
-from planner.search.slicing import can_be_cut, make_loop
 from planner.search.space import OPTIMAL, SearchSpace
 from planner.testing import Problem, problems
 
@@ -249,20 +248,6 @@ def assert_least_within(make_plan, priced, objective, memory, retain):
     assert figure(plan.cost, objective) == best, (objective, memory, retain, str(plan))
     assert_bounded(plan, objective, best)
     return plan
-
-
-@settings(max_examples=examples(10, 200))
-@given(networks(3, max_size=40), st.sampled_from(installed_frameworks()), st.sampled_from(OBJECTIVES))
-def test_no_loop_over_slices_costs_less_than_the_bound(case, backend, objective):
-    """As if all values were large, which loops are for."""
-    with mock.patch("planner.search.slicing.LARGE_BYTES", 0):
-        plan = plan_of(case, backend, minimize=objective, optimize="optimal")
-    for axis, size in plan.resolved.spec.sizes:
-        if size > 1 and can_be_cut(plan.resolved.spec, axis):
-            for slice_size in {1, -(-size // 2)}:
-                looped = make_loop(plan, {axis: slice_size})
-                least_score = figure(looped.cost, objective) * (1e-12 if objective == "time" else 1)
-                assert plan.cost.bound <= least_score * (1 + 1e-12)
 
 
 @settings(max_examples=examples(60, 600))

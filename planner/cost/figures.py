@@ -93,7 +93,8 @@ class Cost:
 class PlanCost(Cost):
     """The totals of a plan. The peak is the larger program's. `backward` is None if no operand needs a gradient.
 
-    `bound` is what no plan costs less than, as the objective measures it; None if that is not known.
+    `bound` is what no plan without a loop over slices costs less than, as the objective measures it; None if that is
+    not known. See docs/limits.md.
     """
 
     forward: Cost

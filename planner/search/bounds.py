@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
 from planner.cost.objective import plan_key
 from planner.language.dtypes import itemsize
 from planner.language.spec import plain_axes, term_gathers
-from planner.program.loops import device_in_loop
-from planner.search.slicing import is_large
 from planner.search.space import Candidate, SearchSpace
 
 __all__ = ["lower_bound"]
@@ -19,7 +16,7 @@ __all__ = ["lower_bound"]
 def lower_bound(space: SearchSpace, best: Candidate, candidates: Sequence[Candidate]) -> float | None:
     """Return what no plan of a contraction costs less than, as the objective measures it.
 
-    As "proven" does, it holds for plans whose intermediates are row-major. It holds for loops over slices too.
+    As "proven" does, it holds for plans whose intermediates are row-major, and that go through no loop over slices.
 
     Args:
         space: the contraction.
@@ -33,26 +30,12 @@ def lower_bound(space: SearchSpace, best: Candidate, candidates: Sequence[Candid
     if callable(objective):
         return None
     figure: float = plan_key(objective)(best.cost)[0]
-    # Loops over slices read and write the cache. They are faster only if values are too large for it.
-    loops = objective == "time" and is_large(min((c.programs for c in candidates), key=lambda p: p.cost.seconds))
-    unit = 1e-12 if objective == "time" else 1
+    if best.proven:
+        return figure
     bound = _least_by_sizes(space, objective)
     for candidate in candidates:
         if candidate.found is not None:
-            bound = max(bound, unit * candidate.found.bound)
-    if best.proven and not loops:
-        return figure
-    if loops:
-        fast = max(space.device.bandwidth, space.device.cache_bandwidth)
-        device = dataclasses.replace(
-            device_in_loop(space.device, space.backend),
-            bandwidth=fast,
-            cache_bandwidth=fast,
-            fresh_bandwidth=math.inf,
-            reused_bandwidth=math.inf,
-            launch_seconds=0.0,
-        )
-        bound = max(_least_by_sizes(space, objective), unit * space.least(device))
+            bound = max(bound, candidate.found.bound * (1e-12 if objective == "time" else 1))
     return min(figure, bound)
 
 

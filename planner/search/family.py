@@ -90,7 +90,9 @@ def families_of(contraction: Contraction) -> list[Family]:
     """Return the families of a contraction, one for each entry of `PARTS`, as far as the first that is settled."""
     options, tried = contraction.options, list[Family]()
     limits = (options.memory_limit, options.retain_limit)
-    if (options.optimize, options.minimize, *limits) != ("auto", "time", None, None):
+    if (options.optimize, options.minimize, options.deadline, *limits) != ("auto", "time", None, None, None):
+        return tried
+    if load_backend(contraction.backend).table.has_changed:  # what its searches found may be out of date
         return tried
     for parts in PARTS:
         top, low = (_resize(contraction, _Classes(contraction.device.kind, parts, end)) for end in ("top", "low"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from planner.program.tree import Node, Tree, keep_values, nodes_of
 from planner.search.parts import TreePart, cut_out, large_values, whole_part
 from planner.search.space import MOST_AUTO, SLICE_STOP, Candidate, SearchSpace, run_searches
 
-__all__ = ["can_be_cut", "fastest", "is_large", "loop_candidates", "make_loop", "worth_cutting"]
+__all__ = ["can_be_cut", "fastest", "loop_candidates", "make_loop", "worth_cutting"]
 
 # Without limits, loops over slices are considered if a plan allocates this much beyond its results.
 LARGE_BYTES = 1 << 25
@@ -73,7 +74,7 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
     key = plan_key(options.minimize)
     allowed = [candidate for candidate in candidates if keeps_within(candidate.cost, limits)]
     rival = min(allowed or candidates, key=lambda candidate: key(candidate.cost))
-    if allowed and not is_large(rival.programs):
+    if allowed and rival.cost.peak_bytes - _results_bytes(rival.programs) < LARGE_BYTES:
         return
     trees = dict.fromkeys(keep_values(candidate.tree, False) for candidate in candidates)
     search = _LoopSearch(space, rival.programs, tuple(trees))
@@ -146,12 +147,16 @@ class _LoopSearch:
         device = device_in_loop(space.device, space.backend)
         self.lowerers = {key: body_lowerer(space.backend, device, key) for key in keys}
 
+    def is_over(self) -> bool:
+        """Whether as many steps as allowed are priced, or the deadline is over."""
+        return self.steps_left <= 0 or (self.space.ends is not None and time.monotonic() > self.space.ends)
+
     def price_another_axis(self, axes: tuple[tuple[str, int], ...]) -> list[Candidate]:
         """Return loops over the given axes and one more: each axis that can be cut, in slices of several sizes."""
         spec = self.space.resolved.spec
         priced: list[Candidate] = []
         for axis, size in _by_bytes(self.whole, spec):
-            if size < 2 or axis in dict(axes) or not can_be_cut(spec, axis) or self.steps_left <= 0:
+            if size < 2 or axis in dict(axes) or not can_be_cut(spec, axis) or self.is_over():
                 continue
             self.steps_left -= SLICE_STOP.priced
             slice_trees = [] if self.large else _slice_trees(self.space, {**dict(axes), axis: 1})
@@ -219,7 +224,7 @@ class _LoopSearch:
                     size = part.contraction.resolved.spec.size(axis)
                     sizes = [n for n in _ladder(size) if -(-size // n) <= MOST_SLICES]
                     for (key, lower), slice_size in itertools.product(self.lowerers.items(), sizes):
-                        if self.steps_left <= 0:
+                        if self.is_over():
                             return
                         self.steps_left -= 2 * len(candidate.programs.steps)  # those of the whole, and of a slice
                         looped = _loop_around(self.space, part, ((axis, slice_size),), key, lower, candidate.lower)
@@ -295,11 +300,6 @@ def _ladder(size: int) -> list[int]:
     while steps[-1] > 1:
         steps.append(-(-steps[-1] // 2))
     return steps[1:]
-
-
-def is_large(programs: Programs) -> bool:
-    """Whether programs allocate so much beyond their results that loops over slices may be faster."""
-    return programs.cost.peak_bytes - _results_bytes(programs) >= LARGE_BYTES
 
 
 def _results_bytes(programs: Programs) -> int:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from planner.cost.device import Device
 from planner.cost.figures import PlanCost
 from planner.cost.limits import NO_LIMITS, Limits
 from planner.cost.objective import step_key
@@ -25,7 +24,7 @@ from planner.program.tree import Tree
 from planner.search.exact.dynamic import FRONT_LIMIT, Search
 from planner.search.exact.lazy import LazySearch, Stop
 from planner.search.exact.network import Network
-from planner.search.exact.steps import NetworkSteps, SearchResult
+from planner.search.exact.steps import NetworkSteps, SearchEnded, SearchResult
 from planner.search.many.greedy import improved_path
 from planner.search.many.reconfigure import MOST_CUT, estimate_of
 from planner.search.paths import PATH_NAMES, check_path, external_path, is_path_name, splits_of
@@ -133,7 +132,7 @@ class SearchSpace:
             return Search(steps, self.requires, lower, objective, keep, work, limits, **options)
 
         def search_lazily(stop: Stop) -> SearchResult:
-            return self._lazy_search(lower, objective, self.device, stop).run(splits)
+            return LazySearch(self.steps, self.requires, lower, objective, self.device, self.bounded, stop).run(splits)
 
         def along(path: Any) -> SearchResult | None:
             splits = splits_of(path, len(self.operands))
@@ -163,7 +162,15 @@ class SearchSpace:
                     return search_of(self.steps, PATH_WORK + more).run(splits, sets), lower
             return along(path), lower
         if additive:
-            return search_lazily(stop._replace(deadline=self.ends)), lower
+            try:
+                return search_lazily(stop._replace(deadline=self.ends)), lower
+            except (KeyboardInterrupt, SearchEnded) as end:
+                # Nothing is priced yet.
+                greedy = along(self.path("greedy"))
+                if greedy is None:
+                    raise
+                interrupted = isinstance(end, KeyboardInterrupt)
+                return dataclasses.replace(greedy, exact=False, interrupted=interrupted, bound=0), lower
         work = stop.scored
         if len(self.operands) <= 2:
             return search_of(self.steps, work).run(), lower
@@ -173,25 +180,16 @@ class SearchSpace:
             if chooses and (limits.memory is not None or objective == "peak"):
                 work //= 2
             bound = greedy.score if greedy else None
-            return search_of(self.steps, work, bound=bound).run(), lower
-        except KeyboardInterrupt:
+            return search_of(self.steps, work, bound=bound, ends=self.ends).run(), lower
+        except (KeyboardInterrupt, SearchEnded) as end:
             if greedy is None:
                 raise
-            return dataclasses.replace(greedy, exact=False, interrupted=True), lower
-
-    def least(self, device: Device) -> int:
-        """Return a lower bound on the picoseconds of any tree at some rates; 0 if there are too many trees."""
-        if not self.may_be_exact("time", AUTO):
-            return 0
-        return self._lazy_search(Lowerer(self.choices, step_key("time")), "time", device, AUTO).least()
+            return dataclasses.replace(greedy, exact=False, interrupted=isinstance(end, KeyboardInterrupt)), lower
 
     @property
     def bounded(self) -> bool:
         """Whether no implementation costs less than the bounds of `planner.cost.floor`."""
         return all(row.bounded for row in self.table.rows.values())
-
-    def _lazy_search(self, lower: Lowerer, objective: str, device: Device, stop: Stop) -> LazySearch:
-        return LazySearch(self.steps, self.requires, lower, objective, device, self.bounded, stop)
 
     def path(self, optimize: Any) -> Any:
         """Return an explicit path, checked, or the path that opt_einsum finds for a name or an optimizer."""

@@ -12,6 +12,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 from planner.cost.store import disk_enabled, recall, remember, warn_of_damage
@@ -94,6 +95,7 @@ def _key(contraction: Contraction, loops: bool) -> dict[str, Any] | None:
             "planner": __version__,
             "code": _code(contraction.backend),
             "opt_einsum": version("opt_einsum"),
+            "cotengrust": version("cotengrust") if find_spec("cotengrust") else None,
             "environment": backend.environment(()),
             "rows": _digest("\n".join(backend.table.rows).encode()),
             "backend": contraction.backend,

@@ -31,6 +31,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -43,7 +44,17 @@ from planner.program.build import GradientStep, Lowerer
 from planner.program.ops import Einsum, JointGradient, Op, PricedImplementation
 from planner.program.tree import Leaf, Node, Tree, read_by_gradients
 from planner.search.exact.network import ROWS, Status, Value
-from planner.search.exact.steps import Key, NetworkSteps, SearchResult, Splits, Vector, add_keys, all_splits, ascending
+from planner.search.exact.steps import (
+    Key,
+    NetworkSteps,
+    SearchEnded,
+    SearchResult,
+    Splits,
+    Vector,
+    add_keys,
+    all_splits,
+    ascending,
+)
 
 __all__ = ["Search"]
 
@@ -161,6 +172,7 @@ class Search:
         front_limit: most partial plans kept for one value. If a front grows beyond it, the search is not exact.
         takes_first: whether to search only the trees that gather every operand before anything else, the naive plan.
         bound: score of a tree that is already known. Partial plans that exceed it are dropped.
+        ends: the time of `time.monotonic` at which to end, or None.
     """
 
     def __init__(
@@ -175,6 +187,7 @@ class Search:
         front_limit: int = FRONT_LIMIT,
         takes_first: bool = False,
         bound: Vector | None = None,
+        ends: float | None = None,
     ) -> None:
         self.steps, self.network, self.requires, self.dtype = steps, steps.network, requires, steps.dtype
         self.lower, self.objective, self.keep = lower, objective, keep
@@ -183,7 +196,7 @@ class Search:
         self.about_peaks = objective == "peak" or limits.memory is not None
         self.counts_retained = self.about_peaks or limits.retain is not None
         self.interrupted = False
-        self.takes_first, self.bound = takes_first, bound
+        self.takes_first, self.bound, self.ends = takes_first, bound, ends
         self.least = _zero() if bound is None else self._least_of_a_product()
         self._ahead = self._least_by_products_to_come()
         self._gradient_operands = 0
@@ -410,6 +423,7 @@ class Search:
 
         Raises:
             SearchLimitError: the search has scored as many steps as it may.
+            SearchEnded: the deadline is over.
         """
         front, limited = fronts.setdefault(status, []), self.limits != NO_LIMITS
         if not all(children):
@@ -419,6 +433,8 @@ class Search:
             raise SearchLimitError(
                 f"the exact search needs more than {self.work_limit} steps: pass optimize='greedy' or an explicit path"
             )
+        if self.ends is not None and time.monotonic() > self.ends:
+            raise SearchEnded
         if self.is_too_dear(op, children, result.operands):
             return
         step = self.price_step(op, parts)

@@ -94,7 +94,12 @@ class LazySearch:
         self.values: list[Value] | None = None
 
     def run(self, splits: Splits | None = None) -> SearchResult:
-        """Return the best tree over the given splits of the operands, or over all; or the best so far."""
+        """Return the best tree over the given splits of the operands, or over all; or the best so far.
+
+        Raises:
+            SearchEnded: the deadline was over before a first tree was priced.
+            SearchLimitError: there are more steps than may be listed.
+        """
         network = self.network
         last = self.steps.last()
         last_key = 0 if last is None else self.price(last, (network.everything,))
@@ -113,14 +118,6 @@ class LazySearch:
             bound=first_of(bound + last_key),
         )
 
-    def least(self) -> int:
-        """Return the least score of any tree by lower bounds alone, as if reading operands cost nothing."""
-        network = self.network
-        if self._uses_vectors():
-            return int(VectorListing(network, [0] * len(network.leaves), self.bounds).least)
-        values, edges = list_edges(network, self._free_leaf_edges, all_splits, self.bounds, self.stop.listed)
-        return first_of(StepGraph(edges, values.index(self.steps.final)).key)
-
     def _uses_vectors(self) -> bool:
         """Whether numpy lists the steps: if there are many, without gathers, and all sizes can be divided by."""
         network = self.network
@@ -136,7 +133,7 @@ class LazySearch:
     def _search_vectors(self) -> tuple[list[Edge], int, int]:
         """Search with all steps listed by numpy, and only those one by one that can still win."""
         leaves = [edge for operand in range(len(self.network.leaves)) for _, edge in self._leaf_edges(operand)]
-        listing = VectorListing(self.network, [edge.key for edge in leaves], self.bounds)
+        listing = VectorListing(self.network, [edge.key for edge in leaves], self.bounds, self.stop.deadline)
         bound = pack((int(listing.least), 0, 0, 0))
         priced: dict[tuple[int, int], Edge] = {}
         for union, left in listing.best_splits():
@@ -233,11 +230,6 @@ class LazySearch:
             take = Edge(0, (), key + self.price(op, parts))
             take.tree, take.priced = Node(op.with_layouts(()), (tree,)), True
             yield status, take
-
-    def _free_leaf_edges(self, operand: int) -> Iterator[tuple[Status, Edge]]:
-        """Yield edges that read an operand and cost nothing."""
-        for status in (self.network.open, *(status for status, _ in self.steps.first_takes(operand))):
-            yield status, Edge(0, (), 0)
 
     def _value(self, number: int) -> Value:
         return Value(number, ()) if self.values is None else self.values[number]

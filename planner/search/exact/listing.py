@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -14,7 +15,7 @@ from planner.cost.floor import gathered_floor, product_floor, unary_floor
 from planner.language.errors import SearchLimitError
 from planner.search.exact.graph import Edge, first_of, pack
 from planner.search.exact.network import POOL, SCATTER, Network, Status, Value
-from planner.search.exact.steps import Splits, ascending
+from planner.search.exact.steps import SearchEnded, Splits, ascending
 
 __all__ = ["Bounds", "VectorListing", "list_edges"]
 
@@ -257,12 +258,16 @@ class VectorListing:
         network: the network; its sizes are not 0.
         leaves: what reading each operand adds to the score.
         bounds: what lower bounds depend on. They hold.
+        deadline: the time of `time.monotonic` at which to end, or None.
+
+    Raises:
+        SearchEnded: the deadline was over before the best tree by bounds was found.
 
     Attributes:
         least: the least score of any tree by these bounds.
     """
 
-    def __init__(self, network: Network, leaves: Sequence[int], bounds: Bounds) -> None:
+    def __init__(self, network: Network, leaves: Sequence[int], bounds: Bounds, deadline: float | None = None) -> None:
         self.network, self.bounds, self.operands = network, bounds, len(leaves)
         everything = network.everything
         self._axes, self._elements = self._value_axes()
@@ -273,6 +278,8 @@ class VectorListing:
             self._inside[1 << operand] = first_of(key)
         self._kept: list[Any] = []
         for union, left, right, floors in self._bounded_blocks():
+            if deadline is not None and time.monotonic() > deadline:
+                raise SearchEnded
             total = self._inside[left] + self._inside[right] + floors
             best = np.argmin(total, axis=1)
             places = np.arange(len(union))

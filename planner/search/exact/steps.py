@@ -7,11 +7,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from planner.cost.layout import Layout
+from planner.language.errors import SearchLimitError
 from planner.program.ops import Cast, Einsum
 from planner.program.tree import Tree
 from planner.search.exact.network import Network, Status, Value
 
-__all__ = ["Key", "NetworkSteps", "SearchResult", "Splits", "Vector", "add_keys", "all_splits", "ascending"]
+__all__ = [
+    "Key",
+    "NetworkSteps",
+    "SearchEnded",
+    "SearchResult",
+    "Splits",
+    "Vector",
+    "add_keys",
+    "all_splits",
+    "ascending",
+]
 
 Key = tuple[int, ...]
 Vector = tuple[Any, ...]
@@ -35,6 +46,10 @@ class SearchResult:
     exact: bool
     interrupted: bool = False
     bound: int = 0
+
+
+class SearchEnded(SearchLimitError):
+    """A deadline ended a search that had found no tree."""
 
 
 def all_splits(operands: int) -> Iterable[tuple[int, int]]:
