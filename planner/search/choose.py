@@ -132,6 +132,10 @@ def _best(
             for objective, search_limits in (("retained", NO_LIMITS), ("peak", Limits(None, options.retain_limit))):
                 lean = _candidates(space, objective, search_limits)
                 consider(quicken_steps(space, candidate) for candidate in lean)
+        if best_allowed() is None and space.resolved.spec.gathers:
+            # The searches do not know what guards need: any of their results may do.
+            for objective in OBJECTIVES:
+                consider(_candidates(space, objective))
     if candidates and loops:
         consider(loop_candidates(space, tuple(candidates)))
     chosen = best_allowed()
