@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "This is done once. It takes one to three minutes, most of it downloads, and 3 GB of disk."
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(INSTALL) pip setuptools
-	@PYTHONWARNINGS='$(NO_ADVICE)' $(INSTALL) --no-build-isolation --editable '.[torch,jax,testing,viz,cuda]' --group dev
+	@PYTHONWARNINGS='$(NO_ADVICE)' $(INSTALL) --no-build-isolation --editable '.[torch,jax,testing,viz,large,cuda]' --group dev
 	@touch $@
 	@echo "$(VENV) is ready."
 

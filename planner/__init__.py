@@ -11,6 +11,7 @@ Example:
 
 from planner.api import contract, plan
 from planner.api import plan_and_run as _plan_and_run
+from planner.caches import Caches, caches
 from planner.cost.device import Device
 from planner.cost.figures import Cost, PlanCost
 from planner.groups import group
@@ -29,12 +30,13 @@ from planner.language.spec import Gather, Operand, Spec
 from planner.plan import Plan
 from planner.program import callbacks as _callbacks
 from planner.run import run_plan as _run_plan
-from planner.search.choose import make_plan as _make_plan
 from planner.search.choose import naive_cost as _naive_cost
+from planner.search.family import make_family_plan as _make_plan
 from planner.tradeoff import Tradeoff, tradeoff
 from planner.version import __version__ as __version__
 
 __all__ = [
+    "Caches",
     "Cost",
     "Device",
     "Gather",
@@ -51,6 +53,7 @@ __all__ = [
     "SpecError",
     "Tradeoff",
     "batched",
+    "caches",
     "contract",
     "group",
     "plan",

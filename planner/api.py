@@ -22,7 +22,7 @@ from planner.plan import Plan
 from planner.program.contraction import Contraction
 from planner.program.frameworks import HOW_GIVEN, framework_of, load_backend, operands_framework
 from planner.program.implementations import Backend
-from planner.run import bind_plan, for_dynamo, torch_compiles
+from planner.run import Run, bind_first_member, bind_member, bind_plan, for_dynamo, torch_compiles
 from planner.search.paths import explicit_path
 from planner.search.verify import accept_plan
 from planner.tune.autotune import autotune
@@ -34,6 +34,9 @@ __all__ = ["contract", "plan"]
 _RUNNERS: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], Any]] = {}
 _SIGNATURES: dict[type, Callable[[Sequence[Any], Mapping[str, Any]], Any]] = {}
 _CACHE_LIMIT = 4096
+# Those of them that have a plan of their own, some 50 kB each, and how many of them are kept.
+_ALONE: dict[Any, None] = {}
+_MOST_ALONE = 384
 
 
 def contract(
@@ -113,6 +116,9 @@ def contract(
 
 def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
     """Make the first call of its kind: plan it, remember the function that runs it, and run it."""
+    run = _run_of_member(request, operands, indices)
+    if run is not None:
+        return run(operands, indices)
     spec, operands = request.spec, unpack_operands(request.spec, operands)
     _check_names(contract, indices)
     if not (is_name(spec) or isinstance(spec, Spec)):
@@ -134,15 +140,53 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
         run = _RUNNERS.get(arguments)
         key = arguments
     if run is None:
-        run = bind_plan(_plan(request, framework, operands, indices))
+        contraction = _read_call(request, framework, operands, indices)
         if key is not None:
-            while len(_RUNNERS) >= _CACHE_LIMIT:
-                # Another thread may change the cache meanwhile. A lock would not do: a process that forks while a
-                # thread holds it leaves it locked in the child.
-                with contextlib.suppress(RuntimeError, StopIteration):
-                    _RUNNERS.pop(next(iter(_RUNNERS)), None)
-            _RUNNERS[key] = run
+            asked = request.hashable()._replace(sizes=request.sizes)
+            run = bind_first_member(backend, asked, operands, indices, contraction)
+        if run is None:
+            run = bind_plan(_plan(contraction, operands, indices))
+            if key is not None:
+                while len(_ALONE) >= _MOST_ALONE:
+                    with contextlib.suppress(RuntimeError, StopIteration):
+                        oldest = next(iter(_ALONE))
+                        _ALONE.pop(oldest, None)
+                        _RUNNERS.pop(oldest, None)
+                _ALONE[key] = None
+        if key is not None:
+            _remember(key, run)
     return run(operands, indices)
+
+
+def forget_calls() -> None:
+    """Forget the functions that run calls met before."""
+    _RUNNERS.clear()
+    _ALONE.clear()
+
+
+def _run_of_member(request: Request, operands: Sequence[Any], indices: Mapping[str, Any]) -> Run | None:
+    """Return the function that runs a call of a family that was met before, and remember it; None for other calls."""
+    try:
+        framework = framework_of(operands[0])
+        if framework is None or type(operands[0]) not in _SIGNATURES:
+            return None
+        backend = load_backend(framework)
+        run = bind_member(backend, request, operands, indices)
+        if run is not None:
+            _remember((request.hashable(), backend.signature(operands, indices)), run)
+    except (IndexError, TypeError, AttributeError):  # operands in one list, or options that are no keys
+        return None
+    return run
+
+
+def _remember(key: Any, run: Run) -> None:
+    """Enter the function that runs the calls of a key."""
+    while len(_RUNNERS) >= _CACHE_LIMIT:
+        # Another thread may change the cache meanwhile. A lock would not do: a process that forks while a thread holds
+        # it leaves it locked in the child.
+        with contextlib.suppress(RuntimeError, StopIteration):
+            _RUNNERS.pop(next(iter(_RUNNERS)), None)
+    _RUNNERS[key] = run
 
 
 def plan(
@@ -215,17 +259,26 @@ def plan(
     request = Request(
         spec, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, precision, deadline
     )
-    return _plan(request, backend, operands, indices, device)
+    return _plan(_read_call(request, backend, operands, indices, device), operands, indices)
 
 
-def _plan(
+def _plan(contraction: Contraction, operands: Sequence[Any], indices: Mapping[str, Any]) -> Plan:
+    """Choose the plan of a contraction of some arrays."""
+    record = accept_plan(contraction)
+    if contraction.options.optimize == "measure":
+        with load_backend(contraction.backend).unwatched():
+            record = autotune(record, operands, indices)
+    return Plan.of(record)
+
+
+def _read_call(
     request: Request,
     framework: str,
     operands: Sequence[Any],
     indices: Mapping[str, Any],
     device: Device | str | None = None,
-) -> Plan:
-    """Check a request, describe its arrays, and choose the plan."""
+) -> Contraction:
+    """Check a request, and return what it asks for."""
     spec = request.spec
     check_index_mode(request.index_mode)
     precision = _read_precision(request.precision, framework)
@@ -266,7 +319,7 @@ def _plan(
     # A gradient exists only if the computation is in floats.
     if not compute.startswith(("float", "bfloat", "complex")):
         described = tuple(dataclasses.replace(operand, requires_grad=False) for operand in described)
-    contraction = Contraction(
+    return Contraction(
         text=str(spec),
         resolved=resolved,
         index_shapes=tuple((name, index_shapes[name]) for name in resolved.spec.arrays),
@@ -277,11 +330,6 @@ def _plan(
         device=device or backend.device(operands),
         options=options,
     )
-    record = accept_plan(contraction)
-    if options.optimize == "measure":
-        with backend.unwatched():
-            record = autotune(record, operands, indices)
-    return Plan.of(record)
 
 
 def _read_precision(precision: Any, framework: str) -> str | None:

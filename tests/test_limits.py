@@ -139,6 +139,59 @@ def test_torch_allocates_no_more_than_the_limit(torch, strided, ci, shares):
     floors.at_least(examples(ci, 400), **shares)
 
 
+def with_bad_values(torch, operands, indices, plan, mode, random):
+    """Change index arrays and operands so that guards act: other dtypes and strides, bad indices, NaN and infinity."""
+    sizes = {gather.array: gather.size for gather in plan.resolved.spec.gathers}
+    changed = {}
+    for name, q in indices.items():
+        q = q // 2  # half of the rows are unread
+        if mode != "drop" and random.random() < 0.5:
+            q[::2] -= sizes[name]
+        if mode != "raise" and random.random() < 0.7:
+            q[..., 0] = sizes[name] + 1
+        q = q.to(random.choice([torch.int64, torch.int32, torch.int16]))
+        changed[name] = q.mT.contiguous().mT if q.dim() > 1 and random.random() < 0.5 else q
+    for x, term in zip(operands, plan.resolved.spec.inputs, strict=True):
+        unread = [d for d, entry in enumerate(term) if not isinstance(entry, str)]
+        if unread and x.dim() == len(term) and random.random() < 0.5:
+            x.data.select(unread[0], -1).fill_(float("nan"))
+    if mode != "raise" and random.random() < 0.2:
+        random.choice(operands).data.view(-1)[0] = float("inf")
+    return changed
+
+
+def test_limits_hold_for_all_values_and_index_arrays(torch):
+    """Guards count in the peaks: also where indices are dropped, brought into range, or name no row that holds NaN."""
+    floors = Floors()
+
+    @settings(max_examples=examples(10, 400))
+    @given(exact_problems(**_SCALED, gathers=True), st.sampled_from(["raise", "drop", "nan"]), st.booleans())
+    def law(problem, mode, is_complex):
+        random = Random(problem.seed)
+        arrays, options = scaled(problem, 10)
+        operands = [torch.from_numpy(x).to(torch.complex64 if is_complex else torch.float32) for x in arrays]
+        operands = [x.requires_grad_() for x in operands]
+        options = {n: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+        options["index_mode"] = mode
+        plan, limit, refused = planned_within(problem.spec, operands, options, "torch", random)
+        indices = {n: x for n, x in options.items() if n not in ("sizes", "index_mode")}
+        indices = with_bad_values(torch, operands, indices, plan, mode, random)
+
+        def call():
+            return plan(*operands, **indices)
+
+        try:
+            gradient = torch.ones_like(call())
+        except planner.PlannerLimitError:  # an operand would have to be repeated
+            return
+        peaks = torch_memory(call)[1].peak_bytes, torch_backward_memory(call, operands, gradient)[1].peak_bytes
+        assert max(peaks) <= limit + 256, str(plan)  # and a few single numbers
+        floors.note(near=max(peaks) > limit / 2, refused=refused, sliced=plan.loop is not None, is_complex=is_complex)
+
+    law()
+    floors.at_least(examples(10, 400), near=0.3, is_complex=0.2)
+
+
 def test_an_expanded_output_gradient_keeps_to_the_limit(torch):
     """As `out.sum().backward()` gives it."""
     operands = [torch.ones(400, 400).requires_grad_() for _ in range(2)]

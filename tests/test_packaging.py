@@ -178,5 +178,5 @@ def test_every_install_passes_the_constraints():
 
 
 def test_extras():
-    assert set(PYPROJECT["project"]["optional-dependencies"]) == {"torch", "jax", "cuda", "testing", "viz"}
+    assert set(PYPROJECT["project"]["optional-dependencies"]) == {"torch", "jax", "cuda", "testing", "viz", "large"}
     assert PYPROJECT["project"]["requires-python"] == ">=3.11,<3.14"

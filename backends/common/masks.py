@@ -14,7 +14,7 @@ import numpy as np
 
 from planner.backends.common.stock import ArrayOps, diagonals, evaluate
 from planner.language.spec import Gather, Spec, Term, indexed_dims, row_axes
-from planner.program.implementations import RangedIndices
+from planner.program.calls import RangedIndices, shape_in, size_in
 from planner.program.ops import Guard
 
 __all__ = ["find_read_rows", "guard_run", "widen_operands", "zero_dropped"]
@@ -53,12 +53,11 @@ def zero_dropped(ops: ArrayOps, x: Any, term: Term, dropped: Sequence[Gather], s
         spec: the spec, for the sizes of the axes.
         index: index arrays in range.
     """
-    sizes = dict(spec.sizes)
     for gather in dropped:
         take_diagonals, axes = diagonals(ops, gather.axes)
-        kept = take_diagonals(index[gather] < gather.size)
+        kept = take_diagonals(index[gather] < size_in(index, spec, gather))
         kept = ops.permute(kept, [axes.index(str(e)) for e in term if e in axes])
-        x = ops.select(kept.reshape([sizes[str(e)] if e in axes else 1 for e in term]), x, 0)
+        x = ops.select(kept.reshape([size_in(index, spec, e) if e in axes else 1 for e in term]), x, 0)
     return x
 
 
@@ -74,10 +73,10 @@ def find_read_rows(ops: ArrayOps, x: Any, term: Term, spec: Spec, index: RangedI
         spec: the spec, for the sizes of the axes.
         index: index arrays in range.
     """
-    rows, sizes, addressed = row_axes(term), dict(spec.sizes), tuple(term[d] for d in indexed_dims(term))
-    ones = ops.zeros([sizes[axis] for axis in rows], x) + 1
+    rows, addressed = row_axes(term), tuple(term[d] for d in indexed_dims(term))
+    ones = ops.zeros(shape_in(index, spec, rows), x) + 1
     reads = evaluate(ops, Spec((rows,), addressed, spec.sizes), [ones], index, index.may_drop)
-    shape = [spec.size(e) if e in addressed else 1 for e in term]
+    shape = [size_in(index, spec, e) if e in addressed else 1 for e in term]
     return (reads != 0).reshape(shape)
 
 

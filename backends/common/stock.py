@@ -2,7 +2,8 @@
 
 Every backend falls back on it, and the NumPy backend has nothing else. It builds gathered operands in memory; the other
 rows of a table exist to avoid that. Each spec is compiled once into functions that only touch arrays, because a step
-inside a loop runs thousands of times.
+inside a loop runs thousands of times. The functions also take arrays of other sizes, as long as sizes of 0 and 1 stay
+what they are: they ask the arrays for their shapes, and `RangedIndices.sizes` for what no array shows.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from planner.language.spec import Gather, Spec, Term, gather_of, indexed_dims, plain_axes, term_axes, term_gathers
+from planner.program.calls import shape_in, size_in
 from planner.program.forms import ProductForm, inner_product, product_form
 
 __all__ = ["ArrayOps", "Product", "diagonals", "evaluate", "evaluation", "matmul_product", "viewing"]
@@ -158,7 +160,7 @@ def _make_taker(ops: ArrayOps, term: Term, spec: Spec) -> tuple[Access | None, t
     axes = (*in_brackets, *(str(entries[d]) for d in other_dims))
     shape, before, order = spec.shape(axes), spec.shape(entries), [*indexed, *other_dims]
     if 0 in (*shape, *before):
-        return lambda x, index, may_drop: ops.zeros(shape, x), axes
+        return lambda x, index, may_drop: ops.zeros(shape_in(index, spec, axes), x), axes
     read_indices = _make_index_reader(ops, [entries[d] for d in indexed], in_brackets, spec)
     arrange = _permuting(ops, order)
 
@@ -182,7 +184,7 @@ def _make_index_reader(
         for gather, shape_index in shaped:
             q = shape_index(index, like)
             if may_drop and gather is not None:  # a value equal to the size means "no row"
-                in_range = q < gather.size
+                in_range = q < size_in(index, spec, gather)
                 q = ops.select(in_range, q, 0)
                 all_in_range = in_range if all_in_range is None else all_in_range & in_range
             arrays.append(q)
@@ -198,15 +200,13 @@ def _make_shaped_index(
 
     A bracket has an index array; an axis is indexed by 0, 1, ..., size - 1.
     """
-    sizes = dict(spec.sizes)
     gather = gather_of(entry)
     if gather is None:
-        size, positions = spec.size(entry), [sizes[axis] if axis == entry else 1 for axis in row_axes]
-        return lambda index, like: ops.iota(size, like).reshape(positions)
+        positions = [-1 if axis == entry else 1 for axis in row_axes]
+        return lambda index, like: ops.iota(size_in(index, spec, entry), like).reshape(positions)
     take_diagonals, axes = diagonals(ops, gather.axes)
     order = [axes.index(axis) for axis in row_axes if axis in axes]
-    shape = [sizes[axis] if axis in axes else 1 for axis in row_axes]
-    arrange = viewing(ops.permute, order, spec.shape(axes), shape)
+    arrange = viewing(ops.permute, order, [int(axis in axes) for axis in row_axes])
     return lambda index, like: arrange(take_diagonals(index[gather]))
 
 
@@ -229,62 +229,72 @@ def _make_writer(ops: ArrayOps, axes: tuple[str, ...], spec: Spec) -> Access:
         rows = (n, j)                the axes along which the positions differ
         order = [2, 1, 0]            permutes (k, j, n) to the rows, then the other axes: (n, j, k)
         written_dims = (0, 2, 3, 1)  the result's dimensions in the order in which they are written: q[n], j, j, k
-        shape = (4, 3, 3, 2)         their sizes
+        written = (q[n], j, j, k)    their entries, with sizes (4, 3, 3, 2)
         back = [0, 3, 1, 2]          permutes them to the order of the result: q[n], k, j, j
     """
     term, sizes = spec.output, dict(spec.sizes)
     plain, in_brackets, indexed = plain_axes(term), term_axes(term_gathers(term)), indexed_dims(term)
     missing = tuple(axis for axis in dict.fromkeys((*in_brackets, *plain)) if axis not in axes)
-    missing_sizes, axes = [sizes[axis] for axis in missing], (*missing, *axes)
+    axes = (*missing, *axes)
     other_dims = [d for d in range(len(term)) if d not in indexed]
     rows = tuple(dict.fromkeys([*in_brackets, *(axis for axis in plain if plain.count(axis) > 1)]))
     order = [axes.index(str(e)) for e in (*rows, *(term[d] for d in other_dims))]
 
-    def repeat(x: Any) -> Any:
-        return ops.expand(x, [*missing_sizes, *x.shape]) if missing else x
+    def repeat(x: Any, index: Mapping[Gather, Any]) -> Any:
+        return ops.expand(x, [*shape_in(index, spec, missing), *x.shape]) if missing else x
 
     if not indexed:
-        return lambda x, index, may_drop: ops.permute(repeat(x), order)
+        return lambda x, index, may_drop: ops.permute(repeat(x, index), order)
     written_dims = (*indexed, *other_dims)
     back = _permuting(ops, [written_dims.index(d) for d in range(len(term))])
-    shape = spec.shape(tuple(term[d] for d in written_dims))
-    if 0 in (*shape, *(sizes[axis] for axis in axes)):
-        return lambda x, index, may_drop: back(ops.zeros(shape, x))
+    written = tuple(term[d] for d in written_dims)
+    if 0 in (*spec.shape(written), *(sizes[axis] for axis in axes)):
+        return lambda x, index, may_drop: back(ops.zeros(shape_in(index, spec, written), x))
     read_indices = _make_index_reader(ops, [term[d] for d in indexed], rows, spec)
 
     arrange = _permuting(ops, order)
 
     def write(x: Any, index: Mapping[Gather, Any], may_drop: bool) -> Any:
-        x = arrange(repeat(x))
+        x = arrange(repeat(x, index))
         arrays, in_range = read_indices(index, x, may_drop)
         if in_range is not None:
             x = ops.select(_with_dims(in_range, len(other_dims)), x, 0)
-        return back(ops.add_at(shape, arrays, x))
+        return back(ops.add_at(shape_in(index, spec, written), arrays, x))
 
     return write
 
 
 def _permuting(ops: ArrayOps, order: Sequence[int]) -> Callable[[Any], Any]:
     """Return the function that reorders dimensions. It returns an array whose order is right as it is."""
-    return viewing(ops.permute, order, (1,) * len(order), (1,) * len(order))
+    return viewing(ops.permute, order, (1,) * len(order))
 
 
 def viewing(
-    permute: Callable[[Any, Sequence[int]], Any], order: Sequence[int], before: Sequence[int], after: Sequence[int]
+    permute: Callable[[Any, Sequence[int]], Any], order: Sequence[int], lengths: Sequence[int]
 ) -> Callable[[Any], Any]:
-    """Return the function that permutes an array and reshapes it. It makes a view where the strides allow one.
+    """Return the function that permutes an array and joins dimensions. It makes a view where the strides allow one.
 
     Args:
         permute: reorders dimensions.
         order: the permutation.
-        before: the array's shape.
-        after: the shape to return.
+        lengths: for each dimension to return, of how many permuted dimensions it is made, in order; 0 for a new one of
+            size 1. Those that are left in the end have size 1, and are dropped.
     """
-    dims, shape = tuple(order), tuple(after)
-    reshaped = tuple(before[dim] for dim in dims) != shape
-    if dims == tuple(range(len(dims))):
-        return (lambda x: x.reshape(shape)) if reshaped else _unchanged
-    return (lambda x: permute(x, dims).reshape(shape)) if reshaped else lambda x: permute(x, dims)
+    dims, spans, stop = tuple(order), [], 0
+    for length in lengths:
+        spans.append((stop, stop + length))
+        stop += length
+    ordered = dims == tuple(range(len(dims)))
+    if len(dims) == len(spans) and set(lengths) <= {1}:
+        return _unchanged if ordered else lambda x: permute(x, dims)
+
+    def view(x: Any) -> Any:
+        if not ordered:
+            x = permute(x, dims)
+        shape = x.shape
+        return x.reshape([shape[i] if j == i + 1 else math.prod(shape[i:j]) for i, j in spans])
+
+    return view
 
 
 def matmul_product(
@@ -301,18 +311,17 @@ def matmul_product(
         form: the groups of axes.
         spec: the step's spec.
     """
-    sizes = dict(spec.sizes)
     terms, out = [term_axes(term) for term in spec.inputs], term_axes(spec.output)
 
-    def view(term: tuple[str, ...], order: Sequence[str], shape: Sequence[int]) -> Callable[[Any], Any]:
-        return viewing(permute, [term.index(e) for e in order], [sizes[e] for e in term], shape)
+    def view(term: tuple[str, ...], order: Sequence[str], lengths: Sequence[int]) -> Callable[[Any], Any]:
+        return viewing(permute, [term.index(e) for e in order], lengths)
 
     if not form.contracted:
         # Both operands get the axes of the output, of size 1 where an operand lacks one. Summed axes have size 1 here,
         # and are dropped.
         def view_as_output(term: tuple[str, ...]) -> Callable[[Any], Any]:
             order = [*(e for e in out if e in term), *(e for e in term if e not in out)]
-            return view(term, order, [sizes[e] if e in term else 1 for e in out])
+            return view(term, order, [int(e in term) for e in out])
 
         first, second = map(view_as_output, terms)
         return lambda a, b: multiply(first(a), second(b))
@@ -320,20 +329,21 @@ def matmul_product(
     swapped = out != (*form.batch, *left, *right) and out == (*form.batch, *right, *left)
     if swapped:
         terms, left, right = terms[::-1], right, left
-
-    def joint_size(axes: tuple[str, ...]) -> int:
-        return math.prod(sizes[axis] for axis in axes)
-
-    batch, m, n, k = joint_size(form.batch), joint_size(left), joint_size(right), joint_size(form.contracted)
-    lead = (batch,) if form.batch else ()
+    m, n, k = len(left), len(right), len(form.contracted)
+    lead = (len(form.batch),) if form.batch else ()
     first = view(terms[0], (*form.batch, *left, *form.contracted), (*lead, m, k))
     second = view(terms[1], (*form.batch, *form.contracted, *right), (*lead, k, n))
     order = (*form.batch, *left, *right)
-    shape = tuple(sizes[axis] for axis in order)
-    parted = viewing(permute, range(len(lead) + 2), (*lead, m, n), shape)
-    back = viewing(permute, [order.index(e) for e in out], shape, spec.output_shape)
+    back = viewing(permute, [order.index(e) for e in out], (1,) * len(out))
+    # Where the size of each axis is found: the operand and its dimension.
+    places = [(0, terms[0].index(e)) if e in terms[0] else (1, terms[1].index(e)) for e in order]
+    parts = any(length != 1 for length in (*lead, m, n))
 
     def product(a: Any, b: Any) -> Any:
-        return back(parted(matmul(first(a), second(b))))
+        x = matmul(first(a), second(b))
+        if parts:
+            shapes = (a.shape, b.shape)
+            x = x.reshape([shapes[i][d] for i, d in places])
+        return back(x)
 
     return (lambda a, b: product(b, a)) if swapped else product

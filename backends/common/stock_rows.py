@@ -16,6 +16,7 @@ from planner.cost.layout import Layout
 from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, row_axes, term_axes, term_gathers
 from planner.program.forms import product_form
+from planner.program.guards import dropping_bytes
 from planner.program.implementations import LOOP, MASK, Implementation, PreparedRun, Run
 from planner.program.loops import loop_cost
 from planner.program.ops import Cast, JointGradient, Op, joint_elements
@@ -247,7 +248,7 @@ def stock_rows(
     def unmoved(op: Op) -> tuple[Layout | None, ...]:
         return op.layouts or (None,)
 
-    run = PreparedRun(prepare)
+    run = PreparedRun(prepare, any_sizes=True)
     rows = [
         Implementation(
             kind,
@@ -258,6 +259,7 @@ def stock_rows(
             stock=True,
             layouts=layouts,
             bounded=True,
+            guarded_scratch=lambda op, drops: dropping_bytes(op) if drops else 0,
         )
         for kind in KINDS
         if kind not in skip
@@ -268,7 +270,7 @@ def stock_rows(
         MASK,
         lambda op: no_guard,
         lambda op, device: free,
-        guard,
+        PreparedRun(lambda op: partial(guard, op), any_sizes=True),
         is_view=True,
         stock=True,
         layouts=layouts and unmoved,

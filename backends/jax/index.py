@@ -31,7 +31,14 @@ def _signed(raw: Any, size: int) -> Any:
     return raw.astype(wide)
 
 
-_JAX = IndexOps(signed=_signed, bounds=lambda values: None, first=lambda mask: (), where=jnp.where, clip=jnp.clip)
+_JAX = IndexOps(
+    signed=_signed,
+    bounds=lambda values: None,
+    first=lambda mask: (),
+    wrap=lambda values, size, owned: jnp.where(values < 0, values + size, values),
+    fill=lambda values, mask, number, owned: jnp.where(mask, number, values),
+    clip=lambda values, low, high, owned: jnp.clip(values, low, high),
+)
 # Under "raise" an entry may read any row where NaN marks the results that depend on it.
 _MARKED = IndexMode(True, "clamp")
 

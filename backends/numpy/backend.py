@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,9 @@ from planner.language.errors import PlannerError
 from planner.language.options import MODES
 from planner.language.spec import Gather, Operand, Spec, term_axes
 from planner.program.callbacks import callbacks
+from planner.program.calls import Member, RangedIndices
 from planner.program.forms import ProductForm
-from planner.program.implementations import Backend, RangedIndices, Stepwise, Table
+from planner.program.implementations import Backend, Stepwise, Table
 from planner.program.ops import Op
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
@@ -181,6 +182,36 @@ class NumpyBackend(Backend):
             return steps(dict(enumerate(values)), index)[0]
 
         return run
+
+    def bind_family(
+        self, plan: PlanRecord
+    ) -> Callable[[Member], Callable[[Sequence[Any], Mapping[str, Any]], Any]] | None:
+        """Return what makes the function that runs the plan of a member."""
+        if plan.programs.backward is not None:
+            return None
+        gathers, mode = plan.resolved.spec.gathers, plan.index_mode
+        steps = prepare_program(self.table, plan.programs.forward)
+
+        def run(member: Member, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
+            index = RangedIndices(False)
+            index.sizes = member.sizes
+            for gather in gathers:
+                own = Gather(gather.array, gather.axes, member.sizes[gather])
+                values, _ = self.in_range(indices[gather.array], own, mode)
+                index[gather] = values.reshape(member.index_shapes[gather.array])
+            pairs = zip(operands, member.shapes, strict=True)
+            return steps({n: x if s is None else x.reshape(s) for n, (x, s) in enumerate(pairs)}, index)[0]
+
+        return lambda member: partial(run, member)
+
+    def family_signature(
+        self, operands: Sequence[Any], indices: Mapping[str, Any]
+    ) -> tuple[Hashable, list[tuple[int, ...]]] | None:
+        """Return dtypes, and the shapes of operands and index arrays."""
+        arrays = (*operands, *indices.values())
+        if not all(type(x) is np.ndarray for x in arrays):
+            return None
+        return (tuple(indices), *[x.dtype for x in arrays]), [x.shape for x in arrays]
 
     def refuse_dataless(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
         """Accept all arrays: those of NumPy have values."""

@@ -112,7 +112,7 @@ class _Contract(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, executable: Executable, prepared: Mapping[str, Any], *arrays: Tensor) -> Any:
         operands, indices, _ = _split(executable, prepared, arrays)
-        spec = executable.resolved.spec
+        spec = executable.spec
         result = _batched_contract(info.batch_size, executable, spec, operands, indices, in_dims[2:])
         # The batched call keeps its own values, so these are placeholders.
         shape = (0,)
@@ -150,7 +150,7 @@ class _Gradient(torch.autograd.Function):
         gradient, *arrays = ctx.saved_tensors
         operands, indices, _ = _split(executable, prepared, arrays)
         blank = (None,) * (len(executable.arrays) - len(prepared) + ctx.kept)
-        spec: Spec = executable.resolved.spec
+        spec: Spec = executable.spec
         views, indices = executable.views(operands), executable.index_views(indices)
         count = len(views)
         needs_gradient, *needs = ctx.needs_input_grad[2 : 3 + count]
@@ -191,7 +191,7 @@ class _Gradient(torch.autograd.Function):
         for number, variable in enumerate(executable.programs.gradients):
             if variable is None:
                 continue
-            operand, spec = operands[number], transpose(executable.resolved.spec, number)
+            operand, spec = operands[number], transpose(executable.spec, number)
             swapped, swapped_dims = [x.conj() for x in operands], list(dims)
             swapped[number], swapped_dims[number] = gradient, in_dims[2]
             result = _like(

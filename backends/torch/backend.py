@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -25,11 +25,13 @@ from planner.backends.torch.modes import (
 )
 from planner.backends.torch.ops import OPS, dataless, not_dense, promote
 from planner.backends.torch.rows import make_table
-from planner.backends.torch.runner import runner
+from planner.backends.torch.runner import family_runner, runner
 from planner.cost.device import CPU, GPU, Device, gpu_preset
+from planner.cost.layout import layout_of, row_major
 from planner.cost.rates import cpu_name, load_rates
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.spec import Gather, Operand
+from planner.program.calls import Member
 from planner.program.implementations import Backend, Stepwise
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
@@ -42,6 +44,7 @@ class TorchBackend(Backend):
 
     name = "torch"
     strided = True
+    conjugates = True
 
     def __init__(self) -> None:
         self.table, self.ops = make_table(), OPS
@@ -178,6 +181,39 @@ class TorchBackend(Backend):
         run = runner(plan, self.table)
         return run if plan.dtype not in _MOVED_ONLY else partial(_run_moves, run, plan.dtype)
 
+    def bind_family(
+        self, plan: PlanRecord
+    ) -> Callable[[Member], Callable[[Sequence[Any], Mapping[str, Any]], Any]] | None:
+        """Return what makes the function that runs the plan of a member."""
+        return None if plan.dtype in _MOVED_ONLY else family_runner(plan, self.table)
+
+    def family_signature(
+        self, operands: Sequence[Tensor], indices: Mapping[str, Any]
+    ) -> tuple[Hashable, list[tuple[int, ...]]] | None:
+        """Return layouts, dtypes and flags, and the shapes of operands and index arrays; None outside of plain calls.
+
+        Plain calls have tensors with values, on a CPU, and are under no transform and no autocast.
+        """
+        if in_functorch() or autocasts():
+            return None
+        key: list[Any] = [grad_enabled(), self.pins_tiles()]
+        shapes = []
+        for x in operands:
+            if type(x) not in _PLAIN or x.device.type != "cpu" or x.layout != torch.strided:
+                return None
+            shape, strides = tuple(x.shape), x.stride()
+            layout = None if strides == row_major(shape) else layout_of(shape, strides)
+            if layout is not None and layout.repeated:
+                return None
+            key += (layout, x.dtype, x.requires_grad)
+            shapes.append(shape)
+        for name, q in indices.items():
+            if type(q) not in (Tensor, TorchIndex) or q.device.type != "cpu":
+                return None
+            key += (name, type(q), q.dtype)
+            shapes.append(tuple(q.shape))
+        return tuple(key), shapes
+
     def refuse_dataless(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> None:
         """Refuse meta tensors, fake tensors, and calls under a transform or a compiler."""
         if transformed() or torch.compiler.is_compiling():
@@ -212,6 +248,7 @@ class TorchBackend(Backend):
         return Stepwise(values, lambda step, inputs: partial(run, step, inputs), index.orders)
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 # Dtypes that torch can move and multiply, but neither sum nor scatter.
 _MOVED_ONLY = ("uint16", "uint32", "uint64")
 

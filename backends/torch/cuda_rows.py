@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from planner.backends.common.kernel_rows import (
     POOL_FUNCTIONS,
     Kernels,
@@ -136,8 +134,6 @@ def cuda_kernels(tiling: str = "") -> Kernels:
         _kernel("grouped_matmul.triton_grouped", "grouped_gradients", **tiled),
         _grouped_work,
         {f"gathered dot{label}": pool},
-        # As on a CPU: a backward program passes conjugated operands. Here all operands are real.
-        hand_over=torch.conj,
         kinds=("cuda",),
         refuses=_other_dtype,
         label=label,
@@ -202,7 +198,7 @@ def _run_summed(kernels: Kernels, op: Op, gather: Gather, inputs: Sequence[Any],
     source = rows(x, [term.index(e) for e in gather.axes], [term.index(e) for e in rest])
     target = rows(out, [op.spec.output.index(gather)], [op.spec.output.index(e) for e in rest])
     columns = math.prod(op.spec.shape(tuple(rest)))
-    _kernel("segment_sum.triton_sum", "sum_rows")(source, target, columns, kernels.groups(gather, index))
+    _kernel("segment_sum.triton_sum", "sum_rows")(source, target, columns, kernels.groups(gather, op.spec, index))
     return (out,)
 
 

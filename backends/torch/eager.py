@@ -27,7 +27,7 @@ from planner.language.spec import Spec
 from planner.program.forms import product_form
 from planner.program.ops import Cast, Op
 from planner.program.program import Program
-from planner.program.tree import Leaf, Tree
+from planner.program.tree import Leaf, Tree, nodes_of
 
 __all__ = ["NATIVE", "compile_native"]
 
@@ -37,6 +37,8 @@ Run = Callable[..., Tensor]
 Lowerings = Mapping[Spec, str] | None
 
 NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum")
+# A function calls those of the steps before it, so there must not be too many for Python's stack.
+MOST_STEPS = 200
 # Steps made of several native calls, for which autograd would keep more than the step's operands: positions of the
 # diagonal, or a sum inside of the step.
 COMPOSED = ("diagonal", "multiply, sum")
@@ -56,6 +58,8 @@ def compile_native(
             kept.
         transformed: whether the calls will run under a transform of `torch.func` or in forward mode.
     """
+    if sum(1 for _ in nodes_of(tree)) > MOST_STEPS:
+        return None
     chosen = None if backward is None else {step.op.spec: step.choice.lowering for step in backward.steps}
     compiled = _compile(tree, operands, chosen, TRANSFORMED_STRIDE_OPS if transformed else STRIDE_OPS)
     return None if compiled is None else compiled[0]

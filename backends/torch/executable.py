@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,55 +16,99 @@ from planner.backends.common.stock import evaluate
 from planner.backends.torch.index import TorchIndex, part_in_range, refuse_sparse, torch_in_range
 from planner.backends.torch.modes import transformed
 from planner.backends.torch.ops import GUARD, OPS, cast, dataless, torch_dtype
-from planner.cost.layout import layout_of
+from planner.cost.layout import Layout, layout_of, strides_of
 from planner.kernels.grouping.keys import IndexArray
-from planner.language.derive import sum_dims, summable_dims
+from planner.language.derive import resize_spec, sum_dims, summable_dims
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerLimitError
 from planner.language.options import MODES, SEARCHES, Options
-from planner.language.spec import Spec
+from planner.language.resolve import Resolved
+from planner.language.spec import Gather, Spec
 from planner.program.callbacks import callbacks
+from planner.program.calls import Member, RangedIndices
 from planner.program.guards import add_guards
-from planner.program.implementations import RangedIndices, Table
+from planner.program.implementations import Table
 from planner.program.ops import Cast, Guard
 from planner.program.plan import PlanRecord, without_loops
-from planner.program.tree import Leaf, Tree
+from planner.program.tree import Tree, flatten
 
 __all__ = ["Executable"]
 
 
 class Executable:
-    """A plan made ready to run in torch. There is one for each plan, kept with the function that runs the plan."""
+    """A plan made ready to run in torch. There is one for each plan, kept with the function that runs the plan.
+
+    All members of a family share the functions of one, see `resized`.
+    """
 
     def __init__(self, plan: PlanRecord, table: Table) -> None:
         self.plan, self.table = plan, table
-        self.resolved, self.programs, self.spec = plan.resolved, plan.programs, plan.resolved.spec
-        self.shapes = self.resolved.shapes
-        self.reshape = [s if s != o.shape else None for s, o in zip(self.shapes, plan.operands, strict=True)]
-        self.gathers = self.resolved.spec.gathers
+        self.sizes: Mapping[str | Gather, int] | None = None  # those of a member of a family
+        self.programs, shapes = plan.programs, plan.resolved.shapes
+        self.reshape: Sequence[tuple[int, ...] | None] = [
+            s if s != o.shape else None for s, o in zip(shapes, plan.operands, strict=True)
+        ]
+        # Programs know gathers by the sizes that they were made for.
+        self.gathers = {gather: gather for gather in self.spec.gathers}
         self.empty = 0 in (*dict(self.spec.sizes).values(), *(gather.size for gather in self.gathers))
-        self.index_shapes = dict(self.resolved.index_shapes)
+        self.index_shapes: Mapping[str, tuple[int, ...]] = dict(plan.resolved.index_shapes)
         self.dtype = torch_dtype(plan.dtype)
         self.is_complex = self.dtype.is_complex
         self.inexact = self.is_complex or self.dtype.is_floating_point
         self.arrays = tuple(self.index_shapes)
         # The backward program makes views of operands again, because a Function returns no views of its arguments.
         base = [variable.base for variable in self.programs.variables]
-        needed, views = {v for v in self.programs.kept if base[v] < len(self.shapes)}, []
+        needed, views = {v for v in self.programs.kept if base[v] < len(shapes)}, []
         for step in reversed(self.programs.forward.steps):
             if needed & set(step.outputs):
                 needed.update(step.inputs)
                 views.append(step)
         self.operand_views = views[::-1]
-        self.kept = tuple(v for v in self.programs.kept if base[v] >= len(self.shapes))
+        self.kept = tuple(v for v in self.programs.kept if base[v] >= len(shapes))
         # A gradient in a half type would be rounded between its sum and the product, and float16 could overflow.
         self.summable_dims = () if plan.dtype in HALF_TYPES else summable_dims(self.spec)
         self.executable_for = lru_cache(maxsize=8)(self._executable_for)
+        self.family_for = lru_cache(maxsize=8)(self._family_for)
+
+    def resized(self, member: Member) -> Executable:
+        """Return this executable for a member of the family whose representative the plan is for."""
+        shared = {**self.__dict__, "run_forward": self.run_forward}
+        if self.programs.backward is not None:
+            shared["run_backward"] = self.run_backward
+        shared.pop("spec", None)
+        own = object.__new__(Executable)
+        own.__dict__.update(shared)
+        own.sizes, own.reshape, own.index_shapes = member
+        own.gathers = {g: Gather(g.array, g.axes, member.sizes[g]) for g in self.gathers}
+        return own
+
+    def by_itself(self, operands: Sequence[Tensor]) -> Executable:
+        """Return the executable of a member's own plan, which tracers record."""
+        shapes = tuple(self.spec.shape(term) for term in self.spec.inputs)
+        index_shapes = tuple(self.index_shapes.items())
+        described = [
+            dataclasses.replace(o, shape=tuple(map(int, x.shape)), strides=tuple(map(int, x.stride())))
+            for o, x in zip(self.plan.operands, operands, strict=True)
+        ]
+        contraction = dataclasses.replace(
+            self.plan.contraction,
+            text=str(self.spec),
+            resolved=Resolved(self.spec, shapes, index_shapes),
+            index_shapes=index_shapes,
+            operands=tuple(described),
+        )
+        return Executable(callbacks().make_plan(contraction), self.table)
+
+    @cached_property
+    def spec(self) -> Spec:
+        """The resolved spec."""
+        spec = self.plan.resolved.spec
+        return spec if self.sizes is None else resize_spec(spec, self.sizes)
 
     @cached_property
     def guarded_tree(self) -> Tree:
         """The tree with its guards, without loops, which torch can differentiate."""
-        return add_guards(without_loops(self.plan.tree), self.spec, self.plan.index_mode)
+        return add_guards(without_loops(self.plan.tree), self.plan.resolved.spec, self.plan.index_mode)
 
     @cached_property
     def run_forward(self) -> RunProgram:
@@ -87,17 +132,19 @@ class Executable:
     def prepare(self, indices: Mapping[str, Any]) -> RangedIndices:
         """Shape index arrays as the spec has them. The step that reads an index array first checks its range."""
         prepared, mode = RangedIndices(False), self.plan.index_mode
+        prepared.sizes = self.sizes
         # Dropped indices decide which program runs, and in an empty contraction no step reads the index arrays: both
-        # check them here.
+        # check them here. An array that is not row-major is copied once, not by each step.
         here = self.empty or MODES[mode].bad == "drop"
-        for gather in self.gathers:
+        for gather, own in self.gathers.items():
             raw, shape = indices[gather.array], self.index_shapes[gather.array]
-            if not here and not isinstance(raw, TorchIndex):
-                refuse_sparse(raw, gather)
-                normal = partial(part_in_range, whole=raw, gather=gather, mode=mode)
+            if not isinstance(raw, TorchIndex):
+                refuse_sparse(raw, own)
+            if not (here or isinstance(raw, TorchIndex)) and raw.is_contiguous():
+                normal = partial(part_in_range, whole=raw, gather=own, mode=mode)
                 prepared.given[gather] = IndexArray(raw.reshape(shape), normal, may_drop=False)
                 continue
-            values, may_drop = torch_in_range(raw, gather, mode)
+            values, may_drop = torch_in_range(raw, own, mode)
             prepared[gather] = values.reshape(shape)
             prepared.may_drop |= may_drop
             if isinstance(raw, TorchIndex) and gather.axes and values.dim() == len(gather.axes):
@@ -118,15 +165,19 @@ class Executable:
         for step in self.operand_views:
             results = self.table.run(step.choice.lowering, step.op, [values[v] for v in step.inputs], index)
             values.update(zip(step.outputs, results, strict=True))
-        if self.is_complex:
-            values = {number: value.conj() for number, value in values.items()}
         values[self.programs.output_gradient] = gradient
         return values
 
     def backward(
         self, gradient: Tensor, operands: Sequence[Tensor], index: RangedIndices, kept: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Run the backward program, and return a gradient for each operand that needs one, None for the others."""
+        """Run the backward program, and return a gradient for each operand that needs one, None for the others.
+
+        The gradient in operand b of a * b is g * conj(a) = conj(conj(g) * a). So the program runs on the conjugate of
+        the output gradient, which needs the memory of one array, and its results are conjugated in place.
+        """
+        if self.is_complex:
+            gradient = gradient.conj().resolve_conj()
         values = self.backward_values(gradient, operands, index, dict(zip(self.kept, kept, strict=True)))
         self.run_backward(values, index)
         gradients: list[Tensor | None] = []
@@ -135,8 +186,8 @@ class Executable:
                 gradients.append(None)
                 continue
             operand_gradient, operand = values[variable], operands[number]
-            if operand_gradient.is_complex() and not operand.is_complex():
-                operand_gradient = operand_gradient.real
+            if operand_gradient.is_complex():
+                operand_gradient = _conjugate(operand_gradient) if operand.is_complex() else operand_gradient.real
             gradients.append(operand_gradient.reshape(operand.shape))
         return gradients
 
@@ -169,6 +220,11 @@ class Executable:
         unrepeated = gradient
         for d in reversed(repeated):
             unrepeated = unrepeated.select(d, 0)
+        if self.sizes is not None:
+            shared = self.family_for(repeated, layout_of(unrepeated.shape, unrepeated.stride()))
+            if shared is None:
+                return self, gradient
+            return shared.resized(Member(self.sizes, self.reshape, self.index_shapes)), unrepeated
         other = self.executable_for(repeated, unrepeated.stride())
         if isinstance(other, PlannerLimitError):
             if fits:
@@ -196,7 +252,7 @@ class Executable:
             optimize=options.optimize if options.optimize in SEARCHES else plan.path,
             minimize=options.objective,
         )
-        resolved = dataclasses.replace(self.resolved, spec=spec)
+        resolved = dataclasses.replace(plan.resolved, spec=spec)
         contraction = dataclasses.replace(
             plan.contraction, text=str(spec), resolved=resolved, options=options, gradient_strides=strides
         )
@@ -215,6 +271,18 @@ class Executable:
         except PlannerLimitError as error:
             return error
 
+    def _family_for(self, repeated: tuple[int, ...], layout: Layout | None) -> Executable | None:
+        """Return what all members of a family use in place of this for an output gradient of a layout; None if this."""
+        shape = sum_dims(self.plan.resolved.spec, repeated).output_shape
+        strides = strides_of(layout, shape)
+        other = None if strides is None else self._executable_for(repeated, strides)
+        if not isinstance(other, Executable) or not self.table.runs_any_sizes(other.programs.steps):
+            return None
+        other_cost, cost = other.programs.cost.backward, self.programs.cost.backward
+        assert other_cost is not None
+        assert cost is not None
+        return other if other_cost.seconds < cost.seconds else None
+
     def _refusal(self, error: PlannerLimitError, strides: tuple[int, ...]) -> PlannerLimitError:
         """Return the error that names a memory limit under which the call succeeds."""
         options = self.plan.options
@@ -225,11 +293,17 @@ class Executable:
         retain = options.retain_limit
         return PlannerLimitError.naming(why, (options.memory_limit, retain), (enough, retain))
 
-    def contract(self, spec: Spec, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
-        """Contract by a derived spec, with this plan's options."""
+    def contract(
+        self,
+        spec: Spec,
+        operands: Sequence[Tensor],
+        indices: Mapping[str, Any],
+        limits: Mapping[str, int | None] = MappingProxyType({}),
+    ) -> Tensor:
+        """Contract by a derived spec, with this plan's options but limits."""
         plan, mode = self.plan, MODES[self.plan.index_mode].unmarked or self.plan.index_mode
         result: Tensor = callbacks().contract(
-            spec, *operands, minimize=plan.options.objective, index_mode=mode, dtype=plan.dtype, **indices
+            spec, *operands, minimize=plan.options.objective, index_mode=mode, dtype=plan.dtype, **limits, **indices
         )
         return result
 
@@ -237,14 +311,24 @@ class Executable:
         """Run the plan's tree with torch's own operators, which torch can differentiate."""
         index, views = self.prepare(indices), self.views(operands)
 
-        def value(tree: Tree) -> Tensor:
-            if isinstance(tree, Leaf):
-                return views[tree.operand]
-            inputs = [value(child) for child in tree.children]
-            if isinstance(tree.op, Guard):
-                return GUARD(tree.op, inputs, index)[0]
-            if isinstance(tree.op, Cast):
-                return cast(inputs[0], tree.op.dtype)
-            return evaluate(OPS, tree.op.spec, inputs, index, index.may_drop)
+        values: list[Tensor] = []
+        for entry in flatten(self.guarded_tree):
+            if isinstance(entry, int):
+                values.append(views[entry])
+                continue
+            op, count = entry[:2]
+            inputs = values[-count:]
+            del values[-count:]
+            if isinstance(op, Guard):
+                values += GUARD(op, inputs, index)
+            elif isinstance(op, Cast):
+                values.append(cast(inputs[0], op.dtype))
+            else:
+                values.append(evaluate(OPS, op.spec, inputs, index, index.may_drop))
+        return values[0]
 
-        return value(self.guarded_tree)
+
+def _conjugate(x: Tensor) -> Tensor:
+    """Return the conjugate of a tensor that nothing else reads: in place, unless elements of it share memory."""
+    shares = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.conj().resolve_conj() if shares else x.conj_physical_()

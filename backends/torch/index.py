@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from planner.backends.common.indices import IndexOps, PreparedIndex, in_range
+from planner.backends.torch.modes import in_functorch
 from planner.backends.torch.ops import dataless, not_dense, unseen
 from planner.kernels.grouping import torch_grouping
 from planner.language.errors import IndexRangeError, PlannerError
@@ -57,17 +58,27 @@ def refuse_sparse(raw: Tensor, gather: Gather) -> None:
 
 
 def _signed(raw: Tensor, size: int) -> Tensor:
-    wide = raw if raw.dtype in (torch.int64, torch.int32) else raw.long()
+    if raw.dtype in (torch.int64, torch.int32):
+        return raw if raw.is_contiguous() else raw.clone(memory_format=torch.contiguous_format)
+    values = raw.to(torch.int64, memory_format=torch.contiguous_format)
     # A uint64 has no comparisons of its own: values from 2^63 on become negative.
-    return torch.where(wide < 0, torch.iinfo(torch.int64).max, wide) if raw.dtype == torch.uint64 else wide
+    return values.masked_fill_(values < 0, torch.iinfo(torch.int64).max) if raw.dtype == torch.uint64 else values
+
+
+def _in_place(owned: bool) -> bool:
+    return owned and not in_functorch()  # not every transform has a rule for it
 
 
 _TORCH = IndexOps(
     signed=_signed,
     bounds=lambda values: None if unseen(values) else torch.aminmax(values),
     first=lambda mask: tuple(mask.nonzero()[0].tolist()),
-    where=torch.where,
-    clip=torch.clamp,
+    # An index array may be as large as the operands: no second copy of it is made.
+    wrap=lambda values, size, owned: (values.remainder_ if _in_place(owned) else values.remainder)(max(size, 1)),
+    fill=lambda values, mask, number, owned: (values.masked_fill_ if _in_place(owned) else values.masked_fill)(
+        mask, number
+    ),
+    clip=lambda values, low, high, owned: (values.clamp_ if _in_place(owned) else values.clamp)(low, high),
 )
 
 

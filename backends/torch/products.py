@@ -39,13 +39,15 @@ _WAIT_SECONDS = 25e-6
 def product_rows() -> list[Implementation]:
     """Return the rows."""
 
-    def row(name: str, find: Callable[[Op], Any], work: Any, run: Any, layouts: Any) -> Implementation:
-        return form_row(name, lambda op: _rounds(op) or find(op), work, run, layouts)
+    def row(
+        name: str, find: Callable[[Op], Any], work: Any, run: Any, layouts: Any, any_sizes: bool = False
+    ) -> Implementation:
+        return form_row(name, lambda op: _rounds(op) or find(op), work, run, layouts, any_sizes=any_sizes)
 
     return [
         row("matmul by slices", _find_slices, _sliced_work, _run_sliced, _sliced_layouts),
         row("batched matmul, then sum", _find_batch, _batched_work, _run_batched, _batched_layouts),
-        row("multiply, then sum", _find_vectors, _summed_work, _run_summed, _summed_layouts),
+        row("multiply, then sum", _find_vectors, _summed_work, _run_summed, _summed_layouts, any_sizes=True),
     ]
 
 
@@ -228,19 +230,18 @@ def _summed_order(spec: Spec) -> tuple[str, ...]:
 @lru_cache(maxsize=16384)
 def _summed_product(spec: Spec) -> Product:
     """Return the function that multiplies two operands element by element and sums."""
-    sizes, order = dict(spec.sizes), _summed_order(spec)
+    order = _summed_order(spec)
     first_axes, second_axes, out = (term_axes(term) for term in spec.terms)
 
     def view_in_order(axes: tuple[str, ...]) -> Callable[[Any], Any]:
         """Return the function that gives an operand all axes in order; those that it lacks have size 1."""
         present = [e for e in order if e in axes]
-        shape = [sizes[e] if e in axes else 1 for e in order]
-        return viewing(OPS.permute, [axes.index(e) for e in present], [sizes[e] for e in axes], shape)
+        return viewing(OPS.permute, [axes.index(e) for e in present], [int(e in axes) for e in order])
 
     first, second = view_in_order(first_axes), view_in_order(second_axes)
     summed = tuple(dim for dim, e in enumerate(order) if e not in out)
     kept = [e for e in order if e in out]
-    back = viewing(OPS.permute, [kept.index(e) for e in out], [sizes[e] for e in kept], [sizes[e] for e in out])
+    back = viewing(OPS.permute, [kept.index(e) for e in out], (1,) * len(out))
 
     def product(a: Tensor, b: Tensor) -> Tensor:
         wide = multiply(first(a), second(b))

@@ -29,7 +29,7 @@ from planner.kernels.gathered_dot import torch_pooled
 from planner.kernels.grouped_matmul import torch_grouped
 from planner.kernels.grouping import torch_grouping
 from planner.language.dtypes import itemsize
-from planner.program.forms import GroupedForm, PooledForm
+from planner.program.forms import GroupedForm, PooledForm, pooled_form
 from planner.program.implementations import Table
 from planner.program.ops import JointGradient, Op
 
@@ -110,12 +110,24 @@ def _pooled_work(share: int, op: Op, form: PooledForm, device: Device) -> list[W
     return [Work.of_copies(flattened_bytes(op, form)), dots]
 
 
+def _taken_scratch(share: int, op: Op, drops: bool) -> int:
+    """Return how much more scratch gradients need that take rows, because an operand holds NaN or infinity."""
+    form, dtype = pooled_form(op.spec), torch_dtype(op.dtype)
+    assert isinstance(form, PooledForm)
+    function = pool_function(op, form)
+    if function == "scores":
+        return 0
+    taken = torch_pooled.gathered_scratch_bytes(function, form.sizes, dtype)
+    return max(0, taken - torch_pooled.pooled_scratch_bytes(form.sizes, dtype, share=share))
+
+
 def _pools() -> dict[str, PoolKernels]:
     """Return the ways to compute pooled dots: by the whole pool, in large or small buffers, or by taking rows."""
     pools = {}
     for share, label in _POOL_SHARES.items():
         functions = {what: partial(getattr(torch_pooled, f"pooled_{what}"), share=share) for what in POOL_FUNCTIONS}
-        pools[WHOLE_POOL + label] = PoolKernels(**functions, work=partial(_pooled_work, share))
+        work, guarded = partial(_pooled_work, share), partial(_taken_scratch, share)
+        pools[WHOLE_POOL + label] = PoolKernels(**functions, work=work, guarded_scratch=guarded)
     functions = {what: getattr(torch_pooled, f"gathered_{what}") for what in POOL_FUNCTIONS}
     return {**pools, "take in chunks": PoolKernels(**functions, work=partial(_pooled_work, 0))}
 
@@ -134,9 +146,7 @@ def _kernels(share: int) -> Kernels:
         partial(torch_grouped.grouped_gradients, share=share),
         partial(_grouped_work, share),
         _pools() if share == 1 else {},
-        # The gradient kernels conjugate their operands, but a backward program passes operands that are conjugated
-        # already. So they are conjugated once more before.
-        hand_over=torch.conj,
+        any_sizes=True,
         kinds=("cpu",),  # they loop over offsets on the host, and reuse buffers there
         label=_SHARES[share],
     )

@@ -26,11 +26,12 @@ from planner.backends.torch.traced import run_forward, wide_result
 from planner.cost.layout import row_major
 from planner.language.errors import PlannerError
 from planner.language.options import MODES
+from planner.program.calls import Member
 from planner.program.implementations import Table
 from planner.program.plan import PlanRecord
 from planner.program.tree import Leaf
 
-__all__ = ["runner"]
+__all__ = ["family_runner", "runner"]
 
 Runner = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
@@ -41,6 +42,24 @@ def runner(plan: PlanRecord, table: Table) -> Runner:
     if autocasts() and not _only_views(plan):
         return partial(_run_as_planned, executable)
     return _native(executable) or partial(_run, executable)
+
+
+def family_runner(plan: PlanRecord, table: Table) -> Callable[[Member], Runner]:
+    """Return what makes the function that runs the plan of a member of a family; see `Backend.bind_family`."""
+    executable = Executable(plan, table)
+    # These calls need sizes that their inputs do not show.
+    sized = any(step.choice.lowering in ("broadcast", "diagonal") for step in plan.programs.forward.steps)
+    native = None if sized else _native(executable)
+
+    def bind(member: Member) -> Runner:
+        if native is None:
+            return partial(_run, executable.resized(member))
+        if all(shape is None for shape in member.shapes):
+            return native
+        views = executable.resized(member).views
+        return lambda operands, indices: native(views(operands), indices)
+
+    return bind
 
 
 def _only_views(plan: PlanRecord) -> bool:
@@ -85,6 +104,8 @@ def _run_as_planned(executable: Executable, operands: Sequence[Tensor], indices:
 
 
 def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+    if executable.sizes is not None and dataless(operands[0]):
+        executable = executable.by_itself(operands)
     if MODES[executable.plan.index_mode].bad == "drop" and not (in_functorch() or dataless(operands[0])):
         wide = wide_result(executable, operands, indices, executable.prepare(indices))
         if wide is not None:

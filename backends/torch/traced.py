@@ -70,7 +70,12 @@ def wide_result(
     if MODES[executable.plan.index_mode].bad != "drop":
         return None
     wide = widen_operands(OPS, executable.views(operands), executable.spec, index, finite, occurs)
-    return None if wide is None else executable.contract(*wide, executable.index_views(indices))
+    if wide is None:
+        return None
+    index.clear()  # it is made again
+    options = executable.plan.options
+    limits = {"memory_limit": options.memory_limit, "retain_limit": options.retain_limit}
+    return executable.contract(*wide, executable.index_views(indices), limits)
 
 
 @torch.library.custom_op("planner::forward", mutates_args=())

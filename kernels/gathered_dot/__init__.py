@@ -3,8 +3,8 @@
 One module per framework: torch on a CPU, Triton, and JAX. All of them keep this contract; x(b, q, k) is the index.
 
     scores            s[b, q, k] = query[b, q] . pool[b, x(b, q, k)]
-    query gradient    dquery[b, q] = sum over k of g[b, q, k] conj(pool[b, x(b, q, k)])
-    pool gradient     dpool[b, m] = sum over all (q, k) with x(b, q, k) = m of g[b, q, k] conj(query[b, q])
+    query gradient    dquery[b, q] = sum over k of g[b, q, k] pool[b, x(b, q, k)]
+    pool gradient     dpool[b, m] = sum over all (q, k) with x(b, q, k) = m of g[b, q, k] query[b, q]
 
 What the arguments are:
 
@@ -16,5 +16,5 @@ What the arguments are:
 Results have the dtype of the operands: scores `(B, Q, K)`, gradients `(B, Q, D)` and `(B, M, D)`. Sums of float16 and
 bfloat16 are formed in float32. Rows of the pool that no key names never matter, even where they are NaN or infinite.
 Values outside of `[0, M]` are undefined, unless the `IndexArray` says how to bring them into range or to mark them.
-torch conjugates as written above; the JAX functions conjugate nothing, as JAX's own transposes do.
+Nothing is conjugated: a gradient is the transpose of the scores.
 """

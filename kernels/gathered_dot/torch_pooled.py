@@ -90,7 +90,7 @@ def pooled_query_gradient(g: Tensor, pool: Tensor, keys: IndexArray, share: int 
         return gathered_query_gradient(g, pool, keys)
     out = pool.new_zeros((*keys.values.shape[:2], pool.shape[2]))
     for b, q, weights in _weights(g, keys, pool.shape[1], share):
-        _multiply(weights, pool[b].conj(), out[b, q])
+        _multiply(weights, pool[b], out[b, q])
     return out
 
 
@@ -100,7 +100,7 @@ def pooled_pool_gradient(g: Tensor, query: Tensor, keys: IndexArray, size: int, 
         return gathered_pool_gradient(g, query, keys, size)
     out = query.new_zeros((query.shape[0], size, query.shape[2]), dtype=accumulator(query.dtype))
     for b, q, weights in _weights(g, keys, size, share):
-        _multiply(weights.transpose(1, 2), query[b, q].conj(), out[b], add=q.start > 0)
+        _multiply(weights.transpose(1, 2), query[b, q], out[b], add=q.start > 0)
     return out.to(query.dtype)
 
 
@@ -109,7 +109,7 @@ def pooled_gradients(g: Tensor, query: Tensor, pool: Tensor, keys: IndexArray, s
 
     With W[q, m] = sum of g[q, k] over the k with x(q, k) = m:
 
-        dquery = W @ conj(pool),   dpool = W^T @ conj(query)
+        dquery = W @ pool,   dpool = W^T @ query
 
     The products also read rows that no key names, with weight zero. If an operand is not finite, zero times it would be
     NaN, so the gathered variant runs instead.
@@ -126,8 +126,8 @@ def pooled_gradients(g: Tensor, query: Tensor, pool: Tensor, keys: IndexArray, s
     grad_query = query.new_zeros(query.shape)
     grad_pool = pool.new_zeros(pool.shape, dtype=accumulator(pool.dtype))
     for b, q, weights in _weights(g, keys, pool.shape[1], share):
-        _multiply(weights, pool[b].conj(), grad_query[b, q])
-        _multiply(weights.transpose(1, 2), query[b, q].conj(), grad_pool[b], add=q.start > 0)
+        _multiply(weights, pool[b], grad_query[b, q])
+        _multiply(weights.transpose(1, 2), query[b, q], grad_pool[b], add=q.start > 0)
     return grad_query, grad_pool.to(pool.dtype)
 
 
@@ -156,7 +156,7 @@ def gathered_query_gradient(g: Tensor, pool: Tensor, keys: IndexArray) -> Tensor
             del chosen, weights, sums
         return out
     for b, q, rows in _fetch_rows(pool, keys):
-        sums = torch.bmm(g[b, q].to(rows.dtype).reshape(-1, 1, rows.shape[2]), rows.flatten(0, 1).conj())
+        sums = torch.bmm(g[b, q].to(rows.dtype).reshape(-1, 1, rows.shape[2]), rows.flatten(0, 1))
         out[b, q].copy_(sums.view(out[b, q].shape))
         del sums
     return out
@@ -181,7 +181,7 @@ def gathered_pool_gradient(g: Tensor, query: Tensor, keys: IndexArray, size: int
     for b, q in _blocks(*sizes):
         chosen = _in_range(keys, keys.values[b, q])
         terms = _reshape(buffer, (*chosen.shape, d))
-        torch.mul(g[b, q, :, None].to(wide), query[b, q, None, :].conj().to(wide), out=terms)
+        torch.mul(g[b, q, :, None].to(wide), query[b, q, None, :].to(wide), out=terms)
         rows, terms = (chosen + first[b]).reshape(-1), terms.view(-1, d)
         dropped = (chosen == size).reshape(-1).nonzero().view(-1) if keys.may_drop else None
         if dropped is not None and len(dropped):  # Dropped entries add zeros to row 0.

@@ -5,8 +5,8 @@ and on GPUs. All of them keep this contract. Row r belongs to group g(r), and s(
 
     grouped_matmul(a, c, groups, source, target, targets)    out[r] = a[s(r)] @ c[g(r)]
     grouped_outer(a, b, groups, source_a, source_b)          out[g] = sum of a[s(r)]^T @ b[s'(r)] over the rows r of g
-    grouped_gradients(gout, a, c, groups, source)            da[r] = gout[r] @ c[g(r)]^H
-                                                             dc[g] = sum of a[s(r)]^H @ gout[r] over the rows r of g
+    grouped_gradients(gout, a, c, groups, source)            da[r] = gout[r] @ c[g(r)]^T
+                                                             dc[g] = sum of a[s(r)]^T @ gout[r] over the rows r of g
 
 What the arguments are:
 
@@ -22,5 +22,5 @@ Results have the operands' dtype: `(N, I, K)`, or `(targets, I, K)` with a targe
 `(N, I, J)` and `(G, J, K)`. `da` has one entry per row, also where rows share a source: the caller adds those up.
 Results are zero for dropped rows, for empty groups and for targets without rows. Sums of float16 and bfloat16 are
 formed in float32. A dropped row never matters, even if it is NaN. Values out of range are undefined: the caller checks
-them. torch conjugates as written above; the JAX functions conjugate nothing, as JAX's own transposes do.
+them. Nothing is conjugated: the gradients are transposes.
 """

@@ -130,11 +130,10 @@ def grouped_gradients(
         blank = piece.blank()
         x = _take(a, piece.padded, source, left, blank).view(piece.count, piece.pad * i, j)
         g = _take(gout, piece.padded, None, right, blank).view(piece.count, piece.pad * i, k)
-        sums.add(piece, x.conj(), g)
+        sums.add(piece, x, g)
         if piece.pad:
-            y = _multiply(g, matrices.conj(), left).view(
-                -1, i, j
-            )  # This overwrites the rows of a: `sums` has used them.
+            # This overwrites the rows of a: `sums` has used them.
+            y = _multiply(g, matrices, left).view(-1, i, j)
             _put(grad_rows, piece.rows, _pack(piece, y, right).to(a.dtype))
     return grad_rows, sums.result()
 

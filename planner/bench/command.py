@@ -12,7 +12,9 @@ from typing import Any
 
 from planner.bench.choices import compare_lowerings
 from planner.bench.dense import clique, sliced_einsum, three_way_batch, warm_call
+from planner.bench.families import families
 from planner.bench.gathers import gathered_keys_part, gathered_matmul, limited_matmul
+from planner.bench.large import large_networks
 from planner.bench.report import as_json, cells, circumstances, markdown
 from planner.bench.timing import Result, Settings
 from planner.demo.ways import Framework
@@ -27,7 +29,9 @@ PARTS: dict[str, Callable[[Framework, Settings], Iterator[Result]]] = {
     "three-way-batch": three_way_batch,
     "clique": clique,
     "warm-call": warm_call,
+    "families": families,
     "lowerings": compare_lowerings,
+    "large-networks": large_networks,
 }
 _ABOUT = """\
 Every comparison runs its programs in one process, interleaved, with a pause before each run, and takes medians. First,

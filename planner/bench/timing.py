@@ -76,7 +76,7 @@ class Result:
         what: the comparison in words.
         target: the number to reach.
         measured: the number reached.
-        unit: "x" for a ratio of medians, "MB" for bytes.
+        unit: "x" for a ratio of medians, "MB" for bytes, "s" for seconds.
         at_most: whether the target is an upper bound.
         medians: median seconds (or bytes) of each program, by label.
         rounds: number of runs per median.
@@ -87,7 +87,7 @@ class Result:
     what: str
     target: float
     measured: float
-    unit: Literal["x", "MB"] = "x"
+    unit: Literal["x", "MB", "s"] = "x"
     at_most: bool = False
     medians: Mapping[str, float] = dataclasses.field(default_factory=dict)
     rounds: int = 1

@@ -17,6 +17,7 @@ __all__ = [
     "row_major",
     "scattered",
     "strides_in",
+    "strides_of",
     "view_strides",
     "without",
     "without_gaps",
@@ -132,6 +133,20 @@ def layout_of(shape: Sequence[int], strides: Sequence[int] | None) -> Layout | N
             repeated.append(d)
         extent = max(extent, strides[d] * (shape[d] - 1) + extent)
     return _plain(runs, not order or strides[order[-1]] == 1, repeated)
+
+
+def strides_of(layout: Layout | None, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Return strides with which an array of a shape has a layout; None if its elements repeat."""
+    if layout is not None and layout.repeated:
+        return None
+    runs = (tuple(range(len(shape))),) if layout is None else layout.runs
+    step, strides = 1 if layout is None or layout.unit else 2, [1] * len(shape)
+    for run in reversed(runs):
+        for d in reversed(run):
+            strides[d] = step
+            step *= shape[d]
+        step *= 2  # a gap, so that the runs stay apart
+    return tuple(strides) if layout_of(shape, strides) == layout else None
 
 
 def permuted(layout: Layout | None, order: Sequence[int], shape: Sequence[int]) -> Layout | None:

@@ -136,7 +136,7 @@ def _remove_abandoned(folder: pathlib.Path) -> None:
 
 
 def entry_path(kind: str, key: Mapping[str, Any]) -> pathlib.Path | None:
-    """Return the file of an entry: in the folder of its kind, named by the key's hash; None if the user has no home."""
+    """Return the file of an entry: in the folder of its kind, named by the key's hash; None if there is no folder."""
     try:
         return cache_folder() / f"{kind}-{FORMAT}" / f"{_digest(key)[:40]}.json"
     except OSError:

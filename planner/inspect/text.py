@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from planner.cost.figures import Cost
 from planner.language.dtypes import itemsize
+from planner.language.resolve import shorten
 from planner.language.spec import Spec, term_gathers
 from planner.language.split import letter_of
 from planner.language.units import bytes_text, count_text, seconds_text
@@ -16,6 +17,8 @@ from planner.program.program import Program, Step
 __all__ = ["equation", "lowered_to", "plan_text", "table_lines"]
 
 MOST_ROWS = 40
+# The most characters of the spec, and of the equation of a step.
+MOST_TEXT, MOST_EQUATION = 400, 120
 
 
 def table_lines(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
@@ -56,12 +59,15 @@ def plan_text(plan: PlanRecord) -> str:
     """Return the text that `print(plan)` shows."""
     wanted = [str(n) for n, operand in enumerate(plan.operands) if operand.requires_grad]
     gradients = f"gradients of operands {', '.join(wanted)}" if wanted else "no gradients"
-    head = f"{plan.text}        {plan.backend} · {plan.device.name} · {plan.dtype} · {gradients}"
+    head = f"{shorten(plan.text, MOST_TEXT)}        {plan.backend} · {plan.device.name} · {plan.dtype} · {gradients}"
     summary = [["", "FLOPs", "moves", "peak", "retained", "time"]]
     for name, cost in (("naive", plan.naive_cost), ("this plan", plan.cost)):
         summary.append([name, *_figures(cost), seconds_text(cost.seconds)])
     summary[1].append(_naive_way(plan.resolved.spec))
-    how = f"{plan.origin} search" if plan.origin.startswith("exact") else plan.origin
+    how = plan.origin
+    if how.startswith("exact"):
+        search, *family = how.split(", for the family of ")
+        how = ", of the family of ".join([f"{search} search", *family])
     keep = f"; {_describe_kept(plan)}" if wanted else ""
     summary[2].append(f"{how}, {_describe_gap(plan)}{keep}{_describe_compiled(plan)}")
     lines = [head, *table_lines(summary, (0, 6))]
@@ -114,7 +120,9 @@ def _rows(plan: PlanRecord, program: Program, first: int) -> list[list[str]]:
         cost = step.choice.cost
         figures = [count_text(cost.flops), bytes_text(cost.bytes_moved), bytes_text(step.live_bytes)]
         figures.append(seconds_text(cost.picoseconds / 1e12))
-        rows.append([str(number), equation(step), lowered_to(step), *figures, _keeps(plan, step)])
+        rows.append(
+            [str(number), shorten(equation(step), MOST_EQUATION), lowered_to(step), *figures, _keeps(plan, step)]
+        )
     return rows
 
 

@@ -16,9 +16,9 @@ from collections.abc import Collection, Mapping
 from typing import SupportsIndex
 
 from planner.language.errors import ShapeError, SpecError
-from planner.language.spec import Gather, Spec, Term, is_axis, term_axes, unused_letters
+from planner.language.spec import Gather, Spec, Term, is_axis, replace_gathers, term_axes, unused_letters
 
-__all__ = ["batched", "slice_spec", "summable_dims", "sum_dims", "swap_with_output", "transpose"]
+__all__ = ["batched", "resize_spec", "slice_spec", "summable_dims", "sum_dims", "swap_with_output", "transpose"]
 
 
 def _check_resolved(spec: object, what: str) -> None:
@@ -151,6 +151,21 @@ def sum_dims(spec: Spec, dims: Collection[int]) -> Spec:
         dims: some of the `summable_dims`.
     """
     return dataclasses.replace(spec, output=tuple(e for d, e in enumerate(spec.output) if d not in dims))
+
+
+def resize_spec(spec: Spec, sizes: Mapping[str | Gather, int]) -> Spec:
+    """Return a spec with other sizes of all axes and gathered dimensions.
+
+    Args:
+        spec: a resolved spec.
+        sizes: the new size of each axis and of each gather of the spec.
+    """
+
+    def resize(gather: Gather) -> Gather:
+        return dataclasses.replace(gather, size=sizes[gather])
+
+    *inputs, output = (replace_gathers(term, resize) for term in spec.terms)
+    return Spec(tuple(inputs), output, tuple((axis, sizes[axis]) for axis, _ in spec.sizes))
 
 
 def slice_spec(spec: Spec, sizes: Mapping[str, int]) -> Spec:

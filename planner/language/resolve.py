@@ -16,7 +16,7 @@ __all__ = ["Resolved", "resolve", "resolve_shapes"]
 Shape = tuple[int, ...]
 _MAX_ELEMENTS = 2**62
 # A tree may be as deep as it has operands, and Python limits how deep functions may call each other.
-MOST_OPERANDS = 200
+MOST_OPERANDS = 5_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def resolve_shapes(
     resolved = Spec(inputs, output, tuple(sorted(axis_sizes.items())))
     _check_addressable(resolved)
     index_views = tuple((name, tuple(index_shapes[name][d] for d in kept_dims[name])) for name in resolved.arrays)
-    return Resolved(resolved, tuple(resolved.shape(term) for term in inputs), index_views)
+    return Resolved(resolved, resolved.shapes(inputs), index_views)
 
 
 def _kept_index_dims(

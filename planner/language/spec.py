@@ -201,8 +201,12 @@ class Spec:
 
     def shape(self, term: Term) -> tuple[int, ...]:
         """Return the shape of an array that has this term."""
+        return self.shapes((term,))[0]
+
+    def shapes(self, terms: Iterable[Term]) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of arrays that have these terms."""
         sizes = dict(self.sizes)
-        return tuple(self.size(e) if isinstance(e, Gather) else sizes[e] for e in term)
+        return tuple(tuple(self.size(e) if isinstance(e, Gather) else sizes[e] for e in term) for term in terms)
 
     @property
     def output_shape(self) -> tuple[int, ...]:

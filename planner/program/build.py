@@ -10,13 +10,14 @@ from typing import NamedTuple
 from planner.cost.figures import PlanCost, StepCost
 from planner.cost.layout import Layout, layout_of, strides_in, without_gaps
 from planner.language.derive import swap_with_output
+from planner.language.options import MODES
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
-from planner.program.guards import add_guards
+from planner.program.guards import add_guards, guard_bytes, index_bytes, mark_bytes
 from planner.program.ops import Cast, Gradients, Guard, Op, PricedImplementation
 from planner.program.plan import Loop
 from planner.program.program import Program, Programs, Step, Variable, live_bytes, program_cost
-from planner.program.tree import Leaf, Node, Tree, kept_nodes
+from planner.program.tree import Leaf, Node, Tree, find_needs, kept_nodes
 
 __all__ = ["GradientStep", "Lowerer", "build", "given_variables"]
 
@@ -95,6 +96,10 @@ class Lowerer:
                 back = dataclasses.replace(op, dtype=op.source_dtype, source_dtype=op.dtype)
             back = back.with_layouts([layout])
             return (GradientStep(back, self(back), (0,)),)
+        if len(wanted) == 2 and all(wanted):
+            joint = op.joint_gradient(layout)
+            if joint in self.fixed:
+                return (GradientStep(joint, self.fixed[joint], (0, 1)),)
         layouts = op.layouts or (None,) * len(wanted)
         single = []
         for child, want in enumerate(wanted):
@@ -103,12 +108,11 @@ class Lowerer:
                 swapped = swapped.with_layouts((*layouts[:child], layout, *layouts[child + 1 :]))
                 single.append(GradientStep(swapped, self(swapped), (child,)))
         if len(single) == 2:
-            joint = op.joint_gradient(layout)
-            fixed_apart = joint not in self.fixed and all(step.op in self.fixed for step in single)
+            fixed_apart = all(step.op in self.fixed for step in single)
             if not fixed_apart and self.choices(joint):
                 choice = self(joint)
                 apart = single[0].choice.cost + single[1].choice.cost
-                if joint in self.fixed or self.key(choice.cost) < self.key(apart):
+                if self.key(choice.cost) < self.key(apart):
                     return (GradientStep(joint, choice, (0, 1)),)
         return tuple(single)
 
@@ -116,10 +120,10 @@ class Lowerer:
 class _Builder:
     """Turns a tree into steps, and numbers the variables that they read and write."""
 
-    def __init__(self, operands: Sequence[Variable], requires: Sequence[bool], lower: Lowerer) -> None:
+    def __init__(self, tree: Tree, operands: Sequence[Variable], requires: Sequence[bool], lower: Lowerer) -> None:
         self.variables = list(operands)
         self.requires, self.lower = requires, lower
-        self.needs: dict[int, bool] = {}
+        self.needs = find_needs(tree, requires)
         self.layouts: dict[int, Layout | None] = {}
 
     def layout(self, tree: Tree) -> Layout | None:
@@ -129,10 +133,7 @@ class _Builder:
     def needs_gradient(self, tree: Tree) -> bool:
         if isinstance(tree, Leaf):
             return self.requires[tree.operand]
-        needed = self.needs.get(id(tree))
-        if needed is None:
-            needed = self.needs[id(tree)] = any(self.needs_gradient(child) for child in tree.children)
-        return needed
+        return self.needs[id(tree)]
 
     def child_needs(self, node: Node) -> tuple[bool, ...]:
         return tuple(self.needs_gradient(child) for child in node.children)
@@ -170,21 +171,35 @@ class _Builder:
 
     def value(self, tree: Tree, steps: list[Step], values: dict[int, int], again: bool = False) -> int:
         """Return the variable of a tree's value. Emit the steps that compute it unless `values` has it."""
-        if isinstance(tree, Leaf):
-            return tree.operand
-        if id(tree) not in values:
-            if isinstance(tree.op, Guard) and tree.op.only_gradients and not again:  # `again`: in the backward program
-                variable = self.value(tree.children[0], steps, values)
-                self.layouts[id(tree)] = self.variables[variable].layout
-                return variable
-            for child in tree.order[: len(tree.children)]:
-                self.value(tree.children[child], steps, values, again)
-            inputs = tuple(self.value(child, steps, values) for child in tree.children)
-            op = tree.op.with_layouts(map(self.layout, tree.children))
-            (variable,) = self.emit(op, self.lower(op), inputs, steps, again)
-            values[id(tree)] = variable
-            self.layouts[id(tree)] = self.variables[variable].layout
-        return values[id(tree)]
+        # The values of the trees that are done, but not for the callers: a guard may stand for its child.
+        found: dict[int, int] = {}
+
+        def known(tree: Tree) -> int | None:
+            if isinstance(tree, Leaf):
+                return tree.operand
+            return values.get(id(tree), found.get(id(tree)))
+
+        stack = [tree]
+        while stack:
+            top = stack[-1]
+            if isinstance(top, Leaf) or known(top) is not None:
+                stack.pop()
+                continue
+            missing = [top.children[i] for i in top.order[: len(top.children)] if known(top.children[i]) is None]
+            if missing:
+                stack += reversed(missing)
+                continue
+            inputs = tuple(variable for child in top.children if (variable := known(child)) is not None)
+            if isinstance(top.op, Guard) and top.op.only_gradients and not again:  # `again`: in the backward program
+                found[id(top)] = variable = inputs[0]
+            else:
+                op = top.op.with_layouts(map(self.layout, top.children))
+                (variable,) = self.emit(op, self.lower(op), inputs, steps, again)
+                values[id(top)] = variable
+            self.layouts[id(top)] = self.variables[variable].layout
+        variable_of_tree = known(tree)
+        assert variable_of_tree is not None
+        return variable_of_tree
 
     def backward(
         self, tree: Tree, gradient: int, steps: list[Step], values: dict[int, int], into: dict[int, int]
@@ -198,27 +213,37 @@ class _Builder:
             values: the variables of the trees' values that exist already.
             into: where the variable of each operand's gradient is entered.
         """
-        if isinstance(tree, Leaf):
-            into[tree.operand] = gradient
-            return
-        children = range(len(tree.children))
-        needs = self.child_needs(tree)
+        stack = [(tree, gradient)]
+        while stack:
+            top, gradient = stack.pop()
+            if isinstance(top, Leaf):
+                into[top.operand] = gradient
+                continue
+            gradients = self.gradients(top, gradient, steps, values)
+            order = top.backward_order[: len(top.children)]
+            stack += [(top.children[child], gradients[child]) for child in reversed(order) if child in gradients]
+
+    def gradients(self, node: Node, gradient: int, steps: list[Step], values: dict[int, int]) -> dict[int, int]:
+        """Emit the steps that compute the gradients of a node's children, and return their variables by child.
+
+        The arguments are those of `backward`.
+        """
+        children = range(len(node.children))
+        needs = self.child_needs(node)
         gradients: dict[int, int] = {}
-        forward = tree.op.with_layouts(map(self.layout, tree.children))
+        forward = node.op.with_layouts(map(self.layout, node.children))
         for op, choice, served in self.lower.gradients(forward, needs, self.variables[gradient].layout):
             joint = isinstance(op, Gradients)
-            read = [i for i in tree.order[: len(children)] if joint or i != served[0]]
-            read_values = {i: self.value(tree.children[i], steps, values, again=True) for i in read}
+            read = [i for i in node.order[: len(children)] if joint or i != served[0]]
+            read_values = {i: self.value(node.children[i], steps, values, again=True) for i in read}
             if joint:
                 inputs = (gradient, *(read_values[i] for i in children))
             else:
                 inputs = tuple(gradient if i == served[0] else read_values[i] for i in children)
-            of_operand = any(isinstance(_unguarded(tree.children[child]), Leaf) for child in served)
+            of_operand = any(isinstance(_unguarded(node.children[child]), Leaf) for child in served)
             outputs = self.emit(op, choice, inputs, steps, of_operand=of_operand)
             gradients.update(zip(served, outputs, strict=True))
-        for child in tree.backward_order[: len(children)]:
-            if needs[child]:
-                self.backward(tree.children[child], gradients[child], steps, values, into)
+        return {child: gradients[child] for child in children if needs[child]}
 
 
 def _unguarded(tree: Tree) -> Tree:
@@ -226,7 +251,9 @@ def _unguarded(tree: Tree) -> Tree:
     return tree.children[0] if isinstance(tree, Node) and isinstance(tree.op, Guard) else tree
 
 
-def build(tree: Tree, contraction: Contraction, operands: Sequence[Variable], lower: Lowerer) -> Programs:
+def build(
+    tree: Tree, contraction: Contraction, operands: Sequence[Variable], lower: Lowerer, in_loop: bool = False
+) -> Programs:
     """Turn a tree into its two programs and their cost.
 
     Args:
@@ -234,20 +261,36 @@ def build(tree: Tree, contraction: Contraction, operands: Sequence[Variable], lo
         contraction: the contraction that the tree computes.
         operands: the operands as variables, numbered by position; see `given_variables`.
         lower: chooses each step's implementation.
+        in_loop: whether the contraction is a slice. Its index arrays are in range, and its gradients are not
+            conjugated: the loop's are.
     """
     requires, gradient_strides = contraction.requires_grad, contraction.gradient_strides
     tree = add_guards(tree, contraction.resolved.spec, contraction.index_mode)
-    builder = _Builder(operands, requires, lower)
-    variables, fuses = builder.variables, load_backend(contraction.backend).fuses
+    builder = _Builder(tree, operands, requires, lower)
+    variables, backend, spec = builder.variables, load_backend(contraction.backend), contraction.resolved.spec
+    fuses, guarding = backend.fuses, None
+    start = 0 if in_loop or backend.compiles else index_bytes(spec)
+    if not backend.compiles:
+        drops, rows = MODES[contraction.index_mode].bad == "drop", backend.table.rows
+
+        def guarding(step: Step) -> int:
+            """Return the scratch of a step for the sake of guards."""
+            if isinstance(step.op, Guard):
+                return guard_bytes(step.op)
+            row = rows.get(step.choice.lowering)  # a row of a user's own may be missing
+            return row.guarded_scratch(step.op, drops) if row else 0
+
     inputs = tuple(range(len(operands)))
     steps: list[Step] = []
     values: dict[int, int] = {}
     result = builder.value(tree, steps, values)
     saved_nodes = kept_nodes(tree, requires)
     kept = tuple(values[id(node)] for node in saved_nodes)
-    steps, peak = live_bytes(steps, variables, inputs, (result, *kept), 0, fuses)
+    steps, peak = live_bytes(steps, variables, inputs, (result, *kept), start, fuses, guarding)
     retained_bases = {variables[v].base for v in kept} - {variables[result].base} - set(inputs)
     retained = sum(variables[base].bytes for base in retained_bases)
+    if MODES[contraction.index_mode].unmarked and not (in_loop or backend.compiles):
+        peak = max(peak, retained + variables[result].bytes + mark_bytes(spec, contraction.dtype))
     steps = [dataclasses.replace(step, keeps=tuple(v for v in step.inputs if v in kept)) for step in steps]
     forward = Program(tuple(steps), inputs, (result,), peak)
     forward_cost = program_cost(steps, peak, retained)
@@ -265,7 +308,9 @@ def build(tree: Tree, contraction: Contraction, operands: Sequence[Variable], lo
         builder.backward(tree, output_gradient, back, saved_values, gradients)
         given = (*inputs, output_gradient, *kept)
         results = tuple(gradients.values())
-        back, back_peak = live_bytes(back, variables, given, results, retained, fuses)
+        if backend.conjugates and contraction.dtype.startswith("complex") and not in_loop:
+            start += variables[output_gradient].bytes
+        back, back_peak = live_bytes(back, variables, given, results, retained + start, fuses, guarding)
         backward = Program(tuple(back), given, results, back_peak)
         backward_cost = program_cost(back, back_peak, retained)
     return Programs(

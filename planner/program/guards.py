@@ -6,20 +6,39 @@ but a plan that contracts the whole operand and then takes rows does multiply th
 the pool is unread if no entry of `q` is 7.
 
 A guard stands where a step first computes with an operand, above views and casts of it, and at the result.
+
+Guards act if an index is bad, or if an operand holds NaN or infinity. The bytes that are allocated then are part of a
+plan's peaks, so that memory limits hold for all values: the functions that end in `_bytes` say how many
+they are. Where a compiler makes a program as a whole, its peak is found otherwise, and these are not counted.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
-from planner.language.dtypes import is_inexact
+from planner.language.dtypes import is_inexact, itemsize
 from planner.language.options import MODES
-from planner.language.spec import Gather, Spec, Term, axis_of, gather_of, plain_axes, unused_letters
-from planner.program.ops import Cast, Einsum, Guard
+from planner.language.spec import (
+    Gather,
+    Spec,
+    Term,
+    axis_of,
+    gather_of,
+    plain_axes,
+    row_axes,
+    term_axes,
+    term_gathers,
+    unused_letters,
+)
+from planner.program.ops import Cast, Einsum, Guard, Op
 from planner.program.plan import Loop
-from planner.program.tree import Leaf, Node, Tree
+from planner.program.tree import Leaf, Node, Tree, change_tree, nodes_of
 
-__all__ = ["add_guards", "dropped_brackets"]
+__all__ = ["add_guards", "dropped_brackets", "dropping_bytes", "guard_bytes", "index_bytes", "mark_bytes"]
+
+# Bytes of the single numbers that a step allocates: zeros to put in, sums to look at.
+_NUMBERS = 64
 
 
 def add_guards(tree: Tree, spec: Spec, index_mode: str) -> Tree:
@@ -50,21 +69,26 @@ def add_guards(tree: Tree, spec: Spec, index_mode: str) -> Tree:
         identity = _identity(term, {**dict(spec.sizes), **dict(node.op.spec.sizes)})
         return Node(Guard(identity, node.op.dtype, (), dropped, rows, later and not dropped), (value,), kept=False)
 
-    def visit(node: Node, next_term: Term | None) -> Node:
+    # How the step that reads a node's value names its axes.
+    next_terms: dict[int, Term] = {}
+    for node in nodes_of(tree):
+        next_terms.update(zip(map(id, node.children), node.op.spec.inputs, strict=True))
+
+    def visit(node: Node, guarded: tuple[Tree, ...]) -> Tree:
         if _guards_itself(node):
             return node
-        children = []
-        for child, term in zip(node.children, node.op.spec.inputs, strict=True):
+        children, next_term = [], next_terms.get(id(node))
+        for child, changed, term in zip(node.children, guarded, node.op.spec.inputs, strict=True):
             whole = None if _only_moves(node) else _operand_term(child, spec)
             if whole is None:
-                children.append(visit(child, term) if isinstance(child, Node) else child)
+                children.append(changed)
                 continue
             unread = _axes_gathered_in(term, whole)
             taken_next = set() if next_term is None else _axes_gathered_in(node.op.spec.output, next_term)
             children.append(guard(child, node, term, whole, whole if unread else None, unread <= taken_next))
         return dataclasses.replace(node, children=tuple(children))
 
-    return tree if _guards_itself(tree) else guard(visit(tree, None), tree, tree.op.spec.output, spec.output)
+    return tree if _guards_itself(tree) else guard(change_tree(tree, visit), tree, tree.op.spec.output, spec.output)
 
 
 def _guards_itself(node: Node) -> bool:
@@ -126,3 +150,45 @@ def dropped_brackets(term: Term, spec: Spec) -> tuple[Gather, ...]:
     if len(set(plain)) < len(plain):
         return ()
     return tuple(g for g in spec.gathers if g.axes and set(g.axes) <= set(plain) and g not in term)
+
+
+def index_bytes(spec: Spec) -> int:
+    """Return the bytes of all index arrays in range: an array of other integers, or with negative ones, is copied."""
+    return sum(8 * _rows(spec, gather.axes) for gather in spec.gathers)
+
+
+def guard_bytes(op: Guard) -> int:
+    """Return the most bytes that a guard allocates besides the array that it returns."""
+    spec, size = op.spec, itemsize(op.dtype)
+    masks = _NUMBERS + 2 * max((_rows(spec, gather.axes) for gather in op.dropped), default=0)
+    between = op.result_bytes() if len(op.dropped) + (op.rows is not None) > 1 else 0
+    if op.rows is None:
+        return masks + between
+    # The gradient of a take counts how often each row is read: a segment sum of ones.
+    counts = Spec((row_axes(op.rows),), tuple(e for e in op.rows if gather_of(e) or e in row_axes(op.rows)), spec.sizes)
+    ones, read = _rows(spec, row_axes(op.rows)), math.prod(counts.output_shape)
+    return masks + between + (3 * size + 32) * ones + (size + 9) * read + dropping_bytes(Op(counts, op.dtype))
+
+
+def dropping_bytes(op: Op) -> int:
+    """Return the most bytes that stock operators allocate more for a step if indices are dropped.
+
+    Rows that are taken or added are copied to be zeroed, and index arrays are copied to hold only rows that exist.
+    """
+    spec, size, total = op.spec, itemsize(op.dtype), 0
+    for term in spec.terms:
+        if gathers := term_gathers(term):
+            total += size * _rows(spec, term_axes(term)) + 2 * _rows(spec, row_axes(term))
+            total += sum(9 * _rows(spec, gather.axes) for gather in gathers) + _NUMBERS
+    return total
+
+
+def mark_bytes(spec: Spec, dtype: str) -> int:
+    """Return the most bytes that are allocated besides the result to mark it under "nan", see `planner.run`."""
+    size, result = itemsize(dtype), math.prod(spec.output_shape)
+    rows = max((_rows(spec, gather.axes) for gather in spec.gathers), default=0)
+    return (5 * size + 16) * result + (7 * size + 60) * rows
+
+
+def _rows(spec: Spec, axes: Term) -> int:
+    return math.prod(spec.shape(tuple(dict.fromkeys(axes))))

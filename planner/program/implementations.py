@@ -21,6 +21,7 @@ from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout
 from planner.language.errors import refusal_of
 from planner.language.spec import Gather, Operand
+from planner.program.calls import Indices, Member, RangedIndices, Stepwise
 from planner.program.ops import Guard, Op, PricedImplementation
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Fuses, Step
@@ -42,43 +43,8 @@ __all__ = [
 # The names of the rows that run guards and loops. No other row is asked whether it supports one.
 MASK, LOOP = "mask", "loop"
 
-
-Indices = Mapping[Gather, Any]
 # From a step's inputs and the index arrays in range to its results.
 Run = Callable[[Sequence[Any], Indices], tuple[Any, ...]]
-
-
-class RangedIndices(dict[Gather, Any]):
-    """The index arrays of a call by gather, with values in [0, size]; the value `size` means "no row".
-
-    An array that is in `given` only is brought into range when a step first asks for it.
-
-    Attributes:
-        may_drop: True if the value `size` can occur.
-        orders: sorted orders of the index arrays, shared by the steps of one call.
-        given: index arrays as the caller gave them, each a `planner.kernels.grouping.keys.IndexArray`, for kernels that
-            read an index piece by piece. Such a kernel needs no copy of the whole index in range, and no look at all of
-            it before. Empty where ranges were checked beforehand.
-        shown: True if the kernel that ran wrote NaN for the bad indices that could not be refused, see
-            `IndexArray.bad`.
-    """
-
-    def __init__(self, may_drop: bool, values: Mapping[Gather, Any] | Iterable[tuple[Gather, Any]] = ()) -> None:
-        super().__init__(values)
-        self.may_drop = may_drop
-        self.orders: dict[Any, Any] = {}
-        self.given: dict[Gather, Any] = {}
-        self.shown = False
-
-    @property
-    def guarded(self) -> bool:
-        """Return `may_drop`. Rows that users wrote for earlier versions ask so."""
-        return self.may_drop
-
-    def __missing__(self, gather: Gather) -> Any:
-        given = self.given[gather]
-        values = self[gather] = given.part(given.values)
-        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +53,12 @@ class PreparedRun:
 
     Attributes:
         prepare: takes an op, and returns the function that runs it, from the inputs and the index arrays.
+        any_sizes: whether the function also runs ops of other sizes, which it finds in `RangedIndices.sizes` or in the
+            shapes of its inputs; and the row's refusals and layouts ask no more of a size than whether it is 0 or 1.
     """
 
     prepare: Callable[[Any], Run]
+    any_sizes: bool = False
 
     def __call__(self, op: Op, inputs: Sequence[Any], indices: Indices) -> tuple[Any, ...]:
         """Run an op."""
@@ -115,6 +84,8 @@ class Implementation:
             such variants. "" if the row is not a variant.
         bounded: whether its cost is never below `planner.cost.floor`; else the search prices all steps.
         brackets: whether it runs only steps with brackets.
+        guarded_scratch: returns how many bytes of scratch more an op can need for the sake of guards: because operands
+            hold NaN or infinity, or, if its second argument is true, because indices are dropped.
     """
 
     name: str
@@ -129,6 +100,7 @@ class Implementation:
     variant_of: str = ""
     bounded: bool = False
     brackets: bool = False
+    guarded_scratch: Callable[[Op, bool], int] = lambda op, drops: 0
 
     def refusal(self, op: Op, device: Device) -> str | None:
         """Return why the row cannot run an op on a device, or None if it can."""
@@ -154,6 +126,7 @@ def form_row(
     run: Callable[[Op, Any, Sequence[Any], Any], tuple[Any, ...]],
     layouts: Callable[[Op, Any], tuple[Layout | None, ...]] | None = None,
     refuses: Callable[[Op], str | None] = lambda op: None,
+    any_sizes: bool = False,
     **fields: Any,
 ) -> Implementation:
     """Return a row for steps of one form.
@@ -165,6 +138,7 @@ def form_row(
         run: as in `Implementation`, but it takes the form after the op.
         layouts: the same.
         refuses: returns why the row cannot run a step of the form, or None.
+        any_sizes: see `PreparedRun`.
         fields: other fields of the row.
     """
 
@@ -181,7 +155,7 @@ def form_row(
         name,
         supports,
         lambda op, device: device.price(*work(op, form_of(op), device)),
-        PreparedRun(lambda op: partial(run, op, form_of(op))),
+        PreparedRun(lambda op: partial(run, op, form_of(op)), any_sizes),
         bounded=True,
         layouts=None if layouts is None else lambda op: layouts(op, form_of(op)),
         **fields,
@@ -231,6 +205,16 @@ class Table:
             self._choices[op, device] = choices
         return choices
 
+    def price(self, lowering: str, op: Op, device: Device) -> PricedImplementation | None:
+        """Return one implementation of an op, by its name, and its cost; None if it cannot run the op."""
+        row = self.rows.get(lowering)
+        return None if row is None or row.refusal(op, device) is not None else _price(row, op, device)
+
+    def runs_any_sizes(self, steps: Iterable[Step]) -> bool:
+        """Whether all steps run in their implementations at any sizes; see `PreparedRun`."""
+        runs = [self.rows[step.choice.lowering].run for step in steps]
+        return all(isinstance(run, PreparedRun) and run.any_sizes for run in runs)
+
     def variants(self, lowering: str, op: Op, device: Device) -> tuple[PricedImplementation, ...]:
         """Return the variants of a row that can run an op, and their costs."""
         return tuple(
@@ -271,23 +255,6 @@ def _price(row: Implementation, op: Op, device: Device) -> PricedImplementation:
     return PricedImplementation(row.name, row.cost(op, device), row.is_view, layouts if any(layouts) else ())
 
 
-@dataclass(frozen=True, slots=True)
-class Stepwise:
-    """A program of a plan, ready to be run one step at a time.
-
-    Attributes:
-        values: the arrays that the program is given, by the number of their variable.
-        bind: takes a step and its inputs, and returns a function that runs the step without further arguments. In JAX
-            it is a jitted function bound to its arguments. Autograd does not record the run.
-        orders: the sorted orders of index arrays, which the steps of one call share. A step adds the orders that it
-            computes. To run a step a second time under the same conditions, restore what was here before the first.
-    """
-
-    values: dict[int, Any]
-    bind: Callable[[Step, Sequence[Any]], partial[Any]]
-    orders: dict[Any, Any]
-
-
 class Backend(Protocol):
     """What `planner` asks of a framework. Backends inherit this class, so that type checkers compare them with it.
 
@@ -299,6 +266,7 @@ class Backend(Protocol):
         strided: whether arrays have strides. Then views are free, and plans depend on layouts.
         fuses: says whether the framework's compiler computes the value of a first step inside a second step that reads
             it; None without a compiler.
+        conjugates: whether backward programs run on the conjugate of a complex output gradient.
     """
 
     name: str
@@ -307,6 +275,7 @@ class Backend(Protocol):
     compiles: bool = False
     strided: bool = False
     fuses: Fuses | None = None
+    conjugates: bool = False
 
     def operand(self, array: Any) -> Operand:
         """Describe an array."""
@@ -376,6 +345,30 @@ class Backend(Protocol):
     def bind(self, plan: PlanRecord) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan on operands and index arrays."""
         ...
+
+    def bind_family(
+        self, plan: PlanRecord
+    ) -> Callable[[Member], Callable[[Sequence[Any], Mapping[str, Any]], Any]] | None:
+        """Return what makes the function that runs the plan of a member, which takes microseconds.
+
+        Law: the function does what `bind` makes of the member's own plan.
+
+        Args:
+            plan: the plan of a family's representative, whose steps all run at any sizes.
+
+        Returns:
+            The maker; None if each member must be bound by itself.
+        """
+        return None
+
+    def family_signature(
+        self, operands: Sequence[Any], indices: Mapping[str, Any]
+    ) -> tuple[Hashable, list[tuple[int, ...]]] | None:
+        """Return all that a family depends on but the sizes, and the shapes of operands and index arrays.
+
+        None if these arrays are bound by themselves. It takes microseconds.
+        """
+        return None
 
     def compiled_bytes(self, plan: PlanRecord) -> int | None:
         """Compile both programs of a plan and return the larger peak; None if the framework does not report it.

@@ -28,7 +28,7 @@ from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.ops import Op
 from planner.program.plan import Loop, PlanRecord
-from planner.program.tree import Leaf, Node, Tree, keep_values
+from planner.program.tree import Leaf, Node, Tree, change_tree, keep_values
 
 __all__ = [
     "Part",
@@ -119,13 +119,15 @@ def device_in_loop(device: Device, backend: str) -> Device:
 
 def resize_tree(tree: Tree, sizes: Mapping[str, int]) -> Tree:
     """Return the same tree for other sizes of some axes."""
-    if isinstance(tree, Leaf):
-        return tree
-    if isinstance(tree.op, Loop):
-        op: Op = _resize_loop(tree.op, sizes)
-    else:
-        op = dataclasses.replace(tree.op, spec=slice_spec(tree.op.spec, sizes))
-    return dataclasses.replace(tree, op=op, children=tuple(resize_tree(child, sizes) for child in tree.children))
+
+    def change(node: Node, children: tuple[Tree, ...]) -> Tree:
+        if isinstance(node.op, Loop):
+            op: Op = _resize_loop(node.op, sizes)
+        else:
+            op = dataclasses.replace(node.op, spec=slice_spec(node.op.spec, sizes))
+        return dataclasses.replace(node, op=op, children=children)
+
+    return change_tree(tree, change)
 
 
 def _resize_loop(loop: Loop, sizes: Mapping[str, int]) -> Loop:
@@ -175,7 +177,7 @@ def loop_over(
     for sizes, _ in slice_counts(axes, contraction.resolved.spec):
         part = dataclasses.replace(slice_of(contraction, sizes), device=device, options=options)
         small = resize_tree(tree, dict(part.resolved.spec.sizes))
-        programs = build(small, part, given_variables(part), lower)
+        programs = build(small, part, given_variables(part), lower, in_loop=True)
         bodies.append(
             PlanRecord.of_contraction(
                 part, tree=small, programs=programs, known_naive_cost=programs.cost, proven=False, origin="slice"

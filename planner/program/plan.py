@@ -16,7 +16,7 @@ from planner.program.callbacks import callbacks
 from planner.program.contraction import Contraction
 from planner.program.ops import Gradients, Op
 from planner.program.program import Keep, Program, Programs, Step
-from planner.program.tree import Leaf, Tree, path_of
+from planner.program.tree import Node, Tree, change_tree, nodes_of, path_of
 
 __all__ = ["AnyPlan", "Loop", "LoopGradient", "PlanRecord", "find_loop", "without_loops"]
 
@@ -188,9 +188,7 @@ class PlanRecord(Contraction):
 
 def find_loop(tree: Tree) -> Loop | None:
     """Return the first loop of a tree, or None."""
-    if isinstance(tree, Leaf):
-        return None
-    return tree.op if isinstance(tree.op, Loop) else next(filter(None, map(find_loop, tree.children)), None)
+    return next((node.op for node in nodes_of(tree) if isinstance(node.op, Loop)), None)
 
 
 def without_loops(
@@ -203,13 +201,14 @@ def without_loops(
         leaves: what to put in place of each operand; nothing by default.
         sizes: the sizes of the whole.
     """
-    if isinstance(tree, Leaf):
-        return tree if leaves is None else leaves[tree.operand]
-    children = tuple(without_loops(child, leaves, sizes) for child in tree.children)
-    op = tree.op
-    if isinstance(op, Loop):
-        return without_loops(op.body.tree, children, {**dict(op.spec.sizes), **sizes})
-    return dataclasses.replace(tree, op=dataclasses.replace(op, spec=slice_spec(op.spec, sizes)), children=children)
+
+    def change(node: Node, children: tuple[Tree, ...]) -> Tree:
+        op = node.op
+        if isinstance(op, Loop):
+            return without_loops(op.body.tree, children, {**dict(op.spec.sizes), **sizes})
+        return dataclasses.replace(node, op=dataclasses.replace(op, spec=slice_spec(op.spec, sizes)), children=children)
+
+    return change_tree(tree, change, lambda leaf: leaf if leaves is None else leaves[leaf.operand])
 
 
 # A `PlanRecord` or a `Plan`. A function that takes one returns the same type.

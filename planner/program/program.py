@@ -135,6 +135,8 @@ class Programs:
 
 # Tells whether a compiler computes the value of a first step inside a second step that reads it.
 Fuses = Callable[[Step, Step], bool]
+# Returns the scratch of a step for the sake of guards.
+Guarding = Callable[[Step], int]
 
 
 def fused_readers(steps: Sequence[Step], held: Sequence[int], fuses: Fuses) -> dict[int, int]:
@@ -170,6 +172,7 @@ def live_bytes(
     held: Sequence[int],
     start: int = 0,
     fuses: Fuses | None = None,
+    guarding: Guarding | None = None,
 ) -> tuple[list[Step], int]:
     """Find the bytes that are alive while each step of a program runs, and the peak.
 
@@ -184,11 +187,15 @@ def live_bytes(
         held: the variables that outlive the program.
         start: bytes that are alive all the time.
         fuses: says which values a compiler computes inside the steps that read them; None if there is no compiler.
+        guarding: returns the scratch of a step for the sake of guards; None if guards do not count.
 
     Returns:
         The steps with `releases` and `live_bytes` filled in, as they run one by one, and the peak.
     """
     alive = _alive(steps, variables, given, held, start, {})
+    if guarding is not None:
+        copies = _guarded_bytes(steps, variables, held)
+        alive = [now + guarding(step) + copied for step, now, copied in zip(steps, alive, copies, strict=True)]
     fused = {} if fuses is None else fused_readers(steps, held, fuses)
     peak = max(_alive(steps, variables, given, held, start, fused) if fused else alive, default=start)
     last_use = {variable: number for number, step in enumerate(steps) for variable in (*step.inputs, *step.outputs)}
@@ -226,6 +233,25 @@ def _alive(
         live += sum(variables[v].bytes for v in step.outputs if variables[v].base == v and v not in free)
         alive.append(live + step.choice.cost.scratch_bytes)
         live -= dying[number]
+    return alive
+
+
+def _guarded_bytes(steps: Sequence[Step], variables: Sequence[Variable], held: Sequence[int]) -> list[int]:
+    """Return the bytes of the copies that guards make if they act, and that are alive while each step runs."""
+    guard: dict[int, int] = {}  # the guard whose copy a variable is, or is a view of
+    last: dict[int, int] = {}
+    for number, step in enumerate(steps):
+        for variable in set(step.inputs) & set(guard):
+            last[guard[variable]] = number
+        if isinstance(step.op, Guard):
+            guard[step.outputs[0]] = last[number] = number
+        elif step.choice.view and step.inputs[0] in guard:
+            guard[step.outputs[0]] = guard[step.inputs[0]]
+    last |= {guard[variable]: len(steps) - 1 for variable in held if variable in guard}
+    alive = [0] * len(steps)
+    for first, end in last.items():
+        for number in range(first, end + 1):
+            alive[number] += variables[steps[first].outputs[0]].bytes
     return alive
 
 

@@ -23,11 +23,13 @@ from planner.program.loops import loop_node, loop_over
 from planner.program.ops import Cast, Einsum, Guard, JointGradient, Op, PricedImplementation
 from planner.program.plan import Loop, LoopGradient, PlanRecord
 from planner.program.program import Program, Programs, Step, Variable
-from planner.program.tree import Leaf, Node
+from planner.program.tree import Leaf, Node, flatten, tree_depth, unflatten
 
 __all__ = ["decode", "encode", "plan_from_json", "plan_to_json"]
 
 VERSION = 1
+# Deeper trees are written as lists: programs that read JSON refuse what is nested too deeply.
+MOST_DEPTH = 50
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -174,6 +176,8 @@ def encode(value: Any) -> Any:
         if isinstance(value, Loop):
             fields |= {"axes": value.axes, "bodies": value.bodies, "gradient": isinstance(value, LoopGradient)}
         return {"type": "Op", **{key: encode(entry) for key, entry in fields.items()}}
+    if isinstance(value, Node) and tree_depth(value) > MOST_DEPTH:
+        return {"type": "Tree", "nodes": encode(flatten(value))}
     name = "Plan" if isinstance(value, PlanRecord) else _NAMES.get(type(value))
     if name is not None:
         if isinstance(value, StepCost):
@@ -185,6 +189,9 @@ def encode(value: Any) -> Any:
         if isinstance(value, PlanRecord):
             del fields["known_naive_cost"]
             fields["naive_cost"] = value.naive_cost
+        for kind, newer in ((Options, "deadline"), (PlanCost, "bound")):  # plans stored before lack these
+            if isinstance(value, kind) and fields[newer] is None:
+                del fields[newer]
         if isinstance(value, Device):  # JSON has no infinity, and no rate is None
             fields = {key: None if entry == math.inf else entry for key, entry in fields.items()}
         version = {"version": VERSION} if isinstance(value, PlanRecord) else {}
@@ -211,6 +218,8 @@ def decode(value: Any) -> Any:
     parts = {key: decode(entry) for key, entry in fields.items()}
     if name == "Plan":
         return _decode_plan(**parts)
+    if name == "Tree":
+        return unflatten(**parts)
     return _decode_op(**parts) if name == "Op" else _CLASSES[name](**parts)
 
 

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from planner.program.ops import Op
 
-__all__ = ["Leaf", "Node", "Tree", "keep_values", "kept_nodes", "path_of", "read_by_gradients"]
+__all__ = [
+    "FlatNode",
+    "Leaf",
+    "Node",
+    "Tree",
+    "change_tree",
+    "find_needs",
+    "flatten",
+    "keep_values",
+    "kept_nodes",
+    "nodes_of",
+    "path_of",
+    "read_by_gradients",
+    "tree_depth",
+    "unflatten",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,6 +37,8 @@ class Leaf:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
     """A step of the contraction tree.
+
+    A tree may be thousands of steps deep, so nothing here recurs: neither comparing nor hashing nor pickling.
 
     Attributes:
         op: what the step computes.
@@ -35,20 +54,124 @@ class Node:
     backward_order: tuple[int, ...] = (0, 1)
     kept: bool = True
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Node):
+            return NotImplemented
+        return self is other or flatten(self) == flatten(other)
+
+    def __hash__(self) -> int:
+        return hash(flatten(self))
+
+    def __reduce__(self) -> tuple[Callable[..., Tree], tuple[Any, ...]]:
+        return unflatten, (flatten(self),)
+
 
 Tree = Leaf | Node
+# A step as `flatten` gives it: its op, the number of its children, and its other attributes.
+FlatNode = tuple[Op, int, tuple[int, ...], tuple[int, ...], bool]
+
+
+def nodes_of(tree: Tree) -> Iterator[Node]:
+    """Yield the steps of a tree, each before those that it reads, and all of the first child before the second."""
+    stack = [tree]
+    while stack:
+        top = stack.pop()
+        if isinstance(top, Node):
+            yield top
+            stack += reversed(top.children)
+
+
+def flatten(tree: Tree) -> tuple[int | FlatNode, ...]:
+    """Return a tree as one tuple: operands by number and steps, each after all that it reads."""
+    flat: list[int | FlatNode] = []
+    stack = [tree]
+    while stack:
+        top = stack.pop()
+        if isinstance(top, Leaf):
+            flat.append(top.operand)
+        else:
+            flat.append((top.op, len(top.children), top.order, top.backward_order, top.kept))
+            stack += top.children
+    return tuple(reversed(flat))
+
+
+def unflatten(nodes: Sequence[int | FlatNode]) -> Tree:
+    """Return the tree that `flatten` turned into a tuple."""
+    done: list[Tree] = []
+    for entry in nodes:
+        if isinstance(entry, int):
+            done.append(Leaf(entry))
+            continue
+        op, count, order, backward_order, kept = entry
+        first = len(done) - count
+        if first < 0:
+            raise ValueError("a step of a tree lacks children")
+        done[first:] = [Node(op, tuple(done[first:]), order, backward_order, kept)]
+    (tree,) = done
+    return tree
+
+
+def tree_depth(tree: Tree) -> int:
+    """Return the number of steps from the root of a tree down to its deepest operand."""
+    depths: list[int] = []
+    for entry in flatten(tree):
+        if isinstance(entry, int):
+            depths.append(0)
+        else:
+            first = len(depths) - entry[1]
+            depths[first:] = [1 + max(depths[first:], default=0)]
+    return depths[0]
+
+
+def change_tree(
+    tree: Tree, change: Callable[[Node, tuple[Tree, ...]], Tree], leaf: Callable[[Leaf], Tree] = lambda leaf: leaf
+) -> Tree:
+    """Return a tree made anew from its operands upwards.
+
+    Args:
+        tree: the tree.
+        change: returns what takes a node's place; it is given the node and its changed children.
+        leaf: returns what takes an operand's place.
+    """
+    done: list[Tree] = []
+    stack: list[tuple[Tree, bool]] = [(tree, False)]
+    while stack:
+        top, visited = stack.pop()
+        if isinstance(top, Leaf):
+            done.append(leaf(top))
+        elif visited:
+            first = len(done) - len(top.children)
+            done[first:] = [change(top, tuple(done[first:]))]
+        else:
+            stack.append((top, True))
+            stack += [(child, False) for child in reversed(top.children)]
+    (changed,) = done
+    return changed
 
 
 def keep_values(tree: Tree, kept: bool) -> Tree:
     """Return the tree with all of its values kept, or with none kept."""
-    if isinstance(tree, Leaf):
-        return tree
-    return dataclasses.replace(tree, children=tuple(keep_values(child, kept) for child in tree.children), kept=kept)
+    return change_tree(tree, lambda node, children: dataclasses.replace(node, children=children, kept=kept))
 
 
 def read_by_gradients(needs: Sequence[bool]) -> tuple[bool, ...]:
     """Return, for each child, whether a gradient step reads its value: if a sibling needs a gradient."""
     return tuple(any(needs[:i]) or any(needs[i + 1 :]) for i in range(len(needs)))
+
+
+def find_needs(tree: Tree, requires: Sequence[bool]) -> dict[int, bool]:
+    """Return, by the id of each node, whether the gradient of its value is needed.
+
+    Args:
+        tree: the tree.
+        requires: which operands need a gradient.
+    """
+    needs: dict[int, bool] = {}
+    for node in reversed(list(nodes_of(tree))):
+        needs[id(node)] = any(
+            requires[child.operand] if isinstance(child, Leaf) else needs[id(child)] for child in node.children
+        )
+    return needs
 
 
 def kept_nodes(tree: Tree, requires: Sequence[bool]) -> tuple[Node, ...]:
@@ -61,48 +184,40 @@ def kept_nodes(tree: Tree, requires: Sequence[bool]) -> tuple[Node, ...]:
         requires: which operands need a gradient.
     """
     kept: list[Node] = []
-    needs: dict[int, bool] = {}
-
-    def needs_gradient(tree: Tree) -> bool:
-        if isinstance(tree, Leaf):
-            return requires[tree.operand]
-        if id(tree) not in needs:
-            needs[id(tree)] = any(needs_gradient(child) for child in tree.children)
-        return needs[id(tree)]
-
-    def visit(node: Node, recomputed: bool) -> None:
-        needed_by = [needs_gradient(child) for child in node.children]
+    needs = find_needs(tree, requires)
+    stack = [(tree, False, False)]  # each with whether its value is needed, and whether it is recomputed
+    while stack:
+        node, needed, recomputed = stack.pop()
+        if isinstance(node, Leaf):
+            continue
+        if needed and node.kept:
+            kept.append(node)
+        needed_by = [requires[c.operand] if isinstance(c, Leaf) else needs[id(c)] for c in node.children]
         reads = (any(needed_by),) * len(needed_by) if node.op.gradient_reads_all else read_by_gradients(needed_by)
-        for child, read in zip(node.children, reads, strict=True):
-            if isinstance(child, Node):
-                needed = read or recomputed
-                if needed and child.kept:
-                    kept.append(child)
-                visit(child, needed and not child.kept)
-
-    if isinstance(tree, Node):
-        visit(tree, False)
+        for child, read in zip(reversed(node.children), reversed(reads), strict=True):
+            needed = read or recomputed
+            again = needed and isinstance(child, Node) and not child.kept
+            stack.append((child, needed, again))
     return tuple(kept)
 
 
 def path_of(tree: Tree, operands: int) -> tuple[tuple[int, ...], ...]:
     """Return a tree's path over the operands in opt_einsum's form, without the steps on one operand."""
     steps: list[tuple[int, ...]] = []
-    positions: list[object] = list(range(operands))
-
-    def visit(node: Tree) -> object:
-        if isinstance(node, Leaf):
-            return node.operand
-        names = [visit(child) for child in node.children]
-        if len(names) == 1:
-            return names[0]
-        places = sorted(positions.index(name) for name in names)
+    left = list(range(operands))  # the numbers of the values that are left, in ascending order
+    done: list[int] = []
+    for entry in flatten(tree):
+        if isinstance(entry, int):
+            done.append(entry)
+            continue
+        count = entry[1]
+        if count == 1:
+            continue
+        places = sorted(bisect.bisect_left(left, number) for number in done[-count:])
+        del done[-count:]
         for place in reversed(places):
-            del positions[place]
-        result = object()
-        positions.append(result)
+            del left[place]
+        done.append(operands + len(steps))
+        left.append(done[-1])
         steps.append(tuple(places))
-        return result
-
-    visit(tree)
     return tuple(steps) or ((0,),)

@@ -21,6 +21,9 @@ from planner.search.space import AUTO, PATH_STOP, SearchSpace
 
 __all__ = ["Alternative", "alternatives"]
 
+# From left to right the values of a network of more operands have hundreds of axes, and pricing them takes a minute.
+MOST_LEFT_TO_RIGHT = 200
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Alternative(Generic[AnyPlan]):
@@ -76,7 +79,7 @@ def alternatives(plan: AnyPlan, most: int) -> tuple[Alternative[AnyPlan], ...]:
         for objective in OBJECTIVES:
             if space.may_be_exact(objective, AUTO):
                 consider(partial(space.search, objective, AUTO), f"least {objective}", bare)
-        for name in ("greedy", "left to right"):
+        for name in ("greedy", "left to right") if len(plan.operands) <= MOST_LEFT_TO_RIGHT else ("greedy",):
             path = left_to_right(len(plan.operands)) if name == "left to right" else space.path(name)
             consider(partial(space.search, "time", PATH_STOP, path), f"{name} path", bare)
     consider(lambda: space.search("flops", PATH_STOP, space.path("auto"), naive=True), "naive: takes first")

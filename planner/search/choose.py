@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from planner.cost.figures import PlanCost
 from planner.cost.limits import NO_LIMITS, Limits, keeps_within
@@ -23,8 +23,15 @@ from planner.search.stored import remembered
 __all__ = ["make_plan", "naive_cost"]
 
 
-def make_plan(contraction: Contraction) -> PlanRecord:
+def make_plan(
+    contraction: Contraction, given: Callable[[SearchSpace], Candidate] | None = None, loops: bool = True
+) -> PlanRecord:
     """Choose the plan of a contraction. What a long search chose is remembered on disk, see `planner.search.stored`.
+
+    Args:
+        contraction: what to plan.
+        given: returns the candidate to take in place of the searches' results; see `planner.search.family`.
+        loops: whether the plan may be a loop over slices.
 
     Raises:
         PlannerLimitError: no plan that was found is within the limits.
@@ -32,17 +39,22 @@ def make_plan(contraction: Contraction) -> PlanRecord:
         PlannerError: an option is unknown.
     """
     check_objective(contraction.options.minimize)
-    return remembered(contraction, lambda: _search_plan(contraction))
+    if given is not None:
+        return _search_plan(contraction, given, loops)
+    return remembered(contraction, loops, lambda: _search_plan(contraction, None, loops))
 
 
-def _search_plan(contraction: Contraction) -> PlanRecord:
+def _search_plan(contraction: Contraction, given: Callable[[SearchSpace], Candidate] | None, loops: bool) -> PlanRecord:
+    """Search for the plan of a contraction; the arguments are those of `make_plan`."""
     space = SearchSpace(contraction)
-    best, candidates = _best(space)
+    best, candidates = _best(space, given, loops)
     try:
-        best = order_children(space, best)
+        best = best if given else order_children(space, best)
     except KeyboardInterrupt:
         best = dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}")
-    cost = dataclasses.replace(best.cost, bound=lower_bound(space, best, candidates))
+    # What is known of a family's members is known of their representative.
+    bound = None if given else lower_bound(space, best, candidates)
+    cost = dataclasses.replace(best.cost, bound=bound)
     return PlanRecord.of_contraction(
         contraction,
         tree=best.tree,
@@ -57,8 +69,10 @@ def naive_cost(contraction: Contraction) -> PlanCost:
     return SearchSpace(contraction).naive().cost
 
 
-def _best(space: SearchSpace) -> tuple[Candidate, list[Candidate]]:
-    """Return the best candidate within the limits, and all that were found.
+def _best(
+    space: SearchSpace, given: Callable[[SearchSpace], Candidate] | None, loops: bool
+) -> tuple[Candidate, list[Candidate]]:
+    """Return the best candidate within the limits, and all that were found; the arguments are those of `make_plan`.
 
     First the search for the objective runs without limits. If its result is within the limits, it is the best.
     Otherwise a search under the limits chooses what is kept together with the tree. If that finds nothing, the searches
@@ -97,9 +111,17 @@ def _best(space: SearchSpace) -> tuple[Candidate, list[Candidate]]:
             return best
         return dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}", interrupted=True)
 
-    for objective in objectives:
-        consider(_candidates(space, objective))
+    if given is not None:
+        consider([given(space)])
+    else:
+        for objective in objectives:
+            consider(_candidates(space, objective))
     best = min(candidates, key=lambda c: key(c.cost), default=None)
+    if best is not None and not best.proven and options.minimize == "peak" and space.resolved.spec.gathers:
+        # The search does not know what guards need.
+        for objective in OBJECTIVES:
+            consider(_candidates(space, objective))
+        best = min(candidates, key=lambda c: key(c.cost))
     if best is None or not keeps_within(best.cost, limits):
         for objective in objectives:
             consider(_candidates(space, objective, limits))
@@ -110,7 +132,11 @@ def _best(space: SearchSpace) -> tuple[Candidate, list[Candidate]]:
             for objective, search_limits in (("retained", NO_LIMITS), ("peak", Limits(None, options.retain_limit))):
                 lean = _candidates(space, objective, search_limits)
                 consider(quicken_steps(space, candidate) for candidate in lean)
-    if candidates:
+        if best_allowed() is None and space.resolved.spec.gathers:
+            # The searches do not know what guards need: any of their results may do.
+            for objective in OBJECTIVES:
+                consider(_candidates(space, objective))
+    if candidates and loops:
         consider(loop_candidates(space, tuple(candidates)))
     chosen = best_allowed()
     if chosen is None:
@@ -130,7 +156,8 @@ def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) 
         as_searched = programs.row_major or (
             objective in ADDITIVE and plan_key(objective)(programs.cost)[0] <= _score(objective, result)
         )
-        proven = exact and can_prove and as_searched
+        guarded = objective == "peak" and programs.has_guards
+        proven = exact and can_prove and as_searched and not guarded
         origin = f"{search_name}, {objective}"
         bounds = can_prove and limits == NO_LIMITS and objective in ADDITIVE and search_name == "exact"
         found = result if bounds else None

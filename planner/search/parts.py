@@ -12,7 +12,7 @@ from planner.language.spec import Operand, Spec, Term, term_axes
 from planner.program.build import given_variables
 from planner.program.contraction import Contraction
 from planner.program.ops import Cast, Einsum
-from planner.program.tree import Leaf, Node, Tree
+from planner.program.tree import Leaf, Node, Tree, change_tree, nodes_of
 
 __all__ = ["TreePart", "cut_out", "large_values", "whole_part"]
 
@@ -26,20 +26,12 @@ def large_values(tree: Tree) -> Iterator[tuple[Node, int]]:
     Values are large, for each of the largest sizes in turn, if they have that size or more. The size comes with the
     node, in elements.
     """
-    nodes = list(_nodes(tree))
+    nodes = list(nodes_of(tree))
     for least in sorted({_size(node) for node in nodes[1:]}, reverse=True)[:MOST_SIZES]:
         for node in nodes:
             reads = any(_size(child) >= least for child in node.children)
             if reads and (node is tree or _size(node) < least):
                 yield node, least
-
-
-def _nodes(tree: Tree) -> Iterator[Node]:
-    """Yield the nodes of a tree, the root first."""
-    if isinstance(tree, Node):
-        yield tree
-        for child in tree.children:
-            yield from _nodes(child)
 
 
 def _size(tree: Tree) -> int:
@@ -73,7 +65,7 @@ class TreePart:
     @property
     def large_axes(self) -> list[str]:
         """The axes that all of the large values in it have."""
-        _, *inner = _nodes(self.tree)
+        _, *inner = nodes_of(self.tree)
         axes = dict(self.contraction.resolved.spec.sizes)
         return [axis for axis in axes if all(axis in node.op.spec.output for node in inner)]
 
@@ -86,14 +78,12 @@ class TreePart:
     def replaced(self, node: Node) -> Tree:
         """Return the whole tree with a node in place of the part."""
 
-        def visit(tree: Tree) -> Tree:
-            if tree is self.root:
-                return node if isinstance(tree, Leaf) else dataclasses.replace(node, kept=tree.kept)
-            if isinstance(tree, Leaf):
-                return tree
-            return dataclasses.replace(tree, children=tuple(map(visit, tree.children)))
+        def change(old: Node, children: tuple[Tree, ...]) -> Tree:
+            if old is self.root:
+                return dataclasses.replace(node, kept=old.kept)
+            return dataclasses.replace(old, children=children)
 
-        return visit(self.whole)
+        return change_tree(self.whole, change, lambda leaf: node if leaf is self.root else leaf)
 
 
 def whole_part(contraction: Contraction, tree: Tree) -> TreePart:
@@ -160,5 +150,5 @@ def _operand(contraction: Contraction, tree: Tree, shape: tuple[int, ...]) -> Op
     if isinstance(tree, Leaf):
         operand = contraction.operands[tree.operand]
         return Operand(shape, operand.dtype, strides_in(operand, shape), operand.requires_grad)
-    below = (child for node in _nodes(tree) for child in node.children if isinstance(child, Leaf))
+    below = (child for node in nodes_of(tree) for child in node.children if isinstance(child, Leaf))
     return Operand(shape, tree.op.dtype, None, any(contraction.requires_grad[leaf.operand] for leaf in below))

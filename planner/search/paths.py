@@ -114,7 +114,9 @@ def find_joined_sets(path: Path, operands: int) -> frozenset[int]:
     groups, joined = [1 << i for i in range(operands)], set()
     for step in path:
         whole = sum(groups[i] for i in step)
-        groups = [group for i, group in enumerate(groups) if i not in step] + [whole]
+        for i in sorted(step, reverse=True):
+            del groups[i]
+        groups.append(whole)
         if len(step) > 1:
             joined.add(whole)
     return frozenset(joined)

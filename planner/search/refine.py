@@ -7,13 +7,13 @@ import dataclasses
 from planner.cost.limits import within
 from planner.cost.objective import plan_key
 from planner.program.ops import JointGradient
-from planner.program.tree import Leaf, Node, Tree
+from planner.program.tree import Leaf, Node, Tree, nodes_of
 from planner.search.space import Candidate, SearchSpace
 
 __all__ = ["order_children", "quicken_steps"]
 
 # Each trial builds the programs anew, so the numbers of nodes and ops to try are limited.
-MOST_NODES, MOST_OPS = 12, 24
+MOST_NODES, MOST_STEPS, MOST_OPS = 12, 200, 24
 
 
 def quicken_steps(space: SearchSpace, candidate: Candidate) -> Candidate:
@@ -48,7 +48,7 @@ def quicken_steps(space: SearchSpace, candidate: Candidate) -> Candidate:
 
 def order_children(space: SearchSpace, best: Candidate) -> Candidate:
     """Return the candidate with children in the order of least memory, unless the search chose the order."""
-    if space.options.minimize == "peak":
+    if space.options.minimize == "peak" or sum(1 for _ in nodes_of(best.tree)) > MOST_STEPS:
         return best
     nodes = _binary_nodes(best.tree)
     if len(nodes) > MOST_NODES:

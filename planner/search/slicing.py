@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from planner.cost.figures import Cost
 from planner.cost.limits import NO_LIMITS, Limits, keeps_within
 from planner.cost.objective import plan_key, step_key
+from planner.language.dtypes import itemsize
 from planner.language.errors import PlannerError, SearchLimitError
 from planner.language.spec import Spec, term_axes
 from planner.program.build import Lowerer
@@ -23,11 +25,12 @@ from planner.program.loops import (
     slice_counts,
     slice_of,
 )
+from planner.program.ops import Einsum
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Programs
-from planner.program.tree import Node, Tree, keep_values
+from planner.program.tree import Node, Tree, keep_values, nodes_of
 from planner.search.parts import TreePart, cut_out, large_values, whole_part
-from planner.search.space import SLICE_STOP, Candidate, SearchSpace, run_searches
+from planner.search.space import MOST_AUTO, SLICE_STOP, Candidate, SearchSpace, run_searches
 
 __all__ = ["can_be_cut", "fastest", "loop_candidates", "make_loop", "worth_cutting"]
 
@@ -36,6 +39,10 @@ LARGE_BYTES = 1 << 25
 MOST_LOOPS, MOST_SLICES = 3, 4096
 # The share of the steps that loops around parts of a tree may take.
 PART_SHARE = 8
+# Loops around parts are tried for up to so many operands.
+MOST_PART_OPERANDS = 200
+# For many operands the search for loops may price this many times fewer steps.
+LARGE_SHARE = 4
 # How many steps the search for loops may price, without limits and with; each takes 50 to 200 us.
 PRICED_STEPS, PRICED_STEPS_LIMITED = 10_000, 30_000
 # Under a limit, slices predicted to take no more than this times the fastest count as equally fast, and the leanest of
@@ -95,6 +102,11 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
 
     if around_parts:
         yield from best_of(around_parts)
+    if search.large and limits.memory is not None and not allowed:
+        for candidate in search.price_many_axes(rival.tree, limits.memory):
+            yield candidate
+            if keeps_within(candidate.cost, limits):
+                return
     axes: tuple[tuple[str, int], ...] = ()
     previous: Candidate | None = None
     for _ in range(MOST_LOOPS):
@@ -127,19 +139,27 @@ class _LoopSearch:
         options = space.options
         limited = options.memory_limit is not None or options.retain_limit is not None
         self.steps_left = PRICED_STEPS_LIMITED if limited else PRICED_STEPS
+        # The steps of many operands are small ones, and the loops over them are many.
+        self.large = len(space.operands) > MOST_AUTO
+        if self.large:
+            self.steps_left //= LARGE_SHARE
         keys = ("time", "peak") if limited or options.minimize in ("peak", "retained") else ("time",)
         device = device_in_loop(space.device, space.backend)
         self.lowerers = {key: body_lowerer(space.backend, device, key) for key in keys}
+
+    def is_over(self) -> bool:
+        """Whether as many steps as allowed are priced, or the deadline is over."""
+        return self.steps_left <= 0 or (self.space.ends is not None and time.monotonic() > self.space.ends)
 
     def price_another_axis(self, axes: tuple[tuple[str, int], ...]) -> list[Candidate]:
         """Return loops over the given axes and one more: each axis that can be cut, in slices of several sizes."""
         spec = self.space.resolved.spec
         priced: list[Candidate] = []
         for axis, size in _by_bytes(self.whole, spec):
-            if size < 2 or axis in dict(axes) or not can_be_cut(spec, axis) or self.steps_left <= 0:
+            if size < 2 or axis in dict(axes) or not can_be_cut(spec, axis) or self.is_over():
                 continue
             self.steps_left -= SLICE_STOP.priced
-            slice_trees = _slice_trees(self.space, {**dict(axes), axis: 1})
+            slice_trees = [] if self.large else _slice_trees(self.space, {**dict(axes), axis: 1})
             trees = tuple(dict.fromkeys((*self.trees, *slice_trees)))
             for slice_size in _ladder(size):
                 cut = (*axes, (axis, slice_size))
@@ -147,11 +167,48 @@ class _LoopSearch:
                     priced += self._price(cut, trees)
         return priced
 
+    def price_many_axes(self, tree: Tree, limit: int) -> Iterator[Candidate]:
+        """Yield loops over more and more axes, in slices of one element, once the largest value is within the limit.
+
+        Among the axes of the largest value, each time the one is cut that adds the fewest FLOPs: a step without the
+        axis is done again for each slice.
+        """
+        spec = self.space.resolved.spec
+        sizes, width, slices = dict(spec.sizes), itemsize(self.space.dtype), 1
+        nodes = [node for node in nodes_of(tree) if isinstance(node.op, Einsum)]
+        joints = [{axis for term in node.op.spec.terms for axis in term_axes(term)} for node in nodes]
+        results = [set(term_axes(node.op.spec.output)) for node in nodes]
+        cut: list[tuple[str, int]] = []
+
+        def elements(axes: set[str]) -> int:
+            return math.prod(sizes.get(axis, 1) for axis in axes)
+
+        while results:
+            largest = max(results, key=elements)
+            free = [axis for axis in sorted(largest) if sizes.get(axis, 1) > 1 and can_be_cut(spec, axis)]
+            if not free:
+                return
+            work = [(elements(axes), axes) for axes in joints]
+
+            def flops(axis: str, work: Sequence[tuple[int, set[str]]] = work) -> int:
+                return sum(count if axis in axes else count * sizes[axis] for count, axes in work)
+
+            axis = min(free, key=flops)
+            slices *= sizes[axis]
+            if slices > MOST_SLICES:
+                return
+            cut.append((axis, 1))
+            sizes[axis] = 1
+            if elements(max(results, key=elements)) * width <= limit:
+                yield from self._price(tuple(cut), (tree,))
+
     def price_parts(self, candidates: Sequence[Candidate], limits: Limits) -> list[Candidate]:
         """Return trees with a loop around the steps that make and read their largest values.
 
         Each axis that all of these values have is cut, into smaller and smaller slices until limits are met.
         """
+        if len(self.space.operands) > MOST_PART_OPERANDS:
+            return []
         left, self.steps_left = self.steps_left, self.steps_left // PART_SHARE
         priced = list(self._price_parts(candidates, limits))
         self.steps_left += left - left // PART_SHARE
@@ -167,7 +224,7 @@ class _LoopSearch:
                     size = part.contraction.resolved.spec.size(axis)
                     sizes = [n for n in _ladder(size) if -(-size // n) <= MOST_SLICES]
                     for (key, lower), slice_size in itertools.product(self.lowerers.items(), sizes):
-                        if self.steps_left <= 0:
+                        if self.is_over():
                             return
                         self.steps_left -= 2 * len(candidate.programs.steps)  # those of the whole, and of a slice
                         looped = _loop_around(self.space, part, ((axis, slice_size),), key, lower, candidate.lower)

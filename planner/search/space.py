@@ -16,6 +16,7 @@ from planner.language.options import SEARCHES, is_name
 from planner.program.build import Lowerer, build, given_variables
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
+from planner.program.guards import index_bytes
 from planner.program.ops import Op, PricedImplementation
 from planner.program.plan import Loop, find_loop
 from planner.program.program import Programs
@@ -23,7 +24,9 @@ from planner.program.tree import Tree
 from planner.search.exact.dynamic import FRONT_LIMIT, Search
 from planner.search.exact.lazy import LazySearch, Stop
 from planner.search.exact.network import Network
-from planner.search.exact.steps import NetworkSteps, SearchEnded, SearchResult, Splits
+from planner.search.exact.steps import NetworkSteps, SearchEnded, SearchResult
+from planner.search.many.greedy import improved_path
+from planner.search.many.reconfigure import MOST_CUT, estimate_of
 from planner.search.paths import PATH_NAMES, check_path, external_path, is_path_name, splits_of
 
 __all__ = [
@@ -48,6 +51,10 @@ SLICE_STOP = Stop(priced=60, listed=2_000, scored=1_000, operands=10, gains=True
 # A search that scores steps is tried if there are at most this many times as many steps as it may score: most steps are
 # ruled out before they are scored.
 MOST_TRIED = 12
+# How many more steps a search over a path may score for each operand.
+OPERAND_WORK = 4
+# opt_einsum's "auto" is tried up to so many operands; beyond 14 it is its greedy path.
+MOST_AUTO = 40
 # If there are more distinct gathers than this, the search over a path does not try every combination of their places.
 MOST_FACTORS = 5
 # The most steps that a search over a path may score if it also chooses what is kept, and the lengths of fronts that it
@@ -112,10 +119,14 @@ class SearchSpace:
         Raises:
             SearchLimitError: the search would have to look at more steps.
         """
+        if limits.memory is not None and not load_backend(self.backend).compiles:
+            limits = limits._replace(memory=limits.memory - index_bytes(self.resolved.spec))
         lower = Lowerer(self.stock_choices if naive else self.choices, step_key(objective))
         chooses = any(self.requires) and (limits != NO_LIMITS or objective in ("peak", "retained"))
         additive = objective in ADDITIVE and limits == NO_LIMITS and not naive
         splits = None if path is None else splits_of(path, len(self.operands))
+        # With many operands a path has many steps.
+        more = OPERAND_WORK * len(self.operands)
 
         def search_of(steps: NetworkSteps, work: int, **options: Any) -> Search:
             keep: Literal["all", "any"] = "any" if chooses else "all"
@@ -124,34 +135,39 @@ class SearchSpace:
         def search_lazily(stop: Stop) -> SearchResult:
             return LazySearch(self.steps, self.requires, lower, objective, self.device, self.bounded, stop).run(splits)
 
-        def along(splits: Splits) -> SearchResult | None:
+        def along(path: Any) -> SearchResult | None:
+            splits = splits_of(path, len(self.operands))
             keeps = chooses or limits != NO_LIMITS
             fronts, work = (PATH_FRONTS, KEEPING_PATH_WORK) if keeps else ((FRONT_LIMIT,), PATH_WORK)
+            work += more
             few = NetworkSteps(Network(self.resolved.spec, few=True), self.casts, self.dtype, self.layouts)
+            sets = few.network.prepare(path)
             if not naive:
                 for front in fronts:
                     with contextlib.suppress(SearchLimitError):
-                        return search_of(few, work, front_limit=front).run(splits)
+                        return search_of(few, work, front_limit=front).run(splits, sets)
             try:
-                return search_of(few, work, front_limit=fronts[-1], takes_first=True).run(splits)
+                return search_of(few, work, front_limit=fronts[-1], takes_first=True).run(splits, sets)
             except SearchLimitError:
                 if not keeps:
                     raise
                 return None  # another path may be within the limits
 
-        if splits is not None:
+        if path is not None and splits is not None:
             if not naive and len(self.network.gathers) <= MOST_FACTORS:
+                sets = self.network.prepare(path)
                 with contextlib.suppress(SearchLimitError):
                     if additive:
-                        return search_lazily(PATH_STOP), lower
-                    return search_of(self.steps, PATH_WORK).run(splits), lower
-            return along(splits), lower
+                        listed = PATH_STOP._replace(priced=PATH_WORK + more, listed=PATH_STOP.listed + 10 * more)
+                        return search_lazily(listed), lower
+                    return search_of(self.steps, PATH_WORK + more).run(splits, sets), lower
+            return along(path), lower
         if additive:
             try:
                 return search_lazily(stop._replace(deadline=self.ends)), lower
             except (KeyboardInterrupt, SearchEnded) as end:
                 # Nothing is priced yet.
-                greedy = along(splits_of(self.path("greedy"), len(self.operands)))
+                greedy = along(self.path("greedy"))
                 if greedy is None:
                     raise
                 interrupted = isinstance(end, KeyboardInterrupt)
@@ -159,7 +175,7 @@ class SearchSpace:
         work = stop.scored
         if len(self.operands) <= 2:
             return search_of(self.steps, work).run(), lower
-        greedy = along(splits_of(self.path("greedy"), len(self.operands)))
+        greedy = along(self.path("greedy"))
         try:
             # Partial plans with peaks take twice as long to compare.
             if chooses and (limits.memory is not None or objective == "peak"):
@@ -271,10 +287,45 @@ def run_searches(
                 if result is not None:
                     yield result, lower, "exact"
                 return
-        for name in ("greedy",) if len(space.operands) > 40 else ("greedy", "auto"):
-            yield from along(space.path(name), f"opt_einsum {name}")
+        yield from _search_large(space, objective, limits, auto is AUTO)
         return
     if is_name(optimize) and not is_path_name(optimize):
         known = ", ".join(map(repr, (*SEARCHES, *PATH_NAMES)))
         raise PlannerError(f"optimize={optimize!r} is unknown: take one of {known}, a path or a PathOptimizer")
     yield from along(space.path(optimize), f"opt_einsum {optimize}" if is_name(optimize) else "given path")
+
+
+def _search_large(
+    space: SearchSpace, objective: str, limits: Limits, improves: bool
+) -> Iterator[tuple[SearchResult, Lowerer, str]]:
+    """Yield what the searches for more operands than the exact search takes find; see `run_searches`.
+
+    Args:
+        space: the contraction.
+        objective: what is minimised.
+        limits: the limits that trees must meet.
+        improves: whether to improve greedy paths too.
+    """
+
+    def along(path: Any) -> tuple[SearchResult | None, Lowerer]:
+        return space.search(objective, PATH_STOP, path, limits=limits)
+
+    names = ("greedy",) if len(space.operands) > MOST_AUTO else ("greedy", "auto")
+    paths = [space.path(name) for name in names]
+    begun = time.monotonic()
+    for name, path in zip(names, paths, strict=True):
+        result, lower = along(path)
+        if result is not None:
+            yield result, lower, f"opt_einsum {name}"
+    if not improves:
+        return
+    # What is found must still be priced before the deadline.
+    pricing = (time.monotonic() - begun) / len(names)
+    estimate = estimate_of(objective, space.device, space.dtype)
+    ends = None if space.ends is None else space.ends - pricing
+    # A time takes several times as long to estimate as FLOPs.
+    most = MOST_CUT if objective == "flops" else MOST_CUT - 1
+    improved = improved_path(space.network, space.requires, estimate, paths, ends, most)
+    result, lower = along(improved.path)
+    if result is not None:
+        yield dataclasses.replace(result, exact=False, interrupted=improved.interrupted), lower, "improved greedy"

@@ -12,6 +12,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 from planner.cost.store import disk_enabled, recall, remember, warn_of_damage
@@ -41,16 +42,17 @@ _DAMAGE = (PlannerError, ValueError, LookupError, TypeError, AttributeError, Ari
            RecursionError)  # fmt: skip
 
 
-def remembered(contraction: Contraction, search: Callable[[], PlanRecord]) -> PlanRecord:
+def remembered(contraction: Contraction, loops: bool, search: Callable[[], PlanRecord]) -> PlanRecord:
     """Return the plan that is on disk, or else search it, and remember it if the search was long.
 
     A search that Ctrl-C or a deadline ended is not remembered.
 
     Args:
         contraction: what to plan.
+        loops: whether the plan may be a loop over slices.
         search: searches the plan.
     """
-    key = _key(contraction) if _may_take_long(contraction) and disk_enabled() else None
+    key = _key(contraction, loops) if _may_take_long(contraction) and disk_enabled() else None
     if key is None:
         return search()
 
@@ -79,7 +81,7 @@ def _may_take_long(contraction: Contraction) -> bool:
     return limited or 3 ** (len(spec.inputs) + len(spec.gathers)) // 2 >= LEAST_WORK
 
 
-def _key(contraction: Contraction) -> dict[str, Any] | None:
+def _key(contraction: Contraction, loops: bool) -> dict[str, Any] | None:
     """Return everything that the choice depends on, as JSON; None if a function, or a row of the user's own, is part.
 
     Whether either has changed cannot be known.
@@ -93,6 +95,7 @@ def _key(contraction: Contraction) -> dict[str, Any] | None:
             "planner": __version__,
             "code": _code(contraction.backend),
             "opt_einsum": version("opt_einsum"),
+            "cotengrust": version("cotengrust") if find_spec("cotengrust") else None,
             "environment": backend.environment(()),
             "rows": _digest("\n".join(backend.table.rows).encode()),
             "backend": contraction.backend,
@@ -103,6 +106,7 @@ def _key(contraction: Contraction) -> dict[str, Any] | None:
             "index_mode": contraction.index_mode,
             "options": encode(options),
             "gradient_strides": encode(contraction.gradient_strides),
+            "loops": loops,
         }
     except PlannerError:  # a rate is NaN
         return None

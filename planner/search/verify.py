@@ -18,7 +18,7 @@ from planner.language.options import Options
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.plan import AnyPlan, PlanRecord
-from planner.search.choose import make_plan
+from planner.search.family import make_family_plan
 
 __all__ = ["accept_plan", "keep_fitting"]
 
@@ -40,7 +40,7 @@ def accept_plan(contraction: Contraction) -> PlanRecord:
     options, limit = contraction.options, contraction.options.memory_limit
 
     def make(options: Options) -> PlanRecord:
-        return make_plan(dataclasses.replace(contraction, options=options))
+        return make_family_plan(dataclasses.replace(contraction, options=options))
 
     if limit is None or not load_backend(contraction.backend).compiles:
         return make(options)

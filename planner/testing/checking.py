@@ -312,8 +312,6 @@ def _refusal(law: Law, engine: Engine, dtype: str) -> str:
         return "integers have no gradients"
     if law.name == "peak bytes" and dtype in HALF_TYPES and engine.name != "jax":
         return "plans do not predict what a CPU's library allocates for half types"
-    if law.name == "peak bytes" and dtype.startswith("complex") and engine.name == "torch":
-        return "plans do not predict the conjugates of complex operands"
     return ""
 
 

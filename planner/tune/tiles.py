@@ -10,7 +10,7 @@ from planner.program.frameworks import load_backend
 from planner.program.ops import Op, PricedImplementation
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Program
-from planner.program.tree import Leaf, Tree
+from planner.program.tree import Node, Tree, change_tree
 
 __all__ = ["tune_tiles"]
 
@@ -62,10 +62,8 @@ def _with_choice(plan: PlanRecord, op: Op, chosen: PricedImplementation, choice:
             return other
         return dataclasses.replace(other, bodies=tuple(_with_choice(body, op, chosen, choice) for body in other.bodies))
 
-    def in_tree(tree: Tree) -> Tree:
-        if isinstance(tree, Leaf):
-            return tree
-        return dataclasses.replace(tree, op=in_op(tree.op), children=tuple(map(in_tree, tree.children)))
+    def in_node(node: Node, children: tuple[Tree, ...]) -> Tree:
+        return dataclasses.replace(node, op=in_op(node.op), children=children)
 
     def in_program(program: Program) -> Program:
         steps = [
@@ -80,4 +78,4 @@ def _with_choice(plan: PlanRecord, op: Op, chosen: PricedImplementation, choice:
     programs = dataclasses.replace(
         plan.programs, forward=in_program(forward), backward=backward and in_program(backward)
     )
-    return dataclasses.replace(plan, tree=in_tree(plan.tree), programs=programs)
+    return dataclasses.replace(plan, tree=change_tree(plan.tree, in_node), programs=programs)

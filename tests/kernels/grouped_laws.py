@@ -88,7 +88,7 @@ def problems(sizes: st.SearchStrategy[Any], layouts: tuple[str, ...] = ("plain",
     return st.builds(lambda size, **how: Problem(*size, **how), sizes, **how)
 
 
-def by_a_loop(operands: list[np.ndarray], index: list[Any], conjugates: bool) -> dict[str, np.ndarray]:
+def by_a_loop(operands: list[np.ndarray], index: list[Any]) -> dict[str, np.ndarray]:
     """What the kernels compute, row by row."""
     (a, c, g, b), (q, source, other, target) = operands, index
     of_rows, of_matrices = np.zeros((len(q), *a.shape[1:]), a.dtype), np.zeros_like(c)
@@ -103,8 +103,7 @@ def by_a_loop(operands: list[np.ndarray], index: list[Any], conjugates: bool) ->
         found["outer"][q[row]] += np.einsum("ij,ik->jk", x, y)
         if target[row] < TARGETS:
             found["sum"][target[row]] += found["product"][row]
-        x, matrix = (x.conj(), c[q[row]].conj()) if conjugates else (x, c[q[row]])
-        of_rows[row] = np.einsum("ik,jk->ij", g[row], matrix)
+        of_rows[row] = np.einsum("ik,jk->ij", g[row], c[q[row]])
         of_matrices[q[row]] += np.einsum("ij,ik->jk", x, g[row])
     return {**found, "rows' gradient": of_rows, "matrices' gradient": of_matrices}
 
@@ -244,7 +243,7 @@ def hold(kernels: Kernels, problem: Problem, arrays: Any = None, jit: Any = None
     """
     operands, index = arrays or problem.arrays()
     with np.errstate(invalid="ignore"):
-        expected = by_a_loop(operands, index, conjugates=kernels.needs[0] == "torch")
+        expected = by_a_loop(operands, index)
     if not kernels.maps:
         del expected["sum"]
     make = ARRAYS[kernels.needs[0]]

@@ -236,8 +236,15 @@ class Search:
                 bounds[products, repeated] = tuple(products * first + repeated * second for first, second in pairs)
         return bounds
 
-    def run(self, splits: Splits = all_splits) -> SearchResult | None:
-        """Return the best tree over the given splits of the operands, or None if no tree is within the limits."""
+    def run(self, splits: Splits = all_splits, sets: Iterable[int] = ()) -> SearchResult | None:
+        """Return the best tree over the given splits of the operands, or None if no tree is within the limits.
+
+        Args:
+            splits: the splits of each set of operands.
+            sets: sets to begin with, each after those that it is made of: so that a deep tree needs no deep recursion.
+        """
+        for operands in sets:
+            self.best_partials(operands, splits)
         complete = self.finish(self.best_partials(self.network.everything, splits).get(self.network.final, []))
         if not complete:
             if self.limits != NO_LIMITS or self.bound is not None:

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from planner.language.spec import Spec, Term, replace_gathers, term_axes, unused_letters
+from planner.language.spec import Gather, Spec, Term, replace_gathers, term_axes, unused_letters
 
-__all__ = ["POOL", "ROWS", "SCATTER", "Network", "Status", "Value"]
+__all__ = ["POOL", "ROWS", "SCATTER", "Network", "Status", "Value", "pool_letters"]
 
 POOL, ROWS, SCATTER = 0, 1, 2
 Status = tuple[int, ...]
@@ -60,6 +60,12 @@ def bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
+def pool_letters(spec: Spec) -> tuple[str, ...]:
+    """Return the letter of the pool axis of each gather of a resolved spec."""
+    used = {axis for axis, _ in spec.sizes} | set(spec.arrays)
+    return unused_letters(used, len(spec.gathers))
+
+
 class Network:
     """The one-hot network of a resolved spec.
 
@@ -77,8 +83,7 @@ class Network:
     def __init__(self, spec: Spec, few: bool = False) -> None:
         self.few = few
         gathers = spec.gathers
-        used = {axis for axis, _ in spec.sizes} | set(spec.arrays)
-        pools = dict(zip(gathers, unused_letters(used, len(gathers)), strict=True))
+        pools = dict(zip(gathers, pool_letters(spec), strict=True))
         sizes = dict(spec.sizes) | {pool: spec.size(gather) for gather, pool in pools.items()}
         self.spec = dataclasses.replace(spec, sizes=tuple(sorted(sizes.items())))
         self.sizes = sizes
@@ -86,7 +91,10 @@ class Network:
         self.leaves = tuple(replace_gathers(term, pools.__getitem__) for term in spec.inputs)
         self.result = replace_gathers(spec.output, pools.__getitem__)
         # The output's axes come first, so that intermediates tend to have the result's layout.
-        order = dict.fromkeys(self.result)
+        # The row axes of a gather stand in the place of its pool axis: rows are added up one after the other.
+        order: dict[str, None] = {}
+        for axis, entry in zip(self.result, spec.output, strict=True):
+            order.update(dict.fromkeys((axis, *entry.axes) if isinstance(entry, Gather) else (axis,)))
         for term in self.leaves:
             order.update(dict.fromkeys(term))
         for gather in gathers:
@@ -129,6 +137,29 @@ class Network:
             axes = self.union(operands ^ low) | self._leaf_masks[low.bit_length() - 1]
             self._union_cache[operands] = axes
         return axes
+
+    def prepare(self, path: Sequence[Sequence[int]]) -> list[int]:
+        """Return the sets of operands that a path joins, in its order, and remember the axes of them and of the others.
+
+        `union` finds the axes of a set by taking one operand after the other out of it, here by its two parts.
+        """
+        sets = [1 << operand for operand in range(len(self.leaves))]
+        joined: list[tuple[int, list[int]]] = []
+        for step in path:
+            parts = [sets[i] for i in step]
+            for i in sorted(step, reverse=True):
+                del sets[i]
+            sets.append(sum(parts))
+            joined.append((sets[-1], parts))
+            axes = 0
+            for part in parts:
+                axes |= self.union(part)
+            self._union_cache[sets[-1]] = axes
+        for whole, parts in reversed(joined):
+            outside = self.union(self.everything ^ whole)
+            for part in parts if len(parts) == 2 else ():
+                self._union_cache[self.everything ^ part] = outside | self.union(whole ^ part)
+        return [whole for whole, _ in joined]
 
     def value_axes(self, value: Value) -> int:
         """Return the axes of a value: those of its operands and factors, without the ones that are summed already."""

@@ -100,16 +100,20 @@ class NetworkSteps:
         self.final = Value(network.everything, network.final)
         # A plain spec of one operand is one step in any case.
         self.one_step = len(network.leaves) == 1 and not network.gathers
-        # The operands that are read as they are. Others lose their repeated and private axes first.
-        self._unchanged: dict[int, int] = {}
-        for operand, term in enumerate(network.leaves):
-            axes = network.value_axes(Value(1 << operand, network.open))
+        self._unchanged: dict[int, bool] = {}
+
+    def _is_unchanged(self, operand: int) -> bool:
+        """Whether an operand is read as it is. Others lose their repeated and private axes first."""
+        unchanged = self._unchanged.get(operand)
+        if unchanged is None:
+            network, term = self.network, self.network.leaves[operand]
             if self.one_step:
                 unchanged = term == network.result
             else:
+                axes = network.value_axes(Value(1 << operand, network.open))
                 unchanged = len(set(term)) == len(term) and network.mask(term) == axes
-            if unchanged:
-                self._unchanged[1 << operand] = operand
+            self._unchanged[operand] = unchanged
+        return unchanged
 
     def cast(self, operand: int) -> Cast | None:
         """Return the step that casts an operand, or None."""
@@ -123,7 +127,7 @@ class NetworkSteps:
     def first(self, operand: int) -> Einsum | None:
         """Return the step that removes an operand's repeated and private axes, or None."""
         network = self.network
-        if 1 << operand in self._unchanged:
+        if self._is_unchanged(operand):
             return None
         axes = network.value_axes(Value(1 << operand, network.open))
         output = network.result if self.one_step else network.term(axes)
@@ -136,7 +140,7 @@ class NetworkSteps:
         To take few rows pays before the sums over private axes, not after them.
         """
         network, value = self.network, Value(1 << operand, self.network.open)
-        if 1 << operand in self._unchanged or self.one_step:
+        if self._is_unchanged(operand) or self.one_step:
             return
         for target in network.advances(value):
             spec = network.step_spec(((value, network.leaves[operand]),), Value(value.operands, target))
@@ -161,7 +165,9 @@ class NetworkSteps:
         return self.layouts[operand] if self.casts[operand] is None else None
 
     def _operand_of(self, value: Value) -> int | None:
-        return self._unchanged.get(value.operands) if value.status == self.network.open else None
+        operand = value.operands.bit_length() - 1
+        is_operand = value.operands == 1 << operand and value.status == self.network.open
+        return operand if is_operand and self._is_unchanged(operand) else None
 
     def _order_of(self, value: Value) -> tuple[str, ...] | None:
         """Return an operand's own axis order; None for a value in the network's order."""

@@ -1,0 +1,251 @@
+"""Families: contractions that differ in sizes only, and take the tree and the implementations of one search.
+
+Real batches differ in size at every step, and a search takes longer than many a call. So sizes go by classes. Sizes up
+to 16 are classes of their own; a larger size is rounded up to a power of two. The contraction of the rounded sizes is
+the *representative* of all those that round to it, and the search runs for it alone. So a plan depends on its problem
+only, and not on what was planned before.
+
+A *member* takes the representative's tree. Each of its steps takes the implementation that the representative has
+there, unless it refuses the member's own sizes: then the step takes the best of the others. Layouts, peaks and loops
+over slices are the member's own.
+
+Implementations change places as sizes grow. So the representative's plan is also priced at the smallest sizes of the
+classes, where a second search says how much better a plan could be. If that is more than `WON`, the classes are too
+wide: they are split in two, then in four, and in the end the member is searched for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable
+
+from planner.cost.layout import layout_of, strides_in, strides_of
+from planner.cost.objective import step_key
+from planner.language.derive import resize_spec
+from planner.language.resolve import Resolved
+from planner.language.spec import Gather, Operand
+from planner.program.build import Lowerer
+from planner.program.contraction import Contraction
+from planner.program.frameworks import load_backend
+from planner.program.ops import Guard, Op
+from planner.program.plan import PlanRecord
+from planner.program.tree import Leaf, Tree
+from planner.search.choose import make_plan
+from planner.search.slicing import LARGE_BYTES
+from planner.search.space import Candidate, SearchSpace
+
+__all__ = ["FAMILIES", "MOST_FAMILIES", "PARTS", "Family", "class_of", "families_of", "family_of", "is_small",
+           "make_family_plan"]  # fmt: skip
+
+# Sizes up to this are classes of their own.
+EXACT = 16
+# Into how many classes the sizes between two powers of two are split, one try after the other.
+PARTS = (1, 2, 4)
+# A plan counts as good if its predicted time is at most this times that of the plan that a search of its own finds.
+WON = 1.1
+# How many families are remembered; each holds a plan, some 20 kB.
+MOST_FAMILIES = 512
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Family:
+    """The contractions that round to the same sizes.
+
+    Attributes:
+        plan: the plan of the representative, without a loop over slices.
+        settled: whether the plan is good for all members.
+    """
+
+    plan: PlanRecord
+    settled: bool
+
+
+# By the representative, and by the entry of `PARTS`.
+FAMILIES: dict[tuple[Contraction, int], Family] = {}
+
+
+def make_family_plan(contraction: Contraction) -> PlanRecord:
+    """Return the plan of a contraction: that of its family, or one that is searched for.
+
+    Raises: as `planner.search.choose.make_plan`.
+    """
+    family = family_of(contraction)
+    return make_plan(contraction) if family is None else _member_plan(contraction, family)
+
+
+def family_of(contraction: Contraction) -> Family | None:
+    """Return the family whose plan a contraction takes; None if it must be searched for itself."""
+    families = families_of(contraction)
+    return families[-1] if families and families[-1].settled else None
+
+
+def is_small(plan: PlanRecord) -> bool:
+    """Whether no member of the representative of a plan is considered for a loop over slices."""
+    return plan.cost.peak_bytes < LARGE_BYTES
+
+
+def families_of(contraction: Contraction) -> list[Family]:
+    """Return the families of a contraction, one for each entry of `PARTS`, as far as the first that is settled."""
+    options, tried = contraction.options, list[Family]()
+    limits = (options.memory_limit, options.retain_limit)
+    if (options.optimize, options.minimize, options.deadline, *limits) != ("auto", "time", None, None, None):
+        return tried
+    if load_backend(contraction.backend).table.has_changed:  # what its searches found may be out of date
+        return tried
+    for parts in PARTS:
+        top, low = (_resize(contraction, _Classes(contraction.device.kind, parts, end)) for end in ("top", "low"))
+        if top is None or low is None or top.resolved.spec == contraction.resolved.spec:
+            return tried
+        family = FAMILIES.get((top, parts))
+        if family is None:
+            family = _found(top, low)
+            if not family.plan.origin.startswith("interrupted"):
+                while len(FAMILIES) >= MOST_FAMILIES:
+                    with contextlib.suppress(RuntimeError, StopIteration):  # another thread changes it too
+                        FAMILIES.pop(next(iter(FAMILIES)), None)
+                FAMILIES[top, parts] = family
+        tried.append(family)
+        if family.settled:
+            break
+    return tried
+
+
+def class_of(size: int, parts: int) -> int:
+    """Return the greatest size of the class of a size; `parts` is an entry of `PARTS`."""
+    if size <= EXACT:
+        return size
+    octave = 1 << (size - 1).bit_length()
+    if parts == 1:
+        return octave
+    width = octave // (2 * parts)
+    return -(-size // width) * width
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Classes:
+    """Rounds a size to an end of its class.
+
+    Attributes:
+        kind: the kind of device. On a card implementations ask what a size is divisible by, so a class has the sizes
+            with the same greatest common divisor with 16.
+        parts: into how many classes the sizes between two powers of two are split.
+        end: "top" for the greatest size of the class, "low" for the least.
+    """
+
+    kind: str
+    parts: int
+    end: str
+
+    def __call__(self, size: int) -> int:
+        """Return the size at the end of the class of a size."""
+        if size <= EXACT:
+            return size
+        top = class_of(size, self.parts)
+        width = (1 << (size - 1).bit_length()) // (2 * self.parts)
+        sizes = range(top, top - width, -1) if self.end == "top" else range(top - width + 1, top + 1)
+        if self.kind == "cpu":
+            return sizes[0]
+        return next(n for n in sizes if math.gcd(n, EXACT) == math.gcd(size, EXACT))
+
+
+def _found(top: Contraction, low: Contraction) -> Family:
+    """Search for a family's plan, and find out whether it is good for the smallest members too."""
+    plan = make_plan(top, loops=False)
+    if plan.origin.startswith("interrupted"):
+        return Family(plan, True)
+    best = make_plan(low, loops=False).cost.seconds
+    return Family(plan, best * WON >= _member_plan(low, Family(plan, True), loops=False).cost.seconds)
+
+
+def _resize(contraction: Contraction, size_of: Callable[[int], int]) -> Contraction | None:
+    """Return a contraction at other sizes, with the layouts and all else that it has; None if there is none.
+
+    Its operands are stand-ins that lack the dimensions of size 1 which are broadcast.
+
+    Args:
+        contraction: the contraction.
+        size_of: from a size to the one in its place.
+    """
+    old = contraction.resolved.spec
+    if 0 in dict(old.sizes).values() or any(gather.size == 0 for gather in old.gathers):
+        return None
+    entries: tuple[str | Gather, ...] = (*dict(old.sizes), *old.gathers)
+    spec = resize_spec(old, {entry: size_of(old.size(entry)) for entry in entries})
+    if len(spec.gathers) < len(old.gathers):  # two dimensions of different sizes would become one
+        return None
+    arrays = {gather.array: spec.shape(gather.axes) for gather in spec.gathers}
+    index_shapes = tuple((name, arrays[name]) for name, _ in contraction.resolved.index_shapes)
+    shapes = tuple(spec.shape(term) for term in spec.inputs)
+    operands = []
+    for operand, before, after in zip(contraction.operands, contraction.resolved.shapes, shapes, strict=True):
+        strides = strides_in(operand, before)
+        if strides is not None and (strides := strides_of(layout_of(before, strides), after)) is None:
+            return None
+        operands.append(Operand(after, operand.dtype, strides, operand.requires_grad))
+    gradient_strides = contraction.gradient_strides
+    if gradient_strides is not None:
+        gradient_strides = strides_of(layout_of(old.output_shape, gradient_strides), spec.output_shape)
+        if gradient_strides is None:
+            return None
+    return dataclasses.replace(
+        contraction,
+        text=str(spec),
+        resolved=Resolved(spec, shapes, index_shapes),
+        index_shapes=index_shapes,
+        operands=tuple(operands),
+        gradient_strides=gradient_strides,
+    )
+
+
+def _member_plan(contraction: Contraction, family: Family, loops: bool = True) -> PlanRecord:
+    """Return the plan of a family's member.
+
+    Args:
+        contraction: the member.
+        family: the family.
+        loops: whether the plan may be a loop over slices.
+    """
+    representative, table = family.plan, load_backend(contraction.backend).table
+    gathers = zip(representative.resolved.spec.gathers, contraction.resolved.spec.gathers, strict=True)
+    sizes: dict[str | Gather, int] = {gather: own.size or 0 for gather, own in gathers}
+
+    def given(space: SearchSpace) -> Candidate:
+        """Return the representative's plan at the member's sizes."""
+        # The letters of gathered dimensions are the same for all members.
+        sizes.update(space.network.sizes)
+
+        def resize_tree(tree: Tree) -> Tree:
+            if isinstance(tree, Leaf):
+                return tree
+            return dataclasses.replace(tree, op=resize_op(tree.op), children=tuple(map(resize_tree, tree.children)))
+
+        def resize_op(op: Op) -> Op:
+            return dataclasses.replace(op, spec=resize_spec(op.spec, sizes))
+
+        fixed = {}
+        for step in representative.steps:
+            if not isinstance(step.op, Guard):  # there is one implementation of it
+                op = resize_op(step.op)
+                choice = table.price(step.choice.lowering, op, contraction.device)
+                if choice is not None:
+                    fixed[op] = choice
+        lower, tree = Lowerer(space.choices, step_key("time"), fixed), resize_tree(representative.tree)
+        return Candidate(space.programs(tree, lower), tree, lower, False, _origin(representative, contraction))
+
+    return make_plan(contraction, given, loops)
+
+
+def _origin(representative: PlanRecord, member: Contraction) -> str:
+    """Return where a member's tree is from, as text."""
+    changed = []
+    pairs = zip(representative.resolved.spec.sizes, member.resolved.spec.sizes, strict=True)
+    gathers = zip(representative.resolved.spec.gathers, member.resolved.spec.gathers, strict=True)
+    for (axis, size), (_, own) in pairs:
+        if size != own:
+            changed.append(f"{axis}={size}")
+    for gather, own_gather in gathers:
+        if gather.size != own_gather.size:
+            changed.append(f"{gather}={gather.size}")
+    return f"{representative.origin}, for the family of {', '.join(changed)}"
