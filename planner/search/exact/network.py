@@ -183,6 +183,13 @@ class Network:
         self._axes_cache[key] = axes
         return axes
 
+    def value_term(self, value: Value) -> tuple[str, ...]:
+        """Return the axes of a value in the network's order; those of the whole product in the result's."""
+        order = self.term(self.value_axes(value))
+        if value == Value(self.everything, self.final) and set(self.result) == set(order):
+            return tuple(dict.fromkeys(self.result))
+        return order
+
     # -- legal steps ---------------------------------------------------------------------------------
 
     def closable(self, operands: int, factor: int, status: Status) -> bool:
@@ -271,7 +278,7 @@ class Network:
             for pool, gather, old, new in zip(self.pools, self.gathers, value.status, after, strict=True)
             if old == POOL and new != POOL
         }
-        term = self.term(self.value_axes(value)) if fixed is None else fixed
+        term = self.value_term(value) if fixed is None else fixed
         # A product with a value that is segment-summed (SCATTER with POOL) joins on the pool axis: it takes nothing.
         return tuple(gathers.get(axis, axis) for axis in term)
 
@@ -288,11 +295,7 @@ class Network:
             for pool, gather, before, new in zip(self.pools, self.gathers, joined, result.status, strict=True)
             if before != SCATTER and new == SCATTER
         }
-        axes = self.value_axes(result)
-        order = self.term(axes)
-        if result == Value(self.everything, self.final) and set(self.result) == set(order):
-            order = tuple(dict.fromkeys(self.result))
-        output = tuple(scattered.get(axis, axis) for axis in order)
+        output = tuple(scattered.get(axis, axis) for axis in self.value_term(result))
         return self.restrict(Spec(terms, output))
 
     def restrict(self, spec: Spec) -> Spec:

@@ -157,7 +157,7 @@ class NetworkSteps:
         axes = network.value_axes(self.final)
         if self.one_step or (len(set(network.result)) == len(network.result) and network.mask(network.result) == axes):
             return None
-        spec = dataclasses.replace(network.spec, inputs=(network.term(axes),), output=network.result)
+        spec = dataclasses.replace(network.spec, inputs=(network.value_term(self.final),), output=network.result)
         return Einsum(network.restrict(spec), self.dtype)
 
     def _layout(self, operand: int) -> Layout | None:
