@@ -65,14 +65,15 @@ def wide_result(
 ) -> Tensor | None:
     """Return the result if dropped indices meet NaN or infinities that the plan cannot mask; None if it can.
 
-    `index` holds the index arrays in range, as the executable prepared them from `indices`.
+    `index` holds the index arrays in range, as the executable prepared them from `indices`. If there is a result, it
+    is emptied, so that the call does not hold two copies of them.
     """
     if MODES[executable.plan.index_mode].bad != "drop":
         return None
     wide = widen_operands(OPS, executable.views(operands), executable.spec, index, finite, occurs)
     if wide is None:
         return None
-    index.clear()  # it is made again
+    index.clear()
     options = executable.plan.options
     limits = {"memory_limit": options.memory_limit, "retain_limit": options.retain_limit}
     return executable.contract(*wide, executable.index_views(indices), limits)
@@ -84,6 +85,8 @@ def _forward(plan: str, names: str, arrays: Sequence[Tensor], operands: Sequence
     with torch.no_grad(), as_planned():
         index = executable.prepare(indices)
         wide = wide_result(executable, operands, indices, index)
+        if wide is not None:
+            index = executable.prepare(indices)
         result, kept = executable.forward(operands, index)
     return _fulfil([result if wide is None else wide, *kept], _results(plan), [*operands, *arrays])
 

@@ -189,9 +189,6 @@ def encode(value: Any) -> Any:
         if isinstance(value, PlanRecord):
             del fields["known_naive_cost"]
             fields["naive_cost"] = value.naive_cost
-        for kind, newer in ((Options, "deadline"), (PlanCost, "bound")):  # plans stored before lack these
-            if isinstance(value, kind) and fields[newer] is None:
-                del fields[newer]
         if isinstance(value, Device):  # JSON has no infinity, and no rate is None
             fields = {key: None if entry == math.inf else entry for key, entry in fields.items()}
         version = {"version": VERSION} if isinstance(value, PlanRecord) else {}
