@@ -30,6 +30,7 @@ from planner.language.spec import Gather, Operand, Spec
 from planner.plan import Plan
 from planner.program import callbacks as _callbacks
 from planner.run import run_plan as _run_plan
+from planner.search.choose import find_bound as _find_bound
 from planner.search.choose import naive_cost as _naive_cost
 from planner.search.family import make_family_plan as _make_plan
 from planner.tradeoff import Tradeoff, tradeoff
@@ -62,4 +63,4 @@ __all__ = [
     "transpose",
 ]
 
-_callbacks.enter(_callbacks.Callbacks(contract, _make_plan, _naive_cost, _plan_and_run, _run_plan, group))
+_callbacks.enter(_callbacks.Callbacks(contract, _make_plan, _naive_cost, _find_bound, _plan_and_run, _run_plan, group))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from planner.cost.device import Device
+from planner.language.cached import enter
 from planner.language.dtypes import asked_dtype, dtype_name, is_inexact, itemsize
 from planner.language.errors import PlannerError, PlannerTypeError, ShapeError
 from planner.language.options import MODES, PRECISIONS, Options, Request, check_index_mode, is_name
@@ -18,11 +19,12 @@ from planner.language.parse import parse, parse_sublists, unpack_operands
 from planner.language.resolve import resolve_shapes, shape_of, shorten
 from planner.language.spec import Operand, Spec, term_gathers
 from planner.language.units import parse_bytes, parse_seconds
+from planner.members import bind_first_member, bind_member
 from planner.plan import Plan
 from planner.program.contraction import Contraction
 from planner.program.frameworks import HOW_GIVEN, framework_of, load_backend, operands_framework
 from planner.program.implementations import Backend
-from planner.run import Run, bind_first_member, bind_member, bind_plan, for_dynamo, torch_compiles
+from planner.run import Run, bind_plan, for_dynamo, torch_compiles
 from planner.search.paths import explicit_path
 from planner.search.verify import accept_plan
 from planner.tune.autotune import autotune
@@ -144,17 +146,10 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
         if key is not None:
             asked = request.hashable()._replace(sizes=request.sizes)
             run = bind_first_member(backend, asked, operands, indices, contraction)
-        if run is None:
-            run = bind_plan(_plan(contraction, operands, indices))
-            if key is not None:
-                while len(_ALONE) >= _MOST_ALONE:
-                    with contextlib.suppress(RuntimeError, StopIteration):
-                        oldest = next(iter(_ALONE))
-                        _ALONE.pop(oldest, None)
-                        _RUNNERS.pop(oldest, None)
-                _ALONE[key] = None
+        alone = run is None
+        run = bind_plan(_plan(contraction, operands, indices)) if run is None else run
         if key is not None:
-            _remember(key, run)
+            _remember(key, run, alone)
     return run(operands, indices)
 
 
@@ -173,20 +168,17 @@ def _run_of_member(request: Request, operands: Sequence[Any], indices: Mapping[s
         backend = load_backend(framework)
         run = bind_member(backend, request, operands, indices)
         if run is not None:
-            _remember((request.hashable(), backend.signature(operands, indices)), run)
+            _remember((request.hashable(), backend.signature(operands, indices)), run, alone=False)
     except (IndexError, TypeError, AttributeError):  # operands in one list, or options that are no keys
         return None
     return run
 
 
-def _remember(key: Any, run: Run) -> None:
-    """Enter the function that runs the calls of a key."""
-    while len(_RUNNERS) >= _CACHE_LIMIT:
-        # Another thread may change the cache meanwhile. A lock would not do: a process that forks while a thread holds
-        # it leaves it locked in the child.
-        with contextlib.suppress(RuntimeError, StopIteration):
-            _RUNNERS.pop(next(iter(_RUNNERS)), None)
-    _RUNNERS[key] = run
+def _remember(key: Any, run: Run, alone: bool) -> None:
+    """Enter the function that runs the calls of a key; `alone` if it has a plan of its own."""
+    enter(_RUNNERS, key, run, _CACHE_LIMIT)
+    for old in enter(_ALONE, key, None, _MOST_ALONE) if alone else ():
+        _RUNNERS.pop(old, None)
 
 
 def plan(

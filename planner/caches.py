@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
-from planner import api, run
+from planner import api, members
 from planner.cost import store
+from planner.language.cached import STEP_CACHES
 from planner.search import family
 
 __all__ = ["Caches", "caches"]
 
 # Bytes that an entry holds in the mean, measured with tracemalloc on plans of two to four operands; CPython 3.11,
-# 2026-11-24. A call is a key and a few sizes; a family is a plan with its bound functions.
-CALL_BYTES, PLAN_BYTES, FAMILY_BYTES = 5_000, 60_000, 60_000
+# 2026-11-24. A call is a key and a few sizes; a family is a plan with its bound functions; a step is its prices, or one
+# of the facts that they follow from.
+BYTES = {"calls": 5_000, "families": 60_000, "bound": 60_000, "steps": 1_000}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,22 +31,26 @@ class Caches:
         calls: entries of the functions that run calls met before.
         families: entries of the plans that members of families share.
         bound: entries of the functions made of these plans.
+        steps: entries of what is known of steps, as their prices.
     """
 
     calls: int
     families: int
     bound: int
+    steps: int
 
     @property
     def bytes(self) -> int:
         """About how many bytes all entries hold in memory."""
-        return self.calls * CALL_BYTES + self.families * PLAN_BYTES + self.bound * FAMILY_BYTES
+        return sum(count * BYTES[name] for name, count in dataclasses.asdict(self).items())
 
     def clear(self) -> None:
         """Forget what is in memory. Files on disk stay."""
         api.forget_calls()
-        run.forget_families()
+        members.forget_families()
         family.FAMILIES.clear()
+        for cache in STEP_CACHES:
+            cache.cache_clear()
 
     def disk(self, on: bool) -> None:
         """Turn reading and writing remembered measurements on disk off, or on again, in this process."""
@@ -52,9 +58,8 @@ class Caches:
 
     def __str__(self) -> str:
         lines = [f"{'cache':10}{'entries':>9}{'about':>10}"]
-        rows = (("calls", self.calls, CALL_BYTES), ("families", self.families, PLAN_BYTES))
-        for name, count, each in (*rows, ("bound", self.bound, FAMILY_BYTES)):
-            lines.append(f"{name:10}{count:9,}{count * each / 1e6:7.1f} MB")
+        for name, count in dataclasses.asdict(self).items():
+            lines.append(f"{name:10}{count:9,}{count * BYTES[name] / 1e6:7.1f} MB")
         return "\n".join(lines)
 
 
@@ -69,5 +74,7 @@ def caches() -> Caches:
         calls             0    0.0 MB
         families          0    0.0 MB
         bound             0    0.0 MB
+        steps             0    0.0 MB
     """
-    return Caches(len(api._RUNNERS), len(family.FAMILIES), len(run._FAMILIES))
+    steps = sum(cache.cache_info().currsize for cache in STEP_CACHES)
+    return Caches(len(api._RUNNERS), len(family.FAMILIES), len(members.BOUND), steps)

@@ -65,9 +65,7 @@ def every_tree(problem: SearchSpace, most: int = 10**9) -> list[Tree]:
     def made(operands: int, status: Status, parts: Sequence[tuple[int, Grown]]) -> Grown:
         result = Value(operands, status)
         spec = network.step_spec(tuple((value(o, g), g.order) for o, g in parts), result)
-        return Grown(
-            Node(Einsum(spec, dtype), tuple(g.tree for _, g in parts)), status, network.term(network.value_axes(result))
-        )
+        return Grown(Node(Einsum(spec, dtype), tuple(g.tree for _, g in parts)), status, network.value_term(result))
 
     def alone(operands: int, grown: Grown) -> Iterator[Grown]:
         """The value itself, and all that steps on it alone lead to."""

@@ -22,7 +22,7 @@ ROOMS = (
     "planner.kernels.grouped_matmul", "planner.kernels.gathered_dot",
     "planner.cost", "planner.program",
     "planner.backends.common", "planner.backends.numpy", "planner.backends.torch", "planner.backends.jax",
-    "planner.search", "planner.run", "planner.workloads", "planner.tune", "planner.inspect",
+    "planner.search", "planner.run", "planner.members", "planner.workloads", "planner.tune", "planner.inspect",
     "planner.slices", "planner.plan", "planner.api", "planner.groups", "planner.caches", "planner.tradeoff", "planner",
     "planner.backends.protocol", "planner.backends.torch_operators",
     "planner.calibrate", "planner.testing", "planner.demo", "planner.bench", "planner.cli", "planner.__main__",

@@ -332,7 +332,7 @@ def test_ctrl_c_ends_the_search_for_what_fits(jax, monkeypatch, at):
         return 10**6
 
     monkeypatch.setattr(type(backend), "compiled_bytes", compiled_bytes)
-    monkeypatch.setattr(acceptance, "make_plan", make)
+    monkeypatch.setattr(acceptance, "make_family_plan", make)
     options = dataclasses.replace(plan.options, memory_limit=10**5)
     if at == "search":
         with pytest.raises(KeyboardInterrupt):

@@ -229,7 +229,7 @@ def jax_peaks(spec, operands, options):
     """What XLA takes for the steps, each compiled by itself, and what is predicted of steps that run one by one."""
     stand_ins = [planner.Operand(x.shape, x.dtype.name, requires_grad=True) for x in operands]
     plan = planner.plan(spec, *stand_ins, backend="jax", **options)
-    indices = {name: x for name, x in options.items() if name not in ("sizes", "index_mode")}
+    indices = {name: x for name, x in options.items() if name not in ("sizes", "index_mode", "optimize")}
     found = plan.analyze(*operands, rounds=1, **indices)
     measured = [found.total(program).measured.live_bytes for program in ("forward", "backward")]
     predicted = [max(step.live_bytes for step in p.steps) for p in (plan.programs.forward, plan.programs.backward)]

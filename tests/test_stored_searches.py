@@ -23,9 +23,9 @@ SHAPES = [(3, 5), (5, 4), (4, 6), (6, 2), (2, 7), (7, 3), (3, 8), (8, 5)]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_priced(monkeypatch):
+def _nothing_is_priced():
     """Each test begins as a process does, whatever was priced before it."""
-    monkeypatch.setattr(load_backend("numpy").table, "_choices", {})
+    planner.caches().clear()
 
 
 @pytest.fixture
@@ -58,11 +58,11 @@ def files(folder):
     return sorted(folder.rglob("searched-*/*.json"))
 
 
-def read_again(make, backend, searches):
+def read_again(make, searches):
     """A plan that is made once more by reading it: nothing is searched, and no price is known beforehand."""
     searches.clear()
-    with mock.patch.dict(load_backend(backend).table._choices, clear=True):
-        plan = make()
+    planner.caches().clear()
+    plan = make()
     assert not searches
     return plan
 
@@ -89,7 +89,7 @@ def test_a_plan_that_is_read_is_the_plan_that_was_searched(backend, every_search
             options[limit] = cost.peak_bytes if limit == "memory_limit" else cost.retained_bytes
         make = functools.partial(plan_of, problem, backend, **options)
         fresh = make()
-        again = read_again(make, backend, searches)
+        again = read_again(make, searches)
         assert again == fresh
         assert str(again) == str(fresh)
         kinds.add((fresh.programs.backward is not None, fresh.proven))
@@ -109,7 +109,7 @@ def test_loops_are_read_with_their_slices(backend, every_search, searches):
 
     fresh = make()
     assert fresh.loop is not None
-    assert read_again(make, backend, searches) == fresh
+    assert read_again(make, searches) == fresh
 
 
 def test_long_searches_are_remembered_and_short_ones_are_not(disk, searches, monkeypatch):

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Protocol
 
+from planner.language.cached import cached_by_step
 from planner.language.spec import Gather, Spec, Term, gather_of, indexed_dims, plain_axes, term_axes, term_gathers
 from planner.program.calls import shape_in, size_in
 from planner.program.forms import ProductForm, inner_product, product_form
@@ -64,7 +64,7 @@ class ArrayOps(Hashable, Protocol):
         """Return zeros of the dtype and device of `like`."""
 
 
-@lru_cache(maxsize=16384)
+@cached_by_step
 def evaluation(ops: ArrayOps, spec: Spec) -> Evaluation:
     """Return the function that computes a unary or binary spec.
 
@@ -202,8 +202,12 @@ def _make_shaped_index(
     """
     gather = gather_of(entry)
     if gather is None:
-        positions = [-1 if axis == entry else 1 for axis in row_axes]
-        return lambda index, like: ops.iota(size_in(index, spec, entry), like).reshape(positions)
+
+        def number(index: Mapping[Gather, Any], like: Any) -> Any:
+            size = size_in(index, spec, entry)
+            return ops.iota(size, like).reshape([size if axis == entry else 1 for axis in row_axes])
+
+        return number
     take_diagonals, axes = diagonals(ops, gather.axes)
     order = [axes.index(axis) for axis in row_axes if axis in axes]
     arrange = viewing(ops.permute, order, [int(axis in axes) for axis in row_axes])

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 from planner.cost.layout import Layout, flattens, neighbours, permuted, reordered, scattered, without_gaps
+from planner.language.cached import cached_by_step
 from planner.language.spec import Gather, Spec, Term, indexed_dims, plain_axes, term_axes, term_gathers
 from planner.program.forms import ProductForm, inner_product, product_form
 from planner.program.ops import Cast, Op
@@ -19,7 +19,7 @@ from planner.program.ops import Cast, Op
 __all__ = ["matrix_copies", "product_copies", "scattered_vectors", "stock_layout"]
 
 
-@lru_cache(maxsize=65536)
+@cached_by_step
 def stock_layout(op: Op) -> tuple[int, Layout | None]:
     """Return how many elements are copied only to change their shape, and the layout of the result."""
     spec = op.spec
@@ -52,7 +52,7 @@ def stock_layout(op: Op) -> tuple[int, Layout | None]:
     return copied + elements, layout
 
 
-@lru_cache(maxsize=65536)
+@cached_by_step
 def product_copies(form: ProductForm, spec: Spec, layouts: tuple[Layout | None, ...]) -> int:
     """Return how many elements of its operands a product of matrices copies."""
     operands = zip(spec.inputs, layouts, form.matrices[:2], strict=True)

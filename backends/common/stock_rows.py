@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from planner.backends.common.run import prepare_loop
@@ -13,6 +13,7 @@ from planner.backends.common.stock_layout import product_copies, scattered_vecto
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout
+from planner.language.cached import cached_by_step
 from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, row_axes, term_axes, term_gathers
 from planner.program.forms import product_form
@@ -34,7 +35,7 @@ _SHORT_RUN = 8
 _SCATTERED_SECONDS = 20e-9
 
 
-@lru_cache(maxsize=65536)
+@cached_by_step
 def stock_kind(op: Op) -> str:
     """Name the stock row that runs an op."""
     spec = op.spec

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jax import lax
 
 from planner.backends.common.stock import Product
 from planner.kernels.grouping.jax_grouping import accumulator
+from planner.language.cached import cached_by_step
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, term_axes, term_gathers
 from planner.program.forms import inner_product, product_form
 
@@ -36,7 +36,7 @@ class _Groups(NamedTuple):
         return ((self.left, self.contracted), (self.contracted, self.right), (self.left, self.right))[place]
 
 
-@lru_cache(maxsize=16384)
+@cached_by_step
 def _groups(spec: Spec) -> tuple[_Groups, tuple[int, ...]]:
     """Return the groups of axes of a product, and the places of the terms that XLA then copies (2 is the result).
 
@@ -76,7 +76,7 @@ def _wide_axes(term: Term, spec: Spec) -> tuple[str, ...]:
     return tuple(str(e) for e in term if spec.size(e) != 1)
 
 
-@lru_cache(maxsize=16384)
+@cached_by_step
 def as_matrices(spec: Spec) -> Product:
     """Return the function that multiplies two operands as batches of matrices.
 
@@ -135,7 +135,7 @@ class ProductCopies(NamedTuple):
     reused: int
 
 
-@lru_cache(maxsize=16384)
+@cached_by_step
 def count_reordered(spec: Spec) -> ProductCopies:
     """Return what XLA copies for a product.
 
@@ -162,7 +162,7 @@ def count_reordered(spec: Spec) -> ProductCopies:
     return ProductCopies(sum(copied.values()), apart, reused)
 
 
-@lru_cache(maxsize=16384)
+@cached_by_step
 def count_copied(spec: Spec) -> int:
     """Return how many elements XLA copies for a sum, a segment sum, a diagonal or a product of what is taken."""
     before = _of_product(spec) if len(spec.inputs) == 2 else _of_operand(spec)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from planner.backends.torch.ops import OPS, multiply
 from planner.cost.device import Device
 from planner.cost.figures import Work
 from planner.cost.layout import Layout, reordered, without
+from planner.language.cached import cached_by_step
 from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, term_axes
 from planner.program.forms import ProductForm, product_form
@@ -65,7 +65,7 @@ def copied_form(op: Op) -> ProductForm | None:
     return form if copies else None
 
 
-@lru_cache(maxsize=16384)
+@cached_by_step
 def _find_slices(op: Op) -> tuple[str, ProductForm] | str:
     """Return an axis along which the product needs no copy slice by slice, and the form of a slice's product.
 
@@ -131,7 +131,7 @@ def _sliced_layouts(op: Op, form: tuple[str, ProductForm]) -> tuple[Layout | Non
     return (reordered(order, op.spec.output, op.spec),)
 
 
-@lru_cache(maxsize=16384)
+@cached_by_step
 def _find_batch(op: Op) -> tuple[str, ProductForm, Spec] | str:
     """Return a summed axis that can be a batch axis instead, so that no operand is copied, and the batched product.
 
@@ -166,7 +166,7 @@ def _run_batched(op: Op, form: tuple[str, ProductForm, Spec], inputs: Sequence[A
     return (_batched_product(op)(*inputs),)
 
 
-@lru_cache(maxsize=16384)
+@cached_by_step
 def _batched_product(op: Op) -> Product:
     """Return the function that multiplies two operands as a batch and sums over the batch axis."""
     found = _find_batch(op)
@@ -227,7 +227,7 @@ def _summed_order(spec: Spec) -> tuple[str, ...]:
     return order
 
 
-@lru_cache(maxsize=16384)
+@cached_by_step
 def _summed_product(spec: Spec) -> Product:
     """Return the function that multiplies two operands element by element and sums."""
     order = _summed_order(spec)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import Literal
 
+from planner.language.cached import cached_by_step
 from planner.language.spec import Gather, Spec, plain_axes, term_axes, term_gathers
 
 __all__ = ["GroupedForm", "PooledForm", "ProductForm", "grouped_form", "inner_product", "pooled_form", "product_form"]
@@ -40,7 +40,7 @@ class ProductForm:
         )
 
 
-@lru_cache(maxsize=65536)
+@cached_by_step
 def product_form(spec: Spec) -> ProductForm | None:
     """Return a step as a batched product; None if it has gathers, repeated axes, or axes that are summed alone.
 
@@ -148,7 +148,7 @@ def _pick(axes: Iterable[str], *inside: set[str], outside: Iterable[str] = ()) -
     return tuple(a for a in axes if a not in excluded and all(a in group for group in inside))
 
 
-@lru_cache(maxsize=65536)
+@cached_by_step
 def grouped_form(spec: Spec) -> GroupedForm | str:
     """Return a step as a grouped product, or the reason why it is none."""
     single = _single_gather(spec)
@@ -221,7 +221,7 @@ class PooledForm:
         return "scores" if self.scores == 2 else "pool_gradient" if self.place == 2 else "query_gradient"
 
 
-@lru_cache(maxsize=65536)
+@cached_by_step
 def pooled_form(spec: Spec) -> PooledForm | str:
     """Return a step as a pooled dot or one of its two gradients, or the reason why it is none."""
     single = _single_gather(spec)

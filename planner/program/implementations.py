@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from planner.cost.device import Device
 from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout
+from planner.language.cached import cached_by_step
 from planner.language.errors import refusal_of
 from planner.language.spec import Gather, Operand
 from planner.program.calls import Indices, Member, RangedIndices, Stepwise
@@ -177,7 +178,7 @@ class Table:
     def __init__(self, rows: Sequence[Implementation]) -> None:
         self.rows = {row.name: row for row in rows}
         self.priced, self._given = 0, tuple(self.rows.values())
-        self._choices: dict[tuple[Op, Device], tuple[PricedImplementation, ...]] = {}
+        self._choices = cached_by_step(self._price_rows)
 
     @property
     def has_changed(self) -> bool:
@@ -194,16 +195,13 @@ class Table:
         if isinstance(op, Loop):  # the search prices thousands, and keeps few
             self.priced += 1
             return (_price(self.rows[LOOP], op, device),)
-        choices = self._choices.get((op, device))
-        if choices is None:
-            plain = not op.gathers
-            rows = [row for row in self.rows.values() if not (row.variant_of or (plain and row.brackets))]
-            choices = tuple(_price(row, op, device) for row in rows if row.refusal(op, device) is None)
-            self.priced += 1
-            if len(self._choices) > 100_000:
-                self._choices.clear()
-            self._choices[op, device] = choices
-        return choices
+        return self._choices(op, device)
+
+    def _price_rows(self, op: Op, device: Device) -> tuple[PricedImplementation, ...]:
+        """Return the rows that can run an op, and their costs."""
+        self.priced += 1
+        rows = [row for row in self.rows.values() if not (row.variant_of or (row.brackets and not op.gathers))]
+        return tuple(_price(row, op, device) for row in rows if row.refusal(op, device) is None)
 
     def price(self, lowering: str, op: Op, device: Device) -> PricedImplementation | None:
         """Return one implementation of an op, by its name, and its cost; None if it cannot run the op."""

@@ -135,10 +135,15 @@ class PlanRecord(Contraction):
     def gap(self) -> float | None:
         """How much more the plan may cost than the best possible one: 0.04 for at most 4%; None if it is not known.
 
-        The gap is that between the plan's own figure, as the objective measures it, and `cost.bound`.
+        The gap is that between the plan's own figure, as the objective measures it, and `cost.bound`. If the plan's
+        tree is that of a family, a search of its own finds the bound when the gap is asked for.
         """
+        if callable(self.options.minimize):
+            return None
         bound = self.cost.bound
-        if bound is None or callable(self.options.minimize):
+        if bound is None:
+            bound = callbacks().lower_bound(self.contraction)
+        if bound is None:
             return None
         figure: float = plan_key(self.options.minimize)(self.cost)[0]
         if figure <= bound:

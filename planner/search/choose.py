@@ -20,7 +20,7 @@ from planner.search.slicing import fastest, loop_candidates
 from planner.search.space import ADDITIVE, Candidate, SearchSpace, run_searches
 from planner.search.stored import remembered
 
-__all__ = ["make_plan", "naive_cost"]
+__all__ = ["find_bound", "make_plan", "naive_cost"]
 
 
 def make_plan(
@@ -52,7 +52,7 @@ def _search_plan(contraction: Contraction, given: Callable[[SearchSpace], Candid
         best = best if given else order_children(space, best)
     except KeyboardInterrupt:
         best = dataclasses.replace(best, proven=False, origin=f"interrupted: {best.origin}")
-    # What is known of a family's members is known of their representative.
+    # A member of a family is not searched for itself; `PlanRecord.gap` does that when it is asked for.
     bound = None if given else lower_bound(space, best, candidates)
     cost = dataclasses.replace(best.cost, bound=bound)
     return PlanRecord.of_contraction(
@@ -62,6 +62,14 @@ def _search_plan(contraction: Contraction, given: Callable[[SearchSpace], Candid
         proven=best.proven,
         origin=best.origin,
     )
+
+
+def find_bound(contraction: Contraction) -> float | None:
+    """Return the bound that a search finds which no limits refuse; None if there are limits."""
+    options = contraction.options
+    if Limits(options.memory_limit, options.retain_limit) != NO_LIMITS:
+        return None
+    return make_plan(contraction, loops=False).cost.bound
 
 
 def naive_cost(contraction: Contraction) -> PlanCost:
@@ -152,12 +160,11 @@ def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) 
     for result, lower, search_name in run_searches(space, space.options.optimize, objective, limits):
         programs = space.programs(result.tree, lower)
         exact = result.exact and search_name == "exact"
-        # The search takes intermediates to be row-major. In other layouts they may cost more, or less.
-        as_searched = programs.row_major or (
-            objective in ADDITIVE and plan_key(objective)(programs.cost)[0] <= _score(objective, result)
-        )
-        guarded = objective == "peak" and programs.has_guards
-        proven = exact and can_prove and as_searched and not guarded
+        # The search takes intermediates to be row-major, and guards to need no memory. In other layouts they may cost
+        # more, or less.
+        known = programs.row_major and objective != "peak"
+        as_searched = known or plan_key(objective)(programs.cost)[0] <= _score(space, objective, result)
+        proven = exact and can_prove and as_searched
         origin = f"{search_name}, {objective}"
         bounds = can_prove and limits == NO_LIMITS and objective in ADDITIVE and search_name == "exact"
         found = result if bounds else None
@@ -167,8 +174,11 @@ def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) 
             yield Candidate(space.programs(bare, lower), bare, lower, False, origin)
 
 
-def _score(objective: str, result: SearchResult) -> float:
+def _score(space: SearchSpace, objective: str, result: SearchResult) -> float:
     """Return the score of a search, as plans measure it."""
+    if objective == "peak":
+        peak: int = result.score[0]
+        return peak + space.index_bytes
     first: int = result.score[0][0]
     return first * 1e-12 if objective == "time" else first
 

@@ -16,13 +16,13 @@ wide: they are split in two, then in four, and in the end the member is searched
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
 
 from planner.cost.layout import layout_of, strides_in, strides_of
 from planner.cost.objective import step_key
+from planner.language.cached import enter
 from planner.language.derive import resize_spec
 from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Operand
@@ -102,10 +102,7 @@ def families_of(contraction: Contraction) -> list[Family]:
         if family is None:
             family = _found(top, low)
             if not family.plan.origin.startswith("interrupted"):
-                while len(FAMILIES) >= MOST_FAMILIES:
-                    with contextlib.suppress(RuntimeError, StopIteration):  # another thread changes it too
-                        FAMILIES.pop(next(iter(FAMILIES)), None)
-                FAMILIES[top, parts] = family
+                enter(FAMILIES, (top, parts), family, MOST_FAMILIES)
         tried.append(family)
         if family.settled:
             break

@@ -119,8 +119,8 @@ class SearchSpace:
         Raises:
             SearchLimitError: the search would have to look at more steps.
         """
-        if limits.memory is not None and not load_backend(self.backend).compiles:
-            limits = limits._replace(memory=limits.memory - index_bytes(self.resolved.spec))
+        if limits.memory is not None:
+            limits = limits._replace(memory=limits.memory - self.index_bytes)
         lower = Lowerer(self.stock_choices if naive else self.choices, step_key(objective))
         chooses = any(self.requires) and (limits != NO_LIMITS or objective in ("peak", "retained"))
         additive = objective in ADDITIVE and limits == NO_LIMITS and not naive
@@ -191,6 +191,11 @@ class SearchSpace:
     def bounded(self) -> bool:
         """Whether no implementation costs less than the bounds of `planner.cost.floor`."""
         return all(row.bounded for row in self.table.rows.values())
+
+    @property
+    def index_bytes(self) -> int:
+        """The bytes of index arrays in range, which the searches leave out of peaks."""
+        return 0 if load_backend(self.backend).compiles else index_bytes(self.resolved.spec)
 
     def path(self, optimize: Any) -> Any:
         """Return an explicit path, checked, or the path that opt_einsum finds for a name or an optimizer."""

@@ -58,16 +58,13 @@ CIRCUMSTANCES = {
 
 def empty_caches():
     """Forget every plan, runner and table entry; what the frameworks themselves compiled stays."""
-    api._RUNNERS.clear()
+    planner.caches().clear()
     api._SIGNATURES.clear()
     for name in list(sys.modules):
         if name.split(".")[0] == "planner":
             for value in list(vars(sys.modules[name]).values()):
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()
-    for name in ("numpy", "torch", "jax"):
-        if name in sys.modules:
-            load_backend(name).table._choices.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,40 @@
+"""Caches in memory. `planner.caches()` counts what they hold, and clears them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeVar
+
+__all__ = ["MOST_STEPS", "STEP_CACHES", "cached_by_step", "enter"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# The functions that remember what they found about a step, see `cached_by_step`.
+STEP_CACHES: list[Any] = []
+# How many steps each of them remembers.
+MOST_STEPS = 16_384
+
+
+def cached_by_step(function: F) -> F:
+    """Remember what a function of a step, its spec or its form returns."""
+    cached: Any = lru_cache(maxsize=MOST_STEPS)(function)
+    STEP_CACHES.append(cached)
+    return cached  # type: ignore[no-any-return]
+
+
+def enter(cache: dict[Any, Any], key: Any, value: Any, most: int) -> list[Any]:
+    """Enter a value into a cache, and return the keys of the oldest entries, which are removed beyond `most`.
+
+    Other threads may change the cache meanwhile. A lock would not do: a process that forks while a thread holds it
+    leaves it locked in the child.
+    """
+    removed = []
+    while len(cache) >= most:
+        with contextlib.suppress(RuntimeError, StopIteration):
+            oldest = next(iter(cache))
+            cache.pop(oldest, None)
+            removed.append(oldest)
+    cache[key] = value
+    return removed
