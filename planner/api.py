@@ -36,9 +36,9 @@ __all__ = ["contract", "plan"]
 _RUNNERS: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], Any]] = {}
 _SIGNATURES: dict[type, Callable[[Sequence[Any], Mapping[str, Any]], Any]] = {}
 _CACHE_LIMIT = 4096
-# Those of them that have a plan of their own, some 50 kB each, and how many of them are kept.
+# Those of them that have a plan of their own, some 20 kB each in torch, and how many of them are kept.
 _ALONE: dict[Any, None] = {}
-_MOST_ALONE = 384
+_MOST_ALONE = 2048
 
 
 def contract(

@@ -28,6 +28,7 @@ class _Family:
         family: the family.
         contraction: one of its members, by which the dimensions of arrays are told apart.
         shapes: the shapes of its operands and index arrays as the caller passes them.
+        names: the letters of the index arrays, in the order in which the caller passes them.
         bind: what `Backend.bind_family` made of the family's plan.
     """
 
@@ -36,20 +37,25 @@ class _Family:
         family: Family,
         contraction: Contraction,
         shapes: Sequence[tuple[int, ...]],
+        names: Sequence[str],
         bind: Callable[[Member], Run],
     ) -> None:
         self.bind, spec, resolved = bind, family.plan.resolved.spec, contraction.resolved
-        arrays = {gather.array: gather.axes for gather in spec.gathers}
-        self.names = tuple(name for name, _ in contraction.index_shapes)
+        self.names = tuple(names)
         self.count = len(spec.inputs)
-        terms: list[Term] = [*spec.inputs, *(arrays[name] for name in self.names)]
         index_shapes = dict(resolved.index_shapes)
         fitted = [*resolved.shapes, *(index_shapes[name] for name in self.names)]
-        # The dimensions of each array that are not broadcast, and the axis or gather of each.
-        self.dims = [_kept_dims(shape, kept) for shape, kept in zip(shapes, fitted, strict=True)]
-        self.terms = terms
-        self.whole = [len(shape) == len(kept) for shape, kept in zip(shapes, fitted, strict=True)]
-        self.output, self.spec = spec.output, spec
+        # For each array the dimensions that are not broadcast; None if that is all.
+        self.dims = [
+            None if len(shape) == len(kept) else _kept_dims(shape, kept)
+            for shape, kept in zip(shapes, fitted, strict=True)
+        ]
+        # The arrays by number, and what their dimensions are. An index array may stand in several brackets.
+        self.terms: list[tuple[int, Term]] = [
+            *enumerate(spec.inputs),
+            *((self.count + self.names.index(gather.array), gather.axes) for gather in spec.gathers),
+        ]
+        self.output = spec.output
         self.written = {e.array: e for e in spec.output if isinstance(e, Gather)}
         self.read = {gather.array: gather for term in spec.inputs for gather in term_gathers(term)}
         self.pools = {axis: gather for gather, axis in zip(spec.gathers, pool_letters(spec), strict=True)}
@@ -62,13 +68,14 @@ class _Family:
             given: `sizes=` of the call.
         """
         sizes: dict[str | Gather, int] = {}
-        fitted: list[tuple[int, ...] | None] = []
-        for shape, dims, term, whole in zip(shapes, self.dims, self.terms, self.whole, strict=True):
-            kept = shape if whole else tuple([shape[d] for d in dims])
-            for entry, size in zip(term, kept, strict=True):
+        kept = [
+            shape if dims is None else tuple([shape[d] for d in dims])
+            for shape, dims in zip(shapes, self.dims, strict=True)
+        ]
+        for number, term in self.terms:
+            for entry, size in zip(term, kept[number], strict=True):
                 if sizes.setdefault(entry, size) != size:
                     return None
-            fitted.append(None if whole else kept)
         if given is not None:
             by_letter = given.items() if isinstance(given, Mapping) else zip(self.output, given, strict=True)
             for letter, size in by_letter:
@@ -82,11 +89,9 @@ class _Family:
                 sizes[entry] = sizes[self.read[entry.array]]
         for letter, gather in self.pools.items():
             sizes[letter] = sizes[gather]
-        index_shapes = {
-            name: kept or shape
-            for name, kept, shape in zip(self.names, fitted[self.count :], shapes[self.count :], strict=True)
-        }
-        return self.bind(Member(sizes, fitted[: self.count], index_shapes))
+        reshape = [None if dims is None else shape for shape, dims in zip(kept, self.dims, strict=True)]
+        index_shapes = dict(zip(self.names, kept[self.count :], strict=True))
+        return self.bind(Member(sizes, reshape[: self.count], index_shapes))
 
 
 def _kept_dims(shape: Sequence[int], kept: Sequence[int]) -> list[int]:
@@ -101,6 +106,7 @@ def _kept_dims(shape: Sequence[int], kept: Sequence[int]) -> list[int]:
 # The makers of functions for the members of families, by request, facts of the arrays, and classes of sizes. None
 # stands for a family that is not settled, and for one whose members are bound by themselves.
 BOUND: dict[Any, _Family | None] = {}
+_UNKNOWN: Any = object()
 
 
 def forget_families() -> None:
@@ -122,11 +128,11 @@ def bind_member(backend: Backend, asked: Sequence[Any], operands: Any, indices: 
         return None
     shapes, by_parts = keys
     for key in by_parts:
-        if key not in BOUND:
-            return None
-        family = BOUND[key]
-        if family is not None:
+        family = BOUND.get(key, _UNKNOWN)
+        if isinstance(family, _Family):
             return family.member(shapes, asked[1])
+        if family is _UNKNOWN:
+            return None
     return None
 
 
@@ -145,7 +151,7 @@ def bind_first_member(
         maker = None
         if family.settled and is_small(family.plan) and backend.table.runs_any_sizes(family.plan.steps):
             bind = backend.bind_family(family.plan)
-            maker = bind and _Family(family, contraction, shapes, bind)
+            maker = bind and _Family(family, contraction, shapes, tuple(indices), bind)
         enter(BOUND, key, maker, MOST_FAMILIES)
         if maker is not None:
             return maker.member(shapes, asked[1])

@@ -7,7 +7,6 @@ import math
 import random
 import signal
 import sys
-import threading
 import time
 
 import numpy as np
@@ -217,10 +216,18 @@ def test_a_deadline_ends_the_search():
     assert free.cost.seconds <= plan.cost.seconds
 
 
-def test_ctrl_c_gives_the_best_so_far():
+def test_ctrl_c_gives_the_best_so_far(monkeypatch):
     network = Network(planner.resolve(grid(20, 20)[0], *grid(20, 20)[1]))
     estimate = estimate_of("flops", CPU, "float32")
-    threading.Timer(0.5, signal.raise_signal, (signal.SIGINT,)).start()
+    sweeps, sweep = [], OrderTree.sweep
+
+    def interrupted(self, *arguments):
+        sweeps.append(arguments)
+        if len(sweeps) == 3:
+            signal.raise_signal(signal.SIGINT)
+        sweep(self, *arguments)
+
+    monkeypatch.setattr(OrderTree, "sweep", interrupted)
     improved = improved_path(network, [False] * 400, estimate, [])
     assert improved.interrupted
     assert len(improved.path) == 399

@@ -130,6 +130,21 @@ def test_second_derivatives_of_complex_operands():
     assert all(map(torch.allclose, *found))
 
 
+@pytest.mark.parametrize("spec", ["ij->ij", "ij->ji", "ij->i", "ij,jk->ik"])
+@pytest.mark.parametrize("limit", [None, "1MB"])
+def test_gradients_that_are_lazily_conjugated_stay_the_callers(spec, limit):
+    """torch conjugates only when the values are read; gradients are conjugated in memory of their own."""
+    shapes = [(2, 1), (1, 3)][: spec.count(",") + 1]
+    operands = [torch.randn(shape, dtype=torch.complex64, requires_grad=True) for shape in shapes]
+    result = planner.contract(spec, *operands, memory_limit=limit)
+    gradient = torch.randn(result.shape, dtype=torch.complex64)
+    before = gradient.clone()
+    found = torch.autograd.grad(result, operands, gradient.conj())
+    expected = torch.autograd.grad(torch.einsum(spec, *operands), operands, before.conj())
+    assert torch.equal(gradient, before)
+    assert all(map(torch.allclose, found, expected))
+
+
 # -- index modes ---------------------------------------------------------------------------------
 
 

@@ -34,6 +34,9 @@ from planner.program.tree import Tree, flatten
 
 __all__ = ["Executable"]
 
+# Of so many operands at most is a smaller contraction planned for a repeated gradient. Of more, that can take long.
+MOST_PLANNED_AGAIN = 14
+
 
 class Executable:
     """A plan made ready to run in torch. There is one for each plan, kept with the function that runs the plan.
@@ -177,7 +180,8 @@ class Executable:
         the output gradient, which needs the memory of one array, and its results are conjugated in place.
         """
         if self.is_complex:
-            gradient = gradient.conj().resolve_conj()
+            gradient = gradient.conj()
+            gradient = gradient.resolve_conj() if gradient.is_conj() else gradient.clone()  # a copy in either case
         values = self.backward_values(gradient, operands, index, dict(zip(self.kept, kept, strict=True)))
         self.run_backward(values, index)
         gradients: list[Tensor | None] = []
@@ -211,6 +215,8 @@ class Executable:
             return self, gradient
         strides, limit = gradient.stride(), self.plan.options.memory_limit
         repeated = tuple(d for d in self.summable_dims if strides[d] == 0 and gradient.shape[d] > 1)
+        if len(self.reshape) > MOST_PLANNED_AGAIN:
+            repeated = ()
         fits = limit is None or self._fits(gradient, limit)
         if fits and not repeated:
             return self, gradient

@@ -49,9 +49,11 @@ def _describe_compiled(plan: PlanRecord) -> str:
 def _describe_gap(plan: PlanRecord) -> str:
     """Return how far a plan may be from the best possible one, as text."""
     gap = plan.gap
-    proven = "proven" if plan.proven or gap == 0 else "not proven"
-    if not gap or gap == math.inf:
+    proven = "proven" if plan.proven else "not proven"
+    if gap is None or gap == math.inf or (plan.proven and not gap):
         return proven
+    if not gap:
+        return f"{proven}, as good as the best possible without loops"
     within = f"{math.ceil(100 * gap)}%" if gap < 1 else f"{math.ceil(10 * gap + 10) / 10:g} times"
     return f"{proven}, within {within} of the best possible"
 

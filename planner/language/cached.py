@@ -14,7 +14,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # The functions that remember what they found about a step, see `cached_by_step`.
 STEP_CACHES: list[Any] = []
 # How many steps each of them remembers.
-MOST_STEPS = 16_384
+MOST_STEPS = 8_192
 
 
 def cached_by_step(function: F) -> F:

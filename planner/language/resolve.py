@@ -15,7 +15,7 @@ __all__ = ["Resolved", "resolve", "resolve_shapes"]
 
 Shape = tuple[int, ...]
 _MAX_ELEMENTS = 2**62
-# A tree may be as deep as it has operands, and Python limits how deep functions may call each other.
+# Up to here searches were measured: see docs/benchmarks/planning.md.
 MOST_OPERANDS = 5_000
 
 

@@ -135,8 +135,9 @@ class PlanRecord(Contraction):
     def gap(self) -> float | None:
         """How much more the plan may cost than the best possible one: 0.04 for at most 4%; None if it is not known.
 
-        The gap is that between the plan's own figure, as the objective measures it, and `cost.bound`. If the plan's
-        tree is that of a family, a search of its own finds the bound when the gap is asked for.
+        The gap is that between the plan's own figure, as the objective measures it, and `cost.bound`. If that is
+        None, as for members of families and plans that were stored without it, a search finds the bound when the gap is
+        asked for.
         """
         if callable(self.options.minimize):
             return None

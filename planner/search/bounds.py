@@ -10,7 +10,7 @@ from planner.language.dtypes import itemsize
 from planner.language.spec import plain_axes, term_gathers
 from planner.search.space import Candidate, SearchSpace
 
-__all__ = ["lower_bound"]
+__all__ = ["least_by_sizes", "lower_bound"]
 
 
 def lower_bound(space: SearchSpace, best: Candidate, candidates: Sequence[Candidate]) -> float | None:
@@ -32,14 +32,14 @@ def lower_bound(space: SearchSpace, best: Candidate, candidates: Sequence[Candid
     figure: float = plan_key(objective)(best.cost)[0]
     if best.proven:
         return figure
-    bound = _least_by_sizes(space, objective)
+    bound = least_by_sizes(space, objective)
     for candidate in candidates:
         if candidate.found is not None:
             bound = max(bound, candidate.found.bound * (1e-12 if objective == "time" else 1))
     return min(figure, bound)
 
 
-def _least_by_sizes(space: SearchSpace, objective: str) -> float:
+def least_by_sizes(space: SearchSpace, objective: str) -> float:
     """Return a bound that the sizes of operands and result give: each operand is read, and the result is written."""
     spec = space.resolved.spec
     if len(spec.inputs) < 2 or not space.bounded:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 
 from planner.cost.figures import PlanCost
 from planner.cost.limits import NO_LIMITS, Limits, keeps_within
 from planner.cost.objective import OBJECTIVES, check_objective, plan_key
 from planner.language.errors import PlannerLimitError
+from planner.language.options import SEARCHES
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.plan import PlanRecord
 from planner.program.tree import keep_values
-from planner.search.bounds import lower_bound
+from planner.search.bounds import least_by_sizes, lower_bound
 from planner.search.exact.steps import SearchResult
 from planner.search.refine import order_children, quicken_steps
 from planner.search.slicing import fastest, loop_candidates
-from planner.search.space import ADDITIVE, Candidate, SearchSpace, run_searches
+from planner.search.space import ADDITIVE, AUTO, Candidate, SearchSpace, run_searches
 from planner.search.stored import remembered
 
 __all__ = ["find_bound", "make_plan", "naive_cost"]
@@ -65,11 +67,22 @@ def _search_plan(contraction: Contraction, given: Callable[[SearchSpace], Candid
 
 
 def find_bound(contraction: Contraction) -> float | None:
-    """Return the bound that a search finds which no limits refuse; None if there are limits."""
+    """Return what no plan of a contraction costs less than, by a search without limits where all trees are searched.
+
+    None for contractions with limits, or with a path of the caller's.
+    """
     options = contraction.options
-    if Limits(options.memory_limit, options.retain_limit) != NO_LIMITS:
+    if Limits(options.memory_limit, options.retain_limit) != NO_LIMITS or options.optimize not in SEARCHES:
         return None
-    return make_plan(contraction, loops=False).cost.bound
+    return _find_bound(contraction)
+
+
+@lru_cache(maxsize=256)
+def _find_bound(contraction: Contraction) -> float | None:
+    space, objective = SearchSpace(contraction), contraction.options.minimize
+    if space.may_be_exact(objective, AUTO):
+        return make_plan(contraction, loops=False).cost.bound
+    return least_by_sizes(space, objective)
 
 
 def naive_cost(contraction: Contraction) -> PlanCost:
@@ -95,6 +108,7 @@ def _best(
     limits = Limits(options.memory_limit, options.retain_limit)
     objectives = OBJECTIVES if callable(options.minimize) else (options.minimize,)
     candidates: list[Candidate] = []
+    searched: set[tuple[str, Limits, bool]] = set()
     interrupted = False
 
     def consider(more: Iterable[Candidate]) -> None:
@@ -109,6 +123,14 @@ def _best(
         except KeyboardInterrupt:
             interrupted = True
 
+    def search(objectives: Iterable[str], limits: Limits = NO_LIMITS, quicker: bool = False) -> None:
+        """Run the searches for some objectives that did not run yet."""
+        for objective in objectives:
+            if (objective, limits, quicker) not in searched:
+                searched.add((objective, limits, quicker))
+                found = _candidates(space, objective, limits)
+                consider((quicken_steps(space, candidate) for candidate in found) if quicker else found)
+
     def best_allowed() -> Candidate | None:
         """Return the best candidate within the limits."""
         allowed = [c for c in candidates if keeps_within(c.cost, limits)]
@@ -122,28 +144,21 @@ def _best(
     if given is not None:
         consider([given(space)])
     else:
-        for objective in objectives:
-            consider(_candidates(space, objective))
+        search(objectives)
     best = min(candidates, key=lambda c: key(c.cost), default=None)
-    if best is not None and not best.proven and options.minimize == "peak" and space.resolved.spec.gathers:
-        # The search does not know what guards need.
-        for objective in OBJECTIVES:
-            consider(_candidates(space, objective))
+    if best is not None and not best.proven and options.minimize == "peak" and space.index_bytes:
+        search(OBJECTIVES)  # the search for the least peak does not know what guards need
         best = min(candidates, key=lambda c: key(c.cost))
     if best is None or not keeps_within(best.cost, limits):
-        for objective in objectives:
-            consider(_candidates(space, objective, limits))
+        search(objectives, limits)
         within_limits = best_allowed()
         if within_limits is None or not within_limits.proven:
             # Searches for other objectives may find what this one missed: they choose steps with less scratch, and
             # they may search other trees where not all can be searched.
-            for objective, search_limits in (("retained", NO_LIMITS), ("peak", Limits(None, options.retain_limit))):
-                lean = _candidates(space, objective, search_limits)
-                consider(quicken_steps(space, candidate) for candidate in lean)
-        if best_allowed() is None and space.resolved.spec.gathers:
-            # The searches do not know what guards need: any of their results may do.
-            for objective in OBJECTIVES:
-                consider(_candidates(space, objective))
+            search(["retained"], quicker=True)
+            search(["peak"], Limits(None, options.retain_limit), quicker=True)
+        if best_allowed() is None and space.index_bytes:
+            search(OBJECTIVES)  # the searches do not know what guards need: any of their results may do
     if candidates and loops:
         consider(loop_candidates(space, tuple(candidates)))
     chosen = best_allowed()

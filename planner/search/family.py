@@ -31,10 +31,10 @@ from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.ops import Guard, Op
 from planner.program.plan import PlanRecord
-from planner.program.tree import Leaf, Tree
+from planner.program.tree import change_tree
 from planner.search.choose import make_plan
 from planner.search.slicing import LARGE_BYTES
-from planner.search.space import Candidate, SearchSpace
+from planner.search.space import AUTO, Candidate, SearchSpace
 
 __all__ = ["FAMILIES", "MOST_FAMILIES", "PARTS", "Family", "class_of", "families_of", "family_of", "is_small",
            "make_family_plan"]  # fmt: skip
@@ -45,7 +45,7 @@ EXACT = 16
 PARTS = (1, 2, 4)
 # A plan counts as good if its predicted time is at most this times that of the plan that a search of its own finds.
 WON = 1.1
-# How many families are remembered; each holds a plan, some 20 kB.
+# How many families are remembered.
 MOST_FAMILIES = 512
 
 
@@ -55,7 +55,8 @@ class Family:
 
     Attributes:
         plan: the plan of the representative, without a loop over slices.
-        settled: whether the plan is good for all members.
+        settled: whether all members take the plan: at the smallest sizes it takes at most `WON` times as long as the
+            plan that a search of its own finds.
     """
 
     plan: PlanRecord
@@ -148,9 +149,10 @@ class _Classes:
 
 
 def _found(top: Contraction, low: Contraction) -> Family:
-    """Search for a family's plan, and find out whether it is good for the smallest members too."""
+    """Search for a family's plan, and find out whether it is within `WON` of the best for the smallest members too."""
     plan = make_plan(top, loops=False)
-    if plan.origin.startswith("interrupted"):
+    # With many operands a second search would take long.
+    if plan.origin.startswith("interrupted") or len(top.operands) > AUTO.operands:
         return Family(plan, True)
     best = make_plan(low, loops=False).cost.seconds
     return Family(plan, best * WON >= _member_plan(low, Family(plan, True), loops=False).cost.seconds)
@@ -213,11 +215,6 @@ def _member_plan(contraction: Contraction, family: Family, loops: bool = True) -
         # The letters of gathered dimensions are the same for all members.
         sizes.update(space.network.sizes)
 
-        def resize_tree(tree: Tree) -> Tree:
-            if isinstance(tree, Leaf):
-                return tree
-            return dataclasses.replace(tree, op=resize_op(tree.op), children=tuple(map(resize_tree, tree.children)))
-
         def resize_op(op: Op) -> Op:
             return dataclasses.replace(op, spec=resize_spec(op.spec, sizes))
 
@@ -228,7 +225,11 @@ def _member_plan(contraction: Contraction, family: Family, loops: bool = True) -
                 choice = table.price(step.choice.lowering, op, contraction.device)
                 if choice is not None:
                     fixed[op] = choice
-        lower, tree = Lowerer(space.choices, step_key("time"), fixed), resize_tree(representative.tree)
+        lower = Lowerer(space.choices, step_key("time"), fixed)
+        tree = change_tree(
+            representative.tree,
+            lambda node, children: dataclasses.replace(node, op=resize_op(node.op), children=children),
+        )
         return Candidate(space.programs(tree, lower), tree, lower, False, _origin(representative, contraction))
 
     return make_plan(contraction, given, loops)

@@ -24,7 +24,7 @@ from planner.program.tree import Tree
 from planner.search.exact.dynamic import FRONT_LIMIT, Search
 from planner.search.exact.lazy import LazySearch, Stop
 from planner.search.exact.network import Network
-from planner.search.exact.steps import NetworkSteps, SearchEnded, SearchResult
+from planner.search.exact.steps import NetworkSteps, SearchEnded, SearchResult, Splits
 from planner.search.many.greedy import improved_path
 from planner.search.many.reconfigure import MOST_CUT, estimate_of
 from planner.search.paths import PATH_NAMES, check_path, external_path, is_path_name, splits_of
@@ -124,7 +124,6 @@ class SearchSpace:
         lower = Lowerer(self.stock_choices if naive else self.choices, step_key(objective))
         chooses = any(self.requires) and (limits != NO_LIMITS or objective in ("peak", "retained"))
         additive = objective in ADDITIVE and limits == NO_LIMITS and not naive
-        splits = None if path is None else splits_of(path, len(self.operands))
         # With many operands a path has many steps.
         more = OPERAND_WORK * len(self.operands)
 
@@ -132,7 +131,7 @@ class SearchSpace:
             keep: Literal["all", "any"] = "any" if chooses else "all"
             return Search(steps, self.requires, lower, objective, keep, work, limits, **options)
 
-        def search_lazily(stop: Stop) -> SearchResult:
+        def search_lazily(stop: Stop, splits: Splits | None = None) -> SearchResult:
             return LazySearch(self.steps, self.requires, lower, objective, self.device, self.bounded, stop).run(splits)
 
         def along(path: Any) -> SearchResult | None:
@@ -153,13 +152,13 @@ class SearchSpace:
                     raise
                 return None  # another path may be within the limits
 
-        if path is not None and splits is not None:
+        if path is not None:
             if not naive and len(self.network.gathers) <= MOST_FACTORS:
-                sets = self.network.prepare(path)
+                sets, splits = self.network.prepare(path), splits_of(path, len(self.operands))
                 with contextlib.suppress(SearchLimitError):
                     if additive:
                         listed = PATH_STOP._replace(priced=PATH_WORK + more, listed=PATH_STOP.listed + 10 * more)
-                        return search_lazily(listed), lower
+                        return search_lazily(listed, splits), lower
                     return search_of(self.steps, PATH_WORK + more).run(splits, sets), lower
             return along(path), lower
         if additive:

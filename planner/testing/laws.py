@@ -16,6 +16,7 @@ from hypothesis import assume
 
 from planner.api import plan
 from planner.language.errors import IndexRangeError
+from planner.language.options import INDEX_MODES
 from planner.program.frameworks import framework_of
 from planner.testing import scripts
 from planner.testing.engines import Engine, engine_of, of_some
@@ -293,7 +294,7 @@ class Law:
 
 
 _LARGE = {"large": True, "without": ("size zero", "size one"), "strided": False}
-_ALL_MODES = {**_LARGE, "index_modes": ("raise", "drop", "nan")}
+_ALL_MODES = {**_LARGE, "index_modes": INDEX_MODES}
 LAWS = (
     Law("values", values),
     Law("gradients", gradients, derives=True),
