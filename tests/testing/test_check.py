@@ -98,7 +98,8 @@ def test_dtypes_and_sizes_that_need_rounding(dtype):
 
 
 def test_a_law_without_problems_is_skipped_and_the_others_are_told(monkeypatch):
-    values = dataclasses.replace(LAWS[0], name="of good indices", draws={"index_modes": ("raise",)})
+    draws = {"index_modes": ("raise",), "without": ("size zero",)}
+    values = dataclasses.replace(LAWS[0], name="of good indices", draws=draws)
     monkeypatch.setattr("planner.testing.checking.LAWS", (*LAWS, values))
     report = check("n, q[n] -> n", {"q": 0}, backends="numpy", max_examples=4)
     assert report.passed, report
