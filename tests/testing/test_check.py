@@ -98,7 +98,7 @@ def test_dtypes_and_sizes_that_need_rounding(dtype):
 
 
 def test_a_law_without_problems_is_skipped_and_the_others_are_told(monkeypatch):
-    draws = {"index_modes": ("raise",), "without": ("size zero",)}
+    draws = {"index_modes": ("raise",), "min_size": 2}
     values = dataclasses.replace(LAWS[0], name="of good indices", draws=draws)
     monkeypatch.setattr("planner.testing.checking.LAWS", (*LAWS, values))
     report = check("n, q[n] -> n", {"q": 0}, backends="numpy", max_examples=4)
