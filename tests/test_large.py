@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-import signal
 import sys
 import time
 
@@ -224,7 +223,7 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch):
     def interrupted(self, *arguments):
         sweeps.append(arguments)
         if len(sweeps) == 3:
-            signal.raise_signal(signal.SIGINT)
+            raise KeyboardInterrupt
         return sweep(self, *arguments)
 
     monkeypatch.setattr(OrderTree, "sweep", interrupted)
