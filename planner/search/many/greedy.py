@@ -12,7 +12,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import opt_einsum
 
@@ -179,7 +179,8 @@ def _greedy_steps(network: NumberedNetwork, seed: int) -> Steps:
     except ImportError:
         return steps_of(random_greedy(network, random.Random(seed)), operands, by_number=True)
     letters = [opt_einsum.get_symbol(axis) for axis in range(len(network.sizes))]
-    path, _ = cotengrust.optimize_random_greedy_track_flops(
+    search: Any = cotengrust.optimize_random_greedy_track_flops  # its type stub lacks `max_neighbors`
+    path, _ = search(
         [[letters[axis] for axis in term] for term in network.inputs],
         [letters[axis] for axis in network.output],
         dict(zip(letters, map(float, network.sizes), strict=True)),
