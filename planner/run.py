@@ -61,7 +61,7 @@ def _bound(same: _Same, signature: Hashable) -> Run:
 def bind_plan(plan: PlanRecord) -> Run:
     """Return the function that runs a plan on operands and index arrays."""
     run, spec = load_backend(plan.backend).bind(plan), plan.resolved.spec
-    reads = any(term_gathers(term) for term in spec.inputs) and 0 not in dict(spec.sizes).values()
+    reads = any(term_gathers(term) for term in spec.inputs) and 0 not in spec.by_axis.values()
     return partial(_run_and_mark, run, plan) if reads and MODES[plan.index_mode].unmarked else run
 
 

@@ -18,6 +18,7 @@ from planner.cost.device import Device
 from planner.cost.figures import Work
 from planner.cost.layout import Layout, flattens, reordered
 from planner.kernels.grouping.keys import IndexArray
+from planner.language.cached import cached_by_step
 from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec, Term
 from planner.program.calls import RangedIndices, shape_in, size_in
@@ -161,6 +162,7 @@ def pool_function(op: Op, form: PooledForm) -> Literal["scores", "query_gradient
     return "gradients" if isinstance(op, JointGradient) else form.function
 
 
+@cached_by_step
 def flattened_bytes(op: Op, form: Form) -> int:
     """Return the bytes of the inputs and index arrays that are copied to be flattened for the kernels."""
     spec, size = op.spec, itemsize(op.dtype)

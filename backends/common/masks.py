@@ -106,7 +106,7 @@ def widen_operands(
     """
     if not index.may_drop:
         return None
-    sizes = dict(spec.sizes)
+    sizes = spec.by_axis
     terms, values = list(spec.inputs), list(operands)
     for gather, rows in index.items():
         if not occurs(rows == gather.size):

@@ -236,7 +236,7 @@ def _make_writer(ops: ArrayOps, axes: tuple[str, ...], spec: Spec) -> Access:
         written = (q[n], j, j, k)    their entries, with sizes (4, 3, 3, 2)
         back = [0, 3, 1, 2]          permutes them to the order of the result: q[n], k, j, j
     """
-    term, sizes = spec.output, dict(spec.sizes)
+    term, sizes = spec.output, spec.by_axis
     plain, in_brackets, indexed = plain_axes(term), term_axes(term_gathers(term)), indexed_dims(term)
     missing = tuple(axis for axis in dict.fromkeys((*in_brackets, *plain)) if axis not in axes)
     axes = (*missing, *axes)

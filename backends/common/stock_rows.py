@@ -84,7 +84,7 @@ def _flat_index_bytes(spec: Spec) -> int:
     The flat index is built dimension by dimension: the index so far is multiplied by the dimension's size, and the
     dimension's index is added. At most three arrays exist at once. An axis needs an array of its positions.
     """
-    sizes, most = dict(spec.sizes), 0
+    sizes, most = spec.by_axis, 0
     for term in spec.terms:
         gathers, rows, addressed = term_gathers(term), row_axes(term), len(indexed_dims(term))
         if any(len(set(gather.axes)) < len(gather.axes) for gather in gathers):

@@ -144,7 +144,7 @@ def read_mask(x: Any, term: Term, spec: Spec, index: RangedIndices, given: Given
         given: index arrays with values as the caller gave them, in which to look for bad indices; those of `index` by
             default. If one marks results with NaN, all rows count as read, so that no mark is zeroed.
     """
-    sizes = dict(spec.sizes)
+    sizes = spec.by_axis
     rows, indexed = row_axes(term), indexed_dims(term)
     shape = [n if d in indexed else 1 for d, n in enumerate(x.shape)]
     slow = max((axis for axis in rows if axis not in term and sizes[axis]), key=lambda axis: sizes[axis], default=None)

@@ -43,7 +43,7 @@ def _groups(spec: Spec) -> tuple[_Groups, tuple[int, ...]]:
     XLA copies a term unless it has the batch first and then both of its groups, in either order. It also copies a
     result that has a dimension of size 1 behind a larger one.
     """
-    form, sizes, terms = product_form(spec), dict(spec.sizes), [_wide_axes(term, spec) for term in spec.terms]
+    form, sizes, terms = product_form(spec), spec.by_axis, [_wide_axes(term, spec) for term in spec.terms]
     assert form is not None
 
     def orders(group: tuple[str, ...], places: tuple[int, ...]) -> list[tuple[str, ...]]:
@@ -82,7 +82,7 @@ def as_matrices(spec: Spec) -> Product:
 
     XLA would copy the operands of products of more dimensions.
     """
-    (groups, _), sizes = _groups(spec), dict(spec.sizes)
+    (groups, _), sizes = _groups(spec), spec.by_axis
     *terms, out = (_wide_axes(term, spec) for term in spec.terms)
 
     def make_view(place: int) -> tuple[Callable[[Any], Any], list[tuple[str, ...]]]:
@@ -143,7 +143,7 @@ def count_reordered(spec: Spec) -> ProductCopies:
     side. It also copies a result that has a dimension of size 1 behind a larger one, because it multiplies without
     dimensions of size 1.
     """
-    (groups, places), sizes = _groups(spec), dict(spec.sizes)
+    (groups, places), sizes = _groups(spec), spec.by_axis
     copied, apart = {}, 0.0
     for place in places:
         first, second = groups.of(place)

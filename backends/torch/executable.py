@@ -53,7 +53,7 @@ class Executable:
         ]
         # Programs know gathers by the sizes that they were made for.
         self.gathers = {gather: gather for gather in self.spec.gathers}
-        self.empty = 0 in (*dict(self.spec.sizes).values(), *(gather.size for gather in self.gathers))
+        self.empty = 0 in (*self.spec.by_axis.values(), *(gather.size for gather in self.gathers))
         self.index_shapes: Mapping[str, tuple[int, ...]] = dict(plan.resolved.index_shapes)
         self.dtype = torch_dtype(plan.dtype)
         self.is_complex = self.dtype.is_complex

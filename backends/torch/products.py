@@ -72,7 +72,7 @@ def _find_slices(op: Op) -> tuple[str, ProductForm] | str:
     Slices along a summed axis are added up; slices along a row or column axis are parts of the result.
     """
     refusal = "no one axis parts operands that cannot be viewed flat"
-    form, sizes, layouts = copied_form(op), dict(op.spec.sizes), op.layouts or (None, None)
+    form, sizes, layouts = copied_form(op), op.spec.by_axis, op.layouts or (None, None)
     if form is None or form.batch:
         return refusal
     for axis in sorted((*form.contracted, *form.left, *form.right), key=lambda axis: (sizes[axis], axis)):
@@ -103,7 +103,7 @@ def _sliced_work(op: Op, slices: tuple[str, ProductForm], device: Device) -> lis
 
 def _run_sliced(op: Op, form: tuple[str, ProductForm], inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
     axis, part = form
-    sizes, (_, m, n, k) = dict(op.spec.sizes), part.sizes
+    sizes, (_, m, n, k) = op.spec.by_axis, part.sizes
     slices = []
     groups_of = ((part.left, part.contracted), (part.contracted, part.right))
     for x, term, groups, shape in zip(inputs, op.spec.inputs, groups_of, ((m, k), (k, n)), strict=True):
@@ -138,7 +138,7 @@ def _find_batch(op: Op) -> tuple[str, ProductForm, Spec] | str:
     The batched product is summed over that axis afterwards.
     """
     refusal = "no one summed axis parts operands that cannot be viewed flat"
-    form, sizes, layouts = copied_form(op), dict(op.spec.sizes), op.layouts or (None, None)
+    form, sizes, layouts = copied_form(op), op.spec.by_axis, op.layouts or (None, None)
     if form is None or len(form.contracted) < 2:
         return refusal
     for axis in sorted(form.contracted, key=lambda axis: (sizes[axis], axis)):
@@ -218,7 +218,7 @@ def _summed_order(spec: Spec) -> tuple[str, ...]:
 
     It is the order of the larger operand if the sum is then row-major, else the order of the output.
     """
-    sizes = dict(spec.sizes)
+    sizes = spec.by_axis
     *terms, out = (term_axes(term) for term in spec.terms)
     widest = max(terms, key=lambda term: math.prod(sizes[e] for e in term))
     order = (*(e for term in terms for e in term if e not in widest), *widest)  # the first ones are of size 1

@@ -24,7 +24,7 @@ __all__ = ["batched", "resize_spec", "slice_spec", "summable_dims", "sum_dims", 
 def _check_resolved(spec: object, what: str) -> None:
     """Raise an error unless the spec is resolved: all its sizes are known."""
     if isinstance(spec, Spec):
-        sizes = dict(spec.sizes)
+        sizes = spec.by_axis
         if all(axis in sizes for term in spec.terms for axis in term_axes(term)) and all(
             gather.size is not None for gather in spec.gathers
         ):

@@ -122,7 +122,7 @@ def resolve_shapes(
     resolved = Spec(inputs, output, tuple(sorted(axis_sizes.items())))
     _check_addressable(resolved)
     index_views = tuple((name, tuple(index_shapes[name][d] for d in kept_dims[name])) for name in resolved.arrays)
-    return Resolved(resolved, resolved.shapes(inputs), index_views)
+    return Resolved(resolved, tuple(map(resolved.shape, inputs)), index_views)
 
 
 def _kept_index_dims(

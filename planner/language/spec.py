@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 __all__ = [
@@ -151,7 +151,7 @@ def unused_letters(used: Iterable[str], count: int) -> tuple[str, ...]:
     return tuple(letter for letter in _first_letters(enough) if letter not in taken)[:count]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Spec:
     """An einsum with gathers: input terms, an output term and, once resolved, the size of each axis.
 
@@ -182,7 +182,28 @@ class Spec:
         """All terms, the output last."""
         return (*self.inputs, self.output)
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.inputs, self.output, self.sizes))
+
+    @cached_property
+    def by_axis(self) -> Mapping[str, int]:
+        """The size of each axis."""
+        return dict(self.sizes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process has other hashes.
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """All axes, those in brackets too, in order of appearance."""
+        return tuple(dict.fromkeys(axis for term in self.terms for axis in term_axes(term)))
+
+    @cached_property
     def gathers(self) -> tuple[Gather, ...]:
         """All distinct gathers, in order of appearance."""
         return tuple(dict.fromkeys(gather for term in self.terms for gather in term_gathers(term)))
@@ -197,16 +218,12 @@ class Spec:
         if isinstance(entry, Gather):
             assert entry.size is not None, "spec is not resolved"
             return entry.size
-        return dict(self.sizes)[entry]
+        return self.by_axis[entry]
 
     def shape(self, term: Term) -> tuple[int, ...]:
         """Return the shape of an array that has this term."""
-        return self.shapes((term,))[0]
-
-    def shapes(self, terms: Iterable[Term]) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of arrays that have these terms."""
-        sizes = dict(self.sizes)
-        return tuple(tuple(self.size(e) if isinstance(e, Gather) else sizes[e] for e in term) for term in terms)
+        sizes = self.by_axis
+        return tuple([e.size if isinstance(e, Gather) else sizes[e] for e in term])  # type: ignore[misc]
 
     @property
     def output_shape(self) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ def add_guards(tree: Tree, spec: Spec, index_mode: str) -> Tree:
         dropped = dropped_brackets(whole, spec) if MODES[index_mode].bad == "drop" else ()
         if not is_inexact(node.op.dtype) or (not dropped and rows is None):
             return value
-        identity = _identity(term, {**dict(spec.sizes), **dict(node.op.spec.sizes)})
+        identity = _identity(term, {**spec.by_axis, **node.op.spec.by_axis})
         return Node(Guard(identity, node.op.dtype, (), dropped, rows, later and not dropped), (value,), kept=False)
 
     # How the step that reads a node's value names its axes.

@@ -176,7 +176,7 @@ def loop_over(
     tree, bodies = keep_values(tree, False), []
     for sizes, _ in slice_counts(axes, contraction.resolved.spec):
         part = dataclasses.replace(slice_of(contraction, sizes), device=device, options=options)
-        small = resize_tree(tree, dict(part.resolved.spec.sizes))
+        small = resize_tree(tree, part.resolved.spec.by_axis)
         programs = build(small, part, given_variables(part), lower, in_loop=True)
         bodies.append(
             PlanRecord.of_contraction(

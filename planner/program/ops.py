@@ -117,7 +117,7 @@ class Op:
 
         For each joint element a product multiplies once, and a step that sums or scatters axes adds once.
         """
-        adds = not set(_axes(self.spec)) <= set(plain_axes(self.spec.output))
+        adds = not set(self.spec.axes) <= set(plain_axes(self.spec.output))
         return joint_elements(self.spec) * (len(self.spec.inputs) - 1 + adds) * self.products
 
     def result_bytes(self) -> int:
@@ -128,8 +128,7 @@ class Op:
     def bytes_touched(self) -> int:
         """Return the bytes of all inputs, index arrays and results: the least that the step moves."""
         elements = sum(math.prod(shape) for shape in (*self.input_shapes, *self.output_shapes))
-        sizes = dict(self.spec.sizes)
-        index = sum(math.prod(sizes[a] for a in gather.axes) for gather in self.spec.gathers)
+        index = sum(math.prod(self.spec.shape(gather.axes)) for gather in self.spec.gathers)
         return elements * itemsize(self.dtype) + 8 * index
 
 
@@ -222,9 +221,4 @@ class PricedImplementation:
 
 def joint_elements(spec: Spec) -> int:
     """Return the product of the sizes of all axes of a spec, those in brackets too: the size of its iteration space."""
-    sizes = dict(spec.sizes)
-    return math.prod(sizes[axis] for axis in _axes(spec))
-
-
-def _axes(spec: Spec) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(axis for term in spec.terms for axis in term_axes(term)))
+    return math.prod([spec.by_axis[axis] for axis in spec.axes])

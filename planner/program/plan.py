@@ -211,7 +211,7 @@ def without_loops(
     def change(node: Node, children: tuple[Tree, ...]) -> Tree:
         op = node.op
         if isinstance(op, Loop):
-            return without_loops(op.body.tree, children, {**dict(op.spec.sizes), **sizes})
+            return without_loops(op.body.tree, children, {**op.spec.by_axis, **sizes})
         return dataclasses.replace(node, op=dataclasses.replace(op, spec=slice_spec(op.spec, sizes)), children=children)
 
     return change_tree(tree, change, lambda leaf: leaf if leaves is None else leaves[leaf.operand])

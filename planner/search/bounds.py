@@ -44,7 +44,7 @@ def least_by_sizes(space: SearchSpace, objective: str) -> float:
     spec = space.resolved.spec
     if len(spec.inputs) < 2 or not space.bounded:
         return 0
-    sizes = dict(spec.sizes)
+    sizes = spec.by_axis
     read = [set(plain_axes(term)) for term in spec.inputs if not term_gathers(term)]
     elements = sum(math.prod(sizes[axis] for axis in axes) for axes in read)
     size = min(itemsize(space.dtype), *(itemsize(operand.dtype) for operand in space.operands))

@@ -66,7 +66,7 @@ class TreePart:
     def large_axes(self) -> list[str]:
         """The axes that all of the large values in it have."""
         _, *inner = nodes_of(self.tree)
-        axes = dict(self.contraction.resolved.spec.sizes)
+        axes = self.contraction.resolved.spec.by_axis
         return [axis for axis in axes if all(axis in node.op.spec.output for node in inner)]
 
     @property
@@ -103,7 +103,7 @@ def cut_out(contraction: Contraction, whole: Tree, root: Node, least: int) -> Tr
     Returns:
         The part; None if it reads index arrays, or a whole pool.
     """
-    sizes, children, terms = dict(contraction.resolved.spec.sizes), list[Tree](), list[Term]()
+    sizes, children, terms = contraction.resolved.spec.by_axis, list[Tree](), list[Term]()
     fits = True
 
     def visit(node: Node) -> Node:

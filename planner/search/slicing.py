@@ -272,7 +272,7 @@ def fastest(candidates: Sequence[Candidate]) -> Candidate:
 
 def _by_bytes(programs: Programs, spec: Spec) -> list[tuple[str, int]]:
     """Return the axes and their sizes, sorted by how many bytes the steps that involve the axis write, most first."""
-    written = dict.fromkeys(dict(spec.sizes), 0)
+    written = dict.fromkeys(spec.by_axis, 0)
     for step in programs.forward.computing:
         size = sum(programs.variables[v].bytes for v in step.outputs)
         step_axes: set[str] = set()
@@ -312,7 +312,7 @@ def _slice_trees(space: SearchSpace, sizes: Mapping[str, int]) -> list[Tree]:
     """Search trees for a slice, and return them with the sizes of the whole contraction."""
     device = device_in_loop(space.device, space.backend)
     part = SearchSpace(dataclasses.replace(slice_of(space.contraction, sizes), device=device))
-    whole = dict(space.resolved.spec.sizes)
+    whole = space.resolved.spec.by_axis
     try:
         results = [result for result, _, _ in run_searches(part, space.options.optimize, "time", NO_LIMITS, SLICE_STOP)]
     except SearchLimitError:

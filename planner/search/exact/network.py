@@ -84,7 +84,7 @@ class Network:
         self.few = few
         gathers = spec.gathers
         pools = dict(zip(gathers, pool_letters(spec), strict=True))
-        sizes = dict(spec.sizes) | {pool: spec.size(gather) for gather, pool in pools.items()}
+        sizes = {**spec.by_axis, **{pool: spec.size(gather) for gather, pool in pools.items()}}
         self.spec = dataclasses.replace(spec, sizes=tuple(sorted(sizes.items())))
         self.sizes = sizes
         self.gathers = gathers
