@@ -1,4 +1,7 @@
-"""What the steps of one call share: its index arrays in range, and its sizes."""
+"""What the steps of one call share: `RangedIndices`, its index arrays in range; `Member`, its sizes in a family.
+
+`Stepwise` is a program that runs one step at a time.
+"""
 
 from __future__ import annotations
 
