@@ -243,7 +243,10 @@ WHOLE = (examples(500, 10_000), {}, {"three_operands": 0.5, "gather": 0.5, "scat
 def test_values_and_gradients(engine, sample):
     """By every objective; contiguous and in any strides; in JAX without `jit` and with it."""
     count, options, shares = sample
-    pinned = [Problem("a, , q[a] aa -> ", ((2,), (), (2, 2, 2)), indices={"q": np.array([0, 0])})]
+    pinned = [
+        Problem("a, , q[a] aa -> ", ((2,), (), (2, 2, 2)), indices={"q": np.array([0, 0])}),
+        Problem("a, a, ab -> q[b] aab", ((2,), (2,), (2, 2)), {"q": 2}, {"q": np.array([0, 0])}),
+    ]
     hold(engine, everywhere, exact_problems(**options), count, pinned=pinned, nonzero=0.3, gradient=0.8, **shares)
 
 
