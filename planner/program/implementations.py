@@ -200,8 +200,14 @@ class Table:
     def _price_rows(self, op: Op, device: Device) -> tuple[PricedImplementation, ...]:
         """Return the rows that can run an op, and their costs."""
         self.priced += 1
-        rows = [row for row in self.rows.values() if not (row.variant_of or (row.brackets and not op.gathers))]
-        return tuple(_price(row, op, device) for row in rows if row.refusal(op, device) is None)
+        plain, kind = not op.gathers, device.kind
+        choices = []
+        for row in self.rows.values():
+            if row.variant_of or (row.brackets and plain) or (row.kinds is not None and kind not in row.kinds):
+                continue  # most rows; a refusal would name the reason
+            if row.refusal(op, device) is None:
+                choices.append(_price(row, op, device))
+        return tuple(choices)
 
     def price(self, lowering: str, op: Op, device: Device) -> PricedImplementation | None:
         """Return one implementation of an op, by its name, and its cost; None if it cannot run the op."""
