@@ -19,11 +19,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 
 from planner.cost.layout import layout_of, strides_in, strides_of
 from planner.cost.objective import step_key
 from planner.language.cached import enter
 from planner.language.derive import resize_spec
+from planner.language.errors import SearchLimitError
 from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Operand
 from planner.program.build import Lowerer
@@ -73,7 +75,9 @@ def make_family_plan(contraction: Contraction) -> PlanRecord:
     Raises: as `planner.search.choose.make_plan`.
     """
     family = family_of(contraction)
-    return make_plan(contraction) if family is None else _member_plan(contraction, family)
+    if family is None:
+        return make_plan(contraction)
+    return make_plan(contraction, partial(_at_sizes_of, family.plan))
 
 
 def family_of(contraction: Contraction) -> Family | None:
@@ -150,12 +154,16 @@ class _Classes:
 
 def _found(top: Contraction, low: Contraction) -> Family:
     """Search for a family's plan, and find out whether it is within `WON` of the best for the smallest members too."""
-    plan = make_plan(top, loops=False)
+    plan, space = make_plan(top, loops=False), SearchSpace(low)
     # With many operands a second search would take long.
-    if plan.origin.startswith("interrupted") or len(top.operands) > AUTO.operands:
+    if plan.origin.startswith("interrupted") or not space.may_be_exact("time", AUTO):
         return Family(plan, True)
-    best = make_plan(low, loops=False).cost.seconds
-    return Family(plan, best * WON >= _member_plan(low, Family(plan, True), loops=False).cost.seconds)
+    wanted = math.ceil(_at_sizes_of(plan, space).cost.seconds / WON * 1e12)
+    try:
+        found, _ = space.search("time", AUTO._replace(decides=wanted))
+    except SearchLimitError:
+        return Family(plan, True)
+    return Family(plan, found is None or found.score[0][0] >= wanted)
 
 
 def _resize(contraction: Contraction, size_of: Callable[[int], int]) -> Contraction | None:
@@ -198,41 +206,31 @@ def _resize(contraction: Contraction, size_of: Callable[[int], int]) -> Contract
     )
 
 
-def _member_plan(contraction: Contraction, family: Family, loops: bool = True) -> PlanRecord:
-    """Return the plan of a family's member.
-
-    Args:
-        contraction: the member.
-        family: the family.
-        loops: whether the plan may be a loop over slices.
-    """
-    representative, table = family.plan, load_backend(contraction.backend).table
-    gathers = zip(representative.resolved.spec.gathers, contraction.resolved.spec.gathers, strict=True)
+def _at_sizes_of(representative: PlanRecord, space: SearchSpace) -> Candidate:
+    """Return the representative's plan at the sizes of a member."""
+    table, device = space.table, space.device
+    gathers = zip(representative.resolved.spec.gathers, space.resolved.spec.gathers, strict=True)
+    # The letters of gathered dimensions are the same for all members.
     sizes: dict[str | Gather, int] = {gather: own.size or 0 for gather, own in gathers}
+    sizes.update(space.network.sizes)
 
-    def given(space: SearchSpace) -> Candidate:
-        """Return the representative's plan at the member's sizes."""
-        # The letters of gathered dimensions are the same for all members.
-        sizes.update(space.network.sizes)
+    def resize_op(op: Op) -> Op:
+        return dataclasses.replace(op, spec=resize_spec(op.spec, sizes))
 
-        def resize_op(op: Op) -> Op:
-            return dataclasses.replace(op, spec=resize_spec(op.spec, sizes))
-
-        fixed = {}
-        for step in representative.steps:
-            if not isinstance(step.op, Guard):  # there is one implementation of it
-                op = resize_op(step.op)
-                choice = table.price(step.choice.lowering, op, contraction.device)
-                if choice is not None:
-                    fixed[op] = choice
-        lower = Lowerer(space.choices, step_key("time"), fixed)
-        tree = change_tree(
-            representative.tree,
-            lambda node, children: dataclasses.replace(node, op=resize_op(node.op), children=children),
-        )
-        return Candidate(space.programs(tree, lower), tree, lower, False, _origin(representative, contraction))
-
-    return make_plan(contraction, given, loops)
+    fixed = {}
+    for step in representative.steps:
+        if not isinstance(step.op, Guard):  # there is one implementation of it
+            op = resize_op(step.op)
+            choice = table.price(step.choice.lowering, op, device)
+            if choice is not None:
+                fixed[op] = choice
+    lower = Lowerer(space.choices, step_key("time"), fixed)
+    tree = change_tree(
+        representative.tree,
+        lambda node, children: dataclasses.replace(node, op=resize_op(node.op), children=children),
+    )
+    origin = _origin(representative, space.contraction)
+    return Candidate(space.programs(tree, lower), tree, lower, False, origin)
 
 
 def _origin(representative: PlanRecord, member: Contraction) -> str:

@@ -51,6 +51,7 @@ class Stop(NamedTuple):
         operands: the most operands of a search over all trees.
         gains: whether to end when pricing would take longer than the time that it can win in a thousand calls.
         deadline: the time of `time.monotonic` at which to end, or None.
+        decides: a score; the search for the least time ends as soon as it is known whether a tree is below it.
     """
 
     priced: int
@@ -59,6 +60,7 @@ class Stop(NamedTuple):
     operands: int
     gains: bool = False
     deadline: float | None = None
+    decides: int | None = None
 
 
 class LazySearch:
@@ -103,6 +105,8 @@ class LazySearch:
         network = self.network
         last = self.steps.last()
         last_key = 0 if last is None else self.price(last, (network.everything,))
+        if self.stop.decides is not None:  # without the last step
+            self.stop = self.stop._replace(decides=self.stop.decides - first_of(last_key))
         if splits is None and self._uses_vectors():
             edges, key, bound = self._search_vectors()
         else:
@@ -142,7 +146,7 @@ class LazySearch:
         edges = [*leaves, *priced.values()]
         key = sum(edge.key for edge in edges)
         left_over = listing.drop_worse(first_of(key))
-        if self._ends(key - bound, left_over - len(priced)):
+        if self._ends(key, bound, left_over - len(priced)):
             return edges, key, min(bound, key)
         listed = [priced.get((edge.result, edge.children[0]), edge) for edge in listing.edges()]
         graph = StepGraph([*leaves, *listed], self.network.everything)
@@ -166,7 +170,7 @@ class LazySearch:
                 graph.raise_keys(unpriced)
                 if left < 0:
                     left = graph.drop_worse(incumbent[1])
-                if self._ends(incumbent[1] - graph.key, left):
+                if self._ends(incumbent[1], graph.key, left):
                     bound = graph.key
                     break
         except KeyboardInterrupt:
@@ -176,18 +180,22 @@ class LazySearch:
         edges, key = incumbent
         return edges, key, min(bound, key)
 
-    def _ends(self, gap: int, left: int) -> bool:
+    def _ends(self, key: int, bound: int, left: int) -> bool:
         """Whether the search ends although its gap is not zero.
 
         Args:
-            gap: the gap, as the difference of two keys.
+            key: the key of the best tree so far.
+            bound: the key that no tree is below.
             left: how many steps may still have to be priced.
         """
         stop = self.stop
+        if stop.decides is not None and (first_of(key) < stop.decides or first_of(bound) >= stop.decides):
+            return True
         if self.priced > stop.priced or (stop.deadline is not None and time.monotonic() > stop.deadline):
             return True
         steps = min(left, PRICED_AGAIN * self.priced)
-        return stop.gains and self.bounds.objective == "time" and first_of(gap) * CALLS < STEP_PICOSECONDS * steps
+        little = first_of(key - bound) * CALLS < STEP_PICOSECONDS * steps
+        return stop.gains and self.bounds.objective == "time" and little
 
     # -- steps ---------------------------------------------------------------------------------------
 
