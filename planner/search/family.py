@@ -10,7 +10,7 @@ there, unless it refuses the member's own sizes: then the step takes the best of
 over slices are the member's own.
 
 Implementations change places as sizes grow. So the representative's plan is also priced at the smallest sizes of the
-classes, where a second search says how much better a plan could be. If that is more than `WON`, the classes are too
+classes, where a second search decides whether a plan could be better by more than `WON`. If so, the classes are too
 wide: they are split in two, then in four, and in the end the member is searched for itself.
 """
 
