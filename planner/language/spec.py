@@ -223,7 +223,7 @@ class Spec:
     def shape(self, term: Term) -> tuple[int, ...]:
         """Return the shape of an array that has this term."""
         sizes = self.by_axis
-        return tuple([e.size if isinstance(e, Gather) else sizes[e] for e in term])  # type: ignore[misc]
+        return tuple([self.size(e) if isinstance(e, Gather) else sizes[e] for e in term])
 
     @property
     def output_shape(self) -> tuple[int, ...]:

@@ -204,7 +204,7 @@ class Table:
         choices = []
         for row in self.rows.values():
             if row.variant_of or (row.brackets and plain) or (row.kinds is not None and kind not in row.kinds):
-                continue  # most rows; a refusal would name the reason
+                continue  # most rows end here; `refusal` would also make the text of the reason
             if row.refusal(op, device) is None:
                 choices.append(_price(row, op, device))
         return tuple(choices)

@@ -58,7 +58,7 @@ class Family:
     Attributes:
         plan: the plan of the representative, without a loop over slices.
         settled: whether all members take the plan: at the smallest sizes it takes at most `WON` times as long as the
-            plan that a search of its own finds.
+            best tree that a search of its own finds, or not all trees can be searched.
     """
 
     plan: PlanRecord
@@ -155,7 +155,7 @@ class _Classes:
 def _found(top: Contraction, low: Contraction) -> Family:
     """Search for a family's plan, and find out whether it is within `WON` of the best for the smallest members too."""
     plan, space = make_plan(top, loops=False), SearchSpace(low)
-    # With many operands a second search would take long.
+    # Where not all trees can be searched, a second search would take long.
     if plan.origin.startswith("interrupted") or not space.may_be_exact("time", AUTO):
         return Family(plan, True)
     wanted = math.ceil(_at_sizes_of(plan, space).cost.seconds / WON * 1e12)
@@ -163,7 +163,8 @@ def _found(top: Contraction, low: Contraction) -> Family:
         found, _ = space.search("time", AUTO._replace(decides=wanted))
     except SearchLimitError:
         return Family(plan, True)
-    return Family(plan, found is None or found.score[0][0] >= wanted)
+    assert found is not None
+    return Family(plan, found.score[0][0] >= wanted)
 
 
 def _resize(contraction: Contraction, size_of: Callable[[int], int]) -> Contraction | None:

@@ -105,7 +105,7 @@ class LazySearch:
         network = self.network
         last = self.steps.last()
         last_key = 0 if last is None else self.price(last, (network.everything,))
-        if self.stop.decides is not None:  # without the last step
+        if self.stop.decides is not None:  # the keys that are compared lack the last step
             self.stop = self.stop._replace(decides=self.stop.decides - first_of(last_key))
         if splits is None and self._uses_vectors():
             edges, key, bound = self._search_vectors()
