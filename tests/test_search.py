@@ -595,6 +595,16 @@ def test_auto_ends_where_little_can_be_won(work):
     assert little < much
 
 
+@settings(max_examples=examples(60, 600))
+@given(networks(6, 2), st.sampled_from((-1, 0, 1)), st.sampled_from((1, 10, 9, 11)))
+def test_a_search_that_decides_says_whether_a_tree_is_below_a_score(case, more, tenths):
+    problem = space_of(case)
+    best = problem.search("time", OPTIMAL)[0].score[0][0]
+    wanted = best * tenths // 10 + more
+    found, _ = problem.search("time", OPTIMAL._replace(decides=wanted))
+    assert (found.score[0][0] < wanted) == (best < wanted)
+
+
 @pytest.mark.parametrize("operands", [4, 10])
 def test_a_search_that_ends_early_proves_nothing(operands):
     """With steps listed one by one, and by numpy: the best tree by bounds is priced, and no more."""
