@@ -53,7 +53,7 @@ def _describe_gap(plan: PlanRecord) -> str:
     if gap is None or gap == math.inf or (plan.proven and not gap):
         return proven
     if not gap:
-        return f"{proven}, as good as the best possible without loops"
+        return "as good as the best without loops"
     within = f"{math.ceil(100 * gap)}%" if gap < 1 else f"{math.ceil(10 * gap + 10) / 10:g} times"
     return f"{proven}, within {within} of the best possible"
 
