@@ -176,7 +176,8 @@ def _run_of_member(request: Request, operands: Sequence[Any], indices: Mapping[s
 
 def _remember(key: Any, run: Run, alone: bool) -> None:
     """Enter the function that runs the calls of a key; `alone` if it has a plan of its own."""
-    enter(_RUNNERS, key, run, _CACHE_LIMIT)
+    for old in enter(_RUNNERS, key, run, _CACHE_LIMIT):
+        _ALONE.pop(old, None)
     for old in enter(_ALONE, key, None, _MOST_ALONE) if alone else ():
         _RUNNERS.pop(old, None)
 

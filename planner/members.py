@@ -1,6 +1,6 @@
 """Runs calls that belong to a family, with the bound plan that its members share.
 
-A call is met by the classes of its sizes: `bind_member` finds the family by them, without resolving the spec.
+`bind_member` finds the family of a call by the classes of its sizes, without resolving the spec.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from planner.run import Run
 from planner.search.exact.network import pool_letters
 from planner.search.family import MOST_FAMILIES, PARTS, Family, class_of, families_of, is_small
 
-__all__ = ["BOUND", "bind_first_member", "bind_member", "forget_families"]
+__all__ = ["BOUND", "bind_first_member", "bind_member"]
 
 
 class _Family:
@@ -107,11 +107,6 @@ def _kept_dims(shape: Sequence[int], kept: Sequence[int]) -> list[int]:
 # stands for a family that is not settled, and for one whose members are bound by themselves.
 BOUND: dict[Any, _Family | None] = {}
 _UNKNOWN: Any = object()
-
-
-def forget_families() -> None:
-    """Forget the bound plans of families."""
-    BOUND.clear()
 
 
 def bind_member(backend: Backend, asked: Sequence[Any], operands: Any, indices: Any) -> Run | None:

@@ -203,11 +203,11 @@ def _make_shaped_index(
     gather = gather_of(entry)
     if gather is None:
 
-        def number(index: Mapping[Gather, Any], like: Any) -> Any:
+        def positions(index: Mapping[Gather, Any], like: Any) -> Any:
             size = size_in(index, spec, entry)
             return ops.iota(size, like).reshape([size if axis == entry else 1 for axis in row_axes])
 
-        return number
+        return positions
     take_diagonals, axes = diagonals(ops, gather.axes)
     order = [axes.index(axis) for axis in row_axes if axis in axes]
     arrange = viewing(ops.permute, order, [int(axis in axes) for axis in row_axes])

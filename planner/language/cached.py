@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 __all__ = ["MOST_STEPS", "STEP_CACHES", "cached_by_step", "enter"]
 
@@ -19,9 +19,9 @@ MOST_STEPS = 8_192
 
 def cached_by_step(function: F) -> F:
     """Remember what a function of a step, its spec or its form returns."""
-    cached: Any = lru_cache(maxsize=MOST_STEPS)(function)
+    cached = lru_cache(maxsize=MOST_STEPS)(function)
     STEP_CACHES.append(cached)
-    return cached  # type: ignore[no-any-return]
+    return cast(F, cached)
 
 
 def enter(cache: dict[Any, Any], key: Any, value: Any, most: int) -> list[Any]:

@@ -25,9 +25,7 @@ def _check_resolved(spec: object, what: str) -> None:
     """Raise an error unless the spec is resolved: all its sizes are known."""
     if isinstance(spec, Spec):
         sizes = spec.by_axis
-        if all(axis in sizes for term in spec.terms for axis in term_axes(term)) and all(
-            gather.size is not None for gather in spec.gathers
-        ):
+        if all(axis in sizes for axis in spec.axes) and all(gather.size is not None for gather in spec.gathers):
             return
     raise SpecError(f"{what} takes a resolved spec, not {str(spec)!r:.80}: pass planner.resolve(spec, *shapes)")
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from planner.language.errors import SearchLimitError, ShapeError, SpecError
 from planner.language.parse import parse
-from planner.language.spec import ELLIPSIS, Gather, Spec, Term, term_axes, unused_letters
+from planner.language.spec import ELLIPSIS, Gather, Spec, Term, unused_letters
 
 __all__ = ["Resolved", "resolve", "resolve_shapes"]
 
 Shape = tuple[int, ...]
 _MAX_ELEMENTS = 2**62
-# Up to here searches were measured: see docs/benchmarks/planning.md.
+# Searches for more operands would take minutes and more, so calls with more are refused.
 MOST_OPERANDS = 5_000
 
 
@@ -312,7 +312,7 @@ def _expand_ellipses(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[
     }
     longest = max((*term_dots, *bracket_dots.values()), default=0)
 
-    used = {axis for term in spec.terms for axis in term_axes(term)}
+    used = set(spec.axes)
     used.update(spec.arrays)
     letters = unused_letters(used, longest)
 

@@ -175,10 +175,10 @@ def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) 
     for result, lower, search_name in run_searches(space, space.options.optimize, objective, limits):
         programs = space.programs(result.tree, lower)
         exact = result.exact and search_name == "exact"
-        # The search takes intermediates to be row-major, and guards to need no memory. In other layouts they may cost
-        # more, or less.
-        known = programs.row_major and objective != "peak"
-        as_searched = known or plan_key(objective)(programs.cost)[0] <= _score(space, objective, result)
+        # The search takes intermediates to be row-major, and guards to need no memory. Where that does not hold, a plan
+        # may cost more or less than its score.
+        scored = programs.row_major and objective != "peak"
+        as_searched = scored or plan_key(objective)(programs.cost)[0] <= _score(space, objective, result)
         proven = exact and can_prove and as_searched
         origin = f"{search_name}, {objective}"
         bounds = can_prove and limits == NO_LIMITS and objective in ADDITIVE and search_name == "exact"

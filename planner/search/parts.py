@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from planner.cost.layout import Layout, layout_of, row_major, strides_in
 from planner.language.resolve import Resolved
-from planner.language.spec import Operand, Spec, Term, term_axes
+from planner.language.spec import Operand, Spec, Term
 from planner.program.build import given_variables
 from planner.program.contraction import Contraction
 from planner.program.ops import Cast, Einsum
@@ -110,7 +110,7 @@ def cut_out(contraction: Contraction, whole: Tree, root: Node, least: int) -> Tr
         nonlocal fits
         spec = node.op.spec
         # A letter that the contraction lacks stands for the rows of a pool, or of two pools in two places.
-        fits &= isinstance(node.op, Einsum | Cast) and not spec.gathers and set(_axes(spec)) <= sizes.keys()
+        fits &= isinstance(node.op, Einsum | Cast) and not spec.gathers and set(spec.axes) <= sizes.keys()
         inner: list[Tree] = []
         for child, term in zip(node.children, spec.inputs, strict=True):
             if isinstance(child, Node) and _size(child) >= least:
@@ -125,8 +125,8 @@ def cut_out(contraction: Contraction, whole: Tree, root: Node, least: int) -> Tr
     tree = visit(root)
     if not fits:
         return None
-    used = _axes(spec := Spec(tuple(terms), root.op.spec.output))
-    spec = dataclasses.replace(spec, sizes=tuple((axis, sizes[axis]) for axis in sorted(used)))
+    spec = Spec(tuple(terms), root.op.spec.output)
+    spec = dataclasses.replace(spec, sizes=tuple((axis, sizes[axis]) for axis in sorted(spec.axes)))
     shapes = tuple(map(spec.shape, terms))
     part = dataclasses.replace(
         contraction,
@@ -138,11 +138,6 @@ def cut_out(contraction: Contraction, whole: Tree, root: Node, least: int) -> Tr
         gradient_strides=row_major(spec.output_shape),
     )
     return TreePart(whole, root, part, tree, tuple(children))
-
-
-def _axes(spec: Spec) -> set[str]:
-    """Return the axes of a spec."""
-    return {axis for term in spec.terms for axis in term_axes(term)}
 
 
 def _operand(contraction: Contraction, tree: Tree, shape: tuple[int, ...]) -> Operand:

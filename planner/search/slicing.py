@@ -176,7 +176,7 @@ class _LoopSearch:
         spec = self.space.resolved.spec
         sizes, width, slices = dict(spec.sizes), itemsize(self.space.dtype), 1
         nodes = [node for node in nodes_of(tree) if isinstance(node.op, Einsum)]
-        joints = [{axis for term in node.op.spec.terms for axis in term_axes(term)} for node in nodes]
+        joints = [set(node.op.spec.axes) for node in nodes]
         results = [set(term_axes(node.op.spec.output)) for node in nodes]
         cut: list[tuple[str, int]] = []
 

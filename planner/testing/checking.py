@@ -349,8 +349,8 @@ class _Task:
             return "the oracle's second derivatives are of results, and not of NaN in them"
         if law.draws.get("max_size") == 1 and set(axes_of(parsed)) <= set(self.sizes or {}) and "..." not in self.spec:
             return "all sizes are given"
-        elsewhere = modes is not None and "raise" not in modes and parsed.arrays
-        if law.name == "peak bytes" and engine.name == "jax" and elsewhere:
+        never_raises = modes is not None and "raise" not in modes and parsed.arrays
+        if law.name == "peak bytes" and engine.name == "jax" and never_raises:
             return "JAX's plans do not predict peaks where indices may be dropped or clipped"
         return ""
 

@@ -21,7 +21,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from planner.language.spec import Gather, Spec, Term, replace_gathers, term_axes, unused_letters
+from planner.language.spec import Gather, Spec, Term, replace_gathers, unused_letters
 
 __all__ = ["POOL", "ROWS", "SCATTER", "Network", "Status", "Value", "pool_letters"]
 
@@ -300,5 +300,4 @@ class Network:
 
     def restrict(self, spec: Spec) -> Spec:
         """Return the spec of a step with the sizes of its own axes only."""
-        axes = {axis for term in spec.terms for axis in term_axes(term)}
-        return dataclasses.replace(spec, sizes=tuple(sorted((axis, self.sizes[axis]) for axis in axes)))
+        return dataclasses.replace(spec, sizes=tuple(sorted((axis, self.sizes[axis]) for axis in spec.axes)))
