@@ -1,5 +1,5 @@
-"""Registers the operators of exported graphs with torch. They are defined in `planner.backends.torch.traced`."""
+"""Registers the operators of exported graphs with torch: see `planner.backends.torch.contexts.traced`."""
 
-from planner.backends.torch.traced import run_backward, run_forward, wide_result
+from planner.backends.torch.contexts.traced import run_backward, run_forward, wide_result
 
 __all__ = ["run_backward", "run_forward", "wide_result"]

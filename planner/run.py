@@ -149,6 +149,6 @@ def torch_compiles() -> bool:
 def for_dynamo() -> Any:
     """Return the module with the functions that torch's compiler traces in place of those that it cannot trace."""
     # This is an import statement because torch's compiler refuses calls of importlib.
-    from planner.backends.torch import dynamo as torch_dynamo
+    from planner.backends.torch.contexts import dynamo as torch_dynamo
 
     return torch_dynamo

@@ -19,7 +19,7 @@ from planner.workloads import WORKLOADS
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from planner.backends.torch import traced as torch_operators  # noqa: E402
+from planner.backends.torch.contexts import traced as torch_operators  # noqa: E402
 from planner.backends.torch.executable import Executable  # noqa: E402
 
 SPEC = "nij, q[n]jk -> nik"

@@ -37,7 +37,7 @@ SEES = {
 # What plans does not import what computes. `planner.program.frameworks` loads a backend by its name; torch's compiler
 # reads a statement in `planner.run`.
 PLANNING = ROOMS[: ROOMS.index("planner.testing")]
-DYNAMO = ("planner.run", "planner.backends.torch.dynamo")
+DYNAMO = ("planner.run", "planner.backends.torch.contexts.dynamo")
 BY_NAME = ("planner/program/frameworks.py", "planner/bench/card.py")
 # Programs that run on a card, and import what they measure when they are imported.
 CARD = ("planner.bench.torch_card", "planner.bench.jax_card", "planner.bench.ahead_of_time")
@@ -162,8 +162,8 @@ def test_nothing_dangerous(path):
         ("planner/program/tree.py", "def f():\n    from planner import api", True),
         ("planner/program/tree.py", "from planner.language import spec", False),
         ("planner/search/space.py", "from planner.backends.common import stock", True),
-        ("planner/run.py", "def f():\n    from planner.backends.torch import dynamo", False),
-        ("planner/api.py", "def f():\n    from planner.backends.torch import dynamo", True),
+        ("planner/run.py", "def f():\n    from planner.backends.torch.contexts import dynamo", False),
+        ("planner/api.py", "def f():\n    from planner.backends.torch.contexts import dynamo", True),
         ("planner/language/spec.py", "from planner.cost import device", True),
         ("kernels/grouping/keys.py", "from planner.language import spec", True),
         ("kernels/grouping/keys.py", "from planner.language.errors import IndexRangeError", False),
@@ -171,7 +171,7 @@ def test_nothing_dangerous(path):
         ("kernels/grouping/keys.py", "from planner.kernels.gathered_dot import torch_pooled", True),
         ("backends/torch/backend.py", "from planner.kernels.grouping import keys", False),
         ("backends/torch/backend.py", "from kernels.grouping import keys", True),
-        ("backends/jax/backend.py", "from planner.backends.torch import modes", True),
+        ("backends/jax/backend.py", "from planner.backends.torch.contexts import modes", True),
         ("backends/jax/backend.py", "def f():\n    from planner.search import choose", True),
         ("backends/cupy/backend.py", "", True),
         ("planner/cost/device.py", "from planner.nowhere import thing", True),

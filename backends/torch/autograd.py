@@ -14,10 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from planner.backends.torch.contexts.modes import (
+    as_planned,
+    autograd_batches,
+    in_functorch,
+    over_batch,
+    transformed,
+    unwrap,
+)
+from planner.backends.torch.contexts.traced import run_backward, run_forward
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
-from planner.backends.torch.modes import as_planned, autograd_batches, in_functorch, over_batch, transformed, unwrap
-from planner.backends.torch.traced import run_backward, run_forward
 from planner.language.derive import batched, transpose
 from planner.language.spec import Spec
 

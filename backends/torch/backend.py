@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from planner.backends.common.indices import check_index_dtype
-from planner.backends.torch.executable import Executable
-from planner.backends.torch.index import TorchIndex, torch_in_range
-from planner.backends.torch.modes import (
+from planner.backends.torch.contexts.modes import (
     as_planned,
     autocasts,
     grad_enabled,
@@ -23,6 +21,8 @@ from planner.backends.torch.modes import (
     transformed,
     unwatched,
 )
+from planner.backends.torch.executable import Executable
+from planner.backends.torch.index import TorchIndex, torch_in_range
 from planner.backends.torch.ops import OPS, dataless, not_dense, promote
 from planner.backends.torch.rows import make_table
 from planner.backends.torch.runner import family_runner, runner

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from planner.backends.common.run import RunProgram, prepare_program
 from planner.backends.common.stock import evaluate
+from planner.backends.torch.contexts.modes import transformed
 from planner.backends.torch.index import TorchIndex, part_in_range, refuse_sparse, torch_in_range
-from planner.backends.torch.modes import transformed
 from planner.backends.torch.ops import GUARD, OPS, cast, dataless, torch_dtype
 from planner.cost.layout import Layout, layout_of, strides_of
 from planner.kernels.grouping.keys import IndexArray

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from planner.backends.common.indices import IndexOps, PreparedIndex, in_range
-from planner.backends.torch.modes import in_functorch
+from planner.backends.torch.contexts.modes import in_functorch
 from planner.backends.torch.ops import dataless, not_dense, unseen
 from planner.kernels.grouping import torch_grouping
 from planner.language.errors import IndexRangeError, PlannerError

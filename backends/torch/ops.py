@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from planner.backends.common.masks import guard_run
 from planner.backends.common.stock import Product, matmul_product
-from planner.backends.torch.modes import in_functorch, transformed
+from planner.backends.torch.contexts.modes import in_functorch, transformed
 from planner.kernels.gathered_dot import torch_pooled
 from planner.kernels.grouping.torch_grouping import accumulator
 from planner.language.dtypes import itemsize

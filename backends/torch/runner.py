@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from planner.backends.torch.autograd import record
+from planner.backends.torch.contexts.modes import as_planned, autocasts, forward_mode, in_functorch, transformed
+from planner.backends.torch.contexts.traced import run_forward, wide_result
 from planner.backends.torch.eager import NATIVE, compile_native
 from planner.backends.torch.executable import Executable
-from planner.backends.torch.modes import as_planned, autocasts, forward_mode, in_functorch, transformed
 from planner.backends.torch.ops import dataless
 from planner.backends.torch.strides import Strided
-from planner.backends.torch.traced import run_forward, wide_result
 from planner.cost.layout import row_major
 from planner.language.errors import PlannerError
 from planner.language.options import MODES

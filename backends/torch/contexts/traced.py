@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from planner.backends.common.masks import widen_operands
+from planner.backends.torch.contexts.modes import as_planned
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
-from planner.backends.torch.modes import as_planned
 from planner.backends.torch.ops import OPS, dataless, finite, occurs, torch_dtype
 from planner.cost.layout import row_major, view_strides, without_gaps
 from planner.language.derive import transpose
