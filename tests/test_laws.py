@@ -236,7 +236,7 @@ JAX_PARTS = [
     )
     for least, gathers in ((3, True), (3, None), (3, True), (1, None), (1, True))
 ]  # fmt: skip
-WHOLE = (examples(500, 10_000), {}, {"three_operands": 0.5, "gather": 0.5, "scatter": 0.1})
+WHOLE = (examples(350, 10_000), {}, {"three_operands": 0.5, "gather": 0.5, "scatter": 0.1})
 
 
 @in_each(numpy=WHOLE, torch=WHOLE, jax=JAX_PARTS)
@@ -321,7 +321,7 @@ def test_second_derivatives(engine, sample):
     small = {"max_operands": 3, "max_axes": 3, "max_size": 2, "max_value": 2, "without": ("size zero",)}
     drawn = exact_problems(dtypes, slack=16, min_operands=least, **small).filter(lambda problem: problem.wanted)
     shares = {"gather": 0.3, "nonzero": 0.3, "three_operands": 0.2}
-    hold(engine, second_derivatives, drawn, examples(100, 500), pinned=[pinned], **shares)
+    hold(engine, second_derivatives, drawn, examples(50, 500), pinned=[pinned], **shares)
 
 
 @in_each("torch")

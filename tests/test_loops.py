@@ -92,7 +92,7 @@ def slice_by_slice(engine, problem):
 
 
 @in_each(
-    numpy=(examples(200, 2_000), {}), torch=(examples(200, 2_000), {}), jax=(examples(25, 1_000), {"max_operands": 3})
+    numpy=(examples(200, 2_000), {}), torch=(examples(200, 2_000), {}), jax=(examples(16, 1_000), {"max_operands": 3})
 )
 def test_values_and_gradients_slice_by_slice(engine, sample):
     count, small = sample

@@ -254,7 +254,7 @@ def test_minimize_may_be_a_function_of_the_cost():
 # -- limits ----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(100, 1000))
+@settings(max_examples=examples(60, 1000))
 @given(problems(max_operands=4, max_size=8), st.floats(0, 1.2), st.sampled_from(["memory", "retain", "both"]))
 def test_a_limit_holds_or_the_error_names_one_that_does(case, share, which):
     free = plan_of(case)

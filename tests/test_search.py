@@ -136,7 +136,7 @@ def test_search_finds_the_least_of_all_trees(backend, count, most_trees):
         assert_least(case, backend, 10**6)
 
 
-@settings(max_examples=examples(12, 120))
+@settings(max_examples=examples(8, 120))
 @given(networks(6, 6, min_operands=5, max_axes=5), st.booleans())
 def test_search_finds_the_least_of_all_trees_of_six_nodes(case, needs):
     """Of every tree, with all values kept, which additive objectives cannot better; the peak without gradients."""
