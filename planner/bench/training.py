@@ -3,8 +3,8 @@
     python -m planner.bench.training
 
 Both versions of a model start from the same weights and see the same batches, whose sizes change at every step. The
-table says how far their losses are apart, what autograd saves, the peak, and the time of a step; under FSDP2 the gathered
-weights count as saved.
+table says how far their losses are apart, what autograd saves, the peak, and the time of a step. Under FSDP2 the
+gathered weights count as saved.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -83,9 +84,10 @@ class Experts(nn.Module):
             hidden = F.gelu(planner.contract("nd, q[ns]df -> nsf", rows, self.widen, q=chosen))
             out = planner.contract("nsf, q[ns]fd, ns -> nd", hidden, self.narrow, gates, q=chosen)
         else:
-            hidden = F.gelu(torch.einsum("nd,nsdf->nsf", rows, self.widen[chosen]))  # type: ignore[no-untyped-call]
-            out = torch.einsum("nsf,nsfd,ns->nd", hidden, self.narrow[chosen], gates)  # type: ignore[no-untyped-call]
-        return x + out.reshape(x.shape)
+            hidden = F.gelu(torch.einsum("nd,nsdf->nsf", rows, self.widen[chosen]))
+            out = torch.einsum("nsf,nsfd,ns->nd", hidden, self.narrow[chosen], gates)
+        result: Tensor = x + out.reshape(x.shape)
+        return result
 
 
 MODELS: dict[str, type[Block] | type[Experts]] = {"transformer block": Block, "top-2 experts": Experts}
@@ -127,7 +129,7 @@ def train(name: str, context: Callable[[nn.Module], Callable[[Tensor], Tensor]],
             begun = time.perf_counter()
             optimizer.zero_grad()
             loss = _loss(forward, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(loss)
             optimizer.step()
             losses[label].append(float(loss.detach()))
             seconds[label].append(time.perf_counter() - begun)
@@ -135,10 +137,8 @@ def train(name: str, context: Callable[[nn.Module], Callable[[Tensor], Tensor]],
     for label, (model, forward, optimizer) in runs.items():
         optimizer.zero_grad()
         saved = _saved_bytes(partial(_loss, forward, batch), [batch, *model.parameters()])
-        step = lambda: _loss(forward, batch).backward()  # noqa: B023, E731
-        step()
         optimizer.zero_grad()
-        _, memory = torch_memory(step)
+        _, memory = torch_memory(partial(_forward_and_backward, forward, batch))
         trained[label] = Trained(losses[label], seconds[label], saved, memory.peak_bytes)
     return trained
 
@@ -158,6 +158,10 @@ def _batches(steps: int) -> Iterator[Tensor]:
 def _loss(forward: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
     """Return how far the output is from the batch shifted by one position."""
     return F.mse_loss(forward(batch).float()[:, :-1], batch[:, 1:])
+
+
+def _forward_and_backward(forward: Callable[[Tensor], Tensor], batch: Tensor) -> None:
+    torch.autograd.backward(_loss(forward, batch))
 
 
 def _saved_bytes(call: Callable[[], Tensor], given: Sequence[Tensor]) -> int:
@@ -208,7 +212,7 @@ def train_sharded(steps: int) -> dict[str, dict[str, Trained]]:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trained.json"
-        torch.multiprocessing.spawn(_rank, (port, steps, str(file)), RANKS)
+        spawn(_rank, (port, steps, str(file)), RANKS)  # type: ignore[no-untyped-call]
         read = json.loads(file.read_text())
     return {name: {label: Trained(*fields) for label, fields in v.items()} for name, v in read.items()}
 
@@ -222,9 +226,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--contexts", nargs="+", choices=(*CONTEXTS, "FSDP2"), default=(*CONTEXTS, "FSDP2"))
     options = parser.parse_args(argv)
-    print(
-        "| model | context | losses differ by at most | saved, kB: planner, torch | peak, kB | all steps, s | later step, ms |"
-    )
+    print("In pairs: planner, torch.\n")
+    print("| model | context | losses differ by at most | saved, kB | peak, kB | all steps, s | later step, ms |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for context in options.contexts:
         if context == "FSDP2":
