@@ -8,6 +8,7 @@ import difflib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from planner.cost.device import Device
@@ -134,6 +135,9 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
         parse(spec)
     framework = operands_framework(operands, indices)
     backend = load_backend(framework)
+    divided = backend.divided(operands, indices)
+    if divided is not None:
+        return divided(request, partial(_read_call, request, framework, operands, indices))
     key = run = None
     with contextlib.suppress(AttributeError, TypeError):
         # Options with dictionaries or lists cannot be keys in `contract`. Here they are tuples, so they can.

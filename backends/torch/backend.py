@@ -21,6 +21,7 @@ from planner.backends.torch.contexts.modes import (
     transformed,
     unwatched,
 )
+from planner.backends.torch.contexts.sharded import divided, is_distributed
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex, torch_in_range
 from planner.backends.torch.ops import OPS, dataless, not_dense, promote
@@ -111,6 +112,8 @@ class TorchBackend(Backend):
 
     def group(self, q: Tensor, size: int, index_mode: str) -> TorchIndex:
         """Check and sort an index array."""
+        if is_distributed(q):
+            raise PlannerError("planner.group takes no DTensor: pass the DTensor itself as the index array")
         if dataless(q):
             raise PlannerError(f"an index array on the {q.device.type} device or a fake one has no values to group")
         values, may_drop = torch_in_range(q, Gather("q", (), size), index_mode)
@@ -120,6 +123,10 @@ class TorchBackend(Backend):
     def in_range(self, q: Any, gather: Gather, index_mode: str) -> tuple[Tensor, bool]:
         """Bring an index array into range."""
         return torch_in_range(q, gather, index_mode)
+
+    def divided(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[..., Any] | None:
+        """Return what runs calls of DTensors; None for other calls."""
+        return divided(operands, indices)
 
     def trial(
         self, plan: PlanRecord, operands: Sequence[Tensor], indices: Mapping[str, Any]

@@ -27,6 +27,7 @@ __all__ = [
     "local_spec",
     "local_term",
     "axes_to_add_over",
+    "with_sizes",
 ]
 
 Entry = str | Gather
@@ -111,8 +112,14 @@ def local_spec(spec: Spec, parts: Mapping[Entry, int]) -> Spec:
         spec: a resolved spec.
         parts: for each entry that is split, the number of parts.
     """
-    sizes = tuple((axis, -(-size // parts.get(axis, 1))) for axis, size in spec.sizes)
-    return Spec(tuple(local_term(term, parts) for term in spec.inputs), local_term(spec.output, parts), sizes)
+    sizes = {axis: -(-size // parts.get(axis, 1)) for axis, size in spec.sizes}
+    return with_sizes(spec, sizes, {gather: local_gather(gather, parts) for gather in spec.gathers})
+
+
+def with_sizes(spec: Spec, sizes: Mapping[str, int], gathers: Mapping[Gather, Gather]) -> Spec:
+    """Return the spec with other sizes for some axes, and with other gathers in place of some."""
+    terms = [replace_gathers(term, lambda gather: gathers.get(gather, gather)) for term in spec.terms]
+    return Spec(tuple(terms[:-1]), terms[-1], tuple((axis, sizes.get(axis, size)) for axis, size in spec.sizes))
 
 
 def axes_to_add_over(term: Term, split: Split) -> tuple[str, ...]:

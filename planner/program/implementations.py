@@ -368,10 +368,11 @@ class Backend(Protocol):
     def family_signature(
         self, operands: Sequence[Any], indices: Mapping[str, Any]
     ) -> tuple[Hashable, list[tuple[int, ...]]] | None:
-        """Return all that a family depends on but the sizes, and the shapes of operands and index arrays.
+        """Return all that a family depends on but the sizes, and the shapes of arrays; None if they are bound alone."""
+        return None
 
-        None if these arrays are bound by themselves. It takes microseconds.
-        """
+    def divided(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[..., Any] | None:
+        """Return what runs calls of arrays that lie on several devices; None if these do not, or the framework does."""
         return None
 
     def compiled_bytes(self, plan: PlanRecord) -> int | None:

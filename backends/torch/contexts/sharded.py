@@ -1,0 +1,317 @@
+"""Calls on DTensors: each device contracts its own parts, by the rule that JAX's partition uses.
+
+The placements of the arrays say which entries of the spec are split, see `planner.language.split`. Arrays that disagree
+are redistributed. Then each device computes one contraction of its local tensors. If the result, or a gradient, lacks
+an entry that is split, the devices hold parts of a sum: it is placed as `Partial`, as torch's own operators leave it,
+and is added up when something needs the whole.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from planner.backends.torch.index import TorchIndex, torch_in_range
+from planner.language.cached import enter
+from planner.language.errors import IndexRangeError, PlannerError
+from planner.language.options import MODES, Request
+from planner.language.spec import Gather, Spec, Term, unused_letters
+from planner.language.split import Entry, Placement, choose_splits, with_sizes
+from planner.program.callbacks import callbacks
+from planner.program.contraction import Contraction
+
+__all__ = ["divided", "is_distributed"]
+
+Shape = tuple[int, ...]
+# One placement for each dimension of the mesh.
+Placements = tuple[Any, ...]
+
+
+class _Moved(NamedTuple):
+    """How one array comes to a device.
+
+    Attributes:
+        placements: the placements that the call needs.
+        gradients: the placements of the gradient of its local tensor.
+        shape: the shape of its local tensor, without the dimensions of size 1 that are broadcast.
+    """
+
+    placements: Placements
+    gradients: Placements
+    shape: Shape
+
+
+class _Pool(NamedTuple):
+    """The slice of a split pool that a device holds: the letter of its local index array, its start and its size."""
+
+    letter: str
+    start: int
+    size: int
+
+
+class _Division(NamedTuple):
+    """What one device does for the calls of one kind.
+
+    Attributes:
+        spec: the spec of the device's parts.
+        unsplit: the same, but with whole pools and the caller's letters.
+        operands: how each operand comes here.
+        indices: how each index array comes here.
+        pools: the pools that are split, by their gathers in the caller's spec.
+        placements: the placements of the result.
+        shape: the shape of the whole result.
+    """
+
+    spec: Spec
+    unsplit: Spec
+    operands: tuple[_Moved, ...]
+    indices: dict[str, _Moved]
+    pools: dict[Gather, _Pool]
+    placements: Placements
+    shape: Shape
+
+
+_DIVISIONS: dict[Any, _Division] = {}
+_MOST_DIVISIONS = 1024
+
+
+def is_distributed(x: Any) -> bool:
+    """Return whether an array is a DTensor. It imports nothing."""
+    if type(x) in (Tensor, torch.nn.Parameter):
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def divided(operands: Sequence[Any], indices: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """Return what runs calls of DTensors, see `Backend.divided`; None if no array is one."""
+    if not any(map(is_distributed, (*operands, *indices.values()))):
+        return None
+    return partial(_run, operands, indices)
+
+
+def _run(
+    operands: Sequence[Any], indices: Mapping[str, Any], request: Request, check: Callable[[], Contraction]
+) -> Any:
+    _refuse_mixed(operands, indices)
+    mesh, hashable = operands[0].device_mesh, request.hashable()
+    places = tuple((x.shape, x.placements) for x in (*operands, *indices.values()))
+    sizes = hashable.sizes if hashable.sizes is None else tuple(hashable.sizes)
+    key = hashable.spec, sizes, hashable.index_mode, mesh, places, tuple(indices)
+    division = _DIVISIONS.get(key)
+    if division is None:
+        division = _divide(check().resolved.spec, operands, indices)
+        enter(_DIVISIONS, key, division, _MOST_DIVISIONS)
+    local_operands = [_to_local(x, how) for x, how in zip(operands, division.operands, strict=True)]
+    local_indices = {name: _to_local(q, division.indices[name]) for name, q in indices.items()}
+    try:
+        result = _contract(division, request, local_operands, local_indices)
+    except IndexRangeError as error:
+        raise IndexRangeError(f"{error}; positions are those in the part of rank {mesh.get_rank()}") from None
+    return _ToGlobal.apply(result, mesh, division.placements, division.shape)
+
+
+def _contract(
+    division: _Division, request: Request, operands: Sequence[Tensor], indices: Mapping[str, Tensor]
+) -> Tensor:
+    """Contract the parts of one device."""
+    options = request._replace(sizes=None)._asdict()
+    del options["spec"]
+    contract, mode = callbacks().contract, request.index_mode
+    if not division.pools:
+        result: Tensor = contract(division.spec, *operands, **options, **indices)
+        return result
+    # Each pool is read in its own range. Rows that lie on other devices are dropped, as those that the caller drops.
+    local, missed = {}, False
+    for gather in division.unsplit.gathers:
+        values, may_miss = torch_in_range(indices[gather.array], gather, mode)
+        missed |= may_miss
+        pool = division.pools.get(gather)
+        if pool is None:
+            local[gather.array] = values
+        else:
+            here = (values >= pool.start) & (values < pool.start + pool.size)
+            local[pool.letter] = torch.where(here, values - pool.start, pool.size)
+    result = contract(division.spec, *operands, **{**options, "index_mode": "drop"}, **local)
+    if missed and MODES[mode].unmarked:  # contracting zeros marks the results that read a bad index with NaN
+        unsplit = division.unsplit
+        zeros = [x.detach().new_zeros(()).expand(unsplit.shape(t)) for x, t in zip(operands, unsplit.inputs, strict=True)]
+        result = result + contract(unsplit, *zeros, **options, **indices)
+    return result
+
+
+def _refuse_mixed(operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
+    """Refuse plain tensors beside DTensors, and DTensors on several meshes."""
+    labelled = [(f"operand {number}", x) for number, x in enumerate(operands)]
+    labelled += [(f"index array {name!r}", q) for name, q in indices.items()]
+    first, of_first = next((label, x) for label, x in labelled if is_distributed(x))
+    for label, x in labelled:
+        if isinstance(x, TorchIndex):
+            raise PlannerError(f"{label} was prepared by planner.group, but {first} is a DTensor: pass a DTensor of it")
+        if not is_distributed(x):
+            raise PlannerError(
+                f"{label} is a plain tensor, but {first} is a DTensor: pass distribute_tensor(x, mesh, placements)"
+            )
+        if x.device_mesh != of_first.device_mesh:
+            raise PlannerError(f"{label} lies on {x.device_mesh}, but {first} on {of_first.device_mesh}: move one")
+    if of_first.device_mesh.get_coordinate() is None:
+        raise PlannerError(f"this process is not on the mesh of {first}: call planner on the processes of the mesh only")
+
+
+def _divide(spec: Spec, operands: Sequence[Any], indices: Mapping[str, Any]) -> _Division:
+    """Return what this device does for a call.
+
+    Args:
+        spec: the resolved spec.
+        operands: the operands.
+        indices: the index arrays.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    mesh, brackets = operands[0].device_mesh, {gather.array: gather.axes for gather in spec.gathers}
+    arrays = [*zip(spec.inputs, operands, strict=True), *((brackets[name], q) for name, q in indices.items())]
+    split = choose_splits(spec, [(term, _placement(spec, term, x)) for term, x in arrays])
+    # For each dimension of the mesh what it splits, or which operand's parts of a sum stay apart; or neither.
+    over: dict[int, Any] = {int(name): entry for entry, names in split.items() for name in names}
+    apart = {m: _operand_apart(spec, operands, m) for m in range(mesh.ndim) if m not in over}
+    is_divided = [m in over or apart[m] is not None for m in range(mesh.ndim)]
+
+    parts = {entry: _part(spec.size(entry), names, mesh) for entry, names in split.items()}
+    cut = [gather for gather in spec.gathers if gather in parts]
+    letters = unused_letters((*spec.axes, *spec.arrays), len(cut))
+    pools = {gather: _Pool(letter, *parts[gather]) for gather, letter in zip(cut, letters, strict=True)}
+    sizes = {entry: size for entry, (_, size) in parts.items() if isinstance(entry, str)}
+    local = with_sizes(spec, sizes, {g: Gather(pool.letter, g.axes, pool.size) for g, pool in pools.items()})
+
+    def move(term: Term, x: Any, shape: Shape) -> _Moved:
+        dims = _dims(spec, term, x)
+        placements: list[Any] = []
+        gradients: list[Any] = []
+        for m in range(mesh.ndim):
+            if over.get(m) in dims:
+                placements.append(Shard(dims[over[m]]))
+                gradients.append(Shard(dims[over[m]]))
+            elif x is apart.get(m):
+                placements.append(Partial())
+                gradients.append(Replicate())
+            else:  # each device reads the whole, and has a part of its gradient if it computes a part of the result
+                placements.append(Replicate())
+                gradients.append(Partial() if is_divided[m] else Replicate())
+        return _Moved(tuple(placements), tuple(gradients), shape)
+
+    def place_result(m: int) -> Any:
+        entry = over.get(m)
+        if entry in spec.output:
+            return Shard(spec.output.index(entry))
+        return Partial() if is_divided[m] else Replicate()
+
+    shapes = [*map(local.shape, local.inputs), *(local.shape(brackets[name]) for name in indices)]
+    moved = [move(term, x, shape) for (term, x), shape in zip(arrays, shapes, strict=True)]
+    return _Division(
+        spec=local,
+        unsplit=with_sizes(spec, sizes, {}),
+        operands=tuple(moved[: len(operands)]),
+        indices=dict(zip(indices, moved[len(operands) :], strict=True)),
+        pools=pools,
+        placements=tuple(map(place_result, range(mesh.ndim))),
+        shape=spec.output_shape,
+    )
+
+
+def _operand_apart(spec: Spec, operands: Sequence[Any], m: int) -> Any:
+    """Return the operand whose parts of a sum over a dimension of the mesh need not be added up before the call.
+
+    A contraction is linear in each operand. So if one operand is a sum of parts, the result is one of as many parts.
+    """
+    from torch.distributed.tensor import Partial
+
+    sums = [x for x in operands if x.placements[m].is_partial()]
+    if len(sums) == 1 and sums[0].placements[m] == Partial() and math.prod(spec.output_shape) <= sums[0].numel():
+        return sums[0]
+    return None
+
+
+def _dims(spec: Spec, term: Term, x: Any) -> dict[Entry, int]:
+    """Return the dimension of an array for each entry of its term that is longer than 1: the others are not split."""
+    long = [d for d, size in enumerate(x.shape) if size != 1]
+    return dict(zip([entry for entry in term if spec.size(entry) != 1], long, strict=True))
+
+
+def _placement(spec: Spec, term: Term, x: Any) -> Placement:
+    """Return the dimensions of the mesh, by number, that each dimension of an array is split over."""
+    from torch.distributed.tensor import Shard
+
+    dims = _dims(spec, term, x)
+    return tuple(
+        tuple(str(m) for m, p in enumerate(x.placements) if entry in dims and type(p) is Shard and p.dim == dims[entry])
+        for entry in term
+    )
+
+
+def _part(size: int, names: Sequence[str], mesh: Any) -> tuple[int, int]:
+    """Return where this device's part of a dimension begins, and its size: DTensor splits as `torch.chunk` does."""
+    begin = 0
+    for m in map(int, names):
+        chunk = -(-size // mesh.size(m))
+        start = min(chunk * mesh.get_coordinate()[m], size)
+        begin, size = begin + start, min(chunk, size - start)
+    return begin, size
+
+
+def _to_local(x: Any, how: _Moved) -> Tensor:
+    """Return the device's part of an array."""
+    if any(old.is_shard() and old != new for old, new in zip(x.placements, how.placements, strict=True)):
+        x = x.redistribute(placements=how.placements)  # its gradient is split again
+    local: Tensor = _ToLocal.apply(x, how.placements, how.gradients)
+    return local if local.shape == how.shape else local.reshape(how.shape)
+
+
+# The two functions are each other's adjoint, so derivatives of any order are made of them.
+
+
+class _ToLocal(torch.autograd.Function):
+    """From a DTensor to the device's local tensor, in some placements. The local gradients have placements too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, placements: Placements, gradients: Placements) -> Tensor:
+        ctx.of = x.device_mesh, gradients, x.shape
+        local = x.redistribute(placements=placements).to_local()
+        local = local.wait() if hasattr(local, "wait") else local  # what a collective left may still be on its way
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return _ToGlobal.apply(gradient, *ctx.of), None, None
+
+
+class _ToGlobal(torch.autograd.Function):
+    """From local tensors to a DTensor of a shape, in some placements. Its gradient comes whole where it is a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, mesh: Any, placements: Placements, shape: Shape) -> Any:
+        from torch.distributed.tensor import DTensor, Replicate
+
+        ctx.placements = placements
+        ctx.whole = tuple(Replicate() if p.is_partial() else p for p in placements)
+        shape = torch.Size(shape)
+        return DTensor.from_local(local.detach(), mesh, placements, shape=shape, stride=_strides(local, shape))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        return _ToLocal.apply(gradient, ctx.whole, ctx.placements), None, None, None
+
+
+def _strides(local: Tensor, shape: Shape) -> tuple[int, ...]:
+    """Return the strides of a tensor whose dimensions lie in memory in the order of those of its local tensor."""
+    strides, step = [0] * len(shape), 1
+    for d in sorted(range(len(shape)), key=lambda d: (local.stride(d), -d)):
+        if local.stride(d) > 0:
+            strides[d] = step
+            step *= max(shape[d], 1)
+    return tuple(strides)
