@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from planner.language.errors import PlannerError, ShapeError
-from planner.language.options import MODES
+from planner.language.options import MODES, Request
 from planner.language.resolve import resolve_shapes
 from planner.language.spec import Spec, row_axes, term_gathers
 from planner.program.callbacks import callbacks
@@ -26,8 +26,19 @@ Run = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 def run_plan(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
     """Run a plan on arrays, after checking that the plan was made for such arrays."""
-    signature = check_call(plan, operands, indices).signature(operands, indices)
+    backend = check_call(plan, operands, indices)
+    divided = backend.divided(operands, indices)
+    if divided is not None:
+        return divided(_request_of(plan), lambda: plan)
+    signature = backend.signature(operands, indices)
     return _bound(_Same(plan), signature)(operands, indices)
+
+
+def _request_of(plan: PlanRecord) -> Request:
+    """Return what a plan was asked for."""
+    asked, sizes = plan.options, plan.resolved.spec.output_shape
+    return Request(plan.text, sizes, asked.optimize, asked.minimize, asked.memory_limit, asked.retain_limit,
+                   plan.index_mode, plan.dtype, asked.precision, asked.deadline)  # fmt: skip
 
 
 class _Same:

@@ -1,4 +1,8 @@
-"""What several devices exchange for a plan: the predicted sums between them, step by step."""
+"""What several devices exchange for a plan: the predicted sums between them.
+
+In JAX each step of the plan is split, and its result is added up. In torch each device makes its part of the whole
+contraction, so that the result and the gradients alone are added up.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +35,10 @@ __all__ = ["Collective", "collectives"]
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Collective:
-    """What devices exchange for one step: they add up their parts of a result, or of a mask.
+    """What devices exchange: they add up their parts of the result of a step, or of a mask.
 
     Attributes:
-        step: the step of the plan.
+        step: the step of the plan. In torch it is the one that makes the result, or a gradient, of the whole plan.
         over: letters of the split axes and pools that the result lacks.
         bytes: bytes of what is added up, on one device.
         mask: whether the devices add up a mask instead of a result. It tells which rows of a pool are named by an index
@@ -59,6 +63,8 @@ class Collective:
 def collectives(plan: PlanRecord, splits: Mapping[str, int]) -> tuple[Collective, ...]:
     """Return what devices exchange; see `planner.plan.Plan.collectives`."""
     splits = _check_splits(plan, splits)
+    if plan.backend == "torch":
+        return _of_whole(plan, splits)
     spec, programs = plan.resolved.spec, plan.programs
 
     def place(term: Term) -> Placement:
@@ -102,6 +108,24 @@ def collectives(plan: PlanRecord, splits: Mapping[str, int]) -> tuple[Collective
     return tuple(exchanges)
 
 
+def _of_whole(plan: PlanRecord, splits: Mapping[str, int]) -> tuple[Collective, ...]:
+    """Return the sums of the result and the gradients, one for each split letter that they lack."""
+    spec, programs = plan.resolved.spec, plan.programs
+    entries: tuple[Entry, ...] = (*spec.axes, *spec.gathers)
+    split = {entry: (letter_of(entry),) for entry in entries if splits.get(letter_of(entry), 1) > 1}
+    local = local_spec(spec, {entry: splits[letter] for entry, (letter,) in split.items()})
+    results = [(programs.result, spec.output), *zip(programs.gradients, spec.inputs, strict=True)]
+    local_shapes = map(local.shape, (local.output, *local.inputs))
+    made_by = {variable: step for step in plan.steps for variable in step.outputs}
+    exchanges = []
+    for (variable, term), shape in zip(results, local_shapes, strict=True):
+        letters = dict.fromkeys(axes_to_add_over(term, split)) if variable is not None else ()
+        for letter in letters:
+            size = math.prod(shape) * itemsize(programs.variables[variable].dtype)
+            exchanges.append(Collective(made_by[variable], (letter,), size))
+    return tuple(exchanges)
+
+
 def _check_splits(plan: PlanRecord, splits: Mapping[str, int]) -> dict[str, int]:
     """Return the splits, after refusing unknown letters, numbers below one, and plans that are loops."""
     if not isinstance(splits, Mapping):
@@ -124,6 +148,6 @@ def _check_splits(plan: PlanRecord, splits: Mapping[str, int]) -> dict[str, int]
                 "index array reads pools of two sizes or along two brackets; XLA gathers arrays that are split so"
             )
         checked[letter] = parts
-    if plan.loop is not None:
+    if plan.loop is not None and plan.backend != "torch":
         raise PlannerError(f"the plan is a {plan.loop}, and of those what devices exchange is not foretold")
     return checked

@@ -48,7 +48,7 @@ class _Moved(NamedTuple):
 
 
 class _Pool(NamedTuple):
-    """The slice of a split pool that a device holds: the letter of its local index array, its start and its size."""
+    """The slice of a pool that a device holds: the letter of its local index array, its start and its size."""
 
     letter: str
     start: int
@@ -63,7 +63,7 @@ class _Division(NamedTuple):
         unsplit: the same, but with whole pools and the caller's letters.
         operands: how each operand comes here.
         indices: how each index array comes here.
-        pools: the pools that are split, by their gathers in the caller's spec.
+        pools: all pools by their gathers in the caller's spec; none if no pool is split.
         placements: the placements of the result.
         shape: the shape of the whole result.
     """
@@ -132,12 +132,11 @@ def _contract(
     for gather in division.unsplit.gathers:
         values, may_miss = torch_in_range(indices[gather.array], gather, mode)
         missed |= may_miss
-        pool = division.pools.get(gather)
-        if pool is None:
-            local[gather.array] = values
-        else:
+        pool = division.pools[gather]
+        if pool.size != gather.size:
             here = (values >= pool.start) & (values < pool.start + pool.size)
-            local[pool.letter] = torch.where(here, values - pool.start, pool.size)
+            values = torch.where(here, values - pool.start, pool.size)
+        local[pool.letter] = values
     result = contract(division.spec, *operands, **{**options, "index_mode": "drop"}, **local)
     if missed and MODES[mode].unmarked:  # contracting zeros marks the results that read a bad index with NaN
         unsplit = division.unsplit
@@ -183,9 +182,11 @@ def _divide(spec: Spec, operands: Sequence[Any], indices: Mapping[str, Any]) -> 
     is_divided = [m in over or apart[m] is not None for m in range(mesh.ndim)]
 
     parts = {entry: _part(spec.size(entry), names, mesh) for entry, names in split.items()}
-    cut = [gather for gather in spec.gathers if gather in parts]
-    letters = unused_letters((*spec.axes, *spec.arrays), len(cut))
-    pools = {gather: _Pool(letter, *parts[gather]) for gather, letter in zip(cut, letters, strict=True)}
+    # One index array may read pools of several sizes, and then means other rows in each.
+    gathers = spec.gathers if any(gather in parts for gather in spec.gathers) else ()
+    letters = unused_letters((*spec.axes, *spec.arrays), len(gathers))
+    slices = [parts.get(gather, (0, spec.size(gather))) for gather in gathers]
+    pools = {gather: _Pool(letter, *cut) for gather, letter, cut in zip(gathers, letters, slices, strict=True)}
     sizes = {entry: size for entry, (_, size) in parts.items() if isinstance(entry, str)}
     local = with_sizes(spec, sizes, {g: Gather(pool.letter, g.axes, pool.size) for g, pool in pools.items()})
 
