@@ -33,6 +33,7 @@ from planner.run import run_plan as _run_plan
 from planner.search.choose import find_bound as _find_bound
 from planner.search.choose import naive_cost as _naive_cost
 from planner.search.family import make_family_plan as _make_plan
+from planner.sharding import Sharding, shard
 from planner.tradeoff import Tradeoff, tradeoff
 from planner.version import __version__ as __version__
 
@@ -50,6 +51,7 @@ __all__ = [
     "PlannerTypeError",
     "SearchLimitError",
     "ShapeError",
+    "Sharding",
     "Spec",
     "SpecError",
     "Tradeoff",
@@ -59,6 +61,7 @@ __all__ = [
     "group",
     "plan",
     "resolve",
+    "shard",
     "tradeoff",
     "transpose",
 ]

@@ -179,6 +179,30 @@ def test_cases_are_what_they_claim():
     assert ("all-reduce", 8) in run("taken last n x").exchanged  # the mask of a pool of 8 rows
 
 
+@pytest.mark.parametrize("case", [ROWS, GROUPED, BATCH, CHAIN], ids=str)
+@pytest.mark.parametrize("mesh", [{"x": 8}, {"x": 2, "y": 4}], ids=str)
+def test_devices_exchange_what_a_proposal_says(case, mesh):
+    """Arrays, the gradient of the result and gradients lie as `planner.shard` proposes."""
+    mesh = jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
+    stand_ins = [planner.Operand(shape, requires_grad=True) for shape in case.shapes]
+    found = planner.shard(
+        case.spec, *stand_ins, mesh=mesh, **{name: shape for name, (shape, _) in case.indices.items()}
+    )
+
+    def whole(operands, indices, gradient):
+        result, back = jax.vjp(lambda *operands: found.plan(*operands, **indices), *operands)
+        return result, back(gradient)
+
+    def place(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    operands = [place(shape, "float32", spec) for shape, spec in zip(case.shapes, found.operands, strict=True)]
+    indices = {name: place(shape, "int32", found.indices[name]) for name, (shape, _) in case.indices.items()}
+    gradient = place(found.plan.resolved.spec.output_shape, "float32", found.result)
+    text = jax.jit(whole).lower(operands, indices, gradient).compile(jax_fast.FAST).as_text()
+    assert sorted(exchanged(text)) == sorted((c.kind, c.bytes) for c in found.collectives)
+
+
 # -- what is not a case: transforms, loops, dtypes, and what types say and refuse ------------------------
 
 RNG = np.random.default_rng(0)

@@ -23,7 +23,8 @@ ROOMS = (
     "planner.cost", "planner.program",
     "planner.backends.common", "planner.backends.numpy", "planner.backends.torch", "planner.backends.jax",
     "planner.search", "planner.run", "planner.members", "planner.workloads", "planner.tune", "planner.inspect",
-    "planner.slices", "planner.plan", "planner.api", "planner.groups", "planner.caches", "planner.tradeoff", "planner",
+    "planner.slices", "planner.plan", "planner.api", "planner.groups", "planner.caches", "planner.tradeoff",
+    "planner.sharding", "planner",
     "planner.backends.protocol", "planner.backends.torch_operators",
     "planner.calibrate", "planner.testing", "planner.demo", "planner.bench", "planner.cli", "planner.__main__",
 )  # fmt: skip

@@ -119,8 +119,9 @@ def _of_whole(plan: PlanRecord, splits: Mapping[str, int]) -> tuple[Collective, 
     made_by = {variable: step for step in plan.steps for variable in step.outputs}
     exchanges = []
     for (variable, term), shape in zip(results, local_shapes, strict=True):
-        letters = dict.fromkeys(axes_to_add_over(term, split)) if variable is not None else ()
-        for letter in letters:
+        if variable is None:
+            continue
+        for letter in dict.fromkeys(axes_to_add_over(term, split)):
             size = math.prod(shape) * itemsize(programs.variables[variable].dtype)
             exchanges.append(Collective(made_by[variable], (letter,), size))
     return tuple(exchanges)

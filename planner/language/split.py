@@ -21,6 +21,7 @@ __all__ = [
     "Placement",
     "Split",
     "choose_splits",
+    "dims_of_entries",
     "splittable",
     "letter_of",
     "local_gather",
@@ -86,6 +87,15 @@ def choose_splits(
                 split[entry] = names
                 used.update(names)
     return split
+
+
+def dims_of_entries(spec: Spec, term: Term, shape: Sequence[int]) -> dict[Entry, int]:
+    """Return the dimension of each entry of a term in an array as its caller has it.
+
+    Dimensions of size 1 are left out: they may be broadcast, and then the term lacks them. They are never split.
+    """
+    long = [d for d, size in enumerate(shape) if size != 1]
+    return dict(zip([entry for entry in term if spec.size(entry) != 1], long, strict=True))
 
 
 def local_gather(gather: Gather, parts: Mapping[Entry, int]) -> Gather:

@@ -22,7 +22,7 @@ from planner.language.cached import enter
 from planner.language.errors import IndexRangeError, PlannerError
 from planner.language.options import MODES, Request
 from planner.language.spec import Gather, Spec, Term, unused_letters
-from planner.language.split import Entry, Placement, choose_splits, with_sizes
+from planner.language.split import Placement, choose_splits, dims_of_entries, with_sizes
 from planner.program.callbacks import callbacks
 from planner.program.contraction import Contraction
 
@@ -140,7 +140,9 @@ def _contract(
     result = contract(division.spec, *operands, **{**options, "index_mode": "drop"}, **local)
     if missed and MODES[mode].unmarked:  # contracting zeros marks the results that read a bad index with NaN
         unsplit = division.unsplit
-        zeros = [x.detach().new_zeros(()).expand(unsplit.shape(t)) for x, t in zip(operands, unsplit.inputs, strict=True)]
+        zeros = [
+            x.detach().new_zeros(()).expand(unsplit.shape(t)) for x, t in zip(operands, unsplit.inputs, strict=True)
+        ]
         result = result + contract(unsplit, *zeros, **options, **indices)
     return result
 
@@ -160,7 +162,9 @@ def _refuse_mixed(operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
         if x.device_mesh != of_first.device_mesh:
             raise PlannerError(f"{label} lies on {x.device_mesh}, but {first} on {of_first.device_mesh}: move one")
     if of_first.device_mesh.get_coordinate() is None:
-        raise PlannerError(f"this process is not on the mesh of {first}: call planner on the processes of the mesh only")
+        raise PlannerError(
+            f"this process is not on the mesh of {first}: call planner on the processes of the mesh only"
+        )
 
 
 def _divide(spec: Spec, operands: Sequence[Any], indices: Mapping[str, Any]) -> _Division:
@@ -191,7 +195,7 @@ def _divide(spec: Spec, operands: Sequence[Any], indices: Mapping[str, Any]) -> 
     local = with_sizes(spec, sizes, {g: Gather(pool.letter, g.axes, pool.size) for g, pool in pools.items()})
 
     def move(term: Term, x: Any, shape: Shape) -> _Moved:
-        dims = _dims(spec, term, x)
+        dims = dims_of_entries(spec, term, x.shape)
         placements: list[Any] = []
         gradients: list[Any] = []
         for m in range(mesh.ndim):
@@ -238,17 +242,11 @@ def _operand_apart(spec: Spec, operands: Sequence[Any], m: int) -> Any:
     return None
 
 
-def _dims(spec: Spec, term: Term, x: Any) -> dict[Entry, int]:
-    """Return the dimension of an array for each entry of its term that is longer than 1: the others are not split."""
-    long = [d for d, size in enumerate(x.shape) if size != 1]
-    return dict(zip([entry for entry in term if spec.size(entry) != 1], long, strict=True))
-
-
 def _placement(spec: Spec, term: Term, x: Any) -> Placement:
     """Return the dimensions of the mesh, by number, that each dimension of an array is split over."""
     from torch.distributed.tensor import Shard
 
-    dims = _dims(spec, term, x)
+    dims = dims_of_entries(spec, term, x.shape)
     return tuple(
         tuple(str(m) for m, p in enumerate(x.placements) if entry in dims and type(p) is Shard and p.dim == dims[entry])
         for entry in term
@@ -267,7 +265,8 @@ def _part(size: int, names: Sequence[str], mesh: Any) -> tuple[int, int]:
 
 def _to_local(x: Any, how: _Moved) -> Tensor:
     """Return the device's part of an array."""
-    if any(old.is_shard() and old != new for old, new in zip(x.placements, how.placements, strict=True)):
+    pairs = zip(x.placements, how.placements, strict=True)
+    if x.placements != how.placements and any(old.is_shard() and old != new for old, new in pairs):
         x = x.redistribute(placements=how.placements)  # its gradient is split again
     local: Tensor = _ToLocal.apply(x, how.placements, how.gradients)
     return local if local.shape == how.shape else local.reshape(how.shape)
@@ -282,7 +281,7 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, placements: Placements, gradients: Placements) -> Tensor:
         ctx.of = x.device_mesh, gradients, x.shape
-        local = x.redistribute(placements=placements).to_local()
+        local = (x if x.placements == placements else x.redistribute(placements=placements)).to_local()
         local = local.wait() if hasattr(local, "wait") else local  # what a collective left may still be on its way
         return local.view_as(local)
 
