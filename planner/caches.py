@@ -6,7 +6,7 @@ import dataclasses
 
 from planner import api, members
 from planner.cost import store
-from planner.language.cached import STEP_CACHES
+from planner.language.cached import BACKEND_CACHES, STEP_CACHES
 from planner.search import family
 
 __all__ = ["Caches", "caches"]
@@ -30,7 +30,7 @@ class Caches:
         members: calls that were met before and share a plan with others of their family.
         plans: calls that were met before and have a plan of their own.
         families: plans that members of families share.
-        bound: functions made of these plans.
+        bound: functions made of these plans, and in torch how calls of DTensors are divided.
         steps: what is known of single steps, as their prices.
     """
 
@@ -52,6 +52,8 @@ class Caches:
         family.FAMILIES.clear()
         for cache in STEP_CACHES:
             cache.cache_clear()
+        for entries in BACKEND_CACHES:
+            entries.clear()
 
     def disk(self, on: bool) -> None:
         """Turn off, or on again, what searches and measurements read and write on disk in this process."""
@@ -79,5 +81,5 @@ def caches() -> Caches:
         steps             0    0.0 MB
     """
     steps = sum(cache.cache_info().currsize for cache in STEP_CACHES)
-    alone = len(api._ALONE)
-    return Caches(len(api._RUNNERS) - alone, alone, len(family.FAMILIES), len(members.BOUND), steps)
+    alone, bound = len(api._ALONE), len(members.BOUND) + sum(map(len, BACKEND_CACHES))
+    return Caches(len(api._RUNNERS) - alone, alone, len(family.FAMILIES), bound, steps)

@@ -22,6 +22,7 @@ import traceback
 import hypothesis
 import pytest
 import torch
+import torch._dynamo  # the four inherit it
 import torch.distributed as dist
 from conftest import examples
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,7 +37,7 @@ from planner.testing import problems
 
 RANKS = 4
 MESHES = {"line": (4,), "grid": (2, 2)}
-DRAWN = examples(30, 200)
+DRAWN = examples(25, 200)
 R = Replicate()
 MESH = {}  # by the names of MESHES, in each process
 
@@ -285,6 +286,7 @@ def run_refusals():
         "planner.group takes no DTensor": lambda: planner.group(Q, 5),
         "operand 1 lies on": lambda: contract(SPEC, X, other, q=Q),
         "axis 'j' has size 3 in operand 0 but 4": lambda: contract(SPEC, X, put(small(5, 4), mesh, [R]), q=Q),
+        "sizes= takes a mapping": lambda: contract(SPEC, X, POOL, q=Q, sizes=5),
         "index_mode='wrong' is unknown": lambda: contract(SPEC, X, POOL, q=Q, index_mode="wrong"),
     }
     for said, call in calls.items():
@@ -309,6 +311,40 @@ def run_options():
     view = planner.contract("ij -> ji", put(small(8, 6), mesh, [Shard(0)]))
     assert view.stride() == (1, 6)
     assert view.reshape(48).shape == (48,)
+
+
+def run_sum_of_parts():
+    """A contraction of a sum of parts is one, if it is no larger; nothing is exchanged."""
+    mesh = MESH["line"]
+    x, y = small(8, 4), small(4, 3)
+    X, Y = put(x, mesh, [Partial()]), put(y, mesh, [R])
+    with Exchanged() as exchanged:
+        result = planner.contract("ij, jk -> ik", X, Y)
+        wide = planner.contract("ij, k -> ijk", X, put(y[0], mesh, [R]))
+    assert (result.placements, wide.placements) == ((Partial(),), (R,))
+    assert exchanged.found == [("all_reduce", x.nbytes)]
+    same(result, x @ y)
+
+
+def run_compiled():
+    """Dynamo and AOTAutograd record a call of DTensors; its index array is looked at when the program runs."""
+    mesh, compiled = MESH["line"], torch.compile(gathered, backend="aot_eager", fullgraph=True)
+    x, pool, q = small(8, 4), small(6, 4, 3), torch.randint(0, 6, (8,))
+    found = []
+    for function in gathered, compiled:
+        X, POOL = needing_gradients(put(x, mesh, [R])), needing_gradients(put(pool, mesh, [Shard(0)]))
+        result = function(X, POOL, put(q, mesh, [R]))
+        (result.full_tensor() ** 2).sum().backward()
+        found.append((result, X.grad, POOL.grad))
+    for one, other in zip(*found, strict=True):
+        assert one.placements == other.placements
+        same(one, other.full_tensor())
+    with pytest.raises(planner.IndexRangeError):
+        compiled(X, POOL, put(q + 6, mesh, [R]))
+
+
+def gathered(x, pool, q):
+    return planner.contract("nj, q[n]jk -> nk", x, pool, q=q)
 
 
 SPEC = "nj, q[n]j -> n"
@@ -430,6 +466,8 @@ FIXED |= {
     "second derivatives": (run_second_derivatives, ()),
     "refusals": (run_refusals, ()),
     "options": (run_options, ()),
+    "a sum of parts": (run_sum_of_parts, ()),
+    "compiled": (run_compiled, ()),
 }
 CASES = {**FIXED, **{f"drawn {number}": (run_drawn, (number,)) for number in range(DRAWN)}}
 

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
-__all__ = ["MOST_STEPS", "STEP_CACHES", "cached_by_step", "enter"]
+__all__ = ["BACKEND_CACHES", "MOST_STEPS", "STEP_CACHES", "cached_by_step", "enter"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 # The functions that remember what they found about a step, see `cached_by_step`.
 STEP_CACHES: list[Any] = []
+# What backends remember of calls, by the kind of call.
+BACKEND_CACHES: list[dict[Any, Any]] = []
 # How many steps each of them remembers.
 MOST_STEPS = 8_192
 

@@ -8,6 +8,7 @@ and is added up when something needs the whole.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from planner.backends.torch.index import TorchIndex, torch_in_range
-from planner.language.cached import enter
+from planner.language.cached import BACKEND_CACHES, enter
 from planner.language.errors import IndexRangeError, PlannerError
 from planner.language.options import MODES, Request
 from planner.language.spec import Gather, Spec, Term, unused_letters
@@ -79,6 +80,7 @@ class _Division(NamedTuple):
 
 _DIVISIONS: dict[Any, _Division] = {}
 _MOST_DIVISIONS = 1024
+BACKEND_CACHES.append(_DIVISIONS)
 
 
 def is_distributed(x: Any) -> bool:
@@ -100,11 +102,13 @@ def _run(
     operands: Sequence[Any], indices: Mapping[str, Any], request: Request, check: Callable[[], Contraction]
 ) -> Any:
     _refuse_mixed(operands, indices)
-    mesh, hashable = operands[0].device_mesh, request.hashable()
-    places = tuple((x.shape, x.placements) for x in (*operands, *indices.values()))
-    sizes = hashable.sizes if hashable.sizes is None else tuple(hashable.sizes)
-    key = hashable.spec, sizes, hashable.index_mode, mesh, places, tuple(indices)
-    division = _DIVISIONS.get(key)
+    mesh, division, key = operands[0].device_mesh, None, None
+    with contextlib.suppress(TypeError):  # wrong options, which `check` refuses
+        hashable = request.hashable()
+        sizes = hashable.sizes if hashable.sizes is None else tuple(hashable.sizes)
+        places = tuple((x.shape, x.placements) for x in (*operands, *indices.values()))
+        key = hashable.spec, sizes, hashable.index_mode, mesh, places, tuple(indices)
+        division = _DIVISIONS.get(key)
     if division is None:
         division = _divide(check().resolved.spec, operands, indices)
         enter(_DIVISIONS, key, division, _MOST_DIVISIONS)
