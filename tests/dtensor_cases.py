@@ -157,10 +157,10 @@ SCATTER = "nj, nk -> q[n]jk", ((8, 4), (8, 2)), {"q": ((8,), 6)}
 # An index counts from the end of each pool that it reads.
 TWO_SIZES = "p[n]j, p[n]k, q[n]jk -> n", ((3, 4), (5, 6), (8, 4, 6)), {"p": ((8,), 3), "q": ((8,), 8)}
 KEYS = "bqhd, bhi[bhqk]d -> bhqk", ((4, 5, 2, 3), (4, 2, 9, 3)), {"i": ((4, 2, 5, 3), 9)}
-# Letters and the dimension of the mesh that they are split over.
+# Letters and the dimensions of the mesh that they are split over.
 SPLITS = {
-    "rows": (ROWS, ["n 0", "j 0", "k 0", "q 0", "n 0, k 1", "n 0, q 1", "q 0, j 1"]),
-    "uneven": (UNEVEN, ["n 0", "j 0", "q 0", "n 0, q 1"]),
+    "rows": (ROWS, ["n 0", "j 0", "k 0", "q 0", "n 0, k 1", "n 0, q 1", "q 0, j 1", "n 01"]),
+    "uneven": (UNEVEN, ["n 0", "j 0", "q 0", "n 0, q 1", "q 01"]),
     "chain": (CHAIN, ["i 0", "j 0", "k 0", "j 0, k 1"]),
     "taken": (TAKEN, ["b 0", "q 0", "k 0"]),
     "scatter": (SCATTER, ["n 0", "j 0"]),
@@ -183,14 +183,20 @@ def run_split(case, text):
 
     def placements(term):
         letters = [getattr(entry, "array", entry) for entry in term]
-        over = {int(m): Shard(letters.index(letter)) for letter, m in split.items() if letter in letters}
+        over = {int(m): Shard(letters.index(x)) for x, ms in split.items() for m in ms if x in letters}
         return [over.get(m, R) for m in range(mesh.ndim)]
+
+    def summed(term):
+        """The placements of a result with this term: a sum over what is split and what it lacks."""
+        used = {int(m) for ms in split.values() for m in ms}
+        return tuple(Partial() if p == R and m in used else p for m, p in enumerate(placements(term)))
 
     brackets = {gather.array: gather.axes for gather in resolved.gathers}
     places = list(map(placements, (*resolved.inputs, *(brackets[name] for name in qs))))
     result, gradients = compare(mesh, spec, xs, qs, places, placements(resolved.output), sizes=sizes)
-    wanted = [R if p.is_shard() and p not in placements(resolved.output) else p for p in result.placements]
-    assert list(result.placements) == wanted
+    assert [result.placements, *(g.placements for g in gradients)] == [
+        *map(summed, (resolved.output, *resolved.inputs))
+    ]
     with Exchanged() as exchanged:
         operands = [needing_gradients(put(x, mesh, p)) for x, p in zip(xs, places, strict=False)]
         indices = {name: put(q, mesh, p) for (name, q), p in zip(qs.items(), places[len(xs) :], strict=True)}
@@ -199,7 +205,9 @@ def run_split(case, text):
         result.backward(put(torch.ones(result.shape, dtype=torch.float64), mesh, placements(resolved.output)))
         for x in operands:
             x.grad.redistribute(placements=x.placements)
-    foretold = [c.bytes for c in plan.collectives({letter: mesh.size(int(m)) for letter, m in split.items()})]
+    parts = {letter: RANKS if mesh.ndim == 1 else 2 ** len(ms) for letter, ms in split.items()}
+    # One after the other over the dimensions of the mesh.
+    foretold = [c.bytes for c in plan.collectives(parts) for _ in split[c.over[0]]]
     assert [kind for kind, _ in exchanged.found] == ["all_reduce"] * len(foretold), (exchanged.found, foretold)
     if case is not UNEVEN:  # there ranks have parts of different sizes
         assert sorted(size for _, size in exchanged.found) == sorted(foretold)
@@ -324,6 +332,14 @@ def run_sum_of_parts():
     assert (result.placements, wide.placements) == ((Partial(),), (R,))
     assert exchanged.found == [("all_reduce", x.nbytes)]
     same(result, x @ y)
+
+
+def run_moved():
+    """Of operands that disagree the smaller one is gathered, and its gradient is split as it is."""
+    mesh = MESH["line"]
+    x, y = small(8, 4), small(4, 4)
+    result, gradients = compare(mesh, "ij, jk -> ik", [x, y], {}, [[Shard(0)], [Shard(1)]], [R])
+    assert [result.placements, *(g.placements for g in gradients)] == [(Shard(0),), (Shard(0),), (Shard(1),)]
 
 
 def run_compiled():
@@ -467,6 +483,7 @@ FIXED |= {
     "refusals": (run_refusals, ()),
     "options": (run_options, ()),
     "a sum of parts": (run_sum_of_parts, ()),
+    "moved": (run_moved, ()),
     "compiled": (run_compiled, ()),
 }
 CASES = {**FIXED, **{f"drawn {number}": (run_drawn, (number,)) for number in range(DRAWN)}}
