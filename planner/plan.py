@@ -173,11 +173,13 @@ class Plan(PlanRecord):
         return verdicts(self)
 
     def collectives(self, splits: Mapping[str, int]) -> tuple[Collective, ...]:
-        """Return what devices exchange if arrays are split over a mesh, as by `NamedSharding` under JAX's `jit`.
+        """Return what devices exchange if arrays are split over a mesh: by `NamedSharding` in JAX, DTensors in torch.
 
-        Each device computes its part of every step. If a result lacks a split axis, the devices add up their parts. XLA
-        moves more if arrays are not placed as the axes say. If two operands are split along different axes over the
-        same axis of the mesh, it moves the smaller one. It also moves results that the caller wants placed elsewhere.
+        Each device computes its part. If a result lacks a split axis, the devices add up their parts. Under JAX's `jit`
+        that holds for each step; XLA moves more if arrays are not placed as the axes say, and if the caller wants
+        results placed elsewhere. In torch each device contracts its parts of all operands, so the result and the
+        gradients are added up, when something needs them whole. In both, if two arrays are split along different axes
+        over the same axis of the mesh, the smaller one moves.
 
         Example:
             >>> import planner
@@ -192,7 +194,7 @@ class Plan(PlanRecord):
                 of its own. The letter of an index array stands for the dimension that it indexes.
 
         Returns:
-            The sums between devices, for each forward and backward step, with their bytes on one device.
+            The sums between devices, forward and backward, with their bytes on one device.
 
         Raises:
             PlannerError: a letter is unknown or cannot be split, or the plan is a loop.

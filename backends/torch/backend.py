@@ -228,6 +228,8 @@ class TorchBackend(Backend):
         arrays = [(f"operand {number}", x) for number, x in enumerate(operands)]
         arrays += [(f"index array {n!r}", q.values if isinstance(q, TorchIndex) else q) for n, q in indices.items()]
         for label, x in arrays:
+            if is_distributed(x):
+                raise PlannerError(f"{label} is on several devices: pass a tensor on one device")
             if isinstance(x, Tensor) and dataless(x):
                 raise PlannerError(f"{label} is a meta or fake tensor: it has no values; pass a real tensor")
 

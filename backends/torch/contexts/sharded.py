@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from planner.backends.torch.contexts.modes import in_functorch
 from planner.backends.torch.index import TorchIndex, torch_in_range
 from planner.language.cached import BACKEND_CACHES, enter
 from planner.language.errors import IndexRangeError, PlannerError
@@ -152,7 +153,9 @@ def _contract(
 
 
 def _refuse_mixed(operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
-    """Refuse plain tensors beside DTensors, and DTensors on several meshes."""
+    """Refuse plain tensors beside DTensors, DTensors on several meshes, and transforms of `torch.func`."""
+    if in_functorch():
+        raise PlannerError("torch.func has no rule for a contraction of DTensors: call torch.autograd.grad instead")
     labelled = [(f"operand {number}", x) for number, x in enumerate(operands)]
     labelled += [(f"index array {name!r}", q) for name, q in indices.items()]
     first, of_first = next((label, x) for label, x in labelled if is_distributed(x))
