@@ -22,7 +22,7 @@ from planner.program.frameworks import framework_of
 
 __all__ = ["MeshSplit", "Sharding", "shard"]
 
-# Of the ways to split over some axes of the mesh, how many are continued over the next axis.
+# How many splits over some axes of the mesh are continued over the next axis.
 _MOST_CONTINUED = 64
 _INDEX_BYTES = 8
 
@@ -151,10 +151,10 @@ def shard(
         root = type(mesh).__module__.split(".")[0]
         backend = root if root in ("torch", "jax") else None
     plan = make_plan(spec, *operands, sizes=sizes, dtype=dtype, backend=backend, **indices)
-    ways = _find_splits(plan, axes)
-    fitting = [way for way in ways if limit is None or way.device_bytes <= limit]
+    splits = _find_splits(plan, axes)
+    fitting = [split for split in splits if limit is None or split.device_bytes <= limit]
     if not fitting:
-        least = min(way.device_bytes for way in ways)
+        least = min(split.device_bytes for split in splits)
         raise PlannerLimitError(
             f"no split is within memory_limit={limit}; memory_limit={least} succeeds", memory_limit=least
         )
@@ -180,7 +180,7 @@ def shard(
         result=place(resolved.output, resolved.output_shape, summed),
         split=best,
         collectives=plan.collectives(_parts(axes, best.letters)),
-        others=tuple(way for way in ways if way is not best),
+        others=tuple(split for split in splits if split is not best),
     )
 
 
