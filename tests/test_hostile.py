@@ -264,6 +264,7 @@ def test_backends_are_held_to_the_protocol(name):
         "pins_tiles",
         "unwatched",
         "bind_family",
+        "divided",
         "family_signature",
     } | (set() if backend.compiles else {"compiled_bytes", "fuses"})
     assert all(vars(backend)[method] for method in asked - {"table"} - inherited)
