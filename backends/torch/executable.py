@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +30,7 @@ from planner.program.guards import add_guards
 from planner.program.implementations import Table
 from planner.program.ops import Cast, Guard
 from planner.program.plan import PlanRecord, without_loops
+from planner.program.serial import plan_to_json
 from planner.program.tree import Tree, flatten
 
 __all__ = ["Executable"]
@@ -87,11 +88,17 @@ class Executable:
 
     def by_itself(self, operands: Sequence[Tensor]) -> Executable:
         """Return the executable of a member's own plan, which tracers record."""
+        key = tuple([(tuple(map(int, x.shape)), tuple(map(int, x.stride()))) for x in operands])
+        if key not in self.alone:
+            self.alone[key] = self._by_itself(key)
+        return self.alone[key]
+
+    def _by_itself(self, given: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> Executable:
         shapes = tuple(self.spec.shape(term) for term in self.spec.inputs)
         index_shapes = tuple(self.index_shapes.items())
         described = [
-            dataclasses.replace(o, shape=tuple(map(int, x.shape)), strides=tuple(map(int, x.stride())))
-            for o, x in zip(self.plan.operands, operands, strict=True)
+            dataclasses.replace(o, shape=shape, strides=strides)
+            for o, (shape, strides) in zip(self.plan.operands, given, strict=True)
         ]
         contraction = dataclasses.replace(
             self.plan.contraction,
@@ -107,6 +114,21 @@ class Executable:
         """The resolved spec."""
         spec = self.plan.resolved.spec
         return spec if self.sizes is None else resize_spec(spec, self.sizes)
+
+    @cached_property
+    def alone(self) -> dict[Hashable, Executable]:
+        """The executables that `by_itself` has made."""
+        return {}
+
+    @cached_property
+    def only_views(self) -> bool:
+        """Whether the result is a view of an operand."""
+        return all(step.choice.lowering in ("view", "broadcast") for step in self.programs.forward.steps)
+
+    @cached_property
+    def text(self) -> str:
+        """The plan as JSON."""
+        return plan_to_json(self.plan)
 
     @cached_property
     def guarded_tree(self) -> Tree:

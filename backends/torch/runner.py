@@ -18,10 +18,9 @@ from torch import Tensor
 
 from planner.backends.torch.autograd import record
 from planner.backends.torch.contexts.modes import as_planned, autocasts, forward_mode, in_functorch, transformed
-from planner.backends.torch.contexts.traced import run_forward, wide_result
+from planner.backends.torch.contexts.traced import opaque, run_forward, wide_result
 from planner.backends.torch.eager import NATIVE, compile_native
 from planner.backends.torch.executable import Executable
-from planner.backends.torch.ops import dataless
 from planner.backends.torch.strides import Strided
 from planner.cost.layout import row_major
 from planner.language.errors import PlannerError
@@ -39,7 +38,7 @@ Runner = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 def runner(plan: PlanRecord, table: Table) -> Runner:
     """Return the function that computes a plan's result from operands and index arrays."""
     executable = Executable(plan, table)
-    if autocasts() and not _only_views(plan):
+    if autocasts() and not executable.only_views:
         return partial(_run_as_planned, executable)
     return _native(executable) or partial(_run, executable)
 
@@ -60,10 +59,6 @@ def family_runner(plan: PlanRecord, table: Table) -> Callable[[Member], Runner]:
         return lambda operands, indices: native(views(operands), indices)
 
     return bind
-
-
-def _only_views(plan: PlanRecord) -> bool:
-    return all(step.choice.lowering in ("view", "broadcast") for step in plan.programs.forward.steps)
 
 
 def _has_kept(plan: PlanRecord) -> bool:
@@ -104,9 +99,10 @@ def _run_as_planned(executable: Executable, operands: Sequence[Tensor], indices:
 
 
 def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
-    if executable.sizes is not None and dataless(operands[0]):
+    as_operators = opaque(executable, operands[0])
+    if as_operators and executable.sizes is not None:
         executable = executable.by_itself(operands)
-    if MODES[executable.plan.index_mode].bad == "drop" and not (in_functorch() or dataless(operands[0])):
+    if MODES[executable.plan.index_mode].bad == "drop" and not (as_operators or in_functorch()):
         wide = wide_result(executable, operands, indices, executable.prepare(indices))
         if wide is not None:
             return wide

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 __all__ = ["as_planned", "autocasts", "autograd_batches", "forward_mode", "grad_enabled", "in_functorch", "over_batch",
-           "transform", "transformed", "unwatched", "unwrap"]  # fmt: skip
+           "transform", "transformed", "unwatched", "unwrap", "watched"]  # fmt: skip
 
 # Removes the wrappers of transforms that have ended; tensors that a Function saved may still have some.
 unwrap = torch._functorch.utils.unwrap_dead_wrappers
@@ -19,6 +19,8 @@ transform = torch._C._functorch.peek_interpreter_stack
 _transforms = torch._C._functorch.get_interpreter_stack
 _batched = torch._C._functorch.is_legacy_batchedtensor
 _JVP = torch._C._functorch.TransformType.Jvp
+# How many modes are active that see operators, as a `FlopCounterMode` does, or a selective checkpoint.
+watched: Callable[[], int] = torch._C._len_torch_dispatch_stack
 grad_enabled = torch.is_grad_enabled
 autocasts = torch._C._is_any_autocast_enabled
 # A plan says in which dtype each step is computed. Within this context autocast changes none of them.

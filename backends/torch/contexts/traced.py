@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from planner.backends.common.masks import widen_operands
-from planner.backends.torch.contexts.modes import as_planned
+from planner.backends.torch.contexts.flops import register_flops
+from planner.backends.torch.contexts.modes import as_planned, in_functorch, watched
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.ops import OPS, dataless, finite, occurs, torch_dtype
@@ -28,9 +29,21 @@ from planner.language.spec import Operand
 from planner.program.frameworks import load_backend
 from planner.program.implementations import RangedIndices
 from planner.program.program import Variable
-from planner.program.serial import plan_from_json, plan_to_json
+from planner.program.serial import plan_from_json
 
-__all__ = ["run_backward", "run_forward", "wide_result"]
+__all__ = ["opaque", "run_backward", "run_forward", "wide_result"]
+
+
+def opaque(executable: Executable, x: Tensor) -> bool:
+    """Return whether a plan that is not native runs as operators: a tensor has no values, or a mode is active.
+
+    A mode may count FLOPs, or save the results of operators. What steps do inside is none of its business: they write
+    in place, and pad. But an operator returns no views, so a plan of views runs as it is.
+    """
+    if watched() and not in_functorch():
+        register_flops()
+        return not executable.only_views or dataless(x)
+    return dataless(x)
 
 
 def run_forward(
@@ -38,11 +51,11 @@ def run_forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the result and the kept values.
 
-    If tensors have no values, this calls the operator, which the tracer records.
+    If tensors have no values, or a mode looks at operators, this calls the operator, which tracers record.
     """
-    if not dataless(operands[0]):
+    if not opaque(executable, operands[0]):
         return executable.forward(operands, executable.prepare(indices))
-    result, *kept = _forward(plan_to_json(executable.plan), *_split(indices), list(operands))
+    result, *kept = _forward(executable.text, *_split(indices), list(operands))
     return result, tuple(kept)
 
 
@@ -54,9 +67,9 @@ def run_backward(
     kept: Sequence[Tensor],
 ) -> list[Tensor | None]:
     """Return a gradient for each operand that needs one; as in `run_forward`, a tracer records the operator."""
-    if not dataless(gradient):
+    if not opaque(executable, gradient):
         return executable.backward(gradient, operands, executable.prepare(indices), kept)
-    gradients = iter(_backward(plan_to_json(executable.plan), *_split(indices), gradient, list(operands), list(kept)))
+    gradients = iter(_backward(executable.text, *_split(indices), gradient, list(operands), list(kept)))
     return [None if v is None else next(gradients) for v in executable.programs.gradients]
 
 

@@ -1,0 +1,127 @@
+"""What `torch.utils.flop_counter` counts for planner's operators: the FLOPs of a plan's product steps.
+
+torch counts 2 FLOPs for each multiply-add of a matrix product, and none for sums and for products by element. So a step
+counts if it multiplies two arrays and sums over axes that both have. Each gradient of such a step counts as much, and
+no gradient of another step counts, as in torch's own backward passes. What a kernel pads does not count.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from planner.language.spec import plain_axes, term_axes
+from planner.program.loops import slice_counts
+from planner.program.ops import JointGradient, Op
+from planner.program.plan import Loop, PlanRecord
+from planner.program.program import Program
+from planner.program.serial import plan_from_json
+
+__all__ = ["product_flops", "register_flops"]
+
+Shape = Sequence[int]
+
+
+def product_flops(plan: PlanRecord, program: Program | None, sizes: Mapping[str, int] | None = None) -> int:
+    """Return the FLOPs of the product steps of a plan's forward or backward program.
+
+    Args:
+        plan: the plan.
+        program: the program; None counts nothing.
+        sizes: sizes of axes that differ from the plan's.
+    """
+    from_gradient, total = {plan.programs.output_gradient}, 0
+    for step in program.steps if program else ():
+        op, gradients = step.op, [number for number, v in enumerate(step.inputs) if v in from_gradient]
+        if gradients:
+            from_gradient.update(step.outputs)
+        if isinstance(op, Loop):
+            for (_, count), body in zip(slice_counts(op.axes, op.spec), op.bodies, strict=True):
+                total += count * product_flops(body, op.program(body))
+        elif len(op.spec.inputs) == 2:
+            total += _step_flops(op, gradients, {**op.spec.by_axis, **(sizes or {})})
+    return total
+
+
+def _step_flops(op: Op, gradients: Sequence[int], sizes: Mapping[str, int]) -> int:
+    """Return the FLOPs of a step; `gradients` are the numbers of its inputs that come from the output gradient."""
+    first, second, result = op.spec.terms
+    if gradients and not isinstance(op, JointGradient):  # a gradient of the product whose result has this term
+        result, first, second = op.spec.inputs[gradients[0]], op.spec.inputs[1 - gradients[0]], op.spec.output
+    terms = [set(term_axes(term)) for term in (first, second, result)]
+    if math.prod(sizes[axis] for axis in terms[0] & terms[1] - set(plain_axes(result))) == 1:
+        return 0
+    # Axes that one term has are summed before the product, or repeated after it.
+    joint = [axis for axis in op.spec.axes if sum(axis in term for term in terms) > 1]
+    return 2 * op.products * math.prod(sizes[axis] for axis in joint)
+
+
+# -- the operators ---------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def _plan(text: str) -> PlanRecord:
+    return plan_from_json(text)
+
+
+def _forward_flops(
+    plan: str, names: str, arrays: Sequence[Shape], operands: Sequence[Shape], *_: Any, **__: Any
+) -> int:
+    record = _plan(plan)
+    return product_flops(record, record.programs.forward, _sizes(record, names, arrays, operands))
+
+
+def _backward_flops(
+    plan: str, names: str, arrays: Sequence[Shape], gradient: Shape, operands: Sequence[Shape], *_: Any, **__: Any
+) -> int:
+    record = _plan(plan)
+    return product_flops(record, record.programs.backward, _sizes(record, names, arrays, operands))
+
+
+def _sizes(plan: PlanRecord, names: str, arrays: Sequence[Shape], operands: Sequence[Shape]) -> dict[str, int]:
+    """Return the sizes of axes that the arrays of a call show."""
+    spec, tensors, shapes = plan.resolved.spec, iter(arrays), {}
+    for name, facts in json.loads(names):
+        shapes[name], *_ = [next(tensors) for _ in range(1 if facts is None else 3)]
+    views = [
+        _fitted(shape, operand.shape, fitted)
+        for shape, operand, fitted in zip(operands, plan.operands, plan.resolved.shapes, strict=True)
+    ]
+    made_for, resolved = dict(plan.index_shapes), dict(plan.resolved.index_shapes)
+    terms = [(g.axes, _fitted(shapes[g.array], made_for[g.array], resolved[g.array])) for g in spec.gathers]
+    # A step that multiplies with all rows of an operand has an axis for them, which the spec lacks.
+    for step in plan.programs.forward.steps:
+        terms += [(term, views[v]) for term, v in zip(step.op.input_terms, step.inputs, strict=True) if v < len(views)]
+    return {str(e): size for term, shape in terms for e, size in zip(term, shape, strict=True) if isinstance(e, str)}
+
+
+def _fitted(shape: Shape, made_for: Shape, fitted: Shape) -> Shape:
+    """Return a shape without the broadcast dimensions that a plan drops of shape `made_for`, which leaves `fitted`."""
+    kept: list[int] = []
+    for size, planned in zip(shape, made_for, strict=True):
+        if len(kept) < len(fitted) and planned == fitted[len(kept)]:
+            kept.append(size)
+    return kept
+
+
+def register_flops() -> None:
+    """Tell the module `torch.utils.flop_counter` what the operators count, and counters that are at work.
+
+    The module is not loaded for that, because it loads Triton. A counter copies the formulas when it is made.
+    """
+    module = sys.modules.get("torch.utils.flop_counter")
+    if module is None:
+        return
+    formulas = {torch.ops.planner.forward: _forward_flops, torch.ops.planner.backward: _backward_flops}
+    for operator, formula in formulas.items():
+        if operator not in module.flop_registry:
+            module.register_flop_formula(operator)(formula)
+    for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+        if isinstance(mode, module._FlopCounterMode):
+            mode.counter.flop_registry.update({packet: module.flop_registry[packet] for packet in formulas})
