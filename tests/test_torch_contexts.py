@@ -18,11 +18,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils.checkpoint import (  # noqa: E402
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 # Spec, shapes with None for the size that makes a call new, shapes and sizes of index arrays, options.
 CALLS = {
@@ -277,30 +273,6 @@ def test_calls_are_the_same_in_a_context(name, context):
         for run in (call, call, planned(call, operands)):
             got, expected = around_all(way)(around_call(run), operands), way(call, operands)
             assert_same(got, expected, strides="autocast" not in context)
-
-
-WRITTEN_IN_PARTS = ("diagonal put", "grouped product", "scores", "loop")
-
-
-POLICIES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE)
-
-
-@pytest.mark.parametrize(
-    ("name", "policy"),
-    [(name, policy) for name in CALLS for policy in POLICIES[name in WRITTEN_IN_PARTS :]],
-)
-def test_selective_checkpoint(name, policy):
-    """Torch refuses to save what a step writes into a buffer in parts."""
-    # Scatters add in place to zeros. A policy that saves these zeros fails, in warm calls too.
-    in_place = (torch.ops.aten.new_zeros.default, torch.ops.aten.view.default, torch.ops.aten.index_add_.default)
-    left_out = in_place if name in ("scatter", "message passing") else ()
-    call, operands = cold_call(name)
-
-    def choose(ctx, op, *args, **kwargs):
-        return CheckpointPolicy.PREFER_RECOMPUTE if op in left_out else policy
-
-    saving = checkpointed(call, context_fn=partial(create_selective_checkpoint_contexts, choose))
-    assert_same(gradients(saving, operands), gradients(call, operands))
 
 
 @each_call

@@ -1,16 +1,33 @@
 """Tools of torch that look at programs, or keep what they save: counters, profilers, checkpoints, hooks."""
 
+from functools import partial
+
 import pytest
-from test_torch_contexts import CALLS, cold_call, gradients, with_indices
+from conftest import run_python
+from test_torch_contexts import (
+    CALLS,
+    assert_same,
+    checkpointed,
+    cold_call,
+    gradients,
+    planned,
+    with_indices,
+)
 
 import planner
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
+import planner.backends.torch_operators  # noqa: E402
 from planner.backends.torch.contexts.flops import product_flops  # noqa: E402
+
+each_call = pytest.mark.parametrize("name", CALLS)
+
 
 # -- FLOPs -----------------------------------------------------------------------------------------
 
@@ -46,7 +63,8 @@ PRODUCTS = {
 def test_flops_of_a_product(name):
     for _ in "cold", "warm":
         call, operands = cold_call(name)
-        n = next(x for shape, x in zip(CALLS[name][1], operands) for x, free in zip(x.shape, shape) if free is None)
+        number, d = next((i, d) for i, shape in enumerate(CALLS[name][1]) for d, n in enumerate(shape) if n is None)
+        n = operands[number].shape[d]
         assert both(call, operands) == (PRODUCTS[name](n), 2 * PRODUCTS[name](n))
 
 
@@ -61,3 +79,111 @@ def test_flops_are_those_of_the_plan(name):
         plan = planner.plan(*call.args, *xs, **changed.keywords)
         expected = product_flops(plan, plan.programs.forward), product_flops(plan, plan.programs.backward)
         assert cold == warm == expected
+
+
+def test_a_counter_that_is_made_before_planner_is_loaded():
+    """It copies the formulas that it knows when it is made."""
+    program = """
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+counter = FlopCounterMode(display=False)
+a, c = torch.ones(500, 2, 128, requires_grad=True), torch.ones(4, 128, 60, requires_grad=True)
+with counter:
+    import planner
+    planner.contract("nij, q[n]jk -> nik", a, c, q=torch.zeros(500, dtype=torch.int64)).sum().backward()
+assert counter.get_total_flops() >= 2 * 500 * 2 * 128 * 60, counter.get_total_flops()
+"""
+    run_python(program)
+
+
+def test_a_program_without_counters_does_not_load_them():
+    program = """
+import sys, torch, planner
+a, c = torch.ones(500, 2, 128, requires_grad=True), torch.ones(4, 128, 60, requires_grad=True)
+planner.contract("nij, q[n]jk -> nik", a, c, q=torch.zeros(500, dtype=torch.int64)).sum().backward()
+assert "torch.utils.flop_counter" not in sys.modules
+"""
+    run_python(program)
+
+
+def test_flops_of_a_traced_call():
+    call, operands = cold_call("grouped product")
+    operands = [x.detach() for x in operands]
+    graph = make_fx(lambda *xs: call(*xs))(*operands)
+    assert counted(graph, *operands) == counted(call, *operands) > 0
+    assert_same([graph(*[2 * x for x in operands])], [4 * call(*operands)])
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+aten, forward = torch.ops.aten, torch.ops.planner.forward.default
+MATRIX_PRODUCTS = [aten.mm.default, aten.bmm.default]
+
+
+def always(policy):
+    return lambda ctx, op, *args, **kwargs: policy
+
+
+POLICIES = {
+    "save all": always(CheckpointPolicy.MUST_SAVE),
+    "save none": always(CheckpointPolicy.PREFER_RECOMPUTE),
+    "save products": MATRIX_PRODUCTS,
+    "save ours": [*MATRIX_PRODUCTS, forward],
+}
+
+
+def selectively(policy, call):
+    return checkpointed(call, context_fn=partial(create_selective_checkpoint_contexts, policy))
+
+
+def amid(call):
+    """The call amid operators of torch, which read its result and make its operands."""
+    return lambda *xs: call(*[x * 2 for x in xs]).sin()
+
+
+def apart(call):
+    """The call on operands without gradients."""
+    return lambda *xs: call(*[x.detach() for x in xs]) * xs[0].sum() + sum(x.sum() for x in xs)
+
+
+@each_call
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("change", [lambda call: call, amid, apart])
+def test_selective_checkpoints(name, policy, change):
+    call, operands = cold_call(name)
+    for run in (call, call, planned(call, operands)):
+        got = gradients(selectively(POLICIES[policy], change(run)), operands)
+        assert_same(got, gradients(change(call), operands))
+
+
+@pytest.mark.parametrize("mode", ["raise", "clip", "drop", "nan"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_selective_checkpoints_of_bad_indices(mode, dtype):
+    """Index arrays are brought into range."""
+    q = torch.tensor({"raise": [0, -1, 3], "nan": [0, -1, 9]}.get(mode, [0, -9, 9]), dtype=dtype)
+    a, c = torch.ones(3, 5, requires_grad=True), torch.ones(4, 5, 6, requires_grad=True)
+    for run in (
+        lambda a, c: planner.contract("nj, q[n]jk -> nk", a, c, q=q, index_mode=mode).nan_to_num(7),
+        lambda a, c: planner.contract("nj -> q[n]j", a, sizes={"q": 4}, q=q, index_mode=mode).nan_to_num(7) + c.sum(),
+    ):
+        assert_same(gradients(selectively(POLICIES["save all"], run), (a, c)), gradients(run, (a, c)))
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("product", "save products"),
+        ("chain", "save products"),
+        ("nothing kept", "save products"),
+        ("message passing", "save products"),
+        ("grouped product", "save ours"),
+        ("scores", "save ours"),
+    ],
+)
+def test_what_a_policy_saves_is_not_computed_again(name, policy):
+    call, operands = cold_call(name)
+    found = amid(call)(*operands)
+    alone = counted(lambda: torch.autograd.grad(found, operands, torch.ones_like(found)))
+    for saved, again in ((policy, 0), ("save none", counted(call, *operands))):
+        got = selectively(POLICIES[saved], amid(call))(*operands)
+        assert counted(lambda got=got: torch.autograd.grad(got, operands, torch.ones_like(got))) == alone + again

@@ -126,6 +126,12 @@ class Executable:
         return all(step.choice.lowering in ("view", "broadcast") for step in self.programs.forward.steps)
 
     @cached_property
+    def only_stock(self) -> bool:
+        """Whether the forward program calls torch's own operators only, and in no loop."""
+        steps = self.programs.forward.computing
+        return self.plan.loop is None and all(self.table.rows[step.choice.lowering].stock for step in steps)
+
+    @cached_property
     def text(self) -> str:
         """The plan as JSON."""
         return plan_to_json(self.plan)

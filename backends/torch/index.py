@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from planner.backends.common.indices import IndexOps, PreparedIndex, in_range
-from planner.backends.torch.contexts.modes import in_functorch
+from planner.backends.torch.contexts.modes import in_functorch, watched
 from planner.backends.torch.ops import dataless, not_dense, unseen
 from planner.kernels.grouping import torch_grouping
 from planner.language.errors import IndexRangeError, PlannerError
@@ -66,7 +66,7 @@ def _signed(raw: Tensor, size: int) -> Tensor:
 
 
 def _in_place(owned: bool) -> bool:
-    return owned and not in_functorch()  # not every transform has a rule for it
+    return owned and not (in_functorch() or watched())  # transforms may have no rule for it, modes may have saved it
 
 
 _TORCH = IndexOps(

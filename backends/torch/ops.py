@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from planner.backends.common.masks import guard_run
 from planner.backends.common.stock import Product, matmul_product
-from planner.backends.torch.contexts.modes import in_functorch, transformed
+from planner.backends.torch.contexts.modes import in_functorch, transformed, watched
 from planner.kernels.gathered_dot import torch_pooled
 from planner.kernels.grouping.torch_grouping import accumulator
 from planner.language.dtypes import itemsize
@@ -127,8 +127,8 @@ class TorchOps:
         if len(rows) != 1:
             values = values.reshape(flat.shape[0], *shape[count:])
         out = values.new_zeros((math.prod(shape[:count]), *shape[count:]))
-        # Under a transform it must be out of place, which copies the zeros once more.
-        add = out.index_add if transformed() else out.index_add_
+        # Under a transform it must be out of place, which copies the zeros once more; and a mode may have saved them.
+        add = out.index_add if transformed() or watched() else out.index_add_
         out = add(0, flat, values)
         if count > 1:
             out = out.reshape(tuple(shape))
@@ -153,6 +153,8 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
         del product
     if transformed() or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
         return a * b
+    if watched():  # it may have saved what `mul` would write into
+        return (a * b).contiguous()
     shape = [n if m == 1 else m for m, n in zip(a.shape, b.shape, strict=True)]
     return torch.mul(a, b, out=a.new_empty(shape, dtype=torch.promote_types(a.dtype, b.dtype)))
 

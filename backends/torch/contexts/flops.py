@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from planner.language.spec import plain_axes, term_axes
 from planner.program.loops import slice_counts
@@ -122,6 +123,6 @@ def register_flops() -> None:
     for operator, formula in formulas.items():
         if operator not in module.flop_registry:
             module.register_flop_formula(operator)(formula)
-    for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+    for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, module._FlopCounterMode):
             mode.counter.flop_registry.update({packet: module.flop_registry[packet] for packet in formulas})

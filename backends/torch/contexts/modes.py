@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-__all__ = ["as_planned", "autocasts", "autograd_batches", "forward_mode", "grad_enabled", "in_functorch", "over_batch",
-           "transform", "transformed", "unwatched", "unwrap", "watched"]  # fmt: skip
+__all__ = ["as_planned", "autocasts", "autograd_batches", "checkpoints", "forward_mode", "grad_enabled",
+           "in_functorch", "over_batch", "transform", "transformed", "unwatched", "unwrap", "watched"]  # fmt: skip
 
 # Removes the wrappers of transforms that have ended; tensors that a Function saved may still have some.
 unwrap = torch._functorch.utils.unwrap_dead_wrappers
@@ -21,6 +23,7 @@ _batched = torch._C._functorch.is_legacy_batchedtensor
 _JVP = torch._C._functorch.TransformType.Jvp
 # How many modes are active that see operators, as a `FlopCounterMode` does, or a selective checkpoint.
 watched: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 grad_enabled = torch.is_grad_enabled
 autocasts = torch._C._is_any_autocast_enabled
 # A plan says in which dtype each step is computed. Within this context autocast changes none of them.
@@ -42,6 +45,11 @@ def unwatched() -> Iterator[None]:
         if hooked:  # torch calls the innermost hooks only, so these hide the caller's
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
         yield
+
+
+def checkpoints() -> bool:
+    """Return whether a selective checkpoint decides which results are saved, or computes the others again."""
+    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
 
 
 def in_functorch() -> bool:

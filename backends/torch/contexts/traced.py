@@ -18,7 +18,7 @@ from torch import Tensor
 
 from planner.backends.common.masks import widen_operands
 from planner.backends.torch.contexts.flops import register_flops
-from planner.backends.torch.contexts.modes import as_planned, in_functorch, watched
+from planner.backends.torch.contexts.modes import as_planned, checkpoints, in_functorch, watched
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.ops import OPS, dataless, finite, occurs, torch_dtype
@@ -37,13 +37,14 @@ __all__ = ["opaque", "run_backward", "run_forward", "wide_result"]
 def opaque(executable: Executable, x: Tensor) -> bool:
     """Return whether a plan that is not native runs as operators: a tensor has no values, or a mode is active.
 
-    A mode may count FLOPs, or save the results of operators. What steps do inside is none of its business: they write
-    in place, and pad. But an operator returns no views, so a plan of views runs as it is.
+    A mode may count FLOPs, or save the results of operators. It must not see what kernels do inside: they pad, and write
+    in place. But an operator returns no views, so a plan of views runs as it is. And a selective checkpoint sees steps
+    of torch's own operators, so that it can save the results of `mm` and `bmm`.
     """
-    if watched() and not in_functorch():
-        register_flops()
-        return not executable.only_views or dataless(x)
-    return dataless(x)
+    if dataless(x) or in_functorch() or not watched():
+        return dataless(x)
+    register_flops()
+    return not (executable.only_views or (executable.only_stock and checkpoints()))
 
 
 def run_forward(
@@ -69,6 +70,8 @@ def run_backward(
     """Return a gradient for each operand that needs one; as in `run_forward`, a tracer records the operator."""
     if not opaque(executable, gradient):
         return executable.backward(gradient, operands, executable.prepare(indices), kept)
+    if executable.sizes is not None:  # no mode was active in the forward pass
+        executable = executable.by_itself(operands)
     gradients = iter(_backward(executable.text, *_split(indices), gradient, list(operands), list(kept)))
     return [None if v is None else next(gradients) for v in executable.programs.gradients]
 
