@@ -138,7 +138,7 @@ def selectively(policy, call):
 
 def amid(call):
     """The call amid operators of torch, which read its result and make its operands."""
-    return lambda *xs: call(*[x * 2 for x in xs]).sin()
+    return lambda *xs: call(*[x * 2 for x in xs]).square()
 
 
 def apart(call):

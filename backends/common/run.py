@@ -11,7 +11,7 @@ from planner.program.frameworks import load_backend
 from planner.program.implementations import RangedIndices, Run, Table
 from planner.program.loops import Part, covers, parts, slice_counts
 from planner.program.plan import Loop
-from planner.program.program import Program
+from planner.program.program import Program, Step
 
 __all__ = ["RunProgram", "prepare_loop", "prepare_program"]
 
@@ -22,10 +22,12 @@ __all__ = ["RunProgram", "prepare_loop", "prepare_program"]
 RunProgram = Callable[[dict[int, Any], RangedIndices], tuple[Any, ...]]
 
 
-def prepare_program(table: Table, program: Program) -> RunProgram:
-    """Return the function that runs a program with the implementations of a table."""
+def prepare_program(
+    table: Table, program: Program, around: Callable[[Step, Run], Run] = lambda step, run: run
+) -> RunProgram:
+    """Return the function that runs a program with the implementations of a table; `around` changes how a step runs."""
     steps = [
-        (table.rows[step.choice.lowering].prepared(step.op), step.inputs, step.outputs, step.releases)
+        (around(step, table.rows[step.choice.lowering].prepared(step.op)), step.inputs, step.outputs, step.releases)
         for step in program.steps
     ]
 

@@ -15,6 +15,7 @@ from planner.backends.common.indices import check_index_dtype
 from planner.backends.torch.contexts.modes import (
     as_planned,
     autocasts,
+    deterministic,
     grad_enabled,
     in_functorch,
     transform,
@@ -63,7 +64,7 @@ class TorchBackend(Backend):
 
     def signature(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
         """Return all that a plan depends on, in microseconds. Raise an AttributeError if something is not a tensor."""
-        key: list[Any] = [grad_enabled(), transform() is None, autocasts(), self.pins_tiles()]
+        key: list[Any] = [grad_enabled(), transform() is None, autocasts(), deterministic()]
         try:
             for x in operands:
                 key.append((x.shape, x.stride(), x.dtype, x.device, x.layout, x.requires_grad))
@@ -172,7 +173,7 @@ class TorchBackend(Backend):
 
     def pins_tiles(self) -> bool:
         """Return whether torch is asked for deterministic algorithms: another tiling adds in another order."""
-        return torch.are_deterministic_algorithms_enabled()
+        return deterministic()
 
     def environment(self, operands: Sequence[Any]) -> dict[str, str]:
         """Name the version, the device, and the settings that decide how products run."""

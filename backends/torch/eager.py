@@ -35,6 +35,8 @@ __all__ = ["NATIVE", "compile_native"]
 Run = Callable[..., Tensor]
 # The implementation of each step of the backward program, by the step's spec; None if there is no backward program.
 Lowerings = Mapping[Spec, str] | None
+# Takes a step and the function that runs it, and returns another such function.
+Around = Callable[[Op, Callable[..., Tensor]], Callable[..., Tensor]]
 
 NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum")
 # A function calls those of the steps before it, so there must not be too many for Python's stack.
@@ -45,7 +47,11 @@ COMPOSED = ("diagonal", "multiply, sum")
 
 
 def compile_native(
-    tree: Tree, operands: Sequence[Strided], backward: Program | None, transformed: bool = False
+    tree: Tree,
+    operands: Sequence[Strided],
+    backward: Program | None,
+    transformed: bool = False,
+    around: Around = lambda op, step: step,
 ) -> Run | None:
     """Return a function from operands to the result, or None if the tree needs more than native calls.
 
@@ -57,16 +63,17 @@ def compile_native(
         backward: the plan's backward program; None if no gradient is asked for. Then steps may copy, since nothing is
             kept.
         transformed: whether the calls will run under a transform of `torch.func` or in forward mode.
+        around: changes how a step runs.
     """
     if sum(1 for _ in nodes_of(tree)) > MOST_STEPS:
         return None
     chosen = None if backward is None else {step.op.spec: step.choice.lowering for step in backward.steps}
-    compiled = _compile(tree, operands, chosen, TRANSFORMED_STRIDE_OPS if transformed else STRIDE_OPS)
+    compiled = _compile(tree, operands, chosen, TRANSFORMED_STRIDE_OPS if transformed else STRIDE_OPS, around)
     return None if compiled is None else compiled[0]
 
 
 def _compile(
-    tree: Tree, operands: Sequence[Strided], chosen: Lowerings, stride_ops: StrideOps
+    tree: Tree, operands: Sequence[Strided], chosen: Lowerings, stride_ops: StrideOps, around: Around
 ) -> tuple[Run, Strided] | None:
     """Return the function that computes a part of the tree, and the stand-in of its result; None if not native."""
     copies = chosen is None
@@ -76,7 +83,7 @@ def _compile(
         return None
     if not copies and stock_kind(tree.op) in COMPOSED:
         return None
-    children = [_compile(child, operands, chosen, stride_ops) for child in tree.children]
+    children = [_compile(child, operands, chosen, stride_ops, around) for child in tree.children]
     if any(child is None for child in children):
         return None
     parts = [child for child in children if child is not None]
@@ -91,7 +98,7 @@ def _compile(
     if not (layout is not None and layout.unknown) and layout != layout_of(result.shape, result.strides):
         return None
     direct = stock_kind(tree.op) == "matmul" and tree.op.dtype != "bool"  # torch multiplies no bool matrices
-    step = _matmul_step(tree.op) if direct else _stock_step(tree.op)
+    step = around(tree.op, _matmul_step(tree.op) if direct else _stock_step(tree.op))
     if len(parts) == 1:
         (inner, _) = parts[0]
         return (lambda xs, _=None: step(inner(xs))), result

@@ -14,6 +14,7 @@ from torch import Tensor
 from planner.backends.common.run import RunProgram, prepare_program
 from planner.backends.common.stock import evaluate
 from planner.backends.torch.contexts.modes import transformed
+from planner.backends.torch.contexts.ranges import Range, named_program, profiler
 from planner.backends.torch.index import TorchIndex, part_in_range, refuse_sparse, torch_in_range
 from planner.backends.torch.ops import GUARD, OPS, cast, dataless, torch_dtype
 from planner.cost.layout import Layout, layout_of, strides_of
@@ -60,6 +61,7 @@ class Executable:
         self.is_complex = self.dtype.is_complex
         self.inexact = self.is_complex or self.dtype.is_floating_point
         self.arrays = tuple(self.index_shapes)
+        self.drops = MODES[plan.index_mode].bad == "drop"
         # The backward program makes views of operands again, because a Function returns no views of its arguments.
         base = [variable.base for variable in self.programs.variables]
         needed, views = {v for v in self.programs.kept if base[v] < len(shapes)}, []
@@ -152,6 +154,17 @@ class Executable:
         assert self.programs.backward is not None
         return prepare_program(self.table, self.programs.backward)
 
+    @cached_property
+    def show_forward(self) -> RunProgram:
+        """The function that runs the forward program for a profiler to see."""
+        return named_program(self.table, self.programs.forward, f"planner {self.plan.text}")
+
+    @cached_property
+    def show_backward(self) -> RunProgram:
+        """The function that runs the backward program for a profiler to see."""
+        assert self.programs.backward is not None
+        return named_program(self.table, self.programs.backward, f"planner backward {self.plan.text}")
+
     def views(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """Return the operands without their broadcast dimensions."""
         return [x if shape is None else x.reshape(shape) for x, shape in zip(operands, self.reshape, strict=True)]
@@ -166,7 +179,7 @@ class Executable:
         prepared.sizes = self.sizes
         # Dropped indices decide which program runs, and in an empty contraction no step reads the index arrays: both
         # check them here. An array that is not row-major is copied once, not by each step.
-        here = self.empty or MODES[mode].bad == "drop"
+        here = self.empty or self.drops
         for gather, own in self.gathers.items():
             raw, shape = indices[gather.array], self.index_shapes[gather.array]
             if not isinstance(raw, TorchIndex):
@@ -185,7 +198,8 @@ class Executable:
     def forward(self, operands: Sequence[Tensor], index: RangedIndices) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the forward program, and return the result and the kept values."""
         values: dict[int, Any] = dict(enumerate(self.views(operands)))
-        (result,) = self.run_forward(values, index)
+        run = self.show_forward if profiler._is_profiler_enabled else self.run_forward
+        (result,) = run(values, index)
         return result, tuple(values[v] for v in self.kept)
 
     def backward_values(
@@ -211,7 +225,8 @@ class Executable:
             gradient = gradient.conj()
             gradient = gradient.resolve_conj() if gradient.is_conj() else gradient.clone()  # a copy in either case
         values = self.backward_values(gradient, operands, index, dict(zip(self.kept, kept, strict=True)))
-        self.run_backward(values, index)
+        run = self.show_backward if profiler._is_profiler_enabled else self.run_backward
+        run(values, index)
         gradients: list[Tensor | None] = []
         for number, variable in enumerate(self.programs.gradients):
             if variable is None:
@@ -343,6 +358,12 @@ class Executable:
 
     def stock(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
         """Run the plan's tree with torch's own operators, which torch can differentiate."""
+        if profiler._is_profiler_enabled:
+            with Range(f"planner {self.plan.text}"):
+                return self._stock(operands, indices)
+        return self._stock(operands, indices)
+
+    def _stock(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
         index, views = self.prepare(indices), self.views(operands)
 
         values: list[Tensor] = []

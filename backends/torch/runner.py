@@ -10,7 +10,7 @@ native calls, so under autocast the Function runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from planner.backends.torch.autograd import record
 from planner.backends.torch.contexts.modes import as_planned, autocasts, forward_mode, in_functorch, transformed
+from planner.backends.torch.contexts.ranges import Range, named_native, profiler
 from planner.backends.torch.contexts.traced import opaque, run_forward, wide_result
 from planner.backends.torch.eager import NATIVE, compile_native
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.strides import Strided
 from planner.cost.layout import row_major
 from planner.language.errors import PlannerError
-from planner.language.options import MODES
 from planner.program.calls import Member
 from planner.program.implementations import Table
 from planner.program.plan import PlanRecord
@@ -87,10 +87,24 @@ def _native(executable: Executable) -> Runner | None:
         strides = row_major(o.shape) if o.strides is None else o.strides
         x = Strided(o.shape, strides, requires and o.requires_grad and not under_transform)
         standins.append(x if shape is None else x.reshape(shape))
-    native = compile_native(plan.tree, standins, executable.programs.backward, under_transform)
-    if native is not None and any(shape is not None for shape in executable.reshape):
-        return lambda operands, indices: native(executable.views(operands))
-    return native
+    backward = executable.programs.backward
+    compiled: Any = partial(compile_native, plan.tree, standins, backward, under_transform)
+    native = compiled()
+    if native is None:
+        return None
+    show = lru_cache(maxsize=1)(partial(compiled, named_native))  # compiled when a profiler is on first
+    label = f"planner {plan.text}"
+
+    def run(operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+        if profiler._is_profiler_enabled:
+            with Range(label):
+                return show()(operands)
+        result: Tensor = native(operands)
+        return result
+
+    if all(shape is None for shape in executable.reshape):
+        return run
+    return lambda operands, indices: run(executable.views(operands), indices)
 
 
 def _run_as_planned(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
@@ -99,10 +113,9 @@ def _run_as_planned(executable: Executable, operands: Sequence[Tensor], indices:
 
 
 def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
-    as_operators = opaque(executable, operands[0])
-    if as_operators and executable.sizes is not None:
+    if executable.sizes is not None and opaque(executable, operands[0]):
         executable = executable.by_itself(operands)
-    if MODES[executable.plan.index_mode].bad == "drop" and not (as_operators or in_functorch()):
+    if executable.drops and not (in_functorch() or opaque(executable, operands[0])):
         wide = wide_result(executable, operands, indices, executable.prepare(indices))
         if wide is not None:
             return wide

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from planner.language.spec import plain_axes, term_axes
+from planner.language.spec import Term, plain_axes, term_axes
 from planner.program.loops import slice_counts
 from planner.program.ops import JointGradient, Op
 from planner.program.plan import Loop, PlanRecord
@@ -95,7 +95,9 @@ def _sizes(plan: PlanRecord, names: str, arrays: Sequence[Shape], operands: Sequ
         for shape, operand, fitted in zip(operands, plan.operands, plan.resolved.shapes, strict=True)
     ]
     made_for, resolved = dict(plan.index_shapes), dict(plan.resolved.index_shapes)
-    terms = [(g.axes, _fitted(shapes[g.array], made_for[g.array], resolved[g.array])) for g in spec.gathers]
+    terms: list[tuple[Term, Shape]] = [
+        (g.axes, _fitted(shapes[g.array], made_for[g.array], resolved[g.array])) for g in spec.gathers
+    ]
     # A step that multiplies with all rows of an operand has an axis for them, which the spec lacks.
     for step in plan.programs.forward.steps:
         terms += [(term, views[v]) for term, v in zip(step.op.input_terms, step.inputs, strict=True) if v < len(views)]

@@ -11,8 +11,9 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-__all__ = ["as_planned", "autocasts", "autograd_batches", "checkpoints", "forward_mode", "grad_enabled",
-           "in_functorch", "over_batch", "transform", "transformed", "unwatched", "unwrap", "watched"]  # fmt: skip
+__all__ = ["as_planned", "autocasts", "autograd_batches", "checkpoints", "deterministic", "forward_mode",
+           "grad_enabled", "in_functorch", "over_batch", "transform", "transformed", "unwatched", "unwrap",
+           "watched"]  # fmt: skip
 
 # Removes the wrappers of transforms that have ended; tensors that a Function saved may still have some.
 unwrap = torch._functorch.utils.unwrap_dead_wrappers
@@ -25,6 +26,8 @@ _JVP = torch._C._functorch.TransformType.Jvp
 watched: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 grad_enabled = torch.is_grad_enabled
+# What `torch.are_deterministic_algorithms_enabled` calls: every call asks.
+deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 autocasts = torch._C._is_any_autocast_enabled
 # A plan says in which dtype each step is computed. Within this context autocast changes none of them.
 as_planned = torch._C._DisableAutocast

@@ -37,14 +37,14 @@ __all__ = ["opaque", "run_backward", "run_forward", "wide_result"]
 def opaque(executable: Executable, x: Tensor) -> bool:
     """Return whether a plan that is not native runs as operators: a tensor has no values, or a mode is active.
 
-    A mode may count FLOPs, or save the results of operators. It must not see what kernels do inside: they pad, and write
-    in place. But an operator returns no views, so a plan of views runs as it is. And a selective checkpoint sees steps
-    of torch's own operators, so that it can save the results of `mm` and `bmm`.
+    A mode may count FLOPs, or save the results of operators. It must not see what kernels do inside: they pad, and
+    write in place. But an operator returns no views, so a plan of views runs as it is. And a selective checkpoint sees
+    steps of torch's own operators, so that it can save the results of `mm` and `bmm`.
     """
-    if dataless(x) or in_functorch() or not watched():
+    if not watched() or in_functorch():
         return dataless(x)
     register_flops()
-    return not (executable.only_views or (executable.only_stock and checkpoints()))
+    return dataless(x) or not (executable.only_views or (executable.only_stock and checkpoints()))
 
 
 def run_forward(
