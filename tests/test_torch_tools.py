@@ -10,7 +10,9 @@ from test_torch_contexts import (
     checkpointed,
     cold_call,
     gradients,
+    like,
     planned,
+    second_derivatives,
     with_indices,
 )
 
@@ -187,3 +189,99 @@ def test_what_a_policy_saves_is_not_computed_again(name, policy):
     for saved, again in ((policy, 0), ("save none", counted(call, *operands))):
         got = selectively(POLICIES[saved], amid(call))(*operands)
         assert counted(lambda got=got: torch.autograd.grad(got, operands, torch.ones_like(got))) == alone + again
+
+
+# -- profilers -------------------------------------------------------------------------------------
+
+
+def around(event):
+    """The names of the ranges around one, the innermost first."""
+    names = []
+    while (event := event.cpu_parent) is not None:
+        names.append(event.name)
+    return names
+
+
+def ranges(function, *arguments):
+    """The ranges that a profiler shows, in order, each with ours that are around it."""
+    with torch.profiler.profile() as profiler:
+        function(*arguments)
+    events = sorted(profiler.events(), key=lambda event: (event.time_range.start, -event.time_range.end))
+    return [(event.name, [name for name in around(event) if name.startswith("planner")]) for event in events]
+
+
+def steps_of(program):
+    return [f"planner step {step.op.spec}: {step.choice.lowering}" for step in program.steps]
+
+
+def test_a_profiler_shows_the_spec_and_the_steps():
+    call, operands = cold_call("grouped product")
+    plan = planner.plan(*call.args, *operands, **call.keywords)
+    whole = "nij, q[n]jk -> kni"
+    for _ in "cold", "warm":
+        found = ranges(gradients, call, operands)
+        ours = [(name, outer) for name, outer in found if name.startswith("planner")]
+        assert [name for name, outer in ours if not outer] == [f"planner {whole}", f"planner backward {whole}"]
+        programs = {"planner": plan.programs.forward, "planner backward": plan.programs.backward}
+        for name, program in programs.items():
+            assert [step for step, outer in ours if outer == [f"{name} {whole}"]] == steps_of(program)
+        products = [outer for name, outer in found if name in ("aten::mm", "aten::bmm")]
+        assert products
+        assert all("grouped" in outer[0] for outer in products)
+
+
+def test_a_profiler_shows_native_steps():
+    call, operands = cold_call("chain")
+    plan = planner.plan(*call.args, *operands, **call.keywords)
+    found = ranges(gradients, call, operands)
+    products = [outer for name, outer in found if name == "aten::mm"]
+    forward = [[step, "planner ab, bc, cd, de -> ae"] for step in steps_of(plan.programs.forward)]
+    assert products[: len(forward)] == forward
+    # Each product has two gradients. Torch runs them in the order of its graph.
+    assert sorted(products[len(forward) :]) == sorted([[step] for step, _ in forward] * 2)
+
+
+@each_call
+def test_calls_are_the_same_under_a_profiler(name):
+    call, operands = cold_call(name)
+    for way in (gradients, second_derivatives):
+        with torch.profiler.profile():
+            found = way(call, operands)
+        assert_same(found, way(call, operands))
+        assert_same(way(call, operands), found)
+
+
+def test_a_graph_of_a_profiled_call_is_used_after_the_profiler():
+    call, operands = cold_call("chain")
+    with torch.profiler.profile():
+        found = call(*operands)
+    for _ in range(2):
+        assert_same(torch.autograd.grad(found, operands, like(found), retain_graph=True), gradients(call, operands)[1:])
+
+
+def test_without_a_profiler_there_are_no_ranges(monkeypatch):
+    monkeypatch.setattr("planner.backends.torch.contexts.ranges.Range", None)
+    monkeypatch.setattr("planner.backends.torch.runner.Range", None)
+    monkeypatch.setattr("planner.backends.torch.executable.Range", None)
+    for name in ("product", "grouped product"):
+        call, operands = cold_call(name)
+        gradients(call, operands)
+        with torch.profiler.profile(), pytest.raises(TypeError, match="'NoneType' object is not callable"):
+            call(*operands)
+
+
+def test_a_profiler_with_stacks_shows_the_line_of_the_caller():
+    """Of the result's memory too: an operator that allocates it has the caller's function around it."""
+    for name in ("product", "grouped product"):
+        call, operands = cold_call(name)
+
+        def the_caller(call=call, operands=operands):
+            return call(*operands)
+
+        with torch.profiler.profile(with_stack=True, profile_memory=True) as profiler:
+            out = the_caller()
+        events = [event for event in profiler.events() if event.name.startswith("aten::")]
+        allocating = [event for event in events if event.cpu_memory_usage >= out.nbytes]
+        assert allocating
+        for event in allocating:
+            assert any(name.endswith(": the_caller") for name in around(event)), event
