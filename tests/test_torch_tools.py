@@ -4,6 +4,10 @@ from functools import partial
 
 import pytest
 from conftest import run_python
+from engines import Torch, saved_tensor_bytes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from laws import OBJECTIVES
 from test_torch_contexts import (
     CALLS,
     assert_same,
@@ -17,12 +21,13 @@ from test_torch_contexts import (
 )
 
 import planner
+from planner.testing import problems
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts  # noqa: E402
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import planner.backends.torch_operators  # noqa: E402
@@ -285,3 +290,95 @@ def test_a_profiler_with_stacks_shows_the_line_of_the_caller():
         assert allocating
         for event in allocating:
             assert any(name.endswith(": the_caller") for name in around(event)), event
+
+
+# -- hooks on saved tensors ------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(problems(index_modes=("raise", "drop", "clip"), strided=None), st.sampled_from(OBJECTIVES))
+def test_retained_bytes_are_those_that_hooks_see(problem, minimize):
+    """Those of storages that are neither an operand's nor the result's. A hook may move them, as `save_on_cpu` does."""
+    engine = Torch()
+    operands, indices = engine.operands(problem), engine.indices(problem)
+    options = {"sizes": problem.sizes, "index_mode": problem.index_mode, "minimize": minimize, **indices}
+    plan = planner.plan(problem.spec, *operands, **options)
+    planner.caches().clear()
+    for _ in "cold", "warm":
+        seen = saved_tensor_bytes(
+            lambda: planner.contract(problem.spec, *operands, **options), [*operands, *indices.values()]
+        )
+        assert seen == plan.cost.retained_bytes
+
+
+# -- checkpoints of both kinds ---------------------------------------------------------------------
+
+
+def by_backward(call, operands):
+    """The result and the gradients, by `backward`: a reentrant checkpoint takes no `torch.autograd.grad`."""
+    leaves = [x.detach().requires_grad_() for x in operands]
+    result = call(*leaves)
+    result.backward(like(result))
+    return [result, *(x.grad for x in leaves)]
+
+
+def reentrant(call):
+    return lambda *xs: checkpoint(call, *xs, use_reentrant=True)
+
+
+@each_call
+@pytest.mark.parametrize(
+    "around",
+    [reentrant, lambda call: reentrant(reentrant(call)),
+     lambda call: selectively(MATRIX_PRODUCTS, checkpointed(call)),
+     lambda call: checkpointed(selectively(MATRIX_PRODUCTS, call))],
+    ids=["reentrant", "twice", "in a selective one", "around a selective one"],
+)  # fmt: skip
+def test_checkpoints_of_both_kinds(name, around):
+    call, operands = cold_call(name)
+    with torch.autograd.graph.save_on_cpu():
+        for run in (call, call, planned(call, operands)):
+            got = by_backward(around(amid(run)), operands)
+            assert_same(got, by_backward(amid(call), operands))
+
+
+PARALLEL = """
+import torch, torch.distributed as dist, planner
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.arange(30.0).reshape(5, 6) % 3)
+        self.pool = torch.nn.Parameter(torch.arange(120.0).reshape(4, 6, 5) % 3)
+
+    def forward(self, x, q):
+        hidden = planner.contract("bnd, de -> bne", x, self.w)
+        return planner.contract("bne, q[n]ed -> bnd", hidden, self.pool, q=q)
+
+def run(model):
+    x = torch.arange(2.0 * 7 * 5).reshape(2, 7, 5) % 3
+    loss = model(model(x, q), q).sum()
+    loss.backward()
+    return [loss.detach(), *(getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters())]
+
+q = torch.tensor([0, 3, 1, 1, 2, 0, 3])
+mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+made = {
+    "ddp": lambda: DistributedDataParallel(checkpoint_wrapper(Layer())),
+    "fsdp2": lambda: fully_shard(checkpoint_wrapper(Layer()), mesh=mesh),
+    "plain": Layer,
+}
+found = {name: run(make()) for name, make in made.items()}  # the first is cold
+for name in ("ddp", "fsdp2"):
+    assert all(map(torch.equal, found[name], found["plain"])), name
+dist.destroy_process_group()
+"""
+
+
+def test_checkpoints_in_parallel_modules():
+    run_python(PARALLEL)
