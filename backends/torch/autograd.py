@@ -33,21 +33,25 @@ __all__ = ["record"]
 
 def record(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
     """Run a plan's forward program so that autograd records it and can run the backward program."""
+    if not indices:
+        return _apply(_Contract, executable, indices, *operands)[0]
     prepared = {n: q for n, q in indices.items() if isinstance(q, TorchIndex)}
-    loose = (indices[n] for n in executable.arrays if n not in prepared)
+    loose = [indices[n] for n in executable.arrays if n not in prepared]
     return _apply(_Contract, executable, prepared, *operands, *loose)[0]
 
 
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+def _apply(
+    function: type[torch.autograd.Function], executable: Executable, prepared: Mapping[str, Any], *tensors: Tensor
+) -> Any:
     """Apply a Function.
 
     Outside of transforms this skips `torch.autograd.Function.apply`, which binds the arguments to their names: that
     takes longer than a small product.
     """
     if in_functorch():
-        return function.apply(*arguments)
+        return function.apply(executable, prepared, *tensors)
     plain: Any = super(torch.autograd.Function, function)
-    return plain.apply(*unwrap(arguments))
+    return plain.apply(executable, prepared, *[unwrap(x) for x in tensors])
 
 
 def _split(
@@ -55,6 +59,8 @@ def _split(
 ) -> tuple[Sequence[Tensor], dict[str, Any], tuple[Tensor, ...]]:
     """Return the operands and the index arrays that `record` passed as arguments of a Function, and what follows."""
     count = len(executable.plan.operands)
+    if not executable.arrays:
+        return arrays[:count], {}, tuple(arrays[count:])
     rest = iter(arrays[count:])
     indices = {n: prepared[n] if n in prepared else next(rest) for n in executable.arrays}
     return arrays[:count], indices, tuple(rest)
@@ -105,13 +111,14 @@ class _Contract(torch.autograd.Function):
             executable, gradient = ctx.executable.against(gradient)
             if executable is not ctx.executable:
                 saved = saved[: count + len(blank)]  # without kept values
-            arguments = executable, ctx.prepared, gradient, *saved
             # Applying a Function takes longer than a small product, and is needed only if gradients may be
             # differentiated.
             if torch.is_grad_enabled() or transformed():
-                gradients = _apply(_Gradient, *arguments)
+                gradients = _apply(_Gradient, executable, ctx.prepared, gradient, *saved)
             else:
-                gradients = _Gradient.forward(*unwrap(arguments))
+                gradient, *saved = [unwrap(x) for x in (gradient, *saved)]
+                operands, indices, kept = _split(executable, ctx.prepared, saved)
+                return (None, None, *run_backward(executable, gradient, operands, indices, kept), *blank)
         given = iter(gradients)
         of_operands = [next(given) if v is not None else None for v in ctx.executable.programs.gradients]
         return (None, None, *of_operands, *blank)

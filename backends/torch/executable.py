@@ -53,6 +53,7 @@ class Executable:
         self.reshape: Sequence[tuple[int, ...] | None] = [
             s if s != o.shape else None for s, o in zip(shapes, plan.operands, strict=True)
         ]
+        self.fits = all(shape is None for shape in self.reshape)
         # Programs know gathers by the sizes that they were made for.
         self.gathers = {gather: gather for gather in self.spec.gathers}
         self.empty = 0 in (*self.spec.by_axis.values(), *(gather.size for gather in self.gathers))
@@ -71,6 +72,8 @@ class Executable:
                 views.append(step)
         self.operand_views = views[::-1]
         self.kept = tuple(v for v in self.programs.kept if base[v] >= len(shapes))
+        # Operands for which the plan has no gradient, though they could need one.
+        self.underived = tuple(n for n, v in enumerate(self.programs.gradients) if v is None and self.inexact)
         # A gradient in a half type would be rounded between its sum and the product, and float16 could overflow.
         self.summable_dims = () if plan.dtype in HALF_TYPES else summable_dims(self.spec)
         self.executable_for = lru_cache(maxsize=8)(self._executable_for)
@@ -85,6 +88,7 @@ class Executable:
         own = object.__new__(Executable)
         own.__dict__.update(shared)
         own.sizes, own.reshape, own.index_shapes = member
+        own.fits = all(shape is None for shape in own.reshape)
         own.gathers = {g: Gather(g.array, g.axes, member.sizes[g]) for g in self.gathers}
         return own
 
@@ -167,6 +171,8 @@ class Executable:
 
     def views(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """Return the operands without their broadcast dimensions."""
+        if self.fits:
+            return list(operands)
         return [x if shape is None else x.reshape(shape) for x, shape in zip(operands, self.reshape, strict=True)]
 
     def index_views(self, indices: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,7 +192,8 @@ class Executable:
                 refuse_sparse(raw, own)
             if not (here or isinstance(raw, TorchIndex)) and raw.is_contiguous():
                 normal = partial(part_in_range, whole=raw, gather=own, mode=mode)
-                prepared.given[gather] = IndexArray(raw.reshape(shape), normal, may_drop=False)
+                shaped = raw if raw.shape == shape else raw.reshape(shape)
+                prepared.given[gather] = IndexArray(shaped, normal, may_drop=False)
                 continue
             values, may_drop = torch_in_range(raw, own, mode)
             prepared[gather] = values.reshape(shape)
@@ -227,15 +234,15 @@ class Executable:
         values = self.backward_values(gradient, operands, index, dict(zip(self.kept, kept, strict=True)))
         run = self.show_backward if profiler._is_profiler_enabled else self.run_backward
         run(values, index)
-        gradients: list[Tensor | None] = []
-        for number, variable in enumerate(self.programs.gradients):
-            if variable is None:
-                gradients.append(None)
+        gradients: list[Tensor | None] = [None if v is None else values[v] for v in self.programs.gradients]
+        if self.fits and not self.is_complex:
+            return gradients
+        for number, (gradient_of, operand) in enumerate(zip(gradients, operands, strict=True)):
+            if gradient_of is None:
                 continue
-            operand_gradient, operand = values[variable], operands[number]
-            if operand_gradient.is_complex():
-                operand_gradient = _conjugate(operand_gradient) if operand.is_complex() else operand_gradient.real
-            gradients.append(operand_gradient.reshape(operand.shape))
+            if gradient_of.is_complex():
+                gradient_of = _conjugate(gradient_of) if operand.is_complex() else gradient_of.real
+            gradients[number] = gradient_of.reshape(operand.shape)
         return gradients
 
     def against(self, gradient: Tensor) -> tuple[Executable, Tensor]:

@@ -129,10 +129,8 @@ def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[st
 
 def _check_gradients(executable: Executable, operands: Sequence[Tensor]) -> None:
     """Refuse operands that require a gradient which the plan does not give."""
-    if not executable.inexact or not torch.is_grad_enabled():
-        return
-    for number, (x, gradient) in enumerate(zip(operands, executable.programs.gradients, strict=True)):
-        if x.requires_grad and gradient is None:
+    for number in executable.underived:
+        if operands[number].requires_grad and torch.is_grad_enabled():
             raise PlannerError(
                 f"the plan was made without the gradient of operand {number}, which requires one: "
                 "plan with such operands, with Operand(..., requires_grad=True), "

@@ -15,8 +15,8 @@ __all__ = ["as_planned", "autocasts", "autograd_batches", "checkpoints", "determ
            "grad_enabled", "in_functorch", "over_batch", "transform", "transformed", "unwatched", "unwrap",
            "watched"]  # fmt: skip
 
-# Removes the wrappers of transforms that have ended; tensors that a Function saved may still have some.
-unwrap = torch._functorch.utils.unwrap_dead_wrappers
+# Removes the wrapper of a transform that has ended; tensors that a Function saved may still have one.
+unwrap = torch._C._functorch.unwrap_if_dead
 # The innermost transform of `torch.func`, or None.
 transform = torch._C._functorch.peek_interpreter_stack
 _transforms = torch._C._functorch.get_interpreter_stack
