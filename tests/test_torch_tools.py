@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from conftest import run_python
+from conftest import examples, run_python
 from engines import Torch, saved_tensor_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,12 +28,13 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode, flop_registry  # noqa: E402
 
 import planner.backends.torch_operators  # noqa: E402
 from planner.backends.torch.contexts.flops import product_flops  # noqa: E402
 
 each_call = pytest.mark.parametrize("name", CALLS)
+forward = torch.ops.planner.forward.default
 
 
 # -- FLOPs -----------------------------------------------------------------------------------------
@@ -88,6 +89,25 @@ def test_flops_are_those_of_the_plan(name):
         assert cold == warm == expected
 
 
+@settings(max_examples=examples(60, 2_000))
+@given(problems(gathers=False, without=("scatter",), strided=None))
+def test_flops_of_native_calls_are_those_of_the_plan(problem):
+    """Torch counts its own products where a plan runs as native calls, and goes backward through them itself."""
+    engine = Torch()
+    operands = engine.operands(problem)
+    plan = planner.plan(problem.spec, *operands, sizes=problem.sizes)
+    call = partial(planner.contract, problem.spec, sizes=problem.sizes)
+    expected = product_flops(plan, plan.programs.forward), product_flops(plan, plan.programs.backward)
+    found = []
+    assert counted(lambda: found.append(call(*operands))) == expected[0]
+    wanted = [operands[number] for number in problem.wanted]
+    if wanted:
+        backward = counted(lambda: torch.autograd.grad(found[0], wanted, torch.ones_like(found[0])))
+        # Where the plan multiplies by element, torch multiplies a column by a row.
+        by_element = [step for step in plan.programs.backward.steps if step.choice.lowering == "multiply"]
+        assert backward == expected[1] or (by_element and backward > expected[1])
+
+
 def test_a_counter_that_is_made_before_planner_is_loaded():
     """It copies the formulas that it knows when it is made."""
     program = """
@@ -113,6 +133,21 @@ assert "torch.utils.flop_counter" not in sys.modules
     run_python(program)
 
 
+def test_operators_are_registered_as_torch_wants_them():
+    """All checks of `opcheck`, and the registry of FLOPs."""
+    call, operands = cold_call("grouped product")
+    operands, q = [x.detach() for x in operands], call.keywords["q"]
+    needing = [planner.Operand(tuple(x.shape), requires_grad=True) for x in operands]
+    text = planner.plan(*call.args, *needing, q=tuple(q.shape), backend="torch").to_json()
+    ours = torch.ops.planner
+    result, *kept = ours.forward(text, '[["q", null]]', [q], operands)
+    torch.library.opcheck(forward, (text, '[["q", null]]', [q], operands))
+    torch.library.opcheck(ours.backward.default, (text, '[["q", null]]', [q], result, operands, kept))
+    torch.library.opcheck(ours.in_range.default, (torch.tensor([0, 3, -1]), "q", "n", 4, "raise"))
+    counted(call, *operands)
+    assert {ours.forward, ours.backward} <= set(flop_registry)
+
+
 def test_flops_of_a_traced_call():
     call, operands = cold_call("grouped product")
     operands = [x.detach() for x in operands]
@@ -123,8 +158,7 @@ def test_flops_of_a_traced_call():
 
 # -- checkpoints -----------------------------------------------------------------------------------
 
-aten, forward = torch.ops.aten, torch.ops.planner.forward.default
-MATRIX_PRODUCTS = [aten.mm.default, aten.bmm.default]
+MATRIX_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
 
 
 def always(policy):
@@ -295,7 +329,7 @@ def test_a_profiler_with_stacks_shows_the_line_of_the_caller():
 # -- hooks on saved tensors ------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60, 2_000))
 @given(problems(index_modes=("raise", "drop", "clip"), strided=None), st.sampled_from(OBJECTIVES))
 def test_retained_bytes_are_those_that_hooks_see(problem, minimize):
     """Those of storages that are neither an operand's nor the result's. A hook may move them, as `save_on_cpu` does."""
