@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.device import CPU, GPU, H100, TPU_V5E, Device
-from planner.cost.objective import step_key
+from planner.cost.layout import permuted
+from planner.cost.objective import OBJECTIVES, step_key
 from planner.language.resolve import resolve_shapes
-from planner.language.spec import replace_gathers
+from planner.language.spec import Spec, replace_gathers
 from planner.program.build import Lowerer
 from planner.program.frameworks import load_backend
+from planner.program.ops import Einsum
 from planner.search.exact.graph import unpack
 from planner.search.exact.lazy import LazySearch
 from planner.search.exact.listing import list_edges
@@ -78,3 +80,35 @@ def test_no_step_costs_less_than_its_bound(objective, case, backend, device, dty
             least = unpack(edge.key)
             search._price_edge(edge)
             assert unpack(edge.key)[:1] >= least[:1], (str(edge.op), least, unpack(edge.key))
+
+
+@st.composite
+def products(draw):
+    """Return a product with its operands in any order of memory, or the step for both its gradients."""
+    terms = [[], [], []]
+    for axis in "abcdef"[: draw(st.integers(1, 6))]:
+        for term in draw(st.sampled_from(((0, 1), (0, 1), (0, 2), (1, 2), (0, 1, 2)))):
+            terms[term].insert(draw(st.integers(0, len(terms[term]))), axis)
+    axes = sorted({axis for term in terms for axis in term})
+    sizes = tuple((axis, draw(st.sampled_from((1, 2, 3, 30)))) for axis in axes)
+    *inputs, output = map(tuple, terms)
+    op = Einsum(Spec(tuple(inputs), output, sizes), draw(st.sampled_from(("float32", "float64", "bfloat16"))))
+    if draw(st.integers(0, 9)) == 0:
+        op = op.joint_gradient()
+    shapes = op.input_shapes
+    return op.with_layouts(permuted(None, draw(st.permutations(range(len(shape)))), shape) for shape in shapes)
+
+
+@settings(max_examples=examples(300, 5000))
+@given(products(), st.sampled_from(installed_frameworks()), DEVICES, st.sampled_from(OBJECTIVES))
+def test_products_that_a_key_leaves_out_are_not_the_best(op, backend, device, objective):
+    table, key = load_backend(backend).table, step_key(objective)
+    every = table.choices(op, device)
+    for choice in every:
+        least = table.rows[choice.lowering].least
+        if least is not None:
+            assert all(low <= cost for low, cost in zip(least(op, device), choice.cost, strict=True)), choice
+    some = table.choices(op, device, key)
+    assert set(some) <= set(every)
+    if every:
+        assert min(some, key=lambda c: key(c.cost)) == min(every, key=lambda c: key(c.cost))

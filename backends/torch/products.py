@@ -19,7 +19,7 @@ from planner.backends.common.stock_layout import product_copies
 from planner.backends.common.stock_rows import short_run_seconds
 from planner.backends.torch.ops import OPS, multiply
 from planner.cost.device import Device
-from planner.cost.figures import Work
+from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout, reordered, without
 from planner.language.cached import cached_by_step
 from planner.language.dtypes import HALF_TYPES, itemsize
@@ -39,16 +39,26 @@ _WAIT_SECONDS = 25e-6
 def product_rows() -> list[Implementation]:
     """Return the rows."""
 
-    def row(
-        name: str, find: Callable[[Op], Any], work: Any, run: Any, layouts: Any, any_sizes: bool = False
-    ) -> Implementation:
-        return form_row(name, lambda op: _rounds(op) or find(op), work, run, layouts, any_sizes=any_sizes)
+    def row(name: str, find: Callable[[Op], Any], work: Any, run: Any, layouts: Any, **fields: Any) -> Implementation:
+        return form_row(name, lambda op: _rounds(op) or find(op), work, run, layouts, **fields)
 
     return [
-        row("matmul by slices", _find_slices, _sliced_work, _run_sliced, _sliced_layouts),
-        row("batched matmul, then sum", _find_batch, _batched_work, _run_batched, _batched_layouts),
-        row("multiply, then sum", _find_vectors, _summed_work, _run_summed, _summed_layouts, any_sizes=True),
-    ]
+        row("matmul by slices", _find_slices, _sliced_work, _run_sliced, _sliced_layouts, least=_sliced_least),
+        row("batched matmul, then sum", _find_batch, _batched_work, _run_batched, _batched_layouts,
+            least=_batched_least),
+        row("multiply, then sum", _find_vectors, _summed_work, _run_summed, _summed_layouts, any_sizes=True,
+            least=lambda op, device: StepCost(picoseconds=int(2e12 * device.launch_seconds))),
+    ]  # fmt: skip
+
+
+def _least(op: Op, device: Device, launches: int) -> StepCost:
+    """Return the least cost of a product in so many launches, each at no higher rate than the product as a whole."""
+    form = product_form(op.spec)
+    if form is None:
+        return StepCost()
+    batch, m, n, k = form.sizes
+    seconds = 2 * batch * m * n * k / device.product_rate(m, n, k, op.dtype) if form.contracted else 0.0
+    return StepCost(picoseconds=int(1e12 * (seconds + launches * device.launch_seconds)))
 
 
 def _rounds(op: Op) -> str | None:
@@ -87,6 +97,10 @@ def _find_slices(op: Op) -> tuple[str, ProductForm] | str:
         if part.contracted and not product_copies(part, inner, sliced):
             return axis, part
     return refusal
+
+
+def _sliced_least(op: Op, device: Device) -> StepCost:
+    return _least(op, device, min(op.spec.by_axis.values(), default=0))  # one for each slice
 
 
 def _sliced_work(op: Op, slices: tuple[str, ProductForm], device: Device) -> list[Work]:
@@ -151,6 +165,10 @@ def _find_batch(op: Op) -> tuple[str, ProductForm, Spec] | str:
         if sizes[axis] > 1 and not product_copies(wide, spec, layouts):
             return axis, wide, spec
     return refusal
+
+
+def _batched_least(op: Op, device: Device) -> StepCost:
+    return _least(op, device, 2)
 
 
 def _batched_work(op: Op, batched: tuple[str, ProductForm, Spec], device: Device) -> list[Work]:

@@ -9,11 +9,12 @@ from typing import Any
 from planner.cost.figures import Cost, StepCost
 from planner.language.errors import PlannerError
 
-__all__ = ["OBJECTIVES", "plan_key", "step_key"]
+__all__ = ["OBJECTIVES", "Objective", "StepKey", "plan_key", "step_key"]
 
 OBJECTIVES = ("time", "flops", "peak", "retained", "bytes")
 
 Objective = str | Callable[[Cost], Any]
+StepKey = Callable[[StepCost], tuple[int, ...]]
 
 
 def check_objective(minimize: Objective) -> None:
@@ -25,15 +26,17 @@ def check_objective(minimize: Objective) -> None:
         )
 
 
-def step_key(minimize: Objective) -> Callable[[StepCost], tuple[int, ...]]:
+_STEP_KEYS: dict[str, StepKey] = {
+    "flops": lambda c: (c.flops, c.picoseconds, c.bytes_moved, c.scratch_bytes),
+    "bytes": lambda c: (c.bytes_moved, c.picoseconds, c.flops, c.scratch_bytes),
+    "peak": lambda c: (c.scratch_bytes, c.picoseconds, c.flops, c.bytes_moved),
+    "time": lambda c: (c.picoseconds, c.flops, c.bytes_moved, c.scratch_bytes),
+}
+
+
+def step_key(minimize: Objective) -> StepKey:
     """Return the key that chooses a step's implementation. Ties go by time, FLOPs, then bytes."""
-    if minimize == "flops":
-        return lambda c: (c.flops, c.picoseconds, c.bytes_moved, c.scratch_bytes)
-    if minimize == "bytes":
-        return lambda c: (c.bytes_moved, c.picoseconds, c.flops, c.scratch_bytes)
-    if minimize == "peak":
-        return lambda c: (c.scratch_bytes, c.picoseconds, c.flops, c.bytes_moved)
-    return lambda c: (c.picoseconds, c.flops, c.bytes_moved, c.scratch_bytes)
+    return _STEP_KEYS.get("" if callable(minimize) else minimize, _STEP_KEYS["time"])
 
 
 def plan_key(minimize: Objective) -> Callable[[Cost], tuple[Any, ...]]:

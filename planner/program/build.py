@@ -7,8 +7,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from planner.cost.device import Device
 from planner.cost.figures import PlanCost, StepCost
 from planner.cost.layout import Layout, layout_of, strides_in, without_gaps
+from planner.cost.objective import Objective, step_key
 from planner.language.derive import swap_with_output
 from planner.language.options import MODES
 from planner.program.contraction import Contraction
@@ -19,7 +21,7 @@ from planner.program.plan import Loop
 from planner.program.program import Program, Programs, Step, Variable, live_bytes, program_cost
 from planner.program.tree import Leaf, Node, Tree, find_needs, kept_nodes
 
-__all__ = ["GradientStep", "Lowerer", "build", "given_variables"]
+__all__ = ["GradientStep", "Lowerer", "build", "given_variables", "lowerer_for"]
 
 
 class GradientStep(NamedTuple):
@@ -115,6 +117,12 @@ class Lowerer:
                 if self.key(choice.cost) < self.key(apart):
                     return (GradientStep(joint, choice, (0, 1)),)
         return tuple(single)
+
+
+def lowerer_for(backend: str, device: Device, objective: Objective) -> Lowerer:
+    """Return what chooses, for an objective, among the implementations that a backend has on a device."""
+    table, key = load_backend(backend).table, step_key(objective)
+    return Lowerer(lambda op: table.choices(op, device, key), key)
 
 
 class _Builder:

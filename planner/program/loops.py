@@ -17,13 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from planner.cost.device import Device
 from planner.cost.figures import StepCost
 from planner.cost.layout import Layout, row_major, strides_in
-from planner.cost.objective import step_key
 from planner.language.derive import slice_spec
 from planner.language.dtypes import accumulator, itemsize
 from planner.language.options import Options
 from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Operand, Spec, Term
-from planner.program.build import Lowerer, build, given_variables
+from planner.program.build import Lowerer, build, given_variables, lowerer_for
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.ops import Op
@@ -32,7 +31,6 @@ from planner.program.tree import Leaf, Node, Tree, change_tree, keep_values
 
 __all__ = [
     "Part",
-    "body_lowerer",
     "covers",
     "device_in_loop",
     "loop_cost",
@@ -172,7 +170,7 @@ def loop_over(
         lower: what chooses them, if it is at hand.
     """
     options = Options(minimize=objective, precision=contraction.options.precision)
-    lower = lower or body_lowerer(contraction.backend, device, objective)
+    lower = lower or lowerer_for(contraction.backend, device, objective)
     tree, bodies = keep_values(tree, False), []
     for sizes, _ in slice_counts(axes, contraction.resolved.spec):
         part = dataclasses.replace(slice_of(contraction, sizes), device=device, options=options)
@@ -184,12 +182,6 @@ def loop_over(
             )
         )
     return Loop(contraction.resolved.spec, contraction.dtype, axes=tuple(axes), bodies=tuple(bodies))
-
-
-def body_lowerer(backend: str, device: Device, objective: str) -> Lowerer:
-    """Return the lowerer of a slice's steps, on the device that runs them."""
-    table = load_backend(backend).table
-    return Lowerer(lambda op: table.choices(op, device), step_key(objective))
 
 
 def loop_node(loop: Loop, children: Sequence[Tree] = ()) -> Node:

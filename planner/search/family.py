@@ -18,20 +18,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from planner.cost.layout import layout_of, strides_in, strides_of
-from planner.cost.objective import step_key
 from planner.language.cached import enter
 from planner.language.derive import resize_spec
 from planner.language.errors import SearchLimitError
 from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Operand
-from planner.program.build import Lowerer
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
-from planner.program.ops import Guard, Op
+from planner.program.ops import Guard, Op, PricedImplementation
 from planner.program.plan import PlanRecord
 from planner.program.tree import change_tree
 from planner.search.choose import make_plan
@@ -97,11 +95,14 @@ def families_of(contraction: Contraction) -> list[Family]:
     limits = (options.memory_limit, options.retain_limit)
     if (options.optimize, options.minimize, options.deadline, *limits) != ("auto", "time", None, None, None):
         return tried
+    spec = contraction.resolved.spec
+    if max([*spec.by_axis.values(), *[gather.size or 0 for gather in spec.gathers]], default=0) <= EXACT:
+        return tried  # all sizes are classes of their own
     if load_backend(contraction.backend).table.has_changed:  # what its searches found may be out of date
         return tried
     for parts in PARTS:
         top, low = (_resize(contraction, _Classes(contraction.device.kind, parts, end)) for end in ("top", "low"))
-        if top is None or low is None or top.resolved.spec == contraction.resolved.spec:
+        if top is None or low is None or top.resolved.spec == spec:
             return tried
         family = FAMILIES.get((top, parts))
         if family is None:
@@ -158,13 +159,14 @@ def _found(top: Contraction, low: Contraction) -> Family:
     # Where not all trees can be searched, a second search would take long.
     if plan.origin.startswith("interrupted") or not space.may_be_exact("time", AUTO):
         return Family(plan, True)
-    wanted = math.ceil(_at_sizes_of(plan, space).cost.seconds / WON * 1e12)
+    lower, steps = space.lowerer("time"), list(_steps_of(plan, space))
+    wanted = math.ceil(sum((choice or lower(op)).cost.picoseconds for op, choice in steps) / WON)
+    if len(space.operands) <= 2 and not space.network.gathers:  # there is no other tree
+        return Family(plan, sum(lower(op).cost.picoseconds for op, _ in steps) >= wanted)
     try:
-        found, _ = space.search("time", AUTO._replace(decides=wanted))
+        return Family(plan, not space.has_quicker(wanted, AUTO))
     except SearchLimitError:
         return Family(plan, True)
-    assert found is not None
-    return Family(plan, found.score[0][0] >= wanted)
 
 
 def _resize(contraction: Contraction, size_of: Callable[[int], int]) -> Contraction | None:
@@ -209,29 +211,40 @@ def _resize(contraction: Contraction, size_of: Callable[[int], int]) -> Contract
 
 def _at_sizes_of(representative: PlanRecord, space: SearchSpace) -> Candidate:
     """Return the representative's plan at the sizes of a member."""
-    table, device = space.table, space.device
+    sizes = _sizes_of(representative, space)
+    fixed = {op: choice for op, choice in _steps_of(representative, space) if choice is not None}
+    lower = space.lowerer("time", fixed)
+    tree = change_tree(
+        representative.tree,
+        lambda node, children: dataclasses.replace(node, op=_resize_op(node.op, sizes), children=children),
+    )
+    origin = _origin(representative, space.contraction)
+    return Candidate(space.programs(tree, lower), tree, lower, False, origin)
+
+
+def _steps_of(representative: PlanRecord, space: SearchSpace) -> Iterator[tuple[Op, PricedImplementation | None]]:
+    """Yield the representative's steps at the sizes of a member, each in the implementation that it has there.
+
+    None stands for one that refuses these sizes. Guards are left out: there is one implementation of them.
+    """
+    sizes = _sizes_of(representative, space)
+    for step in representative.steps:
+        if not isinstance(step.op, Guard):
+            op = _resize_op(step.op, sizes)
+            yield op, space.table.price(step.choice.lowering, op, space.device)
+
+
+def _sizes_of(representative: PlanRecord, space: SearchSpace) -> Mapping[str | Gather, int]:
+    """Return the sizes of a member by the axes and gathers of its representative's steps."""
     gathers = zip(representative.resolved.spec.gathers, space.resolved.spec.gathers, strict=True)
     # The letters of gathered dimensions are the same for all members.
     sizes: dict[str | Gather, int] = {gather: own.size or 0 for gather, own in gathers}
     sizes.update(space.network.sizes)
+    return sizes
 
-    def resize_op(op: Op) -> Op:
-        return dataclasses.replace(op, spec=resize_spec(op.spec, sizes))
 
-    fixed = {}
-    for step in representative.steps:
-        if not isinstance(step.op, Guard):  # there is one implementation of it
-            op = resize_op(step.op)
-            choice = table.price(step.choice.lowering, op, device)
-            if choice is not None:
-                fixed[op] = choice
-    lower = Lowerer(space.choices, step_key("time"), fixed)
-    tree = change_tree(
-        representative.tree,
-        lambda node, children: dataclasses.replace(node, op=resize_op(node.op), children=children),
-    )
-    origin = _origin(representative, space.contraction)
-    return Candidate(space.programs(tree, lower), tree, lower, False, origin)
+def _resize_op(op: Op, sizes: Mapping[str | Gather, int]) -> Op:
+    return dataclasses.replace(op, spec=resize_spec(op.spec, sizes))
 
 
 def _origin(representative: PlanRecord, member: Contraction) -> str:

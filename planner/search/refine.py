@@ -54,7 +54,7 @@ def order_children(space: SearchSpace, best: Candidate) -> Candidate:
     if len(nodes) > MOST_NODES:
         return best
     for path in nodes:
-        for field in ("order", "backward_order"):
+        for field in ("order", "backward_order") if best.programs.backward else ("order",):
             tree = _flip_order(best.tree, path, field)
             programs = space.programs(tree, best.lower)
             if programs.cost.peak_bytes < best.cost.peak_bytes:

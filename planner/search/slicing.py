@@ -11,13 +11,12 @@ from typing import Any
 
 from planner.cost.figures import Cost
 from planner.cost.limits import NO_LIMITS, Limits, keeps_within
-from planner.cost.objective import plan_key, step_key
+from planner.cost.objective import plan_key
 from planner.language.dtypes import itemsize
 from planner.language.errors import PlannerError, SearchLimitError
 from planner.language.spec import Spec, term_axes
-from planner.program.build import Lowerer
+from planner.program.build import Lowerer, lowerer_for
 from planner.program.loops import (
-    body_lowerer,
     device_in_loop,
     loop_node,
     loop_over,
@@ -145,7 +144,7 @@ class _LoopSearch:
             self.steps_left //= LARGE_SHARE
         keys = ("time", "peak") if limited or options.minimize in ("peak", "retained") else ("time",)
         device = device_in_loop(space.device, space.backend)
-        self.lowerers = {key: body_lowerer(space.backend, device, key) for key in keys}
+        self.lowerers = {key: lowerer_for(space.backend, device, key) for key in keys}
 
     def is_over(self) -> bool:
         """Whether as many steps as allowed are priced, or the deadline is over."""
@@ -345,7 +344,7 @@ def _loop_around(
         The candidate; None if a value lies in memory otherwise than the part's contraction has it.
     """
     loop = loop_over(part.contraction, axes, part.tree, device_in_loop(space.device, space.backend), key, lower)
-    whole_lower = whole_lower or Lowerer(space.choices, step_key(key))
+    whole_lower = whole_lower or space.lowerer(key)
     tree = part.replaced(loop_node(loop, part.children))
     programs = space.programs(tree, whole_lower)
     layouts = part.layouts

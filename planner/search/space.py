@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 from planner.cost.figures import PlanCost
 from planner.cost.limits import NO_LIMITS, Limits
-from planner.cost.objective import step_key
+from planner.cost.objective import Objective, StepKey, step_key
 from planner.language.errors import PlannerError, SearchLimitError
 from planner.language.options import SEARCHES, is_name
 from planner.program.build import Lowerer, build, given_variables
@@ -82,9 +84,14 @@ class SearchSpace:
         self.ends = None if deadline is None else time.monotonic() + deadline
         self._paths: dict[Any, Any] = {}
 
-    def choices(self, op: Op) -> Sequence[PricedImplementation]:
-        """Return the implementations of an op, priced for the contraction's device."""
-        return self.table.choices(op, self.device)
+    def choices(self, op: Op, key: StepKey | None = None) -> Sequence[PricedImplementation]:
+        """Return the implementations of an op, priced for the contraction's device; see `Table.choices`."""
+        return self.table.choices(op, self.device, key)
+
+    def lowerer(self, objective: Objective, fixed: Mapping[Op, PricedImplementation] = MappingProxyType({})) -> Lowerer:
+        """Return what chooses the implementation of each step by an objective, but for some that are fixed."""
+        key = step_key(objective)
+        return Lowerer(partial(self.choices, key=key), key, fixed)
 
     def stock_choices(self, op: Op) -> Sequence[PricedImplementation]:
         """Return only the implementations that a user would call by hand: the framework's take, einsum and scatter."""
@@ -121,7 +128,7 @@ class SearchSpace:
         """
         if limits.memory is not None:
             limits = limits._replace(memory=limits.memory - self.index_bytes)
-        lower = Lowerer(self.stock_choices if naive else self.choices, step_key(objective))
+        lower = Lowerer(self.stock_choices, step_key(objective)) if naive else self.lowerer(objective)
         chooses = any(self.requires) and (limits != NO_LIMITS or objective in ("peak", "retained"))
         additive = objective in ADDITIVE and limits == NO_LIMITS and not naive
         # With many operands a path has many steps.
@@ -185,6 +192,16 @@ class SearchSpace:
             if greedy is None:
                 raise
             return dataclasses.replace(greedy, exact=False, interrupted=isinstance(end, KeyboardInterrupt)), lower
+
+    def has_quicker(self, picoseconds: int, stop: Stop) -> bool:
+        """Whether a tree takes less time, as far as the search over all trees can tell.
+
+        Raises:
+            SearchLimitError: the search would have to look at more steps.
+        """
+        lower = self.lowerer("time")
+        search = LazySearch(self.steps, self.requires, lower, "time", self.device, self.bounded, stop)
+        return search.has_below(picoseconds)
 
     @property
     def bounded(self) -> bool:

@@ -23,14 +23,14 @@ from planner.program.build import Lowerer
 from planner.program.ops import Op
 from planner.program.tree import Leaf, Node, Tree
 from planner.search.exact.graph import Edge, StepGraph, first_of, pack, unpack
-from planner.search.exact.listing import Bounds, VectorListing, list_edges
+from planner.search.exact.listing import Bounds, VectorListing, list_edges, list_plain_edges
 from planner.search.exact.network import Status, Value
 from planner.search.exact.steps import NetworkSteps, SearchResult, Splits, add_keys, all_splits
 
 __all__ = ["LazySearch", "Stop"]
 
 # From so many operands on, steps are listed by numpy, if there are no gathers.
-VECTOR_OPERANDS = 6
+VECTOR_OPERANDS = 5
 # After so many prices, steps that differ in the names of axes share one. The chosen steps are priced by their own names
 # when the programs are built, which small searches can do without.
 FEW_PRICED = 24
@@ -51,7 +51,6 @@ class Stop(NamedTuple):
         operands: the most operands of a search over all trees.
         gains: whether to end when pricing would take longer than the time that it can win in a thousand calls.
         deadline: the time of `time.monotonic` at which to end, or None.
-        decides: a score; the search for the least time ends as soon as it is known whether a tree is below it.
     """
 
     priced: int
@@ -60,7 +59,6 @@ class Stop(NamedTuple):
     operands: int
     gains: bool = False
     deadline: float | None = None
-    decides: int | None = None
 
 
 class LazySearch:
@@ -92,6 +90,8 @@ class LazySearch:
         self.priced = 0
         self._prices: dict[tuple[Op, tuple[bool, ...]], int] = {}
         self.interrupted = False
+        # See `has_below`.
+        self.wanted: int | None = None
         # The values by number; None where the number of a value is its set of operands.
         self.values: list[Value] | None = None
 
@@ -102,15 +102,8 @@ class LazySearch:
             SearchEnded: the deadline was over before a first tree was priced.
             SearchLimitError: there are more steps than may be listed.
         """
-        network = self.network
-        last = self.steps.last()
-        last_key = 0 if last is None else self.price(last, (network.everything,))
-        if self.stop.decides is not None:  # the keys that are compared lack the last step
-            self.stop = self.stop._replace(decides=self.stop.decides - first_of(last_key))
-        if splits is None and self._uses_vectors():
-            edges, key, bound = self._search_vectors()
-        else:
-            edges, key, bound = self._search_listed(splits or all_splits)
+        last, last_key = self._last()
+        edges, key, bound = self._search(splits)
         tree = self._build(edges)
         if last is not None:
             tree = Node(last.with_layouts(()), (tree,))
@@ -122,6 +115,28 @@ class LazySearch:
             bound=first_of(bound + last_key),
         )
 
+    def has_below(self, score: int) -> bool:
+        """Whether a tree has a lower score. The search ends as soon as that is known, often before a step is priced.
+
+        Raises: as `run`.
+        """
+        self.wanted = score - first_of(self._last()[1])  # the keys that are compared lack the last step
+        return first_of(self._search(None)[1]) < self.wanted
+
+    def _last(self) -> tuple[Op | None, int]:
+        """Return the step that may have to follow every tree, and what it adds to the score."""
+        last = self.steps.last()
+        return last, 0 if last is None else self.price(last, (self.network.everything,))
+
+    def _search(self, splits: Splits | None) -> tuple[list[Edge], int, int]:
+        """Return the steps of the best tree, its key, and a lower bound on the key of any tree.
+
+        There are no steps if the bound alone says that no tree is below the wanted score.
+        """
+        if splits is None and self._uses_vectors():
+            return self._search_vectors()
+        return self._search_listed(splits or all_splits)
+
     def _uses_vectors(self) -> bool:
         """Whether numpy lists the steps: if there are many, without gathers, and all sizes can be divided by."""
         network = self.network
@@ -130,15 +145,19 @@ class LazySearch:
 
     def _search_listed(self, splits: Splits) -> tuple[list[Edge], int, int]:
         """Search with all steps listed one by one."""
-        self.values, edges = list_edges(self.network, self._leaf_edges, splits, self.bounds, self.stop.listed)
-        graph = StepGraph(edges, self.values.index(self.steps.final))
-        return self._solve(graph, None)
+        listed = (self.network, self._leaf_edges, splits, self.bounds, self.stop.listed)
+        if not self.network.gathers:
+            return self._solve(StepGraph(list_plain_edges(*listed), self.network.everything), None)
+        self.values, edges = list_edges(*listed)
+        return self._solve(StepGraph(edges, self.values.index(self.steps.final)), None)
 
     def _search_vectors(self) -> tuple[list[Edge], int, int]:
         """Search with all steps listed by numpy, and only those one by one that can still win."""
         leaves = [edge for operand in range(len(self.network.leaves)) for _, edge in self._leaf_edges(operand)]
         listing = VectorListing(self.network, [edge.key for edge in leaves], self.bounds, self.stop.deadline)
         bound = pack((int(listing.least), 0, 0, 0))
+        if self.wanted is not None and listing.least >= self.wanted:
+            return [], bound, bound
         priced: dict[tuple[int, int], Edge] = {}
         for union, left in listing.best_splits():
             edge = priced[union, left] = Edge(union, (left, union ^ left), 0)
@@ -158,6 +177,8 @@ class LazySearch:
         try:
             while True:
                 chosen, bound = graph.best_edges(), graph.key
+                if self.wanted is not None and first_of(bound) >= self.wanted:
+                    return [], bound, bound
                 unpriced = [edge for edge in chosen if not edge.priced]
                 if not unpriced:
                     return chosen, bound, bound
@@ -189,7 +210,7 @@ class LazySearch:
             left: how many steps may still have to be priced.
         """
         stop = self.stop
-        if stop.decides is not None and (first_of(key) < stop.decides or first_of(bound) >= stop.decides):
+        if self.wanted is not None and (first_of(key) < self.wanted or first_of(bound) >= self.wanted):
             return True
         if self.priced > stop.priced or (stop.deadline is not None and time.monotonic() > stop.deadline):
             return True

@@ -15,9 +15,9 @@ from planner.cost.floor import gathered_floor, product_floor, unary_floor
 from planner.language.errors import SearchLimitError
 from planner.search.exact.graph import Edge, first_of, pack
 from planner.search.exact.network import POOL, SCATTER, Network, Status, Value
-from planner.search.exact.steps import SearchEnded, Splits, ascending
+from planner.search.exact.steps import SearchEnded, Splits, all_splits, ascending
 
-__all__ = ["Bounds", "VectorListing", "list_edges"]
+__all__ = ["Bounds", "VectorListing", "list_edges", "list_plain_edges"]
 
 # How many steps numpy looks at at once, and up to how many operands their bounds are kept for a second look.
 BLOCK, KEPT_OPERANDS = 1 << 15, 14
@@ -117,8 +117,39 @@ def list_edges(
     return list(numbers), edges
 
 
+def list_plain_edges(
+    network: Network,
+    leaves: Callable[[int], Iterator[tuple[Status, Edge]]],
+    splits: Splits,
+    bounds: Bounds,
+    most: int,
+) -> list[Edge]:
+    """Return what `list_edges` lists for a network without gathers. The number of a value is its set of operands."""
+    edges: list[Edge] = []
+    products = _Products(network, bounds)
+    axes: dict[int, int] = {}
+    everything = network.everything
+    sets = _ascending_sets(everything, splits)
+    for operands in sets:
+        axes[operands] = network.union(operands) & (network.union(everything ^ operands) | network.result_mask)
+    for operands in sets:
+        if operands & (operands - 1) == 0:
+            edges += [edge for _, edge in leaves(operands.bit_length() - 1)]
+            continue
+        for left, right in splits(operands):
+            if len(edges) > most:
+                raise SearchLimitError(f"there are more than {most} steps: pass optimize='greedy' or a path")
+            edge = Edge(operands, (left, right), 0)
+            edges.append(edge)
+            products.add_plain(edge, left, right, (axes[left], axes[right], axes[operands]))
+    products.bound_edges()
+    return edges
+
+
 def _ascending_sets(everything: int, splits: Splits) -> list[int]:
     """Return the sets of operands that the splits lead to, from small to large."""
+    if splits is all_splits:
+        return sorted(range(1, everything + 1), key=int.bit_count)
     seen, stack = {everything}, [everything]
     while stack:
         operands = stack.pop()
@@ -158,8 +189,8 @@ class _Products:
 
     def add(self, edge: Edge, a: Value, b: Value, result: Value) -> None:
         """Note a product."""
-        if not self.bounds.hold or self.network.everything == 0b11 and not self.network.gathers:
-            return  # the only product is priced in any case
+        if not self.bounds.hold:
+            return
         network = self.network
         terms = [network.value_axes(value) for value in (a, b, result)]
         elements = [self.size(term) for term in terms]
@@ -177,15 +208,22 @@ class _Products:
                 gathers += 1
                 share = self._share(pool, rows, [term for i, term in enumerate(terms) if not indexed[i]])
                 terms = [term & ~pool | rows if indexed[i] else term for i, term in enumerate(terms)]
-        joined = terms[0] | terms[1] | terms[2]
-        wanted = (self.bounds.wanted(a.operands), self.bounds.wanted(b.operands))
         if gathers:
-            joint = self.size(joined) * (share if gathers == 1 else 1.0)
+            joint = self.size(terms[0] | terms[1] | terms[2]) * (share if gathers == 1 else 1.0)
+            wanted = (self.bounds.wanted(a.operands), self.bounds.wanted(b.operands))
             self._gathered[0].append(edge)
             self._gathered[1].append((joint, sum(elements), *wanted))
         else:
-            self._plain[0].append(edge)
-            self._plain[1].append((self.size(joined), *elements, *wanted))
+            self.add_plain(edge, a.operands, b.operands, terms)
+
+    def add_plain(self, edge: Edge, left: int, right: int, terms: Sequence[int]) -> None:
+        """Note a product without gathers of values of two sets of operands; the axes of both and of the result."""
+        if not self.bounds.hold or self.network.everything == 0b11 and not self.network.gathers:
+            return  # the only product is priced in any case
+        a, b, out = terms
+        wanted = (self.bounds.wanted(left), self.bounds.wanted(right))
+        self._plain[0].append(edge)
+        self._plain[1].append((self.size(a | b), self.size(a), self.size(b), self.size(out), *wanted))
 
     def _share(self, pool: int, rows: int, others: list[int]) -> float:
         """Return which share of the joint elements must be multiplied if the product is made with the whole pool.
