@@ -22,7 +22,7 @@ from planner.search.exact.lazy import LazySearch
 from planner.search.exact.listing import list_edges
 from planner.search.exact.network import Network
 from planner.search.exact.steps import NetworkSteps, all_splits
-from planner.search.space import ADDITIVE, OPTIMAL
+from planner.search.space import ADDITIVE, OPTIMAL, kernel_launches
 from planner.testing import problems
 
 SIZES = st.sampled_from((1, 2, 3, 7, 16, 100, 1_000, 30_000))
@@ -41,6 +41,8 @@ DEVICES = st.one_of(
         half_rate=st.sampled_from((0.0, 1e9, 1e14)),
         launch_seconds=st.sampled_from((0.0, 3e-6)),
         matrix_seconds=st.sampled_from((0.0, 1e-7)),
+        take_row_seconds=st.sampled_from((0.0, 5e-9)),
+        add_row_seconds=st.sampled_from((0.0, 4e-8)),
         kind=st.sampled_from(("cpu", "cuda")),
     ),
 )
@@ -72,7 +74,7 @@ def test_no_step_costs_less_than_its_bound(objective, case, backend, device, dty
     table = load_backend(backend).table
     assert all(row.bounded for row in table.rows.values())
     lower = Lowerer(lambda op: table.choices(op, device), step_key(objective))
-    search = LazySearch(steps, requires, lower, objective, device, True, OPTIMAL)
+    search = LazySearch(steps, requires, lower, objective, device, True, kernel_launches(table, device), OPTIMAL)
     values, edges = list_edges(steps.network, search._leaf_edges, all_splits, search.bounds, OPTIMAL.listed)
     search.values = values
     for edge in edges:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from planner.backends.common.stock import ArrayOps
 from planner.backends.common.stock_layout import matrix_copies
 from planner.cost.device import Device
-from planner.cost.figures import Work
+from planner.cost.figures import StepCost, Work
 from planner.cost.layout import Layout, flattens, reordered
 from planner.kernels.grouping.keys import IndexArray
 from planner.language.cached import cached_by_step
@@ -59,6 +59,7 @@ class PoolKernels:
     gradients: Callable[..., Any]
     work: WorkOf
     guarded_scratch: Callable[[Op, bool], int] = lambda op, drops: 0
+    launches: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class Kernels:
         capabilities: compute capabilities of cards that they run on, times ten; None for all.
         any_sizes: see `planner.program.implementations.PreparedRun`.
         refuses: returns why they cannot run a step, for a reason other than its form.
+        launches: how many operators a grouped product launches at least; `PoolKernels` says it of pooled dots.
     """
 
     ops: ArrayOps
@@ -92,6 +94,7 @@ class Kernels:
     any_sizes: bool = False
     refuses: Callable[[Op], str | None] = lambda op: None
     label: str = ""
+    launches: int = 1
 
     def flat(self, x: Any, term: Term, groups: Groups) -> Any:
         """Permute an operand into groups of axes, and flatten each group into one dimension."""
@@ -197,7 +200,7 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]
     """
 
     def row(
-        name: str, find: Callable[[Op], Form | str], work: WorkOf, run: Callable[..., Any], **fields: Any
+        name: str, find: Callable[[Op], Form | str], launches: int, work: WorkOf, run: Callable[..., Any], **fields: Any
     ) -> Implementation:
         return form_row(
             name,
@@ -210,18 +213,24 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]
             kinds=kernels.kinds,
             capabilities=kernels.capabilities,
             brackets=True,
+            launches=launches,
+            least=lambda op, device: StepCost(picoseconds=int(launches * device.launch_seconds * 1e12)),
             **fields,
         )
 
-    work, label = kernels.grouped_work, kernels.label
+    def grouped(name: str, pair: bool, outer: bool, run: Callable[..., Any]) -> Implementation:
+        find = partial(_find_grouped, pair, outer)
+        return row(name + kernels.label, find, kernels.launches, kernels.grouped_work, run)
+
+    def pooled(name: str, pool: PoolKernels) -> Implementation:
+        run, scratch = partial(_run_pooled, pool), pool.guarded_scratch
+        return row(name, _find_pooled, pool.launches, pool.work, run, guarded_scratch=scratch)
+
     return [
-        row("grouped matmul" + label, partial(_find_grouped, False, False), work, _run_matmul),
-        row("grouped outer" + label, partial(_find_grouped, False, True), work, _run_outer),
-        row("both grouped gradients" + label, partial(_find_grouped, True, False), work, _run_pair),
-        *(
-            row(name, _find_pooled, pool.work, partial(_run_pooled, pool), guarded_scratch=pool.guarded_scratch)
-            for name, pool in kernels.pools.items()
-        ),
+        grouped("grouped matmul", False, False, _run_matmul),
+        grouped("grouped outer", False, True, _run_outer),
+        grouped("both grouped gradients", True, False, _run_pair),
+        *(pooled(name, pool) for name, pool in kernels.pools.items()),
     ]
 
 

@@ -198,7 +198,7 @@ def _pooled_work(names: str, op: Op, form: PooledForm, device: Device) -> list[W
 
 def _pool(names: str) -> PoolKernels:
     functions = {what: getattr(jax_pooled, f"{names}_{what}") for what in POOL_FUNCTIONS}
-    return PoolKernels(**functions, work=partial(_pooled_work, names))
+    return PoolKernels(**functions, work=partial(_pooled_work, names), launches=10)
 
 
 def _cast(x: Any, dtype: str) -> Any:
@@ -215,6 +215,7 @@ def make_table(grouped: Any = jax_grouped) -> Table:
         grouped.grouped_gradients,
         _grouped_work,
         {WHOLE_POOL: _pool("pooled"), "take, then dot": _pool("gathered")},
+        launches=20,
     )
     summed = form_row("multiply, then sum", _find_summed, _summed_work, _run_summed, kinds=("cpu",))
     return Table([*stock_rows(OPS, _cast, run_guard, views=False, work=_stock_work), summed, *kernel_rows(kernels)])

@@ -123,9 +123,8 @@ def cuda_kernels(tiling: str = "") -> Kernels:
     def outer(a: Any, b: Any, groups: Any, size: int, source_a: Any, source_b: Any) -> Any:
         return _kernel("grouped_matmul.triton_grouped", "grouped_outer", **tiled)(a, b, groups, source_a, source_b)
 
-    pool = PoolKernels(
-        **{name: _kernel("gathered_dot.triton_pooled", name, **tiled) for name in POOL_FUNCTIONS}, work=_pooled_work
-    )
+    functions = {name: _kernel("gathered_dot.triton_pooled", name, **tiled) for name in POOL_FUNCTIONS}
+    pool = PoolKernels(**functions, work=_pooled_work, launches=LAUNCHES)
     return Kernels(
         OPS,
         torch_grouping.group_rows,
@@ -137,6 +136,7 @@ def cuda_kernels(tiling: str = "") -> Kernels:
         kinds=("cuda",),
         refuses=_other_dtype,
         label=label,
+        launches=LAUNCHES,
     )
 
 
@@ -155,7 +155,7 @@ def _strided_work(op: Op, form: ProductForm, device: Device) -> list[Work]:
     )
     moved, rate = op.bytes_touched() + 2 * tables, _rate(device, form.sizes[1:], op.dtype)
     # Each table is made in a few launches.
-    return [Work(op.flops(), rate, moved, scratch=tables, launches=1 + 6 * bool(tables))]
+    return [Work(op.flops(), rate, moved, scratch=tables, fresh=(op.result_bytes(),), launches=1 + 6 * bool(tables))]
 
 
 def _run_strided(tiling: str, op: Op, form: ProductForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
@@ -251,7 +251,7 @@ def cuda_rows() -> list[Implementation]:
             supports = partial(refuses, default, tiling)
             variants.append(dataclasses.replace(variant, variant_of=default.name, supports=supports))
     summed = row("segment sum, Triton", _find_summed, _summed_work, partial(_run_summed, kernels))
-    return [*rows, dataclasses.replace(summed, brackets=True), *variants]
+    return [*rows, dataclasses.replace(summed, brackets=True, launches=LAUNCHES), *variants]
 
 
 def _refuse_grouped_mm(op: Op) -> str | None:

@@ -127,9 +127,9 @@ def _pools() -> dict[str, PoolKernels]:
     for share, label in _POOL_SHARES.items():
         functions = {what: partial(getattr(torch_pooled, f"pooled_{what}"), share=share) for what in POOL_FUNCTIONS}
         work, guarded = partial(_pooled_work, share), partial(_taken_scratch, share)
-        pools[WHOLE_POOL + label] = PoolKernels(**functions, work=work, guarded_scratch=guarded)
+        pools[WHOLE_POOL + label] = PoolKernels(**functions, work=work, guarded_scratch=guarded, launches=10)
     functions = {what: getattr(torch_pooled, f"gathered_{what}") for what in POOL_FUNCTIONS}
-    return {**pools, "take in chunks": PoolKernels(**functions, work=partial(_pooled_work, 0))}
+    return {**pools, "take in chunks": PoolKernels(**functions, work=partial(_pooled_work, 0), launches=10)}
 
 
 def _kernels(share: int) -> Kernels:
@@ -149,6 +149,7 @@ def _kernels(share: int) -> Kernels:
         any_sizes=True,
         kinds=("cpu",),  # they loop over offsets on the host, and reuse buffers there
         label=_SHARES[share],
+        launches=40,
     )
 
 

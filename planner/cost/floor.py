@@ -49,10 +49,10 @@ def product_floor(
     of_a, of_b = wanted
     steps = 1.0 + np.add(of_a, of_b, dtype=float)
     if objective == "flops":
-        return joint * (steps + (joint > out) + of_a * (joint > a) + of_b * (joint > b))
+        return _count(joint * (steps + (joint > out) + of_a * (joint > a) + of_b * (joint > b)))
     touched = itemsize(dtype) * (a + b + out)
     if objective == "bytes":
-        return touched * steps
+        return _count(touched * steps)
     rows, columns, summed = joint / b, joint / a, joint / out
     least = np.minimum(np.minimum(rows, columns), summed)
     seconds = _moving_seconds(device, touched)
@@ -68,37 +68,88 @@ def product_floor(
 
 
 def gathered_floor(
-    objective: str, device: Device, dtype: str, joint: Array, elements: Array, wanted: Sequence[Array | bool]
+    objective: str,
+    device: Device,
+    dtype: str,
+    joint: Array,
+    share: Array,
+    elements: Array,
+    copies: Array,
+    rows: tuple[Array, Array],
+    launches: Array,
+    wanted: Sequence[Array | bool],
 ) -> Array:
     """Return the same for products with gathers.
 
-    Implementations read what they need of a pool, and may compute both gradients in one step. So nothing is said here
-    about the time that moving bytes takes.
+    The stock implementation takes both operands, multiplies and adds up, with each result in memory. Kernels read what
+    they need of a pool, and may compute both gradients in one step. So nothing is said of them about the time that
+    moving bytes takes.
 
     Args:
         objective: as for products without gathers, and so are the next two.
         device: the rates.
         dtype: the dtype of the computation.
-        joint: the number of elements that must be multiplied: joint elements, or those of the product with the whole
-            pool if they are fewer.
+        joint: the number of joint elements.
+        share: which share of them must be multiplied: less than 1 if the product with the whole pool has fewer.
         elements: the number of elements of all three terms.
+        copies: the number of elements of those terms that are indexed, with their rows in the place of the pool.
+        rows: the numbers of rows that are taken, and of those that are added up.
+        launches: how many operators a kernel launches at least; infinite if there is none.
         wanted: whether the gradients of the operands are needed.
     """
     of_a, of_b = wanted
-    products = 1.0 + np.add(of_a, of_b, dtype=float)
-    steps = np.minimum(products, 2.0)
+    gradients = np.add(of_a, of_b, dtype=float)
+    steps = 1.0 + np.minimum(gradients, 1.0)
     if objective == "flops":
-        return joint * products
+        return _count(joint * share * (1.0 + gradients))
+    size = itemsize(dtype)
     if objective == "bytes":
-        return itemsize(dtype) * elements * steps
-    return _picoseconds(steps * device.launch_seconds + products * joint / max(device.flop_rate, device.half_rate))
+        return _count(size * elements * steps)
+    moving = _least_moving_seconds(device, size * (elements + 2 * copies))
+    seconds = 4 * device.launch_seconds + np.maximum(moving, joint / device.flop_rate)
+    stock, back = (seconds + each for each in _row_seconds(device, rows))
+    product = joint * share / max(device.flop_rate, device.half_rate)
+    has_kernels = np.isfinite(launches)
+    kernel = np.where(has_kernels, np.where(has_kernels, launches, 0) * device.launch_seconds + product, np.inf)
+    both = np.where(gradients > 1.5, kernel + product, np.inf)
+    return _picoseconds(np.minimum(stock, kernel) + np.minimum(gradients * np.minimum(back, kernel), both))
 
 
-def unary_floor(objective: str, device: Device, wanted: Array | bool) -> Array:
-    """Return the same for steps on one value: any of them may be a view."""
-    if objective != "time":
-        return np.zeros_like(wanted, dtype=float)
-    return _picoseconds((1.0 + np.asarray(wanted, dtype=float)) * device.launch_seconds)
+def unary_floor(
+    objective: str, device: Device, wanted: Array | bool, moved: Array = 0.0, rows: tuple[Array, Array] = (0.0, 0.0)
+) -> Array:
+    """Return the same for steps on one value.
+
+    Args:
+        objective: as for products, and so are the device and the rows.
+        device: the rates.
+        wanted: whether the gradient is needed.
+        moved: the bytes that the step reads and writes; 0 if it may be a view.
+        rows: the numbers of rows that are taken, and of those that are added up.
+    """
+    wanted = np.asarray(wanted, dtype=float)
+    steps = 1.0 + wanted
+    if objective == "flops":
+        return np.zeros_like(steps)
+    if objective == "bytes":
+        return _count(moved * steps)
+    forward, back = _row_seconds(device, rows)
+    return _picoseconds(
+        steps * (device.launch_seconds + _least_moving_seconds(device, moved)) + forward + wanted * back
+    )
+
+
+def _row_seconds(device: Device, rows: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Return the least that rows take in a step and in a gradient of it, where some that were taken are added up."""
+    if device.kind == "cuda":  # a kernel sorts the rows first
+        return 0.0, 0.0
+    (taken, added), take, add = rows, device.take_row_seconds, device.add_row_seconds
+    return taken * take + added * add, (taken + added) * min(take, add)
+
+
+def _count(number: Array) -> Array:
+    """Return a whole number no greater than this one, which is rounded if it is large."""
+    return np.where(number < 2.0**53, np.floor(number), number * (1 - _RELATIVE))
 
 
 def _picoseconds(seconds: Array) -> Array:
@@ -108,6 +159,12 @@ def _picoseconds(seconds: Array) -> Array:
 def _moving_seconds(device: Device, moved: Array) -> Array:
     """Return `Device.moving_seconds` of each of many."""
     return moved / np.where(moved <= device.cache_bytes, device.cache_bandwidth, device.bandwidth)
+
+
+def _least_moving_seconds(device: Device, moved: Array) -> Array:
+    """Return the seconds that moving as many bytes or more takes."""
+    fastest = max(device.cache_bandwidth, device.bandwidth)
+    return moved / np.where(moved <= device.cache_bytes, fastest, device.bandwidth)
 
 
 def _fresh_seconds(device: Device, size: Array) -> Array:

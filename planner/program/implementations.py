@@ -80,15 +80,14 @@ class Implementation:
         stock: whether this is the framework's own operator, as a user would call it. The naive plan uses only these.
         kinds: the kinds of device that it runs on; None for all.
         capabilities: the compute capabilities of graphics cards that it runs on, times ten; None for all.
-        layouts: returns how the results lie in memory, in frameworks whose arrays have strides; None if all results are
-            row-major.
+        layouts: returns how the results lie in memory, if arrays have strides; None if all are row-major.
         variant_of: name of the row of which this one is another tiling at the same cost. `optimize="measure"` times
             such variants. "" if the row is not a variant.
         bounded: whether its cost is never below `planner.cost.floor`; else the search prices all steps.
-        brackets: whether it runs only steps with brackets.
+        brackets: whether it runs only steps with brackets. Then it launches at least `launches` operators.
         guarded_scratch: returns how many bytes of scratch more an op can need for the sake of guards: because operands
             hold NaN or infinity, or, if its second argument is true, because indices are dropped.
-        least: returns a cost that the row is not below in any figure, in less time than `supports` and `cost` take.
+        least: returns a cost that the row is not below in any figure, quicker than `supports` and `cost`.
     """
 
     name: str
@@ -103,6 +102,7 @@ class Implementation:
     variant_of: str = ""
     bounded: bool = False
     brackets: bool = False
+    launches: int = 1
     guarded_scratch: Callable[[Op, bool], int] = lambda op, drops: 0
     least: Callable[[Op, Device], StepCost] | None = None
 

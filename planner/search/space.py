@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
+from planner.cost.device import Device
 from planner.cost.figures import PlanCost
 from planner.cost.limits import NO_LIMITS, Limits
 from planner.cost.objective import Objective, StepKey, step_key
@@ -19,6 +21,7 @@ from planner.program.build import Lowerer, build, given_variables
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.guards import index_bytes
+from planner.program.implementations import Table
 from planner.program.ops import Op, PricedImplementation
 from planner.program.plan import Loop, find_loop
 from planner.program.program import Programs
@@ -139,7 +142,7 @@ class SearchSpace:
             return Search(steps, self.requires, lower, objective, keep, work, limits, **options)
 
         def search_lazily(stop: Stop, splits: Splits | None = None) -> SearchResult:
-            return LazySearch(self.steps, self.requires, lower, objective, self.device, self.bounded, stop).run(splits)
+            return self._lazy_search(lower, objective, stop).run(splits)
 
         def along(path: Any) -> SearchResult | None:
             splits = splits_of(path, len(self.operands))
@@ -199,14 +202,16 @@ class SearchSpace:
         Raises:
             SearchLimitError: the search would have to look at more steps.
         """
-        lower = self.lowerer("time")
-        search = LazySearch(self.steps, self.requires, lower, "time", self.device, self.bounded, stop)
-        return search.has_below(picoseconds)
+        return self._lazy_search(self.lowerer("time"), "time", stop).has_below(picoseconds)
+
+    def _lazy_search(self, lower: Lowerer, objective: str, stop: Stop) -> LazySearch:
+        launches = kernel_launches(self.table, self.device)
+        return LazySearch(self.steps, self.requires, lower, objective, self.device, self.bounded, launches, stop)
 
     @property
     def bounded(self) -> bool:
         """Whether no implementation costs less than the bounds of `planner.cost.floor`."""
-        return all(row.bounded for row in self.table.rows.values())
+        return all([row.bounded for row in self.table.rows.values()])
 
     @property
     def index_bytes(self) -> int:
@@ -241,6 +246,12 @@ class SearchSpace:
         if objective in ADDITIVE and limits == NO_LIMITS:
             return gathers == 0 or steps <= stop.listed
         return steps <= MOST_TRIED * stop.scored
+
+
+def kernel_launches(table: Table, device: Device) -> float:
+    """Return how many operators any row that runs only steps with brackets launches at least; infinite without one."""
+    rows = [row for row in table.rows.values() if row.brackets and (row.kinds is None or device.kind in row.kinds)]
+    return min((row.launches for row in rows), default=math.inf)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

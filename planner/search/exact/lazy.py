@@ -23,9 +23,10 @@ from planner.program.build import Lowerer
 from planner.program.ops import Op
 from planner.program.tree import Leaf, Node, Tree
 from planner.search.exact.graph import Edge, StepGraph, first_of, pack, unpack
-from planner.search.exact.listing import Bounds, VectorListing, list_edges, list_plain_edges
+from planner.search.exact.listing import Bounds, list_edges, list_plain_edges
 from planner.search.exact.network import Status, Value
 from planner.search.exact.steps import NetworkSteps, SearchResult, Splits, add_keys, all_splits
+from planner.search.exact.vectors import VectorListing
 
 __all__ = ["LazySearch", "Stop"]
 
@@ -71,6 +72,7 @@ class LazySearch:
         objective: "time", "flops" or "bytes".
         device: the rates.
         bounded: whether no implementation costs less than the bounds of `planner.cost.floor`.
+        launches: the least launches of a row for brackets, see `Bounds`.
         stop: when to end early.
     """
 
@@ -82,11 +84,12 @@ class LazySearch:
         objective: str,
         device: Device,
         bounded: bool,
+        launches: float,
         stop: Stop,
     ) -> None:
         self.steps, self.network, self.lower, self.stop = steps, steps.network, lower, stop
         gradient_operands = sum(needed << operand for operand, needed in enumerate(requires))
-        self.bounds = Bounds(objective, device, steps.dtype, gradient_operands, bounded)
+        self.bounds = Bounds(objective, device, steps.dtype, gradient_operands, bounded, launches)
         self.priced = 0
         self._prices: dict[tuple[Op, tuple[bool, ...]], int] = {}
         self.interrupted = False

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from planner.cost.device import Device
 from planner.cost.floor import gathered_floor, product_floor, unary_floor
+from planner.language.dtypes import itemsize
 from planner.language.errors import SearchLimitError
-from planner.search.exact.graph import Edge, first_of, pack
+from planner.search.exact.graph import Edge, pack
 from planner.search.exact.network import POOL, SCATTER, Network, Status, Value
-from planner.search.exact.steps import SearchEnded, Splits, all_splits, ascending
+from planner.search.exact.steps import Splits, all_splits, ascending
 
-__all__ = ["Bounds", "VectorListing", "list_edges", "list_plain_edges"]
-
-# How many steps numpy looks at at once, and up to how many operands their bounds are kept for a second look.
-BLOCK, KEPT_OPERANDS = 1 << 15, 14
+__all__ = ["Bounds", "list_edges", "list_plain_edges", "set_keys"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +30,7 @@ class Bounds:
         dtype: the dtype of the computation.
         gradient_operands: the set of operands that need gradients.
         hold: whether all implementations keep to the bounds. If not, all bounds are 0.
+        launches: how many operators rows that run only steps with brackets launch at least.
     """
 
     objective: str
@@ -40,6 +38,7 @@ class Bounds:
     dtype: str
     gradient_operands: int
     hold: bool
+    launches: float
 
     @property
     def objectives(self) -> tuple[str, ...]:
@@ -77,6 +76,7 @@ def list_edges(
     edges: list[Edge] = []
     products = _Products(network, bounds)
     unary: list[Edge] = []
+    sizes: list[tuple[float, ...]] = []
     statuses: dict[int, list[Status]] = {}
 
     def into(value: Value) -> int:
@@ -105,6 +105,7 @@ def list_edges(
             for target in network.advances(value):
                 edge = Edge(into(Value(operands, target)), (numbers[value],), 0)
                 unary.append(edge)
+                sizes.append(products.unary_sizes(value, Value(operands, target)))
                 found.setdefault(target, []).append(edge)
         statuses[operands] = list(found)
         for status in ascending(found):
@@ -113,7 +114,10 @@ def list_edges(
     if bounds.hold and unary:
         values = list(numbers)
         wanted = np.array([bounds.wanted(values[edge.result].operands) for edge in unary])
-        _set_keys(unary, [unary_floor(objective, bounds.device, wanted) for objective in bounds.objectives])
+        elements, taken, added = np.array(sizes).T
+        # They take rows or add them up, so they are no views.
+        what = (bounds.device, wanted, elements * itemsize(bounds.dtype), (taken, added))
+        set_keys(unary, [unary_floor(objective, *what) for objective in bounds.objectives])
     return list(numbers), edges
 
 
@@ -162,7 +166,7 @@ def _ascending_sets(everything: int, splits: Splits) -> list[int]:
     return sorted(seen, key=lambda operands: (operands.bit_count(), operands))
 
 
-def _set_keys(edges: Iterable[Edge], floors: Sequence[Any]) -> None:
+def set_keys(edges: Iterable[Edge], floors: Sequence[Any]) -> None:
     """Set the keys of edges to their lower bounds: those on the score, and on the time where ties go by it."""
     first, *rest = floors
     second = rest[0] if rest else np.zeros_like(first)
@@ -194,7 +198,7 @@ class _Products:
         network = self.network
         terms = [network.value_axes(value) for value in (a, b, result)]
         elements = [self.size(term) for term in terms]
-        share, gathers = 1.0, 0
+        share, gathers, indexing, chosen = 1.0, 0, [False] * 3, [0] * 3
         for factor, status in enumerate(result.status):
             pool, rows = network.pools[factor], network.rows[factor]
             before = a.status[factor], b.status[factor]
@@ -208,11 +212,17 @@ class _Products:
                 gathers += 1
                 share = self._share(pool, rows, [term for i, term in enumerate(terms) if not indexed[i]])
                 terms = [term & ~pool | rows if indexed[i] else term for i, term in enumerate(terms)]
+                chosen = [old | rows if now else old for now, old in zip(indexed, chosen, strict=True)]
+                indexing = [now or old for now, old in zip(indexed, indexing, strict=True)]
         if gathers:
-            joint = self.size(terms[0] | terms[1] | terms[2]) * (share if gathers == 1 else 1.0)
+            joint = self.size(terms[0] | terms[1] | terms[2])
+            copies = sum([self.size(term) for term, copied in zip(terms, indexing, strict=True) if copied])
+            counts = self._rows(terms, indexing, chosen)
+            # Kernels take one index array.
+            kernels, share = (self.bounds.launches, share) if gathers == 1 else (math.inf, 1.0)
             wanted = (self.bounds.wanted(a.operands), self.bounds.wanted(b.operands))
             self._gathered[0].append(edge)
-            self._gathered[1].append((joint, sum(elements), *wanted))
+            self._gathered[1].append((joint, share, sum(elements), copies, *counts, kernels, *wanted))
         else:
             self.add_plain(edge, a.operands, b.operands, terms)
 
@@ -224,6 +234,31 @@ class _Products:
         wanted = (self.bounds.wanted(left), self.bounds.wanted(right))
         self._plain[0].append(edge)
         self._plain[1].append((self.size(a | b), self.size(a), self.size(b), self.size(out), *wanted))
+
+    def unary_sizes(self, value: Value, result: Value) -> tuple[float, ...]:
+        """Return the elements that a step on one value reads and writes, and the rows that it takes and adds up."""
+        network = self.network
+        terms = [network.value_axes(value), network.value_axes(result)]
+        elements, chosen, indexing = sum(map(self.size, terms)), [0, 0], [False, False]
+        for old, new, pool, rows in zip(value.status, result.status, network.pools, network.rows, strict=True):
+            for place in (0, 1):
+                if old != new and (old == POOL if place == 0 else new == SCATTER) and terms[place] & pool:
+                    chosen[place] |= rows
+                    indexing[place] = True
+                    terms[place] = terms[place] & ~pool | rows
+        return (elements, *self._rows(terms, indexing, chosen))
+
+    def _rows(self, terms: Sequence[int], indexing: Sequence[bool], chosen: Sequence[int]) -> tuple[float, float]:
+        """Return how many rows a step takes, and how many it adds up; see `planner.backends.common.stock_rows`.
+
+        Args:
+            terms: the axes of its terms, the result last, with row axes in the place of pool axes.
+            indexing: whether each term is indexed.
+            chosen: the row axes of each term.
+        """
+        counts = [self.size(axes) * indexed for axes, indexed in zip(chosen, indexing, strict=True)]
+        adds = self.size(terms[-1] & ~chosen[-1]) > 1  # adding up rows of one element is like taking them
+        return sum(counts[:-1]) + (not adds) * counts[-1], adds * counts[-1]
 
     def _share(self, pool: int, rows: int, others: list[int]) -> float:
         """Return which share of the joint elements must be multiplied if the product is made with the whole pool.
@@ -250,172 +285,10 @@ class _Products:
             for objective in objectives:
                 floor = product_floor(objective, device, dtype, joint, (a, b, out), wanted)
                 floors.append(np.where(empty, unary_floor(objective, device, any_wanted), floor))
-            _set_keys(edges, floors)
+            set_keys(edges, floors)
         edges, rows = self._gathered
         if edges:
-            joint, elements, *wanted = np.array(rows, dtype=float).T
-            _set_keys(edges, [gathered_floor(name, device, dtype, joint, elements, wanted) for name in objectives])
-
-
-@lru_cache(maxsize=64)
-def _patterns(count: int) -> Any:
-    """Return the parts of a set of `count` operands that hold its first one, but not all, as rows of bits.
-
-    They are in the order in which `all_splits` has them.
-    """
-    numbers = np.arange((1 << count - 1) - 2, -1, -1, dtype=np.int64)
-    return (numbers[:, None] >> np.arange(count - 1) & 1).astype(np.int64)
-
-
-def _blocks(operands: int, reverse: bool) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield all splits of all sets of operands: sets, and the two parts of each of their splits.
-
-    Args:
-        operands: how many operands there are.
-        reverse: whether to begin with large sets rather than with small ones.
-    """
-    order = -1 if reverse else 1
-    masks = np.arange(1, 1 << operands, dtype=np.int64)
-    counts = (masks[:, None] >> np.arange(operands) & 1).sum(axis=1)
-    for count in range(2, operands + 1)[::order]:
-        patterns = _patterns(count)
-        sets = masks[counts == count]
-        each = max(1, BLOCK // len(patterns))
-        for start in range(0, len(sets), each)[::order]:
-            union = sets[start : start + each]
-            places = np.nonzero(union[:, None] >> np.arange(operands) & 1)[1].reshape(-1, count)
-            members = np.int64(1) << places
-            left = members[:, :1] + members[:, 1:] @ patterns.T
-            yield union, left, union[:, None] - left
-
-
-class VectorListing:
-    """The steps of all trees over a network without gathers, bounded by numpy.
-
-    Args:
-        network: the network; its sizes are not 0.
-        leaves: what reading each operand adds to the score.
-        bounds: what lower bounds depend on. They hold.
-        deadline: the time of `time.monotonic` at which to end, or None.
-
-    Raises:
-        SearchEnded: the deadline was over before the best tree by bounds was found.
-
-    Attributes:
-        least: the least score of any tree by these bounds.
-    """
-
-    def __init__(self, network: Network, leaves: Sequence[int], bounds: Bounds, deadline: float | None = None) -> None:
-        self.network, self.bounds, self.operands = network, bounds, len(leaves)
-        everything = network.everything
-        self._axes, self._elements = self._value_axes()
-        self._wanted = (np.arange(everything + 1) & bounds.gradient_operands) != 0
-        self._inside = np.full(everything + 1, np.inf)
-        self._left = np.zeros(everything + 1, dtype=np.int64)
-        for operand, key in enumerate(leaves):
-            self._inside[1 << operand] = first_of(key)
-        self._kept: list[Any] = []
-        for union, left, right, floors in self._bounded_blocks():
-            if deadline is not None and time.monotonic() > deadline:
-                raise SearchEnded
-            total = self._inside[left] + self._inside[right] + floors
-            best = np.argmin(total, axis=1)
-            places = np.arange(len(union))
-            self._inside[union] = total[places, best]
-            self._left[union] = left[places, best]
-        self.least = float(self._inside[everything])
-        self._survivors: list[Any] = []
-
-    def best_splits(self) -> list[tuple[int, int]]:
-        """Return the best tree by bounds: each set of operands and its first part, small sets first."""
-        splits, stack = [], [self.network.everything]
-        while stack:
-            union = stack.pop()
-            if union & (union - 1):
-                left = int(self._left[union])
-                splits.append((union, left))
-                stack += (left, union ^ left)
-        return splits[::-1]
-
-    def drop_worse(self, limit: int) -> int:
-        """Drop the steps that are in no tree with this score or a lower one. Return how many are left."""
-        everything = self.network.everything
-        outside = np.full(everything + 1, np.inf)
-        outside[everything] = 0.0
-        most = limit * (1 + 1e-9) + 1
-        self._survivors = []
-        for union, left, right, floors in self._bounded_blocks(reverse=True):
-            reached = np.nonzero(outside[union] + self._inside[union] <= most)[0]
-            if not len(reached):
-                continue
-            union, left, right, floors = union[reached], left[reached], right[reached], floors[reached]
-            above = outside[union][:, None] + floors
-            total = above + self._inside[left] + self._inside[right]
-            rows, columns = np.nonzero(total <= most)
-            a, b = left[rows, columns], right[rows, columns]
-            above = above[rows, columns]
-            np.minimum.at(outside, a, above + self._inside[b])
-            np.minimum.at(outside, b, above + self._inside[a])
-            self._survivors.append((union[rows], a, b, floors[rows, columns]))
-        return sum(len(block[0]) for block in self._survivors)
-
-    def edges(self) -> Iterator[Edge]:
-        """Yield the steps that are left, those into a value before those that read it."""
-        for union, left, right, floors in reversed(self._survivors):
-            columns = zip(union.tolist(), left.tolist(), right.tolist(), strict=True)
-            edges = [Edge(result, (a, b), 0) for result, a, b in columns]
-            times = [self._floors(name, union, left, right) for name in self.bounds.objectives[1:]]
-            _set_keys(edges, [floors, *times])
-            yield from edges
-
-    def _bounded_blocks(self, reverse: bool = False) -> Iterator[tuple[Any, Any, Any, Any]]:
-        if self._kept:
-            yield from reversed(self._kept) if reverse else self._kept
-            return
-        for union, left, right in _blocks(self.operands, reverse):
-            floors = self._floors(self.bounds.objective, union[:, None], left, right)
-            block = (union, left, right, floors)
-            if self.operands <= KEPT_OPERANDS:
-                self._kept.append(block)
-            yield block
-
-    def _floors(self, objective: str, union: Any, left: Any, right: Any) -> Any:
-        bounds = self.bounds
-        joint = self._size(self._axes[left] | self._axes[right])
-        terms = (self._elements[left], self._elements[right], self._elements[union])
-        wanted = (self._wanted[left], self._wanted[right]) if bounds.gradient_operands else (False, False)
-        return product_floor(objective, bounds.device, bounds.dtype, joint, terms, wanted)
-
-    def _value_axes(self) -> tuple[Any, Any]:
-        """Return the axes of the value of each set of operands, and their numbers of elements."""
-        network = self.network
-        union = np.zeros(1, dtype=np.int64)
-        for operand in range(self.operands):
-            union = np.concatenate([union, union | network.union(1 << operand)])
-        self._tables = _size_tables([network.sizes[axis] for axis in network.axes])
-        axes = union & (union[::-1] | network.result_mask)
-        return axes, self._size(axes)
-
-    def _size(self, axes: Any) -> Any:
-        """Return the product of the sizes of each set of axes."""
-        shift, (table, *more) = 0, self._tables
-        width = len(table).bit_length() - 1
-        sizes = table[axes & len(table) - 1]
-        for table in more:
-            shift += width
-            sizes = sizes * table[axes >> shift & len(table) - 1]
-        return sizes
-
-
-def _size_tables(sizes: Sequence[int]) -> list[Any]:
-    """Return tables of the products of the sizes of each set of axes, for up to 12 axes each."""
-    count = max(1, -(-len(sizes) // 12))
-    width = max(1, -(-len(sizes) // count))
-    tables = []
-    for start in range(0, max(1, len(sizes)), width):
-        table = np.ones(1)
-        part = sizes[start : start + width]
-        for size in (*part, *(1,) * (width - len(part))):
-            table = np.concatenate([table, table * float(size)])
-        tables.append(table)
-    return tables
+            joint, share, elements, copies, taken, added, launches, *wanted = np.array(rows, dtype=float).T
+            sizes = (joint, share, elements, copies, (taken, added))
+            floors = [gathered_floor(name, device, dtype, *sizes, launches, wanted) for name in objectives]
+            set_keys(edges, floors)

@@ -1,0 +1,185 @@
+"""Lists the steps of all trees over a network without gathers by numpy, each with a lower bound on what it adds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from planner.cost.floor import product_floor
+from planner.search.exact.graph import Edge, first_of
+from planner.search.exact.listing import Bounds, set_keys
+from planner.search.exact.network import Network
+from planner.search.exact.steps import SearchEnded
+
+__all__ = ["VectorListing"]
+
+# How many steps numpy looks at at once, and up to how many operands their bounds are kept for a second look.
+BLOCK, KEPT_OPERANDS = 1 << 15, 14
+
+
+@lru_cache(maxsize=64)
+def _patterns(count: int) -> Any:
+    """Return the parts of a set of `count` operands that hold its first one, but not all, as rows of bits.
+
+    They are in the order in which `all_splits` has them.
+    """
+    numbers = np.arange((1 << count - 1) - 2, -1, -1, dtype=np.int64)
+    return (numbers[:, None] >> np.arange(count - 1) & 1).astype(np.int64)
+
+
+def _blocks(operands: int, reverse: bool) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield all splits of all sets of operands: sets, and the two parts of each of their splits.
+
+    Args:
+        operands: how many operands there are.
+        reverse: whether to begin with large sets rather than with small ones.
+    """
+    order = -1 if reverse else 1
+    masks = np.arange(1, 1 << operands, dtype=np.int64)
+    counts = (masks[:, None] >> np.arange(operands) & 1).sum(axis=1)
+    for count in range(2, operands + 1)[::order]:
+        patterns = _patterns(count)
+        sets = masks[counts == count]
+        each = max(1, BLOCK // len(patterns))
+        for start in range(0, len(sets), each)[::order]:
+            union = sets[start : start + each]
+            places = np.nonzero(union[:, None] >> np.arange(operands) & 1)[1].reshape(-1, count)
+            members = np.int64(1) << places
+            left = members[:, :1] + members[:, 1:] @ patterns.T
+            yield union, left, union[:, None] - left
+
+
+class VectorListing:
+    """The steps of all trees over a network without gathers, bounded by numpy.
+
+    Args:
+        network: the network; its sizes are not 0.
+        leaves: what reading each operand adds to the score.
+        bounds: what lower bounds depend on. They hold.
+        deadline: the time of `time.monotonic` at which to end, or None.
+
+    Raises:
+        SearchEnded: the deadline was over before the best tree by bounds was found.
+
+    Attributes:
+        least: the least score of any tree by these bounds.
+    """
+
+    def __init__(self, network: Network, leaves: Sequence[int], bounds: Bounds, deadline: float | None = None) -> None:
+        self.network, self.bounds, self.operands = network, bounds, len(leaves)
+        everything = network.everything
+        self._axes, self._elements = self._value_axes()
+        self._wanted = (np.arange(everything + 1) & bounds.gradient_operands) != 0
+        self._inside = np.full(everything + 1, np.inf)
+        self._left = np.zeros(everything + 1, dtype=np.int64)
+        for operand, key in enumerate(leaves):
+            self._inside[1 << operand] = first_of(key)
+        self._kept: list[Any] = []
+        for union, left, right, floors in self._bounded_blocks():
+            if deadline is not None and time.monotonic() > deadline:
+                raise SearchEnded
+            total = self._inside[left] + self._inside[right] + floors
+            best = np.argmin(total, axis=1)
+            places = np.arange(len(union))
+            self._inside[union] = total[places, best]
+            self._left[union] = left[places, best]
+        self.least = float(self._inside[everything])
+        self._survivors: list[Any] = []
+
+    def best_splits(self) -> list[tuple[int, int]]:
+        """Return the best tree by bounds: each set of operands and its first part, small sets first."""
+        splits, stack = [], [self.network.everything]
+        while stack:
+            union = stack.pop()
+            if union & (union - 1):
+                left = int(self._left[union])
+                splits.append((union, left))
+                stack += (left, union ^ left)
+        return splits[::-1]
+
+    def drop_worse(self, limit: int) -> int:
+        """Drop the steps that are in no tree with this score or a lower one. Return how many are left."""
+        everything = self.network.everything
+        outside = np.full(everything + 1, np.inf)
+        outside[everything] = 0.0
+        most = limit * (1 + 1e-9) + 1
+        self._survivors = []
+        for union, left, right, floors in self._bounded_blocks(reverse=True):
+            reached = np.nonzero(outside[union] + self._inside[union] <= most)[0]
+            if not len(reached):
+                continue
+            union, left, right, floors = union[reached], left[reached], right[reached], floors[reached]
+            above = outside[union][:, None] + floors
+            total = above + self._inside[left] + self._inside[right]
+            rows, columns = np.nonzero(total <= most)
+            a, b = left[rows, columns], right[rows, columns]
+            above = above[rows, columns]
+            np.minimum.at(outside, a, above + self._inside[b])
+            np.minimum.at(outside, b, above + self._inside[a])
+            self._survivors.append((union[rows], a, b, floors[rows, columns]))
+        return sum(len(block[0]) for block in self._survivors)
+
+    def edges(self) -> Iterator[Edge]:
+        """Yield the steps that are left, those into a value before those that read it."""
+        for union, left, right, floors in reversed(self._survivors):
+            columns = zip(union.tolist(), left.tolist(), right.tolist(), strict=True)
+            edges = [Edge(result, (a, b), 0) for result, a, b in columns]
+            times = [self._floors(name, union, left, right) for name in self.bounds.objectives[1:]]
+            set_keys(edges, [floors, *times])
+            yield from edges
+
+    def _bounded_blocks(self, reverse: bool = False) -> Iterator[tuple[Any, Any, Any, Any]]:
+        if self._kept:
+            yield from reversed(self._kept) if reverse else self._kept
+            return
+        for union, left, right in _blocks(self.operands, reverse):
+            floors = self._floors(self.bounds.objective, union[:, None], left, right)
+            block = (union, left, right, floors)
+            if self.operands <= KEPT_OPERANDS:
+                self._kept.append(block)
+            yield block
+
+    def _floors(self, objective: str, union: Any, left: Any, right: Any) -> Any:
+        bounds = self.bounds
+        joint = self._size(self._axes[left] | self._axes[right])
+        terms = (self._elements[left], self._elements[right], self._elements[union])
+        wanted = (self._wanted[left], self._wanted[right]) if bounds.gradient_operands else (False, False)
+        return product_floor(objective, bounds.device, bounds.dtype, joint, terms, wanted)
+
+    def _value_axes(self) -> tuple[Any, Any]:
+        """Return the axes of the value of each set of operands, and their numbers of elements."""
+        network = self.network
+        union = np.zeros(1, dtype=np.int64)
+        for operand in range(self.operands):
+            union = np.concatenate([union, union | network.union(1 << operand)])
+        self._tables = _size_tables([network.sizes[axis] for axis in network.axes])
+        axes = union & (union[::-1] | network.result_mask)
+        return axes, self._size(axes)
+
+    def _size(self, axes: Any) -> Any:
+        """Return the product of the sizes of each set of axes."""
+        shift, (table, *more) = 0, self._tables
+        width = len(table).bit_length() - 1
+        sizes = table[axes & len(table) - 1]
+        for table in more:
+            shift += width
+            sizes = sizes * table[axes >> shift & len(table) - 1]
+        return sizes
+
+
+def _size_tables(sizes: Sequence[int]) -> list[Any]:
+    """Return tables of the products of the sizes of each set of axes, for up to 12 axes each."""
+    count = max(1, -(-len(sizes) // 12))
+    width = max(1, -(-len(sizes) // count))
+    tables = []
+    for start in range(0, max(1, len(sizes)), width):
+        table = np.ones(1)
+        part = sizes[start : start + width]
+        for size in (*part, *(1,) * (width - len(part))):
+            table = np.concatenate([table, table * float(size)])
+        tables.append(table)
+    return tables
