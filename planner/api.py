@@ -25,7 +25,7 @@ from planner.plan import Plan
 from planner.program.contraction import Contraction
 from planner.program.frameworks import HOW_GIVEN, framework_of, load_backend, operands_framework
 from planner.program.implementations import Backend
-from planner.run import Run, bind_plan, for_dynamo, torch_compiles
+from planner.run import Run, bind_plan, for_dynamo, torch_compiles, torch_override
 from planner.search.paths import explicit_path
 from planner.search.verify import accept_plan
 from planner.tune.autotune import autotune
@@ -79,8 +79,8 @@ def contract(
         index_mode: what happens to an index out of range: "raise", "drop" (it contributes nothing), "clip", or "nan"
             (results that read it are NaN; in gradients and in the output it adds nothing). Under "raise" and "nan"
             negative indices count from the end.
-        dtype: dtype of the computation and the result. By default the framework promotes the operands' dtypes;
-            ``torch.autocast`` does not change that.
+        dtype: dtype of the computation and the result. By default the framework promotes the operands' dtypes, and
+            under ``torch.autocast`` it is the dtype that ``torch.einsum`` gives.
         precision: precision of matrix products, for jax only. torch has a global setting instead.
         deadline: the seconds after which a search ends with the best plan found until then. By default a search ends
             when it has done a fixed amount of work, so that the same call always gives the same plan.
@@ -119,6 +119,12 @@ def contract(
 
 def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
     """Make the first call of its kind: plan it, remember the function that runs it, and run it."""
+    listed = (x for given in operands if isinstance(given, list | tuple) for x in given)
+    override = torch_override((request.spec, *operands, *listed, *indices.values()))
+    if override is not None:
+        defaults = contract.__kwdefaults__ or {}
+        asked = {n: x for n, x in request._asdict().items() if n in defaults and x is not defaults[n]}
+        return override(contract, request.spec, *operands, **asked, **indices)
     run = _run_of_member(request, operands, indices)
     if run is not None:
         return run(operands, indices)
@@ -148,8 +154,8 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
     if run is None:
         contraction = _read_call(request, framework, operands, indices)
         if key is not None:
-            asked = request.hashable()._replace(sizes=request.sizes)
-            run = bind_first_member(backend, asked, operands, indices, contraction)
+            options = request.hashable()._replace(sizes=request.sizes)
+            run = bind_first_member(backend, options, operands, indices, contraction)
         alone = run is None
         run = bind_plan(_plan(contraction, operands, indices)) if run is None else run
         if key is not None:
@@ -292,7 +298,11 @@ def _read_call(
     except ShapeError as error:
         raise type(error)(f"{error}\n    in {_call_text(spec, shapes, index_shapes, request.sizes)}") from None
     dtypes = [operand.dtype for operand in described]
-    compute = backend.result_dtype(dtypes, operands) if request.dtype is None else asked_dtype(request.dtype)
+    device = _read_device(device) or backend.device(operands)
+    if request.dtype is None:
+        compute = backend.result_dtype(dtypes, operands, resolved.spec, device)
+    else:
+        compute = asked_dtype(request.dtype)
     itemsize(compute)
     reads = any(term_gathers(term) for term in resolved.spec.inputs)
     if MODES[request.index_mode].unmarked and reads and not is_inexact(compute):
@@ -300,7 +310,6 @@ def _read_call(
             f"index_mode={request.index_mode!r}: the result is {compute}, which has no NaN for an index out of range; "
             "pass dtype='float32', or index_mode='drop' to leave such entries out"
         )
-    device = _read_device(device)
     backend.check_devices(operands, indices)
     optimize = request.optimize
     if not (optimize is None or is_name(optimize) or callable(optimize)):
@@ -324,7 +333,7 @@ def _read_call(
         dtype=compute,
         index_mode=request.index_mode,
         backend=framework,
-        device=device or backend.device(operands),
+        device=device,
         options=options,
     )
 

@@ -18,7 +18,7 @@ from planner.program.frameworks import load_backend, operands_framework
 from planner.program.implementations import Backend
 from planner.program.plan import PlanRecord
 
-__all__ = ["Run", "bind_plan", "check_call", "for_dynamo", "run_plan", "torch_compiles"]
+__all__ = ["Run", "bind_plan", "check_call", "for_dynamo", "run_plan", "torch_compiles", "torch_override"]
 
 # A function from operands and index arrays to the result.
 Run = Callable[[Sequence[Any], Mapping[str, Any]], Any]
@@ -26,6 +26,9 @@ Run = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 def run_plan(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
     """Run a plan on arrays, after checking that the plan was made for such arrays."""
+    override = torch_override((*operands, *indices.values()))
+    if override is not None:
+        return override(run_plan, plan, operands, indices)
     backend = check_call(plan, operands, indices)
     divided = backend.divided(operands, indices)
     if divided is not None:
@@ -155,6 +158,20 @@ def torch_compiles() -> bool:
     """Whether torch's compiler is tracing the caller."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.compiler.is_dynamo_compiling())
+
+
+def torch_override(arrays: Sequence[Any]) -> Callable[..., Any] | None:
+    """Return what calls a function in place of the caller if torch's functions are overridden, else None.
+
+    They are by a `TorchFunctionMode`, and by arrays with a `__torch_function__` of their own, as fx's Proxies have.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.overrides.has_torch_function(arrays):
+        return None
+    own = [x for x in arrays if hasattr(type(x), "__torch_function__")]
+    if not own:  # of another framework, under a mode
+        return None
+    return lambda function, *given, **named: torch.overrides.handle_torch_function(function, own, *given, **named)
 
 
 def for_dynamo() -> Any:

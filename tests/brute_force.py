@@ -43,6 +43,9 @@ def every_tree(problem: SearchSpace, most: int = 10**9) -> list[Tree]:
         tree: Tree = Leaf(operand)
         if (source := problem.casts[operand]) is not None:
             tree = Node(Cast(step((term,), term), dtype, source_dtype=source), (tree,))
+        for status, op, cast in problem.steps.casts_last(operand):  # which casts may come last is part of the space
+            later = Node(cast, (Node(op.with_layouts(()), (Leaf(operand),)),))
+            yield Grown(later, status, cast.spec.output)
         if len(network.leaves) == 1 and not network.gathers:  # one operand, no index array: one step, if any
             if term != network.result:
                 tree = Node(Einsum(step((term,), network.result), dtype), (tree,))

@@ -65,10 +65,10 @@ def nodes_of(case):
 plan_without_loops = mock.patch("planner.search.choose.loop_candidates", mock.Mock(return_value=()))(plan_of)
 
 
-def space_of(case, backend="numpy"):
+def space_of(case, backend="numpy", dtype=None):
     operands, given = stand_ins(case)
     resolved = resolve_shapes(case.spec, case.shapes, {name: q.shape for name, q in case.indices.items()}, case.sizes)
-    dtype = np.result_type(*case.dtypes).name
+    dtype = dtype or np.result_type(*case.dtypes).name
     return RowMajor(Contraction(case.spec, resolved, (), tuple(operands), dtype, "raise", backend, CPU, Options()))
 
 
@@ -86,12 +86,12 @@ def lowerers(problem, backend):
     return {objective: Lowerer(problem.choices, step_key(objective)) for objective in OBJECTIVES}
 
 
-def assert_least(case, backend, most_trees):
-    problem = space_of(case, backend)
+def assert_least(case, backend, most_trees, dtype=None):
+    problem = space_of(case, backend, dtype)
     chosen, trees = lowerers(problem, backend), every_tree(problem, most_trees)
     priced = {lower: price_all(problem, trees, lower, most_trees) for lower in set(chosen.values())}
     for objective, lower in chosen.items():
-        plan = plan_of(case, backend, minimize=objective, optimize="optimal")
+        plan = plan_of(case, backend, minimize=objective, optimize="optimal", dtype=dtype)
         assert plan.proven or not plan.programs.row_major
         cost = problem.programs(plan.tree, lower).cost
         assert figure(cost, objective) == least(priced[lower], objective), (objective, str(plan))
@@ -134,6 +134,13 @@ def test_search_finds_the_least_of_all_trees(backend, count, most_trees):
     floors.at_least(count * 9 // 10, four=0.15, five=0.01 if backend == "numpy" else 0)
     for case in MANY_NODES if backend == "numpy" else ():
         assert_least(case, backend, 10**6)
+
+
+@settings(max_examples=examples(15, 300))
+@given(networks(4, 1))
+def test_search_finds_the_least_of_all_trees_with_casts_after_takes_and_sums(case):
+    """Casts to a smaller dtype may come last."""
+    assert_least(case, "numpy", MOST_TREES, "float16")
 
 
 @settings(max_examples=examples(8, 120))

@@ -23,7 +23,7 @@ from planner.backends.jax.tree import loop_run, tree_run
 from planner.backends.jax.typed import result_sharding
 from planner.cost.device import CPU, TPU_V5E, Device, gpu_preset
 from planner.language.errors import PlannerError
-from planner.language.spec import Gather, Operand
+from planner.language.spec import Gather, Operand, Spec
 from planner.program.implementations import Backend, Stepwise
 from planner.program.ops import Cast
 from planner.program.plan import Loop, LoopGradient, PlanRecord
@@ -70,7 +70,7 @@ class JaxBackend(Backend):
         weak = tuple(x.weak_type for x in operands)
         return (super().signature(operands, indices), weak, _wide_types())
 
-    def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any]) -> str:
+    def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any], spec: Spec, device: Device) -> str:
         """Promote as JAX does: an array made from a Python number gives way to any other of its kind."""
         pairs = zip(dtypes, operands, strict=True)
         return jnp.result_type(*(x if hasattr(x, "weak_type") else jnp.dtype(dtype) for dtype, x in pairs)).name

@@ -119,7 +119,7 @@ class NumpyBackend(Backend):
         """Describe a NumPy array."""
         return Operand(array.shape, array.dtype.name)
 
-    def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any]) -> str:
+    def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any], spec: Spec, device: Device) -> str:
         """Promote dtypes as NumPy does."""
         return str(np.result_type(*map(np.dtype, dtypes)))
 

@@ -22,9 +22,10 @@ from planner.backends.torch.contexts.modes import (
     transformed,
     unwrap,
 )
-from planner.backends.torch.contexts.traced import run_backward, run_forward
+from planner.backends.torch.contexts.traced import opaque, run_backward, run_forward
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
+from planner.backends.torch.ops import dataless, torch_dtype
 from planner.language.derive import batched, transpose
 from planner.language.spec import Spec
 
@@ -55,9 +56,12 @@ def _apply(
 
 
 def _split(
-    executable: Executable, prepared: Mapping[str, Any], arrays: Sequence[Tensor]
-) -> tuple[Sequence[Tensor], dict[str, Any], tuple[Tensor, ...]]:
-    """Return the operands and the index arrays that `record` passed as arguments of a Function, and what follows."""
+    executable: Executable, prepared: Mapping[str, Any], arrays: Sequence[Any]
+) -> tuple[Sequence[Any], dict[str, Any], tuple[Tensor, ...]]:
+    """Return the operands and the index arrays that `record` passed as arguments of a Function, and what follows.
+
+    In a backward pass, None stands for an operand that no gradient reads.
+    """
     count = len(executable.plan.operands)
     if not executable.arrays:
         return arrays[:count], {}, tuple(arrays[count:])
@@ -66,14 +70,14 @@ def _split(
     return arrays[:count], indices, tuple(rest)
 
 
-def _detach_fresh_view(result: Tensor, arrays: Sequence[Tensor]) -> Tensor:
+def _detach_fresh_view(result: Tensor, arrays: Sequence[Tensor | None]) -> Tensor:
     """Return a Function's result, detached if it is a view of a tensor that the Function allocated.
 
     Torch refuses in-place operations on views that a Function returns. For a view of an argument that is right, since a
     write would change the argument unseen. For a view of a fresh tensor it would be a needless refusal.
     """
     base = result._base
-    if base is None or any(base is x or base is x._base for x in arrays):
+    if base is None or any(base is x or base is x._base for x in arrays if x is not None):
         return result
     return result.detach()
 
@@ -96,6 +100,13 @@ class _Contract(torch.autograd.Function):
         ctx.executable, ctx.prepared = executable, prepared
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*kept)
+        if any(map(Tensor.is_inference, arrays)):  # autograd saves no tensors of inference mode, so it saves copies
+            arrays = [x.clone() if x.is_inference() else x for x in arrays]
+        ctx.shapes = None
+        if not executable.reads_all and not dataless(arrays[0]):  # tracers decide themselves what they keep
+            count = len(executable.reads)
+            ctx.shapes = [x.shape for x in arrays[:count]]
+            arrays[:count] = [x if is_read else None for x, is_read in zip(arrays, executable.reads, strict=False)]
         ctx.save_for_backward(*arrays, *kept)
 
     @staticmethod
@@ -111,6 +122,11 @@ class _Contract(torch.autograd.Function):
             executable, gradient = ctx.executable.against(gradient)
             if executable is not ctx.executable:
                 saved = saved[: count + len(blank)]  # without kept values
+            if ctx.shapes is not None and opaque(executable, gradient):  # an operator takes tensors, and their sizes
+                shapes = [*ctx.shapes, *(None for _ in saved[count:])]
+                saved = [
+                    gradient.new_zeros(()).expand(s) if x is None else x for x, s in zip(saved, shapes, strict=True)
+                ]
             # Applying a Function takes longer than a small product, and is needed only if gradients may be
             # differentiated.
             if torch.is_grad_enabled() or transformed():
@@ -118,9 +134,11 @@ class _Contract(torch.autograd.Function):
             else:
                 gradient, *saved = [unwrap(x) for x in (gradient, *saved)]
                 operands, indices, kept = _split(executable, ctx.prepared, saved)
-                return (None, None, *run_backward(executable, gradient, operands, indices, kept), *blank)
+                gradients = [g for g in run_backward(executable, gradient, operands, indices, kept) if g is not None]
         given = iter(gradients)
         of_operands = [next(given) if v is not None else None for v in ctx.executable.programs.gradients]
+        if ctx.shapes is not None:
+            of_operands = [g if g is None else g.reshape(s) for g, s in zip(of_operands, ctx.shapes, strict=True)]
         return (None, None, *of_operands, *blank)
 
     @staticmethod
@@ -177,9 +195,9 @@ class _Gradient(torch.autograd.Function):
             # The gradient of operand `number` is linear in the output gradient and in each other operand, conjugated.
             # So the derivative in one of them, its slot, is again a transposed contraction.
             inner = transpose(spec, number)
-            factors = [x.conj() for x in views]
-            factors[number] = gradient
-            along = tangent.reshape(views[number].shape)
+            factors: list[Any] = [x if x is None else x.conj() for x in views]
+            factors[number] = gradient  # None can only be in its place
+            along = tangent.reshape(spec.shape(spec.inputs[number]))
             for slot in range(count):
                 if not (needs_gradient if slot == number else needs[slot]):
                     continue
@@ -189,11 +207,11 @@ class _Gradient(torch.autograd.Function):
                 if slot == number:
                     to_gradient = part if to_gradient is None else to_gradient + part
                     continue
-                part = _like(part.conj(), views[slot]).reshape(operands[slot].shape)
+                part = _in_dtype(part.conj(), views[slot].dtype).reshape(operands[slot].shape)
                 total = to_operands[slot]
                 to_operands[slot] = part if total is None else total + part
         if to_gradient is not None:
-            to_gradient = _like(to_gradient, gradient)
+            to_gradient = _in_dtype(to_gradient, gradient.dtype)
         return (None, None, to_gradient, *to_operands, *blank)
 
     @staticmethod
@@ -206,23 +224,21 @@ class _Gradient(torch.autograd.Function):
             if variable is None:
                 continue
             operand, spec = operands[number], transpose(executable.spec, number)
-            swapped, swapped_dims = [x.conj() for x in operands], list(dims)
+            swapped: list[Any] = [x if x is None else x.conj() for x in operands]
+            swapped_dims = list(dims)
             swapped[number], swapped_dims[number] = gradient, in_dims[2]
-            result = _like(
-                _batched_contract(info.batch_size, executable, spec, swapped, indices, swapped_dims), operand
-            )
-            shape = list(operand.shape)
+            result = _batched_contract(info.batch_size, executable, spec, swapped, indices, swapped_dims)
+            dtype = torch_dtype(executable.plan.operands[number].dtype)
+            shape = list(executable.spec.shape(executable.spec.inputs[number]) if operand is None else operand.shape)
             if dims[number] is not None:
                 del shape[dims[number]]
-            results.append(result.reshape([info.batch_size, *shape]))
+            results.append(_in_dtype(result, dtype).reshape([info.batch_size, *shape]))
         return tuple(results), (0,) * len(results)
 
 
-def _like(x: Tensor, operand: Tensor) -> Tensor:
+def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a gradient to the dtype of its operand; a real operand takes the real part."""
-    if x.is_complex() and not operand.is_complex():
-        x = x.real
-    return x.to(operand.dtype)
+    return (x.real if x.is_complex() and not dtype.is_complex else x).to(dtype)
 
 
 def _batched_contract(

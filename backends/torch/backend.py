@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from planner.backends.common.indices import check_index_dtype
+from planner.backends.torch.contexts.autocast import autocast_dtype, autocast_state
 from planner.backends.torch.contexts.modes import (
     as_planned,
     autocasts,
@@ -32,7 +34,7 @@ from planner.cost.device import CPU, GPU, Device, gpu_preset
 from planner.cost.layout import layout_of, row_major
 from planner.cost.rates import cpu_name, load_rates
 from planner.language.errors import PlannerError, PlannerTypeError
-from planner.language.spec import Gather, Operand
+from planner.language.spec import Gather, Operand, Spec
 from planner.program.calls import Member
 from planner.program.implementations import Backend, Stepwise
 from planner.program.plan import PlanRecord
@@ -63,8 +65,16 @@ class TorchBackend(Backend):
         return Operand(shape, str(array.dtype).removeprefix("torch."), strides, needs)
 
     def signature(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
-        """Return all that a plan depends on, in microseconds. Raise an AttributeError if something is not a tensor."""
-        key: list[Any] = [grad_enabled(), transform() is None, autocasts(), deterministic()]
+        """Return all that a plan depends on, in microseconds; None for calls that are overridden.
+
+        Raises:
+            AttributeError: something is not a tensor.
+        """
+        if has_torch_function(operands):  # modes would see what is read below
+            return None
+        key: list[Any] = [grad_enabled(), transform() is None, deterministic()]
+        if autocasts():
+            key.append(autocast_state(operands[0].device.type))
         try:
             for x in operands:
                 key.append((x.shape, x.stride(), x.dtype, x.device, x.layout, x.requires_grad))
@@ -76,8 +86,8 @@ class TorchBackend(Backend):
             raise
         return tuple(key)
 
-    def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any]) -> str:
-        """Promote dtypes as torch promotes tensors, and not Python numbers."""
+    def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any], spec: Spec, device: Device) -> str:
+        """Promote dtypes as torch promotes tensors, and not Python numbers; under autocast as `torch.einsum`."""
         result = dtypes[0]
         for number, name in enumerate(dtypes[1:], 1):
             wider = promote(result, name)
@@ -86,7 +96,8 @@ class TorchBackend(Backend):
                     f"operand {number} is {name}, which torch does not promote with {result}: cast one of the operands"
                 )
             result = wider
-        return result
+        kind = next((x.device.type for x in operands if isinstance(x, Tensor)), device.kind)
+        return result if autocast_state(kind) is None else autocast_dtype(spec, dtypes, kind)
 
     def device(self, operands: Sequence[Any]) -> Device:
         """Return the rates of the machine that the operands are on."""
@@ -200,11 +211,11 @@ class TorchBackend(Backend):
     ) -> tuple[Hashable, list[tuple[int, ...]]] | None:
         """Return layouts, dtypes and flags, and the shapes of operands and index arrays; None outside of plain calls.
 
-        Plain calls have tensors with values, on a CPU, and are under no transform and no autocast.
+        Plain calls have tensors with values, on a CPU, and are under no transform.
         """
-        if in_functorch() or autocasts():
+        if in_functorch():
             return None
-        key: list[Any] = [grad_enabled(), self.pins_tiles()]
+        key: list[Any] = [grad_enabled(), self.pins_tiles(), autocasts() and autocast_state("cpu")]
         shapes = []
         for x in operands:
             if type(x) not in _PLAIN or x.device.type != "cpu" or x.layout != torch.strided:

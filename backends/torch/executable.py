@@ -32,7 +32,7 @@ from planner.program.implementations import Table
 from planner.program.ops import Cast, Guard
 from planner.program.plan import PlanRecord, without_loops
 from planner.program.serial import plan_to_json
-from planner.program.tree import Tree, flatten
+from planner.program.tree import Tree, flatten, read_by_gradients
 
 __all__ = ["Executable"]
 
@@ -74,6 +74,14 @@ class Executable:
         self.kept = tuple(v for v in self.programs.kept if base[v] >= len(shapes))
         # Operands for which the plan has no gradient, though they could need one.
         self.underived = tuple(n for n, v in enumerate(self.programs.gradients) if v is None and self.inexact)
+        # Which operands a backward pass may read. The gradient of one reads all others, or values made of them. A loop
+        # reads its inputs in any case; there may be one for gradients of other strides if memory is limited.
+        backward = self.programs.backward
+        read = {v for step in (*(backward.steps if backward else ()), *self.operand_views) for v in step.inputs}
+        limited = plan.options.memory_limit is not None
+        by_others = enumerate(read_by_gradients(plan.requires_grad))
+        self.reads = tuple(by_other or limited or number in read for number, by_other in by_others)
+        self.reads_all = all(self.reads)
         # A gradient in a half type would be rounded between its sum and the product, and float16 could overflow.
         self.summable_dims = () if plan.dtype in HALF_TYPES else summable_dims(self.spec)
         self.executable_for = lru_cache(maxsize=8)(self._executable_for)
@@ -170,10 +178,11 @@ class Executable:
         return named_program(self.table, self.programs.backward, f"planner backward {self.plan.text}")
 
     def views(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """Return the operands without their broadcast dimensions."""
+        """Return the operands without their broadcast dimensions; None for those that are None."""
         if self.fits:
             return list(operands)
-        return [x if shape is None else x.reshape(shape) for x, shape in zip(operands, self.reshape, strict=True)]
+        pairs = zip(operands, self.reshape, strict=True)
+        return [x if shape is None or x is None else x.reshape(shape) for x, shape in pairs]
 
     def index_views(self, indices: Mapping[str, Any]) -> dict[str, Any]:
         """Return the index arrays without their broadcast dimensions, as derived specs take them."""
@@ -241,8 +250,9 @@ class Executable:
             if gradient_of is None:
                 continue
             if gradient_of.is_complex():
-                gradient_of = _conjugate(gradient_of) if operand.is_complex() else gradient_of.real
-            gradients[number] = gradient_of.reshape(operand.shape)
+                is_complex = self.plan.operands[number].dtype.startswith("complex")
+                gradient_of = _conjugate(gradient_of) if is_complex else gradient_of.real
+            gradients[number] = gradient_of if operand is None else gradient_of.reshape(operand.shape)
         return gradients
 
     def against(self, gradient: Tensor) -> tuple[Executable, Tensor]:
@@ -278,7 +288,7 @@ class Executable:
             unrepeated = unrepeated.select(d, 0)
         if self.sizes is not None:
             shared = self.family_for(repeated, layout_of(unrepeated.shape, unrepeated.stride()))
-            if shared is None:
+            if shared is None or not self._has_read(shared):
                 return self, gradient
             return shared.resized(Member(self.sizes, self.reshape, self.index_shapes)), unrepeated
         other = self.executable_for(repeated, unrepeated.stride())
@@ -286,10 +296,16 @@ class Executable:
             if fits:
                 return self, gradient
             raise self._refusal(other, unrepeated.stride())
+        if not self._has_read(other):
+            return self, gradient
         other_cost, cost = other.programs.cost.backward, self.programs.cost.backward
         assert other_cost is not None
         assert cost is not None
         return (self, gradient) if limit is None and cost.seconds <= other_cost.seconds else (other, unrepeated)
+
+    def _has_read(self, other: Executable) -> bool:
+        """Return whether the forward pass of this executable saves all operands that another may read."""
+        return all(mine or not theirs for mine, theirs in zip(self.reads, other.reads, strict=True))
 
     def _fits(self, gradient: Tensor, limit: int) -> bool:
         """Return whether the plan's backward program stays within a limit, even if it copies the gradient."""

@@ -25,6 +25,7 @@ __all__ = [
     "captured",
     "cast",
     "dataless",
+    "dispatches",
     "finite",
     "multiply",
     "not_dense",
@@ -199,6 +200,14 @@ def dataless(x: Tensor) -> bool:
     if type(x) in (Tensor, torch.nn.Parameter) and not in_functorch():  # the usual case, in a fifth of the time
         return x.is_meta
     return x.is_meta or is_fake(x)
+
+
+def dispatches(x: Tensor) -> bool:
+    """Return whether a tensor is of a class that runs operators in its own way, by `__torch_dispatch__`."""
+    kind = type(x)
+    if kind in (Tensor, torch.nn.Parameter):
+        return False
+    return getattr(kind, "__torch_dispatch__", None) not in (None, Tensor.__torch_dispatch__) and not dataless(x)
 
 
 def captured(x: Tensor) -> bool:

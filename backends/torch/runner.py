@@ -2,9 +2,12 @@
 
 The plan decides what is kept for the backward pass. If torch's own operators keep exactly that, the plan runs as native
 calls (see `eager`). Otherwise it runs as one `autograd.Function` (see `autograd`), whose programs become operators of
-torch's library when tensors have no data (see `traced`). In forward mode the plan runs by stock operators, out of
-place, which torch differentiates itself. Autocast must not change a dtype of the plan: it would cast the arguments of
-native calls, so under autocast the Function runs.
+torch's library when tensors have no data (see `traced`). In forward mode, and on tensors that run operators in their
+own way, the plan runs by stock operators, out of place, which torch differentiates itself.
+
+Casts of operands come before all that (see `casts`). Autocast must not change a dtype of the plan. If it could, because
+the plan computes in another floating dtype than autocast does, native calls would not do: autocast would cast the
+arguments of their derivatives. Then the Function runs.
 """
 
 from __future__ import annotations
@@ -17,11 +20,14 @@ import torch
 from torch import Tensor
 
 from planner.backends.torch.autograd import record
+from planner.backends.torch.casts import Casts
+from planner.backends.torch.contexts.autocast import autocast_changes
 from planner.backends.torch.contexts.modes import as_planned, autocasts, forward_mode, in_functorch, transformed
 from planner.backends.torch.contexts.ranges import Range, named_native, profiler
 from planner.backends.torch.contexts.traced import opaque, run_forward, wide_result
 from planner.backends.torch.eager import NATIVE, compile_native
 from planner.backends.torch.executable import Executable
+from planner.backends.torch.ops import dispatches
 from planner.backends.torch.strides import Strided
 from planner.cost.layout import row_major
 from planner.language.errors import PlannerError
@@ -37,26 +43,49 @@ Runner = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 def runner(plan: PlanRecord, table: Table) -> Runner:
     """Return the function that computes a plan's result from operands and index arrays."""
-    executable = Executable(plan, table)
-    if autocasts() and not executable.only_views:
-        return partial(_run_as_planned, executable)
-    return _native(executable) or partial(_run, executable)
+    casts = Casts(plan, table)
+    executable = Executable(casts.rest, table)
+    native = None if autocast_changes(casts.rest.dtype) and not executable.only_views else _native(executable)
+    run = native or partial(_run, executable)
+    return _after_casts(casts, _as_planned(run) if autocasts() else run)
 
 
-def family_runner(plan: PlanRecord, table: Table) -> Callable[[Member], Runner]:
+def _after_casts(casts: Casts, run: Runner) -> Runner:
+    """Return a runner that casts some operands first."""
+    return (lambda operands, indices: run(*casts(operands, indices))) if casts.dtypes else run
+
+
+def _as_planned(run: Runner) -> Runner:
+    """Return a runner whose dtypes autocast does not change."""
+
+    def run_as_planned(operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+        with as_planned():
+            return run(operands, indices)
+
+    return run_as_planned
+
+
+def family_runner(plan: PlanRecord, table: Table) -> Callable[[Member], Runner] | None:
     """Return what makes the function that runs the plan of a member of a family; see `Backend.bind_family`."""
-    executable = Executable(plan, table)
+    casts = Casts(plan, table)
+    if casts.before:  # contractions that are for the representative's sizes
+        return None
+    rest, executable = casts.rest, Executable(casts.rest, table)
     # These calls need sizes that their inputs do not show.
-    sized = any(step.choice.lowering in ("broadcast", "diagonal") for step in plan.programs.forward.steps)
-    native = None if sized else _native(executable)
+    sized = any(step.choice.lowering in ("broadcast", "diagonal") for step in rest.programs.forward.steps)
+    native = None if sized or autocast_changes(rest.dtype) else _native(executable)
 
-    def bind(member: Member) -> Runner:
+    def bind_plain(member: Member) -> Runner:
         if native is None:
             return partial(_run, executable.resized(member))
         if all(shape is None for shape in member.shapes):
             return native
         views = executable.resized(member).views
         return lambda operands, indices: native(views(operands), indices)
+
+    def bind(member: Member) -> Runner:
+        run = bind_plain(member)
+        return _after_casts(casts, _as_planned(run) if autocasts() else run)
 
     return bind
 
@@ -107,11 +136,6 @@ def _native(executable: Executable) -> Runner | None:
     return lambda operands, indices: run(executable.views(operands), indices)
 
 
-def _run_as_planned(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
-    with as_planned():
-        return _run(executable, operands, indices)
-
-
 def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
     if executable.sizes is not None and opaque(executable, operands[0]):
         executable = executable.by_itself(operands)
@@ -119,7 +143,7 @@ def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[st
         wide = wide_result(executable, operands, indices, executable.prepare(indices))
         if wide is not None:
             return wide
-    if forward_mode():
+    if forward_mode() or any([type(x) is not Tensor and dispatches(x) for x in operands]):
         return executable.stock(operands, indices)
     _check_gradients(executable, operands)
     if executable.programs.backward is None:

@@ -9,6 +9,7 @@ from planner.language.spec import Gather, Operand, Spec, Term
 
 __all__ = [
     "Layout",
+    "dense_strides",
     "flattens",
     "layout_of",
     "neighbours",
@@ -201,6 +202,15 @@ def without_gaps(layout: Layout | None) -> Layout | None:
     if layout is None or layout.repeated:
         return None
     return _plain([tuple(d for run in layout.runs for d in run)], True, ())
+
+
+def dense_strides(layout: Layout | None, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a new array with the same order of memory, without gaps; see `without_gaps`."""
+    layout, strides, step = without_gaps(layout), list(row_major(shape)), 1
+    for d in reversed([d for run in layout.runs for d in run] if layout else []):
+        strides[d] = step
+        step *= shape[d]
+    return tuple(strides)
 
 
 def scattered(shape: Sequence[int]) -> Layout | None:

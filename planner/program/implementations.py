@@ -22,7 +22,7 @@ from planner.cost.layout import Layout
 from planner.cost.objective import StepKey
 from planner.language.cached import cached_by_step
 from planner.language.errors import refusal_of
-from planner.language.spec import Gather, Operand
+from planner.language.spec import Gather, Operand, Spec
 from planner.program.calls import Indices, Member, RangedIndices, Stepwise
 from planner.program.ops import Guard, Op, PricedImplementation
 from planner.program.plan import Loop, PlanRecord
@@ -303,8 +303,8 @@ class Backend(Protocol):
             key += (name, type(q), q.shape, q.dtype)
         return tuple(key)
 
-    def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any]) -> str:
-        """Return the dtype that the framework promotes the operands' dtypes to. Operands may be stand-ins or shapes."""
+    def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any], spec: Spec, device: Device) -> str:
+        """Return the dtype of a contraction whose caller asks for none. Operands may be stand-ins or shapes."""
         ...
 
     def device(self, operands: Sequence[Any]) -> Device:

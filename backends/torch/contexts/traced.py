@@ -22,7 +22,7 @@ from planner.backends.torch.contexts.modes import as_planned, checkpoints, in_fu
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.ops import OPS, dataless, finite, occurs, torch_dtype
-from planner.cost.layout import row_major, view_strides, without_gaps
+from planner.cost.layout import dense_strides, view_strides
 from planner.language.derive import transpose
 from planner.language.options import MODES
 from planner.language.spec import Operand
@@ -200,12 +200,9 @@ class Promise(NamedTuple):
     @classmethod
     def of(cls, variable: Variable, operand: Operand | None = None) -> Promise:
         """Return the promise for a variable of the plan; a gradient is promised as its operand is."""
-        layout, strides, step = without_gaps(variable.layout), list(row_major(variable.shape)), 1
-        for d in reversed([d for run in layout.runs for d in run] if layout else []):
-            strides[d] = step
-            step *= variable.shape[d]
+        strides = dense_strides(variable.layout, variable.shape)
         if operand is None:
-            return cls(variable.shape, tuple(strides), torch_dtype(variable.dtype))
+            return cls(variable.shape, strides, torch_dtype(variable.dtype))
         shaped = view_strides(variable.shape, strides, operand.shape)
         assert shaped is not None  # the shapes differ by dimensions of size 1 only
         return cls(operand.shape, shaped, torch_dtype(operand.dtype))

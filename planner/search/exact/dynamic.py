@@ -301,13 +301,16 @@ class Search:
         """Offer one operand: as it is, cast, and with its repeated and private axes removed."""
         steps, operand = self.steps, operands.bit_length() - 1
         peaks = Peaks(is_result=int(self.requires[operand]))
-        front = [self.partial_plan(Leaf(operand), _zero(), 0, peaks, 0, False)]
+        raw = front = [self.partial_plan(Leaf(operand), _zero(), 0, peaks, 0, False)]
         if (cast := steps.cast(operand)) is not None:
             front = self.extend_all(cast, front, (operands,))
         first = steps.first(operand)
         fronts[self.network.open] = front if first is None else self.extend_all(first, front, (operands,))
         for target, op in steps.first_takes(operand):
             self.offer(fronts, target, op, (front,), (operands,), Value(operands, target))
+        for target, op, cast in steps.casts_last(operand):
+            wide = self.extend_all(op, raw, (operands,))
+            self.offer(fronts, target, cast, (wide,), (operands,), Value(operands, target))
 
     def add_products(self, left: int, right: int, splits: Splits, fronts: Fronts) -> None:
         """Offer every product of a value of one set of operands with a value of the other."""

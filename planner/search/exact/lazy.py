@@ -254,6 +254,13 @@ class LazySearch:
         if (first := steps.first(operand)) is not None:
             read.key += self.price(first, parts)
             read.tree = Node(first.with_layouts(()), (tree,))
+        for status, op, cast in steps.casts_last(operand):
+            wide = Edge(1 << operand, (), self.price(op, parts) + self.price(cast, parts))
+            wide.tree, wide.priced = Node(cast, (Node(op.with_layouts(()), (Leaf(operand),)),)), True
+            if status != self.network.open:
+                yield status, wide
+            elif wide.key < read.key:
+                read = wide
         yield self.network.open, read
         for status, op in steps.first_takes(operand):
             take = Edge(0, (), key + self.price(op, parts))

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from planner.cost.layout import Layout
+from planner.language.dtypes import itemsize
 from planner.language.errors import SearchLimitError
+from planner.language.spec import term_gathers
 from planner.program.ops import Cast, Einsum
 from planner.program.tree import Tree
 from planner.search.exact.network import Network, Status, Value
@@ -123,6 +125,28 @@ class NetworkSteps:
         term = self.network.leaves[operand]
         spec = self.network.restrict(dataclasses.replace(self.network.spec, inputs=(term,), output=term))
         return Cast(spec, self.dtype, source_dtype=source).with_layouts([self.layouts[operand]])
+
+    def casts_last(self, operand: int) -> Iterator[tuple[Status, Einsum, Cast]]:
+        """Yield the steps that take rows of an operand or sum its private axes, and the casts of their results.
+
+        They come before the cast if it makes elements smaller: then sums are formed in the wider dtype.
+        """
+        network, source = self.network, self.casts[operand]
+        if source is None or not source.startswith("float") or itemsize(source) <= itemsize(self.dtype):
+            return
+        value, layout = Value(1 << operand, network.open), self.layouts[operand]
+        for target in (network.open, *(() if self.one_step else network.advances(value))):
+            result = Value(value.operands, target)
+            if target != network.open:
+                spec = network.step_spec(((value, network.leaves[operand]),), result)
+            elif (first := self.first(operand)) is not None:
+                spec = first.spec
+            else:
+                continue
+            unchanged = network.restrict(dataclasses.replace(spec, inputs=(spec.output,)))
+            if not term_gathers(spec.output):
+                cast = Cast(unchanged, self.dtype, source_dtype=source)
+                yield target, Einsum(spec, source).with_layouts([layout]), cast
 
     def first(self, operand: int) -> Einsum | None:
         """Return the step that removes an operand's repeated and private axes, or None."""
