@@ -9,6 +9,8 @@ Example:
     (2, 3)
 """
 
+import sys as _sys
+
 from planner.api import contract, plan
 from planner.api import plan_and_run as _plan_and_run
 from planner.caches import Caches, caches
@@ -28,6 +30,7 @@ from planner.language.errors import (
 from planner.language.resolve import resolve
 from planner.language.spec import Gather, Operand, Spec
 from planner.plan import Plan
+from planner.plan import load_plan as _load_plan
 from planner.program import callbacks as _callbacks
 from planner.run import run_plan as _run_plan
 from planner.search.choose import find_bound as _find_bound
@@ -66,4 +69,9 @@ __all__ = [
     "transpose",
 ]
 
-_callbacks.enter(_callbacks.Callbacks(contract, _make_plan, _naive_cost, _find_bound, _plan_and_run, _run_plan, group))
+_callbacks.enter(
+    _callbacks.Callbacks(contract, _make_plan, _naive_cost, _find_bound, _plan_and_run, _run_plan, group, _load_plan)
+)
+if "torch" in _sys.modules:  # else torch's backend does this when it is loaded
+    # So that `torch.load` takes plans and prepared index arrays, of which pickles name these functions.
+    _sys.modules["torch"].serialization.add_safe_globals([group, _load_plan])

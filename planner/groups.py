@@ -29,7 +29,8 @@ def group(q: Any, size: int, index_mode: str = "raise") -> Any:
         index_mode: as in `contract`. The calls that use the prepared array must have the same mode.
 
     Returns:
-        The prepared index array. Pass it to `contract` or to a plan in place of `q`. In JAX it is a pytree.
+        The prepared index array. Pass it to `contract` or to a plan in place of `q`. In JAX it is a pytree. In torch it
+        is a module: as an attribute of a module it moves with `.to()`, and is saved in the `state_dict`.
 
     Raises:
         IndexRangeError: an index is out of range under ``index_mode="raise"``.

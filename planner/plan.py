@@ -18,7 +18,7 @@ from planner.run import run_plan
 from planner.search.alternatives import Alternative, alternatives
 from planner.slices import Slices
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "load_plan"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -221,6 +221,12 @@ class Plan(PlanRecord):
         """
         return cls.of(plan_from_json(text))
 
+    def __reduce__(self) -> Any:
+        options = self.options
+        if callable(options.minimize) or callable(options.optimize):  # JSON holds names of functions only
+            return object.__reduce__(self)
+        return load_plan, (self.to_json(),)
+
     @classmethod
     def of(cls, record: PlanRecord) -> Plan:
         """Return a record as a `Plan`."""
@@ -241,3 +247,8 @@ class Plan(PlanRecord):
             f"<Plan '{shorten(self.text, 80)}' {self.backend}/{self.device.name} {len(self.steps)} steps, "
             f"{cost.flops} FLOPs, peak {cost.peak_bytes} B, retained {cost.retained_bytes} B>"
         )
+
+
+def load_plan(text: str) -> Plan:
+    """Return the plan of a pickle."""
+    return Plan.from_json(text)

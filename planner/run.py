@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
+from planner.cost.layout import layout_of
 from planner.language.errors import PlannerError, ShapeError
 from planner.language.options import MODES, Request
 from planner.language.resolve import resolve_shapes
@@ -29,12 +31,11 @@ def run_plan(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, An
     override = torch_override((*operands, *indices.values()))
     if override is not None:
         return override(run_plan, plan, operands, indices)
-    backend = check_call(plan, operands, indices)
+    backend, strides = _check(plan, operands, indices)
     divided = backend.divided(operands, indices)
     if divided is not None:
         return divided(_request_of(plan), lambda: plan)
-    signature = backend.signature(operands, indices)
-    return _bound(_Same(plan), signature)(operands, indices)
+    return _bound(_Same(plan), backend.signature(operands, indices), strides)(operands, indices)
 
 
 def _request_of(plan: PlanRecord) -> Request:
@@ -60,8 +61,11 @@ class _Same:
 
 
 @lru_cache(maxsize=256)
-def _bound(same: _Same, signature: Hashable) -> Run:
-    """Return the function that runs a plan. Calls with equal signatures share it, and what JAX compiled with it."""
+def _bound(same: _Same, signature: Hashable, strides: tuple[Any, ...]) -> Run:
+    """Return the function that runs a plan on operands of some strides.
+
+    Calls with equal signatures share it, and what JAX compiled with it.
+    """
     backend = load_backend(same.plan.backend)
     for _, step in same.plan.inner_steps(every=True):
         if step.choice.lowering not in backend.table.rows:
@@ -69,7 +73,10 @@ def _bound(same: _Same, signature: Hashable) -> Run:
                 f"the plan runs a step as {step.choice.lowering!r}, which {backend.name} does not have here: it was "
                 "made by another version, or a row of your own is missing; make a new plan"
             )
-    return bind_plan(same.plan)
+    pairs = zip(same.plan.operands, strides, strict=True)
+    return bind_plan(
+        dataclasses.replace(same.plan, operands=tuple(dataclasses.replace(o, strides=s) for o, s in pairs))
+    )
 
 
 def bind_plan(plan: PlanRecord) -> Run:
@@ -112,20 +119,35 @@ def check_call(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, 
 
     Raises:
         ShapeError: an operand or index array does not fit.
-        PlannerError: an array is of another framework; or an index array is missing, unknown or not of integers.
+        PlannerError: an array is of another framework or on another device; an index array is missing, unknown or not
+            of integers; or the plan is within a memory limit for operands of other strides.
     """
+    return _check(plan, operands, indices)[0]
+
+
+def _check(
+    plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]
+) -> tuple[Backend, tuple[tuple[int, ...] | None, ...]]:
+    """Check the arrays of a call, as `check_call`, and return the strides of the operands too."""
     if len(operands) != len(plan.operands):
         raise ShapeError(f"the plan takes {len(plan.operands)} operands, but {len(operands)} were given")
     framework = operands_framework(operands, indices)
     if framework != plan.backend:
         raise PlannerError(f"the plan was made for {plan.backend}, but operand 0 is a {framework} array")
     backend = load_backend(framework)
+    strides, limited = [], plan.options.memory_limit is not None
     for number, (array, wanted) in enumerate(zip(operands, plan.operands, strict=True)):
         operand = backend.operand(array)
+        strides.append(operand.strides)
         if operand.shape != wanted.shape or operand.dtype != wanted.dtype:
             raise ShapeError(
                 f"operand {number} is {operand.dtype}{list(operand.shape)}, but the plan was made for "
                 f"{wanted.dtype}{list(wanted.shape)}: make a new plan"
+            )
+        if limited and layout_of(operand.shape, operand.strides) != layout_of(wanted.shape, wanted.strides):
+            raise PlannerError(
+                f"operand {number} has strides {operand.strides}, but the plan is within its memory limit for "
+                f"{wanted.strides or 'row-major operands'}: make a new plan"
             )
     wanted_shapes = dict(plan.index_shapes)
     for name in wanted_shapes:
@@ -136,7 +158,8 @@ def check_call(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, 
             raise PlannerError(f"unknown index array {name!r}: the plan has {', '.join(wanted_shapes) or 'none'}")
         backend.check_index(name, index)
     _check_index_shapes(plan, {name: tuple(index.shape) for name, index in indices.items()})
-    return backend
+    backend.check_devices(operands, indices)
+    return backend, tuple(strides)
 
 
 def _check_index_shapes(plan: PlanRecord, shapes: Mapping[str, tuple[int, ...]]) -> None:

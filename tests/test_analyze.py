@@ -237,7 +237,9 @@ def test_arrays_without_values_are_refused(engine, sample):
         with pytest.raises(planner.PlannerError, match=message):
             transform(lambda x: plan.analyze(x, b) and x.sum())(a[None] if name == "vmap" else a)
     if engine.name == "torch":
-        with pytest.raises(planner.PlannerError, match="operand 1 is a meta or fake tensor"):
+        with pytest.raises(planner.PlannerError, match="operand 0 is a meta or fake tensor"):
+            plan.analyze(a.to("meta"), b.to("meta"))
+        with pytest.raises(planner.PlannerError, match="operand 1 is on meta, but operand 0 on cpu"):
             plan.analyze(a, b.to("meta"))
 
 

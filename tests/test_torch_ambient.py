@@ -1,17 +1,19 @@
-"""A contraction behaves as torch's own operators in what surrounds it.
+"""A contraction behaves as torch's own operators in what surrounds it, and prepared arrays and plans live in modules.
 
 Autocast, inference mode, deterministic algorithms, default devices and dtypes, modes, and objects that override torch's
-functions.
+functions; `Module.to`, `state_dict`, and `torch.load`.
 """
 
+import copy
 import gc
+import io
 import itertools
 import random
 import weakref
 from functools import partial
 
 import pytest
-from conftest import examples
+from conftest import examples, run_python
 
 import planner
 
@@ -560,3 +562,116 @@ def test_fx_records_a_call():
     assert call.args[0] == GATHERED
     assert call.kwargs["minimize"] == "flops"
     equal([traced(*gathered())], [Gathers()(*gathered())])
+
+
+# -- modules -----------------------------------------------------------------------------------------
+
+
+class Graph(torch.nn.Module):
+    """A layer over the edges of a graph."""
+
+    def __init__(self, q, size, mode="raise"):
+        super().__init__()
+        self.weight = torch.nn.Parameter(small(size, 6, 5, grad=False))
+        self.q = planner.group(q, size, index_mode=mode)
+        self.mode = mode
+
+    def forward(self, a):
+        return contract(GATHERED, a, self.weight, q=self.q, index_mode=self.mode)
+
+
+def stored(x, **options):
+    """What `torch.load` reads of what `torch.save` wrote."""
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
+def test_prepared_indices_move_with_their_module():
+    module, a = Graph(indices(12, 4), 4), small(12, 6)
+    expected = module(a)
+    groups = module.q.groups
+    moved = copy.deepcopy(module).to("meta")
+    assert {x.device.type for x in (moved.q, moved.q.groups.order, moved.q.groups.offsets)} == {"meta"}
+    assert moved(a.to("meta")).shape == expected.shape
+    with pytest.raises(planner.PlannerError, match="'q' is on meta, but operand 0 on cpu"):
+        contract(GATHERED, a, module.weight, q=moved.q)
+    half = module.half()
+    assert half.q.groups is groups  # index arrays are not cast
+    equal([half(a.half())], [expected.half()])
+    assert "q): TorchIndex((12,), size=4, index_mode='raise')" in str(module)
+
+
+@pytest.mark.parametrize("mode", planner.language.options.INDEX_MODES)
+def test_prepared_indices_are_in_the_state(mode):
+    bad = [7, -9] if mode != "raise" else [1, 2]
+    q, other = torch.tensor([0, 3, 1, 1, *bad]), torch.tensor([3, 2, 1, 0, 0, 0])
+    first, second, a = Graph(q, 4, mode), Graph(other, 4, mode), small(6, 6)
+    before = second(a)
+    state = stored(first.state_dict(), weights_only=True)
+    second.load_state_dict(state)
+    equal([second(a).nan_to_num()], [first(a).nan_to_num()])
+    assert not torch.equal(before.nan_to_num(), second(a).nan_to_num())
+    assert second.q.may_drop == first.q.may_drop == (mode in ("drop", "nan"))
+    third = Graph(other, 4, mode)
+    third.load_state_dict(state, assign=True)
+    equal([third(a).nan_to_num()], [first(a).nan_to_num()])
+
+
+@pytest.mark.parametrize("mode", planner.language.options.INDEX_MODES)
+def test_copies_of_prepared_indices(mode):
+    q = torch.tensor([[0, 3], [1, 1], [2, 0]]) + (5 if mode != "raise" else 0)
+    index, a, c = planner.group(q, 4, index_mode=mode), small(3, 2, 6), small(4, 6, 5)
+    call = partial(contract, "nmj, q[nm]jk -> nmk", a, c, index_mode=mode)
+    for own in (copy.deepcopy(index), copy.copy(index), stored(index, weights_only=False), stored([index])[0]):
+        assert torch.equal(own.values, index.values)
+        assert (own.size, own.mode, own.may_drop) == (index.size, index.mode, index.may_drop)
+        equal([call(q=own).nan_to_num()], [call(q=q).nan_to_num()])
+
+
+def test_a_module_with_a_prepared_index_compiles():
+    module, a = Graph(indices(12, 4), 4), small(12, 6)
+    equal([torch.compile(module, backend="eager", fullgraph=True)(a)], [module(a)])
+    torch.compiler.reset()
+
+
+def test_plans_are_stored():
+    a, c, q = gathered()
+    plan = planner.plan(GATHERED, a, c, q=q, minimize="peak")
+    for own in (stored(plan), stored({"plan": plan})["plan"], stored(plan, weights_only=False), copy.deepcopy(plan)):
+        assert own == plan
+        equal([own(a, c, q=q)], [plan(a, c, q=q)])
+
+
+def test_another_process_loads_plans_and_indices(tmp_path):
+    a, c, q = gathered()
+    torch.save([planner.plan(GATHERED, a, c, q=q), planner.group(q, 4)], tmp_path / "stored")
+    program = f"""
+import torch, planner
+plan, index = torch.load({str(tmp_path / "stored")!r})
+assert plan(torch.ones(12, 6), torch.ones(4, 6, 5), q=index).shape == (12, 5)
+"""
+    run_python(program)
+
+
+def test_calls_of_plans_check_devices():
+    a, c, q = gathered()
+    plan = planner.plan(GATHERED, a, c, q=q)
+    for operands, index in (((a.to("meta"), c), q), ((a, c.to("meta")), q), ((a.to("meta"), c.to("meta")), q)):
+        with pytest.raises(planner.PlannerError, match="is on .*, but operand 0 on .*: move one of them"):
+            plan(*operands, q=index)
+    assert plan(a.to("meta"), c.to("meta"), q=q.to("meta")).is_meta
+
+
+def test_calls_of_plans_see_strides():
+    """Operands of other strides are taken, but a memory limit holds for those that the plan was made for."""
+    spec, a, b = "ijk, jlk -> il", small(6, 3, 4), small(3, 5, 4)
+    turned = a.detach().permute(2, 1, 0).contiguous().permute(2, 1, 0).requires_grad_()
+    plan, limited = planner.plan(spec, a, b), planner.plan(spec, a, b, memory_limit="1 MB")
+    equal([plan(turned, b)], [plan(a, b)])
+    _, saved = kept(lambda: plan(turned, b))
+    assert saved == 4 * (a.numel() + b.numel())  # the operands themselves, and no copies
+    equal([limited(a, b)], [plan(a, b)])
+    with pytest.raises(planner.PlannerError, match=r"operand 0 has strides .*memory limit.*make a new plan"):
+        limited(turned, b)

@@ -123,10 +123,9 @@ class _Contract(torch.autograd.Function):
             if executable is not ctx.executable:
                 saved = saved[: count + len(blank)]  # without kept values
             if ctx.shapes is not None and opaque(executable, gradient):  # an operator takes tensors, and their sizes
-                shapes = [*ctx.shapes, *(None for _ in saved[count:])]
-                saved = [
-                    gradient.new_zeros(()).expand(s) if x is None else x for x, s in zip(saved, shapes, strict=True)
-                ]
+                blanks = [gradient.new_zeros(()).expand(shape) for shape in ctx.shapes]
+                operands = [y if x is None else x for x, y in zip(saved, blanks, strict=False)]
+                saved = (*operands, *saved[count:])
             # Applying a Function takes longer than a small product, and is needed only if gradients may be
             # differentiated.
             if torch.is_grad_enabled() or transformed():

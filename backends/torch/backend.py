@@ -35,6 +35,7 @@ from planner.cost.layout import layout_of, row_major
 from planner.cost.rates import cpu_name, load_rates
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.spec import Gather, Operand, Spec
+from planner.program.callbacks import callbacks
 from planner.program.calls import Member
 from planner.program.implementations import Backend, Stepwise
 from planner.program.plan import PlanRecord
@@ -116,6 +117,9 @@ class TorchBackend(Backend):
 
     def check_devices(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
         """Refuse arrays on different devices: nothing is moved in silence."""
+        arrays = (*operands, *indices.values())
+        if len({x.device for x in arrays if hasattr(x, "device")}) < 2:
+            return
         devices = [(f"operand {i}", x.device) for i, x in enumerate(operands) if isinstance(x, Tensor)]
         devices += [(f"index array {n!r}", q.device) for n, q in indices.items() if hasattr(q, "device")]
         for label, device in devices[1:]:
@@ -130,7 +134,7 @@ class TorchBackend(Backend):
             raise PlannerError(f"an index array on the {q.device.type} device or a fake one has no values to group")
         values, may_drop = torch_in_range(q, Gather("q", (), size), index_mode)
         # It copies the values: if the caller changed them later, the sorted order would no longer fit.
-        return TorchIndex(values.clone(), size, index_mode, may_drop)
+        return TorchIndex.of(values.clone(), size, index_mode, may_drop)
 
     def in_range(self, q: Any, gather: Gather, index_mode: str) -> tuple[Tensor, bool]:
         """Bring an index array into range."""
@@ -300,3 +304,5 @@ def _refuse(operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
 
 
 backend = TorchBackend()
+# So that `torch.load` accepts what it would not by itself: prepared index arrays and plans.
+torch.serialization.add_safe_globals([callbacks().group, callbacks().load_plan])

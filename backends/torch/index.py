@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,40 +16,85 @@ from planner.kernels.grouping import torch_grouping
 from planner.language.errors import IndexRangeError, PlannerError
 from planner.language.options import MODES
 from planner.language.spec import Gather
+from planner.program.callbacks import callbacks
 
 __all__ = ["TorchIndex", "part_in_range", "refuse_sparse", "torch_in_range"]
 
 
-class TorchIndex(PreparedIndex):
-    """A prepared index with its rows sorted by group."""
+class TorchIndex(PreparedIndex, torch.nn.Module):
+    """A prepared index with its rows sorted by group.
+
+    It is a module whose tensors are buffers. So as an attribute of a module it moves with the module, and is saved in
+    its `state_dict`.
+    """
 
     prepared_framework = "torch"
+    values: Tensor
+    order: Tensor
+    offsets: Tensor
 
-    def __init__(self, values: Tensor, size: int, mode: str, may_drop: bool) -> None:
-        super().__init__(values, size, mode, may_drop)
-        self.groups = torch_grouping.group_rows(values.reshape(-1), size)
-        self.facts = str(size), mode, str(may_drop)
+    def __init__(self, tensors: Iterable[Tensor], size: int, mode: str, may_drop: bool) -> None:
+        torch.nn.Module.__init__(self)
+        self.size, self.mode, self.may_drop = size, mode, may_drop
+        for name, tensor in zip(("values", "order", "offsets"), tensors, strict=True):
+            self.register_buffer(name, tensor)
+        self._groups: torch_grouping.Groups | None = None
+
+    @classmethod
+    def of(cls, values: Tensor, size: int, mode: str, may_drop: bool) -> TorchIndex:
+        """Return the index of values in range."""
+        groups = torch_grouping.group_rows(values.reshape(-1), size)
+        return cls((values, groups.order, groups.offsets), size, mode, may_drop)
+
+    @property
+    def groups(self) -> torch_grouping.Groups:
+        """The rows sorted by group."""
+        order, groups = self.order, self._groups
+        if groups is None or groups.order is not order:  # the module was moved, or other tensors were put in
+            groups = self._groups = torch_grouping.Groups(order, self.offsets, self.size)
+        return groups
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the index array."""
+        return self.values.shape
 
     def reshape(self, shape: Sequence[int]) -> TorchIndex:
         """Return the same rows in another shape."""
         if tuple(shape) == tuple(self.shape):
             return self
-        view = copy.copy(self)
-        view.values = self.values.reshape(tuple(shape))
-        return view
+        (values, *sorted_rows), facts = self.parts()
+        return self.join([values.reshape(tuple(shape)), *sorted_rows], facts)
 
     def parts(self) -> tuple[list[Tensor], tuple[str, ...]]:
         """Return its tensors and its other facts. These are text, because Dynamo turns numbers into symbols."""
-        return [self.values, self.groups.order, self.groups.offsets], self.facts
+        return [self.values, self.order, self.offsets], (str(self.size), self.mode, str(self.may_drop))
 
     @classmethod
     def join(cls, tensors: Iterable[Tensor], facts: Iterable[str]) -> TorchIndex:
         """Return the index of some tensors and facts: the inverse of `parts`."""
-        index = cls.__new__(cls)
-        (index.values, order, offsets), (size, index.mode, may_drop) = tensors, facts
-        index.size, index.may_drop, index.facts = int(size), may_drop == "True", (size, index.mode, may_drop)
-        index.groups = torch_grouping.Groups(order, offsets, index.size)
-        return index
+        size, mode, may_drop = facts
+        return cls(tensors, int(size), mode, may_drop == "True")
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return what is saved beside the tensors."""
+        return {"size": self.size, "mode": self.mode, "may_drop": self.may_drop}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Take over what was saved beside the tensors, which have been written before."""
+        self.size, self.mode, self.may_drop = state["size"], state["mode"], state["may_drop"]
+        self._groups = None
+
+    def extra_repr(self) -> str:
+        """Return what is shown of it."""
+        return f"{tuple(self.shape)}, size={self.size}, index_mode={self.mode!r}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return callbacks().group, (self.values, self.size, self.mode)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchIndex:
+        tensors, facts = self.parts()
+        return self.join([copy.deepcopy(x, memo) for x in tensors], facts)
 
 
 def refuse_sparse(raw: Tensor, gather: Gather) -> None:

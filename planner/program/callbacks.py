@@ -29,6 +29,7 @@ class Callbacks:
         plan_and_run: plans and runs the first call of its kind; takes a `Request`, operands and index arrays.
         run_plan: runs a plan on operands and index arrays.
         group: `planner.group`.
+        load_plan: `planner.Plan.from_json` as a function, which pickles name.
     """
 
     contract: Callable[..., Any]
@@ -38,6 +39,7 @@ class Callbacks:
     plan_and_run: Callable[..., Any]
     run_plan: Callable[..., Any]
     group: Callable[..., Any]
+    load_plan: Callable[..., Any]
 
 
 _ENTERED: list[Callbacks] = []
