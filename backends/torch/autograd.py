@@ -124,8 +124,8 @@ class _Contract(torch.autograd.Function):
                 saved = saved[: count + len(blank)]  # without kept values
             if ctx.shapes is not None and opaque(executable, gradient):  # an operator takes tensors, and their sizes
                 blanks = [gradient.new_zeros(()).expand(shape) for shape in ctx.shapes]
-                operands = [y if x is None else x for x, y in zip(saved, blanks, strict=False)]
-                saved = (*operands, *saved[count:])
+                read = [y if x is None else x for x, y in zip(saved, blanks, strict=False)]
+                saved = (*read, *saved[count:])
             # Applying a Function takes longer than a small product, and is needed only if gradients may be
             # differentiated.
             if torch.is_grad_enabled() or transformed():
