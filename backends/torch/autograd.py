@@ -20,7 +20,7 @@ from planner.backends.torch.contexts.modes import (
     in_functorch,
     over_batch,
     transformed,
-    unwrap,
+    unwrapped,
 )
 from planner.backends.torch.contexts.traced import opaque, run_backward, run_forward
 from planner.backends.torch.executable import Executable
@@ -52,7 +52,7 @@ def _apply(
     if in_functorch():
         return function.apply(executable, prepared, *tensors)
     plain: Any = super(torch.autograd.Function, function)
-    return plain.apply(executable, prepared, *[unwrap(x) for x in tensors])
+    return plain.apply(executable, prepared, *unwrapped(*tensors))
 
 
 def _split(
@@ -131,7 +131,7 @@ class _Contract(torch.autograd.Function):
             if torch.is_grad_enabled() or transformed():
                 gradients = _apply(_Gradient, executable, ctx.prepared, gradient, *saved)
             else:
-                gradient, *saved = [unwrap(x) for x in (gradient, *saved)]
+                gradient, *saved = unwrapped(gradient, *saved)
                 operands, indices, kept = _split(executable, ctx.prepared, saved)
                 gradients = [g for g in run_backward(executable, gradient, operands, indices, kept) if g is not None]
         given = iter(gradients)

@@ -12,11 +12,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 __all__ = ["as_planned", "autocasts", "autograd_batches", "checkpoints", "deterministic", "forward_mode",
-           "grad_enabled", "in_functorch", "over_batch", "transform", "transformed", "unwatched", "unwrap",
+           "grad_enabled", "in_functorch", "over_batch", "transform", "transformed", "unwatched", "unwrapped",
            "watched"]  # fmt: skip
 
-# Removes the wrapper of a transform that has ended; tensors that a Function saved may still have one.
-unwrap = torch._C._functorch.unwrap_if_dead
 # The innermost transform of `torch.func`, or None.
 transform = torch._C._functorch.peek_interpreter_stack
 _transforms = torch._C._functorch.get_interpreter_stack
@@ -48,6 +46,12 @@ def unwatched() -> Iterator[None]:
         if hooked:  # torch calls the innermost hooks only, so these hide the caller's
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
         yield
+
+
+def unwrapped(*tensors: Any) -> list[Any]:
+    """Return tensors, or None, without wrappers of transforms that have ended; what a Function saved may have some."""
+    unwrap = torch._C._functorch.unwrap_if_dead
+    return [x if x is None else unwrap(x) for x in tensors]
 
 
 def checkpoints() -> bool:
