@@ -54,7 +54,7 @@ def contract(
     dtype: Any = None,
     precision: Any = None,
     deadline: float | None = None,
-    **indices: Any,
+    **indices: Any,  # torch.jit.script cannot compile this: use torch.jit.trace or torch.export
 ) -> Any:
     """Contract arrays by an einsum spec that may gather and scatter through index arrays.
 
@@ -157,7 +157,9 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
             options = request.hashable()._replace(sizes=request.sizes)
             run = bind_first_member(backend, options, operands, indices, contraction)
         alone = run is None
-        run = bind_plan(_plan(contraction, operands, indices)) if run is None else run
+        if run is None:
+            made = _plan(contraction, operands, indices)
+            run = bind_plan(made, *(backend.bind_symbols(made, operands, indices, request.sizes) or ()))
         if key is not None:
             _remember(key, run, alone)
     return run(operands, indices)
@@ -291,10 +293,11 @@ def _read_call(
     for name, index in indices.items():
         if framework_of(index) is not None:
             backend.check_index(name, index)
+            index = backend.numbers(index.shape)
         index_shapes[name] = shape_of(index, f"index array {name!r}")
     shapes = [operand.shape for operand in described]
     try:
-        resolved = resolve_shapes(spec, shapes, index_shapes, request.sizes)
+        resolved = resolve_shapes(spec, shapes, index_shapes, backend.numbers(request.sizes))
     except ShapeError as error:
         raise type(error)(f"{error}\n    in {_call_text(spec, shapes, index_shapes, request.sizes)}") from None
     dtypes = [operand.dtype for operand in described]

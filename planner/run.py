@@ -14,7 +14,7 @@ from planner.cost.layout import layout_of
 from planner.language.errors import PlannerError, ShapeError
 from planner.language.options import MODES, Request
 from planner.language.resolve import resolve_shapes
-from planner.language.spec import Spec, row_axes, term_gathers
+from planner.language.spec import Gather, Spec, Term, row_axes, term_gathers
 from planner.program.callbacks import callbacks
 from planner.program.frameworks import load_backend, operands_framework
 from planner.program.implementations import Backend
@@ -79,38 +79,63 @@ def _bound(same: _Same, signature: Hashable, strides: tuple[Any, ...]) -> Run:
     )
 
 
-def bind_plan(plan: PlanRecord) -> Run:
-    """Return the function that runs a plan on operands and index arrays."""
-    run, spec = load_backend(plan.backend).bind(plan), plan.resolved.spec
+def bind_plan(plan: PlanRecord, run: Run | None = None, sizes: Mapping[str | Gather, Any] | None = None) -> Run:
+    """Return the function that runs a plan on operands and index arrays.
+
+    Args:
+        plan: the plan.
+        run: what the backend made of it, if it is at hand.
+        sizes: the size of each axis and gather of its spec, if they are not the plan's.
+    """
+    spec = plan.resolved.spec
+    run = load_backend(plan.backend).bind(plan) if run is None else run
     reads = any(term_gathers(term) for term in spec.inputs) and 0 not in spec.by_axis.values()
-    return partial(_run_and_mark, run, plan) if reads and MODES[plan.index_mode].unmarked else run
+    if not (reads and MODES[plan.index_mode].unmarked):
+        return run
+    entries: list[str | Gather] = [*spec.by_axis, *spec.gathers]
+    own = {entry: spec.size(entry) for entry in entries}
+    return partial(_run_and_mark, run, plan, own if sizes is None else sizes)
 
 
-def _run_and_mark(run: Run, plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
+def _run_and_mark(
+    run: Run,
+    plan: PlanRecord,
+    sizes: Mapping[str | Gather, Any],
+    operands: Sequence[Any],
+    indices: Mapping[str, Any],
+) -> Any:
     """Run a plan. Then write NaN into each result that reads an operand at an index out of range.
 
     Zero or NaN is added to the result, so that gradients are those of the plan.
     """
     backend, spec, mode = load_backend(plan.backend), plan.resolved.spec, plan.index_mode
-    result, ops, shapes = run(operands, indices), backend.ops, dict(plan.resolved.index_shapes)
+    result, ops = run(operands, indices), backend.ops
+
+    def shape_of(term: Term) -> tuple[int, ...]:
+        return tuple([sizes[entry] for entry in term])
+
+    shapes = {gather.array: shape_of(gather.axes) for gather in spec.gathers}
     for gather in dict.fromkeys(gather for term in spec.inputs for gather in term_gathers(term)):
-        values, may_miss = backend.in_range(indices[gather.array], gather, mode)
+        own = dataclasses.replace(gather, size=sizes[gather])
+        values, may_miss = backend.in_range(indices[gather.array], own, mode)
         if not may_miss:
             continue
         # How many bad entries add to each entry of the result, along the dimensions in which that can differ.
         along = {*gather.axes, *row_axes(spec.output)}
         dims = [d for d, e in enumerate(spec.output) if e in along or e in term_gathers(spec.output)]
         count = Spec((gather.axes,), tuple(spec.output[d] for d in dims), spec.sizes)
-        bad = values.reshape(shapes[gather.array]) == gather.size
+        bad = values.reshape(shapes[gather.array]) == own.size
         ones = ops.select(bad, ops.zeros(bad.shape, result) + 1, 0)
         written = {name: indices[name] for name in count.arrays}
         written = {name: q.values if hasattr(q, "prepared_framework") else q for name, q in written.items()}
         arrays = {name: q.reshape(shapes[name]) for name, q in written.items()}
-        counts = callbacks().contract(count, ones, index_mode=MODES[mode].unmarked, **arrays)
+        given = shape_of(count.output)
+        counts = callbacks().contract(count, ones, sizes=given, index_mode=MODES[mode].unmarked, **arrays)
         marks = ops.select(counts == 0, ops.zeros(counts.shape, result), math.nan)
-        shape = [n if d in dims else 1 for d, n in enumerate(spec.output_shape)]
+        whole = shape_of(spec.output)
+        shape = [n if d in dims else 1 for d, n in enumerate(whole)]
         # NumPy makes a number of a sum without dimensions.
-        result = (result.reshape((1, *spec.output_shape)) + marks.reshape((1, *shape))).reshape(spec.output_shape)
+        result = (result.reshape((1, *whole)) + marks.reshape((1, *shape))).reshape(whole)
     return result
 
 

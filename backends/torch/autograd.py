@@ -17,12 +17,25 @@ from torch import Tensor
 from planner.backends.torch.contexts.modes import (
     as_planned,
     autograd_batches,
+    bare_operators,
+    hint,
     in_functorch,
     over_batch,
+    records,
     transformed,
     unwrapped,
 )
-from planner.backends.torch.contexts.traced import opaque, run_backward, run_forward
+from planner.backends.torch.contexts.traced import (
+    backward_operator,
+    contract_gradient,
+    executable_for,
+    forward_operator,
+    join_indices,
+    opaque,
+    operator_arguments,
+    run_backward,
+    run_forward,
+)
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.ops import dataless, torch_dtype
@@ -34,11 +47,20 @@ __all__ = ["record"]
 
 def record(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
     """Run a plan's forward program so that autograd records it and can run the backward program."""
+    if bare_operators():
+        return _record_operator(executable, operands, indices)
     if not indices:
         return _apply(_Contract, executable, indices, *operands)[0]
     prepared = {n: q for n, q in indices.items() if isinstance(q, TorchIndex)}
     loose = [indices[n] for n in executable.arrays if n not in prepared]
     return _apply(_Contract, executable, prepared, *operands, *loose)[0]
+
+
+def _record_operator(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+    """Call the operator of the forward program, which has derivatives of its own."""
+    plan, names, arrays, sizes = operator_arguments(executable, indices)
+    result: Tensor = forward_operator(plan, names, arrays, list(operands), sizes)[0]
+    return result
 
 
 def _apply(
@@ -103,7 +125,7 @@ class _Contract(torch.autograd.Function):
         if any(map(Tensor.is_inference, arrays)):  # autograd saves no tensors of inference mode, so it saves copies
             arrays = [x.clone() if x.is_inference() else x for x in arrays]
         ctx.shapes = None
-        if not executable.reads_all and not dataless(arrays[0]):  # tracers decide themselves what they keep
+        if not (executable.reads_all or dataless(arrays[0]) or records()):  # tracers decide themselves what they keep
             count = len(executable.reads)
             ctx.shapes = [x.shape for x in arrays[:count]]
             arrays[:count] = [x if is_read else None for x, is_read in zip(arrays, executable.reads, strict=False)]
@@ -181,37 +203,8 @@ class _Gradient(torch.autograd.Function):
         gradient, *arrays = ctx.saved_tensors
         operands, indices, _ = _split(executable, prepared, arrays)
         blank = (None,) * (len(executable.arrays) - len(prepared) + ctx.kept)
-        spec: Spec = executable.spec
-        views, indices = executable.views(operands), executable.index_views(indices)
-        count = len(views)
-        needs_gradient, *needs = ctx.needs_input_grad[2 : 3 + count]
-        wanted = [number for number, v in enumerate(executable.programs.gradients) if v is not None]
-        to_gradient: Tensor | None = None
-        to_operands: list[Tensor | None] = [None] * count
-        for tangent, number in zip(tangents, wanted, strict=True):
-            if tangent is None:
-                continue
-            # The gradient of operand `number` is linear in the output gradient and in each other operand, conjugated.
-            # So the derivative in one of them, its slot, is again a transposed contraction.
-            inner = transpose(spec, number)
-            factors: list[Any] = [x if x is None else x.conj() for x in views]
-            factors[number] = gradient  # None can only be in its place
-            along = tangent.reshape(spec.shape(spec.inputs[number]))
-            for slot in range(count):
-                if not (needs_gradient if slot == number else needs[slot]):
-                    continue
-                others = [x.conj() for x in factors]
-                others[slot] = along
-                part = executable.contract(transpose(inner, slot), others, indices)
-                if slot == number:
-                    to_gradient = part if to_gradient is None else to_gradient + part
-                    continue
-                part = _in_dtype(part.conj(), views[slot].dtype).reshape(operands[slot].shape)
-                total = to_operands[slot]
-                to_operands[slot] = part if total is None else total + part
-        if to_gradient is not None:
-            to_gradient = _in_dtype(to_gradient, gradient.dtype)
-        return (None, None, to_gradient, *to_operands, *blank)
+        needs = ctx.needs_input_grad[2 : 3 + len(operands)]
+        return (None, None, *_differentiate(executable, tangents, gradient, operands, indices, needs), *blank)
 
     @staticmethod
     def vmap(
@@ -235,6 +228,56 @@ class _Gradient(torch.autograd.Function):
         return tuple(results), (0,) * len(results)
 
 
+def _differentiate(
+    executable: Executable,
+    tangents: Sequence[Tensor | None],
+    gradient: Tensor,
+    operands: Sequence[Any],
+    indices: Mapping[str, Any],
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """Return the derivatives of a backward program in the output gradient and in each operand.
+
+    Args:
+        executable: the plan.
+        tangents: the gradients of the results of the backward program.
+        gradient: the output gradient.
+        operands: the operands; None for one that no gradient reads.
+        indices: the index arrays.
+        needs: which derivatives are needed.
+    """
+    spec: Spec = executable.spec
+    views, indices = executable.views(operands), executable.index_views(indices)
+    needs_gradient, *needs = needs
+    wanted = [number for number, v in enumerate(executable.programs.gradients) if v is not None]
+    to_gradient: Tensor | None = None
+    to_operands: list[Tensor | None] = [None] * len(views)
+    for tangent, number in zip(tangents, wanted, strict=True):
+        if tangent is None:
+            continue
+        # The gradient of operand `number` is linear in the output gradient and in each other operand, conjugated.
+        # So the derivative in one of them, its slot, is again a transposed contraction.
+        inner = transpose(spec, number)
+        factors: list[Any] = [x if x is None else x.conj() for x in views]
+        factors[number] = gradient  # None can only be in its place
+        along = tangent.reshape(executable.shape(spec, spec.inputs[number]))
+        for slot in range(len(views)):
+            if not (needs_gradient if slot == number else needs[slot]):
+                continue
+            others = [x.conj() for x in factors]
+            others[slot] = along
+            part = executable.contract(transpose(inner, slot), others, indices)
+            if slot == number:
+                to_gradient = part if to_gradient is None else to_gradient + part
+                continue
+            part = _in_dtype(part.conj(), views[slot].dtype).reshape(operands[slot].shape)
+            total = to_operands[slot]
+            to_operands[slot] = part if total is None else total + part
+    if to_gradient is not None:
+        to_gradient = _in_dtype(to_gradient, gradient.dtype)
+    return [to_gradient, *to_operands]
+
+
 def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a gradient to the dtype of its operand; a real operand takes the real part."""
     return (x.real if x.is_complex() and not dtype.is_complex else x).to(dtype)
@@ -256,7 +299,7 @@ def _batched_contract(
     batched_operands = [i for i in range(count) if in_dims[i] is not None]
     values = []
     for number, (x, dim) in enumerate(zip(operands, in_dims[:count], strict=True)):
-        shape = spec.shape(spec.inputs[number])
+        shape = executable.shape(spec, spec.inputs[number])
         values.append(x.reshape(shape) if dim is None else x.movedim(dim, 0).reshape((size, *shape)))
     arrays, moved = [], {}
     loose = iter(in_dims[count:])
@@ -269,4 +312,66 @@ def _batched_contract(
         else:
             arrays.append(name)
             moved[name] = raw.movedim(dim, 0).reshape((size, *shape))
-    return executable.contract(batched(spec, size, batched_operands, arrays), values, moved)
+    return executable.contract(batched(spec, hint(size), batched_operands, arrays), values, moved)
+
+
+# -- the operators' own derivatives ----------------------------------------------------------------------
+
+
+def _save_for_forward(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.plan, ctx.names, arrays, operands, ctx.sizes = inputs
+    _, *kept = output
+    ctx.set_materialize_grads(False)
+    ctx.counts = len(arrays), len(operands)
+    ctx.save_for_backward(*arrays, *operands, *kept)
+
+
+def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.plan, ctx.names, arrays, gradient, operands, kept, ctx.sizes = inputs
+    ctx.set_materialize_grads(False)
+    ctx.counts = len(arrays), len(operands), len(kept)
+    ctx.save_for_backward(*arrays, *operands, gradient)
+
+
+def _of_forward(ctx: Any, outputs: Sequence[Tensor | None]) -> Any:
+    """Return the gradients of `planner::forward`. Those that its plan does not have are contractions of their own."""
+    arrays, operands, kept = _parts(ctx)
+    gradient, needs = outputs[0], ctx.needs_input_grad[3]
+    gradients: list[Tensor | None] = [None] * len(operands)
+    if gradient is not None:
+        indices = join_indices(ctx.names, arrays)
+        executable = executable_for(ctx.plan, operands, indices, ctx.sizes)
+        planned = executable.programs.gradients
+        if any(v is not None for v in planned):
+            found = iter(backward_operator(ctx.plan, ctx.names, arrays, gradient, operands, kept, ctx.sizes))
+            gradients = [None if v is None else next(found) for v in planned]
+        for number, x in enumerate(operands):
+            if gradients[number] is None and needs[number]:
+                part = contract_gradient(executable, number, gradient, operands, indices)
+                gradients[number] = _in_dtype(part, x.dtype).reshape(x.shape)
+    return (None, None, [None] * len(arrays), gradients, *_of_sizes(ctx))
+
+
+def _of_backward(ctx: Any, tangents: Sequence[Tensor | None]) -> Any:
+    """Return the gradients of `planner::backward`."""
+    arrays, operands, (gradient,) = _parts(ctx)
+    indices = join_indices(ctx.names, arrays)
+    executable = executable_for(ctx.plan, operands, indices, ctx.sizes)
+    needs = [ctx.needs_input_grad[3], *ctx.needs_input_grad[4]]
+    to_gradient, *to_operands = _differentiate(executable, tangents, gradient, operands, indices, needs)
+    return (None, None, [None] * len(arrays), to_gradient, to_operands, [None] * ctx.counts[2], *_of_sizes(ctx))
+
+
+def _of_sizes(ctx: Any) -> tuple[None, ...]:
+    """Return the gradient of the last argument. Torch leaves out an argument that has its default, None."""
+    return () if ctx.sizes is None else (None,)
+
+
+def _parts(ctx: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    first, second = ctx.counts[0], sum(ctx.counts[:2])
+    saved = list(ctx.saved_tensors)
+    return saved[:first], saved[first:second], saved[second:]
+
+
+torch.library.register_autograd("planner::forward", _of_forward, setup_context=_save_for_forward)
+torch.library.register_autograd("planner::backward", _of_backward, setup_context=_save_for_backward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,10 +19,15 @@ from planner.backends.torch.contexts.modes import (
     as_planned,
     autocasts,
     deterministic,
+    differ,
     grad_enabled,
+    hint,
     in_functorch,
+    is_symbol,
+    scripts,
     transform,
     transformed,
+    unscripted,
     unwatched,
 )
 from planner.backends.torch.contexts.sharded import divided, is_distributed
@@ -29,14 +35,14 @@ from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex, torch_in_range
 from planner.backends.torch.ops import OPS, dataless, not_dense, promote
 from planner.backends.torch.rows import make_table
-from planner.backends.torch.runner import family_runner, runner
+from planner.backends.torch.runner import family_runner, runner, symbol_runner
 from planner.cost.device import CPU, GPU, Device, gpu_preset
 from planner.cost.layout import layout_of, row_major
 from planner.cost.rates import cpu_name, load_rates
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.spec import Gather, Operand, Spec
 from planner.program.callbacks import callbacks
-from planner.program.calls import Member
+from planner.program.calls import Member, SizeReader
 from planner.program.implementations import Backend, Stepwise
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
@@ -55,24 +61,37 @@ class TorchBackend(Backend):
         self.table, self.ops = make_table(), OPS
 
     def operand(self, array: Tensor) -> Operand:
-        """Describe a tensor; under `torch.func` every float may need a gradient at some level."""
+        """Describe a tensor.
+
+        Under `torch.func` every float may need a gradient at some level. `torch.jit.trace` checks what it recorded by
+        tracing once more without gradients, so there too every float gets one.
+        """
         if (reason := not_dense(array)) is not None:
             raise PlannerError(reason)
         needs = grad_enabled() and array.requires_grad
-        if in_functorch():
+        if in_functorch() or scripts() is not None:
             needs = array.dtype.is_floating_point or array.dtype.is_complex
-        # A compiler may have symbols for sizes. As numbers, they are the sizes that it then compiles for.
-        shape, strides = tuple(map(int, array.shape)), tuple(map(int, array.stride()))
-        return Operand(shape, str(array.dtype).removeprefix("torch."), strides, needs)
+        strides = tuple(map(hint, array.stride()))
+        return Operand(self.numbers(array.shape), str(array.dtype).removeprefix("torch."), strides, needs)
+
+    def numbers(self, sizes: Any) -> Any:
+        """Return a shape, or `sizes=` of a call, in numbers, without a guard of the compiler that traces it."""
+        if not any(map(is_symbol, _given(sizes))):
+            return sizes
+        with unscripted():
+            by_letter = isinstance(sizes, Mapping)
+            return {name: hint(n) for name, n in sizes.items()} if by_letter else tuple(map(hint, sizes))
 
     def signature(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Any:
         """Return all that a plan depends on, in microseconds; None for calls that are overridden.
 
         Raises:
-            AttributeError: something is not a tensor.
+            AttributeError: something is not a tensor, or sizes are tensors, as under `torch.jit.trace`.
         """
         if has_torch_function(operands):  # modes would see what is read below
             return None
+        if scripts() is not None:
+            raise AttributeError("under torch.jit.trace sizes are tensors")
         key: list[Any] = [grad_enabled(), transform() is None, deterministic()]
         if autocasts():
             key.append(autocast_state(operands[0].device.type))
@@ -210,6 +229,30 @@ class TorchBackend(Backend):
         """Return what makes the function that runs the plan of a member."""
         return None if plan.dtype in _MOVED_ONLY else family_runner(plan, self.table)
 
+    def bind_symbols(
+        self, plan: PlanRecord, operands: Sequence[Tensor], indices: Mapping[str, Any], sizes: Any
+    ) -> tuple[Callable[[Sequence[Any], Mapping[str, Any]], Any], Mapping[str | Gather, Any]] | None:
+        """Return the function that runs a plan at symbols for sizes, and these; None if all sizes are numbers.
+
+        A plan with a limit runs at the sizes that it was made for, since the limit holds for these.
+        """
+        shapes = [x.shape for x in (*operands, *indices.values())]
+        symbols = list(filter(is_symbol, (*itertools.chain(*shapes), *_given(sizes))))
+        if not symbols:
+            return None
+        if plan.options.memory_limit is not None or plan.options.retain_limit:
+            for n in symbols:
+                if isinstance(n, torch.SymInt):
+                    int(n)  # the compiler guards this size
+            return None
+        reader = SizeReader(plan.resolved.spec, plan, tuple(indices))
+        entries = dict(reader.entries(sizes))
+        member = reader.member(shapes, entries.items(), differ)
+        assert member is not None
+        given = [member.sizes[e] if e in reader.hidden or e in entries else -1 for e in reader.output]
+        run = symbol_runner(plan, self.table, member, given)
+        return run if plan.dtype not in _MOVED_ONLY else partial(_run_moves, run, plan.dtype), member.sizes
+
     def family_signature(
         self, operands: Sequence[Tensor], indices: Mapping[str, Any]
     ) -> tuple[Hashable, list[tuple[int, ...]]] | None:
@@ -217,7 +260,7 @@ class TorchBackend(Backend):
 
         Plain calls have tensors with values, on a CPU, and are under no transform.
         """
-        if in_functorch():
+        if in_functorch() or scripts() is not None:
             return None
         key: list[Any] = [grad_enabled(), self.pins_tiles(), autocasts() and autocast_state("cpu")]
         shapes = []
@@ -276,6 +319,13 @@ class TorchBackend(Backend):
 _PLAIN = (Tensor, torch.nn.Parameter)
 # Dtypes that torch can move and multiply, but neither sum nor scatter.
 _MOVED_ONLY = ("uint16", "uint32", "uint64")
+
+
+def _given(sizes: Any) -> tuple[Any, ...]:
+    """Return the entries of `sizes=`, which may be anything."""
+    if isinstance(sizes, Mapping):
+        return tuple(sizes.values())
+    return tuple(sizes) if isinstance(sizes, (tuple, list)) else ()
 
 
 def _run_moves(run: Callable[..., Any], dtype: str, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +54,7 @@ def compile_native(
     backward: Program | None,
     transformed: bool = False,
     around: Around = lambda op, step: step,
+    index: Mapping[Any, Any] = MappingProxyType({}),
 ) -> Run | None:
     """Return a function from operands to the result, or None if the tree needs more than native calls.
 
@@ -64,16 +67,23 @@ def compile_native(
             kept.
         transformed: whether the calls will run under a transform of `torch.func` or in forward mode.
         around: changes how a step runs.
+        index: holds the sizes of the calls, if they are not the tree's, see `RangedIndices.sizes`.
     """
     if sum(1 for _ in nodes_of(tree)) > MOST_STEPS:
         return None
     chosen = None if backward is None else {step.op.spec: step.choice.lowering for step in backward.steps}
-    compiled = _compile(tree, operands, chosen, TRANSFORMED_STRIDE_OPS if transformed else STRIDE_OPS, around)
+    table = TRANSFORMED_STRIDE_OPS if transformed else STRIDE_OPS
+    compiled = _compile(tree, operands, chosen, table, around, index)
     return None if compiled is None else compiled[0]
 
 
 def _compile(
-    tree: Tree, operands: Sequence[Strided], chosen: Lowerings, stride_ops: StrideOps, around: Around
+    tree: Tree,
+    operands: Sequence[Strided],
+    chosen: Lowerings,
+    stride_ops: StrideOps,
+    around: Around,
+    index: Mapping[Any, Any],
 ) -> tuple[Run, Strided] | None:
     """Return the function that computes a part of the tree, and the stand-in of its result; None if not native."""
     copies = chosen is None
@@ -83,7 +93,7 @@ def _compile(
         return None
     if not copies and stock_kind(tree.op) in COMPOSED:
         return None
-    children = [_compile(child, operands, chosen, stride_ops, around) for child in tree.children]
+    children = [_compile(child, operands, chosen, stride_ops, around, index) for child in tree.children]
     if any(child is None for child in children):
         return None
     parts = [child for child in children if child is not None]
@@ -98,7 +108,7 @@ def _compile(
     if not (layout is not None and layout.unknown) and layout != layout_of(result.shape, result.strides):
         return None
     direct = stock_kind(tree.op) == "matmul" and tree.op.dtype != "bool"  # torch multiplies no bool matrices
-    step = around(tree.op, _matmul_step(tree.op) if direct else _stock_step(tree.op))
+    step = around(tree.op, _matmul_step(tree.op) if direct else _stock_step(tree.op, index))
     if len(parts) == 1:
         (inner, _) = parts[0]
         return (lambda xs, _=None: step(inner(xs))), result
@@ -124,9 +134,9 @@ def _sums_alike(op: Op, standins: Sequence[Strided], chosen: Mapping[Spec, str])
     )
 
 
-def _stock_step(op: Op) -> Callable[..., Tensor]:
+def _stock_step(op: Op, index: Mapping[Any, Any]) -> Callable[..., Tensor]:
     run = evaluation(OPS, op.spec)
-    return lambda *inputs: run(inputs, {}, False)
+    return lambda *inputs: run(inputs, index, False)
 
 
 def _matmul_step(op: Op) -> Callable[..., Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from planner.backends.common.run import RunProgram, prepare_program
 from planner.backends.common.stock import evaluate
-from planner.backends.torch.contexts.modes import transformed
+from planner.backends.torch.contexts.modes import hint, records, transformed
 from planner.backends.torch.contexts.ranges import Range, named_program, profiler
 from planner.backends.torch.index import TorchIndex, part_in_range, refuse_sparse, torch_in_range
 from planner.backends.torch.ops import GUARD, OPS, cast, dataless, torch_dtype
@@ -24,9 +24,10 @@ from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerLimitError
 from planner.language.options import MODES, SEARCHES, Options
 from planner.language.resolve import Resolved
-from planner.language.spec import Gather, Spec
+from planner.language.spec import Gather, Spec, Term
 from planner.program.callbacks import callbacks
 from planner.program.calls import Member, RangedIndices
+from planner.program.contraction import Contraction
 from planner.program.guards import add_guards
 from planner.program.implementations import Table
 from planner.program.ops import Cast, Guard
@@ -49,6 +50,8 @@ class Executable:
     def __init__(self, plan: PlanRecord, table: Table) -> None:
         self.plan, self.table = plan, table
         self.sizes: Mapping[str | Gather, int] | None = None  # those of a member of a family
+        self.symbolic = False  # whether these are symbols of a compiler
+        self.given: Sequence[int] = ()  # the result's shape as far as arrays do not show it, see `with_symbols`
         self.programs, shapes = plan.programs, plan.resolved.shapes
         self.reshape: Sequence[tuple[int, ...] | None] = [
             s if s != o.shape else None for s, o in zip(shapes, plan.operands, strict=True)
@@ -88,7 +91,7 @@ class Executable:
         self.family_for = lru_cache(maxsize=8)(self._family_for)
 
     def resized(self, member: Member) -> Executable:
-        """Return this executable for a member of the family whose representative the plan is for."""
+        """Return this executable for other sizes than the plan's, such as those of a member of its family."""
         shared = {**self.__dict__, "run_forward": self.run_forward}
         if self.programs.backward is not None:
             shared["run_backward"] = self.run_backward
@@ -102,32 +105,57 @@ class Executable:
 
     def by_itself(self, operands: Sequence[Tensor]) -> Executable:
         """Return the executable of a member's own plan, which tracers record."""
-        key = tuple([(tuple(map(int, x.shape)), tuple(map(int, x.stride()))) for x in operands])
+        key = tuple([(x.shape, x.stride()) for x in operands])
         if key not in self.alone:
-            self.alone[key] = self._by_itself(key)
+            self.alone[key] = Executable(callbacks().make_plan(self.own_contraction(operands)), self.table)
         return self.alone[key]
 
-    def _by_itself(self, given: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> Executable:
+    def with_symbols(self, member: Member, given: Sequence[int]) -> Executable:
+        """Return this executable for sizes that are symbols of a compiler.
+
+        Args:
+            member: the sizes.
+            given: the result's shape, with -1 for a size that arrays show and `sizes=` does not give.
+        """
+        own = self.resized(member)
+        own.symbolic, own.given = True, given
+        return own
+
+    def own_contraction(self, operands: Sequence[Tensor]) -> Contraction:
+        """Return the contraction of these operands, at the sizes of this executable."""
         shapes = tuple(self.spec.shape(term) for term in self.spec.inputs)
         index_shapes = tuple(self.index_shapes.items())
         described = [
-            dataclasses.replace(o, shape=shape, strides=strides)
-            for o, (shape, strides) in zip(self.plan.operands, given, strict=True)
+            dataclasses.replace(o, shape=tuple(map(int, x.shape)), strides=tuple(map(int, x.stride())))
+            for o, x in zip(self.plan.operands, operands, strict=True)
         ]
-        contraction = dataclasses.replace(
+        return dataclasses.replace(
             self.plan.contraction,
             text=str(self.spec),
             resolved=Resolved(self.spec, shapes, index_shapes),
             index_shapes=index_shapes,
             operands=tuple(described),
         )
-        return Executable(callbacks().make_plan(contraction), self.table)
 
     @cached_property
     def spec(self) -> Spec:
-        """The resolved spec."""
+        """The resolved spec. If sizes are symbols, it has those that the compiler traces with."""
         spec = self.plan.resolved.spec
-        return spec if self.sizes is None else resize_spec(spec, self.sizes)
+        if self.sizes is None:
+            return spec
+        return resize_spec(spec, {e: hint(n) for e, n in self.sizes.items()} if self.symbolic else self.sizes)
+
+    def shape(self, spec: Spec, term: Term) -> tuple[int, ...]:
+        """Return the shape of an array with a term of this executable's spec, or of one derived from it."""
+        return tuple(map(self._symbol, term)) if self.symbolic else spec.shape(term)
+
+    def _symbol(self, entry: str | Gather) -> int:
+        """Return the symbol of an axis or a gathered dimension. A derived spec may have a batch axis in its gathers."""
+        assert self.sizes is not None
+        if not isinstance(entry, Gather):
+            return self.sizes[entry]
+        sizes = [own.size for own in self.gathers.values() if own.array == entry.array]
+        return next(size for size in sizes if size is not None and hint(size) == entry.size)
 
     @cached_property
     def alone(self) -> dict[Hashable, Executable]:
@@ -271,7 +299,8 @@ class Executable:
         Raises:
             PlannerLimitError: no backward program for these strides fits the memory limit.
         """
-        if self.empty:
+        plain = type(gradient) is Tensor and not (gradient.requires_grad or dataless(gradient) or transformed())
+        if self.empty or not plain or torch.compiler.is_compiling() or records():
             return self, gradient
         strides, limit = gradient.stride(), self.plan.options.memory_limit
         repeated = tuple(d for d in self.summable_dims if strides[d] == 0 and gradient.shape[d] > 1)
@@ -279,9 +308,6 @@ class Executable:
             repeated = ()
         fits = limit is None or self._fits(gradient, limit)
         if fits and not repeated:
-            return self, gradient
-        plain = type(gradient) is Tensor and not (gradient.requires_grad or dataless(gradient) or transformed())
-        if not plain or torch.compiler.is_compiling():
             return self, gradient
         unrepeated = gradient
         for d in reversed(repeated):
@@ -374,10 +400,27 @@ class Executable:
     ) -> Tensor:
         """Contract by a derived spec, with this plan's options but limits."""
         plan, mode = self.plan, MODES[self.plan.index_mode].unmarked or self.plan.index_mode
+        sizes = self._output_symbols(spec, operands, indices) if self.symbolic and self.sizes is not None else None
         result: Tensor = callbacks().contract(
-            spec, *operands, minimize=plan.options.objective, index_mode=mode, dtype=plan.dtype, **limits, **indices
+            spec,
+            *operands,
+            sizes=sizes,
+            minimize=plan.options.objective,
+            index_mode=mode,
+            dtype=plan.dtype,
+            **limits,
+            **indices,
         )
         return result
+
+    def _output_symbols(self, spec: Spec, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the shape of the result of a derived spec in symbols."""
+        axes: dict[Any, int] = {axis: self._symbol(axis) for axis in self.spec.by_axis}
+        for term, x in zip(spec.inputs, operands, strict=True):
+            axes.update(zip(term, x.shape, strict=True))
+        for gather in spec.gathers:
+            axes.update(zip(gather.axes, indices[gather.array].shape, strict=True))
+        return tuple(self._symbol(e) if isinstance(e, Gather) else axes[e] for e in spec.output)
 
     def stock(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
         """Run the plan's tree with torch's own operators, which torch can differentiate."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from planner.backends.common.indices import IndexOps, PreparedIndex, in_range
-from planner.backends.torch.contexts.modes import in_functorch, watched
+from planner.backends.torch.contexts.modes import fixed, in_functorch, records, unscripted, watched
 from planner.backends.torch.ops import dataless, not_dense, unseen
 from planner.kernels.grouping import torch_grouping
 from planner.language.errors import IndexRangeError, PlannerError
@@ -143,10 +143,12 @@ def torch_in_range(raw: Tensor | TorchIndex, gather: Gather, mode: str) -> tuple
     refuse_sparse(raw, gather)
     rule, size = MODES[mode], gather.size
     assert size is not None
-    if raw.numel() == 0 or raw.is_meta:
+    if raw.is_meta:
         return raw.long(), False
-    if dataless(raw):  # a tracer records the check, which looks at the values when it runs
-        return _in_range_later(raw, gather.array, "".join(gather.axes), size, mode), rule.bad == "drop"
+    if dataless(raw) or records():  # a tracer records the check, which looks at the values when it runs
+        return _in_range_later(raw, gather.array, "".join(gather.axes), fixed(size), mode), rule.bad == "drop"
+    if raw.numel() == 0:
+        return raw.long(), False
     values, may_drop = in_range(_TORCH, raw, gather, rule)
     if may_drop and rule.bad == "refuse":
         inside = values < size
@@ -155,15 +157,24 @@ def torch_in_range(raw: Tensor | TorchIndex, gather: Gather, mode: str) -> tuple
     return values, may_drop
 
 
-@torch.library.custom_op("planner::in_range", mutates_args=())
-def _in_range_later(raw: Tensor, array: str, axes: str, size: int, mode: str) -> Tensor:
-    normal, _ = torch_in_range(raw, Gather(array, tuple(axes), size), mode)
-    return normal.long().clone(memory_format=torch.contiguous_format)
+def _in_range_now(raw: Tensor, array: str, axes: str, size: int, mode: str) -> Tensor:
+    with unscripted():
+        normal, _ = torch_in_range(raw, Gather(array, tuple(axes), size), mode)
+    return normal.clone(memory_format=torch.contiguous_format) if normal.dtype == torch.int64 else normal.long()
 
 
-@_in_range_later.register_fake
-def _(raw: Tensor, array: str, axes: str, size: int, mode: str) -> Tensor:
+def _in_range_rule(raw: Tensor, array: str, axes: str, size: int, mode: str) -> Tensor:
     return torch.empty(raw.shape, dtype=torch.int64, device=raw.device)
+
+
+# `torch.library.custom_op` would wrap these functions in ways that take longer than a small check.
+_library = torch.library.Library("planner", "FRAGMENT")
+_library.define(
+    "in_range(Tensor raw, str array, str axes, SymInt size, str mode) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+_library.impl("in_range", _in_range_now, "CompositeExplicitAutograd")
+torch.library.register_fake("planner::in_range", _in_range_rule, lib=_library)
+_in_range_later: Callable[[Tensor, str, str, int, str], Tensor] = torch.ops.planner.in_range.default
 
 
 def part_in_range(part: Tensor, whole: Tensor, gather: Gather, mode: str) -> Tensor:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from planner.backends.common.masks import guard_run
 from planner.backends.common.stock import Product, matmul_product
-from planner.backends.torch.contexts.modes import in_functorch, transformed, watched
+from planner.backends.torch.contexts.modes import in_functorch, records, transformed, watched
 from planner.kernels.gathered_dot import torch_pooled
 from planner.kernels.grouping.torch_grouping import accumulator
 from planner.language.dtypes import itemsize
@@ -154,7 +154,8 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
         del product
     if transformed() or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
         return a * b
-    if watched():  # it may have saved what `mul` would write into
+    # A mode may have saved what `mul` would write into; a compiler makes `out=` functional, and mistakes its strides.
+    if watched() or torch.compiler.is_compiling():
         return (a * b).contiguous()
     shape = [n if m == 1 else m for m, n in zip(a.shape, b.shape, strict=True)]
     return torch.mul(a, b, out=a.new_empty(shape, dtype=torch.promote_types(a.dtype, b.dtype)))
@@ -226,13 +227,13 @@ def unseen(x: Tensor) -> bool:
 
 
 def occurs(x: Tensor) -> bool:
-    """Return whether any entry is true, or may be: during capture values cannot be read."""
-    return captured(x) or bool(x.any())
+    """Return whether any entry is true, or may be: neither a capture nor a tracer that records can read values."""
+    return captured(x) or records() or bool(x.any())
 
 
 def finite(x: Tensor) -> bool:
     """Return whether all numbers are finite, or cannot be seen; the check is cheaper if their sum does not overflow."""
-    return dataless(x) or (not captured(x) and torch_pooled.sum_is_finite(x.detach()))
+    return dataless(x) or records() or (not captured(x) and torch_pooled.sum_is_finite(x.detach()))
 
 
 # Runs a `Guard`.

@@ -14,29 +14,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.autograd import record
 from planner.backends.torch.casts import Casts
 from planner.backends.torch.contexts.autocast import autocast_changes
-from planner.backends.torch.contexts.modes import as_planned, autocasts, forward_mode, in_functorch, transformed
+from planner.backends.torch.contexts.modes import (
+    as_planned,
+    autocasts,
+    bare_operators,
+    in_functorch,
+    only_stock,
+    records,
+    transformed,
+)
 from planner.backends.torch.contexts.ranges import Range, named_native, profiler
 from planner.backends.torch.contexts.traced import opaque, run_forward, wide_result
 from planner.backends.torch.eager import NATIVE, compile_native
 from planner.backends.torch.executable import Executable
-from planner.backends.torch.ops import dispatches
+from planner.backends.torch.ops import dataless, dispatches
 from planner.backends.torch.strides import Strided
 from planner.cost.layout import row_major
 from planner.language.errors import PlannerError
-from planner.program.calls import Member
+from planner.language.options import MODES
+from planner.program.calls import Member, RangedIndices
 from planner.program.implementations import Table
-from planner.program.plan import PlanRecord
+from planner.program.ops import Guard
+from planner.program.plan import Loop, PlanRecord
 from planner.program.tree import Leaf
 
-__all__ = ["family_runner", "runner"]
+__all__ = ["family_runner", "runner", "symbol_runner"]
 
 Runner = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
@@ -46,8 +58,30 @@ def runner(plan: PlanRecord, table: Table) -> Runner:
     casts = Casts(plan, table)
     executable = Executable(casts.rest, table)
     native = None if autocast_changes(casts.rest.dtype) and not executable.only_views else _native(executable)
-    run = native or partial(_run, executable)
+    run = partial(_run, executable) if native is None else _on_views(executable, native)
     return _after_casts(casts, _as_planned(run) if autocasts() else run)
+
+
+def family_runner(plan: PlanRecord, table: Table) -> Callable[[Member], Runner] | None:
+    """Return what makes the function that runs the plan of a member of a family; see `Backend.bind_family`."""
+    casts = Casts(plan, table)
+    if casts.before:  # contractions that are for the representative's sizes
+        return None
+    rest, executable = casts.rest, Executable(casts.rest, table)
+    # These calls need sizes that their inputs do not show.
+    sized = any(step.choice.lowering in ("broadcast", "diagonal") for step in rest.programs.forward.steps)
+    native = None if sized or autocast_changes(rest.dtype) else _native(executable)
+
+    def bind_plain(member: Member) -> Runner:
+        if native is None:
+            return partial(_run, executable.resized(member))
+        return _on_views(executable.resized(member), native)
+
+    def bind(member: Member) -> Runner:
+        run = bind_plain(member)
+        return _after_casts(casts, _as_planned(run) if autocasts() else run)
+
+    return bind
 
 
 def _after_casts(casts: Casts, run: Runner) -> Runner:
@@ -65,29 +99,28 @@ def _as_planned(run: Runner) -> Runner:
     return run_as_planned
 
 
-def family_runner(plan: PlanRecord, table: Table) -> Callable[[Member], Runner] | None:
-    """Return what makes the function that runs the plan of a member of a family; see `Backend.bind_family`."""
-    casts = Casts(plan, table)
-    if casts.before:  # contractions that are for the representative's sizes
-        return None
-    rest, executable = casts.rest, Executable(casts.rest, table)
-    # These calls need sizes that their inputs do not show.
-    sized = any(step.choice.lowering in ("broadcast", "diagonal") for step in rest.programs.forward.steps)
-    native = None if sized or autocast_changes(rest.dtype) else _native(executable)
+def symbol_runner(plan: PlanRecord, table: Table, member: Member, given: Sequence[int]) -> Runner:
+    """Return the function that runs a plan at sizes that are symbols of a compiler.
 
-    def bind_plain(member: Member) -> Runner:
-        if native is None:
-            return partial(_run, executable.resized(member))
-        if all(shape is None for shape in member.shapes):
-            return native
-        views = executable.resized(member).views
-        return lambda operands, indices: native(views(operands), indices)
+    Args:
+        plan: the plan, for the sizes that the compiler traces with.
+        table: the backend's implementations.
+        member: the sizes.
+        given: see `Executable.with_symbols`.
+    """
+    executable, index = Executable(plan, table), RangedIndices(False)
+    index.sizes = member.sizes
+    native = None if autocasts() else _native(executable, index)
+    executable = executable.with_symbols(member, given)
+    run = partial(_run, executable) if native is None else _on_views(executable, native)
+    return _as_planned(run) if autocasts() else run
 
-    def bind(member: Member) -> Runner:
-        run = bind_plain(member)
-        return _after_casts(casts, _as_planned(run) if autocasts() else run)
 
-    return bind
+def _on_views(executable: Executable, native: Callable[..., Tensor]) -> Runner:
+    """Return the function that runs native calls on the operands without their broadcast dimensions."""
+    if executable.fits:
+        return native
+    return lambda operands, indices: native(executable.views(operands))
 
 
 def _has_kept(plan: PlanRecord) -> bool:
@@ -95,11 +128,11 @@ def _has_kept(plan: PlanRecord) -> bool:
     return sum(len(step.inputs) > 0 for step in plan.programs.forward.steps) > 1
 
 
-def _native(executable: Executable) -> Runner | None:
-    """Return the plan as native calls.
+def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType({})) -> Callable[..., Tensor] | None:
+    """Return the plan as native calls on the operands without their broadcast dimensions.
 
     Return None if the plan needs more than native calls, or if native calls would keep or compute something else than
-    the plan says.
+    the plan says. `index` holds the sizes of the calls, if they are not the plan's.
     """
     plan, requires = executable.plan, executable.programs.backward is not None
     if executable.gathers or (requires and plan.keep != "all" and _has_kept(plan)):
@@ -107,7 +140,7 @@ def _native(executable: Executable) -> Runner | None:
     if requires and plan.options.memory_limit is not None:  # native calls copy gradients that repeat elements
         return None
     if isinstance(plan.tree, Leaf):
-        return lambda operands, indices: executable.views(operands)[0].view_as(executable.views(operands)[0])
+        return lambda views, _=None: views[0].view_as(views[0])
     if not all(step.choice.lowering in NATIVE for step in plan.programs.forward.steps):
         return None
     under_transform = transformed()  # there steps behave as they do when autograd records
@@ -117,38 +150,53 @@ def _native(executable: Executable) -> Runner | None:
         x = Strided(o.shape, strides, requires and o.requires_grad and not under_transform)
         standins.append(x if shape is None else x.reshape(shape))
     backward = executable.programs.backward
-    compiled: Any = partial(compile_native, plan.tree, standins, backward, under_transform)
+    compiled: Any = partial(compile_native, plan.tree, standins, backward, under_transform, index=index)
     native = compiled()
     if native is None:
         return None
     show = lru_cache(maxsize=1)(partial(compiled, named_native))  # compiled when a profiler is on first
     label = f"planner {plan.text}"
 
-    def run(operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+    def run(views: Sequence[Tensor], _: Any = None) -> Tensor:
         if profiler._is_profiler_enabled:
             with Range(label):
-                return show()(operands)
-        result: Tensor = native(operands)
+                return show()(views)
+        result: Tensor = native(views)
         return result
 
-    if all(shape is None for shape in executable.reshape):
-        return run
-    return lambda operands, indices: run(executable.views(operands), indices)
+    return run
 
 
 def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
-    if executable.sizes is not None and opaque(executable, operands[0]):
+    if executable.sizes is not None and not executable.symbolic and opaque(executable, operands[0]):
         executable = executable.by_itself(operands)
+    recorded = dataless(operands[0]) or records()
     if executable.drops and not (in_functorch() or opaque(executable, operands[0])):
         wide = wide_result(executable, operands, indices, executable.prepare(indices))
         if wide is not None:
             return wide
-    if forward_mode() or any([type(x) is not Tensor and dispatches(x) for x in operands]):
+    if only_stock() or (recorded and torch.compiler.is_compiling() and not bare_operators() and _is_stock(executable)):
+        return executable.stock(operands, indices)
+    if any([type(x) is not Tensor and dispatches(x) for x in operands]):
         return executable.stock(operands, indices)
     _check_gradients(executable, operands)
     if executable.programs.backward is None:
         return run_forward(executable, operands, indices)[0]
     return record(executable, operands, indices)
+
+
+def _is_stock(executable: Executable) -> bool:
+    """Return whether a compiler may record a plan's steps: torch's own operators, without gradients and guards.
+
+    A compiler can fuse them, and calling them takes less time than one operator that is written in Python. With
+    gradients the compiler would decide what is kept. What dropped indices meet is looked at when the operator runs.
+    """
+    steps, mode = executable.programs.forward.steps, MODES[executable.plan.index_mode]
+    return (
+        executable.programs.backward is None
+        and mode.bad != "drop"
+        and all(not isinstance(step.op, Guard | Loop) and step.choice.lowering == stock_kind(step.op) for step in steps)
+    )
 
 
 def _check_gradients(executable: Executable, operands: Sequence[Tensor]) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "is_letter",
     "indexed_dims",
     "plain_axes",
+    "pool_letters",
     "replace_gathers",
     "row_axes",
     "term_axes",
@@ -229,6 +230,12 @@ class Spec:
     def output_shape(self) -> tuple[int, ...]:
         """The result's shape."""
         return self.shape(self.output)
+
+
+def pool_letters(spec: Spec) -> tuple[str, ...]:
+    """Return the letter of the pool axis of each gather of a resolved spec."""
+    used = {axis for axis, _ in spec.sizes} | set(spec.arrays)
+    return unused_letters(used, len(spec.gathers))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

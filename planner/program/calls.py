@@ -1,19 +1,21 @@
 """What the steps of one call share: `RangedIndices`, its index arrays in range; `Member`, its sizes in a family.
 
-`Stepwise` is a program that runs one step at a time.
+`SizeReader` reads these sizes from the shapes of the arrays. `Stepwise` is a program that runs one step at a time.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from planner.language.spec import Gather, Spec, Term
+from planner.language.spec import Gather, Spec, Term, pool_letters, term_gathers
+from planner.program.contraction import Contraction
 from planner.program.program import Step
 
-__all__ = ["Indices", "Member", "RangedIndices", "Stepwise", "shape_in", "size_in"]
+__all__ = ["Indices", "Member", "RangedIndices", "SizeReader", "Stepwise", "shape_in", "size_in"]
 
 Indices = Mapping[Gather, Any]
 
@@ -79,6 +81,95 @@ class Member(NamedTuple):
     sizes: Mapping[str | Gather, int]
     shapes: Sequence[tuple[int, ...] | None]
     index_shapes: Mapping[str, tuple[int, ...]]
+
+
+class SizeReader:
+    """Reads the sizes of contractions of one spec from the shapes of their arrays.
+
+    Args:
+        spec: the spec with the axes and gathers that sizes are read for.
+        contraction: one of the contractions, by which the dimensions of arrays are told apart.
+        names: the letters of the index arrays, in the order in which their shapes are given.
+
+    Attributes:
+        hidden: the axes and gathers of the output whose sizes no array shows.
+    """
+
+    def __init__(self, spec: Spec, contraction: Contraction, names: Sequence[str]) -> None:
+        resolved, fitted = contraction.resolved, dict(contraction.resolved.index_shapes)
+        self.names, self.count, passed = tuple(names), len(spec.inputs), dict(contraction.index_shapes)
+        shapes = [*(o.shape for o in contraction.operands), *(passed[name] for name in self.names)]
+        kept = [*resolved.shapes, *(fitted[name] for name in self.names)]
+        # For each array the dimensions that are not broadcast; None if that is all.
+        self.dims = [
+            None if len(shape) == len(wanted) else _kept_dims(shape, wanted)
+            for shape, wanted in zip(shapes, kept, strict=True)
+        ]
+        # The arrays by number, and what their dimensions are. An index array may stand in several brackets.
+        self.terms: list[tuple[int, Term]] = [
+            *enumerate(spec.inputs),
+            *((self.count + self.names.index(gather.array), gather.axes) for gather in spec.gathers),
+        ]
+        self.output = spec.output
+        self.written = {e.array: e for e in spec.output if isinstance(e, Gather)}
+        self.read = {gather.array: gather for term in spec.inputs for gather in term_gathers(term)}
+        self.pools = {axis: gather for gather, axis in zip(spec.gathers, pool_letters(spec), strict=True)}
+        # Axes of which nothing is left but a dimension of size 1 that is broadcast.
+        self.dropped: dict[str | Gather, int] = {axis: size for axis, size in spec.sizes if axis not in spec.axes}
+        shown = {entry for _, term in self.terms for entry in term}
+        self.hidden = tuple(e for e in dict.fromkeys(spec.output) if e not in shown)
+
+    def entries(self, given: Any) -> list[tuple[str | Gather, Any]]:
+        """Return the sizes that `sizes=` of a call gives, by axis and gather."""
+        if given is None:
+            return []
+        by_letter = given.items() if isinstance(given, Mapping) else zip(self.output, given, strict=True)
+        return [
+            ((self.written.get(e) or self.read.get(e) or e) if isinstance(e, str) else e, size) for e, size in by_letter
+        ]
+
+    def member(
+        self,
+        shapes: Sequence[Sequence[int]],
+        given: Iterable[tuple[str | Gather, Any]] = (),
+        differ: Callable[[Any, Any], Any] = operator.ne,
+    ) -> Member | None:
+        """Return the sizes of a contraction; None if its sizes do not fit each other.
+
+        Args:
+            shapes: the shapes of operands and index arrays.
+            given: sizes that are given, by axis and gather.
+            differ: tells whether two sizes differ.
+        """
+        sizes: dict[str | Gather, Any] = {**self.dropped}
+        kept = [
+            shape if dims is None else tuple([shape[d] for d in dims])
+            for shape, dims in zip(shapes, self.dims, strict=True)
+        ]
+        for number, term in self.terms:
+            for entry, size in zip(term, kept[number], strict=True):
+                if differ(sizes.setdefault(entry, size), size):
+                    return None
+        for entry, size in given:
+            if differ(sizes.setdefault(entry, size), size):
+                return None
+        for entry in self.written.values():
+            if entry not in sizes:  # the size is that of what the same index array reads
+                sizes[entry] = sizes[self.read[entry.array]]
+        for letter, gather in self.pools.items():
+            sizes[letter] = sizes[gather]
+        reshape = [None if dims is None else tuple(shape) for shape, dims in zip(kept, self.dims, strict=True)]
+        index_shapes = {name: tuple(shape) for name, shape in zip(self.names, kept[self.count :], strict=True)}
+        return Member(sizes, reshape[: self.count], index_shapes)
+
+
+def _kept_dims(shape: Sequence[int], kept: Sequence[int]) -> list[int]:
+    """Return the dimensions of a shape without those of size 1 that are broadcast."""
+    dims: list[int] = []
+    for d, size in enumerate(shape):
+        if len(dims) < len(kept) and size == kept[len(dims)]:
+            dims.append(d)
+    return dims
 
 
 @dataclass(frozen=True, slots=True)

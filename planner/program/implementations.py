@@ -28,25 +28,16 @@ from planner.program.ops import Guard, Op, PricedImplementation
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Fuses, Step
 
-__all__ = [
-    "LOOP",
-    "MASK",
-    "Backend",
-    "Implementation",
-    "Lowering",
-    "PreparedRun",
-    "RangedIndices",
-    "Run",
-    "Stepwise",
-    "Table",
-    "form_row",
-]
+__all__ = ["LOOP", "MASK", "Backend", "Implementation", "Lowering", "PreparedRun", "RangedIndices", "Run", "RunPlan",
+           "Stepwise", "Table", "form_row"]  # fmt: skip
 
 # The names of the rows that run guards and loops. No other row is asked whether it supports one.
 MASK, LOOP = "mask", "loop"
 
 # From a step's inputs and the index arrays in range to its results.
 Run = Callable[[Sequence[Any], Indices], tuple[Any, ...]]
+# From operands and index arrays to the result.
+RunPlan = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +279,12 @@ class Backend(Protocol):
         """Describe an array."""
         ...
 
+    def numbers(self, sizes: Any) -> Any:
+        """Return a shape, or `sizes=` of a call, in numbers: for a tracer's symbols the sizes that it traces with."""
+        return sizes
+
     def signature(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> Hashable:
-        """Return everything about some arrays that a plan depends on. Every call asks for it, so it takes microseconds.
+        """Return everything about some arrays that a plan depends on, in microseconds, because every call asks for it.
 
         Law: calls of equal signatures and options may run the same plan.
 
@@ -349,23 +344,24 @@ class Backend(Protocol):
         """
         ...
 
-    def bind(self, plan: PlanRecord) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
+    def bind(self, plan: PlanRecord) -> RunPlan:
         """Return the function that runs a plan on operands and index arrays."""
         ...
 
-    def bind_family(
-        self, plan: PlanRecord
-    ) -> Callable[[Member], Callable[[Sequence[Any], Mapping[str, Any]], Any]] | None:
-        """Return what makes the function that runs the plan of a member, which takes microseconds.
+    def bind_family(self, plan: PlanRecord) -> Callable[[Member], RunPlan] | None:
+        """Return what makes the function that runs the plan of a member, in microseconds.
 
-        Law: the function does what `bind` makes of the member's own plan.
+        None if each member must be bound by itself. Law: the function does what `bind` makes of the member's own plan.
 
         Args:
             plan: the plan of a family's representative, whose steps all run at any sizes.
-
-        Returns:
-            The maker; None if each member must be bound by itself.
         """
+        return None
+
+    def bind_symbols(
+        self, plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any], sizes: Any
+    ) -> tuple[RunPlan, Mapping[str | Gather, Any]] | None:
+        """Return the function that runs a call of a plan at symbols for sizes, and these; None if they are numbers."""
         return None
 
     def family_signature(

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from planner.cost.device import Device
 from planner.cost.figures import StepCost
 from planner.cost.layout import Layout, row_major, strides_in
-from planner.language.derive import slice_spec
+from planner.cost.objective import step_key
+from planner.language.derive import resize_spec, slice_spec
 from planner.language.dtypes import accumulator, itemsize
 from planner.language.options import Options
 from planner.language.resolve import Resolved
@@ -25,9 +26,9 @@ from planner.language.spec import Gather, Operand, Spec, Term
 from planner.program.build import Lowerer, build, given_variables, lowerer_for
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
-from planner.program.ops import Op
-from planner.program.plan import Loop, PlanRecord
-from planner.program.tree import Leaf, Node, Tree, change_tree, keep_values
+from planner.program.ops import Guard, Op
+from planner.program.plan import Loop, PlanRecord, without_loops
+from planner.program.tree import Leaf, Node, Tree, change_tree, keep_values, nodes_of
 
 __all__ = [
     "Part",
@@ -37,6 +38,7 @@ __all__ = [
     "loop_node",
     "loop_over",
     "parts",
+    "resize_plan",
     "resize_tree",
     "slice_counts",
     "slice_of",
@@ -133,6 +135,45 @@ def _resize_loop(loop: Loop, sizes: Mapping[str, int]) -> Loop:
     contraction = slice_of(body.contraction, dict(whole.sizes))
     axes = tuple((axis, min(size, whole.size(axis))) for axis, size in loop.axes)
     return loop_over(contraction, axes, body.tree, body.device, body.options.minimize)
+
+
+def resize_plan(plan: PlanRecord, contraction: Contraction, sizes: Mapping[str | Gather, int]) -> PlanRecord:
+    """Return a plan for a contraction that differs in sizes only.
+
+    Each step takes the implementation that it has in the plan. If that refuses the step's new sizes, the step takes the
+    best of the others. A loop cuts the same axes into slices of the same sizes; a loop that reads index arrays is
+    undone.
+
+    Args:
+        plan: the plan.
+        contraction: the contraction at the new sizes.
+        sizes: the new size of each axis and gather of the plan's specs, with the letters of gathered dimensions.
+    """
+    table, device = load_backend(plan.backend).table, plan.device
+    objective, tree = plan.options.objective, plan.tree
+    if any(isinstance(node.op, Loop) and node.op.spec.gathers for node in nodes_of(tree)):
+        tree = without_loops(tree)
+
+    def resize_op(op: Op) -> Op:
+        if isinstance(op, Loop):
+            return _resize_loop(op, {axis: sizes[axis] for axis in op.spec.by_axis})
+        return dataclasses.replace(op, spec=resize_spec(op.spec, sizes))
+
+    def change(node: Node, children: tuple[Tree, ...]) -> Tree:
+        return dataclasses.replace(node, op=resize_op(node.op), children=children)
+
+    fixed = {}
+    for step in plan.steps:
+        if not isinstance(step.op, Guard | Loop):  # there is one implementation of these
+            op = resize_op(step.op)
+            choice = table.price(step.choice.lowering, op, device)
+            if choice is not None:
+                fixed[op] = choice
+    lower = Lowerer(lambda op: table.choices(op, device), step_key(objective), fixed)
+    tree = change_tree(tree, change)
+    programs = build(tree, contraction, given_variables(contraction), lower)
+    origin = f"{plan.origin}, at other sizes"
+    return PlanRecord.of_contraction(contraction, tree=tree, programs=programs, proven=False, origin=origin)
 
 
 def slice_of(contraction: Contraction, sizes: Mapping[str, int]) -> Contraction:

@@ -5,17 +5,15 @@ This module is loaded when Dynamo first meets such a call, because loading Dynam
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo import disable, nonstrict_trace
+from torch._dynamo import allow_in_graph, disable
 from torch.utils._pytree import register_pytree_node
 
 from planner.backends.torch.index import TorchIndex
 from planner.language.dtypes import asked_dtype
-from planner.language.errors import PlannerError
 from planner.language.options import Request
 from planner.language.parse import unpack_operands
 from planner.program.callbacks import callbacks
@@ -41,14 +39,20 @@ def contract(asked: Sequence[Any], operands: Sequence[Any], indices: Mapping[str
     given = {name: x for name, x in zip(Request._fields, asked, strict=True) if x is not None}
     if "dtype" in given:
         given["dtype"] = asked_dtype(given["dtype"])
-    return _contract(given, operands, indices)
+    prepared: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    for name, q in indices.items():
+        if isinstance(q, TorchIndex):
+            prepared[name] = q.parts()
+        else:
+            arrays[name] = q
+    return _contract(given, list(operands), arrays, prepared)
 
 
-@nonstrict_trace
-def _contract(given: Mapping[str, Any], operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
-    try:
-        return callbacks().plan_and_run(Request(**{**dict.fromkeys(Request._fields), **given}), operands, indices)
-    except PlannerError as error:
-        # Dynamo raises its own error, and names this one only deep in its causes.
-        warnings.warn(f"{type(error).__name__}: {error}", stacklevel=2)
-        raise
+# Dynamo puts a call of this function into its graph. What reads the graph, a compiler or `torch.export`, traces it.
+@allow_in_graph
+def _contract(
+    given: Mapping[str, Any], operands: Sequence[Any], arrays: Mapping[str, Any], prepared: Mapping[str, Any]
+) -> Any:
+    indices = {**arrays, **{name: TorchIndex.join(*parts) for name, parts in prepared.items()}}
+    return callbacks().plan_and_run(Request(**{**dict.fromkeys(Request._fields), **given}), operands, indices)

@@ -11,8 +11,9 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-__all__ = ["as_planned", "autocasts", "autograd_batches", "checkpoints", "deterministic", "forward_mode",
-           "grad_enabled", "in_functorch", "over_batch", "transform", "transformed", "unwatched", "unwrapped",
+__all__ = ["as_planned", "autocasts", "autograd_batches", "bare_operators", "checkpoints", "deterministic", "differ",
+           "fixed", "forward_mode", "grad_enabled", "hint", "in_functorch", "is_symbol", "only_stock", "over_batch",
+           "records", "scripts", "transform", "transformed", "unscripted", "unwatched", "unwrapped",
            "watched"]  # fmt: skip
 
 # The innermost transform of `torch.func`, or None.
@@ -23,6 +24,12 @@ _JVP = torch._C._functorch.TransformType.Jvp
 # How many modes are active that see operators, as a `FlopCounterMode` does, or a selective checkpoint.
 watched: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+_FUNCTIONALIZE = torch._C._functorch.TransformType.Functionalize
+_mode = torch._C._get_dispatch_mode
+_PROXIES = torch._C._TorchDispatchModeKey.PROXY
+# What `torch.jit.trace` has recorded so far; None outside of it.
+scripts: Callable[[], Any] = torch._C._get_tracing_state
+_set_tracing_state: Callable[[Any], None] = getattr(torch._C, "_set_tracing_state")  # noqa: B009 -- mypy does not know it
 grad_enabled = torch.is_grad_enabled
 # What `torch.are_deterministic_algorithms_enabled` calls: every call asks.
 deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
@@ -70,6 +77,17 @@ def forward_mode() -> bool:
     return forward_ad._current_level >= 0 or (in_functorch() and any(t.key() == _JVP for t in _transforms() or ()))
 
 
+def only_stock() -> bool:
+    """Return whether only torch's own operators have the derivatives that may be asked for.
+
+    That is in forward mode, and under a transform with `torch.func.functionalize`, which knows no Functions.
+    """
+    if forward_mode():
+        return True
+    levels = (in_functorch() and _transforms()) or ()
+    return len(levels) > 1 and any(level.key() == _FUNCTIONALIZE for level in levels)
+
+
 def autograd_batches(*tensors: torch.Tensor | None) -> bool:
     """Return whether autograd batches any of these tensors, as `is_grads_batched=True` asks it to.
 
@@ -95,6 +113,69 @@ def over_batch(backward: Callable[..., Sequence[Any]], gradients: Sequence[torch
 
     results = iter(torch.func.vmap(run_one)(*batched.values()))
     return tuple(torch._add_batch_dim(next(results), 0, level) if has else None for has in has_result)
+
+
+def records() -> bool:
+    """Return whether a tracer records operators on tensors that have values: `make_fx` or `torch.jit.trace`.
+
+    Under `torch.func.functionalize` it is the same: an operator has no steps that would have to be made functional.
+    """
+    if scripts() is not None or _mode(_PROXIES) is not None:
+        return True
+    return in_functorch() and transform().key() == _FUNCTIONALIZE
+
+
+def bare_operators() -> bool:
+    """Return whether what is recorded must be operators with derivatives of their own, not Functions around them."""
+    if scripts() is not None or torch.compiler.is_exporting():
+        return True
+    return in_functorch() and transform().key() == _FUNCTIONALIZE
+
+
+@contextlib.contextmanager
+def unscripted() -> Iterator[None]:
+    """Hide what runs inside from `torch.jit.trace`, under which sizes are tensors."""
+    state = scripts()
+    if state is None:
+        yield
+        return
+    _set_tracing_state(None)
+    try:
+        yield
+    finally:
+        _set_tracing_state(state)
+
+
+def is_symbol(size: Any) -> bool:
+    """Return whether a size is a symbol of a compiler, or a tensor, as under `torch.jit.trace`."""
+    return isinstance(size, (torch.SymInt, torch.Tensor))
+
+
+def fixed(size: Any) -> Any:
+    """Return a size as an argument of an operator, where `torch.jit.trace` fixes what it is, and warns."""
+    return size if isinstance(size, torch.SymInt) else int(size)
+
+
+def hint(size: Any) -> int:
+    """Return a size as a number: for a symbol the size that the compiler traces with, without a guard.
+
+    A symbol without such a size stands for 1,024, or for the largest size that it can have.
+    """
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    from torch.fx.experimental.symbolic_shapes import optimization_hint  # loaded by whatever made the symbol
+
+    return int(optimization_hint(size, 1024))
+
+
+def differ(first: Any, second: Any) -> bool:
+    """Return whether two sizes differ. If one is a symbol they do not, and the compiler checks that they are equal."""
+    if type(first) is int and type(second) is int:
+        return first != second
+    if scripts() is not None:  # what `torch.jit.trace` records checks nothing
+        return False
+    torch._check(first == second, lambda: f"one axis has the sizes {first} and {second}")
+    return False
 
 
 def transformed() -> bool:

@@ -2,14 +2,21 @@
 
 A compiler traces a call with tensors that have no values, and runs what it recorded later, on other tensors. So it
 records one operator for a plan's forward program and one for its backward program. The plan is an argument of the
-operator, as JSON. A rule gives the compiler the shapes and strides of the results, which the plan knows. The operators
-need no derivatives, because `planner.backends.torch.autograd` calls them inside its Functions.
+operator, as JSON. A rule gives the compiler the shapes and strides of the results.
+
+What was recorded also runs on tensors of other sizes. Then the operator resizes its plan, see `_Bound`. Its last
+argument is None, or the shape of the result, with -1 for each size that arrays show.
+
+Inside of the Functions of `planner.backends.torch.autograd` the operators need no derivatives. Exported graphs and
+those of `torch.jit.trace` hold the operators alone, so the same module gives them derivatives.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,33 +25,49 @@ from torch import Tensor
 
 from planner.backends.common.masks import widen_operands
 from planner.backends.torch.contexts.flops import register_flops
-from planner.backends.torch.contexts.modes import as_planned, checkpoints, in_functorch, watched
+from planner.backends.torch.contexts.modes import (
+    as_planned,
+    autocasts,
+    checkpoints,
+    differ,
+    fixed,
+    in_functorch,
+    records,
+    scripts,
+    unscripted,
+    watched,
+)
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.ops import OPS, dataless, finite, occurs, torch_dtype
-from planner.cost.layout import dense_strides, view_strides
+from planner.cost.layout import without_gaps
+from planner.language.cached import enter
 from planner.language.derive import transpose
+from planner.language.errors import ShapeError
 from planner.language.options import MODES
-from planner.language.spec import Operand
+from planner.language.spec import Gather, Term
+from planner.program.calls import Member, SizeReader
 from planner.program.frameworks import load_backend
 from planner.program.implementations import RangedIndices
-from planner.program.program import Variable
+from planner.program.loops import resize_plan
 from planner.program.serial import plan_from_json
 
-__all__ = ["opaque", "run_backward", "run_forward", "wide_result"]
+__all__ = ["backward_operator", "contract_gradient", "executable_for", "forward_operator", "join_indices", "opaque",
+           "operator_arguments", "run_backward", "run_forward", "wide_result"]  # fmt: skip
 
 
 def opaque(executable: Executable, x: Tensor) -> bool:
-    """Return whether a plan that is not native runs as operators: a tensor has no values, or a mode is active.
+    """Return whether a plan that is not native runs as operators: a tracer records, or a mode is active.
 
     A mode may count FLOPs, or save the results of operators. It must not see what kernels do inside: they pad, and
     write in place. But an operator returns no views, so a plan of views runs as it is. And a selective checkpoint sees
     steps of torch's own operators, so that it can save the results of `mm` and `bmm`.
     """
+    recorded = dataless(x) or records()
     if not watched() or in_functorch():
-        return dataless(x)
+        return recorded
     register_flops()
-    return dataless(x) or not (executable.only_views or (executable.only_stock and checkpoints()))
+    return recorded or not (executable.only_views or (executable.only_stock and checkpoints()))
 
 
 def run_forward(
@@ -52,11 +75,12 @@ def run_forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the result and the kept values.
 
-    If tensors have no values, or a mode looks at operators, this calls the operator, which tracers record.
+    If tensors have no values, a tracer records, or a mode looks at operators, this calls the operator.
     """
     if not opaque(executable, operands[0]):
         return executable.forward(operands, executable.prepare(indices))
-    result, *kept = _forward(executable.text, *_split(indices), list(operands))
+    plan, names, arrays, sizes = operator_arguments(executable, indices)
+    result, *kept = forward_operator(plan, names, arrays, list(operands), sizes)
     return result, tuple(kept)
 
 
@@ -70,9 +94,10 @@ def run_backward(
     """Return a gradient for each operand that needs one; as in `run_forward`, a tracer records the operator."""
     if not opaque(executable, gradient):
         return executable.backward(gradient, operands, executable.prepare(indices), kept)
-    if executable.sizes is not None:  # no mode was active in the forward pass
+    if executable.sizes is not None and not executable.symbolic:  # no mode was active in the forward pass
         executable = executable.by_itself(operands)
-    gradients = iter(_backward(executable.text, *_split(indices), gradient, list(operands), list(kept)))
+    plan, names, arrays, sizes = operator_arguments(executable, indices)
+    gradients = iter(backward_operator(plan, names, arrays, gradient, list(operands), list(kept), sizes))
     return [None if v is None else next(gradients) for v in executable.programs.gradients]
 
 
@@ -95,24 +120,42 @@ def wide_result(
     return executable.contract(*wide, executable.index_views(indices), limits)
 
 
-@torch.library.custom_op("planner::forward", mutates_args=())
-def _forward(plan: str, names: str, arrays: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
-    executable, indices = _executable(plan), _joined(names, arrays)
-    with torch.no_grad(), as_planned():
+def _alone() -> AbstractContextManager[object]:
+    """Return a context in which neither autograd, nor autocast, nor a tracer sees what an operator does."""
+    if not (torch.is_grad_enabled() or autocasts() or scripts() is not None):  # as a rule
+        return _NOTHING
+    stack = contextlib.ExitStack()
+    for context in (torch.no_grad(), as_planned(), unscripted()):
+        stack.enter_context(context)
+    return stack
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _forward(
+    plan: str, names: str, arrays: Sequence[Tensor], operands: Sequence[Tensor], sizes: Sequence[int] | None = None
+) -> list[Tensor]:
+    with _alone():
+        indices = join_indices(names, arrays)
+        executable, promises, _ = _bound(plan).at(operands, indices, sizes)
         index = executable.prepare(indices)
+        if _is_zero(executable):
+            return [promise.standin(operands[0]).zero_() for promise in promises]
         wide = wide_result(executable, operands, indices, index)
         if wide is not None:
             index = executable.prepare(indices)
         result, kept = executable.forward(operands, index)
-    return _fulfil([result if wide is None else wide, *kept], _results(plan), [*operands, *arrays])
+        return _fulfil([result if wide is None else wide, *kept], promises, [*operands, *arrays])
 
 
-@_forward.register_fake
-def _(plan: str, names: str, arrays: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
-    return [promise.standin(operands[0]) for promise in _results(plan)]
+def _forward_rule(
+    plan: str, names: str, arrays: Sequence[Tensor], operands: Sequence[Tensor], sizes: Sequence[int] | None = None
+) -> list[Tensor]:
+    _, promises, _ = _bound(plan).promised(operands, join_indices(names, arrays), sizes)
+    return [promise.standin(operands[0]) for promise in promises]
 
 
-@torch.library.custom_op("planner::backward", mutates_args=())
 def _backward(
     plan: str,
     names: str,
@@ -120,51 +163,82 @@ def _backward(
     gradient: Tensor,
     operands: Sequence[Tensor],
     kept: Sequence[Tensor],
+    sizes: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    executable, indices = _executable(plan), _joined(names, arrays)
-    with torch.no_grad(), as_planned():
+    with _alone():
+        indices = join_indices(names, arrays)
+        executable, _, promises = _bound(plan).at(operands, indices, sizes)
         index = executable.prepare(indices)
+        if _is_zero(executable):
+            return [promise.standin(gradient).zero_() for promise in promises]
         if wide_result(executable, operands, indices, index) is None:
             gradients = executable.backward(gradient, operands, index, kept)
         else:
             gradients = _wide_gradients(executable, gradient, operands, indices)
-    results = [g for g in gradients if g is not None]
-    return _fulfil(results, _gradients(plan), [gradient, *operands, *arrays, *kept])
+        results = [g for g in gradients if g is not None]
+        return _fulfil(results, promises, [gradient, *operands, *arrays, *kept])
 
 
-@_backward.register_fake
-def _(
+def _backward_rule(
     plan: str,
     names: str,
     arrays: Sequence[Tensor],
     gradient: Tensor,
     operands: Sequence[Tensor],
     kept: Sequence[Tensor],
+    sizes: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    return [promise.standin(gradient) for promise in _gradients(plan)]
+    _, _, promises = _bound(plan).promised(operands, join_indices(names, arrays), sizes)
+    return [promise.standin(gradient) for promise in promises]
+
+
+_FORWARD = "(str plan, str names, Tensor[] arrays, Tensor[] operands, SymInt[]? sizes=None) -> Tensor[]"
+_BACKWARD = (
+    "(str plan, str names, Tensor[] arrays, Tensor gradient, Tensor[] operands, Tensor[] kept, SymInt[]? sizes=None)"
+    " -> Tensor[]"
+)
+# `torch.library.custom_op` would wrap these functions in ways that take longer than a small product.
+_library = torch.library.Library("planner", "FRAGMENT")
+for _name, _schema, _run, _rule in (
+    ("forward", _FORWARD, _forward, _forward_rule),
+    ("backward", _BACKWARD, _backward, _backward_rule),
+):
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"planner::{_name}", _rule, lib=_library)
+forward_operator: Any = torch.ops.planner.forward.default
+backward_operator: Any = torch.ops.planner.backward.default
 
 
 def _wide_gradients(
     executable: Executable, gradient: Tensor, operands: Sequence[Tensor], indices: Mapping[str, Any]
 ) -> list[Tensor | None]:
     """Return each gradient as a contraction by a transposed spec, which masks NaN and infinities for itself."""
-    views, gradients = [x.conj() for x in executable.views(operands)], list[Tensor | None]()
-    for number, variable in enumerate(executable.programs.gradients):
-        others = [*views[:number], gradient, *views[number + 1 :]]
-        spec = transpose(executable.spec, number)
-        if variable is None:
-            gradients.append(None)
-        else:
-            gradients.append(executable.contract(spec, others, executable.index_views(indices)))
-    return gradients
+    return [
+        None if variable is None else contract_gradient(executable, number, gradient, operands, indices)
+        for number, variable in enumerate(executable.programs.gradients)
+    ]
+
+
+def contract_gradient(
+    executable: Executable, number: int, gradient: Tensor, operands: Sequence[Tensor], indices: Mapping[str, Any]
+) -> Tensor:
+    """Return the gradient of one operand as a contraction of its own, by a transposed spec."""
+    others = [x.conj() for x in executable.views(operands)]
+    others[number] = gradient
+    return executable.contract(transpose(executable.spec, number), others, executable.index_views(indices))
 
 
 # -- the arguments ---------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=256)
-def _executable(plan: str) -> Executable:
-    return Executable(plan_from_json(plan), load_backend("torch").table)
+def operator_arguments(
+    executable: Executable, indices: Mapping[str, Any]
+) -> tuple[str, str, list[Tensor], Sequence[int] | None]:
+    """Return a plan as JSON, the names of index arrays, the arrays, and the result's shape as far as it is given."""
+    given = list(map(fixed, executable.given))
+    shown = all(type(n) is int and n == -1 for n in given)
+    return executable.text, *_split(indices), None if shown else given
 
 
 def _split(indices: Mapping[str, Any]) -> tuple[str, list[Tensor]]:
@@ -178,13 +252,117 @@ def _split(indices: Mapping[str, Any]) -> tuple[str, list[Tensor]]:
     return json.dumps(names), arrays
 
 
-def _joined(names: str, arrays: Sequence[Tensor]) -> dict[str, Any]:
+def join_indices(names: str, arrays: Sequence[Tensor]) -> dict[str, Any]:
     """Return the index arrays by name: the inverse of `_split`."""
     tensors = iter(arrays)
     indices: dict[str, Any] = {}
-    for name, facts in json.loads(names):
+    for name, facts in _read_names(names):
         indices[name] = next(tensors) if facts is None else TorchIndex.join([next(tensors) for _ in range(3)], facts)
     return indices
+
+
+_read_names = lru_cache(maxsize=256)(json.loads)
+
+
+class _Bound:
+    """A plan that the operators run, at the sizes that it was made for and at others.
+
+    If all steps run at any sizes, other sizes share them. Otherwise the plan is resized without a search: its steps
+    keep their implementations where these support the sizes.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.executable = Executable(plan_from_json(text), load_backend("torch").table)
+        programs, self.spec = self.executable.programs, self.executable.spec
+        self.reader = SizeReader(self.spec, self.executable.plan, self.executable.arrays)
+        self.terms: dict[int, Term] = dict(enumerate(self.spec.inputs))
+        for step in programs.forward.steps:
+            self.terms.update(zip(step.outputs, step.op.output_terms, strict=True))
+        self.terms[programs.result] = self.spec.output
+        self.met: dict[Any, tuple[Executable, list[Promise], list[Promise]]] = {}
+
+    def at(
+        self, operands: Sequence[Tensor], indices: Mapping[str, Any], sizes: Sequence[int] | None
+    ) -> tuple[Executable, list[Promise], list[Promise]]:
+        """Return the executable for these arrays, and what the operators promise: results, then gradients."""
+        key = (*[x.shape for x in operands], *[q.shape for q in indices.values()], *(sizes or ()))
+        try:
+            found = self.met.get(key)
+        except TypeError:  # symbols are no keys
+            member, results, gradients = self.promised(operands, indices, sizes)
+            return self.executable.with_symbols(member, sizes or ()), results, gradients
+        if found is None:
+            member, results, gradients = self.promised(operands, indices, sizes)
+            found = self._executable(member, operands), results, gradients
+            enter(self.met, key, found, 256)
+        return found
+
+    def promised(
+        self, operands: Sequence[Tensor], indices: Mapping[str, Any], sizes: Sequence[int] | None
+    ) -> tuple[Member, list[Promise], list[Promise]]:
+        """Return the sizes of these arrays, which may be symbols, and what the operators promise."""
+        shapes = [*(x.shape for x in operands), *(indices[name].shape for name in self.executable.arrays)]
+        pairs = zip(self.spec.output, sizes or (), strict=False)
+        known = [(e, n) for e, n in pairs if type(n) is not int or n != -1] or [
+            (e, self.spec.size(e)) for e in self.reader.hidden
+        ]
+        member = self.reader.member(shapes, known, differ)
+        if member is None:
+            raise ShapeError(f"arrays of the shapes {[list(shape) for shape in shapes]} do not fit '{self.spec}'")
+        programs = self.executable.programs
+        results = [self._promise(v, member) for v in (programs.result, *self.executable.kept)]
+        gradients = []
+        for number, variable in enumerate(programs.gradients):
+            if variable is not None:
+                dims, operand = self.reader.dims[number], self.executable.plan.operands[number]
+                promise = self._promise(variable, member, self.spec.inputs[number])
+                promise = promise._replace(dtype=torch_dtype(operand.dtype))
+                gradients.append(promise if dims is None else promise.with_dims(operands[number].dim(), dims))
+        return member, results, gradients
+
+    def _promise(self, variable: int, member: Member, term: Term | None = None) -> Promise:
+        """Return the promise for a variable of the plan. Its strides are in the plan's order, without gaps."""
+        described = self.executable.programs.variables[variable]
+        entries = self.terms[variable] if term is None else term
+        shape = tuple(member.sizes[e] for e in entries)
+        layout = without_gaps(described.layout)
+        inner = [d for run in layout.runs for d in run] if layout else list(range(len(shape)))
+        outer = [d for d in range(len(shape)) if d not in inner]  # they have size 1 in the plan
+        strides, step = [1] * len(shape), 1
+        for d in reversed((*outer, *inner)):
+            strides[d] = step
+            step *= shape[d]
+        return Promise(shape, tuple(strides), torch_dtype(described.dtype))
+
+    def _executable(self, member: Member, operands: Sequence[Tensor]) -> Executable:
+        executable, plan, sizes = self.executable, self.executable.plan, member.sizes
+        entries: list[str | Gather] = [*self.spec.by_axis, *self.spec.gathers]
+        planned = {e: self.spec.size(e) for e in entries}
+        if all(sizes[e] == size for e, size in planned.items()):
+            return executable
+        resized = executable.resized(member)
+        resized.empty = 0 in sizes.values()
+        shares = executable.table.runs_any_sizes(plan.steps) and MODES[plan.index_mode].bad != "drop"
+        if resized.empty or (shares and all((sizes[e] == 1) == (size == 1) for e, size in planned.items())):
+            return resized
+        return Executable(resize_plan(plan, resized.own_contraction(operands), sizes), executable.table)
+
+
+@lru_cache(maxsize=256)
+def _bound(plan: str) -> _Bound:
+    return _Bound(plan)
+
+
+def executable_for(
+    plan: str, operands: Sequence[Tensor], indices: Mapping[str, Any], sizes: Sequence[int] | None
+) -> Executable:
+    """Return what an operator runs for these arguments."""
+    return _bound(plan).at(operands, indices, sizes)[0]
+
+
+def _is_zero(executable: Executable) -> bool:
+    """Return whether nothing is added up because a size is 0. Only other sizes than the plan's are looked at."""
+    return executable.empty and executable.sizes is not None
 
 
 # -- the results -----------------------------------------------------------------------------------------
@@ -197,47 +375,38 @@ class Promise(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
 
-    @classmethod
-    def of(cls, variable: Variable, operand: Operand | None = None) -> Promise:
-        """Return the promise for a variable of the plan; a gradient is promised as its operand is."""
-        strides = dense_strides(variable.layout, variable.shape)
-        if operand is None:
-            return cls(variable.shape, strides, torch_dtype(variable.dtype))
-        shaped = view_strides(variable.shape, strides, operand.shape)
-        assert shaped is not None  # the shapes differ by dimensions of size 1 only
-        return cls(operand.shape, shaped, torch_dtype(operand.dtype))
+    def with_dims(self, count: int, dims: Sequence[int]) -> Promise:
+        """Return the promise for a view of so many dimensions: `dims` are its own, and the others have size 1."""
+        shape, strides = [1] * count, [1] * count
+        for d, n, stride in zip(dims, self.shape, self.strides, strict=True):
+            shape[d], strides[d] = n, stride
+        return Promise(tuple(shape), tuple(strides), self.dtype)
 
     def standin(self, like: Tensor) -> Tensor:
         """Return an uninitialised tensor on the device of `like`."""
         return like.new_empty_strided(self.shape, self.strides, dtype=self.dtype)
 
-    def fulfil(self, x: Tensor, taken: set[int]) -> Tensor:
-        """Return a result as promised. It is copied if it is laid out otherwise, or if its storage is taken already."""
-        x = x.reshape(self.shape)
-        x = x.real if x.is_complex() and not self.dtype.is_complex else x
-        same = (x.stride(), x.dtype, x.is_neg(), x.is_conj()) == (self.strides, self.dtype, False, False)
-        if not same or x.untyped_storage()._cdata in taken:
-            x = self.standin(x).copy_(x)
-        taken.add(x.untyped_storage()._cdata)
-        return x
+    def fulfil(self, x: Tensor, others: Sequence[Tensor]) -> Tensor:
+        """Return a result as promised. It is copied if it is laid out otherwise, or if it shares memory with others."""
+        if x.shape != self.shape:
+            x = x.reshape(self.shape)
+        if x.dtype != self.dtype and x.is_complex() and not self.dtype.is_complex:
+            x = x.real
+        same = x.dtype == self.dtype and not (x.is_neg() or x.is_conj())
+        if same and x.stride() != self.strides:
+            places = zip(self.shape, x.stride(), self.strides, strict=True)
+            same = all(n <= 1 or stride == wanted for n, stride, wanted in places)
+        if same and not any(_shares(x, other) for other in others):
+            return x
+        return self.standin(x).copy_(x)
 
 
-@lru_cache(maxsize=256)
-def _results(plan: str) -> list[Promise]:
-    """Return the promises for the result and the kept values."""
-    executable = _executable(plan)
-    return [Promise.of(executable.programs.variables[v]) for v in (executable.programs.result, *executable.kept)]
-
-
-@lru_cache(maxsize=256)
-def _gradients(plan: str) -> list[Promise]:
-    """Return the promises for the gradients."""
-    executable = _executable(plan)
-    pairs = zip(executable.plan.operands, executable.programs.gradients, strict=True)
-    return [Promise.of(executable.programs.variables[v], operand) for operand, v in pairs if v is not None]
+_shares: Callable[[Tensor, Tensor], bool] = getattr(torch._C, "_is_alias_of")  # noqa: B009 -- mypy does not know it
 
 
 def _fulfil(results: Sequence[Tensor], promises: Sequence[Promise], arguments: Sequence[Tensor]) -> list[Tensor]:
-    """Return results as promised, none of which shares storage with an argument or another result."""
-    taken = {x.untyped_storage()._cdata for x in arguments}
-    return [promise.fulfil(x, taken) for x, promise in zip(results, promises, strict=True)]
+    """Return results as promised, none of which shares memory with an argument or another result."""
+    fulfilled: list[Tensor] = []
+    for x, promise in zip(results, promises, strict=True):
+        fulfilled.append(promise.fulfil(x, (*arguments, *fulfilled)))
+    return fulfilled

@@ -21,9 +21,9 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from planner.language.spec import Gather, Spec, Term, replace_gathers, unused_letters
+from planner.language.spec import Gather, Spec, Term, pool_letters, replace_gathers
 
-__all__ = ["POOL", "ROWS", "SCATTER", "Network", "Status", "Value", "pool_letters"]
+__all__ = ["POOL", "ROWS", "SCATTER", "Network", "Status", "Value"]
 
 POOL, ROWS, SCATTER = 0, 1, 2
 Status = tuple[int, ...]
@@ -58,12 +58,6 @@ def bits(mask: int) -> Iterator[int]:
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low
-
-
-def pool_letters(spec: Spec) -> tuple[str, ...]:
-    """Return the letter of the pool axis of each gather of a resolved spec."""
-    used = {axis for axis, _ in spec.sizes} | set(spec.arrays)
-    return unused_letters(used, len(spec.gathers))
 
 
 class Network:
