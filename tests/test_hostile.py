@@ -265,6 +265,8 @@ def test_backends_are_held_to_the_protocol(name):
         "unwatched",
         "bind_family",
         "divided",
+        "numbers",
+        "bind_symbols",
         "family_signature",
     } | (set() if backend.compiles else {"compiled_bytes", "fuses"})
     assert all(vars(backend)[method] for method in asked - {"table"} - inherited)

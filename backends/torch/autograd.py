@@ -24,6 +24,7 @@ from planner.backends.torch.contexts.modes import (
     records,
     transformed,
     unwrapped,
+    watched,
 )
 from planner.backends.torch.contexts.traced import (
     backward_operator,
@@ -31,7 +32,6 @@ from planner.backends.torch.contexts.traced import (
     executable_for,
     forward_operator,
     join_indices,
-    opaque,
     operator_arguments,
     run_backward,
     run_forward,
@@ -144,7 +144,7 @@ class _Contract(torch.autograd.Function):
             executable, gradient = ctx.executable.against(gradient)
             if executable is not ctx.executable:
                 saved = saved[: count + len(blank)]  # without kept values
-            if ctx.shapes is not None and opaque(executable, gradient):  # an operator takes tensors, and their sizes
+            if ctx.shapes is not None and (watched() or dataless(gradient) or records()):  # operators take tensors only
                 blanks = [gradient.new_zeros(()).expand(shape) for shape in ctx.shapes]
                 read = [y if x is None else x for x, y in zip(saved, blanks, strict=False)]
                 saved = (*read, *saved[count:])

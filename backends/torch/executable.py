@@ -16,7 +16,7 @@ from planner.backends.common.stock import evaluate
 from planner.backends.torch.contexts.modes import hint, records, transformed
 from planner.backends.torch.contexts.ranges import Range, named_program, profiler
 from planner.backends.torch.index import TorchIndex, part_in_range, refuse_sparse, torch_in_range
-from planner.backends.torch.ops import GUARD, OPS, cast, dataless, torch_dtype
+from planner.backends.torch.ops import GUARD, OPS, cast, conjugate, dataless, torch_dtype
 from planner.cost.layout import Layout, layout_of, strides_of
 from planner.kernels.grouping.keys import IndexArray
 from planner.language.derive import resize_spec, sum_dims, summable_dims
@@ -279,7 +279,7 @@ class Executable:
                 continue
             if gradient_of.is_complex():
                 is_complex = self.plan.operands[number].dtype.startswith("complex")
-                gradient_of = _conjugate(gradient_of) if is_complex else gradient_of.real
+                gradient_of = conjugate(gradient_of) if is_complex else gradient_of.real
             gradients[number] = gradient_of if operand is None else gradient_of.reshape(operand.shape)
         return gradients
 
@@ -447,9 +447,3 @@ class Executable:
             else:
                 values.append(evaluate(OPS, op.spec, inputs, index, index.may_drop))
         return values[0]
-
-
-def _conjugate(x: Tensor) -> Tensor:
-    """Return the conjugate of a tensor that nothing else reads: in place, unless elements of it share memory."""
-    shares = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.conj().resolve_conj() if shares else x.conj_physical_()

@@ -24,6 +24,7 @@ __all__ = [
     "TorchOps",
     "captured",
     "cast",
+    "conjugate",
     "dataless",
     "dispatches",
     "finite",
@@ -238,3 +239,9 @@ def finite(x: Tensor) -> bool:
 
 # Runs a `Guard`.
 GUARD = guard_run(OPS, finite)
+
+
+def conjugate(x: Tensor) -> Tensor:
+    """Return the conjugate of a tensor that nothing else reads: in place, unless elements of it share memory."""
+    shares = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.conj().resolve_conj() if shares else x.conj_physical_()
