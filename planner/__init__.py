@@ -16,6 +16,9 @@ from planner.api import plan_and_run as _plan_and_run
 from planner.caches import Caches, caches
 from planner.cost.device import Device
 from planner.cost.figures import Cost, PlanCost
+from planner.dropin.einsum import einsum
+from planner.dropin.expression import ContractExpression, contract_expression, contract_path
+from planner.dropin.patch import Patched, patch
 from planner.groups import group
 from planner.language.derive import batched, transpose
 from planner.language.errors import (
@@ -42,11 +45,13 @@ from planner.version import __version__ as __version__
 
 __all__ = [
     "Caches",
+    "ContractExpression",
     "Cost",
     "Device",
     "Gather",
     "IndexRangeError",
     "Operand",
+    "Patched",
     "Plan",
     "PlanCost",
     "PlannerError",
@@ -61,7 +66,11 @@ __all__ = [
     "batched",
     "caches",
     "contract",
+    "contract_expression",
+    "contract_path",
+    "einsum",
     "group",
+    "patch",
     "plan",
     "resolve",
     "shard",

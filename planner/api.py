@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from planner.search.paths import explicit_path
 from planner.search.verify import accept_plan
 from planner.tune.autotune import autotune
 
-__all__ = ["contract", "plan"]
+__all__ = ["check_names", "contract", "plan"]
 
 
 # Repeated calls find the function that runs them here, by spec, options and the backend's signature of the arrays.
@@ -129,7 +129,7 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
     if run is not None:
         return run(operands, indices)
     spec, operands = request.spec, unpack_operands(request.spec, operands)
-    _check_names(contract, indices)
+    check_names(contract, indices)
     if not (is_name(spec) or isinstance(spec, Spec)):
         if framework_of(spec) is None or not operands:
             raise PlannerTypeError(
@@ -248,7 +248,7 @@ def plan(
         SearchLimitError: the problem is too large for any search, or too large to address.
         PlannerError: an option is unknown, or the backend's framework is not installed.
     """
-    _check_names(plan, indices)
+    check_names(plan, indices)
     operands = tuple(unpack_operands(spec, operands))
     if not (is_name(spec) or isinstance(spec, Spec)):
         spec, operands, letters = parse_sublists((spec, *operands))
@@ -364,9 +364,9 @@ def _read_device(device: Device | str | None) -> Device | None:
     return device
 
 
-def _check_names(call: Callable[..., Any], indices: Mapping[str, Any]) -> None:
+def check_names(call: Callable[..., Any], names: Iterable[str]) -> None:
     """Refuse keywords of several letters that are not options: index arrays have one letter, so one is misspelt."""
-    for name in indices:
+    for name in names:
         if len(name) != 1:
             options = [p.name for p in inspect.signature(call).parameters.values() if p.kind is p.KEYWORD_ONLY]
             close = difflib.get_close_matches(name, options, 1)

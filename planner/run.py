@@ -222,6 +222,11 @@ def torch_override(arrays: Sequence[Any]) -> Callable[..., Any] | None:
     return lambda function, *given, **named: torch.overrides.handle_torch_function(function, own, *given, **named)
 
 
+def torch_traces() -> bool:
+    """Whether torch's compiler, or `torch.jit.trace`, is tracing the caller."""
+    return torch_compiles() or ("torch" in sys.modules and sys.modules["torch"].jit.is_tracing())
+
+
 def for_dynamo() -> Any:
     """Return the module with the functions that torch's compiler traces in place of those that it cannot trace."""
     # This is an import statement because torch's compiler refuses calls of importlib.

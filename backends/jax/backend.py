@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from planner.backends.common.indices import check_index_dtype, clip_error
+from planner.backends.common.routing import Routing
 from planner.backends.jax.evaluation import TABLE, Mode, compile_cast, hopper
 from planner.backends.jax.guards import Guards
 from planner.backends.jax.index import JaxIndex, checked_arrays, jax_in_range
@@ -33,6 +35,8 @@ __all__ = ["JaxBackend", "backend"]
 
 # The types that JAX silently uses in place of 64-bit types, unless these are enabled.
 NARROW = {"float64": "float32", "complex128": "complex64", "int64": "int32", "uint64": "uint32"}
+
+_ROUTING = Routing("jax", lambda: jnp.einsum)
 
 
 def _wide_types() -> bool:
@@ -136,6 +140,10 @@ class JaxBackend(Backend):
                 jax.block_until_ready(call(seen, arrays))
 
         return once
+
+    def routing(self, route: Callable[..., Any]) -> AbstractContextManager[object]:
+        """Replace the code of `jnp.einsum`."""
+        return _ROUTING(route)
 
     def to_numpy(self, array: Any, dtype: str) -> Any:
         """Return the values in the host's memory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from planner.backends.common.indices import PreparedIndex, check_index_dtype, numpy_in_range
 from planner.backends.common.masks import guard_run, widen_operands
+from planner.backends.common.routing import Routing
 from planner.backends.common.run import prepare_program
 from planner.backends.common.stock import Product, matmul_product
 from planner.backends.common.stock_rows import runs_of, stock_kind, stock_rows, stock_work
@@ -73,6 +75,7 @@ class NumpyOps:
 
 
 OPS = NumpyOps()
+_ROUTING = Routing("numpy", lambda: getattr(np.einsum, "_implementation", None))
 
 
 def _finite(x: Any) -> bool:
@@ -153,6 +156,10 @@ class NumpyBackend(Backend):
             run(operands, indices)
 
         return once
+
+    def routing(self, route: Callable[..., Any]) -> AbstractContextManager[object]:
+        """Replace the code of `np.einsum`."""
+        return _ROUTING(route)
 
     def to_numpy(self, array: Any, dtype: str) -> Any:
         """Return the array itself, cast."""

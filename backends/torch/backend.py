@@ -30,6 +30,7 @@ from planner.backends.torch.contexts.modes import (
     unscripted,
     unwatched,
 )
+from planner.backends.torch.contexts.routing import EinsumMode
 from planner.backends.torch.contexts.sharded import divided, is_distributed
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex, torch_in_range
@@ -188,6 +189,10 @@ class TorchBackend(Backend):
                 torch.cuda.synchronize(leaves[0].device)
 
         return once
+
+    def routing(self, route: Callable[..., Any]) -> AbstractContextManager[object]:
+        """Return a mode that sees every call of `torch.einsum`."""
+        return EinsumMode(route)
 
     def unwatched(self) -> AbstractContextManager[object]:
         """Hide what runs inside from modes and from hooks on saved tensors."""

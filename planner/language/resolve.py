@@ -11,7 +11,7 @@ from planner.language.errors import SearchLimitError, ShapeError, SpecError
 from planner.language.parse import parse
 from planner.language.spec import ELLIPSIS, Gather, Spec, Term, unused_letters
 
-__all__ = ["Resolved", "resolve", "resolve_shapes"]
+__all__ = ["Resolved", "expand_ellipses", "resolve", "resolve_shapes"]
 
 Shape = tuple[int, ...]
 _MAX_ELEMENTS = 2**62
@@ -108,7 +108,7 @@ def resolve_shapes(
         )
     if parsed.sizes or any(gather.size is not None for gather in parsed.gathers):
         return _already_resolved(parsed, shapes, index_shapes, sizes)
-    parsed = _expand_ellipses(parsed, shapes, index_shapes)
+    parsed = expand_ellipses(parsed, shapes, index_shapes)
     axis_sizes = _axis_sizes(parsed, shapes, index_shapes)
     letter_sizes, output_shape = _given_sizes(parsed, sizes)
     kept_dims = _kept_index_dims(parsed, index_shapes, axis_sizes)
@@ -291,7 +291,7 @@ def shorten(text: str, most: int = 200) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def _expand_ellipses(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[str, Shape]) -> Spec:
+def expand_ellipses(spec: Spec, shapes: Sequence[Shape], index_shapes: Mapping[str, Shape]) -> Spec:
     """Give each ellipsis its axes: aligned at the right, the same letters in every term and bracket."""
 
     def dots_in(entries: Sequence[Any], dims: int, what: str) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.program.implementations import Backend
 
-__all__ = ["HOW_GIVEN", "framework_of", "load_backend", "operands_framework"]
+__all__ = ["BACKENDS", "HOW_GIVEN", "framework_of", "load_backend", "operands_framework"]
 
 BACKENDS = ("torch", "jax", "numpy")
 # Errors about a list among the operands say this.

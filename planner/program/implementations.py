@@ -374,11 +374,11 @@ class Backend(Protocol):
         """Return what runs calls of arrays that lie on several devices; None if these do not, or the framework does."""
         return None
 
-    def compiled_bytes(self, plan: PlanRecord) -> int | None:
-        """Compile both programs of a plan and return the larger peak; None if the framework does not report it.
+    def routing(self, route: Callable[..., Any]) -> AbstractContextManager[object]:
+        """Return a context in which `route` gets the calls of the framework's einsum: function, arguments, keywords."""
 
-        The peak of the backward program counts the retained bytes. A backend that does not compile returns None.
-        """
+    def compiled_bytes(self, plan: PlanRecord) -> int | None:
+        """Compile both programs of a plan and return the larger peak, kept values counted; None if nothing tells it."""
         return None
 
     def refuse_dataless(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:

@@ -1,0 +1,91 @@
+"""Routes the calls of a Python function, whatever name or object they come by."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from planner.language.errors import PlannerError
+
+__all__ = ["Route", "Routing"]
+
+# What runs a call instead: it takes the function that was called, the arguments and the keywords.
+Route = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+_OWN = ("planner.backends.", "planner.kernels.")
+_ROUTINGS: dict[str, Routing] = {}
+
+
+class Routing:
+    """Routes the calls of one function, for the threads that ask for it.
+
+    The code of the function itself is replaced, because programs bind it to names, defaults and attributes of their
+    own. The first route that is entered replaces it, and the last one puts it back.
+    """
+
+    def __init__(self, name: str, find: Callable[[], Any]) -> None:
+        """`find` returns the function."""
+        self.name, self.find = name, find
+        self.lock, self.entered = threading.Lock(), 0
+        self.mine = threading.local()
+        self.function: Any = None
+        self.original: Any = None
+        _ROUTINGS[name] = self
+
+    @contextlib.contextmanager
+    def __call__(self, route: Route) -> Iterator[None]:
+        """Route the calls that this thread makes."""
+        with self.lock:
+            if not self.entered:
+                self._replace()
+            self.entered += 1
+        routes = self.mine.__dict__.setdefault("routes", [])
+        routes.append(route)
+        try:
+            yield
+        finally:
+            routes.remove(route)
+            with self.lock:
+                self.entered -= 1
+                if not self.entered:
+                    self.function.__code__ = self.original.__code__
+
+    def _replace(self) -> None:
+        """Replace the function's code, and keep a function of the old one."""
+        f = self.function = self.find()
+        if not isinstance(f, types.FunctionType) or f.__closure__:
+            raise PlannerError(f"the einsum of this version of {self.name} is no plain Python function to route")
+        self.original = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__)
+        self.original.__kwdefaults__ = f.__kwdefaults__
+        code = _replaced.__code__
+        f.__code__ = code.replace(co_consts=tuple(self.name if x == _NAME else x for x in code.co_consts))
+
+    def call(self, arguments: tuple[Any, ...], options: dict[str, Any], caller: str) -> Any:
+        """Run a call of the function; the library's own are not routed, whenever XLA makes them."""
+        routes = getattr(self.mine, "routes", None)
+        if not routes or caller.startswith(_OWN):
+            return self.original(*arguments, **options)
+        self.mine.routes = None  # what a route calls is not routed again
+        try:
+            return routes[-1](self.original, arguments, options)
+        finally:
+            self.mine.routes = routes
+
+
+_NAME = "name of a framework"
+
+
+def _replaced(*arguments: Any, **options: Any) -> Any:
+    """The code of a routed function. It runs among the globals of that function, and with a name in its constants."""
+    from sys import _getframe
+
+    from planner.backends.common.routing import route_call
+
+    return route_call("name of a framework", arguments, options, _getframe(1).f_globals.get("__name__", ""))
+
+
+def route_call(name: str, arguments: tuple[Any, ...], options: dict[str, Any], caller: str) -> Any:
+    """Run a call of a routed function."""
+    return _ROUTINGS[name].call(arguments, options, caller)

@@ -1,0 +1,34 @@
+"""A mode in which calls of `torch.einsum` run on something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["EinsumMode"]
+
+
+class EinsumMode(TorchFunctionMode):
+    """Routes every call of `torch.einsum` in this thread, whatever name it was called by.
+
+    torch leaves the mode while it handles a call, so what a route calls is not routed again.
+    """
+
+    def __init__(self, route: Callable[..., Any]) -> None:
+        super().__init__()
+        self.route = route
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Handle a call of any function of torch."""
+        if func is torch.functional.einsum:
+            return self.route(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))

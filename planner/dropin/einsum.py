@@ -1,0 +1,178 @@
+"""`einsum`, which takes the calls of `torch.einsum`, `numpy.einsum` and `jax.numpy.einsum` and plans them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from planner.api import contract
+from planner.dropin.torch_rules import has_private_sum, torch_einsum
+from planner.language.errors import PlannerError, PlannerTypeError
+from planner.language.parse import parse_sublists
+from planner.language.spec import Spec
+from planner.program.frameworks import framework_of
+from planner.run import torch_compiles
+
+__all__ = ["einsum", "einsum_in", "read_arguments", "search_of"]
+
+
+def einsum(*arguments: Any, **options: Any) -> Any:
+    """Contract arrays as the einsum of their framework does: a drop-in for `torch.einsum`, `np.einsum`, `jnp.einsum`.
+
+    `contract` has its own rules, the same in every framework. This function follows the framework of the operands: what
+    may be an operand, which keywords there are, which dtype and kind of result comes back.
+
+    Example:
+        >>> import numpy as np
+        >>> import planner
+        >>> planner.einsum("i,i", [1, 2], [3, 4])
+        np.int64(11)
+        >>> out = np.zeros((2, 2), "float32")
+        >>> planner.einsum(np.eye(2, dtype="float32"), [0, 1], np.ones((2, 2), "f4"), [1, 2], [0, 2], out=out) is out
+        True
+
+    Args:
+        *arguments: the spec and the operands, one by one or in one list; or each operand and its list of labels, and
+            then, if it is not implicit, the list of the output. NumPy arrays, lists and numbers beside a JAX array
+            become JAX arrays. Without an array of torch or JAX all operands become NumPy arrays.
+        **options: the framework's keywords. numpy: ``out``, ``dtype``, ``order``, ``casting``, ``optimize``. jax:
+            ``optimize``, ``precision``, ``preferred_element_type``; ``_dot_general`` and ``out_sharding`` only with
+            their defaults. torch has none. A true, false or missing ``optimize`` is "auto". Further ones are index
+            arrays and the options of `contract`.
+
+    Returns:
+        The result, as the framework's einsum returns it: in torch sums of integers are int64, in NumPy results without
+        dimensions are scalars.
+
+    Raises:
+        PlannerTypeError: a keyword or an operand is one that planner does not take, or NumPy's rule of casting forbids
+            a dtype.
+        PlannerError: as `contract`.
+    """
+    if torch_compiles() and not isinstance(arguments[0], str):
+        return contract(*arguments, **options)
+    spec, operands = read_arguments(arguments)
+    return einsum_in(_framework_of(operands), spec, operands, options)
+
+
+def einsum_in(framework: str, spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Contract operands as the einsum of a framework does."""
+    return _CONVENTIONS[framework](spec, operands, options)
+
+
+def read_arguments(arguments: Sequence[Any]) -> tuple[str | Spec, Sequence[Any]]:
+    """Return the spec and the operands of a call.
+
+    Raises:
+        PlannerTypeError: there is no operand, or operands and lists of labels do not alternate.
+        SpecError: a list of labels holds two ellipses.
+    """
+    if not arguments:
+        raise PlannerTypeError("no spec was given; an example is einsum('ij, jk -> ik', a, b)")
+    spec, operands = arguments[0], arguments[1:]
+    if not isinstance(spec, (str, Spec)):
+        parsed, operands, _ = parse_sublists(arguments)
+        return str(parsed), operands
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        # One list is all operands, or else, in NumPy, the entries of one.
+        kinds = {framework_of(x) for x in operands[0]}
+        terms = spec.count(",") + 1 if isinstance(spec, str) else len(spec.inputs)
+        if kinds & {"torch", "jax"} or (terms > 1 and len(operands[0]) == terms):
+            operands = tuple(operands[0])
+    return spec, operands
+
+
+def _framework_of(operands: Sequence[Any]) -> str:
+    """Return whose einsum would take these operands."""
+    kinds = [framework_of(x) for x in operands]
+    if "torch" in kinds:
+        return "torch"
+    return "jax" if "jax" in kinds or any(hasattr(x, "__jax_array__") for x in operands) else "numpy"
+
+
+def search_of(optimize: Any) -> Any:
+    """Return the `optimize=` of an einsum as ours."""
+    if optimize is None or isinstance(optimize, bool):
+        return "auto"
+    if isinstance(optimize, (list, tuple)) and optimize and isinstance(optimize[0], str):
+        # ["einsum_path", (0, 1), ...], or a name with a limit in elements, which has no like here.
+        return list(optimize[1:]) if optimize[0] == "einsum_path" else optimize[0]
+    return optimize
+
+
+def _numpy(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]) -> Any:
+    """`np.einsum`: anything that makes an array is an operand, and views are views of it."""
+    options = dict(options)
+    out, order, casting = options.pop("out", None), options.pop("order", "K"), options.pop("casting", "safe")
+    options["optimize"] = search_of(options.pop("optimize", None))
+    for number, x in enumerate(operands):
+        if hasattr(type(x), "__array_function__") and not isinstance(x, (np.ndarray, np.generic)):
+            raise PlannerTypeError(f"operand {number} is a {type(x).__name__}: convert it with numpy.asarray first")
+    arrays = [np.asarray(x) for x in operands]
+    order = order.upper() if isinstance(order, str) else order
+    if order not in ("C", "F", "A", "K"):
+        raise PlannerTypeError(f"order={order!r:.80} is unknown: take one of 'C', 'F', 'A', 'K'")
+    if casting not in ("no", "equiv", "safe", "same_kind", "unsafe"):
+        raise PlannerError(f"casting={casting!r:.80} is unknown: take 'no', 'equiv', 'safe', 'same_kind' or 'unsafe'")
+    if out is not None and not isinstance(out, np.ndarray):
+        raise PlannerTypeError(f"out= is a {type(out).__name__}, not a NumPy array")
+    dtype = None if options.get("dtype") is None else np.dtype(options["dtype"])
+    if dtype is None and out is not None and arrays:
+        dtype = np.result_type(*(x.dtype for x in arrays), out.dtype)
+    moved = len(arrays) == 1 and out is None and not has_private_sum(spec)
+    options["dtype"] = dtype = None if moved else dtype  # NumPy returns a view, whatever the dtype
+    if dtype is not None:
+        try:
+            arrays = [x.astype(dtype, casting=casting, copy=False) for x in arrays]
+            np.empty(0, dtype).astype(dtype if out is None else out.dtype, casting=casting)
+        except TypeError as error:
+            raise PlannerTypeError(f"{error}: pass another casting=") from None
+    result = contract(spec, *arrays, **options)
+    if out is not None:
+        if out.shape != result.shape:
+            raise PlannerError(f"out= has shape {out.shape}, but the result has shape {result.shape}")
+        np.copyto(out, result, casting=casting)
+        return out
+    if moved and arrays[0].flags.writeable and 0 not in result.strides:
+        result.flags.writeable = True  # NumPy's own diagonals are read-only, einsum's are not
+    if order != "K" and not moved:
+        fortran = all(x.flags.f_contiguous and not x.flags.c_contiguous for x in arrays)
+        result = np.asarray(result, order="F" if order == "F" or (order == "A" and fortran) else "C")
+    return result[()]
+
+
+def _jax(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]) -> Any:
+    """`jnp.einsum`: anything that makes an array is an operand."""
+    import jax
+    import jax.numpy as jnp
+
+    options = dict(options)
+    for name, default in (("out", None), ("_dot_general", jax.lax.dot_general), ("out_sharding", None)):
+        given = options.pop(name, default)
+        if given is not None and given is not default:
+            raise PlannerTypeError(f"{name}= is not an option of planner, which chooses its products: leave it out")
+    options["optimize"] = search_of(options.pop("optimize", "auto"))
+    precision = options.get("precision")
+    if isinstance(precision, (list, tuple)):
+        if len(set(precision)) != 1:
+            raise PlannerError(f"precision={precision!r:.80}: both operands of a product have one precision here")
+        options["precision"] = precision[0]
+    arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in operands]
+    wanted = options.pop("preferred_element_type", None)
+    if wanted is None or not arrays:
+        return contract(spec, *arrays, **options)
+    wanted = jax.dtypes.canonicalize_dtype(wanted)
+    natural = jnp.result_type(*arrays)
+    # A wider type is what sums are formed in. A narrower one is what the result is rounded to.
+    if wanted != natural and jnp.promote_types(natural, wanted) == wanted:
+        options["dtype"] = wanted
+    return contract(spec, *arrays, **options).astype(wanted)
+
+
+_CONVENTIONS: dict[str, Callable[[str | Spec, Sequence[Any], dict[str, Any]], Any]] = {
+    "torch": torch_einsum,
+    "numpy": _numpy,
+    "jax": _jax,
+}

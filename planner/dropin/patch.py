@@ -1,0 +1,103 @@
+"""`patch`: within a `with`, the einsum of each framework is planner's, however a program imported it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from planner.dropin.einsum import einsum_in, read_arguments
+from planner.language.errors import PlannerError
+from planner.language.resolve import shorten
+from planner.program.frameworks import BACKENDS, load_backend
+from planner.run import torch_compiles, torch_traces
+
+__all__ = ["Patched", "patch"]
+
+
+@dataclasses.dataclass
+class Patched:
+    """What became of the calls of einsum within a `patch`.
+
+    Example:
+        >>> import numpy as np
+        >>> import planner
+        >>> with planner.patch("numpy") as report:
+        ...     _ = np.einsum("ij, jk -> ik", np.eye(2), np.eye(2))
+        ...     _ = np.einsum("i->", np.array([1, 2], dtype=object))
+        >>> print(report)
+        1 call routed, 1 passed on
+          1: operand 0: dtype 'object' is not supported; ...
+
+    Attributes:
+        routed: how many calls ran on planner.
+        passed_on: how many calls the framework's own einsum ran, by the reason why planner refused them.
+    """
+
+    routed: int = 0
+    passed_on: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def __str__(self) -> str:
+        calls = f"{self.routed} call{'s' * (self.routed != 1)} routed, {self.passed_on.total()} passed on"
+        return "\n".join([calls, *(f"  {count}: {shorten(why)}" for why, count in self.passed_on.most_common())])
+
+
+@contextlib.contextmanager
+def patch(*frameworks: str) -> Iterator[Patched]:
+    """Run the einsum of frameworks on planner within a `with`.
+
+    Example:
+        >>> import numpy as np
+        >>> import planner
+        >>> with planner.patch() as report:
+        ...     total = np.einsum("ij->", np.ones((2, 3)))
+        >>> total, report.routed
+        (np.float64(6.0), 1)
+
+    In torch a `TorchFunctionMode` sees every call. In NumPy and JAX the code of the function itself is replaced.
+    Only calls of the thread that entered the `with` are routed. Calls that planner refuses run on the framework's own
+    einsum; `report.passed_on` counts them by reason. Patches may be nested; the innermost one routes.
+
+    A function that `jax.jit` or `torch.compile` traced before the `with` stays as it was traced, and one that was
+    traced within stays routed. TorchScript has operators of its own, which are not seen.
+
+    Args:
+        *frameworks: "torch", "jax", "numpy"; by default those that are imported.
+
+    Yields:
+        The report, which counts while calls are made.
+
+    Raises:
+        PlannerError: a framework is unknown or not installed.
+    """
+    names = frameworks or tuple(name for name in BACKENDS if name in sys.modules)
+    report = Patched()
+    with contextlib.ExitStack() as stack:
+        for name in dict.fromkeys(names):
+            route = functools.partial(_route, report, name)
+            stack.enter_context(load_backend(name).routing(route))
+        yield report
+
+
+def _route(
+    report: Patched, framework: str, original: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Run a call of einsum on planner, or as it was meant if planner refuses it."""
+    try:
+        if framework == "torch" and torch_traces() and not torch_compiles():
+            raise PlannerError("torch.jit.trace records sizes as values, which a plan would fix")
+        spec, operands = read_arguments(arguments)
+        result = einsum_in(framework, spec, operands, dict(options))
+    except PlannerError as error:
+        if "[" in str(arguments[:1]):  # only planner reads brackets, so its error is the one to see
+            raise
+        why = str(error)
+    else:
+        report.routed += 1
+        return result
+    report.passed_on[why.splitlines()[0]] += 1
+    return original(*arguments, **options)

@@ -1,0 +1,204 @@
+"""What `torch.einsum` does beyond values: how it sums integers, how results lie, how little it keeps for gradients.
+
+A plan takes operands to be free, since their owner often holds them anyway. Where `torch.einsum` keeps a sum or a copy
+of an operand, and lets the operand go, such a plan would keep more. So here operands are summed or copied first where
+`torch.einsum` does it, and a plan that keeps more than the steps of `torch.einsum` gives way to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from opt_einsum import contract_path
+
+from planner.api import contract, plan
+from planner.cost.layout import view_strides
+from planner.language.dtypes import dtype_name, itemsize
+from planner.language.parse import parse
+from planner.language.resolve import expand_ellipses
+from planner.language.spec import Operand, Spec
+from planner.program.frameworks import framework_of
+from planner.run import torch_traces
+
+__all__ = ["has_private_sum", "torch_einsum"]
+
+
+def _of_constants(function: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Remember the results of a function of a spec. torch's compiler calls it, and does not trace it."""
+    cached = lru_cache(maxsize=1024)(function)
+
+    def call(spec: str | Spec) -> bool:
+        return cached(spec)
+
+    call.__dict__["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result does
+    return call
+
+
+def torch_einsum(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Contract as `torch.einsum` does; in a traced function, and with options of `contract`, a plan alone decides."""
+    bare = not options and len(operands) > 1 and not torch_traces()
+    if bare and isinstance(spec, str) and "[" not in spec and _trains(operands):
+        if len(operands) > 2 and (steps := _lean_steps(spec, _described(operands))):
+            values = list(operands)
+            for places, part in steps:
+                values.append(torch_einsum(part, [values.pop(place) for place in places], {}))
+            return values[0]
+        if has_private_sum(spec):
+            spec, dims = _without_private_sums(spec, tuple(tuple(x.shape) for x in operands))
+            operands = [x.sum(d) if d else x for x, d in zip(operands, dims, strict=True)]
+        if len(operands) == 2:
+            operands = [_freed(spec, operands, n) for n in range(2)]
+    elif "dtype" not in options and all(map(_is_whole, operands)) and has_private_sum(spec):
+        options = {**options, "dtype": "int64"}
+    result = contract(spec, *operands, **options)
+    if len(operands) > 1 and not result.is_contiguous() and _is_row_major(spec):
+        return result.contiguous()
+    return result
+
+
+def _is_whole(x: Any) -> bool:
+    """Whether something is a tensor of integers or booleans."""
+    return framework_of(x) == "torch" and not (x.is_floating_point() or x.is_complex())
+
+
+def _trains(operands: Sequence[Any]) -> bool:
+    """Whether autograd will record a contraction of tensors."""
+    if any(framework_of(x) != "torch" for x in operands):
+        return False
+    return any(x.requires_grad for x in operands) and bool(sys.modules["torch"].is_grad_enabled())
+
+
+def _described(operands: Sequence[Any]) -> tuple[tuple[Operand, bool], ...]:
+    """Return stand-ins for tensors, each with whether it is a part of a larger array."""
+    return tuple(
+        (Operand(tuple(x.shape), dtype_name(x.dtype), x.stride(), x.requires_grad), _is_part(x)) for x in operands
+    )
+
+
+def _is_part(x: Any) -> bool:
+    """Whether a tensor is a view of a part of an array, which it keeps alive."""
+    if x._base is None:
+        return False
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # some tensors have no storage
+        return bool(x.untyped_storage().nbytes() > x.numel() * x.element_size())
+    return False
+
+
+@lru_cache(maxsize=1024)
+def _lean_steps(
+    spec: str, described: tuple[tuple[Operand, bool], ...]
+) -> tuple[tuple[tuple[int, ...], str], ...] | None:
+    """Return the steps of `torch.einsum` if its path keeps less than our plan: for each the operands and its spec."""
+    operands = [operand for operand, _ in described]
+    shapes = tuple(x.shape for x in operands)
+    parsed = expand_ellipses(parse(spec), shapes, {})
+    _, info = contract_path(str(parsed).replace(" ", ""), *shapes, shapes=True, optimize="auto")
+    steps = tuple((places, text) for places, _, text, _, _ in info.contraction_list)
+    if any(is_part for _, is_part in described):
+        return steps  # what a part keeps alive is known for each step
+    width = max(itemsize(x.dtype) for x in operands)
+    values = [("".join(map(str, term)), x.requires_grad) for term, x in zip(parsed.inputs, operands, strict=True)]
+    theirs = 0
+    for places, text in steps:
+        picked, result = [values.pop(place) for place in places], text.split("->")[1]
+        for n, (term, _) in enumerate(picked):
+            others = picked[:n] + picked[n + 1 :]
+            if any(grad for _, grad in others):  # it is summed over what it has alone, and kept
+                axes = set(term) & set("".join([result, *(other for other, _ in others)]))
+                theirs += math.prod(info.size_dict[axis] for axis in axes) * width
+        values.append((result, any(grad for _, grad in picked)))
+    summed, dims = _without_private_sums(spec, shapes)
+    left = [
+        Operand(tuple(n for d, n in enumerate(x.shape) if d not in gone), x.dtype, None, x.requires_grad) if gone else x
+        for x, gone in zip(operands, dims, strict=True)
+    ]
+    read = left if sum(x.requires_grad for x in left) > 1 else [x for x in left if not x.requires_grad]
+    ours = plan(summed, *left, backend="torch").cost.retained_bytes + sum(x.elements for x in read) * width
+    return steps if ours > theirs else None
+
+
+@lru_cache(maxsize=1024)
+def _without_private_sums(spec: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[str, tuple[tuple[int, ...], ...]]:
+    """Return the spec of operands that are summed over the axes that no other term has, and their dimensions of these.
+
+    What is summed is all that `torch.einsum` keeps of such an operand. A plan may keep it whole, as operands are free.
+    """
+    parsed = expand_ellipses(parse(spec), shapes, {})
+    terms, inputs, dims = parsed.terms, [], []
+    for n, term in enumerate(parsed.inputs):
+        private = set(term).difference(*terms[:n], *terms[n + 1 :])
+        private = {axis for axis in private if term.count(axis) == 1}
+        dims.append(tuple(d for d, entry in enumerate(term) if entry in private))
+        inputs.append(tuple(entry for entry in term if entry not in private))
+    return str(Spec(tuple(inputs), parsed.output)), tuple(dims)
+
+
+def _freed(spec: str, operands: Sequence[Any], number: int) -> Any:
+    """Return an operand, or a copy if `torch.einsum` would keep a copy of it where we would keep a part of an array.
+
+    Keeping a part keeps the whole array alive: the keys of ``qkv.chunk(3)`` keep the queries.
+    """
+    x, other = operands[number], operands[1 - number]
+    if not other.requires_grad:
+        return x
+    if _is_part(x):
+        order = _copied_order(spec, tuple(x.shape), tuple(other.shape), x.stride(), number)
+        if order is not None:
+            back = sorted(range(len(order)), key=order.__getitem__)
+            return x.permute(order).contiguous().permute(back)
+    return x
+
+
+@lru_cache(maxsize=1024)
+def _copied_order(
+    spec: str, shape: tuple[int, ...], other_shape: tuple[int, ...], strides: tuple[int, ...], number: int
+) -> tuple[int, ...] | None:
+    """Return the order of dimensions in which `torch.einsum` copies an operand for its product; None if it does not.
+
+    The product has one axis for all batch axes, one for the operand's own, and one for the summed ones. An operand
+    whose axes cannot be viewed so is copied.
+    """
+    shapes = (shape, other_shape) if number == 0 else (other_shape, shape)
+    parsed = expand_ellipses(parse(spec), shapes, {})
+    term = parsed.inputs[number]
+    # A dimension of size 1 is none to torch.
+    large, others = (
+        {axis for axis, size in zip(entries, sizes, strict=True) if size != 1}
+        for entries, sizes in ((term, shape), (parsed.inputs[1 - number], other_shape))
+    )
+    shared = [axis for axis in parsed.output if axis in large and axis in others]
+    own = [axis for axis in parsed.output if axis in large and axis not in others]
+    summed = sorted(str(axis) for axis in large & others if axis not in parsed.output)
+    if not summed or len({*shared, *own, *summed}) != sum(size != 1 for size in shape):
+        return None  # not a product of matrices, or not of the operand as it is
+    order = [term.index(axis) for axis in (*shared, *own, *summed)]
+    order = [d for d in range(len(term)) if shape[d] == 1] + order
+    sizes = [math.prod(shape[term.index(axis)] for axis in group) for group in (shared, own, summed)]
+    viewed = view_strides([shape[d] for d in order], [strides[d] for d in order], sizes)
+    return tuple(order) if viewed is None else None
+
+
+@_of_constants
+def _is_row_major(spec: str | Spec) -> bool:
+    """Whether the result of `torch.einsum` is row-major, so that programs may call `.view` on it.
+
+    Its product of two operands has the axes of both first, then those of the left one, then those of the right one.
+    """
+    parsed = parse(spec) if isinstance(spec, str) else spec
+    if len(parsed.inputs) > 2:
+        return True  # its last product depends on a path
+    left, right = parsed.inputs
+    order = [(axis not in left or axis not in right) + (axis not in left) for axis in parsed.output]
+    return order == sorted(order) and not set(left) & set(right) <= set(parsed.output)
+
+
+@_of_constants
+def has_private_sum(spec: str | Spec) -> bool:
+    """Whether an operand is summed over an axis that no other term has. One operand is either summed or only moved."""
+    terms = (parse(spec) if isinstance(spec, str) else spec).terms
+    return any(set(term).difference(*terms[:n], *terms[n + 1 :]) for n, term in enumerate(terms[:-1]))

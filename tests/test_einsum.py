@@ -1,0 +1,468 @@
+"""`planner.einsum` gives what the einsum of the framework gives: values, dtype, kind of result, views."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import numpy as np
+import opt_einsum
+import pytest
+
+import planner
+
+RNG = random.Random(7)
+
+
+@pytest.fixture(autouse=True)
+def same_examples(request):
+    """Each test draws the same examples, whatever ran before it."""
+    RNG.seed(request.node.name)
+
+
+def random_specs(count, most_terms=3, sizes_from=(1, 2, 3, 4)):
+    """Einsum strings over few letters, and a shape for each term."""
+    for _ in range(count):
+        letters = RNG.sample("abcdefXY", RNG.randint(3, 5))
+        sizes = {letter: RNG.choice(sizes_from) for letter in letters}
+        terms = ["".join(RNG.sample(letters, RNG.randint(1, 3))) for _ in range(RNG.randint(1, most_terms))]
+        present = sorted(set("".join(terms)))
+        output = "->" + "".join(RNG.sample(present, RNG.randint(0, len(present)))) if RNG.random() < 0.7 else ""
+        yield ",".join(terms) + output, [tuple(sizes[letter] for letter in term) for term in terms]
+
+
+def integers(shape, dtype):
+    return np.array([RNG.randint(-3, 3) for _ in range(int(np.prod(shape)))], "int64").reshape(shape).astype(dtype)
+
+
+SPECS = list(random_specs(60))
+
+
+# -- torch -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "int8", "int64", "uint8", "bool"])
+def test_torch(torch, dtype):
+    refused = 0
+    for spec, shapes in SPECS:
+        operands = [torch.from_numpy(integers(shape, dtype)) for shape in shapes]
+        try:
+            expected = torch.einsum(spec, *operands)
+        except (RuntimeError, NotImplementedError):  # products of booleans, sums of some integers
+            refused += 1
+            continue
+        got = planner.einsum(spec, *operands)
+        assert got.dtype == expected.dtype, spec
+        assert torch.equal(got, expected), spec
+        assert got.is_contiguous() or not expected.is_contiguous(), spec
+    assert refused < len(SPECS) / 2
+
+
+def test_torch_call_forms(torch):
+    a, b = torch.arange(6.0).reshape(2, 3), torch.arange(12.0).reshape(3, 4)
+    calls = [
+        ("ij,jk", a, b), ("ij,jk->ik", [a, b]), ("ij,jk->ki", (a, b)), ("i...,...k->...ki", a, b), ("...j->...", a),
+        (a, [0, 1], b, [1, 2]), (a, [0, 1], b, [1, 2], [2, 0]), (a, [..., 1], [1]), (a, (30, 5)), (" i j -> j i", a),
+        ("...ij->ij", a[None]), ("ii->i", b[:, :3]), ("ii", [b[:, :3]]), ("bc,Ab", b, a),
+    ]  # fmt: skip
+    for call in calls:
+        expected = torch.einsum(*call)
+        assert torch.equal(planner.einsum(*call), expected), call
+    with pytest.raises(planner.PlannerTypeError, match="'out' is not an option"):
+        planner.einsum("ij,jk", a, b, out=a)
+    with pytest.raises(planner.PlannerError, match="numpy array"):
+        planner.einsum("ij,jk", a, b.numpy())
+
+
+def test_torch_views_are_views(torch):
+    a = torch.zeros(3, 3)
+    planner.einsum("ij->ji", a)[0, 1] = 1.0
+    planner.einsum("ii->i", a).fill_(2.0)
+    assert torch.equal(a, torch.tensor([[2.0, 0, 0], [1, 2, 0], [0, 0, 2]]))
+
+
+def strided(torch, shape, kind):
+    """A tensor that a computation left: row-major, permuted, or a permuted part of a larger array."""
+    order = RNG.sample(range(len(shape)), len(shape)) if kind != "row-major" else list(range(len(shape)))
+    whole = [shape[d] for d in order]
+    x = torch.randn([2, *whole] if kind == "part" else whole)
+    x.requires_grad_(RNG.random() < 0.8)
+    x = 1.0 * x
+    return (x[0] if kind == "part" else x).permute([order.index(d) for d in range(len(shape))])
+
+
+def kept_bytes(torch, call, operands):
+    """The bytes that a call keeps alive for its backward pass, those of its operands counted."""
+    kept = {}
+
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = (x.untyped_storage().nbytes(), x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        result = call(*operands)
+    kept.pop(result.untyped_storage().data_ptr(), None)
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize(("most_terms", "kinds"), [(2, ("row-major", "permuted", "part")), (3, ("row-major",))])
+def test_torch_keeps_no_more_for_gradients(torch, most_terms, kinds):
+    """What a plan keeps of operands counts too: here nobody else holds them."""
+    kept = 0
+    for spec, shapes in random_specs(150, most_terms, (2, 3, 4, 8)):
+        if len(shapes) < 2 or len(set(spec.split("->")[-1])) < len(spec.split("->")[-1]):
+            continue
+        operands = [strided(torch, shape, RNG.choice(kinds)) for shape in shapes]
+        ours = kept_bytes(torch, lambda *xs, spec=spec: planner.einsum(spec, *xs), operands)
+        theirs = kept_bytes(torch, lambda *xs, spec=spec: torch.einsum(spec, *xs), operands)
+        assert ours <= theirs, (spec, shapes, [x.stride() for x in operands], [x.requires_grad for x in operands])
+        kept += theirs
+    assert kept > 2_000
+
+
+def test_torch_says_which_parts_it_copies(torch):
+    """`_copied_order` predicts what `torch.einsum` keeps of an operand: a copy, or the operand."""
+    from planner.dropin.torch_rules import _copied_order
+
+    copied = 0
+    for _ in range(300):
+        axes = RNG.sample("abcde", RNG.randint(3, 5))
+        terms = ["".join(RNG.sample(axes, RNG.randint(1, len(axes)))) for _ in range(2)]
+        both = sorted(set(terms[0]) | set(terms[1]))
+        output = "".join(RNG.sample(both, RNG.randint(0, len(both))))
+        if not set(terms[0]) & set(terms[1]) - set(output):
+            continue
+        sizes = {axis: RNG.choice([1, 2, 3, 4]) for axis in both}
+        spec = f"{terms[0]},{terms[1]}->{output}"
+        xs = [strided(torch, [sizes[axis] for axis in term], "part").detach() for term in terms]
+        for number in range(2):
+            x, other = xs[number], xs[1 - number].clone().requires_grad_()
+            says = _copied_order(spec, tuple(x.shape), tuple(other.shape), x.stride(), number)
+            kept = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda y, kept=kept: kept.append(y) or y, lambda y: y):
+                torch.einsum(spec, *([x, other] if number == 0 else [other, x]))
+            pinned = any(y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for y in kept)
+            whole = any(y.numel() == x.numel() for y in kept)
+            assert not (says and pinned), (spec, sizes)
+            assert says or pinned or not whole, (spec, sizes)
+            copied += says is not None
+    assert copied > 20
+
+
+def test_the_only_operand_with_a_gradient_is_not_kept(torch):
+    """The gradient in an operand reads the others alone. Further derivatives are zero or read these too."""
+    a, b = torch.randn(4, 6, 8).transpose(0, 1), torch.randn(4, 8, 5)
+
+    def call(x, y):
+        return planner.contract("hid,hdj->hij", x, y, minimize="retained")
+
+    for left, right in ((True, False), (False, True)):
+        x, y = 1.0 * a.clone().requires_grad_(left), 1.0 * b.clone().requires_grad_(right)
+        x, y = x.transpose(0, 1), y
+        kept = kept_bytes(torch, lambda *xs: planner.einsum("hid,hdj->ihj", *xs), (x, y))
+        assert kept == 4 * (y if left else x).numel()
+        wanted = x if left else y
+        (gradient,) = torch.autograd.grad(call(x, y).square().sum(), wanted, create_graph=True)
+        (second,) = torch.autograd.grad(gradient.sum(), wanted)
+        (expected,) = torch.autograd.grad((x @ y).square().sum(), wanted, create_graph=True)
+        (expected_second,) = torch.autograd.grad(expected.sum(), wanted)
+        torch.testing.assert_close(gradient, expected)
+        torch.testing.assert_close(second, expected_second)
+
+
+# -- NumPy -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex128", "int8", "uint16", "bool"])
+@pytest.mark.parametrize("optimize", [False, True, "greedy"])
+def test_numpy(dtype, optimize):
+    for spec, shapes in SPECS:
+        operands = [integers(shape, dtype) for shape in shapes]
+        expected, got = (
+            np.einsum(spec, *operands, optimize=optimize),
+            planner.einsum(spec, *operands, optimize=optimize),
+        )
+        assert type(got) is type(expected) or optimize, spec  # with a path NumPy's results may have no dimensions
+        assert got.dtype == expected.dtype, spec
+        assert np.array_equal(got, expected), spec
+
+
+def test_numpy_call_forms():
+    a, b = np.arange(6.0).reshape(2, 3), np.arange(12).reshape(3, 4)
+    calls = [
+        ("ij,jk", a, b), ("i,i", [1, 2, 3], (4, 5, 6)), (",", 2, 3.5), ("ij->j", [[1, 2], [3, 4]]), ("i->", [1, 2]),
+        (a, [0, 1], b, [1, 2], [2, 0]), (a, [..., 1], [..., 1]), ("i...,...k", a, b), ("ij->j", [b[0], b[1]]),
+        ("ij,jk", a.tolist(), b), (",ij", np.float32(2), b),
+    ]  # fmt: skip
+    for call in calls:
+        expected, got = np.einsum(*call), planner.einsum(*call)
+        assert (type(got), got.dtype) == (type(expected), expected.dtype), call
+        assert np.array_equal(got, expected), call
+    for optimize in (["einsum_path", (0, 1)], ("greedy", 1000), ("optimal",), None):
+        assert np.array_equal(planner.einsum("ij,jk", a, b, optimize=optimize), a @ b)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "f4"},
+        {"dtype": "f4", "casting": "same_kind", "order": "C"},
+        {"dtype": "c16", "order": "C"},
+        {"dtype": int, "casting": "unsafe", "order": "A"},
+        {"dtype": np.float64, "order": "F"},
+        {"order": "C"},
+        {"order": "A"},
+        {"casting": "no", "order": "C"},
+    ],
+)
+def test_numpy_dtype_casting_and_order(options):
+    a, b = np.arange(6.0).reshape(2, 3), np.asfortranarray(np.arange(12.0).reshape(3, 4))
+    for spec, operands in (
+        ("ij,jk->ik", (a, b)),
+        ("ij->ji", (a,)),
+        ("ij->i", (a,)),
+        ("ij,jk->ik", (np.asfortranarray(a), b)),
+    ):
+        try:
+            expected = np.einsum(spec, *operands, **options)
+        except TypeError:
+            with pytest.raises(TypeError, match="casting"):
+                planner.einsum(spec, *operands, **options)
+            continue
+        got = planner.einsum(spec, *operands, **options)
+        assert (got.dtype, got.flags.c_contiguous) == (expected.dtype, expected.flags.c_contiguous)
+        assert np.array_equal(got, expected)
+
+
+def test_numpy_out():
+    a = np.arange(6.0).reshape(2, 3)
+    for dtype, casting in (("f8", "safe"), ("c16", "safe"), ("f4", "same_kind"), ("f4", "safe"), ("i8", "unsafe")):
+        expected, out = np.zeros((2, 2), dtype), np.zeros((2, 2), dtype)
+        try:
+            np.einsum("ij,kj", a, a, out=expected, casting=casting)
+        except TypeError:
+            with pytest.raises(TypeError, match="casting"):
+                planner.einsum("ij,kj", a, a, out=out, casting=casting)
+            continue
+        assert planner.einsum("ij,kj", a, a, out=out, casting=casting) is out
+        assert np.array_equal(out, expected)
+    with pytest.raises(planner.PlannerError, match="out= has shape"):
+        planner.einsum("ij,kj", a, a, out=np.zeros((2, 3)))
+
+
+def test_numpy_views_are_views():
+    a = np.zeros((3, 3))
+    planner.einsum("ij->ji", a)[0, 1] = 1.0
+    planner.einsum("ii->i", a)[:] = 2.0
+    assert np.array_equal(a, [[2, 0, 0], [1, 2, 0], [0, 0, 2]])
+    a.flags.writeable = False
+    assert not planner.einsum("ii->i", a).flags.writeable
+
+
+# -- JAX ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
+def test_jax(jax, dtype):
+    import jax.numpy as jnp
+
+    problems = [(spec, [jnp.asarray(integers(shape, "f4"), dtype) for shape in shapes]) for spec, shapes in SPECS[:20]]
+
+    def run(einsum):
+        return [einsum(spec, *operands) for spec, operands in problems]
+
+    for got, expected in zip(jax.jit(lambda: run(planner.einsum))(), jax.jit(lambda: run(jnp.einsum))(), strict=True):
+        assert got.dtype == expected.dtype
+        assert jnp.array_equal(got, expected)
+
+
+class Variable:
+    """What `flax.nnx.Param` is to `jnp.einsum`."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __jax_array__(self):
+        return self.value
+
+
+def test_jax_call_forms(jax):
+    import jax.numpy as jnp
+
+    x, y = jnp.arange(6.0).reshape(2, 3), np.arange(12.0, dtype="f4").reshape(3, 4)
+    half = x.astype("bfloat16")
+    calls = [
+        (("ij,jk", x, y), {}),
+        ((x, [0, 1], y, [1, 2]), {}),
+        (("ij,jk", Variable(x), y), {}),
+        ((",ij->i", 2.0, x), {}),
+        ((",ij->i", 2, x.astype(int)), {}),
+        (("ij,jk", x, y), {"optimize": True, "precision": jax.lax.Precision.HIGHEST}),
+        (("ij,jk", x, y), {"optimize": False, "_dot_general": jax.lax.dot_general}),
+        (("ij,jk", x, y), {"precision": ("highest", "highest"), "out_sharding": None}),
+        (("ij,jk", half, y.astype("bfloat16")), {"preferred_element_type": "float32"}),
+        (("ij,jk", x, y), {"preferred_element_type": jnp.bfloat16}),
+        (("ij,jk", x.astype("int8"), y.astype("int8")), {"preferred_element_type": jnp.int32}),
+        (("ij->ji", x), {"preferred_element_type": jnp.bfloat16}),
+        (("ij,jk", x, y), {"optimize": [(0, 1)], "out": None}),
+    ]
+    for arguments, options in calls:
+        expected = jnp.einsum(*arguments, **options)
+        under_jit = jax.jit(lambda arguments=arguments, options=options: planner.einsum(*arguments, **options))
+        for got in (planner.einsum(*arguments, **options), under_jit()):
+            assert got.dtype == expected.dtype, (arguments, options)
+            assert jnp.array_equal(got, expected), (arguments, options)
+    for options in (
+        {"precision": ("highest", "default")},
+        {"precision": jax.lax.DotAlgorithmPreset.BF16_BF16_F32},
+        {"_dot_general": lambda *args, **kwargs: None},
+        {"out": x},
+    ):
+        with pytest.raises(planner.PlannerError, match="precision=|is not an option"):
+            planner.einsum("ij,jk", x, y, **options)
+
+
+# -- everywhere --------------------------------------------------------------------------------------------------------
+
+
+def test_gathers_and_options_pass():
+    a, c, q = np.ones((4, 1, 2)), np.arange(6.0).reshape(3, 2, 1), np.array([2, 0, 0, 1])
+    got = planner.einsum("nij, q[n]jk -> nik", a, c, q=q, memory_limit="1 MB")
+    assert np.array_equal(got, planner.contract("nij, q[n]jk -> nik", a, c, q=q))
+
+
+def test_what_is_no_call():
+    with pytest.raises(planner.PlannerTypeError, match="no spec"):
+        planner.einsum()
+    with pytest.raises(planner.PlannerError, match="no operands"):
+        planner.einsum("ij->ji")
+    with pytest.raises(planner.PlannerError, match="casting='odd'"):
+        planner.einsum("ij->ji", np.ones((2, 2)), casting="odd")
+    with pytest.raises(planner.PlannerTypeError, match="out= is a list"):
+        planner.einsum("ij->ji", np.ones((2, 2)), out=[])
+    with pytest.raises(planner.PlannerTypeError, match="order='Q'"):
+        planner.einsum("ij->ji", np.ones((2, 2)), order="Q")
+
+
+def test_every_symbol_of_opt_einsum_is_a_label():
+    """Its symbols run on from 'a' through all of Unicode; cotengra makes networks of them."""
+    count = 250
+    symbols = [opt_einsum.get_symbol(i) for i in range(count)]
+    assert {"×", "÷"} <= set(symbols)
+    chain = ",".join(f"{a}{b}" for a, b in zip(symbols, symbols[1:], strict=False))
+    matrix = np.array([[0, 1], [1, 0]])
+    got = planner.einsum(f"{chain}->{symbols[0]}{symbols[-1]}", *[matrix] * (count - 1), optimize="greedy")
+    assert np.array_equal(got, matrix)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path, info = planner.contract_path("×a,÷a->÷×", (2, 3), (4, 3), shapes=True)
+    assert info.eq == "×a,÷a->÷×"
+
+
+# -- paths -------------------------------------------------------------------------------------------------------------
+
+
+def test_contract_path_has_the_fields_of_opt_einsum():
+    for spec, shapes in [*SPECS[:20], ("...ij,jk,kl", [(2, 3, 4), (4, 5), (5, 2)])]:
+        arrays = [np.ones(shape) for shape in shapes]
+        path, info = planner.contract_path(spec, *arrays)
+        again, theirs = opt_einsum.contract_path(spec, *arrays, optimize=path)
+        assert path == again == info.path
+        assert {k: v for k, v in vars(info).items() if k not in ("contraction_list", "eq")}.keys() <= vars(
+            theirs
+        ).keys()
+        for field in ("input_subscripts", "output_subscript", "size_dict", "opt_cost", "naive_cost", "speedup",
+                      "scale_list", "size_list", "largest_intermediate", "shapes", "indices"):  # fmt: skip
+            assert getattr(info, field) == getattr(theirs, field), (spec, field)
+        assert str(info) == str(theirs)
+        assert np.array_equal(opt_einsum.contract(spec, *arrays, optimize=path), np.einsum(spec, *arrays))
+    assert planner.contract_path("ij,jk,kl", *[np.ones((2, 2))] * 3, optimize=False)[0] == [(0, 1, 2)]
+    with pytest.raises(planner.PlannerError, match="no gathers"):
+        planner.contract_path("q[n]j->nj", (3, 2), q=(5,), shapes=True)
+
+
+# -- expressions -------------------------------------------------------------------------------------------------------
+
+
+def test_expressions_without_constants():
+    for spec, shapes in SPECS[:20]:
+        expression = planner.contract_expression(spec, *shapes)
+        arrays = [integers(shape, "f8") for shape in shapes]
+        for _ in range(2):
+            assert np.array_equal(expression(*arrays), np.einsum(spec, *arrays))
+    doubled = planner.contract_expression("ij,jk->ik", (2, 3), (3, 4))
+    assert doubled(np.ones((5, 7)), np.ones((7, 2))).shape == (5, 2)
+    assert repr(doubled) == "<ContractExpression('ij,jk->ik')>"
+    with pytest.raises(planner.ShapeError, match="takes exactly 2 array arguments but received 1"):
+        doubled(np.ones((2, 3)))
+    out = np.zeros((2, 4))
+    assert doubled(np.ones((2, 3)), np.ones((3, 4)), out=out) is out
+    assert (out == 3).all()
+
+
+def test_constant_parts_are_folded_once():
+    """For every set of constants, the operands that are left are the variables and the largest constant subtrees."""
+    a, b, c, d = (integers(shape, "f8") for shape in [(2, 30), (30, 40), (40, 5), (5, 3)])
+    operands, shapes = [a, b, c, d], [x.shape for x in (a, b, c, d)]
+    expected = a @ b @ c @ d
+    for bits in range(16):
+        constants = [n for n in range(4) if bits >> n & 1]
+        given = [operands[n] if n in constants else shapes[n] for n in range(4)]
+        for optimize in ("auto", [(0, 1), (0, 2), (0, 1)], [(2, 3), (0, 1), (0, 1)]):
+            expression = planner.contract_expression("ab,bc,cd,de->ae", *given, constants=constants, optimize=optimize)
+            variables = [x for n, x in enumerate(operands) if n not in constants]
+            assert np.array_equal(expression(*variables), expected), (constants, optimize)
+    first = planner.contract_expression("ab,bc,cd->ad", a, b, (40, 5), constants=[0, 1])
+    assert first.remaining == "ac, cd -> ad"
+    every = planner.contract_expression("ab,bc->ac", a, b, constants=[0, -1])
+    assert every.remaining == "ac -> ac"
+    assert np.array_equal(every(), a @ b)
+    private = planner.contract_expression("abx,bc->ac", np.stack([a, a], 2), (30, 40), constants=[0])
+    assert private.remaining == "ab, bc -> ac"
+    before = first(c)
+    a[:] = 0
+    assert before.any()
+    assert np.array_equal(first(c), before)
+
+
+def test_constants_go_to_the_framework_of_the_call(torch, jax):
+    import jax.numpy as jnp
+
+    a, b, c = integers((2, 3), "f4"), integers((3, 4), "f4"), integers((4, 5), "f4")
+    makers = {"numpy": np.asarray, "torch": torch.as_tensor, "jax": jnp.asarray}
+    for source, kept in makers.items():
+        expression = planner.contract_expression("ab,bc,cd->ad", kept(a), kept(b), (4, 5), constants=[0, 1])
+        for target, made in makers.items():
+            for _ in range(2):
+                got = expression(made(c))
+                assert type(got) is type(made(c)), (source, target)
+                assert np.array_equal(got, a @ b @ c)
+            for backend in ("torch", "jax"):
+                there_and_back = expression(c, backend=backend)
+                assert isinstance(there_and_back, np.ndarray)
+                assert np.array_equal(there_and_back, a @ b @ c)
+    # What is folded inside of a trace must not be a tracer that outlives it.
+    expression = planner.contract_expression("ab,bc,cd->ad", a, jnp.asarray(b), (4, 5), constants=[0, 1])
+    assert np.array_equal(jax.jit(expression)(c), a @ b @ c)
+    assert np.array_equal(jax.jit(lambda x: 1 * expression(x))(c), a @ b @ c)
+    assert np.array_equal(jax.grad(lambda x: expression(x).sum())(c), (a @ b).sum(0)[:, None] + 0 * c)
+
+
+def test_constants_that_need_gradients_get_them(torch):
+    a, b, c = (torch.from_numpy(integers(shape, "f4")) for shape in [(2, 3), (3, 4), (4, 5)])
+    a.requires_grad_()
+    expression = planner.contract_expression("ab,bc,cd->ad", a, b, (4, 5), constants=[0, 1])
+    for _ in range(2):
+        (gradient,) = torch.autograd.grad(expression(c).sum(), a)
+        assert torch.equal(gradient, (b @ c).sum(1).expand(2, 3))
+
+
+def test_expressions_with_gathers():
+    a, c, q = integers((4, 2), "f8"), integers((3, 2), "f8"), np.array([2, 0, 0, 1])
+    expression = planner.contract_expression("nj, q[n]j, j -> n", (4, 2), c, np.ones(2), constants=[1, 2], q=(4,))
+    assert np.array_equal(expression(a, q=q), (a * c[q]).sum(1))
+
+
+def test_constants_that_are_no_operands():
+    with pytest.raises(planner.PlannerError, match="names operand 2"):
+        planner.contract_expression("ij->ji", (2, 3), constants=[2])

@@ -1,0 +1,163 @@
+"""`planner.patch()`: the einsum of a framework is planner's within a `with`, and its own again afterwards."""
+
+from __future__ import annotations
+
+import threading
+import types
+
+import numpy as np
+import pytest
+
+import planner
+
+A, B = np.arange(6.0, dtype="f4").reshape(2, 3), np.arange(12.0, dtype="f4").reshape(3, 4)
+
+
+@pytest.fixture(params=["numpy", "torch", "jax"])
+def lib(request):
+    """A framework by name, with the module that has einsum and the function that makes arrays."""
+    module = pytest.importorskip({"jax": "jax.numpy"}.get(request.param, request.param))
+    return types.SimpleNamespace(name=request.param, module=module, array=module.asarray)
+
+
+def test_calls_are_routed_however_einsum_was_imported(lib):
+    a, b = lib.array(A), lib.array(B)
+    # As `from ... import` and a default argument bind it.
+    imported = types.SimpleNamespace(einsum=lib.module.einsum)
+
+    def default(*operands, einsum=lib.module.einsum):
+        return einsum(*operands)
+
+    with planner.patch(lib.name) as report:
+        late = types.SimpleNamespace(einsum=lib.module.einsum)
+        for einsum in (lib.module.einsum, imported.einsum, late.einsum, default):
+            assert np.array_equal(einsum("ij,jk->ik", a, b), A @ B)
+        assert np.array_equal(late.einsum(a, [0, 1], b, [1, 2]), A @ B)
+    assert not report.passed_on
+    for einsum in (lib.module.einsum, imported.einsum, late.einsum, default):
+        assert np.array_equal(einsum("ij,jk->ik", a, b), A @ B)
+    assert report.routed == 5
+
+
+def test_what_planner_refuses_runs_as_it_was_meant():
+    objects = np.array([1, 2, 3], dtype=object)
+    with planner.patch("numpy") as report:
+        assert np.einsum("i->", objects) == 6
+        with pytest.raises(ValueError, match="subscript"):
+            np.einsum("ij->", objects)  # NumPy's own words
+        assert np.einsum("ij->", A) == 15
+    assert report.routed == 1
+    assert report.passed_on.total() == 2
+    assert str(report).startswith("1 call routed, 2 passed on\n  2: operand 0: dtype 'object' is not supported")
+
+
+def test_errors_of_specs_with_brackets_are_ours(torch):
+    with planner.patch("torch"), pytest.raises(planner.PlannerError, match="index array"):
+        torch.einsum("q[n]j->nj", torch.ones(2, 3))
+
+
+def test_everything_is_undone_after_an_error(lib):
+    code = getattr(lib.module.einsum, "__code__", None)
+    with pytest.raises(ZeroDivisionError), planner.patch() as report:
+        1 / 0  # noqa: B018
+    lib.module.einsum("ij->ji", lib.array(A))
+    assert report.routed == 0
+    assert getattr(lib.module.einsum, "__code__", None) == code
+    with planner.patch() as report:
+        lib.module.einsum("ij->ji", lib.array(A))
+    assert report.routed == 1
+
+
+def test_patches_nest(lib):
+    a = lib.array(A)
+    with planner.patch(lib.name) as outer:
+        lib.module.einsum("ij->ji", a)
+        with planner.patch(lib.name) as inner:
+            lib.module.einsum("ij->ji", a)
+        lib.module.einsum("ij->ji", a)
+    lib.module.einsum("ij->ji", a)
+    assert (outer.routed, inner.routed) == (2, 1)
+
+
+def test_other_threads_keep_their_own(lib):
+    reports, barrier = {}, threading.Barrier(3)
+
+    def work(name):
+        barrier.wait()
+        if name == "plain":
+            lib.module.einsum("ij->ji", lib.array(A))
+        else:
+            with planner.patch(lib.name) as report:
+                for _ in range(3):
+                    lib.module.einsum("ij->ji", lib.array(A))
+            reports[name] = report.routed
+        barrier.wait()
+
+    with planner.patch(lib.name) as mine:
+        threads = [threading.Thread(target=work, args=(name,)) for name in ("one", "two", "plain")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert mine.routed == 0
+    assert reports == {"one": 3, "two": 3}
+
+
+def test_the_librarys_own_calls_are_not_routed(jax):
+    """A sum over a boolean axis of size 0 is `jnp.einsum` inside; XLA may lower it within another patch."""
+    import jax.numpy as jnp
+
+    empty = jnp.ones((2, 0), bool), jnp.ones((0, 3), bool)
+    with planner.patch("jax") as report:
+        assert planner.contract("ij,jk->ik", *empty).shape == (2, 3)
+        assert jax.jit(lambda a, b: planner.contract("ij,jk->ik", a, b))(*empty).shape == (2, 3)
+    assert report.routed == 0
+    assert not report.passed_on
+
+
+def test_gradients_autograd_and_jit(torch, jax):
+    a, b = torch.tensor(A, requires_grad=True), torch.tensor(B)
+    with planner.patch() as report:
+        torch.einsum("ij,jk->ik", [a, b]).sum().backward()
+        import jax.numpy as jnp
+
+        pulled = jax.jit(jax.grad(lambda x: jnp.einsum("ij,jk->ik", x, B).sum()))(A)
+    assert report.routed == 2
+    assert torch.equal(a.grad, torch.tensor(B).sum(1).expand(2, 3))
+    assert np.array_equal(pulled, a.grad)
+
+
+def test_under_torch_compile(torch):
+    a, b, whole = torch.tensor(A), torch.tensor(B), torch.ones(2, 3, dtype=torch.int8)
+
+    def call(x, y, z):  # one that another order of axes would suit, and a sum that torch widens
+        return torch.einsum("ij,jk->ki", x, y) + 1, torch.einsum("ij->i", z)
+
+    expected = call(a, b, whole)
+    with planner.patch("torch"):
+        torch._dynamo.reset()
+        found = torch.compile(call, fullgraph=True, backend="eager")(a, b, whole)
+    for got, wanted in zip(found, expected, strict=True):
+        assert got.dtype == wanted.dtype
+        assert torch.equal(got, wanted)
+
+
+def test_under_jit_trace(torch):
+    """It records sizes as values: a trace serves other sizes only if torch's own einsum is in it."""
+    with planner.patch("torch") as report:
+        traced = torch.jit.trace(lambda x, y: torch.einsum("ij,jk->ki", x, y), (torch.ones(5, 7), torch.ones(7, 11)))
+    assert report.passed_on.total() > 0
+    assert torch.equal(traced(torch.tensor(A), torch.tensor(B)), torch.tensor(A @ B).T)
+
+
+def test_what_is_no_tensor_is_passed_on(torch):
+    with planner.patch("torch") as report:
+        graph = torch.fx.symbolic_trace(lambda x: torch.einsum("ij->ji", x)).graph
+    assert "einsum" in str(graph)
+    assert report.routed == 0
+    assert report.passed_on.total() == 1
+
+
+def test_unknown_frameworks_are_refused():
+    with pytest.raises(planner.PlannerError, match="unknown"), planner.patch("tensorflow"):
+        pass
