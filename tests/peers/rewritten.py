@@ -34,28 +34,10 @@ def _parts(given: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], t
     return list(given[0:pairs:2]), lambda operands: (*itertools.chain(*zip(operands, lists, strict=True)), *output)
 
 
-def _array(operand: Any) -> Any:
-    """Operands are arrays: Python's numbers and lists go through numpy.asarray first."""
-    return np.asarray(operand) if isinstance(operand, (bool, int, float, complex, list, tuple)) else operand
-
-
-def _options(given: dict[str, Any], operands: int | None) -> dict[str, Any]:
-    """Options of theirs as ours, of a call on so many operands; what has no rule is left for `planner` to refuse."""
-    options = dict(given)
-    # There is no use_blas=: what a step runs as is chosen by its cost.
-    options.pop("use_blas", None)
-    # There is no backend=: operands say whose they are; backend='jax' of NumPy's converts there and back.
-    if options.get("backend") in ("torch", "jax"):
-        del options["backend"]
-    # A path has no 'einsum_path' at its head; without a search one step over all operands is the path.
-    optimize = options.get("optimize", "auto")
-    if optimize is True:
-        options["optimize"] = "auto"
-    elif (optimize is False or optimize is None) and operands is not None:
-        options["optimize"] = [tuple(range(operands))]
-    elif isinstance(optimize, list) and optimize[:1] == ["einsum_path"]:
-        options["optimize"] = optimize[1:]
-    return options
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    """Options of opt_einsum's as ours; what has no rule is left for `planner` to refuse."""
+    # There is no use_blas= and no backend=: what a step runs as is chosen by its cost, operands say whose they are.
+    return {name: value for name, value in given.items() if name not in ("use_blas", "backend")}
 
 
 # Both sides round, each in its own order of sums.
@@ -81,14 +63,6 @@ def assert_close(have: Any, want: Any, close: float) -> None:
     np.testing.assert_allclose(have, want, rtol=close, atol=close * float(np.abs(want).max(initial=0)) if close else 0)
 
 
-def _into(out: Any, result: Any, casting: str = "same_kind") -> Any:
-    """There is no out=: the result is copied into it."""
-    if out is None:
-        return result
-    np.copyto(out, result, casting=casting)  # type: ignore[arg-type]
-    return out
-
-
 def _run(operands: Sequence[Any], run: Callable[[Sequence[Any]], Any], backend: Any) -> Any:
     """Run on the operands, or if so asked on JAX's arrays of NumPy's values."""
     if backend != "jax" or any(framework_of(x) != "numpy" for x in operands):
@@ -104,71 +78,61 @@ def contract(*given: Any, **options: Any) -> Any:
     return planner.contract(*given, **options)
 
 
-class Contract:
-    """`numpy.einsum` or `opt_einsum.contract`, whichever is `theirs`, in our words."""
+def einsum(*given: Any, **options: Any) -> Any:
+    """`planner.einsum`, counted."""
+    calls.append("einsum")
+    return planner.einsum(*given, **options)
+
+
+class Einsum:
+    """`numpy.einsum` or `opt_einsum.contract`, whichever is `theirs`."""
 
     def __init__(self, theirs: Callable[..., Any]) -> None:
         self.theirs = theirs
 
-    def __call__(self, *given: Any, out: Any = None, **options: Any) -> Any:
+    def __call__(self, *given: Any, **options: Any) -> Any:
         operands, placed = _parts(given)
-        operands = [_array(x) for x in operands]
-        ours = _options(options, len(operands))
-        # There is no casting=: with casting='unsafe' operands are cast to dtype= first.
-        if ours.get("casting") == "unsafe" and "dtype" in ours:
-            del ours["casting"]
-            operands = [x.astype(ours["dtype"]) for x in operands]
-
-        result = _run(operands, lambda arrays: contract(*placed(arrays), **ours), options.get("backend"))
-        hold(result, lambda: self.theirs(*given, **options))
-        return _into(out, result, options.get("casting", "same_kind"))
+        out, before = options.get("out"), [np.array(x) if framework_of(x) == "numpy" else x for x in operands]
+        own = _options(options)
+        result = _run(operands, lambda arrays: einsum(*placed(arrays), **own), options.get("backend"))
+        # Theirs reads what operands were, and writes into another array.
+        other = {} if out is None else {"out": out.copy()}
+        overlaps = any(np.may_share_memory(x, out) for x in operands if framework_of(x) == "numpy" and out is not None)
+        hold(result, lambda: self.theirs(*placed(before if overlaps else operands), **{**options, **other}))
+        return result
 
 
 class Expression:
-    """`opt_einsum.contract_expression`, as a plan: of float64 at first, and anew where other arrays come.
-
-    A plan has no constants: they are passed at each call, in their places.
-    """
+    """`opt_einsum.contract_expression`, as ours."""
 
     def __init__(self, *given: Any, constants: Sequence[int] = (), **options: Any) -> None:
+        calls.append("contract_expression")
         shapes, self.placed = _parts(given)
-        self.options = _options(options, None)
         self.constants = {n: shapes[n] for n in constants}
-        stands = [x if n in self.constants else planner.Operand(x, "float64") for n, x in enumerate(shapes)]
-        self.plan = self._plan(stands, backend=None if self.constants else "numpy")
+        self.ours = planner.contract_expression(*given, constants=constants, **_options(options))
 
-    def _plan(self, operands: Sequence[Any], **more: Any) -> planner.Plan:
-        calls.append("plan")
-        return planner.plan(*self.placed(operands), **self.options, **more)
-
-    def __call__(self, *arrays: Any, out: Any = None, backend: str | None = None) -> Any:
-        operands = [_array(x) for x in arrays]
+    def __call__(self, *arrays: Any, **options: Any) -> Any:
+        result = self.ours(*arrays, **options)
+        operands = list(arrays)
         for n in sorted(self.constants):
             operands.insert(n, self.constants[n])
-        result = _run(operands, self._run, backend)
-        hold(result, lambda: opt_einsum.contract(*self.placed(operands), backend=backend or "auto"))
-        return _into(out, result)
+        hold(result, lambda: opt_einsum.contract(*self.placed(operands), backend=options.get("backend", "auto")))
+        return result
 
-    def _run(self, operands: Sequence[Any]) -> Any:
-        kinds = [(framework_of(x), x.dtype.name) for x in operands if framework_of(x) != "torch"]
-        if kinds == [(self.plan.backend, x.dtype) for x in self.plan.operands]:
-            return self.plan(*operands)
-        return self._plan(operands)(*operands)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ours, name)
 
     def __str__(self) -> str:
-        return str(self.plan)
+        return str(self.ours)
 
     def __repr__(self) -> str:
-        return repr(self.plan)
+        return repr(self.ours)
 
 
-def contract_path(*given: Any, shapes: bool = False, **options: Any) -> tuple[list[Any], planner.Plan]:
-    """`opt_einsum.contract_path`, as a plan and its path."""
-    operands, placed = _parts(given)
-    ours = _options(options, len(operands))
-    calls.append("plan")
-    plan = planner.plan(*placed(operands if shapes else [_array(x) for x in operands]), **ours)
-    return list(plan.path), plan
+def contract_path(*given: Any, **options: Any) -> Any:
+    """`opt_einsum.contract_path`, as ours."""
+    calls.append("contract_path")
+    return planner.contract_path(*given, **_options(options))
 
 
 def parse_einsum_input(given: Sequence[Any], shapes: bool = False) -> tuple[str, str, list[Any]]:
@@ -190,7 +154,7 @@ class _Numpy(types.ModuleType):
         return getattr(np, name)
 
 
-EINSUM, CONTRACT = Contract(np.einsum), Contract(opt_einsum.contract)
+EINSUM, CONTRACT = Einsum(np.einsum), Einsum(opt_einsum.contract)
 _CALLS = {"contract": CONTRACT, "contract_path": contract_path, "contract_expression": Expression}
 
 # By module of tests: what its names are from now on. `numpy.einsum_path` and what builds operands stay theirs.
