@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 # setuptools prints a box of advice about editable installations; it does not concern this project.
 NO_ADVICE := ignore:Editable installation
 
-.PHONY: venv demo test peers nightly soak mutants check format bench gpu docs clean
+.PHONY: venv demo test peers packages nightly soak mutants check format bench gpu docs clean
 
 venv: $(READY)
 
@@ -35,9 +35,18 @@ test: $(READY)
 peers: $(READY)
 	$(BIN)/python tests/peers $(TESTS)
 
+# Models of other packages, trained for a step with and without planner.patch(). PACKAGES names rows, or adds an option.
+# They are installed beside the venv, without what they ask for: that would bring another torch.
+EXTRA := $(VENV)/packages
+packages: $(READY)
+	@$(INSTALL) --no-deps --target $(EXTRA) --upgrade --requirement tests/peers/packages.txt
+	PYTHONPATH=$(EXTRA) OMP_NUM_THREADS=1 $(BIN)/python tests/peers/packages.py $(PACKAGES)
+
 nightly: $(READY)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest $(TESTS)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python tests/peers
+	$(MAKE) packages
+	$(MAKE) packages PACKAGES=--tests
 
 # The faults alone, at length: hours. SOAK names tests, or passes pytest an option.
 soak: $(READY)
