@@ -466,3 +466,9 @@ def test_expressions_with_gathers():
 def test_constants_that_are_no_operands():
     with pytest.raises(planner.PlannerError, match="names operand 2"):
         planner.contract_expression("ij->ji", (2, 3), constants=[2])
+
+
+def test_fx_records_a_call(torch):
+    traced = torch.fx.symbolic_trace(lambda x, y: planner.einsum("ij,jk->ki", x, y))
+    x, y = torch.arange(6.0).reshape(2, 3), torch.arange(12.0).reshape(3, 4)
+    assert torch.equal(traced(x, y), (x @ y).T)

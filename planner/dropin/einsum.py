@@ -87,7 +87,7 @@ def read_arguments(arguments: Sequence[Any]) -> tuple[str | Spec, Sequence[Any]]
 def _framework_of(operands: Sequence[Any]) -> str:
     """Return whose einsum would take these operands."""
     kinds = [framework_of(x) for x in operands]
-    if "torch" in kinds:
+    if "torch" in kinds or any(hasattr(type(x), "__torch_function__") for x in operands):
         return "torch"
     return "jax" if "jax" in kinds or any(hasattr(x, "__jax_array__") for x in operands) else "numpy"
 

@@ -13,8 +13,7 @@ from typing import Any
 from planner.dropin.einsum import einsum_in, read_arguments
 from planner.language.errors import PlannerError
 from planner.language.resolve import shorten
-from planner.program.frameworks import BACKENDS, load_backend
-from planner.run import torch_compiles, torch_traces
+from planner.program.frameworks import BACKENDS, framework_of, load_backend
 
 __all__ = ["Patched", "patch"]
 
@@ -88,9 +87,9 @@ def _route(
 ) -> Any:
     """Run a call of einsum on planner, or as it was meant if planner refuses it."""
     try:
-        if framework == "torch" and torch_traces() and not torch_compiles():
-            raise PlannerError("torch.jit.trace records sizes as values, which a plan would fix")
         spec, operands = read_arguments(arguments)
+        if framework == "torch" and (other := [x for x in operands if framework_of(x) != "torch"]):
+            raise PlannerError(f"a {type(other[0]).__name__} is no tensor")
         result = einsum_in(framework, spec, operands, dict(options))
     except PlannerError as error:
         if "[" in str(arguments[:1]):  # only planner reads brackets, so its error is the one to see

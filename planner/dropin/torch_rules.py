@@ -56,6 +56,8 @@ def torch_einsum(spec: str | Spec, operands: Sequence[Any], options: dict[str, A
     elif "dtype" not in options and all(map(_is_whole, operands)) and has_private_sum(spec):
         options = {**options, "dtype": "int64"}
     result = contract(spec, *operands, **options)
+    if framework_of(result) != "torch":  # fx records the call
+        return result
     if len(operands) > 1 and not result.is_contiguous() and _is_row_major(spec):
         return result.contiguous()
     return result
