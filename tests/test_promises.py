@@ -1,4 +1,4 @@
-"""The page of promises names tests: each of them exists."""
+"""The pages of promises and of contexts in PyTorch name tests: each of them exists."""
 
 import fnmatch
 import re
@@ -34,6 +34,7 @@ def missing(quoted):
 
 def test_every_promise_names_tests_that_exist():
     assert not missing(QUOTED)
+    assert not missing(re.findall(r"`([^`\n]+)`", (ROOT / "docs" / "pytorch.md").read_text(encoding="utf-8")))
     rows = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| promise")]
     assert len(rows) > 20
     for row in rows:
