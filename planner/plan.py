@@ -197,7 +197,7 @@ class Plan(PlanRecord):
             The sums between devices, forward and backward, with their bytes on one device.
 
         Raises:
-            PlannerError: a letter is unknown or cannot be split, or the plan is a loop.
+            PlannerError: a letter is unknown or cannot be split, or the plan is a loop, unless the backend is torch.
         """
         return collectives(self, splits)
 

@@ -35,7 +35,10 @@ def run_plan(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, An
     divided = backend.divided(operands, indices)
     if divided is not None:
         return divided(_request_of(plan), lambda: plan)
-    return _bound(_Same(plan), backend.signature(operands, indices), strides)(operands, indices)
+    signature: Hashable = None
+    with contextlib.suppress(AttributeError):  # under `torch.jit.trace` there is none
+        signature = backend.signature(operands, indices)
+    return _bound(_Same(plan), signature, strides)(operands, indices)
 
 
 def _request_of(plan: PlanRecord) -> Request:
@@ -182,7 +185,7 @@ def _check(
         if name not in wanted_shapes:
             raise PlannerError(f"unknown index array {name!r}: the plan has {', '.join(wanted_shapes) or 'none'}")
         backend.check_index(name, index)
-    _check_index_shapes(plan, {name: tuple(index.shape) for name, index in indices.items()})
+    _check_index_shapes(plan, {name: tuple(backend.numbers(index.shape)) for name, index in indices.items()})
     backend.check_devices(operands, indices)
     return backend, tuple(strides)
 

@@ -144,7 +144,7 @@ def shard(
         SpecError: as `plan`.
         ShapeError: as `plan`.
         PlannerLimitError: no split is within the memory limit. The message names the least limit that succeeds.
-        PlannerError: the mesh is none, or the plan is a loop, of which nothing is foretold in JAX.
+        PlannerError: the mesh is none, or the plan is a loop, unless the backend is torch.
     """
     axes, limit = _read_mesh(mesh), parse_bytes(memory_limit, "memory_limit")
     if backend is None and all(framework_of(x) is None for x in (*operands, *indices.values())):

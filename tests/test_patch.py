@@ -151,6 +151,23 @@ def test_under_jit_trace(torch):
     assert torch.equal(traced(torch.tensor(A), torch.tensor(B)), torch.tensor(A @ B).T)
 
 
+def test_refused_sublists_are_passed_on():
+    with planner.patch("numpy") as report:
+        assert np.einsum(np.array([1, 2], dtype=object), [0], []) == 3
+    assert report.passed_on.total() == 1
+
+
+def test_a_patch_within_a_routed_call():
+    class Late:
+        def __array__(self, dtype=None, copy=None):
+            with planner.patch("numpy"):
+                return np.einsum("ij->ji", A)
+
+    with planner.patch("numpy") as report:
+        np.testing.assert_array_equal(np.einsum("ij->ij", Late()), A.T)
+    assert report.routed == 1
+
+
 def test_what_is_no_tensor_is_passed_on(torch):
     with planner.patch("torch") as report:
         graph = torch.fx.symbolic_trace(lambda x: torch.einsum("ij->ji", x)).graph

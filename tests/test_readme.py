@@ -14,7 +14,14 @@ ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # The pages whose outputs are the same on every machine. The figures of the cost model are measured.
-EXECUTED = {"README.md": 4, "follow-a-call.md": 8, "frameworks.md": 2, "glossary.md": 1, "pytorch.md": 2, "slices.md": 3}
+EXECUTED = {
+    "README.md": 4,
+    "follow-a-call.md": 8,
+    "frameworks.md": 2,
+    "glossary.md": 1,
+    "pytorch.md": 2,
+    "slices.md": 3,
+}
 BUILD = runpy.run_path(str(ROOT / "docs" / "build.py"))
 SESSIONS = [
     pytest.param(session, id=f"{page.name}-{number}")

@@ -675,3 +675,25 @@ def test_calls_of_plans_see_strides():
     equal([limited(a, b)], [plan(a, b)])
     with pytest.raises(planner.PlannerError, match=r"operand 0 has strides .*memory limit.*make a new plan"):
         limited(turned, b)
+
+
+def test_a_mode_for_index_arrays_sees_warm_calls():
+    class Index(torch.Tensor):
+        seen = 0
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            cls.seen += func is planner.contract
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    q = torch.tensor([0, 2, 1]).as_subclass(Index)
+    for _ in range(3):
+        planner.contract("nj, q[n]j -> n", torch.ones(3, 2), torch.ones(4, 2), q=q)
+    assert Index.seen == 3
+
+
+def test_a_plan_is_called_under_jit_trace():
+    a, c, q = torch.ones(3, 2), torch.ones(4, 2, 5), torch.tensor([0, 2, 1])
+    plan = planner.plan("nj, q[n]jk -> nk", a, c, q=q)
+    traced = torch.jit.trace(lambda a, c, q: plan(a, c, q=q), (a, c, q))
+    assert torch.equal(traced(a + 1, c, q), plan(a + 1, c, q=q))

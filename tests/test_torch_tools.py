@@ -1,5 +1,6 @@
 """Tools of torch that look at programs, or keep what they save: counters, profilers, checkpoints, hooks."""
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -416,3 +417,28 @@ dist.destroy_process_group()
 
 def test_checkpoints_in_parallel_modules():
     run_python(PARALLEL)
+
+
+@pytest.mark.parametrize("spec", ["nij, q[n]jk, kl -> nil", "nj, q[n]jk, q[n]kl -> nl"])
+def test_a_counter_around_the_backward_pass_alone(spec):
+    """Members of a family share a plan, and no gradient reads the operand that alone needs one."""
+    for n in (20, 24):
+        shapes = {"nij": (n, 3, 16), "nj": (n, 16), "q[n]jk": (16, 16, 16), "q[n]kl": (16, 16, 16), "kl": (16, 16)}
+        x, *others = (torch.randint(-3, 4, shapes[term.strip()]).double() for term in spec.split("->")[0].split(","))
+        q, gradients = torch.randint(0, 16, (n,)), []
+        for watch in (contextlib.nullcontext(), FlopCounterMode(display=False)):
+            leaf = x.clone().requires_grad_()
+            result = planner.contract(spec, leaf, *others, q=q)
+            with watch:
+                result.backward(torch.ones_like(result))
+            gradients.append(leaf.grad)
+        assert torch.equal(*gradients)
+
+
+def test_flops_of_axes_that_no_array_shows():
+    a, q = torch.ones(4, 6), torch.tensor([0, 2, 1, 3])
+    for size in (40, 64):
+        with FlopCounterMode(display=False) as counter:
+            result = planner.contract("nj, kj -> q[n] km", a, torch.ones(5, 6), q=q, sizes={"q": 7, "m": size})
+        assert result.shape == (7, 5, size)
+        assert counter.get_total_flops() == 2 * 4 * 6 * 5

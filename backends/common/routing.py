@@ -67,7 +67,7 @@ class Routing:
         routes = getattr(self.mine, "routes", None)
         if not routes or caller.startswith(_OWN):
             return self.original(*arguments, **options)
-        self.mine.routes = None  # what a route calls is not routed again
+        self.mine.routes = []  # what a route calls is not routed again
         try:
             return routes[-1](self.original, arguments, options)
         finally:

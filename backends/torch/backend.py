@@ -89,7 +89,7 @@ class TorchBackend(Backend):
         Raises:
             AttributeError: something is not a tensor, or sizes are tensors, as under `torch.jit.trace`.
         """
-        if has_torch_function(operands):  # modes would see what is read below
+        if has_torch_function((*operands, *indices.values())):  # modes would see what is read below
             return None
         if scripts() is not None:
             raise AttributeError("under torch.jit.trace sizes are tensors")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
 from typing import Any
@@ -51,7 +51,8 @@ class Executable:
         self.plan, self.table = plan, table
         self.sizes: Mapping[str | Gather, int] | None = None  # those of a member of a family
         self.symbolic = False  # whether these are symbols of a compiler
-        self.given: Sequence[int] = ()  # the result's shape as far as arrays do not show it, see `with_symbols`
+        # The shape of the result, with -1 for a size that arrays show and `sizes=` does not give; () if they show all.
+        self.given: Sequence[int] = ()
         self.programs, shapes = plan.programs, plan.resolved.shapes
         self.reshape: Sequence[tuple[int, ...] | None] = [
             s if s != o.shape else None for s, o in zip(shapes, plan.operands, strict=True)
@@ -65,6 +66,9 @@ class Executable:
         self.is_complex = self.dtype.is_complex
         self.inexact = self.is_complex or self.dtype.is_floating_point
         self.arrays = tuple(self.index_shapes)
+        # What no array shows the size of.
+        shown = {e for term in (*self.spec.inputs, *(gather.axes for gather in self.gathers)) for e in term}
+        self.hidden = {*self.spec.output} - shown
         self.drops = MODES[plan.index_mode].bad == "drop"
         # The backward program makes views of operands again, because a Function returns no views of its arguments.
         base = [variable.base for variable in self.programs.variables]
@@ -101,14 +105,9 @@ class Executable:
         own.sizes, own.reshape, own.index_shapes = member
         own.fits = all(shape is None for shape in own.reshape)
         own.gathers = {g: Gather(g.array, g.axes, member.sizes[g]) for g in self.gathers}
+        if self.hidden:
+            own.given = [member.sizes[e] if e in self.hidden else -1 for e in self.plan.resolved.spec.output]
         return own
-
-    def by_itself(self, operands: Sequence[Tensor]) -> Executable:
-        """Return the executable of a member's own plan, which tracers record."""
-        key = tuple([(x.shape, x.stride()) for x in operands])
-        if key not in self.alone:
-            self.alone[key] = Executable(callbacks().make_plan(self.own_contraction(operands)), self.table)
-        return self.alone[key]
 
     def with_symbols(self, member: Member, given: Sequence[int]) -> Executable:
         """Return this executable for sizes that are symbols of a compiler.
@@ -156,11 +155,6 @@ class Executable:
             return self.sizes[entry]
         sizes = [own.size for own in self.gathers.values() if own.array == entry.array]
         return next(size for size in sizes if size is not None and hint(size) == entry.size)
-
-    @cached_property
-    def alone(self) -> dict[Hashable, Executable]:
-        """The executables that `by_itself` has made."""
-        return {}
 
     @cached_property
     def only_views(self) -> bool:

@@ -57,7 +57,7 @@ def runner(plan: PlanRecord, table: Table) -> Runner:
     """Return the function that computes a plan's result from operands and index arrays."""
     casts = Casts(plan, table)
     executable = Executable(casts.rest, table)
-    native = None if autocast_changes(casts.rest.dtype) and not executable.only_views else _native(executable)
+    native = _native(executable)
     run = partial(_run, executable) if native is None else _on_views(executable, native)
     return _after_casts(casts, _as_planned(run) if autocasts() else run)
 
@@ -70,7 +70,7 @@ def family_runner(plan: PlanRecord, table: Table) -> Callable[[Member], Runner] 
     rest, executable = casts.rest, Executable(casts.rest, table)
     # These calls need sizes that their inputs do not show.
     sized = any(step.choice.lowering in ("broadcast", "diagonal") for step in rest.programs.forward.steps)
-    native = None if sized or autocast_changes(rest.dtype) else _native(executable)
+    native = None if sized else _native(executable)
 
     def bind_plain(member: Member) -> Runner:
         if native is None:
@@ -110,7 +110,7 @@ def symbol_runner(plan: PlanRecord, table: Table, member: Member, given: Sequenc
     """
     executable, index = Executable(plan, table), RangedIndices(False)
     index.sizes = member.sizes
-    native = None if autocasts() else _native(executable, index)
+    native = _native(executable, index)
     executable = executable.with_symbols(member, given)
     run = partial(_run, executable) if native is None else _on_views(executable, native)
     return _as_planned(run) if autocasts() else run
@@ -135,6 +135,8 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
     the plan says. `index` holds the sizes of the calls, if they are not the plan's.
     """
     plan, requires = executable.plan, executable.programs.backward is not None
+    if autocast_changes(plan.dtype) and not executable.only_views:
+        return None
     if executable.gathers or (requires and plan.keep != "all" and _has_kept(plan)):
         return None
     if requires and plan.options.memory_limit is not None:  # native calls copy gradients that repeat elements
@@ -168,8 +170,6 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
 
 
 def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
-    if executable.sizes is not None and not executable.symbolic and opaque(executable, operands[0]):
-        executable = executable.by_itself(operands)
     recorded = dataless(operands[0]) or records()
     if executable.drops and not (in_functorch() or opaque(executable, operands[0])):
         wide = wide_result(executable, operands, indices, executable.prepare(indices))

@@ -206,8 +206,10 @@ def without_gaps(layout: Layout | None) -> Layout | None:
 
 def dense_strides(layout: Layout | None, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a new array with the same order of memory, without gaps; see `without_gaps`."""
-    layout, strides, step = without_gaps(layout), list(row_major(shape)), 1
-    for d in reversed([d for run in layout.runs for d in run] if layout else []):
+    layout, strides, step = without_gaps(layout), [1] * len(shape), 1
+    inner = [d for run in layout.runs for d in run] if layout else list(range(len(shape)))
+    outer = [d for d in range(len(shape)) if d not in inner]  # they have size 1 where the layout was made
+    for d in reversed((*outer, *inner)):
         strides[d] = step
         step *= shape[d]
     return tuple(strides)

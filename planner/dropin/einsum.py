@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from planner.api import contract
-from planner.dropin.torch_rules import has_private_sum, torch_einsum
+from planner.dropin.torch_rules import has_private_sum, search_of, torch_einsum
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.parse import parse_sublists
 from planner.language.spec import Spec
 from planner.program.frameworks import framework_of
 from planner.run import torch_compiles
 
-__all__ = ["einsum", "einsum_in", "read_arguments", "search_of"]
+__all__ = ["einsum", "einsum_in", "read_arguments"]
 
 
 def einsum(*arguments: Any, **options: Any) -> Any:
@@ -90,16 +90,6 @@ def _framework_of(operands: Sequence[Any]) -> str:
     if "torch" in kinds or any(hasattr(type(x), "__torch_function__") for x in operands):
         return "torch"
     return "jax" if "jax" in kinds or any(hasattr(x, "__jax_array__") for x in operands) else "numpy"
-
-
-def search_of(optimize: Any) -> Any:
-    """Return the `optimize=` of an einsum as ours."""
-    if optimize is None or isinstance(optimize, bool):
-        return "auto"
-    if isinstance(optimize, (list, tuple)) and optimize and isinstance(optimize[0], str):
-        # ["einsum_path", (0, 1), ...], or a name with a limit in elements, which has no like here.
-        return list(optimize[1:]) if optimize[0] == "einsum_path" else optimize[0]
-    return optimize
 
 
 def _numpy(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]) -> Any:

@@ -11,7 +11,8 @@ import numpy as np
 import opt_einsum
 
 from planner.api import check_names, contract, plan
-from planner.dropin.einsum import read_arguments, search_of
+from planner.dropin.einsum import read_arguments
+from planner.dropin.torch_rules import search_of
 from planner.language.errors import PlannerError, ShapeError
 from planner.language.parse import parse
 from planner.language.resolve import expand_ellipses, resolve, shape_of

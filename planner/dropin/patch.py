@@ -59,7 +59,8 @@ def patch(*frameworks: str) -> Iterator[Patched]:
 
     In torch a `TorchFunctionMode` sees every call. In NumPy and JAX the code of the function itself is replaced.
     Only calls of the thread that entered the `with` are routed. Calls that planner refuses run on the framework's own
-    einsum; `report.passed_on` counts them by reason. Patches may be nested; the innermost one routes.
+    einsum; `report.passed_on` counts them by reason. A refused call with brackets raises planner's error, since no
+    other einsum reads brackets. Patches may be nested; the innermost one routes.
 
     A function that `jax.jit` or `torch.compile` traced before the `with` stays as it was traced, and one that was
     traced within stays routed. TorchScript has operators of its own, which are not seen.
@@ -92,7 +93,8 @@ def _route(
             raise PlannerError(f"a {type(other[0]).__name__} is no tensor")
         result = einsum_in(framework, spec, operands, dict(options))
     except PlannerError as error:
-        if "[" in str(arguments[:1]):  # only planner reads brackets, so its error is the one to see
+        # Only planner reads brackets, so its error is the one to see.
+        if arguments and isinstance(arguments[0], str) and "[" in arguments[0]:
             raise
         why = str(error)
     else:

@@ -25,7 +25,7 @@ from planner.language.spec import Operand, Spec
 from planner.program.frameworks import framework_of
 from planner.run import torch_traces
 
-__all__ = ["has_private_sum", "torch_einsum"]
+__all__ = ["has_private_sum", "search_of", "torch_einsum"]
 
 
 def _of_constants(function: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -39,11 +39,23 @@ def _of_constants(function: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return call
 
 
+def search_of(optimize: Any) -> Any:
+    """Return the `optimize=` of an einsum as ours."""
+    if optimize is None or isinstance(optimize, bool):
+        return "auto"
+    if isinstance(optimize, (list, tuple)) and optimize and isinstance(optimize[0], str):
+        # ["einsum_path", (0, 1), ...], or a name with a limit in elements, which has no like here.
+        return list(optimize[1:]) if optimize[0] == "einsum_path" else optimize[0]
+    return optimize
+
+
 def torch_einsum(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]) -> Any:
     """Contract as `torch.einsum` does; in a traced function, and with options of `contract`, a plan alone decides."""
+    if "optimize" in options:
+        options = {**options, "optimize": search_of(options["optimize"])}
     bare = not options and len(operands) > 1 and not torch_traces()
     if bare and isinstance(spec, str) and "[" not in spec and _trains(operands):
-        if len(operands) > 2 and (steps := _lean_steps(spec, _described(operands))):
+        if len(operands) > 2 and (steps := _lean_steps(spec, _described(operands), _autocast(operands))):
             values = list(operands)
             for places, part in steps:
                 values.append(torch_einsum(part, [values.pop(place) for place in places], {}))
@@ -66,6 +78,12 @@ def torch_einsum(spec: str | Spec, operands: Sequence[Any], options: dict[str, A
 def _is_whole(x: Any) -> bool:
     """Whether something is a tensor of integers or booleans."""
     return framework_of(x) == "torch" and not (x.is_floating_point() or x.is_complex())
+
+
+def _autocast(operands: Sequence[Any]) -> Any:
+    """Return the dtype of `torch.autocast` for tensors, or False."""
+    torch, kind = sys.modules["torch"], operands[0].device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
 
 
 def _trains(operands: Sequence[Any]) -> bool:
@@ -93,9 +111,12 @@ def _is_part(x: Any) -> bool:
 
 @lru_cache(maxsize=1024)
 def _lean_steps(
-    spec: str, described: tuple[tuple[Operand, bool], ...]
+    spec: str, described: tuple[tuple[Operand, bool], ...], autocast: Any
 ) -> tuple[tuple[tuple[int, ...], str], ...] | None:
-    """Return the steps of `torch.einsum` if its path keeps less than our plan: for each the operands and its spec."""
+    """Return the steps of `torch.einsum` if its path keeps less than our plan: for each the operands and its spec.
+
+    `autocast` is the dtype of `torch.autocast`, or False. It is a key: what is kept depends on it.
+    """
     operands = [operand for operand, _ in described]
     shapes = tuple(x.shape for x in operands)
     parsed = expand_ellipses(parse(spec), shapes, {})
@@ -103,7 +124,7 @@ def _lean_steps(
     steps = tuple((places, text) for places, _, text, _, _ in info.contraction_list)
     if any(is_part for _, is_part in described):
         return steps  # what a part keeps alive is known for each step
-    width = max(itemsize(x.dtype) for x in operands)
+    width = itemsize(plan(spec, *operands, backend="torch").dtype)
     values = [("".join(map(str, term)), x.requires_grad) for term, x in zip(parsed.inputs, operands, strict=True)]
     theirs = 0
     for places, text in steps:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from planner.language.spec import Term, plain_axes, term_axes
+from planner.language.spec import plain_axes, term_axes
+from planner.program.calls import SizeReader
 from planner.program.loops import slice_counts
 from planner.program.ops import JointGradient, Op
 from planner.program.plan import Loop, PlanRecord
@@ -75,45 +76,43 @@ def _plan(text: str) -> PlanRecord:
 
 
 def _forward_flops(
-    plan: str, names: str, arrays: Sequence[Shape], operands: Sequence[Shape], *_: Any, **__: Any
+    plan: str,
+    names: str,
+    arrays: Sequence[Shape],
+    operands: Sequence[Shape],
+    sizes: Sequence[int] | None = None,
+    **_: Any,
 ) -> int:
     record = _plan(plan)
-    return product_flops(record, record.programs.forward, _sizes(record, names, arrays, operands))
+    return product_flops(record, record.programs.forward, _sizes(record, names, arrays, operands, sizes))
 
 
 def _backward_flops(
-    plan: str, names: str, arrays: Sequence[Shape], gradient: Shape, operands: Sequence[Shape], *_: Any, **__: Any
+    plan: str,
+    names: str,
+    arrays: Sequence[Shape],
+    gradient: Shape,
+    operands: Sequence[Shape],
+    kept: Sequence[Shape],
+    sizes: Sequence[int] | None = None,
+    **_: Any,
 ) -> int:
     record = _plan(plan)
-    return product_flops(record, record.programs.backward, _sizes(record, names, arrays, operands))
+    return product_flops(record, record.programs.backward, _sizes(record, names, arrays, operands, sizes))
 
 
-def _sizes(plan: PlanRecord, names: str, arrays: Sequence[Shape], operands: Sequence[Shape]) -> dict[str, int]:
-    """Return the sizes of axes that the arrays of a call show."""
+def _sizes(
+    plan: PlanRecord, names: str, arrays: Sequence[Shape], operands: Sequence[Shape], given: Sequence[int] | None
+) -> dict[str, int]:
+    """Return the sizes of the axes of a call; `given` is the last argument of the operators."""
     spec, tensors, shapes = plan.resolved.spec, iter(arrays), {}
     for name, facts in json.loads(names):
         shapes[name], *_ = [next(tensors) for _ in range(1 if facts is None else 3)]
-    views = [
-        _fitted(shape, operand.shape, fitted)
-        for shape, operand, fitted in zip(operands, plan.operands, plan.resolved.shapes, strict=True)
-    ]
-    made_for, resolved = dict(plan.index_shapes), dict(plan.resolved.index_shapes)
-    terms: list[tuple[Term, Shape]] = [
-        (g.axes, _fitted(shapes[g.array], made_for[g.array], resolved[g.array])) for g in spec.gathers
-    ]
-    # A step that multiplies with all rows of an operand has an axis for them, which the spec lacks.
-    for step in plan.programs.forward.steps:
-        terms += [(term, views[v]) for term, v in zip(step.op.input_terms, step.inputs, strict=True) if v < len(views)]
-    return {str(e): size for term, shape in terms for e, size in zip(term, shape, strict=True) if isinstance(e, str)}
-
-
-def _fitted(shape: Shape, made_for: Shape, fitted: Shape) -> Shape:
-    """Return a shape without the broadcast dimensions that a plan drops of shape `made_for`, which leaves `fitted`."""
-    kept: list[int] = []
-    for size, planned in zip(shape, made_for, strict=True):
-        if len(kept) < len(fitted) and planned == fitted[len(kept)]:
-            kept.append(size)
-    return kept
+    reader = SizeReader(spec, plan, tuple(shapes))
+    known = [(e, n) for e, n in zip(spec.output, given or (), strict=False) if n != -1]
+    member = reader.member([*operands, *shapes.values()], known or [(e, spec.size(e)) for e in reader.hidden])
+    assert member is not None  # the operator has read the same sizes
+    return {e: size for e, size in member.sizes.items() if isinstance(e, str)}
 
 
 def register_flops() -> None:

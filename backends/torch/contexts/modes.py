@@ -1,4 +1,4 @@
-"""The modes that torch can be in around a call: a transform of `torch.func`, forward mode, autocast."""
+"""What surrounds a call in torch: transforms, forward mode, autocast, modes that see operators, tracers."""
 
 from __future__ import annotations
 

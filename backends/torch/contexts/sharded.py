@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from planner.backends.torch.contexts.autocast import autocast_state
 from planner.backends.torch.contexts.modes import in_functorch
 from planner.backends.torch.index import TorchIndex, torch_in_range
 from planner.language.cached import BACKEND_CACHES, enter
@@ -68,6 +69,7 @@ class _Division(NamedTuple):
         pools: all pools by their gathers in the caller's spec; none if no pool is split.
         placements: the placements of the result.
         shape: the shape of the whole result.
+        dtype: the dtype of the whole contraction; under autocast that of a part could differ.
     """
 
     spec: Spec
@@ -77,6 +79,7 @@ class _Division(NamedTuple):
     pools: dict[Gather, _Pool]
     placements: Placements
     shape: Shape
+    dtype: str
 
 
 _DIVISIONS: dict[Any, _Division] = {}
@@ -104,15 +107,18 @@ def _run(
 ) -> Any:
     _refuse_mixed(operands, indices)
     mesh, division, key = operands[0].device_mesh, None, None
-    with contextlib.suppress(TypeError):  # wrong options, which `check` refuses
+    with contextlib.suppress(TypeError):  # wrong options, which `check` refuses, or sizes that are symbols
         hashable = request.hashable()
         sizes = hashable.sizes if hashable.sizes is None else tuple(hashable.sizes)
         places = tuple((x.shape, x.placements) for x in (*operands, *indices.values()))
-        key = hashable.spec, sizes, hashable.index_mode, mesh, places, tuple(indices)
-        division = _DIVISIONS.get(key)
+        dtypes = hashable.dtype, tuple(x.dtype for x in operands), autocast_state(operands[0].device.type)
+        asked = hashable.spec, sizes, hashable.index_mode, mesh, places, tuple(indices), dtypes
+        division = _DIVISIONS.get(asked)
+        key = asked
     if division is None:
-        division = _divide(check().resolved.spec, operands, indices)
-        enter(_DIVISIONS, key, division, _MOST_DIVISIONS)
+        division = _divide(check(), operands, indices)
+        if key is not None:
+            enter(_DIVISIONS, key, division, _MOST_DIVISIONS)
     local_operands = [_to_local(x, how) for x, how in zip(operands, division.operands, strict=True)]
     local_indices = {name: _to_local(q, division.indices[name]) for name, q in indices.items()}
     try:
@@ -126,7 +132,7 @@ def _contract(
     division: _Division, request: Request, operands: Sequence[Tensor], indices: Mapping[str, Tensor]
 ) -> Tensor:
     """Contract the parts of one device."""
-    options = request._replace(sizes=None)._asdict()
+    options = request._replace(sizes=None, dtype=division.dtype)._asdict()
     del options["spec"]
     contract, mode = callbacks().contract, request.index_mode
     if not division.pools:
@@ -174,17 +180,18 @@ def _refuse_mixed(operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
         )
 
 
-def _divide(spec: Spec, operands: Sequence[Any], indices: Mapping[str, Any]) -> _Division:
+def _divide(contraction: Contraction, operands: Sequence[Any], indices: Mapping[str, Any]) -> _Division:
     """Return what this device does for a call.
 
     Args:
-        spec: the resolved spec.
+        contraction: the whole contraction.
         operands: the operands.
         indices: the index arrays.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    mesh, brackets = operands[0].device_mesh, {gather.array: gather.axes for gather in spec.gathers}
+    mesh, spec = operands[0].device_mesh, contraction.resolved.spec
+    brackets = {gather.array: gather.axes for gather in spec.gathers}
     arrays = [*zip(spec.inputs, operands, strict=True), *((brackets[name], q) for name, q in indices.items())]
     split = choose_splits(spec, [(term, _placement(spec, term, x)) for term, x in arrays])
     # For each dimension of the mesh what it splits, or which operand's parts of a sum stay apart; or neither.
@@ -233,6 +240,7 @@ def _divide(spec: Spec, operands: Sequence[Any], indices: Mapping[str, Any]) -> 
         pools=pools,
         placements=tuple(map(place_result, range(mesh.ndim))),
         shape=spec.output_shape,
+        dtype=contraction.dtype,
     )
 
 

@@ -40,7 +40,7 @@ from planner.backends.torch.contexts.modes import (
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
 from planner.backends.torch.ops import OPS, dataless, finite, occurs, torch_dtype
-from planner.cost.layout import without_gaps
+from planner.cost.layout import dense_strides
 from planner.language.cached import enter
 from planner.language.derive import transpose
 from planner.language.errors import ShapeError
@@ -94,8 +94,6 @@ def run_backward(
     """Return a gradient for each operand that needs one; as in `run_forward`, a tracer records the operator."""
     if not opaque(executable, gradient):
         return executable.backward(gradient, operands, executable.prepare(indices), kept)
-    if executable.sizes is not None and not executable.symbolic:  # no mode was active in the forward pass
-        executable = executable.by_itself(operands)
     plan, names, arrays, sizes = operator_arguments(executable, indices)
     gradients = iter(backward_operator(plan, names, arrays, gradient, list(operands), list(kept), sizes))
     return [None if v is None else next(gradients) for v in executable.programs.gradients]
@@ -325,14 +323,7 @@ class _Bound:
         described = self.executable.programs.variables[variable]
         entries = self.terms[variable] if term is None else term
         shape = tuple(member.sizes[e] for e in entries)
-        layout = without_gaps(described.layout)
-        inner = [d for run in layout.runs for d in run] if layout else list(range(len(shape)))
-        outer = [d for d in range(len(shape)) if d not in inner]  # they have size 1 in the plan
-        strides, step = [1] * len(shape), 1
-        for d in reversed((*outer, *inner)):
-            strides[d] = step
-            step *= shape[d]
-        return Promise(shape, tuple(strides), torch_dtype(described.dtype))
+        return Promise(shape, dense_strides(described.layout, shape), torch_dtype(described.dtype))
 
     def _executable(self, member: Member, operands: Sequence[Tensor]) -> Executable:
         executable, plan, sizes = self.executable, self.executable.plan, member.sizes
