@@ -361,6 +361,29 @@ def run_compiled():
         compiled(X, POOL, put(q + 6, mesh, [R]))
 
 
+def run_autocast():
+    """The parts that are added up have the dtype of the whole: a part of size 1 alone would have another."""
+    mesh, a, b = MESH["line"], small(4, 5), small(5, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = planner.contract("ab, bc -> ac", put(a, mesh, [Shard(1)]), put(b, mesh, [Shard(0)]))
+        wanted = torch.einsum("ab, bc -> ac", a.float(), b.float())
+    in_float32 = planner.contract("ab, bc -> ac", put(a.float(), mesh, [Shard(1)]), put(b.float(), mesh, [Shard(0)]))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = planner.contract("ab, bc -> ac", put(a.float(), mesh, [Shard(1)]), put(b.float(), mesh, [Shard(0)]))
+    assert (cast.dtype, in_float32.dtype, result.dtype) == (wanted.dtype, torch.float32, a.dtype)
+    same(cast, wanted)
+
+
+def run_symbolic():
+    """Sizes that a compiler treats as symbols are no keys."""
+    mesh, compiled = MESH["line"], torch.compile(gathered, backend="aot_eager", dynamic=True)
+    pool = small(6, 4, 3)
+    for n in 8, 12:
+        x, q = small(n, 4), torch.randint(0, 6, (n,))
+        found = compiled(put(x, mesh, [Shard(0)]), put(pool, mesh, [R]), put(q, mesh, [Shard(0)]))
+        same(found, gathered(x, pool, q))
+
+
 def gathered(x, pool, q):
     return planner.contract("nj, q[n]jk -> nk", x, pool, q=q)
 
@@ -487,6 +510,8 @@ FIXED |= {
     "a sum of parts": (run_sum_of_parts, ()),
     "moved": (run_moved, ()),
     "compiled": (run_compiled, ()),
+    "autocast": (run_autocast, ()),
+    "symbolic": (run_symbolic, ()),
 }
 CASES = {**FIXED, **{f"drawn {number}": (run_drawn, (number,)) for number in range(DRAWN)}}
 
