@@ -85,7 +85,8 @@ class Experts(nn.Module):
             out = planner.contract("nsf, q[ns]fd, ns -> nd", hidden, self.narrow, gates, q=chosen)
         else:
             hidden = F.gelu(torch.einsum("nd,nsdf->nsf", rows, self.widen[chosen]))
-            out = torch.einsum("nsf,nsfd,ns->nd", hidden, self.narrow[chosen], gates)
+            # As one einsum of three operands it would compile anew for every size.
+            out = (torch.einsum("nsf,nsfd->nsd", hidden, self.narrow[chosen]) * gates[..., None]).sum(1)
         result: Tensor = x + out.reshape(x.shape)
         return result
 
@@ -201,6 +202,7 @@ def _rank(rank: int, port: int, steps: int, file: str) -> None:
         trained = {name: train(name, _shard, steps) for name in MODELS}
         if rank == 0:
             Path(file).write_text(json.dumps(trained))
+        torch.distributed.barrier()
     finally:
         torch.distributed.destroy_process_group()
 
