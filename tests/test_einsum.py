@@ -472,3 +472,17 @@ def test_fx_records_a_call(torch):
     traced = torch.fx.symbolic_trace(lambda x, y: planner.einsum("ij,jk->ki", x, y))
     x, y = torch.arange(6.0).reshape(2, 3), torch.arange(12.0).reshape(3, 4)
     assert torch.equal(traced(x, y), (x @ y).T)
+
+
+def test_constants_outlive_the_context_of_the_first_call(torch):
+    expression = planner.contract_expression("ij,jk->ik", (2, 3), np.ones((3, 4), "f4"), constants=[1])
+    x = torch.ones(2, 3, requires_grad=True)
+    with torch.inference_mode():
+        expression(torch.ones(2, 3))
+    module = torch.nn.Module()
+    module.forward = lambda x: expression(x)
+    torch.export.export(module, (torch.ones(2, 3),), strict=False)
+    result = expression(x)
+    assert type(result) is torch.Tensor
+    result.sum().backward()
+    assert torch.equal(x.grad, torch.full((2, 3), 4.0))

@@ -442,3 +442,11 @@ def test_flops_of_axes_that_no_array_shows():
             result = planner.contract("nj, kj -> q[n] km", a, torch.ones(5, 6), q=q, sizes={"q": 7, "m": size})
         assert result.shape == (7, 5, size)
         assert counter.get_total_flops() == 2 * 4 * 6 * 5
+
+
+def test_batched_gradients_of_a_checkpoint():
+    """A checkpoint computes again what it saved, though autograd batches the gradient."""
+    a, c, q = torch.ones(6, 4, requires_grad=True), torch.ones(3, 4, 5), torch.arange(6) % 3
+    result = checkpoint(lambda a: planner.contract("nj, q[n]jk -> nk", a, c, q=q), a, use_reentrant=False)
+    (found,) = torch.autograd.grad(result, a, torch.ones(2, 6, 5), is_grads_batched=True)
+    assert torch.equal(found, torch.full((2, 6, 4), 5.0))

@@ -133,13 +133,19 @@ class _Contract(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, *_: Any) -> Any:
+        if gradient is None:
+            loose = len(ctx.executable.arrays) - len(ctx.prepared)
+            return (None,) * (2 + len(ctx.executable.plan.operands) + loose)
+        saved = ctx.saved_tensors  # outside of the transform: a checkpoint may compute them again
+        if autograd_batches(gradient):
+            return over_batch(partial(_Contract._pull_back, ctx, saved), (gradient,))
+        return _Contract._pull_back(ctx, saved, gradient)
+
+    @staticmethod
+    def _pull_back(ctx: Any, saved: Sequence[Any], gradient: Tensor) -> Any:
+        """Return what `backward` returns, from the saved tensors."""
         count = len(ctx.executable.plan.operands)
         blank = (None,) * (len(ctx.executable.arrays) - len(ctx.prepared))
-        if gradient is None:
-            return (None, None, *(None,) * count, *blank)
-        if autograd_batches(gradient):
-            return over_batch(partial(_Contract.backward, ctx), (gradient,))
-        saved = ctx.saved_tensors
         with as_planned():
             executable, gradient = ctx.executable.against(gradient)
             if executable is not ctx.executable:
@@ -197,10 +203,16 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> Any:
+        saved = ctx.saved_tensors
         if autograd_batches(*tangents):
-            return over_batch(partial(_Gradient.backward, ctx), tangents)
+            return over_batch(partial(_Gradient._pull_back, ctx, saved), tangents)
+        return _Gradient._pull_back(ctx, saved, *tangents)
+
+    @staticmethod
+    def _pull_back(ctx: Any, saved: Sequence[Any], *tangents: Tensor | None) -> Any:
+        """Return what `backward` returns, from the saved tensors."""
         executable, prepared = ctx.executable, ctx.prepared
-        gradient, *arrays = ctx.saved_tensors
+        gradient, *arrays = saved
         operands, indices, _ = _split(executable, prepared, arrays)
         blank = (None,) * (len(executable.arrays) - len(prepared) + ctx.kept)
         needs = ctx.needs_input_grad[2 : 3 + len(operands)]

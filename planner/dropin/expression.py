@@ -18,6 +18,7 @@ from planner.language.parse import parse
 from planner.language.resolve import expand_ellipses, resolve, shape_of
 from planner.language.spec import Operand, Spec, Term, term_axes, term_gathers
 from planner.program.frameworks import framework_of
+from planner.run import torch_traces
 
 __all__ = ["ContractExpression", "contract_expression", "contract_path"]
 
@@ -208,7 +209,8 @@ class ContractExpression:
         if taken is None:
             with _outside_of_traces(framework):
                 taken = [x if x is None else _taken_to(x, framework, device) for x in self._operands]
-            self._taken[framework, device] = taken
+            if not _passes(framework):
+                self._taken[framework, device] = taken
         return taken
 
     def __repr__(self) -> str:
@@ -269,6 +271,15 @@ def _taken_to(x: Any, framework: str, device: Any) -> Any:
 
         return jnp.asarray(x)
     return np.asarray(x)
+
+
+def _passes(framework: str) -> bool:
+    """Whether tensors that are made now belong to a context that passes: a trace, or inference mode."""
+    if framework != "torch":
+        return False
+    import torch
+
+    return torch.is_inference_mode_enabled() or torch_traces() or bool(torch._C._len_torch_dispatch_stack())
 
 
 def _outside_of_traces(framework: str) -> contextlib.AbstractContextManager[object]:
