@@ -480,3 +480,37 @@ def test_transforms_that_trace(options):
     assert torch.equal(result, contract(*small))
     assert torch.equal(linear(x, 0 * c), result)
     assert torch.equal(linear(x, c), 2 * result)
+
+
+@pytest.mark.parametrize("mode", ["raise", "drop"])
+def test_jit_trace_without_gradients_at_another_batch_size(mode):
+    """The trace holds the operator, whatever the index array was, and looks at dropped rows when it runs."""
+
+    def call(a, c, q):
+        return planner.contract("nij, q[n]jk -> nik", a, c, q=q, index_mode=mode)
+
+    a, c = torch.arange(24.0).reshape(4, 3, 2), torch.arange(30.0).reshape(3, 2, 5)
+    traced = torch.jit.trace(call, (a, c, torch.tensor([0, 2, 1, 1])))
+    assert "planner::forward" in str(traced.graph)
+    b, q = torch.arange(36.0).reshape(6, 3, 2), torch.tensor([2, 0, 0, 1, 2, 2])
+    assert torch.equal(traced(b, c, q), call(b, c, q))
+    if mode == "drop":
+        b[0] = torch.nan
+        q[0] = 9
+        assert torch.equal(traced(b, c, q), call(b, c, q))
+
+
+def test_gradients_of_real_operands_beside_complex_ones():
+    def call(a, c, q):
+        return planner.contract("nj, q[n]jk -> nk", a, c, q=q)
+
+    q = torch.tensor([0, 2, 1, 1])
+    c = torch.complex(torch.arange(24.0).reshape(3, 2, 4), torch.ones(3, 2, 4))
+    found = []
+    for function in call, torch.compile(call, backend="aot_eager", fullgraph=True):
+        a = torch.arange(8.0).reshape(4, 2).requires_grad_()
+        result = function(a, c, q)
+        (result.real + 2 * result.imag).sum().backward()
+        found.append(a.grad)
+    assert found[0].dtype == found[1].dtype == torch.float32
+    assert torch.equal(*found)
