@@ -449,8 +449,8 @@ def measured(model: Any, arguments: tuple[Any, ...], context: Any) -> Result:
     return Result([x.detach().clone() for x in outputs], gradients, sum(saved.values()))
 
 
-def differences(ours: Result, theirs: Result) -> list[str]:
-    """Return what differs beyond rounding, in words."""
+def differences(ours: Result, theirs: Result, autocast: str | None = None) -> list[str]:
+    """Return what differs beyond rounding, in words; `autocast` is the dtype that steps are rounded to."""
     faults = []
     if len(ours.outputs) != len(theirs.outputs) or ours.gradients.keys() != theirs.gradients.keys():
         return ["other outputs or other gradients"]
@@ -464,7 +464,8 @@ def differences(ours: Result, theirs: Result) -> list[str]:
         # A gradient that is small beside the others is a difference of larger numbers.
         scale = max(_largest(b), 1e-2 * largest if name.startswith("gradient") else 0.0)
         error = _largest(_wide(a) - _wide(b))
-        if not error <= CLOSE.get(str(b.dtype).removeprefix("torch."), 0.0) * scale:
+        close = max(CLOSE.get(dtype, 0.0) for dtype in (str(b.dtype).removeprefix("torch."), autocast or ""))
+        if not error <= close * scale:
             faults.append(f"{name} differs by {error:.1e} of {scale:.1e}")
     return faults
 
@@ -504,7 +505,7 @@ def judge(row: Row, autocast: str | None, seconds: float) -> tuple[dict[str, Any
     for _ in range(2):  # a cold call and a warm one
         with planner.patch(row.framework) as report:
             ours = run()
-        faults += differences(ours, theirs)
+        faults += differences(ours, theirs, autocast)
         if ours.saved > theirs.saved:
             faults.append(f"saves {ours.saved} bytes for {theirs.saved}")
     if not report.routed:
