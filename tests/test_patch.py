@@ -16,7 +16,9 @@ A, B = np.arange(6.0, dtype="f4").reshape(2, 3), np.arange(12.0, dtype="f4").res
 @pytest.fixture(params=["numpy", "torch", "jax"])
 def lib(request):
     """A framework by name, with the module that has einsum and the function that makes arrays."""
-    module = pytest.importorskip({"jax": "jax.numpy"}.get(request.param, request.param))
+    module = pytest.importorskip(
+        {"jax": "jax.numpy"}.get(request.param, request.param), reason=f"{request.param} is not installed"
+    )
     return types.SimpleNamespace(name=request.param, module=module, array=module.asarray)
 
 

@@ -21,7 +21,6 @@ from planner.backends.torch.contexts.modes import (
     hint,
     in_functorch,
     over_batch,
-    records,
     transformed,
     unwrapped,
     watched,
@@ -38,7 +37,7 @@ from planner.backends.torch.contexts.traced import (
 )
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
-from planner.backends.torch.ops import dataless, torch_dtype
+from planner.backends.torch.ops import is_recorded, torch_dtype
 from planner.language.derive import batched, transpose
 from planner.language.spec import Spec
 
@@ -125,7 +124,7 @@ class _Contract(torch.autograd.Function):
         if any(map(Tensor.is_inference, arrays)):  # autograd saves no tensors of inference mode, so it saves copies
             arrays = [x.clone() if x.is_inference() else x for x in arrays]
         ctx.shapes = None
-        if not (executable.reads_all or dataless(arrays[0]) or records()):  # tracers decide themselves what they keep
+        if not (executable.reads_all or is_recorded(arrays[0])):  # tracers decide themselves what they keep
             count = len(executable.reads)
             ctx.shapes = [x.shape for x in arrays[:count]]
             arrays[:count] = [x if is_read else None for x, is_read in zip(arrays, executable.reads, strict=False)]
@@ -150,7 +149,7 @@ class _Contract(torch.autograd.Function):
             executable, gradient = ctx.executable.against(gradient)
             if executable is not ctx.executable:
                 saved = saved[: count + len(blank)]  # without kept values
-            if ctx.shapes is not None and (watched() or dataless(gradient) or records()):  # operators take tensors only
+            if ctx.shapes is not None and (watched() or is_recorded(gradient)):  # operators take tensors only
                 blanks = [gradient.new_zeros(()).expand(shape) for shape in ctx.shapes]
                 read = [y if x is None else x for x, y in zip(saved, blanks, strict=False)]
                 saved = (*read, *saved[count:])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from planner.backends.common.indices import IndexOps, PreparedIndex, in_range
-from planner.backends.torch.contexts.modes import fixed, in_functorch, records, unscripted, watched
-from planner.backends.torch.ops import dataless, not_dense, unseen
+from planner.backends.torch.contexts.modes import fixed, in_functorch, unscripted, watched
+from planner.backends.torch.ops import is_recorded, not_dense, unseen
 from planner.kernels.grouping import torch_grouping
 from planner.language.errors import IndexRangeError, PlannerError
 from planner.language.options import MODES
@@ -145,7 +145,7 @@ def torch_in_range(raw: Tensor | TorchIndex, gather: Gather, mode: str) -> tuple
     assert size is not None
     if raw.is_meta:
         return raw.long(), False
-    if dataless(raw) or records():  # a tracer records the check, which looks at the values when it runs
+    if is_recorded(raw):  # a tracer records the check, which looks at the values when it runs
         return _in_range_later(raw, gather.array, "".join(gather.axes), fixed(size), mode), rule.bad == "drop"
     if raw.numel() == 0:
         return raw.long(), False

@@ -28,6 +28,7 @@ __all__ = [
     "dataless",
     "dispatches",
     "finite",
+    "is_recorded",
     "multiply",
     "not_dense",
     "occurs",
@@ -204,6 +205,11 @@ def dataless(x: Tensor) -> bool:
     return x.is_meta or is_fake(x)
 
 
+def is_recorded(x: Tensor) -> bool:
+    """Return whether a tracer records what runs on a tensor, which may have no values."""
+    return dataless(x) or records()
+
+
 def dispatches(x: Tensor) -> bool:
     """Return whether a tensor is of a class that runs operators in its own way, by `__torch_dispatch__`."""
     kind = type(x)
@@ -234,7 +240,7 @@ def occurs(x: Tensor) -> bool:
 
 def finite(x: Tensor) -> bool:
     """Return whether all numbers are finite, or cannot be seen; the check is cheaper if their sum does not overflow."""
-    return dataless(x) or records() or (not captured(x) and torch_pooled.sum_is_finite(x.detach()))
+    return is_recorded(x) or (not captured(x) and torch_pooled.sum_is_finite(x.detach()))
 
 
 # Runs a `Guard`.

@@ -30,14 +30,13 @@ from planner.backends.torch.contexts.modes import (
     bare_operators,
     in_functorch,
     only_stock,
-    records,
     transformed,
 )
 from planner.backends.torch.contexts.ranges import Range, named_native, profiler
 from planner.backends.torch.contexts.traced import opaque, run_forward, wide_result
 from planner.backends.torch.eager import NATIVE, compile_native
 from planner.backends.torch.executable import Executable
-from planner.backends.torch.ops import dataless, dispatches
+from planner.backends.torch.ops import dispatches, is_recorded
 from planner.backends.torch.strides import Strided
 from planner.cost.layout import row_major
 from planner.language.errors import PlannerError
@@ -170,7 +169,7 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
 
 
 def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
-    recorded = dataless(operands[0]) or records()
+    recorded = is_recorded(operands[0])
     if executable.drops and not (in_functorch() or opaque(executable, operands[0])):
         wide = wide_result(executable, operands, indices, executable.prepare(indices))
         if wide is not None:

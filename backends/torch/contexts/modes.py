@@ -115,6 +115,11 @@ def over_batch(backward: Callable[..., Sequence[Any]], gradients: Sequence[torch
     return tuple(torch._add_batch_dim(next(results), 0, level) if has else None for has in has_result)
 
 
+def _functionalizes() -> bool:
+    """Return whether the innermost transform is `torch.func.functionalize`."""
+    return in_functorch() and transform().key() == _FUNCTIONALIZE
+
+
 def records() -> bool:
     """Return whether a tracer records operators on tensors that have values: `make_fx` or `torch.jit.trace`.
 
@@ -122,14 +127,14 @@ def records() -> bool:
     """
     if scripts() is not None or _mode(_PROXIES) is not None:
         return True
-    return in_functorch() and transform().key() == _FUNCTIONALIZE
+    return _functionalizes()
 
 
 def bare_operators() -> bool:
     """Return whether what is recorded must be operators with derivatives of their own, not Functions around them."""
     if scripts() is not None or torch.compiler.is_exporting():
         return True
-    return in_functorch() and transform().key() == _FUNCTIONALIZE
+    return _functionalizes()
 
 
 @contextlib.contextmanager

@@ -32,14 +32,13 @@ from planner.backends.torch.contexts.modes import (
     differ,
     fixed,
     in_functorch,
-    records,
     scripts,
     unscripted,
     watched,
 )
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
-from planner.backends.torch.ops import OPS, dataless, finite, occurs, torch_dtype
+from planner.backends.torch.ops import OPS, finite, is_recorded, occurs, torch_dtype
 from planner.cost.layout import dense_strides
 from planner.language.cached import enter
 from planner.language.derive import transpose
@@ -63,7 +62,7 @@ def opaque(executable: Executable, x: Tensor) -> bool:
     write in place. But an operator returns no views, so a plan of views runs as it is. And a selective checkpoint sees
     steps of torch's own operators, so that it can save the results of `mm` and `bmm`.
     """
-    recorded = dataless(x) or records()
+    recorded = is_recorded(x)
     if not watched() or in_functorch():
         return recorded
     register_flops()
