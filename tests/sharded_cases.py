@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import jax_fast
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from laws import MODES
 
 import planner
@@ -210,6 +211,9 @@ MESH = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
 TWO_AXES = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 EXPLICIT = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
 SPLIT, WHOLE = PartitionSpec("x"), PartitionSpec()
+# JAX writes every program to the disk.
+CACHE = {"jax_compilation_cache_dir": None, "jax_enable_compilation_cache": True,
+         "jax_persistent_cache_min_entry_size_bytes": -1, "jax_persistent_cache_min_compile_time_secs": 0}  # fmt: skip
 
 
 def small(*shape, low=-2, dtype="float32"):
@@ -324,7 +328,7 @@ def test_locations_are_hidden_in_partitioned_calls_alone(monkeypatch):
         return real(*given)
 
     monkeypatch.setattr(jax_partition._Part, "zero_padding", zero_padding)
-    jax.jit(lambda x, y: planner.contract("nj, jk -> kn", x, y)).lower(put(LONG, "x"), MATRIX).compile()
+    jax.jit(rows).lower(put(A, "x"), C, put(Q, "x")).compile()
     assert set(limits) == {0}
     assert jax.config.jax_traceback_in_locations_limit == before > 0
 
@@ -361,3 +365,83 @@ def test_the_types_of_results_say_how_they_are_split():
 def test_what_is_refused_is_told(call, said):
     with pytest.raises(planner.PlannerError, match=re.escape(said)):
         call()
+
+
+# -- plain steps: JAX's own products, which XLA partitions ------------------------------------------------
+
+
+def layers(product, x, *weights):
+    for w in weights:
+        x = jnp.tanh(product("bi, ij -> bj", x, w))
+    return x
+
+
+def grown(product):
+    """Sums of gradients of layers that are split by rows, columns and batch."""
+    return jax.jit(jax.grad(lambda *xs: layers(product, *xs).sum(), (0, 1)))
+
+
+def test_plain_layers_compile_to_what_einsum_does():
+    xs = put(small(16, 32), "x", None), *(put(small(32, 32), None, "x") for _ in range(4))
+    texts = [grown(product).lower(*xs).as_text() for product in (planner.contract, jnp.einsum)]
+    assert "custom_call" not in texts[0].replace("@Sharding", "")
+    compiled = [grown(product).lower(*xs).compile().as_text() for product in (planner.contract, jnp.einsum)]
+    assert exchanged(compiled[0]) == exchanged(compiled[1])
+
+
+def test_sharded_programs_are_read_from_the_compilation_cache(tmp_path):
+    hits = []
+    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
+    before = {name: getattr(jax.config, name) for name in CACHE}
+    xs = put(small(16, 32), "x", None), put(small(32, 32), None, "x")
+    try:
+        for name, value in {**CACHE, "jax_compilation_cache_dir": str(tmp_path)}.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        for _ in range(2):
+            hits.clear()
+            jax.clear_caches()
+            grown(planner.contract)(*xs)
+        assert "/jax/compilation_cache/cache_hits" in hits
+        assert "/jax/compilation_cache/cache_misses" not in hits
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def test_a_program_is_lowered_for_devices_that_are_not_there():
+    mesh = AbstractMesh((8,), ("x",))
+    x, w = (
+        jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((16, 8), SPLIT), ((8, 4), WHOLE))
+    )
+    lowered = jax.jit(functools.partial(planner.contract, "ij, jk -> ik")).trace(x, w)
+    assert "dot_general" in lowered.lower(lowering_platforms=("tpu",)).as_text()
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (1, 4, 5)], ids=str)
+def test_a_gradient_may_be_added_up_later(shape):
+    """The types say so: one device holds the gradient's part of its own rows."""
+    spec = "bij, bjk -> bik" if len(shape) == 3 else "bij, jk -> bik"
+    x, reduced = put(small(8, 3, 4), "x", on=EXPLICIT), PartitionSpec(*[None] * len(shape), reduced={"x"})
+    w = jax.device_put(small(*shape), NamedSharding(EXPLICIT, reduced))
+    found = []
+    for product in (planner.contract, jnp.einsum):
+        with jax.set_mesh(EXPLICIT):
+            loss = jax.jit(jax.grad(lambda x, w, f=product: (f(spec, x, w) ** 2).sum(), (0, 1)))
+            found.append([(str(jax.typeof(g)), np.asarray(jax.reshard(g, WHOLE))) for g in loss(x, w)])
+    for (kind, got), (wanted_kind, wanted) in zip(*found, strict=True):
+        assert kind == wanted_kind
+        np.testing.assert_array_equal(got, wanted)
+    assert "{U:x}" in found[0][1][0]
+
+
+def test_an_exported_product_is_split_as_it_was():
+    places = [NamedSharding(MESH, SPLIT), NamedSharding(MESH, WHOLE)]
+    call = jax.jit(functools.partial(planner.contract, "nj, jk -> kn"), in_shardings=places)
+    exported = jax.export.export(call)(LONG, MATRIX)
+    assert exported.nr_devices == 8
+    xs = put(LONG, "x"), put(MATRIX)
+    assert (jax.jit(exported.call)(*xs) == call(*xs)).all()
+    assert not exchanged(jax.jit(exported.call, in_shardings=places).lower(*xs).compile().as_text())

@@ -16,10 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from planner.backends.common.stock import evaluation
 from planner.backends.jax.guards import Guards, run_guard, unread_pool, zero_unread_rows
 from planner.backends.jax.index import bring_into_range
+from planner.backends.jax.ops import OPS
 from planner.backends.jax.partition import guard_on_devices, run_on_devices
 from planner.backends.jax.poison import poison
+from planner.backends.jax.products import as_dot
 from planner.backends.jax.rows import make_table
 from planner.cost.device import CPU, Device
 from planner.cost.objective import step_key
@@ -27,11 +30,11 @@ from planner.language.dtypes import is_inexact
 from planner.language.spec import Gather
 from planner.program.build import Lowerer
 from planner.program.implementations import Table
-from planner.program.ops import Cast, Guard, Op, PricedImplementation
+from planner.program.ops import Cast, Einsum, Guard, Op, PricedImplementation
 from planner.program.plan import PlanRecord
 
 __all__ = ["PLATFORMS", "TABLE", "Mode", "Shape", "cast", "compile_cast", "evaluate", "hopper",
-           "input_count", "lowerer_of"]  # fmt: skip
+           "input_count", "is_plain", "lowerer_of", "run_plain"]  # fmt: skip
 
 Shape = tuple[int, ...]
 
@@ -94,6 +97,30 @@ def lowerer_of(plan: PlanRecord) -> Lowerer:
 
 def _lowerer(device: Device, objective: str, fixed: Mapping[Op, PricedImplementation]) -> Lowerer:
     return Lowerer(lambda op: TABLE.choices(op, device), step_key(objective), fixed)
+
+
+# Implementations that are JAX's own operations, of which JAX keeps for gradients what the plan says: the operands of
+# products, and nothing of others.
+PLAIN = ("matmul", "multiply", "sum", "view", "broadcast")
+
+
+def is_plain(op: Op, lower: Lowerer) -> bool:
+    """Return whether a step runs as JAX's own operations, with its gradients by JAX's own rules.
+
+    The plan must choose such operations for the gradients too: a joint gradient, for example, is none.
+    """
+    if not isinstance(op, Einsum) or op.arrays or lower(op).lowering not in PLAIN:
+        return False
+    return all(step.choice.lowering in PLAIN for step in lower.gradients(op, (True,) * len(op.spec.inputs)))
+
+
+def run_plain(op: Op, inputs: Sequence[Any], lowering: str, precision: Any) -> Any:
+    """Run a plain step on arrays as the caller gave them: JAX keeps them for gradients, and would keep copies too."""
+    with jax.named_scope(lowering):
+        if len(inputs) == 2:
+            return as_dot(op.spec)(*inputs, precision=precision)
+        (x,), (shape,) = inputs, op.input_shapes
+        return evaluation(OPS, op.spec)([x if x.shape == shape else x.reshape(shape)], {}, False)
 
 
 def _given(op: Op, raw: Mapping[str, Any]) -> dict[Gather, Any]:

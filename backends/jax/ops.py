@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from planner.backends.common.stock import Product
-from planner.backends.jax.products import as_matrices
+from planner.backends.jax.products import as_dot
 from planner.kernels.grouping.jax_grouping import accumulator
 from planner.language.spec import Spec
 from planner.program.forms import ProductForm
 
-__all__ = ["OPS", "JaxOps", "spread"]
+__all__ = ["OPS", "JaxOps"]
 
 
 class JaxOps:
@@ -33,21 +33,7 @@ class JaxOps:
         return jnp.sum(x, axis=tuple(dims), dtype=accumulator(x.dtype)).astype(x.dtype)
 
     def product(self, form: ProductForm, spec: Spec) -> Product:
-        names = {axis: number for number, (axis, _) in enumerate(spec.sizes)}
-        terms = [[names[str(e)] for e in term] for term in spec.terms]
-        order = [names[e] for e in (*form.batch, *form.left, *form.right)]
-        back = [order.index(axis) for axis in terms[2]]
-        if not form.contracted and set(terms[2]) == {*terms[0], *terms[1]}:
-            return lambda a, b: jnp.transpose(spread(a, terms[0], order) * spread(b, terms[1], order), back)
-
-        def summed(a: Any, b: Any) -> Any:
-            kind = None if a.dtype == jnp.bool_ else accumulator(a.dtype)
-            return jnp.einsum(a, terms[0], b, terms[1], terms[2], preferred_element_type=kind).astype(a.dtype)
-
-        if 0 in form.sizes:
-            return summed
-        matrices = as_matrices(spec)
-        return lambda a, b: (summed if a.dtype == jnp.bool_ else matrices)(a, b)
+        return as_dot(spec)
 
     def iota(self, size: int, like: Any) -> Any:
         return jnp.arange(size)
@@ -68,14 +54,6 @@ class JaxOps:
 
     def zeros(self, shape: Sequence[int], like: Any) -> Any:
         return jnp.zeros(tuple(shape), like.dtype)
-
-
-def spread(x: Any, axes: Sequence[int], order: Sequence[int]) -> Any:
-    """Permute an array to an order of axes; axes that it lacks get size 1."""
-    present = [axis for axis in order if axis in axes]
-    x = jnp.transpose(x, [axes.index(axis) for axis in present])
-    missing = tuple(position for position, axis in enumerate(order) if axis not in axes)
-    return jnp.expand_dims(x, missing)
 
 
 OPS = JaxOps()

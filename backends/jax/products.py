@@ -1,124 +1,136 @@
-"""Products in the form that XLA multiplies fastest, and how many elements XLA copies for products and sums."""
+"""Products as JAX's own operation, and how many elements XLA copies for products and sums."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax import lax
 
 from planner.backends.common.stock import Product
-from planner.kernels.grouping.jax_grouping import accumulator
 from planner.language.cached import cached_by_step
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, term_axes, term_gathers
 from planner.program.forms import inner_product, product_form
 
-__all__ = ["ProductCopies", "as_matrices", "count_copied", "count_reordered"]
+__all__ = ["ProductCopies", "as_dot", "count_copied", "count_reordered"]
 
 # If more elements than this stay neighbours in a copy into another order, the copy of one element takes less time than
 # a copy one by one, by their number divided by this.
 _TOGETHER = 64
 
 
-class _Groups(NamedTuple):
-    """The axes of a product by group, without those of size 1, in the orders for which XLA copies least."""
+class _Arrangement(NamedTuple):
+    """How a product is given to `lax.dot_general`.
 
+    Attributes:
+        first, second: the numbers of the spec's operands that are the factors, in order.
+        batch, contracted: the axes of these groups, in order.
+        copied: the places of the terms that XLA copies into another order; 2 is the result.
+    """
+
+    first: int
+    second: int
     batch: tuple[str, ...]
-    left: tuple[str, ...]
-    right: tuple[str, ...]
     contracted: tuple[str, ...]
-
-    def of(self, place: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the two groups, besides the batch, of an operand (place 0 or 1) or of the result (place 2)."""
-        return ((self.left, self.contracted), (self.contracted, self.right), (self.left, self.right))[place]
+    copied: tuple[int, ...]
 
 
 @cached_by_step
-def _groups(spec: Spec) -> tuple[_Groups, tuple[int, ...]]:
-    """Return the groups of axes of a product, and the places of the terms that XLA then copies (2 is the result).
+def _arrangement(spec: Spec) -> _Arrangement:
+    """Return the arrangement of a product for which XLA copies least.
 
-    XLA copies a term unless it has the batch first and then both of its groups, in either order. It also copies a
-    result that has a dimension of size 1 behind a larger one.
+    Of several, one is better whose result need not be permuted; then one whose second factor has more rows or columns
+    of its own than the first, since XLA is slow on CPUs where it has few. If both have as many, the second factor has
+    the later axis in the result.
     """
-    form, sizes, terms = product_form(spec), spec.by_axis, [_wide_axes(term, spec) for term in spec.terms]
+    form = product_form(spec)
     assert form is not None
+    terms, free = [term_axes(term) for term in spec.terms], (form.left, form.right)
+    last = next((axis for axis in reversed(terms[2]) if axis not in form.batch), None)
 
     def orders(group: tuple[str, ...], places: tuple[int, ...]) -> list[tuple[str, ...]]:
-        return list(dict.fromkeys(tuple(e for e in terms[place] if e in group) for place in places))
+        return list(dict.fromkeys(tuple(axis for axis in terms[place] if axis in group) for place in places))
 
-    def copied_places(groups: _Groups) -> tuple[int, ...]:
-        places = []
-        for place, term in enumerate(terms):
-            first, second = groups.of(place)
-            narrow = [spec.size(e) == 1 for e in spec.terms[place]]
-            inside = place == 2 and narrow != sorted(narrow, reverse=True)
-            whole = ((*groups.batch, *first, *second), (*groups.batch, *second, *first))
-            if inside or term not in whole:
-                places.append(place)
-        return tuple(places)
+    def rank(arrangement: _Arrangement) -> tuple[int, bool, bool, bool]:
+        first, second, batch, _, places = arrangement
+        copied = sum(math.prod(spec.shape(spec.terms[place])) for place in places)
+        permuted = terms[2] != (*batch, *free[first], *free[second])
+        narrow = form.sizes[1 + first] > form.sizes[1 + second]
+        return copied, permuted, narrow, form.sizes[1] == form.sizes[2] and last in free[first]
 
-    def copied_elements(pair: tuple[_Groups, tuple[int, ...]]) -> int:
-        return sum(math.prod(sizes[e] for e in terms[place]) for place in pair[1])
+    choices = itertools.product(((0, 1), (1, 0)), orders(form.batch, (2, 0, 1)), orders(form.contracted, (0, 1)))
+    arrangements = []
+    for (first, second), batch, contracted in choices:
+        copied = _copied_places(spec, first, batch, free[first], free[second], contracted)
+        arrangements.append(_Arrangement(first, second, batch, contracted, copied))
+    return min(arrangements, key=rank)
 
-    choices = itertools.product(
-        orders(form.batch, (2, 0, 1)),
-        orders(form.left, (2, 0)),
-        orders(form.right, (2, 1)),
-        orders(form.contracted, (0, 1)),
-    )
-    return min(((groups, copied_places(groups)) for groups in itertools.starmap(_Groups, choices)), key=copied_elements)
+
+def _copied_places(spec: Spec, first: int, batch: Term, rows: Term, columns: Term, contracted: Term) -> tuple[int, ...]:
+    """Return the places of the terms that XLA copies for an arrangement of a product, whose first factor is `first`.
+
+    XLA multiplies matrices: the first factor has the batch, then its own axes, then those that are summed; the second
+    has the batch, those that are summed, and its own; the result the batch, the first factor's own and the second's. It
+    copies an array with another order, but for one in which two single axes change places. It also copies a vector of
+    several axes, and a result that has a dimension of size 1 behind a larger one. If neither factor has axes of its
+    own, XLA multiplies and sums in one loop. Then it copies only factors of different orders, if several axes are
+    summed.
+    """
+    batch, rows, columns, contracted = (_wide_axes(group, spec) for group in (batch, rows, columns, contracted))
+    wide = [_wide_axes(term, spec) for term in spec.terms]
+    if not rows and not columns:
+        different = len(contracted) > 1 and wide[0] != wide[1]
+        return tuple(place for place in (0, 1) if different and wide[place] != (*batch, *contracted))
+    copied = []
+    for place, one, other in ((first, rows, contracted), (1 - first, contracted, columns), (2, rows, columns)):
+        narrow = [spec.size(e) == 1 for e in spec.terms[place]]
+        inside = place == 2 and narrow != sorted(narrow, reverse=True)
+        single = len(one) <= 1 and len(other) <= 1 and wide[place] == (*batch, *other, *one)
+        vector = not (one and other) and len((*one, *other)) > 1
+        if inside or vector or (wide[place] != (*batch, *one, *other) and not single):
+            copied.append(place)
+    return tuple(copied)
+
+
+@cached_by_step
+def as_dot(spec: Spec) -> Product:
+    """Return the function that multiplies two operands as one `lax.dot_general`, and permutes nothing but the result.
+
+    The operands may have more dimensions of size 1 than the spec, such as those that were broadcast. These and axes of
+    size 1 that are summed are left free, so that JAX keeps the operands themselves for gradients.
+    """
+    first, second, batch, contracted, _ = _arrangement(spec)
+    terms, out = [term_axes(spec.inputs[number]) for number in (first, second)], term_axes(spec.output)
+
+    def product(*operands: Any, precision: Any = None) -> Any:
+        factors = (operands[first], operands[second])
+        dims = [_dims_of(x.shape, term, spec) for x, term in zip(factors, terms, strict=True)]
+        summed, shared = ([tuple(map(each.index, group)) for each in dims] for group in (contracted, batch))
+        numbers = ((summed[0], summed[1]), (shared[0], shared[1]))
+        result = lax.dot_general(*factors, numbers, precision=precision)
+        axes = [*batch, *(axis for each in dims for axis in each if axis not in (*contracted, *batch))]
+        result = lax.squeeze(result, [dim for dim, axis in enumerate(axes) if axis not in out])
+        axes = [axis for axis in axes if axis in out]
+        return result if axes == [*out] else lax.transpose(result, [axes.index(axis) for axis in out])
+
+    return product
 
 
 def _wide_axes(term: Term, spec: Spec) -> tuple[str, ...]:
     return tuple(str(e) for e in term if spec.size(e) != 1)
 
 
-@cached_by_step
-def as_matrices(spec: Spec) -> Product:
-    """Return the function that multiplies two operands as batches of matrices.
-
-    XLA would copy the operands of products of more dimensions.
-    """
-    (groups, _), sizes = _groups(spec), spec.by_axis
-    *terms, out = (_wide_axes(term, spec) for term in spec.terms)
-
-    def make_view(place: int) -> tuple[Callable[[Any], Any], list[tuple[str, ...]]]:
-        """Return the function that views an operand with one dimension for each of its groups, and the groups."""
-        first, second = groups.of(place)
-        order = [groups.batch, first, second]
-        if terms[place] == (*groups.batch, *second, *first):
-            order = [groups.batch, second, first]
-        order = [group for group in order if group]
-        whole = [sizes[e] for e in terms[place]]
-        dims = [terms[place].index(e) for group in order for e in group]
-        shape = [math.prod(sizes[e] for e in group) for group in order]
-        return lambda x: jnp.transpose(x.reshape(whole), dims).reshape(shape), order
-
-    (first, groups_a), (second, groups_b) = make_view(0), make_view(1)
-
-    def both(group: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the dimension of a group in each factor."""
-        x, y = ((order.index(group),) if group else () for order in factors)
-        return x, y
-
-    # `dot_general` returns the axes of the first factor before those of the second.
-    swapped = out == (*groups.batch, *groups.right, *groups.left)
-    factors = (groups_b, groups_a) if swapped else (groups_a, groups_b)
-    numbers = (both(groups.contracted), both(groups.batch))
-    rows, columns = (groups.right, groups.left) if swapped else (groups.left, groups.right)
-    product_axes = (*groups.batch, *rows, *columns)
-    back = [product_axes.index(e) for e in out]
-    whole, shape = [sizes[e] for e in product_axes], spec.output_shape
-
-    def product(a: Any, b: Any) -> Any:
-        x, y = (second(b), first(a)) if swapped else (first(a), second(b))
-        result = lax.dot_general(x, y, numbers, preferred_element_type=accumulator(a.dtype)).astype(a.dtype)
-        return jnp.transpose(result.reshape(whole), back).reshape(shape)
-
-    return product
+def _dims_of(shape: Sequence[Any], term: tuple[str, ...], spec: Spec) -> list[str]:
+    """Return the axis of each dimension of an operand, and "" for a dimension of size 1 that the term lacks."""
+    if len(shape) == len(term):
+        return list(term)
+    left, dims = list(term), []
+    for size in shape:
+        named = bool(left) and (size != 1 or spec.size(left[0]) == 1)
+        dims.append(left.pop(0) if named else "")
+    return dims
 
 
 class ProductCopies(NamedTuple):
@@ -137,26 +149,17 @@ class ProductCopies(NamedTuple):
 
 @cached_by_step
 def count_reordered(spec: Spec) -> ProductCopies:
-    """Return what XLA copies for a product.
-
-    XLA copies an operand or a result whose batch axes are not in front, or whose row or column axes are not side by
-    side. It also copies a result that has a dimension of size 1 behind a larger one, because it multiplies without
-    dimensions of size 1.
-    """
-    (groups, places), sizes = _groups(spec), spec.by_axis
+    """Return what XLA copies for a product, see `_copied_places`."""
+    form, sizes, (first, second, batch, contracted, places) = product_form(spec), spec.by_axis, _arrangement(spec)
+    assert form is not None
+    free = (form.left, form.right)
+    groups = {first: (free[first], contracted), second: (contracted, free[second]), 2: (free[first], free[second])}
     copied, apart = {}, 0.0
     for place in places:
-        first, second = groups.of(place)
-        order = _wide_axes(spec.terms[place], spec)
-        orders = ((*groups.batch, *first, *second), (*groups.batch, *second, *first))
+        order, (one, other) = _wide_axes(spec.terms[place], spec), groups[place]
+        wanted = tuple(axis for axis in (*batch, *one, *other) if sizes[axis] != 1)
         copied[place] = math.prod(spec.shape(spec.terms[place]))
-        if order not in orders:
-            apart += copied[place] * min(1.0, _TOGETHER / max(1, *(_together(order, other, sizes) for other in orders)))
-    if not groups.batch and not (groups.left and groups.right):
-        for place in range(3):  # a vector of several dimensions is copied
-            alone = not all(groups.of(place)) and (groups.left or groups.right)
-            if alone and len(_wide_axes(spec.terms[place], spec)) > 1:
-                copied.setdefault(place, math.prod(spec.shape(spec.terms[place])))
+        apart += copied[place] * min(1.0, _TOGETHER / max(1, _together(order, wanted, sizes)))
     result = copied.get(2, 0)
     reused = max((n for place, n in copied.items() if place != 2 and n <= result), default=0)
     return ProductCopies(sum(copied.values()), apart, reused)
@@ -207,7 +210,7 @@ def _of_product(spec: Spec) -> int:
         return 0
     # A take writes its result in the order that the product needs, and a product in the order of the segment sum.
     plain = [not term_gathers(term) for term in spec.terms]
-    copied = {p: math.prod(inner.shape(inner.terms[p])) for p in _groups(inner)[1] if plain[p]}
+    copied = {p: math.prod(inner.shape(inner.terms[p])) for p in _arrangement(inner).copied if plain[p]}
     result = copied.get(2, 0)
     return sum(copied.values()) - max((n for place, n in copied.items() if place != 2 and n <= result), default=0)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from planner.backends.common.kernel_rows import (
 from planner.backends.common.stock_layout import matrix_copies
 from planner.backends.common.stock_rows import stock_kind, stock_rows, stock_work
 from planner.backends.jax.guards import run_guard
-from planner.backends.jax.ops import OPS, spread
+from planner.backends.jax.ops import OPS
 from planner.backends.jax.products import count_copied, count_reordered, fused_takes
 from planner.backends.jax.tiled import tiled_work
 from planner.cost.device import Device
@@ -31,12 +30,11 @@ from planner.cost.figures import Work
 from planner.kernels.gathered_dot import jax_pooled
 from planner.kernels.grouped_matmul import jax_grouped, pallas_tiles
 from planner.kernels.grouping import jax_grouping
-from planner.kernels.grouping.jax_grouping import accumulator
 from planner.language.dtypes import itemsize
 from planner.language.spec import term_gathers
-from planner.program.forms import GroupedForm, PooledForm, ProductForm, product_form
-from planner.program.implementations import MASK, Table, form_row
-from planner.program.ops import Einsum, Guard, JointGradient, Op, joint_elements
+from planner.program.forms import GroupedForm, PooledForm, product_form
+from planner.program.implementations import MASK, Table
+from planner.program.ops import Einsum, Guard, JointGradient, Op
 from planner.program.program import Step
 
 __all__ = ["fuses", "make_table"]
@@ -46,14 +44,8 @@ __all__ = ["fuses", "make_table"]
 # terms and 512 columns ran at 28 to 39, 43 to 54, 58 to 79 and 70 to 129 GFLOP/s, by the preset 37, 55, 73 and 88
 # (2 cores of an Intel Xeon at 2.8 GHz, JAX 0.10.2, 2026-11-22).
 _HALF_RATE_SIDE = 32
-# Seconds on a CPU for each element that XLA copies into another order, besides moving it, and for each element that it
-# multiplies and sums in one loop. Measured on 8 to 17 million elements, on products of matrices with vectors whose
-# batch axes do not come first.
-_REORDERED, _SUMMED = 2e-9, 1.5e-9
-# If the innermost two dimensions are small: seconds for each element, for each row, and for each matrix. Measured and,
-# in parentheses, predicted ns for an element: 20 (18) for matrices of 3 x 3, 2.3 (3.8) for 8 x 8, 1.9 (1.9) for 128 x
-# 8, and 0.6 for 32 x 32, where the 1.5 above apply.
-_SUMMED_SMALL = (5e-10, 1e-8, 1.3e-7)
+# Seconds on a CPU for each element that XLA copies into another order, besides moving it.
+_REORDERED = 2e-9
 
 
 def _stock_work(op: Op, device: Device) -> list[Work]:
@@ -77,44 +69,6 @@ def _stock_work(op: Op, device: Device) -> list[Work]:
     more = copies.elements * size - sum(part.copied for part in parts)
     seconds = slower + device.moving_seconds(2 * max(0, more)) + copies.apart * _REORDERED
     return [*parts, Work(moved=2 * more, copied=more, scratch=more - copies.reused * size, seconds=seconds)]
-
-
-def _find_summed(op: Op) -> ProductForm | str:
-    """Return the form of a product that is better multiplied and summed element by element, or why a step is none."""
-    form = product_form(op.spec) if isinstance(op, Einsum) else None
-    if form is None or not form.contracted or op.dtype == "bool":
-        return "the step is not a sum of products"
-    if 1 not in form.sizes[1:3]:
-        return "both operands have rows or columns of their own"
-    first, second = ([e for e in term if op.spec.size(e) != 1] for term in op.spec.inputs)
-    if [e for e in first if e in second] != [e for e in second if e in first]:
-        return "one operand would be read across its order"  # 40 ns an element, measured on a slice of chain-ijkl
-    return form if count_reordered(op.spec).apart else "XLA's product copies nothing into another order"
-
-
-def _summed_work(op: Op, form: ProductForm, device: Device) -> list[Work]:
-    elements = joint_elements(op.spec)
-    inner = [op.spec.size(e) for e in max(op.spec.inputs, key=len) if op.spec.size(e) > 1][-2:]
-    counts = (elements, elements / math.prod(inner[-1:]), elements / math.prod(inner))
-    small = sum(count * each for count, each in zip(counts, _SUMMED_SMALL, strict=True))
-    moved = op.bytes_touched()
-    seconds = max(elements * _SUMMED, small, device.moving_seconds(moved))
-    return [Work(op.flops(), moved=moved, fresh=(op.result_bytes(),), launches=1, seconds=seconds)]
-
-
-def _run_summed(op: Op, form: ProductForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    """Multiply in the order of the operand with more axes, so that XLA copies none of it, and sum in the same loop."""
-    a, b = inputs
-    numbers = {axis: number for number, (axis, _) in enumerate(op.spec.sizes)}
-    axes_a, axes_b, out = ([numbers[str(e)] for e in term] for term in op.spec.terms)
-    large, small = (axes_a, axes_b) if len(axes_a) >= len(axes_b) else (axes_b, axes_a)
-    order = [*large, *(axis for axis in small if axis not in large)]
-    a = spread(a.astype(accumulator(a.dtype)), axes_a, order)
-    b = spread(b.astype(accumulator(b.dtype)), axes_b, order)
-    summed = tuple(place for place, axis in enumerate(order) if axis not in out)
-    kept = [axis for axis in order if axis in out]
-    total = jnp.sum(a * b, axis=summed)
-    return (jnp.transpose(total, [kept.index(axis) for axis in out]).astype(inputs[0].dtype),)
 
 
 def _reshaped_bytes(op: Op, form: GroupedForm | PooledForm, flat: bool = False) -> int:
@@ -217,8 +171,7 @@ def make_table(grouped: Any = jax_grouped) -> Table:
         {WHOLE_POOL: _pool("pooled"), "take, then dot": _pool("gathered")},
         launches=20,
     )
-    summed = form_row("multiply, then sum", _find_summed, _summed_work, _run_summed, kinds=("cpu",))
-    return Table([*stock_rows(OPS, _cast, run_guard, views=False, work=_stock_work), summed, *kernel_rows(kernels)])
+    return Table([*stock_rows(OPS, _cast, run_guard, views=False, work=_stock_work), *kernel_rows(kernels)])
 
 
 # Implementations whose values XLA computes inside the steps that read them, and those that it computes such values in.

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from planner.backends.jax.evaluation import Mode, cast, lowerer_of
+from planner.backends.jax.evaluation import Mode, cast, is_plain, lowerer_of, run_plain
 from planner.backends.jax.guards import Guards
 from planner.backends.jax.loop import Run, SliceLoop, as_one
 from planner.backends.jax.step import bind_step
@@ -87,6 +87,8 @@ class _PlanTree:
         op = node.op
         if isinstance(op, Cast):
             result = cast(inputs[0], op.dtype)
+        elif not any((*guards, after)) and is_plain(op, self.lower):
+            result = run_plain(op, inputs, self.lower(op).lowering, self.precision)
         else:
             step_guards = Guards.of(op, guards, after)
             arguments = (*inputs, *(indices[name] for name in step_guards.arrays))

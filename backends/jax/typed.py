@@ -19,6 +19,8 @@ __all__ = ["result_sharding"]
 def result_sharding(plan: PlanRecord, operands: Sequence[Any], arrays: Sequence[Any]) -> NamedSharding | None:
     """Return the sharding of the result if the type of an operand or index array has explicit axes; else None.
 
+    It is None as well if a type says that an array, or its gradient, is not added up yet over some axes of the mesh.
+
     Args:
         plan: the plan.
         operands: the operands of the call.
@@ -28,7 +30,7 @@ def result_sharding(plan: PlanRecord, operands: Sequence[Any], arrays: Sequence[
         PlannerError: two arrays are split in ways that do not fit together, or a gradient is taken outside of `jit`.
     """
     mesh = next(filter(None, map(_explicit_mesh, (*operands, *arrays))), None)
-    if mesh is None:
+    if mesh is None or any(map(_reduced, operands)):
         return None
     # Kept values are on automatic axes, and the output's gradient is on explicit axes. JAX compiles no program of both
     # for named devices.
@@ -56,6 +58,12 @@ def _explicit_mesh(x: Any) -> Any:
         return None  # an array on one device: asking for its type would take microseconds
     mesh = jax.typeof(x).sharding.mesh
     return mesh if AxisType.Explicit in mesh.axis_types else None
+
+
+def _reduced(x: Any) -> bool:
+    """Return whether an array or its gradient is added up later. JAX's own operations say so, automatic axes do not."""
+    spec = jax.typeof(x).sharding.spec
+    return bool(spec.reduced or spec.unreduced)
 
 
 def _seen(x: Any, shape: Sequence[int]) -> Placement:

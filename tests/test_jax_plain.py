@@ -1,0 +1,149 @@
+"""Plain steps are JAX's own operations: JAX's tools treat them as those of `jnp.einsum`."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import planner
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+jnp = jax.numpy
+
+from jax.ad_checkpoint import print_saved_residuals  # noqa: E402
+from jax.experimental import jet, roofline, sparse  # noqa: E402
+from jax.extend.core import jaxprs_in_params  # noqa: E402
+from jax.sharding import AbstractMesh  # noqa: E402
+
+
+def numbers(*shape, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(sum(shape)).integers(-2, 3, shape), dtype)
+
+
+A, B = numbers(3, 4), numbers(4, 5)
+EINSUM, CONTRACT = jnp.einsum, planner.contract
+
+
+def operations(function, *xs):
+    """The names of the operations of a traced program, in order."""
+
+    def inside(jaxpr):
+        for eqn in jaxpr.eqns:
+            yield eqn.primitive.name
+            for inner in jaxprs_in_params(eqn.params):
+                yield from inside(inner)
+
+    return list(inside(jax.make_jaxpr(function)(*xs).jaxpr))
+
+
+# Specs, shapes, and the operations that they are.
+PLAIN = [
+    ("ij, jk -> ik", [(3, 4), (4, 5)], ["dot_general"]),
+    ("ij, jk -> ki", [(3, 4), (4, 5)], ["dot_general"]),
+    ("ibj, kbj -> ikb", [(3, 2, 4), (5, 2, 4)], ["dot_general", "transpose"]),
+    ("aijk, kjbl -> ailb", [(2, 3, 4, 5), (5, 4, 2, 3)], ["dot_general", "transpose"]),
+    # A dimension that is broadcast stays an axis of the product, so that JAX keeps no copy without it.
+    ("bij, bjk -> bik", [(1, 3, 4), (6, 4, 5)], ["dot_general", "squeeze", "transpose"]),
+    ("ij, ji -> ij", [(3, 4), (4, 3)], ["dot_general"]),
+    ("i, j -> ij", [(3,), (4,)], ["dot_general"]),
+    ("ijk -> ik", [(3, 4, 5)], ["reduce_sum"]),
+    ("ij -> ji", [(3, 4)], ["transpose"]),
+    ("ij, jk, kl -> il", [(3, 4), (4, 5), (5, 2)], ["dot_general", "dot_general"]),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool"])
+@pytest.mark.parametrize(("spec", "shapes", "wanted"), PLAIN, ids=[row[0] for row in PLAIN])
+def test_plain_steps_are_operations_of_jax(spec, shapes, wanted, dtype):
+    xs = [numbers(*shape).astype(dtype) for shape in shapes]
+    call = functools.partial(CONTRACT, spec)
+    found = operations(call, *xs)
+    if dtype == "float32":
+        assert found == wanted
+    assert "planner_step" not in found
+    result, expected = call(*xs), EINSUM(spec, *xs)
+    assert result.dtype == expected.dtype
+    assert (result == expected).all()
+    if dtype in ("float32", "bfloat16"):
+        gradients = [
+            jax.grad(lambda *xs, f=f: (f(spec, *xs) ** 2).sum().astype("float32"), tuple(range(len(xs))))(*xs)
+            for f in (CONTRACT, EINSUM)
+        ]
+        for got, known in zip(*gradients, strict=True):
+            assert got.dtype == known.dtype
+            if dtype == "float32":
+                assert (got == known).all()
+
+
+def both(function, *xs):
+    """What a function gives with planner's products and with those of JAX."""
+    return function(CONTRACT, *xs), function(EINSUM, *xs)
+
+
+def test_a_taylor_expansion():
+    def derivatives(product, a, b):
+        def energy(a):
+            return product("ij, jk, kl -> il", a, b, b.T).sum() + product("ij, ij -> i", a, a).sum()
+
+        return jet.jet(energy, (a,), ((jnp.ones_like(a), a),))
+
+    found, wanted = both(derivatives, A, B)
+    assert jax.tree.map(float, found) == jax.tree.map(float, wanted)
+
+
+def test_a_sparse_operand():
+    def product(einsum, a, b):
+        return sparse.sparsify(functools.partial(einsum, "ij, jk -> ik"))(sparse.BCOO.fromdense(a), b)
+
+    found, wanted = both(product, A, B)
+    assert (found == wanted).all()
+
+
+def test_flops_of_the_roofline():
+    def flops(einsum, a, b):
+        count = roofline.roofline(functools.partial(einsum, "ij, jk -> ik"), mesh=AbstractMesh((), ()))
+        return count(a, b)[1].flops
+
+    assert both(flops, A, B) == (2 * 3 * 4 * 5,) * 2
+
+
+POLICIES = {
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots without batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+@pytest.mark.parametrize("spec", ["ij, jk -> ik", "ib, bj -> bij"])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_policies_see_products(policy, spec, capsys):
+    """Of the residuals that JAX prints, how many are no arguments, and their types."""
+
+    def saved(einsum, a, b):
+        print_saved_residuals(jax.checkpoint(lambda a, b: jnp.sin(einsum(spec, jnp.sin(a), b)), policy=policy), a, b)
+        return sorted(line.split()[0] for line in capsys.readouterr().out.splitlines() if "argument" not in line)
+
+    found, wanted = both(saved, A, B)
+    assert found == wanted
+    assert bool(found) == (policy is POLICIES["dots"] or (policy is POLICIES["dots without batch"] and spec[1] == "j"))
+
+
+def test_a_precision_context_inside_of_a_traced_function():
+    def text(einsum, a, b):
+        def call(a, b):
+            with jax.default_matmul_precision("highest"):
+                return einsum("ij, jk -> ik", a, b)
+
+        return jax.jit(call).lower(a, b).as_text().count("HIGHEST")
+
+    assert both(text, A, B) == (2, 2)
+
+
+GATHERED = "nij, q[n]jk -> nik", [(6, 2, 3), (4, 3, 5)]
+
+
+def test_a_step_whose_gradients_are_one_step_is_none_of_jax():
+    """The plan computes both gradients in one loop, which no rule of JAX does."""
+    spec, shapes = GATHERED
+    q = jnp.array([0, 1, 3, 3, 2, 0])
+    assert "planner_step" in operations(lambda a, c: CONTRACT(spec, a, c, q=q), *(numbers(*shape) for shape in shapes))
