@@ -147,3 +147,19 @@ def test_a_step_whose_gradients_are_one_step_is_none_of_jax():
     spec, shapes = GATHERED
     q = jnp.array([0, 1, 3, 3, 2, 0])
     assert "planner_step" in operations(lambda a, c: CONTRACT(spec, a, c, q=q), *(numbers(*shape) for shape in shapes))
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_equal_steps_of_a_program_share_one_function(gradients):
+    def functions(layers):
+        def call(x, c, q):
+            for _ in range(layers):
+                x = jnp.tanh(CONTRACT("nj, q[n]jk -> nk", x, c, q=q))
+            return x.sum()
+
+        program = jax.grad(call, (0, 1)) if gradients else call
+        return jax.jit(program).lower(numbers(6, 3), numbers(4, 3, 3), jnp.array([0, 1, 3, 3, 2, 0])).as_text()
+
+    few, many = functions(2), functions(8)
+    assert many.count("func.func") == few.count("func.func")
+    assert len(many) < 2 * len(few)

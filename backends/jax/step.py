@@ -148,9 +148,10 @@ def _step_lowering(context: Any, *values: Any, platform: str = "", **parameters:
         return mlir.lower_fun(function, multiple_results=True)(context, *values, **parameters)
 
 
-mlir.register_lowering(step_p, _step_lowering)
+# Equal steps of a program share one private function.
+mlir.register_lowering(step_p, _step_lowering, inline=False)
 for _platform in PLATFORMS:
-    mlir.register_lowering(step_p, partial(_step_lowering, platform=_platform), platform=_platform)
+    mlir.register_lowering(step_p, partial(_step_lowering, platform=_platform), platform=_platform, inline=False)
 
 
 def gradient_op(op: Op, child: int) -> Op:
