@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from planner.cost.device import Device
-from planner.cost.figures import StepCost, Work
+from planner.cost.figures import MOST_PICOSECONDS, StepCost, Work
 from planner.cost.layout import Layout
 from planner.cost.objective import StepKey
 from planner.language.cached import cached_by_step
@@ -250,7 +250,13 @@ class Table:
 
 def _price(row: Implementation, op: Op, device: Device) -> PricedImplementation:
     layouts = row.layouts(op) if row.layouts is not None else ()
-    return PricedImplementation(row.name, row.cost(op, device), row.is_view, layouts if any(layouts) else ())
+    try:
+        cost = row.cost(op, device)
+    except OverflowError:  # no float holds its FLOPs, or its bytes
+        cost = StepCost(op.flops(), op.bytes_touched(), picoseconds=MOST_PICOSECONDS)
+    if cost.picoseconds > MOST_PICOSECONDS:
+        cost = cost._replace(picoseconds=MOST_PICOSECONDS)
+    return PricedImplementation(row.name, cost, row.is_view, layouts if any(layouts) else ())
 
 
 class Backend(Protocol):

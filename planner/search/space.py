@@ -62,6 +62,8 @@ OPERAND_WORK = 4
 MOST_AUTO = 40
 # If there are more distinct gathers than this, the search over a path does not try every combination of their places.
 MOST_FACTORS = 5
+# Bounds are used if the contraction has fewer joint elements. A float ends at 2^1024.
+MOST_ELEMENTS = 2**900
 # The most steps that a search over a path may score if it also chooses what is kept, and the lengths of fronts that it
 # tries, one after the other, until one search ends within that many steps.
 KEEPING_PATH_WORK, PATH_FRONTS = 8_000, (32, 6, 2)
@@ -206,7 +208,9 @@ class SearchSpace:
 
     def _lazy_search(self, lower: Lowerer, objective: str, stop: Stop) -> LazySearch:
         launches = kernel_launches(self.table, self.device)
-        return LazySearch(self.steps, self.requires, lower, objective, self.device, self.bounded, launches, stop)
+        # Bounds are floats.
+        bounded = self.bounded and math.prod(self.network.sizes.values()) < MOST_ELEMENTS
+        return LazySearch(self.steps, self.requires, lower, objective, self.device, bounded, launches, stop)
 
     @property
     def bounded(self) -> bool:
