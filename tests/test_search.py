@@ -38,6 +38,7 @@ from planner.program.program import live_bytes
 from planner.program.tree import Leaf
 from planner.search.exact.dynamic import PartialPlan, Peaks, Search
 from planner.search.exact.lazy import LazySearch
+from planner.search.exact.network import Network
 from planner.search.paths import splits_of
 from planner.search.space import OPTIMAL, SearchSpace
 from planner.testing import Problem, problems
@@ -633,6 +634,17 @@ def test_a_deadline_ends_a_search_with_what_it_has():
     assert "not proven, within " in str(plan)
 
 
+def test_a_deadline_ends_the_listing_of_steps_with_gathers():
+    spec, shapes = "q[n]ab,p[m]bc,cd,de,ef,fg,ga->nm", [(9, 4, 5), (8, 5, 6), (6, 3), (3, 7), (7, 4), (4, 5), (5, 4)]
+    counts = []
+    for options in ({"deadline": 1e-9}, {}):
+        with mock.patch.object(Network, "merges", autospec=True, side_effect=Network.merges) as merges:
+            plan = planner.plan(spec, *shapes, backend="numpy", q=(10,), p=(11,), optimize="optimal", **options)
+        counts.append(merges.call_count)
+        assert plan.origin.startswith("exact")
+    assert 20 * counts[0] < counts[1]
+
+
 @settings(max_examples=examples(60, 600))
 @given(networks(5, max_axes=6), st.sampled_from(("time", "flops", "bytes")), st.booleans())
 def test_steps_listed_by_numpy_are_those_listed_one_by_one(case, objective, needs):
@@ -666,7 +678,7 @@ def test_splits_that_cannot_win_are_dropped_and_no_others(operands, seed, object
     limits, stop = Limits(*limits), OPTIMAL._replace(scored=60_000)
     try:
         found, _ = space.search(objective, stop, limits=limits)
-        with mock.patch.object(SearchSpace, "_may_filter", lambda self: False):
+        with mock.patch.object(SearchSpace, "_may_filter", return_value=False):
             plain, _ = space.search(objective, stop, limits=limits)
     except SearchLimitError:
         reject()

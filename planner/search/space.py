@@ -196,7 +196,7 @@ class SearchSpace:
             # Partial plans with peaks take twice as long to compare.
             if chooses and (limits.memory is not None or objective == "peak"):
                 work //= 2
-            splits = None
+            allowed: Splits = all_splits
             if self._may_filter():
                 few = self._filter(objective)
                 if limits.memory is not None:
@@ -205,9 +205,9 @@ class SearchSpace:
                     with contextlib.suppress(SearchLimitError):
                         found = search_of(self.steps, work, front_limit=FILTER_FRONT, ends=self.ends).run(tree)
                         best = min(filter(None, (best, found)), key=attrgetter("score"), default=None)
-                splits = few.splits(objective, best)
+                allowed = few.splits(objective, best)
             bound = best.score if best else None
-            return search_of(self.steps, work, bound=bound, ends=self.ends).run(splits or all_splits), lower
+            return search_of(self.steps, work, bound=bound, ends=self.ends).run(allowed), lower
         except (KeyboardInterrupt, SearchEnded) as end:
             if best is None:
                 raise

@@ -131,7 +131,7 @@ class LazySearch:
 
     def _search_listed(self, splits: Splits) -> tuple[list[Edge], int, int]:
         """Search with all steps listed one by one."""
-        listed = (self.network, self._leaf_edges, splits, self.bounds, self.stop.listed)
+        listed = (self.network, self._leaf_edges, splits, self.bounds, self.stop.listed, self.stop.deadline)
         if not self.network.gathers:
             return self._solve(StepGraph(list_plain_edges(*listed), self.network.everything), None)
         self.values, edges = list_edges(*listed)
