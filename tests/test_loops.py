@@ -158,8 +158,14 @@ def test_no_loop_beats_the_bounds_that_hold_for_loops(backend, operands, kind, n
     space = SearchSpace(plan.contraction)
     least, _ = space.search("flops", OPTIMAL)
     assert least.exact
-    trees = [least.tree, space.search("time", OPTIMAL)[0].tree, space.search("flops", PATH_STOP, space.path("greedy"))[0].tree]
-    axes = [(axis, size) for axis, size in space.resolved.spec.sizes if size > 1 and can_be_cut(space.resolved.spec, axis)]
+    trees = [
+        least.tree,
+        space.search("time", OPTIMAL)[0].tree,
+        space.search("flops", PATH_STOP, space.path("greedy"))[0].tree,
+    ]
+    axes = [
+        (axis, size) for axis, size in space.resolved.spec.sizes if size > 1 and can_be_cut(space.resolved.spec, axis)
+    ]
     for axis, size in random.sample(axes, min(3, len(axes))):
         for tree, length in zip(trees, (1, -(-size // 2), random.randint(1, size - 1)), strict=True):
             cost = make_loop(dataclasses.replace(plan, tree=tree), {axis: length}).cost

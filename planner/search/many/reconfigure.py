@@ -356,7 +356,8 @@ class OrderTree:
         if mask:
             needed = (np.arange(1 << len(cut)) & mask != 0).astype(float)
             sizes = sizes._replace(left_needs=needed[left], right_needs=needed[right])
-        return table, self.estimate(sizes, self.scale)
+        with np.errstate(over="ignore"):  # steps that no float can price are in no best order
+            return table, self.estimate(sizes, self.scale)
 
 
 def _sums_over_subsets(entries: Sequence[float]) -> Array:
