@@ -32,7 +32,6 @@ from planner.search.exact.lazy import LazySearch, Stop
 from planner.search.exact.listing import Bounds
 from planner.search.exact.network import Network
 from planner.search.exact.steps import NetworkSteps, SearchEnded, SearchResult, Splits, all_splits
-from planner.search.exact.survivors import MOST_OPERANDS, SplitFilter
 from planner.search.many.greedy import improved_path
 from planner.search.many.reconfigure import MOST_CUT, estimate_of
 from planner.search.paths import PATH_NAMES, check_path, external_path, is_path_name, splits_of
@@ -61,6 +60,8 @@ SLICE_STOP = Stop(priced=60, listed=2_000, scored=1_000, operands=10, gains=True
 MOST_TRIED = 12
 # How many more steps a search over a path may score for each operand.
 OPERAND_WORK = 4
+# Up to so many operands splits are dropped by bounds; the tables of so many take some 100 MB.
+MOST_FILTERED = 13
 # How long fronts are where the search only wants a good tree to compare others with.
 FILTER_FRONT = 6
 # opt_einsum's "auto" is tried up to so many operands; beyond 14 it is its greedy path.
@@ -198,7 +199,10 @@ class SearchSpace:
                 work //= 2
             allowed: Splits = all_splits
             if self._may_filter():
-                few = self._filter(objective)
+                from planner.search.exact.survivors import SplitFilter
+
+                bounds = self._bounds(objective if objective in ADDITIVE else "time")
+                few = SplitFilter(self.steps, self.requires, bounds, objective == "retained" and all(self.requires))
                 if limits.memory is not None:
                     few.drop_above_peak(limits.memory)
                 for tree in few.good_trees(objective == "peak", limits.memory is not None):
@@ -216,11 +220,7 @@ class SearchSpace:
     def _may_filter(self) -> bool:
         """Whether a `SplitFilter` can tell which splits of the operands cannot win."""
         plain = not self.network.gathers and 0 not in self.network.sizes.values() and len(self.network.axes) < 63
-        return plain and len(self.operands) <= MOST_OPERANDS and self._bounds("time").hold
-
-    def _filter(self, objective: str) -> SplitFilter:
-        bounds = self._bounds(objective if objective in ADDITIVE else "time")
-        return SplitFilter(self.steps, self.requires, bounds, objective == "retained" and all(self.requires))
+        return plain and len(self.operands) <= MOST_FILTERED and self._bounds("time").hold
 
     def has_quicker(self, picoseconds: int, stop: Stop) -> bool:
         """Whether a tree takes less time, as far as the search over all trees can tell.

@@ -25,10 +25,8 @@ from planner.search.exact.listing import Bounds
 from planner.search.exact.steps import NetworkSteps, SearchResult, Splits
 from planner.search.exact.vectors import ValueSizes, split_blocks
 
-__all__ = ["MOST_OPERANDS", "SplitFilter"]
+__all__ = ["SplitFilter"]
 
-# With so many operands the tables take some 100 MB.
-MOST_OPERANDS = 13
 # Bounds are sums of floats.
 SLACK = 1 + 1e-9
 
