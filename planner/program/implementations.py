@@ -229,8 +229,7 @@ class Table:
     def verdicts(self, op: Op, device: Device, chosen: str = "") -> dict[str, StepCost | str]:
         """Return, for each row, what it would cost to run an op, or why the row cannot run it.
 
-        Stock rows that cannot run the op are left out. So are variants, except the chosen one. One row runs guards, and
-        one runs loops.
+        Stock rows that cannot run the op are left out, and variants except the chosen one.
         """
         verdicts: dict[str, StepCost | str] = {}
         for row in self.rows.values():
@@ -238,7 +237,7 @@ class Table:
                 continue
             refusal = row.refusal(op, device)
             if refusal is None:
-                verdicts[row.name] = row.cost(op, device)
+                verdicts[row.name] = _price(row, op, device).cost
             elif not row.stock and not isinstance(op, Guard | Loop):
                 verdicts[row.name] = refusal
         return verdicts
@@ -254,8 +253,6 @@ def _price(row: Implementation, op: Op, device: Device) -> PricedImplementation:
         cost = row.cost(op, device)
     except OverflowError:  # no float holds its FLOPs, or its bytes
         cost = StepCost(op.flops(), op.bytes_touched(), picoseconds=MOST_PICOSECONDS)
-    if cost.picoseconds > MOST_PICOSECONDS:
-        cost = cost._replace(picoseconds=MOST_PICOSECONDS)
     return PricedImplementation(row.name, cost, row.is_view, layouts if any(layouts) else ())
 
 
