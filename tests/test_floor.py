@@ -19,7 +19,7 @@ from planner.program.frameworks import load_backend
 from planner.program.ops import Einsum
 from planner.search.exact.graph import unpack
 from planner.search.exact.lazy import LazySearch
-from planner.search.exact.listing import list_edges
+from planner.search.exact.listing import Bounds, list_edges
 from planner.search.exact.network import Network
 from planner.search.exact.steps import NetworkSteps, all_splits
 from planner.search.space import ADDITIVE, OPTIMAL, kernel_launches
@@ -74,7 +74,9 @@ def test_no_step_costs_less_than_its_bound(objective, case, backend, device, dty
     table = load_backend(backend).table
     assert all(row.bounded for row in table.rows.values())
     lower = Lowerer(lambda op: table.choices(op, device), step_key(objective))
-    search = LazySearch(steps, requires, lower, objective, device, True, kernel_launches(table, device), OPTIMAL)
+    gradient_operands = sum(needed << operand for operand, needed in enumerate(requires))
+    bounds = Bounds(objective, device, dtype, gradient_operands, True, kernel_launches(table, device))
+    search = LazySearch(steps, lower, bounds, OPTIMAL)
     values, edges = list_edges(steps.network, search._leaf_edges, all_splits, search.bounds, OPTIMAL.listed)
     search.values = values
     for edge in edges:

@@ -17,14 +17,17 @@ from hypothesis import strategies as st
 from laws import exact_problems, hold, judge, needing_gradients, note_language, values_and_gradients
 
 import planner
+from planner.bench.planning import MAKERS
 from planner.cost.figures import Cost
 from planner.inspect.memory import jax_compiled, torch_backward_memory, torch_memory
 from planner.language.derive import slice_spec
 from planner.program.loops import covers, parts, slice_counts
 from planner.program.plan import Loop
 from planner.program.tree import Leaf, Node
+from planner.search.bounds import least_by_sizes
 from planner.search.parts import cut_out
 from planner.search.slicing import can_be_cut, make_loop, worth_cutting
+from planner.search.space import OPTIMAL, PATH_STOP, SearchSpace
 from planner.testing.problem import Problem
 from planner.tune.autotune import candidates
 from planner.workloads import WORKLOADS
@@ -141,6 +144,36 @@ def some_loop(engine, problem):
         axes = cut(engine, dataclasses.replace(problem, seed=problem.seed + 1))
         plan = make_loop(plan, axes) if axes and not problem.seed % 3 else plan
     return plan
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+@settings(max_examples=examples(15, 2_000))
+@given(st.integers(2, 4), st.sampled_from(("chain", "dense", "gathers")), st.booleans(), st.integers(0, 10**6))
+def test_no_loop_beats_the_bounds_that_hold_for_loops(backend, operands, kind, needs, seed):
+    """The least FLOPs of any tree; and the bytes, the time and the peak of reading operands and writing the result."""
+    random = Random(seed)
+    spec, shapes, indices = MAKERS[kind](min(operands, 3) if kind == "gathers" else operands, random)
+    given = [planner.Operand(shape, requires_grad=needs) for shape in shapes]
+    plan = planner.plan(spec, *given, **indices, backend=backend, device="cpu", optimize="greedy")
+    space = SearchSpace(plan.contraction)
+    least, _ = space.search("flops", OPTIMAL)
+    assert least.exact
+    trees = [
+        least.tree,
+        space.search("time", OPTIMAL)[0].tree,
+        space.search("flops", PATH_STOP, space.path("greedy"))[0].tree,
+    ]
+    axes = [
+        (axis, size) for axis, size in space.resolved.spec.sizes if size > 1 and can_be_cut(space.resolved.spec, axis)
+    ]
+    for axis, size in random.sample(axes, min(3, len(axes))):
+        for tree, length in zip(trees, (1, -(-size // 2), random.randint(1, size - 1)), strict=True):
+            cost = make_loop(dataclasses.replace(plan, tree=tree), {axis: length}).cost
+            assert cost.flops >= least.score[0][0]
+            assert cost.flops >= least_by_sizes(space, "flops")
+            assert cost.bytes_moved >= least_by_sizes(space, "bytes")
+            assert cost.seconds >= least_by_sizes(space, "time")
+            assert cost.peak_bytes >= least_by_sizes(space, "peak")
 
 
 def in_parts_and_nested(engine, problem):

@@ -17,14 +17,17 @@ import opt_einsum
 import pytest
 from brute_force import every_keep, every_order, every_tree, figure, least, ops, price, price_all
 from conftest import examples, installed_frameworks
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given, reject, settings
 from hypothesis import strategies as st
 from laws import Floors, plan_of, stand_ins
 
 import planner
+from planner.bench.planning import MAKERS
 from planner.cost.device import CPU
+from planner.cost.limits import Limits
 from planner.cost.objective import OBJECTIVES, step_key
 from planner.language.dtypes import itemsize
+from planner.language.errors import SearchLimitError
 from planner.language.options import Options
 from planner.language.resolve import resolve_shapes
 from planner.language.spec import unused_letters
@@ -35,6 +38,7 @@ from planner.program.program import live_bytes
 from planner.program.tree import Leaf
 from planner.search.exact.dynamic import PartialPlan, Peaks, Search
 from planner.search.exact.lazy import LazySearch
+from planner.search.exact.network import Network
 from planner.search.paths import splits_of
 from planner.search.space import OPTIMAL, SearchSpace
 from planner.testing import Problem, problems
@@ -630,6 +634,17 @@ def test_a_deadline_ends_a_search_with_what_it_has():
     assert "not proven, within " in str(plan)
 
 
+def test_a_deadline_ends_the_listing_of_steps_with_gathers():
+    spec, shapes = "q[n]ab,p[m]bc,cd,de,ef,fg,ga->nm", [(9, 4, 5), (8, 5, 6), (6, 3), (3, 7), (7, 4), (4, 5), (5, 4)]
+    counts = []
+    for options in ({"deadline": 1e-9}, {}):
+        with mock.patch.object(Network, "merges", autospec=True, side_effect=Network.merges) as merges:
+            plan = planner.plan(spec, *shapes, backend="numpy", q=(10,), p=(11,), optimize="optimal", **options)
+        counts.append(merges.call_count)
+        assert plan.origin.startswith("exact")
+    assert 20 * counts[0] < counts[1]
+
+
 @settings(max_examples=examples(60, 600))
 @given(networks(5, max_axes=6), st.sampled_from(("time", "flops", "bytes")), st.booleans())
 def test_steps_listed_by_numpy_are_those_listed_one_by_one(case, objective, needs):
@@ -642,3 +657,36 @@ def test_steps_listed_by_numpy_are_those_listed_one_by_one(case, objective, need
         with mock.patch("planner.search.exact.lazy.VECTOR_OPERANDS", least_operands):
             found.append(problem.search(objective, OPTIMAL)[0])
     assert found[0] == found[1]
+
+
+LIMITS = st.sampled_from(((None, None), (0.5, None), (0.8, None), (None, 0.5), (0.8, 0.5)))
+
+
+@settings(max_examples=examples(25, 1_000))
+@given(st.integers(3, 6), st.integers(0, 10**6), st.sampled_from(OBJECTIVES), LIMITS)
+def test_splits_that_cannot_win_are_dropped_and_no_others(operands, seed, objective, shares):
+    """The search without the filter finds the same tree."""
+    draw = Random(seed)
+    spec, shapes, _ = MAKERS[draw.choice(("chain", "dense"))](operands, draw)
+    dtypes = tuple(draw.choice(("float32", "float32", "float64")) for _ in shapes)
+    requires = draw.choice(((False,), (True,), (False, True))) * operands
+    space = space_of(Problem(spec, tuple(shapes), dtypes=dtypes, requires_grad=requires[:operands]), "torch")
+    limits = (
+        share and int(share * getattr(plan_of_space(space).cost, figure))
+        for share, figure in zip(shares, ("peak_bytes", "retained_bytes"), strict=True)
+    )
+    limits, stop = Limits(*limits), OPTIMAL._replace(scored=60_000)
+    try:
+        found, _ = space.search(objective, stop, limits=limits)
+        with mock.patch.object(SearchSpace, "_may_filter", return_value=False):
+            plain, _ = space.search(objective, stop, limits=limits)
+    except SearchLimitError:
+        reject()
+    assert (found and found.score) == (plain and plain.score)
+    assert found is None or not (found.exact and plain.exact) or found.tree == plain.tree
+
+
+def plan_of_space(space):
+    """The programs of the quickest tree."""
+    result, lower = space.search("time", OPTIMAL)
+    return space.programs(result.tree, lower)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from planner.cost.figures import StepCost, Work
+from planner.cost.figures import MOST_PICOSECONDS, StepCost, Work
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerError
 
@@ -83,7 +83,7 @@ class Device:
             sum([part.moved for part in parts]),
             sum([part.copied for part in parts]),
             sum([part.scratch for part in parts]),
-            round(sum(map(self.work_seconds, parts)) * 1e12),
+            min(MOST_PICOSECONDS, round(sum(map(self.work_seconds, parts)) * 1e12)),
         )
 
     def work_seconds(self, work: Work) -> float:

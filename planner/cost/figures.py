@@ -6,7 +6,10 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-__all__ = ["Cost", "PlanCost", "StepCost", "Work"]
+__all__ = ["MOST_PICOSECONDS", "Cost", "PlanCost", "StepCost", "Work"]
+
+# What a step takes if no float holds its FLOPs. A sum over thousands of such steps is still in the range of floats.
+MOST_PICOSECONDS = 10**300
 
 
 class StepCost(NamedTuple):

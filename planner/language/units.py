@@ -6,6 +6,7 @@ import contextlib
 import math
 import operator
 import re
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -13,6 +14,8 @@ from planner.language.errors import PlannerError
 
 __all__ = ["bytes_text", "count_text", "parse_bytes", "parse_seconds", "seconds_text"]
 
+# Larger counts are written as powers of ten. Floats end at 1.8e308.
+LARGEST = 10**300
 _DECIMAL_UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS = {**_DECIMAL_UNITS, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -51,6 +54,8 @@ def parse_seconds(seconds: Any, name: str) -> float | None:
 
 def count_text(count: float) -> str:
     """Write a count with three digits and a decimal prefix: 1.07 G."""
+    if count > LARGEST:
+        return f"{Decimal(count):.2e} "
     for unit in ("", "k", "M", "G", "T", "P", "E"):
         if count < 999.5 or unit == "E":
             return f"{count:.3g} {unit}".rstrip() if unit else f"{count:.0f}"

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from planner.cost.device import Device
-from planner.cost.figures import StepCost, Work
+from planner.cost.figures import MOST_PICOSECONDS, StepCost, Work
 from planner.cost.layout import Layout
 from planner.cost.objective import StepKey
 from planner.language.cached import cached_by_step
@@ -229,8 +229,7 @@ class Table:
     def verdicts(self, op: Op, device: Device, chosen: str = "") -> dict[str, StepCost | str]:
         """Return, for each row, what it would cost to run an op, or why the row cannot run it.
 
-        Stock rows that cannot run the op are left out. So are variants, except the chosen one. One row runs guards, and
-        one runs loops.
+        Stock rows that cannot run the op are left out, and variants except the chosen one.
         """
         verdicts: dict[str, StepCost | str] = {}
         for row in self.rows.values():
@@ -238,7 +237,7 @@ class Table:
                 continue
             refusal = row.refusal(op, device)
             if refusal is None:
-                verdicts[row.name] = row.cost(op, device)
+                verdicts[row.name] = _price(row, op, device).cost
             elif not row.stock and not isinstance(op, Guard | Loop):
                 verdicts[row.name] = refusal
         return verdicts
@@ -250,7 +249,11 @@ class Table:
 
 def _price(row: Implementation, op: Op, device: Device) -> PricedImplementation:
     layouts = row.layouts(op) if row.layouts is not None else ()
-    return PricedImplementation(row.name, row.cost(op, device), row.is_view, layouts if any(layouts) else ())
+    try:
+        cost = row.cost(op, device)
+    except OverflowError:  # no float holds its FLOPs, or its bytes
+        cost = StepCost(op.flops(), op.bytes_touched(), picoseconds=MOST_PICOSECONDS)
+    return PricedImplementation(row.name, cost, row.is_view, layouts if any(layouts) else ())
 
 
 class Backend(Protocol):

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from planner.cost.device import Device
-from planner.cost.figures import StepCost
+from planner.cost.figures import MOST_PICOSECONDS, StepCost
 from planner.cost.layout import Layout, row_major, strides_in
 from planner.cost.objective import step_key
 from planner.language.derive import resize_spec, slice_spec
@@ -341,7 +341,7 @@ class _Price:
             moved += slices * 2 * copied
             # The gradient of a slice that is read along the innermost axis is written along it too.
             seconds += slices * (body_device.moving_seconds(2 * copied) + self.across_seconds() * loop.products)
-        return StepCost(flops, moved, 0, scratch + peak, round(seconds * 1e12))
+        return StepCost(flops, moved, 0, scratch + peak, min(MOST_PICOSECONDS, round(seconds * 1e12)))
 
 
 def _innermost(term: Term, spec: Spec) -> str | Gather | None:

@@ -149,7 +149,10 @@ class PlanRecord(Contraction):
         figure: float = plan_key(self.options.minimize)(self.cost)[0]
         if figure <= bound:
             return 0.0
-        return (figure - bound) / bound if bound else math.inf
+        try:
+            return (figure - bound) / bound if bound else math.inf
+        except OverflowError:  # no float holds it
+            return math.inf
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -28,8 +29,9 @@ from planner.program.program import Programs
 from planner.program.tree import Tree
 from planner.search.exact.dynamic import FRONT_LIMIT, Search
 from planner.search.exact.lazy import LazySearch, Stop
+from planner.search.exact.listing import Bounds
 from planner.search.exact.network import Network
-from planner.search.exact.steps import NetworkSteps, SearchEnded, SearchResult, Splits
+from planner.search.exact.steps import NetworkSteps, SearchEnded, SearchResult, Splits, all_splits
 from planner.search.many.greedy import improved_path
 from planner.search.many.reconfigure import MOST_CUT, estimate_of
 from planner.search.paths import PATH_NAMES, check_path, external_path, is_path_name, splits_of
@@ -58,10 +60,16 @@ SLICE_STOP = Stop(priced=60, listed=2_000, scored=1_000, operands=10, gains=True
 MOST_TRIED = 12
 # How many more steps a search over a path may score for each operand.
 OPERAND_WORK = 4
+# Up to so many operands splits are dropped by bounds; the tables of so many take some 100 MB.
+MOST_FILTERED = 13
+# How long fronts are where the search only wants a good tree to compare others with.
+FILTER_FRONT = 6
 # opt_einsum's "auto" is tried up to so many operands; beyond 14 it is its greedy path.
 MOST_AUTO = 40
 # If there are more distinct gathers than this, the search over a path does not try every combination of their places.
 MOST_FACTORS = 5
+# Bounds are used if the contraction has fewer joint elements. A float ends at 2^1024.
+MOST_ELEMENTS = 2**900
 # The most steps that a search over a path may score if it also chooses what is kept, and the lengths of fronts that it
 # tries, one after the other, until one search ends within that many steps.
 KEEPING_PATH_WORK, PATH_FRONTS = 8_000, (32, 6, 2)
@@ -184,17 +192,35 @@ class SearchSpace:
         work = stop.scored
         if len(self.operands) <= 2:
             return search_of(self.steps, work).run(), lower
-        greedy = along(self.path("greedy"))
+        best = along(self.path("greedy"))
         try:
             # Partial plans with peaks take twice as long to compare.
             if chooses and (limits.memory is not None or objective == "peak"):
                 work //= 2
-            bound = greedy.score if greedy else None
-            return search_of(self.steps, work, bound=bound, ends=self.ends).run(), lower
+            allowed: Splits = all_splits
+            if self._may_filter():
+                from planner.search.exact.survivors import SplitFilter
+
+                bounds = self._bounds(objective if objective in ADDITIVE else "time")
+                few = SplitFilter(self.steps, self.requires, bounds, objective == "retained" and all(self.requires))
+                if limits.memory is not None:
+                    few.drop_above_peak(limits.memory)
+                for tree in few.good_trees(objective == "peak", limits.memory is not None):
+                    with contextlib.suppress(SearchLimitError):
+                        found = search_of(self.steps, work, front_limit=FILTER_FRONT, ends=self.ends).run(tree)
+                        best = min(filter(None, (best, found)), key=attrgetter("score"), default=None)
+                allowed = few.splits(objective, best)
+            bound = best.score if best else None
+            return search_of(self.steps, work, bound=bound, ends=self.ends).run(allowed), lower
         except (KeyboardInterrupt, SearchEnded) as end:
-            if greedy is None:
+            if best is None:
                 raise
-            return dataclasses.replace(greedy, exact=False, interrupted=isinstance(end, KeyboardInterrupt)), lower
+            return dataclasses.replace(best, exact=False, interrupted=isinstance(end, KeyboardInterrupt)), lower
+
+    def _may_filter(self) -> bool:
+        """Whether a `SplitFilter` can tell which splits of the operands cannot win."""
+        plain = not self.network.gathers and 0 not in self.network.sizes.values() and len(self.network.axes) < 63
+        return plain and len(self.operands) <= MOST_FILTERED and self._bounds("time").hold
 
     def has_quicker(self, picoseconds: int, stop: Stop) -> bool:
         """Whether a tree takes less time, as far as the search over all trees can tell.
@@ -205,8 +231,15 @@ class SearchSpace:
         return self._lazy_search(self.lowerer("time"), "time", stop).has_below(picoseconds)
 
     def _lazy_search(self, lower: Lowerer, objective: str, stop: Stop) -> LazySearch:
+        return LazySearch(self.steps, lower, self._bounds(objective), stop)
+
+    def _bounds(self, objective: str) -> Bounds:
+        """Return what lower bounds on steps depend on."""
+        gradient_operands = sum(needed << operand for operand, needed in enumerate(self.requires))
         launches = kernel_launches(self.table, self.device)
-        return LazySearch(self.steps, self.requires, lower, objective, self.device, self.bounded, launches, stop)
+        # Bounds are floats.
+        hold = self.bounded and math.prod(self.network.sizes.values()) < MOST_ELEMENTS
+        return Bounds(objective, self.device, self.dtype, gradient_operands, hold, launches)
 
     @property
     def bounded(self) -> bool:

@@ -19,11 +19,14 @@ __all__ = ["Edge", "StepGraph", "first_of", "pack", "unpack"]
 
 # A key is four integers; in one integer each takes this many bits.
 _BITS = 192
+# Ties are decided by the last three up to this size. Thousands of them can be added up.
+_MOST = (1 << 160) - 1
 
 
 def pack(key: Key) -> int:
     """Return a key as one integer. Sums and comparisons of such integers are those of keys."""
-    first, second, third, fourth = key
+    first, *ties = key
+    second, third, fourth = [min(entry, _MOST) for entry in ties]
     return ((first << _BITS | second) << _BITS | third) << _BITS | fourth
 
 

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from planner.cost.device import Device
 from planner.language.spec import Spec, term_axes
 from planner.program.build import Lowerer
 from planner.program.ops import Op
@@ -67,29 +66,13 @@ class LazySearch:
 
     Args:
         steps: the steps on the network.
-        requires: for each operand, whether it needs a gradient.
         lower: chooses the implementation of each step by the objective's key.
-        objective: "time", "flops" or "bytes".
-        device: the rates.
-        bounded: whether no implementation costs less than the bounds of `planner.cost.floor`.
-        launches: the least launches of a row for brackets, see `Bounds`.
+        bounds: what lower bounds on steps depend on, the objective among it.
         stop: when to end early.
     """
 
-    def __init__(
-        self,
-        steps: NetworkSteps,
-        requires: Sequence[bool],
-        lower: Lowerer,
-        objective: str,
-        device: Device,
-        bounded: bool,
-        launches: float,
-        stop: Stop,
-    ) -> None:
-        self.steps, self.network, self.lower, self.stop = steps, steps.network, lower, stop
-        gradient_operands = sum(needed << operand for operand, needed in enumerate(requires))
-        self.bounds = Bounds(objective, device, steps.dtype, gradient_operands, bounded, launches)
+    def __init__(self, steps: NetworkSteps, lower: Lowerer, bounds: Bounds, stop: Stop) -> None:
+        self.steps, self.network, self.lower, self.bounds, self.stop = steps, steps.network, lower, bounds, stop
         self.priced = 0
         self._prices: dict[tuple[Op, tuple[bool, ...]], int] = {}
         self.interrupted = False
@@ -148,7 +131,7 @@ class LazySearch:
 
     def _search_listed(self, splits: Splits) -> tuple[list[Edge], int, int]:
         """Search with all steps listed one by one."""
-        listed = (self.network, self._leaf_edges, splits, self.bounds, self.stop.listed)
+        listed = (self.network, self._leaf_edges, splits, self.bounds, self.stop.listed, self.stop.deadline)
         if not self.network.gathers:
             return self._solve(StepGraph(list_plain_edges(*listed), self.network.everything), None)
         self.values, edges = list_edges(*listed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from planner.language.dtypes import itemsize
 from planner.language.errors import SearchLimitError
 from planner.search.exact.graph import Edge, pack
 from planner.search.exact.network import POOL, SCATTER, Network, Status, Value
-from planner.search.exact.steps import Splits, all_splits, ascending
+from planner.search.exact.steps import SearchEnded, Splits, all_splits, ascending
 
 __all__ = ["Bounds", "list_edges", "list_plain_edges", "set_keys"]
 
@@ -56,6 +57,7 @@ def list_edges(
     splits: Splits,
     bounds: Bounds,
     most: int,
+    ends: float | None = None,
 ) -> tuple[list[Value], list[Edge]]:
     """List the steps of all trees over the given splits, one by one.
 
@@ -65,12 +67,14 @@ def list_edges(
         splits: the splits of sets of operands.
         bounds: what their lower bounds depend on.
         most: how many steps to list at most.
+        ends: the time of `time.monotonic` at which to end, or None.
 
     Returns:
         The values, and the edges between their numbers. The edges into a value come before those that read it.
 
     Raises:
         SearchLimitError: there are more steps.
+        SearchEnded: the time is over.
     """
     numbers: dict[Value, int] = {}
     edges: list[Edge] = []
@@ -90,8 +94,7 @@ def list_edges(
                 found.setdefault(status, []).append(edge)
         else:
             for left, right in splits(operands):
-                if len(edges) > most:
-                    raise SearchLimitError(f"there are more than {most} steps: pass optimize='greedy' or a path")
+                _check_work(len(edges), most, ends)
                 for a in [Value(left, status) for status in statuses[left]]:
                     for b in [Value(right, status) for status in statuses[right]]:
                         for status in network.merges(a, b):
@@ -127,6 +130,7 @@ def list_plain_edges(
     splits: Splits,
     bounds: Bounds,
     most: int,
+    ends: float | None = None,
 ) -> list[Edge]:
     """Return what `list_edges` lists for a network without gathers. The number of a value is its set of operands."""
     edges: list[Edge] = []
@@ -141,13 +145,20 @@ def list_plain_edges(
             edges += [edge for _, edge in leaves(operands.bit_length() - 1)]
             continue
         for left, right in splits(operands):
-            if len(edges) > most:
-                raise SearchLimitError(f"there are more than {most} steps: pass optimize='greedy' or a path")
+            _check_work(len(edges), most, ends)
             edge = Edge(operands, (left, right), 0)
             edges.append(edge)
             products.add_plain(edge, left, right, (axes[left], axes[right], axes[operands]))
     products.bound_edges()
     return edges
+
+
+def _check_work(listed: int, most: int, ends: float | None) -> None:
+    """Raise an error if more steps are listed than may be, or if the time is over."""
+    if listed > most:
+        raise SearchLimitError(f"there are more than {most} steps: pass optimize='greedy' or a path")
+    if ends is not None and time.monotonic() > ends:
+        raise SearchEnded
 
 
 def _ascending_sets(everything: int, splits: Splits) -> list[int]:

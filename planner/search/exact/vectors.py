@@ -15,7 +15,7 @@ from planner.search.exact.listing import Bounds, set_keys
 from planner.search.exact.network import Network
 from planner.search.exact.steps import SearchEnded
 
-__all__ = ["VectorListing"]
+__all__ = ["ValueSizes", "VectorListing", "split_blocks"]
 
 # How many steps numpy looks at at once, and up to how many operands their bounds are kept for a second look.
 BLOCK, KEPT_OPERANDS = 1 << 15, 14
@@ -31,7 +31,7 @@ def _patterns(count: int) -> Any:
     return (numbers[:, None] >> np.arange(count - 1) & 1).astype(np.int64)
 
 
-def _blocks(operands: int, reverse: bool) -> Iterator[tuple[Any, Any, Any]]:
+def split_blocks(operands: int, reverse: bool = False) -> Iterator[tuple[Any, Any, Any]]:
     """Yield all splits of all sets of operands: sets, and the two parts of each of their splits.
 
     Args:
@@ -53,6 +53,37 @@ def _blocks(operands: int, reverse: bool) -> Iterator[tuple[Any, Any, Any]]:
             yield union, left, union[:, None] - left
 
 
+class ValueSizes:
+    """The axes of the value of each set of operands, as bit sets, and their numbers of elements.
+
+    Args:
+        network: a network without gathers.
+        operands: how many operands it has.
+
+    Attributes:
+        axes: by the set of operands.
+        elements: likewise.
+    """
+
+    def __init__(self, network: Network, operands: int) -> None:
+        union = np.zeros(1, dtype=np.int64)
+        for operand in range(operands):
+            union = np.concatenate([union, union | network.union(1 << operand)])
+        self._tables = _size_tables([network.sizes[axis] for axis in network.axes])
+        self.axes: Any = union & (union[::-1] | network.result_mask)
+        self.elements: Any = self.size(self.axes)
+
+    def size(self, axes: Any) -> Any:
+        """Return the product of the sizes of each set of axes."""
+        shift, (table, *more) = 0, self._tables
+        width = len(table).bit_length() - 1
+        sizes = table[axes & len(table) - 1]
+        for table in more:
+            shift += width
+            sizes = sizes * table[axes >> shift & len(table) - 1]
+        return sizes
+
+
 class VectorListing:
     """The steps of all trees over a network without gathers, bounded by numpy.
 
@@ -72,7 +103,7 @@ class VectorListing:
     def __init__(self, network: Network, leaves: Sequence[int], bounds: Bounds, deadline: float | None = None) -> None:
         self.network, self.bounds, self.operands = network, bounds, len(leaves)
         everything = network.everything
-        self._axes, self._elements = self._value_axes()
+        self._values = ValueSizes(network, len(leaves))
         self._wanted = (np.arange(everything + 1) & bounds.gradient_operands) != 0
         self._inside = np.full(everything + 1, np.inf)
         self._left = np.zeros(everything + 1, dtype=np.int64)
@@ -136,7 +167,7 @@ class VectorListing:
         if self._kept:
             yield from reversed(self._kept) if reverse else self._kept
             return
-        for union, left, right in _blocks(self.operands, reverse):
+        for union, left, right in split_blocks(self.operands, reverse):
             floors = self._floors(self.bounds.objective, union[:, None], left, right)
             block = (union, left, right, floors)
             if self.operands <= KEPT_OPERANDS:
@@ -144,31 +175,11 @@ class VectorListing:
             yield block
 
     def _floors(self, objective: str, union: Any, left: Any, right: Any) -> Any:
-        bounds = self.bounds
-        joint = self._size(self._axes[left] | self._axes[right])
-        terms = (self._elements[left], self._elements[right], self._elements[union])
+        bounds, values = self.bounds, self._values
+        joint = values.size(values.axes[left] | values.axes[right])
+        terms = (values.elements[left], values.elements[right], values.elements[union])
         wanted = (self._wanted[left], self._wanted[right]) if bounds.gradient_operands else (False, False)
         return product_floor(objective, bounds.device, bounds.dtype, joint, terms, wanted)
-
-    def _value_axes(self) -> tuple[Any, Any]:
-        """Return the axes of the value of each set of operands, and their numbers of elements."""
-        network = self.network
-        union = np.zeros(1, dtype=np.int64)
-        for operand in range(self.operands):
-            union = np.concatenate([union, union | network.union(1 << operand)])
-        self._tables = _size_tables([network.sizes[axis] for axis in network.axes])
-        axes = union & (union[::-1] | network.result_mask)
-        return axes, self._size(axes)
-
-    def _size(self, axes: Any) -> Any:
-        """Return the product of the sizes of each set of axes."""
-        shift, (table, *more) = 0, self._tables
-        width = len(table).bit_length() - 1
-        sizes = table[axes & len(table) - 1]
-        for table in more:
-            shift += width
-            sizes = sizes * table[axes >> shift & len(table) - 1]
-        return sizes
 
 
 def _size_tables(sizes: Sequence[int]) -> list[Any]:

@@ -34,7 +34,7 @@ import numpy as np
 from planner.cost.device import Device
 from planner.language.dtypes import HALF_TYPES, itemsize
 
-__all__ = ["MOST_CUT", "Estimate", "OrderTree", "StepSizes", "estimate_of"]
+__all__ = ["MOST_CUT", "Estimate", "OrderTree", "StepSizes", "axes_of_values", "estimate_of"]
 
 # The table of splits of ten operands has 28,501 rows; each operand more triples it.
 MOST_CUT = 10
@@ -186,11 +186,15 @@ class OrderTree:
         self.operands, self.sizes, self.estimate = len(inputs), sizes, estimate
         self.children: list[tuple[int, int]] = [(-1, -1)] * len(inputs) + list(steps)
         self.needs = [float(need) for need in needs] + [0.0] * len(steps)
-        self.axes = _axes_of_values(inputs, output, steps)
+        self.axes = axes_of_values(inputs, output, steps)
         self.costs: list[float] = []
-        # How often each number was given to another value, and the parts that are in their best order.
+        # The sizes of values, and of what steps go over, as logarithms.
+        self._size = list(map(self._size_of, self.axes))
+        self._joint = [0.0] * len(inputs) + [self._joint_of(step) for step in steps]
+        # How often each number was given to another value; and the parts that are in their best order, as hashes of the
+        # values that they read, for there are millions of them.
         self.versions = [0] * len(self.children)
-        self.settled: set[frozenset[tuple[int, int]]] = set()
+        self.settled: set[int] = set()
         for value in range(len(inputs), len(self.children)):
             a, b = self.children[value]
             self.needs[value] = max(self.needs[a], self.needs[b])
@@ -204,12 +208,10 @@ class OrderTree:
 
     def rescale(self) -> None:
         """Price all steps anew, in a unit that floats can hold."""
-        size = [math.fsum(self.sizes[axis] for axis in axes) for axes in self.axes]
-        rows = []
+        size, rows = self._size, []
         for value in range(self.operands, len(self.children)):
             a, b = self.children[value]
-            joint = math.fsum(self.sizes[axis] for axis in self.axes[a] | self.axes[b])
-            rows.append((joint, size[a], size[b], size[value], self.needs[a], self.needs[b]))
+            rows.append((self._joint[value], size[a], size[b], size[value], self.needs[a], self.needs[b]))
         columns = StepSizes(*np.array(rows, dtype=float).reshape(-1, 6).T)
         if not any(self.needs):
             columns = StepSizes(*columns[:4])
@@ -260,11 +262,11 @@ class OrderTree:
     def improve(self, root: int, most: int, rng: random.Random | None = None) -> bool:
         """Search the best order of the part below a step, and return whether it is better than the present one."""
         cut, inside = self._part(root, most, rng)
-        part_read = frozenset((value, self.versions[value]) for value in cut)
+        part_read = hash(frozenset((value, self.versions[value]) for value in cut))
         if len(cut) < 3 or part_read in self.settled:
             return False
         self.settled.add(part_read)
-        outside, counted = self.axes[root], Counter[int]()
+        outside, counted = frozenset(self.axes[root]), Counter[int]()
         for number, value in enumerate(cut):
             for axis in self.axes[value]:
                 counted[axis] |= 1 << number
@@ -290,7 +292,8 @@ class OrderTree:
                     continue
                 child = free.pop()
                 self.versions[child] += 1
-                self.axes[child] = frozenset(a for a, m in counted.items() if m & part and (m & ~part or a in outside))
+                self.axes[child] = tuple(a for a, m in counted.items() if m & part and (m & ~part or a in outside))
+                self._size[child] = self._size_of(self.axes[child])
                 stack.append((part, child))
                 children.append(child)
             self.children[step] = (children[0], children[1])
@@ -298,7 +301,15 @@ class OrderTree:
         for step in reversed(self._below(root, set(inside))):
             a, b = self.children[step]
             self.needs[step] = max(self.needs[a], self.needs[b])
+            self._joint[step] = self._joint_of((a, b))
         return True
+
+    def _size_of(self, axes: Iterable[int]) -> float:
+        """Return the product of the sizes of some axes, as a logarithm; exactly rounded, whatever their order."""
+        return math.fsum([self.sizes[axis] for axis in axes])
+
+    def _joint_of(self, step: tuple[int, int]) -> float:
+        return self._size_of({*self.axes[step[0]], *self.axes[step[1]]})
 
     def _below(self, root: int, inside: set[int]) -> list[int]:
         """Return the steps of a part, each before those that it reads."""
@@ -345,7 +356,8 @@ class OrderTree:
         if mask:
             needed = (np.arange(1 << len(cut)) & mask != 0).astype(float)
             sizes = sizes._replace(left_needs=needed[left], right_needs=needed[right])
-        return table, self.estimate(sizes, self.scale)
+        with np.errstate(over="ignore"):  # steps that no float can price are in no best order
+            return table, self.estimate(sizes, self.scale)
 
 
 def _sums_over_subsets(entries: Sequence[float]) -> Array:
@@ -357,22 +369,25 @@ def _sums_over_subsets(entries: Sequence[float]) -> Array:
     return sums
 
 
-def _axes_of_values(
+def axes_of_values(
     inputs: Sequence[Collection[int]], output: Iterable[int], steps: Sequence[tuple[int, int]]
-) -> list[frozenset[int]]:
-    """Return the axes of each value: those that its operands share with other operands or with the result."""
+) -> list[tuple[int, ...]]:
+    """Return the axes of each value: those that its operands share with other operands or with the result.
+
+    Sets of the axes of all values would take gigabytes for some networks of 5,000 operands.
+    """
     uses = Counter(output)
     for term in inputs:
         uses.update(set(term))
-    axes: list[frozenset[int]] = []
+    axes: list[tuple[int, ...]] = []
     counts: list[dict[int, int] | None] = []
     for term in inputs:
         counts.append({axis: 1 for axis in term if uses[axis] > 1})
-        axes.append(frozenset(counts[-1] or ()))
+        axes.append(tuple(counts[-1] or ()))
     for a, b in steps:
         both = Counter(counts[a])
         both.update(counts[b] or ())
         counts[a] = counts[b] = None
         counts.append({axis: count for axis, count in both.items() if count < uses[axis]})
-        axes.append(frozenset(counts[-1] or ()))
+        axes.append(tuple(counts[-1] or ()))
     return axes
