@@ -30,10 +30,18 @@ from planner.program.implementations import Table
 from planner.program.ops import Cast, Guard, Op, PricedImplementation
 from planner.program.plan import PlanRecord
 
-__all__ = ["PLATFORMS", "TABLE", "Mode", "Shape", "cast", "compile_cast", "evaluate", "hopper",
-           "input_count", "lowerer_of"]  # fmt: skip
+__all__ = ["NARROW", "PLATFORMS", "TABLE", "Mode", "Shape", "cast", "compile_cast", "evaluate", "hopper",
+           "input_count", "lowerer_of", "wide_types"]  # fmt: skip
 
 Shape = tuple[int, ...]
+
+# The types that JAX silently uses in place of 64-bit types, unless these are enabled.
+NARROW = {"float64": "float32", "complex128": "complex64", "int64": "int32", "uint64": "uint32"}
+
+
+def wide_types() -> bool:
+    """Return whether JAX's 64-bit types are enabled in the current context."""
+    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
 
 class Mode(NamedTuple):
