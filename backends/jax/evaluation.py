@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from planner.backends.jax.guards import Guards, run_guard, unread_pool, zero_unread_rows
+from planner.backends.jax.guards import Guards, is_left_out, run_guard, unread_pool, zero_unread_rows
 from planner.backends.jax.index import bring_into_range
 from planner.backends.jax.partition import guard_on_devices, run_on_devices
 from planner.backends.jax.poison import poison
@@ -145,6 +145,8 @@ def evaluate(
         return run_guard(guard, [x], bring_into_range(given, index_mode))[0]
 
     before, after = guards.of_op(op)
+    if not several:
+        before = tuple(each if each is None or not is_left_out(each, op, lowering) else None for each in before)
     inputs = [guarded(x, each) for x, each in zip(inputs, before, strict=True)]
     if isinstance(op, Guard):
         results: Sequence[Any] = [guarded(inputs[0], dataclasses.replace(op, only_gradients=False))]

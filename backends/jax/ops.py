@@ -20,6 +20,8 @@ __all__ = ["OPS", "JaxOps", "spread"]
 class JaxOps:
     """`ArrayOps` in JAX."""
 
+    skips = True
+
     def permute(self, x: Any, dims: Sequence[int]) -> Any:
         return jnp.transpose(x, tuple(dims))
 
@@ -59,7 +61,7 @@ class JaxOps:
         # XLA cannot add booleans up. A result is true if any of its values is.
         kind = jnp.int32 if values.dtype == jnp.bool_ else accumulator(values.dtype)
         out = jnp.zeros(tuple(shape), kind)
-        out = out.at[tuple(index)].add(values.astype(out.dtype), mode="promise_in_bounds", wrap_negative_indices=False)
+        out = out.at[tuple(index)].add(values.astype(out.dtype), mode="drop", wrap_negative_indices=False)
         return out.astype(values.dtype)
 
     def select(self, mask: Any, x: Any, otherwise: float) -> Any:

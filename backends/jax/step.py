@@ -145,8 +145,8 @@ def _step_lowering(context: Any, *values: Any, platform: str = "", **parameters:
         context = context.replace(avals_in=[jax.core.ShapedArray(x.shape, x.dtype) for x in context.avals_in])
     # A function may be lowered outside of the context in which its 64-bit steps were traced.
     wide = wide_types() or any(aval.dtype.name in NARROW for aval in (*context.avals_in, *context.avals_out))
-    # Under `disable_jit` each turn of a loop would be traced by itself. How strictly the caller's own operations promote
-    # is no concern of what a step does inside.
+    # Under `disable_jit` each turn of a loop would be traced by itself. How strictly the caller's own operations
+    # promote is no concern of what a step does inside.
     with (
         jax.disable_jit(False),
         jax.enable_x64(wide),

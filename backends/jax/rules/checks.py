@@ -1,4 +1,4 @@
-"""Checks of `jax.experimental.checkify`: under `jit` a bad index is reported, and the step that makes a NaN is named."""
+"""Checks of `jax.experimental.checkify`: a bad index under `jit`, and NaN in the result of a step, are reported."""
 
 from __future__ import annotations
 

@@ -19,9 +19,7 @@ with contextlib.suppress(ImportError):
         assert mode.lower is not None
         cost = mode.lower(op).cost
         flops, moved = steps * cost.flops, steps * cost.bytes_moved
-        return roofline.RooflineResult(
-            flops=flops, unfused_flops=flops, hbm_bytes=moved, unfused_hbm_bytes=moved
-        )
+        return roofline.RooflineResult(flops=flops, unfused_flops=flops, hbm_bytes=moved, unfused_hbm_bytes=moved)
 
     @roofline.register_roofline(step_p)
     def _step_figures(context: Any, *shapes: Any, op: Op, mode: Mode, **_: Any) -> roofline.RooflineResult:

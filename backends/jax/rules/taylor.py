@@ -81,5 +81,6 @@ def _tangent_jet(
     return first, rest
 
 
-jet_rules[step_p] = _step_jet
-jet_rules[tangent_p] = _tangent_jet
+_rules: dict[Any, Any] = jet_rules
+_rules[step_p] = _step_jet
+_rules[tangent_p] = _tangent_jet
