@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from conftest import run_python
 
 import planner
 from planner.inspect.memory import jax_temp_bytes
@@ -450,3 +451,27 @@ def test_xla_does_not_sort_constants_while_it_compiles():
     """An index array that a jitted function closes over is sorted when the program runs."""
     text = jax.jit(PAIRS["grouped"][1]).lower(ROWS, MATRICES).compile().as_text()
     assert re.search(r"= u32\[128\]\S* sort\(", text)
+
+
+def test_x64_within_a_jitted_function_of_several_devices():
+    """XLA makes the parts of a step on a thread of its own, with JAX's own settings."""
+    run_python(
+        """
+import jax, jax.numpy as jnp, planner
+from jax.sharding import NamedSharding, PartitionSpec
+
+@jax.jit
+def inside(x, c):
+    with jax.enable_x64(True):
+        wide = x.astype("float64"), c.astype("float64")
+        call = lambda x, c: planner.contract("nj,q[n]jk->nk", x, c, q=jnp.arange(8) % 4)
+        values = call(*wide), *jax.vjp(call, *wide)[1](jnp.ones((8, 5)))
+        return [y.astype("float32") for y in values]
+
+x, c = jnp.arange(24.0).reshape(8, 3), jnp.arange(60.0).reshape(4, 3, 5)
+rows = jax.device_put(x, NamedSharding(jax.make_mesh((2,), ("i",)), PartitionSpec("i")))
+for got, wanted in zip(inside(rows, c), inside(x, c), strict=True):
+    assert (got == wanted).all()
+""",
+        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+    )
