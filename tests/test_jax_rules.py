@@ -177,18 +177,18 @@ def test_checkify_finds_a_nan_that_a_result_shows():
 # -- what it costs -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gather", "scatter", "grouped", "three"])
-def test_roofline_counts_what_the_plan_counts(name):
-    """Of a forward program, and of one with its gradients."""
-    operands, call, _ = PAIRS[name]
-    spec, q = {
-        "gather": ("nj,q[n]jk->nk", Q),
-        "scatter": ("nj,nj->q[n]j", Q),
-        "grouped": ("nij,q[n]jk->nik", MANY),
-        "three": ("nj,q[n]jk,nk->n", Q),
-    }[name]
-    options = {"sizes": {"q": 4}} if name == "scatter" else {}
-    plan = planner.plan(spec, *operands, q=q, **options)
+@pytest.mark.parametrize(
+    ("spec", "operands", "q", "sizes"),
+    [
+        ("nj,q[n]jk->nk", (X, C), Q, None),
+        ("nj->q[n]j", (X,), Q, {"q": 4}),
+        ("nij,q[n]jk->nik", (ROWS, MATRICES), MANY, None),
+        ("nj,q[n]jk,kl->nl", (X, C, numbers(5, 2)), Q, None),
+    ],
+)
+def test_roofline_counts_what_the_plan_counts(spec, operands, q, sizes):
+    plan = planner.plan(spec, *operands, q=q, sizes=sizes)
+    call = partial(planner.contract, spec, q=q, sizes=sizes)
     for function in (call, jax.jit(call)):
         found = roofline.roofline(function)(*operands)[1]
         assert (found.flops, found.hbm_bytes) == (plan.cost.flops, plan.cost.bytes_moved)
