@@ -10,6 +10,7 @@ from conftest import run_python
 
 import planner
 from planner.inspect.memory import jax_temp_bytes
+from planner.language.options import INDEX_MODES
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 jnp = jax.numpy
@@ -299,9 +300,10 @@ def test_results_are_weakly_typed_as_those_of_einsum():
             got, wanted = (way(partial(einsum, spec))(*operands) for einsum in (planner.contract, jnp.einsum))
             assert (got.dtype, got.weak_type) == (wanted.dtype, wanted.weak_type), spec
             assert (got == wanted).all()
-    taken = planner.contract("q[i]->i", floats, q=jnp.array([0, 0]))
-    assert taken.weak_type
-    assert (taken + half[:2]).dtype == jnp.bfloat16
+    for mode in INDEX_MODES:
+        taken = planner.contract("q[i]->i", floats, q=jnp.array([0, 0]), index_mode=mode)
+        assert taken.weak_type
+        assert (taken + half[:2]).dtype == jnp.bfloat16
     assert not planner.contract("i->i", floats, dtype="float16").weak_type
 
 
@@ -419,7 +421,7 @@ def no_tracing():
     assert seen == []
 
 
-@pytest.mark.parametrize("index_mode", ["raise", "drop", "clip", "nan"])
+@pytest.mark.parametrize("index_mode", INDEX_MODES)
 def test_a_warm_call_traces_nothing(index_mode):
     def call():
         return planner.contract("nj,q[n]jk->nk", X, C, q=Q, index_mode=index_mode)

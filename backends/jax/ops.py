@@ -69,7 +69,7 @@ class JaxOps:
         return lax.select(jnp.broadcast_to(mask, x.shape), x, lax.full_like(x, otherwise))
 
     def zeros(self, shape: Sequence[int], like: Any) -> Any:
-        return jnp.zeros(tuple(shape), like.dtype)
+        return jnp.zeros_like(like, shape=tuple(shape))  # weakly typed if that is
 
 
 def spread(x: Any, axes: Sequence[int], order: Sequence[int]) -> Any:
