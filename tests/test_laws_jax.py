@@ -2,9 +2,11 @@
 
 from functools import partial
 
+import laws
 import numpy as np
 import pytest
-from conftest import examples
+from conftest import PROFILE, examples
+from engines import Jax, of_some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,10 +14,14 @@ import planner
 from planner.backends.jax.index import bring_into_range
 from planner.inspect.memory import jax_temp_bytes
 from planner.language.spec import Gather, Spec
+from planner.testing.judgement import Subject
+from planner.testing.scripts import vectors_of
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 jnp = jax.numpy
 
+from jax.ad_checkpoint import checkpoint_name  # noqa: E402
+from jax.experimental.jet import jet2  # noqa: E402
 from jax_fast import jit  # noqa: E402
 
 from planner.backends.jax.products import as_dot  # noqa: E402
@@ -213,3 +219,87 @@ def test_wrapped_indices_name_rows_that_there_are(dtype):
     found = bring_into_range({gather: raw}, "raise")[gather]
     expected = [4, 4, 4, 4, 0, 4, 4, 4] if dtype == "uint8" else [0, 0, 0, 4, 0, 4, 4, 4]
     assert found.tolist() == expected
+
+
+# -- transforms ----------------------------------------------------------------------------------
+
+
+def checkpointed(policy, function, xs, gout, tangents):
+    """The result is read again by the backward pass, so that a policy has something to decide."""
+
+    def whole(*xs):
+        return checkpoint_name(function(*xs), "result") * 1
+
+    return pulled(jax.checkpoint(whole, policy=policy), xs, gout, tangents)
+
+
+def pulled(function, xs, gout, tangents):
+    result, pull = jax.vjp(function, *xs)
+    return [result, *pull(gout.astype(result.dtype))]
+
+
+def scanned(function, xs, gout, tangents):
+    """Of two turns the second one counts."""
+
+    def both(*xs):
+        return jax.lax.scan(lambda carry, xs: (carry, function(*xs)), 0, xs)[1][1]
+
+    result, *gradients = pulled(both, [jnp.stack([x, x]) for x in xs], gout, tangents)
+    return [result, *(g[0] + g[1] for g in gradients)]
+
+
+def linearized(function, xs, gout, tangents):
+    result, push = jax.linearize(function, *xs)
+    return [result, push(*tangents)]
+
+
+def in_a_series(function, xs, gout, tangents):
+    result, (tangent, _) = jet2(function, xs, [[t, x] for t, x in zip(tangents, xs, strict=True)])
+    return [result, tangent]
+
+
+POLICIES = jax.checkpoint_policies
+# From a function, its arguments, a gradient and tangents: the result with its gradients, or with its tangent.
+TRANSFORMS = {
+    "linearize": linearized,
+    "jet": in_a_series,
+    "gradients": pulled,
+    "scan": scanned,
+    "checkpoint": partial(checkpointed, None),
+    "dots": partial(checkpointed, POLICIES.dots_saveable),
+    "dots without batch": partial(checkpointed, POLICIES.dots_with_no_batch_dims_saveable),
+    "names": partial(checkpointed, POLICIES.save_only_these_names("result")),
+    "offloaded": partial(checkpointed, POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host")),
+}
+PUSHED = ("linearize", "jet")
+
+
+def transformed(engine, problem):
+    """Each problem in one transform; in the nightly run in all."""
+    wanted, call = problem.wanted, Subject().call(problem)
+    vectors = [v if n in wanted else None for n, v in enumerate(vectors_of(problem))]
+    tangent = laws.directional(problem, problem.operands(), vectors)
+    pushed = [("result", problem.expected(), "float32"), ("tangent", tangent, "float32")]
+    given = engine.array(problem.output_gradient()), [engine.array(vectors[n]) for n in wanted]
+    names, asks = list(TRANSFORMS), []
+    for name in names if PROFILE == "nightly" else [laws.pick(problem, names)]:
+
+        def run(xs, qs, gout, tangents, name=name):
+            return TRANSFORMS[name](of_some(call, xs, qs, wanted), [xs[n] for n in wanted], gout, tangents)
+
+        expected = pushed if name in PUSHED else laws.oracle(engine, problem)
+        asks += laws.asked(engine, problem, run, *given, expected=expected)
+    return asks
+
+
+class WideJax(Jax):
+    """JAX with 64-bit types enabled; the operands have 32 bits."""
+
+    def context(self, problem):
+        return jax.enable_x64(True)
+
+
+@pytest.mark.parametrize(("engine", "count"), [(Jax(), 16), (WideJax(), 8)], ids=["32 bits", "64 bits"])
+def test_transforms_of_specs_with_gathers(engine, count):
+    drawn = laws.exact_problems(gathers=True, slack=8, **engine.smaller).filter(lambda problem: problem.wanted)
+    laws.hold(engine, transformed, drawn, examples(count, 200), gather=0.9)

@@ -33,6 +33,10 @@ IndexReader = Callable[[Mapping[Gather, Any], Any, bool], tuple[list[Any], Any]]
 class ArrayOps(Hashable, Protocol):
     """The array functions that the stock evaluation needs of a framework."""
 
+    @property
+    def skips(self) -> bool:
+        """Whether `add_at` leaves out values whose index is out of range. If not, no such index is given to it."""
+
     def permute(self, x: Any, dims: Sequence[int]) -> Any:
         """Reorder dimensions; a view."""
 
@@ -174,16 +178,19 @@ def _make_taker(ops: ArrayOps, term: Term, spec: Spec) -> tuple[Access | None, t
 
 
 def _make_index_reader(
-    ops: ArrayOps, entries: Sequence[str | Gather], row_axes: Sequence[str], spec: Spec
+    ops: ArrayOps, entries: Sequence[str | Gather], row_axes: Sequence[str], spec: Spec, skips: bool = False
 ) -> IndexReader:
-    """Return the function that gives the index arrays of some dimensions, each shaped over the row axes."""
+    """Return the function that gives the index arrays of some dimensions, each shaped over the row axes.
+
+    If what uses them `skips` indices out of range, these stay as they are, and there is no mask.
+    """
     shaped = [(gather_of(entry), _make_shaped_index(ops, entry, row_axes, spec)) for entry in entries]
 
     def read_indices(index: Mapping[Gather, Any], like: Any, may_drop: bool) -> tuple[list[Any], Any]:
         arrays, all_in_range = [], None
         for gather, shape_index in shaped:
             q = shape_index(index, like)
-            if may_drop and gather is not None:  # a value equal to the size means "no row"
+            if may_drop and gather is not None and not skips:  # a value equal to the size means "no row"
                 in_range = q < size_in(index, spec, gather)
                 q = ops.select(in_range, q, 0)
                 all_in_range = in_range if all_in_range is None else all_in_range & in_range
@@ -254,7 +261,7 @@ def _make_writer(ops: ArrayOps, axes: tuple[str, ...], spec: Spec) -> Access:
     written = tuple(term[d] for d in written_dims)
     if 0 in (*spec.shape(written), *(sizes[axis] for axis in axes)):
         return lambda x, index, may_drop: back(ops.zeros(shape_in(index, spec, written), x))
-    read_indices = _make_index_reader(ops, [term[d] for d in indexed], rows, spec)
+    read_indices = _make_index_reader(ops, [term[d] for d in indexed], rows, spec, ops.skips)
 
     arrange = _permuting(ops, order)
 

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import source_info_util
 
 from planner.backends.common.indices import check_index_dtype, clip_error
 from planner.backends.common.routing import Routing
-from planner.backends.jax.evaluation import TABLE, Mode, compile_cast, hopper
+from planner.backends.jax.evaluation import NARROW, TABLE, Mode, compile_cast, hopper, wide_types
 from planner.backends.jax.guards import Guards
 from planner.backends.jax.index import JaxIndex, checked_arrays, jax_in_range
 from planner.backends.jax.loop import as_one, compile_whole
 from planner.backends.jax.ops import OPS
 from planner.backends.jax.rows import fuses
+from planner.backends.jax.rules import checks, figures, policies, taylor  # noqa: F401  # their import registers rules
 from planner.backends.jax.step import compile_step
 from planner.backends.jax.tree import loop_run, tree_run
-from planner.backends.jax.typed import result_sharding
+from planner.backends.jax.typed import like_einsum, result_sharding
 from planner.cost.device import CPU, TPU_V5E, Device, gpu_preset
 from planner.language.errors import PlannerError
 from planner.language.spec import Gather, Operand, Spec
@@ -33,20 +37,15 @@ from planner.program.program import Step
 
 __all__ = ["JaxBackend", "backend"]
 
-# The types that JAX silently uses in place of 64-bit types, unless these are enabled.
-NARROW = {"float64": "float32", "complex128": "complex64", "int64": "int32", "uint64": "uint32"}
+# Where JAX says which line of a program an operation comes from, it looks for a line outside of such folders.
+source_info_util.register_exclusion(f"{Path(__file__).parents[2]}{os.sep}")
 
 _ROUTING = Routing("jax", lambda: jnp.einsum)
 
 
-def _wide_types() -> bool:
-    """Return whether JAX's 64-bit types are enabled in the current context."""
-    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
-
-
 def _refuse_narrowing(dtype: str) -> None:
     """Raise an error if JAX would silently use a narrower type in the current context."""
-    if dtype in NARROW and not _wide_types():
+    if dtype in NARROW and not wide_types():
         raise PlannerError(
             f"dtype {dtype} is off in jax, which would compute in {NARROW[dtype]}: "
             "call jax.config.update('jax_enable_x64', True) at the start of the program, or set JAX_ENABLE_X64=1; "
@@ -65,14 +64,23 @@ class JaxBackend(Backend):
         self.table, self.ops = TABLE, OPS
 
     def operand(self, array: Any) -> Operand:
-        """Describe an array. Only under differentiation outside of `jit` its type says that it needs a gradient."""
+        """Describe an array. Only under differentiation outside of `jit` its type says that it needs a gradient.
+
+        Raises:
+            PlannerError: it holds PRNG keys.
+        """
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            raise PlannerError(
+                "holds PRNG keys, which have no product: draw from them, as in jax.random.normal(key, shape), or pass "
+                "their integers, jax.random.key_data(keys)"
+            )
         traced = type(array).__name__ in ("JVPTracer", "LinearizeTracer")
         return Operand(tuple(array.shape), jnp.dtype(array.dtype).name, None, traced)
 
     def signature(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> Hashable:
-        """Return all that a plan depends on; here also weak types and whether 64-bit types are enabled."""
-        weak = tuple(x.weak_type for x in operands)
-        return (super().signature(operands, indices), weak, _wide_types())
+        """Return all that a plan depends on; here also weak types, and the settings that promotion depends on."""
+        weak, config = tuple(x.weak_type for x in operands), jax.config
+        return (super().signature(operands, indices), weak, wide_types(), config.jax_numpy_dtype_promotion)  # type: ignore[attr-defined]
 
     def result_dtype(self, dtypes: Sequence[str], operands: Sequence[Any], spec: Spec, device: Device) -> str:
         """Promote as JAX does: an array made from a Python number gives way to any other of its kind."""
@@ -88,7 +96,7 @@ class JaxBackend(Backend):
 
     def check_index(self, name: str, index: Any) -> None:
         """Refuse an index array that is not of integers."""
-        check_index_dtype(name, jnp.dtype(index.dtype).name)
+        check_index_dtype(name, str(index.dtype))
 
     def check_devices(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
         """JAX refuses mixed devices itself, with the names of both."""
@@ -168,8 +176,10 @@ class JaxBackend(Backend):
                 if gather.size == 0 and 0 not in spec.shape(gather.axes):
                     raise clip_error(gather)
 
-        steps, config = tree_run(plan), jax.config
-        alone = cache(lambda: as_one(tree_run(plan, inside=True)))
+        # Programs name what they compute by the spec, as those of `jnp.einsum` do.
+        named, config = jax.named_scope(plan.text), jax.config
+        steps = named(tree_run(plan))
+        alone = cache(lambda: as_one(named(tree_run(plan, inside=True))))
         compiled = compile_whole(steps)
 
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
@@ -182,12 +192,12 @@ class JaxBackend(Backend):
             # Outside of `jit` a call runs one compiled program, and not one for each step. Gradients do so too.
             is_eager = not any(isinstance(_primal(x), jax.core.Tracer) for x in (*operands, *given))
             whole = alone() if debugging else compiled if is_eager else steps
-            result = result_sharding(plan, operands, given)
-            if result is None:
-                return whole(tuple(operands), given, mode)
+            sharding = result_sharding(plan, operands, given)
+            if sharding is None:
+                return like_einsum(whole(tuple(operands), given, mode), operands)
             # Between the operands and the result XLA chooses shardings: each step tells it how it is partitioned.
-            typed = jax.sharding.auto_axes(lambda xs, qs: whole(xs, qs, mode), out_sharding=result)
-            return typed(tuple(operands), given)
+            typed = jax.sharding.auto_axes(lambda xs, qs: whole(xs, qs, mode), out_sharding=sharding)
+            return like_einsum(typed(tuple(operands), given), operands)
 
         return run
 
@@ -196,10 +206,10 @@ class JaxBackend(Backend):
 
         Return None if the plan is for another kind of device.
         """
-        if plan.device.kind != self.device(()).kind or (plan.dtype in NARROW and not _wide_types()):
+        if plan.device.kind != self.device(()).kind or (plan.dtype in NARROW and not wide_types()):
             return None
         run = tree_run(plan)
-        integers = jnp.int64 if _wide_types() else jnp.int32
+        integers = jnp.int64 if wide_types() else jnp.int32
         shapes = dict(plan.index_shapes)
         arrays = tuple(jax.ShapeDtypeStruct(shapes[name], integers) for name in plan.resolved.spec.arrays)
         operands = [

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from planner.backends.common.stock import evaluation
-from planner.backends.jax.guards import Guards, run_guard, unread_pool, zero_unread_rows
+from planner.backends.jax.guards import Guards, is_left_out, run_guard, unread_pool, zero_unread_rows
 from planner.backends.jax.index import bring_into_range
 from planner.backends.jax.ops import OPS
 from planner.backends.jax.partition import guard_on_devices, run_on_devices
@@ -33,10 +33,18 @@ from planner.program.implementations import Table
 from planner.program.ops import Cast, Einsum, Guard, Op, PricedImplementation
 from planner.program.plan import PlanRecord
 
-__all__ = ["PLATFORMS", "TABLE", "Mode", "Shape", "cast", "compile_cast", "evaluate", "hopper",
-           "input_count", "is_plain", "lowerer_of", "run_plain"]  # fmt: skip
+__all__ = ["NARROW", "PLATFORMS", "TABLE", "Mode", "Shape", "cast", "compile_cast", "evaluate", "hopper",
+           "input_count", "is_plain", "lowerer_of", "run_plain", "wide_types"]  # fmt: skip
 
 Shape = tuple[int, ...]
+
+# The types that JAX silently uses in place of 64-bit types, unless these are enabled.
+NARROW = {"float64": "float32", "complex128": "complex64", "int64": "int32", "uint64": "uint32"}
+
+
+def wide_types() -> bool:
+    """Return whether JAX's 64-bit types are enabled in the current context."""
+    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
 
 class Mode(NamedTuple):
@@ -164,6 +172,8 @@ def evaluate(
         return run_guard(guard, [x], bring_into_range(given, index_mode))[0]
 
     before, after = guards.of_op(op)
+    if not several:
+        before = tuple(each if each is None or not is_left_out(each, op, lowering) else None for each in before)
     inputs = [guarded(x, each) for x, each in zip(inputs, before, strict=True)]
     if isinstance(op, Guard):
         results: Sequence[Any] = [guarded(inputs[0], dataclasses.replace(op, only_gradients=False))]

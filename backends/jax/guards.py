@@ -25,7 +25,7 @@ from planner.program.forms import PooledForm, pooled_form
 from planner.program.implementations import RangedIndices
 from planner.program.ops import Guard, JointGradient, Op
 
-__all__ = ["Guards", "batch_guard", "read_mask", "run_guard", "unread_pool", "zero_unread_rows"]
+__all__ = ["Guards", "batch_guard", "is_left_out", "read_mask", "run_guard", "unread_pool", "zero_unread_rows"]
 
 Given = Mapping[Gather, IndexArray]
 
@@ -109,6 +109,15 @@ def run_guard(op: Guard, inputs: Sequence[Any], index: RangedIndices) -> tuple[A
     if index.may_drop:
         x = zero_dropped(OPS, x, term, op.dropped, op.spec, index)
     return (x if op.rows is None else zero_unread_rows(x, op.rows, op.spec, index),)
+
+
+def is_left_out(guard: Guard, op: Op, lowering: str) -> bool:
+    """Return whether a step leaves out by itself what a guard of its input would zero.
+
+    A segment sum does not add what has no row. To zero it before takes a copy of the input.
+    """
+    sums = lowering in ("segment sum", "take, segment sum") and len(op.spec.inputs) == 1
+    return sums and guard.rows is None and set(guard.dropped) <= set(term_gathers(op.spec.output))
 
 
 def unread_pool(op: Op, lowering: str) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -97,10 +98,53 @@ def jax_in_range(raw: Any, gather: Gather, mode: str) -> tuple[Any, bool]:
     return in_range(_JAX, raw, gather, MODES[mode])
 
 
+class _Checked:
+    """What a pytree of a prepared index knows besides the values, and which array it was made of.
+
+    Two are equal if they say the same, whatever array they were made of: they are parts of the keys of `jit`.
+    """
+
+    def __init__(self, index: JaxIndex) -> None:
+        self.facts = (index.size, index.mode, index.may_drop)
+        self.values = weakref.ref(index.values) if isinstance(index.values, jax.Array) else lambda: None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Checked) and self.facts == other.facts
+
+    def __hash__(self) -> int:
+        return hash(self.facts)
+
+    def index(self, values: Any) -> JaxIndex:
+        """Return the prepared index with these values.
+
+        Values that a program computed, as in `jax.tree.map`, may be out of range. Those that a transform put in the
+        place of what it was called with are the same values.
+        """
+        size, mode, may_drop = self.facts
+        before = self.values()
+        if before is not None and values is not before and _trace_of(values) is _trace_of(before):
+            may_drop = may_drop or _may_be_bad(values, size)
+        return JaxIndex(values, size, mode, may_drop)
+
+
+def _trace_of(x: Any) -> Any:
+    """Return the trace that a tracer belongs to; None for everything else."""
+    return getattr(x, "_trace", None)
+
+
+def _may_be_bad(values: Any, size: int) -> bool:
+    """Return whether values may be outside of [0, size). What holds no integers is judged where it is used."""
+    if isinstance(values, jax.core.Tracer):
+        return True
+    if not isinstance(values, jax.Array | np.ndarray) or values.dtype.kind not in "iu":
+        return False
+    if not getattr(values, "is_fully_addressable", True):  # a part of it is in another process
+        return True
+    return numpy_in_range(np.asarray(values), Gather("q", (), size), MODES["drop"])[1]
+
+
 jax.tree_util.register_pytree_node(
-    JaxIndex,
-    lambda q: ((q.values,), (q.size, q.mode, q.may_drop)),
-    lambda aux, children: JaxIndex(children[0], *aux),
+    JaxIndex, lambda q: ((q.values,), _Checked(q)), lambda checked, children: checked.index(children[0])
 )
 
 
@@ -164,11 +208,10 @@ def checked_arrays(plan: PlanRecord, indices: Mapping[str, Any]) -> tuple[dict[s
         if isinstance(raw, JaxIndex):
             for gather in gathers:
                 raw.read(gather, mode)
-            values[name] = raw.values
-            concrete = concrete and not raw.may_drop
-            if refuses and raw.may_drop:
-                refuse_integers(name)
-            continue
+            values[name], checked = raw.values, not raw.may_drop
+            raw = raw.values
+            if checked:
+                continue
         traced = isinstance(raw, jax.core.Tracer)
         concrete = concrete and not traced
         if refuses:

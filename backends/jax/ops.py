@@ -20,6 +20,8 @@ __all__ = ["OPS", "JaxOps"]
 class JaxOps:
     """`ArrayOps` in JAX."""
 
+    skips = True
+
     def permute(self, x: Any, dims: Sequence[int]) -> Any:
         return jnp.transpose(x, tuple(dims))
 
@@ -45,7 +47,7 @@ class JaxOps:
         # XLA cannot add booleans up. A result is true if any of its values is.
         kind = jnp.int32 if values.dtype == jnp.bool_ else accumulator(values.dtype)
         out = jnp.zeros(tuple(shape), kind)
-        out = out.at[tuple(index)].add(values.astype(out.dtype), mode="promise_in_bounds", wrap_negative_indices=False)
+        out = out.at[tuple(index)].add(values.astype(out.dtype), mode="drop", wrap_negative_indices=False)
         return out.astype(values.dtype)
 
     def select(self, mask: Any, x: Any, otherwise: float) -> Any:
@@ -53,7 +55,7 @@ class JaxOps:
         return lax.select(jnp.broadcast_to(mask, x.shape), x, lax.full_like(x, otherwise))
 
     def zeros(self, shape: Sequence[int], like: Any) -> Any:
-        return jnp.zeros(tuple(shape), like.dtype)
+        return jnp.zeros_like(like, shape=tuple(shape))  # weakly typed if that is
 
 
 OPS = JaxOps()

@@ -164,6 +164,7 @@ def _call(
         run_part: computes one device's part of the results, from its slices.
     """
     terms, count = [*operands, *(gather.axes for gather in given)], len(operands)
+    wide = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
     def unpack(arguments: Sequence[Any]) -> tuple[Sequence[Any], dict[Gather, Any]]:
         return arguments[:count], dict(zip(given, arguments[count:], strict=True))
@@ -190,7 +191,7 @@ def _call(
 
         def local(*arguments: Any) -> tuple[Any, ...]:
             # XLA calls this on a thread of its own, which does not have the JAX configuration of the caller.
-            with jax.disable_jit(False):
+            with jax.disable_jit(False), jax.enable_x64(wide):
                 inputs, given = unpack([part.zero_padding(x, term) for x, term in zip(arguments, terms, strict=True)])
                 return run_part(part, inputs, given)
 

@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from planner.backends.jax.evaluation import PLATFORMS, Mode, Shape, evaluate, input_count
+from planner.backends.jax.evaluation import NARROW, PLATFORMS, Mode, Shape, evaluate, input_count, wide_types
 from planner.backends.jax.guards import Guards, batch_guard
 from planner.backends.jax.index import check_values
 from planner.backends.jax.partition import devices_of, devices_wanted
@@ -29,7 +29,7 @@ from planner.language.derive import batched, transpose
 from planner.program.build import Lowerer
 from planner.program.ops import Cast, Einsum, Guard, JointGradient, Op
 
-__all__ = ["bind_step", "compile_step"]
+__all__ = ["SINGLE_GRADIENT_INPUTS", "TANGENT_STEPS", "bind_step", "compile_step", "gradient_op", "step_p", "tangent_p"]
 
 
 class _StepPrimitive(Primitive):
@@ -143,8 +143,16 @@ def _step_lowering(context: Any, *values: Any, platform: str = "", **parameters:
     # would not fit; so types without axes are used inside the step.
     if any(aval.mat.varying for aval in context.avals_in):
         context = context.replace(avals_in=[jax.core.ShapedArray(x.shape, x.dtype) for x in context.avals_in])
-    # Under `disable_jit` each turn of a loop would be traced by itself.
-    with jax.disable_jit(False):
+    # A function may be lowered outside of the context in which its 64-bit steps were traced.
+    wide = wide_types() or any(aval.dtype.name in NARROW for aval in (*context.avals_in, *context.avals_out))
+    # Under `disable_jit` each turn of a loop would be traced by itself. How strictly the caller's own operations
+    # promote is no concern of what a step does inside.
+    with (
+        jax.disable_jit(False),
+        jax.enable_x64(wide),
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+    ):
         return mlir.lower_fun(function, multiple_results=True)(context, *values, **parameters)
 
 
@@ -163,7 +171,7 @@ def gradient_op(op: Op, child: int) -> Op:
 
 # The inputs of a joint gradient are (output gradient, a, b). These are the inputs, among them, of the steps that
 # compute the gradient of a alone, and that of b alone.
-_SINGLE_GRADIENT_INPUTS = ((0, 2), (1, 0))
+SINGLE_GRADIENT_INPUTS = ((0, 2), (1, 0))
 
 
 def _is_nonzero(tangent: Any) -> bool:
@@ -181,7 +189,7 @@ def _step_jvp(primals: Any, tangents: Any, *, op: Op, mode: Mode, views: Any, gu
         return results, [_multilinear(op, primals, tangents, active, mode, views, guards)]
     # Each of both gradients is a step of its own, bilinear in the output gradient and the other operand.
     result_tangents = []
-    for child, places in enumerate(_SINGLE_GRADIENT_INPUTS):
+    for child, places in enumerate(SINGLE_GRADIENT_INPUTS):
         single_tangents = [tangents[place] for place in places]
         single_active = [i for i in (0, 1) if _is_nonzero(single_tangents[i])]
         if not single_active:
@@ -273,7 +281,7 @@ def _step_batch(arguments: Any, dims: Any, *, op: Op, mode: Mode, views: Any, gu
     mapped = [d is not None for d in dims]
     if isinstance(op, JointGradient):
         gradients = []
-        for child, places in enumerate(_SINGLE_GRADIENT_INPUTS):
+        for child, places in enumerate(SINGLE_GRADIENT_INPUTS):
             inputs = [*(moved[p] for p in places), *moved[3:]]
             inputs_mapped = [*(mapped[p] for p in places), *mapped[3:]]
             single, view, single_guards = gradient_op(op, child), views[child], guards.transposed(child)
@@ -327,7 +335,7 @@ batching.primitive_batchers[step_p] = _step_batch
 # The positions of its arguments; index arrays follow.
 A, B, DA, DB = range(4)
 # The arguments of each of its two steps.
-_TANGENT_STEPS = ((DA, B), (A, DB))
+TANGENT_STEPS = ((DA, B), (A, DB))
 
 
 class _Role(NamedTuple):
@@ -422,7 +430,7 @@ def _tangent_batch(arguments: Any, dims: Any, *, op: Op, mode: Mode, views: Any,
     moved = [_axis_front(x, d) for x, d in zip(arguments, dims, strict=True)]
     mapped = [d is not None for d in dims]
     parts = []
-    for places in _TANGENT_STEPS:
+    for places in TANGENT_STEPS:
         inputs = [*(moved[p] for p in places), *moved[4:]]
         inputs_mapped = [*(mapped[p] for p in places), *mapped[4:]]
         parts.append(_bind_batched(op, inputs, inputs_mapped, 2, size, mode, views[0], guards))

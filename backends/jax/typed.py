@@ -1,4 +1,8 @@
-"""Explicit axes of a mesh in JAX: array types say over which axes an array is split, and so must the result's."""
+"""What types of arrays say in JAX besides shape and dtype, and what the result's must say: explicit axes, weak types.
+
+Explicit axes of a mesh say over which axes an array is split. An array of a Python number is weakly typed: in a
+promotion it gives way to other dtypes.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.extend.core.primitives import convert_element_type_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from planner.backends.jax.partition import placement
@@ -13,7 +18,7 @@ from planner.language.errors import PlannerError
 from planner.language.split import Entry, Placement, choose_splits, letter_of
 from planner.program.plan import PlanRecord
 
-__all__ = ["result_sharding"]
+__all__ = ["like_einsum", "result_sharding"]
 
 
 def result_sharding(plan: PlanRecord, operands: Sequence[Any], arrays: Sequence[Any]) -> NamedSharding | None:
@@ -50,6 +55,16 @@ def result_sharding(plan: PlanRecord, operands: Sequence[Any], arrays: Sequence[
             if names and split.get(entry) != names:
                 raise PlannerError(_conflict(label, entry, names, split))
     return NamedSharding(mesh, PartitionSpec(*(split.get(entry) for entry in spec.output)))
+
+
+def like_einsum(result: Any, operands: Sequence[Any]) -> Any:
+    """Return a result weakly typed where that of `jnp.einsum` is: if the operand that decides the dtype is."""
+    if not any([getattr(x, "weak_type", False) for x in operands]):
+        return result
+    dtype, weak = jax.dtypes.result_type(*operands, return_weak_type_flag=True)
+    if not weak or dtype != result.dtype:
+        return result
+    return convert_element_type_p.bind(result, new_dtype=dtype, weak_type=True, sharding=None)
 
 
 def _explicit_mesh(x: Any) -> Any:

@@ -37,6 +37,8 @@ __all__ = ["NumpyBackend", "NumpyOps", "backend"]
 class NumpyOps:
     """`ArrayOps` in NumPy."""
 
+    skips = False
+
     def permute(self, x: Any, dims: Sequence[int]) -> Any:
         return x.transpose(tuple(dims))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from planner.backends.common.stock import Product, matmul_product
 from planner.cost.layout import row_major, view_strides
@@ -75,6 +75,7 @@ class StrideOps:
     """
 
     transformed: bool = False
+    skips: ClassVar[bool] = False
 
     def permute(self, x: Strided, dims: Sequence[int]) -> Strided:
         return x.view([x.shape[d] for d in dims], [x.strides[d] for d in dims])

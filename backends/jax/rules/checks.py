@@ -1,0 +1,55 @@
+"""Checks of `jax.experimental.checkify`: a bad index under `jit`, and NaN in the result of a step, are reported."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from planner.backends.common.indices import range_error
+from planner.backends.jax.guards import Guards
+from planner.backends.jax.index import check_p, is_bad
+from planner.backends.jax.step import step_p, tangent_p
+from planner.language.spec import Gather
+
+__all__: list[str] = []
+
+# JAX has no public way to register a check. A version without these names reports nothing.
+with contextlib.suppress(ImportError):
+    from jax._src.checkify import OOBError, assert_func, check_nans, error_checks, get_traceback
+
+    class _BadIndex(OOBError):
+        """An index out of range, in the words of the error that is raised where values can be seen."""
+
+        prim: Gather  # in JAX's own errors the name of a primitive
+        operand_shape: tuple[int, ...]  # the shape of the index array
+
+        def __str__(self) -> str:
+            value, place, _ = np.asarray(self._payload).tolist()
+            position = tuple(map(int, np.unravel_index(place, self.operand_shape)))
+            return str(range_error(self.prim, position, value))
+
+    def _check_index(error: Any, enabled: Any, raw: Any, *, gather: Gather) -> tuple[Any, list[Any]]:
+        if OOBError not in enabled or raw.size == 0:
+            return error, check_p.bind(raw, gather=gather)
+        bad = is_bad(raw, gather).ravel()
+        place = jnp.argmax(bad)
+        payload = jnp.stack([jnp.asarray(x, jnp.int32) for x in (raw.ravel()[place], place, gather.size)])
+        found = _BadIndex(get_traceback(), gather, raw.shape, payload)
+        return assert_func(error, bad.any(), found), []
+
+    def _check_step(error: Any, enabled: Any, *arguments: Any, guards: Guards, **parameters: Any) -> tuple[Any, Any]:
+        """Look for NaN in the results, unless they may hold rows of a pool that no index names: nobody sees those."""
+        results = step_p.bind(*arguments, guards=guards, **parameters)
+        unread = any(guard is not None and guard.rows is not None for guard in (*guards.inputs, guards.output))
+        return (error if unread else check_nans(step_p, error, enabled, results)), results
+
+    def _check_tangent(error: Any, enabled: Any, *arguments: Any, **parameters: Any) -> tuple[Any, Any]:
+        result = tangent_p.bind(*arguments, **parameters)
+        return check_nans(tangent_p, error, enabled, result), result
+
+    error_checks[check_p] = _check_index
+    error_checks[step_p] = _check_step
+    error_checks[tangent_p] = _check_tangent
