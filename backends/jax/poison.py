@@ -14,9 +14,13 @@ from jax import lax
 from planner.backends.common.stock import evaluate
 from planner.backends.jax.index import is_bad
 from planner.backends.jax.ops import OPS
-from planner.language.spec import Gather, Spec, Term
+from planner.language.spec import Gather, Spec, Term, largest
 
 __all__ = ["poison"]
+
+# The most bytes of a result that is written anew with NaN at bad indices, without a branch. XLA takes 50 ms to compile
+# a branch, as long as it takes for a small contraction.
+SMALL = 1 << 19
 
 
 def poison(x: Any, term: Term, spec: Spec, given: Mapping[Gather, Any]) -> Any:
@@ -39,6 +43,9 @@ def poison(x: Any, term: Term, spec: Spec, given: Mapping[Gather, Any]) -> Any:
             x = OPS.select(~_bad_mask(gather, is_bad(values, gather), term, spec), x, math.nan)
         return x
 
+    most = largest(math.prod(x.shape) * x.dtype.itemsize)
+    if most is not None and most <= SMALL:
+        return put_nan(x)
     bad = [is_bad(values, gather).any() for gather, values in given.items()]
     # Usually no index is bad: then only the index arrays are read, and the result is not copied.
     return lax.cond(functools.reduce(operator.or_, bad), put_nan, lambda x: x, x) if bad else x
@@ -46,9 +53,9 @@ def poison(x: Any, term: Term, spec: Spec, given: Mapping[Gather, Any]) -> Any:
 
 def _bad_mask(gather: Gather, bad: Any, term: Term, spec: Spec) -> Any:
     """Return a mask of the entries of a result that depend on bad indices; it broadcasts to the result."""
-    if len(set(gather.axes)) < len(gather.axes):
-        return bad.any()
     # Along an axis that the term repeats, an index decides the diagonal only.
     along = tuple(entry for entry in term if entry in gather.axes)
+    if not along or len(set(gather.axes)) < len(gather.axes):
+        return bad.any()
     mask = evaluate(OPS, Spec((gather.axes,), along, spec.sizes), [bad], {}, may_drop=False)
     return mask.reshape([spec.size(entry) if entry in along else 1 for entry in term])
