@@ -17,6 +17,7 @@ from jax import lax
 
 from planner.backends.common.kernel_rows import WHOLE_POOL
 from planner.backends.common.masks import find_read_rows, zero_dropped
+from planner.backends.jax.index import FEW
 from planner.backends.jax.ops import OPS
 from planner.kernels.grouping.keys import IndexArray
 from planner.language.derive import batched
@@ -29,8 +30,6 @@ from planner.program.ops import Guard, JointGradient, Op
 __all__ = ["Guards", "batch_guard", "read_mask", "run_guard", "unread_pool", "zero_unread_rows"]
 
 Given = Mapping[Gather, IndexArray]
-# Up to so many indices the rows that they name are found in every call, and not only if the array holds NaN.
-FEW = 1 << 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -163,6 +162,7 @@ def read_mask(x: Any, term: Term, spec: Spec, index: RangedIndices, given: Given
         marks = [array.bad(array.values).any() for array in arrays.values() if array.bad is not None]
         return functools.reduce(jnp.logical_or, marks, jnp.zeros((), bool))
 
+    # Then the rows are found in every call, and not only if the array holds NaN.
     count = largest(math.prod(sizes[axis] for axis in rows))
     if count is not None and count <= FEW:
         return is_any_bad() | find_read_rows(OPS, x, term, spec, index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from planner.language.spec import Gather, is_symbol, largest
 from planner.program.implementations import RangedIndices
 from planner.program.plan import PlanRecord
 
-__all__ = ["JaxIndex", "bring_into_range", "check_values", "checked_arrays", "is_bad", "jax_in_range",
+__all__ = ["FEW", "JaxIndex", "any_bad", "bring_into_range", "check_values", "checked_arrays", "is_bad", "jax_in_range",
            "traced_in_range"]  # fmt: skip
 
 
@@ -51,6 +52,8 @@ _JAX = IndexOps(
         jnp.asarray(low, values.dtype), values, jnp.asarray(high, values.dtype)
     ),
 )
+# The most indices that one loop of XLA looks at, where it would compile several that share the work.
+FEW = 1 << 12
 # Under "raise" an entry may read any row where NaN marks the results that depend on it.
 _MARKED = IndexMode(True, "clamp")
 
@@ -66,6 +69,23 @@ def is_bad(raw: Any, gather: Gather) -> Any:
     assert size is not None
     values = _signed(raw, size)
     return (values >= size) | (values < -size)
+
+
+def any_bad(raw: Any, gather: Gather) -> Any:
+    """Return whether any entry is out of range.
+
+    XLA compiles the bounds of an array as one loop, and sums of masks as three. The one is slower where there are many.
+    """
+    count, size = largest(math.prod(raw.shape)), gather.size
+    if count is None or count > FEW:
+        return is_bad(raw, gather).any()
+    assert size is not None
+    values = _signed(raw, size)
+    inside = (values.dtype.type(0), values.dtype.type(-1))
+    low, high = lax.reduce(
+        (values, values), inside, lambda x, y: (lax.min(x[0], y[0]), lax.max(x[1], y[1])), range(values.ndim)
+    )
+    return (low < -size) | (high >= size)
 
 
 def bring_into_range(given: Mapping[Gather, Any], index_mode: str, inexact: bool = True) -> RangedIndices:

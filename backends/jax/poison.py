@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from planner.backends.common.stock import evaluate
-from planner.backends.jax.index import is_bad
+from planner.backends.jax.index import any_bad, is_bad
 from planner.backends.jax.ops import OPS
 from planner.language.spec import Gather, Spec, Term, largest
 
@@ -41,22 +41,23 @@ def poison(x: Any, term: Term, spec: Spec, given: Mapping[Gather, Any], fuses: b
 
     def put_nan(x: Any) -> Any:
         for gather, values in given.items():  # the check is inside the branch, so that no copy is held for it
-            x = OPS.select(~_bad_mask(gather, is_bad(values, gather), term, spec), x, math.nan)
+            x = OPS.select(~_bad_mask(gather, values, term, spec), x, math.nan)
         return x
 
     most = largest(math.prod(x.shape) * x.dtype.itemsize)
     if fuses or (most is not None and most <= SMALL):
         return put_nan(x)
-    bad = [is_bad(values, gather).any() for gather, values in given.items()]
+    bad = [any_bad(values, gather) for gather, values in given.items()]
     # Usually no index is bad: then only the index arrays are read, and the result is not copied.
     return lax.cond(functools.reduce(operator.or_, bad), put_nan, lambda x: x, x) if bad else x
 
 
-def _bad_mask(gather: Gather, bad: Any, term: Term, spec: Spec) -> Any:
+def _bad_mask(gather: Gather, values: Any, term: Term, spec: Spec) -> Any:
     """Return a mask of the entries of a result that depend on bad indices; it broadcasts to the result."""
     # Along an axis that the term repeats, an index decides the diagonal only.
     along = tuple(entry for entry in term if entry in gather.axes)
     if not along or len(set(gather.axes)) < len(gather.axes):
-        return bad.any()
+        return any_bad(values, gather)
+    bad = is_bad(values, gather)
     mask = evaluate(OPS, Spec((gather.axes,), along, spec.sizes), [bad], {}, may_drop=False)
     return mask.reshape([spec.size(entry) if entry in along else 1 for entry in term])
