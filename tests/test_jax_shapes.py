@@ -234,6 +234,67 @@ def test_errors_at_symbolic_sizes_name_the_axis_and_what_to_do():
     assert "pass the index array itself" in message
 
 
+# -- sizes that were not met before ------------------------------------------------------------------------
+
+NEW = {
+    "chain": ("ij,jk,kl->il", [(3, 4), (4, 5)], None),
+    "gather": ("nj,q[n]jk->nk", [(6, 3, 4)], 6),
+    "scatter": ("nj,q[n]jk->q[n]k", [(6, 3, 4)], 6),
+}
+
+
+@pytest.fixture
+def lowered():
+    """The programs that JAX lowered so far, as events."""
+    events = []
+
+    def note(name, seconds, **_):
+        if name.endswith("jaxpr_to_mlir_module_duration"):
+            events.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+def of_size(case, n):
+    spec, others, pool = NEW[case]
+    indices = {} if pool is None else {"q": jnp.arange(n, dtype="int32") % pool}
+    operands = [numbers(n, 3), *(numbers(*shape) for shape in others)]
+    return lambda *operands: planner.contract(spec, *operands, **indices), operands
+
+
+@pytest.mark.parametrize("case", NEW)
+def test_a_call_of_a_new_size_compiles_one_program(case, lowered):
+    """An eager call compiles one for the whole plan, and one more for all gradients."""
+    for n in (20, 21):
+        call, operands = of_size(case, n)
+        lowered.clear()
+        result = call(*operands)
+        assert len(lowered) == 1
+        lowered.clear()
+        _, pull = jax.vjp(call, *operands)
+        pull(result)
+        assert len(lowered) == 2
+
+
+@pytest.mark.parametrize("case", NEW)
+def test_small_jitted_calls_have_neither_branches_nor_loops(case):
+    """XLA takes longer to compile a branch or a loop than all else in a small contraction."""
+    call, operands = of_size(case, 100)
+    indices = jnp.arange(100, dtype="int32") % 6
+
+    def run(operands, q):
+        result, pull = jax.vjp(
+            lambda *x: planner.contract(NEW[case][0], *x, **({} if case == "chain" else {"q": q})), *operands
+        )
+        return result, pull(result)
+
+    text = jax.jit(run).lower(operands, indices).as_text()
+    assert "stablehlo.case" not in text
+    assert "stablehlo.while" not in text
+
+
 # -- the law: any spec, any of its sizes -----------------------------------------------------------------
 
 
