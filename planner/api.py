@@ -22,7 +22,7 @@ from planner.language.spec import Operand, Spec, term_gathers
 from planner.language.units import parse_bytes, parse_seconds
 from planner.members import bind_first_member, bind_member
 from planner.plan import Plan
-from planner.program.contraction import Contraction
+from planner.program.contraction import Contraction, at_numbers
 from planner.program.frameworks import HOW_GIVEN, framework_of, load_backend, operands_framework
 from planner.program.implementations import Backend
 from planner.run import Run, bind_plan, for_dynamo, torch_compiles, torch_override
@@ -159,7 +159,7 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
         alone = run is None
         if run is None:
             made = _plan(contraction, operands, indices)
-            run = bind_plan(made, *(backend.bind_symbols(made, operands, indices, request.sizes) or ()))
+            run = bind_plan(*(backend.bind_symbols(made, operands, indices, request.sizes) or (made,)))
         if key is not None:
             _remember(key, run, alone)
     return run(operands, indices)
@@ -328,7 +328,7 @@ def _read_call(
     # A gradient exists only if the computation is in floats.
     if not compute.startswith(("float", "bfloat", "complex")):
         described = tuple(dataclasses.replace(operand, requires_grad=False) for operand in described)
-    return Contraction(
+    contraction = Contraction(
         text=str(spec),
         resolved=resolved,
         index_shapes=tuple((name, index_shapes[name]) for name in resolved.spec.arrays),
@@ -339,6 +339,7 @@ def _read_call(
         device=device,
         options=options,
     )
+    return at_numbers(contraction)
 
 
 def _read_precision(precision: Any, framework: str) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from planner.language.errors import PlannerError
 from planner.language.options import check_index_mode
+from planner.language.spec import is_symbol
 from planner.program.frameworks import framework_of, load_backend
 from planner.run import for_dynamo, torch_compiles
 
@@ -39,6 +40,11 @@ def group(q: Any, size: int, index_mode: str = "raise") -> Any:
     if torch_compiles():
         return for_dynamo().group(q, size, index_mode)
     framework, asked = framework_of(q), size
+    if is_symbol(size):
+        raise PlannerError(
+            f"group prepares an index array for one size, but the dimension has the symbolic size {size}: pass the "
+            "index array itself to the call"
+        )
     if framework is None:
         raise PlannerError(f"group takes an index array of torch, jax or numpy, not a {type(q).__name__}")
     try:

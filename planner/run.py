@@ -35,6 +35,9 @@ def run_plan(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, An
     divided = backend.divided(operands, indices)
     if divided is not None:
         return divided(_request_of(plan), lambda: plan)
+    if plan.symbols:
+        symbolic = backend.bind_symbols(plan, operands, indices, plan.hidden_sizes) or (plan,)
+        return bind_plan(*symbolic)(operands, indices)
     signature: Hashable = None
     with contextlib.suppress(AttributeError):  # under `torch.jit.trace` there is none
         signature = backend.signature(operands, indices)
@@ -167,7 +170,7 @@ def _check(
     for number, (array, wanted) in enumerate(zip(operands, plan.operands, strict=True)):
         operand = backend.operand(array)
         strides.append(operand.strides)
-        if operand.shape != wanted.shape or operand.dtype != wanted.dtype:
+        if plan.as_planned(operand.shape) != wanted.shape or operand.dtype != wanted.dtype:
             raise ShapeError(
                 f"operand {number} is {operand.dtype}{list(operand.shape)}, but the plan was made for "
                 f"{wanted.dtype}{list(wanted.shape)}: make a new plan"
@@ -185,7 +188,8 @@ def _check(
         if name not in wanted_shapes:
             raise PlannerError(f"unknown index array {name!r}: the plan has {', '.join(wanted_shapes) or 'none'}")
         backend.check_index(name, index)
-    _check_index_shapes(plan, {name: tuple(backend.numbers(index.shape)) for name, index in indices.items()})
+    shapes = {name: plan.as_planned(backend.numbers(index.shape)) for name, index in indices.items()}
+    _check_index_shapes(plan, shapes)
     backend.check_devices(operands, indices)
     return backend, tuple(strides)
 

@@ -29,10 +29,11 @@ from planner.backends.jax.tree import loop_run, tree_run
 from planner.backends.jax.typed import like_einsum, result_sharding
 from planner.cost.device import CPU, TPU_V5E, Device, gpu_preset
 from planner.language.errors import PlannerError
+from planner.language.resolve import resolve_shapes
 from planner.language.spec import Gather, Operand, Spec
 from planner.program.implementations import Backend, Stepwise
 from planner.program.ops import Cast
-from planner.program.plan import Loop, LoopGradient, PlanRecord
+from planner.program.plan import Loop, LoopGradient, PlanRecord, at_symbols
 from planner.program.program import Step
 
 __all__ = ["JaxBackend", "backend"]
@@ -200,6 +201,16 @@ class JaxBackend(Backend):
             return like_einsum(typed(tuple(operands), given), operands)
 
         return run
+
+    def bind_symbols(
+        self, plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any], sizes: Any
+    ) -> tuple[Any, ...] | None:
+        """Return the plan at the symbolic sizes of a call; None if all sizes are numbers."""
+        if not plan.symbols:
+            return None
+        shapes = {name: tuple(q.shape) for name, q in indices.items()}
+        resolved = resolve_shapes(plan.text, [tuple(x.shape) for x in operands], shapes, sizes)
+        return (at_symbols(plan, resolved),)
 
     def compiled_bytes(self, plan: PlanRecord) -> int | None:
         """Compile both programs for arrays without values, and return XLA's peak of the larger.

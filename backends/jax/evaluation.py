@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from planner.backends.common.stock import evaluation
+from planner.backends.common.stock_rows import stock_kind
 from planner.backends.jax.guards import Guards, is_left_out, run_guard, unread_pool, zero_unread_rows
 from planner.backends.jax.index import bring_into_range
 from planner.backends.jax.ops import OPS
@@ -25,11 +26,12 @@ from planner.backends.jax.poison import poison
 from planner.backends.jax.products import as_dot
 from planner.backends.jax.rows import make_table
 from planner.cost.device import CPU, Device
+from planner.cost.figures import StepCost
 from planner.cost.objective import step_key
 from planner.language.dtypes import is_inexact
 from planner.language.spec import Gather
 from planner.program.build import Lowerer
-from planner.program.implementations import Table
+from planner.program.implementations import MASK, Table
 from planner.program.ops import Cast, Einsum, Guard, Op, PricedImplementation
 from planner.program.plan import PlanRecord
 
@@ -98,9 +100,20 @@ def lowerer_of(plan: PlanRecord) -> Lowerer:
     """Return what chooses the implementations of a plan's steps, and of the steps that JAX derives from them.
 
     A step that the plan has runs as the plan says. Any other step is chosen by the plan's objective, for its device:
-    steps of second derivatives, steps under `vmap`, and gradients of a plan that was made without them.
+    steps of second derivatives, steps under `vmap`, and gradients of a plan that was made without them. At symbolic
+    sizes all steps are stock ones, which need no numbers.
     """
+    if plan.symbols:
+        return _STOCK
     return _lowerer(plan.device, plan.options.objective, {step.op: step.choice for step in plan.steps})
+
+
+def _stock_choices(op: Op) -> list[PricedImplementation]:
+    name = MASK if isinstance(op, Guard) else stock_kind(op)
+    return [PricedImplementation(name, StepCost())] if name in TABLE.rows else []
+
+
+_STOCK = Lowerer(_stock_choices, step_key("time"))
 
 
 def _lowerer(device: Device, objective: str, fixed: Mapping[Op, PricedImplementation]) -> Lowerer:
@@ -210,7 +223,9 @@ def _run(
     with jax.default_matmul_precision(mode.precision), jax.named_scope(lowering):
         results = (platform_table(platform) if platform else TABLE).run(lowering, op, inputs, index)
     if index_mode == "raise" and not index.shown:
-        results = tuple(poison(x, term, op.spec, given) for x, term in zip(results, op.output_terms, strict=True))
+        # XLA writes NaN in the loop that takes rows.
+        fuses, pairs = lowering == "take", zip(results, op.output_terms, strict=True)
+        results = tuple(poison(x, term, op.spec, given, fuses) for x, term in pairs)
     return results
 
 

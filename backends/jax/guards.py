@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,11 +17,12 @@ from jax import lax
 
 from planner.backends.common.kernel_rows import WHOLE_POOL
 from planner.backends.common.masks import find_read_rows, zero_dropped
+from planner.backends.jax.index import FEW
 from planner.backends.jax.ops import OPS
 from planner.kernels.grouping.keys import IndexArray
 from planner.language.derive import batched
 from planner.language.dtypes import is_inexact
-from planner.language.spec import Gather, Spec, Term, indexed_dims, row_axes, term_gathers
+from planner.language.spec import Gather, Spec, Term, indexed_dims, largest, row_axes, stand_in, term_gathers
 from planner.program.forms import PooledForm, pooled_form
 from planner.program.implementations import RangedIndices
 from planner.program.ops import Guard, JointGradient, Op
@@ -139,11 +141,12 @@ def zero_unread_rows(x: Any, term: Term, spec: Spec, index: RangedIndices) -> An
 
 
 def read_mask(x: Any, term: Term, spec: Spec, index: RangedIndices, given: Given | None = None) -> Any:
-    """Return a mask of the rows of an array that some index names. It is true everywhere if the array is finite.
+    """Return a mask of the rows of an array that some index names. It can be true everywhere if the array is finite.
 
-    Zero times NaN is NaN, so a row that is multiplied by zeros only must not hold NaN. The mask is computed in a branch
-    of a `cond`. The step itself is not: XLA would copy the inputs and results of the branch. XLA also reserves the
-    memory of a branch that is not taken. To need little, the branch goes through one index axis position by position.
+    Zero times NaN is NaN, so a row that is multiplied by zeros only must not hold NaN. If there are many indices, the
+    mask is computed in a branch of a `cond`. The step itself is not: XLA would copy the inputs and results of the
+    branch. XLA also reserves the memory of a branch that is not taken. To need little, the branch goes through one
+    index axis position by position. XLA takes 100 ms to compile that.
 
     Args:
         x: the array.
@@ -156,13 +159,22 @@ def read_mask(x: Any, term: Term, spec: Spec, index: RangedIndices, given: Given
     sizes = spec.by_axis
     rows, indexed = row_axes(term), indexed_dims(term)
     shape = [n if d in indexed else 1 for d, n in enumerate(x.shape)]
-    slow = max((axis for axis in rows if axis not in term and sizes[axis]), key=lambda axis: sizes[axis], default=None)
+    slow = max(
+        (axis for axis in rows if axis not in term and sizes[axis]),
+        key=lambda axis: stand_in(sizes[axis]),
+        default=None,
+    )
     narrow = dataclasses.replace(spec, sizes=tuple((a, 1 if a == slow else size) for a, size in spec.sizes))
 
     def is_any_bad() -> Any:
         arrays = given or {gather: index.given[gather] for gather in Spec((term,), ()).gathers}
         marks = [array.bad(array.values).any() for array in arrays.values() if array.bad is not None]
         return functools.reduce(jnp.logical_or, marks, jnp.zeros((), bool))
+
+    # Then the rows are found in every call, and not only if the array holds NaN.
+    count = largest(math.prod(sizes[axis] for axis in rows))
+    if count is not None and count <= FEW:
+        return is_any_bad() | find_read_rows(OPS, x, term, spec, index)
 
     def find_read() -> Any:
         def add_position(position: Any, mask: Any) -> Any:

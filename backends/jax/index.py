@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -17,29 +19,42 @@ from planner.backends.common.indices import IndexOps, PreparedIndex, in_range, n
 from planner.kernels.grouping.keys import IndexArray
 from planner.language.errors import PlannerError
 from planner.language.options import MODES, IndexMode
-from planner.language.spec import Gather
+from planner.language.spec import Gather, is_symbol, largest
 from planner.program.implementations import RangedIndices
 from planner.program.plan import PlanRecord
 
-__all__ = ["JaxIndex", "bring_into_range", "check_values", "checked_arrays", "is_bad", "jax_in_range",
+__all__ = ["FEW", "JaxIndex", "any_bad", "bring_into_range", "check_values", "checked_arrays", "is_bad", "jax_in_range",
            "traced_in_range"]  # fmt: skip
 
 
 def _signed(raw: Any, size: int) -> Any:
-    wide, info = jnp.int32 if size < 2**31 - 1 else jnp.int64, jnp.iinfo(raw.dtype)
+    wide, info = jnp.int32 if _is_narrow(size) else jnp.int64, jnp.iinfo(raw.dtype)
     if info.max > jnp.iinfo(wide).max:  # limit before narrowing
-        raw = jnp.clip(raw, max(-size - 1, int(info.min)), size)
+        least = -size - 1 if info.min else 0
+        raw = jnp.clip(raw, least, size)
     return raw.astype(wide)
+
+
+def _is_narrow(size: Any) -> bool:
+    """Return whether 32 bits hold a size. JAX itself computes symbolic sizes in 64 bits if these are enabled."""
+    most = largest(size)
+    if most is None:
+        return not jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    return most < 2**31 - 1
 
 
 _JAX = IndexOps(
     signed=_signed,
     bounds=lambda values: None,
     first=lambda mask: (),
-    wrap=lambda values, size, owned: jnp.where(values < 0, values + size, values),
+    wrap=lambda values, size, owned: lax.select(values < 0, values + size, values),
     fill=lambda values, mask, number, owned: jnp.where(mask, number, values),
-    clip=lambda values, low, high, owned: jnp.clip(values, low, high),
+    clip=lambda values, low, high, owned: lax.clamp(
+        jnp.asarray(low, values.dtype), values, jnp.asarray(high, values.dtype)
+    ),
 )
+# The most indices that one loop of XLA looks at, where it would compile several that share the work.
+FEW = 1 << 12
 # Under "raise" an entry may read any row where NaN marks the results that depend on it.
 _MARKED = IndexMode(True, "clamp")
 
@@ -51,7 +66,27 @@ def traced_in_range(raw: Any, gather: Gather, mode: IndexMode) -> Any:
 
 def is_bad(raw: Any, gather: Gather) -> Any:
     """Return a mask of the entries that are out of range; negative entries count from the end."""
-    return traced_in_range(raw, gather, MODES["raise"]) == gather.size
+    size = gather.size
+    assert size is not None
+    values = _signed(raw, size)
+    return (values >= size) | (values < -size)
+
+
+def any_bad(raw: Any, gather: Gather) -> Any:
+    """Return whether any entry is out of range.
+
+    XLA compiles the bounds of an array as one loop, and sums of masks as three. The one is slower where there are many.
+    """
+    count, size = largest(math.prod(raw.shape)), gather.size
+    if count is None or count > FEW:
+        return is_bad(raw, gather).any()
+    assert size is not None
+    values = _signed(raw, size)
+    inside = (values.dtype.type(0), values.dtype.type(-1))
+    low, high = lax.reduce(
+        (values, values), inside, lambda x, y: (lax.min(x[0], y[0]), lax.max(x[1], y[1])), range(values.ndim)
+    )
+    return (low < -size) | (high >= size)
 
 
 def bring_into_range(given: Mapping[Gather, Any], index_mode: str, inexact: bool = True) -> RangedIndices:
@@ -90,10 +125,10 @@ def jax_in_range(raw: Any, gather: Gather, mode: str) -> tuple[Any, bool]:
     """
     if isinstance(raw, JaxIndex):
         return raw.read(gather, mode)
-    if not isinstance(raw, jax.core.Tracer):
+    if not isinstance(raw, jax.core.Tracer) and not is_symbol(gather.size):
         values, may_drop = numpy_in_range(np.asarray(raw), gather, MODES[mode])
         return jnp.asarray(values.astype(np.int32 if (gather.size or 0) < 2**31 else np.int64)), may_drop
-    if MODES[mode].bad == "refuse":
+    if MODES[mode].bad == "refuse" and isinstance(raw, jax.core.Tracer):
         check_p.bind(raw, gather=gather)
     return in_range(_JAX, raw, gather, MODES[mode])
 
@@ -212,12 +247,13 @@ def checked_arrays(plan: PlanRecord, indices: Mapping[str, Any]) -> tuple[dict[s
             raw = raw.values
             if checked:
                 continue
-        traced = isinstance(raw, jax.core.Tracer)
+        symbolic = any(is_symbol(gather.size) for gather in gathers)  # so nothing is known to be out of range
+        traced = isinstance(raw, jax.core.Tracer) or symbolic
         concrete = concrete and not traced
         if refuses:
             if traced:
                 refuse_integers(name)
-            for gather in gathers:
+            for gather in gathers if not symbolic else ():
                 # A constant under `jit` is checked at once. The primitive would become a part of the traced program.
                 check = check_p.bind if traced else check_values
                 check(raw, gather=gather)

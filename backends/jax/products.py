@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from jax import lax
 
 from planner.backends.common.stock import Product
 from planner.language.cached import cached_by_step
-from planner.language.spec import Spec, Term, indexed_dims, plain_axes, term_axes, term_gathers
+from planner.language.spec import Spec, Term, indexed_dims, plain_axes, stand_in, term_axes, term_gathers
 from planner.program.forms import inner_product, product_form
 
 __all__ = ["ProductCopies", "as_dot", "count_copied", "count_reordered"]
@@ -103,7 +104,9 @@ def as_dot(spec: Spec) -> Product:
     The operands may have more dimensions of size 1 than the spec, such as those that were broadcast. These and axes of
     size 1 that are summed are left free, so that JAX keeps the operands themselves for gradients.
     """
-    first, second, batch, contracted, _ = _arrangement(spec)
+    # An arrangement is one of axes. Symbolic sizes cannot be compared, so numbers stand for them.
+    planned = dataclasses.replace(spec, sizes=tuple((axis, stand_in(size)) for axis, size in spec.sizes))
+    first, second, batch, contracted, _ = _arrangement(planned)
     terms, out = [term_axes(spec.inputs[number]) for number in (first, second)], term_axes(spec.output)
 
     def product(*operands: Any, precision: Any = None) -> Any:

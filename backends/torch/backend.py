@@ -236,8 +236,8 @@ class TorchBackend(Backend):
 
     def bind_symbols(
         self, plan: PlanRecord, operands: Sequence[Tensor], indices: Mapping[str, Any], sizes: Any
-    ) -> tuple[Callable[[Sequence[Any], Mapping[str, Any]], Any], Mapping[str | Gather, Any]] | None:
-        """Return the function that runs a plan at symbols for sizes, and these; None if all sizes are numbers.
+    ) -> tuple[Any, ...] | None:
+        """Return the plan, the function that runs it at symbols for sizes, and these; None if all sizes are numbers.
 
         A plan with a limit runs at the sizes that it was made for, since the limit holds for these.
         """
@@ -256,7 +256,7 @@ class TorchBackend(Backend):
         assert member is not None
         given = [member.sizes[e] if e in reader.hidden or e in entries else -1 for e in reader.output]
         run = symbol_runner(plan, self.table, member, given)
-        return run if plan.dtype not in _MOVED_ONLY else partial(_run_moves, run, plan.dtype), member.sizes
+        return plan, run if plan.dtype not in _MOVED_ONLY else partial(_run_moves, run, plan.dtype), member.sizes
 
     def family_signature(
         self, operands: Sequence[Tensor], indices: Mapping[str, Any]

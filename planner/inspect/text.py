@@ -73,7 +73,7 @@ def plan_text(plan: PlanRecord) -> str:
         how = ", of the family of ".join([f"{search} search", *family])
     keep = f"; {_describe_kept(plan)}" if wanted else ""
     summary[2].append(f"{how}, {_describe_gap(plan)}{keep}{_describe_compiled(plan)}")
-    lines = [head, *table_lines(summary, (0, 6))]
+    lines = [head, *_symbol_lines(plan), *table_lines(summary, (0, 6))]
     rows: list[Sequence[str]] = [["#", "step", "lowered to", "FLOPs", "moves", "live", "time", "keeps"]]
     backward = plan.programs.backward
     rows += _rows(plan, plan.programs.forward, 0)
@@ -91,6 +91,14 @@ def plan_text(plan: PlanRecord) -> str:
     return "\n".join(
         [*lines, *table_lines(rows, (0, 1, 2, 7)), f"  times by the rates of {plan.device.name}: {plan.device.source}"]
     )
+
+
+def _symbol_lines(plan: PlanRecord) -> list[str]:
+    """Return a line about the symbolic sizes of a plan, if it has any."""
+    stand_ins = {size: number for _, size, number in plan.symbols}
+    if not stand_ins:
+        return []
+    return [f"  planned at {', '.join(f'{n} = {k:,}' for n, k in stand_ins.items())}; symbolic sizes run stock steps"]
 
 
 def _describe_kept(plan: PlanRecord) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.language.errors import SearchLimitError, ShapeError, SpecError
 from planner.language.parse import parse
-from planner.language.spec import ELLIPSIS, Gather, Spec, Term, unused_letters
+from planner.language.spec import ELLIPSIS, Gather, Spec, Term, is_symbol, unused_letters
 
 __all__ = ["Resolved", "expand_ellipses", "resolve", "resolve_shapes"]
 
@@ -73,10 +73,10 @@ def shape_of(array: Any, what: str = "an operand") -> Shape:
     if shape is None:
         raise ShapeError(f"{what} is neither an array nor a shape: {array!r:.80}")
     try:
-        sizes = tuple(operator.index(n) for n in shape)
+        sizes = tuple(n if is_symbol(n) else operator.index(n) for n in shape)
     except TypeError:
         raise ShapeError(f"{what} has the shape {shape!r:.80}: sizes are integers") from None
-    if any(n < 0 for n in sizes):
+    if any(n < 0 for n in sizes if not is_symbol(n)):
         raise ShapeError(f"{what} has the shape {shape!r:.80}: sizes are not negative")
     return sizes
 
@@ -369,6 +369,8 @@ def _given_sizes(spec: Spec, sizes: Mapping[str, int] | Sequence[int] | None) ->
         return {}, None
 
     def check(size: Any, what: str) -> int:
+        if is_symbol(size):
+            return size  # type: ignore[no-any-return]
         if isinstance(size, bool) or not hasattr(size, "__index__") or size.__index__() < 0:
             raise ShapeError(f"sizes=: {what} must be a non-negative integer, not {size!r}")
         return int(size.__index__())
@@ -392,7 +394,7 @@ def _check_addressable(spec: Spec) -> None:
     for number, term in enumerate(spec.terms):
         elements = 1
         for size in spec.shape(term):
-            elements *= size
+            elements *= 1 if is_symbol(size) else size
             if elements > _MAX_ELEMENTS:
                 what = "the result" if number == len(spec.inputs) else f"operand {number}"
                 raise SearchLimitError(f"{what} would have more than 2^62 elements; the sizes must be wrong")

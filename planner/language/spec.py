@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import unicodedata
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
@@ -25,11 +27,14 @@ __all__ = [
     "gather_of",
     "is_axis",
     "is_letter",
+    "is_symbol",
     "indexed_dims",
+    "largest",
     "plain_axes",
     "pool_letters",
     "replace_gathers",
     "row_axes",
+    "stand_in",
     "term_axes",
     "term_gathers",
     "unused_letters",
@@ -265,3 +270,67 @@ class Operand:
     def elements(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+
+# -- symbolic sizes ------------------------------------------------------------------------------------------
+
+# The number that stands for a symbol without an upper bound.
+USUAL = 1_024
+# Bounds are looked for among these.
+_SIZES = range(1 << 40)
+
+
+def is_symbol(size: Any) -> bool:
+    """Return whether a size is a symbolic dimension of JAX, as `jax.export.symbolic_shape` makes them.
+
+    These are expressions such as `b` or `2*n + 1`, which compute and compare as integers do, and hash. Two are equal
+    only if JAX can prove it. An order that it cannot decide is an error of JAX's own.
+    """
+    if type(size) is int:
+        return False
+    export = sys.modules.get("jax.export")  # whoever made the symbol has imported it
+    return export is not None and bool(export.is_symbolic_dim(size))
+
+
+@lru_cache(maxsize=1024)
+def largest(size: Any) -> int | None:
+    """Return the upper bound of a size that JAX can prove from the constraints of its symbols; None if there is none.
+
+    Example:
+        >>> from jax import export
+        >>> b, n = export.symbolic_shape("b, n", constraints=["b <= 64"])
+        >>> largest(b), largest(2 * b), largest(n), largest(7)
+        (64, 128, None, 7)
+    """
+    if not is_symbol(size):
+        return int(size)
+    most = bisect_left(_SIZES, True, key=lambda n: _proves(lambda: size <= n))
+    return None if most == len(_SIZES) else most
+
+
+@lru_cache(maxsize=1024)
+def stand_in(size: Any) -> int:
+    """Return the number that stands for a size in a plan: its upper bound, else 1,024 or the lower bound above that.
+
+    A dimension of size 1 would be broadcast, so a symbol stands for 2 at least.
+
+    Example:
+        >>> from jax import export
+        >>> b, n, k = export.symbolic_shape("b, n, k", constraints=["b <= 64", "n >= 5000"])
+        >>> stand_in(b), stand_in(n), stand_in(k), stand_in(7)
+        (64, 5000, 1024, 7)
+    """
+    if not is_symbol(size):
+        return int(size)
+    most = largest(size)
+    if most is not None:
+        return max(2, most)
+    return max(USUAL, bisect_left(_SIZES, True, key=lambda n: not _proves(lambda: size >= n)) - 1)
+
+
+def _proves(comparison: Callable[[], bool]) -> bool:
+    """Return whether JAX can prove a comparison with a symbol."""
+    try:
+        return bool(comparison())
+    except sys.modules["jax"].errors.InconclusiveDimensionOperation:
+        return False

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 from planner.cost.device import Device
+from planner.language.derive import resize_spec
+from planner.language.errors import PlannerError
 from planner.language.options import Options
 from planner.language.resolve import Resolved
-from planner.language.spec import Operand
+from planner.language.spec import Gather, Operand, is_symbol, stand_in
 
-__all__ = ["Contraction"]
+__all__ = ["Contraction", "at_numbers"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,6 +31,8 @@ class Contraction:
         device: the rates that predict times.
         options: what the caller asked for: objective, limits, search.
         gradient_strides: the strides of the output's gradient; None if they are those of the result.
+        symbols: for each axis or bracket of a symbolic size: its name, the size as text, and the number that stands for
+            it in the spec; see `at_numbers`. Then steps are stock ones, which need no numbers.
     """
 
     text: str
@@ -39,8 +45,68 @@ class Contraction:
     device: Device
     options: Options
     gradient_strides: tuple[int, ...] | None = None
+    symbols: tuple[tuple[str, str, int], ...] = ()
+
+    def as_planned(self, shape: Sequence[Any]) -> tuple[Any, ...]:
+        """Return a shape with the numbers that stand for its symbolic sizes, where the contraction has these sizes."""
+        numbers = {size: number for _, size, number in self.symbols}
+        return tuple([numbers.get(str(n), n) if is_symbol(n) else n for n in shape])
+
+    @property
+    def hidden_sizes(self) -> dict[str, int]:
+        """The sizes of the output's axes and scattered dimensions by letter, but for symbolic ones."""
+        symbolic = {name for name, _, _ in self.symbols}
+        return {
+            entry.array if isinstance(entry, Gather) else entry: self.resolved.spec.size(entry)
+            for entry in self.resolved.spec.output
+            if str(entry) not in symbolic
+        }
 
     @property
     def requires_grad(self) -> tuple[bool, ...]:
         """Which operands need a gradient."""
         return tuple(operand.requires_grad for operand in self.operands)
+
+
+def at_numbers(contraction: Contraction) -> Contraction:
+    """Return a contraction with numbers in place of symbolic sizes; see `planner.language.spec.stand_in`.
+
+    Raises:
+        PlannerError: it has symbolic sizes and a limit in bytes.
+    """
+    spec = contraction.resolved.spec
+    entries: list[str | Gather] = [*spec.by_axis, *spec.gathers]
+    symbols = {entry: spec.size(entry) for entry in entries if is_symbol(spec.size(entry))}
+    if not symbols:
+        return contraction
+    if (contraction.options.memory_limit, contraction.options.retain_limit) != (None, None):
+        entry, size = next(iter(symbols.items()))
+        what = f"the dimension {entry}" if isinstance(entry, Gather) else f"axis {entry!r}"
+        raise PlannerError(
+            f"memory_limit= and retain_limit= are bytes, but {what} has the symbolic size {size}: leave the limits out "
+            "(minimize='peak' and minimize='retained' work), or export at a size that is a number"
+        )
+    numbers: dict[Any, int] = {}
+    for size in [symbols[gather] for gather in spec.gathers if gather in symbols]:
+        number = stand_in(size)
+        while number in [numbers.get(other.size, other.size) for other in spec.gathers if other.size != size]:
+            number += 1  # indexed dimensions of different sizes stay different dimensions
+        numbers.setdefault(size, number)
+    numbers = {size: stand_in(size) for size in symbols.values()} | numbers
+
+    def shape(sizes: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple([numbers.get(n, n) for n in sizes])
+
+    resolved = contraction.resolved
+    sizes = {entry: numbers.get(spec.size(entry), spec.size(entry)) for entry in entries}
+    return dataclasses.replace(
+        contraction,
+        resolved=Resolved(
+            resize_spec(spec, sizes),
+            tuple(map(shape, resolved.shapes)),
+            tuple((name, shape(own)) for name, own in resolved.index_shapes),
+        ),
+        index_shapes=tuple((name, shape(own)) for name, own in contraction.index_shapes),
+        operands=tuple(dataclasses.replace(o, shape=shape(o.shape)) for o in contraction.operands),
+        symbols=tuple((str(entry), str(size), numbers[size]) for entry, size in symbols.items()),
+    )

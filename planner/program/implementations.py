@@ -363,8 +363,8 @@ class Backend(Protocol):
 
     def bind_symbols(
         self, plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any], sizes: Any
-    ) -> tuple[RunPlan, Mapping[str | Gather, Any]] | None:
-        """Return the function that runs a call of a plan at symbols for sizes, and these; None if they are numbers."""
+    ) -> tuple[Any, ...] | None:
+        """Return what to give to `planner.run.bind_plan` for a call at symbols for sizes; None if they are numbers."""
         return None
 
     def family_signature(

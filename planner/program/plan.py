@@ -11,14 +11,16 @@ from typing import Any, TypeVar
 from planner.cost.figures import PlanCost
 from planner.cost.layout import Layout
 from planner.cost.objective import plan_key
-from planner.language.derive import slice_spec
+from planner.language.derive import resize_spec, slice_spec
+from planner.language.resolve import Resolved
+from planner.language.spec import Gather, pool_letters
 from planner.program.callbacks import callbacks
 from planner.program.contraction import Contraction
 from planner.program.ops import Gradients, Op
 from planner.program.program import Keep, Program, Programs, Step
 from planner.program.tree import Node, Tree, change_tree, nodes_of, path_of
 
-__all__ = ["AnyPlan", "Loop", "LoopGradient", "PlanRecord", "find_loop", "without_loops"]
+__all__ = ["AnyPlan", "Loop", "LoopGradient", "PlanRecord", "at_symbols", "find_loop", "without_loops"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -218,6 +220,28 @@ def without_loops(
         return dataclasses.replace(node, op=dataclasses.replace(op, spec=slice_spec(op.spec, sizes)), children=children)
 
     return change_tree(tree, change, lambda leaf: leaf if leaves is None else leaves[leaf.operand])
+
+
+def at_symbols(plan: PlanRecord, resolved: Resolved) -> PlanRecord:
+    """Return a plan with symbolic sizes in its spec and its tree. Its programs stay at the numbers, to be printed.
+
+    Args:
+        plan: the plan, made at numbers.
+        resolved: its contraction at the symbols.
+    """
+    spec, symbolic = plan.resolved.spec, resolved.spec
+    sizes: dict[str | Gather, Any] = dict(symbolic.sizes)
+    for gather, letter, own in zip(spec.gathers, pool_letters(spec), symbolic.gathers, strict=True):
+        sizes[gather] = sizes[letter] = own.size
+
+    def resize(op: Op) -> Op:
+        return dataclasses.replace(op, spec=resize_spec(op.spec, sizes))
+
+    def change(node: Node, children: tuple[Tree, ...]) -> Tree:
+        return dataclasses.replace(node, op=resize(node.op), children=children)
+
+    tree = change_tree(without_loops(plan.tree), change)
+    return dataclasses.replace(plan, resolved=resolved, tree=tree)
 
 
 # A `PlanRecord` or a `Plan`. A function that takes one returns the same type.

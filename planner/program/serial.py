@@ -188,6 +188,8 @@ def encode(value: Any) -> Any:
                 del fields[newer]
         if isinstance(value, PlanRecord):
             del fields["known_naive_cost"]
+            if not value.symbols:  # plans stored before lack it
+                del fields["symbols"]
             fields["naive_cost"] = value.naive_cost
         if isinstance(value, Device):  # JSON has no infinity, and no rate is None
             fields = {key: None if entry == math.inf else entry for key, entry in fields.items()}

@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from planner.program.ops import Op
+from planner.language.spec import Spec, Term, plain_axes, term_axes, term_gathers
+from planner.program.ops import Einsum, Op
 
 __all__ = [
     "FlatNode",
@@ -19,6 +20,7 @@ __all__ = [
     "flatten",
     "keep_values",
     "kept_nodes",
+    "merge_takes",
     "nodes_of",
     "path_of",
     "read_by_gradients",
@@ -221,3 +223,26 @@ def path_of(tree: Tree, operands: int) -> tuple[tuple[int, ...], ...]:
         left.append(done[-1])
         steps.append(tuple(places))
     return tuple(steps) or ((0,),)
+
+
+def merge_takes(tree: Tree) -> Tree:
+    """Return a tree in which each step takes the rows that it reads: one step in place of a take and its reader."""
+
+    def change(node: Node, children: tuple[Tree, ...]) -> Tree:
+        spec = node.op.spec
+        terms, sizes, values = list(spec.inputs), dict(spec.sizes), list(children)
+        for place, child in enumerate(children):
+            if isinstance(node.op, Einsum) and isinstance(child, Node) and _only_takes(child.op, terms[place]):
+                (terms[place],), (values[place],) = child.op.spec.inputs, child.children
+                sizes |= child.op.spec.by_axis
+        merged = Spec(tuple(terms), spec.output, tuple(sorted(sizes.items())))
+        return dataclasses.replace(node, op=dataclasses.replace(node.op, spec=merged), children=tuple(values))
+
+    return change_tree(tree, change)
+
+
+def _only_takes(op: Op, term: Term) -> bool:
+    """Return whether an op takes rows, sums nothing, and returns an array of this term."""
+    (source, *others), output = op.spec.inputs, op.spec.output
+    takes = isinstance(op, Einsum) and not others and bool(term_gathers(source)) and output == term
+    return takes and not term_gathers(output) and sorted(term_axes(source)) == sorted(plain_axes(output))

@@ -31,7 +31,7 @@ from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.ops import Guard, Op, PricedImplementation
 from planner.program.plan import PlanRecord
-from planner.program.tree import change_tree
+from planner.program.tree import change_tree, merge_takes
 from planner.search.choose import make_plan
 from planner.search.slicing import LARGE_BYTES
 from planner.search.space import AUTO, Candidate, SearchSpace
@@ -72,6 +72,8 @@ def make_family_plan(contraction: Contraction) -> PlanRecord:
 
     Raises: as `planner.search.choose.make_plan`.
     """
+    if contraction.symbols:
+        return make_plan(contraction, partial(_with_takes_merged, make_plan(contraction, loops=False)))
     family = family_of(contraction)
     if family is None:
         return make_plan(contraction)
@@ -82,6 +84,12 @@ def family_of(contraction: Contraction) -> Family | None:
     """Return the family whose plan a contraction takes; None if it must be searched for itself."""
     families = families_of(contraction)
     return families[-1] if families and families[-1].settled else None
+
+
+def _with_takes_merged(plan: PlanRecord, space: SearchSpace) -> Candidate:
+    """Return a plan at symbolic sizes whose products take rows themselves, so that no gradient keeps what is taken."""
+    tree, lower = merge_takes(plan.tree), space.lowerer(plan.options.objective)
+    return Candidate(space.programs(tree, lower), tree, lower, plan.proven and tree == plan.tree, plan.origin)
 
 
 def is_small(plan: PlanRecord) -> bool:

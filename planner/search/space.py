@@ -96,7 +96,12 @@ class SearchSpace:
         self._paths: dict[Any, Any] = {}
 
     def choices(self, op: Op, key: StepKey | None = None) -> Sequence[PricedImplementation]:
-        """Return the implementations of an op, priced for the contraction's device; see `Table.choices`."""
+        """Return the implementations of an op, priced for the contraction's device; see `Table.choices`.
+
+        With symbolic sizes they are stock ones, because these need no numbers.
+        """
+        if self.contraction.symbols:
+            return self.stock_choices(op)
         return self.table.choices(op, self.device, key)
 
     def lowerer(self, objective: Objective, fixed: Mapping[Op, PricedImplementation] = MappingProxyType({})) -> Lowerer:
@@ -106,7 +111,8 @@ class SearchSpace:
 
     def stock_choices(self, op: Op) -> Sequence[PricedImplementation]:
         """Return only the implementations that a user would call by hand: the framework's take, einsum and scatter."""
-        return [choice for choice in self.choices(op) if self.table.rows[choice.lowering].stock]
+        choices = self.table.choices(op, self.device)
+        return [choice for choice in choices if self.table.rows[choice.lowering].stock]
 
     def search(
         self,

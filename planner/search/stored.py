@@ -107,6 +107,7 @@ def _key(contraction: Contraction, loops: bool) -> dict[str, Any] | None:
             "options": encode(options),
             "gradient_strides": encode(contraction.gradient_strides),
             "loops": loops,
+            "symbols": bool(contraction.symbols),
         }
     except PlannerError:  # a rate is NaN
         return None

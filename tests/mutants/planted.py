@@ -54,7 +54,7 @@ PLANTED = (
             "(values.remainder_ if _in_place(owned) else values.remainder)(max(size, 1))", "values.clamp(0, size)",
             "tests/test_laws.py::test_the_width_of_an_index_never_matters[torch]"),
     Planted("a negative index is clipped, not wrapped (JAX)", "backends/jax/index.py",
-            "jnp.where(values < 0, values + size, values)", "jnp.where(values < 0, 0, values)",
+            "lax.select(values < 0, values + size, values)", "jnp.where(values < 0, 0, values)",
             "tests/test_laws.py::test_the_width_of_an_index_never_matters[jax]"),
     Planted("a uint64 index is narrowed before it is clipped", "backends/common/indices.py",
             "(np.minimum(raw, limit) if raw.dtype == np.uint64 else raw).astype", "raw.astype",
