@@ -44,6 +44,11 @@ def _wide_types() -> bool:
     return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
 
+def _is_key(array: Any) -> bool:
+    """Return whether an array holds keys of JAX's random numbers."""
+    return bool(jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key))
+
+
 def _refuse_narrowing(dtype: str) -> None:
     """Raise an error if JAX would silently use a narrower type in the current context."""
     if dtype in NARROW and not _wide_types():
@@ -66,6 +71,8 @@ class JaxBackend(Backend):
 
     def operand(self, array: Any) -> Operand:
         """Describe an array. Only under differentiation outside of `jit` its type says that it needs a gradient."""
+        if _is_key(array):
+            raise PlannerError("is an array of PRNG keys, which have no sums and products")
         traced = type(array).__name__ in ("JVPTracer", "LinearizeTracer")
         return Operand(tuple(array.shape), jnp.dtype(array.dtype).name, None, traced)
 
@@ -88,7 +95,7 @@ class JaxBackend(Backend):
 
     def check_index(self, name: str, index: Any) -> None:
         """Refuse an index array that is not of integers."""
-        check_index_dtype(name, jnp.dtype(index.dtype).name)
+        check_index_dtype(name, str(index.dtype) if _is_key(index) else jnp.dtype(index.dtype).name)
 
     def check_devices(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
         """JAX refuses mixed devices itself, with the names of both."""
