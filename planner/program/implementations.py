@@ -279,6 +279,10 @@ class Backend(Protocol):
         """Describe an array."""
         ...
 
+    def fuses_cast(self, source: str, dtype: str) -> bool:
+        """Return whether steps without index arrays read operands of a dtype as they are, and compute in another."""
+        return False
+
     def numbers(self, sizes: Any) -> Any:
         """Return a shape, or `sizes=` of a call, in numbers: for a tracer's symbols the sizes that it traces with."""
         return sizes
