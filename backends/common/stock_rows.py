@@ -59,8 +59,8 @@ def stock_kind(op: Op) -> str:
     return "view" if set(out) == set(term) else "broadcast"
 
 
-KINDS = ("view", "cast", "fused cast", "sum", "broadcast", "diagonal", "take", "segment sum", "take, segment sum", "matmul",
-         "multiply", "multiply, sum", "take, multiply, add")  # fmt: skip
+KINDS = ("view", "cast", "fused cast", "sum", "broadcast", "diagonal", "take", "segment sum", "take, segment sum",
+         "matmul", "multiply", "multiply, sum", "take, multiply, add")  # fmt: skip
 
 
 def _count_rows(spec: Spec) -> tuple[int, int]:

@@ -46,7 +46,7 @@ def _wide_types() -> bool:
 
 def _is_key(array: Any) -> bool:
     """Return whether an array holds keys of JAX's random numbers."""
-    return bool(jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key))
+    return bool(jnp.issubdtype(array.dtype, jax.dtypes.prng_key))
 
 
 def _refuse_narrowing(dtype: str) -> None:

@@ -152,8 +152,8 @@ def evaluate(
         several: whether the step runs on several devices.
     """
     count, index_mode = input_count(op), mode.index_mode
-    pairs = zip(arguments[:count], op.input_shapes, strict=True)
-    inputs = [cast(x.reshape(shape), op.dtype) for x, shape in pairs]  # see `Cast.fused`
+    inputs = [x.reshape(shape) for x, shape in zip(arguments[:count], op.input_shapes, strict=True)]
+    inputs = [cast(x, op.dtype) for x in inputs]  # see `Cast.fused`
     raw = dict(zip(guards.arrays, arguments[count:], strict=True))
 
     def guarded(x: Any, guard: Guard | None) -> Any:

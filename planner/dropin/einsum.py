@@ -40,7 +40,7 @@ def einsum(*arguments: Any, **options: Any) -> Any:
             become JAX arrays. Without an array of torch or JAX all operands become NumPy arrays.
         **options: the framework's keywords. numpy: ``out``, ``dtype``, ``order``, ``casting``, ``optimize``. jax:
             ``optimize``, ``precision``, ``preferred_element_type``, ``out_sharding``, ``_dot_general``. torch has none.
-            A true, false or missing ``optimize`` is "auto". Further ones are index arrays and the options of `contract`.
+            A true, false or missing ``optimize`` is "auto". Others are index arrays and the options of `contract`.
 
     Returns:
         The result, as the framework's einsum returns it: in torch sums of integers are int64, in NumPy results without
