@@ -1,7 +1,7 @@
 """`make packages`, the models in JAX: trained for 20 steps as they are and within `planner.patch()`.
 
 Each row of the table is a small model of a package from the package index, or one written in the manner of public code.
-On one device, and on eight simulated ones with the batch split, and with batch and parameters split, these are compared:
+On one device, on eight simulated ones with the batch split, and on these with parameters split too, it compares
 the losses of all steps, how long a step takes to trace and compile, XLA's temporary memory, what devices exchange, and
 how long a compiled step takes. `--write` writes the part on JAX of docs/benchmarks/packages.md.
 Row names select rows: ``python tests/peers/jax_packages.py flax e3nn``.
@@ -19,7 +19,6 @@ import math
 import os
 import pathlib
 import re
-import statistics
 import sys
 import time
 import traceback
@@ -36,9 +35,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT)]
+from packages import TABLE, put_section, timed  # noqa: E402
+
 import planner  # noqa: E402
 
-TABLE = ROOT / "docs" / "benchmarks" / "packages.md"
 STEPS = 20
 # Both sides round, each in its own order of sums: of a loss of float32, after 20 steps of Adam.
 CLOSE = 1e-4
@@ -452,18 +452,6 @@ def _is_real(batch: Any) -> bool:
     return all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(batch))
 
 
-def timed(steps: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
-    """Return the median milliseconds of each step, taken in turn."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times["theirs"]) < 5:
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            times[name].append(time.perf_counter() - start)
-    return {name: 1e3 * statistics.median(values) for name, values in times.items()}
-
-
 def judge(row: Row, place: str, compilations: int, seconds: float) -> tuple[dict[str, Any], list[str]]:
     """Compare a model with itself within `planner.patch()`; return the figures and the faults."""
     reports = []
@@ -508,13 +496,11 @@ def judge(row: Row, place: str, compilations: int, seconds: float) -> tuple[dict
         if figures["kept"][0] > figures["kept"][1]:
             faults.append(f"keeps {figures['kept'][0]} bytes for {figures['kept'][1]}")
     if seconds:
-        figures["ms"] = timed({"theirs": theirs.step, "ours": ours.step}, seconds)
+        figures |= timed({"theirs": theirs.step, "ours": ours.step}, seconds)
     return figures, faults
 
 
-HEAD = """## JAX
-
-`python tests/peers/jax_packages.py --times 2 --write`, with the packages installed: each model is trained for {steps}
+HEAD = """`python tests/peers/jax_packages.py --times 2 --write`, with the packages installed: each model is trained for {steps}
 steps of Adam, as it is and within `planner.patch()`, on one device and on eight simulated ones of a CPU. Losses agree to
 {close:g} of themselves (in bfloat16 to 0.02), XLA's temporary memory and what a gradient outside of jit keeps are at most
 the original's, and devices exchange the same kinds of collectives of at most the same bytes. Compile times are those of
@@ -533,7 +519,7 @@ def write(lines: list[tuple[Row, str, str, dict[str, Any]]], compilations: int) 
     for row, version, place, f in lines:
         pairs = {name: f[name] for name in ("temporary", "compiling")}
         exchanged = [sum(side.values()) for side in f["exchanged"]]
-        ms = (f["ms"]["ours"], f["ms"]["theirs"])
+        ms = (f["ours ms"], f["theirs ms"])
         rows.append(
             f"| {row.package} {version} | {row.what} | {place} | {f['routed']} | {sum(f['passed_on'].values())} "
             f"| {f['error']:.0e} | {pairs['temporary'][0] / 1e6:.3g} / {pairs['temporary'][1] / 1e6:.3g} "
@@ -546,9 +532,7 @@ def write(lines: list[tuple[Row, str, str, dict[str, Any]]], compilations: int) 
     head = HEAD.format(
         steps=STEPS, close=CLOSE, compilations=compilations, date=datetime.date.today().isoformat(), versions=versions
     )
-    parts = re.split(r"(?m)^(?=## )", TABLE.read_text())
-    kept_parts = [part.rstrip() for part in parts if not part.startswith("## JAX")]
-    TABLE.write_text("\n\n".join([*kept_parts, head + "\n".join(rows)]) + "\n")
+    put_section("JAX", head + "\n".join(rows))
 
 
 def main() -> int:
@@ -576,7 +560,9 @@ def main() -> int:
                 traceback.print_exc()
                 faults = [f"{type(error).__name__}: {error}"[:300]]
             failed += bool(faults)
-            print(f"{'FAIL' if faults else 'ok  '}  {row.package} {version}, {row.what}, {place}: {figures}", flush=True)
+            print(
+                f"{'FAIL' if faults else 'ok  '}  {row.package} {version}, {row.what}, {place}: {figures}", flush=True
+            )
             for fault in faults:
                 print(f"      {fault}", flush=True)
             if figures:
