@@ -106,7 +106,7 @@ def linen_transformer() -> Any:
         @nn.compact
         def __call__(self, tokens: Any) -> Any:
             x = nn.Embed(256, 128)(tokens)
-            for _ in range(4):
+            for _ in range(2):
                 mask = nn.make_causal_mask(tokens)
                 x = x + nn.MultiHeadDotProductAttention(num_heads=8)(nn.LayerNorm()(x), mask=mask)
                 x = x + nn.Dense(128)(nn.gelu(nn.Dense(512)(nn.LayerNorm()(x))))
@@ -330,7 +330,7 @@ def tensor_network() -> Any:
 ROWS = (
     Row("flax", "linen attention", linen_attention),
     Row("flax", "linen Einsum, DenseGeneral", linen_layers),
-    Row("flax", "linen transformer, 4 layers", linen_transformer),
+    Row("flax", "linen transformer, 2 layers", linen_transformer),
     Row("flax", "linen attention in bfloat16", linen_half),
     Row("flax", "nnx attention", nnx_attention),
     Row("flax", "nnx Einsum, LinearGeneral", nnx_layers),
@@ -346,25 +346,6 @@ ROWS = (
 
 
 # -- what is compared --------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Result:
-    """What a side of a comparison gives.
-
-    Attributes:
-        losses: the loss before each step.
-        temporary: XLA's temporary memory, in bytes.
-        exchanged: the bytes of results of collectives, by kind.
-        compiling: the seconds that tracing, planning and compiling took, each time.
-        step: runs a compiled step.
-    """
-
-    losses: list[float]
-    temporary: int
-    exchanged: dict[str, int]
-    compiling: list[float]
-    step: Callable[[], Any]
 
 
 PLACES = ("one device", "batch on 8", "batch on 4, parameters on 2")
@@ -402,41 +383,56 @@ def make_step(loss: Loss) -> tuple[Any, Any]:
     return optimizer.init, train_step
 
 
-def exchanges(text: str) -> dict[str, int]:
-    """Return the bytes of the results of collectives in a compiled program, by kind."""
-    found: collections.Counter[str] = collections.Counter()
-    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
-    for result, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text):
-        for dtype, shape in re.findall(r"\b([a-z]+\d+)\[([\d,]*)\]", result):
-            bits = int(re.sub(r"\D", "", dtype))
-            found[kind] += math.prod(map(int, filter(None, shape.split(",")))) * bits // 8
-    return dict(found)
+class Side:
+    """A model on its devices, whose training step is compiled within a context, and run.
 
+    Attributes:
+        compiling: the seconds of the processor that tracing, planning and compiling took, each time.
+    """
 
-def run(row: Row, place: str, context: Callable[[], Any], compilations: int) -> Result:
-    """Compile the training step of a model within a context, several times, and take 20 steps."""
-    params, batch, loss = row.make()
-    params, batch = placed(params, batch, place)
-    start, train_step = make_step(loss)
-    state = jax.tree.map(jnp.asarray, start(params))
-    compiling = []
-    for _ in range(compilations):
+    def __init__(self, row: Row, place: str, context: Callable[[], Any]) -> None:
+        params, batch, self.loss = row.make()
+        self.params, self.batch = placed(params, batch, place)
+        self.start, self.train_step = make_step(self.loss)
+        self.state = jax.tree.map(jnp.asarray, self.start(self.params))
+        self.context, self.compiling = context, list[float]()
+
+    def compile(self) -> None:
+        """Compile the step with empty caches."""
         jax.clear_caches()
         planner.caches().clear()
-        before = time.perf_counter()
-        with context():
-            compiled = jax.jit(lambda *xs: train_step(*xs)).lower(params, state, batch).compile()
-        compiling.append(time.perf_counter() - before)
-    losses = []
-    at = (params, state)
-    for _ in range(STEPS):
-        *at, value = compiled(*at, batch)
-        losses.append(float(value))
-    memory = compiled.memory_analysis()
-    return Result(
-        losses, int(memory.temp_size_in_bytes), exchanges(compiled.as_text()), compiling,
-        lambda: jax.block_until_ready(compiled(params, state, batch)),
-    )  # fmt: skip
+        before = time.process_time()
+        with self.context():
+            step = jax.jit(lambda *xs: self.train_step(*xs))
+            self.compiled = step.lower(self.params, self.state, self.batch).compile()
+        self.compiling.append(time.process_time() - before)
+
+    def losses(self) -> list[float]:
+        """Return the loss before each step."""
+        at, losses = (self.params, self.state), []
+        for _ in range(STEPS):
+            *at, value = self.compiled(*at, self.batch)
+            losses.append(float(value))
+        return losses
+
+    def step(self) -> None:
+        """Run a compiled step."""
+        jax.block_until_ready(self.compiled(self.params, self.state, self.batch))
+
+    @property
+    def temporary(self) -> int:
+        """XLA's temporary memory, in bytes."""
+        return int(self.compiled.memory_analysis().temp_size_in_bytes)
+
+    def exchanged(self) -> dict[str, int]:
+        """Return the bytes of the results of collectives in the compiled step, by kind."""
+        found: collections.Counter[str] = collections.Counter()
+        kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
+        for result, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", self.compiled.as_text()):
+            for dtype, shape in re.findall(r"\b([a-z]+\d+)\[([\d,]*)\]", result):
+                bits = int(re.sub(r"\D", "", dtype))
+                found[kind] += math.prod(map(int, filter(None, shape.split(",")))) * bits // 8
+        return dict(found)
 
 
 def kept(row: Row, context: Callable[[], Any]) -> int:
@@ -462,25 +458,25 @@ def judge(row: Row, place: str, compilations: int, seconds: float) -> tuple[dict
             yield
         reports.append(report)
 
-    # In turn, so that both sides meet the same load of the machine.
-    theirs = run(row, place, contextlib.nullcontext, 1)
-    ours = run(row, place, patched, 1)
-    for _ in range(compilations - 1):
-        theirs.compiling += run(row, place, contextlib.nullcontext, 1).compiling
-        ours.compiling += run(row, place, patched, 1).compiling
+    sides = ours, theirs = Side(row, place, patched), Side(row, place, contextlib.nullcontext)
+    for _ in range(compilations):  # in turn, so that both meet the same load of the machine
+        for side in sides:
+            side.compile()
+    losses, expected = ours.losses(), theirs.losses()
+    exchanged, allowed = ours.exchanged(), theirs.exchanged()
     faults = []
-    error = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(ours.losses, theirs.losses, strict=True))
+    error = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(losses, expected, strict=True))
     # Half types round every value; Adam carries that on.
     close = 2e-2 if "bfloat16" in row.what else CLOSE
     if not error <= close:
         faults.append(f"losses differ by {error:.1e}")
-    if not theirs.losses[-1] < theirs.losses[0]:
+    if not expected[-1] < expected[0]:
         faults.append("nothing is learned")
     if ours.temporary > theirs.temporary:
         faults.append(f"{ours.temporary} bytes of temporary memory for {theirs.temporary}")
-    for kind, size in ours.exchanged.items():
-        if size > theirs.exchanged.get(kind, 0):
-            faults.append(f"{kind} of {size} bytes for {theirs.exchanged.get(kind, 0)}")
+    for kind, size in exchanged.items():
+        if size > allowed.get(kind, 0):
+            faults.append(f"{kind} of {size} bytes for {allowed.get(kind, 0)}")
     ratio = min(ours.compiling) / min(theirs.compiling)
     if compilations > 1 and ratio > SLOWEST_COMPILATION:
         faults.append(f"compiles in {ratio:.2f} of their time")
@@ -488,7 +484,7 @@ def judge(row: Row, place: str, compilations: int, seconds: float) -> tuple[dict
         faults.append("no call of einsum was routed")
     figures = {
         "routed": reports[-1].routed, "passed_on": dict(reports[-1].passed_on), "error": error,
-        "temporary": (ours.temporary, theirs.temporary), "exchanged": (ours.exchanged, theirs.exchanged),
+        "temporary": (ours.temporary, theirs.temporary), "exchanged": (exchanged, allowed),
         "compiling": (min(ours.compiling), min(theirs.compiling)),
     }  # fmt: skip
     if place == PLACES[0]:
@@ -503,8 +499,9 @@ def judge(row: Row, place: str, compilations: int, seconds: float) -> tuple[dict
 HEAD = """`python tests/peers/jax_packages.py --times 2 --write`, with the packages installed: each model is trained for {steps}
 steps of Adam, as it is and within `planner.patch()`, on one device and on eight simulated ones of a CPU. Losses agree to
 {close:g} of themselves (in bfloat16 to 0.02), XLA's temporary memory and what a gradient outside of jit keeps are at most
-the original's, and devices exchange the same kinds of collectives of at most the same bytes. Compile times are those of
-tracing, planning and compiling with empty caches, the least of {compilations}; step times are medians.
+the original's, and devices exchange the same kinds of collectives of at most the same bytes. Compile times are
+seconds of the processor for tracing, planning and compiling with empty caches, the least of {compilations}; step times
+are medians.
 
 Measured {date} on 2 shared cores, with {versions}.
 
@@ -539,7 +536,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", nargs="*", help="packages, or words of what a model is; all by default")
     parser.add_argument("--times", type=float, default=0.0, metavar="SECONDS", help="time steps of each row so long")
-    parser.add_argument("--compilations", type=int, default=5, help="how often each step is compiled")
+    parser.add_argument("--compilations", type=int, default=3, help="how often each step is compiled")
     parser.add_argument("--places", nargs="*", default=PLACES, choices=PLACES)
     parser.add_argument("--write", action="store_true", help=f"write {TABLE.relative_to(ROOT)}")
     given = parser.parse_args()
