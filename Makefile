@@ -35,18 +35,20 @@ test: $(READY)
 peers: $(READY)
 	$(BIN)/python tests/peers $(TESTS)
 
-# Models of other packages, trained for a step with and without planner.patch(). PACKAGES names rows, or adds an option.
+# Models of other packages, trained with and without planner.patch(). PACKAGES names models in torch, or adds an option,
+# and JAX_PACKAGES does so for models in JAX.
 # They are installed beside the venv, without what they ask for: that would bring another torch.
 EXTRA := $(VENV)/packages
 packages: $(READY)
 	@$(INSTALL) --no-deps --target $(EXTRA) --upgrade --requirement tests/peers/packages.txt
 	PYTHONPATH=$(EXTRA) OMP_NUM_THREADS=1 $(BIN)/python tests/peers/packages.py $(PACKAGES)
+	PYTHONPATH=$(EXTRA) OMP_NUM_THREADS=1 $(BIN)/python tests/peers/jax_packages.py $(JAX_PACKAGES)
 
 nightly: $(READY)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest $(TESTS)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python tests/peers
 	$(MAKE) packages
-	$(MAKE) packages PACKAGES=--tests
+	PYTHONPATH=$(EXTRA) OMP_NUM_THREADS=1 $(BIN)/python tests/peers/packages.py --tests
 
 # The faults alone, at length: hours. SOAK names tests, or passes pytest an option.
 soak: $(READY)

@@ -23,7 +23,14 @@ from planner.language.units import parse_bytes, parse_seconds
 from planner.members import bind_first_member, bind_member
 from planner.plan import Plan
 from planner.program.contraction import Contraction, at_numbers
-from planner.program.frameworks import HOW_GIVEN, framework_of, load_backend, operands_framework
+from planner.program.frameworks import (
+    HOW_GIVEN,
+    beside_jax,
+    framework_of,
+    is_stand_in,
+    load_backend,
+    operands_framework,
+)
 from planner.program.implementations import Backend
 from planner.run import Run, bind_plan, for_dynamo, torch_compiles, torch_override
 from planner.search.paths import explicit_path
@@ -68,6 +75,7 @@ def contract(
     Args:
         spec: the spec; or the operands in numpy's sublist form, ``contract(a, [0, 1], b, [1, 2], [0, 2])``.
         *operands: torch tensors, jax arrays or numpy arrays, never mixed; one by one, or all in one list or tuple.
+            Beside a jax array numpy arrays, index arrays too, become jax arrays, as in `jax.numpy`.
         sizes: sizes of output axes that no input has, and of scattered dimensions by the letter of their index array;
             or the whole output shape. In the sublist form sizes go by label.
         optimize: "auto", "optimal", "greedy", another opt_einsum name, an explicit path, a `PathOptimizer`, or
@@ -139,6 +147,8 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
         request = request._replace(spec=spec, sizes=_replace_labels(request.sizes, letters))
     if not isinstance(spec, Spec):
         parse(spec)
+    given = beside_jax((*operands, *indices.values()))
+    operands, indices = given[: len(operands)], dict(zip(indices, given[len(operands) :], strict=True))
     framework = operands_framework(operands, indices)
     backend = load_backend(framework)
     divided = backend.divided(operands, indices)
@@ -220,8 +230,8 @@ def plan(
 
     Args:
         spec: as in `contract`.
-        *operands: arrays, `Operand` stand-ins, or shapes (float32); one by one, or all in one list or tuple. A list or
-            tuple of integers is the shape of one operand.
+        *operands: arrays, stand-ins (`Operand`, `jax.ShapeDtypeStruct`), or shapes (float32); one by one, or all in one
+            list or tuple. A list or tuple of integers is the shape of one operand.
         sizes: as in `contract`, and so are the next seven.
         optimize: how the tree is found. "measure" times plans only if all operands and index arrays are arrays.
         minimize: what the plan minimises.
@@ -236,7 +246,7 @@ def plan(
         device: the rates of the machine that times are predicted for, or the name of a preset such as "h100". By
             default these are the rates that `python -m planner calibrate` measured on this machine, or else the preset
             of the arrays' device.
-        **indices: index arrays or their shapes, by letter.
+        **indices: index arrays, stand-ins for them or their shapes, by letter.
 
     Returns:
         The plan. Call it on arrays, print it, or look at `cost`, `steps`, `path` and `alternatives()`.
@@ -253,9 +263,13 @@ def plan(
     if not (is_name(spec) or isinstance(spec, Spec)):
         spec, operands, letters = parse_sublists((spec, *operands))
         sizes = _replace_labels(sizes, letters)
+    given = beside_jax((*operands, *indices.values()))
+    operands, indices = tuple(given[: len(operands)]), dict(zip(indices, given[len(operands) :], strict=True))
     if backend is None:
-        arrays = [x for x in (*operands, *indices.values()) if framework_of(x) is not None]
-        if arrays:
+        arrays = [x for x in given if framework_of(x) is not None]
+        if any(map(is_stand_in, given)):
+            backend = "jax"
+        elif arrays:
             backend = operands_framework(arrays, {})
         else:
             backend = next((name for name in ("torch", "jax") if name in sys.modules), "numpy")
@@ -291,7 +305,7 @@ def _read_call(
     described = tuple(_describe(backend, operand, number) for number, operand in enumerate(operands))
     index_shapes = {}
     for name, index in indices.items():
-        if framework_of(index) is not None:
+        if framework_of(index) is not None or is_stand_in(index):
             backend.check_index(name, index)
             index = backend.numbers(index.shape)
         index_shapes[name] = shape_of(index, f"index array {name!r}")
@@ -410,7 +424,7 @@ def _describe(backend: Backend, operand: Any, number: int) -> Operand:
             raise ShapeError(
                 f"{what} has {len(described.shape)} dimensions, but {len(operand.strides)} strides: give one for each"
             )
-    elif framework_of(operand) != backend.name:
+    elif framework_of(operand) != backend.name and not (backend.name == "jax" and is_stand_in(operand)):
         raise PlannerError(
             f"{what} is a {type(operand).__name__}, which is not a {backend.name} array: "
             "convert it, or pass planner.Operand(shape, dtype) to plan without an array"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 
@@ -312,14 +313,171 @@ def test_jax_call_forms(jax):
         for got in (planner.einsum(*arguments, **options), under_jit()):
             assert got.dtype == expected.dtype, (arguments, options)
             assert jnp.array_equal(got, expected), (arguments, options)
-    for options in (
-        {"precision": ("highest", "default")},
-        {"precision": jax.lax.DotAlgorithmPreset.BF16_BF16_F32},
-        {"_dot_general": lambda *args, **kwargs: None},
-        {"out": x},
-    ):
-        with pytest.raises(planner.PlannerError, match="precision=|is not an option"):
-            planner.einsum("ij,jk", x, y, **options)
+    with pytest.raises(planner.PlannerError, match="out= is not an option"):
+        planner.einsum("ij,jk", x, y, out=x)
+
+
+def test_jax_products_that_no_plan_knows(jax):
+    """Hooks, algorithms, two precisions and the smallest dtypes run on JAX's own products, along our path."""
+    import jax.numpy as jnp
+
+    x, y, z = (jnp.asarray(integers(shape, "f4")) for shape in ((2, 3), (3, 4), (4, 5)))
+    small = [v.astype("float8_e4m3fn") for v in (x, y, z)]
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    split = jax.sharding.NamedSharding(mesh, jax.P("x", None))
+    hooked = []
+
+    def hook(*arguments, **options):
+        hooked.append(options)
+        return -jax.lax.dot_general(*arguments, **options)
+
+    calls = [
+        (("ij,jk", x, y), {"precision": ("highest", "default")}),
+        (("ij,jk,kl", x, y, z), {"precision": jax.lax.DotAlgorithmPreset.F32_F32_F32}),
+        (("ij,jk", x, y), {"_dot_general": hook}),
+        (("ij,jk,kl", x, y, z), {"_dot_general": hook, "optimize": False, "preferred_element_type": "float32"}),
+        (("ij,jk", *small[:2]), {}),
+        (("ij,jk,kl", *small), {"preferred_element_type": jnp.float32}),
+        (("ij,jk", x.astype("int4"), y.astype("int4")), {}),
+        (("ij->i", small[0]), {}),
+    ]
+    for arguments, options in calls:
+        expected = jnp.einsum(*arguments, **options)
+        under_jit = jax.jit(functools.partial(planner.einsum, arguments[0], **options))
+        for got in (planner.einsum(*arguments, **options), under_jit(*arguments[1:])):
+            assert got.dtype == expected.dtype, (arguments, options)
+            assert jnp.array_equal(got, expected), (arguments, options)
+    assert hooked
+    for spec, arrays in (("ij,jk", (x, y)), ("ij,jk,kl", (x, y, z))):
+        for wanted in (split, split.spec):
+            with jax.set_mesh(mesh):
+                got = planner.einsum(spec, *arrays, out_sharding=wanted)
+                expected = jnp.einsum(spec, *arrays, out_sharding=wanted)
+            assert jax.typeof(got) == jax.typeof(expected)
+            assert jnp.array_equal(got, expected)
+    with pytest.raises(planner.PlannerError, match="_dot_general= is for the products of jax.numpy, which take no q="):
+        planner.einsum("ij,q[j]k", x, y, q=jnp.arange(3), _dot_general=hook)
+
+
+PREFERRED = [
+    ("ij,jk->ik", ("bfloat16", "bfloat16"), "float32"),
+    ("bij,kjb->bki", ("float16", "float16"), "float32"),
+    ("ij,jk->ik", ("bfloat16", "float32"), "float32"),
+    ("i,j->ij", ("int8", "bfloat16"), "float32"),
+    ("ij,ij->ij", ("bool", "float32"), None),
+    ("iij,jkk->ik", ("bfloat16", "bfloat16"), "float32"),
+    ("ijz,j->i", ("bfloat16", "bfloat16"), "float32"),
+    ("ij,jk->ik", ("float32", "complex64"), None),
+    ("ij,jk,kl->il", ("bfloat16",) * 3, "float32"),
+    ("ij->i", ("bfloat16",), "float32"),
+    ("ij->ij", ("bfloat16",), "float32"),
+    ("ij,jk->ik", ("int8", "int8"), "int32"),
+]
+
+
+@pytest.mark.parametrize(("spec", "dtypes", "wanted"), PREFERRED, ids=str)
+def test_jax_steps_read_narrow_operands_as_they_are(jax, spec, dtypes, wanted):
+    """Sums are formed in the wider dtype, and gradients keep the operands, not casts of them, as in `jnp.einsum`."""
+    import jax.numpy as jnp
+
+    operands = [
+        jnp.asarray(integers((3,) * len(t), "f4"), d)
+        for t, d in zip(spec[: spec.index("-")].split(","), dtypes, strict=True)
+    ]
+    floats = [n for n, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def ours(*xs):
+        return planner.einsum(spec, *xs, preferred_element_type=wanted)
+
+    def asked(*xs):
+        return planner.contract(spec, *xs, dtype=wanted)
+
+    def theirs(*xs):
+        return jnp.einsum(spec, *xs, preferred_element_type=wanted)
+
+    factors = integers(theirs(*operands).shape, "f4")
+
+    def gradients(einsum):
+        return jax.grad(lambda *xs: (einsum(*xs) * factors).sum().real.astype("float32"), floats)(*operands)
+
+    def kept(einsum):
+        given = {id(x) for x in operands}
+        leaves = {id(x): x for x in jax.tree.leaves(jax.vjp(einsum, *operands)[1]) if hasattr(x, "nbytes")}
+        return sum(x.nbytes for key, x in leaves.items() if key not in given)
+
+    for einsum in (ours, asked):
+        assert einsum(*operands).dtype == theirs(*operands).dtype
+        assert jnp.array_equal(einsum(*operands), theirs(*operands))
+        if floats:
+            for got, expected in zip(gradients(einsum), gradients(theirs), strict=True):
+                assert got.dtype == expected.dtype
+                assert jnp.array_equal(got, expected)
+            assert kept(einsum) <= kept(theirs)
+            wants = [planner.Operand(x.shape, x.dtype.name, None, n in floats) for n, x in enumerate(operands)]
+            assert kept(einsum) == planner.plan(spec, *wants, dtype=wanted, backend="jax").cost.retained_bytes
+
+
+def test_jax_paths_are_those_of_jax_unless_ours_win(jax):
+    """Under `vmap` a plan does not see which operands are mapped: another path than theirs kept 8 times as much."""
+    import jax.numpy as jnp
+
+    def kept(einsum):
+        mapped = jax.vmap(functools.partial(einsum, "uvw,ijk,ui,vj->wk"), (None, None, 0, 0))
+        leaves = {id(x): x for x in jax.tree.leaves(jax.vjp(mapped, *operands)[1]) if hasattr(x, "nbytes")}
+        return sum(x.nbytes for key, x in leaves.items() if key not in {id(x) for x in operands})
+
+    shapes = (4, 1, 16), (5, 5, 1), (64, 4, 5), (64, 1, 5)
+    operands = [jnp.asarray(integers(shape, "f4")) for shape in shapes]
+    assert kept(planner.einsum) <= kept(jnp.einsum)
+    # Here the path of the fewest FLOPs takes more time.
+    spec, shapes = "bc,dbc,ced->b", ((64, 64), (16, 64, 64), (64, 4, 16))
+    operands = [jnp.asarray(integers(shape, "f4")) for shape in shapes]
+    path, _ = opt_einsum.contract_path(spec, *shapes, shapes=True)
+    programs = [
+        str(jax.make_jaxpr(functools.partial(call, spec))(*operands))
+        for call in (planner.einsum, planner.contract, functools.partial(planner.contract, optimize=path))
+    ]
+    assert programs[0] == programs[1] != programs[2]
+
+
+def test_numpy_arrays_beside_jax_arrays(jax):
+    """They become JAX arrays, as in `jax.numpy`: constants in a jitted function often are NumPy arrays."""
+    import jax.numpy as jnp
+
+    a, b, q = integers((2, 3), "f4"), integers((3, 4), "f4"), np.array([1, 0, -1])
+    x = jnp.asarray(a)
+    for arguments in (("ij,jk->ik", x, b), ("jk,ij->ik", b, x), (x, [0, 1], b, [1, 2]), ("ij,jk->ik", [x, b])):
+        assert np.array_equal(planner.contract(*arguments), a @ b)
+    assert np.array_equal(jax.jit(lambda x: planner.contract("q[n]j->nj", x, q=q))(x), a[q])
+    assert np.array_equal(jax.jit(lambda q: planner.contract("q[n]j->nj", a, q=q))(jnp.asarray(q)), a[q])
+    with pytest.raises(planner.IndexRangeError, match=r"'q'\[1\]"):
+        planner.contract("q[n]j->nj", x, q=np.array([0, 2**32]))  # 0, if it were cut to 32 bits
+    with pytest.raises(planner.PlannerError, match="torch array"):
+        planner.contract("ij,jk->ik", x, pytest.importorskip("torch").ones(3, 4))
+
+
+def test_keys_are_no_operands(jax):
+    keys = jax.random.split(jax.random.key(0), (3, 4))
+    with pytest.raises(planner.PlannerError, match="operand 1 is an array of PRNG keys"):
+        planner.einsum("ij,jk", np.ones((2, 3), "f4"), keys)
+    with pytest.raises(planner.PlannerError, match="index array 'q' has dtype key"):
+        planner.einsum("ij,q[j]k->ik", jax.numpy.ones((2, 3)), jax.numpy.ones((3, 4)), q=keys[:, 0])
+
+
+def test_plans_of_jax_stand_ins(jax):
+    """`jax.ShapeDtypeStruct`s are planned as the arrays that they stand for, whatever their sharding."""
+    struct, mesh = jax.ShapeDtypeStruct, jax.make_mesh((1,), ("x",))
+    split = jax.sharding.NamedSharding(mesh, jax.P("x"))
+    spec, shapes, dtypes = "nj,q[n]jk->nk", ((6, 3), (5, 3, 2)), ("bfloat16", "float32")
+    described = [struct(shape, dtype, sharding=split) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    stand_ins = [planner.Operand(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    expected = planner.plan(spec, *stand_ins, q=(6,), backend="jax")
+    assert planner.plan(spec, *described, q=struct((6,), "int32", sharding=split)) == expected
+    assert planner.plan(spec, described, q=(6,)) == expected
+    with pytest.raises(planner.PlannerError, match="index array 'q' has dtype float32"):
+        planner.plan(spec, *described, q=struct((6,), "float32"))
+    with pytest.raises(planner.PlannerError, match="operand 0 is a ShapeDtypeStruct"):
+        planner.contract(spec, *described, q=jax.numpy.zeros(6, int))
 
 
 # -- everywhere --------------------------------------------------------------------------------------------------------

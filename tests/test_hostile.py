@@ -266,6 +266,7 @@ def test_backends_are_held_to_the_protocol(name):
         "bind_family",
         "divided",
         "numbers",
+        "fuses_cast",
         "bind_symbols",
         "family_signature",
     } | (set() if backend.compiles else {"compiled_bytes", "fuses"})

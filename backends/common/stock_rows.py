@@ -42,7 +42,7 @@ def stock_kind(op: Op) -> str:
     if isinstance(op, JointGradient):
         return "none"
     if isinstance(op, Cast):
-        return "cast"
+        return "fused cast" if op.fused else "cast"
     reads, writes = any(map(term_gathers, spec.inputs)), any(term_gathers(spec.output))
     if len(spec.inputs) == 2:
         form = product_form(spec)
@@ -59,8 +59,8 @@ def stock_kind(op: Op) -> str:
     return "view" if set(out) == set(term) else "broadcast"
 
 
-KINDS = ("view", "cast", "sum", "broadcast", "diagonal", "take", "segment sum", "take, segment sum", "matmul",
-         "multiply", "multiply, sum", "take, multiply, add")  # fmt: skip
+KINDS = ("view", "cast", "fused cast", "sum", "broadcast", "diagonal", "take", "segment sum", "take, segment sum",
+         "matmul", "multiply", "multiply, sum", "take, multiply, add")  # fmt: skip
 
 
 def _count_rows(spec: Spec) -> tuple[int, int]:
@@ -164,6 +164,8 @@ def stock_work(op: Op, device: Device) -> list[Work]:
     spec, size, kind = op.spec, itemsize(op.dtype), stock_kind(op)
     if kind == "view":
         return [Work(launches=1)]
+    if kind == "fused cast":
+        return [Work()]
     result, touched = op.result_bytes(), op.bytes_touched()
     work = Work(moved=touched, fresh=(result,), launches=1)
     if kind in ("cast", "broadcast", "diagonal"):
@@ -256,7 +258,7 @@ def stock_rows(
             support(kind),
             cost,
             run,
-            is_view=views and kind in ("view", "broadcast"),
+            is_view=(views and kind in ("view", "broadcast")) or kind == "fused cast",
             stock=True,
             layouts=layouts,
             bounded=True,

@@ -95,6 +95,10 @@ class JaxBackend(Backend):
             return CPU if platform == "cpu" else TPU_V5E
         return dataclasses.replace(gpu_preset(jax.devices()[0].device_kind), capability=90 if hopper() else 0)
 
+    def fuses_cast(self, source: str, dtype: str) -> bool:
+        """Return whether steps read a dtype as it is: if JAX promotes it to the other, as `preferred_element_type`."""
+        return bool(jnp.promote_types(source, dtype) == jnp.dtype(dtype))
+
     def check_index(self, name: str, index: Any) -> None:
         """Refuse an index array that is not of integers."""
         check_index_dtype(name, str(index.dtype))
@@ -278,6 +282,8 @@ class JaxBackend(Backend):
 
         def bind(step: Step, inputs: Sequence[Any]) -> partial[Any]:
             op = step.op
+            if isinstance(op, Cast) and op.fused:
+                return partial(lambda x: [x], *inputs)
             if isinstance(op, Cast):
                 return partial(compile_cast(op.dtype), *inputs)
             if isinstance(op, Loop):

@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from planner.backends.jax.evaluation import NARROW, PLATFORMS, Mode, Shape, evaluate, input_count, wide_types
+from planner.backends.jax.evaluation import NARROW, PLATFORMS, Mode, Shape, cast, evaluate, input_count, wide_types
 from planner.backends.jax.guards import Guards, batch_guard
 from planner.backends.jax.index import check_values
 from planner.backends.jax.partition import devices_of, devices_wanted
@@ -266,8 +266,14 @@ def _step_transpose(cotangents: Any, *arguments: Any, op: Op, mode: Mode, views:
     swapped = list(arguments)
     swapped[i] = cotangents[0]
     # The cotangent has the shape that the caller sees. The step reshapes its inputs itself.
-    results[i] = bind_step(gradient_op(op, i), swapped, mode, (shape,), guards.transposed(i))[0]
+    (gradient,) = bind_step(gradient_op(op, i), swapped, mode, (shape,), guards.transposed(i))
+    results[i] = _cast_back(gradient, arguments[i])
     return results
+
+
+def _cast_back(gradient: Any, argument: Any) -> Any:
+    """Return a gradient in the dtype of its argument, which the step may have cast; see `Cast.fused`."""
+    return cast(gradient, argument.aval.dtype)
 
 
 def _axis_front(x: Any, dim: Any) -> Any:
@@ -415,13 +421,15 @@ def _tangent_transpose(
     if linear == [DA, DB]:
         joint = Einsum(op.spec, op.dtype).joint_gradient()
         shapes = (da.aval.shape, db.aval.shape)
-        results[DA], results[DB] = bind_step(joint, (cotangent, a, b, *indices), mode, shapes, guards.of_gradients())
+        gradients = bind_step(joint, (cotangent, a, b, *indices), mode, shapes, guards.of_gradients())
+        results[DA], results[DB] = map(_cast_back, gradients, (da, db))
         return results
     for role in sorted(_ROLES):
         if role.argument in linear:
             inputs = (*role.inputs(cotangent, arguments), *indices)
             shape, role_guards = arguments[role.argument].aval.shape, guards.transposed(role.child)
-            (results[role.argument],) = bind_step(gradient_op(op, role.child), inputs, mode, (shape,), role_guards)
+            (gradient,) = bind_step(gradient_op(op, role.child), inputs, mode, (shape,), role_guards)
+            results[role.argument] = _cast_back(gradient, arguments[role.argument])
     return results
 
 

@@ -86,6 +86,8 @@ class _PlanTree:
         inputs = [self._value(child, leaves, indices, mode) for child in children]
         op = node.op
         if isinstance(op, Cast):
+            if op.fused:
+                return inputs[0]
             result = cast(inputs[0], op.dtype)
         elif not any((*guards, after)) and is_plain(op, self.lower):
             result = run_plain(op, inputs, self.lower(op).lowering, self.precision)

@@ -38,9 +38,8 @@ def einsum(*arguments: Any, **options: Any) -> Any:
             then, if it is not implicit, the list of the output. NumPy arrays, lists and numbers beside a JAX array
             become JAX arrays. Without an array of torch or JAX all operands become NumPy arrays.
         **options: the framework's keywords. numpy: ``out``, ``dtype``, ``order``, ``casting``, ``optimize``. jax:
-            ``optimize``, ``precision``, ``preferred_element_type``; ``_dot_general`` and ``out_sharding`` only with
-            their defaults. torch has none. A true, false or missing ``optimize`` is "auto". Further ones are index
-            arrays and the options of `contract`.
+            ``optimize``, ``precision``, ``preferred_element_type``, ``out_sharding``, ``_dot_general``. torch has none.
+            A true, false or missing ``optimize`` is "auto". Others are index arrays and the options of `contract`.
 
     Returns:
         The result, as the framework's einsum returns it: in torch sums of integers are int64, in NumPy results without
@@ -134,31 +133,10 @@ def _numpy(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]) -
 
 
 def _jax(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]) -> Any:
-    """`jnp.einsum`: anything that makes an array is an operand."""
-    import jax
-    import jax.numpy as jnp
+    """`jnp.einsum`, whose rules are loaded with the first call."""
+    from planner.dropin.jax_rules import jax_einsum
 
-    options = dict(options)
-    for name, default in (("out", None), ("_dot_general", jax.lax.dot_general), ("out_sharding", None)):
-        given = options.pop(name, default)
-        if given is not None and given is not default:
-            raise PlannerTypeError(f"{name}= is not an option of planner, which chooses its products: leave it out")
-    options["optimize"] = search_of(options.pop("optimize", "auto"))
-    precision = options.get("precision")
-    if isinstance(precision, (list, tuple)):
-        if len(set(precision)) != 1:
-            raise PlannerError(f"precision={precision!r:.80}: both operands of a product have one precision here")
-        options["precision"] = precision[0]
-    arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in operands]
-    wanted = options.pop("preferred_element_type", None)
-    if wanted is None or not arrays:
-        return contract(spec, *arrays, **options)
-    wanted = jax.dtypes.canonicalize_dtype(wanted)
-    natural = jnp.result_type(*arrays)
-    # A wider type is what sums are formed in. A narrower one is what the result is rounded to.
-    if wanted != natural and jnp.promote_types(natural, wanted) == wanted:
-        options["dtype"] = wanted
-    return contract(spec, *arrays, **options).astype(wanted)
+    return jax_einsum(spec, operands, options)
 
 
 _CONVENTIONS: dict[str, Callable[[str | Spec, Sequence[Any], dict[str, Any]], Any]] = {

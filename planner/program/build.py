@@ -95,7 +95,7 @@ class Lowerer:
                 return ()
             back: Op = op
             if isinstance(op, Cast):
-                back = dataclasses.replace(op, dtype=op.source_dtype, source_dtype=op.dtype)
+                back = dataclasses.replace(op, dtype=op.source_dtype, source_dtype=op.dtype, fused=False)
             back = back.with_layouts([layout])
             return (GradientStep(back, self(back), (0,)),)
         if len(wanted) == 2 and all(wanted):

@@ -12,7 +12,7 @@ from typing import Any
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.program.implementations import Backend
 
-__all__ = ["BACKENDS", "HOW_GIVEN", "framework_of", "load_backend", "operands_framework"]
+__all__ = ["BACKENDS", "HOW_GIVEN", "beside_jax", "framework_of", "is_stand_in", "load_backend", "operands_framework"]
 
 BACKENDS = ("torch", "jax", "numpy")
 # Errors about a list among the operands say this.
@@ -57,6 +57,29 @@ def _find_framework(array: Any) -> str | None:
         return "numpy"
     prepared = getattr(type(array), "prepared_framework", None)
     return prepared if prepared in BACKENDS else None
+
+
+def is_stand_in(x: Any) -> bool:
+    """Return whether something is a `jax.ShapeDtypeStruct`, which describes an array of JAX."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(x, jax.ShapeDtypeStruct)
+
+
+def beside_jax(arrays: Sequence[Any]) -> Sequence[Any]:
+    """Return the arrays of a call. NumPy arrays beside an array of JAX become JAX arrays, as in `jax.numpy`."""
+    if len({framework_of(x) for x in arrays}) == 1 or not any(framework_of(x) == "jax" for x in arrays):
+        return arrays
+    numpy, jax = sys.modules["numpy"], sys.modules["jax"]
+    given = []
+    for x in arrays:
+        if isinstance(x, (numpy.ndarray, numpy.generic)):
+            if x.dtype.kind in "iu" and not jax.config.jax_enable_x64:
+                # Narrower integers would wrap around, and an index out of range become one in range.
+                limits = numpy.iinfo("int32" if x.dtype.kind == "i" else "uint32")
+                x = x.clip(limits.min, limits.max) if x.dtype.itemsize == 8 else x
+            x = jax.numpy.asarray(x)
+        given.append(x)
+    return given
 
 
 def operands_framework(operands: Sequence[Any], indices: Mapping[str, Any]) -> str:

@@ -280,7 +280,10 @@ class Backend(Protocol):
 
     def operand(self, array: Any) -> Operand:
         """Describe an array."""
-        ...
+
+    def fuses_cast(self, source: str, dtype: str) -> bool:
+        """Return whether steps without index arrays read operands of a dtype as they are, and compute in another."""
+        return False
 
     def numbers(self, sizes: Any) -> Any:
         """Return a shape, or `sizes=` of a call, in numbers: for a tracer's symbols the sizes that it traces with."""
@@ -447,4 +450,3 @@ class Backend(Protocol):
 
     def environment(self, operands: Sequence[Any]) -> dict[str, str]:
         """Return what the speed depends on besides the plan: versions, hardware and settings."""
-        ...

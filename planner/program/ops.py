@@ -174,9 +174,14 @@ class JointGradient(Gradients):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cast(Op):
-    """A change of dtype, from `source_dtype` to `dtype`. The spec is an identity."""
+    """A change of dtype, from `source_dtype` to `dtype`. The spec is an identity.
+
+    Attributes:
+        fused: whether the step that reads the value casts it. Then the value is never in memory.
+    """
 
     source_dtype: str = dataclasses.field(kw_only=True)
+    fused: bool = dataclasses.field(default=False, kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

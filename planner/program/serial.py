@@ -170,6 +170,8 @@ def encode(value: Any) -> Any:
         return value
     if isinstance(value, Op):
         names = ["spec", "dtype", "source_dtype", "pair", "layouts"]
+        if isinstance(value, Cast) and value.fused:
+            names += ["fused"]
         if isinstance(value, Guard):
             names += ["dropped", "rows", "only_gradients"]
         fields = {name: getattr(value, name) for name in names}
@@ -235,8 +237,8 @@ def _decode_op(
             raise PlannerError("this is not a plan written by to_json: 'bodies' is damaged")
         more["bodies"] = tuple(map(_checked_plan, more["bodies"]))
         return (LoopGradient if more.pop("gradient") else Loop)(spec, dtype, layouts, **more)
+    if source_dtype is not None:
+        return Cast(spec, dtype, layouts, source_dtype=source_dtype, **more)
     if more:
         return Guard(spec, dtype, layouts, **more)
-    if source_dtype is not None:
-        return Cast(spec, dtype, layouts, source_dtype=source_dtype)
     return (JointGradient if pair else Einsum)(spec, dtype, layouts)

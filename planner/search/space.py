@@ -83,17 +83,23 @@ class SearchSpace:
         self.resolved, self.operands, self.dtype = contraction.resolved, contraction.operands, contraction.dtype
         self.options, self.backend, self.device = contraction.options, contraction.backend, contraction.device
         self.gradient_strides = contraction.gradient_strides
-        self.table = load_backend(self.backend).table
+        backend = load_backend(self.backend)
+        self.table = backend.table
         self.requires = contraction.requires_grad
         self.casts = tuple(o.dtype if o.dtype != self.dtype else None for o in self.operands)
         self.variables = given_variables(contraction)
         self.layouts = tuple(variable.layout for variable in self.variables)
         self.network = Network(self.resolved.spec)
-        self.steps = NetworkSteps(self.network, self.casts, self.dtype, self.layouts)
+        plain = not self.resolved.spec.gathers
+        self.fused = tuple(plain and backend.fuses_cast(o.dtype, self.dtype) for o in self.operands)
+        self.steps = self._steps_on(self.network)
         # When searches end by the clock; None if they end when their work is done.
         deadline = self.options.deadline
         self.ends = None if deadline is None else time.monotonic() + deadline
         self._paths: dict[Any, Any] = {}
+
+    def _steps_on(self, network: Network) -> NetworkSteps:
+        return NetworkSteps(network, self.casts, self.dtype, self.layouts, self.fused)
 
     def choices(self, op: Op, key: StepKey | None = None) -> Sequence[PricedImplementation]:
         """Return the implementations of an op, priced for the contraction's device; see `Table.choices`.
@@ -163,7 +169,7 @@ class SearchSpace:
             keeps = chooses or limits != NO_LIMITS
             fronts, work = (PATH_FRONTS, KEEPING_PATH_WORK) if keeps else ((FRONT_LIMIT,), PATH_WORK)
             work += more
-            few = NetworkSteps(Network(self.resolved.spec, few=True), self.casts, self.dtype, self.layouts)
+            few = self._steps_on(Network(self.resolved.spec, few=True))
             sets = few.network.prepare(path)
             if not naive:
                 for front in fronts:

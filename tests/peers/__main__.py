@@ -24,7 +24,7 @@ def main() -> int:
     from strict import Strict
 
     os.chdir(ROOT)
-    ours = [str(HERE / name) for name in ("torch_samples.py", "jax_harnesses.py")]
+    ours = [str(HERE / name) for name in ("torch_samples.py", "jax_harnesses.py", "jax_einsum.py")]
     settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-o", "addopts=--strict-markers -q"]
     arguments = [*settings, "-p", "no:cacheprovider", "--pyargs", *REDIRECTED, *ours, *sys.argv[1:]]
     return int(pytest.main(arguments, plugins=[Strict(HERE / "expected.toml")]))

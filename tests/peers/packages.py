@@ -1,4 +1,4 @@
-"""`make packages`: models of other people's packages, trained for a step as they are and within `planner.patch()`.
+"""`make packages`, the models in torch: trained for a step as they are and within `planner.patch()`.
 
 Each row of the table is a small model of a package from the package index. Outputs and the gradients of all parameters
 and inputs are compared in value and dtype, and the bytes that autograd saves. `--times` also times warm steps, and
@@ -15,6 +15,7 @@ import importlib.metadata
 import importlib.util
 import os
 import pathlib
+import re
 import statistics
 import subprocess
 import sys
@@ -38,14 +39,12 @@ class Row:
     Attributes:
         package: the name in the package index.
         what: the model, in a few words.
-        make: returns the model and its arguments; in JAX a function and its arguments, parameters first.
-        framework: "torch" or "jax".
+        make: returns the model and its arguments.
     """
 
     package: str
     what: str
     make: Callable[[], tuple[Any, tuple[Any, ...]]]
-    framework: str = "torch"
 
 
 def _torch() -> Any:
@@ -297,61 +296,6 @@ def transformers(kind: str, **options: Any) -> Callable[[], Any]:
     return make
 
 
-def normal(*shape: int) -> Any:
-    """Return random numbers for JAX."""
-    import numpy as np
-
-    return np.random.default_rng(len(shape)).normal(size=shape).astype("f4")
-
-
-def linen_attention() -> Any:
-    import flax.linen as nn
-    import jax
-
-    layer, x = nn.MultiHeadDotProductAttention(num_heads=4), normal(2, 64, 128)
-    return layer.apply, (layer.init(jax.random.key(0), x), x)
-
-
-def linen_einsum() -> Any:
-    import flax.linen as nn
-    import jax
-
-    layer, x = nn.Einsum((8, 16, 4), "bth,hdk->btdk"), normal(4, 32, 8)
-    return layer.apply, (layer.init(jax.random.key(0), x), x)
-
-
-def nnx_attention() -> Any:
-    from flax import nnx
-
-    layer = nnx.MultiHeadAttention(4, 128, decode=False, rngs=nnx.Rngs(0))
-    graph, state = nnx.split(layer)
-    return lambda state, x: nnx.merge(graph, state)(x), (state, normal(2, 64, 128))
-
-
-def nnx_einsum() -> Any:
-    from flax import nnx
-
-    layer = nnx.Einsum("bth,hdk->btdk", (8, 16, 4), (16, 4), rngs=nnx.Rngs(0))
-    graph, state = nnx.split(layer)
-    return lambda state, x: nnx.merge(graph, state)(x), (state, normal(4, 32, 8))
-
-
-def equinox_attention() -> Any:
-    import equinox
-    import jax
-
-    layer = equinox.nn.MultiheadAttention(4, 128, key=jax.random.key(0))
-    arrays, rest = equinox.partition(layer, equinox.is_array)
-    x = normal(64, 128)
-    return lambda arrays, x: equinox.combine(arrays, rest)(x, x, x), (arrays, x)
-
-
-def jax_attention() -> Any:
-    import jax
-
-    return jax.nn.dot_product_attention, tuple(normal(2, 64, 4, 32) for _ in range(3))
-
-
 ROWS = (
     Row("x-transformers", "decoder, talking heads", x_transformers),
     Row("vit-pytorch", "compact convolutional transformer", vit_cct),
@@ -386,12 +330,6 @@ ROWS = (
     Row("slot-attention", "5 slots", slots),
     Row("linformer", "language model", linformer),
     Row("product-key-memory", "32 x 32 keys", key_memory),
-    Row("flax", "linen attention", linen_attention, "jax"),
-    Row("flax", "linen Einsum", linen_einsum, "jax"),
-    Row("flax", "nnx attention", nnx_attention, "jax"),
-    Row("flax", "nnx Einsum", nnx_einsum, "jax"),
-    Row("equinox", "attention", equinox_attention, "jax"),
-    Row("jax", "jax.nn attention", jax_attention, "jax"),
 )  # fmt: skip
 
 
@@ -463,22 +401,15 @@ def differences(ours: Result, theirs: Result, autocast: str | None = None) -> li
             continue
         # A gradient that is small beside the others is a difference of larger numbers.
         scale = max(_largest(b), 1e-2 * largest if name.startswith("gradient") else 0.0)
-        error = _largest(_wide(a) - _wide(b))
+        error = _largest(a.double() - b.double())
         close = max(CLOSE.get(dtype, 0.0) for dtype in (str(b.dtype).removeprefix("torch."), autocast or ""))
         if not error <= close * scale:
             faults.append(f"{name} differs by {error:.1e} of {scale:.1e}")
     return faults
 
 
-def _wide(x: Any) -> Any:
-    """Return an array of torch or JAX as one of NumPy, in double precision."""
-    import numpy as np
-
-    return x.double().numpy() if isinstance(x, _torch().Tensor) else np.asarray(x, "f8")
-
-
 def _largest(x: Any) -> float:
-    return float(abs(_wide(x) if hasattr(x, "dtype") else x).max(initial=0.0))
+    return float(abs(x.double().numpy()).max(initial=0.0))
 
 
 def timed(steps: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
@@ -490,20 +421,20 @@ def timed(steps: dict[str, Callable[[], Any]], seconds: float) -> dict[str, floa
             start = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - start)
-    return {f"{name} ms": round(1e3 * statistics.median(values), 3) for name, values in times.items()}
+    return {f"{name} ms": 1e3 * statistics.median(values) for name, values in times.items()}
 
 
 def judge(row: Row, autocast: str | None, seconds: float) -> tuple[dict[str, Any], list[str]]:
     """Compare a model with itself within `planner.patch()`; return the figures and the faults."""
     import planner
 
-    run, prepare = torch_runs(row, autocast) if row.framework == "torch" else jax_runs(row)
+    run, step = torch_runs(row, autocast)
     theirs, again = run(), run()
     if unsteady := differences(again, theirs):
         return {}, [f"without us two runs differ: {unsteady[0]}"]
     faults = []
     for _ in range(2):  # a cold call and a warm one
-        with planner.patch(row.framework) as report:
+        with planner.patch("torch") as report:
             ours = run()
         faults += differences(ours, theirs, autocast)
         if ours.saved > theirs.saved:
@@ -512,20 +443,17 @@ def judge(row: Row, autocast: str | None, seconds: float) -> tuple[dict[str, Any
         faults.append("no call of einsum was routed")
     figures = {"routed": report.routed, "passed_on": dict(report.passed_on), "saved": ours.saved, "of": theirs.saved}
     if seconds:
-        step = prepare()
-        with planner.patch(row.framework):
-            patched = prepare()
 
         def within() -> Any:
-            with planner.patch(row.framework):
-                patched()
+            with planner.patch("torch"):
+                step()
 
         figures.update(timed({"theirs": step, "ours": within}, seconds))
     return figures, faults
 
 
-def torch_runs(row: Row, autocast: str | None) -> tuple[Callable[[], Result], Callable[[], Callable[[], Any]]]:
-    """Return what measures a step of a model, and what returns a function that runs one."""
+def torch_runs(row: Row, autocast: str | None) -> tuple[Callable[[], Result], Callable[[], Any]]:
+    """Return what measures a step of a model, and what runs one."""
     torch = _torch()
 
     def context() -> Any:
@@ -534,34 +462,7 @@ def torch_runs(row: Row, autocast: str | None) -> tuple[Callable[[], Result], Ca
     torch.manual_seed(1)
     model, arguments = row.make()
     step(model, arguments, context)  # some models set themselves up in their first call
-    return lambda: measured(model, arguments, context), lambda: lambda: step(model, arguments, context)
-
-
-def jax_runs(row: Row) -> tuple[Callable[[], Result], Callable[[], Callable[[], Any]]]:
-    """Return what measures a step of a jitted function, and what jits it anew."""
-    import jax
-    import jax.numpy as jnp
-
-    function, arguments = row.make()
-
-    def loss(*arguments: Any) -> Any:
-        outputs = jax.tree.leaves(function(*arguments))
-        return sum((x * jnp.linspace(-1, 1, x.size).reshape(x.shape)).sum() for x in outputs), outputs
-
-    def prepare() -> Callable[[], Any]:
-        jitted = jax.jit(jax.value_and_grad(lambda *xs: loss(*xs), tuple(range(len(arguments))), has_aux=True))
-        jitted(*arguments)
-        return lambda: jax.block_until_ready(jitted(*arguments))
-
-    def run() -> Result:
-        (_, outputs), gradients = prepare()()
-        _, pull = jax.vjp(lambda *xs: loss(*xs)[0], *arguments)
-        given = {id(x) for x in jax.tree.leaves(arguments)}
-        kept = {id(x): x.nbytes for x in jax.tree.leaves(pull) if hasattr(x, "nbytes") and id(x) not in given}
-        named = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(gradients)}
-        return Result(outputs, named, sum(kept.values()))
-
-    return run, prepare
+    return lambda: measured(model, arguments, context), lambda: step(model, arguments, context)
 
 
 def stand_in_for_torchvision() -> None:
@@ -593,12 +494,19 @@ def run_own_tests() -> list[str]:
     return sorted(test for test in failed[1] - failed[0] if test.rpartition("::")[2] not in KNOWN)
 
 
+def put_section(heading: str, text: str) -> None:
+    """Write a section of the page, in the place of the one with that heading."""
+    parts = re.split(r"(?m)^(?=## )", TABLE.read_text())
+    found = next((n for n, part in enumerate(parts) if part.startswith(f"## {heading}\n")), len(parts))
+    parts[found : found + 1] = [f"## {heading}\n\n{text}"]
+    TABLE.write_text("\n\n".join(part.strip() for part in parts) + "\n")
+
+
 def write(lines: list[tuple[Row, str, dict[str, Any], list[str]]]) -> None:
     """Write the table of all rows."""
-    import jax
     import numpy as np
 
-    versions = f"torch {_torch().__version__}, jax {jax.__version__}, numpy {np.__version__}"
+    versions = f"torch {_torch().__version__}, numpy {np.__version__}"
     table = [
         f"| {row.package} {version} | {row.what} | {f['routed']} | {sum(f['passed_on'].values())} "
         f"| {f['saved'] / 1e6:.3g} / {f['of'] / 1e6:.3g} "
@@ -606,19 +514,17 @@ def write(lines: list[tuple[Row, str, dict[str, Any], list[str]]]) -> None:
         for row, version, f, faults in lines
         if f and not faults
     ]
-    TABLE.write_text(HEAD.format(date=datetime.date.today().isoformat(), versions=versions) + "\n".join(table) + "\n")
+    put_section("torch", HEAD.format(date=datetime.date.today().isoformat(), versions=versions) + "\n".join(table))
 
 
-HEAD = """# Models of other packages within `planner.patch()`
-
-`make packages` trains small models of packages from the package index for a step, as they are and within
+HEAD = """Small models of packages from the package index are trained for a step, as they are and within
 `planner.patch()`. A row stands here if outputs, the gradients of all parameters and inputs, and their dtypes are equal
 (float32, up to rounding), and if autograd keeps no more bytes than without us. The table is written by
 `make packages PACKAGES="--times 3 --write"`.
 
 The models are small: a warm step takes some milliseconds, on one thread. The time within a patch includes what a
 `TorchFunctionMode` costs, about a microsecond for each call of any function of torch, and entering the patch at each
-step. JAX's steps are jitted, so they show how the traced program runs.
+step.
 
 Measured {date} on 2 shared cores, with {versions}.
 

@@ -154,6 +154,13 @@ class _Numpy(types.ModuleType):
         return getattr(np, name)
 
 
+def jax_einsum() -> Einsum:
+    """`jnp.einsum`."""
+    from jax import numpy as jnp
+
+    return Einsum(jnp.einsum)
+
+
 EINSUM, CONTRACT = Einsum(np.einsum), Einsum(opt_einsum.contract)
 _CALLS = {"contract": CONTRACT, "contract_path": contract_path, "contract_expression": Expression}
 

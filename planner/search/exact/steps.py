@@ -88,6 +88,7 @@ class NetworkSteps:
         casts: for each operand, the dtype that it must be cast from, or None.
         dtype: dtype of the computation.
         layouts: how the operands lie in memory. Intermediates are assumed row-major.
+        fused: for each operand, whether the step that reads it casts it.
 
     Attributes:
         final: the value that the trees compute; `last` may have to follow.
@@ -95,10 +96,16 @@ class NetworkSteps:
     """
 
     def __init__(
-        self, network: Network, casts: Sequence[str | None], dtype: str, layouts: Sequence[Layout | None] = ()
+        self,
+        network: Network,
+        casts: Sequence[str | None],
+        dtype: str,
+        layouts: Sequence[Layout | None] = (),
+        fused: Sequence[bool] = (),
     ) -> None:
         self.network, self.casts, self.dtype = network, casts, dtype
         self.layouts = layouts or (None,) * len(network.leaves)
+        self.fused = fused or (False,) * len(network.leaves)
         self.final = Value(network.everything, network.final)
         # A plain spec of one operand is one step in any case.
         self.one_step = len(network.leaves) == 1 and not network.gathers
@@ -124,7 +131,9 @@ class NetworkSteps:
             return None
         term = self.network.leaves[operand]
         spec = self.network.restrict(dataclasses.replace(self.network.spec, inputs=(term,), output=term))
-        return Cast(spec, self.dtype, source_dtype=source).with_layouts([self.layouts[operand]])
+        # A cast that is all there is to do has no reader.
+        fused = self.fused[operand] and not (self.one_step and self._is_unchanged(operand))
+        return Cast(spec, self.dtype, source_dtype=source, fused=fused).with_layouts([self.layouts[operand]])
 
     def casts_last(self, operand: int) -> Iterator[tuple[Status, Einsum, Cast]]:
         """Yield the steps that take rows of an operand or sum its private axes, and the casts of their results.

@@ -1,0 +1,112 @@
+"""What `jnp.einsum` takes: its keywords, its dtypes, and what makes an operand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from opt_einsum import contract_path
+
+from planner.api import contract, plan
+from planner.dropin.torch_rules import search_of
+from planner.language.dtypes import ITEMSIZES, is_inexact
+from planner.language.errors import PlannerError, PlannerTypeError
+from planner.language.options import PRECISIONS
+from planner.language.parse import parse
+from planner.language.spec import Operand, Spec
+
+__all__ = ["jax_einsum"]
+
+# Below so many FLOPs, as opt_einsum counts them, no path can win more than a search costs.
+_SMALL = 100_000
+
+
+def jax_einsum(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Contract as `jnp.einsum` does: anything that makes an array is an operand."""
+    import jax
+    import jax.numpy as jnp
+
+    options = dict(options)
+    if options.pop("out", None) is not None:
+        raise PlannerTypeError("out= is not an option: arrays of JAX never change, take the result")
+    options["optimize"] = search_of(options.pop("optimize", "auto"))
+    arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in operands]
+    # The options of products that no plan knows.
+    theirs = {
+        name: given
+        for name, default in (("_dot_general", jax.lax.dot_general), ("out_sharding", None))
+        if (given := options.pop(name, default)) is not default
+    }
+    precision = options.pop("precision", None)
+    if isinstance(precision, (list, tuple)) and len(set(precision)) == 1:
+        precision = precision[0]
+    known = precision is None or str(getattr(precision, "name", precision)).lower() in PRECISIONS
+    (options if known else theirs)["precision"] = precision
+    wanted = options.pop("preferred_element_type", None)
+    wanted = None if wanted is None else jax.dtypes.canonicalize_dtype(wanted)
+    dtypes = [x.dtype for x in arrays] if wanted is None else [*(x.dtype for x in arrays), wanted]
+    unknown = [x.name for x in dtypes if jnp.issubdtype(x, jnp.number) and x.name not in ITEMSIZES]
+    if theirs or unknown:
+        why = ", ".join([*(f"{name}=" for name in theirs), *unknown])
+        return _products(spec, arrays, options, {**theirs, "preferred_element_type": wanted}, why)
+    chosen_here = options["optimize"] == "auto" and options.keys() <= {"optimize", "precision"}
+    if chosen_here and len(arrays) > 2 and isinstance(spec, str):
+        options["optimize"] = _path(spec, tuple((tuple(x.shape), x.dtype.name) for x in arrays))
+    if wanted is None or not arrays:
+        return contract(spec, *arrays, **options)
+    natural = jnp.result_type(*arrays)
+    # A wider type is what sums are formed in. A narrower one is what the result is rounded to.
+    if wanted != natural and jnp.promote_types(natural, wanted) == wanted:
+        options["dtype"] = wanted
+    return contract(spec, *arrays, **options).astype(wanted)
+
+
+@lru_cache(maxsize=1024)
+def _path(spec: str, described: tuple[tuple[tuple[int, ...], str], ...]) -> Any:
+    """Return the path of `jnp.einsum`, or "auto" if a plan is worth leaving it: faster by a tenth, and keeping no more.
+
+    Under `vmap` only JAX knows which operands have the mapped axis, so a path that differs may be the worse one.
+    """
+    if "[" in spec:
+        return "auto"
+    try:
+        path, info = contract_path(spec, *(shape for shape, _ in described), shapes=True, optimize="auto")
+    except (ValueError, TypeError, KeyError):
+        return "auto"  # the spec is wrong, or wider than theirs
+    if info.opt_cost < _SMALL:
+        return path
+    operands = [Operand(shape, dtype, None, is_inexact(dtype)) for shape, dtype in described]
+    ours, theirs = (plan(spec, *operands, optimize=found, backend="jax").cost for found in ("auto", path))
+    worth = ours.seconds < 0.9 * theirs.seconds and ours.retained_bytes <= theirs.retained_bytes
+    return "auto" if worth else path
+
+
+def _products(
+    spec: str | Spec, arrays: Sequence[Any], options: dict[str, Any], theirs: dict[str, Any], why: str
+) -> Any:
+    """Contract by the products of `jnp.einsum`, along the path of a plan.
+
+    Args:
+        spec: the spec.
+        arrays: the operands.
+        options: the options of `contract`.
+        theirs: the options of `jnp.einsum`.
+        why: which of them, or which dtypes, no plan knows.
+
+    Raises:
+        PlannerError: there are index arrays, or options that ask for more than a path.
+    """
+    import jax.numpy as jnp
+
+    search, precision = options.pop("optimize"), options.pop("precision", None)
+    if more := [name for name, value in options.items() if value is not None]:
+        raise PlannerError(
+            f"{why} is for the products of jax.numpy, which take no {', '.join(f'{name}=' for name in more)}: "
+            "leave one of them out"
+        )
+    path: Any = "auto"
+    if len(arrays) > 2:
+        path = list(plan(spec, *(tuple(x.shape) for x in arrays), optimize=search, backend="jax").path)
+    text = str(parse(spec) if isinstance(spec, str) else spec).replace(" ", "")
+    return jnp.einsum(text, *arrays, optimize=path, **{"precision": precision, **theirs})
