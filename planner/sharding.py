@@ -15,7 +15,16 @@ from planner.language.dtypes import itemsize
 from planner.language.errors import PlannerError, PlannerLimitError
 from planner.language.resolve import shorten
 from planner.language.spec import Spec, Term
-from planner.language.split import Entry, dims_of_entries, letter_of, local_spec, splittable
+from planner.language.split import (
+    Entry,
+    Placement,
+    letter_of,
+    part_shape,
+    place_index,
+    place_term,
+    splittable,
+    view_placement,
+)
 from planner.language.units import bytes_text, parse_bytes
 from planner.plan import Plan
 from planner.program.frameworks import framework_of
@@ -165,19 +174,21 @@ def shard(
             over[letter] = (*over.get(letter, ()), name)
     summed = [name for names in over.values() for name in names]
     resolved = plan.resolved.spec
-    brackets = {gather.array: gather.axes for gather in resolved.gathers}
+    split = {entry: over[letter_of(entry)] for entry in _entries(resolved) if letter_of(entry) in over}
+    seen_shapes = dict(plan.resolved.index_shapes)
 
-    def place(term: Term, shape: Sequence[int], summed: Sequence[str] = ()) -> Any:
-        entries = {dim: entry for entry, dim in dims_of_entries(resolved, term, shape).items()}
-        names = [over.get(letter_of(entries[d]), ()) if d in entries else () for d in range(len(shape))]
-        return _placement(plan.backend, names, tuple(axes), summed)
+    def place(placement: Placement, seen: Sequence[int], shape: Sequence[int], summed: Sequence[str] = ()) -> Any:
+        return _placement(plan.backend, view_placement(placement, seen, shape), tuple(axes), summed)
+
+    of_operands = [place_term(term, split) for term in resolved.inputs]
+    pairs = zip(of_operands, plan.resolved.shapes, plan.operands, strict=True)
 
     return Sharding(
         plan=plan,
         mesh=axes,
-        operands=tuple(place(t, x.shape) for t, x in zip(resolved.inputs, plan.operands, strict=True)),
-        indices={name: place(brackets[name], shape) for name, shape in plan.index_shapes},
-        result=place(resolved.output, resolved.output_shape, summed),
+        operands=tuple(place(placement, seen, x.shape) for placement, seen, x in pairs),
+        indices={q: place(place_index(resolved, q, split), seen_shapes[q], shape) for q, shape in plan.index_shapes},
+        result=place(place_term(resolved.output, split), resolved.output_shape, resolved.output_shape, summed),
         split=best,
         collectives=plan.collectives(_parts(axes, best.letters)),
         others=tuple(split for split in splits if split is not best),
@@ -245,7 +256,7 @@ def _sizes_of_letters(spec: Spec) -> dict[str, int]:
     return {
         letter: min(map(spec.size, entries))
         for letter, entries in named.items()
-        if letter in given and allowed.issuperset(entries)
+        if letter in given and len(entries) == 1 and allowed.issuperset(entries)
     }
 
 
@@ -265,14 +276,16 @@ def _parts(axes: Mapping[str, int], letters: Sequence[str | None]) -> dict[str, 
 def _device_bytes(plan: Plan, parts: Mapping[str, int]) -> int:
     """Return the bytes of all arrays and gradients on the device that holds the most."""
     spec = plan.resolved.spec
-    split = {entry: parts[letter_of(entry)] for entry in _entries(spec) if letter_of(entry) in parts}
-    local = local_spec(spec, split)
-    elements = [math.prod(local.shape(term)) for term in local.inputs]
-    held = math.prod(local.output_shape) * itemsize(plan.dtype)
-    for count, operand in zip(elements, plan.operands, strict=True):
-        held += count * itemsize(operand.dtype) * (1 + operand.requires_grad)
-    for bracket in {gather.array: gather.axes for gather in local.gathers}.values():
-        held += math.prod(local.shape(bracket)) * _INDEX_BYTES
+    split = {entry: (letter_of(entry),) for entry in _entries(spec) if letter_of(entry) in parts}
+
+    def elements(term: Term, placement: Placement) -> int:
+        return math.prod(part_shape(spec.shape(term), placement, parts))
+
+    held = elements(spec.output, place_term(spec.output, split)) * itemsize(plan.dtype)
+    for term, operand in zip(spec.inputs, plan.operands, strict=True):
+        held += elements(term, place_term(term, split)) * itemsize(operand.dtype) * (1 + operand.requires_grad)
+    for name, axes in {gather.array: gather.axes for gather in spec.gathers}.items():
+        held += elements(axes, place_index(spec, name, split)) * _INDEX_BYTES
     return held
 
 

@@ -13,7 +13,7 @@ from conftest import run
 import planner
 from planner.language.derive import transpose
 from planner.language.spec import Gather
-from planner.language.split import axes_to_add_over, choose_splits, local_spec, splittable
+from planner.language.split import axes_to_add_over, choose_splits, local_spec
 
 
 def test_eight_simulated_devices(jax):
@@ -54,11 +54,6 @@ def test_of_arrays_that_disagree_the_smaller_one_moves():
     longer = planner.resolve("nij, q[n]jk -> nik", (60, 1, 2), (3, 2, 4), q=(60,))
     assert choose_splits(longer, [(longer.inputs[0], rows), (longer.inputs[1], pool)]) == {"n": ("x",)}
     assert choose_splits(SPEC, [(SPEC.output, (("x",), (), ("y",)))], {"j": ("x",)}) == {"j": ("x",), "k": ("y",)}
-
-
-def test_a_pool_that_two_brackets_read_is_not_split():
-    two = planner.resolve("q[n]i, q[n]ij -> nj", (8, 3), (16, 3, 4), q=(5,))
-    assert not [entry for entry in splittable(two) if isinstance(entry, Gather)]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,9 @@ from planner.language.split import (
     choose_splits,
     letter_of,
     local_spec,
-    local_term,
+    part_shape,
+    place_index,
+    place_term,
     splittable,
 )
 from planner.language.units import bytes_text
@@ -67,13 +69,16 @@ def collectives(plan: PlanRecord, splits: Mapping[str, int]) -> tuple[Collective
         return _of_whole(plan, splits)
     spec, programs = plan.resolved.spec, plan.programs
 
+    entries: tuple[Entry, ...] = (*spec.axes, *spec.gathers)
+    asked: Split = {entry: (letter_of(entry),) for entry in entries if splits.get(letter_of(entry), 1) > 1}
+
     def place(term: Term) -> Placement:
-        return tuple((letter_of(e),) if splits.get(letter_of(e), 1) > 1 else () for e in term)
+        return place_term(term, asked)
 
     def parts(split: Split) -> dict[Entry, int]:
         return {entry: splits[name] for entry, (name,) in split.items()}
 
-    brackets = {gather.array: place(gather.axes) for gather in spec.gathers}
+    indices = {array: place_index(spec, array, asked) for array in spec.arrays}
     places = {number: place(term) for number, term in enumerate(spec.inputs)}
     places[programs.output_gradient] = place(spec.output)
     exchanges: list[Collective] = []
@@ -81,14 +86,14 @@ def collectives(plan: PlanRecord, splits: Mapping[str, int]) -> tuple[Collective
     def mask_exchange(step: Step, guard: Guard, rows: Term, placement: Placement) -> list[Collective]:
         """Return what devices exchange to find the rows that an index on any of them names."""
         reading = dataclasses.replace(guard.spec, inputs=(rows,), output=rows)
-        arrays = [(gather.axes, brackets[gather.array]) for gather in reading.gathers]
+        arrays = [(gather.axes, indices[gather.array]) for gather in reading.gathers]
         split = choose_splits(reading, [(rows, placement), *arrays])
         over = axes_to_add_over(rows, split)
         if not over:
             return []
-        local = local_term(rows, parts(split))
-        found = tuple(local[d] for d in indexed_dims(rows))
-        mask_bytes = math.prod(local_spec(reading, parts(split)).shape(found))
+        local = local_spec(reading, parts(split))
+        found = tuple(local.output[d] for d in indexed_dims(rows))
+        mask_bytes = math.prod(local.shape(found))
         return [Collective(step, over, mask_bytes, mask=True)]
 
     for step in plan.steps:
@@ -98,11 +103,11 @@ def collectives(plan: PlanRecord, splits: Mapping[str, int]) -> tuple[Collective
             if isinstance(op, Guard) and op.rows is not None:
                 exchanges += mask_exchange(step, op, op.rows, placements[0])
             continue
-        indices = [(gather.axes, brackets[gather.array]) for gather in op.spec.gathers]
-        split = choose_splits(op.spec, [*zip(op.input_terms, placements, strict=True), *indices])
+        arrays = [(gather.axes, indices[gather.array]) for gather in op.spec.gathers]
+        split = choose_splits(op.spec, [*zip(op.input_terms, placements, strict=True), *arrays])
         shapes = dataclasses.replace(op, spec=local_spec(op.spec, parts(split))).output_shapes
         for variable, term, shape in zip(step.outputs, op.output_terms, shapes, strict=True):
-            places[variable] = tuple(split.get(entry, ()) for entry in term)
+            places[variable] = place_term(term, split)
             if over := axes_to_add_over(term, split):
                 exchanges.append(Collective(step, over, math.prod(shape) * itemsize(op.dtype)))
     return tuple(exchanges)
@@ -113,14 +118,13 @@ def _of_whole(plan: PlanRecord, splits: Mapping[str, int]) -> tuple[Collective, 
     spec, programs = plan.resolved.spec, plan.programs
     entries: tuple[Entry, ...] = (*spec.axes, *spec.gathers)
     split = {entry: (letter_of(entry),) for entry in entries if splits.get(letter_of(entry), 1) > 1}
-    local = local_spec(spec, {entry: splits[letter] for entry, (letter,) in split.items()})
     results = [(programs.result, spec.output), *zip(programs.gradients, spec.inputs, strict=True)]
-    local_shapes = map(local.shape, (local.output, *local.inputs))
     made_by = {variable: step for step in plan.steps for variable in step.outputs}
     exchanges = []
-    for (variable, term), shape in zip(results, local_shapes, strict=True):
+    for variable, term in results:
         if variable is None:
             continue
+        shape = part_shape(spec.shape(term), place_term(term, split), splits)
         for letter in dict.fromkeys(axes_to_add_over(term, split)):
             size = math.prod(shape) * itemsize(programs.variables[variable].dtype)
             exchanges.append(Collective(made_by[variable], (letter,), size))
@@ -144,9 +148,10 @@ def _check_splits(plan: PlanRecord, splits: Mapping[str, int]) -> dict[str, int]
         if parts < 1:
             raise PlannerError(f"{letter!r} is split into a positive number of parts, not {asked!r:.80}")
         if parts > 1 and not set(named) <= set(splittable(spec)):
+            raise PlannerError(f"{letter!r} of '{spec}' cannot be split: it has fewer than two elements")
+        if parts > 1 and len(named) > 1:
             raise PlannerError(
-                f"{letter!r} of '{spec}' cannot be split: it has fewer than two elements, repeats in a term, or an "
-                "index array reads pools of two sizes or along two brackets; XLA gathers arrays that are split so"
+                f"{letter!r} of '{spec}' stands for {len(named)} pools; devices that split one hold the others whole"
             )
         checked[letter] = parts
     if plan.loop is not None and plan.backend != "torch":
