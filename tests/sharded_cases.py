@@ -1,6 +1,7 @@
 """Steps on eight simulated devices: values of one device, and no more between the devices than plans foretell.
 
-JAX takes the number of devices when it starts: `test_sharding_jax.py` runs this file by a pytest of its own.
+JAX takes the number of devices when it starts: `test_sharding_jax.py` runs this file by a pytest of its own, and
+`gloo_process.py` in two processes with four of the devices each.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import jax_fast
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from laws import MODES
 
@@ -150,7 +152,8 @@ def run(case_name: str) -> types.SimpleNamespace:
     def compiled(function):
         on_all = NamedSharding(mesh, PartitionSpec())
         given = [(x + 50, on_all) if case.uneven else (x, place) for x, place in zip(arrays, places, strict=True)]
-        given = [jax.device_put(*one) for one in given]
+        # `device_put` would compare the values of processes, and NaN is not NaN.
+        given = [jax.make_array_from_callback(x.shape, place, x.__getitem__) for x, place in given]
         program = jax.jit(function).lower(*given).compile(jax_fast.FAST)
         return program(*given), program.as_text()
 
@@ -173,7 +176,7 @@ def test_values_and_gradients_are_those_of_one_device(name):
     """Results of small integers are equal, NaN where a bad index had a say included."""
     ran, (case, _) = run(name), CASES[name]
     for x, wanted in zip(ran.results, ran.wanted, strict=True):
-        np.testing.assert_array_equal(x, wanted)
+        np.testing.assert_array_equal(process_allgather(x, tiled=True), wanted)
     assert jnp.isnan(ran.wanted[0]).any() == (case.bad and case.mode == "raise")
 
 
@@ -299,6 +302,24 @@ def test_split_arrays_give_what_whole_ones_do(function, arrays, places, kinds):
     jax.tree.map(np.testing.assert_array_equal, program(*split), jax_fast.jit(function)(*arrays))
     found = exchanged(program.as_text())
     assert kinds in (None, found, [kind for kind, _ in found])
+
+
+def test_eager_calls():
+    """Where one process does not see all indices, NaN marks a bad one, as under `jit`."""
+
+    def call(q):
+        a, c, q = (put(np.asarray(x), *names) for x, names in ((A, "x"), (C, ""), (q, "x")))
+        return planner.contract("nij, q[n]jk -> nik", a, c, q=q)
+
+    np.testing.assert_array_equal(process_allgather(call(Q), tiled=True), rows(A, C, Q))
+    bad = Q.at[3].set(9)
+    if jax.process_count() == 1:
+        with pytest.raises(planner.IndexRangeError, match="is 9"):
+            call(bad)
+    else:
+        marked = np.isnan(process_allgather(call(bad), tiled=True))
+        assert (marked.any((1, 2)) == (np.arange(16) == 3)).all()
+        assert marked[3].all()
 
 
 def test_shard_map_exchanges_nothing():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pathlib
+import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -22,6 +24,20 @@ def test_eight_simulated_devices(jax):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file)
     assert " passed" in run(*command, JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
+
+
+def test_two_processes_of_four_devices_each(jax):
+    """They compile the same programs, and exchange by gloo: results, gradients, masks of rows, padding, bad indices."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    file = pathlib.Path(__file__).with_name("gloo_process.py")
+    chosen = "eager or not proposal and (taken and not (q or j) or uneven and (raise or xy))"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    with ThreadPoolExecutor() as pool:
+        how = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "timeout": 60}
+        calls = [pool.submit(run, sys.executable, file, number, port, chosen, **how) for number in (0, 1)]
+        assert all(" passed" in call.result() for call in calls)
 
 
 def test_one_device_has_no_partitioned_call(jax, jnp):

@@ -80,6 +80,11 @@ class JaxIndex(PreparedIndex):
     prepared_framework = "jax"
 
 
+def _is_hidden(raw: Any) -> bool:
+    """Whether the values of an index array cannot be seen: it is traced, or parts of it lie in other processes."""
+    return isinstance(raw, jax.core.Tracer) or not getattr(raw, "is_fully_addressable", True)
+
+
 def jax_in_range(raw: Any, gather: Gather, mode: str) -> tuple[Any, bool]:
     """Bring an index array into range; see `in_range`.
 
@@ -89,10 +94,10 @@ def jax_in_range(raw: Any, gather: Gather, mode: str) -> tuple[Any, bool]:
     """
     if isinstance(raw, JaxIndex):
         return raw.read(gather, mode)
-    if not isinstance(raw, jax.core.Tracer):
+    if not _is_hidden(raw):
         values, may_drop = numpy_in_range(np.asarray(raw), gather, MODES[mode])
         return jnp.asarray(values.astype(np.int32 if (gather.size or 0) < 2**31 else np.int64)), may_drop
-    if MODES[mode].bad == "refuse":
+    if MODES[mode].bad == "refuse" and isinstance(raw, jax.core.Tracer):
         check_p.bind(raw, gather=gather)
     return in_range(_JAX, raw, gather, MODES[mode])
 
@@ -149,10 +154,10 @@ def checked_arrays(plan: PlanRecord, indices: Mapping[str, Any]) -> tuple[dict[s
     refuses = MODES[mode].bad == "refuse"
     inexact = jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact)
 
-    def refuse_integers(name: str) -> None:
+    def refuse_integers(name: str, why: str = "is traced") -> None:
         if not inexact:
             raise PlannerError(
-                f"index array {name!r} is traced and the result is {plan.dtype}, which has no NaN to mark a bad "
+                f"index array {name!r} {why} and the result is {plan.dtype}, which has no NaN to mark a bad "
                 "index with: pass index_mode='drop' or 'clip'"
             )
 
@@ -169,12 +174,12 @@ def checked_arrays(plan: PlanRecord, indices: Mapping[str, Any]) -> tuple[dict[s
             if refuses and raw.may_drop:
                 refuse_integers(name)
             continue
-        traced = isinstance(raw, jax.core.Tracer)
-        concrete = concrete and not traced
+        traced, hidden = isinstance(raw, jax.core.Tracer), _is_hidden(raw)
+        concrete = concrete and not hidden
         if refuses:
-            if traced:
-                refuse_integers(name)
-            for gather in gathers:
+            if hidden:
+                refuse_integers(name, *[] if traced else ["lies in several processes"])
+            for gather in gathers if traced or not hidden else ():
                 # A constant under `jit` is checked at once. The primitive would become a part of the traced program.
                 check = check_p.bind if traced else check_values
                 check(raw, gather=gather)
