@@ -26,6 +26,7 @@ from planner.program.contraction import Contraction
 from planner.program.frameworks import HOW_GIVEN, framework_of, load_backend, operands_framework
 from planner.program.implementations import Backend
 from planner.run import Run, bind_plan, for_dynamo, torch_compiles, torch_override
+from planner.search.mesh import put_on_mesh
 from planner.search.paths import explicit_path
 from planner.search.verify import accept_plan
 from planner.tune.autotune import autotune
@@ -208,6 +209,8 @@ def plan(
     deadline: float | None = None,
     backend: str | None = None,
     device: Device | str | None = None,
+    mesh: Any = None,
+    placements: Any = None,
     **indices: Any,
 ) -> Plan:
     """Choose how a contraction would be done, without computing it.
@@ -236,6 +239,11 @@ def plan(
         device: the rates of the machine that times are predicted for, or the name of a preset such as "h100". By
             default these are the rates that `python -m planner calibrate` measured on this machine, or else the preset
             of the arrays' device.
+        mesh: devices that the arrays are split over, as `planner.shard` takes them. The plan is the one with the least
+            time on all of them together, and all its figures are those of one device.
+        placements: how the arrays are split: what `planner.shard` returns; or a mapping, from the number of an operand,
+            the letter of an index array, or "result", to a placement as `planner.shard` proposes it. Arrays that are
+            not named lie as their own sharding says, or else whole on each device.
         **indices: index arrays or their shapes, by letter.
 
     Returns:
@@ -246,7 +254,8 @@ def plan(
         ShapeError: shapes do not fit.
         PlannerLimitError: no plan is within the limits. The message names limits that succeed.
         SearchLimitError: the problem is too large for any search, or too large to address.
-        PlannerError: an option is unknown, or the backend's framework is not installed.
+        PlannerError: an option is unknown, the backend's framework is not installed, or an array cannot be placed on
+            the mesh as asked.
     """
     check_names(plan, indices)
     operands = tuple(unpack_operands(spec, operands))
@@ -264,7 +273,10 @@ def plan(
     request = Request(
         spec, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, precision, deadline
     )
-    return _plan(_read_call(request, backend, operands, indices, device), operands, indices)
+    contraction = _read_call(request, backend, operands, indices, device)
+    if mesh is not None or placements is not None:
+        contraction = put_on_mesh(contraction, operands, indices, mesh, placements)
+    return _plan(contraction, operands, indices)
 
 
 def _plan(contraction: Contraction, operands: Sequence[Any], indices: Mapping[str, Any]) -> Plan:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.api import plan as make_plan
-from planner.inspect.collectives import Collective
 from planner.inspect.text import table_lines
 from planner.language.dtypes import itemsize
-from planner.language.errors import PlannerError, PlannerLimitError
+from planner.language.errors import PlannerLimitError
+from planner.language.mesh import read_mesh
 from planner.language.resolve import shorten
 from planner.language.spec import Spec, Term
 from planner.language.split import (
@@ -28,6 +27,7 @@ from planner.language.split import (
 from planner.language.units import bytes_text, parse_bytes
 from planner.plan import Plan
 from planner.program.frameworks import framework_of
+from planner.search.collectives import Collective
 
 __all__ = ["MeshSplit", "Sharding", "shard"]
 
@@ -155,7 +155,7 @@ def shard(
         PlannerLimitError: no split is within the memory limit. The message names the least limit that succeeds.
         PlannerError: the mesh is none, or the plan is a loop, unless the backend is torch.
     """
-    axes, limit = _read_mesh(mesh), parse_bytes(memory_limit, "memory_limit")
+    axes, limit = read_mesh(mesh), parse_bytes(memory_limit, "memory_limit")
     if backend is None and all(framework_of(x) is None for x in (*operands, *indices.values())):
         root = type(mesh).__module__.split(".")[0]
         backend = root if root in ("torch", "jax") else None
@@ -193,22 +193,6 @@ def shard(
         collectives=plan.collectives(_parts(axes, best.letters)),
         others=tuple(split for split in splits if split is not best),
     )
-
-
-def _read_mesh(mesh: Any) -> dict[str, int]:
-    """Return the sizes of a mesh by the names of its axes."""
-    shape, names = getattr(mesh, "shape", mesh), getattr(mesh, "mesh_dim_names", None)
-    try:
-        names = [str(number) for number in range(len(shape))] if names is None else names
-        pairs = shape.items() if isinstance(shape, Mapping) else [*zip(names, shape, strict=True)]
-        axes = {str(name): operator.index(size) for name, size in pairs}
-    except TypeError:
-        axes = {}
-    if not axes or min(axes.values()) < 1:
-        raise PlannerError(
-            f"mesh={mesh!r:.80} is no mesh: give a DeviceMesh, a jax Mesh, or a mapping such as {{'x': 8}}"
-        )
-    return axes
 
 
 def _find_splits(plan: Plan, axes: Mapping[str, int]) -> list[MeshSplit]:

@@ -304,6 +304,31 @@ def test_split_arrays_give_what_whole_ones_do(function, arrays, places, kinds):
     assert kinds in (None, found, [kind for kind, _ in found])
 
 
+def test_a_plan_that_knows_the_mesh_exchanges_less():
+    """One device multiplies the last two first; on the mesh their product would be added up, which is large."""
+    spec, shapes = "ij, jk, kl -> il", ((16, 4096), (4096, 512), (512, 8))
+    arrays = put(small(*shapes[0])), put(small(*shapes[1]), None, "x"), put(small(*shapes[2]), "x")
+    alone = planner.plan(spec, *arrays)
+    together = planner.plan(spec, *arrays, mesh=MESH)
+    stand_ins = planner.plan(spec, *shapes, mesh={"x": 8}, placements={1: (None, "x"), 2: ("x",)}, backend="jax")
+    assert (together.path, stand_ins.cost) == (((0, 1), (0, 1)), together.cost)
+    found = []
+    for plan in alone, together:
+        program = jax.jit(plan.__call__).lower(*arrays).compile(jax_fast.FAST)
+        found.append(exchanged(program.as_text()))
+        np.testing.assert_array_equal(program(*arrays), planner.contract(spec, *map(np.asarray, arrays)))
+    assert found == [[("all-reduce", 4096 * 8 * 4)], [("all-reduce", 16 * 8 * 4)]]
+    assert [(c.kind, c.bytes) for c in together.collectives()] == found[1]
+
+
+def test_what_moves_is_foretold():
+    """The smaller of two operands that are split along different axes is gathered, in either direction."""
+    x, y = put(small(64, 16), "x"), put(small(16, 8), None, "x")
+    plan = planner.plan("ij, jk -> ik", x, y, mesh=MESH)
+    program = jax.jit(plan.__call__).lower(x, y).compile(jax_fast.FAST)
+    assert exchanged(program.as_text()) == [(c.kind, c.bytes) for c in plan.collectives()] == [("all-gather", 512)]
+
+
 def test_eager_calls():
     """Where one process does not see all indices, NaN marks a bad one, as under `jit`."""
 

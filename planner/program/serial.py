@@ -16,6 +16,7 @@ from planner.language.options import Options
 from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Operand, Spec
 from planner.program.build import Lowerer, build
+from planner.program.contraction import Contraction, OnMesh
 from planner.program.frameworks import load_backend
 from planner.program.guards import add_guards
 from planner.program.implementations import LOOP
@@ -59,6 +60,7 @@ class _StoredLoop:
 # The names in the JSON never change, even if a class is renamed.
 _CLASSES = {
     "Choice": PricedImplementation,
+    "Contraction": Contraction,
     "Cost": Cost,
     "Device": Device,
     "Forgotten": Forgotten,
@@ -67,6 +69,7 @@ _CLASSES = {
     "Leaf": Leaf,
     "Loop": _StoredLoop,
     "Node": Node,
+    "OnMesh": OnMesh,
     "Operand": Operand,
     "Options": Options,
     "Plan": PlanRecord,
@@ -128,6 +131,8 @@ def _checked_plan(plan: object) -> PlanRecord:
         if not isinstance(getattr(plan, name), kind):
             part = name.removeprefix("known_")
             raise PlannerError(f"this is not a plan written by to_json: {part!r} is damaged")
+    if not isinstance(plan.mesh, OnMesh | None):
+        raise PlannerError("this is not a plan written by to_json: 'mesh' is damaged")
     return plan
 
 
@@ -183,7 +188,11 @@ def encode(value: Any) -> Any:
         if isinstance(value, StepCost):
             return {"type": name, **value._asdict()}
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        for kind, newer in ((Options, "deadline"), (PlanCost, "bound")):  # plans stored before lack these
+        for kind, newer in (
+            (Options, "deadline"),
+            (PlanCost, "bound"),
+            (Contraction, "mesh"),
+        ):  # plans stored before lack these
             if isinstance(value, kind) and fields[newer] is None:
                 del fields[newer]
         if isinstance(value, PlanRecord):

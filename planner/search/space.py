@@ -32,6 +32,7 @@ from planner.search.exact.network import Network
 from planner.search.exact.steps import NetworkSteps, SearchEnded, SearchResult, Splits
 from planner.search.many.greedy import improved_path
 from planner.search.many.reconfigure import MOST_CUT, estimate_of
+from planner.search.mesh import exchange_pricer
 from planner.search.paths import PATH_NAMES, check_path, external_path, is_path_name, splits_of
 
 __all__ = [
@@ -86,10 +87,19 @@ class SearchSpace:
         deadline = self.options.deadline
         self.ends = None if deadline is None else time.monotonic() + deadline
         self._paths: dict[Any, Any] = {}
+        self._exchange = exchange_pricer(contraction)
 
     def choices(self, op: Op, key: StepKey | None = None) -> Sequence[PricedImplementation]:
-        """Return the implementations of an op, priced for the contraction's device; see `Table.choices`."""
-        return self.table.choices(op, self.device, key)
+        """Return the implementations of an op, priced for the contraction's device; see `Table.choices`.
+
+        On a mesh the price includes the time in which devices add up its results.
+        """
+        choices = self.table.choices(op, self.device, key)
+        more = 0 if self._exchange is None else self._exchange(op)
+        if not more:
+            return choices
+        costs = (choice.cost._replace(picoseconds=choice.cost.picoseconds + more) for choice in choices)
+        return [dataclasses.replace(choice, cost=cost) for choice, cost in zip(choices, costs, strict=True)]
 
     def lowerer(self, objective: Objective, fixed: Mapping[Op, PricedImplementation] = MappingProxyType({})) -> Lowerer:
         """Return what chooses the implementation of each step by an objective, but for some that are fixed."""
