@@ -66,7 +66,7 @@ def read_placement(placement: Any, shape: Sequence[int], axes: Mapping[str, int]
         why = f"the mesh has no axis {unknown[0]!r}, but {', '.join(axes)}"
     elif len(set(used)) < len(used):
         why = "an axis of the mesh splits one dimension of an array"
-    elif short := [d for d, names in enumerate(found) if shape[d] < math.prod(axes[name] for name in names)]:
+    elif short := [d for d, n in enumerate(found) if n and shape[d] < math.prod(axes[name] for name in n)]:
         why = f"dimension {short[0]} has size {shape[short[0]]}, which is fewer than the parts"
     else:
         return found

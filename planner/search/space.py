@@ -216,7 +216,8 @@ class SearchSpace:
 
     def _lazy_search(self, lower: Lowerer, objective: str, stop: Stop) -> LazySearch:
         launches = kernel_launches(self.table, self.device)
-        return LazySearch(self.steps, self.requires, lower, objective, self.device, self.bounded, launches, stop)
+        options = self.device, self.bounded, launches, stop, self._exchange is None
+        return LazySearch(self.steps, self.requires, lower, objective, *options)
 
     @property
     def bounded(self) -> bool:

@@ -74,6 +74,7 @@ class LazySearch:
         bounded: whether no implementation costs less than the bounds of `planner.cost.floor`.
         launches: the least launches of a row for brackets, see `Bounds`.
         stop: when to end early.
+        by_sizes: whether steps that differ in their letters only have one price.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class LazySearch:
         bounded: bool,
         launches: float,
         stop: Stop,
+        by_sizes: bool = True,
     ) -> None:
+        self.by_sizes = by_sizes
         self.steps, self.network, self.lower, self.stop = steps, steps.network, lower, stop
         gradient_operands = sum(needed << operand for operand, needed in enumerate(requires))
         self.bounds = Bounds(objective, device, steps.dtype, gradient_operands, bounded, launches)
@@ -231,7 +234,7 @@ class LazySearch:
             parts: the set of operands of each value that it reads.
         """
         needs = tuple(map(self.bounds.wanted, parts))
-        if self.priced >= FEW_PRICED:
+        if self.priced >= FEW_PRICED and self.by_sizes:
             op = _renamed(op)
         packed = self._prices.get((op, needs))
         if packed is None:
