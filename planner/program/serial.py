@@ -82,6 +82,14 @@ _CLASSES = {
     "StepCost": StepCost,
     "Variable": Variable,
 }
+# Fields that plans stored before lack: they are written only where they differ from their defaults.
+_NEWER: tuple[tuple[type, str, Any], ...] = (
+    (Options, "deadline", None),
+    (PlanCost, "bound", None),
+    (Contraction, "mesh", None),
+    (Device, "link_bandwidth", math.inf),
+    (Device, "link_seconds", 0.0),
+)
 _NAMES = {kind: name for name, kind in _CLASSES.items()}
 
 
@@ -188,12 +196,8 @@ def encode(value: Any) -> Any:
         if isinstance(value, StepCost):
             return {"type": name, **value._asdict()}
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        for kind, newer in (
-            (Options, "deadline"),
-            (PlanCost, "bound"),
-            (Contraction, "mesh"),
-        ):  # plans stored before lack these
-            if isinstance(value, kind) and fields[newer] is None:
+        for kind, newer, default in _NEWER:
+            if isinstance(value, kind) and fields[newer] == default:
                 del fields[newer]
         if isinstance(value, PlanRecord):
             del fields["known_naive_cost"]
