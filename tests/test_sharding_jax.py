@@ -32,7 +32,7 @@ def test_two_processes_of_four_devices_each(jax):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     file = pathlib.Path(__file__).with_name("gloo_process.py")
-    chosen = "eager or not proposal and (taken and not (q or j) or uneven and (raise or xy))"
+    chosen = "eager or not proposal and (taken and not (q or j) or uneven and raise)"
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     with ThreadPoolExecutor() as pool:
         how = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "timeout": 60}
