@@ -26,7 +26,6 @@ from planner.program.contraction import Contraction
 from planner.program.frameworks import HOW_GIVEN, framework_of, load_backend, operands_framework
 from planner.program.implementations import Backend
 from planner.run import Run, bind_plan, for_dynamo, torch_compiles, torch_override
-from planner.search.mesh import put_on_mesh
 from planner.search.paths import explicit_path
 from planner.search.verify import accept_plan
 from planner.tune.autotune import autotune
@@ -275,6 +274,8 @@ def plan(
     )
     contraction = _read_call(request, backend, operands, indices, device)
     if mesh is not None or placements is not None:
+        from planner.search.mesh import put_on_mesh
+
         contraction = put_on_mesh(contraction, operands, indices, mesh, placements)
     return _plan(contraction, operands, indices)
 

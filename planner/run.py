@@ -19,7 +19,7 @@ from planner.program.callbacks import callbacks
 from planner.program.frameworks import load_backend, operands_framework
 from planner.program.implementations import Backend
 from planner.program.plan import PlanRecord
-from planner.search.mesh import whole_plan
+from planner.search.collectives import whole_plan
 
 __all__ = ["Run", "bind_plan", "check_call", "for_dynamo", "run_plan", "torch_compiles", "torch_override"]
 

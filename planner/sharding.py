@@ -11,7 +11,6 @@ from planner.api import plan as make_plan
 from planner.inspect.text import table_lines
 from planner.language.dtypes import itemsize
 from planner.language.errors import PlannerLimitError
-from planner.language.mesh import read_mesh
 from planner.language.resolve import shorten
 from planner.language.spec import Spec, Term
 from planner.language.split import (
@@ -155,6 +154,8 @@ def shard(
         PlannerLimitError: no split is within the memory limit. The message names the least limit that succeeds.
         PlannerError: the mesh is none, or the plan is a loop, unless the backend is torch.
     """
+    from planner.language.mesh import read_mesh
+
     axes, limit = read_mesh(mesh), parse_bytes(memory_limit, "memory_limit")
     if backend is None and all(framework_of(x) is None for x in (*operands, *indices.values())):
         root = type(mesh).__module__.split(".")[0]

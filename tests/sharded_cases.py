@@ -404,6 +404,37 @@ def test_programs_for_tpus_hold_our_kernels_if_they_are_of_one_device(mapped, op
     assert ("planner_grouped_matmul" in exported.mlir_module()) == held
 
 
+@pytest.mark.parametrize(
+    ("case", "moved"),
+    [
+        # XLA partitions a product, and takes and sums of rows, as planner's own steps are. It knows no split of a sort:
+        # it gathers the index array of a grouped product, and adds up whole results.
+        pytest.param(CHAIN, [], id="chain"),
+        pytest.param(ROWS, [], id="rows"),
+        pytest.param(GROUPED, ["all-gather"], id="grouped"),
+    ],
+)
+def test_exported_programs_for_several_devices(case, moved):
+    """Values and gradients are those of one device. What is exchanged besides single flags is told in the docs."""
+    arrays = [np.asarray(small(*shape)) for shape in case.shapes]
+    arrays += [RNG.integers(0, size, shape).astype("int32") for shape, size in case.indices.values()]
+
+    def whole(*arrays):
+        operands, indices = arrays[: len(case.shapes)], dict(zip(case.indices, arrays[len(case.shapes) :], strict=True))
+        result, back = jax.vjp(lambda *operands: planner.contract(case.spec, *operands, **indices), *operands)
+        return result, *back(result)
+
+    split = [put(x, *["x"] * (number in (0, len(case.shapes)))) for number, x in enumerate(arrays)]
+    exported = jax.export.export(jax.jit(whole))(*split)
+    assert exported.nr_devices == 8
+    program = jax.jit(exported.call).lower(*split).compile(jax_fast.FAST)
+    jax.tree.map(np.testing.assert_array_equal, program(*split), jax_fast.jit(whole)(*arrays))
+    found, own = ({k for k, size in exchanged(text, numbers=False)} for text in (
+        program.as_text(), jax.jit(whole).lower(*split).compile(jax_fast.FAST).as_text()
+    ))  # fmt: skip
+    assert sorted(found - own) == moved
+
+
 def test_locations_are_hidden_in_partitioned_calls_alone(monkeypatch):
     """XLA's compiler may not end over them there; they are told again later."""
     limits, real, before = [], jax_partition._Part.cut, jax.config.jax_traceback_in_locations_limit

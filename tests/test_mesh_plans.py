@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import pickle
 
 import hypothesis
 import pytest
 from conftest import assert_on_file, examples, installed_frameworks
 
 import planner
-from planner.search.mesh import whole_plan
+from planner.search.collectives import whole_plan
 from planner.testing import problems
 
 CHAIN = "ij, jk, kl -> il", ((16, 4096), (4096, 512), (512, 8)), {}
@@ -125,7 +124,7 @@ def test_arrays_of_a_plan_are_whole(jax, jnp):
     arrays = [jnp.arange(math.prod(shape), dtype="float32").reshape(shape) % 3 for shape in shapes]
     q = jnp.arange(64) % 16
     assert (plan(*arrays, q=q) == planner.contract(spec, *arrays, q=q)).all()
-    assert (pickle.loads(pickle.dumps(plan))(*arrays, q=q) == plan(*arrays, q=q)).all()
+    assert (planner.Plan.from_json(plan.to_json())(*arrays, q=q) == plan(*arrays, q=q)).all()
     with pytest.raises(planner.ShapeError, match=r"the plan was made for float32\[64, 2, 8\]"):
         plan(arrays[0][:16], *arrays[1:], q=q)
     with pytest.raises(planner.PlannerError, match="made for a mesh"):

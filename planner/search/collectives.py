@@ -2,6 +2,9 @@
 
 In JAX each step of the plan is split, and its result is added up. In torch each device makes its part of the whole
 contraction, so that the result and the gradients alone are added up.
+
+A plan for a mesh is the plan of one device's part. What the sums take is added to the prices of its steps. So the
+search finds the tree with the least time on the whole mesh.
 """
 
 from __future__ import annotations
@@ -9,12 +12,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from planner.cost.figures import Cost, PlanCost
+from planner.cost.objective import step_key
 from planner.language.dtypes import itemsize
 from planner.language.errors import PlannerError
-from planner.language.spec import Term, indexed_dims
+from planner.language.spec import Gather, Term, indexed_dims, pool_letters
 from planner.language.split import (
     Entry,
     Placement,
@@ -22,20 +26,24 @@ from planner.language.split import (
     axes_to_add_over,
     choose_splits,
     letter_of,
+    local_gathers,
     local_spec,
     part_shape,
     place_index,
     place_term,
     splittable,
+    with_sizes,
 )
 from planner.language.units import bytes_text
+from planner.program.build import Lowerer, build, given_variables
+from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
-from planner.program.ops import Cast, Guard
+from planner.program.ops import Cast, Guard, Op
 from planner.program.plan import AnyPlan, PlanRecord
 from planner.program.program import Step
-from planner.search.mesh import whole_plan
+from planner.program.tree import Node, Tree, change_tree
 
-__all__ = ["Collective", "add_exchanges", "collectives", "foretell"]
+__all__ = ["Collective", "add_exchanges", "collectives", "exchange_pricer", "foretell", "whole_plan"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -221,6 +229,62 @@ def _of_whole(plan: PlanRecord, split: Split, sizes: Mapping[str, int]) -> tuple
             seconds = plan.device.exchange_seconds("all-reduce", size, sizes[name])
             exchanges.append(Collective(made_by[variable], (name,), size, seconds=seconds))
     return tuple(exchanges)
+
+
+def exchange_pricer(contraction: Contraction) -> Callable[[Op], int] | None:
+    """Return what tells the picoseconds that devices take to add up the results of a step; None if they never do."""
+    mesh = contraction.mesh
+    if mesh is None or contraction.backend == "torch":
+        return None
+    whole, sizes, device = mesh.whole.resolved.spec, dict(mesh.axes), contraction.device
+    split = {entry: math.prod(sizes[name] for name in names) for entry, names in mesh.split}
+    gathers = local_gathers(whole, split)
+    parts: dict[Entry, int] = {}
+    for entry, count in split.items():
+        parts[gathers[entry] if isinstance(entry, Gather) else entry] = count
+    # Before its rows are taken, the dimension of a pool is an axis with a letter of its own.
+    for own, letter in zip(gathers.values(), pool_letters(contraction.resolved.spec), strict=True):
+        parts[letter] = parts.get(own, 1)
+
+    def picoseconds(op: Op) -> int:
+        if isinstance(op, Cast | Guard):
+            return 0
+        total, entries = 0.0, list[Entry]((*op.spec.axes, *op.spec.gathers))
+        for term, shape in zip(op.output_terms, op.output_shapes, strict=True):
+            count = math.prod(parts.get(entry, 1) for entry in entries if entry not in term)
+            if count > 1:
+                total += device.exchange_seconds("all-reduce", math.prod(shape) * itemsize(op.dtype), count)
+        return round(total * 1e12)
+
+    return picoseconds
+
+
+def whole_plan(plan: PlanRecord) -> PlanRecord:
+    """Return the plan of the whole arrays: the same tree, whose steps run in the same implementations.
+
+    Args:
+        plan: the plan of one device's part.
+    """
+    mesh = plan.mesh
+    assert mesh is not None
+    local, whole = plan.resolved.spec, mesh.whole.resolved.spec
+    split = {entry: math.prod(dict(mesh.axes)[name] for name in names) for entry, names in mesh.split}
+    gathers = {own: gather for gather, own in local_gathers(whole, split).items()}
+    pools = zip(pool_letters(local), local.gathers, strict=True)
+    sizes = {**whole.by_axis, **{letter: whole.size(gathers[own]) for letter, own in pools}}
+
+    def resize(op: Op) -> Op:
+        return dataclasses.replace(op, spec=with_sizes(op.spec, sizes, gathers), layouts=())
+
+    def change(node: Node, children: tuple[Tree, ...]) -> Tree:
+        return dataclasses.replace(node, op=resize(node.op), children=children)
+
+    fixed = {resize(step.op): step.choice for step in plan.steps if not isinstance(step.op, Guard)}
+    table = load_backend(plan.backend).table
+    lower = Lowerer(lambda op: table.choices(op, plan.device), step_key(plan.options.objective), fixed)
+    tree = change_tree(plan.tree, change)
+    programs = build(tree, mesh.whole, given_variables(mesh.whole), lower)
+    return PlanRecord.of_contraction(mesh.whole, tree=tree, programs=programs, proven=False, origin=plan.origin)
 
 
 def _check_splits(plan: PlanRecord, splits: object) -> dict[str, int]:

@@ -26,13 +26,13 @@ from planner.program.ops import Op, PricedImplementation
 from planner.program.plan import Loop, find_loop
 from planner.program.program import Programs
 from planner.program.tree import Tree
+from planner.search.collectives import exchange_pricer
 from planner.search.exact.dynamic import FRONT_LIMIT, Search
 from planner.search.exact.lazy import LazySearch, Stop
 from planner.search.exact.network import Network
 from planner.search.exact.steps import NetworkSteps, SearchEnded, SearchResult, Splits
 from planner.search.many.greedy import improved_path
 from planner.search.many.reconfigure import MOST_CUT, estimate_of
-from planner.search.mesh import exchange_pricer
 from planner.search.paths import PATH_NAMES, check_path, external_path, is_path_name, splits_of
 
 __all__ = [
