@@ -245,6 +245,9 @@ def run_proposal(case, mesh_name):
         for x in operands:
             x.grad.redistribute(placements=x.placements)
     assert sum(size for _, size in exchanged.found) == found.split.exchanged_bytes
+    plan = planner.plan(spec, *operands, mesh=mesh, **indices)
+    assert sum(each.bytes for each in plan.collectives()) == found.split.exchanged_bytes
+    same(plan(*operands, **indices), result.full_tensor())
 
 
 # -- index modes, derivatives, refusals -----------------------------------------------------------------------

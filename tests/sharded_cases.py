@@ -9,15 +9,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import random
 import re
 import types
 from collections.abc import Mapping
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import jax_fast
 import numpy as np
 import pytest
+from conftest import examples
 from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -26,6 +29,7 @@ from laws import MODES
 import planner
 from planner.backends.jax import partition as jax_partition
 from planner.language.split import letter_of, place_index, place_term
+from planner.testing import problems
 
 KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 BYTES = {"pred": 1, "f32": 4, "s32": 4, "u32": 4, "bf16": 2}
@@ -355,6 +359,50 @@ def test_eager_calls():
         marked = np.isnan(process_allgather(call(bad), tiled=True))
         assert (marked.any((1, 2)) == (np.arange(16) == 3)).all()
         assert marked[3].all()
+
+
+def drawn(count):
+    """Random problems with index arrays."""
+    found = []
+
+    @hypothesis.settings(max_examples=4 * count, phases=[hypothesis.Phase.generate])
+    @hypothesis.given(problems(dtypes=["float32"], index_modes=["raise", "drop", "clip"], max_axes=5, max_size=7))
+    def draw(problem):
+        if problem.indices:
+            found.append(problem)
+
+    draw()
+    return found[:count]
+
+
+@pytest.mark.parametrize("problem", drawn(examples(4, 200)), ids=str)
+def test_random_specs_in_random_places(problem):
+    """Values and gradients, whatever dimensions of whatever size are split."""
+    rng, mesh = random.Random(str(problem)), jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    operands, names = problem.operands(), list(problem.indices)
+    arrays = [*map(np.asarray, operands), *map(np.asarray, problem.indices.values())]
+
+    def placed(x):
+        dims = [[] for _ in x.shape]
+        for name in rng.sample("xy", rng.randint(0, 2)) if dims else ():
+            rng.choice(dims).append(name)
+        return NamedSharding(mesh, PartitionSpec(*(tuple(names) or None for names in dims)))
+
+    places = list(map(placed, arrays))
+
+    def whole(*arrays):
+        options = {"sizes": problem.sizes, "index_mode": problem.index_mode}
+        options |= dict(zip(names, arrays[len(operands) :], strict=True))
+        run = functools.partial(planner.contract, problem.spec, **options)
+        result, back = jax.vjp(run, *arrays[: len(operands)])
+        return result, *back(jnp.ones_like(result))
+
+    def split(*arrays):
+        return whole(*map(jax.lax.with_sharding_constraint, arrays, places))
+
+    everywhere = [jax.device_put(x, NamedSharding(mesh, WHOLE)) for x in arrays]
+    found, wanted = jax_fast.jit(split)(*everywhere), jax_fast.jit(whole)(*arrays)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 def test_shard_map_exchanges_nothing():
