@@ -23,14 +23,8 @@ from planner.language.units import parse_bytes, parse_seconds
 from planner.members import bind_first_member, bind_member
 from planner.plan import Plan
 from planner.program.contraction import Contraction, at_numbers
-from planner.program.frameworks import (
-    HOW_GIVEN,
-    beside_jax,
-    framework_of,
-    is_stand_in,
-    load_backend,
-    operands_framework,
-)
+from planner.program.frameworks import (HOW_GIVEN, beside_jax, framework_of, is_stand_in, load_backend,
+                                        operands_framework)  # fmt: skip
 from planner.program.implementations import Backend
 from planner.run import Run, bind_plan, for_dynamo, torch_compiles, torch_override
 from planner.search.paths import explicit_path
@@ -147,8 +141,7 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
         request = request._replace(spec=spec, sizes=_replace_labels(request.sizes, letters))
     if not isinstance(spec, Spec):
         parse(spec)
-    given = beside_jax((*operands, *indices.values()))
-    operands, indices = given[: len(operands)], dict(zip(indices, given[len(operands) :], strict=True))
+    operands, indices = beside_jax(operands, indices)
     framework = operands_framework(operands, indices)
     backend = load_backend(framework)
     divided = backend.divided(operands, indices)
@@ -218,6 +211,8 @@ def plan(
     deadline: float | None = None,
     backend: str | None = None,
     device: Device | str | None = None,
+    mesh: Any = None,
+    placements: Any = None,
     **indices: Any,
 ) -> Plan:
     """Choose how a contraction would be done, without computing it.
@@ -246,6 +241,11 @@ def plan(
         device: the rates of the machine that times are predicted for, or the name of a preset such as "h100". By
             default these are the rates that `python -m planner calibrate` measured on this machine, or else the preset
             of the arrays' device.
+        mesh: devices that the arrays are split over, as `planner.shard` takes them. The plan is the one with the least
+            time on all of them together, and all its figures are those of one device.
+        placements: how the arrays are split: what `planner.shard` returns; or a mapping, from the number of an operand,
+            the letter of an index array, or "result", to a placement as `planner.shard` proposes it. Arrays that are
+            not named lie as their own sharding says, or else whole on each device.
         **indices: index arrays, stand-ins for them or their shapes, by letter.
 
     Returns:
@@ -256,16 +256,17 @@ def plan(
         ShapeError: shapes do not fit.
         PlannerLimitError: no plan is within the limits. The message names limits that succeed.
         SearchLimitError: the problem is too large for any search, or too large to address.
-        PlannerError: an option is unknown, or the backend's framework is not installed.
+        PlannerError: an option is unknown, the backend's framework is not installed, or an array cannot be placed on
+            the mesh as asked.
     """
     check_names(plan, indices)
     operands = tuple(unpack_operands(spec, operands))
     if not (is_name(spec) or isinstance(spec, Spec)):
         spec, operands, letters = parse_sublists((spec, *operands))
         sizes = _replace_labels(sizes, letters)
-    given = beside_jax((*operands, *indices.values()))
-    operands, indices = tuple(given[: len(operands)]), dict(zip(indices, given[len(operands) :], strict=True))
+    operands, indices = beside_jax(operands, indices)
     if backend is None:
+        given = (*operands, *indices.values())
         arrays = [x for x in given if framework_of(x) is not None]
         if any(map(is_stand_in, given)):
             backend = "jax"
@@ -278,7 +279,12 @@ def plan(
     request = Request(
         spec, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, precision, deadline
     )
-    return _plan(_read_call(request, backend, operands, indices, device), operands, indices)
+    contraction = _read_call(request, backend, operands, indices, device)
+    if mesh is not None or placements is not None:
+        from planner.search.mesh import put_on_mesh
+
+        contraction = put_on_mesh(contraction, operands, indices, mesh, placements)
+    return _plan(contraction, operands, indices)
 
 
 def _plan(contraction: Contraction, operands: Sequence[Any], indices: Mapping[str, Any]) -> Plan:

@@ -8,7 +8,6 @@ from typing import Any
 
 from planner.inspect.analysis import Analysis
 from planner.inspect.analyze import analyze
-from planner.inspect.collectives import Collective, collectives
 from planner.inspect.text import plan_text
 from planner.inspect.verdicts import ImplementationVerdict, verdicts
 from planner.language.resolve import shorten
@@ -16,6 +15,7 @@ from planner.program.plan import Loop, PlanRecord, find_loop
 from planner.program.serial import plan_from_json, plan_to_json
 from planner.run import run_plan
 from planner.search.alternatives import Alternative, alternatives
+from planner.search.collectives import Collective, collectives
 from planner.slices import Slices
 
 __all__ = ["Plan", "load_plan"]
@@ -52,6 +52,8 @@ class Plan(PlanRecord):
             is no loop. A loop is one step of each program.
         compiled_bytes: the larger peak of the two compiled programs; None if there was no memory limit to check.
         gradient_strides: the strides of the output's gradient that the plan was made for; None for those of the result.
+        mesh: the mesh that the plan was made for, and the contraction of the whole arrays; else None. All other
+            attributes are about one device, which contracts its parts of the arrays.
     """
 
     def __call__(self, *operands: Any, **indices: Any) -> Any:
@@ -172,7 +174,7 @@ class Plan(PlanRecord):
         """
         return verdicts(self)
 
-    def collectives(self, splits: Mapping[str, int]) -> tuple[Collective, ...]:
+    def collectives(self, splits: Mapping[str, int] | None = None) -> tuple[Collective, ...]:
         """Return what devices exchange if arrays are split over a mesh: by `NamedSharding` in JAX, DTensors in torch.
 
         Each device computes its part. If a result lacks a split axis, the devices add up their parts. Under JAX's `jit`
@@ -191,10 +193,11 @@ class Plan(PlanRecord):
 
         Args:
             splits: for each axis that is split, by letter, the number of parts. Each is split over an axis of the mesh
-                of its own. The letter of an index array stands for the dimension that it indexes.
+                of its own. The letter of an index array stands for the dimension that it indexes. A plan that was made
+                for a mesh needs none.
 
         Returns:
-            The sums between devices, forward and backward, with their bytes on one device.
+            What devices exchange, forward and backward, with the bytes on one device.
 
         Raises:
             PlannerError: a letter is unknown or cannot be split, or the plan is a loop, unless the backend is torch.

@@ -19,6 +19,7 @@ from planner.program.callbacks import callbacks
 from planner.program.frameworks import load_backend, operands_framework
 from planner.program.implementations import Backend
 from planner.program.plan import PlanRecord
+from planner.search.collectives import whole_plan
 
 __all__ = ["Run", "bind_plan", "check_call", "for_dynamo", "run_plan", "torch_compiles", "torch_override"]
 
@@ -31,6 +32,8 @@ def run_plan(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, An
     override = torch_override((*operands, *indices.values()))
     if override is not None:
         return override(run_plan, plan, operands, indices)
+    if plan.mesh is not None:
+        plan = _whole(_Same(plan))
     backend, strides = _check(plan, operands, indices)
     divided = backend.divided(operands, indices)
     if divided is not None:
@@ -64,6 +67,12 @@ class _Same:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and self.plan is other.plan
+
+
+@lru_cache(maxsize=256)
+def _whole(same: _Same) -> PlanRecord:
+    """Return the plan of the whole arrays, for a plan that was made for a mesh."""
+    return whole_plan(same.plan)
 
 
 @lru_cache(maxsize=256)
@@ -151,8 +160,12 @@ def check_call(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, 
     Raises:
         ShapeError: an operand or index array does not fit.
         PlannerError: an array is of another framework or on another device; an index array is missing, unknown or not
-            of integers; or the plan is within a memory limit for operands of other strides.
+            of integers; the plan is within a memory limit for operands of other strides; or it was made for a mesh.
     """
+    if plan.mesh is not None:
+        raise PlannerError(
+            "the plan was made for a mesh of devices, and this is done on one: make a plan without mesh="
+        )
     return _check(plan, operands, indices)[0]
 
 

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.api import plan as make_plan
-from planner.inspect.collectives import Collective
 from planner.inspect.text import table_lines
 from planner.language.dtypes import itemsize
-from planner.language.errors import PlannerError, PlannerLimitError
+from planner.language.errors import PlannerLimitError
 from planner.language.resolve import shorten
 from planner.language.spec import Spec, Term
-from planner.language.split import Entry, dims_of_entries, letter_of, local_spec, splittable
+from planner.language.split import (
+    Entry,
+    Placement,
+    letter_of,
+    part_shape,
+    place_index,
+    place_term,
+    splittable,
+    view_placement,
+)
 from planner.language.units import bytes_text, parse_bytes
 from planner.plan import Plan
 from planner.program.frameworks import framework_of
+from planner.search.collectives import Collective
 
 __all__ = ["MeshSplit", "Sharding", "shard"]
 
@@ -146,7 +154,9 @@ def shard(
         PlannerLimitError: no split is within the memory limit. The message names the least limit that succeeds.
         PlannerError: the mesh is none, or the plan is a loop, unless the backend is torch.
     """
-    axes, limit = _read_mesh(mesh), parse_bytes(memory_limit, "memory_limit")
+    from planner.language.mesh import read_mesh
+
+    axes, limit = read_mesh(mesh), parse_bytes(memory_limit, "memory_limit")
     if backend is None and all(framework_of(x) is None for x in (*operands, *indices.values())):
         root = type(mesh).__module__.split(".")[0]
         backend = root if root in ("torch", "jax") else None
@@ -165,39 +175,25 @@ def shard(
             over[letter] = (*over.get(letter, ()), name)
     summed = [name for names in over.values() for name in names]
     resolved = plan.resolved.spec
-    brackets = {gather.array: gather.axes for gather in resolved.gathers}
+    split = {entry: over[letter_of(entry)] for entry in _entries(resolved) if letter_of(entry) in over}
+    seen_shapes = dict(plan.resolved.index_shapes)
 
-    def place(term: Term, shape: Sequence[int], summed: Sequence[str] = ()) -> Any:
-        entries = {dim: entry for entry, dim in dims_of_entries(resolved, term, shape).items()}
-        names = [over.get(letter_of(entries[d]), ()) if d in entries else () for d in range(len(shape))]
-        return _placement(plan.backend, names, tuple(axes), summed)
+    def place(placement: Placement, seen: Sequence[int], shape: Sequence[int], summed: Sequence[str] = ()) -> Any:
+        return _placement(plan.backend, view_placement(placement, seen, shape), tuple(axes), summed)
+
+    of_operands = [place_term(term, split) for term in resolved.inputs]
+    pairs = zip(of_operands, plan.resolved.shapes, plan.operands, strict=True)
 
     return Sharding(
         plan=plan,
         mesh=axes,
-        operands=tuple(place(t, x.shape) for t, x in zip(resolved.inputs, plan.operands, strict=True)),
-        indices={name: place(brackets[name], shape) for name, shape in plan.index_shapes},
-        result=place(resolved.output, resolved.output_shape, summed),
+        operands=tuple(place(placement, seen, x.shape) for placement, seen, x in pairs),
+        indices={q: place(place_index(resolved, q, split), seen_shapes[q], shape) for q, shape in plan.index_shapes},
+        result=place(place_term(resolved.output, split), resolved.output_shape, resolved.output_shape, summed),
         split=best,
         collectives=plan.collectives(_parts(axes, best.letters)),
         others=tuple(split for split in splits if split is not best),
     )
-
-
-def _read_mesh(mesh: Any) -> dict[str, int]:
-    """Return the sizes of a mesh by the names of its axes."""
-    shape, names = getattr(mesh, "shape", mesh), getattr(mesh, "mesh_dim_names", None)
-    try:
-        names = [str(number) for number in range(len(shape))] if names is None else names
-        pairs = shape.items() if isinstance(shape, Mapping) else [*zip(names, shape, strict=True)]
-        axes = {str(name): operator.index(size) for name, size in pairs}
-    except TypeError:
-        axes = {}
-    if not axes or min(axes.values()) < 1:
-        raise PlannerError(
-            f"mesh={mesh!r:.80} is no mesh: give a DeviceMesh, a jax Mesh, or a mapping such as {{'x': 8}}"
-        )
-    return axes
 
 
 def _find_splits(plan: Plan, axes: Mapping[str, int]) -> list[MeshSplit]:
@@ -245,7 +241,7 @@ def _sizes_of_letters(spec: Spec) -> dict[str, int]:
     return {
         letter: min(map(spec.size, entries))
         for letter, entries in named.items()
-        if letter in given and allowed.issuperset(entries)
+        if letter in given and len(entries) == 1 and allowed.issuperset(entries)
     }
 
 
@@ -265,14 +261,16 @@ def _parts(axes: Mapping[str, int], letters: Sequence[str | None]) -> dict[str, 
 def _device_bytes(plan: Plan, parts: Mapping[str, int]) -> int:
     """Return the bytes of all arrays and gradients on the device that holds the most."""
     spec = plan.resolved.spec
-    split = {entry: parts[letter_of(entry)] for entry in _entries(spec) if letter_of(entry) in parts}
-    local = local_spec(spec, split)
-    elements = [math.prod(local.shape(term)) for term in local.inputs]
-    held = math.prod(local.output_shape) * itemsize(plan.dtype)
-    for count, operand in zip(elements, plan.operands, strict=True):
-        held += count * itemsize(operand.dtype) * (1 + operand.requires_grad)
-    for bracket in {gather.array: gather.axes for gather in local.gathers}.values():
-        held += math.prod(local.shape(bracket)) * _INDEX_BYTES
+    split = {entry: (letter_of(entry),) for entry in _entries(spec) if letter_of(entry) in parts}
+
+    def elements(term: Term, placement: Placement) -> int:
+        return math.prod(part_shape(spec.shape(term), placement, parts))
+
+    held = elements(spec.output, place_term(spec.output, split)) * itemsize(plan.dtype)
+    for term, operand in zip(spec.inputs, plan.operands, strict=True):
+        held += elements(term, place_term(term, split)) * itemsize(operand.dtype) * (1 + operand.requires_grad)
+    for name, axes in {gather.array: gather.axes for gather in spec.gathers}.items():
+        held += elements(axes, place_index(spec, name, split)) * _INDEX_BYTES
     return held
 
 

@@ -172,11 +172,13 @@ def installed_frameworks() -> tuple[str, ...]:
     return ("numpy", *(name for name in ("torch", "jax") if importlib.util.find_spec(name)))
 
 
-def run(*command: object, given: str = "", cwd: str | os.PathLike | None = None, **environment: str) -> str:
+def run(
+    *command: object, given: str = "", cwd: str | os.PathLike | None = None, timeout: float = 1200, **environment: str
+) -> str:
     """The output of a command, which sees this checkout, is given text to read, and must not fail."""
     root = str(pathlib.Path(__file__).resolve().parent.parent)
     done = subprocess.run(
-        [*map(str, command)], input=given, capture_output=True, text=True, check=False, timeout=1200, cwd=cwd,
+        [*map(str, command)], input=given, capture_output=True, text=True, check=False, timeout=timeout, cwd=cwd,
         env={**os.environ, "PYTHONPATH": root, **environment},
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-20_000:]

@@ -156,6 +156,10 @@ TAKEN = "bj, q[b]k -> jk", ((8, 4), (6, 4)), {"q": ((8,), 6)}
 SCATTER = "nj, nk -> q[n]jk", ((8, 4), (8, 2)), {"q": ((8,), 6)}
 # An index counts from the end of each pool that it reads.
 TWO_SIZES = "p[n]j, p[n]k, q[n]jk -> n", ((3, 4), (5, 6), (8, 4, 6)), {"p": ((8,), 3), "q": ((8,), 8)}
+DIAGONAL = "iij, jk -> ik", ((9, 9, 4), (4, 5)), {}
+TO_DIAGONAL = "i, ij -> jii", ((9,), (9, 4)), {}
+POOLS = "q[n]q[n]j, nk -> njk", ((6, 6, 2), (8, 3)), {"q": ((8,), 6)}
+TWO_BRACKETS = "p[n]j, p[m]j, n, m -> nm", ((6, 3), (6, 3), (8,), (8,)), {"p": ((8,), 6)}
 KEYS = "bqhd, bhi[bhqk]d -> bhqk", ((4, 5, 2, 3), (4, 2, 9, 3)), {"i": ((4, 2, 5, 3), 9)}
 # Letters and the dimensions of the mesh that they are split over.
 SPLITS = {
@@ -164,7 +168,11 @@ SPLITS = {
     "chain": (CHAIN, ["i 0", "j 0", "k 0", "j 0, k 1"]),
     "taken": (TAKEN, ["b 0", "q 0", "k 0"]),
     "scatter": (SCATTER, ["n 0", "j 0"]),
-    "two sizes": (TWO_SIZES, ["q 0", "n 0, q 1"]),
+    "two sizes": (TWO_SIZES, ["q 0", "n 0, q 1", "n 0", "j 0"]),
+    "diagonal": (DIAGONAL, ["i 0", "j 0", "i 01", "i 0, k 1"]),
+    "to diagonal": (TO_DIAGONAL, ["i 0", "j 0, i 1"]),
+    "pools": (POOLS, ["q 0", "n 0, q 1"]),
+    "two brackets": (TWO_BRACKETS, ["n 0", "n 0, m 1"]),
     "keys": (KEYS, ["b 0", "i 0", "b 0, i 1"]),
 }
 
@@ -191,8 +199,10 @@ def run_split(case, text):
         used = {int(m) for ms in split.values() for m in ms}
         return tuple(Partial() if p == R and m in used else p for m, p in enumerate(placements(term)))
 
-    brackets = {gather.array: gather.axes for gather in resolved.gathers}
-    places = list(map(placements, (*resolved.inputs, *(brackets[name] for name in qs))))
+    # An index array is whole where brackets differ.
+    brackets = {name: {gather.axes for gather in resolved.gathers if gather.array == name} for name in qs}
+    of_arrays = [() if len(axes) > 1 else min(axes) for axes in brackets.values()]
+    places = list(map(placements, (*resolved.inputs, *of_arrays)))
     result, gradients = compare(mesh, spec, xs, qs, places, placements(resolved.output), sizes=sizes)
     assert [result.placements, *(g.placements for g in gradients)] == [
         *map(summed, (resolved.output, *resolved.inputs))
@@ -209,7 +219,7 @@ def run_split(case, text):
     # One after the other over the dimensions of the mesh.
     foretold = [c.bytes for c in plan.collectives(parts) for _ in split[c.over[0]]]
     assert [kind for kind, _ in exchanged.found] == ["all_reduce"] * len(foretold), (exchanged.found, foretold)
-    if dist.get_rank() == 0 or case is not UNEVEN:  # the first rank has the largest parts
+    if dist.get_rank() == 0 or case not in (UNEVEN, DIAGONAL, TO_DIAGONAL):  # the first rank has the largest parts
         assert sorted(size for _, size in exchanged.found) == sorted(foretold)
 
 
@@ -235,6 +245,9 @@ def run_proposal(case, mesh_name):
         for x in operands:
             x.grad.redistribute(placements=x.placements)
     assert sum(size for _, size in exchanged.found) == found.split.exchanged_bytes
+    plan = planner.plan(spec, *operands, mesh=mesh, **indices)
+    assert sum(each.bytes for each in plan.collectives()) == found.split.exchanged_bytes
+    same(plan(*operands, **indices), result.full_tensor())
 
 
 # -- index modes, derivatives, refusals -----------------------------------------------------------------------

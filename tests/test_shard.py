@@ -93,10 +93,18 @@ def test_placements_of_jax(jax):
 
 
 def test_what_cannot_be_split_is_not():
-    found = planner.shard("ii, ij -> i", (8, 8), (8, 1), mesh=(4,), backend="numpy")
+    """One axis of the mesh cannot split both pools that an index array reads."""
+    found = planner.shard("q[n]i, q[n]ij -> j", (8, 1), (4, 1, 1), q=(2,), mesh=(4,), backend="numpy")
     assert found.split.letters == (None,)
-    assert found.operands == (((), ()), ((), ()))
+    assert found.operands == (((), ()), ((), (), ()))
     assert "nothing" in str(found)
+
+
+def test_what_repeats_is_split_along_one_dimension():
+    found = planner.shard("ii, ij -> i", (8, 8), (8, 1), mesh=(4,), backend="numpy")
+    assert (found.split.letters, found.split.exchanged_bytes) == (("i",), 0)
+    assert found.split.device_bytes == 4 * (2 * 8 + 2 + 2)
+    assert found.operands == ((("0",), ()), (("0",), ()))
 
 
 def test_a_proposal_prints_what_was_considered():

@@ -116,6 +116,11 @@ class JaxIndex(PreparedIndex):
     prepared_framework = "jax"
 
 
+def _is_hidden(raw: Any) -> bool:
+    """Whether the values of an index array cannot be seen: it is traced, or parts of it lie in other processes."""
+    return isinstance(raw, jax.core.Tracer) or not getattr(raw, "is_fully_addressable", True)
+
+
 def jax_in_range(raw: Any, gather: Gather, mode: str) -> tuple[Any, bool]:
     """Bring an index array into range; see `in_range`.
 
@@ -125,7 +130,7 @@ def jax_in_range(raw: Any, gather: Gather, mode: str) -> tuple[Any, bool]:
     """
     if isinstance(raw, JaxIndex):
         return raw.read(gather, mode)
-    if not isinstance(raw, jax.core.Tracer) and not is_symbol(gather.size):
+    if not _is_hidden(raw) and not is_symbol(gather.size):
         values, may_drop = numpy_in_range(np.asarray(raw), gather, MODES[mode])
         return jnp.asarray(values.astype(np.int32 if (gather.size or 0) < 2**31 else np.int64)), may_drop
     if MODES[mode].bad == "refuse" and isinstance(raw, jax.core.Tracer):
@@ -228,10 +233,10 @@ def checked_arrays(plan: PlanRecord, indices: Mapping[str, Any]) -> tuple[dict[s
     refuses = MODES[mode].bad == "refuse"
     inexact = jnp.issubdtype(jnp.dtype(plan.dtype), jnp.inexact)
 
-    def refuse_integers(name: str) -> None:
+    def refuse_integers(name: str, why: str) -> None:
         if not inexact:
             raise PlannerError(
-                f"index array {name!r} is traced and the result is {plan.dtype}, which has no NaN to mark a bad "
+                f"index array {name!r} {why} and the result is {plan.dtype}, which has no NaN to mark a bad "
                 "index with: pass index_mode='drop' or 'clip'"
             )
 
@@ -248,12 +253,12 @@ def checked_arrays(plan: PlanRecord, indices: Mapping[str, Any]) -> tuple[dict[s
             if checked:
                 continue
         symbolic = any(is_symbol(gather.size) for gather in gathers)  # so nothing is known to be out of range
-        traced = isinstance(raw, jax.core.Tracer) or symbolic
-        concrete = concrete and not traced
+        traced, hidden = isinstance(raw, jax.core.Tracer), symbolic or _is_hidden(raw)
+        concrete = concrete and not hidden
         if refuses:
-            if traced:
-                refuse_integers(name)
-            for gather in gathers if not symbolic else ():
+            if hidden:
+                refuse_integers(name, "is traced" if traced or symbolic else "lies in several processes")
+            for gather in gathers if not symbolic and (traced or not hidden) else ():
                 # A constant under `jit` is checked at once. The primitive would become a part of the traced program.
                 check = check_p.bind if traced else check_values
                 check(raw, gather=gather)

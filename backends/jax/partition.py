@@ -36,9 +36,9 @@ from planner.language.split import (
     Split,
     axes_to_add_over,
     choose_splits,
-    local_gather,
+    local_gathers,
     local_spec,
-    local_term,
+    place_term,
     splittable,
 )
 from planner.program.guards import dropped_brackets
@@ -133,7 +133,7 @@ def guard_on_devices(x: Any, guard: Guard, given: Indices, index_mode: str) -> A
     def run_part(part: _Part, inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
         (x,) = inputs
         index, marks = bring_into_range(*part.indices(given, index_mode)), bring_into_range(given, index_mode).given
-        mask = read_mask(x, local_term(term, part.parts), part.local, index, marks)
+        mask = read_mask(x, part.local.output, part.local, index, marks)
         return (OPS.select(_add_over(mask, axes_to_add_over(term, part.split)), x, 0),)
 
     def run_whole(inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
@@ -182,24 +182,30 @@ def _call(
             spec, [(term, _find_placement(x, mesh)) for term, x in zip(outputs, results, strict=bool(results))], split
         )
 
-    def shardings(mesh: Any, split: Split, terms: Sequence[Term]) -> tuple[Any, ...]:
-        return tuple(NamedSharding(mesh, PartitionSpec(*(split.get(entry) for entry in term))) for term in terms)
+    def shardings(mesh: Any, placements: Sequence[Placement]) -> tuple[Any, ...]:
+        return tuple(NamedSharding(mesh, PartitionSpec(*(names or None for names in dims))) for dims in placements)
 
     def partition(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
         split = split_of(mesh, arguments, results)
         part = _Part(spec, split, {entry: math.prod(mesh.shape[name] for name in split[entry]) for entry in split})
+        before, after = (
+            [place_term(term, split, _find_placement(x, mesh)) for term, x in zip(of, arrays, strict=True)]
+            for of, arrays in ((terms, arguments), (outputs, results))
+        )
 
         def local(*arguments: Any) -> tuple[Any, ...]:
             # XLA calls this on a thread of its own, which does not have the JAX configuration of the caller.
             with jax.disable_jit(False), jax.enable_x64(wide):
-                inputs, given = unpack([part.zero_padding(x, term) for x, term in zip(arguments, terms, strict=True)])
-                return run_part(part, inputs, given)
+                inputs, given = unpack([part.cut(*x) for x in zip(arguments, terms, before, strict=True)])
+                found = run_part(part, inputs, given)
+                return tuple(part.embed(*x) for x in zip(found, outputs, after, strict=True))
 
         _lower_without_locations(local)
-        return mesh, local, shardings(mesh, split, outputs), shardings(mesh, split, terms)
+        return mesh, local, shardings(mesh, after), shardings(mesh, before)
 
     def infer(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
-        return shardings(mesh, split_of(mesh, arguments, ()), outputs)
+        split = split_of(mesh, arguments, ())
+        return shardings(mesh, [place_term(term, split) for term in outputs])
 
     # JAX cannot decode shardings in which two dimensions share an axis of the mesh, and a reshape may leave such ones.
     call.def_partition(partition, infer, decode_shardings=False, sharding_rule=_rule(spec, terms, outputs))
@@ -256,14 +262,16 @@ def _rule(spec: Spec, operands: Sequence[Term], results: Sequence[Term]) -> SdyS
     """Return the rule that tells Shardy which dimensions of operands and results go together."""
     factors = {entry: f"f{number}" for number, entry in enumerate(splittable(spec))}
     whole: list[str] = []
+    numbers = itertools.count()
 
-    def name(entry: Entry) -> str:
+    def name(entry: Entry, before: Term) -> str:
         if entry not in factors:
-            whole.append(f"w{len(whole)}")
-        return factors.get(entry) or whole[-1]
+            whole.append(f"w{next(numbers)}")
+            return whole[-1]
+        return f"r{next(numbers)}" if entry in before else factors[entry]
 
     def mapping(term: Term) -> ArrayMapping:
-        return ArrayMapping(*(name(entry) for entry in term))
+        return ArrayMapping(*(name(entry, term[:dim]) for dim, entry in enumerate(term)))
 
     sides = tuple(tuple(map(mapping, terms)) for terms in (operands, results))
     before, after = ({entry for term in terms for entry in term} for terms in (operands, results))
@@ -297,12 +305,35 @@ class _Part:
         """Return the spec of the device's slices."""
         return local_spec(self.spec, self.parts)
 
-    def zero_padding(self, x: Any, term: Term) -> Any:
-        """Zero the padding of a slice, which could hold anything. Sizes that do not divide evenly are padded."""
+    def cut(self, x: Any, term: Term, placement: Placement) -> Any:
+        """Return the device's part of an array that is split along some dimensions.
+
+        Where a split entry repeats, the part is cut out of the other dimensions. The padding is zeroed, which could
+        hold anything: sizes that do not divide evenly are padded.
+        """
+        for dim, entry in self._whole_dims(term, placement):
+            start, size = self._start(entry)
+            padding = [(0, 0)] * x.ndim
+            padding[dim] = (0, size * self.parts[entry] - x.shape[dim])
+            x = lax.dynamic_slice_in_dim(jnp.pad(x, padding), start, size, dim)
         for dim, entry in enumerate(term):
             if self._uneven(entry):
                 x = OPS.select(self._data_mask(entry, dim, x.ndim), x, 0)
         return x
+
+    def embed(self, x: Any, term: Term, placement: Placement) -> Any:
+        """Return a result that is split along some dimensions, from the device's part: the inverse of `cut`."""
+        for dim, entry in self._whole_dims(term, placement):
+            start, size = self._start(entry)
+            shape = [*x.shape]
+            shape[dim] = size * self.parts[entry]
+            x = lax.dynamic_update_slice_in_dim(jnp.zeros(shape, x.dtype), x, start, dim)
+            x = lax.slice_in_dim(x, 0, self.spec.size(entry), axis=dim)
+        return x
+
+    def _whole_dims(self, term: Term, placement: Placement) -> list[tuple[int, Entry]]:
+        """Return the dimensions that are whole on each device although their entry is split."""
+        return [(d, entry) for d, entry in enumerate(term) if entry in self.split and not placement[d]]
 
     def indices(self, given: Indices, index_mode: str) -> tuple[dict[Gather, Any], str]:
         """Return the index arrays for the device's slices of the pools, and the mode to read them in.
@@ -312,7 +343,7 @@ class _Part:
         """
         if not any(gather in self.parts or any(map(self._uneven, gather.axes)) for gather in given):
             return dict(given), index_mode
-        local_indices = {}
+        local_indices, local = {}, local_gathers(self.spec, self.parts)
         for gather, values in given.items():
             start, size = self._start(gather)
             whole = traced_in_range(values, gather, MODES[index_mode])
@@ -320,7 +351,7 @@ class _Part:
             for dim, axis in enumerate(gather.axes):
                 if self._uneven(axis):
                     is_local &= self._data_mask(axis, dim, whole.ndim)
-            local_indices[local_gather(gather, self.parts)] = jnp.where(is_local, whole - start, size)
+            local_indices[local[gather]] = jnp.where(is_local, whole - start, size)
         return local_indices, "drop"
 
     def _uneven(self, entry: Entry) -> bool:

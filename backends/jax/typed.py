@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from planner.backends.jax.partition import placement
 from planner.language.errors import PlannerError
-from planner.language.split import Entry, Placement, choose_splits, letter_of
+from planner.language.split import Entry, choose_splits, letter_of, place_term, view_placement
 from planner.program.plan import PlanRecord
 
 __all__ = ["like_einsum", "result_sharding"]
@@ -42,19 +42,16 @@ def result_sharding(plan: PlanRecord, operands: Sequence[Any], arrays: Sequence[
     if any(type(x).__name__ == "LinearizeTracer" and not isinstance(x.primal, jax.core.Tracer) for x in operands):
         raise PlannerError("gradients on explicit axes of a mesh are taken under jit: call jax.jit(jax.grad(...))")
     spec, resolved = plan.resolved.spec, plan.resolved
-    brackets = {gather.array: gather.axes for gather in spec.gathers}
-    shapes = dict(resolved.index_shapes)
-    seen = {
-        **{f"operand {i}": x for i, x in enumerate(zip(spec.inputs, resolved.shapes, operands, strict=True))},
-        **{f"index array {q!r}": (brackets[q], shapes[q], x) for q, x in zip(spec.arrays, arrays, strict=True)},
-    }
-    placed = {label: (term, _seen(x, shape)) for label, (term, shape, x) in seen.items()}
-    split = choose_splits(spec, list(placed.values()))
-    for label, (term, places) in placed.items():
-        for entry, names in zip(term, places, strict=True):
-            if names and split.get(entry) != names:
-                raise PlannerError(_conflict(label, entry, names, split))
-    return NamedSharding(mesh, PartitionSpec(*(split.get(entry) for entry in spec.output)))
+    shapes, by_letter = dict(resolved.index_shapes), dict(zip(spec.arrays, arrays, strict=True))
+    seen = [(f"operand {i}", *x) for i, x in enumerate(zip(spec.inputs, resolved.shapes, operands, strict=True))]
+    seen += [(f"index array {g.array!r}", g.axes, shapes[g.array], by_letter[g.array]) for g in spec.gathers]
+    placed = [(label, term, view_placement(placement(jax.typeof(x)), x.shape, shape)) for label, term, shape, x in seen]
+    split = choose_splits(spec, [(term, places) for _, term, places in placed])
+    for label, term, places in placed:
+        for dim, names in enumerate(places):
+            if names and place_term(term, split, places)[dim] != names:
+                raise PlannerError(_conflict(label, term[dim], names, split))
+    return NamedSharding(mesh, PartitionSpec(*(names or None for names in place_term(spec.output, split))))
 
 
 def like_einsum(result: Any, operands: Sequence[Any]) -> Any:
@@ -81,21 +78,14 @@ def _reduced(x: Any) -> bool:
     return bool(spec.reduced or spec.unreduced)
 
 
-def _seen(x: Any, shape: Sequence[int]) -> Placement:
-    """Return how an array is split in the shape that the spec has, without broadcast dimensions of size 1."""
-    longer = (names for names, size in zip(placement(jax.typeof(x)), x.shape, strict=True) if size != 1)
-    return tuple(() if size == 1 else next(longer) for size in shape)
-
-
 def _conflict(label: str, entry: Entry, names: tuple[str, ...], split: dict[Entry, tuple[str, ...]]) -> str:
     """Return why the split of an array does not fit the other arrays, and what to do."""
     other = split.get(entry)
     if other is not None:
-        why = f"another array has it split over {', '.join(other)}"
-    elif taken := [e for e, axes in split.items() if not set(axes).isdisjoint(names)]:
-        why = f"that splits {letter_of(taken[0])!r} in another array"
+        why = f"another dimension has it split over {', '.join(other)}"
     else:
-        why = "it repeats in a term, or one index array reads pools of two sizes or along two brackets"
+        taken = next(e for e, axes in split.items() if not set(axes).isdisjoint(names))
+        why = f"that splits {letter_of(taken)!r} in another array"
     return (
         f"{label} has {letter_of(entry)!r} split over {', '.join(names)}, but {why}: "
         f"place that dimension anew with jax.sharding.reshard"

@@ -79,7 +79,9 @@ def load_rates(preset: Device, framework: str, framework_version: str, machine: 
     """
     key = Key(machine or cpu_name(), framework, framework_version, preset.kind)
     rates = read(key)
-    return preset if rates is None else dataclasses.replace(rates, capability=preset.capability)
+    if rates is None:
+        return preset
+    return dataclasses.replace(rates, **{name: getattr(preset, name) for name in _NOT_MEASURED})
 
 
 def read(key: Key) -> Device | None:
@@ -127,12 +129,15 @@ def _device(entry: Any, key: Key) -> Device:
     return Device(key.kind, kind=key.kind, source=entry["source"][:200], **rates)
 
 
+# One device does not tell how fast it reaches others.
+_NOT_MEASURED = ("capability", "link_bandwidth", "link_seconds")
 _MAY_BE_INFINITE = ("fresh_bandwidth", "reused_bandwidth", "cache_bandwidth")
 
 
 def rate_fields() -> tuple[str, ...]:
     """Return the fields of `Device` that are measured."""
-    return tuple(f.name for f in dataclasses.fields(Device) if f.name not in ("name", "kind", "capability", "source"))
+    others = ("name", "kind", "source", *_NOT_MEASURED)
+    return tuple(f.name for f in dataclasses.fields(Device) if f.name not in others)
 
 
 def write(device: Device, key: Key) -> pathlib.Path:

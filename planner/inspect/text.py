@@ -13,6 +13,7 @@ from planner.language.split import letter_of
 from planner.language.units import bytes_text, count_text, seconds_text
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Program, Step
+from planner.search.collectives import foretell
 
 __all__ = ["equation", "lowered_to", "plan_text", "table_lines"]
 
@@ -63,6 +64,7 @@ def plan_text(plan: PlanRecord) -> str:
     wanted = [str(n) for n, operand in enumerate(plan.operands) if operand.requires_grad]
     gradients = f"gradients of operands {', '.join(wanted)}" if wanted else "no gradients"
     head = f"{shorten(plan.text, MOST_TEXT)}        {plan.backend} · {plan.device.name} · {plan.dtype} · {gradients}"
+    exchanges = _Exchanges(plan)
     summary = [["", "FLOPs", "moves", "peak", "retained", "time"]]
     for name, cost in (("naive", plan.naive_cost), ("this plan", plan.cost)):
         summary.append([name, *_figures(cost), seconds_text(cost.seconds)])
@@ -73,15 +75,16 @@ def plan_text(plan: PlanRecord) -> str:
         how = ", of the family of ".join([f"{search} search", *family])
     keep = f"; {_describe_kept(plan)}" if wanted else ""
     summary[2].append(f"{how}, {_describe_gap(plan)}{keep}{_describe_compiled(plan)}")
-    lines = [head, *_symbol_lines(plan), *table_lines(summary, (0, 6))]
-    rows: list[Sequence[str]] = [["#", "step", "lowered to", "FLOPs", "moves", "live", "time", "keeps"]]
+    lines = [head, *_symbol_lines(plan), *exchanges.lines(), *table_lines(summary, (0, 6))]
+    titles = ["#", "step", "lowered to", "FLOPs", "moves", "live", "time"]
+    rows: list[Sequence[str]] = [[*titles, *exchanges.titles, "keeps"]]
     backward = plan.programs.backward
-    rows += _rows(plan, plan.programs.forward, 0)
+    rows += _rows(plan, plan.programs.forward, 0, exchanges)
     if backward is not None:
         rows.append(
             [f"  backward, needs {bytes_text(plan.cost.backward.peak_bytes)} at most" if plan.cost.backward else ""]
         )
-        rows += _rows(plan, backward, len(plan.programs.forward.steps))
+        rows += _rows(plan, backward, len(plan.programs.forward.steps), exchanges)
     rows += _slice_rows(plan)
     if len(rows) > MOST_ROWS:
         cut = len(rows) - MOST_ROWS
@@ -89,7 +92,11 @@ def plan_text(plan: PlanRecord) -> str:
     if not plan.programs.forward.steps:
         rows = [["  no steps: the result is the operand"]]
     return "\n".join(
-        [*lines, *table_lines(rows, (0, 1, 2, 7)), f"  times by the rates of {plan.device.name}: {plan.device.source}"]
+        [
+            *lines,
+            *table_lines(rows, (0, 1, 2, 7, 8, 9)),
+            f"  times by the rates of {plan.device.name}: {plan.device.source}",
+        ]
     )
 
 
@@ -125,15 +132,51 @@ def _figures(cost: Cost) -> list[str]:
     return [count_text(cost.flops), *map(bytes_text, sizes)]
 
 
-def _rows(plan: PlanRecord, program: Program, first: int) -> list[list[str]]:
+class _Exchanges:
+    """What a plan on a mesh says besides: the placements of results, and what devices exchange. Else it is empty.
+
+    Attributes:
+        titles: the titles of its columns.
+    """
+
+    def __init__(self, plan: PlanRecord) -> None:
+        self.plan, self.titles = plan, [] if plan.mesh is None else ["split", "exchanges"]
+        self.all, self.places = foretell(plan) if plan.mesh is not None else ((), {})
+
+    def lines(self) -> list[str]:
+        """Return the lines about the whole mesh."""
+        mesh = self.plan.mesh
+        if mesh is None:
+            return []
+        axes = " x ".join(f"{name}={size}" for name, size in mesh.axes)
+        count = math.prod(size for _, size in mesh.axes)
+        seconds = math.fsum(each.seconds for each in self.all)
+        size = bytes_text(sum(each.bytes for each in self.all))
+        said = f"exchanges {size} in {seconds_text(seconds)}" if self.all else "exchanges nothing"
+        return [f"  all figures are those of one of {count} devices, {axes}; it {said}"]
+
+    def cells(self, step: Step) -> list[str]:
+        """Return the cells of a step: over what its results are split, and what devices exchange for it."""
+        if not self.titles:
+            return []
+        results = []
+        for term, variable in zip(step.op.output_terms, step.outputs, strict=True):
+            pairs = zip(term, self.places.get(variable, ()), strict=False)
+            results.append(", ".join(f"{letter_of(entry)} over {' '.join(names)}" for entry, names in pairs if names))
+        own = [each for each in self.all if each.step.outputs == step.outputs]
+        said = [f"{e.kind} over {', '.join(e.over)}, {bytes_text(e.bytes)}, {seconds_text(e.seconds)}" for e in own]
+        return ["; ".join(filter(None, results)), "; ".join(said)]
+
+
+def _rows(plan: PlanRecord, program: Program, first: int, exchanges: _Exchanges | None = None) -> list[list[str]]:
     rows = []
     for number, step in enumerate(program.steps, first):
         cost = step.choice.cost
         figures = [count_text(cost.flops), bytes_text(cost.bytes_moved), bytes_text(step.live_bytes)]
         figures.append(seconds_text(cost.picoseconds / 1e12))
-        rows.append(
-            [str(number), shorten(equation(step), MOST_EQUATION), lowered_to(step), *figures, _keeps(plan, step)]
-        )
+        text = shorten(equation(step), MOST_EQUATION)
+        cells = exchanges.cells(step) if exchanges else []
+        rows.append([str(number), text, lowered_to(step), *figures, *cells, _keeps(plan, step)])
     return rows
 
 

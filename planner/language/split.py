@@ -5,6 +5,10 @@ an entry is split over axes of the mesh, it is shorter on each device, and so ar
 each device computes the same einsum of shorter operands. If a pool is split, each device holds a slice of it, and
 drops rows whose index lies outside of its slice. If a result lacks a split entry, each device computes one part of a
 sum.
+
+If an entry repeats in a term, only the diagonal of the array counts. The array is split along one of these dimensions,
+and each device cuts its part out of the others. An index array that is used in several brackets is read once for each
+of them, and so is one that reads pools of several sizes. So it may be split in one place and whole in another.
 """
 
 from __future__ import annotations
@@ -14,20 +18,23 @@ import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from planner.language.spec import Gather, Spec, Term, replace_gathers, term_axes
+from planner.language.spec import Gather, Spec, Term, replace_gathers, term_axes, unused_letters
 
 __all__ = [
     "Entry",
     "Placement",
     "Split",
     "choose_splits",
-    "dims_of_entries",
+    "dims_of_term",
     "splittable",
     "letter_of",
-    "local_gather",
+    "local_gathers",
     "local_spec",
-    "local_term",
+    "part_shape",
+    "place_index",
+    "place_term",
     "axes_to_add_over",
+    "view_placement",
     "with_sizes",
 ]
 
@@ -39,30 +46,11 @@ Split = Mapping[Entry, tuple[str, ...]]
 
 
 def splittable(spec: Spec) -> tuple[Entry, ...]:
-    """Return the entries that can be split.
-
-    Such an entry has at least two elements and appears at most once in each term and bracket. Two more cases cannot be
-    split: the axes of an index array that is used with two different brackets; and a pool whose index array reads a
-    pool of another size with the same bracket, because splitting could make the two sizes equal.
-    """
+    """Return the entries that can be split: those with at least two elements."""
     entries: dict[Entry, None] = {}
     for term in spec.terms:
         entries.update(dict.fromkeys((*term, *term_axes(term))))
-    brackets = [gather.axes for gather in spec.gathers]
-    uses = [(gather.array, gather.axes) for gather in spec.gathers]
-    in_unlike_brackets: set[Entry] = set()
-    for array, axes in uses:
-        if any(array == other and axes != other_axes for other, other_axes in uses):
-            in_unlike_brackets.update(axes)
-
-    def can_be_split(entry: Entry) -> bool:
-        if spec.size(entry) <= 1 or entry in in_unlike_brackets:
-            return False
-        if isinstance(entry, Gather) and uses.count((entry.array, entry.axes)) > 1:
-            return False
-        return all(places.count(entry) <= 1 for places in (*spec.terms, *brackets))
-
-    return tuple(entry for entry in entries if can_be_split(entry))
+    return tuple(entry for entry in entries if spec.size(entry) > 1)
 
 
 def choose_splits(
@@ -89,24 +77,71 @@ def choose_splits(
     return split
 
 
-def dims_of_entries(spec: Spec, term: Term, shape: Sequence[int]) -> dict[Entry, int]:
-    """Return the dimension of each entry of a term in an array as its caller has it.
+def place_term(term: Term, split: Split, wanted: Placement = ()) -> Placement:
+    """Return the placement of an array: each split entry of its term splits one dimension.
 
-    Dimensions of size 1 are left out: they may be broadcast, and then the term lacks them. They are never split.
+    If the entry repeats in the term, that is a dimension which is split so in the wanted placement, or else the first.
+
+    Example:
+        >>> place_term(("i", "i", "j"), {"i": ("x",)})
+        (('x',), (), ())
+        >>> place_term(("i", "i", "j"), {"i": ("x",)}, ((), ("x",), ()))
+        ((), ('x',), ())
     """
-    long = [d for d, size in enumerate(shape) if size != 1]
-    return dict(zip([entry for entry in term if spec.size(entry) != 1], long, strict=True))
+    dims: dict[Entry, int] = {}
+    for dim, entry in enumerate(term):
+        fits = wanted and wanted[dim] == split.get(entry)
+        if entry not in dims or (fits and wanted[dims[entry]] != split.get(entry)):
+            dims[entry] = dim
+    return tuple(split.get(entry, ()) if dims[entry] == dim else () for dim, entry in enumerate(term))
 
 
-def local_gather(gather: Gather, parts: Mapping[Entry, int]) -> Gather:
-    """Return the gather from one device's slice of the pool."""
-    assert gather.size is not None
-    return dataclasses.replace(gather, size=-(-gather.size // parts.get(gather, 1)))
+def place_index(spec: Spec, array: str, split: Split) -> Placement:
+    """Return the placement of an index array; a dimension is whole where the brackets of the array disagree."""
+    placements = [place_term(gather.axes, split) for gather in spec.gathers if gather.array == array]
+    return tuple(names[0] if len(set(names)) == 1 else () for names in zip(*placements, strict=True))
 
 
-def local_term(term: Term, parts: Mapping[Entry, int]) -> Term:
-    """Return a term whose gathers read one device's slices."""
-    return replace_gathers(term, lambda gather: local_gather(gather, parts))
+def part_shape(shape: Sequence[int], placement: Placement, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the shape of the largest part of an array on a device.
+
+    Args:
+        shape: the shape of the array.
+        placement: its placement.
+        sizes: sizes of the mesh by the name of its axis.
+    """
+    pairs = zip(shape, placement, strict=True)
+    return tuple(-(-size // math.prod(sizes[name] for name in names)) for size, names in pairs)
+
+
+def view_placement(placement: Placement, shape: Sequence[int], other: Sequence[int]) -> Placement:
+    """Return the placement of an array in another shape. Only dimensions of size 1 differ, which are never split."""
+    longer = iter([names for names, size in zip(placement, shape, strict=True) if size != 1])
+    return tuple(() if size == 1 else next(longer) for size in other)
+
+
+def dims_of_term(spec: Spec, term: Term, shape: Sequence[int]) -> tuple[int | None, ...]:
+    """Return, for each entry of a term, its dimension in an array as its caller has it.
+
+    None stands for dimensions of size 1: they may be broadcast, and then the term lacks them. They are never split.
+    """
+    longer = iter([d for d, size in enumerate(shape) if size != 1])
+    return tuple(None if spec.size(entry) == 1 else next(longer) for entry in term)
+
+
+def local_gathers(spec: Spec, parts: Mapping[Entry, int]) -> dict[Gather, Gather]:
+    """Return, for each gather of a spec, the gather from one device's slice of the pool.
+
+    Slices of pools of two sizes may have one size. Then they are still two pools, in which an index means two rows. So
+    the index array of the second gets another letter.
+    """
+    local: dict[Gather, Gather] = {}
+    letters = iter(unused_letters((*spec.axes, *spec.arrays), len(spec.gathers)))
+    for gather in spec.gathers:
+        assert gather.size is not None
+        own = dataclasses.replace(gather, size=-(-gather.size // parts.get(gather, 1)))
+        local[gather] = dataclasses.replace(own, array=next(letters)) if own in local.values() else own
+    return local
 
 
 def local_spec(spec: Spec, parts: Mapping[Entry, int]) -> Spec:
@@ -123,7 +158,7 @@ def local_spec(spec: Spec, parts: Mapping[Entry, int]) -> Spec:
         parts: for each entry that is split, the number of parts.
     """
     sizes = {axis: -(-size // parts.get(axis, 1)) for axis, size in spec.sizes}
-    return with_sizes(spec, sizes, {gather: local_gather(gather, parts) for gather in spec.gathers})
+    return with_sizes(spec, sizes, local_gathers(spec, parts))
 
 
 def with_sizes(spec: Spec, sizes: Mapping[str, int], gathers: Mapping[Gather, Gather]) -> Spec:

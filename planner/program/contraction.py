@@ -12,8 +12,9 @@ from planner.language.errors import PlannerError
 from planner.language.options import Options
 from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Operand, is_symbol, stand_in
+from planner.language.split import Entry, Placement
 
-__all__ = ["Contraction", "at_numbers"]
+__all__ = ["Contraction", "OnMesh", "at_numbers"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Contraction:
         gradient_strides: the strides of the output's gradient; None if they are those of the result.
         symbols: for each axis or bracket of a symbolic size: its name, the size as text, and the number that stands for
             it in the spec; see `at_numbers`. Then steps are stock ones, which need no numbers.
+        mesh: if the contraction is one device's part of another, the mesh and that other; else None.
     """
 
     text: str
@@ -46,6 +48,7 @@ class Contraction:
     options: Options
     gradient_strides: tuple[int, ...] | None = None
     symbols: tuple[tuple[str, str, int], ...] = ()
+    mesh: OnMesh | None = None
 
     def as_planned(self, shape: Sequence[Any]) -> tuple[Any, ...]:
         """Return a shape with the numbers that stand for its symbolic sizes, where the contraction has these sizes."""
@@ -66,6 +69,27 @@ class Contraction:
     def requires_grad(self) -> tuple[bool, ...]:
         """Which operands need a gradient."""
         return tuple(operand.requires_grad for operand in self.operands)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OnMesh:
+    """A contraction whose arrays are split over a mesh of devices. See `planner.language.split`.
+
+    Attributes:
+        axes: the axes of the mesh: pairs of a name and a size.
+        whole: the contraction of the whole arrays.
+        operands: the placement of each operand, in the shape that the spec has.
+        indices: the placement of each index array, by letter.
+        result: the placement that the caller wants for the result; None for the one that it has.
+        split: the entries of the whole spec that are split, each with its axes of the mesh.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    whole: Contraction
+    operands: tuple[Placement, ...]
+    indices: tuple[tuple[str, Placement], ...]
+    result: Placement | None
+    split: tuple[tuple[Entry, tuple[str, ...]], ...]
 
 
 def at_numbers(contraction: Contraction) -> Contraction:

@@ -65,21 +65,27 @@ def is_stand_in(x: Any) -> bool:
     return jax is not None and isinstance(x, jax.ShapeDtypeStruct)
 
 
-def beside_jax(arrays: Sequence[Any]) -> Sequence[Any]:
+def beside_jax(operands: Sequence[Any], indices: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arrays of a call. NumPy arrays beside an array of JAX become JAX arrays, as in `jax.numpy`."""
-    if len({framework_of(x) for x in arrays}) == 1 or not any(framework_of(x) == "jax" for x in arrays):
-        return arrays
+    found = {framework_of(x) for x in (*operands, *indices.values())}
+    if len(found) == 1 or "jax" not in found:
+        return tuple(operands), dict(indices)
     numpy, jax = sys.modules["numpy"], sys.modules["jax"]
-    given = []
-    for x in arrays:
-        if isinstance(x, (numpy.ndarray, numpy.generic)):
-            if x.dtype.kind in "iu" and not jax.config.jax_enable_x64:
-                # Narrower integers would wrap around, and an index out of range become one in range.
-                limits = numpy.iinfo("int32" if x.dtype.kind == "i" else "uint32")
-                x = x.clip(limits.min, limits.max) if x.dtype.itemsize == 8 else x
-            x = jax.numpy.asarray(x)
-        given.append(x)
-    return given
+
+    def is_numpy(x: Any) -> bool:
+        return isinstance(x, (numpy.ndarray, numpy.generic))
+
+    def index(q: Any) -> Any:
+        if not is_numpy(q):
+            return q
+        if q.dtype.kind in "iu" and q.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
+            # In narrower integers an index out of range could become one in range.
+            limits = numpy.iinfo("int32" if q.dtype.kind == "i" else "uint32")
+            q = q.clip(limits.min, limits.max)
+        return jax.numpy.asarray(q)
+
+    converted = tuple(jax.numpy.asarray(x) if is_numpy(x) else x for x in operands)
+    return converted, {name: index(q) for name, q in indices.items()}
 
 
 def operands_framework(operands: Sequence[Any], indices: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from planner.language.options import Options
 from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Operand, Spec
 from planner.program.build import Lowerer, build
+from planner.program.contraction import Contraction, OnMesh
 from planner.program.frameworks import load_backend
 from planner.program.guards import add_guards
 from planner.program.implementations import LOOP
@@ -59,6 +60,7 @@ class _StoredLoop:
 # The names in the JSON never change, even if a class is renamed.
 _CLASSES = {
     "Choice": PricedImplementation,
+    "Contraction": Contraction,
     "Cost": Cost,
     "Device": Device,
     "Forgotten": Forgotten,
@@ -67,6 +69,7 @@ _CLASSES = {
     "Leaf": Leaf,
     "Loop": _StoredLoop,
     "Node": Node,
+    "OnMesh": OnMesh,
     "Operand": Operand,
     "Options": Options,
     "Plan": PlanRecord,
@@ -79,6 +82,14 @@ _CLASSES = {
     "StepCost": StepCost,
     "Variable": Variable,
 }
+# Fields that plans stored before lack: they are written only where they differ from their defaults.
+_NEWER: tuple[tuple[type, str, Any], ...] = (
+    (Options, "deadline", None),
+    (PlanCost, "bound", None),
+    (Contraction, "mesh", None),
+    (Device, "link_bandwidth", math.inf),
+    (Device, "link_seconds", 0.0),
+)
 _NAMES = {kind: name for name, kind in _CLASSES.items()}
 
 
@@ -128,6 +139,8 @@ def _checked_plan(plan: object) -> PlanRecord:
         if not isinstance(getattr(plan, name), kind):
             part = name.removeprefix("known_")
             raise PlannerError(f"this is not a plan written by to_json: {part!r} is damaged")
+    if not isinstance(plan.mesh, OnMesh | None):
+        raise PlannerError("this is not a plan written by to_json: 'mesh' is damaged")
     return plan
 
 
@@ -185,8 +198,8 @@ def encode(value: Any) -> Any:
         if isinstance(value, StepCost):
             return {"type": name, **value._asdict()}
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        for kind, newer in ((Options, "deadline"), (PlanCost, "bound")):  # plans stored before lack these
-            if isinstance(value, kind) and fields[newer] is None:
+        for kind, newer, default in _NEWER:
+            if isinstance(value, kind) and fields[newer] == default:
                 del fields[newer]
         if isinstance(value, PlanRecord):
             del fields["known_naive_cost"]

@@ -14,6 +14,7 @@ from planner.program.build import Lowerer
 from planner.program.plan import AnyPlan, PlanRecord
 from planner.program.program import Programs
 from planner.program.tree import keep_values
+from planner.search.collectives import add_exchanges
 from planner.search.exact.steps import SearchResult
 from planner.search.paths import find_joined_sets, left_to_right
 from planner.search.slicing import worth_cutting
@@ -73,7 +74,8 @@ def alternatives(plan: AnyPlan, most: int) -> tuple[Alternative[AnyPlan], ...]:
             other = dataclasses.replace(
                 plan, tree=tree, programs=programs, proven=False, origin=origin, compiled_bytes=None
             )
-            others.append((key(programs.cost), other, origin))
+            other = add_exchanges(other) if plan.mesh is not None else other
+            others.append((key(other.cost), other, origin))
 
     for bare in (False, True) if any(space.requires) else (False,):
         for objective in OBJECTIVES:

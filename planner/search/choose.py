@@ -16,6 +16,7 @@ from planner.program.frameworks import load_backend
 from planner.program.plan import PlanRecord
 from planner.program.tree import keep_values
 from planner.search.bounds import least_by_sizes, lower_bound
+from planner.search.collectives import add_exchanges
 from planner.search.exact.steps import SearchResult
 from planner.search.refine import order_children, quicken_steps
 from planner.search.slicing import fastest, loop_candidates
@@ -48,8 +49,8 @@ def make_plan(
 
 def _search_plan(contraction: Contraction, given: Callable[[SearchSpace], Candidate] | None, loops: bool) -> PlanRecord:
     """Search for the plan of a contraction; the arguments are those of `make_plan`."""
-    space = SearchSpace(contraction)
-    best, candidates = _best(space, given, loops)
+    space, on_mesh = SearchSpace(contraction), contraction.mesh is not None
+    best, candidates = _best(space, given, loops and not on_mesh)
     try:
         best = best if given else order_children(space, best)
     except KeyboardInterrupt:
@@ -57,22 +58,24 @@ def _search_plan(contraction: Contraction, given: Callable[[SearchSpace], Candid
     # A member of a family is not searched for itself; `PlanRecord.gap` does that when it is asked for.
     bound = None if given else lower_bound(space, best, candidates)
     cost = dataclasses.replace(best.cost, bound=bound)
-    return PlanRecord.of_contraction(
+    plan = PlanRecord.of_contraction(
         contraction,
         tree=best.tree,
         programs=dataclasses.replace(best.programs, cost=cost),
         proven=best.proven,
         origin=best.origin,
     )
+    return add_exchanges(plan) if on_mesh else plan
 
 
 def find_bound(contraction: Contraction) -> float | None:
     """Return what no plan of a contraction costs less than, by a search without limits where all trees are searched.
 
-    None for contractions with limits, or with a path of the caller's.
+    None for contractions with limits, with a path of the caller's, or on a mesh.
     """
     options = contraction.options
-    if Limits(options.memory_limit, options.retain_limit) != NO_LIMITS or options.optimize not in SEARCHES:
+    limited = Limits(options.memory_limit, options.retain_limit) != NO_LIMITS
+    if limited or options.optimize not in SEARCHES or contraction.mesh is not None:
         return None
     return _find_bound(contraction)
 

@@ -101,7 +101,8 @@ def families_of(contraction: Contraction) -> list[Family]:
     """Return the families of a contraction, one for each entry of `PARTS`, as far as the first that is settled."""
     options, tried = contraction.options, list[Family]()
     limits = (options.memory_limit, options.retain_limit)
-    if (options.optimize, options.minimize, options.deadline, *limits) != ("auto", "time", None, None, None):
+    asked = (options.optimize, options.minimize, options.deadline, *limits, contraction.mesh)
+    if asked != ("auto", "time", None, None, None, None):
         return tried
     spec = contraction.resolved.spec
     if max([*spec.by_axis.values(), *[gather.size or 0 for gather in spec.gathers]], default=0) <= EXACT:

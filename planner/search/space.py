@@ -27,6 +27,7 @@ from planner.program.ops import Op, PricedImplementation
 from planner.program.plan import Loop, find_loop
 from planner.program.program import Programs
 from planner.program.tree import Tree
+from planner.search.collectives import exchange_pricer
 from planner.search.exact.dynamic import FRONT_LIMIT, Search
 from planner.search.exact.lazy import LazySearch, Stop
 from planner.search.exact.listing import Bounds
@@ -97,6 +98,7 @@ class SearchSpace:
         deadline = self.options.deadline
         self.ends = None if deadline is None else time.monotonic() + deadline
         self._paths: dict[Any, Any] = {}
+        self._exchange = exchange_pricer(contraction)
 
     def _steps_on(self, network: Network) -> NetworkSteps:
         return NetworkSteps(network, self.casts, self.dtype, self.layouts, self.fused)
@@ -104,11 +106,17 @@ class SearchSpace:
     def choices(self, op: Op, key: StepKey | None = None) -> Sequence[PricedImplementation]:
         """Return the implementations of an op, priced for the contraction's device; see `Table.choices`.
 
-        With symbolic sizes they are stock ones, because these need no numbers.
+        With symbolic sizes they are stock ones, because these need no numbers. On a mesh the price includes the time in
+        which devices add up its results.
         """
         if self.contraction.symbols:
             return self.stock_choices(op)
-        return self.table.choices(op, self.device, key)
+        choices = self.table.choices(op, self.device, key)
+        more = 0 if self._exchange is None else self._exchange(op)
+        if not more:
+            return choices
+        costs = (choice.cost._replace(picoseconds=choice.cost.picoseconds + more) for choice in choices)
+        return [dataclasses.replace(choice, cost=cost) for choice, cost in zip(choices, costs, strict=True)]
 
     def lowerer(self, objective: Objective, fixed: Mapping[Op, PricedImplementation] = MappingProxyType({})) -> Lowerer:
         """Return what chooses the implementation of each step by an objective, but for some that are fixed."""
@@ -243,7 +251,7 @@ class SearchSpace:
         return self._lazy_search(self.lowerer("time"), "time", stop).has_below(picoseconds)
 
     def _lazy_search(self, lower: Lowerer, objective: str, stop: Stop) -> LazySearch:
-        return LazySearch(self.steps, lower, self._bounds(objective), stop)
+        return LazySearch(self.steps, lower, self._bounds(objective), stop, self._exchange is None)
 
     def _bounds(self, objective: str) -> Bounds:
         """Return what lower bounds on steps depend on."""

@@ -106,6 +106,7 @@ def _key(contraction: Contraction, loops: bool) -> dict[str, Any] | None:
             "index_mode": contraction.index_mode,
             "options": encode(options),
             "gradient_strides": encode(contraction.gradient_strides),
+            "mesh": encode(contraction.mesh),
             "loops": loops,
             "symbols": bool(contraction.symbols),
         }

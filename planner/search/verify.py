@@ -32,7 +32,7 @@ def accept_plan(contraction: Contraction) -> PlanRecord:
     After Ctrl-C no further search runs, and a plan that is being compiled counts as unverified.
 
     Args:
-        contraction: what to plan. Without a memory limit nothing is compiled.
+        contraction: what to plan. Without a memory limit, and on a mesh, nothing is compiled.
 
     Raises:
         PlannerLimitError: no compiled plan is within the limits. The message names limits that succeed.
@@ -42,7 +42,7 @@ def accept_plan(contraction: Contraction) -> PlanRecord:
     def make(options: Options) -> PlanRecord:
         return make_family_plan(dataclasses.replace(contraction, options=options))
 
-    if limit is None or not load_backend(contraction.backend).compiles:
+    if limit is None or not load_backend(contraction.backend).compiles or contraction.mesh is not None:
         return make(options)
     tightened = limit
     for number in range(MOST_SEARCHED):

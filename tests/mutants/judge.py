@@ -24,7 +24,7 @@ BESIDE = {
         "kernels/tiled_product/triton_", "kernels/segment_sum/triton_", "kernels/grouped_matmul/triton_",
     ),
     "tests/test_sharding_jax.py": (
-        "backends/jax/partition", "planner/language/split", "planner/inspect/collectives",
+        "backends/jax/partition", "planner/language/split", "planner/search/collectives",
     ),
 }  # fmt: skip
 # What judges no mutant: it builds the distribution, or tries the mutants.

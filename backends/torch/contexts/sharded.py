@@ -25,7 +25,7 @@ from planner.language.cached import BACKEND_CACHES, enter
 from planner.language.errors import IndexRangeError, PlannerError
 from planner.language.options import MODES, Request
 from planner.language.spec import Gather, Spec, Term, unused_letters
-from planner.language.split import Placement, choose_splits, dims_of_entries, with_sizes
+from planner.language.split import Placement, choose_splits, dims_of_term, place_term, with_sizes
 from planner.program.callbacks import callbacks
 from planner.program.contraction import Contraction
 
@@ -36,6 +36,14 @@ Shape = tuple[int, ...]
 Placements = tuple[Any, ...]
 
 
+class _Cut(NamedTuple):
+    """A part of a dimension: the dimension, where the part begins, and its size."""
+
+    dim: int
+    start: int
+    size: int
+
+
 class _Moved(NamedTuple):
     """How one array comes to a device.
 
@@ -43,11 +51,14 @@ class _Moved(NamedTuple):
         placements: the placements that the call needs.
         gradients: the placements of the gradient of its local tensor.
         shape: the shape of its local tensor, without the dimensions of size 1 that are broadcast.
+        cuts: the dimensions of that shape along which the device's part is cut out, because an entry that is split
+            repeats: each with where the part begins and its size.
     """
 
     placements: Placements
     gradients: Placements
     shape: Shape
+    cuts: tuple[_Cut, ...]
 
 
 class _Pool(NamedTuple):
@@ -63,22 +74,25 @@ class _Division(NamedTuple):
 
     Attributes:
         spec: the spec of the device's parts.
-        unsplit: the same, but with whole pools and the caller's letters.
+        unsplit: the same, but with whole pools.
         operands: how each operand comes here.
-        indices: how each index array comes here.
-        pools: all pools by their gathers in the caller's spec; none if no pool is split.
+        indices: how the index array of each gather comes here.
+        pools: all pools by their gathers in the caller's spec; none if no pool is split, and all parts of an index
+            array are the same.
         placements: the placements of the result.
         shape: the shape of the whole result.
+        cuts: the dimensions of the result of which the device computes a part; the rest is zero.
         dtype: the dtype of the whole contraction; under autocast that of a part could differ.
     """
 
     spec: Spec
     unsplit: Spec
     operands: tuple[_Moved, ...]
-    indices: dict[str, _Moved]
+    indices: dict[Gather, _Moved]
     pools: dict[Gather, _Pool]
     placements: Placements
     shape: Shape
+    cuts: tuple[_Cut, ...]
     dtype: str
 
 
@@ -120,30 +134,33 @@ def _run(
         if key is not None:
             enter(_DIVISIONS, key, division, _MOST_DIVISIONS)
     local_operands = [_to_local(x, how) for x, how in zip(operands, division.operands, strict=True)]
-    local_indices = {name: _to_local(q, division.indices[name]) for name, q in indices.items()}
+    local_indices = {gather: _to_local(indices[gather.array], how) for gather, how in division.indices.items()}
     try:
         result = _contract(division, request, local_operands, local_indices)
     except IndexRangeError as error:
         raise IndexRangeError(f"{error}; positions are those in the part of rank {mesh.get_rank()}") from None
+    for dim, start, size in division.cuts:
+        after = division.shape[dim] - start - size
+        result = torch.nn.functional.pad(result, (0, 0) * (result.ndim - dim - 1) + (start, after))
     return _ToGlobal.apply(result, mesh, division.placements, division.shape)
 
 
 def _contract(
-    division: _Division, request: Request, operands: Sequence[Tensor], indices: Mapping[str, Tensor]
+    division: _Division, request: Request, operands: Sequence[Tensor], indices: Mapping[Gather, Tensor]
 ) -> Tensor:
     """Contract the parts of one device."""
     options = request._replace(sizes=None, dtype=division.dtype)._asdict()
     del options["spec"]
     contract, mode = callbacks().contract, request.index_mode
     if not division.pools:
-        result: Tensor = contract(division.spec, *operands, **options, **indices)
+        by_letter = {gather.array: values for gather, values in indices.items()}
+        result: Tensor = contract(division.spec, *operands, **options, **by_letter)
         return result
     # Each pool is read in its own range. Rows that lie on other devices are dropped, as those that the caller drops.
     local, missed = {}, False
-    for gather in division.unsplit.gathers:
-        values, may_miss = torch_in_range(indices[gather.array], gather, mode)
+    for gather, pool in division.pools.items():
+        values, may_miss = torch_in_range(indices[gather], gather, mode)
         missed |= may_miss
-        pool = division.pools[gather]
         if pool.size != gather.size:
             here = (values >= pool.start) & (values < pool.start + pool.size)
             values = torch.where(here, values - pool.start, pool.size)
@@ -154,7 +171,8 @@ def _contract(
         zeros = [
             x.detach().new_zeros(()).expand(unsplit.shape(t)) for x, t in zip(operands, unsplit.inputs, strict=True)
         ]
-        result = result + contract(unsplit, *zeros, **options, **indices)
+        whole = {pool.letter: indices[gather] for gather, pool in division.pools.items()}
+        result = result + contract(unsplit, *zeros, **options, **whole)
     return result
 
 
@@ -191,8 +209,8 @@ def _divide(contraction: Contraction, operands: Sequence[Any], indices: Mapping[
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     mesh, spec = operands[0].device_mesh, contraction.resolved.spec
-    brackets = {gather.array: gather.axes for gather in spec.gathers}
-    arrays = [*zip(spec.inputs, operands, strict=True), *((brackets[name], q) for name, q in indices.items())]
+    arrays = [*zip(spec.inputs, operands, strict=True)]
+    arrays += [(gather.axes, indices[gather.array]) for gather in spec.gathers]
     split = choose_splits(spec, [(term, _placement(spec, term, x)) for term, x in arrays])
     # For each dimension of the mesh what it splits, or which operand's parts of a sum stay apart; or neither.
     over: dict[int, Any] = {int(name): entry for entry, names in split.items() for name in names}
@@ -200,29 +218,39 @@ def _divide(contraction: Contraction, operands: Sequence[Any], indices: Mapping[
     is_divided = [m in over or apart[m] is not None for m in range(mesh.ndim)]
 
     parts = {entry: _part(spec.size(entry), names, mesh) for entry, names in split.items()}
-    # One index array may read pools of several sizes, and then means other rows in each.
-    gathers = spec.gathers if any(gather in parts for gather in spec.gathers) else ()
+    # One index array may read pools of several sizes, and then means other rows in each; or be cut in several ways.
+    ways = {(gather.array, tuple(map(split.get, gather.axes))) for gather in spec.gathers}
+    apart_each = any(gather in parts for gather in spec.gathers) or len(ways) > len(spec.arrays)
+    gathers = spec.gathers if apart_each else ()
     letters = unused_letters((*spec.axes, *spec.arrays), len(gathers))
     slices = [parts.get(gather, (0, spec.size(gather))) for gather in gathers]
     pools = {gather: _Pool(letter, *cut) for gather, letter, cut in zip(gathers, letters, slices, strict=True)}
     sizes = {entry: size for entry, (_, size) in parts.items() if isinstance(entry, str)}
     local = with_sizes(spec, sizes, {g: Gather(pool.letter, g.axes, pool.size) for g, pool in pools.items()})
 
-    def move(term: Term, x: Any, shape: Shape) -> _Moved:
-        dims = dims_of_entries(spec, term, x.shape)
+    def cuts(term: Term, placement: Placement) -> tuple[_Cut, ...]:
+        """Return the dimensions that are whole although their entry is split: it repeats."""
+        return tuple(_Cut(d, *parts[e]) for d, e in enumerate(term) if e in parts and not placement[d])
+
+    def move(term: Term, x: Any) -> _Moved:
+        dims, placement = dims_of_term(spec, term, x.shape), place_term(term, split, _placement(spec, term, x))
+        dim_over: dict[int, Any] = {
+            int(name): dim for dim, names in zip(dims, placement, strict=True) for name in names
+        }
         placements: list[Any] = []
         gradients: list[Any] = []
         for m in range(mesh.ndim):
-            if over.get(m) in dims:
-                placements.append(Shard(dims[over[m]]))
-                gradients.append(Shard(dims[over[m]]))
+            if m in dim_over:
+                placements.append(Shard(dim_over[m]))
+                gradients.append(Shard(dim_over[m]))
             elif x is apart.get(m):
                 placements.append(Partial())
                 gradients.append(Replicate())
             else:  # each device reads the whole, and has a part of its gradient if it computes a part of the result
                 placements.append(Replicate())
                 gradients.append(Partial() if is_divided[m] else Replicate())
-        return _Moved(tuple(placements), tuple(gradients), shape)
+        shape = (parts[e][1] if names else spec.size(e) for e, names in zip(term, placement, strict=True))
+        return _Moved(tuple(placements), tuple(gradients), tuple(shape), cuts(term, placement))
 
     def place_result(m: int) -> Any:
         entry = over.get(m)
@@ -230,16 +258,16 @@ def _divide(contraction: Contraction, operands: Sequence[Any], indices: Mapping[
             return Shard(spec.output.index(entry))
         return Partial() if is_divided[m] else Replicate()
 
-    shapes = [*map(local.shape, local.inputs), *(local.shape(brackets[name]) for name in indices)]
-    moved = [move(term, x, shape) for (term, x), shape in zip(arrays, shapes, strict=True)]
+    moved = [move(term, x) for term, x in arrays]
     return _Division(
         spec=local,
-        unsplit=with_sizes(spec, sizes, {}),
+        unsplit=with_sizes(spec, sizes, {g: Gather(pool.letter, g.axes, g.size) for g, pool in pools.items()}),
         operands=tuple(moved[: len(operands)]),
-        indices=dict(zip(indices, moved[len(operands) :], strict=True)),
+        indices=dict(zip(spec.gathers, moved[len(operands) :], strict=True)),
         pools=pools,
         placements=tuple(map(place_result, range(mesh.ndim))),
         shape=spec.output_shape,
+        cuts=cuts(spec.output, place_term(spec.output, split)),
         dtype=contraction.dtype,
     )
 
@@ -261,10 +289,9 @@ def _placement(spec: Spec, term: Term, x: Any) -> Placement:
     """Return the dimensions of the mesh, by number, that each dimension of an array is split over."""
     from torch.distributed.tensor import Shard
 
-    dims = dims_of_entries(spec, term, x.shape)
     return tuple(
-        tuple(str(m) for m, p in enumerate(x.placements) if entry in dims and type(p) is Shard and p.dim == dims[entry])
-        for entry in term
+        tuple(str(m) for m, p in enumerate(x.placements) if type(p) is Shard and p.dim == dim)
+        for dim in dims_of_term(spec, term, x.shape)
     )
 
 
@@ -284,7 +311,10 @@ def _to_local(x: Any, how: _Moved) -> Tensor:
     if x.placements != how.placements and any(old.is_shard() and old != new for old, new in pairs):
         x = x.redistribute(placements=how.placements)  # its gradient is split again
     local: Tensor = _ToLocal.apply(x, how.placements, how.gradients)
-    return local if local.shape == how.shape else local.reshape(how.shape)
+    local = local if local.shape == how.shape else local.reshape(how.shape)
+    for cut in how.cuts:
+        local = local.narrow(*cut)
+    return local
 
 
 # The two functions are each other's adjoint, so derivatives of any order are made of them.

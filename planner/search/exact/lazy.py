@@ -69,10 +69,12 @@ class LazySearch:
         lower: chooses the implementation of each step by the objective's key.
         bounds: what lower bounds on steps depend on, the objective among it.
         stop: when to end early.
+        by_sizes: whether steps that differ in their letters only have one price.
     """
 
-    def __init__(self, steps: NetworkSteps, lower: Lowerer, bounds: Bounds, stop: Stop) -> None:
+    def __init__(self, steps: NetworkSteps, lower: Lowerer, bounds: Bounds, stop: Stop, by_sizes: bool = True) -> None:
         self.steps, self.network, self.lower, self.bounds, self.stop = steps, steps.network, lower, bounds, stop
+        self.by_sizes = by_sizes
         self.priced = 0
         self._prices: dict[tuple[Op, tuple[bool, ...]], int] = {}
         self.interrupted = False
@@ -214,7 +216,7 @@ class LazySearch:
             parts: the set of operands of each value that it reads.
         """
         needs = tuple(map(self.bounds.wanted, parts))
-        if self.priced >= FEW_PRICED:
+        if self.priced >= FEW_PRICED and self.by_sizes:
             op = _renamed(op)
         packed = self._prices.get((op, needs))
         if packed is None:
