@@ -34,6 +34,7 @@ from planner.backends.torch.contexts.modes import (
     in_functorch,
     scripts,
     unscripted,
+    usual,
     watched,
 )
 from planner.backends.torch.executable import Executable
@@ -62,6 +63,8 @@ def opaque(executable: Executable, x: Tensor) -> bool:
     write in place. But an operator returns no views, so a plan of views runs as it is. And a selective checkpoint sees
     steps of torch's own operators, so that it can save the results of `mm` and `bmm`.
     """
+    if usual(x):
+        return False
     recorded = is_recorded(x)
     if not watched() or in_functorch():
         return recorded
