@@ -23,11 +23,9 @@ from planner.language.derive import resize_spec, sum_dims, summable_dims
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerLimitError
 from planner.language.options import MODES, SEARCHES, Options
-from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Spec, Term
 from planner.program.callbacks import callbacks
 from planner.program.calls import Member, RangedIndices
-from planner.program.contraction import Contraction
 from planner.program.guards import add_guards
 from planner.program.implementations import Table
 from planner.program.ops import Cast, Guard
@@ -94,16 +92,24 @@ class Executable:
         self.executable_for = lru_cache(maxsize=8)(self._executable_for)
         self.family_for = lru_cache(maxsize=8)(self._family_for)
 
+    @cached_property
+    def _shared(self) -> dict[str, Any]:
+        """The attributes that it shares with executables of other sizes. What is made of the plan is made once."""
+        for name in (
+            "run_forward",
+            *(["run_backward"] if self.programs.backward else []),
+            "only_stock",
+            "reads_unread",
+        ):
+            getattr(self, name)
+        return {name: value for name, value in self.__dict__.items() if name != "spec"}
+
     def resized(self, member: Member) -> Executable:
         """Return this executable for other sizes than the plan's, such as those of a member of its family."""
-        shared = {**self.__dict__, "run_forward": self.run_forward}
-        if self.programs.backward is not None:
-            shared["run_backward"] = self.run_backward
-        shared.pop("spec", None)
         own = object.__new__(Executable)
-        own.__dict__.update(shared)
+        own.__dict__.update(self._shared)
         own.sizes, own.reshape, own.index_shapes = member
-        own.fits = all(shape is None for shape in own.reshape)
+        own.fits = all([shape is None for shape in own.reshape])
         own.gathers = {g: Gather(g.array, g.axes, member.sizes[g]) for g in self.gathers}
         if self.hidden:
             own.given = [member.sizes[e] if e in self.hidden else -1 for e in self.plan.resolved.spec.output]
@@ -119,22 +125,6 @@ class Executable:
         own = self.resized(member)
         own.symbolic, own.given = True, given
         return own
-
-    def own_contraction(self, operands: Sequence[Tensor]) -> Contraction:
-        """Return the contraction of these operands, at the sizes of this executable."""
-        shapes = tuple(self.spec.shape(term) for term in self.spec.inputs)
-        index_shapes = tuple(self.index_shapes.items())
-        described = [
-            dataclasses.replace(o, shape=tuple(map(int, x.shape)), strides=tuple(map(int, x.stride())))
-            for o, x in zip(self.plan.operands, operands, strict=True)
-        ]
-        return dataclasses.replace(
-            self.plan.contraction,
-            text=str(self.spec),
-            resolved=Resolved(self.spec, shapes, index_shapes),
-            index_shapes=index_shapes,
-            operands=tuple(described),
-        )
 
     @cached_property
     def spec(self) -> Spec:

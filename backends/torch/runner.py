@@ -28,11 +28,13 @@ from planner.backends.torch.contexts.modes import (
     as_planned,
     autocasts,
     bare_operators,
+    checkpoints,
     forward_mode,
     in_functorch,
     only_stock,
     transformed,
     usual,
+    watched,
 )
 from planner.backends.torch.contexts.ranges import Range, named_native, profiler
 from planner.backends.torch.contexts.traced import opaque, run_forward, wide_result
@@ -129,14 +131,24 @@ def _run_indexed(
 ) -> Tensor:
     """Run native calls if the index arrays do as they are, and no guard would act; else run the plan as usual."""
     index: RangedIndices | None = None
-    is_usual = usual(*operands)
-    if is_usual or not (is_recorded(operands[0]) or forward_mode() or any(map(dispatches, operands))):
+    if usual(*operands) or _as_usual(operands):
         index = _as_they_are(executable, operands, indices)
         if index is not None and executable.reads_unread and not all(map(finite, operands)):
             index = None
-    elif torch.compiler.is_compiling() and not (bare_operators() or executable.reads_unread or executable.drops):
-        index = None if forward_mode() else executable.prepare(indices)
+    elif torch.compiler.is_compiling() and not (transformed() or bare_operators()):
+        index = None if executable.reads_unread or executable.drops else executable.prepare(indices)
     return _run(executable, operands, indices) if index is None else native([*executable.views(operands), index])
+
+
+def _as_usual(operands: Sequence[Tensor]) -> bool:
+    """Return whether native calls may run though something surrounds the call.
+
+    A selective checkpoint sees them, since they run without it too. Other modes see operators, whose FLOPs are those of
+    the plan.
+    """
+    if is_recorded(operands[0]) or forward_mode() or any(map(dispatches, operands)):
+        return False
+    return not watched() or checkpoints()
 
 
 def _as_they_are(

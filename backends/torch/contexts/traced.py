@@ -14,6 +14,7 @@ those of `torch.jit.trace` hold the operators alone, so the same module gives th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -45,8 +46,10 @@ from planner.language.cached import enter
 from planner.language.derive import transpose
 from planner.language.errors import ShapeError
 from planner.language.options import MODES
+from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Term
 from planner.program.calls import Member, SizeReader
+from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.implementations import RangedIndices
 from planner.program.loops import resize_plan
@@ -338,7 +341,23 @@ class _Bound:
         shares = executable.table.runs_any_sizes(plan.steps) and MODES[plan.index_mode].bad != "drop"
         if resized.empty or (shares and all((sizes[e] == 1) == (size == 1) for e, size in planned.items())):
             return resized
-        return Executable(resize_plan(plan, resized.own_contraction(operands), sizes), executable.table)
+        return Executable(resize_plan(plan, _contraction_of(resized, operands), sizes), executable.table)
+
+
+def _contraction_of(executable: Executable, operands: Sequence[Tensor]) -> Contraction:
+    """Return the contraction of these operands, at the sizes of an executable."""
+    plan, spec, index_shapes = executable.plan, executable.spec, tuple(executable.index_shapes.items())
+    described = [
+        dataclasses.replace(o, shape=tuple(map(int, x.shape)), strides=tuple(map(int, x.stride())))
+        for o, x in zip(plan.operands, operands, strict=True)
+    ]
+    return dataclasses.replace(
+        plan.contraction,
+        text=str(spec),
+        resolved=Resolved(spec, tuple(map(spec.shape, spec.inputs)), index_shapes),
+        index_shapes=index_shapes,
+        operands=tuple(described),
+    )
 
 
 @lru_cache(maxsize=256)
