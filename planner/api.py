@@ -24,8 +24,8 @@ from planner.members import bind_first_member, bind_member
 from planner.plan import Plan
 from planner.program.contraction import Contraction
 from planner.program.frameworks import HOW_GIVEN, framework_of, load_backend, operands_framework
-from planner.program.implementations import Backend
-from planner.run import Run, bind_plan, for_dynamo, torch_compiles, torch_override
+from planner.program.implementations import Backend, RunPlan
+from planner.run import bind_plan, for_dynamo, torch_compiles, torch_override
 from planner.search.paths import explicit_path
 from planner.search.verify import accept_plan
 from planner.tune.autotune import autotune
@@ -34,7 +34,7 @@ __all__ = ["check_names", "contract", "plan"]
 
 
 # Repeated calls find the function that runs them here, by spec, options and the backend's signature of the arrays.
-_RUNNERS: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], Any]] = {}
+_RUNNERS: dict[Any, RunPlan] = {}
 _SIGNATURES: dict[type, Callable[[Sequence[Any], Mapping[str, Any]], Any]] = {}
 _CACHE_LIMIT = 4096
 # Those of them that have a plan of their own, some 20 kB each in torch, and how many of them are kept.
@@ -171,7 +171,7 @@ def forget_calls() -> None:
     _ALONE.clear()
 
 
-def _run_of_member(request: Request, operands: Sequence[Any], indices: Mapping[str, Any]) -> Run | None:
+def _run_of_member(request: Request, operands: Sequence[Any], indices: Mapping[str, Any]) -> RunPlan | None:
     """Return the function that runs a call of a family that was met before, and remember it; None for other calls."""
     try:
         framework = framework_of(operands[0])
@@ -186,7 +186,7 @@ def _run_of_member(request: Request, operands: Sequence[Any], indices: Mapping[s
     return run
 
 
-def _remember(key: Any, run: Run, alone: bool) -> None:
+def _remember(key: Any, run: RunPlan, alone: bool) -> None:
     """Enter the function that runs the calls of a key; `alone` if it has a plan of its own."""
     for old in enter(_RUNNERS, key, run, _CACHE_LIMIT):
         _ALONE.pop(old, None)

@@ -47,7 +47,7 @@ from planner.cost.layout import row_major
 from planner.language.errors import PlannerError
 from planner.language.options import MODES
 from planner.program.calls import Member, RangedIndices
-from planner.program.implementations import Table
+from planner.program.implementations import RunPlan, Table
 from planner.program.ops import Guard
 from planner.program.plan import Loop, PlanRecord
 from planner.program.tree import Leaf
@@ -58,10 +58,8 @@ __all__ = ["family_runner", "runner", "symbol_runner"]
 # computes the sum first, see `Executable.against`.
 MOST_NATIVE_SECONDS = 2e-4
 
-Runner = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
-
-def runner(plan: PlanRecord, table: Table) -> Runner:
+def runner(plan: PlanRecord, table: Table) -> RunPlan:
     """Return the function that computes a plan's result from operands and index arrays."""
     casts = Casts(plan, table)
     executable = Executable(casts.rest, table)
@@ -69,7 +67,7 @@ def runner(plan: PlanRecord, table: Table) -> Runner:
     return _after_casts(casts, _as_planned(run) if autocasts() else run)
 
 
-def family_runner(plan: PlanRecord, table: Table) -> Callable[[Member], Runner] | None:
+def family_runner(plan: PlanRecord, table: Table) -> Callable[[Member], RunPlan] | None:
     """Return what makes the function that runs the plan of a member of a family; see `Backend.bind_family`."""
     casts = Casts(plan, table)
     if casts.before:  # contractions that are for the representative's sizes
@@ -79,19 +77,19 @@ def family_runner(plan: PlanRecord, table: Table) -> Callable[[Member], Runner] 
     sized = any(step.choice.lowering in ("broadcast", "diagonal") for step in rest.programs.forward.steps)
     native = None if sized else _native(executable)
 
-    def bind(member: Member) -> Runner:
+    def bind(member: Member) -> RunPlan:
         run = _runs(native, executable.resized(member))
         return _after_casts(casts, _as_planned(run) if autocasts() else run)
 
     return bind
 
 
-def _after_casts(casts: Casts, run: Runner) -> Runner:
+def _after_casts(casts: Casts, run: RunPlan) -> RunPlan:
     """Return a runner that casts some operands first."""
     return (lambda operands, indices: run(*casts(operands, indices))) if casts.dtypes else run
 
 
-def _as_planned(run: Runner) -> Runner:
+def _as_planned(run: RunPlan) -> RunPlan:
     """Return a runner whose dtypes autocast does not change."""
 
     def run_as_planned(operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
@@ -101,7 +99,7 @@ def _as_planned(run: Runner) -> Runner:
     return run_as_planned
 
 
-def symbol_runner(plan: PlanRecord, table: Table, member: Member, given: Sequence[int]) -> Runner:
+def symbol_runner(plan: PlanRecord, table: Table, member: Member, given: Sequence[int]) -> RunPlan:
     """Return the function that runs a plan at sizes that are symbols of a compiler.
 
     Args:
@@ -117,7 +115,7 @@ def symbol_runner(plan: PlanRecord, table: Table, member: Member, given: Sequenc
     return _as_planned(run) if autocasts() else run
 
 
-def _runs(native: Callable[..., Tensor] | None, executable: Executable) -> Runner:
+def _runs(native: Callable[..., Tensor] | None, executable: Executable) -> RunPlan:
     """Return the function that runs native calls on the operands without their broadcast dimensions, or a Function."""
     if native is None:
         return partial(_run, executable)
