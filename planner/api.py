@@ -23,10 +23,16 @@ from planner.language.units import parse_bytes, parse_seconds
 from planner.members import bind_first_member, bind_member
 from planner.plan import Plan
 from planner.program.contraction import Contraction, at_numbers
-from planner.program.frameworks import (HOW_GIVEN, beside_jax, framework_of, is_stand_in, load_backend,
-                                        operands_framework)  # fmt: skip
-from planner.program.implementations import Backend
-from planner.run import Run, bind_plan, for_dynamo, torch_compiles, torch_override
+from planner.program.frameworks import (
+    HOW_GIVEN,
+    beside_jax,
+    framework_of,
+    is_stand_in,
+    load_backend,
+    operands_framework,
+)
+from planner.program.implementations import Backend, RunPlan
+from planner.run import bind_plan, for_dynamo, torch_compiles, torch_override
 from planner.search.paths import explicit_path
 from planner.search.verify import accept_plan
 from planner.tune.autotune import autotune
@@ -35,7 +41,7 @@ __all__ = ["check_names", "contract", "plan"]
 
 
 # Repeated calls find the function that runs them here, by spec, options and the backend's signature of the arrays.
-_RUNNERS: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], Any]] = {}
+_RUNNERS: dict[Any, RunPlan] = {}
 _SIGNATURES: dict[type, Callable[[Sequence[Any], Mapping[str, Any]], Any]] = {}
 _CACHE_LIMIT = 4096
 # Those of them that have a plan of their own, some 20 kB each in torch, and how many of them are kept.
@@ -174,7 +180,7 @@ def forget_calls() -> None:
     _ALONE.clear()
 
 
-def _run_of_member(request: Request, operands: Sequence[Any], indices: Mapping[str, Any]) -> Run | None:
+def _run_of_member(request: Request, operands: Sequence[Any], indices: Mapping[str, Any]) -> RunPlan | None:
     """Return the function that runs a call of a family that was met before, and remember it; None for other calls."""
     try:
         framework = framework_of(operands[0])
@@ -189,7 +195,7 @@ def _run_of_member(request: Request, operands: Sequence[Any], indices: Mapping[s
     return run
 
 
-def _remember(key: Any, run: Run, alone: bool) -> None:
+def _remember(key: Any, run: RunPlan, alone: bool) -> None:
     """Enter the function that runs the calls of a key; `alone` if it has a plan of its own."""
     for old in enter(_RUNNERS, key, run, _CACHE_LIMIT):
         _ALONE.pop(old, None)
@@ -256,8 +262,7 @@ def plan(
         ShapeError: shapes do not fit.
         PlannerLimitError: no plan is within the limits. The message names limits that succeed.
         SearchLimitError: the problem is too large for any search, or too large to address.
-        PlannerError: an option is unknown, the backend's framework is not installed, or an array cannot be placed on
-            the mesh as asked.
+        PlannerError: an option is unknown, the backend's framework is not installed, or a placement does not fit.
     """
     check_names(plan, indices)
     operands = tuple(unpack_operands(spec, operands))
@@ -267,10 +272,9 @@ def plan(
     operands, indices = beside_jax(operands, indices)
     if backend is None:
         given = (*operands, *indices.values())
-        arrays = [x for x in given if framework_of(x) is not None]
         if any(map(is_stand_in, given)):
             backend = "jax"
-        elif arrays:
+        elif arrays := [x for x in given if framework_of(x) is not None]:
             backend = operands_framework(arrays, {})
         else:
             backend = next((name for name in ("torch", "jax") if name in sys.modules), "numpy")

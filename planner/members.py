@@ -12,8 +12,7 @@ from planner.language.cached import enter
 from planner.language.options import MODES
 from planner.program.calls import Member, SizeReader
 from planner.program.contraction import Contraction
-from planner.program.implementations import Backend
-from planner.run import Run
+from planner.program.implementations import Backend, RunPlan
 from planner.search.family import MOST_FAMILIES, PARTS, Family, class_of, families_of, is_small
 
 __all__ = ["BOUND", "bind_first_member", "bind_member"]
@@ -30,11 +29,11 @@ class _Family:
     """
 
     def __init__(
-        self, family: Family, contraction: Contraction, names: Sequence[str], bind: Callable[[Member], Run]
+        self, family: Family, contraction: Contraction, names: Sequence[str], bind: Callable[[Member], RunPlan]
     ) -> None:
         self.bind, self.reader = bind, SizeReader(family.plan.resolved.spec, contraction, names)
 
-    def member(self, shapes: Sequence[tuple[int, ...]], given: Any) -> Run | None:
+    def member(self, shapes: Sequence[tuple[int, ...]], given: Any) -> RunPlan | None:
         """Return the function that runs a member; None if its sizes do not fit each other, or a check is needed.
 
         Args:
@@ -51,7 +50,7 @@ BOUND: dict[Any, _Family | None] = {}
 _UNKNOWN: Any = object()
 
 
-def bind_member(backend: Backend, asked: Sequence[Any], operands: Any, indices: Any) -> Run | None:
+def bind_member(backend: Backend, asked: Sequence[Any], operands: Any, indices: Any) -> RunPlan | None:
     """Return the function that runs a call of a family that was met before, or None.
 
     Args:
@@ -75,7 +74,7 @@ def bind_member(backend: Backend, asked: Sequence[Any], operands: Any, indices: 
 
 def bind_first_member(
     backend: Backend, asked: Sequence[Any], operands: Any, indices: Any, contraction: Contraction
-) -> Run | None:
+) -> RunPlan | None:
     """Return the function that runs the first call of a family; None if the call must be planned by itself.
 
     The arguments are those of `bind_member`, and the contraction of the call.

@@ -17,14 +17,11 @@ from planner.language.resolve import resolve_shapes
 from planner.language.spec import Gather, Spec, Term, row_axes, term_gathers
 from planner.program.callbacks import callbacks
 from planner.program.frameworks import load_backend, operands_framework
-from planner.program.implementations import Backend
+from planner.program.implementations import Backend, RunPlan
 from planner.program.plan import PlanRecord
 from planner.search.collectives import whole_plan
 
-__all__ = ["Run", "bind_plan", "check_call", "for_dynamo", "run_plan", "torch_compiles", "torch_override"]
-
-# A function from operands and index arrays to the result.
-Run = Callable[[Sequence[Any], Mapping[str, Any]], Any]
+__all__ = ["bind_plan", "check_call", "for_dynamo", "run_plan", "torch_compiles", "torch_override"]
 
 
 def run_plan(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
@@ -76,7 +73,7 @@ def _whole(same: _Same) -> PlanRecord:
 
 
 @lru_cache(maxsize=256)
-def _bound(same: _Same, signature: Hashable, strides: tuple[Any, ...]) -> Run:
+def _bound(same: _Same, signature: Hashable, strides: tuple[Any, ...]) -> RunPlan:
     """Return the function that runs a plan on operands of some strides.
 
     Calls with equal signatures share it, and what JAX compiled with it.
@@ -94,7 +91,7 @@ def _bound(same: _Same, signature: Hashable, strides: tuple[Any, ...]) -> Run:
     )
 
 
-def bind_plan(plan: PlanRecord, run: Run | None = None, sizes: Mapping[str | Gather, Any] | None = None) -> Run:
+def bind_plan(plan: PlanRecord, run: RunPlan | None = None, sizes: Mapping[str | Gather, Any] | None = None) -> RunPlan:
     """Return the function that runs a plan on operands and index arrays.
 
     Args:
@@ -113,7 +110,7 @@ def bind_plan(plan: PlanRecord, run: Run | None = None, sizes: Mapping[str | Gat
 
 
 def _run_and_mark(
-    run: Run,
+    run: RunPlan,
     plan: PlanRecord,
     sizes: Mapping[str | Gather, Any],
     operands: Sequence[Any],

@@ -15,7 +15,6 @@ from laws import MODES, exact_problems, oracle
 import planner
 from planner.testing import Problem
 from planner.testing.judgement import Subject
-from planner.workloads import WORKLOADS
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -219,8 +218,10 @@ def test_as_users_compile_it():
 
 def test_the_plan_is_what_runs(monkeypatch):
     """Both programs are operators of the graph, and keep what the plan keeps."""
-    workload = WORKLOADS["message-passing"].resized(e=64, s=16, d=16)
-    operands, indices = workload.operands("torch", requires_grad=True), workload.indices("torch")
+    from torch._dynamo.backends.common import aot_autograd
+
+    a, c = small((500, 2, 128), (4, 128, 8))
+    q = torch.randint(0, 4, (500,), generator=torch.Generator().manual_seed(0))
     graphs, ran = [], []
 
     def recorded(graph, inputs):
@@ -230,11 +231,9 @@ def test_the_plan_is_what_runs(monkeypatch):
     for name in ("forward", "backward"):
         real = getattr(Executable, name)
         monkeypatch.setattr(Executable, name, lambda *xs, real=real, name=name: ran.append(name) or real(*xs))
-    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=recorded, bw_compiler=recorded)
-    made = torch.compile(
-        lambda xs, qs: planner.contract(workload.spec, *xs, sizes={"d": 16}, **qs), fullgraph=True, backend=backend
-    )
-    made(operands, indices).sum().backward()
+    backend = aot_autograd(fw_compiler=recorded, bw_compiler=recorded)
+    made = torch.compile(lambda a, c, q: planner.contract(SPEC, a, c, q=q), fullgraph=True, backend=backend)
+    made(a, c, q).sum().backward()
     forward, backward = ([t for t in targets if t.startswith("planner.")] for targets in graphs)
     assert forward == ["planner.forward.default"]
     assert backward == ["planner.backward.default"]

@@ -644,3 +644,14 @@ def test_constants_outlive_the_context_of_the_first_call(torch):
     assert type(result) is torch.Tensor
     result.sum().backward()
     assert torch.equal(x.grad, torch.full((2, 3), 4.0))
+
+
+def test_einsum_compiles_after_it_met_fake_tensors():
+    """Dynamo guards dictionaries that it reads, and refuses keys such as the class of fake tensors."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        planner.einsum("ij,jk->ik", torch.ones(2, 3), torch.ones(3, 4))
+    made = torch.compile(lambda a, b: planner.einsum("ij,jk->ik", a, b), fullgraph=True, backend="eager")
+    assert torch.equal(made(torch.ones(2, 3), torch.ones(3, 4)), torch.full((2, 4), 3.0))

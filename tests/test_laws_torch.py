@@ -1,11 +1,12 @@
 """torch against the oracle: values, gradients, transforms and kernels, on integers that make every sum exact."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 from conftest import examples
-from engines import Torch
+from engines import Torch, saved_tensor_bytes
 from hypothesis import given, settings
 from laws import MODES, exact_problems, judge, problem_of, tiny, values_and_gradients
 
@@ -215,7 +216,9 @@ def test_gradients_read_no_tensor_of_a_transform_that_has_ended(monkeypatch):
     monkeypatch.setattr(Executable, "backward", backward)
     q = torch.tensor([1, 0, 1])
     a, c = torch.ones(3, 2, 4), torch.ones(2, 4, 5)
-    result, pull = torch.func.vjp(lambda a, c: planner.contract("nij, q[n]jk -> nik", a, c, q=q), a, c)
+    result, pull = torch.func.vjp(
+        lambda a, c: planner.contract("nij, q[n]jk -> nik", a, c, q=q, memory_limit="1 GB"), a, c
+    )
     with torch.no_grad():
         found = pull(torch.ones_like(result))
     assert [x.shape for x in found] == [a.shape, c.shape]
@@ -250,3 +253,70 @@ def test_gradients_that_autograd_batches_are_those_one_by_one(spec, shapes, size
 def test_lone_products_are_differentiated_by_torch(spec, shapes):
     a, b = (torch.ones(shape, requires_grad=True) for shape in shapes)
     assert "mm" in planner.contract(spec, a, b).grad_fn.name().lower()
+
+
+# The spec, the shapes, the size of the dimension that is indexed, options.
+INDEXED = {
+    "take": ("q[n]j -> nj", [(5, 3)], 5, {}),
+    "segment sum": ("nj -> q[n]j", [(7, 3)], 5, {"sizes": {"q": 5}}),
+    "take, then multiply": ("n, q[n] -> n", [(7,), (5,)], 5, {}),
+    "take, then product": ("nj, q[n]jk -> nk", [(7, 4), (64, 4, 5)], 64, {}),
+    "take between products": ("nj, ja, naq[n] -> n", [(7, 3), (3, 5), (7, 5, 5)], 5, {}),
+}
+# What is done to the index array, by the size; and whether torch differentiates the steps itself then.
+CHANGES = {
+    "as it is": (lambda rows, size: rows, True),
+    "prepared": (planner.group, True),
+    "negative": (lambda rows, size: rows - size, False),
+    "another dtype": (lambda rows, size: rows.int(), False),
+    "with gaps": (lambda rows, size: rows.repeat_interleave(2)[::2], False),
+}
+
+
+def of_function(node):
+    """Whether an `autograd.Function` of ours is among a node and those that follow it."""
+    return node is not None and ("Contract" in node.name() or any(of_function(n) for n, _ in node.next_functions))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", INDEXED)
+def test_small_gathers_are_differentiated_by_torch(name, change):
+    """If they may save the index array as it is, and save nothing that is computed but what the plan keeps."""
+    (spec, shapes, size, options), (changed, is_native) = INDEXED[name], CHANGES[change]
+    generator = torch.Generator().manual_seed(0)
+    operands = [torch.randint(-3, 4, shape, generator=generator).float().requires_grad_() for shape in shapes]
+    rows = torch.tensor([1, 3, 0, 1, 4, 3, 1])
+    q = changed(rows, size)
+    result = planner.contract(spec, *operands, q=q, **options)
+    assert of_function(result.grad_fn) != is_native
+    call = partial(planner.contract, spec, *operands, q=q, **options)
+    tensors = [*operands, *(q.buffers() if change == "prepared" else [q])]
+    assert saved_tensor_bytes(call, tensors) == planner.plan(spec, *operands, q=q, **options).cost.retained_bytes
+    limited = planner.contract(spec, *operands, q=rows, memory_limit="1 GB", **options)
+    assert torch.equal(result, limited)
+    cotangent = torch.randint(-3, 4, result.shape, generator=generator).float()
+    for got, wanted in zip(*(torch.autograd.grad(x, operands, cotangent) for x in (result, limited)), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("needs", [False, True])
+def test_a_small_gather_masks_what_no_index_names(needs):
+    """A product with the whole pool would carry NaN of row 2 into gradients."""
+    x, pool, rows = torch.ones(300, 16), torch.ones(4, 16, 16), torch.tensor([0, 1, 3]).repeat(100)
+    pool[2] = torch.nan
+    x, pool = x.requires_grad_(needs), pool.requires_grad_(needs)
+    plan = planner.plan("nj, q[n]jk -> nk", x, pool, q=rows)
+    assert plan.programs.forward.steps[0].choice.lowering == "matmul"
+    result = planner.contract("nj, q[n]jk -> nk", x, pool, q=rows)
+    assert torch.equal(result, torch.full((300, 16), 16.0))
+    if needs:
+        of_x, of_pool = torch.autograd.grad(result, (x, pool), torch.ones(300, 16))
+        assert torch.equal(of_x, torch.full((300, 16), 16.0))
+        assert torch.equal(of_pool, torch.tensor([100.0, 100, 0, 100])[:, None, None].expand(4, 16, 16))
+
+
+@pytest.mark.parametrize("bad", [-6, 5])
+def test_a_small_gather_refuses_what_is_out_of_range(bad):
+    rows = torch.tensor([0, bad, 1])
+    with pytest.raises(planner.IndexRangeError, match=f"q.*{bad}"):
+        planner.contract("nj, q[n]j -> n", torch.ones(3, 3), torch.ones(5, 3, requires_grad=True), q=rows)

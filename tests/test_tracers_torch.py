@@ -379,6 +379,22 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_exported_gather_is_in_its_autocast_region(strict, inside):
+    class Layer(torch.nn.Module):
+        def forward(self, x, c, q):
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                y = planner.contract(GATHER, x, c, q=q)
+            return y, planner.contract(GATHER, x, c, q=q)
+
+    arrays = integers(13, 2, 3), integers(7, 3, 5), integers(13, high=7)
+    exported = torch.export.export(Layer(), arrays, strict=strict).module()
+    for got, expected in zip(exported(*arrays), Layer()(*arrays), strict=True):
+        assert got.dtype == expected.dtype
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_gather_has_other_sizes_and_a_backward(strict):
     module, n = Layer(), Dim("n")
     arrays = integers(6, 2, 3), integers(6, high=7)

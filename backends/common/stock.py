@@ -209,10 +209,12 @@ def _make_shaped_index(
     """
     gather = gather_of(entry)
     if gather is None:
+        alone = len(row_axes) == 1
 
         def positions(index: Mapping[Gather, Any], like: Any) -> Any:
             size = size_in(index, spec, entry)
-            return ops.iota(size, like).reshape([size if axis == entry else 1 for axis in row_axes])
+            numbers = ops.iota(size, like)
+            return numbers if alone else numbers.reshape([size if axis == entry else 1 for axis in row_axes])
 
         return positions
     take_diagonals, axes = diagonals(ops, gather.axes)

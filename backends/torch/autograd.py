@@ -23,6 +23,7 @@ from planner.backends.torch.contexts.modes import (
     over_batch,
     transformed,
     unwrapped,
+    usual,
     watched,
 )
 from planner.backends.torch.contexts.traced import (
@@ -46,7 +47,7 @@ __all__ = ["record"]
 
 def record(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
     """Run a plan's forward program so that autograd records it and can run the backward program."""
-    if bare_operators():
+    if not usual(operands[0]) and bare_operators():
         return _record_operator(executable, operands, indices)
     if not indices:
         return _apply(_Contract, executable, indices, *operands)[0]
@@ -110,7 +111,7 @@ class _Contract(torch.autograd.Function):
     def forward(executable: Executable, prepared: Mapping[str, Any], *arrays: Tensor) -> Any:
         operands, indices, _ = _split(executable, prepared, arrays)
         result, kept = run_forward(executable, operands, indices)
-        if any(result is x for x in arrays):
+        if any([result is x for x in arrays]):
             result = result.view_as(result)
         return (_detach_fresh_view(result, arrays), *kept)
 
@@ -120,7 +121,8 @@ class _Contract(torch.autograd.Function):
         _, *kept = output
         ctx.executable, ctx.prepared = executable, prepared
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*kept)
+        if kept:
+            ctx.mark_non_differentiable(*kept)
         if any(map(Tensor.is_inference, arrays)):  # autograd saves no tensors of inference mode, so it saves copies
             arrays = [x.clone() if x.is_inference() else x for x in arrays]
         ctx.shapes = None
@@ -143,26 +145,26 @@ class _Contract(torch.autograd.Function):
     @staticmethod
     def _pull_back(ctx: Any, saved: Sequence[Any], gradient: Tensor) -> Any:
         """Return what `backward` returns, from the saved tensors."""
-        count = len(ctx.executable.plan.operands)
+        count, is_usual = len(ctx.executable.plan.operands), usual(gradient)
         blank = (None,) * (len(ctx.executable.arrays) - len(ctx.prepared))
         with as_planned():
             executable, gradient = ctx.executable.against(gradient)
             if executable is not ctx.executable:
                 saved = saved[: count + len(blank)]  # without kept values
-            if ctx.shapes is not None and (watched() or is_recorded(gradient)):  # operators take tensors only
+            if ctx.shapes is not None and not is_usual and (watched() or is_recorded(gradient)):
+                # Operators take tensors only.
                 blanks = [gradient.new_zeros(()).expand(shape) for shape in ctx.shapes]
                 read = [y if x is None else x for x, y in zip(saved, blanks, strict=False)]
                 saved = (*read, *saved[count:])
             # Applying a Function takes longer than a small product, and is needed only if gradients may be
             # differentiated.
-            if torch.is_grad_enabled() or transformed():
-                gradients = _apply(_Gradient, executable, ctx.prepared, gradient, *saved)
+            if torch.is_grad_enabled() or (not is_usual and transformed()):
+                given = iter(_apply(_Gradient, executable, ctx.prepared, gradient, *saved))
+                of_operands = [next(given) if v is not None else None for v in executable.programs.gradients]
             else:
                 gradient, *saved = unwrapped(gradient, *saved)
                 operands, indices, kept = _split(executable, ctx.prepared, saved)
-                gradients = [g for g in run_backward(executable, gradient, operands, indices, kept) if g is not None]
-        given = iter(gradients)
-        of_operands = [next(given) if v is not None else None for v in ctx.executable.programs.gradients]
+                of_operands = run_backward(executable, gradient, operands, indices, kept)
         if ctx.shapes is not None:
             of_operands = [g if g is None else g.reshape(s) for g, s in zip(of_operands, ctx.shapes, strict=True)]
         return (None, None, *of_operands, *blank)

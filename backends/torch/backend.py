@@ -44,7 +44,7 @@ from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.spec import Gather, Operand, Spec
 from planner.program.callbacks import callbacks
 from planner.program.calls import Member, SizeReader
-from planner.program.implementations import Backend, Stepwise
+from planner.program.implementations import Backend, RunPlan, Stepwise
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
 
@@ -223,20 +223,18 @@ class TorchBackend(Backend):
         settings = {"torch": torch.__version__, "device": name, "threads": threads, "precision": precision}
         return {**settings, "tiles": "pinned" if self.pins_tiles() else "free"}
 
-    def bind(self, plan: PlanRecord) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
+    def bind(self, plan: PlanRecord) -> RunPlan:
         """Return the function that runs a plan."""
         run = runner(plan, self.table)
         return run if plan.dtype not in _MOVED_ONLY else partial(_run_moves, run, plan.dtype)
 
-    def bind_family(
-        self, plan: PlanRecord
-    ) -> Callable[[Member], Callable[[Sequence[Any], Mapping[str, Any]], Any]] | None:
+    def bind_family(self, plan: PlanRecord) -> Callable[[Member], RunPlan] | None:
         """Return what makes the function that runs the plan of a member."""
         return None if plan.dtype in _MOVED_ONLY else family_runner(plan, self.table)
 
     def bind_symbols(
         self, plan: PlanRecord, operands: Sequence[Tensor], indices: Mapping[str, Any], sizes: Any
-    ) -> tuple[Any, ...] | None:
+    ) -> tuple[PlanRecord, RunPlan, Mapping[str | Gather, Any]] | None:
         """Return the plan, the function that runs it at symbols for sizes, and these; None if all sizes are numbers.
 
         A plan with a limit runs at the sizes that it was made for, since the limit holds for these.

@@ -1,31 +1,34 @@
-"""Plans as a few native torch calls, for plans without gathers, casts and copies.
+"""Plans as a few native torch calls, for plans without casts, guards that act, and copies.
 
 Each step becomes a small function over views. Autograd then keeps exactly what the plan says, because `mm`, `bmm` and
-`mul` save the operands that they are given. Under autograd a plan does not run as native calls in three cases:
+`mul` save the operands that they are given, and takes and segment sums by one index array save that array. Under
+autograd a plan does not run as native calls in these cases:
 
 - a step would copy an operand into another layout: autograd would keep the copy;
 - a result would have other strides than the plan says;
-- an operand is repeated along an axis in a product, and the plan sums its gradient in another way than torch does.
+- an operand is repeated along an axis in a product, and the plan sums its gradient in another way than torch does;
+- a take or a segment sum needs a new index array, or the plan computes its gradient in another way than torch does.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from planner.backends.common.stock import evaluation
+from planner.backends.common.stock import evaluation, viewing
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
-from planner.backends.torch.ops import OPS
+from planner.backends.torch.ops import OPS, matrix_product
 from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps
-from planner.cost.layout import layout_of
+from planner.cost.layout import layout_of, row_major
 from planner.language.derive import transpose
-from planner.language.spec import Spec
+from planner.language.dtypes import HALF_TYPES
+from planner.language.spec import Spec, indexed_dims, plain_axes, term_gathers
 from planner.program.forms import product_form
 from planner.program.ops import Cast, Op
 from planner.program.program import Program
@@ -33,14 +36,14 @@ from planner.program.tree import Leaf, Tree, nodes_of
 
 __all__ = ["NATIVE", "compile_native"]
 
-# A function from operands to the result. It ignores its second argument, the index arrays: such a plan has none.
+# A function from operands to the result. If the plan has index arrays, its argument ends with these, in range.
 Run = Callable[..., Tensor]
-# The implementation of each step of the backward program, by the step's spec; None if there is no backward program.
-Lowerings = Mapping[Spec, str] | None
 # Takes a step and the function that runs it, and returns another such function.
 Around = Callable[[Op, Callable[..., Tensor]], Callable[..., Tensor]]
 
-NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum")
+# Steps that read or write through index arrays, and what torch computes the gradient of one by.
+INDEXED = {"take": "segment sum", "segment sum": "take"}
+NATIVE = ("matmul", "multiply", "view", "sum", "broadcast", "diagonal", "multiply, sum", *INDEXED)
 # A function calls those of the steps before it, so there must not be too many for Python's stack.
 MOST_STEPS = 200
 # Steps made of several native calls, for which autograd would keep more than the step's operands: positions of the
@@ -69,93 +72,140 @@ def compile_native(
         around: changes how a step runs.
         index: holds the sizes of the calls, if they are not the tree's, see `RangedIndices.sizes`.
     """
-    if sum(1 for _ in nodes_of(tree)) > MOST_STEPS:
+    nodes = list(nodes_of(tree))
+    if len(nodes) > MOST_STEPS:
         return None
     chosen = None if backward is None else {step.op.spec: step.choice.lowering for step in backward.steps}
     table = TRANSFORMED_STRIDE_OPS if transformed else STRIDE_OPS
-    compiled = _compile(tree, operands, chosen, table, around, index)
+    pair = len(operands) == 2 and not any(node.op.spec.gathers for node in nodes)
+    compiled = _Compiler(operands, chosen, table, around, index, pair).compile(tree)
     return None if compiled is None else compiled[0]
 
 
-def _compile(
-    tree: Tree,
-    operands: Sequence[Strided],
-    chosen: Lowerings,
-    stride_ops: StrideOps,
-    around: Around,
-    index: Mapping[Any, Any],
-) -> tuple[Run, Strided] | None:
-    """Return the function that computes a part of the tree, and the stand-in of its result; None if not native."""
-    copies = chosen is None
-    if isinstance(tree, Leaf):
-        return operator.itemgetter(tree.operand), operands[tree.operand]
-    if isinstance(tree.op, Cast) or stock_kind(tree.op) not in NATIVE:
-        return None
-    if not copies and stock_kind(tree.op) in COMPOSED:
-        return None
-    children = [_compile(child, operands, chosen, stride_ops, around, index) for child in tree.children]
-    if any(child is None for child in children):
-        return None
-    parts = [child for child in children if child is not None]
-    standins = [standin for _, standin in parts]
-    if chosen is not None and not _sums_alike(tree.op, standins, chosen):
-        return None
-    result = evaluation(stride_ops, tree.op.spec)(standins, {}, False)
-    if result.copied and not copies:
-        return None
-    planned = tree.op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
-    _, layout = stock_layout(planned)
-    if not (layout is not None and layout.unknown) and layout != layout_of(result.shape, result.strides):
-        return None
-    direct = stock_kind(tree.op) == "matmul" and tree.op.dtype != "bool"  # torch multiplies no bool matrices
-    step = around(tree.op, _matmul_step(tree.op) if direct else _stock_step(tree.op, index))
-    if len(parts) == 1:
-        (inner, _) = parts[0]
-        return (lambda xs, _=None: step(inner(xs))), result
-    (left, _), (right, _) = parts
-    if all(isinstance(child, Leaf) for child in tree.children):
-        i, j = (child.operand for child in tree.children if isinstance(child, Leaf))
-        if (i, j, len(operands)) == (0, 1, 2):
-            return (lambda xs, _=None: step(*xs)), result
-        return (lambda xs, _=None: step(xs[i], xs[j])), result
-    if tree.order == (1, 0):
-        return (lambda xs, _=None: (lambda second: step(left(xs), second))(right(xs))), result
-    return (lambda xs, _=None: step(left(xs), right(xs))), result
+@dataclasses.dataclass(frozen=True)
+class _Compiler:
+    """Makes native calls of trees. The fields are arguments of `compile_native`, but for these.
 
+    Attributes:
+        chosen: the implementation of each step of the backward program, by the step's spec; None if there is none.
+        stride_ops: what runs steps on stand-ins.
+        pair: whether the calls are given two operands and no index arrays.
+    """
 
-def _sums_alike(op: Op, standins: Sequence[Strided], chosen: Mapping[Spec, str]) -> bool:
-    """Return whether the plan sums gradients of repeated operands as torch does: a whole product, then its sum."""
-    if stock_kind(op) != "multiply":
+    operands: Sequence[Strided]
+    chosen: Mapping[Spec, str] | None
+    stride_ops: StrideOps
+    around: Around
+    index: Mapping[Any, Any]
+    pair: bool
+
+    def compile(self, tree: Tree) -> tuple[Run, Strided] | None:
+        """Return the function that computes a part of the tree, and the stand-in of its result; None if not native."""
+        copies = self.chosen is None
+        if isinstance(tree, Leaf):
+            return operator.itemgetter(tree.operand), self.operands[tree.operand]
+        kind = stock_kind(tree.op)
+        if isinstance(tree.op, Cast) or kind not in NATIVE or (kind in COMPOSED and not copies):
+            return None
+        children = [self.compile(child) for child in tree.children]
+        if any(child is None for child in children):
+            return None
+        parts = [child for child in children if child is not None]
+        standins = [standin for _, standin in parts]
+        if not self._differentiates_alike(tree.op, standins):
+            return None
+        made = self._step(tree.op, standins, isinstance(tree.children[0], Leaf))
+        if made is None or (made[1].copied and not copies):
+            return None
+        run, result = made
+        planned = tree.op.with_layouts(layout_of(x.shape, x.strides) for x in standins)
+        _, layout = stock_layout(planned)
+        if not (layout is not None and layout.unknown) and layout != layout_of(result.shape, result.strides):
+            return None
+        step = self.around(tree.op, run)
+        if len(parts) == 1:
+            (inner, _) = parts[0]
+            if kind in INDEXED:
+                return (lambda xs, _=None: step(inner(xs), xs[-1])), result
+            return (lambda xs, _=None: step(inner(xs))), result
+        (left, _), (right, _) = parts
+        if all(isinstance(child, Leaf) for child in tree.children):
+            i, j = (child.operand for child in tree.children if isinstance(child, Leaf))
+            if self.pair and (i, j) == (0, 1):
+                return (lambda xs, _=None: step(*xs)), result
+            return (lambda xs, _=None: step(xs[i], xs[j])), result
+        if tree.order == (1, 0):
+            return (lambda xs, _=None: (lambda second: step(left(xs), second))(right(xs))), result
+        return (lambda xs, _=None: step(left(xs), right(xs))), result
+
+    def _differentiates_alike(self, op: Op, standins: Sequence[Strided]) -> bool:
+        """Return whether the plan computes the gradients of a step as torch does.
+
+        That of a repeated operand must be a whole product, then its sum; that of a take must be a segment sum.
+        """
+        kind = stock_kind(op)
+        if self.chosen is None or kind not in ("multiply", *INDEXED):
+            return True
+        wanted = INDEXED.get(kind, "multiply, then sum")
+        for number, (term, x) in enumerate(zip(op.spec.inputs, standins, strict=True)):
+            differs = kind in INDEXED or any(op.spec.size(e) != 1 for e in op.spec.output if e not in term)
+            if differs and x.requires_grad and self.chosen.get(transpose(op.spec, number)) != wanted:
+                return False
         return True
-    repeated = (any(op.spec.size(e) != 1 for e in op.spec.output if e not in term) for term in op.spec.inputs)
-    return all(
-        not (wide and x.requires_grad) or chosen.get(transpose(op.spec, number)) == "multiply, then sum"
-        for number, (wide, x) in enumerate(zip(repeated, standins, strict=True))
-    )
+
+    def _step(
+        self, op: Op, standins: Sequence[Strided], of_operand: bool
+    ) -> tuple[Callable[..., Tensor], Strided] | None:
+        """Return the function that runs a step, and the stand-in of its result; None if autograd would keep more.
+
+        The function takes the inputs. That of an indexed step takes the index arrays after them. `of_operand` says
+        whether the first input is an operand.
+        """
+        spec = op.spec
+        if stock_kind(op) in INDEXED:
+            gathered = _gathered(spec, standins[0])
+            if gathered is not None:  # autograd keeps what elements are gathered of
+                return gathered if of_operand or self.chosen is None else None
+            # Through several dimensions at once torch goes by an index array of its own; it adds up wide half types.
+            direct = len(spec.gathers) == 1 and all(len(indexed_dims(term)) <= 1 for term in spec.terms)
+            if self.chosen is not None and not (direct and op.dtype not in HALF_TYPES):
+                return None
+            shapes = {gather: spec.shape(gather.axes) for gather in spec.gathers}
+            arrays = {gather: Strided(shape, row_major(shape)) for gather, shape in shapes.items()}
+            take = evaluation(OPS, spec)
+            return (lambda x, index: take((x,), index, False)), evaluation(self.stride_ops, spec)(
+                standins, arrays, False
+            )
+        result = evaluation(self.stride_ops, spec)(standins, {}, False)
+        if stock_kind(op) == "matmul" and op.dtype != "bool":  # torch multiplies no bool matrices
+            form = product_form(spec)
+            assert form is not None
+            return matrix_product(form, spec) or OPS.product(form, spec), result
+        run, index = evaluation(OPS, spec), self.index
+        return (lambda *inputs: run(inputs, index, False)), result
 
 
-def _stock_step(op: Op, index: Mapping[Any, Any]) -> Callable[..., Tensor]:
-    run = evaluation(OPS, op.spec)
-    return lambda *inputs: run(inputs, index, False)
+def _gathered(spec: Spec, x: Strided) -> tuple[Callable[..., Tensor], Strided] | None:
+    """Return what `_Compiler._step` does for a take of elements, such as `nkq[n] -> nk`; None for other steps.
 
+    The index array is viewed as large as the operand. An index of rows `(n, q[n])` would be an array of its own.
+    """
+    (term,) = spec.inputs
+    left = plain_axes(term)
+    if len(term_gathers(term)) != 1 or len(set(left)) < len(left) or {*left} != {*spec.output}:
+        return None
+    (gather,) = term_gathers(term)
+    if left[: len(gather.axes)] != gather.axes or len(spec.output) != len(left):
+        return None
+    dim = term.index(gather)
+    view = viewing(OPS.permute, range(len(gather.axes)), [int(e in gather.axes) for e in term])
+    order = [left.index(str(e)) for e in spec.output]
+    arrange = viewing(OPS.permute, order, (1,) * len(order))
 
-def _matmul_step(op: Op) -> Callable[..., Tensor]:
-    spec, form = op.spec, product_form(op.spec)
-    assert form is not None
-    letters = [tuple(str(e) for e in term) for term in spec.inputs]
-    out = tuple(str(e) for e in spec.output)
-    if not form.batch and all(len(g) == 1 for g in (form.left, form.right, form.contracted)):
-        # A product of two matrices: at most three transposes, and none for the result.
-        if out == (form.right[0], form.left[0]):
-            first, second = 1, 0
-        else:
-            first, second = 0, 1
-        flip_a = letters[first][1] != form.contracted[0]
-        flip_b = letters[second][0] != form.contracted[0]
-        mm = torch.mm
-        if (first, flip_a, flip_b) == (0, False, False):
-            return mm
-        if first == 0:
-            return lambda a, b: mm(a.t() if flip_a else a, b.t() if flip_b else b)
-        return lambda a, b: mm(b.t() if flip_a else b, a.t() if flip_b else a)
-    return OPS.product(form, spec)
+    def take(x: Tensor, index: Mapping[Any, Tensor]) -> Tensor:
+        shape = list(x.shape)
+        shape[dim] = 1
+        return arrange(x.gather(dim, view(index[gather]).expand(shape)).squeeze(dim))
+
+    shape = spec.shape(left)
+    return take, STRIDE_OPS.permute(Strided(shape, row_major(shape), x.requires_grad, x.copied), order)

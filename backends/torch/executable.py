@@ -13,27 +13,25 @@ from torch import Tensor
 
 from planner.backends.common.run import RunProgram, prepare_program
 from planner.backends.common.stock import evaluate
-from planner.backends.torch.contexts.modes import hint, records, transformed
+from planner.backends.torch.contexts.modes import hint, transformed
 from planner.backends.torch.contexts.ranges import Range, named_program, profiler
 from planner.backends.torch.index import TorchIndex, part_in_range, refuse_sparse, torch_in_range
-from planner.backends.torch.ops import GUARD, OPS, cast, conjugate, dataless, torch_dtype
+from planner.backends.torch.ops import GUARD, OPS, cast, conjugate, is_recorded, torch_dtype
 from planner.cost.layout import Layout, layout_of, strides_of
 from planner.kernels.grouping.keys import IndexArray
 from planner.language.derive import resize_spec, sum_dims, summable_dims
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerLimitError
 from planner.language.options import MODES, SEARCHES, Options
-from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Spec, Term
 from planner.program.callbacks import callbacks
 from planner.program.calls import Member, RangedIndices
-from planner.program.contraction import Contraction
 from planner.program.guards import add_guards
 from planner.program.implementations import Table
 from planner.program.ops import Cast, Guard
 from planner.program.plan import PlanRecord, without_loops
 from planner.program.serial import plan_to_json
-from planner.program.tree import Tree, flatten, read_by_gradients
+from planner.program.tree import Tree, flatten, nodes_of, read_by_gradients
 
 __all__ = ["Executable"]
 
@@ -42,7 +40,7 @@ MOST_PLANNED_AGAIN = 14
 
 
 class Executable:
-    """A plan made ready to run in torch. There is one for each plan, kept with the function that runs the plan.
+    """A plan made ready to run in torch, kept with the function that runs the plan.
 
     All members of a family share the functions of one, see `resized`.
     """
@@ -94,16 +92,24 @@ class Executable:
         self.executable_for = lru_cache(maxsize=8)(self._executable_for)
         self.family_for = lru_cache(maxsize=8)(self._family_for)
 
+    @cached_property
+    def _shared(self) -> dict[str, Any]:
+        """The attributes that it shares with executables of other sizes. What is made of the plan is made once."""
+        for name in (
+            "run_forward",
+            *(["run_backward"] if self.programs.backward else []),
+            "only_stock",
+            "reads_unread",
+        ):
+            getattr(self, name)
+        return {name: value for name, value in self.__dict__.items() if name != "spec"}
+
     def resized(self, member: Member) -> Executable:
         """Return this executable for other sizes than the plan's, such as those of a member of its family."""
-        shared = {**self.__dict__, "run_forward": self.run_forward}
-        if self.programs.backward is not None:
-            shared["run_backward"] = self.run_backward
-        shared.pop("spec", None)
         own = object.__new__(Executable)
-        own.__dict__.update(shared)
+        own.__dict__.update(self._shared)
         own.sizes, own.reshape, own.index_shapes = member
-        own.fits = all(shape is None for shape in own.reshape)
+        own.fits = all([shape is None for shape in own.reshape])
         own.gathers = {g: Gather(g.array, g.axes, member.sizes[g]) for g in self.gathers}
         if self.hidden:
             own.given = [member.sizes[e] if e in self.hidden else -1 for e in self.plan.resolved.spec.output]
@@ -119,22 +125,6 @@ class Executable:
         own = self.resized(member)
         own.symbolic, own.given = True, given
         return own
-
-    def own_contraction(self, operands: Sequence[Tensor]) -> Contraction:
-        """Return the contraction of these operands, at the sizes of this executable."""
-        shapes = tuple(self.spec.shape(term) for term in self.spec.inputs)
-        index_shapes = tuple(self.index_shapes.items())
-        described = [
-            dataclasses.replace(o, shape=tuple(map(int, x.shape)), strides=tuple(map(int, x.stride())))
-            for o, x in zip(self.plan.operands, operands, strict=True)
-        ]
-        return dataclasses.replace(
-            self.plan.contraction,
-            text=str(self.spec),
-            resolved=Resolved(self.spec, shapes, index_shapes),
-            index_shapes=index_shapes,
-            operands=tuple(described),
-        )
 
     @cached_property
     def spec(self) -> Spec:
@@ -176,6 +166,11 @@ class Executable:
     def guarded_tree(self) -> Tree:
         """The tree with its guards, without loops, which torch can differentiate."""
         return add_guards(without_loops(self.plan.tree), self.plan.resolved.spec, self.plan.index_mode)
+
+    @cached_property
+    def reads_unread(self) -> bool:
+        """Whether steps compute with rows of operands that no index names, where NaN must not count."""
+        return any(isinstance(node.op, Guard) and node.op.rows is not None for node in nodes_of(self.guarded_tree))
 
     @cached_property
     def run_forward(self) -> RunProgram:
@@ -227,7 +222,7 @@ class Executable:
                 prepared.given[gather] = IndexArray(shaped, normal, may_drop=False)
                 continue
             values, may_drop = torch_in_range(raw, own, mode)
-            prepared[gather] = values.reshape(shape)
+            prepared[gather] = values if values.shape == shape else values.reshape(shape)
             prepared.may_drop |= may_drop
             if isinstance(raw, TorchIndex) and gather.axes and values.dim() == len(gather.axes):
                 prepared.orders[gather] = raw.groups
@@ -244,7 +239,8 @@ class Executable:
         self, gradient: Tensor, operands: Sequence[Tensor], index: RangedIndices, kept: Mapping[int, Tensor]
     ) -> dict[int, Any]:
         """Return the inputs of the backward program by variable; `kept` need not hold the views of operands."""
-        values: dict[int, Any] = {**dict(enumerate(self.views(operands))), **kept}
+        values: dict[int, Any] = dict(enumerate(self.views(operands)))
+        values.update(kept)
         for step in self.operand_views:
             results = self.table.run(step.choice.lowering, step.op, [values[v] for v in step.inputs], index)
             values.update(zip(step.outputs, results, strict=True))
@@ -268,13 +264,10 @@ class Executable:
         gradients: list[Tensor | None] = [None if v is None else values[v] for v in self.programs.gradients]
         if self.fits and not self.is_complex:
             return gradients
-        for number, (gradient_of, operand) in enumerate(zip(gradients, operands, strict=True)):
-            if gradient_of is None:
-                continue
-            if gradient_of.is_complex():
-                is_complex = self.plan.operands[number].dtype.startswith("complex")
-                gradient_of = conjugate(gradient_of) if is_complex else gradient_of.real
-            gradients[number] = gradient_of if operand is None else gradient_of.reshape(operand.shape)
+        for number, (x, operand) in enumerate(zip(gradients, operands, strict=True)):
+            if x is not None and x.is_complex():
+                x = conjugate(x) if self.plan.operands[number].dtype.startswith("complex") else x.real
+            gradients[number] = x if x is None or operand is None else x.reshape(operand.shape)
         return gradients
 
     def against(self, gradient: Tensor) -> tuple[Executable, Tensor]:
@@ -293,10 +286,12 @@ class Executable:
         Raises:
             PlannerLimitError: no backward program for these strides fits the memory limit.
         """
-        plain = type(gradient) is Tensor and not (gradient.requires_grad or dataless(gradient) or transformed())
-        if self.empty or not plain or torch.compiler.is_compiling() or records():
-            return self, gradient
         strides, limit = gradient.stride(), self.plan.options.memory_limit
+        if limit is None and 0 not in strides:  # as a rule
+            return self, gradient
+        plain = type(gradient) is Tensor and not (gradient.requires_grad or is_recorded(gradient) or transformed())
+        if not plain or self.empty or torch.compiler.is_compiling():
+            return self, gradient
         repeated = tuple(d for d in self.summable_dims if strides[d] == 0 and gradient.shape[d] > 1)
         if len(self.reshape) > MOST_PLANNED_AGAIN:
             repeated = ()

@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import is_fake
 
 from planner.backends.common.masks import guard_run
 from planner.backends.common.stock import Product, matmul_product
-from planner.backends.torch.contexts.modes import in_functorch, records, transformed, watched
+from planner.backends.torch.contexts.modes import in_functorch, records, transformed, usual, watched
 from planner.kernels.gathered_dot import torch_pooled
 from planner.kernels.grouping.torch_grouping import accumulator
 from planner.language.dtypes import itemsize
-from planner.language.spec import Spec
+from planner.language.spec import Spec, term_axes
 from planner.program.forms import ProductForm
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "dataless",
     "dispatches",
     "finite",
+    "matrix_product",
     "is_recorded",
     "multiply",
     "not_dense",
@@ -84,6 +85,23 @@ def unit_strided(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
+def matrix_product(form: ProductForm, spec: Spec) -> Product | None:
+    """Return the function that multiplies two matrices, of any dtype but bool; None if there are other axes."""
+    if form.batch or any(len(group) != 1 for group in (form.left, form.right, form.contracted)):
+        return None
+    letters = [term_axes(term) for term in spec.inputs]
+    # At most three transposes, and none for the result.
+    swapped = term_axes(spec.output) == (form.right[0], form.left[0])
+    flip_a = letters[swapped][1] != form.contracted[0]
+    flip_b = letters[not swapped][0] != form.contracted[0]
+    mm = torch.mm
+    if swapped:
+        return lambda a, b: mm(b.t() if flip_a else b, a.t() if flip_b else a)
+    if not (flip_a or flip_b):
+        return mm
+    return lambda a, b: mm(a.t() if flip_a else a, b.t() if flip_b else b)
+
+
 class TorchOps:
     """`ArrayOps` in torch: every function is differentiable and out of place."""
 
@@ -107,7 +125,11 @@ class TorchOps:
         return torch.mm(a, b) if a.dim() == 2 else torch.bmm(unit_strided(a), unit_strided(b))
 
     def product(self, form: ProductForm, spec: Spec) -> Product:
-        return matmul_product(self.matmul, multiply, self.permute, form, spec)
+        product = matmul_product(self.matmul, multiply, self.permute, form, spec)
+        direct = matrix_product(form, spec)
+        if direct is None:
+            return product
+        return lambda a, b: direct(a, b) if a.dtype != torch.bool else product(a, b)
 
     def iota(self, size: int, like: Tensor) -> Tensor:
         return torch.arange(size, device=like.device)
@@ -209,7 +231,7 @@ def dataless(x: Tensor) -> bool:
 
 def is_recorded(x: Tensor) -> bool:
     """Return whether a tracer records what runs on a tensor, which may have no values."""
-    return dataless(x) or records()
+    return not usual(x) and (dataless(x) or records())
 
 
 def dispatches(x: Tensor) -> bool:

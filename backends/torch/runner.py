@@ -28,40 +28,46 @@ from planner.backends.torch.contexts.modes import (
     as_planned,
     autocasts,
     bare_operators,
+    checkpoints,
+    forward_mode,
     in_functorch,
     only_stock,
     transformed,
+    usual,
+    watched,
 )
 from planner.backends.torch.contexts.ranges import Range, named_native, profiler
 from planner.backends.torch.contexts.traced import opaque, run_forward, wide_result
 from planner.backends.torch.eager import NATIVE, compile_native
 from planner.backends.torch.executable import Executable
-from planner.backends.torch.ops import dispatches, is_recorded
+from planner.backends.torch.index import TorchIndex
+from planner.backends.torch.ops import dispatches, finite, is_recorded, unseen
 from planner.backends.torch.strides import Strided
 from planner.cost.layout import row_major
 from planner.language.errors import PlannerError
 from planner.language.options import MODES
 from planner.program.calls import Member, RangedIndices
-from planner.program.implementations import Table
+from planner.program.implementations import RunPlan, Table
 from planner.program.ops import Guard
 from planner.program.plan import Loop, PlanRecord
 from planner.program.tree import Leaf
 
 __all__ = ["family_runner", "runner", "symbol_runner"]
 
-Runner = Callable[[Sequence[Any], Mapping[str, Any]], Any]
+# Longer plans with index arrays run as a Function. Its overhead does not show there, and of a gradient that repeats it
+# computes the sum first, see `Executable.against`.
+MOST_NATIVE_SECONDS = 2e-4
 
 
-def runner(plan: PlanRecord, table: Table) -> Runner:
+def runner(plan: PlanRecord, table: Table) -> RunPlan:
     """Return the function that computes a plan's result from operands and index arrays."""
     casts = Casts(plan, table)
     executable = Executable(casts.rest, table)
-    native = _native(executable)
-    run = partial(_run, executable) if native is None else _on_views(executable, native)
+    run = _runs(_native(executable), executable)
     return _after_casts(casts, _as_planned(run) if autocasts() else run)
 
 
-def family_runner(plan: PlanRecord, table: Table) -> Callable[[Member], Runner] | None:
+def family_runner(plan: PlanRecord, table: Table) -> Callable[[Member], RunPlan] | None:
     """Return what makes the function that runs the plan of a member of a family; see `Backend.bind_family`."""
     casts = Casts(plan, table)
     if casts.before:  # contractions that are for the representative's sizes
@@ -71,24 +77,19 @@ def family_runner(plan: PlanRecord, table: Table) -> Callable[[Member], Runner] 
     sized = any(step.choice.lowering in ("broadcast", "diagonal") for step in rest.programs.forward.steps)
     native = None if sized else _native(executable)
 
-    def bind_plain(member: Member) -> Runner:
-        if native is None:
-            return partial(_run, executable.resized(member))
-        return _on_views(executable.resized(member), native)
-
-    def bind(member: Member) -> Runner:
-        run = bind_plain(member)
+    def bind(member: Member) -> RunPlan:
+        run = _runs(native, executable.resized(member))
         return _after_casts(casts, _as_planned(run) if autocasts() else run)
 
     return bind
 
 
-def _after_casts(casts: Casts, run: Runner) -> Runner:
+def _after_casts(casts: Casts, run: RunPlan) -> RunPlan:
     """Return a runner that casts some operands first."""
     return (lambda operands, indices: run(*casts(operands, indices))) if casts.dtypes else run
 
 
-def _as_planned(run: Runner) -> Runner:
+def _as_planned(run: RunPlan) -> RunPlan:
     """Return a runner whose dtypes autocast does not change."""
 
     def run_as_planned(operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
@@ -98,7 +99,7 @@ def _as_planned(run: Runner) -> Runner:
     return run_as_planned
 
 
-def symbol_runner(plan: PlanRecord, table: Table, member: Member, given: Sequence[int]) -> Runner:
+def symbol_runner(plan: PlanRecord, table: Table, member: Member, given: Sequence[int]) -> RunPlan:
     """Return the function that runs a plan at sizes that are symbols of a compiler.
 
     Args:
@@ -110,16 +111,71 @@ def symbol_runner(plan: PlanRecord, table: Table, member: Member, given: Sequenc
     executable, index = Executable(plan, table), RangedIndices(False)
     index.sizes = member.sizes
     native = _native(executable, index)
-    executable = executable.with_symbols(member, given)
-    run = partial(_run, executable) if native is None else _on_views(executable, native)
+    run = _runs(native, executable.with_symbols(member, given))
     return _as_planned(run) if autocasts() else run
 
 
-def _on_views(executable: Executable, native: Callable[..., Tensor]) -> Runner:
-    """Return the function that runs native calls on the operands without their broadcast dimensions."""
-    if executable.fits:
-        return native
-    return lambda operands, indices: native(executable.views(operands))
+def _runs(native: Callable[..., Tensor] | None, executable: Executable) -> RunPlan:
+    """Return the function that runs native calls on the operands without their broadcast dimensions, or a Function."""
+    if native is None:
+        return partial(_run, executable)
+    if executable.gathers:
+        return partial(_run_indexed, native, executable)
+    return native if executable.fits else lambda operands, indices: native(executable.views(operands))
+
+
+def _run_indexed(
+    native: Callable[..., Tensor], executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]
+) -> Tensor:
+    """Run native calls if the index arrays do as they are, and no guard would act; else run the plan as usual."""
+    index: RangedIndices | None = None
+    if usual(*operands) or _as_usual(operands):
+        index = _as_they_are(executable, operands, indices)
+        if index is not None and executable.reads_unread and not all(map(finite, operands)):
+            index = None
+    elif torch.compiler.is_compiling() and not (transformed() or bare_operators()):
+        index = None if executable.reads_unread or executable.drops else executable.prepare(indices)
+    return _run(executable, operands, indices) if index is None else native([*executable.views(operands), index])
+
+
+def _as_usual(operands: Sequence[Tensor]) -> bool:
+    """Return whether native calls may run though something surrounds the call.
+
+    A selective checkpoint sees them, since they run without it too. Other modes see operators, whose FLOPs are those of
+    the plan.
+    """
+    if is_recorded(operands[0]) or forward_mode() or any(map(dispatches, operands)):
+        return False
+    return not watched() or checkpoints()
+
+
+def _as_they_are(
+    executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]
+) -> RangedIndices | None:
+    """Return the index arrays if they are in range as they are and autograd may save them, else None.
+
+    Then all are row-major, of int64, and without negative entries.
+    """
+    if in_functorch() and any(map(unseen, operands)):
+        return None
+    index = RangedIndices(False)
+    index.sizes = executable.sizes
+    for gather, own in executable.gathers.items():
+        raw, shape = indices[gather.array], executable.index_shapes[gather.array]
+        if isinstance(raw, TorchIndex):
+            raw, may_drop = raw.read(own, executable.plan.index_mode)
+            if may_drop:
+                return None
+        else:
+            fits = type(raw) is Tensor and raw.dtype == torch.int64 and raw.is_contiguous() and raw.numel()
+            if not fits or unseen(raw):
+                return None
+            low, high = torch.aminmax(raw)
+            if int(low) < 0 or int(high) >= (own.size or 0):
+                return None
+        index[gather] = raw if raw.shape == shape else raw.reshape(shape)
+    arrays = (*operands, *index.values())
+    return None if torch.is_grad_enabled() and any(map(Tensor.is_inference, arrays)) else index
 
 
 def _has_kept(plan: PlanRecord) -> bool:
@@ -136,13 +192,16 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
     plan, requires = executable.plan, executable.programs.backward is not None
     if autocast_changes(plan.dtype) and not executable.only_views:
         return None
-    if executable.gathers or (requires and plan.keep != "all" and _has_kept(plan)):
+    if requires and plan.keep != "all" and _has_kept(plan):
+        return None
+    # If the contraction is empty, index arrays are checked, though no step reads them.
+    if executable.gathers and (executable.empty or plan.cost.seconds > MOST_NATIVE_SECONDS):
         return None
     if requires and plan.options.memory_limit is not None:  # native calls copy gradients that repeat elements
         return None
     if isinstance(plan.tree, Leaf):
         return lambda views, _=None: views[0].view_as(views[0])
-    if not all(step.choice.lowering in NATIVE for step in plan.programs.forward.steps):
+    if not all(step.choice.lowering in NATIVE for step in plan.programs.forward.computing):
         return None
     under_transform = transformed()  # there steps behave as they do when autograd records
     standins = []
@@ -169,19 +228,25 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
 
 
 def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
-    recorded = is_recorded(operands[0])
-    if executable.drops and not (in_functorch() or opaque(executable, operands[0])):
+    is_usual = usual(*operands)
+    if executable.drops and (is_usual or not (in_functorch() or opaque(executable, operands[0]))):
         wide = wide_result(executable, operands, indices, executable.prepare(indices))
         if wide is not None:
             return wide
-    if only_stock() or (recorded and torch.compiler.is_compiling() and not bare_operators() and _is_stock(executable)):
-        return executable.stock(operands, indices)
-    if any([type(x) is not Tensor and dispatches(x) for x in operands]):
+    if not is_usual and _by_stock(executable, operands):
         return executable.stock(operands, indices)
     _check_gradients(executable, operands)
     if executable.programs.backward is None:
         return run_forward(executable, operands, indices)[0]
     return record(executable, operands, indices)
+
+
+def _by_stock(executable: Executable, operands: Sequence[Tensor]) -> bool:
+    """Return whether torch's own operators run a plan: nothing else has the derivatives, or a compiler fuses them."""
+    if only_stock() or any(map(dispatches, operands)):
+        return True
+    recorded = is_recorded(operands[0]) and torch.compiler.is_compiling()
+    return recorded and not bare_operators() and _is_stock(executable)
 
 
 def _is_stock(executable: Executable) -> bool:

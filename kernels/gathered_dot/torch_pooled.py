@@ -18,6 +18,7 @@ the scores themselves when there are many keys.
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from math import prod
@@ -324,7 +325,7 @@ def sum_is_finite(x: Tensor) -> bool:
 
     A sum that overflows, as float16 may, counts as not finite.
     """
-    return not (x.is_floating_point() or x.is_complex()) or bool(x.sum().isfinite())
+    return not (x.is_floating_point() or x.is_complex()) or cmath.isfinite(x.sum().item())
 
 
 def _weights(g: Tensor, keys: IndexArray, m: int, share: int) -> Iterator[tuple[slice, slice, Tensor]]:

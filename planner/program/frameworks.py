@@ -39,7 +39,9 @@ _FRAMEWORKS: dict[type, str | None] = {}
 
 def framework_of(array: Any) -> str | None:
     """Return the name of an array's framework: "torch", "jax" or "numpy"; None for anything else."""
-    kind = type(array)
+    kind, torch = type(array), sys.modules.get("torch")
+    if torch is not None and torch.compiler.is_dynamo_compiling():  # it would guard the whole dictionary
+        return _find_framework(array)
     if kind not in _FRAMEWORKS:
         _FRAMEWORKS[kind] = _find_framework(array)
     return _FRAMEWORKS[kind]

@@ -177,7 +177,7 @@ class Table:
     @property
     def has_changed(self) -> bool:
         """Whether rows were added, replaced or removed after the table was made."""
-        return [*map(id, self.rows.values())] != [*map(id, self._given)]
+        return tuple(self.rows.values()) != self._given
 
     def choices(self, op: Op, device: Device, key: StepKey | None = None) -> tuple[PricedImplementation, ...]:
         """Return the implementations of an op and their costs, without variants.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import contextlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -11,7 +12,7 @@ from planner.backends.torch.contexts.modes import autocasts
 from planner.backends.torch.ops import promote
 from planner.language.spec import Spec, term_axes
 
-__all__ = ["autocast_changes", "autocast_dtype", "autocast_state"]
+__all__ = ["autocast_changes", "autocast_dtype", "autocast_state", "in_region"]
 
 _opt_einsum = torch.backends.opt_einsum
 # The types of devices that autocast knows, by the names that it has for them.
@@ -23,6 +24,25 @@ def autocast_state(device: str) -> Hashable:
     if not autocasts() or device not in _DEVICES or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device), _opt_einsum.enabled, _opt_einsum.strategy
+
+
+@contextlib.contextmanager
+def in_region(device: str, half: str | None) -> Iterator[None]:
+    """Enter the autocast region that a call was recorded in, of this dtype; None for none.
+
+    `torch.export(strict=True)` records where regions begin and end, but does not enter them.
+    """
+    if half is None or torch.is_autocast_enabled(device):
+        yield
+        return
+    before = torch.get_autocast_dtype(device)
+    torch.set_autocast_dtype(device, getattr(torch, half))
+    torch.set_autocast_enabled(device, True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, False)
+        torch.set_autocast_dtype(device, before)
 
 
 def autocast_changes(dtype: str) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch._dynamo import allow_in_graph, disable
 from torch.utils._pytree import register_pytree_node
 
+from planner.backends.torch.contexts.autocast import in_region
 from planner.backends.torch.index import TorchIndex
 from planner.language.dtypes import asked_dtype
 from planner.language.options import Request
@@ -46,13 +47,22 @@ def contract(asked: Sequence[Any], operands: Sequence[Any], indices: Mapping[str
             prepared[name] = q.parts()
         else:
             arrays[name] = q
-    return _contract(given, list(operands), arrays, prepared)
+    # Dynamo knows the region that it traces; what traces its graph may not enter it.
+    device = next(x for x in (asked[0], *operands) if isinstance(x, torch.Tensor)).device.type
+    half = str(torch.get_autocast_dtype(device))[6:] if torch.is_autocast_enabled(device) else None
+    return _contract(given, list(operands), arrays, prepared, device, half)
 
 
 # Dynamo puts a call of this function into its graph. What reads the graph, a compiler or `torch.export`, traces it.
 @allow_in_graph
 def _contract(
-    given: Mapping[str, Any], operands: Sequence[Any], arrays: Mapping[str, Any], prepared: Mapping[str, Any]
+    given: Mapping[str, Any],
+    operands: Sequence[Any],
+    arrays: Mapping[str, Any],
+    prepared: Mapping[str, Any],
+    device: str,
+    half: str | None,
 ) -> Any:
     indices = {**arrays, **{name: TorchIndex.join(*parts) for name, parts in prepared.items()}}
-    return callbacks().plan_and_run(Request(**{**dict.fromkeys(Request._fields), **given}), operands, indices)
+    with in_region(device, half):
+        return callbacks().plan_and_run(Request(**{**dict.fromkeys(Request._fields), **given}), operands, indices)

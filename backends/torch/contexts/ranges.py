@@ -53,7 +53,7 @@ def named_native(op: Op, run_step: Callable[..., Tensor]) -> Callable[..., Tenso
     """Return the function that runs a step of native calls within a range, and what autograd records of it too."""
     label = _name(op, stock_kind(op))
 
-    def run(*inputs: Tensor) -> Tensor:
+    def run(*inputs: Any) -> Tensor:
         with Range(label):
             result = run_step(*inputs)
         _name_backward(result, inputs, label)
@@ -62,7 +62,7 @@ def named_native(op: Op, run_step: Callable[..., Tensor]) -> Callable[..., Tenso
     return run
 
 
-def _name_backward(result: Tensor, inputs: Sequence[Tensor], label: str) -> None:
+def _name_backward(result: Tensor, inputs: Sequence[Any], label: str) -> None:
     """Give a range to each node between a step's result and its inputs, for when autograd runs it."""
     open_ranges: list[Any] = []
 
@@ -73,7 +73,7 @@ def _name_backward(result: Tensor, inputs: Sequence[Tensor], label: str) -> None
     def leave(gradients: Any, output_gradients: Any) -> None:
         open_ranges.pop().__exit__(None, None, None)
 
-    nodes, met = [result.grad_fn], {None, *(x.grad_fn for x in inputs)}
+    nodes, met = [result.grad_fn], {None, *(x.grad_fn for x in inputs if isinstance(x, Tensor))}
     while nodes:
         node = nodes.pop()
         if node is None or node in met or hasattr(node, "variable"):  # a leaf keeps its node, and hooks on it

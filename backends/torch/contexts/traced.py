@@ -14,6 +14,7 @@ those of `torch.jit.trace` hold the operators alone, so the same module gives th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -34,6 +35,7 @@ from planner.backends.torch.contexts.modes import (
     in_functorch,
     scripts,
     unscripted,
+    usual,
     watched,
 )
 from planner.backends.torch.executable import Executable
@@ -44,8 +46,10 @@ from planner.language.cached import enter
 from planner.language.derive import transpose
 from planner.language.errors import ShapeError
 from planner.language.options import MODES
+from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Term
 from planner.program.calls import Member, SizeReader
+from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.implementations import RangedIndices
 from planner.program.loops import resize_plan
@@ -62,6 +66,8 @@ def opaque(executable: Executable, x: Tensor) -> bool:
     write in place. But an operator returns no views, so a plan of views runs as it is. And a selective checkpoint sees
     steps of torch's own operators, so that it can save the results of `mm` and `bmm`.
     """
+    if usual(x):
+        return False
     recorded = is_recorded(x)
     if not watched() or in_functorch():
         return recorded
@@ -335,7 +341,23 @@ class _Bound:
         shares = executable.table.runs_any_sizes(plan.steps) and MODES[plan.index_mode].bad != "drop"
         if resized.empty or (shares and all((sizes[e] == 1) == (size == 1) for e, size in planned.items())):
             return resized
-        return Executable(resize_plan(plan, resized.own_contraction(operands), sizes), executable.table)
+        return Executable(resize_plan(plan, _contraction_of(resized, operands), sizes), executable.table)
+
+
+def _contraction_of(executable: Executable, operands: Sequence[Tensor]) -> Contraction:
+    """Return the contraction of these operands, at the sizes of an executable."""
+    plan, spec, index_shapes = executable.plan, executable.spec, tuple(executable.index_shapes.items())
+    described = [
+        dataclasses.replace(o, shape=tuple(map(int, x.shape)), strides=tuple(map(int, x.stride())))
+        for o, x in zip(plan.operands, operands, strict=True)
+    ]
+    return dataclasses.replace(
+        plan.contraction,
+        text=str(spec),
+        resolved=Resolved(spec, tuple(map(spec.shape, spec.inputs)), index_shapes),
+        index_shapes=index_shapes,
+        operands=tuple(described),
+    )
 
 
 @lru_cache(maxsize=256)
