@@ -318,7 +318,6 @@ class Backend(Protocol):
         Raises:
             PlannerError: the dtype is not an integer type. The message names the array.
         """
-        ...
 
     def check_devices(self, operands: Sequence[Any], indices: Mapping[str, Any]) -> None:
         """Refuse arrays on different devices, because nothing is moved silently. Stand-ins are on no device.
@@ -326,7 +325,6 @@ class Backend(Protocol):
         Raises:
             PlannerError: two arrays are on different devices. The message names them.
         """
-        ...
 
     def group(self, q: Any, size: int, index_mode: str) -> Any:
         """Prepare an index array for many calls.

@@ -106,12 +106,14 @@ class SearchSpace:
     def choices(self, op: Op, key: StepKey | None = None) -> Sequence[PricedImplementation]:
         """Return the implementations of an op, priced for the contraction's device; see `Table.choices`.
 
-        With symbolic sizes they are stock ones, because these need no numbers. On a mesh the price includes the time in
-        which devices add up its results.
+        With symbolic sizes they are stock ones, because these need no numbers.
         """
         if self.contraction.symbols:
             return self.stock_choices(op)
-        choices = self.table.choices(op, self.device, key)
+        return self._with_exchange(op, self.table.choices(op, self.device, key))
+
+    def _with_exchange(self, op: Op, choices: Sequence[PricedImplementation]) -> Sequence[PricedImplementation]:
+        """Add to prices, on a mesh, the time in which devices add up the results of an op."""
         more = 0 if self._exchange is None else self._exchange(op)
         if not more:
             return choices
@@ -126,7 +128,7 @@ class SearchSpace:
     def stock_choices(self, op: Op) -> Sequence[PricedImplementation]:
         """Return only the implementations that a user would call by hand: the framework's take, einsum and scatter."""
         choices = self.table.choices(op, self.device)
-        return [choice for choice in choices if self.table.rows[choice.lowering].stock]
+        return self._with_exchange(op, [choice for choice in choices if self.table.rows[choice.lowering].stock])
 
     def search(
         self,
