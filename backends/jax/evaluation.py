@@ -118,8 +118,9 @@ def run_plain(op: Op, inputs: Sequence[Any], lowering: str, precision: Any) -> A
     """Run a plain step on arrays as the caller gave them: JAX keeps them for gradients, and would keep copies too."""
     with jax.named_scope(lowering):
         if len(inputs) == 2:
-            return as_dot(op.spec)(*inputs, precision=precision)
+            return as_dot(op.spec)(*inputs, precision=precision, dtype=jnp.dtype(op.dtype))
         (x,), (shape,) = inputs, op.input_shapes
+        x = x if x.dtype == op.dtype else cast(x, op.dtype)
         return evaluation(OPS, op.spec)([x if x.shape == shape else x.reshape(shape)], {}, False)
 
 

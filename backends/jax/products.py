@@ -99,17 +99,18 @@ def as_dot(spec: Spec) -> Product:
     """Return the function that multiplies two operands as one `lax.dot_general`, and permutes nothing but the result.
 
     The operands may have more dimensions of size 1 than the spec, such as those that were broadcast. These and axes of
-    size 1 that are summed are left free, so that JAX keeps the operands themselves for gradients.
+    size 1 that are summed are left free, so that JAX keeps the operands themselves for gradients. So are operands of
+    narrower dtypes than that of the result.
     """
     first, second, batch, contracted, _ = _arrangement(spec)
     terms, out = [term_axes(spec.inputs[number]) for number in (first, second)], term_axes(spec.output)
 
-    def product(*operands: Any, precision: Any = None) -> Any:
+    def product(*operands: Any, precision: Any = None, dtype: Any = None) -> Any:
         factors = (operands[first], operands[second])
         dims = [_dims_of(x.shape, term, spec) for x, term in zip(factors, terms, strict=True)]
         summed, shared = ([tuple(map(each.index, group)) for each in dims] for group in (contracted, batch))
         numbers = ((summed[0], summed[1]), (shared[0], shared[1]))
-        result = lax.dot_general(*factors, numbers, precision=precision)
+        result = lax.dot_general(*factors, numbers, precision=precision, preferred_element_type=dtype)
         axes = [*batch, *(axis for each in dims for axis in each if axis not in (*contracted, *batch))]
         result = lax.squeeze(result, [dim for dim, axis in enumerate(axes) if axis not in out])
         axes = [axis for axis in axes if axis in out]
