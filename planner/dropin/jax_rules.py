@@ -50,7 +50,8 @@ def jax_einsum(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any
     if theirs or unknown:
         why = ", ".join([*(f"{name}=" for name in theirs), *unknown])
         return _products(spec, arrays, options, {**theirs, "preferred_element_type": wanted}, why)
-    if len(arrays) > 2 and isinstance(spec, str) and {name: x for name, x in options.items() if x} == {"optimize": "auto"}:
+    chosen_here = options["optimize"] == "auto" and options.keys() <= {"optimize", "precision"}
+    if chosen_here and len(arrays) > 2 and isinstance(spec, str):
         options["optimize"] = _path(spec, tuple((tuple(x.shape), x.dtype.name) for x in arrays))
     if wanted is None or not arrays:
         return contract(spec, *arrays, **options)
