@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from planner.api import contract
-from planner.dropin.jax_rules import jax_einsum
 from planner.dropin.torch_rules import has_private_sum, search_of, torch_einsum
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.parse import parse_sublists
@@ -133,8 +132,15 @@ def _numpy(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]) -
     return result[()]
 
 
+def _jax(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any]) -> Any:
+    """`jnp.einsum`, whose rules are loaded with the first call."""
+    from planner.dropin.jax_rules import jax_einsum
+
+    return jax_einsum(spec, operands, options)
+
+
 _CONVENTIONS: dict[str, Callable[[str | Spec, Sequence[Any], dict[str, Any]], Any]] = {
     "torch": torch_einsum,
     "numpy": _numpy,
-    "jax": jax_einsum,
+    "jax": _jax,
 }

@@ -277,7 +277,6 @@ class Backend(Protocol):
 
     def operand(self, array: Any) -> Operand:
         """Describe an array."""
-        ...
 
     def fuses_cast(self, source: str, dtype: str) -> bool:
         """Return whether steps without index arrays read operands of a dtype as they are, and compute in another."""
@@ -448,4 +447,3 @@ class Backend(Protocol):
 
     def environment(self, operands: Sequence[Any]) -> dict[str, str]:
         """Return what the speed depends on besides the plan: versions, hardware and settings."""
-        ...
