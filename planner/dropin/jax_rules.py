@@ -51,8 +51,10 @@ def jax_einsum(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any
         why = ", ".join([*(f"{name}=" for name in theirs), *unknown])
         return _products(spec, arrays, options, {**theirs, "preferred_element_type": wanted}, why)
     chosen_here = options["optimize"] == "auto" and options.keys() <= {"optimize", "precision"}
-    if chosen_here and len(arrays) > 2 and isinstance(spec, str):
-        options["optimize"] = _path(spec, tuple((tuple(x.shape), x.dtype.name) for x in arrays))
+    if chosen_here and len(arrays) > 2 and isinstance(spec, str) and all(x.dtype.name in ITEMSIZES for x in arrays):
+        path = _their_path(spec, tuple((tuple(x.shape), x.dtype.name) for x in arrays))
+        if path is not None:
+            return _products(spec, arrays, {**options, "optimize": path}, {"preferred_element_type": wanted}, "")
     if wanted is None or not arrays:
         return contract(spec, *arrays, **options)
     natural = jnp.result_type(*arrays)
@@ -63,29 +65,32 @@ def jax_einsum(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any
 
 
 @lru_cache(maxsize=1024)
-def _path(spec: str, described: tuple[tuple[tuple[int, ...], str], ...]) -> Any:
-    """Return the path of `jnp.einsum`, or "auto" if a plan is worth leaving it: faster by a tenth, and keeping no more.
+def _their_path(spec: str, described: tuple[tuple[tuple[int, ...], str], ...]) -> Any:
+    """Return the path of `jnp.einsum`, or None if a plan is worth leaving it: faster by a tenth, and keeping no more.
 
-    Under `vmap` only JAX knows which operands have the mapped axis, so a path that differs may be the worse one.
+    Along their path the call is left to them, so that XLA gets the same program. Under `vmap` only JAX knows which
+    operands have the mapped axis, so a path that differs may be the worse one.
     """
     if "[" in spec:
-        return "auto"
+        return None
     try:
         path, info = contract_path(spec, *(shape for shape, _ in described), shapes=True, optimize="auto")
     except (ValueError, TypeError, KeyError):
-        return "auto"  # the spec is wrong, or wider than theirs
+        return None  # the spec is wrong, or wider than theirs
     if info.opt_cost < _SMALL:
         return path
-    operands = [Operand(shape, dtype, None, is_inexact(dtype)) for shape, dtype in described]
-    ours, theirs = (plan(spec, *operands, optimize=found, backend="jax").cost for found in ("auto", path))
-    worth = ours.seconds < 0.9 * theirs.seconds and ours.retained_bytes <= theirs.retained_bytes
-    return "auto" if worth else path
+    for trains in (False, True):  # gradients take longer to plan, and often need not be
+        operands = [Operand(shape, dtype, None, trains and is_inexact(dtype)) for shape, dtype in described]
+        ours, theirs = (plan(spec, *operands, optimize=found, backend="jax").cost for found in ("auto", path))
+        if ours.seconds >= 0.9 * theirs.seconds or ours.retained_bytes > theirs.retained_bytes:
+            return path
+    return None
 
 
 def _products(
     spec: str | Spec, arrays: Sequence[Any], options: dict[str, Any], theirs: dict[str, Any], why: str
 ) -> Any:
-    """Contract by the products of `jnp.einsum`, along the path of a plan.
+    """Contract by the products of `jnp.einsum`, along a given path or that of a plan.
 
     Args:
         spec: the spec.
@@ -105,8 +110,8 @@ def _products(
             f"{why} is for the products of jax.numpy, which take no {', '.join(f'{name}=' for name in more)}: "
             "leave one of them out"
         )
-    path: Any = "auto"
-    if len(arrays) > 2:
+    path = search if len(arrays) > 2 else "auto"
+    if isinstance(path, str) and len(arrays) > 2:
         path = list(plan(spec, *(tuple(x.shape) for x in arrays), optimize=search, backend="jax").path)
     text = str(parse(spec) if isinstance(spec, str) else spec).replace(" ", "")
     return jnp.einsum(text, *arrays, optimize=path, **{"precision": precision, **theirs})
