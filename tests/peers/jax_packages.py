@@ -383,6 +383,10 @@ def make_step(loss: Loss) -> tuple[Any, Any]:
     return optimizer.init, train_step
 
 
+def _placed_as(x: Any, like: Any) -> Any:
+    return jax.device_put(x, like.sharding) if isinstance(like.sharding, NamedSharding) else x
+
+
 class Side:
     """A model on its devices, whose training step is compiled within a context, and run.
 
@@ -411,6 +415,7 @@ class Side:
         """Return the loss before each step."""
         at, losses = (self.params, self.state), []
         for _ in range(STEPS):
+            at = jax.tree.map(_placed_as, tuple(at), (self.params, self.state))  # XLA places results as it likes
             *at, value = self.compiled(*at, self.batch)
             losses.append(float(value))
         return losses
