@@ -501,12 +501,12 @@ def judge(row: Row, place: str, compilations: int, seconds: float) -> tuple[dict
     return figures, faults
 
 
-HEAD = """`python tests/peers/jax_packages.py --times 2 --write`, with the packages installed: each model is trained for {steps}
-steps of Adam, as it is and within `planner.patch()`, on one device and on eight simulated ones of a CPU. Losses agree to
-{close:g} of themselves (in bfloat16 to 0.02), XLA's temporary memory and what a gradient outside of jit keeps are at most
-the original's, and devices exchange the same kinds of collectives of at most the same bytes. Compile times are
-seconds of the processor for tracing, planning and compiling with empty caches, the least of {compilations}; step times
-are medians.
+HEAD = """`python tests/peers/jax_packages.py --compilations 2 --times 0.3 --write`, with the packages installed, trains each
+model for {steps} steps of Adam, as it is and within `planner.patch()`, on one device and on eight simulated ones of a CPU.
+Losses agree to {close:g} of themselves (in bfloat16 to 0.02). XLA's temporary memory and what a gradient outside of jit
+keeps are at most the original's. Devices exchange the same kinds of collectives, of at most the same bytes. Compile times
+are seconds of the processor for tracing, planning and compiling with empty caches, the least of {compilations}. Step
+times are medians; other jobs ran beside them.
 
 Measured {date} on 2 shared cores, with {versions}.
 
