@@ -15,7 +15,7 @@ from planner.language.cached import cached_by_step
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, stand_in, term_axes, term_gathers
 from planner.program.forms import inner_product, product_form
 
-__all__ = ["ProductCopies", "as_dot", "count_copied", "count_reordered"]
+__all__ = ["ProductCopies", "as_dot", "count_copied", "count_reordered", "fused_takes", "join_axes", "multiply_flat"]
 
 # If more elements than this stay neighbours in a copy into another order, the copy of one element takes less time than
 # a copy one by one, by their number divided by this.
@@ -122,6 +122,35 @@ def as_dot(spec: Spec) -> Product:
         return result if axes == [*out] else lax.transpose(result, [axes.index(axis) for axis in out])
 
     return product
+
+
+@cached_by_step
+def join_axes(spec: Spec) -> Spec:
+    """Return the spec of a product in which axes that stand side by side in each term that has one are one axis.
+
+    It is the same product of reshaped operands, which need no copy. Axes of size 1 stay apart: XLA would copy a result
+    that lacks one behind a larger axis.
+    """
+    terms, sizes = [term_axes(term) for term in spec.terms], dict(spec.by_axis)
+
+    def are_beside(one: str, other: str) -> bool:
+        return all((one, other) in itertools.pairwise(term) for term in terms if one in term or other in term)
+
+    wide = [pair for term in terms for pair in itertools.pairwise(term) if min(map(spec.size, pair)) > 1]
+    before = {other: one for one, other in dict.fromkeys(wide) if are_beside(one, other)}
+    for axis in before:
+        first = axis
+        while first in before:
+            first = before[first]
+        sizes[first] *= sizes.pop(axis)
+    *inputs, output = (tuple(axis for axis in term if axis not in before) for term in terms)
+    return Spec(tuple(inputs), output, tuple(sorted(sizes.items())))
+
+
+def multiply_flat(spec: Spec, joined: Spec, *operands: Any) -> Any:
+    """Multiply two operands by a product whose axes are joined, see `join_axes`."""
+    views = [x.reshape(joined.shape(term)) for x, term in zip(operands, joined.inputs, strict=True)]
+    return as_dot(joined)(*views).reshape(spec.output_shape)
 
 
 def _wide_axes(term: Term, spec: Spec) -> tuple[str, ...]:
