@@ -15,7 +15,8 @@ from planner.language.cached import cached_by_step
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, stand_in, term_axes, term_gathers
 from planner.program.forms import inner_product, product_form
 
-__all__ = ["ProductCopies", "as_dot", "count_copied", "count_reordered", "fused_takes", "join_axes", "multiply_flat"]
+__all__ = ["ProductCopies", "as_dot", "count_copied", "count_reordered", "count_turned", "fused_takes", "join_axes",
+           "multiply_flat"]  # fmt: skip
 
 # If more elements than this stay neighbours in a copy into another order, the copy of one element takes less time than
 # a copy one by one, by their number divided by this.
@@ -182,19 +183,31 @@ class ProductCopies(NamedTuple):
     reused: int
 
 
-@cached_by_step
-def count_reordered(spec: Spec) -> ProductCopies:
-    """Return what XLA copies for a product, see `_copied_places`."""
-    form, sizes, (first, second, batch, contracted, places) = product_form(spec), spec.by_axis, _arrangement(spec)
+def _orders(spec: Spec) -> dict[int, Term]:
+    """Return the order in which XLA multiplies the axes of each term of a product, those of size 1 left out."""
+    form, (first, second, batch, contracted, _) = product_form(spec), _arrangement(spec)
     assert form is not None
     free = (form.left, form.right)
     groups = {first: (free[first], contracted), second: (contracted, free[second]), 2: (free[first], free[second])}
-    copied, apart = {}, 0.0
-    for place in places:
-        order, (one, other) = _wide_axes(spec.terms[place], spec), groups[place]
-        wanted = tuple(axis for axis in (*batch, *one, *other) if sizes[axis] != 1)
+    return {place: _wide_axes((*batch, *one, *other), spec) for place, (one, other) in groups.items()}
+
+
+@cached_by_step
+def count_turned(spec: Spec) -> int:
+    """Return how many elements XLA multiplies in another order than they have in memory, without a copy."""
+    copied = _arrangement(spec).copied
+    turned = [p for p, order in _orders(spec).items() if p not in copied and order != _wide_axes(spec.terms[p], spec)]
+    return sum(math.prod(spec.shape(spec.terms[place])) for place in turned)
+
+
+@cached_by_step
+def count_reordered(spec: Spec) -> ProductCopies:
+    """Return what XLA copies for a product, see `_copied_places`."""
+    orders, copied, apart = _orders(spec), {}, 0.0
+    for place in _arrangement(spec).copied:
+        order = _wide_axes(spec.terms[place], spec)
         copied[place] = math.prod(spec.shape(spec.terms[place]))
-        apart += copied[place] * min(1.0, _TOGETHER / max(1, _together(order, wanted, sizes)))
+        apart += copied[place] * min(1.0, _TOGETHER / max(1, _together(order, orders[place], spec.by_axis)))
     result = copied.get(2, 0)
     reused = max((n for place, n in copied.items() if place != 2 and n <= result), default=0)
     return ProductCopies(sum(copied.values()), apart, reused)

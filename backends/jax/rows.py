@@ -24,7 +24,14 @@ from planner.backends.common.stock_layout import matrix_copies
 from planner.backends.common.stock_rows import stock_kind, stock_rows, stock_work
 from planner.backends.jax.guards import run_guard
 from planner.backends.jax.ops import OPS
-from planner.backends.jax.products import count_copied, count_reordered, fused_takes, join_axes, multiply_flat
+from planner.backends.jax.products import (
+    count_copied,
+    count_reordered,
+    count_turned,
+    fused_takes,
+    join_axes,
+    multiply_flat,
+)
 from planner.backends.jax.tiled import tiled_work
 from planner.cost.device import Device
 from planner.cost.figures import Work
@@ -32,7 +39,7 @@ from planner.kernels.gathered_dot import jax_pooled
 from planner.kernels.grouped_matmul import jax_grouped, pallas_tiles
 from planner.kernels.grouping import jax_grouping
 from planner.language.dtypes import itemsize
-from planner.language.spec import term_gathers
+from planner.language.spec import Spec, term_gathers
 from planner.program.forms import GroupedForm, PooledForm, product_form
 from planner.program.implementations import MASK, Implementation, Table, form_row
 from planner.program.ops import Einsum, Guard, JointGradient, Op
@@ -49,7 +56,8 @@ PLAIN = ("matmul", "multiply", "sum", "view", "broadcast")
 # terms and 512 columns ran at 28 to 39, 43 to 54, 58 to 79 and 70 to 129 GFLOP/s, by the preset 37, 55, 73 and 88
 # (2 cores of an Intel Xeon at 2.8 GHz, JAX 0.10.2, 2026-11-22).
 _HALF_RATE_SIDE = 32
-# Seconds on a CPU for each element that XLA copies into another order, besides moving it.
+# Seconds on a CPU for each element that XLA copies into another order, besides moving it. To multiply a matrix of
+# joined axes as its transpose takes as long, without a copy: 1.8 to 2.3 ns (AMD EPYC, JAX 0.10.2, 2026-11-25).
 _REORDERED = 2e-9
 # Bytes of copies for which a product is worth a step that is no operation of JAX.
 _WORTH_JOINING = 2**20
@@ -89,10 +97,14 @@ def _flat_matmul() -> Implementation:
         few = saved * itemsize(op.dtype) < _WORTH_JOINING
         return "joining axes saves XLA no copies of 1 MiB" if few else None
 
+    def work(op: Op, joined: Spec, device: Device) -> list[Work]:
+        seconds = count_turned(joined) * _REORDERED
+        return [*_stock_work(dataclasses.replace(op, spec=joined), device), Work(seconds=seconds)]
+
     return form_row(
         "flat matmul",
         lambda op: join_axes(op.spec) if stock_kind(op) == "matmul" else "the step is not a matmul",
-        lambda op, joined, device: _stock_work(dataclasses.replace(op, spec=joined), device),
+        work,
         lambda op, joined, inputs, index: (multiply_flat(op.spec, joined, *inputs),),
         refuses=refuses,
         kinds=("cpu",),
