@@ -183,7 +183,7 @@ class ProductCopies(NamedTuple):
     reused: int
 
 
-def _orders(spec: Spec) -> dict[int, Term]:
+def _orders(spec: Spec) -> dict[int, tuple[str, ...]]:
     """Return the order in which XLA multiplies the axes of each term of a product, those of size 1 left out."""
     form, (first, second, batch, contracted, _) = product_form(spec), _arrangement(spec)
     assert form is not None
