@@ -64,6 +64,7 @@ ROWS = Case("nij, q[n]jk -> nik", ((64, 2, 8), (8, 8, 16)), {"q": ((64,), 8)})
 GROUPED = Case("nij, q[n]jk -> nik", ((512, 1, 64), (16, 64, 64)), {"q": ((512,), 16)})
 UNEVEN = Case("nij, q[n]jk -> nik", ((13, 2, 5), (7, 5, 9)), {"q": ((13,), 7)}, uneven=True)
 KEYS = Case("bqhd, bhi[bhqk]d -> bhqk", ((8, 16, 2, 32), (8, 2, 40, 32)), {"i": ((8, 2, 16, 12), 40)})
+JOINED = Case("ijkl, mip -> jklmp", ((64, 64, 8, 8), (8, 64, 16)))
 CHAIN = Case("ij, jk, kl -> il", ((16, 24), (24, 32), (32, 8)))
 TAKEN_LAST = Case("q[n]j, jk -> nk", ((8, 40), (40, 40)), {"q": ((256,), 8)}, nan=True)
 SUMMED = Case("q[n]j -> j", ((7, 9),), {"q": ((13,), 7)}, uneven=True)
@@ -85,6 +86,7 @@ SPLITS = [
     ("batch", BATCH, ["b x"]),
     ("keys", KEYS, ["b x", "i x"]),
     ("chain", CHAIN, ["i x", "j x", "k x"]),
+    ("joined", JOINED, ["i x", "j x", "k x, m y"]),
     ("taken last", TAKEN_LAST, ["n x", "q x", "j x"]),
     ("scatter", SCATTER, ["n x"]),
     *((mode, dataclasses.replace(ROWS, mode=mode, bad=True), ["n x", "q x"]) for mode in MODES),
@@ -194,6 +196,7 @@ def test_cases_are_what_they_claim():
     """Grouped kernels ran, in both directions; split results stay split; something is exchanged, and nothing."""
     assert run("grouped n x").lowerings == ["grouped matmul", "both grouped gradients"]
     assert run("keys i x").lowerings == ["whole pool, then take"] * 2
+    assert run("joined i x").lowerings[:2] == ["flat matmul"] * 2
     assert run("rows n x").split == [True, True, False]
     assert run("rows k x").split == [True, False, True]
     assert run("explicit n x, k y").split == [True, True, True]

@@ -163,3 +163,41 @@ def test_equal_steps_of_a_program_share_one_function(gradients):
     few, many = functions(2), functions(8)
     assert many.count("func.func") == few.count("func.func")
     assert len(many) < 2 * len(few)
+
+
+# Of this product XLA copies the first operand, 1 MiB, unless three of its axes are joined.
+JOINED = "ijkl, mip -> jklmp", [(64, 64, 8, 8), (8, 64, 16)]
+
+
+def temp_bytes(function, *xs):
+    return jax.jit(function).lower(*xs).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_axes_are_joined_where_xla_would_copy_a_mebibyte(xla_sizes):
+    spec, shapes = JOINED
+    xs = [numbers(*shape) for shape in shapes]
+    copied, joined = (temp_bytes(functools.partial(einsum, spec), *xs) for einsum in (EINSUM, CONTRACT))
+    assert joined < 2**17 < 2**20 <= copied
+
+    def loss(einsum, *xs):
+        return (einsum(spec, *xs) ** 2).sum()
+
+    gradients = [jax.grad(functools.partial(loss, einsum), (0, 1)) for einsum in (CONTRACT, EINSUM)]
+    for found, wanted in zip(*(gradient(*xs) for gradient in gradients), strict=True):
+        assert (found == wanted).all()
+    joined, copied = (temp_bytes(gradient, *xs) for gradient in gradients)
+    assert joined + 2**20 <= copied
+
+
+def test_a_linear_layer_and_its_gradients_stay_plain():
+    """The gradient of the weight would join axes if it were a product by itself: XLA copies 1 MiB for it."""
+    x, w = numbers(8, 64, 512), numbers(512, 512)
+    layer = functools.partial(CONTRACT, "bij, jk -> bik")
+    found = operations(jax.grad(lambda x, w: (layer(x, w) ** 2).sum(), (0, 1)), x, w)
+    assert found.count("dot_general") == 3
+    assert "planner_step" not in found
+    plan = planner.plan(
+        "bij, jk -> bik", *(planner.Operand(y.shape, requires_grad=True) for y in (x, w)), backend="jax"
+    )
+    assert [step.choice.lowering for step in plan.steps] == ["matmul"] * 3
+    assert "planner_step" in operations(functools.partial(CONTRACT, "bij, bik -> jk"), x, layer(x, w))

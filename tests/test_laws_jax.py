@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name  # noqa: E402
 from jax.experimental.jet import jet2  # noqa: E402
 from jax_fast import jit  # noqa: E402
 
-from planner.backends.jax.products import as_dot  # noqa: E402
+from planner.backends.jax.products import as_dot, join_axes, multiply_flat  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("jax_in_a_hurry")
 
@@ -126,7 +126,9 @@ def test_a_product_in_any_order_of_axes_is_that_of_einsum(groups, dtype, sizes, 
     result = as_dot(spec)(*wide)
     assert result.dtype == jnp.dtype(dtype)
     text = f"{','.join(map(''.join, terms[:2]))}->{''.join(terms[2])}"
-    assert (result == jnp.einsum(text, *xs)).all()
+    expected = jnp.einsum(text, *xs)
+    assert (result == expected).all()
+    assert (multiply_flat(spec, join_axes(spec), *xs) == expected).all()
 
 
 COPIES = {
@@ -143,6 +145,11 @@ COPIES = {
         ("bca, dbc -> adb", ((32, 16, 16), (2, 32, 16)), 4 * 2 * 32 * 16),
         ("bcd, b -> cd", ((64, 48, 40), (64,)), 4 * 48 * 40),  # einsum copies the first operand, 64 times that
         ("cab, ca -> b", ((48, 32, 64), (48, 32)), 4 * 48 * 32),
+    ],
+    "flat matmul": [  # axes side by side are joined, so that einsum's copies of 1 MiB are saved
+        ("ijkl, mip -> jklmp", ((64, 64, 8, 8), (8, 64, 16)), 4 * 64 * 8 * 16),
+        ("jklmp, mip -> ijkl", ((64, 8, 8, 4, 16), (4, 64, 16)), 4 * 64 * 4 * 16),
+        ("bij, bik -> jk", ((8, 64, 512), (8, 64, 512)), 0),
     ],
     "": [
         ("ijk -> ki", ((16, 32, 64),), 4 * 16 * 64),

@@ -24,7 +24,7 @@ from planner.backends.jax.ops import OPS
 from planner.backends.jax.partition import guard_on_devices, run_on_devices
 from planner.backends.jax.poison import poison
 from planner.backends.jax.products import as_dot
-from planner.backends.jax.rows import make_table
+from planner.backends.jax.rows import PLAIN, make_table
 from planner.cost.device import CPU, Device
 from planner.cost.figures import StepCost
 from planner.cost.objective import step_key
@@ -105,7 +105,7 @@ def lowerer_of(plan: PlanRecord) -> Lowerer:
     """
     if plan.symbols:
         return _STOCK
-    return _lowerer(plan.device, plan.options.objective, {step.op: step.choice for step in plan.steps})
+    return _lowerer(plan.device, plan.options.objective, {step.op: step.choice for step in reversed(plan.steps)})
 
 
 def _stock_choices(op: Op) -> list[PricedImplementation]:
@@ -117,18 +117,13 @@ _STOCK = Lowerer(_stock_choices, step_key("time"))
 
 
 def _lowerer(device: Device, objective: str, fixed: Mapping[Op, PricedImplementation]) -> Lowerer:
-    return Lowerer(lambda op: TABLE.choices(op, device), step_key(objective), fixed)
-
-
-# Implementations that are JAX's own operations, of which JAX keeps for gradients what the plan says: the operands of
-# products, and nothing of others.
-PLAIN = ("matmul", "multiply", "sum", "view", "broadcast")
+    return Lowerer(lambda op: TABLE.choices(op, device), step_key(objective), fixed, PLAIN)
 
 
 def is_plain(op: Op, lower: Lowerer) -> bool:
     """Return whether a step runs as JAX's own operations, with its gradients by JAX's own rules.
 
-    The plan must choose such operations for the gradients too: a joint gradient, for example, is none.
+    Its gradients must be such operations too: that of a diagonal, for example, is none.
     """
     if not isinstance(op, Einsum) or op.arrays or lower(op).lowering not in PLAIN:
         return False

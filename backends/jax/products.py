@@ -15,7 +15,8 @@ from planner.language.cached import cached_by_step
 from planner.language.spec import Spec, Term, indexed_dims, plain_axes, stand_in, term_axes, term_gathers
 from planner.program.forms import inner_product, product_form
 
-__all__ = ["ProductCopies", "as_dot", "count_copied", "count_reordered"]
+__all__ = ["ProductCopies", "as_dot", "count_copied", "count_reordered", "count_turned", "fused_takes", "join_axes",
+           "multiply_flat"]  # fmt: skip
 
 # If more elements than this stay neighbours in a copy into another order, the copy of one element takes less time than
 # a copy one by one, by their number divided by this.
@@ -124,6 +125,35 @@ def as_dot(spec: Spec) -> Product:
     return product
 
 
+@cached_by_step
+def join_axes(spec: Spec) -> Spec:
+    """Return the spec of a product in which axes that stand side by side in each term that has one are one axis.
+
+    It is the same product of reshaped operands, which need no copy. Axes of size 1 stay apart: XLA would copy a result
+    that lacks one behind a larger axis.
+    """
+    terms, sizes = [term_axes(term) for term in spec.terms], dict(spec.by_axis)
+
+    def are_beside(one: str, other: str) -> bool:
+        return all((one, other) in itertools.pairwise(term) for term in terms if one in term or other in term)
+
+    wide = [pair for term in terms for pair in itertools.pairwise(term) if min(map(spec.size, pair)) > 1]
+    before = {other: one for one, other in dict.fromkeys(wide) if are_beside(one, other)}
+    for axis in before:
+        first = axis
+        while first in before:
+            first = before[first]
+        sizes[first] *= sizes.pop(axis)
+    *inputs, output = (tuple(axis for axis in term if axis not in before) for term in terms)
+    return Spec(tuple(inputs), output, tuple(sorted(sizes.items())))
+
+
+def multiply_flat(spec: Spec, joined: Spec, *operands: Any) -> Any:
+    """Multiply two operands by a product whose axes are joined, see `join_axes`."""
+    views = [x.reshape(joined.shape(term)) for x, term in zip(operands, joined.inputs, strict=True)]
+    return as_dot(joined)(*views).reshape(spec.output_shape)
+
+
 def _wide_axes(term: Term, spec: Spec) -> tuple[str, ...]:
     return tuple(str(e) for e in term if spec.size(e) != 1)
 
@@ -153,19 +183,31 @@ class ProductCopies(NamedTuple):
     reused: int
 
 
-@cached_by_step
-def count_reordered(spec: Spec) -> ProductCopies:
-    """Return what XLA copies for a product, see `_copied_places`."""
-    form, sizes, (first, second, batch, contracted, places) = product_form(spec), spec.by_axis, _arrangement(spec)
+def _orders(spec: Spec) -> dict[int, tuple[str, ...]]:
+    """Return the order in which XLA multiplies the axes of each term of a product, those of size 1 left out."""
+    form, (first, second, batch, contracted, _) = product_form(spec), _arrangement(spec)
     assert form is not None
     free = (form.left, form.right)
     groups = {first: (free[first], contracted), second: (contracted, free[second]), 2: (free[first], free[second])}
-    copied, apart = {}, 0.0
-    for place in places:
-        order, (one, other) = _wide_axes(spec.terms[place], spec), groups[place]
-        wanted = tuple(axis for axis in (*batch, *one, *other) if sizes[axis] != 1)
+    return {place: _wide_axes((*batch, *one, *other), spec) for place, (one, other) in groups.items()}
+
+
+@cached_by_step
+def count_turned(spec: Spec) -> int:
+    """Return how many elements XLA multiplies in another order than they have in memory, without a copy."""
+    copied = _arrangement(spec).copied
+    turned = [p for p, order in _orders(spec).items() if p not in copied and order != _wide_axes(spec.terms[p], spec)]
+    return sum(math.prod(spec.shape(spec.terms[place])) for place in turned)
+
+
+@cached_by_step
+def count_reordered(spec: Spec) -> ProductCopies:
+    """Return what XLA copies for a product, see `_copied_places`."""
+    orders, copied, apart = _orders(spec), {}, 0.0
+    for place in _arrangement(spec).copied:
+        order = _wide_axes(spec.terms[place], spec)
         copied[place] = math.prod(spec.shape(spec.terms[place]))
-        apart += copied[place] * min(1.0, _TOGETHER / max(1, _together(order, wanted, sizes)))
+        apart += copied[place] * min(1.0, _TOGETHER / max(1, _together(order, orders[place], spec.by_axis)))
     result = copied.get(2, 0)
     reused = max((n for place, n in copied.items() if place != 2 and n <= result), default=0)
     return ProductCopies(sum(copied.values()), apart, reused)

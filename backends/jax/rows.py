@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import partial
 from typing import Any
@@ -23,7 +24,14 @@ from planner.backends.common.stock_layout import matrix_copies
 from planner.backends.common.stock_rows import stock_kind, stock_rows, stock_work
 from planner.backends.jax.guards import run_guard
 from planner.backends.jax.ops import OPS
-from planner.backends.jax.products import count_copied, count_reordered, fused_takes
+from planner.backends.jax.products import (
+    count_copied,
+    count_reordered,
+    count_turned,
+    fused_takes,
+    join_axes,
+    multiply_flat,
+)
 from planner.backends.jax.tiled import tiled_work
 from planner.cost.device import Device
 from planner.cost.figures import Work
@@ -31,21 +39,28 @@ from planner.kernels.gathered_dot import jax_pooled
 from planner.kernels.grouped_matmul import jax_grouped, pallas_tiles
 from planner.kernels.grouping import jax_grouping
 from planner.language.dtypes import itemsize
-from planner.language.spec import term_gathers
+from planner.language.spec import Spec, term_gathers
 from planner.program.forms import GroupedForm, PooledForm, product_form
-from planner.program.implementations import MASK, Table
+from planner.program.implementations import MASK, Implementation, Table, form_row
 from planner.program.ops import Einsum, Guard, JointGradient, Op
 from planner.program.program import Step
 
-__all__ = ["fuses", "make_table"]
+__all__ = ["PLAIN", "fuses", "make_table"]
+
+# Implementations that are JAX's own operations, of which JAX keeps for gradients what the plan says: the operands of
+# products, and nothing of others.
+PLAIN = ("matmul", "multiply", "sum", "view", "broadcast")
 
 
 # On a CPU XLA multiplies at about `flop_rate * s / (s + this)`, s being the least side: 16, 32, 64 and 128 rows by 1024
 # terms and 512 columns ran at 28 to 39, 43 to 54, 58 to 79 and 70 to 129 GFLOP/s, by the preset 37, 55, 73 and 88
 # (2 cores of an Intel Xeon at 2.8 GHz, JAX 0.10.2, 2026-11-22).
 _HALF_RATE_SIDE = 32
-# Seconds on a CPU for each element that XLA copies into another order, besides moving it.
+# Seconds on a CPU for each element that XLA copies into another order, besides moving it. To multiply a matrix of
+# joined axes as its transpose takes as long, without a copy: 1.8 to 2.3 ns (AMD EPYC, JAX 0.10.2, 2026-11-25).
 _REORDERED = 2e-9
+# Bytes of copies for which a product is worth a step that is no operation of JAX.
+_WORTH_JOINING = 2**20
 
 
 def _stock_work(op: Op, device: Device) -> list[Work]:
@@ -69,6 +84,31 @@ def _stock_work(op: Op, device: Device) -> list[Work]:
     more = copies.elements * size - sum(part.copied for part in parts)
     seconds = slower + device.moving_seconds(2 * max(0, more)) + copies.apart * _REORDERED
     return [*parts, Work(moved=2 * more, copied=more, scratch=more - copies.reused * size, seconds=seconds)]
+
+
+def _flat_matmul() -> Implementation:
+    """Return the row that multiplies with neighbouring axes joined. JAX would keep reshaped operands for gradients.
+
+    So it is a step of ours and no operation of JAX, and it is offered only where it saves copies of 1 MiB.
+    """
+
+    def refuses(op: Op) -> str | None:
+        saved = count_reordered(op.spec).elements - count_reordered(join_axes(op.spec)).elements
+        few = saved * itemsize(op.dtype) < _WORTH_JOINING
+        return "joining axes saves XLA no copies of 1 MiB" if few else None
+
+    def work(op: Op, joined: Spec, device: Device) -> list[Work]:
+        seconds = count_turned(joined) * _REORDERED
+        return [*_stock_work(dataclasses.replace(op, spec=joined), device), Work(seconds=seconds)]
+
+    return form_row(
+        "flat matmul",
+        lambda op: join_axes(op.spec) if stock_kind(op) == "matmul" else "the step is not a matmul",
+        work,
+        lambda op, joined, inputs, index: (multiply_flat(op.spec, joined, *inputs),),
+        refuses=refuses,
+        kinds=("cpu",),
+    )
 
 
 def _reshaped_bytes(op: Op, form: GroupedForm | PooledForm, flat: bool = False) -> int:
@@ -171,7 +211,8 @@ def make_table(grouped: Any = jax_grouped) -> Table:
         {WHOLE_POOL: _pool("pooled"), "take, then dot": _pool("gathered")},
         launches=20,
     )
-    return Table([*stock_rows(OPS, _cast, run_guard, views=False, work=_stock_work), *kernel_rows(kernels)])
+    rows = [*stock_rows(OPS, _cast, run_guard, views=False, work=_stock_work), _flat_matmul(), *kernel_rows(kernels)]
+    return Table(rows, PLAIN)
 
 
 # Implementations whose values XLA computes inside the steps that read them, and those that it computes such values in.

@@ -46,6 +46,7 @@ class Lowerer:
         key: turns a step's cost into what to minimise.
         fixed: implementations chosen beforehand. If a joint gradient is fixed, both gradients are one step. If both
             single gradients are fixed and the joint one is not, they are two steps.
+        plain: see `Table`.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class Lowerer:
         choices: Callable[[Op], Sequence[PricedImplementation]],
         key: Callable[[StepCost], tuple[int, ...]],
         fixed: Mapping[Op, PricedImplementation] = MappingProxyType({}),
+        plain: Sequence[str] = (),
     ) -> None:
-        self.choices, self.key, self.fixed = choices, key, fixed
+        self.choices, self.key, self.fixed, self.plain = choices, key, fixed, plain
         self._chosen: dict[Op, PricedImplementation] = dict(fixed)
         self._gradients: dict[Hashable, tuple[GradientStep, ...]] = {}
 
@@ -63,7 +65,7 @@ class Lowerer:
 
     def fixing(self, op: Op, choice: PricedImplementation) -> Lowerer:
         """Return a lowerer that uses this implementation for this op, and else chooses as this one does."""
-        return Lowerer(self.choices, self.key, {**self.fixed, op: choice})
+        return Lowerer(self.choices, self.key, {**self.fixed, op: choice}, self.plain)
 
     def __call__(self, op: Op) -> PricedImplementation:
         """Return the best implementation of an op."""
@@ -86,6 +88,14 @@ class Lowerer:
             steps = self._gradients[op, wanted, layout] = self._choose_gradients(op, wanted, layout)
         return steps
 
+    def _plain(self, op: Op) -> PricedImplementation:
+        """Return the best implementation of an op that is plain; if none is, the best of all."""
+        choice = self(op)
+        if choice.lowering in self.plain:
+            return choice
+        plain = [choice for choice in self.choices(op) if choice.lowering in self.plain]
+        return min(plain, key=lambda c: self.key(c.cost), default=choice)
+
     def _choose_gradients(self, op: Op, wanted: tuple[bool, ...], layout: Layout | None) -> tuple[GradientStep, ...]:
         if isinstance(op, Loop):
             gradient = op.gradient(layout)
@@ -103,12 +113,13 @@ class Lowerer:
             if joint in self.fixed:
                 return (GradientStep(joint, self.fixed[joint], (0, 1)),)
         layouts = op.layouts or (None,) * len(wanted)
+        choose = self._plain if self.plain and self(op).lowering in self.plain else self
         single = []
         for child, want in enumerate(wanted):
             if want:
                 swapped = dataclasses.replace(op, spec=swap_with_output(op.spec, child))
                 swapped = swapped.with_layouts((*layouts[:child], layout, *layouts[child + 1 :]))
-                single.append(GradientStep(swapped, self(swapped), (child,)))
+                single.append(GradientStep(swapped, choose(swapped), (child,)))
         if len(single) == 2:
             fixed_apart = all(step.op in self.fixed for step in single)
             if not fixed_apart and self.choices(joint):
@@ -122,7 +133,7 @@ class Lowerer:
 def lowerer_for(backend: str, device: Device, objective: Objective) -> Lowerer:
     """Return what chooses, for an objective, among the implementations that a backend has on a device."""
     table, key = load_backend(backend).table, step_key(objective)
-    return Lowerer(lambda op: table.choices(op, device, key), key)
+    return Lowerer(lambda op: table.choices(op, device, key), key, plain=table.plain)
 
 
 class _Builder:

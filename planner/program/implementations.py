@@ -166,13 +166,13 @@ class Table:
 
     Attributes:
         rows: the implementations by name.
+        plain: names of rows that the framework differentiates itself: gradients of their steps are steps of such rows.
         priced: how many ops `choices` has priced.
     """
 
-    def __init__(self, rows: Sequence[Implementation]) -> None:
-        self.rows = {row.name: row for row in rows}
-        self.priced, self._given = 0, tuple(self.rows.values())
-        self._choices = cached_by_step(self._price_rows)
+    def __init__(self, rows: Sequence[Implementation], plain: tuple[str, ...] = ()) -> None:
+        self.rows, self.plain, self.priced = {row.name: row for row in rows}, plain, 0
+        self._given, self._choices = tuple(self.rows.values()), cached_by_step(self._price_rows)
 
     @property
     def has_changed(self) -> bool:

@@ -169,7 +169,7 @@ def resize_plan(plan: PlanRecord, contraction: Contraction, sizes: Mapping[str |
             choice = table.price(step.choice.lowering, op, device)
             if choice is not None:
                 fixed[op] = choice
-    lower = Lowerer(lambda op: table.choices(op, device), step_key(objective), fixed)
+    lower = Lowerer(lambda op: table.choices(op, device), step_key(objective), fixed, table.plain)
     tree = change_tree(tree, change)
     programs = build(tree, contraction, given_variables(contraction), lower)
     origin = f"{plan.origin}, at other sizes"

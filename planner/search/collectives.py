@@ -281,7 +281,7 @@ def whole_plan(plan: PlanRecord) -> PlanRecord:
 
     fixed = {resize(step.op): step.choice for step in plan.steps if not isinstance(step.op, Guard)}
     table = load_backend(plan.backend).table
-    lower = Lowerer(lambda op: table.choices(op, plan.device), step_key(plan.options.objective), fixed)
+    lower = Lowerer(lambda op: table.choices(op, plan.device), step_key(plan.options.objective), fixed, table.plain)
     tree = change_tree(plan.tree, change)
     programs = build(tree, mesh.whole, given_variables(mesh.whole), lower)
     return PlanRecord.of_contraction(mesh.whole, tree=tree, programs=programs, proven=False, origin=plan.origin)

@@ -123,7 +123,7 @@ class SearchSpace:
     def lowerer(self, objective: Objective, fixed: Mapping[Op, PricedImplementation] = MappingProxyType({})) -> Lowerer:
         """Return what chooses the implementation of each step by an objective, but for some that are fixed."""
         key = step_key(objective)
-        return Lowerer(partial(self.choices, key=key), key, fixed)
+        return Lowerer(partial(self.choices, key=key), key, fixed, self.table.plain)
 
     def stock_choices(self, op: Op) -> Sequence[PricedImplementation]:
         """Return only the implementations that a user would call by hand: the framework's take, einsum and scatter."""
