@@ -16,7 +16,7 @@ from planner.language.options import MODES, Request
 from planner.language.resolve import resolve_shapes
 from planner.language.spec import Gather, Spec, Term, row_axes, term_gathers
 from planner.program.callbacks import callbacks
-from planner.program.frameworks import load_backend, operands_framework
+from planner.program.frameworks import beside_jax, load_backend, operands_framework
 from planner.program.implementations import Backend, RunPlan
 from planner.program.plan import PlanRecord
 from planner.search.collectives import whole_plan
@@ -29,6 +29,8 @@ def run_plan(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, An
     override = torch_override((*operands, *indices.values()))
     if override is not None:
         return override(run_plan, plan, operands, indices)
+    if plan.backend == "jax":
+        operands, indices = beside_jax(operands, indices)
     if plan.mesh is not None:
         plan = _whole(_Same(plan))
     backend, strides = _check(plan, operands, indices)

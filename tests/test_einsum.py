@@ -452,13 +452,48 @@ def test_numpy_arrays_beside_jax_arrays(jax):
     assert np.array_equal(jax.jit(lambda q: planner.contract("q[n]j->nj", a, q=q))(jnp.asarray(q)), a[q])
     with pytest.raises(planner.IndexRangeError, match=r"'q'\[1\]"):
         planner.contract("q[n]j->nj", x, q=np.array([0, 2**32]))  # 0, if it were cut to 32 bits
+    plan = planner.plan("ij,jk->ik", jax.ShapeDtypeStruct((2, 3), "float32"), b)
+    assert plan.backend == "jax" and np.array_equal(plan(x, b), a @ b)
+    with pytest.raises(planner.PlannerError, match="operand 1 is a numpy array"):
+        planner.contract("i,i->i", jnp.ones(2), np.array([b"", b"a"]))
     with pytest.raises(planner.PlannerError, match="torch array"):
         planner.contract("ij,jk->ik", x, pytest.importorskip("torch").ones(3, 4))
 
 
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_integers_beside_half_types(jax, half):
+    """JAX refuses to sum integers in a narrower type. So they are converted first."""
+    import jax.numpy as jnp
+
+    a, b, c = (jnp.asarray(integers(shape, "i4")) for shape in ((2, 3), (3, 4), (4, 2)))
+    exact = np.asarray(a) @ np.asarray(b)
+    for got in (planner.contract("ij,jk->ik", a, b, dtype=half), planner.contract("ij,jk->ik", a, b.astype(half))):
+        assert got.dtype == half and np.array_equal(got, exact)
+    got = planner.contract("ij,jk,kl->il", a, b, c.astype(half))
+    assert got.dtype == half and np.array_equal(got, (exact @ np.asarray(c)).astype(half))
+
+
+def test_a_preferred_type_that_is_narrower_is_refused_as_by_jax(jax):
+    a = jax.numpy.ones((2, 2), "complex64")
+    for einsum in (jax.numpy.einsum, planner.einsum):
+        with pytest.raises(TypeError, match="narrower"):
+            einsum("ij,jk->ik", a, a, preferred_element_type="bfloat16")
+
+
+def test_einsum_of_many_operands_at_symbolic_sizes(jax):
+    (n,) = jax.export.symbolic_shape("n")
+    shapes = ((n, 3), (3, 4), (4, 2))
+    program = jax.export.export(jax.jit(lambda *xs: planner.einsum("ij,jk,kl->il", *xs)))(
+        *[jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    )
+    for rows in (2, 5):
+        arrays = [integers(shape, "f4") for shape in ((rows, 3), *shapes[1:])]
+        assert np.array_equal(program.call(*arrays), arrays[0] @ arrays[1] @ arrays[2])
+
+
 def test_keys_are_no_operands(jax):
     keys = jax.random.split(jax.random.key(0), (3, 4))
-    with pytest.raises(planner.PlannerError, match="operand 1 is an array of PRNG keys"):
+    with pytest.raises(planner.PlannerError, match="operand 1 holds PRNG keys"):
         planner.einsum("ij,jk", np.ones((2, 3), "f4"), keys)
     with pytest.raises(planner.PlannerError, match="index array 'q' has dtype key"):
         planner.einsum("ij,q[j]k->ik", jax.numpy.ones((2, 3)), jax.numpy.ones((3, 4)), q=keys[:, 0])

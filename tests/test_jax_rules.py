@@ -393,6 +393,27 @@ def test_values_that_change_are_checked_again():
     assert checked(q)[0].get() is None
 
 
+@pytest.mark.parametrize(
+    "around",
+    [
+        jax.jit,
+        lambda f: jax.jit(lambda s: jax.lax.scan(lambda s, _: (s, f(s)), s, None, length=1)[1][0]),
+        lambda f: jax.jit(lambda s: jax.grad(lambda x: f(s, x).sum())(X)[:, :2]),
+        lambda f: jax.jit(lambda s: jax.vmap(f)(s[None])[0]),
+    ],
+)
+def test_closed_over_values_that_a_program_changes_are_checked_again(around):
+    q = planner.group(Q, 4)
+
+    def shifted(by, x=X):
+        return planner.contract("nj,q[n]jk->nk", x, C, q=jax.tree.map(lambda v: v + by, q))
+
+    assert jnp.isnan(around(shifted)(jnp.int32(100))).all()
+    assert not jnp.isnan(around(shifted)(jnp.int32(0))).any()
+    with pytest.raises(planner.IndexRangeError, match="is 10[0-3]"):
+        jax.vmap(shifted)(jnp.array([0, 100]))
+
+
 def test_values_that_a_transform_hands_on_are_not_checked_again():
     """So a jitted function of integers, which have no NaN, takes a prepared index array."""
     q, rows = planner.group(Q, 4), jnp.arange(4)

@@ -28,6 +28,7 @@ from planner.backends.jax.step import compile_step
 from planner.backends.jax.tree import loop_run, tree_run
 from planner.backends.jax.typed import like_einsum, result_sharding
 from planner.cost.device import CPU, TPU_V5E, Device, gpu_preset
+from planner.language.dtypes import itemsize
 from planner.language.errors import PlannerError
 from planner.language.resolve import resolve_shapes
 from planner.language.spec import Gather, Operand, Spec
@@ -96,8 +97,11 @@ class JaxBackend(Backend):
         return dataclasses.replace(gpu_preset(jax.devices()[0].device_kind), capability=90 if hopper() else 0)
 
     def fuses_cast(self, source: str, dtype: str) -> bool:
-        """Return whether steps read a dtype as it is: if JAX promotes it to the other, as `preferred_element_type`."""
-        return bool(jnp.promote_types(source, dtype) == jnp.dtype(dtype))
+        """Return whether steps read a dtype as it is.
+
+        They do if JAX promotes it to the other, and that is no narrower, as `preferred_element_type` must be.
+        """
+        return itemsize(source) <= itemsize(dtype) and bool(jnp.promote_types(source, dtype) == jnp.dtype(dtype))
 
     def check_index(self, name: str, index: Any) -> None:
         """Refuse an index array that is not of integers."""

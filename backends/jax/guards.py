@@ -141,7 +141,7 @@ def zero_unread_rows(x: Any, term: Term, spec: Spec, index: RangedIndices) -> An
 
 
 def read_mask(x: Any, term: Term, spec: Spec, index: RangedIndices, given: Given | None = None) -> Any:
-    """Return a mask of the rows of an array that some index names. It can be true everywhere if the array is finite.
+    """Return a mask of the rows of an array that some index names. It is true everywhere if the array is finite.
 
     Zero times NaN is NaN, so a row that is multiplied by zeros only must not hold NaN. If there are many indices, the
     mask is computed in a branch of a `cond`. The step itself is not: XLA would copy the inputs and results of the
@@ -171,10 +171,9 @@ def read_mask(x: Any, term: Term, spec: Spec, index: RangedIndices, given: Given
         marks = [array.bad(array.values).any() for array in arrays.values() if array.bad is not None]
         return functools.reduce(jnp.logical_or, marks, jnp.zeros((), bool))
 
-    # Then the rows are found in every call, and not only if the array holds NaN.
     count = largest(math.prod(sizes[axis] for axis in rows))
     if count is not None and count <= FEW:
-        return is_any_bad() | find_read_rows(OPS, x, term, spec, index)
+        return is_any_bad() | _finite(x) | find_read_rows(OPS, x, term, spec, index)
 
     def find_read() -> Any:
         def add_position(position: Any, mask: Any) -> Any:

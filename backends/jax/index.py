@@ -161,15 +161,19 @@ class _Checked:
         place of what it was called with are the same values.
         """
         size, mode, may_drop = self.facts
-        before = self.values()
-        if before is not None and values is not before and _trace_of(values) is _trace_of(before):
+        if _is_computed(values, self.values()):
             may_drop = may_drop or _may_be_bad(values, size)
         return JaxIndex(values, size, mode, may_drop)
 
 
-def _trace_of(x: Any) -> Any:
-    """Return the trace that a tracer belongs to; None for everything else."""
-    return getattr(x, "_trace", None)
+def _is_computed(x: Any, before: Any) -> bool:
+    """Return whether an array may hold other values than one before it, or than what a transform made of that."""
+    if x is before:
+        return False
+    if hasattr(x, "parent"):  # what a traced operation computes has the operation as its parent, an argument has none
+        return x.parent is not None
+    # A tracer of `vmap` is around the array with the mapped axis.
+    return not isinstance(x, jax.core.Tracer) or not hasattr(x, "val") or _is_computed(x.val, before)
 
 
 def _may_be_bad(values: Any, size: int) -> bool:

@@ -14,7 +14,7 @@ from planner.language.dtypes import ITEMSIZES, is_inexact
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.options import PRECISIONS
 from planner.language.parse import parse
-from planner.language.spec import Operand, Spec
+from planner.language.spec import Operand, Spec, stand_in
 
 __all__ = ["jax_einsum"]
 
@@ -48,28 +48,40 @@ def jax_einsum(spec: str | Spec, operands: Sequence[Any], options: dict[str, Any
     dtypes = [x.dtype for x in arrays] if wanted is None else [*(x.dtype for x in arrays), wanted]
     unknown = [x.name for x in dtypes if jnp.issubdtype(x, jnp.number) and x.name not in ITEMSIZES]
     if theirs or unknown:
-        why = ", ".join([*(f"{name}=" for name in theirs), *unknown])
+        why = ", ".join([*(f"{name}=" for name in theirs), *dict.fromkeys(unknown)])
         return _products(spec, arrays, options, {**theirs, "preferred_element_type": wanted}, why)
     chosen_here = options["optimize"] == "auto" and options.keys() <= {"optimize", "precision"}
-    if chosen_here and len(arrays) > 2 and isinstance(spec, str) and all(x.dtype.name in ITEMSIZES for x in arrays):
-        path = _their_path(spec, tuple((tuple(x.shape), x.dtype.name) for x in arrays))
+    numbers = isinstance(spec, str) and all(x.dtype.name in ITEMSIZES for x in arrays)
+    if chosen_here and numbers and len(arrays) > 2 and any(map(_is_traced, arrays)):
+        path = _their_path(spec, tuple((tuple(map(stand_in, x.shape)), x.dtype.name) for x in arrays))
         if path is not None:
             return _products(spec, arrays, {**options, "optimize": path}, {"preferred_element_type": wanted}, "")
     if wanted is None or not arrays:
         return contract(spec, *arrays, **options)
     natural = jnp.result_type(*arrays)
-    # A wider type is what sums are formed in. A narrower one is what the result is rounded to.
+    if wanted.itemsize < natural.itemsize:  # most of these JAX refuses
+        return _products(spec, arrays, options, {"preferred_element_type": wanted}, f"{wanted.name} of {natural.name}")
+    # A wider type is what sums are formed in.
     if wanted != natural and jnp.promote_types(natural, wanted) == wanted:
         options["dtype"] = wanted
     return contract(spec, *arrays, **options).astype(wanted)
 
 
+def _is_traced(x: Any) -> bool:
+    """Return whether an operand is part of a program that JAX traces. Eager differentiation traces none."""
+    import jax
+
+    while type(x).__name__ in ("JVPTracer", "LinearizeTracer"):
+        x = x.primal
+    return isinstance(x, jax.core.Tracer)
+
+
 @lru_cache(maxsize=1024)
 def _their_path(spec: str, described: tuple[tuple[tuple[int, ...], str], ...]) -> Any:
-    """Return the path of `jnp.einsum`, or None if a plan is worth leaving it: faster by a tenth, and keeping no more.
+    """Return the path of `jnp.einsum`; None if a plan is predicted to be a tenth faster, and to keep no more.
 
-    Along their path the call is left to them, so that XLA gets the same program. Under `vmap` only JAX knows which
-    operands have the mapped axis, so a path that differs may be the worse one.
+    Along its own path `jnp.einsum` computes the call, so that XLA gets the same program. Under `vmap` only JAX knows
+    which operands have the mapped axis, so another path may be worse.
     """
     if "[" in spec:
         return None
@@ -107,8 +119,8 @@ def _products(
     search, precision = options.pop("optimize"), options.pop("precision", None)
     if more := [name for name, value in options.items() if value is not None]:
         raise PlannerError(
-            f"{why} is for the products of jax.numpy, which take no {', '.join(f'{name}=' for name in more)}: "
-            "leave one of them out"
+            f"only jnp.einsum multiplies with {why}, and it takes no {', '.join(f'{name}=' for name in more)}: leave "
+            "one of them out, or convert the operands"
         )
     path = search if len(arrays) > 2 else "auto"
     if isinstance(path, str) and len(arrays) > 2:

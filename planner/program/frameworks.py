@@ -69,16 +69,18 @@ def is_stand_in(x: Any) -> bool:
 
 def beside_jax(operands: Sequence[Any], indices: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arrays of a call. NumPy arrays beside an array of JAX become JAX arrays, as in `jax.numpy`."""
-    found = {framework_of(x) for x in (*operands, *indices.values())}
+    found = {"jax" if is_stand_in(x) else framework_of(x) for x in (*operands, *indices.values())}
     if len(found) == 1 or "jax" not in found:
         return tuple(operands), dict(indices)
     numpy, jax = sys.modules["numpy"], sys.modules["jax"]
 
-    def is_numpy(x: Any) -> bool:
-        return isinstance(x, (numpy.ndarray, numpy.generic))
+    def converts(x: Any) -> bool:
+        if not isinstance(x, (numpy.ndarray, numpy.generic)):
+            return False
+        return x.dtype == bool or bool(jax.numpy.issubdtype(x.dtype, jax.numpy.number))
 
     def index(q: Any) -> Any:
-        if not is_numpy(q):
+        if not converts(q):
             return q
         if q.dtype.kind in "iu" and q.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
             # In narrower integers an index out of range could become one in range.
@@ -86,7 +88,7 @@ def beside_jax(operands: Sequence[Any], indices: Mapping[str, Any]) -> tuple[tup
             q = q.clip(limits.min, limits.max)
         return jax.numpy.asarray(q)
 
-    converted = tuple(jax.numpy.asarray(x) if is_numpy(x) else x for x in operands)
+    converted = tuple(jax.numpy.asarray(x) if converts(x) else x for x in operands)
     return converted, {name: index(q) for name, q in indices.items()}
 
 

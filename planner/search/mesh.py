@@ -44,6 +44,11 @@ def put_on_mesh(
     if hasattr(placements, "operands"):  # a `Sharding`
         mesh = placements.mesh if mesh is None else mesh
         placements = {**dict(enumerate(placements.operands)), **placements.indices, "result": placements.result}
+    if not isinstance(placements, Mapping | None):
+        raise PlannerError(
+            f"placements={placements!r:.80} is not a mapping: pass one from the number of an operand, the letter of an "
+            "index array, or 'result', to a placement; or what planner.shard returns"
+        )
     axes, given = read_mesh(mesh), dict(placements or {})
     if whole.options.optimize == "measure":
         raise PlannerError("optimize='measure' times plans on one device: plan for a mesh with another search")
