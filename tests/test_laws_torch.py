@@ -47,8 +47,7 @@ def test_a_gradient_that_repeats_costs_little():
         counted = torch_counts(lambda g=gout: torch.autograd.grad(result, operands, g, retain_graph=True))
         seen[name] = counted.flops, torch.autograd.grad(result, operands, gout, retain_graph=True)
     assert all(torch.equal(x, y) for x, y in zip(seen["ones"][1], seen["sum"][1], strict=True))
-    assert seen["ones"][0] > 0
-    assert seen["sum"][0] is None, "no matrices are multiplied"
+    assert 0 < 50 * seen["sum"][0] < seen["ones"][0], "no matrices are multiplied"
 
 
 def test_a_half_gradient_that_repeats_is_not_summed_first():
@@ -73,7 +72,7 @@ def test_every_lowering_agrees():
     """
     # Variants and what takes bfloat16 alone are run by tests/kernels.
     apart = {name for name, row in backend.table.rows.items() if row.variant_of or name.endswith("grouped_mm")}
-    unseen = set(backend.table.rows) - {"cast", "mask", "loop", *apart}
+    unseen = set(backend.table.rows) - {"cast", "fused cast", "mask", "loop", *apart}
 
     def agree(problem):
         operands, indices = ENGINE.operands(problem), ENGINE.indices(problem)

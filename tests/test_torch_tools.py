@@ -104,9 +104,7 @@ def test_flops_of_native_calls_are_those_of_the_plan(problem):
     wanted = [operands[number] for number in problem.wanted]
     if wanted:
         backward = counted(lambda: torch.autograd.grad(found[0], wanted, torch.ones_like(found[0])))
-        # Where the plan multiplies by element, torch multiplies a column by a row.
-        by_element = [step for step in plan.programs.backward.steps if step.choice.lowering == "multiply"]
-        assert backward == expected[1] or (by_element and backward > expected[1])
+        assert backward == expected[1]
 
 
 def test_a_counter_that_is_made_before_planner_is_loaded():
