@@ -35,7 +35,7 @@ from planner.backends.torch.contexts.modes import (
     usual,
 )
 from planner.backends.torch.contexts.ranges import Range, named_native, profiler
-from planner.backends.torch.contexts.traced import opaque, run_forward, wide_result
+from planner.backends.torch.contexts.traced import run_forward, wide_result
 from planner.backends.torch.eager import NATIVE, compile_native
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
@@ -225,7 +225,7 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
 
 def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
     is_usual = usual(*operands)
-    if executable.drops and (is_usual or not (in_functorch() or opaque(executable, operands[0]))):
+    if executable.drops and (is_usual or not (in_functorch() or is_recorded(operands[0]))):
         wide = wide_result(executable, operands, indices, executable.prepare(indices))
         if wide is not None:
             return wide
