@@ -1,6 +1,7 @@
 """torch against the oracle: values, gradients, transforms and kernels, on integers that make every sum exact."""
 
 import itertools
+import weakref
 from functools import partial
 
 import numpy as np
@@ -15,12 +16,15 @@ from planner.cost.device import H200
 from planner.inspect.memory import torch_counts
 from planner.language.dtypes import ITEMSIZES
 from planner.program.ops import Einsum
-from planner.testing import Problem
+from planner.testing import Problem, problems
 from planner.workloads import WORKLOADS
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
 from planner.backends.torch.backend import backend  # noqa: E402
+from planner.backends.torch.contexts.flops import product_flops  # noqa: E402
 from planner.backends.torch.executable import Executable  # noqa: E402
 from planner.backends.torch.ops import promote  # noqa: E402
 
@@ -47,8 +51,7 @@ def test_a_gradient_that_repeats_costs_little():
         counted = torch_counts(lambda g=gout: torch.autograd.grad(result, operands, g, retain_graph=True))
         seen[name] = counted.flops, torch.autograd.grad(result, operands, gout, retain_graph=True)
     assert all(torch.equal(x, y) for x, y in zip(seen["ones"][1], seen["sum"][1], strict=True))
-    assert seen["ones"][0] > 0
-    assert seen["sum"][0] is None, "no matrices are multiplied"
+    assert 0 < 50 * seen["sum"][0] < seen["ones"][0], "no matrices are multiplied"
 
 
 def test_a_half_gradient_that_repeats_is_not_summed_first():
@@ -299,6 +302,43 @@ def test_small_gathers_are_differentiated_by_torch(name, change):
         assert torch.equal(got, wanted)
 
 
+def assert_keeps_what_the_plan_keeps(spec, operands, indices, **options):
+    """By torch's hooks. A counter of FLOPs counts the plan's product steps."""
+    call = partial(planner.contract, spec, *operands, **indices, **options)
+    plan = planner.plan(spec, *operands, **indices, **options)
+    assert saved_tensor_bytes(call, [*operands, *indices.values()]) == plan.cost.retained_bytes
+    with FlopCounterMode(display=False) as counter:
+        result = call()
+    assert counter.get_total_flops() == product_flops(plan, plan.programs.forward)
+    with FlopCounterMode(display=False) as counter:
+        if result.requires_grad:
+            result.backward(torch.ones_like(result))
+    assert counter.get_total_flops() == product_flops(plan, plan.programs.backward)
+
+
+@settings(max_examples=examples(60, 2_000))
+@given(problems(strided=None))
+def test_gathers_of_good_indices_keep_what_the_plan_keeps(problem):
+    """Of index arrays that torch can save as they are, so that some plans run as native calls."""
+    operands, sizes = ENGINE.operands(problem), {}
+    for gather in ENGINE.plan(problem, operands, ENGINE.indices(problem)).resolved.spec.gathers:
+        sizes[gather.array] = min(gather.size, sizes.get(gather.array, gather.size))
+    if all(sizes.values()):
+        indices = {name: torch.as_tensor(q).long() % sizes[name] for name, q in problem.indices.items()}
+        assert_keeps_what_the_plan_keeps(problem.spec, operands, indices, sizes=problem.sizes)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes"),
+    [("nij -> q[n]j", [(7, 2, 3)]), ("jn -> q[n]j", [(3, 7)]), ("nj, q[n]j -> r[n]j", [(7, 3), (5, 3)])],
+)
+def test_no_segment_sum_keeps_what_it_adds_up(spec, shapes):
+    """Torch's `index_add` saves it, here the sums over i, or the products."""
+    operands, rows = [torch.ones(shape, requires_grad=True) for shape in shapes], torch.tensor([1, 3, 0, 1, 4, 3, 1])
+    indices = {name: rows for name in "qr" if name in spec}
+    assert_keeps_what_the_plan_keeps(spec, operands, indices, sizes={"r" if "r" in spec else "q": 5})
+
+
 @pytest.mark.parametrize("needs", [False, True])
 def test_a_small_gather_masks_what_no_index_names(needs):
     """A product with the whole pool would carry NaN of row 2 into gradients."""
@@ -320,3 +360,83 @@ def test_a_small_gather_refuses_what_is_out_of_range(bad):
     rows = torch.tensor([0, bad, 1])
     with pytest.raises(planner.IndexRangeError, match=f"q.*{bad}"):
         planner.contract("nj, q[n]j -> n", torch.ones(3, 3), torch.ones(5, 3, requires_grad=True), q=rows)
+
+
+ROWS = torch.tensor([1, 3, 0, 1, 4, 3, 1])
+
+
+def small_gather(name):
+    """A function of operands and `q=`, and operands."""
+    spec, shapes, _, options = INDEXED[name]
+    generator = torch.Generator().manual_seed(0)
+    operands = [torch.randint(-3, 4, shape, generator=generator).float().requires_grad_() for shape in shapes]
+    return partial(planner.contract, spec, **options), operands
+
+
+@pytest.mark.parametrize("index_mode", ["raise", "drop", "clip", "nan"])
+@pytest.mark.parametrize("name", INDEXED)
+def test_an_index_array_that_changes_in_place_is_looked_at_again(name, index_mode):
+    """By warm calls and plans too."""
+    call, operands = small_gather(name)
+    call, size = partial(call, index_mode=index_mode), INDEXED[name][2]
+    q = ROWS.clone()
+    plan = planner.plan(*call.args, *operands, q=q, **call.keywords)
+    for run in (call, call, plan):
+        for value in (2, -1, size, -size - 1, 10**12, 0):
+            q[2] = value
+            if index_mode == "raise" and not -size <= value < size:
+                with pytest.raises(planner.IndexRangeError, match=f"q.*{value}"):
+                    run(*operands, q=q)
+                continue
+            expected = call(*operands, q=q, memory_limit="1 GB")
+            for got, wanted in zip(*(values_of(x, operands) for x in (run(*operands, q=q), expected)), strict=True):
+                assert torch.equal(got.nan_to_num(77), wanted.nan_to_num(77))
+
+
+def values_of(result, operands):
+    return [result.detach(), *torch.autograd.grad(result, operands, torch.ones_like(result))]
+
+
+# The operands that gradients read. Of what is taken they read the taken rows, or nothing.
+READ = {
+    "take": [],
+    "segment sum": [0],
+    "take, then multiply": [0],
+    "take, then product": [0],
+    "take between products": [0, 1, 2],
+}
+
+
+@pytest.mark.parametrize("prepare", [False, True])
+@pytest.mark.parametrize("name", INDEXED)
+def test_what_changes_before_the_backward_pass_changes_no_gradient_unseen(name, prepare):
+    """If a gradient reads it, torch raises its error. A prepared index array is a copy."""
+    call, operands = small_gather(name)
+    expected = values_of(call(*operands, q=ROWS), operands)
+    refused = []
+    for number in range(len(operands) + 1):
+        call, operands = small_gather(name)
+        q = ROWS.clone()
+        result = call(*operands, q=planner.group(q, INDEXED[name][2]) if prepare else q)
+        with torch.no_grad():
+            [*operands, q][number].mul_(0)
+        try:
+            assert all(map(torch.equal, values_of(result, operands), expected))
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)  # noqa: PT017 -- it may succeed
+            refused.append(number)
+    assert refused == (READ[name] if prepare else [*READ[name], len(operands)])
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_a_small_gather_keeps_nothing_alive(name):
+    """Reference counts alone free operands, index array and result, after a backward pass or without one."""
+    for goes_back in (False, True):
+        call, operands = small_gather(name)
+        q = ROWS.clone()
+        result = call(*operands, q=q)
+        if goes_back:
+            result.sum().backward()
+        references = [weakref.ref(x) for x in (*operands, q, result)]
+        del operands, q, result
+        assert not any(reference() is not None for reference in references)

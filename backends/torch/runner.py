@@ -28,16 +28,14 @@ from planner.backends.torch.contexts.modes import (
     as_planned,
     autocasts,
     bare_operators,
-    checkpoints,
     forward_mode,
     in_functorch,
     only_stock,
     transformed,
     usual,
-    watched,
 )
 from planner.backends.torch.contexts.ranges import Range, named_native, profiler
-from planner.backends.torch.contexts.traced import opaque, run_forward, wide_result
+from planner.backends.torch.contexts.traced import run_forward, wide_result
 from planner.backends.torch.eager import NATIVE, compile_native
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex
@@ -141,12 +139,10 @@ def _run_indexed(
 def _as_usual(operands: Sequence[Tensor]) -> bool:
     """Return whether native calls may run though something surrounds the call.
 
-    A selective checkpoint sees them, since they run without it too. Other modes see operators, whose FLOPs are those of
-    the plan.
+    Modes see them, since they run without modes too. A checkpoint may run a call in a mode that its first run was not
+    in, and must save the same tensors.
     """
-    if is_recorded(operands[0]) or forward_mode() or any(map(dispatches, operands)):
-        return False
-    return not watched() or checkpoints()
+    return not (is_recorded(operands[0]) or forward_mode() or any(map(dispatches, operands)))
 
 
 def _as_they_are(
@@ -229,7 +225,7 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
 
 def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
     is_usual = usual(*operands)
-    if executable.drops and (is_usual or not (in_functorch() or opaque(executable, operands[0]))):
+    if executable.drops and (is_usual or not (in_functorch() or is_recorded(operands[0]))):
         wide = wide_result(executable, operands, indices, executable.prepare(indices))
         if wide is not None:
             return wide

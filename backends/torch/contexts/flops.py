@@ -1,9 +1,9 @@
 """What `torch.utils.flop_counter` counts for planner's operators: the FLOPs of a plan's product steps.
 
 torch counts 2 FLOPs for each multiply-add of a matrix product, and none for sums and for products by element. So a step
-counts if it multiplies two arrays and sums over axes that both have. A gradient counts if it does so too, and is the
-gradient of such a step: torch multiplies by element, and then sums, in its gradients of other steps. What a kernel pads
-does not count.
+counts if it multiplies two arrays and sums over axes that both have. A gradient counts if it is the gradient of such a
+step, as torch counts that of a column by a row; torch multiplies by element in its gradients of other steps. What a
+kernel pads does not count.
 """
 
 from __future__ import annotations
@@ -54,14 +54,12 @@ def product_flops(plan: PlanRecord, program: Program | None, sizes: Mapping[str,
 
 def _step_flops(op: Op, gradients: Sequence[int], sizes: Mapping[str, int]) -> int:
     """Return the FLOPs of a step; `gradients` are the numbers of its inputs that come from the output gradient."""
-    first, second, result = op.spec.terms
-    products = [(first, second, result)]
+    a, b, result = op.spec.terms
     if gradients and not isinstance(op, JointGradient):  # the product whose gradient it is has a result with this term
-        products.append((op.spec.inputs[1 - gradients[0]], result, op.spec.inputs[gradients[0]]))
-    for a, b, out in products:
-        summed = {*term_axes(a)} & {*term_axes(b)} - {*plain_axes(out)}
-        if math.prod(sizes[axis] for axis in summed) == 1:
-            return 0
+        a, b, result = op.spec.inputs[1 - gradients[0]], result, op.spec.inputs[gradients[0]]
+    summed = {*term_axes(a)} & {*term_axes(b)} - {*plain_axes(result)}
+    if math.prod(sizes[axis] for axis in summed) == 1:
+        return 0
     # Axes that one term has are summed before the product, or repeated after it.
     joint = [axis for axis in op.spec.axes if sum(axis in term_axes(term) for term in op.spec.terms) > 1]
     return 2 * op.products * math.prod(sizes[axis] for axis in joint)
