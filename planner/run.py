@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from planner.cost.layout import layout_of
+from planner.language.cached import BACKEND_CACHES, enter
 from planner.language.errors import PlannerError, ShapeError
 from planner.language.options import MODES, Request
 from planner.language.resolve import resolve_shapes
@@ -29,21 +30,41 @@ def run_plan(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, An
     override = torch_override((*operands, *indices.values()))
     if override is not None:
         return override(run_plan, plan, operands, indices)
-    if plan.backend == "jax":
+    if plan.backend != "jax":
+        return _checked_run(plan, operands, indices)(operands, indices)
+    # Arrays of equal signatures were checked before: JAX's holds all that is checked.
+    key = None
+    with contextlib.suppress(AttributeError):
+        key = (_Same(plan), load_backend("jax").signature(operands, indices))
+    run = None if key is None else _CHECKED.get(key)
+    if run is None:
         operands, indices = beside_jax(operands, indices)
+        run = _checked_run(plan, operands, indices)
+        if key is not None and not plan.symbols:
+            enter(_CHECKED, key, run, _MOST_CHECKED)
+    return run(operands, indices)
+
+
+# The functions that run plans on arrays that were checked, by plan and signature.
+_CHECKED: dict[Any, RunPlan] = {}
+_MOST_CHECKED = 256
+BACKEND_CACHES.append(_CHECKED)
+
+
+def _checked_run(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, Any]) -> RunPlan:
+    """Return the function that runs a plan on some arrays, after checking that the plan was made for such arrays."""
     if plan.mesh is not None:
         plan = _whole(_Same(plan))
     backend, strides = _check(plan, operands, indices)
     divided = backend.divided(operands, indices)
     if divided is not None:
-        return divided(_request_of(plan), lambda: plan)
+        return lambda *_: divided(_request_of(plan), lambda: plan)
     if plan.symbols:
-        symbolic = backend.bind_symbols(plan, operands, indices, plan.hidden_sizes) or (plan,)
-        return bind_plan(*symbolic)(operands, indices)
+        return bind_plan(*(backend.bind_symbols(plan, operands, indices, plan.hidden_sizes) or (plan,)))
     signature: Hashable = None
     with contextlib.suppress(AttributeError):  # under `torch.jit.trace` there is none
         signature = backend.signature(operands, indices)
-    return _bound(_Same(plan), signature, strides)(operands, indices)
+    return _bound(_Same(plan), signature, strides)
 
 
 def _request_of(plan: PlanRecord) -> Request:

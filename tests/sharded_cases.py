@@ -470,9 +470,9 @@ def test_programs_for_tpus_hold_our_kernels_if_they_are_of_one_device(mapped, op
 @pytest.mark.parametrize(
     ("case", "moved"),
     [
-        # XLA partitions a product, and takes and sums of rows, as planner's own steps are. It gathers index arrays of few
-        # entries to check them. It knows no split of a sort: it gathers the index array of a grouped product, and adds
-        # up whole results.
+        # XLA partitions a product, and takes and sums of rows, as planner's own steps are. It gathers index arrays of
+        # few entries to check them. It knows no split of a sort: it gathers the index array of a grouped product, and
+        # adds up whole results.
         pytest.param(CHAIN, [], id="chain"),
         pytest.param(ROWS, ["all-gather"], id="rows"),
         pytest.param(GROUPED, ["all-gather"], id="grouped"),

@@ -355,7 +355,7 @@ def test_jax_products_that_no_plan_knows(jax):
                 expected = jnp.einsum(spec, *arrays, out_sharding=wanted)
             assert jax.typeof(got) == jax.typeof(expected)
             assert jnp.array_equal(got, expected)
-    with pytest.raises(planner.PlannerError, match="_dot_general= is for the products of jax.numpy, which take no q="):
+    with pytest.raises(planner.PlannerError, match="only jnp.einsum multiplies with _dot_general=, and it takes no q="):
         planner.einsum("ij,q[j]k", x, y, q=jnp.arange(3), _dot_general=hook)
 
 
@@ -453,7 +453,12 @@ def test_numpy_arrays_beside_jax_arrays(jax):
     with pytest.raises(planner.IndexRangeError, match=r"'q'\[1\]"):
         planner.contract("q[n]j->nj", x, q=np.array([0, 2**32]))  # 0, if it were cut to 32 bits
     plan = planner.plan("ij,jk->ik", jax.ShapeDtypeStruct((2, 3), "float32"), b)
-    assert plan.backend == "jax" and np.array_equal(plan(x, b), a @ b)
+    assert plan.backend == "jax"
+    assert np.array_equal(plan(x, b), a @ b)
+    with pytest.raises(planner.IndexRangeError, match=r"'q'\[0\] is 9"):
+        jax.jit(lambda x: planner.contract("q[n]j->nj", x, q=np.array([9])))(x)
+    with pytest.raises(planner.PlannerError, match="operand 0 is of numpy"):
+        planner.contract("ij,ij->ij", a.astype(">f4"), x)
     with pytest.raises(planner.PlannerError, match="operand 1 is a numpy array"):
         planner.contract("i,i->i", jnp.ones(2), np.array([b"", b"a"]))
     with pytest.raises(planner.PlannerError, match="torch array"):
@@ -468,9 +473,19 @@ def test_integers_beside_half_types(jax, half):
     a, b, c = (jnp.asarray(integers(shape, "i4")) for shape in ((2, 3), (3, 4), (4, 2)))
     exact = np.asarray(a) @ np.asarray(b)
     for got in (planner.contract("ij,jk->ik", a, b, dtype=half), planner.contract("ij,jk->ik", a, b.astype(half))):
-        assert got.dtype == half and np.array_equal(got, exact)
+        assert got.dtype == half
+        assert np.array_equal(got, exact)
     got = planner.contract("ij,jk,kl->il", a, b, c.astype(half))
-    assert got.dtype == half and np.array_equal(got, (exact @ np.asarray(c)).astype(half))
+    assert got.dtype == half
+    assert np.array_equal(got, (exact @ np.asarray(c)).astype(half))
+
+
+def test_weak_scalars_under_strict_promotion(jax):
+    with jax.numpy_dtype_promotion("strict"):
+        for x in (jax.numpy.ones(3), jax.numpy.ones(3, "bfloat16")):
+            got = planner.einsum("i,->i", x, 2)
+            assert got.dtype == x.dtype
+            assert np.array_equal(got, 2 * np.ones(3))
 
 
 def test_a_preferred_type_that_is_narrower_is_refused_as_by_jax(jax):

@@ -139,19 +139,20 @@ def test_a_plan_for_a_mesh_prints():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"placements": {0: ("x",)}}, "is no mesh"),
+        ({"placements": {0: ("x",)}}, "placements= needs mesh="),
         ({"placements": {0: ("y",)}}, "operand 0 cannot be placed as ('y',): the mesh has no axis 'y', but x"),
         ({"placements": {0: ("x", "x")}}, "an axis of the mesh splits one dimension"),
         ({"placements": {0: (None, None, "x")}}, "it is no placement of an array with 2 dimensions"),
         ({"placements": {0: 3}}, "it is no placement of an array with 2 dimensions"),
         ({"placements": {5: ("x",)}}, "placements= names 5: take one of 0, 1, 2, 'result'"),
+        ({"placements": [("x", None), None]}, "is not a mapping: pass one from the number of an operand"),
         ({"placements": {2: (None, "x")}}, "dimension 1 has size 8, which is fewer than the parts"),
         ({"optimize": "measure"}, "times plans on one device"),
     ],
     ids=str,
 )
 def test_what_is_refused(options, said):
-    mesh = None if said == "is no mesh" else {"x": 16}
+    mesh = None if "needs mesh=" in said else {"x": 16}
     with pytest.raises(planner.PlannerError) as error:
         make(CHAIN, mesh=mesh, **options)
     assert said in str(error.value)

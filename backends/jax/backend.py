@@ -101,7 +101,8 @@ class JaxBackend(Backend):
 
         They do if JAX promotes it to the other, and that is no narrower, as `preferred_element_type` must be.
         """
-        return itemsize(source) <= itemsize(dtype) and bool(jnp.promote_types(source, dtype) == jnp.dtype(dtype))
+        with jax.numpy_dtype_promotion("standard"):  # whether they may be mixed was asked before
+            return itemsize(source) <= itemsize(dtype) and bool(jnp.promote_types(source, dtype) == jnp.dtype(dtype))
 
     def check_index(self, name: str, index: Any) -> None:
         """Refuse an index array that is not of integers."""

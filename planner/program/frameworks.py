@@ -77,7 +77,7 @@ def beside_jax(operands: Sequence[Any], indices: Mapping[str, Any]) -> tuple[tup
     def converts(x: Any) -> bool:
         if not isinstance(x, (numpy.ndarray, numpy.generic)):
             return False
-        return x.dtype == bool or bool(jax.numpy.issubdtype(x.dtype, jax.numpy.number))
+        return x.dtype.isnative and bool(x.dtype == bool or jax.numpy.issubdtype(x.dtype, jax.numpy.number))
 
     def index(q: Any) -> Any:
         if not converts(q):
@@ -86,7 +86,8 @@ def beside_jax(operands: Sequence[Any], indices: Mapping[str, Any]) -> tuple[tup
             # In narrower integers an index out of range could become one in range.
             limits = numpy.iinfo("int32" if q.dtype.kind == "i" else "uint32")
             q = q.clip(limits.min, limits.max)
-        return jax.numpy.asarray(q)
+        with jax.ensure_compile_time_eval():  # so that it can be checked under `jit`
+            return jax.numpy.asarray(q)
 
     converted = tuple(jax.numpy.asarray(x) if converts(x) else x for x in operands)
     return converted, {name: index(q) for name, q in indices.items()}

@@ -49,6 +49,8 @@ def put_on_mesh(
             f"placements={placements!r:.80} is not a mapping: pass one from the number of an operand, the letter of an "
             "index array, or 'result', to a placement; or what planner.shard returns"
         )
+    if mesh is None:
+        raise PlannerError("placements= needs mesh=, the devices that the arrays are split over")
     axes, given = read_mesh(mesh), dict(placements or {})
     if whole.options.optimize == "measure":
         raise PlannerError("optimize='measure' times plans on one device: plan for a mesh with another search")
