@@ -615,6 +615,10 @@ def test_a_gradient_may_be_added_up_later(shape):
         assert kind == wanted_kind
         np.testing.assert_array_equal(got, wanted)
     assert "{U:x}" in found[0][1][0]
+    own = "kl"[: len(shape) - 1]
+    gather = functools.partial(planner.contract, f"bij, q[b]{own} -> bij{own}", q=jnp.zeros(8, int))
+    with jax.set_mesh(EXPLICIT), pytest.raises(planner.PlannerError, match="operand 1 or its gradient is added up"):
+        jax.jit(gather)(x, w)
 
 
 def test_an_exported_product_is_split_as_it_was():

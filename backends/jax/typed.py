@@ -32,10 +32,19 @@ def result_sharding(plan: PlanRecord, operands: Sequence[Any], arrays: Sequence[
         arrays: the index arrays of the call, in the order of the spec.
 
     Raises:
-        PlannerError: two arrays are split in ways that do not fit together, or a gradient is taken outside of `jit`.
+        PlannerError: two arrays are split in ways that do not fit together, a gradient is taken outside of `jit`, or a
+            contraction with index arrays has an operand that is added up later.
     """
     mesh = next(filter(None, map(_explicit_mesh, (*operands, *arrays))), None)
-    if mesh is None or any(map(_reduced, operands)):
+    if mesh is None:
+        return None
+    reduced = [number for number, x in enumerate(operands) if _reduced(x)]
+    if reduced and arrays:
+        raise PlannerError(
+            f"operand {reduced[0]} or its gradient is added up later (reduced= or unreduced= of its type), and steps "
+            "with index arrays cannot say so: place it anew with jax.sharding.reshard"
+        )
+    if reduced:
         return None
     # Kept values are on automatic axes, and the output's gradient is on explicit axes. JAX compiles no program of both
     # for named devices.
