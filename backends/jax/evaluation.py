@@ -28,6 +28,7 @@ from planner.backends.jax.rows import PLAIN, make_table
 from planner.cost.device import CPU, Device
 from planner.cost.figures import StepCost
 from planner.cost.objective import step_key
+from planner.kernels.grouped_matmul import jax_grouped
 from planner.language.dtypes import is_inexact
 from planner.language.spec import Gather
 from planner.program.build import Lowerer
@@ -65,17 +66,30 @@ class Mode(NamedTuple):
 
 
 TABLE = make_table()
-# Platforms that have kernels of their own, and the module of these in `planner.kernels`. The table has the same rows on
-# every platform.
-PLATFORMS = {"tpu": "grouped_matmul.pallas_tpu", "cuda": "grouped_matmul.pallas_gpu"}
+# The table with the tiles of graphics cards.
+CARD_TABLE = make_table(jax_grouped.CARD)
+# Platforms whose table is another one, and the module of their Pallas kernels in `planner.kernels`. The table has the
+# same rows on every platform.
+PLATFORMS = {"tpu": "grouped_matmul.pallas_tpu", "cuda": "grouped_matmul.pallas_gpu", "rocm": ""}
+
+
+def platform_table(platform: str, pallas: bool) -> Table:
+    """Return the table for a platform.
+
+    Args:
+        platform: a key of `PLATFORMS`, or "" for another platform.
+        pallas: whether the program may hold Pallas kernels.
+    """
+    module = PLATFORMS.get(platform)
+    if module and pallas and (platform != "cuda" or hopper()):
+        return _pallas_table(module)
+    return CARD_TABLE if platform in ("cuda", "rocm") else TABLE
 
 
 @lru_cache(maxsize=len(PLATFORMS))
-def platform_table(platform: str) -> Table:
-    """Return the table for a platform. Its kernels are imported when the first program is lowered for the platform."""
-    if platform == "cuda" and not hopper():
-        return TABLE
-    return make_table(importlib.import_module(f"planner.kernels.{PLATFORMS[platform]}").KERNELS)
+def _pallas_table(module: str) -> Table:
+    """Return the table with a module's kernels, which is imported when the first program is lowered for its platform."""
+    return make_table(importlib.import_module(f"planner.kernels.{module}").KERNELS)
 
 
 def hopper() -> bool:
@@ -157,6 +171,7 @@ def evaluate(
     views: tuple[Shape, ...],
     guards: Guards,
     platform: str = "",
+    pallas: bool = True,
     several: bool = False,
     **_: Any,
 ) -> list[Any]:
@@ -169,7 +184,7 @@ def evaluate(
         mode: index mode and precision.
         views: the shapes of the results.
         guards: the guards of the inputs and results.
-        platform: a key of `PLATFORMS`, or "" for a platform without kernels of its own.
+        platform, pallas: see `platform_table`.
         several: whether the step runs on several devices.
     """
     count, index_mode = input_count(op), mode.index_mode
@@ -192,7 +207,7 @@ def evaluate(
     if isinstance(op, Guard):
         results: Sequence[Any] = [guarded(inputs[0], dataclasses.replace(op, only_gradients=False))]
     else:
-        run = partial(_run, lowering=lowering, mode=mode, platform=platform)
+        run = partial(_run, lowering=lowering, mode=mode, table=platform_table(platform, pallas))
         given = _given(op, raw)
         results = run_on_devices(run, op, inputs, given, index_mode) if several else run(op, inputs, given, index_mode)
     pairs = zip(results, after, views, strict=True)
@@ -206,7 +221,7 @@ def _run(
     index_mode: str,
     lowering: str,
     mode: Mode,
-    platform: str,
+    table: Table,
 ) -> tuple[Any, ...]:
     """Run an op on arrays as its spec has them.
 
@@ -222,7 +237,7 @@ def _run(
     # The precision was fixed when the step was bound: a program may be lowered in another context than that.
     # Profilers and XLA's own texts show the implementation's name.
     with jax.default_matmul_precision(mode.precision), jax.named_scope(lowering):
-        results = (platform_table(platform) if platform else TABLE).run(lowering, op, inputs, index)
+        results = table.run(lowering, op, inputs, index)
     if index_mode == "raise" and not index.shown:
         # XLA writes NaN in the loop that takes rows.
         fuses, pairs = lowering == "take", zip(results, op.output_terms, strict=True)

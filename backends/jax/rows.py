@@ -32,7 +32,7 @@ from planner.backends.jax.products import (
     join_axes,
     multiply_flat,
 )
-from planner.backends.jax.tiled import tiled_work
+from planner.backends.jax.tiled import card_work, loop_scratch, tiled_work
 from planner.cost.device import Device
 from planner.cost.figures import Work
 from planner.kernels.gathered_dot import jax_pooled
@@ -99,7 +99,7 @@ def _flat_matmul() -> Implementation:
 
     def work(op: Op, joined: Spec, device: Device) -> list[Work]:
         seconds = count_turned(joined) * _REORDERED
-        return [*_stock_work(dataclasses.replace(op, spec=joined), device), Work(seconds=seconds)]
+        return [*_stock_work(dataclasses.replace(op, spec=joined, layouts=()), device), Work(seconds=seconds)]
 
     return form_row(
         "flat matmul",
@@ -146,14 +146,13 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
     shape = pallas_tiles.TPU if device.kind == "tpu" else pallas_tiles.GPU if device.capability == 90 else None
     if shape is not None and shape.takes(*form.sizes, op.dtype, sums=pair or form.outer):
         return tiled_work(op, form, shape, device, copied)
-    what = "gradients" if pair else "outer" if form.outer else "matmul"
-    loop = jax_grouped.scratch_bytes(what, form.sizes, op.dtype, form.targets)
-    # Besides the sorted order: a map of rows for each operand or result that has only some of the row axes.
-    scratch = 4 * (n + g + 1) + 8 * n * form.maps + max(jax_grouping.scratch_bytes(n, g), loop)
+    if device.kind == "cuda":
+        return card_work(op, form, device, copied)
     # Measured on seed 000: sorting and addressing a row, filling the result, products on padded lanes, moving lanes.
     lanes = 1.28 * n * i
     seconds = 70e-9 * n + 1.8e-9 * n * i * k + lanes * (2 * j * k / 46e9 + 0.8e-9 * (j + k))
     loops = 1.8 if pair else 1
+    scratch = loop_scratch(op, form, jax_grouped.tiling)
     return [
         Work(
             op.flops(), device.flop_rate, op.bytes_touched(), 0, scratch, launches=20 * loops, seconds=loops * seconds
@@ -203,13 +202,13 @@ def make_table(grouped: Any = jax_grouped) -> Table:
     """Return the table of the JAX backend; `grouped` is a module or a `Platform` with kernels of grouped products."""
     kernels = Kernels(
         OPS,
-        jax_grouping.group_rows,
+        grouped.group_rows,
         grouped.grouped_matmul,
         grouped.grouped_outer,
         grouped.grouped_gradients,
         _grouped_work,
         {WHOLE_POOL: _pool("pooled"), "take, then dot": _pool("gathered")},
-        launches=20,
+        launches=8,  # on a card: 20 kernels within a program
     )
     rows = [*stock_rows(OPS, _cast, run_guard, views=False, work=_stock_work), _flat_matmul(), *kernel_rows(kernels)]
     return Table(rows, PLAIN)

@@ -137,8 +137,8 @@ def _step_abstract(*arguments: Any, op: Op, views: tuple[Shape, ...], **_: Any) 
 
 def _step_lowering(context: Any, *values: Any, platform: str = "", **parameters: Any) -> Any:
     devices = devices_of(context)
-    # Kernels of a platform run on one device: XLA cannot partition them.
-    function = partial(evaluate, platform="" if devices == "unknown" else platform, several=devices == "several")
+    # Pallas kernels run on one device: XLA cannot partition them.
+    function = partial(evaluate, platform=platform, pallas=devices != "unknown", several=devices == "several")
     # Inside of `shard_map` types say over which axes values vary. The constants that a step makes vary over none, and
     # would not fit; so types without axes are used inside the step.
     if any(aval.mat.varying for aval in context.avals_in):

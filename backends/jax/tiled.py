@@ -1,7 +1,8 @@
-"""The cost of grouped products in Pallas kernels, which move rows into tiles and results out of tiles.
+"""The cost of grouped products that move rows into tiles: in Pallas kernels, and in XLA's own operations on a card.
 
-The kernels have run on no device yet, so times are estimates. Memory on a TPU is bounded by what XLA's compiler for a
-v5e allocates; it keeps arrays of a few megabytes in vector memory instead. Memory on a GPU is the sum of the arrays.
+Nothing of it has run on a card or a TPU yet, so times are estimates. Memory on a TPU is bounded by what XLA's compiler
+for a v5e allocates; it keeps arrays of a few megabytes in vector memory instead. Memory of Pallas kernels on a GPU is
+the sum of the arrays.
 """
 
 from __future__ import annotations
@@ -10,13 +11,64 @@ import math
 
 from planner.cost.device import Device
 from planner.cost.figures import Work
+from planner.kernels.grouped_matmul import jax_grouped
 from planner.kernels.grouped_matmul.pallas_tiles import TPU, Shape, most_tiles
 from planner.kernels.grouping import jax_grouping
 from planner.language.dtypes import itemsize
 from planner.program.forms import GroupedForm
 from planner.program.ops import JointGradient, Op
 
-__all__ = ["tiled_work"]
+__all__ = ["card_work", "loop_scratch", "tiled_work"]
+
+# Kernels that sort rows and cut tiles, kernels of a step of the loop, and what XLA takes to start a kernel within a
+# program, as a part of the time of an operator (estimates).
+_TABLE_KERNELS, _STEP_KERNELS, LAUNCH_PART = 20, 8, 0.4
+
+
+def _function(op: Op, form: GroupedForm) -> str:
+    """Return which function of `planner.kernels.grouped_matmul` computes a step, without "grouped_"."""
+    return "gradients" if isinstance(op, JointGradient) else "outer" if form.outer else "matmul"
+
+
+def loop_scratch(op: Op, form: GroupedForm, tiling_of: jax_grouped.TilingOf) -> int:
+    """Return the bytes that a step in a loop over tiles holds besides its results."""
+    n, _, g, _, _ = form.sizes
+    loop = jax_grouped.scratch_bytes(_function(op, form), form.sizes, op.dtype, form.targets, tiling_of)
+    # Besides the sorted order: a map of rows for each operand or result that has only some of the row axes.
+    return 4 * (n + g + 1) + 8 * n * form.maps + max(jax_grouping.scratch_bytes(n, g), loop)
+
+
+def card_work(op: Op, form: GroupedForm, device: Device, copied: int) -> list[Work]:
+    """Return the work of a step in `jax_grouped.CARD`: what is sorted, and what the steps of its loop move and compute.
+
+    Args:
+        op: the step.
+        form: its axes by group, as the kernels see them.
+        device: the rates of the card.
+        copied: bytes that are copied before and after the loop.
+    """
+    (n, i, g, j, k), size, pair = form.sizes, itemsize(op.dtype), isinstance(op, JointGradient)
+    exact = max(size, 4)
+    tile = jax_grouped.card_tiling(*form.sizes, size)
+    tiles = (tile.steps or 0) * tile.tiles
+    lanes = tiles * tile.rows * i
+    # Rows and matrices are taken, then read; the products are written in the type of the sums, then read.
+    rows_in, rows_out, matrices = lanes * j, lanes * k, tiles * j * k
+    if pair:
+        moved = 2 * size * (rows_in + rows_out + matrices) + 2 * exact * (rows_in + matrices) + size * rows_out
+    elif form.outer:
+        moved = 2 * size * (rows_in + rows_out) + 3 * exact * matrices
+    else:
+        moved = 2 * size * (rows_in + matrices) + 2 * exact * rows_out
+    rate = device.product_rate(tile.rows * i, j, k, op.dtype)
+    flops = op.products * 2 * lanes * j * k
+    padded = max(1.0, flops / max(1, op.flops()))
+    launches = LAUNCH_PART * (_TABLE_KERNELS + _STEP_KERNELS * (tile.steps or 0) * (1.5 if pair else 1))
+    scratch = loop_scratch(op, form, jax_grouped.card_tiling)
+    return [
+        Work(op.flops(), rate / padded, op.bytes_touched() + moved, scratch=scratch, launches=launches, sorted=n),
+        Work(moved=2 * copied, copied=copied, scratch=copied),
+    ]
 
 
 def tiled_work(op: Op, form: GroupedForm, shape: Shape, device: Device, copied: int) -> list[Work]:

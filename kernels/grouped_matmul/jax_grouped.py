@@ -5,8 +5,12 @@ Rows are read in the order of their groups, in tiles that lie within one group:
     sorted rows   | group 0     | group 1 | group 3          |
     tiles         [ 0:0  ][ 0:1 ][ 1:0   ][ 3:0  ][ 3:1  ][ 3:2 ]
 
-A loop with a dynamic number of steps takes a few tiles per step. It gathers their rows and matrices, multiplies them as
-one batched product, and scatters the products to their rows.
+A loop takes a few tiles per step. It gathers their rows and matrices, multiplies them as one batched product, and
+scatters the products to their rows. `CARD` has the same functions with other tiles, for graphics cards:
+
+- On a CPU the number of steps is dynamic, and a step's numbers stay in the cache.
+- On a card the host would have to wait for a dynamic number in every step. So the loop also takes tiles that are not
+  used. A step takes hundreds of tiles, because each of its kernels costs a launch.
 
 A lane is a place for a row in a tile. Lanes beyond the end of a tile's group point behind the last row, so a scatter
 drops them. If a product sums over the lanes, both gathers read zeros for them: zero times the NaN of another group's
@@ -15,6 +19,7 @@ row would be NaN.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -23,12 +28,17 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from planner.kernels.grouping.jax_bits import bits, of_bits
-from planner.kernels.grouping.jax_grouping import Groups, Tiles, accumulator, cut_groups
+from planner.kernels.grouping.jax_grouping import Groups, Tiles, accumulator, cut_groups, group_rows, most_tiles
 
 TILE_ROWS = 256  # most rows of a tile's matrix
 LANES = 8  # rows per tile are a multiple of this
 STEP_NUMBERS = 2**19  # numbers that a step reads and writes: 2 MB of float32
 MAX_TILES = 64
+# How `jnp.searchsorted` works on a card: other than a loop, an unrolled search is few kernels.
+CARD_SEARCH = "scan_unrolled"
+CARD_ROWS = 256  # most rows of a tile's matrix on a card
+CARD_STEP_BYTES = 3 * 2**23  # the factors and the product of a step on a card: 512 tiles of 64 rows by 64 x 64
+CARD_STEP_PART = 8  # the same, as a part of operands and result, if that is more
 
 Carry = TypeVar("Carry")
 
@@ -36,15 +46,56 @@ _CLIP, _SKIP = lax.GatherScatterMode.CLIP, lax.GatherScatterMode.FILL_OR_DROP
 
 
 class Tiling(NamedTuple):
-    """How many rows a tile has, and how many tiles a step of the loop takes.
+    """How many rows a tile has, and how a loop takes tiles.
 
     Attributes:
         rows: Rows per tile.
         tiles: Tiles per step.
+        steps: Steps of the loop; None if it ends after the last tile that has rows.
     """
 
     rows: int
     tiles: int
+    steps: int | None = None
+
+
+# From the sizes N, I, G, J, K and the bytes of a number to the tiles.
+TilingOf = Callable[[int, int, int, int, int, int], Tiling]
+
+
+def tiling(rows: int, size_i: int, groups: int, size_j: int, size_k: int, itemsize: int = 4) -> Tiling:
+    """Choose the tiles for `rows` rows `(I, J)` or `(I, K)` and `groups` matrices `(J, K)` on a CPU.
+
+    A tile should hold a whole group, but lanes beyond the group's end are multiplied in vain. So a tile has the average
+    number of rows plus two standard deviations, as if rows chose their groups independently. A step takes as many tiles
+    as stay in the cache.
+    """
+    average = rows / max(groups, 1)
+    whole_group = math.ceil((average + 2 * math.sqrt(average)) / LANES) * LANES
+    tile_rows = max(1, min(whole_group, max(TILE_ROWS // max(size_i, 1), 1), rows))
+    tile_numbers = tile_rows * size_i * (size_j + size_k) + size_j * size_k
+    tiles = max(1, min(STEP_NUMBERS // max(tile_numbers, 1), MAX_TILES, -(-rows // tile_rows)))
+    return Tiling(tile_rows, tiles)
+
+
+def card_tiling(rows: int, size_i: int, groups: int, size_j: int, size_k: int, itemsize: int = 4) -> Tiling:
+    """Choose the tiles for `rows` rows `(I, J)` or `(I, K)` and `groups` matrices `(J, K)` on a graphics card.
+
+    Let a group have m rows `(J,)` and a tile r. Padding the group's last tile moves up to `r (J + K)` numbers, and
+    taking the matrices of its tiles moves `m / r J K`. The sum is least if r is the square root of `m J K / (J + K)`.
+    A step should take so many tiles that its launches do not matter, but few next to what is in memory anyway.
+    """
+    named = min(groups, rows)
+    average = rows * size_i / max(named, 1)
+    best = math.sqrt(average * size_j * size_k / max(size_j + size_k, 1))
+    matrix_rows = min(CARD_ROWS, 1 << max(3, math.ceil(math.log2(max(best, 1)))))
+    tile_rows = max(1, min(matrix_rows // max(size_i, 1), rows))
+    most = max(1, most_tiles(rows, tile_rows, groups, empty=False))
+    tile_numbers = tile_rows * size_i * (size_j + size_k) + size_j * size_k
+    all_numbers = rows * size_i * (size_j + size_k) + groups * size_j * size_k
+    step_numbers = max(CARD_STEP_BYTES // itemsize, all_numbers // CARD_STEP_PART)
+    steps = -(-most // max(1, step_numbers // max(tile_numbers, 1)))
+    return Tiling(tile_rows, -(-most // steps), steps)
 
 
 def grouped_matmul(
@@ -54,6 +105,7 @@ def grouped_matmul(
     source: jax.Array | None = None,
     target: jax.Array | None = None,
     targets: int | None = None,
+    tiling_of: TilingOf = tiling,
 ) -> jax.Array:
     """Multiply each row by the matrix of its group, see the package.
 
@@ -71,14 +123,14 @@ def grouped_matmul(
     if 0 in (rows, *a.shape, *c.shape, *out.shape):
         return out.astype(dtype)
 
-    tile_sizes = tiling(rows, size_i, *c.shape)
+    tile_sizes = tiling_of(rows, size_i, *c.shape, dtype.itemsize)
     tiles = _make_tiles(groups, tile_sizes)
 
     def step(number: jax.Array, out: jax.Array) -> jax.Array:
         group, row = _step_rows(tiles, groups.order, number, tile_sizes)
         # Lanes without a row read some row: the scatter drops their products.
         left = _gather(a, row if source is None else _gather(source, row))
-        product = _tile_matmul("tij,tjk->tik", _tile_matrix(left, tile_sizes), _gather(c, group))
+        product = _tile_matmul("tij,tjk->tik", _tile_matrix(left, tile_sizes), _gather(c, group), tile_sizes)
         product = product.reshape(-1, size_i, size_k)
         if target is None:
             return _put(out, row, bits(product.astype(dtype)))
@@ -96,6 +148,7 @@ def grouped_outer(
     size: int,
     source_a: jax.Array | None = None,
     source_b: jax.Array | None = None,
+    tiling_of: TilingOf = tiling,
 ) -> jax.Array:
     """Sum `a[r]^T @ b[r]` over the rows of each of `size` groups, see the package."""
     dtype = jnp.result_type(a, b)
@@ -104,21 +157,27 @@ def grouped_outer(
     if 0 in (rows, *a.shape, *b.shape, size):
         return out.astype(dtype)
 
-    tile_sizes = tiling(rows, a.shape[1], *out.shape)
+    tile_sizes = tiling_of(rows, a.shape[1], *out.shape, dtype.itemsize)
     tiles = _make_tiles(groups, tile_sizes)
 
     def step(number: jax.Array, out: jax.Array) -> jax.Array:
         group, row = _step_rows(tiles, groups.order, number, tile_sizes)
         left = _take(a, row if source_a is None else _take_index(source_a, row, a.shape[0]))
         right = _take(b, row if source_b is None else _take_index(source_b, row, b.shape[0]))
-        product = _tile_matmul("tij,tik->tjk", _tile_matrix(left, tile_sizes), _tile_matrix(right, tile_sizes))
+        left, right = _tile_matrix(left, tile_sizes), _tile_matrix(right, tile_sizes)
+        product = _tile_matmul("tij,tik->tjk", left, right, tile_sizes)
         return _add(out, group, product.astype(out.dtype))
 
     return _loop(tiles, tile_sizes, step, out).astype(dtype)
 
 
 def grouped_gradients(
-    gout: jax.Array, a: jax.Array, c: jax.Array, groups: Groups, source: jax.Array | None = None
+    gout: jax.Array,
+    a: jax.Array,
+    c: jax.Array,
+    groups: Groups,
+    source: jax.Array | None = None,
+    tiling_of: TilingOf = tiling,
 ) -> tuple[jax.Array, jax.Array]:
     """Return both gradients of `grouped_matmul`, see the package; one loop gathers each row once for both."""
     rows = groups.order.shape[0]
@@ -128,15 +187,15 @@ def grouped_gradients(
     if 0 in (rows, *a.shape, *c.shape):
         return grad_rows, grad_c.astype(dtype)
 
-    tile_sizes = tiling(rows, a.shape[1], *c.shape)
+    tile_sizes = tiling_of(rows, a.shape[1], *c.shape, dtype.itemsize)
     tiles = _make_tiles(groups, tile_sizes)
 
     def step(number: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         group, row = _step_rows(tiles, groups.order, number, tile_sizes)
         left = _tile_matrix(_take(a, row if source is None else _take_index(source, row, a.shape[0])), tile_sizes)
         gradient = _tile_matrix(_take(gout, row), tile_sizes)
-        to_rows = _tile_matmul("tik,tjk->tij", gradient, _gather(c, group))
-        to_c = _tile_matmul("tij,tik->tjk", left, gradient)
+        to_rows = _tile_matmul("tik,tjk->tij", gradient, _gather(c, group), tile_sizes)
+        to_c = _tile_matmul("tij,tik->tjk", left, gradient, tile_sizes)
         grad_rows, grad_c = grads
         grad_rows = _put(grad_rows, row, bits(to_rows.reshape(-1, *a.shape[1:]).astype(dtype)))
         return grad_rows, _add(grad_c, group, to_c.astype(grad_c.dtype))
@@ -145,23 +204,12 @@ def grouped_gradients(
     return of_bits(grad_rows, dtype), grad_c.astype(dtype)
 
 
-def tiling(rows: int, size_i: int, groups: int, size_j: int, size_k: int) -> Tiling:
-    """Choose the tiles for `rows` rows `(I, J)` or `(I, K)` and `groups` matrices `(J, K)`.
-
-    A tile should hold a whole group, but lanes beyond the group's end are multiplied in vain. So a tile has the average
-    number of rows plus two standard deviations, as if rows chose their groups independently. A step takes as many tiles
-    as stay in the cache.
-    """
-    average = rows / max(groups, 1)
-    whole_group = math.ceil((average + 2 * math.sqrt(average)) / LANES) * LANES
-    tile_rows = max(1, min(whole_group, max(TILE_ROWS // max(size_i, 1), 1), rows))
-    tile_numbers = tile_rows * size_i * (size_j + size_k) + size_j * size_k
-    tiles = max(1, min(STEP_NUMBERS // max(tile_numbers, 1), MAX_TILES, -(-rows // tile_rows)))
-    return Tiling(tile_rows, tiles)
-
-
 def scratch_bytes(
-    what: str, sizes: tuple[int, int, int, int, int], dtype: DTypeLike, targets: int | None = None
+    what: str,
+    sizes: tuple[int, int, int, int, int],
+    dtype: DTypeLike,
+    targets: int | None = None,
+    tiling_of: TilingOf = tiling,
 ) -> int:
     """Upper bound of the bytes that the function `grouped_` + `what` allocates beside its results.
 
@@ -170,6 +218,7 @@ def scratch_bytes(
         sizes: rows N, size I, groups G, sizes J and K.
         dtype: dtype of the operands.
         targets: rows of the result of a matmul whose rows have targets.
+        tiling_of: chooses the tiles.
     """
     rows, size_i, groups, size_j, size_k = sizes
     pair = what == "gradients"
@@ -177,7 +226,7 @@ def scratch_bytes(
         sums, in_bits = (targets or 0) * size_i * size_k, rows * size_i * size_k * (targets is None)
     else:
         sums, in_bits = groups * size_j * size_k, rows * size_i * size_j * pair
-    tile_sizes, exact = tiling(rows, size_i, groups, size_j, size_k), accumulator(dtype)
+    tile_sizes, exact = tiling_of(*sizes, jnp.dtype(dtype).itemsize), accumulator(dtype)
     lanes = tile_sizes.tiles * tile_sizes.rows
     left, right, matrices = lanes * size_i * size_j, lanes * size_i * size_k, tile_sizes.tiles * size_j * size_k
     # Both factors and the product; if a step has one tile, the product as multiplied and as scattered. Both gradients
@@ -193,14 +242,18 @@ def scratch_bytes(
 def _make_tiles(groups: Groups, tile_sizes: Tiling) -> Tiles:
     """Cut sorted rows into tiles; there are as many as any grouping of so many rows could need."""
     rows, size = groups.order.shape[0], groups.offsets.shape[0] - 1
-    bound = -(-rows // tile_sizes.rows) + min(size, rows)
-    return cut_groups(groups, tile_sizes.rows, -(-bound // tile_sizes.tiles) * tile_sizes.tiles, empty=False)
+    steps = -(-most_tiles(rows, tile_sizes.rows, size, empty=False) // tile_sizes.tiles)
+    search = "scan" if tile_sizes.steps is None else CARD_SEARCH
+    return cut_groups(groups, tile_sizes.rows, steps * tile_sizes.tiles, empty=False, search=search)
 
 
 def _loop(tiles: Tiles, tile_sizes: Tiling, step: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
-    """Run `step` for each batch of tiles, up to the last tile that has rows."""
-    steps = (tiles.firsts[-1] + (tile_sizes.tiles - 1)) // tile_sizes.tiles
-    return lax.fori_loop(jnp.int32(0), steps, step, carry)
+    """Run `step` for each batch of tiles, up to the last tile that has rows, or for all of them."""
+    steps = tile_sizes.steps
+    if steps is None:
+        last = (tiles.firsts[-1] + (tile_sizes.tiles - 1)) // tile_sizes.tiles
+        return lax.fori_loop(jnp.int32(0), last, step, carry)
+    return lax.fori_loop(0, steps, lambda number, carry: step(jnp.int32(number), carry), carry)
 
 
 def _step_rows(tiles: Tiles, order: jax.Array, number: jax.Array, tile_sizes: Tiling) -> tuple[jax.Array, jax.Array]:
@@ -217,9 +270,11 @@ def _tile_matrix(rows: jax.Array, tile_sizes: Tiling) -> jax.Array:
     return rows.reshape(tile_sizes.tiles, tile_sizes.rows * rows.shape[1], rows.shape[2])
 
 
-def _tile_matmul(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
+def _tile_matmul(spec: str, left: jax.Array, right: jax.Array, tile_sizes: Tiling) -> jax.Array:
     exact = accumulator(jnp.result_type(left, right))
-    return jnp.einsum(spec, left.astype(exact), right.astype(exact))
+    if tile_sizes.steps is None:  # a CPU converts half types in any case
+        left, right = left.astype(exact), right.astype(exact)
+    return jnp.einsum(spec, left, right, preferred_element_type=exact)
 
 
 def _take(operand: jax.Array, rows: jax.Array) -> jax.Array:
@@ -270,3 +325,22 @@ def _filled(shape: tuple[int, ...], dtype: DTypeLike, groups: Groups, number: in
     for each on seed 000. The first offset is always zero, but XLA does not know that.
     """
     return jnp.full(shape, groups.offsets[0] * number, dtype)
+
+
+class TiledKernels(NamedTuple):
+    """Grouped products in tiles that suit a kind of device, and how rows are sorted for them."""
+
+    grouped_matmul: Callable[..., jax.Array]
+    grouped_outer: Callable[..., jax.Array]
+    grouped_gradients: Callable[..., tuple[jax.Array, jax.Array]]
+    group_rows: Callable[..., Groups]
+
+
+CPU = TiledKernels(grouped_matmul, grouped_outer, grouped_gradients, group_rows)
+CARD = TiledKernels(
+    partial(grouped_matmul, tiling_of=card_tiling),
+    partial(grouped_outer, tiling_of=card_tiling),
+    partial(grouped_gradients, tiling_of=card_tiling),
+    partial(group_rows, search=CARD_SEARCH),
+)
+"""The functions of this module with the tiles of a graphics card."""

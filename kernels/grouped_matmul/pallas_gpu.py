@@ -7,6 +7,7 @@ current ones are multiplied. Sizes that are not a multiple of a block are padded
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from planner.kernels.grouped_matmul import jax_grouped
 from planner.kernels.grouped_matmul.pallas_grouped import Platform
 from planner.kernels.grouped_matmul.pallas_tiles import GPU, RowTiles
 
@@ -26,6 +28,9 @@ __all__ = ["KERNELS", "matrices_outer", "matrices_product"]
 _UNIT, _MOST = 64, 128
 # Blocks in flight. They take at most 32 kB of shared memory each for both operands, and the result 64 kB, of 227 kB.
 _STAGES = 4
+# The axes of the grid, the slowest first. The programs that run at a time should share what they read: those of one tile
+# read the same rows, and those of one group the same matrix.
+GRID = "tile", "row", "column"
 # The `interpret` argument of the kernels; tests set it.
 INTERPRET: Any = None
 
@@ -49,8 +54,10 @@ def matrices_product(
     (tiles, long, j), wide = a.shape, c.shape[2]
     rows, columns = _block(long), _block(wide)
 
+    sizes = {"tile": tiles, "row": long // rows, "column": wide // columns}
+
     def body(group: Any, live: Any, a: Any, c: Any, out: Any, block: Any) -> None:
-        column, row, tile = (lax.axis_index(name) for name in ("column", "row", "tile"))
+        tile, row, column = _place(sizes)
         # A tile behind the last has no terms: its product is zero.
         total = _sum_of_products(
             (live[tile] * (j // _UNIT), rows, columns),
@@ -60,8 +67,7 @@ def matrices_product(
         _store(total, block, out.at[tile, pl.ds(row * rows, rows), pl.ds(column * columns, columns)])
 
     shape = jax.ShapeDtypeStruct((tiles, long, wide), dtype)
-    grid = {"column": wide // columns, "row": long // rows, "tile": tiles}
-    return _call(body, shape, grid, (rows, columns), "planner_grouped_matmul")(group, live, a, c)[:, :m, :k]
+    return _call(body, shape, sizes, (rows, columns), "planner_grouped_matmul")(group, live, a, c)[:, :m, :k]
 
 
 def matrices_outer(a: jax.Array, b: jax.Array, of: RowTiles) -> jax.Array:
@@ -71,8 +77,10 @@ def matrices_outer(a: jax.Array, b: jax.Array, of: RowTiles) -> jax.Array:
     parts, tall, wide = a.shape[1] // _UNIT, a.shape[2], b.shape[2]
     rows, columns = _block(tall), _block(wide)
 
+    sizes = {"tile": size, "row": tall // rows, "column": wide // columns}
+
     def body(starts: Any, a: Any, b: Any, out: Any, block: Any) -> None:
-        column, row, group = (lax.axis_index(name) for name in ("column", "row", "group"))
+        group, row, column = _place(sizes)
         first = starts[group] * parts
         total = _sum_of_products(
             (starts[group + 1] * parts - first, rows, columns),
@@ -82,10 +90,9 @@ def matrices_outer(a: jax.Array, b: jax.Array, of: RowTiles) -> jax.Array:
         _store(total, block, out.at[group, pl.ds(row * rows, rows), pl.ds(column * columns, columns)])
 
     shape = jax.ShapeDtypeStruct((size, tall, wide), a.dtype)
-    grid = {"column": wide // columns, "row": tall // rows, "group": size}
     # Left factors are copied too: the kernel reads them with the terms along rows.
     left, right = jnp.swapaxes(a.reshape(-1, tall), 0, 1), b.reshape(-1, wide)
-    return _call(body, shape, grid, (rows, columns), "planner_grouped_outer")(of.starts, left, right)[:, :j, :k]
+    return _call(body, shape, sizes, (rows, columns), "planner_grouped_outer")(of.starts, left, right)[:, :j, :k]
 
 
 def _sum_of_products(sizes: tuple[Any, int, int], *in_specs: Any) -> Callable[..., Any]:
@@ -106,6 +113,14 @@ def _sum_of_products(sizes: tuple[Any, int, int], *in_specs: Any) -> Callable[..
     return run
 
 
+def _place(sizes: dict[str, int]) -> tuple[Any, ...]:
+    """Return a program's place on each axis of the grid, in the order of `sizes`."""
+    number, places = lax.axis_index("program"), {}
+    for name in reversed(GRID):
+        places[name], number = lax.rem(number, jnp.int32(sizes[name])), lax.div(number, jnp.int32(sizes[name]))
+    return tuple(places[name] for name in sizes)
+
+
 def _store(total: Any, block: Any, out: Any) -> None:
     """Write sums to the output, through shared memory."""
     block[...] = total.astype(block.dtype)
@@ -115,14 +130,14 @@ def _store(total: Any, block: Any, out: Any) -> None:
 
 
 def _call(
-    body: Callable[..., None], out: Any, grid: dict[str, int], block: tuple[int, int], name: str
+    body: Callable[..., None], out: Any, sizes: dict[str, int], block: tuple[int, int], name: str
 ) -> Callable[..., jax.Array]:
-    """Return the kernel; `grid` ends with the longest axis, because a card allows most programs along the last one."""
+    """Return the kernel. Its programs have one number: a card takes 2^31 along one axis, and 65,535 along others."""
     kernel: Callable[..., jax.Array] = plgpu.kernel(
         body,
         out_type=out,
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
+        grid=(math.prod(sizes.values()),),
+        grid_names=("program",),
         scratch_types=[plgpu.SMEM(block, out.dtype)],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=INTERPRET,
@@ -131,4 +146,4 @@ def _call(
     return kernel
 
 
-KERNELS = Platform(GPU, matrices_product, matrices_outer)
+KERNELS = Platform(GPU, matrices_product, matrices_outer, jax_grouped.CARD)

@@ -28,11 +28,18 @@ class Platform(NamedTuple):
         shape: the limits of its tiles.
         product: multiplies tiles, see `planner.kernels.grouped_matmul.pallas_tpu.matrices_product`.
         outer: sums products of tiles, see `planner.kernels.grouped_matmul.pallas_tpu.matrices_outer`.
+        stock: the functions in stock XLA, for problems that the kernels do not take.
     """
 
     shape: Shape
     product: Callable[..., jax.Array]
     outer: Callable[[jax.Array, jax.Array, RowTiles], jax.Array]
+    stock: jax_grouped.TiledKernels
+
+    @property
+    def group_rows(self) -> Callable[..., Groups]:
+        """From an index array and the number of groups to the sorted order."""
+        return self.stock.group_rows
 
     def grouped_matmul(
         self,
@@ -46,7 +53,7 @@ class Platform(NamedTuple):
         """Multiply each row by the matrix of its group, see the package."""
         rows, (_, i, j), (g, _, k) = groups.order.shape[0], a.shape, c.shape
         if a.dtype != c.dtype or not self.shape.takes(rows, i, g, j, k, a.dtype.name, sums=False):
-            return jax_grouped.grouped_matmul(a, c, groups, source, target, targets)
+            return self.stock.grouped_matmul(a, c, groups, source, target, targets)
         if source is None and target is None and self.shape.is_tile(rows, i, a.dtype.itemsize):
             return self.product(a, c, *_groups_of_rows(groups))
         tiles = cut(groups, self.shape.rows(rows, i, g, a.dtype.itemsize), empty=False)
@@ -71,7 +78,7 @@ class Platform(NamedTuple):
         """Sum `a[r]^T @ b[r]` over the rows of each of `size` groups, see the package."""
         rows, (_, i, j), k = groups.order.shape[0], a.shape, b.shape[2]
         if a.dtype != b.dtype or not self.shape.takes(rows, i, size, j, k, a.dtype.name):
-            return jax_grouped.grouped_outer(a, b, groups, size, source_a, source_b)
+            return self.stock.grouped_outer(a, b, groups, size, source_a, source_b)
         tiles = cut(groups, self.shape.rows(rows, i, size, a.dtype.itemsize), self.shape.empty)
         return self.outer(gather_rows(a, tiles.slot, source_a), gather_rows(b, tiles.slot, source_b), tiles)
 
@@ -81,7 +88,7 @@ class Platform(NamedTuple):
         """Return both gradients of `grouped_matmul`, see the package."""
         rows, i, (g, j, k) = groups.order.shape[0], a.shape[1], c.shape
         if not a.dtype == c.dtype == gout.dtype or not self.shape.takes(rows, i, g, j, k, a.dtype.name):
-            return jax_grouped.grouped_gradients(gout, a, c, groups, source)
+            return self.stock.grouped_gradients(gout, a, c, groups, source)
         tiles = cut(groups, self.shape.rows(rows, i, g, a.dtype.itemsize), self.shape.empty)
         gradient = gather_rows(gout, tiles.slot)
         to_c = self.outer(gather_rows(a, tiles.slot, source), gradient, tiles)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from planner.kernels.grouping.jax_grouping import Groups, cut_groups
+from planner.kernels.grouping.jax_grouping import Groups, cut_groups, most_tiles
 
 __all__ = ["GPU", "TPU", "RowTiles", "Shape", "cut", "gather_rows", "most_tiles", "put_back"]
 
@@ -92,25 +92,6 @@ class Shape(NamedTuple):
 TPU = Shape(("float32", "bfloat16"), 32, 256, 512, 2**16, empty=True)
 # A warpgroup of a GPU multiplies 64 rows of 16 bits by a matrix, and takes any number of tiles one after another.
 GPU = Shape(("bfloat16", "float16"), 128, 128, 2**30, 2**30, empty=False)
-
-
-def most_tiles(rows: int, each: int, groups: int, empty: bool = True) -> int:
-    """Return how many tiles there can be at most.
-
-    A group of m > 0 rows has `1 + (m - 1) // each` tiles. With `empty`, groups without rows have a tile too, and the
-    number is largest if one group has all the rows. Without it, the number is largest if one group has all rows but one
-    for each other group.
-
-    Args:
-        rows: number of rows.
-        each: rows of a tile.
-        groups: number of groups.
-        empty: whether a group without rows has a tile.
-    """
-    if empty:
-        return groups + max(0, rows - 1) // each
-    named = min(groups, rows)
-    return named + (rows - named) // each
 
 
 class RowTiles(NamedTuple):

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from planner.kernels.grouped_matmul import jax_grouped
 from planner.kernels.grouped_matmul.pallas_grouped import Platform
 from planner.kernels.grouped_matmul.pallas_tiles import TPU, RowTiles
 
@@ -190,4 +191,4 @@ def _call(
     return call
 
 
-KERNELS = Platform(TPU, matrices_product, matrices_outer)
+KERNELS = Platform(TPU, matrices_product, matrices_outer, jax_grouped.CPU)

@@ -309,6 +309,14 @@ def pallas(problem: Problem | None, platform: str = "tpu", how: Any = True) -> I
         yield module.KERNELS
 
 
+@contextlib.contextmanager
+def _card(problem: Problem | None) -> Iterator[Any]:
+    """In so many steps that most problems take several."""
+    module = kernel_module("grouped_matmul.jax_grouped")
+    with mock.patch.dict(vars(module), {"CARD_STEP_BYTES": 2000, "CARD_STEP_PART": 50}):
+        yield module.CARD
+
+
 def _sizes(groups: Any, i: Any, j: Any, k: Any, dtypes: tuple[str, ...], shared: bool = True) -> st.SearchStrategy[Any]:
     """Sizes of up to 90 rows, which may share factors."""
     free = st.integers(not shared, 90), st.integers(1, 20), groups, i, j, k, st.sampled_from(dtypes)
@@ -336,6 +344,10 @@ GPU_SHAPES = [
     (150, 40, 1, 1, 130, 20, "bfloat16"), (0, 0, 3, 1, 4, 4, "float16"), (6, 6, 2, 1, 0, 3, "bfloat16"),
     (1, 1, 1, 1, 1, 1, "bfloat16"),
 ]  # fmt: skip
+JAX_PROBLEMS = st.builds(
+    lambda size, dtype: (*size, dtype), st.sampled_from(JAX_SHAPES),
+    st.sampled_from(["float32", "bfloat16", "float16", "int32", "complex64"]),
+)  # fmt: skip
 FEW = st.sampled_from([0, 1, 7, 16, 40, 64, 65])
 KERNELS = (
     Kernels(
@@ -358,10 +370,8 @@ KERNELS = (
     Kernels(
         "JAX", ("jax",), examples=(40, 200),
         open=lambda problem: contextlib.nullcontext(kernel_module("grouped_matmul.jax_grouped")),
-        problems=problems(st.builds(
-            lambda size, dtype: (*size, dtype), st.sampled_from(JAX_SHAPES),
-            st.sampled_from(["float32", "bfloat16", "float16", "int32", "complex64"]),
-        )),
+        problems=problems(JAX_PROBLEMS),
     ),
+    Kernels("JAX, cards", ("jax",), problems(JAX_PROBLEMS), (20, 200), open=_card),
     Kernels("Pallas, TPU", ("jax",), problems(st.sampled_from(TPU_SHAPES)), (200, 2000), open=pallas),
 )  # fmt: skip

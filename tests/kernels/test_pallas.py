@@ -241,10 +241,8 @@ def hopper(monkeypatch):
     """Programs are compiled for a card of capability 9.0."""
     monkeypatch.setattr(jax_evaluation, "hopper", lambda: True)
     jax.clear_caches()
-    jax_evaluation.platform_table.cache_clear()
     yield
     jax.clear_caches()
-    jax_evaluation.platform_table.cache_clear()
 
 
 def lowered_gradients(platforms, dtype):
