@@ -88,7 +88,7 @@ def platform_table(platform: str, pallas: bool) -> Table:
 
 @lru_cache(maxsize=len(PLATFORMS))
 def _pallas_table(module: str) -> Table:
-    """Return the table with a module's kernels, which is imported when the first program is lowered for its platform."""
+    """Return the table with the kernels of a module, imported when the first program is lowered for its platform."""
     return make_table(importlib.import_module(f"planner.kernels.{module}").KERNELS)
 
 
@@ -184,7 +184,8 @@ def evaluate(
         mode: index mode and precision.
         views: the shapes of the results.
         guards: the guards of the inputs and results.
-        platform, pallas: see `platform_table`.
+        platform: a key of `PLATFORMS`, or "" for another platform.
+        pallas: whether the program may hold Pallas kernels.
         several: whether the step runs on several devices.
     """
     count, index_mode = input_count(op), mode.index_mode

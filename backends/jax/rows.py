@@ -37,10 +37,9 @@ from planner.cost.device import Device
 from planner.cost.figures import Work
 from planner.kernels.gathered_dot import jax_pooled
 from planner.kernels.grouped_matmul import jax_grouped, pallas_tiles
-from planner.kernels.grouping import jax_grouping
-from planner.language.dtypes import itemsize
+from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, term_gathers
-from planner.program.forms import GroupedForm, PooledForm, product_form
+from planner.program.forms import GroupedForm, PooledForm, grouped_form, product_form
 from planner.program.implementations import MASK, Implementation, Table, form_row
 from planner.program.ops import Einsum, Guard, JointGradient, Op
 from planner.program.program import Step
@@ -141,7 +140,7 @@ def _turned_bytes(op: Op, form: PooledForm) -> int:
 
 
 def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
-    (n, i, g, j, k), pair = form.sizes, isinstance(op, JointGradient)
+    (n, i, _, j, k), pair = form.sizes, isinstance(op, JointGradient)
     copied = flattened_bytes(op, form) + _reshaped_bytes(op, form)
     shape = pallas_tiles.TPU if device.kind == "tpu" else pallas_tiles.GPU if device.capability == 90 else None
     if shape is not None and shape.takes(*form.sizes, op.dtype, sums=pair or form.outer):
@@ -166,7 +165,7 @@ def _pooled_work(names: str, op: Op, form: PooledForm, device: Device) -> list[W
     what, chosen, moved = pool_function(op, form), b * q * k, op.bytes_touched()
     scores = what == "scores"
     copied = flattened_bytes(op, form)
-    # Nanoseconds measured on seed 003. For gradients both operands' were measured, and half of it is taken for one.
+    # A CPU's nanoseconds, measured on seed 003. Both operands' gradients were measured; half of it is taken for one.
     if names == "pooled":
         flops, dense = products * 2 * b * q * m * d, b * q * m * d / 32
         seconds = 0.8e-9 * dense + 1.4e-9 * chosen if scores else products * (0.55e-9 * dense + 0.7e-9 * chosen)
@@ -183,10 +182,12 @@ def _pooled_work(names: str, op: Op, form: PooledForm, device: Device) -> list[W
         scratch = jax_pooled.gathered_scratch_bytes(what, form.sizes, op.dtype)
         fused = what == "query_gradient" and q == k == 1
         copied += 0 if fused else _reshaped_bytes(op, form)
-    return [
-        Work(flops, device.flop_rate, moved, scratch=scratch, launches=10, seconds=seconds),
-        Work(moved=2 * copied, copied=copied, scratch=copied),
-    ]
+    copies = Work(moved=2 * copied, copied=copied, scratch=copied)
+    if device.kind == "cuda":  # estimates: the loop over the batch launches its kernels for each entry
+        moved += 2 * b * q * m * size if names == "pooled" else chosen * d * size
+        launches = 10 * (b if names == "pooled" else 1)
+        return [Work(flops, device.flop_rate, moved, scratch=scratch, launches=launches), copies]
+    return [Work(flops, device.flop_rate, moved, scratch=scratch, launches=10, seconds=seconds), copies]
 
 
 def _pool(names: str) -> PoolKernels:
@@ -198,8 +199,29 @@ def _cast(x: Any, dtype: str) -> Any:
     return jax.lax.convert_element_type(x, jnp.dtype(dtype))
 
 
-def make_table(grouped: Any = jax_grouped) -> Table:
-    """Return the table of the JAX backend; `grouped` is a module or a `Platform` with kernels of grouped products."""
+def _ragged_refusal(op: Op) -> str | None:
+    if op.dtype not in HALF_TYPES:
+        return "cuDNN multiplies half types only"
+    form = grouped_form(op.spec)
+    if isinstance(form, GroupedForm) and form.maps:
+        return "rows are shared or summed"
+    version = jax.__version_info__
+    return None if version >= (0, 11) else "ragged_dot multiplies by all matrices on cards before JAX 0.11"
+
+
+def _ragged_row(kernels: Kernels) -> Implementation:
+    """Return the row that multiplies by `ragged_dot`, which may be cuDNN's. Nobody has measured it on a card yet.
+
+    So plans hold it only if `optimize="measure"` found it to be the fastest.
+    """
+    by_ragged_dot = dataclasses.replace(
+        kernels, matmul=jax_grouped.ragged_matmul, label=", ragged_dot", refuses=_ragged_refusal, kinds=("cuda",)
+    )
+    return dataclasses.replace(kernel_rows(by_ragged_dot)[0], variant_of="grouped matmul")
+
+
+def make_table(grouped: Any = jax_grouped.CPU) -> Table:
+    """Return the table of the JAX backend; `grouped` has the functions of `jax_grouped.TiledKernels`."""
     kernels = Kernels(
         OPS,
         grouped.group_rows,
@@ -208,10 +230,10 @@ def make_table(grouped: Any = jax_grouped) -> Table:
         grouped.grouped_gradients,
         _grouped_work,
         {WHOLE_POOL: _pool("pooled"), "take, then dot": _pool("gathered")},
-        launches=8,  # on a card: 20 kernels within a program
+        launches=6,  # on a card: 20 kernels within a program
     )
-    rows = [*stock_rows(OPS, _cast, run_guard, views=False, work=_stock_work), _flat_matmul(), *kernel_rows(kernels)]
-    return Table(rows, PLAIN)
+    stock = stock_rows(OPS, _cast, run_guard, views=False, work=_stock_work)
+    return Table([*stock, _flat_matmul(), *kernel_rows(kernels), _ragged_row(kernels)], PLAIN)
 
 
 # Implementations whose values XLA computes inside the steps that read them, and those that it computes such values in.

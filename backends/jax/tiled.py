@@ -22,7 +22,7 @@ __all__ = ["card_work", "loop_scratch", "tiled_work"]
 
 # Kernels that sort rows and cut tiles, kernels of a step of the loop, and what XLA takes to start a kernel within a
 # program, as a part of the time of an operator (estimates).
-_TABLE_KERNELS, _STEP_KERNELS, LAUNCH_PART = 20, 8, 0.4
+_TABLE_KERNELS, _STEP_KERNELS, _LAUNCH_PART = 20, 8, 0.3
 
 
 def _function(op: Op, form: GroupedForm) -> str:
@@ -47,9 +47,9 @@ def card_work(op: Op, form: GroupedForm, device: Device, copied: int) -> list[Wo
         device: the rates of the card.
         copied: bytes that are copied before and after the loop.
     """
-    (n, i, g, j, k), size, pair = form.sizes, itemsize(op.dtype), isinstance(op, JointGradient)
+    (n, i, _, j, k), size, pair = form.sizes, itemsize(op.dtype), isinstance(op, JointGradient)
     exact = max(size, 4)
-    tile = jax_grouped.card_tiling(*form.sizes, size)
+    tile = jax_grouped.card_tiling(form.sizes, size)
     tiles = (tile.steps or 0) * tile.tiles
     lanes = tiles * tile.rows * i
     # Rows and matrices are taken, then read; the products are written in the type of the sums, then read.
@@ -63,7 +63,7 @@ def card_work(op: Op, form: GroupedForm, device: Device, copied: int) -> list[Wo
     rate = device.product_rate(tile.rows * i, j, k, op.dtype)
     flops = op.products * 2 * lanes * j * k
     padded = max(1.0, flops / max(1, op.flops()))
-    launches = LAUNCH_PART * (_TABLE_KERNELS + _STEP_KERNELS * (tile.steps or 0) * (1.5 if pair else 1))
+    launches = _LAUNCH_PART * (_TABLE_KERNELS + _STEP_KERNELS * (tile.steps or 0) * (1.5 if pair else 1))
     scratch = loop_scratch(op, form, jax_grouped.card_tiling)
     return [
         Work(op.flops(), rate / padded, op.bytes_touched() + moved, scratch=scratch, launches=launches, sorted=n),

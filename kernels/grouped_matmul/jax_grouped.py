@@ -59,17 +59,18 @@ class Tiling(NamedTuple):
     steps: int | None = None
 
 
-# From the sizes N, I, G, J, K and the bytes of a number to the tiles.
-TilingOf = Callable[[int, int, int, int, int, int], Tiling]
+# From the sizes (N, I, G, J, K) and the bytes of a number to the tiles.
+TilingOf = Callable[[tuple[int, ...], int], Tiling]
 
 
-def tiling(rows: int, size_i: int, groups: int, size_j: int, size_k: int, itemsize: int = 4) -> Tiling:
-    """Choose the tiles for `rows` rows `(I, J)` or `(I, K)` and `groups` matrices `(J, K)` on a CPU.
+def tiling(sizes: tuple[int, ...], itemsize: int = 4) -> Tiling:
+    """Choose the tiles on a CPU for N rows `(I, J)` or `(I, K)` and G matrices `(J, K)`.
 
     A tile should hold a whole group, but lanes beyond the group's end are multiplied in vain. So a tile has the average
     number of rows plus two standard deviations, as if rows chose their groups independently. A step takes as many tiles
     as stay in the cache.
     """
+    rows, size_i, groups, size_j, size_k = sizes
     average = rows / max(groups, 1)
     whole_group = math.ceil((average + 2 * math.sqrt(average)) / LANES) * LANES
     tile_rows = max(1, min(whole_group, max(TILE_ROWS // max(size_i, 1), 1), rows))
@@ -78,13 +79,14 @@ def tiling(rows: int, size_i: int, groups: int, size_j: int, size_k: int, itemsi
     return Tiling(tile_rows, tiles)
 
 
-def card_tiling(rows: int, size_i: int, groups: int, size_j: int, size_k: int, itemsize: int = 4) -> Tiling:
-    """Choose the tiles for `rows` rows `(I, J)` or `(I, K)` and `groups` matrices `(J, K)` on a graphics card.
+def card_tiling(sizes: tuple[int, ...], itemsize: int = 4) -> Tiling:
+    """Choose the tiles on a graphics card for N rows `(I, J)` or `(I, K)` and G matrices `(J, K)`.
 
     Let a group have m rows `(J,)` and a tile r. Padding the group's last tile moves up to `r (J + K)` numbers, and
     taking the matrices of its tiles moves `m / r J K`. The sum is least if r is the square root of `m J K / (J + K)`.
     A step should take so many tiles that its launches do not matter, but few next to what is in memory anyway.
     """
+    rows, size_i, groups, size_j, size_k = sizes
     named = min(groups, rows)
     average = rows * size_i / max(named, 1)
     best = math.sqrt(average * size_j * size_k / max(size_j + size_k, 1))
@@ -123,7 +125,7 @@ def grouped_matmul(
     if 0 in (rows, *a.shape, *c.shape, *out.shape):
         return out.astype(dtype)
 
-    tile_sizes = tiling_of(rows, size_i, *c.shape, dtype.itemsize)
+    tile_sizes = tiling_of((rows, size_i, *c.shape), dtype.itemsize)
     tiles = _make_tiles(groups, tile_sizes)
 
     def step(number: jax.Array, out: jax.Array) -> jax.Array:
@@ -139,6 +141,34 @@ def grouped_matmul(
     if target is None:
         return of_bits(_loop(tiles, tile_sizes, step, bits(out)), dtype)
     return _loop(tiles, tile_sizes, step, out).astype(dtype)
+
+
+def ragged_matmul(
+    a: jax.Array,
+    c: jax.Array,
+    groups: Groups,
+    source: jax.Array | None = None,
+    target: jax.Array | None = None,
+    targets: int | None = None,
+) -> jax.Array:
+    """Do what `grouped_matmul` does without sources and targets, by JAX's own `ragged_dot` on sorted rows.
+
+    Raises:
+        ValueError: Sources or targets are given.
+    """
+    if source is not None or target is not None:
+        raise ValueError("ragged_dot takes rows as they are")
+    rows, size_i, size_k = groups.order.shape[0], a.shape[1], c.shape[2]
+    dtype = jnp.result_type(a, c)
+    out = _filled((rows, size_i, size_k), dtype, groups, 1)
+    if 0 in (rows, *a.shape, *c.shape):
+        return out
+    lines = _gather(a, groups.order).reshape(rows * size_i, a.shape[2])
+    exact = accumulator(dtype)
+    product = lax.ragged_dot(lines, c, jnp.diff(groups.offsets) * size_i, preferred_element_type=exact)
+    # What stands behind the last group is not to be read.
+    place = jnp.where(lax.iota(jnp.int32, rows) < groups.offsets[-1], groups.order, rows)
+    return of_bits(_put(bits(out), place, bits(product.reshape(out.shape).astype(dtype))), dtype)
 
 
 def grouped_outer(
@@ -157,7 +187,7 @@ def grouped_outer(
     if 0 in (rows, *a.shape, *b.shape, size):
         return out.astype(dtype)
 
-    tile_sizes = tiling_of(rows, a.shape[1], *out.shape, dtype.itemsize)
+    tile_sizes = tiling_of((rows, a.shape[1], *out.shape), dtype.itemsize)
     tiles = _make_tiles(groups, tile_sizes)
 
     def step(number: jax.Array, out: jax.Array) -> jax.Array:
@@ -187,7 +217,7 @@ def grouped_gradients(
     if 0 in (rows, *a.shape, *c.shape):
         return grad_rows, grad_c.astype(dtype)
 
-    tile_sizes = tiling_of(rows, a.shape[1], *c.shape, dtype.itemsize)
+    tile_sizes = tiling_of((rows, a.shape[1], *c.shape), dtype.itemsize)
     tiles = _make_tiles(groups, tile_sizes)
 
     def step(number: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -226,7 +256,7 @@ def scratch_bytes(
         sums, in_bits = (targets or 0) * size_i * size_k, rows * size_i * size_k * (targets is None)
     else:
         sums, in_bits = groups * size_j * size_k, rows * size_i * size_j * pair
-    tile_sizes, exact = tiling_of(*sizes, jnp.dtype(dtype).itemsize), accumulator(dtype)
+    tile_sizes, exact = tiling_of(sizes, jnp.dtype(dtype).itemsize), accumulator(dtype)
     lanes = tile_sizes.tiles * tile_sizes.rows
     left, right, matrices = lanes * size_i * size_j, lanes * size_i * size_k, tile_sizes.tiles * size_j * size_k
     # Both factors and the product; if a step has one tile, the product as multiplied and as scattered. Both gradients

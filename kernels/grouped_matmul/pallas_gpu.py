@@ -28,7 +28,7 @@ __all__ = ["KERNELS", "matrices_outer", "matrices_product"]
 _UNIT, _MOST = 64, 128
 # Blocks in flight. They take at most 32 kB of shared memory each for both operands, and the result 64 kB, of 227 kB.
 _STAGES = 4
-# The axes of the grid, the slowest first. The programs that run at a time should share what they read: those of one tile
+# The axes of the grid, the slowest first. Programs that run at a time should share what they read: those of one tile
 # read the same rows, and those of one group the same matrix.
 GRID = "tile", "row", "column"
 # The `interpret` argument of the kernels; tests set it.

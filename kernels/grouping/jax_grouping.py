@@ -91,13 +91,22 @@ def most_tiles(rows: int, each: int, groups: int, empty: bool = True) -> int:
 
 
 def cut_groups(groups: Groups, rows: int, most: int, empty: bool, search: str = "scan") -> Tiles:
-    """Cut groups into tiles of `rows` rows, of which there are at most `most`; `empty` groups have a tile if asked."""
+    """Cut groups into tiles of `rows` rows, of which there are at most `most`.
+
+    Args:
+        groups: the groups.
+        rows: rows of a tile.
+        most: number of tiles.
+        empty: whether a group without rows has a tile.
+        search: the method of `jnp.searchsorted`.
+    """
     starts, stops = groups.offsets[:-1], groups.offsets[1:]
     counts = jnp.maximum((stops - starts + (rows - 1)) // rows, int(empty))
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     firsts = jnp.concatenate([ends - counts, ends[-1:]])
     tile = lax.iota(jnp.int32, most)
-    group = jnp.minimum(jnp.searchsorted(ends, tile, side="right", method=search).astype(jnp.int32), starts.shape[0] - 1)
+    group = jnp.searchsorted(ends, tile, side="right", method=search).astype(jnp.int32)
+    group = jnp.minimum(group, starts.shape[0] - 1)
     start = starts[group] + (tile - firsts[group]) * rows
     used = tile < ends[-1]
     return Tiles(group, jnp.where(used, start, groups.order.shape[0]), jnp.where(used, stops[group], 0), firsts)

@@ -130,7 +130,7 @@ def test_scratch_stays_within_its_bound(framework, sizes, skew, dtype):
         a, c, b, to = (module.ShapeDtypeStruct(*x) for x in (*((shape, dtype) for shape in shapes), ((n,), "int32")))
         groups, size = module.eval_shape(group_rows, to), (g,)
         measure, kind = xla_temporaries, dtype
-        close = 0.8 if dtype == "float32" and kernels.tiling(*sizes).tiles > 1 else 0.4
+        close = 0.8 if dtype == "float32" and kernels.tiling(sizes).tiles > 1 else 0.4
 
     def bound(what, targets=None):
         if framework == "torch":

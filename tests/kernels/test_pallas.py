@@ -90,6 +90,31 @@ def test_on_a_simulated_device_nothing_is_read_out_of_bounds_and_nothing_races(p
     law()
 
 
+ORDERS = ("tile", "row", "column"), ("column", "row", "tile")
+
+
+def test_programs_that_run_at_a_time_read_the_same_rows_on_a_gpu():
+    """Programs are started by their number. If the tile changed the fastest, each column would read all rows again."""
+
+    def places(number):
+        with mock.patch.object(jax.lax, "axis_index", return_value=jnp.int32(number)):
+            return [int(x) for x in pallas_gpu._place({"tile": 3, "row": 2, "column": 4})]
+
+    assert [places(number) for number in range(24)] == np.argwhere(np.ones((3, 2, 4))).tolist()
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=" ".join)
+def test_both_orders_of_programs_multiply_and_are_lowered(absl, monkeypatch, order):
+    """In blocks of several rows, columns and tiles."""
+    monkeypatch.setattr(pallas_gpu, "GRID", order)
+    hold(simulated("cuda"), Problem(150, 150, 2, 1, 20, 130, "bfloat16"))
+
+    def run(a, c, q):
+        return pallas_gpu.KERNELS.grouped_matmul(a, c, group_rows(q, 3))
+
+    assert NAMES[0] in exported(run, *arrays(400, 1, 200, 300, 3, "bfloat16"), platforms=["cuda"])
+
+
 def test_products_are_not_rounded_before_they_are_added_on_a_gpu(absl):
     """On a TPU they are held to it beside the other kernels."""
     a, c = jnp.array([[[16.0, 1.0]], [[-16.0, 0.0]]], "bfloat16"), jnp.array([[[16.0], [1.0]]], "bfloat16")
