@@ -18,11 +18,13 @@ from jax_fast import SIZES_ALONE  # noqa: E402
 from jaxlib.mlir import ir  # noqa: E402
 
 import planner  # noqa: E402
+from planner.backends.common.kernel_rows import WHOLE_POOL  # noqa: E402
 from planner.backends.jax import evaluation as jax_evaluation  # noqa: E402
 from planner.backends.jax import step as jax_step  # noqa: E402
 from planner.backends.jax.rows import make_table  # noqa: E402
 from planner.kernels.grouped_matmul import jax_grouped  # noqa: E402
 from planner.language.spec import term_gathers  # noqa: E402
+from planner.program.ops import Einsum  # noqa: E402
 from planner.workloads import WORKLOADS  # noqa: E402
 
 H200, A100 = map(planner.Device.preset, ("h200", "a100"))
@@ -31,6 +33,11 @@ B200 = dataclasses.replace(H200, name="b200", bandwidth=8e12, half_rate=2.25e15,
 CARDS = {"h200": H200, "a100": A100, "b200": B200}
 SEED = WORKLOADS["seed-gathered-matmul"]
 SMALL = SEED.resized(n=300, q=7, i=2, j=5, k=6)
+
+
+def xla_temporaries(run, *arrays):
+    """The bytes that XLA's program of a call holds besides its operands and results."""
+    return jax.jit(run).lower(*arrays).compile(SIZES_ALONE).memory_analysis().temp_size_in_bytes
 
 
 # -- programs --------------------------------------------------------------------------------------------
@@ -246,8 +253,7 @@ def test_the_seed_itself_has_its_values_within_sixty_megabytes(as_on_a_card):
 def test_a_forward_pass_alone_fits_too(as_on_a_card):
     plan, _ = planned(SEED, H200, False)
     (a, c), indices, _ = stand_ins(SEED)
-    program = jax.jit(lambda a, c, q: plan(a, c, q=q)).lower(a, c, indices["q"]).compile(SIZES_ALONE)
-    assert 10e6 < program.memory_analysis().temp_size_in_bytes <= 6e7
+    assert 10e6 < xla_temporaries(lambda a, c, q: plan(a, c, q=q), a, c, indices["q"]) <= 6e7
 
 
 # -- prices ----------------------------------------------------------------------------------------------
@@ -262,12 +268,27 @@ def test_a_card_is_priced_by_its_own_rates():
     assert math.isclose(slow, 2 * fast, rel_tol=1e-6)
 
 
-def test_scratch_is_within_what_is_foretold(as_on_a_card):
-    plan, _ = planned(SEED, H200, True)
-    forward = max(step.choice.cost.scratch_bytes for step in plan.steps[:1])
-    backward = max(step.choice.cost.scratch_bytes for step in plan.steps[1:])
-    assert temporaries(lowered("seed-gathered-matmul", "h200", False)) <= forward <= 6e7
-    assert temporaries(lowered("seed-gathered-matmul", "h200", True)) <= max(forward, backward) <= 6e7
+@pytest.mark.parametrize("sizes", [(32_768, 1, 512, 32, 32), (4_529, 128, 27, 64, 64), (50, 5, 1, 16, 130)])
+def test_scratch_is_what_is_foretold(sizes):
+    """By XLA's count for a CPU; the loop over tiles there has the arrays that it has on a card."""
+    n, i, g, j, k = sizes
+    a, c, out = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((n, i, j), (g, j, k), (n, i, k)))
+    index = jax.ShapeDtypeStruct((n,), "int32")
+    groups = jax.eval_shape(functools.partial(jax_grouped.CARD.group_rows, size=g), index)
+    for what, arrays in (("matmul", (a, c, groups)), ("gradients", (out, a, c, groups))):
+        foretold = jax_grouped.scratch_bytes(what, sizes, "float32", None, jax_grouped.card_tiling)
+        run = getattr(jax_grouped.CARD, f"grouped_{what}")
+        assert 0.9 * foretold < xla_temporaries(run, *arrays) <= foretold
+
+
+def test_pooled_dots_are_priced_by_the_rates_of_a_card():
+    """The loop over the batch launches its kernels for each entry: a CPU's nanoseconds say nothing of that."""
+    operands = [planner.Operand(shape) for shape in ((8, 100, 32), (8, 100, 32))]
+    spec = planner.resolve("bqd, bi[bqk]d -> bqk", *operands, i=planner.Operand((8, 100, 10), "int32"))
+    op, twice = Einsum(spec, "float32"), dataclasses.replace(A100, launch_seconds=2 * A100.launch_seconds)
+    for name, least in ((WHOLE_POOL, 80), ("take, then dot", 10)):
+        prices = [jax_evaluation.TABLE.price(name, op, card).cost.picoseconds / 1e12 for card in (A100, twice)]
+        assert math.isclose(prices[1] - prices[0], least * A100.launch_seconds, rel_tol=1e-6)
 
 
 # -- ragged_dot ------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from jax.experimental import jet, roofline, sparse  # noqa: E402
 from jax.extend.core import jaxprs_in_params  # noqa: E402
 from jax.sharding import AbstractMesh  # noqa: E402
 
+from planner.workloads import WORKLOADS  # noqa: E402
+
 
 def numbers(*shape, dtype="float32"):
     return jnp.asarray(np.random.default_rng(sum(shape)).integers(-2, 3, shape), dtype)
@@ -201,3 +203,11 @@ def test_a_linear_layer_and_its_gradients_stay_plain():
     )
     assert [step.choice.lowering for step in plan.steps] == ["matmul"] * 3
     assert "planner_step" in operations(functools.partial(CONTRACT, "bij, bik -> jk"), x, layer(x, w))
+
+
+def test_slices_of_a_product_of_joined_axes_are_priced():
+    """The slices of an operand lie in memory with its strides. Those of joined axes are others."""
+    workload = WORKLOADS["equivariant"]
+    operands = [planner.Operand(shape, requires_grad=True) for shape in workload.shapes]
+    plan = planner.plan(workload.spec, *operands, **workload.index_shapes, backend="jax", device="cpu")
+    assert plan.cost.backward.flops > 0

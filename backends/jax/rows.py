@@ -37,6 +37,7 @@ from planner.cost.device import Device
 from planner.cost.figures import Work
 from planner.kernels.gathered_dot import jax_pooled
 from planner.kernels.grouped_matmul import jax_grouped, pallas_tiles
+from planner.kernels.grouping import jax_grouping
 from planner.language.dtypes import HALF_TYPES, itemsize
 from planner.language.spec import Spec, term_gathers
 from planner.program.forms import GroupedForm, PooledForm, grouped_form, product_form
@@ -209,13 +210,26 @@ def _ragged_refusal(op: Op) -> str | None:
     return None if version >= (0, 11) else "ragged_dot multiplies by all matrices on cards before JAX 0.11"
 
 
+def _ragged_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
+    (n, i, g, j, k), size = form.sizes, itemsize(op.dtype)
+    # All sorted rows, and their products in float32 and rounded.
+    scratch = 4 * (n + g + 1) + jax_grouping.scratch_bytes(n, g) + n * i * (size * (j + k) + 4 * k)
+    first, *rest = _grouped_work(op, form, device)
+    return [first._replace(scratch=scratch), *rest]
+
+
 def _ragged_row(kernels: Kernels) -> Implementation:
     """Return the row that multiplies by `ragged_dot`, which may be cuDNN's. Nobody has measured it on a card yet.
 
     So plans hold it only if `optimize="measure"` found it to be the fastest.
     """
     by_ragged_dot = dataclasses.replace(
-        kernels, matmul=jax_grouped.ragged_matmul, label=", ragged_dot", refuses=_ragged_refusal, kinds=("cuda",)
+        kernels,
+        matmul=jax_grouped.ragged_matmul,
+        grouped_work=_ragged_work,
+        label=", ragged_dot",
+        refuses=_ragged_refusal,
+        kinds=("cuda",),
     )
     return dataclasses.replace(kernel_rows(by_ragged_dot)[0], variant_of="grouped matmul")
 

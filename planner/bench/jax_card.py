@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,9 @@ _SIZES = (
     (0, 1, 4, 4, 3),
     (3_000, 1, 2048, 512, 3),
 )
+
+# Of these, the sizes for kernels that the library does not choose by itself.
+_FEW = _SIZES[1:3]
 
 # Runs per measurement, and measurements.
 _RUNS, _TIMES = 20, 11
@@ -100,11 +103,14 @@ class JaxCard:
         return None if memory is None else int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
 
     def kernels(self) -> dict[str, Any]:
-        """Return the kernels of grouped products by name: stock XLA's, and Mosaic's where they run."""
+        """Return the kernels of grouped products by name: stock XLA's, JAX's `ragged_dot`, and Mosaic's where they run.
+
+        Mosaic's run in both orders of programs; see `planner.kernels.grouped_matmul.pallas_gpu.GRID`.
+        """
         from planner.backends.jax.evaluation import hopper
         from planner.kernels.grouped_matmul import jax_grouped
 
-        kernels: dict[str, Any] = {"stock": jax_grouped}
+        kernels: dict[str, Any] = {"tiles": jax_grouped.CARD, "ragged_dot": _Ragged(jax_grouped.ragged_matmul)}
         if self.smoke or hopper():
             from planner.kernels.grouped_matmul import pallas_gpu
 
@@ -113,6 +119,7 @@ class JaxCard:
 
                 pallas_gpu.INTERPRET = InterpretGPUParams()
             kernels["kernel"] = pallas_gpu.KERNELS
+            kernels["kernel, tile after tile"] = _in_order(pallas_gpu, ("column", "row", "tile"))
         return kernels
 
     def checks(self) -> Iterator[tuple[str, Callable[[], str]]]:
@@ -120,7 +127,8 @@ class JaxCard:
         for dtype in ("bfloat16",) if self.smoke else ("bfloat16", "float16", "float32"):
             for sizes in _TINY if self.smoke else _TINY + _SIZES:
                 for name in self.kernels():
-                    yield f"{name} {dtype} {sizes}", partial(self.grouped, name, dtype, *sizes)
+                    if name in ("tiles", "kernel") or sizes in _TINY + _FEW:
+                        yield f"{name} {dtype} {sizes}", partial(self.grouped, name, dtype, *sizes)
                 # Plans of small problems may round twice, where an intermediate is of 16 bits.
                 if not self.smoke and (dtype == "float32" or sizes[0] >= 4_000):
                     yield f"contract {dtype} {sizes}", partial(self.contracted, dtype, *sizes)
@@ -140,14 +148,14 @@ class JaxCard:
 
         def whole(a: Any, c: Any, gradient: Any, q: Any) -> Any:
             index = group_rows(q, g)
-            return (
-                kernels.grouped_matmul(a, c, index),
-                *kernels.grouped_gradients(gradient, a, c, index),
-                kernels.grouped_outer(a, gradient, index, g),
-            )
+            product = kernels.grouped_matmul(a, c, index)
+            if isinstance(kernels, _Ragged):
+                return (product,)
+            gradients = kernels.grouped_gradients(gradient, a, c, index)
+            return product, *gradients, kernels.grouped_outer(a, gradient, index, g)
 
-        wanted = _looped(a, c, gradient, q)
-        return _difference(self.jax.jit(whole)(a, c, gradient, q), (*wanted, wanted[2]))
+        found, wanted = self.jax.jit(whole)(a, c, gradient, q), _looped(a, c, gradient, q)
+        return _difference(found, (*wanted, wanted[2])[: len(found)])
 
     def contracted(self, dtype: str, n: int, i: int, j: int, k: int, g: int) -> str:
         """Compare a contraction and its gradients with loops over groups."""
@@ -236,14 +244,44 @@ class JaxCard:
         a, c, w = (self.integers(*x, dtype=dtype) for x in ((t, 1, width), (e, width, width), (t, 1, width)))
         q = jnp.asarray(np.sort(self.random.integers(0, e, t)))
         counts = jnp.bincount(q, length=e)
-        ways = {
-            "planner": _Way(_contracted, a, c, q),
-            "ragged_dot": _Way(lambda a, c, counts: jax.lax.ragged_dot(a[:, 0], c, counts), a, c, counts),
-        }
+        ragged = _Way(lambda a, c, counts: jax.lax.ragged_dot(a[:, 0], c, counts), a, c, counts)
+        ways = {"planner": _Way(_contracted, a, c, q), f"ragged_dot alone, {_multiplier(ragged)}": ragged}
         for name, kernels in () if small else self.kernels().items():
             ways[name] = _Way(lambda a, c, q, kernels=kernels: kernels.grouped_matmul(a, c, group_rows(q, e)), a, c, q)
         yield CardComparison(f"experts {dtype}, forward, {2 * t * width * width / 1e9:.0f} GFLOP", ways, 0.0)
         yield CardComparison(f"experts {dtype}, with gradients", {"planner": _Way(_gradients, a, c, q, w)}, 0.0)
+
+
+class _Ragged(NamedTuple):
+    """JAX's `ragged_dot` in the place of kernels; it has no gradients of its own."""
+
+    grouped_matmul: Callable[..., Any]
+
+
+def _multiplier(way: _Way) -> str:
+    """Say what multiplies in a program of XLA: cuDNN, or the operations that it has for all matrices (dense)."""
+    try:
+        text = way.compiled.as_text()
+    except Exception as error:  # such as memory that is too small
+        return f"not compiled ({type(error).__name__})"
+    return "cuDNN" if "cudnn" in text.lower() else "dense"
+
+
+def _in_order(module: Any, order: tuple[str, ...]) -> Any:
+    """Return a module's kernels with another order of programs. It matters while they are traced."""
+
+    def ordered(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            before, module.GRID = module.GRID, order
+            try:
+                return function(*arguments, **options)
+            finally:
+                module.GRID = before
+
+        return run
+
+    kernels = module.KERNELS
+    return kernels._replace(product=ordered(kernels.product), outer=ordered(kernels.outer))
 
 
 def _contracted(a: Any, c: Any, q: Any) -> Any:
