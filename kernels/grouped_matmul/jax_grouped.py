@@ -58,6 +58,11 @@ class Tiling(NamedTuple):
     tiles: int
     steps: int | None = None
 
+    @property
+    def on_card(self) -> bool:
+        """Whether they are made for a card."""
+        return self.steps is not None
+
 
 # From the sizes (N, I, G, J, K) and the bytes of a number to the tiles.
 TilingOf = Callable[[tuple[int, ...], int], Tiling]
@@ -135,7 +140,7 @@ def grouped_matmul(
         product = _tile_matmul("tij,tjk->tik", _tile_matrix(left, tile_sizes), _gather(c, group), tile_sizes)
         product = product.reshape(-1, size_i, size_k)
         if target is None:
-            return _put(out, row, bits(product.astype(dtype)))
+            return _put(out, row, bits(product.astype(dtype)), tile_sizes.on_card)
         return _add(out, _take_index(target, row, out.shape[0]), product.astype(out.dtype))
 
     if target is None:
@@ -167,8 +172,9 @@ def ragged_matmul(
     exact = accumulator(dtype)
     product = lax.ragged_dot(lines, c, jnp.diff(groups.offsets) * size_i, preferred_element_type=exact)
     # What stands behind the last group is not to be read.
-    place = jnp.where(lax.iota(jnp.int32, rows) < groups.offsets[-1], groups.order, rows)
-    return of_bits(_put(bits(out), place, bits(product.reshape(out.shape).astype(dtype))), dtype)
+    position = lax.iota(jnp.int32, rows)
+    place = jnp.where(position < groups.offsets[-1], groups.order, rows + position)
+    return of_bits(_put(bits(out), place, bits(product.reshape(out.shape).astype(dtype)), True), dtype)
 
 
 def grouped_outer(
@@ -227,7 +233,8 @@ def grouped_gradients(
         to_rows = _tile_matmul("tik,tjk->tij", gradient, _gather(c, group), tile_sizes)
         to_c = _tile_matmul("tij,tik->tjk", left, gradient, tile_sizes)
         grad_rows, grad_c = grads
-        grad_rows = _put(grad_rows, row, bits(to_rows.reshape(-1, *a.shape[1:]).astype(dtype)))
+        to_rows = bits(to_rows.reshape(-1, *a.shape[1:]).astype(dtype))
+        grad_rows = _put(grad_rows, row, to_rows, tile_sizes.on_card)
         return grad_rows, _add(grad_c, group, to_c.astype(grad_c.dtype))
 
     grad_rows, grad_c = _loop(tiles, tile_sizes, step, (bits(grad_rows), grad_c))
@@ -273,7 +280,7 @@ def _make_tiles(groups: Groups, tile_sizes: Tiling) -> Tiles:
     """Cut sorted rows into tiles; there are as many as any grouping of so many rows could need."""
     rows, size = groups.order.shape[0], groups.offsets.shape[0] - 1
     steps = -(-most_tiles(rows, tile_sizes.rows, size, empty=False) // tile_sizes.tiles)
-    search = "scan" if tile_sizes.steps is None else CARD_SEARCH
+    search = CARD_SEARCH if tile_sizes.on_card else "scan"
     return cut_groups(groups, tile_sizes.rows, steps * tile_sizes.tiles, empty=False, search=search)
 
 
@@ -287,12 +294,18 @@ def _loop(tiles: Tiles, tile_sizes: Tiling, step: Callable[[jax.Array, Carry], C
 
 
 def _step_rows(tiles: Tiles, order: jax.Array, number: jax.Array, tile_sizes: Tiling) -> tuple[jax.Array, jax.Array]:
-    """Return the groups of a step's tiles, and the row of each of their lanes; a lane without a row holds N."""
+    """Return the groups of a step's tiles, and the row of each of their lanes.
+
+    A lane without a row holds N, or on a card N plus its number: there a scatter of distinct rows needs no atomics.
+    """
     first = number * tile_sizes.tiles
     group, start, stop = (lax.dynamic_slice(part, (first,), (tile_sizes.tiles,)) for part in tiles[:3])
     position = start[:, None] + lax.iota(jnp.int32, tile_sizes.rows)
     row = _gather(order, position.reshape(-1)).reshape(position.shape)
-    return group, jnp.where(position < stop[:, None], row, order.shape[0]).reshape(-1)
+    absent = jnp.int32(order.shape[0])
+    if tile_sizes.on_card:
+        absent = absent + lax.iota(jnp.int32, position.size).reshape(position.shape)
+    return group, jnp.where(position < stop[:, None], row, absent).reshape(-1)
 
 
 def _tile_matrix(rows: jax.Array, tile_sizes: Tiling) -> jax.Array:
@@ -302,7 +315,7 @@ def _tile_matrix(rows: jax.Array, tile_sizes: Tiling) -> jax.Array:
 
 def _tile_matmul(spec: str, left: jax.Array, right: jax.Array, tile_sizes: Tiling) -> jax.Array:
     exact = accumulator(jnp.result_type(left, right))
-    if tile_sizes.steps is None:  # a CPU converts half types in any case
+    if not tile_sizes.on_card:  # a CPU converts half types in any case
         left, right = left.astype(exact), right.astype(exact)
     return jnp.einsum(spec, left, right, preferred_element_type=exact)
 
@@ -330,9 +343,10 @@ def _gather(operand: jax.Array, rows: jax.Array, mode: lax.GatherScatterMode = _
     return of_bits(gathered, dtype)
 
 
-def _put(out: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
-    # Without unique_indices: several lanes point behind the last row.
-    return lax.scatter(out, rows[:, None], values[:, None], _scatter_numbers(out), mode=_SKIP)
+def _put(out: jax.Array, rows: jax.Array, values: jax.Array, unique: bool) -> jax.Array:
+    """Return `out` with values in these rows, which are `unique` if no two are equal, nor behind the last one."""
+    numbers = _scatter_numbers(out)
+    return lax.scatter(out, rows[:, None], values[:, None], numbers, unique_indices=unique, mode=_SKIP)
 
 
 def _add(out: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
