@@ -202,7 +202,7 @@ def grouped_outer(
         right = _take(b, row if source_b is None else _take_index(source_b, row, b.shape[0]))
         left, right = _tile_matrix(left, tile_sizes), _tile_matrix(right, tile_sizes)
         product = _tile_matmul("tij,tik->tjk", left, right, tile_sizes)
-        return _add(out, group, product.astype(out.dtype))
+        return _add(out, group, product.astype(out.dtype), rising=True)
 
     return _loop(tiles, tile_sizes, step, out).astype(dtype)
 
@@ -235,7 +235,7 @@ def grouped_gradients(
         grad_rows, grad_c = grads
         to_rows = bits(to_rows.reshape(-1, *a.shape[1:]).astype(dtype))
         grad_rows = _put(grad_rows, row, to_rows, tile_sizes.on_card)
-        return grad_rows, _add(grad_c, group, to_c.astype(grad_c.dtype))
+        return grad_rows, _add(grad_c, group, to_c.astype(grad_c.dtype), rising=True)
 
     grad_rows, grad_c = _loop(tiles, tile_sizes, step, (bits(grad_rows), grad_c))
     return of_bits(grad_rows, dtype), grad_c.astype(dtype)
@@ -273,7 +273,10 @@ def scratch_bytes(
     table = rows // tile_sizes.rows + min(groups, rows) + tile_sizes.tiles + groups
     # The float32 array in which a loop sums half types, and the integers in which it keeps bfloat16 results.
     results = 4 * sums * (exact != jnp.dtype(dtype)) + 2 * in_bits * (jnp.dtype(dtype) == jnp.bfloat16)
-    return max(exact.itemsize, 4) * numbers + rounded + results + 4 * 4 * (lanes + table) + 4096
+    # A card multiplies half types as they are.
+    narrow = left + (matrices if what == "matmul" else right) if tile_sizes.on_card else 0
+    spared = max(0, exact.itemsize - jnp.dtype(dtype).itemsize) * narrow
+    return max(exact.itemsize, 4) * numbers - spared + rounded + results + 4 * 4 * (lanes + table) + 4096
 
 
 def _make_tiles(groups: Groups, tile_sizes: Tiling) -> Tiles:
@@ -349,8 +352,9 @@ def _put(out: jax.Array, rows: jax.Array, values: jax.Array, unique: bool) -> ja
     return lax.scatter(out, rows[:, None], values[:, None], numbers, unique_indices=unique, mode=_SKIP)
 
 
-def _add(out: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
-    return lax.scatter_add(out, rows[:, None], values[:, None], _scatter_numbers(out), mode=_SKIP)
+def _add(out: jax.Array, rows: jax.Array, values: jax.Array, rising: bool = False) -> jax.Array:
+    numbers = _scatter_numbers(out)
+    return lax.scatter_add(out, rows[:, None], values[:, None], numbers, indices_are_sorted=rising, mode=_SKIP)
 
 
 def _scatter_numbers(out: jax.Array) -> lax.ScatterDimensionNumbers:
