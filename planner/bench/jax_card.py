@@ -110,7 +110,7 @@ class JaxCard:
         from planner.backends.jax.evaluation import hopper
         from planner.kernels.grouped_matmul import jax_grouped
 
-        kernels: dict[str, Any] = {"tiles": jax_grouped.CARD, "ragged_dot": _Ragged(jax_grouped.ragged_matmul)}
+        kernels: dict[str, Any] = {"stock": jax_grouped.CARD, "taken, ragged_dot": _Ragged(jax_grouped.ragged_matmul)}
         if self.smoke or hopper():
             from planner.kernels.grouped_matmul import pallas_gpu
 
@@ -127,7 +127,7 @@ class JaxCard:
         for dtype in ("bfloat16",) if self.smoke else ("bfloat16", "float16", "float32"):
             for sizes in _TINY if self.smoke else _TINY + _SIZES:
                 for name in self.kernels():
-                    if name in ("tiles", "kernel") or sizes in _TINY + _FEW:
+                    if name in ("stock", "kernel") or sizes in _TINY + _FEW:
                         yield f"{name} {dtype} {sizes}", partial(self.grouped, name, dtype, *sizes)
                 # Plans of small problems may round twice, where an intermediate is of 16 bits.
                 if not self.smoke and (dtype == "float32" or sizes[0] >= 4_000):
@@ -244,8 +244,10 @@ class JaxCard:
         a, c, w = (self.integers(*x, dtype=dtype) for x in ((t, 1, width), (e, width, width), (t, 1, width)))
         q = jnp.asarray(np.sort(self.random.integers(0, e, t)))
         counts = jnp.bincount(q, length=e)
-        ragged = _Way(lambda a, c, counts: jax.lax.ragged_dot(a[:, 0], c, counts), a, c, counts)
-        ways = {"planner": _Way(_contracted, a, c, q), f"ragged_dot alone, {_multiplier(ragged)}": ragged}
+        ways = {
+            "planner": _Way(_contracted, a, c, q),
+            "ragged_dot": _Way(lambda a, c, counts: jax.lax.ragged_dot(a[:, 0], c, counts), a, c, counts),
+        }
         for name, kernels in () if small else self.kernels().items():
             ways[name] = _Way(lambda a, c, q, kernels=kernels: kernels.grouped_matmul(a, c, group_rows(q, e)), a, c, q)
         yield CardComparison(f"experts {dtype}, forward, {2 * t * width * width / 1e9:.0f} GFLOP", ways, 0.0)
@@ -256,15 +258,6 @@ class _Ragged(NamedTuple):
     """JAX's `ragged_dot` in the place of kernels; it has no gradients of its own."""
 
     grouped_matmul: Callable[..., Any]
-
-
-def _multiplier(way: _Way) -> str:
-    """Say what multiplies in a program of XLA: cuDNN, or the operations that it has for all matrices (dense)."""
-    try:
-        text = way.compiled.as_text()
-    except Exception as error:  # such as memory that is too small
-        return f"not compiled ({type(error).__name__})"
-    return "cuDNN" if "cudnn" in text.lower() else "dense"
 
 
 def _in_order(module: Any, order: tuple[str, ...]) -> Any:
