@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -105,7 +105,7 @@ def lowerer_of(plan: PlanRecord) -> Lowerer:
     """
     if plan.symbols:
         return _STOCK
-    return _lowerer(plan.device, plan.options.objective, {step.op: step.choice for step in reversed(plan.steps)})
+    return _Lowerer(plan.device, plan.options.objective, {step.op: step.choice for step in reversed(plan.steps)})
 
 
 def _stock_choices(op: Op) -> list[PricedImplementation]:
@@ -116,8 +116,12 @@ def _stock_choices(op: Op) -> list[PricedImplementation]:
 _STOCK = Lowerer(_stock_choices, step_key("time"))
 
 
-def _lowerer(device: Device, objective: str, fixed: Mapping[Op, PricedImplementation]) -> Lowerer:
-    return Lowerer(lambda op: TABLE.choices(op, device), step_key(objective), fixed, PLAIN)
+class _Lowerer(Lowerer):
+    """Chooses implementations for a device by an objective, which together are its `target`."""
+
+    def __init__(self, device: Device, objective: str, fixed: Mapping[Op, PricedImplementation]) -> None:
+        super().__init__(lambda op: TABLE.choices(op, device), step_key(objective), fixed, PLAIN)
+        self.target = device, objective
 
 
 def is_plain(op: Op, lower: Lowerer) -> bool:
@@ -192,42 +196,54 @@ def evaluate(
     if isinstance(op, Guard):
         results: Sequence[Any] = [guarded(inputs[0], dataclasses.replace(op, only_gradients=False))]
     else:
-        run = partial(_run, lowering=lowering, mode=mode, platform=platform)
+        target = mode.lower.target if isinstance(mode.lower, _Lowerer) else (CPU, "time")
+        run = _Run(lowering, mode.precision, target, platform, id(TABLE.rows[lowering]) if TABLE.has_changed else 0)
         given = _given(op, raw)
         results = run_on_devices(run, op, inputs, given, index_mode) if several else run(op, inputs, given, index_mode)
     pairs = zip(results, after, views, strict=True)
     return [guarded(x, each).reshape(view) for x, each, view in pairs]
 
 
-def _run(
-    op: Op,
-    inputs: Sequence[Any],
-    given: Mapping[Gather, Any],
-    index_mode: str,
-    lowering: str,
-    mode: Mode,
-    platform: str,
-) -> tuple[Any, ...]:
-    """Run an op on arrays as its spec has them.
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Run:
+    """Runs an op on arrays as its spec has them.
 
-    On one of several devices arrays are shorter. If the implementation does not support that, the plan's objective
-    chooses another.
+    On one of several devices arrays are shorter. If the implementation does not support that, the objective chooses
+    another. Equal records run the same, also in another process: their text is a part of a name, see `partition`.
+
+    Attributes:
+        lowering: the name of the implementation.
+        precision: the precision of products.
+        target: the device and the objective that choose another implementation.
+        platform: a key of `PLATFORMS`, or "".
+        own: the address of the implementation if the table is not as the library made it, else 0.
     """
-    if TABLE.rows[lowering].supports(op) is not None:
-        lowering = (mode.lower or _lowerer(CPU, "time", {}))(op).lowering
-    index = bring_into_range(given, index_mode, is_inexact(op.dtype))
-    inputs, pool = list(inputs), unread_pool(op, lowering)
-    if pool is not None:
-        inputs[pool] = zero_unread_rows(inputs[pool], op.input_terms[pool], op.spec, index)
-    # The precision was fixed when the step was bound: a program may be lowered in another context than that.
-    # Profilers and XLA's own texts show the implementation's name.
-    with jax.default_matmul_precision(mode.precision), jax.named_scope(lowering):
-        results = (platform_table(platform) if platform else TABLE).run(lowering, op, inputs, index)
-    if index_mode == "raise" and not index.shown:
-        # XLA writes NaN in the loop that takes rows.
-        fuses, pairs = lowering == "take", zip(results, op.output_terms, strict=True)
-        results = tuple(poison(x, term, op.spec, given, fuses) for x, term in pairs)
-    return results
+
+    lowering: str
+    precision: str | None
+    target: tuple[Device, str]
+    platform: str
+    own: int
+
+    def __call__(self, op: Op, inputs: Sequence[Any], given: Mapping[Gather, Any], index_mode: str) -> tuple[Any, ...]:
+        """Run an op; `given` are the index arrays as the caller gave them."""
+        lowering = self.lowering
+        if TABLE.rows[lowering].supports(op) is not None:
+            lowering = _Lowerer(*self.target, {})(op).lowering
+        index = bring_into_range(given, index_mode, is_inexact(op.dtype))
+        inputs, pool = list(inputs), unread_pool(op, lowering)
+        if pool is not None:
+            inputs[pool] = zero_unread_rows(inputs[pool], op.input_terms[pool], op.spec, index)
+        # The precision was fixed when the step was bound: a program may be lowered in another context than that.
+        # Profilers and XLA's own texts show the implementation's name.
+        with jax.default_matmul_precision(self.precision), jax.named_scope(lowering):
+            table = platform_table(self.platform) if self.platform else TABLE
+            results = table.run(lowering, op, inputs, index)
+        if index_mode == "raise" and not index.shown:
+            # XLA writes NaN in the loop that takes rows.
+            fuses, pairs = lowering == "take", zip(results, op.output_terms, strict=True)
+            results = tuple(poison(x, term, op.spec, given, fuses) for x, term in pairs)
+        return results
 
 
 def cast(x: Any, dtype: str) -> Any:
