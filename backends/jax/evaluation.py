@@ -20,7 +20,7 @@ from planner.backends.common.stock import evaluation
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.jax.guards import Guards, is_left_out, run_guard, unread_pool, zero_unread_rows
 from planner.backends.jax.index import bring_into_range
-from planner.backends.jax.ops import OPS
+from planner.backends.jax.ops import MARKING_ALL, MARKING_TAKES, OPS
 from planner.backends.jax.partition import guard_on_devices, run_on_devices
 from planner.backends.jax.poison import poison
 from planner.backends.jax.products import as_dot
@@ -29,7 +29,7 @@ from planner.cost.device import CPU, Device
 from planner.cost.figures import StepCost
 from planner.cost.objective import step_key
 from planner.language.dtypes import is_inexact
-from planner.language.spec import Gather
+from planner.language.spec import Gather, term_gathers
 from planner.program.build import Lowerer
 from planner.program.implementations import MASK, Table
 from planner.program.ops import Cast, Einsum, Guard, Op, PricedImplementation
@@ -204,6 +204,10 @@ def evaluate(
     return [guarded(x, each).reshape(view) for x, each, view in pairs]
 
 
+# Stock implementations that take rows or add them up.
+_INDEXING = ("take", "take, multiply, add", "take, segment sum", "segment sum")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Run:
     """Runs an op on arrays as its spec has them.
@@ -230,7 +234,10 @@ class _Run:
         lowering = self.lowering
         if TABLE.rows[lowering].supports(op) is not None:
             lowering = _Lowerer(*self.target, {})(op).lowering
-        index = bring_into_range(given, index_mode, is_inexact(op.dtype))
+        inexact = is_inexact(op.dtype)
+        if index_mode == "raise" and inexact and lowering in _INDEXING and 0 not in op.spec.by_axis.values():
+            return self._run_marked(op, inputs, given)
+        index = bring_into_range(given, index_mode, inexact)
         inputs, pool = list(inputs), unread_pool(op, lowering)
         if pool is not None:
             inputs[pool] = zero_unread_rows(inputs[pool], op.input_terms[pool], op.spec, index)
@@ -240,10 +247,20 @@ class _Run:
             table = platform_table(self.platform) if self.platform else TABLE
             results = table.run(lowering, op, inputs, index)
         if index_mode == "raise" and not index.shown:
-            # XLA writes NaN in the loop that takes rows.
-            fuses, pairs = lowering == "take", zip(results, op.output_terms, strict=True)
-            results = tuple(poison(x, term, op.spec, given, fuses) for x, term in pairs)
+            pairs = zip(results, op.output_terms, strict=True)
+            results = tuple(poison(x, term, op.spec, given) for x, term in pairs)
         return results
+
+    def _run_marked(self, op: Op, inputs: Sequence[Any], given: Mapping[Gather, Any]) -> tuple[Any, ...]:
+        """Run a stock step that marks results of bad indices as it takes rows and adds them up."""
+        output = op.spec.output
+        added = {gather: given[gather] for gather in term_gathers(output)}
+        # A bad index among sums for each entry of a batch belongs to the sums of that entry.
+        apart = any(axis in output for gather in added for axis in gather.axes)
+        with jax.default_matmul_precision(self.precision), jax.named_scope(self.lowering):
+            run = evaluation(MARKING_TAKES if apart else MARKING_ALL, op.spec)
+            result = run(inputs, bring_into_range(given, "checked"), False)
+        return (poison(result, output, op.spec, added) if apart else result,)
 
 
 def cast(x: Any, dtype: str) -> Any:
