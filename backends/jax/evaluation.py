@@ -267,7 +267,8 @@ def cast(x: Any, dtype: str) -> Any:
     """Compute a cast. A complex array that is cast to a real dtype gives its real part."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating):
         x = x.real
-    return lax.convert_element_type(x, jnp.dtype(dtype))
+    # JAX would narrow an array of a 64-bit type to itself where these are not enabled.
+    return x if x.dtype == dtype and not x.weak_type else lax.convert_element_type(x, jnp.dtype(dtype))
 
 
 @lru_cache(maxsize=64)
