@@ -40,7 +40,7 @@ def run_plan(plan: PlanRecord, operands: Sequence[Any], indices: Mapping[str, An
     if run is None:
         operands, indices = beside_jax(operands, indices)
         run = _checked_run(plan, operands, indices)
-        if key is not None and not plan.symbols:
+        if key is not None:
             enter(_CHECKED, key, run, _MOST_CHECKED)
     return run(operands, indices)
 

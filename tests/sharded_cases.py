@@ -23,11 +23,13 @@ import pytest
 from conftest import examples
 from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.multihost_utils import process_allgather
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from laws import MODES
 
 import planner
 from planner.backends.jax import partition as jax_partition
+from planner.backends.jax.rules import names
 from planner.language.split import letter_of, place_index, place_term
 from planner.testing import problems
 
@@ -508,6 +510,7 @@ def test_locations_are_hidden_in_partitioned_calls_alone(monkeypatch):
         return real(*given)
 
     monkeypatch.setattr(jax_partition._Part, "cut", cut)
+    names._PROGRAMS.clear()
     jax.jit(rows).lower(put(A, "x"), C, put(Q, "x")).compile()
     assert set(limits) == {0}
     assert jax.config.jax_traceback_in_locations_limit == before > 0
@@ -525,6 +528,28 @@ def test_the_types_of_results_say_how_they_are_split():
     assert str(jax.typeof(jax.jit(jax.vmap(rows))(*many))) == "float32[8@x,16,2,4]"
 
 
+@pytest.mark.parametrize("function", [rows, lambda a, c, q: planner.contract("nij, jk -> nik", a, c[0])])
+def test_gradients_on_explicit_axes_outside_of_jit(function):
+    def run(a, c, q):
+        result, back = jax.vjp(lambda a, c: function(a, c, q) ** 2, a, c)
+        return result, *back(result)
+
+    for found, wanted in zip(run(*TYPED), jax.jit(run)(*TYPED), strict=True):
+        assert jax.typeof(found) == jax.typeof(wanted)
+        np.testing.assert_array_equal(found, wanted)
+    with jax.set_mesh(EXPLICIT):
+        first = jax.grad(lambda a: (function(a, *TYPED[1:]) ** 2).sum())
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            jax.jvp(first, TYPED[:1], TYPED[:1]),
+            jax.jit(lambda a: jax.jvp(first, (a,), (a,)))(TYPED[0]),
+        )
+        second = jax.grad(lambda a: (first(a) ** 2).sum())
+        assert jax.jit(second)(TYPED[0]).shape == A.shape
+        with pytest.raises(planner.PlannerError, match="gradients of gradients on explicit axes"):
+            second(TYPED[0])
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -538,9 +563,8 @@ def test_the_types_of_results_say_how_they_are_split():
             lambda: planner.plan("q[n]j, q[m]j -> nm", (8, 3), (8, 3), q=(5,)).collectives({"q": 2}),
             "'q' of 'q[n]j, q[m]j -> nm' stands for 2 pools",
         ),
-        (lambda: jax.grad(lambda a: rows(a, *TYPED[1:]).sum())(TYPED[0]), "jax.jit(jax.grad(...))"),
     ],
-    ids=["analyzed", "loop foretold", "conflict", "two pools", "outside of jit"],
+    ids=["analyzed", "loop foretold", "conflict", "two pools"],
 )
 def test_what_is_refused_is_told(call, said):
     with pytest.raises(planner.PlannerError, match=re.escape(said)):
@@ -569,25 +593,59 @@ def test_plain_layers_compile_to_what_einsum_does():
     assert exchanged(compiled[0]) == exchanged(compiled[1])
 
 
-def test_sharded_programs_are_read_from_the_compilation_cache(tmp_path):
+def gathered():
+    """Gradients of gathered layers, and rows that no index names are masked."""
+
+    def loss(x, weights, q):
+        for w in weights:
+            x = jnp.tanh(planner.contract("nj, q[n]jk -> nk", x, w, q=q))
+        return planner.contract("nj, q[n]j -> n", x, weights[0][:, 0], q=q).sum()
+
+    return jax.jit(jax.grad(loss, (0, 1)))
+
+
+GATHERED = put(small(16, 8), "x"), [put(small(4, 8, 8)) for _ in range(3)], put(Q % 4, "x")
+PRODUCTS = put(small(16, 32), "x", None), put(small(32, 32), None, "x")
+
+
+@pytest.mark.parametrize(
+    ("function", "arrays"), [(functools.partial(grown, planner.contract), PRODUCTS), (gathered, GATHERED)]
+)
+def test_sharded_programs_are_read_from_the_compilation_cache(function, arrays, tmp_path):
     hits = []
     jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
     before = {name: getattr(jax.config, name) for name in CACHE}
-    xs = put(small(16, 32), "x", None), put(small(32, 32), None, "x")
     try:
         for name, value in {**CACHE, "jax_compilation_cache_dir": str(tmp_path)}.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
+        found = []
         for _ in range(2):
             hits.clear()
             jax.clear_caches()
-            grown(planner.contract)(*xs)
+            found.append(function()(*arrays))
         assert "/jax/compilation_cache/cache_hits" in hits
         assert "/jax/compilation_cache/cache_misses" not in hits
+        jax.tree.map(np.testing.assert_array_equal, *found)
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
+
+
+def test_sharded_programs_can_be_stored():
+    program = gathered().lower(*GATHERED).compile()
+    loaded = deserialize_and_load(*serialize(program))
+    jax.tree.map(np.testing.assert_array_equal, loaded(*GATHERED), program(*GATHERED))
+
+
+def test_layers_that_are_alike_share_the_program_of_a_device():
+    names._PROGRAMS.clear()
+    text = gathered().lower(*GATHERED).as_text()
+    jax.jit(lambda x, weights, q: [rows(x[:, None], w, q) for w in weights]).lower(*GATHERED).compile()
+    assert len(names._PROGRAMS) == 2  # a take and a product
+    jax.clear_caches()
+    assert gathered().lower(*GATHERED).as_text() == text
 
 
 def test_a_program_is_lowered_for_devices_that_are_not_there():

@@ -199,6 +199,8 @@ WRONG_PLANS = [
     ((",".join("a" * 5_001) + "->", *[(2,)] * 5_001), {}, planner.SearchLimitError, "5001 operands are more than the 5000"),
     (("ij->ij", np.dtype(float)), {}, planner.PlannerError, r"operand 0 is a .*pass planner.Operand\(shape, dtype\)"),
     (PAIR, {"memory_limit": "9" * 5000}, planner.PlannerError, "memory_limit='9999.* is not a number of bytes"),
+    (PAIR, {"minimize": lambda: 1}, planner.PlannerError, "minimize= raised TypeError"),
+    (PAIR, {"minimize": lambda cost: cost.money}, planner.PlannerError, "has seconds, flops, bytes_moved"),
     (PAIR, {"minimize": lambda cost: None}, planner.PlannerError, "minimize= gave"),
     (PAIR, {"minimize": lambda cost: "less"}, planner.PlannerError, "minimize= gave"),
     *(((GATHER, C), {"q": Q, "index_mode": x}, planner.PlannerError, MODES) for x in ("wrap", "checked", None, ["raise"], np.ones(2), 0)),

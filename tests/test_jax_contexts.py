@@ -396,3 +396,59 @@ def test_eager_calls_are_as_precise_as_their_context(plan):
                     assert (function(x, x) == plain).all()
             assert (exact != plain).any()
             assert (function(x, x) == plain).all()
+
+
+# -- arrays of 64 bits, where these are not enabled ---------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("spec", ["nj, q[n]jk -> nk", "nj, jk -> nk"])
+def test_arrays_of_64_bits_are_computed_in_64_bits_anywhere(spec, jitted):
+    shapes = ((6, 4), (3, 4, 5)) if "q" in spec else ((6, 4), (4, 5))
+    indices = {"q": names(6, 3)} if "q" in spec else {}
+    with jax.enable_x64(True):
+        xs = [numbers(*shape, dtype="float64") + 2.0**-40 for shape in shapes]
+
+    def run(*xs):
+        result, back = jax.vjp(lambda *xs: planner.contract(spec, *xs, **indices), *xs)
+        return result, *back(result)
+
+    found = (jax.jit(run) if jitted else run)(*xs)
+    with jax.enable_x64(True):
+        wanted = run(*xs)
+    assert {x.dtype.name for x in found} == {"float64"}
+    # JAX's own product, which the second is, narrows the operands of its gradients.
+    count = len(found) if "q" in spec else 1
+    jax.tree.map(np.testing.assert_array_equal, found[:count], wanted[:count])
+    narrow = [x.astype("float32") for x in found[1:]]
+    with pytest.raises(planner.PlannerError, match="dtype float64 is off in jax"):
+        planner.contract(spec, *narrow, **indices, dtype="float64")
+
+
+# -- index arrays of NumPy ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["raise", "drop", "clip", "nan"])
+def test_an_index_array_that_was_prepared_in_numpy(mode):
+    x, c = numbers(6, 4), numbers(3, 4, 5)
+    raw = np.array([0, 2, 1, -1, 0, 2] if mode == "raise" else [0, 2, 9, 1, -1, 3])
+    q = planner.group(raw, 3, mode)
+    assert type(q) is type(planner.group(np.zeros(2, int), 3))
+    call = partial(planner.contract, "nj, q[n]jk -> nk", index_mode=mode)
+    wanted = call(np.asarray(x), np.asarray(c), q=raw)
+    plan = planner.plan("nj, q[n]jk -> nk", x, c, q=(6,), index_mode=mode)
+    for found in (call(x, c, q=q), jax.jit(lambda x: call(x, c, q=q))(x), plan(x, c, q=q)):
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(2**40, "int64"), (-(2**40), "int64"), (2**63, "uint64")])
+def test_errors_show_an_index_beyond_32_bits_as_it_is(value, dtype):
+    x, c, q = numbers(2, 4), numbers(3, 4, 5), np.array([1, value], dtype)
+    call = partial(planner.contract, "nj, q[n]jk -> nk")
+    for run in (call, jax.jit(lambda x, c: call(x, c, q=q))):
+        with pytest.raises(planner.IndexRangeError, match=rf"'q'\[1\] is {value}, "):
+            run(x, c, q=q) if run is call else run(x, c)
+    wanted = call(np.asarray(x), np.asarray(c), q=q, index_mode="drop")
+    np.testing.assert_array_equal(call(x, c, q=q, index_mode="drop"), wanted)
+    np.testing.assert_array_equal(jax.jit(lambda x: call(x, c, q=q, index_mode="drop"))(x), wanted)

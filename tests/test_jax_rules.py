@@ -142,6 +142,30 @@ def test_checkify_reports_a_bad_index_under_jit(name):
     assert_same(got, CHECKED[name](Q))
 
 
+def by_rows(x, q):
+    return planner.contract("nj,q[n]jk->nk", x, C, q=q).sum()
+
+
+# What transforms leave of a derivative: no value of the call, but the steps of its gradients.
+@pytest.mark.parametrize(
+    "around",
+    [
+        jax.jit,
+        jax.checkpoint,
+        lambda f: lambda x, q: jax.lax.scan(lambda s, _: (s + f(x, q), None), 0.0, None, length=1)[0],
+        lambda f: lambda x, q: jax.lax.cond(x[0, 0] > -9, f, lambda x, q: x.sum(), x, q),
+    ],
+    ids=["jit", "checkpoint", "scan", "cond"],
+)
+@pytest.mark.parametrize("derive", [jax.grad, lambda f: lambda x, q: jax.linearize(lambda x: f(x, q), x)[1](x)])
+def test_checkify_reports_a_bad_index_of_a_derivative(around, derive):
+    checked = checkify.checkify(jax.jit(derive(around(by_rows))), errors=checkify.index_checks)
+    assert re.search(r"index array 'q'\[2\] is -9, outside of \[-4, 4\)", checked(X, BAD)[0].get())
+    error, got = checked(X, Q)
+    assert error.get() is None
+    assert_same(got, derive(by_rows)(X, Q))
+
+
 def test_checkify_leaves_alone_what_is_asked_for():
     """Dropped and clipped entries are no errors, and without its checks nothing is reported. Without `jit` planner's
     own error is raised."""

@@ -145,6 +145,7 @@ def test_a_plan_for_a_mesh_prints():
         ({"placements": {0: (None, None, "x")}}, "it is no placement of an array with 2 dimensions"),
         ({"placements": {0: 3}}, "it is no placement of an array with 2 dimensions"),
         ({"placements": {5: ("x",)}}, "placements= names 5: take one of 0, 1, 2, 'result'"),
+        ({"placements": {True: ("x",)}}, "placements= names True: take one of 0, 1, 2, 'result'"),
         ({"placements": [("x", None), None]}, "is not a mapping: pass one from the number of an operand"),
         ({"placements": {2: (None, "x")}}, "dimension 1 has size 8, which is fewer than the parts"),
         ({"optimize": "measure"}, "times plans on one device"),

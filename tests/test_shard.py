@@ -114,7 +114,7 @@ def test_a_proposal_prints_what_was_considered():
     assert "q over x" in text
 
 
-@pytest.mark.parametrize("mesh", [3, None, {}, (), (0,), {"x": 2.5}, "x"], ids=str)
+@pytest.mark.parametrize("mesh", [3, None, {}, (), (0,), {"x": 2.5}, "x", {3: 8}, {"x": True}], ids=str)
 def test_what_is_no_mesh_is_refused(mesh):
     with pytest.raises(planner.PlannerError, match="is no mesh"):
         propose(CHAIN, mesh, backend="numpy")

@@ -180,7 +180,10 @@ class JaxBackend(Backend):
     def bind(self, plan: PlanRecord) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
         """Return the function that runs a plan."""
         spec, arrays = plan.resolved.spec, plan.resolved.spec.arrays
-        _refuse_narrowing(plan.dtype)
+        # Arrays of 64-bit types may come from a context in which these are enabled. JAX computes with them anywhere.
+        wide = wide_types() or any(operand.dtype in NARROW for operand in plan.operands)
+        if not wide:
+            _refuse_narrowing(plan.dtype)
         if plan.index_mode == "clip":
             for gather in spec.gathers:
                 if gather.size == 0 and 0 not in spec.shape(gather.axes):
@@ -193,6 +196,9 @@ class JaxBackend(Backend):
         compiled = compile_whole(steps)
 
         def run(operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
+            if wide and not wide_types():
+                with jax.enable_x64(True):
+                    return run(operands, indices)
             values, mode = checked_arrays(plan, indices)
             given = tuple(values[name] for name in arrays)
             # When it debugs NaN, JAX looks at every value that is computed by itself or kept for gradients. Such a
@@ -207,6 +213,15 @@ class JaxBackend(Backend):
                 return like_einsum(whole(tuple(operands), given, mode), operands)
             # Between the operands and the result XLA chooses shardings: each step tells it how it is partitioned.
             typed = jax.sharding.auto_axes(lambda xs, qs: whole(xs, qs, mode), out_sharding=sharding)
+            depth = max(map(_count_gradients, operands)) if is_eager else 0
+            if depth > 1:
+                raise PlannerError(
+                    "gradients of gradients on explicit axes of a mesh are taken under jit: call jax.jit(jax.grad(...))"
+                )
+            if depth:
+                # Kept values would be on automatic axes, and the output's gradient is on explicit axes. JAX compiles no
+                # program of both for named devices.
+                typed = jax.jit(jax.checkpoint(typed))
             return like_einsum(typed(tuple(operands), given), operands)
 
         return run
@@ -338,6 +353,12 @@ def _primal(x: Any) -> Any:
     while type(x).__name__ in ("JVPTracer", "LinearizeTracer"):
         x = x.primal
     return x
+
+
+def _count_gradients(x: Any) -> int:
+    """Return how many gradients with respect to an array are being taken outside of `jit`."""
+    is_outer = type(x).__name__ == "LinearizeTracer"
+    return is_outer + _count_gradients(x.primal) if isinstance(x, jax.core.Tracer) and hasattr(x, "primal") else 0
 
 
 backend = JaxBackend()

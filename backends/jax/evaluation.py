@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from planner.backends.common.stock import evaluation
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.jax.guards import Guards, is_left_out, run_guard, unread_pool, zero_unread_rows
 from planner.backends.jax.index import bring_into_range
-from planner.backends.jax.ops import OPS
+from planner.backends.jax.ops import MARKING_ALL, MARKING_TAKES, OPS
 from planner.backends.jax.partition import guard_on_devices, run_on_devices
 from planner.backends.jax.poison import poison
 from planner.backends.jax.products import as_dot
@@ -30,7 +30,7 @@ from planner.cost.figures import StepCost
 from planner.cost.objective import step_key
 from planner.kernels.grouped_matmul import jax_grouped
 from planner.language.dtypes import is_inexact
-from planner.language.spec import Gather
+from planner.language.spec import Gather, term_gathers
 from planner.program.build import Lowerer
 from planner.program.implementations import MASK, Table
 from planner.program.ops import Cast, Einsum, Guard, Op, PricedImplementation
@@ -119,7 +119,7 @@ def lowerer_of(plan: PlanRecord) -> Lowerer:
     """
     if plan.symbols:
         return _STOCK
-    return _lowerer(plan.device, plan.options.objective, {step.op: step.choice for step in reversed(plan.steps)})
+    return _Lowerer(plan.device, plan.options.objective, {step.op: step.choice for step in reversed(plan.steps)})
 
 
 def _stock_choices(op: Op) -> list[PricedImplementation]:
@@ -130,8 +130,12 @@ def _stock_choices(op: Op) -> list[PricedImplementation]:
 _STOCK = Lowerer(_stock_choices, step_key("time"))
 
 
-def _lowerer(device: Device, objective: str, fixed: Mapping[Op, PricedImplementation]) -> Lowerer:
-    return Lowerer(lambda op: TABLE.choices(op, device), step_key(objective), fixed, PLAIN)
+class _Lowerer(Lowerer):
+    """Chooses implementations for a device by an objective, which together are its `target`."""
+
+    def __init__(self, device: Device, objective: str, fixed: Mapping[Op, PricedImplementation]) -> None:
+        super().__init__(lambda op: TABLE.choices(op, device), step_key(objective), fixed, PLAIN)
+        self.target = device, objective
 
 
 def is_plain(op: Op, lower: Lowerer) -> bool:
@@ -208,49 +212,81 @@ def evaluate(
     if isinstance(op, Guard):
         results: Sequence[Any] = [guarded(inputs[0], dataclasses.replace(op, only_gradients=False))]
     else:
-        run = partial(_run, lowering=lowering, mode=mode, table=platform_table(platform, pallas))
+        target = mode.lower.target if isinstance(mode.lower, _Lowerer) else (CPU, "time")
+        own = id(TABLE.rows[lowering]) if TABLE.has_changed else 0
+        run = _Run(lowering, mode.precision, target, platform, pallas, own)
         given = _given(op, raw)
         results = run_on_devices(run, op, inputs, given, index_mode) if several else run(op, inputs, given, index_mode)
     pairs = zip(results, after, views, strict=True)
     return [guarded(x, each).reshape(view) for x, each, view in pairs]
 
 
-def _run(
-    op: Op,
-    inputs: Sequence[Any],
-    given: Mapping[Gather, Any],
-    index_mode: str,
-    lowering: str,
-    mode: Mode,
-    table: Table,
-) -> tuple[Any, ...]:
-    """Run an op on arrays as its spec has them.
+# Stock implementations that take rows or add them up.
+_INDEXING = ("take", "take, multiply, add", "take, segment sum", "segment sum")
 
-    On one of several devices arrays are shorter. If the implementation does not support that, the plan's objective
-    chooses another.
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Run:
+    """Runs an op on arrays as its spec has them.
+
+    On one of several devices arrays are shorter. If the implementation does not support that, the objective chooses
+    another. Equal records run the same, also in another process: their text is a part of a name, see `partition`.
+
+    Attributes:
+        lowering: the name of the implementation.
+        precision: the precision of products.
+        target: the device and the objective that choose another implementation.
+        platform: a key of `PLATFORMS`, or "" for another platform.
+        pallas: whether the program may hold Pallas kernels.
+        own: the address of the implementation if the table is not as the library made it, else 0.
     """
-    if TABLE.rows[lowering].supports(op) is not None:
-        lowering = (mode.lower or _lowerer(CPU, "time", {}))(op).lowering
-    index = bring_into_range(given, index_mode, is_inexact(op.dtype))
-    inputs, pool = list(inputs), unread_pool(op, lowering)
-    if pool is not None:
-        inputs[pool] = zero_unread_rows(inputs[pool], op.input_terms[pool], op.spec, index)
-    # The precision was fixed when the step was bound: a program may be lowered in another context than that.
-    # Profilers and XLA's own texts show the implementation's name.
-    with jax.default_matmul_precision(mode.precision), jax.named_scope(lowering):
-        results = table.run(lowering, op, inputs, index)
-    if index_mode == "raise" and not index.shown:
-        # XLA writes NaN in the loop that takes rows.
-        fuses, pairs = lowering == "take", zip(results, op.output_terms, strict=True)
-        results = tuple(poison(x, term, op.spec, given, fuses) for x, term in pairs)
-    return results
+
+    lowering: str
+    precision: str | None
+    target: tuple[Device, str]
+    platform: str
+    pallas: bool
+    own: int
+
+    def __call__(self, op: Op, inputs: Sequence[Any], given: Mapping[Gather, Any], index_mode: str) -> tuple[Any, ...]:
+        """Run an op; `given` are the index arrays as the caller gave them."""
+        lowering = self.lowering
+        if TABLE.rows[lowering].supports(op) is not None:
+            lowering = _Lowerer(*self.target, {})(op).lowering
+        inexact = is_inexact(op.dtype)
+        if index_mode == "raise" and inexact and lowering in _INDEXING and 0 not in op.spec.by_axis.values():
+            return self._run_marked(op, inputs, given)
+        index = bring_into_range(given, index_mode, inexact)
+        inputs, pool = list(inputs), unread_pool(op, lowering)
+        if pool is not None:
+            inputs[pool] = zero_unread_rows(inputs[pool], op.input_terms[pool], op.spec, index)
+        # The precision was fixed when the step was bound: a program may be lowered in another context than that.
+        # Profilers and XLA's own texts show the implementation's name.
+        with jax.default_matmul_precision(self.precision), jax.named_scope(lowering):
+            results = platform_table(self.platform, self.pallas).run(lowering, op, inputs, index)
+        if index_mode == "raise" and not index.shown:
+            pairs = zip(results, op.output_terms, strict=True)
+            results = tuple(poison(x, term, op.spec, given) for x, term in pairs)
+        return results
+
+    def _run_marked(self, op: Op, inputs: Sequence[Any], given: Mapping[Gather, Any]) -> tuple[Any, ...]:
+        """Run a stock step that marks results of bad indices as it takes rows and adds them up."""
+        output = op.spec.output
+        added = {gather: given[gather] for gather in term_gathers(output)}
+        # A bad index among sums for each entry of a batch belongs to the sums of that entry.
+        apart = any(axis in output for gather in added for axis in gather.axes)
+        with jax.default_matmul_precision(self.precision), jax.named_scope(self.lowering):
+            run = evaluation(MARKING_TAKES if apart else MARKING_ALL, op.spec)
+            result = run(inputs, bring_into_range(given, "checked"), False)
+        return (poison(result, output, op.spec, added) if apart else result,)
 
 
 def cast(x: Any, dtype: str) -> Any:
     """Compute a cast. A complex array that is cast to a real dtype gives its real part."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(jnp.dtype(dtype), jnp.complexfloating):
         x = x.real
-    return lax.convert_element_type(x, jnp.dtype(dtype))
+    # JAX would narrow an array of a 64-bit type to itself where these are not enabled.
+    return x if x.dtype == dtype and not x.weak_type else lax.convert_element_type(x, jnp.dtype(dtype))
 
 
 @lru_cache(maxsize=64)

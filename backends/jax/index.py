@@ -23,7 +23,8 @@ from planner.language.spec import Gather, is_symbol, largest
 from planner.program.implementations import RangedIndices
 from planner.program.plan import PlanRecord
 
-__all__ = ["FEW", "JaxIndex", "any_bad", "bring_into_range", "check_values", "checked_arrays", "is_bad", "jax_in_range",
+__all__ = ["FEW", "JaxIndex", "any_bad", "bring_into_range", "check_values", "checked_arrays", "is_bad", "is_outside",
+           "jax_in_range",
            "traced_in_range"]  # fmt: skip
 
 
@@ -73,20 +74,24 @@ def is_bad(raw: Any, gather: Gather) -> Any:
 
 
 def any_bad(raw: Any, gather: Gather) -> Any:
-    """Return whether any entry is out of range.
+    """Return whether any entry is out of range; negative entries count from the end."""
+    assert gather.size is not None
+    return is_outside(_signed(raw, gather.size), -gather.size, gather.size)
+
+
+def is_outside(values: Any, low: int, high: int) -> Any:
+    """Return whether any value is outside of [low, high).
 
     XLA compiles the bounds of an array as one loop, and sums of masks as three. The one is slower where there are many.
     """
-    count, size = largest(math.prod(raw.shape)), gather.size
+    count = largest(math.prod(values.shape))
     if count is None or count > FEW:
-        return is_bad(raw, gather).any()
-    assert size is not None
-    values = _signed(raw, size)
+        return ((values < low) | (values >= high)).any()
     inside = (values.dtype.type(0), values.dtype.type(-1))
-    low, high = lax.reduce(
+    least, most = lax.reduce(
         (values, values), inside, lambda x, y: (lax.min(x[0], y[0]), lax.max(x[1], y[1])), range(values.ndim)
     )
-    return (low < -size) | (high >= size)
+    return (least < low) | (most >= high)
 
 
 def bring_into_range(given: Mapping[Gather, Any], index_mode: str, inexact: bool = True) -> RangedIndices:

@@ -13,7 +13,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -21,13 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from planner.backends.common.masks import zero_dropped
-from planner.backends.jax.guards import read_mask, run_guard, zero_unread_rows
+from planner.backends.jax.guards import read_mask, run_guard
 from planner.backends.jax.index import bring_into_range, traced_in_range
 from planner.backends.jax.ops import OPS
 from planner.backends.jax.poison import poison
+from planner.backends.jax.rules.names import name_call
 from planner.language.options import MODES
 from planner.language.spec import Gather, Spec, Term
 from planner.language.split import (
@@ -47,7 +50,7 @@ from planner.program.ops import Guard, Op
 
 __all__ = ["devices_of", "devices_wanted", "run_on_devices", "guard_on_devices", "placement"]
 
-# From an op, its inputs, index arrays and an index mode to its results.
+# From an op, its inputs, index arrays and an index mode to its results. Equal ones have the same text in any process.
 Run = Callable[[Op, Sequence[Any], Mapping[Gather, Any], str], tuple[Any, ...]]
 Indices = Mapping[Gather, Any]
 
@@ -84,41 +87,14 @@ def run_on_devices(run: Run, op: Op, inputs: Sequence[Any], given: Indices, inde
     """Run an op as a call that XLA partitions by the op's spec.
 
     Args:
-        run: runs an op on one device, or the whole op.
+        run: runs an op on one device.
         op: the op.
         inputs: operands as the spec has them.
         given: index arrays as the spec has them.
         index_mode: the index mode.
     """
-
-    def run_whole(inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
-        return run(op, inputs, given, index_mode)
-
-    def run_part(part: _Part, inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
-        local_op = dataclasses.replace(op, spec=part.local)
-        local_indices, mode = part.indices(given, index_mode)
-        if local_indices.keys() == given.keys() and mode == index_mode:
-            return run(local_op, inputs, local_indices, mode)
-        # Rows of other devices are dropped here, and zero times infinity is NaN: so what they would meet is zeroed.
-        index = RangedIndices(True, local_indices)
-        spec = local_op.spec
-
-        def zeroed(arrays: Sequence[Any], terms: Sequence[Term]) -> list[Any]:
-            pairs = zip(arrays, terms, strict=True)
-            return [zero_dropped(OPS, x, term, dropped_brackets(term, spec), spec, index) for x, term in pairs]
-
-        results = run(local_op, zeroed(inputs, local_op.input_terms), local_indices, mode)
-        results = tuple(zeroed(results, local_op.output_terms))
-        if index_mode == "raise":
-            pairs = zip(results, local_op.output_terms, strict=True)
-            results = tuple(poison(x, term, spec, given) for x, term in pairs)
-        return results
-
-    def run_part_and_add(part: _Part, inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
-        pairs = zip(run_part(part, inputs, given), op.output_terms, strict=True)
-        return tuple(_add_over(x, axes_to_add_over(term, part.split)) for x, term in pairs)
-
-    return _call(op.spec, op.input_terms, op.output_terms, inputs, given, run_whole, run_part_and_add)
+    step = _StepParts(run, op, index_mode)
+    return _call(_Call(op.spec, op.input_terms, op.output_terms, tuple(given), step), inputs, given)
 
 
 def guard_on_devices(x: Any, guard: Guard, given: Indices, index_mode: str) -> Any:
@@ -129,87 +105,154 @@ def guard_on_devices(x: Any, guard: Guard, given: Indices, index_mode: str) -> A
     term = guard.rows
     spec = dataclasses.replace(guard.spec, inputs=(term,), output=term)
     reading = {gather: given[gather] for gather in spec.gathers}
-
-    def run_part(part: _Part, inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
-        (x,) = inputs
-        index, marks = bring_into_range(*part.indices(given, index_mode)), bring_into_range(given, index_mode).given
-        mask = read_mask(x, part.local.output, part.local, index, marks)
-        return (OPS.select(_add_over(mask, axes_to_add_over(term, part.split)), x, 0),)
-
-    def run_whole(inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
-        return (zero_unread_rows(inputs[0], term, spec, bring_into_range(given, index_mode)),)
-
-    (result,) = _call(spec, [term], [term], [x], reading, run_whole, run_part)
+    rows = _ReadParts(term, x.dtype.name, index_mode)
+    (result,) = _call(_Call(spec, (term,), (term,), tuple(reading), rows), [x], reading)
     return result
 
 
-def _call(
-    spec: Spec,
-    operands: Sequence[Term],
-    outputs: Sequence[Term],
-    inputs: Sequence[Any],
-    given: Indices,
-    run_whole: Callable[[Sequence[Any], Indices], tuple[Any, ...]],
-    run_part: Callable[[_Part, Sequence[Any], Indices], tuple[Any, ...]],
-) -> tuple[Any, ...]:
-    """Call a function of operands and index arrays as one call that XLA partitions by a spec.
+@dataclasses.dataclass(frozen=True, slots=True)
+class _StepParts:
+    """Computes one device's part of a step, and adds up the parts of all devices."""
 
-    Args:
+    run: Run
+    op: Op
+    index_mode: str
+
+    @property
+    def dtype(self) -> str:
+        """Return the dtype of the results."""
+        return self.op.dtype
+
+    def __call__(self, part: _Part, inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
+        """Return the device's part of the results, from its slices."""
+        pairs = zip(self._compute(part, inputs, given), self.op.output_terms, strict=True)
+        return tuple(_add_over(x, axes_to_add_over(term, part.split)) for x, term in pairs)
+
+    def _compute(self, part: _Part, inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
+        local_op = dataclasses.replace(self.op, spec=part.local)
+        local_indices, mode = part.indices(given, self.index_mode)
+        if local_indices.keys() == given.keys() and mode == self.index_mode:
+            return self.run(local_op, inputs, local_indices, mode)
+        # Rows of other devices are dropped here, and zero times infinity is NaN: so what they would meet is zeroed.
+        index = RangedIndices(True, local_indices)
+        spec = local_op.spec
+
+        def zeroed(arrays: Sequence[Any], terms: Sequence[Term]) -> list[Any]:
+            pairs = zip(arrays, terms, strict=True)
+            return [zero_dropped(OPS, x, term, dropped_brackets(term, spec), spec, index) for x, term in pairs]
+
+        results = self.run(local_op, zeroed(inputs, local_op.input_terms), local_indices, mode)
+        results = tuple(zeroed(results, local_op.output_terms))
+        if self.index_mode == "raise":
+            pairs = zip(results, local_op.output_terms, strict=True)
+            results = tuple(poison(x, term, spec, given) for x, term in pairs)
+        return results
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ReadParts:
+    """Zeroes the rows of one device's part of an array that no index names on any device."""
+
+    term: Term
+    dtype: str
+    index_mode: str
+
+    def __call__(self, part: _Part, inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
+        (x,) = inputs
+        index = bring_into_range(*part.indices(given, self.index_mode))
+        marks = bring_into_range(given, self.index_mode).given
+        mask = read_mask(x, part.local.output, part.local, index, marks)
+        return (OPS.select(_add_over(mask, axes_to_add_over(self.term, part.split)), x, 0),)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Call:
+    """A function of operands and index arrays that XLA partitions by a spec.
+
+    Attributes:
         spec: the spec; the dimensions of all arrays are entries of it.
         operands: the terms of the operands.
         outputs: the terms of the results.
-        inputs: the operands.
-        given: the index arrays.
-        run_whole: the function.
-        run_part: computes one device's part of the results, from its slices.
+        gathers: the index arrays.
+        compute: computes one device's part of the results, from its slices.
+        wide: whether 64-bit types are enabled.
     """
-    terms, count = [*operands, *(gather.axes for gather in given)], len(operands)
-    wide = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
-    def unpack(arguments: Sequence[Any]) -> tuple[Sequence[Any], dict[Gather, Any]]:
-        return arguments[:count], dict(zip(given, arguments[count:], strict=True))
+    spec: Spec
+    operands: tuple[Term, ...]
+    outputs: tuple[Term, ...]
+    gathers: tuple[Gather, ...]
+    compute: _StepParts | _ReadParts
+    wide: bool = dataclasses.field(default_factory=lambda: bool(jax.config.jax_enable_x64))  # type: ignore[attr-defined]
 
-    @custom_partitioning
-    def call(*arguments: Any) -> tuple[Any, ...]:
-        return run_whole(*unpack(arguments))
+    @property
+    def terms(self) -> list[Term]:
+        """Return the terms of the arguments: operands, then index arrays."""
+        return [*self.operands, *(gather.axes for gather in self.gathers)]
 
-    def split_of(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> dict[Entry, tuple[str, ...]]:
+    def split(self, mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> dict[Entry, tuple[str, ...]]:
         """Return over which axes of the mesh each entry is split. Operands decide first, then results."""
-        split = choose_splits(
-            spec, [(term, _find_placement(x, mesh)) for term, x in zip(terms, arguments, strict=True)]
-        )
-        return choose_splits(
-            spec, [(term, _find_placement(x, mesh)) for term, x in zip(outputs, results, strict=bool(results))], split
-        )
+        pairs = zip(self.terms, arguments, strict=True)
+        split = choose_splits(self.spec, [(term, _find_placement(x, mesh)) for term, x in pairs])
+        pairs = zip(self.outputs, results, strict=bool(results))
+        return choose_splits(self.spec, [(term, _find_placement(x, mesh)) for term, x in pairs], split)
 
-    def shardings(mesh: Any, placements: Sequence[Placement]) -> tuple[Any, ...]:
-        return tuple(NamedSharding(mesh, PartitionSpec(*(names or None for names in dims))) for dims in placements)
-
-    def partition(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
-        split = split_of(mesh, arguments, results)
-        part = _Part(spec, split, {entry: math.prod(mesh.shape[name] for name in split[entry]) for entry in split})
+    def partition(self, mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
+        """Return the program of one device, and how arguments and results are split, as JAX asks for."""
+        split, count = self.split(mesh, arguments, results), len(self.operands)
+        part = _Part(self.spec, split, {entry: math.prod(mesh.shape[name] for name in split[entry]) for entry in split})
         before, after = (
             [place_term(term, split, _find_placement(x, mesh)) for term, x in zip(of, arrays, strict=True)]
-            for of, arrays in ((terms, arguments), (outputs, results))
+            for of, arrays in ((self.terms, arguments), (self.outputs, results))
         )
 
         def local(*arguments: Any) -> tuple[Any, ...]:
             # XLA calls this on a thread of its own, which does not have the JAX configuration of the caller.
-            with jax.disable_jit(False), jax.enable_x64(wide):
-                inputs, given = unpack([part.cut(*x) for x in zip(arguments, terms, before, strict=True)])
-                found = run_part(part, inputs, given)
-                return tuple(part.embed(*x) for x in zip(found, outputs, after, strict=True))
+            with jax.disable_jit(False), jax.enable_x64(self.wide):
+                cut = [part.cut(*x) for x in zip(arguments, self.terms, before, strict=True)]
+                found = self.compute(part, cut[:count], dict(zip(self.gathers, cut[count:], strict=True)))
+                return tuple(part.embed(*x) for x in zip(found, self.outputs, after, strict=True))
 
         _lower_without_locations(local)
-        return mesh, local, shardings(mesh, after), shardings(mesh, before)
+        return mesh, local, _shardings(mesh, after), _shardings(mesh, before)
 
-    def infer(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
-        split = split_of(mesh, arguments, ())
-        return shardings(mesh, [place_term(term, split) for term in outputs])
+    def infer(self, mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
+        """Return how results are split if nothing says so but the arguments."""
+        split = self.split(mesh, arguments, ())
+        return _shardings(mesh, [place_term(term, split) for term in self.outputs])
+
+    def rule(self) -> SdyShardingRule:
+        """Return the rule that tells Shardy which dimensions of arguments and results go together."""
+        return _rule(self.spec, self.terms, self.outputs)
+
+
+def _shardings(mesh: Any, placements: Sequence[Placement]) -> tuple[Any, ...]:
+    return tuple(NamedSharding(mesh, PartitionSpec(*(names or None for names in dims))) for dims in placements)
+
+
+call_p = Primitive("planner_partitioned_call")
+call_p.multiple_results = True
+
+
+def _call(call: _Call, inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
+    return tuple(call_p.bind(*inputs, *given.values(), call=call))
+
+
+@call_p.def_abstract_eval
+def _call_abstract(*_: Any, call: _Call) -> list[Any]:
+    return [jax.core.ShapedArray(call.spec.shape(term), jnp.dtype(call.compute.dtype)) for term in call.outputs]
+
+
+@partial(mlir.register_lowering, call_p)
+def _call_lowering(context: Any, *values: Any, call: _Call) -> Any:
+    @custom_partitioning
+    def stand_in(*_: Any) -> tuple[Any, ...]:
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in context.avals_out)
 
     # JAX cannot decode shardings in which two dimensions share an axis of the mesh, and a reshape may leave such ones.
-    call.def_partition(partition, infer, decode_shardings=False, sharding_rule=_rule(spec, terms, outputs))
-    results: tuple[Any, ...] = call(*inputs, *given.values())
+    stand_in.def_partition(call.partition, call.infer, decode_shardings=False, sharding_rule=call.rule())
+    results = mlir.lower_fun(stand_in, multiple_results=True)(context, *values)
+    name_call(results[0].owner, repr(call), context.module_context)
     return results
 
 

@@ -23,7 +23,7 @@ __all__ = ["poison"]
 SMALL = 1 << 19
 
 
-def poison(x: Any, term: Term, spec: Spec, given: Mapping[Gather, Any], fuses: bool = False) -> Any:
+def poison(x: Any, term: Term, spec: Spec, given: Mapping[Gather, Any]) -> Any:
     """Put NaN into the entries of a result that depend on a bad index.
 
     If the result has axes of the index array, these are the entries at the place of the bad index. Otherwise, as in a
@@ -34,7 +34,6 @@ def poison(x: Any, term: Term, spec: Spec, given: Mapping[Gather, Any], fuses: b
         term: its term.
         spec: the spec by which it was computed.
         given: the index arrays, before they are brought into range.
-        fuses: whether XLA writes NaN in the loop that computes the result, so that no copy is made for it.
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
@@ -45,7 +44,7 @@ def poison(x: Any, term: Term, spec: Spec, given: Mapping[Gather, Any], fuses: b
         return x
 
     most = largest(math.prod(x.shape) * x.dtype.itemsize)
-    if fuses or (most is not None and most <= SMALL):
+    if most is not None and most <= SMALL:
         return put_nan(x)
     bad = [any_bad(values, gather) for gather, values in given.items()]
     # Usually no index is bad: then only the index arrays are read, and the result is not copied.

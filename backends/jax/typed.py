@@ -32,8 +32,8 @@ def result_sharding(plan: PlanRecord, operands: Sequence[Any], arrays: Sequence[
         arrays: the index arrays of the call, in the order of the spec.
 
     Raises:
-        PlannerError: two arrays are split in ways that do not fit together, a gradient is taken outside of `jit`, or a
-            contraction with index arrays has an operand that is added up later.
+        PlannerError: two arrays are split in ways that do not fit together, or a contraction with index arrays has an
+            operand that is added up later.
     """
     mesh = next(filter(None, map(_explicit_mesh, (*operands, *arrays))), None)
     if mesh is None:
@@ -46,10 +46,6 @@ def result_sharding(plan: PlanRecord, operands: Sequence[Any], arrays: Sequence[
         )
     if reduced:
         return None
-    # Kept values are on automatic axes, and the output's gradient is on explicit axes. JAX compiles no program of both
-    # for named devices.
-    if any(type(x).__name__ == "LinearizeTracer" and not isinstance(x.primal, jax.core.Tracer) for x in operands):
-        raise PlannerError("gradients on explicit axes of a mesh are taken under jit: call jax.jit(jax.grad(...))")
     spec, resolved = plan.resolved.spec, plan.resolved
     shapes, by_letter = dict(resolved.index_shapes), dict(zip(spec.arrays, arrays, strict=True))
     seen = [(f"operand {i}", *x) for i, x in enumerate(zip(spec.inputs, resolved.shapes, operands, strict=True))]

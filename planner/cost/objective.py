@@ -45,7 +45,14 @@ def plan_key(minimize: Objective) -> Callable[[Cost], tuple[Any, ...]]:
     def key(cost: Cost) -> tuple[Any, ...]:
         ties = (cost.seconds, cost.flops, cost.peak_bytes)
         if callable(minimize):
-            score = minimize(cost)
+            try:
+                score = minimize(cost)
+            except Exception as error:
+                raise PlannerError(
+                    f"minimize= raised {type(error).__name__}: {error}; it is called with the cost of a plan, which "
+                    "has seconds, flops, bytes_moved, peak_bytes and retained_bytes, and returns a number or a tuple "
+                    "of numbers; less is better"
+                ) from error
             if not isinstance(score, (numbers.Real, tuple)):
                 raise PlannerError(
                     f"minimize= gave {score!r:.80} for a cost: return a number or a tuple of numbers; less is better"

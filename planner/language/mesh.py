@@ -27,10 +27,10 @@ def read_mesh(mesh: Any) -> dict[str, int]:
     try:
         names = [str(number) for number in range(len(shape))] if names is None else names
         pairs = shape.items() if isinstance(shape, Mapping) else [*zip(names, shape, strict=True)]
-        axes = {str(name): operator.index(size) for name, size in pairs}
+        axes = {name: 0 if isinstance(size, bool) else operator.index(size) for name, size in pairs}
     except TypeError:
         axes = {}
-    if not axes or min(axes.values()) < 1:
+    if not axes or min(axes.values()) < 1 or not all(isinstance(name, str) for name in axes):
         raise PlannerError(
             f"mesh={mesh!r:.80} is no mesh: give a DeviceMesh, a jax Mesh, or a mapping such as {{'x': 8}}"
         )

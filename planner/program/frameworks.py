@@ -80,13 +80,17 @@ def beside_jax(operands: Sequence[Any], indices: Mapping[str, Any]) -> tuple[tup
         return x.dtype.isnative and bool(x.dtype == bool or jax.numpy.issubdtype(x.dtype, jax.numpy.number))
 
     def index(q: Any) -> Any:
-        if not converts(q):
+        prepared = getattr(type(q), "prepared_framework", None) == "numpy"
+        if not prepared and not converts(q):
             return q
-        if q.dtype.kind in "iu" and q.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
-            # In narrower integers an index out of range could become one in range.
+        wide = jax.config.jax_enable_x64
+        if not prepared and q.dtype.kind in "iu" and q.dtype.itemsize == 8 and q.size:
+            # In narrower integers an index out of range could become one in range, and errors show it as it is.
             limits = numpy.iinfo("int32" if q.dtype.kind == "i" else "uint32")
-            q = q.clip(limits.min, limits.max)
-        with jax.ensure_compile_time_eval():  # so that it can be checked under `jit`
+            wide = wide or q.min() < limits.min or q.max() > limits.max
+        with jax.ensure_compile_time_eval(), jax.enable_x64(bool(wide)):  # so that it can be checked under `jit`
+            if prepared:
+                return load_backend("jax").group(jax.numpy.asarray(q.values), q.size, q.mode)
             return jax.numpy.asarray(q)
 
     converted = tuple(jax.numpy.asarray(x) if converts(x) else x for x in operands)

@@ -52,6 +52,7 @@ def put_on_mesh(
     if mesh is None:
         raise PlannerError("placements= needs mesh=, the devices that the arrays are split over")
     axes, given = read_mesh(mesh), dict(placements or {})
+    wrong = [key for key in given if isinstance(key, bool)]  # Python takes True for 1
     if whole.options.optimize == "measure":
         raise PlannerError("optimize='measure' times plans on one device: plan for a mesh with another search")
     resolved, shapes = whole.resolved, dict(whole.index_shapes)
@@ -71,9 +72,9 @@ def put_on_mesh(
     }
     output = resolved.spec.output_shape
     result = place("result", "the result", None, output, output) if "result" in given else None
-    if given:
+    if wrong := wrong or list(given):
         known = ", ".join(map(repr, (*range(len(operands)), *shapes, "result")))
-        raise PlannerError(f"placements= names {next(iter(given))!r:.80}: take one of {known}")
+        raise PlannerError(f"placements= names {wrong[0]!r:.80}: take one of {known}")
     if math.prod(axes.values()) == 1:
         return whole
     return _part_of(whole, axes, of_operands, of_indices, result)

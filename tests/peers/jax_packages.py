@@ -506,13 +506,18 @@ model for {steps} steps of Adam, as it is and within `planner.patch()`, on one d
 Losses agree to {close:g} of themselves (in bfloat16 to 0.02). XLA's temporary memory and what a gradient outside of jit
 keeps are at most the original's. Devices exchange the same kinds of collectives, of at most the same bytes. Compile times
 are seconds of the processor for tracing, planning and compiling with empty caches, the least of {compilations}. Step
-times are medians; other jobs ran beside them.
+times are medians{beside}.
 
-Measured {date} on 2 shared cores, with {versions}.
+Measured {date} on {cores} cores, with {versions}.
 
 | package | model | devices | calls routed | passed on | losses differ by | MB temporary, ours / theirs | kB exchanged | s to compile | ratio | ms a step | ratio |
 |---|---|---|---|---|---|---|---|---|---|---|---|
 """  # noqa: E501
+
+
+def was_busy(loads: tuple[float, float, float]) -> bool:
+    """Whether other jobs ran in the last 15 minutes: this one alone makes a load of about 1."""
+    return loads[2] > 1.5
 
 
 def write(lines: list[tuple[Row, str, str, dict[str, Any]]], compilations: int) -> None:
@@ -532,8 +537,9 @@ def write(lines: list[tuple[Row, str, str, dict[str, Any]]], compilations: int) 
         )
     versions = f"jax {jax.__version__}, numpy {np.__version__}"
     head = HEAD.format(
-        steps=STEPS, close=CLOSE, compilations=compilations, date=datetime.date.today().isoformat(), versions=versions
-    )
+        steps=STEPS, close=CLOSE, compilations=compilations, date=datetime.date.today().isoformat(), versions=versions,
+        cores=os.cpu_count(), beside="; other jobs ran beside them" if was_busy(os.getloadavg()) else "",
+    )  # fmt: skip
     put_section("JAX", head + "\n".join(rows))
 
 

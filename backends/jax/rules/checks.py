@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from planner.backends.common.indices import range_error
+from planner.backends.jax.evaluation import Mode, input_count
 from planner.backends.jax.guards import Guards
 from planner.backends.jax.index import check_p, is_bad
 from planner.backends.jax.step import step_p, tangent_p
 from planner.language.spec import Gather
+from planner.program.ops import Op
 
 __all__: list[str] = []
 
@@ -40,14 +43,28 @@ with contextlib.suppress(ImportError):
         found = _BadIndex(get_traceback(), gather, raw.shape, payload)
         return assert_func(error, bad.any(), found), []
 
-    def _check_step(error: Any, enabled: Any, *arguments: Any, guards: Guards, **parameters: Any) -> tuple[Any, Any]:
+    def _check_indices(error: Any, enabled: Any, raw: Sequence[Any], op: Op, mode: Mode, guards: Guards) -> Any:
+        """Look at the index arrays of a step: derivatives hold steps, and drop what `check_p` looks at before them."""
+        if mode.index_mode == "raise" and OOBError in enabled:
+            by_letter = dict(zip(guards.arrays, raw, strict=True))
+            for gather in op.gathers:
+                error, _ = _check_index(error, enabled, by_letter[gather.array], gather=gather)
+        return error
+
+    def _check_step(
+        error: Any, enabled: Any, *arguments: Any, op: Op, mode: Mode, guards: Guards, **parameters: Any
+    ) -> tuple[Any, Any]:
         """Look for NaN in the results, unless they may hold rows of a pool that no index names: nobody sees those."""
-        results = step_p.bind(*arguments, guards=guards, **parameters)
+        error = _check_indices(error, enabled, arguments[input_count(op) :], op, mode, guards)
+        results = step_p.bind(*arguments, op=op, mode=mode, guards=guards, **parameters)
         unread = any(guard is not None and guard.rows is not None for guard in (*guards.inputs, guards.output))
         return (error if unread else check_nans(step_p, error, enabled, results)), results
 
-    def _check_tangent(error: Any, enabled: Any, *arguments: Any, **parameters: Any) -> tuple[Any, Any]:
-        result = tangent_p.bind(*arguments, **parameters)
+    def _check_tangent(
+        error: Any, enabled: Any, *arguments: Any, op: Op, mode: Mode, guards: Guards, **parameters: Any
+    ) -> tuple[Any, Any]:
+        error = _check_indices(error, enabled, arguments[4:], op, mode, guards)
+        result = tangent_p.bind(*arguments, op=op, mode=mode, guards=guards, **parameters)
         return check_nans(tangent_p, error, enabled, result), result
 
     error_checks[check_p] = _check_index
