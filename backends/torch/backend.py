@@ -24,6 +24,7 @@ from planner.backends.torch.contexts.modes import (
     hint,
     in_functorch,
     is_symbol,
+    only_grads,
     scripts,
     transform,
     transformed,
@@ -93,7 +94,7 @@ class TorchBackend(Backend):
             return None
         if scripts() is not None:
             raise AttributeError("under torch.jit.trace sizes are tensors")
-        key: list[Any] = [grad_enabled(), transform() is None, deterministic()]
+        key: list[Any] = [grad_enabled(), transform() is None or (only_grads(),), deterministic()]
         if autocasts():
             key.append(autocast_state(operands[0].device.type))
         try:
