@@ -39,7 +39,7 @@ from planner.backends.torch.ops import OPS, dataless, not_dense, promote
 from planner.backends.torch.rows import make_table
 from planner.backends.torch.runner import family_runner, runner, symbol_runner
 from planner.cost.device import CPU, GPU, Device, gpu_preset
-from planner.cost.layout import layout_of, row_major
+from planner.cost.layout import layout_of
 from planner.cost.rates import cpu_name, load_rates
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.spec import Gather, Operand, Spec
@@ -271,8 +271,8 @@ class TorchBackend(Backend):
         for x in operands:
             if type(x) not in _PLAIN or x.device.type != "cpu" or x.layout != torch.strided:
                 return None
-            shape, strides = tuple(x.shape), x.stride()
-            layout = None if strides == row_major(shape) else layout_of(shape, strides)
+            shape = tuple(x.shape)
+            layout = None if x.is_contiguous() else layout_of(shape, x.stride())
             if layout is not None and layout.repeated:
                 return None
             key += (layout, x.dtype, x.requires_grad)
