@@ -63,7 +63,8 @@ def patch(*frameworks: str) -> Iterator[Patched]:
     other einsum reads brackets. Patches may be nested; the innermost one routes.
 
     A function that `jax.jit` or `torch.compile` traced before the `with` stays as it was traced, and one that was
-    traced within stays routed; its calls count when they are traced. TorchScript has operators of its own, which are not seen.
+    traced within stays routed; its calls count when they are traced. TorchScript has operators of its own, which are
+    not seen.
 
     Args:
         *frameworks: "torch", "jax", "numpy"; by default those that are imported.
