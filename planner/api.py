@@ -112,28 +112,28 @@ def contract(
     asked = (spec, sizes, optimize, minimize, memory_limit, retain_limit, index_mode, dtype, precision, deadline)
     if torch_compiles():
         return for_dynamo().contract(asked, operands, indices)
-    run = None
+    run = call = None
     try:
         signature = _SIGNATURES[type(operands[0])](operands, indices)
         # A dictionary cannot be a key. `Request.hashable` makes the same tuple of it.
-        key = (spec, tuple(sorted(sizes.items())), *asked[2:]) if type(sizes) is dict else asked
-        run = _RUNNERS[key, signature]
+        key = ((spec, tuple(sorted(sizes.items())), *asked[2:]) if type(sizes) is dict else asked), signature
+        run, call = _RUNNERS.get(key), key
     except (KeyError, IndexError, TypeError, AttributeError):
         pass  # plan below, outside of this handler, so that errors there do not show this one as their context
     if run is None:
-        return plan_and_run(Request(*asked), operands, indices)
+        return plan_and_run(Request(*asked), operands, indices, call)
     return run(operands, indices)
 
 
-def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str, Any]) -> Any:
-    """Make the first call of its kind: plan it, remember the function that runs it, and run it."""
+def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str, Any], call: Any = None) -> Any:
+    """Make the first call of its kind: plan it, remember the function that runs it, and run it; `call` is its key."""
     listed = (x for given in operands if isinstance(given, list | tuple) for x in given)
     override = torch_override((request.spec, *operands, *listed, *indices.values()))
     if override is not None:
         defaults = contract.__kwdefaults__ or {}
         asked = {n: x for n, x in request._asdict().items() if n in defaults and x is not defaults[n]}
         return override(contract, request.spec, *operands, **asked, **indices)
-    run = _run_of_member(request, operands, indices)
+    run = _run_of_member(request, operands, indices, call)
     if run is not None:
         return run(operands, indices)
     spec, operands = request.spec, unpack_operands(request.spec, operands)
@@ -180,7 +180,7 @@ def forget_calls() -> None:
     _ALONE.clear()
 
 
-def _run_of_member(request: Request, operands: Sequence[Any], indices: Mapping[str, Any]) -> RunPlan | None:
+def _run_of_member(request: Request, operands: Any, indices: Any, call: Any) -> RunPlan | None:
     """Return the function that runs a call of a family that was met before, and remember it; None for other calls."""
     try:
         framework = framework_of(operands[0])
@@ -189,7 +189,7 @@ def _run_of_member(request: Request, operands: Sequence[Any], indices: Mapping[s
         backend = load_backend(framework)
         run = bind_member(backend, request, operands, indices)
         if run is not None:
-            _remember((request.hashable(), backend.signature(operands, indices)), run, alone=False)
+            _remember(call or (request.hashable(), backend.signature(operands, indices)), run, alone=False)
     except (IndexError, TypeError, AttributeError):  # operands in one list, or options that are no keys
         return None
     return run

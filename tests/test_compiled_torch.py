@@ -266,3 +266,26 @@ made = torch.compile(lambda x: planner.contract("ij,jk->ik", x, x), fullgraph=Tr
 assert made(x).sum() == 8
 """
     run_python(code)
+
+
+@pytest.mark.parametrize("trainable", [0, 1])
+@pytest.mark.parametrize("spec", ["ij, jk -> ik", "nj, q[n]j -> n"])
+def test_tensors_of_inference_mode_meet_torchs_error_where_einsums_would(spec, trainable):
+    """In a compiled function, where a gradient reads one; what is indexed is another tensor."""
+    operands = small((4, 4), (4, 4))
+    with torch.inference_mode():
+        operands[1 - trainable] = operands[1 - trainable].clone()
+    rows, read = torch.tensor([2, 0, 1, 3]), []
+
+    def ours(a, b):
+        return planner.contract(spec, a, b, **({"q": rows} if "q" in spec else {}))
+
+    def theirs(a, b):
+        return torch.einsum("nj,nj->n", a, b[rows]) if "q" in spec else torch.einsum("ij,jk->ik", a, b)
+
+    for function in (ours, theirs):
+        try:
+            read.append(torch.autograd.grad(compiled(function)(*operands).sum(), operands[trainable])[0])
+        except RuntimeError as error:
+            read.append(str(error)[:50])
+    assert read[0] == read[1] if isinstance(read[1], str) else torch.equal(*read)

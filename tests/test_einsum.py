@@ -121,6 +121,35 @@ def test_torch_keeps_no_more_for_gradients(torch, most_terms, kinds):
     assert kept > 2_000
 
 
+@pytest.mark.parametrize(
+    ("spec", "shapes", "dtypes"),
+    [
+        ("abc, abd -> adc", [(6, 1, 8), (6, 1, 5)], ["bfloat16", "float32"]),  # torch multiplies by element
+        ("d, acb, bc -> adc", [(16,), (8, 24, 8), (8, 24)], ["float32"] * 3),  # so is the last step of these
+        ("a, bca, c -> a", [(8,), (8, 8, 8), (8,)], ["float32"] * 3),
+        ("a, cb, b, bd -> dac", [(24,), (8, 8), (8,), (8, 8)], ["float32"] * 4),
+    ],
+)
+def test_torch_decides_under_autocast_which_steps_are_in_the_half_type(torch, spec, shapes, dtypes):
+    """Operands have fractions that bfloat16 rounds. What is kept is no more, and results and gradients are the same."""
+    generator = torch.Generator().manual_seed(0)
+    operands = [
+        torch.randint(1, 999, shape, generator=generator).div(256).to(getattr(torch, dtype)).requires_grad_()
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    with torch.autocast("cpu", torch.bfloat16):
+        results = [einsum(spec, *operands) for einsum in (planner.einsum, torch.einsum)]
+        kept = [
+            kept_bytes(torch, functools.partial(einsum, spec), operands) for einsum in (planner.einsum, torch.einsum)
+        ]
+    assert kept[0] <= kept[1]
+    assert results[0].dtype == results[1].dtype
+    assert torch.equal(*results)
+    for ours, theirs in zip(*(torch.autograd.grad(x.sum(), operands) for x in results), strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=0)
+
+
 def test_torch_says_which_parts_it_copies(torch):
     """`_copied_order` predicts what `torch.einsum` keeps of an operand: a copy, or the operand."""
     from planner.dropin.torch_rules import _copied_order

@@ -3,6 +3,7 @@
 import itertools
 import weakref
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
+from planner.backends.torch import runner  # noqa: E402
 from planner.backends.torch.backend import backend  # noqa: E402
 from planner.backends.torch.contexts.flops import product_flops  # noqa: E402
 from planner.backends.torch.executable import Executable  # noqa: E402
@@ -258,6 +260,20 @@ def test_lone_products_are_differentiated_by_torch(spec, shapes):
     assert "mm" in planner.contract(spec, a, b).grad_fn.name().lower()
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_small_products_run_as_torchs_own_under_grad(transform):
+    """Where autograd would keep copies: a Function takes ten times as long there. A limit asks for the plan itself."""
+    a, b = (torch.randint(-3, 4, (2, 8, 4, 16)).float().transpose(1, 2) for _ in range(2))
+    ran = []
+    for options in ({}, {"retain_limit": 0}):
+        with mock.patch.object(runner, "record", wraps=runner.record) as record:
+            call = partial(planner.contract, "bhid, bhjd -> bhij", **options)
+            found = transform(lambda a, call=call: call(a, b).square().sum())(a)
+        assert torch.equal(found, torch.func.grad(lambda a: (a @ b.mT).square().sum())(a))
+        ran.append(record.called)
+    assert ran == [False, True]
+
+
 # The spec, the shapes, the size of the dimension that is indexed, options.
 INDEXED = {
     "take": ("q[n]j -> nj", [(5, 3)], 5, {}),
@@ -265,6 +281,7 @@ INDEXED = {
     "take, then multiply": ("n, q[n] -> n", [(7,), (5,)], 5, {}),
     "take, then product": ("nj, q[n]jk -> nk", [(7, 4), (64, 4, 5)], 64, {}),
     "take between products": ("nj, ja, naq[n] -> n", [(7, 3), (3, 5), (7, 5, 5)], 5, {}),
+    "segment sum, then multiply": ("nj, q[n]j -> q[n]j", [(7, 3), (5, 3)], 5, {}),
 }
 # What is done to the index array, by the size; and whether torch differentiates the steps itself then.
 CHANGES = {
@@ -400,10 +417,11 @@ def values_of(result, operands):
 # The operands that gradients read. Of what is taken they read the taken rows, or nothing.
 READ = {
     "take": [],
-    "segment sum": [0],
+    "segment sum": [],
     "take, then multiply": [0],
     "take, then product": [0],
     "take between products": [0, 1, 2],
+    "segment sum, then multiply": [1],
 }
 
 

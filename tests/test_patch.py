@@ -144,6 +144,19 @@ def test_under_torch_compile(torch):
         assert torch.equal(got, wanted)
 
 
+def test_a_compiled_function_is_compiled_once_within_a_patch(torch):
+    """A call counts when it is traced: the compiler must not guard the counts."""
+    torch._dynamo.reset()
+    compiled, results = torch.compile(lambda x: torch.einsum("ij,kj->ik", x, x), fullgraph=True, backend="eager"), []
+    with planner.patch("torch") as report, torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            results.append(compiled(torch.tensor(A)))
+            torch.einsum("ij->ji", torch.tensor(A))
+    assert torch.equal(results[-1], torch.tensor(A @ A.T))
+    assert report.routed >= 4
+    assert not report.passed_on
+
+
 def test_under_jit_trace(torch):
     """The trace serves other sizes."""
     with planner.patch("torch") as report:

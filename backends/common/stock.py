@@ -311,7 +311,12 @@ def viewing(
 
 
 def matmul_product(
-    matmul: Product, multiply: Product, permute: Callable[[Any, Sequence[int]], Any], form: ProductForm, spec: Spec
+    matmul: Product,
+    multiply: Product,
+    permute: Callable[[Any, Sequence[int]], Any],
+    form: ProductForm,
+    spec: Spec,
+    stacks: bool = False,
 ) -> Product:
     """Return the function that multiplies two arrays as matrices, or by element where nothing is summed.
 
@@ -323,6 +328,7 @@ def matmul_product(
         permute: reorders dimensions.
         form: the groups of axes.
         spec: the step's spec.
+        stacks: whether `matmul` takes more than one batch axis.
     """
     terms, out = [term_axes(term) for term in spec.inputs], term_axes(spec.output)
 
@@ -343,7 +349,9 @@ def matmul_product(
     if swapped:
         terms, left, right = terms[::-1], right, left
     m, n, k = len(left), len(right), len(form.contracted)
-    lead = (len(form.batch),) if form.batch else ()
+    lead: tuple[int, ...] = (len(form.batch),) if form.batch else ()
+    if stacks and (m, n, k) == (1, 1, 1):
+        lead = (1,) * len(form.batch)
     first = view(terms[0], (*form.batch, *left, *form.contracted), (*lead, m, k))
     second = view(terms[1], (*form.batch, *form.contracted, *right), (*lead, k, n))
     order = (*form.batch, *left, *right)

@@ -24,6 +24,7 @@ from planner.backends.torch.contexts.modes import (
     hint,
     in_functorch,
     is_symbol,
+    only_grads,
     scripts,
     transform,
     transformed,
@@ -38,7 +39,7 @@ from planner.backends.torch.ops import OPS, dataless, not_dense, promote
 from planner.backends.torch.rows import make_table
 from planner.backends.torch.runner import family_runner, runner, symbol_runner
 from planner.cost.device import CPU, GPU, Device, gpu_preset
-from planner.cost.layout import layout_of, row_major
+from planner.cost.layout import layout_of
 from planner.cost.rates import cpu_name, load_rates
 from planner.language.errors import PlannerError, PlannerTypeError
 from planner.language.spec import Gather, Operand, Spec
@@ -93,7 +94,7 @@ class TorchBackend(Backend):
             return None
         if scripts() is not None:
             raise AttributeError("under torch.jit.trace sizes are tensors")
-        key: list[Any] = [grad_enabled(), transform() is None, deterministic()]
+        key: list[Any] = [grad_enabled(), transform() is None or (only_grads(),), deterministic()]
         if autocasts():
             key.append(autocast_state(operands[0].device.type))
         try:
@@ -270,8 +271,8 @@ class TorchBackend(Backend):
         for x in operands:
             if type(x) not in _PLAIN or x.device.type != "cpu" or x.layout != torch.strided:
                 return None
-            shape, strides = tuple(x.shape), x.stride()
-            layout = None if strides == row_major(shape) else layout_of(shape, strides)
+            shape = tuple(x.shape)
+            layout = None if x.is_contiguous() else layout_of(shape, x.stride())
             if layout is not None and layout.repeated:
                 return None
             key += (layout, x.dtype, x.requires_grad)

@@ -7,8 +7,7 @@ autograd a plan does not run as native calls in these cases:
 - a step would copy an operand into another layout: autograd would keep the copy;
 - a result would have other strides than the plan says;
 - an operand is repeated along an axis in a product, and the plan sums its gradient in another way than torch does;
-- a take or a segment sum needs a new index array, or the plan computes its gradient in another way than torch does;
-- a segment sum adds up a computed value: autograd would keep it.
+- a take or a segment sum needs a new index array, or the plan computes its gradient in another way than torch does.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, S
 from planner.cost.layout import layout_of, row_major
 from planner.language.derive import transpose
 from planner.language.dtypes import HALF_TYPES
-from planner.language.spec import Spec, indexed_dims, plain_axes, term_axes, term_gathers
+from planner.language.spec import Spec, indexed_dims, plain_axes, term_gathers
 from planner.program.forms import product_form
 from planner.program.ops import Cast, Op
 from planner.program.program import Program
@@ -169,8 +168,6 @@ class _Compiler:
                 return gathered if of_operand or self.chosen is None else None
             # Through several dimensions at once torch goes by an index array of its own; it adds up wide half types.
             direct = len(spec.gathers) == 1 and all(len(indexed_dims(term)) <= 1 for term in spec.terms)
-            if stock_kind(op) == "segment sum":  # torch saves what it adds up: that must be the operand
-                direct = direct and of_operand and {*plain_axes(spec.inputs[0])} <= {*term_axes(spec.output)}
             if self.chosen is not None and not (direct and op.dtype not in HALF_TYPES):
                 return None
             shapes = {gather: spec.shape(gather.axes) for gather in spec.gathers}

@@ -102,7 +102,7 @@ class Executable:
             "reads_unread",
         ):
             getattr(self, name)
-        return {name: value for name, value in self.__dict__.items() if name != "spec"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("spec", "_no_indices")}
 
     def resized(self, member: Member) -> Executable:
         """Return this executable for other sizes than the plan's, such as those of a member of its family."""
@@ -205,8 +205,17 @@ class Executable:
         """Return the index arrays without their broadcast dimensions, as derived specs take them."""
         return {name: q.reshape(self.index_shapes[name]) for name, q in indices.items()}
 
+    @cached_property
+    def _no_indices(self) -> RangedIndices:
+        """What `prepare` returns if there are no index arrays. Steps then add nothing to it."""
+        prepared = RangedIndices(False)
+        prepared.sizes = self.sizes
+        return prepared
+
     def prepare(self, indices: Mapping[str, Any]) -> RangedIndices:
         """Shape index arrays as the spec has them. The step that reads an index array first checks its range."""
+        if not self.gathers:
+            return self._no_indices
         prepared, mode = RangedIndices(False), self.plan.index_mode
         prepared.sizes = self.sizes
         # Dropped indices decide which program runs, and in an empty contraction no step reads the index arrays: both
@@ -240,7 +249,7 @@ class Executable:
     ) -> dict[int, Any]:
         """Return the inputs of the backward program by variable; `kept` need not hold the views of operands."""
         values: dict[int, Any] = dict(enumerate(self.views(operands)))
-        values.update(kept)
+        values |= kept
         for step in self.operand_views:
             results = self.table.run(step.choice.lowering, step.op, [values[v] for v in step.inputs], index)
             values.update(zip(step.outputs, results, strict=True))

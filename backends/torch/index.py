@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from planner.backends.common.indices import IndexOps, PreparedIndex, in_range
-from planner.backends.torch.contexts.modes import fixed, in_functorch, unscripted, watched
+from planner.backends.torch.contexts.modes import fixed, in_functorch, scripts, unscripted, watched
 from planner.backends.torch.ops import is_recorded, not_dense, unseen
 from planner.kernels.grouping import torch_grouping
 from planner.language.errors import IndexRangeError, PlannerError
@@ -158,6 +158,10 @@ def torch_in_range(raw: Tensor | TorchIndex, gather: Gather, mode: str) -> tuple
 
 
 def _in_range_now(raw: Tensor, array: str, axes: str, size: int, mode: str) -> Tensor:
+    if raw.dtype == torch.int64 and raw.is_cpu and raw.numel() and scripts() is None:  # in half the time
+        low, high = torch.aminmax(raw)
+        if int(low) >= 0 and int(high) < size:
+            return raw.clone(memory_format=torch.contiguous_format)
     with unscripted():
         normal, _ = torch_in_range(raw, Gather(array, tuple(axes), size), mode)
     return normal.clone(memory_format=torch.contiguous_format) if normal.dtype == torch.int64 else normal.long()

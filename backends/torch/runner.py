@@ -30,6 +30,7 @@ from planner.backends.torch.contexts.modes import (
     bare_operators,
     forward_mode,
     in_functorch,
+    only_grads,
     only_stock,
     transformed,
     usual,
@@ -179,6 +180,15 @@ def _has_kept(plan: PlanRecord) -> bool:
     return sum(len(step.inputs) > 0 for step in plan.programs.forward.steps) > 1
 
 
+def _may_copy(plan: PlanRecord) -> bool:
+    """Return whether a plan runs as native calls though torch then keeps copies of operands, which the plan does not.
+
+    That is so for small plans under `torch.func.grad`, under which a Function takes ten times as long as a product.
+    """
+    options, least = plan.options, plan.cost.seconds <= MOST_NATIVE_SECONDS
+    return least and only_grads() and options.retain_limit is None and options.objective == "time"
+
+
 def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType({})) -> Callable[..., Tensor] | None:
     """Return the plan as native calls on the operands without their broadcast dimensions.
 
@@ -205,7 +215,7 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
         strides = row_major(o.shape) if o.strides is None else o.strides
         x = Strided(o.shape, strides, requires and o.requires_grad and not under_transform)
         standins.append(x if shape is None else x.reshape(shape))
-    backward = executable.programs.backward
+    backward = None if under_transform and _may_copy(plan) else executable.programs.backward
     compiled: Any = partial(compile_native, plan.tree, standins, backward, under_transform, index=index)
     native = compiled()
     if native is None:

@@ -63,7 +63,8 @@ def patch(*frameworks: str) -> Iterator[Patched]:
     other einsum reads brackets. Patches may be nested; the innermost one routes.
 
     A function that `jax.jit` or `torch.compile` traced before the `with` stays as it was traced, and one that was
-    traced within stays routed. TorchScript has operators of its own, which are not seen.
+    traced within stays routed; its calls count when they are traced. TorchScript has operators of its own, which are
+    not seen.
 
     Args:
         *frameworks: "torch", "jax", "numpy"; by default those that are imported.
@@ -76,15 +77,30 @@ def patch(*frameworks: str) -> Iterator[Patched]:
     """
     names = frameworks or tuple(name for name in BACKENDS if name in sys.modules)
     report = Patched()
+
+    def count(refusal: str) -> bool:
+        """Count a call that planner refused for a reason, or that it ran if there is none."""
+        if refusal:
+            report.passed_on[refusal] += 1
+        else:
+            report.routed += 1
+        return True
+
+    # torch's compiler calls this, as by torch.compiler.assume_constant_result. Tracing it would guard the counts.
+    count.__dict__["_dynamo_marked_constant"] = True
     with contextlib.ExitStack() as stack:
         for name in dict.fromkeys(names):
-            route = functools.partial(_route, report, name)
+            route = functools.partial(_route, count, name)
             stack.enter_context(load_backend(name).routing(route))
         yield report
 
 
 def _route(
-    report: Patched, framework: str, original: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
+    count: Callable[[str], bool],
+    framework: str,
+    original: Callable[..., Any],
+    arguments: Sequence[Any],
+    options: Mapping[str, Any],
 ) -> Any:
     """Run a call of einsum on planner, or as it was meant if planner refuses it."""
     try:
@@ -98,7 +114,7 @@ def _route(
             raise
         why = str(error)
     else:
-        report.routed += 1
+        count("")
         return result
-    report.passed_on[why.splitlines()[0]] += 1
+    count(why.splitlines()[0])
     return original(*arguments, **options)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -64,6 +64,9 @@ def torch_einsum(spec: str | Spec, operands: Sequence[Any], options: dict[str, A
             spec, dims = _without_private_sums(spec, tuple(tuple(x.shape) for x in operands))
             operands = [x.sum(d) if d else x for x, d in zip(operands, dims, strict=True)]
         if len(operands) == 2:
+            if operands[0].dtype != operands[1].dtype and not _is_summed(spec, *(tuple(x.shape) for x in operands)):
+                # `mul` reads two dtypes as they are, and keeps neither in the other's. A plan casts one.
+                return sys.modules["torch"].einsum(spec, *operands)
             operands = [_freed(spec, operands, n) for n in range(2)]
     elif "dtype" not in options and all(map(_is_whole, operands)) and has_private_sum(spec):
         options = {**options, "dtype": "int64"}
@@ -115,7 +118,8 @@ def _lean_steps(
 ) -> tuple[tuple[tuple[int, ...], str], ...] | None:
     """Return the steps of `torch.einsum` if its path keeps less than our plan: for each the operands and its spec.
 
-    `autocast` is the dtype of `torch.autocast`, or False. It is a key: what is kept depends on it.
+    Under autocast (its dtype, or False) that is also so where some of these steps are computed in the half type, and
+    others are not. A plan is computed in one dtype.
     """
     operands = [operand for operand, _ in described]
     shapes = tuple(x.shape for x in operands)
@@ -124,6 +128,8 @@ def _lean_steps(
     steps = tuple((places, text) for places, _, text, _, _ in info.contraction_list)
     if any(is_part for _, is_part in described):
         return steps  # what a part keeps alive is known for each step
+    if autocast and len(set(_step_dtypes(steps, operands, info.size_dict))) > 1:
+        return steps
     width = itemsize(plan(spec, *operands, backend="torch").dtype)
     values = [("".join(map(str, term)), x.requires_grad) for term, x in zip(parsed.inputs, operands, strict=True)]
     theirs = 0
@@ -143,6 +149,28 @@ def _lean_steps(
     read = left if sum(x.requires_grad for x in left) > 1 else [x for x in left if not x.requires_grad]
     ours = plan(summed, *left, backend="torch").cost.retained_bytes + sum(x.elements for x in read) * width
     return steps if ours > theirs else None
+
+
+def _step_dtypes(
+    steps: Sequence[tuple[tuple[int, ...], str]], operands: Sequence[Operand], sizes: Mapping[str, int]
+) -> Iterator[str]:
+    """Yield the dtype of each step of `torch.einsum` in this context."""
+    values = list(operands)
+    for places, text in steps:
+        dtype = plan(text, *(values.pop(place) for place in places), backend="torch").dtype
+        values.append(Operand(tuple(sizes[axis] for axis in text.split("->")[1]), dtype))
+        yield dtype
+
+
+@lru_cache(maxsize=1024)
+def _is_summed(spec: str, *shapes: tuple[int, ...]) -> bool:
+    """Whether two operands have an axis that is summed. To torch an axis of size 1 is none."""
+    parsed = expand_ellipses(parse(spec), shapes, {})
+    large = [
+        {e for e, n in zip(term, shape, strict=True) if n != 1}
+        for term, shape in zip(parsed.inputs, shapes, strict=True)
+    ]
+    return not large[0] & large[1] <= set(parsed.output)
 
 
 @lru_cache(maxsize=1024)

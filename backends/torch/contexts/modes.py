@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 __all__ = ["as_planned", "autocasts", "autograd_batches", "bare_operators", "checkpoints", "deterministic", "differ",
-           "fixed", "forward_mode", "grad_enabled", "hint", "in_functorch", "is_symbol", "only_stock", "over_batch",
-           "records", "scripts", "transform", "transformed", "unscripted", "unwatched", "unwrapped",
+           "fixed", "forward_mode", "grad_enabled", "hint", "in_functorch", "is_symbol", "only_grads", "only_stock",
+           "over_batch", "records", "scripts", "transform", "transformed", "unscripted", "unwatched", "unwrapped",
            "usual", "watched"]  # fmt: skip
 
 # The innermost transform of `torch.func`, or None.
@@ -21,6 +21,7 @@ transform = torch._C._functorch.peek_interpreter_stack
 _transforms = torch._C._functorch.get_interpreter_stack
 _batched = torch._C._functorch.is_legacy_batchedtensor
 _JVP = torch._C._functorch.TransformType.Jvp
+_GRAD = torch._C._functorch.TransformType.Grad
 # How many modes are active that see operators, as a `FlopCounterMode` does, or a selective checkpoint.
 watched: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
@@ -84,6 +85,11 @@ def checkpoints() -> bool:
 def in_functorch() -> bool:
     """Return whether the call is under a transform of `torch.func`."""
     return transform() is not None
+
+
+def only_grads() -> bool:
+    """Return whether the transforms around a call are `torch.func.grad` alone, which records as autograd does."""
+    return forward_ad._current_level < 0 and all([level.key() == _GRAD for level in _transforms() or ()])
 
 
 def forward_mode() -> bool:
