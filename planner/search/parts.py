@@ -128,7 +128,7 @@ def large_part(contraction: Contraction, whole: Tree, root: Node, least: int) ->
 def axis_part(contraction: Contraction, whole: Tree, axis: str) -> TreePart | None:
     """Take the nodes that have an axis out of a tree; None if there are none, or if one of them reads a whole pool."""
     root = next((node for node in nodes_of(whole) if axis in node.op.spec.axes), None)
-    return root and _cut_out(contraction, whole, root, lambda node: axis in node.op.spec.axes)
+    return root if root is None else _cut_out(contraction, whole, root, lambda node: axis in node.op.spec.axes)
 
 
 def _cut_out(contraction: Contraction, whole: Tree, root: Node, joins: Callable[[Node], bool]) -> TreePart | None:
