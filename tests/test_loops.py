@@ -26,7 +26,7 @@ from planner.program.loops import covers, parts, slice_counts
 from planner.program.ops import joint_elements
 from planner.program.plan import Loop
 from planner.program.tree import Leaf, Node
-from planner.search.bounds import least_by_sizes
+from planner.search.bounds import least_by_sizes, least_of_loops
 from planner.search.parts import _cut_out, axis_part, large_part
 from planner.search.slicing import can_be_cut, make_loop, worth_cutting
 from planner.search.space import OPTIMAL, PATH_STOP, SearchSpace
@@ -164,6 +164,8 @@ def test_no_loop_beats_the_bounds_that_hold_for_loops(backend, operands, kind, n
     space = SearchSpace(plan.contraction)
     least, _ = space.search("flops", OPTIMAL)
     assert least.exact
+    by_floors = {objective: least_of_loops(space, objective) for objective in ("time", "bytes")}
+    assert all(by_floors.values()) or kind == "gathers" or operands < 3
     trees = [
         least.tree,
         space.search("time", OPTIMAL)[0].tree,
@@ -172,14 +174,27 @@ def test_no_loop_beats_the_bounds_that_hold_for_loops(backend, operands, kind, n
     axes = [
         (axis, size) for axis, size in space.resolved.spec.sizes if size > 1 and can_be_cut(space.resolved.spec, axis)
     ]
-    for axis, size in random.sample(axes, min(3, len(axes))):
-        for tree, length in zip(trees, (1, -(-size // 2), random.randint(1, size - 1)), strict=True):
-            cost = make_loop(dataclasses.replace(plan, tree=tree), {axis: length}).cost
-            assert cost.flops >= least.score[0][0]
-            assert cost.flops >= least_by_sizes(space, "flops")
-            assert cost.bytes_moved >= least_by_sizes(space, "bytes")
-            assert cost.seconds >= least_by_sizes(space, "time")
-            assert cost.peak_bytes >= least_by_sizes(space, "peak")
+    looped = [
+        make_loop(dataclasses.replace(plan, tree=tree), {axis: length})
+        for axis, size in random.sample(axes, min(3, len(axes)))
+        for tree, length in zip(trees, (1, -(-size // 2), random.randint(1, size - 1)), strict=True)
+    ]
+    looped += [other for tree in trees for other in loops_of(dataclasses.replace(plan, tree=tree), seed)]
+    for cost in (plan.cost for plan in looped):
+        assert cost.flops >= max(least.score[0][0], least_by_sizes(space, "flops"))
+        assert cost.bytes_moved >= max(least_by_sizes(space, "bytes"), by_floors["bytes"])
+        assert cost.seconds >= max(least_by_sizes(space, "time"), by_floors["time"])
+        assert cost.peak_bytes >= least_by_sizes(space, "peak")
+
+
+def test_the_gap_of_a_loop_leaves_room_for_other_loops():
+    """That it is faster than every plan without a loop says nothing of loops."""
+    plan = planner.plan(CLIQUE, *[(256, 256)] * 6, backend="numpy", device="cpu")
+    assert plan.loop is not None
+    assert 0 < plan.cost.bound < plan.cost.seconds
+    unknown = dataclasses.replace(plan.cost, bound=None)
+    again = dataclasses.replace(plan, programs=dataclasses.replace(plan.programs, cost=unknown))
+    assert again.gap == plan.gap > 0.1
 
 
 def in_parts_and_nested(engine, problem):
