@@ -16,6 +16,7 @@ from test_loops import cut, nodes_of, some_loop
 
 import planner
 from planner.program.plan import Loop
+from planner.search.parts import large_part
 from planner.search.slicing import make_loop
 from planner.testing.problem import Problem
 
@@ -131,7 +132,7 @@ def test_what_no_index_names_counts_for_nothing(engine, mode):
     operands, indices = without_gradients(engine, engine.operands(problem)), engine.indices(problem)
     plan = engine.plan(problem, operands, indices, optimize=((0, 1), (0, 2), (0, 1)))
     root = next(node for node in nodes_of(plan.tree) if str(node.op.spec).startswith("inj, ijk"))
-    plan = make_loop(plan, {"i": 2}, (root, 1))
+    plan = make_loop(plan, {"i": 2}, large_part(plan.contraction, plan.tree, root, 1))
     values = [np.array(engine.described(x)[0]) for x in operands]
     values[3][1] = np.nan
     spoilt = [engine.array(x) for x in values]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from planner.backends.common.stock import Product, viewing
-from planner.backends.common.stock_layout import product_copies
+from planner.backends.common.stock_layout import matrix_copies, product_copies
 from planner.backends.common.stock_rows import short_run_seconds
 from planner.backends.torch.ops import OPS, multiply
 from planner.cost.device import Device
@@ -85,16 +85,24 @@ def _find_slices(op: Op) -> tuple[str, ProductForm] | str:
     form, sizes, layouts = copied_form(op), op.spec.by_axis, op.layouts or (None, None)
     if form is None or form.batch:
         return refusal
+    operands = tuple(zip(op.spec.inputs, layouts, strict=True))
+    whole = zip(operands, form.matrices[:2], strict=True)
+    copied = [term for (term, layout), groups in whole if matrix_copies(term, layout, groups, op.spec)]
     for axis in sorted((*form.contracted, *form.left, *form.right), key=lambda axis: (sizes[axis], axis)):
+        if not all(axis in term for term in copied):
+            continue
         left, right, summed = (tuple(e for e in g if e != axis) for g in (form.left, form.right, form.contracted))
         m, n, k = (math.prod(sizes[e] for e in g) for g in (left, right, summed))
         part = ProductForm((), left, right, summed, (1, m, n, k))
-        inner = Spec(tuple(tuple(e for e in term if e != axis) for term in op.spec.inputs), (), op.spec.sizes)
-        sliced = tuple(
-            without(layout, term.index(axis), op.spec.shape(term)) if axis in term else layout
-            for term, layout in zip(op.spec.inputs, layouts, strict=True)
-        )
-        if part.contracted and not product_copies(part, inner, sliced):
+        if part.contracted and not any(
+            matrix_copies(
+                tuple(e for e in term if e != axis),
+                without(layout, term.index(axis), op.spec.shape(term)) if axis in term else layout,
+                groups,
+                op.spec,
+            )
+            for (term, layout), groups in zip(operands, part.matrices[:2], strict=True)
+        ):
             return axis, part
     return refusal
 

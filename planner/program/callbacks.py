@@ -25,7 +25,8 @@ class Callbacks:
         contract: `planner.contract`.
         make_plan: chooses the plan of a contraction, a `planner.program.plan.PlanRecord`.
         naive_cost: returns the cost of the naive plan of a contraction.
-        lower_bound: returns what no plan of a contraction costs less than, as its objective measures it.
+        lower_bound: returns what no plan of a contraction costs less than, as its objective measures it. It is also
+            told whether the plan has a loop over slices.
         plan_and_run: plans and runs the first call of its kind; takes a `Request`, operands and index arrays.
         run_plan: runs a plan on operands and index arrays.
         group: `planner.group`.
@@ -35,7 +36,7 @@ class Callbacks:
     contract: Callable[..., Any]
     make_plan: Callable[[Contraction], Any]
     naive_cost: Callable[[Contraction], PlanCost]
-    lower_bound: Callable[[Contraction], float | None]
+    lower_bound: Callable[[Contraction, bool], float | None]
     plan_and_run: Callable[..., Any]
     run_plan: Callable[..., Any]
     group: Callable[..., Any]

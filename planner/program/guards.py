@@ -64,6 +64,8 @@ def add_guards(tree: Tree, spec: Spec, index_mode: str) -> Tree:
             later: whether unread rows show in gradients only.
         """
         dropped = dropped_brackets(whole, spec) if MODES[index_mode].bad == "drop" else ()
+        if isinstance(node.op, Loop):  # the index arrays are cut with the slices, whose own guards zero their entries
+            dropped = tuple(gather for gather in dropped if gather not in node.op.spec.gathers)
         if not is_inexact(node.op.dtype) or (not dropped and rows is None):
             return value
         identity = _identity(term, {**spec.by_axis, **node.op.spec.by_axis})
@@ -75,8 +77,6 @@ def add_guards(tree: Tree, spec: Spec, index_mode: str) -> Tree:
         next_terms.update(zip(map(id, node.children), node.op.spec.inputs, strict=True))
 
     def visit(node: Node, guarded: tuple[Tree, ...]) -> Tree:
-        if _guards_itself(node):
-            return node
         children, next_term = [], next_terms.get(id(node))
         for child, changed, term in zip(node.children, guarded, node.op.spec.inputs, strict=True):
             whole = None if _only_moves(node) else _operand_term(child, spec)
@@ -88,12 +88,7 @@ def add_guards(tree: Tree, spec: Spec, index_mode: str) -> Tree:
             children.append(guard(child, node, term, whole, whole if unread else None, unread <= taken_next))
         return dataclasses.replace(node, children=tuple(children))
 
-    return tree if _guards_itself(tree) else guard(change_tree(tree, visit), tree, tree.op.spec.output, spec.output)
-
-
-def _guards_itself(node: Node) -> bool:
-    """Return whether a node is a loop whose bodies have the guards: the index arrays are cut with the slices."""
-    return isinstance(node.op, Loop) and bool(node.op.spec.gathers)
+    return guard(change_tree(tree, visit), tree, tree.op.spec.output, spec.output)
 
 
 def _identity(term: Term, sizes: dict[str, int]) -> Spec:

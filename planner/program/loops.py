@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from planner.cost.device import Device
 from planner.cost.figures import MOST_PICOSECONDS, StepCost
-from planner.cost.layout import Layout, row_major, strides_in
+from planner.cost.layout import Layout, layout_of, row_major, strides_in
 from planner.cost.objective import step_key
 from planner.language.derive import resize_spec, slice_spec
 from planner.language.dtypes import accumulator, itemsize
@@ -31,10 +31,12 @@ from planner.program.plan import Loop, PlanRecord, without_loops
 from planner.program.tree import Leaf, Node, Tree, change_tree, keep_values, nodes_of
 
 __all__ = [
+    "Axes",
     "Part",
     "covers",
     "device_in_loop",
     "loop_cost",
+    "loop_layouts",
     "loop_node",
     "loop_over",
     "parts",
@@ -44,7 +46,8 @@ __all__ = [
     "slice_of",
 ]
 
-Axes = Sequence[tuple[str, int]]
+# The axes that a loop cuts and the sizes of their slices.
+Axes = tuple[tuple[str, int], ...]
 # Seconds that XLA takes for each element of a slice that is cut along an array's innermost axis. Chain-ijkl cut along l
 # by 1 took 3.8 s with gradients, cut along j 0.3 s. Measured on 2 cores of an Intel Xeon at 2.8 GHz with JAX 0.10.2,
 # 2026-11-22.
@@ -122,7 +125,7 @@ def resize_tree(tree: Tree, sizes: Mapping[str, int]) -> Tree:
 
     def change(node: Node, children: tuple[Tree, ...]) -> Tree:
         if isinstance(node.op, Loop):
-            op: Op = _resize_loop(node.op, sizes)
+            op: Op = _resize_loop(node.op, sizes, children)
         else:
             op = dataclasses.replace(node.op, spec=slice_spec(node.op.spec, sizes))
         return dataclasses.replace(node, op=op, children=children)
@@ -130,9 +133,16 @@ def resize_tree(tree: Tree, sizes: Mapping[str, int]) -> Tree:
     return change_tree(tree, change)
 
 
-def _resize_loop(loop: Loop, sizes: Mapping[str, int]) -> Loop:
+def _resize_loop(loop: Loop, sizes: Mapping[str, int], children: Sequence[Tree]) -> Loop:
+    """Return the same loop for other sizes of some axes; inputs that are computed lie row-major at these sizes too."""
     body, whole = loop.body, slice_spec(loop.spec, sizes)
     contraction = slice_of(body.contraction, dict(whole.sizes))
+    pairs = zip(contraction.operands, children, strict=True)
+    computed = (o if isinstance(child, Leaf) else dataclasses.replace(o, strides=None) for o, child in pairs)
+    strides = contraction.gradient_strides
+    if strides == row_major(loop.spec.output_shape):
+        strides = row_major(whole.output_shape)
+    contraction = dataclasses.replace(contraction, operands=tuple(computed), gradient_strides=strides)
     axes = tuple((axis, min(size, whole.size(axis))) for axis, size in loop.axes)
     return loop_over(contraction, axes, body.tree, body.device, body.options.minimize)
 
@@ -154,18 +164,18 @@ def resize_plan(plan: PlanRecord, contraction: Contraction, sizes: Mapping[str |
     if any(isinstance(node.op, Loop) and node.op.spec.gathers for node in nodes_of(tree)):
         tree = without_loops(tree)
 
-    def resize_op(op: Op) -> Op:
-        if isinstance(op, Loop):
-            return _resize_loop(op, {axis: sizes[axis] for axis in op.spec.by_axis})
-        return dataclasses.replace(op, spec=resize_spec(op.spec, sizes))
-
     def change(node: Node, children: tuple[Tree, ...]) -> Tree:
-        return dataclasses.replace(node, op=resize_op(node.op), children=children)
+        op = node.op
+        if isinstance(op, Loop):
+            op = _resize_loop(op, {axis: sizes[axis] for axis in op.spec.by_axis}, children)
+        else:
+            op = dataclasses.replace(op, spec=resize_spec(op.spec, sizes))
+        return dataclasses.replace(node, op=op, children=children)
 
     fixed = {}
     for step in plan.steps:
         if not isinstance(step.op, Guard | Loop):  # there is one implementation of these
-            op = resize_op(step.op)
+            op = dataclasses.replace(step.op, spec=resize_spec(step.op.spec, sizes))
             choice = table.price(step.choice.lowering, op, device)
             if choice is not None:
                 fixed[op] = choice
@@ -230,6 +240,13 @@ def loop_node(loop: Loop, children: Sequence[Tree] = ()) -> Node:
     children = tuple(children) or tuple(map(Leaf, range(len(loop.spec.inputs))))
     order = tuple(range(len(children)))
     return Node(loop, children, order, order, kept=False)
+
+
+def loop_layouts(loop: Loop) -> tuple[Layout | None, ...]:
+    """Return the layouts of the output gradient and of the inputs that the slices of a loop were planned for."""
+    whole = slice_of(loop.body.contraction, loop.spec.by_axis)
+    gradient = layout_of(loop.spec.output_shape, whole.gradient_strides)
+    return gradient, *(variable.layout for variable in given_variables(whole))
 
 
 def loop_cost(op: Op, device: Device) -> StepCost:

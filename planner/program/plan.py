@@ -145,7 +145,7 @@ class PlanRecord(Contraction):
             return None
         bound = self.cost.bound
         if bound is None:
-            bound = callbacks().lower_bound(self.contraction)
+            bound = callbacks().lower_bound(self.contraction, self.loop is not None)
         if bound is None:
             return None
         figure: float = plan_key(self.options.minimize)(self.cost)[0]

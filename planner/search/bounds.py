@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -10,13 +11,17 @@ from planner.language.dtypes import itemsize
 from planner.language.spec import plain_axes, term_gathers
 from planner.search.space import Candidate, SearchSpace
 
-__all__ = ["least_by_sizes", "lower_bound"]
+__all__ = ["least_by_sizes", "least_of_loops", "lower_bound"]
+
+# All trees are looked at for up to so many operands.
+MOST_OPERANDS = 12
 
 
 def lower_bound(space: SearchSpace, best: Candidate, candidates: Sequence[Candidate]) -> float | None:
     """Return what no plan of a contraction costs less than, as the objective measures it.
 
-    As "proven" does, it holds for plans whose intermediates are row-major, and that go through no loop over slices.
+    As "proven" does, it holds for plans whose intermediates are row-major. It holds for loops over slices too if the
+    chosen plan has one, or if FLOPs or the peak are minimised.
 
     Args:
         space: the contraction.
@@ -33,10 +38,35 @@ def lower_bound(space: SearchSpace, best: Candidate, candidates: Sequence[Candid
     if best.proven:
         return figure
     bound = least_by_sizes(space, objective)
+    if best.loop is not None and objective in ("time", "bytes"):
+        return min(figure, max(bound, least_of_loops(space, objective)))
     for candidate in candidates:
         if candidate.found is not None:
             bound = max(bound, candidate.found.bound * (1e-12 if objective == "time" else 1))
     return min(figure, bound)
+
+
+def least_of_loops(space: SearchSpace, objective: str) -> float:
+    """Return a bound on time or bytes that holds for loops over slices too; 0 with gathers.
+
+    The slices of a step read and write what the step does, or more. They may all find their values in the cache, and
+    write to no new memory. A slice of one row may be multiplied element by element: it reads each joint element then.
+    """
+    bounds = space.step_bounds(objective)
+    if not space.has_plain_bounds or not 2 < len(space.operands) <= MOST_OPERANDS:
+        return 0
+    from planner.search.exact.vectors import VectorListing
+
+    device, size = space.device, itemsize(space.dtype)
+    fastest = max(device.bandwidth, device.cache_bandwidth if device.cache_bytes else 0)
+    rates = (device.flop_rate, device.half_rate, device.skinny_rate)
+    flop_rate, half_rate, skinny_rate = (max(rate, 2 * fastest / size) if rate else 0 for rate in rates)
+    device = dataclasses.replace(
+        device, flop_rate=flop_rate, half_rate=half_rate, skinny_rate=skinny_rate, bandwidth=fastest,
+        cache_bandwidth=fastest, fresh_bandwidth=math.inf, reused_bandwidth=math.inf, matrix_seconds=0.0,
+    )  # fmt: skip
+    listing = VectorListing(space.network, [0] * len(space.operands), dataclasses.replace(bounds, device=device))
+    return listing.least * (1e-12 if objective == "time" else 1)
 
 
 def least_by_sizes(space: SearchSpace, objective: str) -> float:

@@ -15,7 +15,7 @@ from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.plan import PlanRecord
 from planner.program.tree import keep_values
-from planner.search.bounds import least_by_sizes, lower_bound
+from planner.search.bounds import least_by_sizes, least_of_loops, lower_bound
 from planner.search.collectives import add_exchanges
 from planner.search.exact.steps import SearchResult
 from planner.search.refine import order_children, quicken_steps
@@ -68,21 +68,24 @@ def _search_plan(contraction: Contraction, given: Callable[[SearchSpace], Candid
     return add_exchanges(plan) if on_mesh else plan
 
 
-def find_bound(contraction: Contraction) -> float | None:
+def find_bound(contraction: Contraction, in_loops: bool = False) -> float | None:
     """Return what no plan of a contraction costs less than, by a search without limits where all trees are searched.
 
-    None for contractions with limits, with a path of the caller's, or on a mesh.
+    With `in_loops` no plan with a loop over slices costs less either. None for contractions with limits, with a path of
+    the caller's, or on a mesh.
     """
     options = contraction.options
     limited = Limits(options.memory_limit, options.retain_limit) != NO_LIMITS
     if limited or options.optimize not in SEARCHES or contraction.mesh is not None:
         return None
-    return _find_bound(contraction)
+    return _find_bound(contraction, in_loops)
 
 
 @lru_cache(maxsize=256)
-def _find_bound(contraction: Contraction) -> float | None:
+def _find_bound(contraction: Contraction, in_loops: bool) -> float | None:
     space, objective = SearchSpace(contraction), contraction.options.minimize
+    if in_loops and objective in ("time", "bytes"):
+        return max(least_by_sizes(space, objective), least_of_loops(space, objective))
     if space.may_be_exact(objective, AUTO):
         return make_plan(contraction, loops=False).cost.bound
     return least_by_sizes(space, objective)

@@ -1,37 +1,52 @@
-"""Parts of a tree around its largest values, as contractions of their own: a loop may go around one."""
+"""Parts of a tree as contractions of their own: a loop may go around one."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from planner.cost.layout import Layout, layout_of, row_major, strides_in
+from planner.cost.layout import row_major, strides_in
 from planner.language.resolve import Resolved
-from planner.language.spec import Operand, Spec, Term
-from planner.program.build import given_variables
+from planner.language.spec import Operand, Spec, Term, plain_axes
 from planner.program.contraction import Contraction
+from planner.program.loops import Axes, resize_tree, slice_of
 from planner.program.ops import Cast, Einsum
+from planner.program.plan import Loop
 from planner.program.tree import Leaf, Node, Tree, change_tree, nodes_of
 
-__all__ = ["TreePart", "cut_out", "large_values", "whole_part"]
+__all__ = ["TreePart", "axis_part", "large_part", "loop_part", "parts_to_cut", "whole_part"]
 
 # For how many sizes of large values parts are cut out.
 MOST_SIZES = 2
 
 
-def large_values(tree: Tree) -> Iterator[tuple[Node, int]]:
-    """Yield each node that reads a large value but makes a small one: a part of the tree may end there.
+def parts_to_cut(contraction: Contraction, tree: Tree) -> Iterator[tuple[TreePart, Axes, str]]:
+    """Yield the parts of a tree that a loop may go around, the axes that it cuts already, and one more to cut.
 
-    Values are large, for each of the largest sizes in turn, if they have that size or more. The size comes with the
-    node, in elements.
+    Values are large, for each of the largest sizes in turn, if they have that size or more. The parts are: the steps
+    that make or read large values, for each axis that all of these values have; the steps that have an axis of the
+    largest values, so that no step is repeated; and those in a loop, which then cuts one more axis.
     """
     nodes = list(nodes_of(tree))
+    seen: set[tuple[int, ...]] = set()
     for least in sorted({_size(node) for node in nodes[1:]}, reverse=True)[:MOST_SIZES]:
-        for node in nodes:
-            reads = any(_size(child) >= least for child in node.children)
-            if reads and (node is tree or _size(node) < least):
-                yield node, least
+        ends = [node for node in nodes if any(_size(child) >= least for child in node.children)]
+        found = [large_part(contraction, tree, node, least) for node in ends if node is tree or _size(node) < least]
+        pairs = [(part, axis) for part in found if part is not None for axis in part.large_axes]
+        large = dict.fromkeys(
+            axis for node in nodes[1:] if _size(node) >= least for axis in plain_axes(node.op.spec.output)
+        )
+        pairs += [(part, axis) for axis in large if (part := axis_part(contraction, tree, axis)) is not None]
+        for part, axis in pairs:
+            key = (id(part.root), hash(axis), *map(id, part.children))
+            if key not in seen:
+                seen.add(key)
+                yield part, (), axis
+    for node in nodes:
+        if isinstance(node.op, Loop):
+            part = loop_part(tree, node)
+            yield from ((part, node.op.axes, axis) for axis in part.large_axes if axis not in dict(node.op.axes))
 
 
 def _size(tree: Tree) -> int:
@@ -69,12 +84,6 @@ class TreePart:
         axes = self.contraction.resolved.spec.by_axis
         return [axis for axis in axes if all(axis in node.op.spec.output for node in inner)]
 
-    @property
-    def layouts(self) -> tuple[Layout | None, ...]:
-        """The layouts of the output gradient and of the operands."""
-        gradient = layout_of(self.contraction.resolved.spec.output_shape, self.contraction.gradient_strides)
-        return gradient, *(variable.layout for variable in given_variables(self.contraction))
-
     def replaced(self, node: Node) -> Tree:
         """Return the whole tree with a node in place of the part."""
 
@@ -91,7 +100,17 @@ def whole_part(contraction: Contraction, tree: Tree) -> TreePart:
     return TreePart(tree, tree, contraction, tree, tuple(map(Leaf, range(len(contraction.operands)))))
 
 
-def cut_out(contraction: Contraction, whole: Tree, root: Node, least: int) -> TreePart | None:
+def loop_part(whole: Tree, root: Node) -> TreePart:
+    """Return the part of a tree that a loop goes around, without the loop."""
+    loop = root.op
+    assert isinstance(loop, Loop)
+    sizes = loop.spec.by_axis
+    return TreePart(
+        whole, root, slice_of(loop.body.contraction, sizes), resize_tree(loop.body.tree, sizes), root.children
+    )
+
+
+def large_part(contraction: Contraction, whole: Tree, root: Node, least: int) -> TreePart | None:
     """Take a node out of a tree, with the nodes below it that are connected to it by large values.
 
     Args:
@@ -101,8 +120,18 @@ def cut_out(contraction: Contraction, whole: Tree, root: Node, least: int) -> Tr
         least: how many elements a large value has at least.
 
     Returns:
-        The part; None if it reads index arrays, or a whole pool.
+        The part; None if it reads a whole pool.
     """
+    return _cut_out(contraction, whole, root, lambda node: _size(node) >= least)
+
+
+def axis_part(contraction: Contraction, whole: Tree, axis: str) -> TreePart | None:
+    """Take the nodes that have an axis out of a tree; None if there are none, or if one of them reads a whole pool."""
+    root = next((node for node in nodes_of(whole) if axis in node.op.spec.axes), None)
+    return root if root is None else _cut_out(contraction, whole, root, lambda node: axis in node.op.spec.axes)
+
+
+def _cut_out(contraction: Contraction, whole: Tree, root: Node, joins: Callable[[Node], bool]) -> TreePart | None:
     sizes, children, terms = contraction.resolved.spec.by_axis, list[Tree](), list[Term]()
     fits = True
 
@@ -110,10 +139,10 @@ def cut_out(contraction: Contraction, whole: Tree, root: Node, least: int) -> Tr
         nonlocal fits
         spec = node.op.spec
         # A letter that the contraction lacks stands for the rows of a pool, or of two pools in two places.
-        fits &= isinstance(node.op, Einsum | Cast) and not spec.gathers and set(spec.axes) <= sizes.keys()
+        fits &= isinstance(node.op, Einsum | Cast | Loop) and set(spec.axes) <= sizes.keys()
         inner: list[Tree] = []
         for child, term in zip(node.children, spec.inputs, strict=True):
-            if isinstance(child, Node) and _size(child) >= least:
+            if isinstance(child, Node) and joins(child):
                 fits &= child.op.spec.output == term
                 inner.append(visit(child))
             else:
@@ -127,12 +156,13 @@ def cut_out(contraction: Contraction, whole: Tree, root: Node, least: int) -> Tr
         return None
     spec = Spec(tuple(terms), root.op.spec.output)
     spec = dataclasses.replace(spec, sizes=tuple((axis, sizes[axis]) for axis in sorted(spec.axes)))
-    shapes = tuple(map(spec.shape, terms))
+    shapes, arrays = tuple(map(spec.shape, terms)), {gather.array: spec.shape(gather.axes) for gather in spec.gathers}
+    index_shapes = tuple(arrays.items())
     part = dataclasses.replace(
         contraction,
         text=str(spec),
-        resolved=Resolved(spec, shapes, ()),
-        index_shapes=(),
+        resolved=Resolved(spec, shapes, index_shapes),
+        index_shapes=index_shapes,
         operands=tuple(_operand(contraction, child, shape) for child, shape in zip(children, shapes, strict=True)),
         dtype=root.op.dtype,
         gradient_strides=row_major(spec.output_shape),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from planner.cost.figures import Cost
@@ -16,8 +16,11 @@ from planner.language.dtypes import itemsize
 from planner.language.errors import PlannerError, SearchLimitError
 from planner.language.spec import Spec, term_axes
 from planner.program.build import Lowerer, lowerer_for
+from planner.program.contraction import Contraction
 from planner.program.loops import (
+    Axes,
     device_in_loop,
+    loop_layouts,
     loop_node,
     loop_over,
     resize_tree,
@@ -27,8 +30,8 @@ from planner.program.loops import (
 from planner.program.ops import Einsum
 from planner.program.plan import Loop, PlanRecord
 from planner.program.program import Programs
-from planner.program.tree import Node, Tree, keep_values, nodes_of
-from planner.search.parts import TreePart, cut_out, large_values, whole_part
+from planner.program.tree import Tree, keep_values, nodes_of
+from planner.search.parts import TreePart, loop_part, parts_to_cut, whole_part
 from planner.search.space import MOST_AUTO, SLICE_STOP, Candidate, SearchSpace, run_searches
 
 __all__ = ["can_be_cut", "fastest", "loop_candidates", "make_loop", "worth_cutting"]
@@ -36,6 +39,8 @@ __all__ = ["can_be_cut", "fastest", "loop_candidates", "make_loop", "worth_cutti
 # Without limits, loops over slices are considered if a plan allocates this much beyond its results.
 LARGE_BYTES = 1 << 25
 MOST_LOOPS, MOST_SLICES = 3, 4096
+# How many trees with loops get another loop.
+MOST_NESTED = 2
 # The share of the steps that loops around parts of a tree may take.
 PART_SHARE = 8
 # Loops around parts are tried for up to so many operands.
@@ -77,7 +82,6 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
         return
     trees = dict.fromkeys(keep_values(candidate.tree, False) for candidate in candidates)
     search = _LoopSearch(space, rival.programs, tuple(trees))
-    around_parts = search.price_parts(candidates, limits)
 
     def excess(candidate: Candidate) -> int:
         """Return the bytes by which a candidate exceeds the limits."""
@@ -99,15 +103,24 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
         best = leanest_of_the_fast(tried, first) if options.minimize == "time" else first
         return [best] if best is first or limited else [best, first]
 
-    if around_parts:
-        yield from best_of(around_parts)
+    previous: Candidate | None = None
+    looped = candidates
+    for _ in range(MOST_LOOPS):
+        tried = search.price_parts(looped, limits)
+        looped = sorted(tried, key=rank)[:MOST_NESTED]
+        if not looped or (previous is not None and rank(looped[0]) >= rank(previous)):
+            break
+        previous = looped[0]
+        yield from best_of(tried)
+        if limited and keeps_within(previous.cost, limits):
+            break
     if search.large and limits.memory is not None and not allowed:
         for candidate in search.price_many_axes(rival.tree, limits.memory):
             yield candidate
             if keeps_within(candidate.cost, limits):
                 return
-    axes: tuple[tuple[str, int], ...] = ()
-    previous: Candidate | None = None
+    axes: Axes = ()
+    previous = None
     for _ in range(MOST_LOOPS):
         tried = search.price_another_axis(axes)
         if not tried:
@@ -150,7 +163,7 @@ class _LoopSearch:
         """Whether as many steps as allowed are priced, or the deadline is over."""
         return self.steps_left <= 0 or (self.space.ends is not None and time.monotonic() > self.space.ends)
 
-    def price_another_axis(self, axes: tuple[tuple[str, int], ...]) -> list[Candidate]:
+    def price_another_axis(self, axes: Axes) -> list[Candidate]:
         """Return loops over the given axes and one more: each axis that can be cut, in slices of several sizes."""
         spec = self.space.resolved.spec
         priced: list[Candidate] = []
@@ -162,7 +175,7 @@ class _LoopSearch:
             trees = tuple(dict.fromkeys((*self.trees, *slice_trees)))
             for slice_size in _ladder(size):
                 cut = (*axes, (axis, slice_size))
-                if math.prod(-(-spec.size(a) // length) for a, length in cut) <= MOST_SLICES:
+                if _slices(cut, spec) <= MOST_SLICES:
                     priced += self._price(cut, trees)
         return priced
 
@@ -202,9 +215,10 @@ class _LoopSearch:
                 yield from self._price(tuple(cut), (tree,))
 
     def price_parts(self, candidates: Sequence[Candidate], limits: Limits) -> list[Candidate]:
-        """Return trees with a loop around the steps that make and read their largest values.
+        """Return trees with one more loop, over an axis of their largest values, in smaller and smaller slices.
 
-        Each axis that all of these values have is cut, into smaller and smaller slices until limits are met.
+        The loop goes around a part of the tree, which may hold other loops, or inside of another loop. Under limits
+        slices get no smaller once the limits are met.
         """
         if len(self.space.operands) > MOST_PART_OPERANDS:
             return []
@@ -215,25 +229,25 @@ class _LoopSearch:
 
     def _price_parts(self, candidates: Sequence[Candidate], limits: Limits) -> Iterator[Candidate]:
         for candidate in {candidate.tree: candidate for candidate in candidates}.values():
-            for root, least in large_values(candidate.tree):
-                part = cut_out(self.space.contraction, candidate.tree, root, least)
-                if part is None or part.is_whole:
-                    continue
-                for axis in part.large_axes:
-                    size = part.contraction.resolved.spec.size(axis)
-                    sizes = [n for n in _ladder(size) if -(-size // n) <= MOST_SLICES]
-                    for (key, lower), slice_size in itertools.product(self.lowerers.items(), sizes):
+            for key, lower in self.lowerers.items():
+                loop = partial(_loop_around, self.space, key=key, lower=lower)
+                for sizes, looped in _with_loops(self.space.contraction, candidate.tree, loop):
+                    last = math.inf
+                    for size in sizes:
                         if self.is_over():
                             return
                         self.steps_left -= 2 * len(candidate.programs.steps)  # those of the whole, and of a slice
-                        looped = _loop_around(self.space, part, ((axis, slice_size),), key, lower, candidate.lower)
-                        if looped is None:
+                        priced = _price_tree(self.space, looped(size), candidate.lower)
+                        if priced is None:
                             break
-                        yield looped
-                        if limits != NO_LIMITS and keeps_within(looped.cost, limits):
+                        yield priced
+                        # Smaller slices are slower, and help no more if the peak is elsewhere.
+                        peak = priced.cost.peak_bytes
+                        if limits != NO_LIMITS and (keeps_within(priced.cost, limits) or peak >= last):
                             break
+                        last = peak
 
-    def _price(self, axes: tuple[tuple[str, int], ...], trees: Sequence[Tree]) -> list[Candidate]:
+    def _price(self, axes: Axes, trees: Sequence[Tree]) -> list[Candidate]:
         """Return a loop with each tree, its steps lowered by each key."""
         steps = len(slice_counts(axes, self.space.resolved.spec)) * len(self.whole.forward.computing)
         if any(self.space.requires):
@@ -242,8 +256,9 @@ class _LoopSearch:
         for tree in trees:
             for key, lower in self.lowerers.items():
                 looped = _loop_around(self.space, whole_part(self.space.contraction, tree), axes, key, lower)
-                assert looped is not None
-                priced.append(looped)
+                candidate = _price_tree(self.space, looped, self.space.lowerer(key))
+                assert candidate is not None
+                priced.append(candidate)
                 self.steps_left -= steps
         return priced
 
@@ -293,6 +308,11 @@ def can_be_cut(spec: Spec, axis: str) -> bool:
     return all(len(uses) == 1 or all(axis not in axes for axes in uses) for uses in brackets.values())
 
 
+def _slices(axes: Axes, spec: Spec) -> int:
+    """Return the number of slices of a loop."""
+    return math.prod(-(-spec.size(axis) // size) for axis, size in axes)
+
+
 def _ladder(size: int) -> list[int]:
     """Return the sizes of slices to consider: a half of the size, a quarter, and so on down to one."""
     steps = [size]
@@ -322,15 +342,8 @@ def _slice_trees(space: SearchSpace, sizes: Mapping[str, int]) -> list[Tree]:
     return [keep_values(resize_tree(tree, whole), False) for tree in trees]
 
 
-def _loop_around(
-    space: SearchSpace,
-    part: TreePart,
-    axes: tuple[tuple[str, int], ...],
-    key: str,
-    lower: Lowerer | None = None,
-    whole_lower: Lowerer | None = None,
-) -> Candidate | None:
-    """Price one loop around a part of a tree.
+def _loop_around(space: SearchSpace, part: TreePart, axes: Axes, key: str, lower: Lowerer | None = None) -> Tree:
+    """Return a tree with a loop around a part of it.
 
     Args:
         space: the contraction.
@@ -338,41 +351,83 @@ def _loop_around(
         axes: the axes that are cut and their slices' sizes.
         key: names the objective by which the steps of slices are chosen.
         lower: what chooses these.
-        whole_lower: what chooses the other steps; by the same objective, if it is None.
-
-    Returns:
-        The candidate; None if a value lies in memory otherwise than the part's contraction has it.
     """
     loop = loop_over(part.contraction, axes, part.tree, device_in_loop(space.device, space.backend), key, lower)
-    whole_lower = whole_lower or space.lowerer(key)
-    tree = part.replaced(loop_node(loop, part.children))
-    programs = space.programs(tree, whole_lower)
-    layouts = part.layouts
+    return part.replaced(loop_node(loop, part.children))
+
+
+def _with_loops(
+    contraction: Contraction, tree: Tree, loop: Callable[[TreePart, Axes], Tree], inside: bool = False
+) -> Iterator[tuple[list[int], Callable[[int], Tree]]]:
+    """Yield the ways to put one more loop into a tree: the sizes of slices, and what returns the tree for a size.
+
+    Args:
+        contraction: the contraction that the tree is of.
+        tree: the tree.
+        loop: puts a loop around a part.
+        inside: whether the tree is that of a loop's slices.
+    """
+
+    def cut_axis(part: TreePart, axes: Axes, axis: str, size: int) -> Tree:
+        return loop(part, (*axes, (axis, size)))
+
+    def cut_inside(part: TreePart, axes: Axes, looped: Callable[[int], Tree], size: int) -> Tree:
+        return loop(dataclasses.replace(part, tree=looped(size)), axes)
+
+    has_loops = any(isinstance(node.op, Loop) for node in nodes_of(tree))
+    for part, axes, axis in parts_to_cut(contraction, tree):
+        spec = part.contraction.resolved.spec
+        # Loops around a whole tree without loops are priced by themselves.
+        if can_be_cut(spec, axis) and not (part.is_whole and not axes and (inside or not has_loops)):
+            slices = _slices(axes, spec)
+            sizes = [n for n in _ladder(spec.size(axis)) if slices * -(-spec.size(axis) // n) <= MOST_SLICES]
+            yield sizes, partial(cut_axis, part, axes, axis)
+    for node in nodes_of(tree):
+        if isinstance(node.op, Loop):
+            part = loop_part(tree, node)
+            for sizes, looped in _with_loops(part.contraction, part.tree, loop, inside=True):
+                yield sizes, partial(cut_inside, part, node.op.axes, looped)
+
+
+def _price_tree(space: SearchSpace, tree: Tree, lower: Lowerer) -> Candidate | None:
+    """Return a tree with loops as a candidate; None if a value lies otherwise in memory than slices were planned for.
+
+    Args:
+        space: the contraction.
+        tree: the tree.
+        lower: what chooses the steps outside of loops.
+    """
+    programs = space.programs(tree, lower)
+    return Candidate(programs, tree, lower, False, "sliced") if _lie_as_expected(programs) else None
+
+
+def _lie_as_expected(programs: Programs) -> bool:
+    """Whether what loops read, and loops in them, lies in memory as their slices were planned for."""
     for step in programs.steps:
-        if isinstance(step.op, Loop) and (step.op.spec, step.op.axes) == (loop.spec, loop.axes):
+        if isinstance(step.op, Loop):
+            layouts = loop_layouts(step.op)
             expected = layouts if step.op.first_operand else layouts[1:]
             if step.op.layouts != (expected if any(expected) else ()):
-                return None
-    return Candidate(programs, tree, whole_lower, False, "sliced")
+                return False
+            if not all(_lie_as_expected(body.programs) for body in step.op.bodies):
+                return False
+    return True
 
 
-def make_loop(plan: PlanRecord, axes: Mapping[str, int], around: tuple[Node, int] | None = None) -> PlanRecord:
+def make_loop(plan: PlanRecord, axes: Mapping[str, int], around: TreePart | None = None) -> PlanRecord:
     """Return a plan with the same tree that goes slice by slice, whatever it costs.
 
     Args:
         plan: a plan; if its tree has a loop, that one runs in each slice.
         axes: the size of a slice for each axis that is cut, the outermost first.
-        around: the part of the tree to cut, as `cut_out` takes it; None for the whole tree.
+        around: the part of the tree to cut; all of it by default.
 
     Raises:
         PlannerError: there can be no loop around that part.
     """
-    whole = whole_part(plan.contraction, plan.tree)
-    part = whole if around is None else cut_out(plan.contraction, plan.tree, *around)
-    axes_and_sizes = tuple(axes.items())
-    looped = None
-    if part is not None:
-        looped = _loop_around(SearchSpace(plan.contraction), part, axes_and_sizes, plan.options.objective)
+    space, key = SearchSpace(plan.contraction), plan.options.objective
+    tree = _loop_around(space, around or whole_part(plan.contraction, plan.tree), tuple(axes.items()), key)
+    looped = _price_tree(space, tree, space.lowerer(key))
     if looped is None:
-        raise PlannerError("the steps read index arrays, or values that lie in another order than expected")
+        raise PlannerError("values lie in another order than the loop expects")
     return dataclasses.replace(plan, tree=looped.tree, programs=looped.programs, proven=False, origin="sliced")

@@ -220,10 +220,10 @@ class SearchSpace:
             if chooses and (limits.memory is not None or objective == "peak"):
                 work //= 2
             allowed: Splits = all_splits
-            if self._may_filter():
+            if self.has_plain_bounds and len(self.operands) <= MOST_FILTERED:
                 from planner.search.exact.survivors import SplitFilter
 
-                bounds = self._bounds(objective if objective in ADDITIVE else "time")
+                bounds = self.step_bounds(objective if objective in ADDITIVE else "time")
                 few = SplitFilter(self.steps, self.requires, bounds, objective == "retained" and all(self.requires))
                 if limits.memory is not None:
                     few.drop_above_peak(limits.memory)
@@ -239,10 +239,11 @@ class SearchSpace:
                 raise
             return dataclasses.replace(best, exact=False, interrupted=isinstance(end, KeyboardInterrupt)), lower
 
-    def _may_filter(self) -> bool:
-        """Whether a `SplitFilter` can tell which splits of the operands cannot win."""
+    @property
+    def has_plain_bounds(self) -> bool:
+        """Whether numpy can bound the steps of all trees: without gathers, if all sizes can be divided by."""
         plain = not self.network.gathers and 0 not in self.network.sizes.values() and len(self.network.axes) < 63
-        return plain and len(self.operands) <= MOST_FILTERED and self._bounds("time").hold
+        return plain and self.step_bounds("time").hold
 
     def has_quicker(self, picoseconds: int, stop: Stop) -> bool:
         """Whether a tree takes less time, as far as the search over all trees can tell.
@@ -253,9 +254,9 @@ class SearchSpace:
         return self._lazy_search(self.lowerer("time"), "time", stop).has_below(picoseconds)
 
     def _lazy_search(self, lower: Lowerer, objective: str, stop: Stop) -> LazySearch:
-        return LazySearch(self.steps, lower, self._bounds(objective), stop, self._exchange is None)
+        return LazySearch(self.steps, lower, self.step_bounds(objective), stop, self._exchange is None)
 
-    def _bounds(self, objective: str) -> Bounds:
+    def step_bounds(self, objective: str) -> Bounds:
         """Return what lower bounds on steps depend on."""
         gradient_operands = sum(needed << operand for operand, needed in enumerate(self.requires))
         launches = kernel_launches(self.table, self.device)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from planner.language.spec import plain_axes, term_axes
+from planner.language.spec import axis_of, plain_axes, term_axes
 from planner.program.calls import SizeReader
 from planner.program.loops import slice_counts
 from planner.program.ops import JointGradient, Op
@@ -110,7 +110,7 @@ def _sizes(
     known = [(e, n) for e, n in zip(spec.output, given or (), strict=False) if n != -1]
     member = reader.member([*operands, *shapes.values()], known or [(e, spec.size(e)) for e in reader.hidden])
     assert member is not None  # the operator has read the same sizes
-    return {e: size for e, size in member.sizes.items() if isinstance(e, str)}
+    return {axis: size for e, size in member.sizes.items() if (axis := axis_of(e))}
 
 
 def register_flops() -> None:

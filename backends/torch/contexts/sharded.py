@@ -24,7 +24,7 @@ from planner.backends.torch.index import TorchIndex, torch_in_range
 from planner.language.cached import BACKEND_CACHES, enter
 from planner.language.errors import IndexRangeError, PlannerError
 from planner.language.options import MODES, Request
-from planner.language.spec import Gather, Spec, Term, unused_letters
+from planner.language.spec import Gather, Spec, Term, axis_of, unused_letters
 from planner.language.split import Placement, choose_splits, dims_of_term, place_term, with_sizes
 from planner.program.callbacks import callbacks
 from planner.program.contraction import Contraction
@@ -225,7 +225,7 @@ def _divide(contraction: Contraction, operands: Sequence[Any], indices: Mapping[
     letters = unused_letters((*spec.axes, *spec.arrays), len(gathers))
     slices = [parts.get(gather, (0, spec.size(gather))) for gather in gathers]
     pools = {gather: _Pool(letter, *cut) for gather, letter, cut in zip(gathers, letters, slices, strict=True)}
-    sizes = {entry: size for entry, (_, size) in parts.items() if isinstance(entry, str)}
+    sizes = {axis: size for entry, (_, size) in parts.items() if (axis := axis_of(entry))}
     local = with_sizes(spec, sizes, {g: Gather(pool.letter, g.axes, pool.size) for g, pool in pools.items()})
 
     def cuts(term: Term, placement: Placement) -> tuple[_Cut, ...]:
