@@ -256,7 +256,7 @@ def test_scratch_on_a_card_is_bounded(monkeypatch, spec, shapes, groups, dtype):
     """
     for module, name in (
         (triton_grouped, "product_kernel"), (triton_pair, "pair_kernel"), (triton_sum, "sum_kernel"),
-        (triton_sum, "add_parts_kernel"),
+        (triton_sum, "add_parts_kernel"), (triton_pooled, "dots_kernel"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, collections.defaultdict(lambda: lambda *_, **__: None))
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", _result_of_grouped_mm)
@@ -371,16 +371,16 @@ def test_products_whose_axes_lie_apart(seed, dtype, sizes, long):
 @settings(max_examples=examples(60, 600))
 @given(
     seed=st.integers(0, 2**30), dtype=st.sampled_from(LAID), rows=st.sampled_from([0, 1, 5, 70, 300]),
-    groups=st.integers(0, 5), columns=st.tuples(*[st.sampled_from([0, 1, 17])] * 2), tile=st.sampled_from([128, 512]),
+    groups=st.integers(0, 5), columns=st.tuples(*[st.sampled_from([0, 1, 17])] * 2), tile=st.sampled_from([512, 2048]),
 )  # fmt: skip
 def test_rows_are_summed_by_group(seed, dtype, rows, groups, columns, tile):
-    """Groups that are cut into many pieces too; what is beside the operand and the result is left alone."""
+    """Groups of many windows too; what is beside the operand and the result is left alone."""
     random = np.random.default_rng(seed)
     of = random.integers(0, groups + 1, rows) if random.random() < 0.7 else np.full(rows, 0)
     x, lay = integers(random, rows, *columns), partial(Laid, random=random, dtype=dtype, tables=False)
     given, made = lay(x, dropped=of == groups), lay(np.zeros((groups, *columns[::-1])), writes=True)
     index = group_rows(torch.from_numpy(of), groups)
-    with mock.patch.multiple(triton_sum, _TILE=tile, _CHUNK=2):
+    with mock.patch.multiple(triton_sum, _TILE=tile, WINDOW=32):
         triton_sum.sum_rows(
             triton_sum.Rows.of(given.tensor, [0], [1, 2]), triton_sum.Rows.of(made.tensor, [0], [2, 1]),
             math.prod(columns), index,

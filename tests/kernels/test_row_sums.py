@@ -1,0 +1,160 @@
+"""Sums and dots of rows in Triton, under its interpreter: their kernels, and the rows of torch's table that run them.
+
+Operands are small integers, so every result is exact. What the kernels have no business to read is NaN, and so is what
+results held before.
+"""
+
+import dataclasses
+import itertools
+from unittest import mock
+
+import numpy as np
+import pytest
+from conftest import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+
+import planner  # noqa: E402
+from planner.cost.device import H200  # noqa: E402
+from planner.cost.layout import layout_of  # noqa: E402
+from planner.kernels.gathered_dot import triton_pooled  # noqa: E402
+from planner.kernels.grouping.torch_grouping import group_rows  # noqa: E402
+from planner.kernels.segment_sum import triton_sum  # noqa: E402
+from planner.language.parse import parse  # noqa: E402
+from planner.language.spec import Gather, Spec, replace_gathers  # noqa: E402
+from planner.program.calls import RangedIndices  # noqa: E402
+from planner.program.frameworks import load_backend  # noqa: E402
+from planner.program.ops import Einsum  # noqa: E402
+from planner.testing.reference import reference  # noqa: E402
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+SKEWS = ("even", "one group", "none", "sorted")
+
+
+def poisoned(random, *shape, dtype="float32", gaps=True):
+    """An array of NaN with room around and between its elements, its dimensions in any order in memory."""
+    order = random.permutation(len(shape))
+    step = int(random.integers(1, 3)) if gaps else 1
+    memory = torch.full([step * shape[d] + 1 for d in order], torch.nan, dtype=getattr(torch, dtype))
+    return memory[tuple(slice(0, step * shape[d], step) for d in order)].permute(*np.argsort(order).tolist())
+
+
+def laid(random, values, dtype="float32"):
+    """An array of these values that lies in NaN."""
+    return poisoned(random, *values.shape, dtype=dtype).copy_(torch.from_numpy(values))
+
+
+def integers(random, *shape):
+    return random.integers(-2, 3, shape).astype(float)
+
+
+def groups_of(random, rows, groups, skew):
+    """The group of each row; the number of groups drops a row."""
+    of = random.integers(0, groups + 1, rows)
+    return {"even": of, "one group": np.full(rows, groups // 2), "none": np.full(rows, groups), "sorted": np.sort(of)}[skew]
+
+
+@settings(max_examples=examples(60, 1000))
+@given(
+    seed=st.integers(0, 2**30), dtype=st.sampled_from(DTYPES), rows=st.sampled_from([0, 1, 7, 64, 150]),
+    groups=st.integers(0, 5), columns=st.sampled_from([0, 1, 5, 17]), skew=st.sampled_from(SKEWS),
+    tables=st.tuples(st.booleans(), st.booleans()), factor=st.sampled_from(["none", "rows", "weights"]),
+    tile=st.sampled_from([64, 1024]),
+)  # fmt: skip
+def test_sums_of_products_of_rows(seed, dtype, rows, groups, columns, skew, tables, factor, tile):
+    """Groups of many windows, empty ones and dropped rows; factors through tables that also name no row."""
+    random = np.random.default_rng(seed)
+    of, expected = groups_of(random, rows, groups, skew), np.zeros((groups + 1, columns))
+    product, given = np.ones((rows, columns)), []
+    for gathered, width in zip(tables, (columns, {"weights": 1}.get(factor, columns)), strict=True):
+        size = int(random.integers(0, 6)) if gathered else rows
+        values = integers(random, size, width)
+        table = random.integers(-1, size + 1, rows) if gathered else np.arange(rows)
+        if given and factor == "none":
+            break
+        taken = np.concatenate([values, np.zeros((1, width))])[np.where((table < 0) | (table >= size), size, table)]
+        product *= taken
+        unread = ~np.isin(np.arange(size), table[of < groups])
+        x = laid(random, np.where(unread[:, None], np.nan, values), dtype).expand(size, columns)
+        given.append(triton_sum.Rows.of(x, [0], [1], torch.from_numpy(table) if gathered else None))
+    np.add.at(expected, of, product)
+    out = poisoned(random, groups, columns, dtype=dtype)
+    into = triton_sum.Rows.of(out, [0], [1])
+    with mock.patch.multiple(triton_sum, _TILE=tile, WINDOW=16):
+        triton_sum.sum_rows(given[0], into, columns, group_rows(torch.from_numpy(of), groups), *given[1:])
+    assert torch.equal(out, torch.from_numpy(expected[:-1]).to(out.dtype))
+    assert out._base.isnan().sum() == out._base.numel() - out.numel()
+
+
+@settings(max_examples=examples(40, 600))
+@given(
+    seed=st.integers(0, 2**30), dtype=st.sampled_from(DTYPES), rows=st.integers(0, 9), columns=st.integers(0, 20),
+    tile=st.sampled_from([64, 512, 8192]),
+)  # fmt: skip
+def test_dots_of_rows(seed, dtype, rows, columns, tile):
+    random = np.random.default_rng(seed)
+    operands, expected = [], np.ones((rows, columns))
+    for _ in range(2):
+        size = int(random.integers(0, 6))
+        values, table = integers(random, size, columns), random.integers(-1, size + 1, rows)
+        expected *= np.concatenate([values, np.zeros((1, columns))])[np.where((table < 0) | (table >= size), size, table)]
+        values[~np.isin(np.arange(size), table)] = np.nan
+        operands.append(triton_sum.Rows.of(laid(random, values, dtype), [0], [1], torch.from_numpy(table)))
+    out = torch.full((rows,), torch.nan, dtype=getattr(torch, dtype))
+    triton_pooled.dot_rows(*operands, out, (1, rows, 1, columns), tile)
+    assert torch.equal(out, torch.from_numpy(expected.sum(1)).to(out.dtype))
+
+
+def test_equal_sums_have_equal_bits():
+    """Whatever lies behind it in memory, a sum of normal values is formed in one order."""
+    random = np.random.default_rng(0)
+    x, of = torch.from_numpy(random.standard_normal((5000, 3))).float(), torch.from_numpy(random.integers(0, 4, 5000))
+    first = triton_sum.grouped_sum(x, group_rows(of, 4))
+    again = triton_sum.grouped_sum(laid(random, x.numpy().astype(float)), group_rows(of, 4))
+    assert torch.equal(first, again)
+
+
+SPECS = (  # each with the sizes of its axes and of what its index arrays name
+    ("s[e]c, e -> d[e]c", {"e": 50, "c": 5}, {"s": 7, "d": 4}),
+    ("ec, d[e] -> d[e]c", {"e": 30, "c": 3}, {"d": 4}),
+    ("s[e]hc, eh -> d[e]hc", {"e": 30, "h": 2, "c": 3}, {"s": 7, "d": 4}),
+    ("s[ef], fe -> d[ef]", {"e": 6, "f": 5}, {"s": 7, "d": 4}),
+    ("cs[e]b, t[e]b -> bd[e]c", {"e": 30, "b": 2, "c": 3}, {"s": 7, "t": 3, "d": 4}),
+    ("s[e]c, t[e]c -> e", {"e": 30, "c": 5}, {"s": 7, "t": 3}),
+    ("bs[ef]c, ct[ef]b -> fe", {"e": 6, "f": 5, "b": 2, "c": 3}, {"s": 7, "t": 3}),
+    ("s[e]c -> d[e]c", {"e": 30, "c": 5}, {"s": 7, "d": 4}),
+    ("cef -> d[ef]c", {"e": 6, "f": 5, "c": 3}, {"d": 4}),
+    ("s[e]c, e -> d[e]c", {"e": 0, "c": 5}, {"s": 7, "d": 4}),
+    ("s[e]c, e -> d[e]c", {"e": 5, "c": 0}, {"s": 7, "d": 4}),
+)
+
+
+@pytest.mark.parametrize(("spec", "axes", "pools"), SPECS, ids=[f"{s} {tuple(a.values())}" for s, a, _ in SPECS])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_the_table_compute_steps_of_rows(spec, axes, pools, dtype):
+    """On operands in any strides, with dropped rows; and what they allocate is what they say."""
+    random, table = np.random.default_rng(0), load_backend("torch").table
+    shapes = Spec((), (), tuple(axes.items()))
+    parsed = planner.resolve(
+        spec, *(shapes.shape(replace_gathers(t, lambda g: Gather("", (), pools[g.array]))) for t in parse(spec).inputs),
+        sizes=pools, **{g.array: shapes.shape(g.axes) for g in parse(spec).gathers},
+    )  # fmt: skip
+    indices = {g.array: random.integers(0, g.size + 1, shapes.shape(g.axes)) for g in parsed.gathers}
+    values = [integers(random, *parsed.shape(term)) for term in parsed.inputs]
+    operands = [laid(random, x, dtype) for x in values]
+    layouts = [layout_of(x.shape, x.stride()) for x in operands]
+    op = Einsum(parsed, dtype).with_layouts(layouts)
+    expected = reference(spec, *values, sizes=pools, index_mode="drop", **indices)
+    ran = 0
+    for choice in table.choices(op, H200):
+        if choice.lowering in ("segment sum, Triton", "dots of rows, Triton"):
+            index = RangedIndices(True, {g: torch.from_numpy(indices[g.array]) for g in parsed.gathers})
+            with mock.patch.object(triton_sum, "WINDOW", 16):
+                (found,) = table.run(choice.lowering, op, operands, index)
+            assert np.array_equal(found.double().numpy(), expected)
+            assert layout_of(found.shape, found.stride()) == (choice.layouts[0] if choice.layouts else None)
+            ran += 1
+    assert ran == 1
