@@ -33,12 +33,13 @@ from planner.kernels.grouping import torch_grouping
 from planner.kernels.segment_sum import WINDOW
 from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, covers_pair, tiles_of
 from planner.language.dtypes import itemsize
-from planner.language.spec import Gather, Term, term_gathers
+from planner.language.spec import Term
 from planner.program.forms import GroupedForm, PooledForm, ProductForm, grouped_form, pooled_form, product_form
 from planner.program.implementations import Implementation, form_row
-from planner.program.ops import Einsum, JointGradient, Op
+from planner.program.ops import JointGradient, Op
 
 __all__ = [
+    "CUT",
     "DTYPES",
     "LAUNCHES",
     "ORDER_LAUNCHES",
@@ -48,6 +49,7 @@ __all__ = [
     "grouped_mm_kernels",
     "kernel_function",
     "order_bytes",
+    "product_rate",
 ]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -60,7 +62,7 @@ _SLOWER = 1.5
 # Bytes of tables for each group: where it begins, its pieces and their slots, and intermediate arrays for these.
 TABLES = 8 * 7
 # The number of terms after which the sum of a group is split, as in `planner.kernels.tiled_product.triton_tiles`.
-_CUT = 4096
+CUT = 4096
 
 
 def kernel_function(module: str, name: str, **options: Any) -> Callable[..., Any]:
@@ -72,7 +74,7 @@ def kernel_function(module: str, name: str, **options: Any) -> Callable[..., Any
     return call
 
 
-def _rate(device: Device, sides: tuple[int, int, int], dtype: str) -> float:
+def product_rate(device: Device, sides: tuple[int, int, int], dtype: str) -> float:
     """Return the FLOP/s of the kernel for a product of these rows, columns and terms."""
     return device.product_rate(*sides, dtype=dtype) / _SLOWER
 
@@ -86,7 +88,7 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
         # The products of rows are added up in the order of their targets, which needs a second sort.
         tables += n * i * k * max(4, size) + 40 * n + math.prod(op.output_shapes[0]) * (4 if size < 4 else 0)
     fused = pair and covers_pair(j, k)
-    cut = PAIR_TERMS if fused else _CUT
+    cut = PAIR_TERMS if fused else CUT
     parts = 2 * (n * i // cut) * j * k * max(4, size) if form.outer or pair else 0
     moved = op.bytes_touched() + 2 * copied + 16 * n
     if pair and not fused:
@@ -94,7 +96,7 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
     return [
         Work(
             op.flops(),
-            _rate(device, form.sides, op.dtype),
+            product_rate(device, form.sides, op.dtype),
             moved,
             copied,
             copied + tables + parts,
@@ -138,7 +140,9 @@ def cuda_kernels(tiling: str = "") -> Kernels:
     label, tiled = f", Triton{', ' * bool(tiling)}{tiling}", {"tiling": tiling}
 
     def outer(a: Any, b: Any, groups: Any, size: int, source_a: Any, source_b: Any) -> Any:
-        return kernel_function("grouped_matmul.triton_grouped", "grouped_outer", **tiled)(a, b, groups, source_a, source_b)
+        return kernel_function("grouped_matmul.triton_grouped", "grouped_outer", **tiled)(
+            a, b, groups, source_a, source_b
+        )
 
     functions = {name: kernel_function("gathered_dot.triton_pooled", name, **tiled) for name in POOL_FUNCTIONS}
     pool = PoolKernels(**functions, work=_pooled_work, launches=1, sorts=True)
@@ -170,7 +174,7 @@ def _strided_work(op: Op, form: ProductForm, device: Device) -> list[Work]:
         for group in groups
         if not flattens(term, layout, [group], op.spec)
     )
-    moved, rate = op.bytes_touched() + 2 * tables, _rate(device, form.sizes[1:], op.dtype)
+    moved, rate = op.bytes_touched() + 2 * tables, product_rate(device, form.sizes[1:], op.dtype)
     # Each table is made in a few launches.
     return [Work(op.flops(), rate, moved, scratch=tables, fresh=(op.result_bytes(),), launches=1 + 6 * bool(tables))]
 

@@ -12,6 +12,8 @@ waits for the device.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from planner.kernels.grouping.keys import IndexArray
 from planner.kernels.grouping.torch_grouping import accumulator, group_rows
-from planner.kernels.segment_sum.triton_sum import Rows, Runs, row_places, sum_rows
+from planner.kernels.segment_sum.triton_sum import Rows, Runs, quotient, row_places, sum_rows
 from planner.kernels.tiled_product.triton_axes import Axis, grid, packed
 from planner.kernels.tiled_product.triton_product import position
 
@@ -31,34 +33,37 @@ _TILE, _DEPTH, _KEYS = 8192, 128, 256
 
 @triton.jit
 def dots_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
-    x, x_table, x_size, x_row, x_inner, x_batch, x_column_table, x_column,
+    x, x_table, x_size, x_row, x_batch, x_column_table, x_column,
     y, y_table, y_size, y_row, y_batch, y_column_table, y_column,
     out, queries, all_queries, keys, depth,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, ONE_D: tl.constexpr,
+    NARROW: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, ONE_D: tl.constexpr,
 ):  # fmt: skip
     """Multiply some queries with the rows that some of their keys name.
 
     Args:
-        x: pointer to the queries, and how their rows and columns are read, as in `triton_sum.sum_kernel`; a row
-            without a table is read at `row // queries` and `row % queries`, by the strides `x_row` and `x_inner`.
+        x: pointer to the queries, and how their rows and columns are read, as in `triton_sum.sum_kernel`. Rows are
+            numbered in each batch entry.
         y: the same of the pool. The table holds the row of each key, `(all_queries, keys)`.
         out: pointer to the scores, `(all_queries, keys)`.
         queries: number of queries of a batch entry.
         all_queries: number of all queries.
         keys: number of keys of a query.
         depth: number of columns.
+        NARROW: whether the numbers of queries have 32 bits.
         ONE_D: whether a tile covers the depth.
     """
     wide = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
     tiles_k = tl.cdiv(keys, BLOCK_K)
     query = (tl.program_id(0) // tiles_k).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    entry = quotient(query, queries, NARROW)
     k = (tl.program_id(0) % tiles_k) * BLOCK_K + tl.arange(0, BLOCK_K)
     q_there = query < all_queries
     r = query[:, None] * keys + k[None, :]
     r_there = q_there[:, None] & (k >= 0)[None, :] & (k < keys)[None, :]  # the last tile may reach beyond 2^31
     y_r, there = row_places(r, r_there, y_table, y_size, y_row, 1, 0)
-    y_r += (query // queries)[:, None] * y_batch
-    x_r, x_there = row_places(query, q_there, x_table, x_size, x_row, queries, x_inner)
+    y_r += entry[:, None] * y_batch
+    x_r, x_there = row_places(query - entry * queries, q_there, x_table, x_size, x_row, 1, 0)
+    x_r += entry * x_batch
     there = there & x_there[:, None]
     total = tl.zeros((BLOCK_Q, BLOCK_K, BLOCK_D), wide)
     for at in range(0, BLOCK_D if ONE_D else depth, BLOCK_D):
@@ -79,7 +84,7 @@ def dot_rows(x: Rows, y: Rows, out: Tensor, sizes: tuple[int, int, int, int], ti
     """Write the dot products of queries with the rows that their keys name.
 
     Args:
-        x: the queries. Without a table, query (b, q) is read at `b * x.row + q * x.inner`.
+        x: the queries, numbered in each batch entry.
         y: the pool. Its table has the row of each key, `(b, q, k)`.
         out: the result `(b, q, k)`, contiguous.
         sizes: sizes of b, q, k and of the depth.
@@ -93,9 +98,12 @@ def dot_rows(x: Rows, y: Rows, out: Tensor, sizes: tuple[int, int, int, int], ti
     block_k = min(most, triton.next_power_of_2(k))
     block_q = min(most // block_k, triton.next_power_of_2(b * q))
     programs = grid(triton.cdiv(b * q, block_q) * triton.cdiv(k, block_k))
+    arguments: list[Any] = []
+    for rows in (x, y):
+        arguments += [rows.x, packed(rows.table), rows.size, rows.row, rows.batch, *rows.column.flat]
     with torch.cuda.device_of(out):
         dots_kernel[programs](
-            *x.flat, y.x, packed(y.table), y.size, y.row, y.batch, *y.column.flat, out, q, b * q, k, depth,
+            *arguments, out, q, b * q, k, depth, NARROW=b * q < 2**31,
             BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_D=block_d, ONE_D=depth <= block_d, num_warps=4,
         )  # fmt: skip
 
@@ -107,7 +115,7 @@ def scores(query: Tensor, pool: Tensor, keys: IndexArray, tiling: str = "") -> T
     """
     (b, q, d), k, query = query.shape, keys.values.shape[2], query.resolve_neg()
     out = query.new_empty((b, q, k))
-    queries = Rows(query, Axis(query.stride(2)), query.stride(0), query.stride(1))
+    queries = Rows(query, Axis(query.stride(2)), query.stride(1), batch=query.stride(0))
     dot_rows(queries, _pool_rows(pool, keys), out, (b, q, k, d), _TILE // 2 if tiling else _TILE)
     return out
 

@@ -29,7 +29,8 @@ from planner.kernels.tiled_product.triton_product import add_parts_kernel, group
 __all__ = ["Rows", "Runs", "add_parts", "grouped_sum", "sum_kernel", "sum_rows"]
 
 # Bytes of a tile of sums in float32, the most rows of one, and elements of a group's parts that one program adds up.
-_TILE, _MOST_ROWS, _ADDED = 8192, 256, 1024
+# With larger tiles some kernels spill registers, see docs/benchmarks/triton.md.
+_TILE, _MOST_ROWS, _ADDED = 4096, 256, 1024
 
 
 @triton.jit
@@ -40,6 +41,15 @@ def row_places(row, there, table, size, row_stride, inner, inner_stride):  # typ
         return place * row_stride, there & (place >= 0) & (place < size)
     else:
         return (row // inner).to(tl.int64) * row_stride + (row % inner).to(tl.int64) * inner_stride, there
+
+
+@triton.jit
+def quotient(number, by, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return `number // by` in 64 bits; processors divide 32 bits, and call a function for 64."""
+    if NARROW:
+        return (number.to(tl.int32) // by).to(tl.int64)
+    else:
+        return number.to(tl.int64) // by
 
 
 @triton.jit
@@ -59,7 +69,8 @@ def sum_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     y, y_table, y_size, y_row, y_inner, y_batch, y_column_table, y_column,
     out, out_group, out_column_table, out_column,
     order, starts, parts, groups, batch_rows, inner, size_n,
-    WINDOWS: tl.constexpr, BATCHED: tl.constexpr, NARROW: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
+    WINDOWS: tl.constexpr, BATCHED: tl.constexpr, NARROW: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Sum one group's rows, or one window's.
 
@@ -93,26 +104,27 @@ def sum_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         start = which * STEP
         end = start + STEP
         if starts is None:
-            if (start // inner + 1) * inner < end:
+            if (quotient(start, inner, NARROW) + 1) * inner < end:
                 return
         else:
             if tl.load(starts + group_of(start, starts, groups) + 1) < end:
                 return
         if BATCHED:
-            entry = tl.load(order + start).to(tl.int64) // batch_rows
-            if tl.load(order + end - 1).to(tl.int64) // batch_rows > entry:
+            entry = quotient(tl.load(order + start), batch_rows, NARROW)
+            if quotient(tl.load(order + end - 1), batch_rows, NARROW) > entry:
                 return
         elif starts is None:
-            entry = start // batch_rows
+            entry = quotient(start, batch_rows, NARROW)
         head, skipped = end - start, which * 0
     else:
         if starts is None:
             start = which * inner
             end = start + inner
-            entry = start // batch_rows
+            entry = quotient(which, groups, NARROW)
         elif BATCHED:
-            entry = which // groups
-            first, last = tl.load(starts + which % groups), tl.load(starts + which % groups + 1)
+            entry = quotient(which, groups, NARROW)
+            group = which - entry * groups
+            first, last = tl.load(starts + group), tl.load(starts + group + 1)
             start = first_from(order, first, last, entry * batch_rows)
             end = first_from(order, start, last, (entry + 1) * batch_rows)
         else:
@@ -229,7 +241,7 @@ def sum_rows(x: Rows, out: Rows, columns: int, runs: Groups | Runs, y: Rows | No
     if not count * columns:
         return
     order, starts = (None, None) if runs.sorted is None else (runs.sorted.order, runs.sorted.offsets)
-    block_n = min(128, triton.next_power_of_2(columns))
+    block_n = min(64, triton.next_power_of_2(columns))
     mean = triton.next_power_of_2(max(1, rows // count))
     most = max(1, min(_MOST_ROWS, _TILE // (accumulator(out.x.dtype).itemsize * block_n)))
     block_r = min(most, max(8, mean))
@@ -245,9 +257,10 @@ def sum_rows(x: Rows, out: Rows, columns: int, runs: Groups | Runs, y: Rows | No
     with torch.cuda.device_of(out.x):
         for windows in (True, False) if parts is not None else (False,):
             high = most if windows else block_r
+            warps = max(1, min(4, high * block_n // 256))
             sum_kernel[grid((rows // WINDOW if windows else count) * tiles)](
-                *arguments, WINDOWS=windows, BATCHED=runs.sorted is not None and batches > 1, NARROW=rows < 2**31,
-                BLOCK_R=high, BLOCK_N=block_n, STEP=WINDOW, num_warps=max(1, min(4, high * block_n // 512)),
+                *arguments, WINDOWS=windows, BATCHED=runs.sorted is not None and batches > 1, NARROW=max(rows, count) < 2**31,
+                BLOCK_R=high, BLOCK_N=block_n, STEP=WINDOW, num_warps=warps,
             )  # fmt: skip
 
 

@@ -15,11 +15,13 @@ __all__ = [
     "PooledForm",
     "ProductForm",
     "RowsForm",
+    "TakenForm",
     "grouped_form",
     "inner_product",
     "pooled_form",
     "product_form",
     "rows_form",
+    "taken_form",
 ]
 
 
@@ -300,7 +302,8 @@ def rows_form(spec: Spec) -> RowsForm | str:
     for term, gather in zip(spec.terms, gathers, strict=True):
         axes = plain_axes(term)
         own = {axis for axis in axes if axis in rows}
-        if len(set(axes)) < len(axes) or (gather is not None and gather.axes != rows) or len(own) != len(rows) * (not gather):
+        lies = len(own) == len(rows) if gather is None else gather.axes == rows and not own
+        if len(set(axes)) < len(axes) or not lies:
             return "index arrays and rows have different axes"
         columns.append(_pick(axes, outside=rows))
     *given, out = columns
@@ -312,3 +315,39 @@ def rows_form(spec: Spec) -> RowsForm | str:
         return "a column is summed or broadcast alone"
     n, c = _counts(spec, rows, out)
     return RowsForm(rows, out, gathers, (n, c))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TakenForm:
+    """A grouped product whose rows are taken through index arrays of their own, as in `x[n]j, q[n]jk -> nk`.
+
+    Attributes:
+        product: the grouped product of the rows.
+        sources: for each input, the bracket through which its rows are taken; None if they lie in order.
+    """
+
+    product: GroupedForm
+    sources: tuple[Gather | None, ...]
+
+
+@cached_by_step
+def taken_form(spec: Spec) -> TakenForm | str:
+    """Return a step as a grouped product that takes its rows, or the reason why it is none."""
+    refusal = "needs two operands, rows that are taken, and another index array for matrices"
+    if len(spec.inputs) != 2 or any(len(term_gathers(term)) > 1 for term in spec.terms):
+        return refusal
+    # Of the brackets one names matrices. The others are taken away, as if their rows lay in order.
+    gathers = [next(iter(term_gathers(term)), None) for term in spec.terms]
+    for place, matrices in enumerate(gathers):
+        sources = tuple(None if number == place else gather for number, gather in enumerate(gathers[:2]))
+        if matrices is None or not any(sources) or (place != 2 and gathers[2]):
+            continue
+        terms = []
+        for term, gather in zip(spec.inputs, sources, strict=True):
+            terms.append(tuple(a for e in term for a in (gather.axes if gather and e == gather else (e,))))
+        form = grouped_form(Spec(tuple(terms), spec.output, spec.sizes))
+        if not isinstance(form, GroupedForm) or form.maps or not (form.left and form.right):
+            continue
+        if all(gather is None or gather.axes == (*form.rows_a, *form.inner) for gather in sources):
+            return TakenForm(form, sources)
+    return refusal

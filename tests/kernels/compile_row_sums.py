@@ -1,7 +1,8 @@
 """Compiles the kernels that calls of sums and dots of rows launch, for some cards, and prints what they need.
 
-``python compile_row_sums.py cuda:80 hip:gfx942`` prints a line of JSON for each kernel. No card is needed: a stand-in
-driver names the card, and what would be launched is compiled instead. Triton must not be in interpreter mode.
+``python compile_row_sums.py cuda:80 hip:gfx942`` prints a line of JSON for each kernel; ``few`` before the cards leaves
+out dtypes and sizes. No card is needed: a stand-in driver names the card, and what would be launched is compiled
+instead. Triton must not be in interpreter mode.
 """
 
 import itertools
@@ -54,7 +55,9 @@ class Compiled:
                 loads = re.findall(r"ld\.global(?:\.L1::\w+)?(?:\.v(\d))?\.b(\d+)", made.asm["ptx"])
                 widest = max(int(n or 1) * int(bits) // 8 for n, bits in loads)
             else:
-                counts = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s+(\d+)", made.asm["amdgcn"]))
+                counts = dict(
+                    re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s+(\d+)", made.asm["amdgcn"])
+                )
                 registers, spilled = int(counts["vgpr_count"]), int(counts["vgpr_spill_count"])
                 spilled += int(counts["sgpr_spill_count"])
                 widest = 0
@@ -64,10 +67,11 @@ class Compiled:
         return compile_for
 
 
-def launch_all(dtype, index_dtype):
+def launch_all(dtype, index_dtype, few):
     """Run each kind of call: aligned and odd sizes, strides and tables."""
+    sizes = [(2, 64, 48, 100, 32), (2, 64, 48, 10, 33), (1, 1, 48, 1500, 128), (2, 600, 48, 2, 300)]
     for (b, q, m, k, d), permuted in itertools.product(
-        [(2, 64, 48, 100, 32), (2, 64, 48, 10, 33), (1, 1, 48, 1500, 128), (2, 600, 48, 2, 300)], [False, True]
+        sizes[: 1 if few else None], (False, True)[: 1 if few else None]
     ):
         query, pool = torch.zeros(b, q, d, dtype=dtype), torch.zeros(b, m, d, dtype=dtype)
         if permuted:
@@ -75,7 +79,7 @@ def launch_all(dtype, index_dtype):
         keys = IndexArray(torch.zeros(b, q, k, dtype=index_dtype))
         triton_pooled.scores(query, pool, keys)
         triton_pooled.gradients(torch.zeros(b, q, k, dtype=dtype), query, pool, keys)
-    for columns, rows in itertools.product((1, 64, 200), (500, 20_000)):
+    for columns, rows in itertools.product((64,) if few else (1, 64, 200), (20_000,) if few else (500, 20_000)):
         x, y, out = (torch.zeros(n, columns, dtype=dtype) for n in (50, rows, 70))
         table, groups = torch.zeros(rows, dtype=index_dtype), group_rows(torch.arange(rows) % 70, 70)
         sources = Rows.of(x, [0], [1], table)
@@ -87,7 +91,7 @@ def launch_all(dtype, index_dtype):
     triton_sum.sum_rows(Rows.of(apart, [0, 2], [1, 3]), into, 6, group_rows(torch.arange(1800) % 70, 70))
 
 
-def main(targets):
+def main(targets, few):
     for name in targets:
         kind, arch = name.split(":")
         target = GPUTarget(kind, int(arch) if kind == "cuda" else arch, 32 if kind == "cuda" else 64)
@@ -98,9 +102,10 @@ def main(targets):
         for module, kernel in kernels:
             getattr(module, kernel).device_caches.clear()
         with made[0], made[1]:
-            for dtype, index_dtype in zip(DTYPES, (torch.int64, torch.int32, torch.int64, torch.int32), strict=True):
+            keys = torch.int64, torch.int32, torch.int64, torch.int32
+            for dtype, index_dtype in list(zip(DTYPES, keys, strict=True))[:: 2 if few else 1]:
                 before = len(found)
-                launch_all(dtype, index_dtype)
+                launch_all(dtype, index_dtype, few)
                 for one in found[before:]:
                     one["dtype"] = str(dtype)
         unique = {json.dumps({"target": name, **one}, sort_keys=True) for one in found}
@@ -108,4 +113,4 @@ def main(targets):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main([name for name in sys.argv[1:] if name != "few"], "few" in sys.argv)
