@@ -259,8 +259,8 @@ def sum_rows(x: Rows, out: Rows, columns: int, runs: Groups | Runs, y: Rows | No
             high = most if windows else block_r
             warps = max(1, min(4, high * block_n // 256))
             sum_kernel[grid((rows // WINDOW if windows else count) * tiles)](
-                *arguments, WINDOWS=windows, BATCHED=runs.sorted is not None and batches > 1, NARROW=max(rows, count) < 2**31,
-                BLOCK_R=high, BLOCK_N=block_n, STEP=WINDOW, num_warps=warps,
+                *arguments, WINDOWS=windows, BATCHED=runs.sorted is not None and batches > 1,
+                NARROW=max(rows, count) < 2**31, BLOCK_R=high, BLOCK_N=block_n, STEP=WINDOW, num_warps=warps,
             )  # fmt: skip
 
 
