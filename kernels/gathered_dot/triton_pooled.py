@@ -5,7 +5,7 @@
     pool         dp[m] = sum of g[r] query[q(r)]          keys sorted by the row that they name
 
 Both gradients are sums of products of rows, `kernels/segment_sum`. Operands are read in any strides, and no row of the
-pool is copied. Keys are read as they are: the kernels never touch a row outside of the pool, which counts as no row.
+pool is copied. The kernels never touch a row outside of the pool: a key out of range makes its results NaN.
 Sums are formed in one order, so equal calls give equal bits. Only the range check of an index that is not prepared
 waits for the device.
 """
@@ -60,11 +60,11 @@ def dots_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     q_there = query < all_queries
     r = query[:, None] * keys + k[None, :]
     r_there = q_there[:, None] & (k >= 0)[None, :] & (k < keys)[None, :]  # the last tile may reach beyond 2^31
-    y_r, there = row_places(r, r_there, y_table, y_size, y_row, 1, 0)
+    y_r, there, bad = row_places(r, r_there, y_table, y_size, y_row, 1, 0)
     y_r += entry[:, None] * y_batch
-    x_r, x_there = row_places(query - entry * queries, q_there, x_table, x_size, x_row, 1, 0)
+    x_r, x_there, x_bad = row_places(query - entry * queries, q_there, x_table, x_size, x_row, 1, 0)
     x_r += entry * x_batch
-    there = there & x_there[:, None]
+    there, bad = there & x_there[:, None], bad | (r_there & x_bad[:, None])
     total = tl.zeros((BLOCK_Q, BLOCK_K, BLOCK_D), wide)
     for at in range(0, BLOCK_D if ONE_D else depth, BLOCK_D):
         d = at + tl.arange(0, BLOCK_D)
@@ -76,7 +76,7 @@ def dots_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         right = tl.load(y + y_r[:, :, None] + y_d[None, None, :], mask=inside, other=0.0)
         total += left.to(wide)[:, None, :] * right.to(wide)
     # The query of a key that names no row may be NaN.
-    dots = tl.where(there, tl.sum(total, 2), 0.0)
+    dots = tl.where(there, tl.sum(total, 2), tl.where(bad, float("nan"), 0.0))
     tl.store(out + r, dots.to(out.dtype.element_ty), mask=r_there)
 
 

@@ -35,12 +35,17 @@ _TILE, _MOST_ROWS, _ADDED = 4096, 256, 1024
 
 @triton.jit
 def row_places(row, there, table, size, row_stride, inner, inner_stride):  # type: ignore[no-untyped-def]
-    """Return the positions of rows, and which of them exist: a table may name rows outside of [0, size)."""
+    """Return the positions of rows, which of them exist, and which of them are out of range.
+
+    In a table `size` stands for no row, and what is not in [0, size] for an error: results that depend on it are NaN.
+    """
     if table is not None:
-        place = tl.load(table + row, mask=there, other=-1).to(tl.int64)
-        return place * row_stride, there & (place >= 0) & (place < size)
+        place = tl.load(table + row, mask=there, other=0).to(tl.int64)
+        inside = (place >= 0) & (place < size)
+        return place * row_stride, there & inside, there & (inside == 0) & (place != size)
     else:
-        return (row // inner).to(tl.int64) * row_stride + (row % inner).to(tl.int64) * inner_stride, there
+        place = (row // inner).to(tl.int64) * row_stride + (row % inner).to(tl.int64) * inner_stride
+        return place, there, there & (row < 0)
 
 
 @triton.jit
@@ -55,11 +60,14 @@ def quotient(number, by, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def first_from(order, low, high, rows):  # type: ignore[no-untyped-def]
     """Return the first place in [low, high), where the order grows, of a row no less than `rows`; else `high`."""
-    while low < high:
-        middle = (low + high) // 2
-        before = tl.load(order + middle).to(tl.int64) < rows
-        low = tl.where(before, middle + 1, low)
-        high = tl.where(before, high, middle)
+    if order is not None:
+        while low < high:
+            middle = (low + high) // 2
+            before = tl.load(order + middle).to(tl.int64) < rows
+            low = tl.where(before, middle + 1, low)
+            high = tl.where(before, high, middle)
+    else:
+        low = tl.minimum(tl.maximum(low, rows), high)
     return low
 
 
@@ -110,8 +118,11 @@ def sum_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
             if tl.load(starts + group_of(start, starts, groups) + 1) < end:
                 return
         if BATCHED:
-            entry = quotient(tl.load(order + start), batch_rows, NARROW)
-            if quotient(tl.load(order + end - 1), batch_rows, NARROW) > entry:
+            first, last = start, end - 1
+            if order is not None:
+                first, last = tl.load(order + start).to(tl.int64), tl.load(order + end - 1).to(tl.int64)
+            entry = quotient(first, batch_rows, NARROW)
+            if quotient(last, batch_rows, NARROW) > entry:
                 return
         elif starts is None:
             entry = quotient(start, batch_rows, NARROW)
@@ -125,10 +136,10 @@ def sum_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
             entry = quotient(which, groups, NARROW)
             group = which - entry * groups
             first, last = tl.load(starts + group), tl.load(starts + group + 1)
-            start = first_from(order, first, last, entry * batch_rows)
-            end = first_from(order, start, last, (entry + 1) * batch_rows)
+            start = first_from(order, first.to(tl.int64), last.to(tl.int64), entry * batch_rows)
+            end = first_from(order, start, last.to(tl.int64), (entry + 1) * batch_rows)
         else:
-            start, end = tl.load(starts + which), tl.load(starts + which + 1)
+            start, end = tl.load(starts + which).to(tl.int64), tl.load(starts + which + 1).to(tl.int64)
         head, skipped = end - start, which * 0
         window = tl.cdiv(start, STEP)
         if parts is not None:
@@ -143,17 +154,17 @@ def sum_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
             row = tl.load(order + row, mask=there, other=0)
         if NARROW:
             row = row.to(tl.int32)
-        x_r, there = row_places(row, there, x_table, x_size, x_row, inner, x_inner)
+        x_r, there, bad = row_places(row, there, x_table, x_size, x_row, inner, x_inner)
         x_r += entry * x_batch
-        if y is None:
-            inside = there[:, None] & n_there[None, :]
-            total += tl.load(x + x_r[:, None] + x_n[None, :], mask=inside, other=0.0).to(wide)
-        else:
-            y_r, there = row_places(row, there, y_table, y_size, y_row, inner, y_inner)
+        if y is not None:
+            y_r, there, y_bad = row_places(row, there, y_table, y_size, y_row, inner, y_inner)
             y_r += entry * y_batch
-            inside = there[:, None] & n_there[None, :]
-            left = tl.load(x + x_r[:, None] + x_n[None, :], mask=inside, other=0.0).to(wide)
-            total += left * tl.load(y + y_r[:, None] + y_n[None, :], mask=inside, other=0.0).to(wide)
+            bad = bad | y_bad
+        inside = there[:, None] & n_there[None, :]
+        taken = tl.load(x + x_r[:, None] + x_n[None, :], mask=inside, other=0.0).to(wide)
+        if y is not None:
+            taken *= tl.load(y + y_r[:, None] + y_n[None, :], mask=inside, other=0.0).to(wide)
+        total += tl.where(bad[:, None], float("nan"), taken)
     if WINDOWS:
         tl.store(parts + which * size_n + n, tl.sum(total, 0), mask=n_there)
     else:
@@ -175,7 +186,7 @@ class Rows(NamedTuple):
         row: the stride of a row, of `table[row]` if there is a table, or of `row // inner`.
         inner: the stride of `row % inner`, without a table; the sum says what `inner` is.
         batch: the stride of a batch entry.
-        table: the row of `x` that each row is; others than those in [0, size) count as zeros.
+        table: the row of `x` that each row is; `size` counts as zeros, and others out of range as NaN.
         size: number of rows that the table may name.
     """
 
