@@ -119,8 +119,9 @@ def _pooled_work(op: Op, form: PooledForm, device: Device) -> list[Work]:
     )
     if function == "scores":
         return [dots]
-    # The gradient of the pool sorts the keys; windows of its rows, or of the query's, are summed before.
-    sums = Work(scratch=(chosen // WINDOW) * d * max(4, size), launches=op.products, seconds=0.0)
+    # Windows of long sums are summed before. The gradient of the pool sorts the keys.
+    windows = (function != "pool_gradient" and k >= WINDOW) + (function != "query_gradient" and chosen >= WINDOW)
+    sums = Work(scratch=(chosen // WINDOW) * d * max(4, size) * (windows > 0), launches=windows, seconds=0.0)
     if function == "query_gradient":
         return [dots, sums]
     return [dots, sums, Work(moved=16 * chosen, scratch=order_bytes(chosen, m), launches=ORDER_LAUNCHES, sorted=chosen)]

@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 import planner  # noqa: E402
 from planner.backends.torch.executable import Executable  # noqa: E402
 from planner.cost.device import H200  # noqa: E402
@@ -162,6 +164,7 @@ SPECS = (  # each with the sizes of its axes and of what its index arrays name
     ("pc, y[p]m -> w[p]cm", {"p": 9, "c": 5, "m": 6}, {"y": 8, "w": 4}),
     ("x[n]j, w[n]jk -> nk", {"n": 0, "j": 5, "k": 6}, {"x": 7, "w": 4}),
 )
+PREPARED = "gathered dot, Triton", "segment sum, Triton", "dots of rows, Triton"
 INDEXED = "segment sum, Triton", "dots of rows, Triton", "taken rows times matrices, Triton"
 
 
@@ -219,6 +222,48 @@ def test_scratch_of_steps_of_rows_is_bounded(monkeypatch, spec, axes, pools, dty
             index = Executable(plan, table).prepare(indices)
             (result,), memory = torch_memory(partial(table.run, choice.lowering, op, operands, index))
             assert memory.peak_bytes <= result.nbytes + choice.cost.scratch_bytes, choice.lowering
+
+
+@pytest.mark.parametrize(
+    ("spec", "axes", "pools", "launches"),
+    [
+        ("s[e]c, e -> d[e]c", {"e": 2000, "c": 5}, {"s": 7, "d": 4}, 2),
+        ("ec -> d[e]c", {"e": 2000, "c": 5}, {"d": 4}, 2),
+        ("ec -> d[e]c", {"e": 500, "c": 5}, {"d": 4}, 1),
+        ("s[e]c, d[e]c -> e", {"e": 2000, "c": 5}, {"s": 7, "d": 4}, 1),
+        ("bqd, b i[bqk] d -> bqk", {"b": 2, "q": 30, "k": 20, "d": 4}, {"i": 9}, 1),
+        ("bqk, b i[bqk] d -> bqd", {"b": 2, "q": 30, "k": 20, "d": 4}, {"i": 9}, 1),
+        ("bqk, b i[bqk] d -> bqd", {"b": 1, "q": 2, "k": 1100, "d": 4}, {"i": 9}, 2),
+        ("bqk, bqd -> b i[bqk] d", {"b": 2, "q": 30, "k": 20, "d": 4}, {"i": 9}, 2),
+    ],
+)
+def test_with_prepared_indices_only_kernels_are_launched(monkeypatch, spec, axes, pools, launches):
+    started = []
+    for module, name in ((triton_sum, "sum_kernel"), (triton_pooled, "dots_kernel")):
+        stand_in = collections.defaultdict(lambda: lambda *_, **__: started.append(1))
+        monkeypatch.setattr(module, name, stand_in)
+    parsed, table = resolved(spec, axes, pools), load_backend("torch").table
+    index = RangedIndices(False, {g: torch.zeros(parsed.shape(g.axes), dtype=torch.int64) for g in parsed.gathers})
+    index.orders.update({g: group_rows(index[g].reshape(-1), g.size) for g in parsed.gathers})
+    operands = [torch.zeros(parsed.shape(term)) for term in parsed.inputs]
+    with Launches() as others:
+        table.run(next(n for n in PREPARED if table.rows[n].supports(Einsum(parsed, "float32")) is None),
+                  Einsum(parsed, "float32"), operands, index)  # fmt: skip
+    assert (len(started), others.names) == (launches, [])
+
+
+class Launches(TorchDispatchMode):
+    """Notes the operators of torch that would launch a kernel on a card."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        result = function(*arguments, **(named or {}))
+        if not (function.is_view or "empty" in str(function) or "_reshape_alias" in str(function)):
+            self.names.append(str(function))
+        return result
 
 
 ALL_CARDS = ["cuda:80", "cuda:86", "cuda:89", "cuda:90", "cuda:100", "cuda:120", "hip:gfx942", "hip:gfx90a"]
