@@ -34,7 +34,7 @@ from planner.kernels.segment_sum import WINDOW
 from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, covers_pair, tiles_of
 from planner.language.dtypes import itemsize
 from planner.language.spec import Term
-from planner.program.forms import GroupedForm, PooledForm, ProductForm, grouped_form, pooled_form, product_form
+from planner.program.forms import GroupedForm, PooledForm, ProductForm, grouped_form, product_form
 from planner.program.implementations import Implementation, form_row
 from planner.program.ops import JointGradient, Op
 
@@ -145,7 +145,7 @@ def cuda_kernels(tiling: str = "") -> Kernels:
             a, b, groups, source_a, source_b
         )
 
-    functions = {name: kernel_function("gathered_dot.triton_pooled", name, **tiled) for name in POOL_FUNCTIONS}
+    functions = {name: kernel_function("gathered_dot.triton_pooled", name) for name in POOL_FUNCTIONS}
     pool = PoolKernels(**functions, work=_pooled_work, launches=1, sorts=True)
     return Kernels(
         OPS,
@@ -154,7 +154,7 @@ def cuda_kernels(tiling: str = "") -> Kernels:
         outer,
         kernel_function("grouped_matmul.triton_grouped", "grouped_gradients", **tiled),
         _grouped_work,
-        {f"gathered dot{label}": pool},
+        {} if tiling else {"gathered dot, Triton": pool},
         kinds=("cuda",),
         refuses=_other_dtype,
         label=label,
@@ -194,7 +194,7 @@ def _run_strided(tiling: str, op: Op, form: ProductForm, inputs: Sequence[Any], 
 
 def _products(op: Op) -> list[tuple[str, int, int, int]]:
     """Return the products of a step as arguments of `planner.kernels.tiled_product.triton_tiles.tiles_of`."""
-    grouped, pooled = grouped_form(op.spec), pooled_form(op.spec)
+    grouped = grouped_form(op.spec)
     if isinstance(grouped, GroupedForm):
         n, i, g, j, k = grouped.sizes
         each = max(1, n * i // max(1, g))
@@ -202,10 +202,6 @@ def _products(op: Op) -> list[tuple[str, int, int, int]]:
             return [("pair", j, k, each)]
         rows, terms = ("rows", each, k, j), ("terms", j, k, each)
         return [("rows", each, j, k), terms] if isinstance(op, JointGradient) else [terms if grouped.outer else rows]
-    if isinstance(pooled, PooledForm):
-        _, q, m, d, k = pooled.sizes
-        each = max(1, q * k // max(1, m))
-        return [("rows", k, 1, d), ("terms", 1, d, k), ("terms", 1, d, each)]
     form = product_form(op.spec)
     return [] if form is None else [("plain", *form.sizes[1:])]
 
@@ -236,8 +232,10 @@ def cuda_rows() -> list[Implementation]:
         return default.supports(op) or _same_tiles(tiling, op)
 
     rows, variants = tiled(), []
+    by_name = {row.name: row for row in rows}
     for tiling in TILINGS:
-        for default, variant in zip(rows, tiled(tiling), strict=True):
+        for variant in tiled(tiling):
+            default = by_name[variant.name.removesuffix(f", {tiling}")]
             supports = partial(refuses, default, tiling)
             variants.append(dataclasses.replace(variant, variant_of=default.name, supports=supports))
     return [*rows, *variants]

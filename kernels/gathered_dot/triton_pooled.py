@@ -80,7 +80,7 @@ def dots_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     tl.store(out + r, dots.to(out.dtype.element_ty), mask=r_there)
 
 
-def dot_rows(x: Rows, y: Rows, out: Tensor, sizes: tuple[int, int, int, int], tile: int = _TILE) -> None:
+def dot_rows(x: Rows, y: Rows, out: Tensor, sizes: tuple[int, int, int, int]) -> None:
     """Write the dot products of queries with the rows that their keys name.
 
     Args:
@@ -88,13 +88,12 @@ def dot_rows(x: Rows, y: Rows, out: Tensor, sizes: tuple[int, int, int, int], ti
         y: the pool. Its table has the row of each key, `(b, q, k)`.
         out: the result `(b, q, k)`, contiguous.
         sizes: sizes of b, q, k and of the depth.
-        tile: bytes of the products that a program holds.
     """
     b, q, k, depth = sizes
     if not b * q * k:
         return
     block_d = min(_DEPTH, triton.next_power_of_2(max(1, depth)))
-    most = max(1, min(_KEYS, tile // (accumulator(out.dtype).itemsize * block_d)))
+    most = max(1, min(_KEYS, _TILE // (accumulator(out.dtype).itemsize * block_d)))
     block_k = min(most, triton.next_power_of_2(k))
     block_q = min(most // block_k, triton.next_power_of_2(b * q))
     programs = grid(triton.cdiv(b * q, block_q) * triton.cdiv(k, block_k))
@@ -108,19 +107,16 @@ def dot_rows(x: Rows, y: Rows, out: Tensor, sizes: tuple[int, int, int, int], ti
         )  # fmt: skip
 
 
-def scores(query: Tensor, pool: Tensor, keys: IndexArray, tiling: str = "") -> Tensor:
-    """Return the scores `(B, Q, K)` of queries `(B, Q, D)` against a pool `(B, M, D)`.
-
-    Here and below, `tiling` names half as large tiles, or is "".
-    """
+def scores(query: Tensor, pool: Tensor, keys: IndexArray) -> Tensor:
+    """Return the scores `(B, Q, K)` of queries `(B, Q, D)` against a pool `(B, M, D)`."""
     (b, q, d), k, query = query.shape, keys.values.shape[2], query.resolve_neg()
     out = query.new_empty((b, q, k))
     queries = Rows(query, Axis(query.stride(2)), query.stride(1), batch=query.stride(0))
-    dot_rows(queries, _pool_rows(pool, keys), out, (b, q, k, d), _TILE // 2 if tiling else _TILE)
+    dot_rows(queries, _pool_rows(pool, keys), out, (b, q, k, d))
     return out
 
 
-def query_gradient(g: Tensor, pool: Tensor, keys: IndexArray, tiling: str = "") -> Tensor:
+def query_gradient(g: Tensor, pool: Tensor, keys: IndexArray) -> Tensor:
     """Return the gradient of the query `(B, Q, D)`, from that of the scores `(B, Q, K)`."""
     (b, q, k), d = keys.values.shape, pool.shape[2]
     out = g.new_empty((b, q, d))
@@ -129,7 +125,7 @@ def query_gradient(g: Tensor, pool: Tensor, keys: IndexArray, tiling: str = "") 
     return out
 
 
-def pool_gradient(g: Tensor, query: Tensor, keys: IndexArray, size: int, tiling: str = "") -> Tensor:
+def pool_gradient(g: Tensor, query: Tensor, keys: IndexArray, size: int) -> Tensor:
     """Return the gradient of the pool `(B, size, D)`, from that of the scores `(B, Q, K)`."""
     (b, q, k), d = keys.values.shape, query.shape[2]
     out = g.new_empty((b, size, d))
@@ -139,10 +135,10 @@ def pool_gradient(g: Tensor, query: Tensor, keys: IndexArray, size: int, tiling:
     return out
 
 
-def gradients(g: Tensor, query: Tensor, pool: Tensor, keys: IndexArray, tiling: str = "") -> tuple[Tensor, Tensor]:
+def gradients(g: Tensor, query: Tensor, pool: Tensor, keys: IndexArray) -> tuple[Tensor, Tensor]:
     """Return both gradients, of the query and of the pool."""
     keys = IndexArray(keys.part(keys.values), may_drop=keys.may_drop, groups=keys.groups)  # brought into range once
-    return query_gradient(g, pool, keys, tiling), pool_gradient(g, query, keys, pool.shape[1], tiling)
+    return query_gradient(g, pool, keys), pool_gradient(g, query, keys, pool.shape[1])
 
 
 def _pool_rows(pool: Tensor, keys: IndexArray) -> Rows:

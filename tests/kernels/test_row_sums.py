@@ -130,7 +130,8 @@ def test_dots_of_rows(seed, dtype, rows, columns, tile):
         values[~np.isin(np.arange(size), table)] = np.nan
         operands.append(triton_sum.Rows.of(laid(random, values, dtype), [0], [1], torch.from_numpy(table)))
     out = torch.full((rows,), torch.nan, dtype=getattr(torch, dtype))
-    triton_pooled.dot_rows(*operands, out, (1, rows, 1, columns), tile)
+    with mock.patch.object(triton_pooled, "_TILE", tile):
+        triton_pooled.dot_rows(*operands, out, (1, rows, 1, columns))
     wrong = np.any([(table < 0) | (table > size) for table, size in tables], axis=0)
     assert np.array_equal(out.double().numpy(), np.where(wrong, np.nan, expected.sum(1)), equal_nan=True)
 
