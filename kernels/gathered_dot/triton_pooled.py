@@ -21,7 +21,7 @@ from torch import Tensor
 
 from planner.kernels.grouping.keys import IndexArray
 from planner.kernels.grouping.torch_grouping import accumulator, group_rows
-from planner.kernels.segment_sum.triton_sum import Rows, Runs, quotient, row_places, sum_rows
+from planner.kernels.segment_sum.triton_sum import REGISTERS, Rows, Runs, quotient, row_places, sum_rows
 from planner.kernels.tiled_product.triton_axes import Axis, grid, packed
 from planner.kernels.tiled_product.triton_product import position
 
@@ -103,7 +103,7 @@ def dot_rows(x: Rows, y: Rows, out: Tensor, sizes: tuple[int, int, int, int]) ->
     with torch.cuda.device_of(out):
         dots_kernel[programs](
             *arguments, out, q, b * q, k, depth, NARROW=b * q < 2**31,
-            BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_D=block_d, ONE_D=depth <= block_d, num_warps=4,
+            BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_D=block_d, ONE_D=depth <= block_d, num_warps=4, **REGISTERS,
         )  # fmt: skip
 
 

@@ -26,11 +26,13 @@ from planner.kernels.segment_sum import WINDOW
 from planner.kernels.tiled_product.triton_axes import Axis, axis_of, grid, packed
 from planner.kernels.tiled_product.triton_product import add_parts_kernel, group_of, position
 
-__all__ = ["Rows", "Runs", "add_parts", "grouped_sum", "sum_kernel", "sum_rows"]
+__all__ = ["REGISTERS", "Rows", "Runs", "add_parts", "grouped_sum", "sum_kernel", "sum_rows"]
 
 # Bytes of a tile of sums in float32, the most rows of one, and elements of a group's parts that one program adds up.
 # With larger tiles some kernels spill registers, see docs/benchmarks/triton.md.
 _TILE, _MOST_ROWS, _ADDED = 4096, 256, 1024
+# Without a limit NVIDIA's assembler keeps some bytes of a thread in memory, for more programs at once. AMD's has none.
+REGISTERS: dict[str, Any] = {} if torch.version.hip else {"maxnreg": 128}
 
 
 @triton.jit
@@ -271,7 +273,8 @@ def sum_rows(x: Rows, out: Rows, columns: int, runs: Groups | Runs, y: Rows | No
             warps = max(1, min(4, high * block_n // 256))
             sum_kernel[grid((rows // WINDOW if windows else count) * tiles)](
                 *arguments, WINDOWS=windows, BATCHED=runs.sorted is not None and batches > 1,
-                NARROW=max(rows, count) < 2**31, BLOCK_R=high, BLOCK_N=block_n, STEP=WINDOW, num_warps=warps,
+                NARROW=max(rows, count) < 2**31, BLOCK_R=high, BLOCK_N=block_n, STEP=WINDOW,
+                num_warps=warps, **REGISTERS,
             )  # fmt: skip
 
 

@@ -49,6 +49,8 @@ class Compiled:
 
     def __getitem__(self, grid):
         def compile_for(*arguments, **constants):
+            if triton.runtime.driver.active.get_current_target().backend == "hip":
+                del constants["maxnreg"]
             made = self.kernel.warmup(*arguments, grid=grid, **constants)
             if "cubin" in made.asm:
                 registers, spilled = _resources(made.asm["cubin"])
