@@ -51,7 +51,16 @@ POOL_FUNCTIONS = ("scores", "query_gradient", "pool_gradient", "gradients")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolKernels:
-    """One way to compute pooled dots and their gradients; `planner.kernels.gathered_dot` has the contracts."""
+    """One way to compute pooled dots and their gradients; `planner.kernels.gathered_dot` has the contracts.
+
+    Attributes:
+        scores, query_gradient, pool_gradient, gradients: the kernels.
+        work: what they do.
+        guarded_scratch: as in `Implementation`, and so is the next.
+        launches: how many operators a pooled dot launches at least.
+        sorts: whether gradients of the pool use the sorted order that the steps of a call share. Then all kernels are
+            given index arrays in range.
+    """
 
     scores: Callable[..., Any]
     query_gradient: Callable[..., Any]
@@ -60,6 +69,7 @@ class PoolKernels:
     work: WorkOf
     guarded_scratch: Callable[[Op, bool], int] = lambda op, drops: 0
     launches: int = 1
+    sorts: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -212,7 +222,7 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]
             any_sizes=kernels.any_sizes,
             kinds=kernels.kinds,
             capabilities=kernels.capabilities,
-            brackets=True,
+            brackets=1,
             launches=launches,
             least=lambda op, device: StepCost(picoseconds=int(launches * device.launch_seconds * 1e12)),
             **fields,
@@ -290,9 +300,12 @@ def _run_pooled(
 ) -> tuple[Any, ...]:
     given, results = views_of(op, form)
     query_place = 3 - form.place - form.scores
-    keys = index.given.get(form.gather) or IndexArray(index[form.gather], may_drop=index.may_drop)
+    given_keys = None if pool.sorts else index.given.get(form.gather)
+    keys = given_keys or IndexArray(index[form.gather], may_drop=index.may_drop)
     flat = kernels.flat(keys.values, form.gather.axes, (form.batch, form.queries, form.chosen))
-    keys = dataclasses.replace(keys, values=flat)
+    # The order knows keys by their places in the index array.
+    groups = partial(kernels.groups, form.gather, op.spec, index) if pool.sorts and form.keys_in_order else None
+    keys = dataclasses.replace(keys, values=flat, groups=groups)
     function = pool_function(op, form)
     # The place of each input's term. In a joint gradient the output gradient comes first, in the place of the scores.
     places = (2, 0, 1) if function == "gradients" else (0, 1)

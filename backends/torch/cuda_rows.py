@@ -30,27 +30,42 @@ from planner.cost.figures import Work
 from planner.cost.layout import flattens
 from planner.kernels.grouped_matmul import torch_grouped_mm
 from planner.kernels.grouping import torch_grouping
+from planner.kernels.segment_sum import WINDOW
 from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, covers_pair, tiles_of
 from planner.language.dtypes import itemsize
-from planner.language.spec import Gather, Term, term_gathers
-from planner.program.forms import GroupedForm, PooledForm, ProductForm, grouped_form, pooled_form, product_form
+from planner.language.spec import Term
+from planner.program.forms import GroupedForm, PooledForm, ProductForm, grouped_form, product_form
 from planner.program.implementations import Implementation, form_row
-from planner.program.ops import Einsum, JointGradient, Op
+from planner.program.ops import JointGradient, Op
 
-__all__ = ["DTYPES", "LAUNCHES", "TABLES", "cuda_kernels", "cuda_rows", "grouped_mm_kernels"]
+__all__ = [
+    "CUT",
+    "DTYPES",
+    "LAUNCHES",
+    "ORDER_LAUNCHES",
+    "TABLES",
+    "cuda_kernels",
+    "cuda_rows",
+    "grouped_mm_kernels",
+    "kernel_function",
+    "order_bytes",
+    "product_rate",
+]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 # The launches of a call besides the kernel: for the tiles of each group and, unless the index is prepared, its order.
 LAUNCHES = 12
+# Those of sorting the rows of an index array by group.
+ORDER_LAUNCHES = 6
 # The kernel's time for the same product beside cuBLAS's: an estimate, as all of this is until it ran on a card.
 _SLOWER = 1.5
 # Bytes of tables for each group: where it begins, its pieces and their slots, and intermediate arrays for these.
 TABLES = 8 * 7
 # The number of terms after which the sum of a group is split, as in `planner.kernels.tiled_product.triton_tiles`.
-_CUT = 4096
+CUT = 4096
 
 
-def _kernel(module: str, name: str, **options: Any) -> Callable[..., Any]:
+def kernel_function(module: str, name: str, **options: Any) -> Callable[..., Any]:
     """Return a kernel as a function that imports its module, and Triton with it, only when it is called."""
 
     def call(*arguments: Any) -> Any:
@@ -59,7 +74,7 @@ def _kernel(module: str, name: str, **options: Any) -> Callable[..., Any]:
     return call
 
 
-def _rate(device: Device, sides: tuple[int, int, int], dtype: str) -> float:
+def product_rate(device: Device, sides: tuple[int, int, int], dtype: str) -> float:
     """Return the FLOP/s of the kernel for a product of these rows, columns and terms."""
     return device.product_rate(*sides, dtype=dtype) / _SLOWER
 
@@ -73,7 +88,7 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
         # The products of rows are added up in the order of their targets, which needs a second sort.
         tables += n * i * k * max(4, size) + 40 * n + math.prod(op.output_shapes[0]) * (4 if size < 4 else 0)
     fused = pair and covers_pair(j, k)
-    cut = PAIR_TERMS if fused else _CUT
+    cut = PAIR_TERMS if fused else CUT
     parts = 2 * (n * i // cut) * j * k * max(4, size) if form.outer or pair else 0
     moved = op.bytes_touched() + 2 * copied + 16 * n
     if pair and not fused:
@@ -81,7 +96,7 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
     return [
         Work(
             op.flops(),
-            _rate(device, form.sides, op.dtype),
+            product_rate(device, form.sides, op.dtype),
             moved,
             copied,
             copied + tables + parts,
@@ -94,22 +109,27 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
 def _pooled_work(op: Op, form: PooledForm, device: Device) -> list[Work]:
     (b, q, m, d, k), size = form.sizes, itemsize(op.dtype)
     chosen, copied, function = b * q * k, flattened_bytes(op, form), pool_function(op, form)
-    sorts = function in ("pool_gradient", "gradients")
-    # The rows that keys name; where queries begin; the sort of the keys; the query of each key.
-    scratch = 8 * chosen + TABLES * (b * q + 2)
-    scratch += 8 * 5 * chosen + TABLES * (b * m + 2) if sorts else 0
-    scratch += 2 * (chosen // _CUT) * d * max(4, size) if function != "scores" else 0
-    return [
-        Work(
-            op.flops(),
-            device.product_rate(d, d, d, op.dtype),
-            op.bytes_touched() + 2 * copied + op.products * chosen * d * size + 8 * chosen,
-            copied,
-            scratch + copied,
-            launches=LAUNCHES * op.products,
-            sorted=sorts * chosen,
-        )
-    ]
+    dots = Work(
+        op.flops(),
+        device.flop_rate,  # products are summed without tensor cores
+        op.bytes_touched() + 2 * copied + op.products * chosen * d * size,
+        copied,
+        copied,
+        launches=op.products + bool(copied),
+    )
+    if function == "scores":
+        return [dots]
+    # Windows of long sums are summed before. The gradient of the pool sorts the keys.
+    windows = (function != "pool_gradient" and k >= WINDOW) + (function != "query_gradient" and chosen >= WINDOW)
+    sums = Work(scratch=(chosen // WINDOW) * d * max(4, size) * (windows > 0), launches=windows, seconds=0.0)
+    if function == "query_gradient":
+        return [dots, sums]
+    return [dots, sums, Work(moved=16 * chosen, scratch=order_bytes(chosen, m), launches=ORDER_LAUNCHES, sorted=chosen)]
+
+
+def order_bytes(rows: int, groups: int) -> int:
+    """Return the bytes that sorting rows by group takes on a card, the order and the starts of groups included."""
+    return 40 * rows + 24 * (groups + 1) + 1024
 
 
 def _other_dtype(op: Op) -> str | None:
@@ -121,18 +141,20 @@ def cuda_kernels(tiling: str = "") -> Kernels:
     label, tiled = f", Triton{', ' * bool(tiling)}{tiling}", {"tiling": tiling}
 
     def outer(a: Any, b: Any, groups: Any, size: int, source_a: Any, source_b: Any) -> Any:
-        return _kernel("grouped_matmul.triton_grouped", "grouped_outer", **tiled)(a, b, groups, source_a, source_b)
+        return kernel_function("grouped_matmul.triton_grouped", "grouped_outer", **tiled)(
+            a, b, groups, source_a, source_b
+        )
 
-    functions = {name: _kernel("gathered_dot.triton_pooled", name, **tiled) for name in POOL_FUNCTIONS}
-    pool = PoolKernels(**functions, work=_pooled_work, launches=LAUNCHES)
+    functions = {name: kernel_function("gathered_dot.triton_pooled", name) for name in POOL_FUNCTIONS}
+    pool = PoolKernels(**functions, work=_pooled_work, launches=1, sorts=True)
     return Kernels(
         OPS,
         torch_grouping.group_rows,
-        _kernel("grouped_matmul.triton_grouped", "grouped_matmul", **tiled),
+        kernel_function("grouped_matmul.triton_grouped", "grouped_matmul", **tiled),
         outer,
-        _kernel("grouped_matmul.triton_grouped", "grouped_gradients", **tiled),
+        kernel_function("grouped_matmul.triton_grouped", "grouped_gradients", **tiled),
         _grouped_work,
-        {f"gathered dot{label}": pool},
+        {} if tiling else {"gathered dot, Triton": pool},
         kinds=("cuda",),
         refuses=_other_dtype,
         label=label,
@@ -153,7 +175,7 @@ def _strided_work(op: Op, form: ProductForm, device: Device) -> list[Work]:
         for group in groups
         if not flattens(term, layout, [group], op.spec)
     )
-    moved, rate = op.bytes_touched() + 2 * tables, _rate(device, form.sizes[1:], op.dtype)
+    moved, rate = op.bytes_touched() + 2 * tables, product_rate(device, form.sizes[1:], op.dtype)
     # Each table is made in a few launches.
     return [Work(op.flops(), rate, moved, scratch=tables, fresh=(op.result_bytes(),), launches=1 + 6 * bool(tables))]
 
@@ -166,45 +188,13 @@ def _run_strided(tiling: str, op: Op, form: ProductForm, inputs: Sequence[Any], 
         for group in groups:
             dims_of_groups.append([term.index(axis) for axis in group])
         dims.append(dims_of_groups)
-    _kernel("grouped_matmul.triton_grouped", "batched_matmul", tiling=tiling)(*inputs, out, dims)
-    return (out,)
-
-
-def _find_summed(op: Op) -> Gather | str:
-    """Return the bracket of a step that only adds rows up by one index array, or why a step is none."""
-    refusal = "the step does not add rows up by one index array"
-    (*inputs,), out = op.spec.inputs, op.spec.output
-    gathers = term_gathers(out)
-    if not isinstance(op, Einsum) or len(inputs) != 1 or len(gathers) != 1 or term_gathers(inputs[0]):
-        return refusal
-    (gather,) = gathers
-    axes = [*gather.axes, *(e for e in out if e != gather)]
-    once = len(set(axes)) == len(axes) == len(inputs[0]) and set(axes) == set(inputs[0])
-    return gather if once and gather.axes else refusal
-
-
-def _summed_work(op: Op, gather: Gather, device: Device) -> list[Work]:
-    n, size = math.prod(op.spec.shape(gather.axes)), itemsize(op.dtype)
-    columns = math.prod(op.spec.shape(op.spec.inputs[0])) // max(1, n)
-    tables = 24 * n + TABLES * ((gather.size or 0) + 2) + 2 * (n // _CUT) * columns * max(4, size)
-    moved = op.bytes_touched() + 16 * n
-    return [Work(op.flops(), moved=moved, scratch=tables, launches=LAUNCHES, sorted=n)]
-
-
-def _run_summed(kernels: Kernels, op: Op, gather: Gather, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    (x,), (term,) = inputs, op.spec.inputs
-    out, rest = x.new_empty(op.spec.output_shape), [str(e) for e in op.spec.output if e != gather]
-    rows = _kernel("segment_sum.triton_sum", "Rows.of")
-    source = rows(x, [term.index(e) for e in gather.axes], [term.index(e) for e in rest])
-    target = rows(out, [op.spec.output.index(gather)], [op.spec.output.index(e) for e in rest])
-    columns = math.prod(op.spec.shape(tuple(rest)))
-    _kernel("segment_sum.triton_sum", "sum_rows")(source, target, columns, kernels.groups(gather, op.spec, index))
+    kernel_function("grouped_matmul.triton_grouped", "batched_matmul", tiling=tiling)(*inputs, out, dims)
     return (out,)
 
 
 def _products(op: Op) -> list[tuple[str, int, int, int]]:
     """Return the products of a step as arguments of `planner.kernels.tiled_product.triton_tiles.tiles_of`."""
-    grouped, pooled = grouped_form(op.spec), pooled_form(op.spec)
+    grouped = grouped_form(op.spec)
     if isinstance(grouped, GroupedForm):
         n, i, g, j, k = grouped.sizes
         each = max(1, n * i // max(1, g))
@@ -212,10 +202,6 @@ def _products(op: Op) -> list[tuple[str, int, int, int]]:
             return [("pair", j, k, each)]
         rows, terms = ("rows", each, k, j), ("terms", j, k, each)
         return [("rows", each, j, k), terms] if isinstance(op, JointGradient) else [terms if grouped.outer else rows]
-    if isinstance(pooled, PooledForm):
-        _, q, m, d, k = pooled.sizes
-        each = max(1, q * k // max(1, m))
-        return [("rows", k, 1, d), ("terms", 1, d, k), ("terms", 1, d, each)]
     form = product_form(op.spec)
     return [] if form is None else [("plain", *form.sizes[1:])]
 
@@ -246,12 +232,13 @@ def cuda_rows() -> list[Implementation]:
         return default.supports(op) or _same_tiles(tiling, op)
 
     rows, variants = tiled(), []
+    by_name = {row.name: row for row in rows}
     for tiling in TILINGS:
-        for default, variant in zip(rows, tiled(tiling), strict=True):
+        for variant in tiled(tiling):
+            default = by_name[variant.name.removesuffix(f", {tiling}")]
             supports = partial(refuses, default, tiling)
             variants.append(dataclasses.replace(variant, variant_of=default.name, supports=supports))
-    summed = row("segment sum, Triton", _find_summed, _summed_work, partial(_run_summed, kernels))
-    return [*rows, dataclasses.replace(summed, brackets=True, launches=LAUNCHES), *variants]
+    return [*rows, *variants]
 
 
 def _refuse_grouped_mm(op: Op) -> str | None:

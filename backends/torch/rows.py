@@ -21,6 +21,7 @@ from planner.backends.common.kernel_rows import (
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import flat_stock_work, stock_rows
 from planner.backends.torch.cuda_rows import cuda_rows, grouped_mm_kernels
+from planner.backends.torch.indexed_rows import indexed_rows
 from planner.backends.torch.ops import GUARD, OPS, cast, empty, torch_dtype
 from planner.backends.torch.products import product_rows
 from planner.cost.device import Device
@@ -123,7 +124,7 @@ def _taken_scratch(share: int, op: Op, drops: bool) -> int:
 
 def _pools() -> dict[str, PoolKernels]:
     """Return the ways to compute pooled dots: by the whole pool, in large or small buffers, or by taking rows."""
-    pools = {}
+    pools, functions = {}, dict[str, Any]()
     for share, label in _POOL_SHARES.items():
         functions = {what: partial(getattr(torch_pooled, f"pooled_{what}"), share=share) for what in POOL_FUNCTIONS}
         work, guarded = partial(_pooled_work, share), partial(_taken_scratch, share)
@@ -156,7 +157,7 @@ def _kernels(share: int) -> Kernels:
 def make_table() -> Table:
     """Return the table of the torch backend."""
     grouped = [row for share in _SHARES for row in kernel_rows(_kernels(share), strided=True)]
-    on_card = cuda_rows() if importlib.util.find_spec("triton") else []
+    on_card = [*cuda_rows(), *indexed_rows()] if importlib.util.find_spec("triton") else []
     if on_card and hasattr(torch.nn.functional, "grouped_mm"):  # what it does not take goes to Triton's kernel
         on_card += kernel_rows(grouped_mm_kernels(), strided=True)
     stock = stock_rows(OPS, cast, GUARD, work=flat_stock_work, layouts=lambda op: (stock_layout(op)[1],), empty=empty)

@@ -20,12 +20,15 @@ class IndexArray:
         may_drop: whether a value may be M, which stands for no row. In torch this is never set together with `normal`.
         bad: a function that says which values are out of range, if no error can be raised for them. The kernel writes
             NaN for these, so that no separate pass over the values is needed. None if no value is out of range.
+        groups: a function that returns the values sorted, with a group for each of the M rows; the steps of a call
+            share them, and so do the calls with a prepared index. None if the kernel must sort them.
     """
 
     values: Any
     normal: Callable[[Any], Any] | None = None
     may_drop: bool = True
     bad: Callable[[Any], Any] | None = None
+    groups: Callable[[], Any] | None = None
 
     def part(self, values: Any) -> Any:
         """Return a part of the values, brought into range."""

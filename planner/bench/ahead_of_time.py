@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from planner.kernels.grouped_matmul.triton_pair import pair_kernel
+from planner.kernels.segment_sum import WINDOW
 from planner.kernels.segment_sum.triton_sum import sum_kernel
 from planner.kernels.tiled_product.triton_product import add_parts_kernel, product_kernel
 from planner.kernels.tiled_product.triton_tiles import TILINGS, Tiles, covers_pair, tiles_of
@@ -155,6 +156,10 @@ def _signature(config: KernelConfig) -> tuple[dict[str, str], dict[tuple[int, ..
         "ONE_K": config.one_k,
         "inner": 1,
         "BLOCK_R": tiles.m,
+        "WINDOWS": False,
+        "BATCHED": False,
+        "NARROW": True,
+        "STEP": WINDOW,
         "BLOCK": 1024,
     }
     absent = {
@@ -169,7 +174,7 @@ def _signature(config: KernelConfig) -> tuple[dict[str, str], dict[tuple[int, ..
             constants[name] = None
         if name in constants:
             types[name] = "constexpr"
-        elif name in ("a", "b", "x", "out", "g", "c", "da", "dc"):
+        elif name in ("a", "b", "x", "y", "out", "g", "c", "da", "dc"):
             types[name] = f"*{element}"
         elif name == "parts":
             types[name] = f"*{wide}"

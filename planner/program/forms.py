@@ -1,4 +1,4 @@
-"""The shapes of steps that kernels know: a product, a grouped product, a gathered dot."""
+"""The shapes of steps that kernels know: a product, a grouped product, a gathered dot, sums and dots of rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,19 @@ from typing import Literal
 from planner.language.cached import cached_by_step
 from planner.language.spec import Gather, Spec, plain_axes, term_axes, term_gathers
 
-__all__ = ["GroupedForm", "PooledForm", "ProductForm", "grouped_form", "inner_product", "pooled_form", "product_form"]
+__all__ = [
+    "GroupedForm",
+    "PooledForm",
+    "ProductForm",
+    "RowsForm",
+    "TakenForm",
+    "grouped_form",
+    "inner_product",
+    "pooled_form",
+    "product_form",
+    "rows_form",
+    "taken_form",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -220,6 +232,11 @@ class PooledForm:
         """What the step computes, as the kernels name it."""
         return "scores" if self.scores == 2 else "pool_gradient" if self.place == 2 else "query_gradient"
 
+    @property
+    def keys_in_order(self) -> bool:
+        """Whether the index array has its axes in the order of batch, queries and chosen."""
+        return self.gather.axes == (*self.batch, *self.queries, *self.chosen)
+
 
 @cached_by_step
 def pooled_form(spec: Spec) -> PooledForm | str:
@@ -246,3 +263,91 @@ def pooled_form(spec: Spec) -> PooledForm | str:
         return "the query must have the batch, the query axes and the depth of the pool"
     b, q, k, d = _counts(spec, batch, queries, chosen, depth)
     return PooledForm(gather, place, scores, batch, queries, chosen, depth, (b, q, gather.size or 0, d, k))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowsForm:
+    """Rows that are multiplied column by column, each read as it lies or through an index, and summed.
+
+        sums: out[o(r), c] = sum over the rows r with one o(r) of x[s(r), c] y[t(r), c]; y may be missing
+        dots: out[r] = sum over c of x[s(r), c] y[t(r), c]
+
+    Attributes:
+        rows: the axes of each index array, in its order. A term without an index has these axes itself.
+        columns: the axes of c; an input may lack some.
+        gathers: for each term, the bracket through which its rows are read or added into; None if they lie in order.
+        sizes: number of rows, and of columns.
+    """
+
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    gathers: tuple[Gather | None, ...]
+    sizes: tuple[int, int]
+
+    @property
+    def target(self) -> Gather | None:
+        """The bracket that rows are added into; None for dots."""
+        return self.gathers[-1]
+
+
+@cached_by_step
+def rows_form(spec: Spec) -> RowsForm | str:
+    """Return a step as sums or dots of rows, or the reason why it is none."""
+    brackets = [term_gathers(term) for term in spec.terms]
+    gathers = tuple(found[0] if found else None for found in brackets)
+    rows = next((gather.axes for gather in gathers if gather), ())
+    if not rows or len(set(rows)) < len(rows) or any(len(found) > 1 for found in brackets):
+        return "no rows are read or added up through one index array each"
+    columns: list[tuple[str, ...]] = []
+    for term, gather in zip(spec.terms, gathers, strict=True):
+        axes = plain_axes(term)
+        own = {axis for axis in axes if axis in rows}
+        lies = len(own) == len(rows) if gather is None else gather.axes == rows and not own
+        if len(set(axes)) < len(axes) or not lies:
+            return "index arrays and rows have different axes"
+        columns.append(_pick(axes, outside=rows))
+    *given, out = columns
+    if gathers[-1] is None:
+        if out or len(given) != 2 or None in gathers[:-1] or set(given[0]) != set(given[1]):
+            return "rows are neither added up nor multiplied with each other"
+        out = given[0]
+    elif set(out) != set().union(*given):
+        return "a column is summed or broadcast alone"
+    n, c = _counts(spec, rows, out)
+    return RowsForm(rows, out, gathers, (n, c))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TakenForm:
+    """A grouped product whose rows are taken through index arrays of their own, as in `x[n]j, q[n]jk -> nk`.
+
+    Attributes:
+        product: the grouped product of the rows.
+        sources: for each input, the bracket through which its rows are taken; None if they lie in order.
+    """
+
+    product: GroupedForm
+    sources: tuple[Gather | None, ...]
+
+
+@cached_by_step
+def taken_form(spec: Spec) -> TakenForm | str:
+    """Return a step as a grouped product that takes its rows, or the reason why it is none."""
+    refusal = "needs two operands, rows that are taken, and another index array for matrices"
+    if len(spec.inputs) != 2 or any(len(term_gathers(term)) > 1 for term in spec.terms):
+        return refusal
+    # Of the brackets one names matrices. The others are taken away, as if their rows lay in order.
+    gathers = [next(iter(term_gathers(term)), None) for term in spec.terms]
+    for place, matrices in enumerate(gathers):
+        sources = tuple(None if number == place else gather for number, gather in enumerate(gathers[:2]))
+        if matrices is None or not any(sources) or (place != 2 and gathers[2]):
+            continue
+        terms = []
+        for term, gather in zip(spec.inputs, sources, strict=True):
+            terms.append(tuple(a for e in term for a in (gather.axes if gather and e == gather else (e,))))
+        form = grouped_form(Spec(tuple(terms), spec.output, spec.sizes))
+        if not isinstance(form, GroupedForm) or form.maps or not (form.left and form.right):
+            continue
+        if all(gather is None or gather.axes == (*form.rows_a, *form.inner) for gather in sources):
+            return TakenForm(form, sources)
+    return refusal

@@ -75,7 +75,7 @@ class Implementation:
         variant_of: name of the row of which this one is another tiling at the same cost. `optimize="measure"` times
             such variants. "" if the row is not a variant.
         bounded: whether its cost is never below `planner.cost.floor`; else the search prices all steps.
-        brackets: whether it runs only steps with brackets. Then it launches at least `launches` operators.
+        brackets: 0, or the most brackets of its steps if all have some. Then it launches `launches` operators or more.
         guarded_scratch: returns how many bytes of scratch more an op can need for the sake of guards: because operands
             hold NaN or infinity, or, if its second argument is true, because indices are dropped.
         least: returns a cost that the row is not below in any figure, quicker than `supports` and `cost`.
@@ -92,7 +92,7 @@ class Implementation:
     layouts: Callable[[Op], tuple[Layout | None, ...]] | None = None
     variant_of: str = ""
     bounded: bool = False
-    brackets: bool = False
+    brackets: int = 0
     launches: int = 1
     guarded_scratch: Callable[[Op, bool], int] = lambda op, drops: 0
     least: Callable[[Op, Device], StepCost] | None = None

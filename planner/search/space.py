@@ -304,10 +304,14 @@ class SearchSpace:
         return steps <= MOST_TRIED * stop.scored
 
 
-def kernel_launches(table: Table, device: Device) -> float:
-    """Return how many operators any row that runs only steps with brackets launches at least; infinite without one."""
+def kernel_launches(table: Table, device: Device) -> tuple[float, float]:
+    """Return how many operators any row that runs only steps with brackets launches at least; infinite without one.
+
+    The first is for steps of one index array, the second for those of several.
+    """
     rows = [row for row in table.rows.values() if row.brackets and (row.kinds is None or device.kind in row.kinds)]
-    return min((row.launches for row in rows), default=math.inf)
+    several = [row.launches for row in rows if row.brackets > 1]
+    return min((row.launches for row in rows), default=math.inf), min(several, default=math.inf)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

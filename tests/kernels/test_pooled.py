@@ -76,11 +76,12 @@ FREE = st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 20), st.in
 TORCH = ("float32", "float64", "bfloat16", "float16", "int64", "complex64")
 LAYOUTS = ("plain", "columns", "transposed", "sliced", "padded", "expanded")
 JAX = ("float32", "bfloat16", "int32", "complex64")
-FOR_TRITON = st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(1, 9), st.integers(0, 40), st.integers(0, 20))
+FOR_TRITON = st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(0, 9), st.integers(0, 40), st.integers(0, 20))
+TRITON = ("float32", "float64", "float16", "bfloat16")
 WAYS = (
     Way("torch, pooled", ("torch",), "torch_pooled", "pooled_", FREE, TORCH, (200, 2000), LAYOUTS),
     Way("torch, gathered", ("torch",), "torch_pooled", "gathered_", FREE, TORCH, (200, 2000), LAYOUTS),
-    Way("Triton", ("torch", "triton"), "triton_pooled", "", FOR_TRITON, ("float32", "float64"), (25, 200), LAYOUTS[:2]),
+    Way("Triton", ("torch", "triton"), "triton_pooled", "", FOR_TRITON, TRITON, (40, 400), LAYOUTS),
     Way("JAX, pooled", ("jax",), "jax_pooled", "pooled_", st.sampled_from(JAX_SHAPES), JAX, (25, 200)),
     Way("JAX, gathered", ("jax",), "jax_pooled", "gathered_", st.sampled_from(JAX_SHAPES), JAX, (25, 200)),
 )
@@ -166,6 +167,11 @@ def small_buffers(way, problem):
     """A context in which torch's buffers are small, if a problem asks for it."""
     if way.needs[0] == "jax" or not problem.small:
         return contextlib.nullcontext()
+    if way.name == "Triton":  # rows that windows hold, and tiles that do not hold a query's keys or its depth
+        buffers = contextlib.ExitStack()
+        for module, sizes in ("segment_sum.triton_sum", {"WINDOW": 8}), ("gathered_dot.triton_pooled", {"_DEPTH": 16}):
+            buffers.enter_context(mock.patch.multiple(kernel_module(module), _TILE=256, **sizes))
+        return buffers
     return mock.patch.multiple(kernel_module("gathered_dot.torch_pooled"), DENSE_BYTES=2000, FETCHED_BYTES=600)
 
 

@@ -212,6 +212,8 @@ def test_what_is_dropped_is_zero_whatever_it_would_meet():
     [
         ("nij, q[n]jk -> nik", ((60, 2, 5), (7, 5, 6)), 7, {"q": (60,)}),
         ("bhqd, b h i[bhqk] d -> bhqk", ((1, 1, 16, 32), (1, 1, 60, 32)), 60, {"i": (1, 1, 16, 3)}),
+        ("bhqd, b h i[bhqk] d -> bhqk", ((2, 3, 6, 8), (2, 3, 9, 8)), 9, {"i": (2, 3, 6, 5)}),
+        ("bqhd, bh i[qkbh] d -> hbqk", ((2, 6, 3, 8), (2, 3, 9, 8)), 9, {"i": (6, 5, 2, 3)}),
         ("ti, q[t]ir, q[t]ro -> to", ((50, 8), (5, 8, 3), (5, 3, 8)), 5, {"q": (50,)}),
         ("bij, q[b]jk -> ik", ((30, 2, 5), (7, 5, 6)), 7, {"q": (30,)}),
         ("nij, q[n]jk -> nik", ((150, 1, 70), (3, 70, 70)), 3, {"q": (150,)}),
@@ -256,7 +258,7 @@ def test_scratch_on_a_card_is_bounded(monkeypatch, spec, shapes, groups, dtype):
     """
     for module, name in (
         (triton_grouped, "product_kernel"), (triton_pair, "pair_kernel"), (triton_sum, "sum_kernel"),
-        (triton_sum, "add_parts_kernel"),
+        (triton_sum, "add_parts_kernel"), (triton_pooled, "dots_kernel"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, collections.defaultdict(lambda: lambda *_, **__: None))
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", _result_of_grouped_mm)
@@ -371,16 +373,16 @@ def test_products_whose_axes_lie_apart(seed, dtype, sizes, long):
 @settings(max_examples=examples(60, 600))
 @given(
     seed=st.integers(0, 2**30), dtype=st.sampled_from(LAID), rows=st.sampled_from([0, 1, 5, 70, 300]),
-    groups=st.integers(0, 5), columns=st.tuples(*[st.sampled_from([0, 1, 17])] * 2), tile=st.sampled_from([128, 512]),
+    groups=st.integers(0, 5), columns=st.tuples(*[st.sampled_from([0, 1, 17])] * 2), tile=st.sampled_from([512, 2048]),
 )  # fmt: skip
 def test_rows_are_summed_by_group(seed, dtype, rows, groups, columns, tile):
-    """Groups that are cut into many pieces too; what is beside the operand and the result is left alone."""
+    """Groups of many windows too; what is beside the operand and the result is left alone."""
     random = np.random.default_rng(seed)
     of = random.integers(0, groups + 1, rows) if random.random() < 0.7 else np.full(rows, 0)
     x, lay = integers(random, rows, *columns), partial(Laid, random=random, dtype=dtype, tables=False)
     given, made = lay(x, dropped=of == groups), lay(np.zeros((groups, *columns[::-1])), writes=True)
     index = group_rows(torch.from_numpy(of), groups)
-    with mock.patch.multiple(triton_sum, _TILE=tile, _CHUNK=2):
+    with mock.patch.multiple(triton_sum, _TILE=tile, WINDOW=32):
         triton_sum.sum_rows(
             triton_sum.Rows.of(given.tensor, [0], [1, 2]), triton_sum.Rows.of(made.tensor, [0], [2, 1]),
             math.prod(columns), index,

@@ -122,7 +122,7 @@ PLANTED = (
             "tests/kernels/test_pallas.py::test_tiles_hold_each_row_once_and_are_as_many_as_foretold"),
     Planted("off by one at a tile's edge: the row behind a piece is summed (Triton)",
             "kernels/segment_sum/triton_sum.py",
-            "there = r < last\n", "there = r <= last\n",
+            "there = row < end\n", "there = row <= end\n",
             "tests/kernels/test_triton.py::test_rows_are_summed_by_group"),
     Planted("the last, shorter slice of a loop is not counted", "planner/program/loops.py",
             "[(axis, rest, 1)] * (rest > 0)", "[(axis, rest, 1)] * (rest > size)",

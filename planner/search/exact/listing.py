@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -31,7 +30,8 @@ class Bounds:
         dtype: the dtype of the computation.
         gradient_operands: the set of operands that need gradients.
         hold: whether all implementations keep to the bounds. If not, all bounds are 0.
-        launches: how many operators rows that run only steps with brackets launch at least.
+        launches: how many operators rows that run only steps with brackets launch at least: for steps of one index
+            array, and of several.
     """
 
     objective: str
@@ -39,7 +39,7 @@ class Bounds:
     dtype: str
     gradient_operands: int
     hold: bool
-    launches: float
+    launches: tuple[float, float]
 
     @property
     def objectives(self) -> tuple[str, ...]:
@@ -229,8 +229,8 @@ class _Products:
             joint = self.size(terms[0] | terms[1] | terms[2])
             copies = sum([self.size(term) for term, copied in zip(terms, indexing, strict=True) if copied])
             counts = self._rows(terms, indexing, chosen)
-            # Kernels take one index array.
-            kernels, share = (self.bounds.launches, share) if gathers == 1 else (math.inf, 1.0)
+            kernels = self.bounds.launches[gathers > 1]
+            share = share if gathers == 1 else 1.0
             wanted = (self.bounds.wanted(a.operands), self.bounds.wanted(b.operands))
             self._gathered[0].append(edge)
             self._gathered[1].append((joint, share, sum(elements), copies, *counts, kernels, *wanted))
