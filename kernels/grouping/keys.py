@@ -20,12 +20,15 @@ class IndexArray:
         may_drop: whether a value may be M, which stands for no row. In torch this is never set together with `normal`.
         bad: a function that says which values are out of range, if no error can be raised for them. The kernel writes
             NaN for these, so that no separate pass over the values is needed. None if no value is out of range.
+        sort: a function that takes the number of groups, and returns the values sorted, their range checked on the way.
+            None if the range must be checked before.
     """
 
     values: Any
     normal: Callable[[Any], Any] | None = None
     may_drop: bool = True
     bad: Callable[[Any], Any] | None = None
+    sort: Callable[[int], Any] | None = None
 
     def part(self, values: Any) -> Any:
         """Return a part of the values, brought into range."""

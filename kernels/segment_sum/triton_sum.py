@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from planner.kernels.grouping.torch_grouping import Groups
-from planner.kernels.tiled_product.triton_axes import Axis, Cut, axis_of, grid
+from planner.kernels.grouping.triton_launch import launch
+from planner.kernels.tiled_product.triton_axes import Axis, Cut, axis_of
 from planner.kernels.tiled_product.triton_product import add_parts_kernel, group_of, position
 
 __all__ = ["Rows", "add_parts", "grouped_sum", "sum_kernel", "sum_rows"]
@@ -90,14 +90,14 @@ def sum_rows(rows: Rows, out: Rows, columns: int, groups: Groups) -> None:
         return
     block_n = min(128, triton.next_power_of_2(columns))
     block_r = _TILE // block_n
-    pieces = Cut.of(groups.offsets, len(groups.order), 1, block_r * _CHUNK)
+    pieces = Cut.of(groups.offsets, groups.rows, 1, block_r * _CHUNK)
     parts = pieces.parts(out.x, 1, columns)
-    programs = grid(pieces.most * triton.cdiv(columns, block_n))
-    with torch.cuda.device_of(out.x):
-        sum_kernel[programs](
-            *rows.flat, *out.flat, groups.order, groups.offsets, pieces.tile_starts, pieces.part_starts, parts,
-            groups.size, columns, BLOCK_R=block_r, BLOCK_N=block_n, CHUNK=_CHUNK,
-        )  # fmt: skip
+    programs = pieces.most * triton.cdiv(columns, block_n)
+    arguments = (
+        *rows.flat, *out.flat, groups.row_numbers, groups.offsets, pieces.tile_starts, pieces.part_starts, parts,
+        groups.size, columns,
+    )  # fmt: skip
+    launch(sum_kernel, programs, arguments, BLOCK_R=block_r, BLOCK_N=block_n, CHUNK=_CHUNK)
     if pieces.slots:
         add_parts(parts, pieces.part_starts, groups.size, out.x, (out.row, Axis(0), out.column))
 
@@ -113,10 +113,8 @@ def add_parts(parts: Tensor, part_starts: Tensor, groups: int, out: Tensor, axes
         axes: the result's axes: groups, m and n.
     """
     _, m, n = parts.shape
-    with torch.cuda.device_of(out):
-        add_parts_kernel[grid(groups * triton.cdiv(m * n, _ADDED))](
-            parts, part_starts, out, *(part for axis in axes for part in axis.flat), m, n, BLOCK=_ADDED
-        )
+    arguments = parts, part_starts, out, *(part for axis in axes for part in axis.flat), m, n
+    launch(add_parts_kernel, groups * triton.cdiv(m * n, _ADDED), arguments, BLOCK=_ADDED)
 
 
 def grouped_sum(x: Tensor, groups: Groups) -> Tensor:
