@@ -13,6 +13,7 @@ from torch import Tensor
 
 from planner.backends.common.run import RunProgram, prepare_program
 from planner.backends.common.stock import evaluate
+from planner.backends.torch.checks import CallIndices, can_wait, checked_later, poisoned, raise_pending
 from planner.backends.torch.contexts.modes import hint, transformed
 from planner.backends.torch.contexts.ranges import Range, named_program, profiler
 from planner.backends.torch.index import TorchIndex, part_in_range, refuse_sparse, torch_in_range
@@ -68,6 +69,7 @@ class Executable:
         shown = {e for term in (*self.spec.inputs, *(gather.axes for gather in self.gathers)) for e in term}
         self.hidden = {*self.spec.output} - shown
         self.drops = MODES[plan.index_mode].bad == "drop"
+        self.writes = any(isinstance(entry, Gather) for entry in self.spec.output)
         # The backward program makes views of operands again, because a Function returns no views of its arguments.
         base = [variable.base for variable in self.programs.variables]
         needed, views = {v for v in self.programs.kept if base[v] < len(shapes)}, []
@@ -207,8 +209,11 @@ class Executable:
 
     def prepare(self, indices: Mapping[str, Any]) -> RangedIndices:
         """Shape index arrays as the spec has them. The step that reads an index array first checks its range."""
+        found = indices.found if isinstance(indices, CallIndices) else None
+        if found and found[0].sizes is self.sizes and all([found[0].has(gather) for gather in self.gathers]):
+            return found[0]  # the backward pass does not check and sort again
         prepared, mode = RangedIndices(False), self.plan.index_mode
-        prepared.sizes = self.sizes
+        prepared.sizes, kept = self.sizes, True
         # Dropped indices decide which program runs, and in an empty contraction no step reads the index arrays: both
         # check them here. An array that is not row-major is copied once, not by each step.
         here = self.empty or self.drops
@@ -216,6 +221,10 @@ class Executable:
             raw, shape = indices[gather.array], self.index_shapes[gather.array]
             if not isinstance(raw, TorchIndex):
                 refuse_sparse(raw, own)
+                if raw.is_cuda and self.inexact and not here and MODES[mode].bad == "refuse" and can_wait(raw):
+                    prepared.given[gather] = checked_later(raw, shape, own, mode, prepared)
+                    continue
+                kept = False
             if not (here or isinstance(raw, TorchIndex)) and raw.is_contiguous():
                 normal = partial(part_in_range, whole=raw, gather=own, mode=mode)
                 shaped = raw if raw.shape == shape else raw.reshape(shape)
@@ -226,6 +235,8 @@ class Executable:
             prepared.may_drop |= may_drop
             if isinstance(raw, TorchIndex) and gather.axes and values.dim() == len(gather.axes):
                 prepared.orders[gather] = raw.groups
+        if found is not None and kept:
+            found[:] = [prepared]
         return prepared
 
     def forward(self, operands: Sequence[Tensor], index: RangedIndices) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -233,6 +244,8 @@ class Executable:
         values: dict[int, Any] = dict(enumerate(self.views(operands)))
         run = self.show_forward if profiler._is_profiler_enabled else self.run_forward
         (result,) = run(values, index)
+        if index.poison is not None or (index.dropped is not None and self.writes):
+            result = poisoned(result, index.dropped if index.poison is None else index.poison)
         return result, tuple(values[v] for v in self.kept)
 
     def backward_values(
@@ -255,6 +268,7 @@ class Executable:
         The gradient in operand b of a * b is g * conj(a) = conj(conj(g) * a). So the program runs on the conjugate of
         the output gradient, which needs the memory of one array, and its results are conjugated in place.
         """
+        raise_pending()
         if self.is_complex:
             gradient = gradient.conj()
             gradient = gradient.resolve_conj() if gradient.is_conj() else gradient.clone()  # a copy in either case
@@ -262,6 +276,8 @@ class Executable:
         run = self.show_backward if profiler._is_profiler_enabled else self.run_backward
         run(values, index)
         gradients: list[Tensor | None] = [None if v is None else values[v] for v in self.programs.gradients]
+        if index.poison is not None:
+            gradients = [x if x is None else poisoned(x, index.poison) for x in gradients]
         if self.fits and not self.is_complex:
             return gradients
         for number, (x, operand) in enumerate(zip(gradients, operands, strict=True)):
@@ -435,4 +451,4 @@ class Executable:
                 values.append(cast(inputs[0], op.dtype))
             else:
                 values.append(evaluate(OPS, op.spec, inputs, index, index.may_drop))
-        return values[0]
+        return values[0] if index.poison is None else values[0] * index.poison[0]

@@ -33,9 +33,7 @@ class TorchIndex(PreparedIndex, torch.nn.Module):
     order: Tensor
     offsets: Tensor
 
-    def __init__(
-        self, tensors: Iterable[Tensor], size: int, mode: str, may_drop: bool, in_order: bool = False
-    ) -> None:
+    def __init__(self, tensors: Iterable[Tensor], size: int, mode: str, may_drop: bool, in_order: bool = False) -> None:
         torch.nn.Module.__init__(self)
         self.size, self.mode, self.may_drop = size, mode, may_drop
         # Whether the values rise, and none is dropped: then kernels on a card walk the rows as they are.
