@@ -60,12 +60,16 @@ class _Flag:
     def __init__(self, device: torch.device) -> None:
         self.word = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self.poison = torch.ones(1, device=device)
+        self.captured = False  # whether a CUDA graph writes to it
         self.seen = ctypes.c_int64.from_address(self.word.data_ptr())
 
     def take(self) -> int:
-        """Return the word, and lower the flag."""
+        """Return the word, and lower the flag. Backward passes of calls before find the poison that they had."""
         word, self.seen.value = self.seen.value, 0
-        self.poison.fill_(1)
+        if self.captured:
+            self.poison.fill_(1)
+        else:
+            self.poison = torch.ones_like(self.poison)
         return word
 
 
@@ -85,7 +89,7 @@ class _Asked:
                 torch_in_range(array, self.gather, self.mode)
             except IndexRangeError as error:
                 return error
-        place = []
+        place: list[int] = []
         for size in reversed(self.shape):
             position, at = divmod(position, size)
             place.insert(0, at)
@@ -183,10 +187,12 @@ def _flag_of(x: Tensor) -> _Flag | None:
     """
     place = importlib.import_module("planner.kernels.grouping.triton_launch").place_of(x)
     flag = _flags.get(place)
-    if flag is not None:
-        return flag
     if captured(x):
-        return next((flag for (device, _), flag in _flags.items() if device == place[0]), None)
+        flag = flag or next((flag for (device, _), flag in _flags.items() if device == place[0]), None)
+        if flag is not None:
+            flag.captured = True
+    if flag is not None or captured(x):
+        return flag
     if not _flags:
         atexit.register(_at_exit)
     return _flags.setdefault(place, _Flag(x.device))

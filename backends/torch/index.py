@@ -126,7 +126,7 @@ def _in_place(owned: bool) -> bool:
 _TORCH = IndexOps(
     signed=_signed,
     # One look at both bounds, since each look waits for a device.
-    bounds=lambda values: None if unseen(values) else torch.stack(torch.aminmax(values)).tolist(),
+    bounds=lambda values: None if unseen(values) else tuple(torch.stack(torch.aminmax(values)).tolist()),
     first=lambda mask: tuple(mask.nonzero()[0].tolist()),
     # An index array may be as large as the operands: no second copy of it is made.
     wrap=lambda values, size, owned: (values.remainder_ if _in_place(owned) else values.remainder)(max(size, 1)),

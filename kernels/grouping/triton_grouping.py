@@ -24,6 +24,8 @@ __all__ = ["Check", "Tasks", "check_values", "cut_tasks", "sort_rows"]
 
 # Rows of a block; the most groups and counters of a counting sort.
 _BLOCK, _MOST_GROUPS, _MOST_COUNTS = 1024, 4094, 1 << 19
+# Groups before a program's own that it adds up together.
+_WIDE = 256
 # Tasks that one program cuts, and groups that it looks at together.
 _TASKS, _GROUPS = 64, 512
 
@@ -225,10 +227,16 @@ def sort_rows(index: Tensor, size: int, check: Check | None = None) -> tuple[Ten
         counts, places = torch.empty((2, blocks, size + 1), dtype=torch.int32, device=device)
         word, poison, ticket = check or (None, None, 0)
         bins = max(256, triton.next_power_of_2(size + 2))
-        arguments = index, keys, counts, word, poison, rows, size, ticket
-        launch(count_kernel, blocks, arguments, BINS=bins, BLOCK=_BLOCK, num_warps=8)
-        arguments = counts, places, offsets, blocks, size
-        launch(place_kernel, triton.cdiv(size + 1, 32), arguments, GROUPS=32, WIDE=256, BLOCKS=16)
+        launch(
+            count_kernel,
+            blocks,
+            (index, keys, counts, word, poison, rows, size, ticket),
+            BINS=bins,
+            BLOCK=_BLOCK,
+            num_warps=8,
+        )
+        placed = counts, places, offsets, blocks, size
+        launch(place_kernel, triton.cdiv(size + 1, 32), placed, GROUPS=32, WIDE=_WIDE, BLOCKS=16)
         launch(scatter_kernel, blocks, (keys, places, order, rows, size), BLOCK=_BLOCK, PART=64, num_warps=8)
         return order, offsets
     dtype = torch.int16 if size < 2**15 else torch.int32 if size < 2**31 else torch.int64

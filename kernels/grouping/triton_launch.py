@@ -83,7 +83,8 @@ def replayed(key: Hashable, arrays: Sequence[Any], run: Callable[[], None]) -> N
     if key in _REPLAYS or getattr(_local, "recorded", None) is not None:
         run()
         return
-    recorded = _local.recorded = []
+    recorded: list[Any] = []
+    _local.recorded = recorded
     try:
         run()
     finally:
@@ -93,7 +94,7 @@ def replayed(key: Hashable, arrays: Sequence[Any], run: Callable[[], None]) -> N
     _REPLAYS[key] = None
     known = {id(x) for x in arrays}
     if all(one and all(id(x) in known for x in one[2] if isinstance(x, Tensor)) for one in recorded):
-        _REPLAYS[key] = [_Replay(*one, arrays) for one in recorded]
+        _REPLAYS[key] = [_Replay(*one[:4], arrays) for one in recorded]
 
 
 class _Replay:

@@ -328,6 +328,7 @@ class Backend(Protocol):
 
     def synchronize(self, every_call: bool | None) -> None:
         """Raise the errors of index arrays that devices check while calls go on; see `planner.synchronize`."""
+        return
 
     def group(self, q: Any, size: int, index_mode: str) -> Any:
         """Prepare an index array for many calls.
