@@ -81,4 +81,5 @@ def synchronize(*, every_call: bool | None = None) -> None:
         IndexRangeError: an index array had an entry out of range. The message names the array and the position.
     """
     if "torch" in sys.modules:
-        load_backend("torch").synchronize(every_call)
+        backend: Any = load_backend("torch")
+        backend.synchronize(every_call)

@@ -14,7 +14,8 @@ import contextlib
 import ctypes
 import importlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,15 +23,16 @@ from torch import Tensor
 
 from planner.backends.common.indices import range_error
 from planner.backends.torch.contexts.modes import in_functorch
-from planner.backends.torch.index import torch_in_range
+from planner.backends.torch.index import TorchIndex, part_in_range, refuse_sparse, torch_in_range
 from planner.backends.torch.ops import captured, is_recorded
 from planner.kernels.grouping.keys import IndexArray
 from planner.kernels.grouping.torch_grouping import group_rows, has_triton
 from planner.language.errors import IndexRangeError
+from planner.language.options import MODES
 from planner.language.spec import Gather
 from planner.program.calls import RangedIndices
 
-__all__ = ["CallIndices", "can_wait", "checked_later", "poisoned", "raise_pending", "synchronize"]
+__all__ = ["CallIndices", "can_wait", "poisoned", "prepare_indices", "raise_pending", "synchronize"]
 
 _POSITIONS = 40  # bits of a position in a flag's word
 _MOST_ASKED = 1 << 16
@@ -49,8 +51,14 @@ class CallIndices(dict[str, Any]):
     found: list[RangedIndices]
 
 
-def poisoned(x: Tensor, poison: Tensor) -> Tensor:
-    """Multiply a result by 1, or by NaN if an index was out of range; in place, unless it repeats elements."""
+def poisoned(x: Tensor, index: RangedIndices, dropped: bool = False) -> Tensor:
+    """Return an array that steps computed, or NaN if they read an index out of range; in place if that is possible.
+
+    If `dropped`, also if rows were dropped because their index was out of range.
+    """
+    poison = index.dropped if dropped and index.poison is None else index.poison
+    if poison is None:
+        return x
     return x * poison[0] if 0 in x.stride() else x.mul_(poison[0])
 
 
@@ -113,6 +121,57 @@ def can_wait(raw: Tensor) -> bool:
         and not is_recorded(raw)
         and has_triton()
     )
+
+
+def prepare_indices(
+    indices: Mapping[str, Any],
+    gathers: Mapping[Gather, Gather],
+    shapes: Mapping[str, tuple[int, ...]],
+    mode: str,
+    sizes: Mapping[str | Gather, int] | None,
+    *,
+    here: bool,
+    shows: bool,
+) -> RangedIndices:
+    """Shape the index arrays of a call as the spec has them.
+
+    Args:
+        indices: the index arrays by name.
+        gathers: the gathers of the programs, and those of this call.
+        shapes: the shape to give each array.
+        mode: the index mode.
+        sizes: see `RangedIndices.sizes`.
+        here: whether to check ranges here. This is for calls in which dropped indices decide which program runs, and
+            for empty contractions, in which no step reads the arrays.
+        shows: whether results can hold NaN. Then arrays on a card are checked while the call goes on.
+    """
+    found = indices.found if isinstance(indices, CallIndices) else None
+    if found and found[0].sizes is sizes and all([g in found[0] or g in found[0].given for g in gathers]):
+        return found[0]  # the backward pass does not check and sort again
+    prepared, keeps = RangedIndices(False), True
+    prepared.sizes = sizes
+    later = shows and not here and MODES[mode].bad == "refuse"
+    for gather, own in gathers.items():
+        raw, shape = indices[gather.array], shapes[gather.array]
+        if not isinstance(raw, TorchIndex):
+            refuse_sparse(raw, own)
+            if later and can_wait(raw):
+                prepared.given[gather] = checked_later(raw, shape, own, mode, prepared)
+                continue
+            keeps = False
+            if not here and raw.is_contiguous():  # any other array is copied once, not by each step
+                normal = partial(part_in_range, whole=raw, gather=own, mode=mode)
+                shaped = raw if raw.shape == shape else raw.reshape(shape)
+                prepared.given[gather] = IndexArray(shaped, normal, may_drop=False)
+                continue
+        values, may_drop = torch_in_range(raw, own, mode)
+        prepared[gather] = values if values.shape == shape else values.reshape(shape)
+        prepared.may_drop |= may_drop
+        if isinstance(raw, TorchIndex) and gather.axes and values.dim() == len(gather.axes):
+            prepared.orders[gather] = raw.groups
+    if found is not None and keeps:
+        found[:] = [prepared]
+    return prepared
 
 
 def checked_later(raw: Tensor, shape: tuple[int, ...], gather: Gather, mode: str, index: RangedIndices) -> IndexArray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -13,13 +13,11 @@ from torch import Tensor
 
 from planner.backends.common.run import RunProgram, prepare_program
 from planner.backends.common.stock import evaluate
-from planner.backends.torch.checks import CallIndices, can_wait, checked_later, poisoned, raise_pending
+from planner.backends.torch.checks import poisoned, prepare_indices, raise_pending
 from planner.backends.torch.contexts.modes import hint, transformed
 from planner.backends.torch.contexts.ranges import Range, named_program, profiler
-from planner.backends.torch.index import TorchIndex, part_in_range, refuse_sparse, torch_in_range
 from planner.backends.torch.ops import GUARD, OPS, cast, conjugate, is_recorded, torch_dtype
 from planner.cost.layout import Layout, layout_of, strides_of
-from planner.kernels.grouping.keys import IndexArray
 from planner.language.derive import resize_spec, sum_dims, summable_dims
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerLimitError
@@ -209,43 +207,22 @@ class Executable:
 
     def prepare(self, indices: Mapping[str, Any]) -> RangedIndices:
         """Shape index arrays as the spec has them. The step that reads an index array first checks its range."""
-        found = indices.found if isinstance(indices, CallIndices) else None
-        if found and found[0].sizes is self.sizes and all([found[0].has(gather) for gather in self.gathers]):
-            return found[0]  # the backward pass does not check and sort again
-        prepared, mode = RangedIndices(False), self.plan.index_mode
-        prepared.sizes, kept = self.sizes, True
-        # Dropped indices decide which program runs, and in an empty contraction no step reads the index arrays: both
-        # check them here. An array that is not row-major is copied once, not by each step.
-        here = self.empty or self.drops
-        for gather, own in self.gathers.items():
-            raw, shape = indices[gather.array], self.index_shapes[gather.array]
-            if not isinstance(raw, TorchIndex):
-                refuse_sparse(raw, own)
-                if raw.is_cuda and self.inexact and not here and MODES[mode].bad == "refuse" and can_wait(raw):
-                    prepared.given[gather] = checked_later(raw, shape, own, mode, prepared)
-                    continue
-                kept = False
-            if not (here or isinstance(raw, TorchIndex)) and raw.is_contiguous():
-                normal = partial(part_in_range, whole=raw, gather=own, mode=mode)
-                shaped = raw if raw.shape == shape else raw.reshape(shape)
-                prepared.given[gather] = IndexArray(shaped, normal, may_drop=False)
-                continue
-            values, may_drop = torch_in_range(raw, own, mode)
-            prepared[gather] = values if values.shape == shape else values.reshape(shape)
-            prepared.may_drop |= may_drop
-            if isinstance(raw, TorchIndex) and gather.axes and values.dim() == len(gather.axes):
-                prepared.orders[gather] = raw.groups
-        if found is not None and kept:
-            found[:] = [prepared]
-        return prepared
+        return prepare_indices(
+            indices,
+            self.gathers,
+            self.index_shapes,
+            self.plan.index_mode,
+            self.sizes,
+            here=self.empty or self.drops,
+            shows=self.inexact,
+        )
 
     def forward(self, operands: Sequence[Tensor], index: RangedIndices) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the forward program, and return the result and the kept values."""
         values: dict[int, Any] = dict(enumerate(self.views(operands)))
         run = self.show_forward if profiler._is_profiler_enabled else self.run_forward
         (result,) = run(values, index)
-        if index.poison is not None or (index.dropped is not None and self.writes):
-            result = poisoned(result, index.dropped if index.poison is None else index.poison)
+        result = poisoned(result, index, self.writes)
         return result, tuple(values[v] for v in self.kept)
 
     def backward_values(
@@ -277,7 +254,7 @@ class Executable:
         run(values, index)
         gradients: list[Tensor | None] = [None if v is None else values[v] for v in self.programs.gradients]
         if index.poison is not None:
-            gradients = [x if x is None else poisoned(x, index.poison) for x in gradients]
+            gradients = [x if x is None else poisoned(x, index) for x in gradients]
         if self.fits and not self.is_complex:
             return gradients
         for number, (x, operand) in enumerate(zip(gradients, operands, strict=True)):

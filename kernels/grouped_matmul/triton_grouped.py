@@ -55,9 +55,10 @@ def grouped_matmul(
         )
 
     if source is None and rows.numel():
-        tiles = _tiles_of("rows", max(1, n * i // max(1, groups.size)), k, j, a.dtype, precision(), tiling)
+        products = precision()
+        tiles = _tiles_of("rows", max(1, n * i // max(1, groups.size)), k, j, a.dtype, products, tiling)
         table = groups.tasks(i, tiles.m * tiles.chunk, drops > 0, False).table
-        replayed(("rows", rows.dtype, tiling, *_facts(groups, a, c)), (a, c, rows, groups.order, table), run)
+        replayed(("rows", rows.dtype, products, tiling, *_facts(groups, a, c)), (a, c, rows, groups.order, table), run)
     else:
         run()
     if target is None:
@@ -103,9 +104,8 @@ def grouped_gradients(
         )
     gout, a, c = gout.resolve_neg(), a.resolve_neg(), c.resolve_neg()
     da, dc = a.new_empty((n, i, j)), c.new_empty((groups.size, j, k))
-    tiles = _tiles_of(
-        "pair", j, k, max(1, n * i // max(1, groups.size)), a.dtype, precision(), tiling, source is not None
-    )
+    each, products = max(1, n * i // max(1, groups.size)), precision()
+    tiles = _tiles_of("pair", j, k, each, a.dtype, products, tiling, source is not None)
     tasks = groups.tasks(i, tiles.k * tiles.chunk, drops > 0, True)
     parts = sums_of(tasks, dc, j, k)
 
@@ -115,7 +115,7 @@ def grouped_gradients(
         both_gradients(x, y, z, *results, sizes, Grouping.of(groups), tiles, drops, parts)
 
     arrays = gout, a, c, da, dc, groups.order, tasks.table, tasks.part_starts, parts, source
-    replayed(("pair", source is None, tiling, *_facts(groups, gout, a, c)), arrays, run)
+    replayed(("pair", source is None, products, tiling, *_facts(groups, gout, a, c)), arrays, run)
     return da, dc
 
 
@@ -125,9 +125,9 @@ def _drops(groups: Groups) -> int:
 
 
 def _facts(groups: Groups, *arrays: Tensor) -> tuple[Any, ...]:
-    """Return all that launches depend on, but for where arrays lie."""
+    """Return what launches depend on: facts of the groups, and of arrays all but where they lie."""
     order = None if groups.order is None else groups.order.dtype
-    facts: list[Any] = [precision(), _drops(groups), groups.rows, groups.size, order]
+    facts: list[Any] = [_drops(groups), groups.rows, groups.size, order]
     for x in arrays:
         facts += (x.dtype, x.shape, x.stride())
     return tuple(facts)

@@ -94,7 +94,7 @@ def replayed(key: Hashable, arrays: Sequence[Any], run: Callable[[], None]) -> N
     _REPLAYS[key] = None
     known = {id(x) for x in arrays}
     if all(one and all(id(x) in known for x in one[2] if isinstance(x, Tensor)) for one in recorded):
-        _REPLAYS[key] = [_Replay(*one[:4], arrays) for one in recorded]
+        _REPLAYS[key] = [_Replay(one, arrays) for one in recorded]
 
 
 class _Replay:
@@ -107,10 +107,8 @@ class _Replay:
 
     __slots__ = ("arguments", "compiled", "constants", "kernel", "places", "programs")
 
-    def __init__(
-        self, kernel: Any, programs: int, arguments: Sequence[Any], constants: dict[str, Any], arrays: Sequence[Any]
-    ) -> None:
-        self.kernel, self.programs, self.constants = kernel, programs, constants
+    def __init__(self, launched: tuple[Any, ...], arrays: Sequence[Any]) -> None:
+        self.kernel, self.programs, arguments, self.constants = launched
         numbers = {id(x): number for number, x in enumerate(arrays)}
         self.places = [(place, numbers[id(x)]) for place, x in enumerate(arguments) if isinstance(x, Tensor)]
         self.arguments = [None if isinstance(x, Tensor) else x for x in arguments]

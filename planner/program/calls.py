@@ -51,10 +51,6 @@ class RangedIndices(dict[Gather, Any]):
         self.poison: Any = None
         self.dropped: Any = None
 
-    def has(self, gather: Gather) -> bool:
-        """Return whether it has an index array, in range or not yet."""
-        return gather in self or gather in self.given
-
     @property
     def guarded(self) -> bool:
         """Return `may_drop`. Rows that users wrote for earlier versions ask so."""

@@ -326,10 +326,6 @@ class Backend(Protocol):
             PlannerError: two arrays are on different devices. The message names them.
         """
 
-    def synchronize(self, every_call: bool | None) -> None:
-        """Raise the errors of index arrays that devices check while calls go on; see `planner.synchronize`."""
-        return
-
     def group(self, q: Any, size: int, index_mode: str) -> Any:
         """Prepare an index array for many calls.
 
