@@ -221,8 +221,9 @@ def raise_pending() -> None:
         IndexRangeError: an earlier call read an index array with an entry out of range.
     """
     for flag in list(_flags.values()):
-        if flag.seen.value:
-            ticket, position = divmod(flag.take() - 1, 1 << _POSITIONS)
+        word = flag.take() if flag.seen.value else 0
+        if word:  # no other thread took it
+            ticket, position = divmod(word - 1, 1 << _POSITIONS)
             error = _asked[ticket].error(position)
             error.add_note(_NOTE)
             raise error

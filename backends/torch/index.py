@@ -55,9 +55,11 @@ class TorchIndex(PreparedIndex, torch.nn.Module):
         """The rows sorted by group."""
         groups = self._groups
         if groups is None or groups.offsets is not self.offsets:  # it was moved, or other tensors were put in
-            order = None if self.in_order and self.offsets.is_cuda else self.order
-            rows = self.order.shape[0]
-            groups = self._groups = torch_grouping.Groups(order, self.offsets, self.size, rows, self.may_drop)
+            on_card, order = self.offsets.is_cuda, self.order
+            ordered = order if on_card else order.long()  # on a card row numbers are of int32, if it sorted them
+            self._groups = groups = torch_grouping.Groups(
+                None if self.in_order and on_card else ordered, self.offsets, self.size, len(order), self.may_drop
+            )
         return groups
 
     @property

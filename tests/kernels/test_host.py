@@ -5,6 +5,7 @@ tensors of a CPU that say that they are on a card.
 """
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import json
@@ -24,7 +25,7 @@ import planner  # noqa: E402
 from planner.backends.torch import checks  # noqa: E402
 from planner.backends.torch import ops as torch_ops  # noqa: E402
 from planner.cost.device import H200  # noqa: E402
-from planner.kernels.grouped_matmul import torch_grouped_mm  # noqa: E402
+from planner.kernels.grouped_matmul import torch_grouped, torch_grouped_mm  # noqa: E402
 from planner.kernels.grouping import triton_grouping  # noqa: E402
 
 CHEAP = dataclasses.replace(H200, launch_seconds=0.0)
@@ -241,6 +242,10 @@ def test_sorted_rows_of_a_prepared_index(card, mode):
     assert rises.groups.row_numbers.tolist() == [*range(40)]
     result = planner.plan(SPEC, a, c, q=rises, index_mode=mode, device=CHEAP)(a, c, q=rises)
     assert torch.equal(result, a @ c[rises.values])
+    with mock.patch.object(torch.Tensor, "is_cuda", property(lambda x: False)):  # moved to a CPU
+        moved = copy.deepcopy(rises)
+        assert moved.groups.order.tolist() == [*range(40)]
+        assert torch.equal(torch_grouped.grouped_matmul(a.detach(), c.detach(), moved.groups), result)
     matrices = torch.zeros(5, 8, 8)
     rows = torch.ones(40, 2, 8)
     with mock.patch.object(torch.nn.functional, "grouped_mm", lambda x, y, offs: x.new_full((80, 8), 3.0)):
