@@ -50,6 +50,7 @@ class Driver:
 
         def run(x, y, z, stream, handle, metadata, launch_metadata, enter, leave, *arguments):
             self.launches.append((function.__name__, self.device, stream))
+            self.given = arguments
             if self.bad is not None and "word" in function.arg_names:
                 given = dict(zip(function.arg_names, arguments, strict=False))
                 if given["word"] is not None:
@@ -81,6 +82,11 @@ FREE = {
 WAITS = {"item", "_local_scalar_dense", "nonzero", "masked_select", "unique", "bincount", "is_nonzero"}
 
 
+def operator_of(event):
+    """The operator of torch that a profiler's event is of, or ""."""
+    return event.name.removeprefix("aten::") if event.name.startswith("aten::") else ""
+
+
 def launches_of(run):
     """The kernels that a call starts, Triton's by name and then torch's operators. Nothing may wait for the device."""
     before = len(CARD.launches)
@@ -88,12 +94,14 @@ def launches_of(run):
         run()
     names = []
     for event in profile.events():
-        name, parent = event.name, event.cpu_parent
-        if name.startswith("aten::"):
-            name = name.removeprefix("aten::")
-            assert name not in WAITS, name
-            if name not in FREE and not (parent and parent.name.startswith("aten::")):
-                names.append(name)
+        inner = operator_of(event)
+        assert inner not in WAITS, inner
+        # An operator that copies at times, such as `contiguous`, shows by what it calls then.
+        outer = event.cpu_parent
+        while outer is not None and operator_of(outer) in ("", *FREE):
+            outer = outer.cpu_parent
+        if inner and inner not in FREE and outer is None:
+            names.append(inner)
     return [name for name, *_ in CARD.launches[before:]] + names
 
 
@@ -138,6 +146,18 @@ def seed_sorted():
     for name, index in {"sorted": q.sort().values, "not": q}.items():
         prepared = planner.group(index, 8)
         found[name] = [prepared.groups.order is None, launches_of(lambda p=prepared: planner.contract(SEED, a, c, q=p))]
+    return found
+
+
+def replayed():
+    """Whether a call that is replayed reads its own operands, after one whose operands were one tensor."""
+    x, y, q = torch.ones(4, 16, 16), torch.ones(4, 16, 16), planner.group(torch.arange(4), 4)
+    plan = planner.plan(SEED, x, y, q=q, device=CHEAP)
+    found = []
+    for a, c in ((x, x), (x, y), (y, x), (x, y.clone())):
+        result = plan(a, c, q=q)
+        read = [given.data_ptr() for given in CARD.given if isinstance(given, torch.Tensor)][:3]
+        found.append(read == [z.data_ptr() for z in (a, c, result)])
     return found
 
 

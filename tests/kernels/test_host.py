@@ -38,7 +38,7 @@ def stand_in():
     reused = {"MALLOC_MMAP_THRESHOLD_": str(2 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
     root = pathlib.Path(__file__).parents[2]
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **reused}
-    names = ["seed_prepared", "seed_sorted", "unprepared", "places", "told"]
+    names = ["seed_prepared", "seed_sorted", "replayed", "unprepared", "places", "told"]
     command = [sys.executable, "-W", "ignore", str(pathlib.Path(__file__).with_name("stand_in_card.py")), *names]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
@@ -64,6 +64,10 @@ def test_an_index_that_is_not_prepared_takes_four_launches_more(stand_in):
     few = ["count_kernel", "place_kernel", "scatter_kernel", *product]
     many = ["check_kernel", "starts_kernel", *product, "sort"]
     assert stand_in["unprepared"] == {"2048": [few, few, gradients], "5000": [many, many, gradients]}
+
+
+def test_replayed_calls_read_their_own_arrays(stand_in):
+    assert stand_in["replayed"] == [True] * 4
 
 
 def test_sorted_rows_have_no_order(stand_in):
