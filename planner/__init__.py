@@ -19,7 +19,7 @@ from planner.cost.figures import Cost, PlanCost
 from planner.dropin.einsum import einsum
 from planner.dropin.expression import ContractExpression, contract_expression, contract_path
 from planner.dropin.patch import Patched, patch
-from planner.groups import group
+from planner.groups import group, synchronize
 from planner.language.derive import batched, transpose
 from planner.language.errors import (
     IndexRangeError,
@@ -74,6 +74,7 @@ __all__ = [
     "plan",
     "resolve",
     "shard",
+    "synchronize",
     "tradeoff",
     "transpose",
 ]

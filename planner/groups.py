@@ -1,8 +1,9 @@
-"""`group`: prepare an index array once and use it in many calls."""
+"""`group`: prepare an index array once and use it in many calls. `synchronize`: raise what cards tell of indices."""
 
 from __future__ import annotations
 
 import operator
+import sys
 from typing import Any
 
 from planner.language.errors import PlannerError
@@ -11,7 +12,7 @@ from planner.language.spec import is_symbol
 from planner.program.frameworks import framework_of, load_backend
 from planner.run import for_dynamo, torch_compiles
 
-__all__ = ["group"]
+__all__ = ["group", "synchronize"]
 
 
 def group(q: Any, size: int, index_mode: str = "raise") -> Any:
@@ -57,3 +58,28 @@ def group(q: Any, size: int, index_mode: str = "raise") -> Any:
     backend = load_backend(framework)
     backend.check_index("q", q)
     return backend.group(q, size, index_mode)
+
+
+def synchronize(*, every_call: bool | None = None) -> None:
+    """Wait until cards have checked all index arrays that they were given, and raise the error of a bad one.
+
+    In torch on CUDA a call does not wait for the card to check its index arrays. If an index is out of range under
+    ``index_mode="raise"``, what it has a say in becomes NaN, and the `IndexRangeError` is raised here, or in a later
+    call or backward pass, or at the end of the program. On a CPU, in JAX and in NumPy this does nothing.
+
+    Example:
+        >>> import numpy as np
+        >>> import planner
+        >>> y = planner.contract("nj, q[n]j -> n", np.ones((3, 2)), np.ones((2, 2)), q=np.array([1, 0, 1]))
+        >>> planner.synchronize()  # y was made from indices in range
+
+    Args:
+        every_call: if given, whether later calls wait for their own indices to be checked and raise the error
+            themselves, before they compute. It holds for the whole process; it begins as False.
+
+    Raises:
+        IndexRangeError: an index array had an entry out of range. The message names the array and the position.
+    """
+    if "torch" in sys.modules:
+        backend: Any = load_backend("torch")
+        backend.synchronize(every_call)

@@ -11,7 +11,7 @@ from planner.language.errors import IndexRangeError, PlannerError
 from planner.language.options import MODES, IndexMode
 from planner.language.spec import Gather
 
-__all__ = ["IndexOps", "PreparedIndex", "check_index_dtype", "clip_error", "in_range", "numpy_in_range"]
+__all__ = ["IndexOps", "PreparedIndex", "check_index_dtype", "clip_error", "in_range", "numpy_in_range", "range_error"]
 
 
 class PreparedIndex:
@@ -70,12 +70,13 @@ def check_index_dtype(name: str, dtype: str) -> None:
         )
 
 
-def range_error(gather: Gather, position: tuple[int, ...], value: int) -> IndexRangeError:
-    """Return the error for a bad index under ``index_mode="raise"``."""
+def range_error(gather: Gather, position: tuple[int, ...], value: int | None) -> IndexRangeError:
+    """Return the error for a bad index under ``index_mode="raise"``; the value is None if it is not known any more."""
     place = f"[{', '.join(map(str, position))}]" if position else ""
     dimension = str(gather) if gather.axes or not position else "that it indexes"
+    is_value = "was" if value is None else f"is {value},"
     return IndexRangeError(
-        f"index array {gather.array!r}{place} is {value}, outside of [-{gather.size}, {gather.size}), the range of "
+        f"index array {gather.array!r}{place} {is_value} outside of [-{gather.size}, {gather.size}), the range of "
         f"the dimension {dimension}; to ignore such entries pass index_mode='drop', to clamp them index_mode='clip'"
     )
 

@@ -23,7 +23,7 @@ from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Spec, Term
 from planner.program.calls import RangedIndices, shape_in, size_in
 from planner.program.forms import GroupedForm, PooledForm, grouped_form, pooled_form
-from planner.program.implementations import Implementation, form_row
+from planner.program.implementations import Implementation, PreparedRun, Run, form_row
 from planner.program.ops import Cast, JointGradient, Op
 
 __all__ = [
@@ -38,8 +38,9 @@ __all__ = [
 ]
 
 Groups = Sequence[Sequence[str | Gather]]
-# Terms of arrays, each with the groups of axes that are one dimension each to the kernel.
-Views = Sequence[tuple[Term, Groups]]
+# The term of an array, with the groups of axes that are one dimension each to the kernel.
+View = tuple[Term, Groups]
+Views = Sequence[View]
 Form = GroupedForm | PooledForm
 WorkOf = Callable[[Op, Any, Device], list[Work]]
 
@@ -112,14 +113,18 @@ class Kernels:
         shape = [math.prod(x.shape[term.index(entry)] for entry in group) for group in groups]
         return self.ops.permute(x, dims).reshape(shape)
 
-    def flats(self, inputs: Sequence[Any], views: Views) -> list[Any]:
-        """Flatten all inputs as the kernel sees them."""
-        return [self.flat(x, term, groups) for x, (term, groups) in zip(inputs, views, strict=True)]
+    def flats(self, inputs: Sequence[Any], views: Sequence[View | None]) -> list[Any]:
+        """Flatten all inputs as the kernel sees them. No view stands for an input that is flat already."""
+        return [x if view is None else self.flat(x, *view) for x, view in zip(inputs, views, strict=True)]
 
-    def unflats(self, results: Sequence[Any], views: Views, spec: Spec, index: Any) -> tuple[Any, ...]:
+    def unflats(self, results: Sequence[Any], views: Sequence[View | None], spec: Spec, index: Any) -> tuple[Any, ...]:
         """Give flat results the axes and the order of their terms: the inverse of `flats`."""
         shaped_results = []
-        for x, (term, groups) in zip(results, views, strict=True):
+        for x, view in zip(results, views, strict=True):
+            if view is None:
+                shaped_results.append(x)
+                continue
+            term, groups = view
             order = [entry for group in groups for entry in group]
             shaped = x.reshape(shape_in(index, spec, tuple(order)))
             shaped_results.append(self.ops.permute(shaped, [order.index(entry) for entry in term]))
@@ -144,7 +149,11 @@ class Kernels:
         """Return the sorted order of an index array. It is made once per call."""
         order = index.orders.get(gather)
         if order is None:
-            order = self.group_rows(index[gather].reshape(-1), size_in(index, spec, gather))
+            given, size = index.given.get(gather), size_in(index, spec, gather)
+            if given is not None and given.sort is not None and gather not in index:
+                order = given.sort(size)
+            else:
+                order = self.group_rows(index[gather].reshape(-1), size)
             index.orders[gather] = order
         return order
 
@@ -168,6 +177,16 @@ def views_of(op: Op, form: Form) -> tuple[Views, Views]:
         groups_of = (by_place[0], by_place[1], by_place[2])
     *given, result = zip(op.spec.terms, groups_of, strict=True)
     return ([result, *given], given) if isinstance(op, JointGradient) else (given, [result])
+
+
+def _without_flat(views: Views) -> list[View | None]:
+    """Return views, with None for those of arrays that the kernel takes as they are."""
+    return [
+        None
+        if all(len(group) == 1 for group in groups) and term == tuple(group[0] for group in groups)
+        else (term, groups)
+        for term, groups in views
+    ]
 
 
 def pool_function(op: Op, form: PooledForm) -> Literal["scores", "query_gradient", "pool_gradient", "gradients"]:
@@ -230,7 +249,17 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]
 
     def grouped(name: str, pair: bool, outer: bool, run: Callable[..., Any]) -> Implementation:
         find = partial(_find_grouped, pair, outer)
-        return row(name + kernels.label, find, kernels.launches, kernels.grouped_work, run)
+
+        def prepare(op: Op) -> Run:
+            form = find(op)
+            assert isinstance(form, GroupedForm), form
+            return partial(run, kernels, op, form, *map(_without_flat, views_of(op, form)))
+
+        def run_step(kernels: Kernels, op: Op, form: GroupedForm, inputs: Sequence[Any], index: Any) -> Any:
+            return prepare(op)(inputs, index)
+
+        made = row(name + kernels.label, find, kernels.launches, kernels.grouped_work, run_step)
+        return dataclasses.replace(made, run=PreparedRun(prepare, kernels.any_sizes))
 
     def pooled(name: str, pool: PoolKernels) -> Implementation:
         run, scratch = partial(_run_pooled, pool), pool.guarded_scratch
@@ -258,8 +287,15 @@ def _find_grouped(pair: bool, outer: bool, op: Op) -> GroupedForm | str:
     return "rows are shared or summed" if pair and form.maps else form
 
 
-def _run_matmul(kernels: Kernels, op: Op, form: GroupedForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    given, results = views_of(op, form)
+def _run_matmul(
+    kernels: Kernels,
+    op: Op,
+    form: GroupedForm,
+    given: Sequence[View | None],
+    results: Sequence[View | None],
+    inputs: Sequence[Any],
+    index: Any,
+) -> tuple[Any, ...]:
     flats = kernels.flats(inputs, given)
     a, c = flats[1 - form.matrix], flats[form.matrix]
     source, target = (kernels.row_map(form.gather, rows, op.spec, a, index) for rows in (form.rows_a, form.rows_b))
@@ -268,8 +304,15 @@ def _run_matmul(kernels: Kernels, op: Op, form: GroupedForm, inputs: Sequence[An
     return kernels.unflats([out], results, op.spec, index)
 
 
-def _run_outer(kernels: Kernels, op: Op, form: GroupedForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    given, results = views_of(op, form)
+def _run_outer(
+    kernels: Kernels,
+    op: Op,
+    form: GroupedForm,
+    given: Sequence[View | None],
+    results: Sequence[View | None],
+    inputs: Sequence[Any],
+    index: Any,
+) -> tuple[Any, ...]:
     a, b = kernels.flats(inputs, given)
     sources = (kernels.row_map(form.gather, rows, op.spec, a, index) for rows in (form.rows_a, form.rows_b))
     size = size_in(index, op.spec, form.gather)
@@ -277,8 +320,15 @@ def _run_outer(kernels: Kernels, op: Op, form: GroupedForm, inputs: Sequence[Any
     return kernels.unflats([out], results, op.spec, index)
 
 
-def _run_pair(kernels: Kernels, op: Op, form: GroupedForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
-    given, results = views_of(op, form)
+def _run_pair(
+    kernels: Kernels,
+    op: Op,
+    form: GroupedForm,
+    given: Sequence[View | None],
+    results: Sequence[View | None],
+    inputs: Sequence[Any],
+    index: Any,
+) -> tuple[Any, ...]:
     gradient, *operands = kernels.flats(inputs, given)
     a, c = operands[1 - form.matrix], operands[form.matrix]
     gradients = kernels.gradients(gradient, a, c, kernels.groups(form.gather, op.spec, index))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from planner.backends.torch.checks import CallIndices
 from planner.backends.torch.contexts.modes import (
     as_planned,
     autograd_batches,
@@ -51,7 +52,8 @@ def record(executable: Executable, operands: Sequence[Tensor], indices: Mapping[
         return _record_operator(executable, operands, indices)
     if not indices:
         return _apply(_Contract, executable, indices, *operands)[0]
-    prepared = {n: q for n, q in indices.items() if isinstance(q, TorchIndex)}
+    prepared = CallIndices((n, q) for n, q in indices.items() if isinstance(q, TorchIndex))
+    prepared.found = []
     loose = [indices[n] for n in executable.arrays if n not in prepared]
     return _apply(_Contract, executable, prepared, *operands, *loose)[0]
 
@@ -88,7 +90,8 @@ def _split(
     if not executable.arrays:
         return arrays[:count], {}, tuple(arrays[count:])
     rest = iter(arrays[count:])
-    indices = {n: prepared[n] if n in prepared else next(rest) for n in executable.arrays}
+    indices = CallIndices((n, prepared[n] if n in prepared else next(rest)) for n in executable.arrays)
+    indices.found = getattr(prepared, "found", [])
     return arrays[:count], indices, tuple(rest)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from planner.backends.common.indices import check_index_dtype
+from planner.backends.torch.checks import raise_pending, synchronize
 from planner.backends.torch.contexts.autocast import autocast_dtype, autocast_state
 from planner.backends.torch.contexts.modes import (
     as_planned,
@@ -149,6 +150,7 @@ class TorchBackend(Backend):
 
     def group(self, q: Tensor, size: int, index_mode: str) -> TorchIndex:
         """Check and sort an index array."""
+        raise_pending()
         if is_distributed(q):
             raise PlannerError("planner.group takes no DTensor: pass the DTensor itself as the index array")
         if dataless(q):
@@ -156,6 +158,10 @@ class TorchBackend(Backend):
         values, may_drop = torch_in_range(q, Gather("q", (), size), index_mode)
         # It copies the values: if the caller changed them later, the sorted order would no longer fit.
         return TorchIndex.of(values.clone(), size, index_mode, may_drop)
+
+    def synchronize(self, every_call: bool | None) -> None:
+        """Wait for cards to check index arrays, and raise their errors."""
+        synchronize(every_call)
 
     def in_range(self, q: Any, gather: Gather, index_mode: str) -> tuple[Tensor, bool]:
         """Bring an index array into range."""

@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from planner.backends.common.kernel_rows import (
@@ -69,9 +69,13 @@ def kernel_function(module: str, name: str, **options: Any) -> Callable[..., Any
     """Return a kernel as a function that imports its module, and Triton with it, only when it is called."""
 
     def call(*arguments: Any) -> Any:
-        return operator.attrgetter(name)(importlib.import_module(f"planner.kernels.{module}"))(*arguments, **options)
+        return get(_module(path))(*arguments, **options)
 
+    get, path = operator.attrgetter(name), f"planner.kernels.{module}"
     return call
+
+
+_module = lru_cache(importlib.import_module)
 
 
 def product_rate(device: Device, sides: tuple[int, int, int], dtype: str) -> float:

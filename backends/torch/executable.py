@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -13,12 +13,11 @@ from torch import Tensor
 
 from planner.backends.common.run import RunProgram, prepare_program
 from planner.backends.common.stock import evaluate
+from planner.backends.torch.checks import poisoned, prepare_indices, raise_pending
 from planner.backends.torch.contexts.modes import hint, transformed
 from planner.backends.torch.contexts.ranges import Range, named_program, profiler
-from planner.backends.torch.index import TorchIndex, part_in_range, refuse_sparse, torch_in_range
 from planner.backends.torch.ops import GUARD, OPS, cast, conjugate, is_recorded, torch_dtype
 from planner.cost.layout import Layout, layout_of, strides_of
-from planner.kernels.grouping.keys import IndexArray
 from planner.language.derive import resize_spec, sum_dims, summable_dims
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerLimitError
@@ -68,6 +67,7 @@ class Executable:
         shown = {e for term in (*self.spec.inputs, *(gather.axes for gather in self.gathers)) for e in term}
         self.hidden = {*self.spec.output} - shown
         self.drops = MODES[plan.index_mode].bad == "drop"
+        self.writes = any(isinstance(entry, Gather) for entry in self.spec.output)
         # The backward program makes views of operands again, because a Function returns no views of its arguments.
         base = [variable.base for variable in self.programs.variables]
         needed, views = {v for v in self.programs.kept if base[v] < len(shapes)}, []
@@ -216,32 +216,22 @@ class Executable:
         """Shape index arrays as the spec has them. The step that reads an index array first checks its range."""
         if not self.gathers:
             return self._no_indices
-        prepared, mode = RangedIndices(False), self.plan.index_mode
-        prepared.sizes = self.sizes
-        # Dropped indices decide which program runs, and in an empty contraction no step reads the index arrays: both
-        # check them here. An array that is not row-major is copied once, not by each step.
-        here = self.empty or self.drops
-        for gather, own in self.gathers.items():
-            raw, shape = indices[gather.array], self.index_shapes[gather.array]
-            if not isinstance(raw, TorchIndex):
-                refuse_sparse(raw, own)
-            if not (here or isinstance(raw, TorchIndex)) and raw.is_contiguous():
-                normal = partial(part_in_range, whole=raw, gather=own, mode=mode)
-                shaped = raw if raw.shape == shape else raw.reshape(shape)
-                prepared.given[gather] = IndexArray(shaped, normal, may_drop=False)
-                continue
-            values, may_drop = torch_in_range(raw, own, mode)
-            prepared[gather] = values if values.shape == shape else values.reshape(shape)
-            prepared.may_drop |= may_drop
-            if isinstance(raw, TorchIndex) and gather.axes and values.dim() == len(gather.axes):
-                prepared.orders[gather] = raw.groups
-        return prepared
+        return prepare_indices(
+            indices,
+            self.gathers,
+            self.index_shapes,
+            self.plan.index_mode,
+            self.sizes,
+            here=self.empty or self.drops,
+            shows=self.inexact,
+        )
 
     def forward(self, operands: Sequence[Tensor], index: RangedIndices) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the forward program, and return the result and the kept values."""
         values: dict[int, Any] = dict(enumerate(self.views(operands)))
         run = self.show_forward if profiler._is_profiler_enabled else self.run_forward
         (result,) = run(values, index)
+        result = poisoned(result, index, self.writes)
         return result, tuple(values[v] for v in self.kept)
 
     def backward_values(
@@ -264,6 +254,7 @@ class Executable:
         The gradient in operand b of a * b is g * conj(a) = conj(conj(g) * a). So the program runs on the conjugate of
         the output gradient, which needs the memory of one array, and its results are conjugated in place.
         """
+        raise_pending()
         if self.is_complex:
             gradient = gradient.conj()
             gradient = gradient.resolve_conj() if gradient.is_conj() else gradient.clone()  # a copy in either case
@@ -271,6 +262,8 @@ class Executable:
         run = self.show_backward if profiler._is_profiler_enabled else self.run_backward
         run(values, index)
         gradients: list[Tensor | None] = [None if v is None else values[v] for v in self.programs.gradients]
+        if index.poison is not None:
+            gradients = [x if x is None else poisoned(x, index) for x in gradients]
         if self.fits and not self.is_complex:
             return gradients
         for number, (x, operand) in enumerate(zip(gradients, operands, strict=True)):
@@ -444,4 +437,4 @@ class Executable:
                 values.append(cast(inputs[0], op.dtype))
             else:
                 values.append(evaluate(OPS, op.spec, inputs, index, index.may_drop))
-        return values[0]
+        return values[0] if index.poison is None else values[0] * index.poison[0]

@@ -33,9 +33,11 @@ class TorchIndex(PreparedIndex, torch.nn.Module):
     order: Tensor
     offsets: Tensor
 
-    def __init__(self, tensors: Iterable[Tensor], size: int, mode: str, may_drop: bool) -> None:
+    def __init__(self, tensors: Iterable[Tensor], size: int, mode: str, may_drop: bool, in_order: bool = False) -> None:
         torch.nn.Module.__init__(self)
         self.size, self.mode, self.may_drop = size, mode, may_drop
+        # Whether the values rise, and none is dropped: then kernels on a card walk the rows as they are.
+        self.in_order = in_order
         for name, tensor in zip(("values", "order", "offsets"), tensors, strict=True):
             self.register_buffer(name, tensor)
         self._groups: torch_grouping.Groups | None = None
@@ -43,15 +45,21 @@ class TorchIndex(PreparedIndex, torch.nn.Module):
     @classmethod
     def of(cls, values: Tensor, size: int, mode: str, may_drop: bool) -> TorchIndex:
         """Return the index of values in range."""
-        groups = torch_grouping.group_rows(values.reshape(-1), size)
-        return cls((values, groups.order, groups.offsets), size, mode, may_drop)
+        flat = values.reshape(-1)
+        groups = torch_grouping.group_rows(flat, size)
+        in_order = not may_drop and bool((flat[1:] >= flat[:-1]).all())
+        return cls((values, groups.row_numbers, groups.offsets), size, mode, may_drop, in_order)
 
     @property
     def groups(self) -> torch_grouping.Groups:
         """The rows sorted by group."""
-        order, groups = self.order, self._groups
-        if groups is None or groups.order is not order:  # the module was moved, or other tensors were put in
-            groups = self._groups = torch_grouping.Groups(order, self.offsets, self.size)
+        groups = self._groups
+        if groups is None or groups.offsets is not self.offsets:  # it was moved, or other tensors were put in
+            on_card, order = self.offsets.is_cuda, self.order
+            ordered = order if on_card else order.long()  # on a card row numbers are of int32, if it sorted them
+            self._groups = groups = torch_grouping.Groups(
+                None if self.in_order and on_card else ordered, self.offsets, self.size, len(order), self.may_drop
+            )
         return groups
 
     @property
@@ -68,21 +76,23 @@ class TorchIndex(PreparedIndex, torch.nn.Module):
 
     def parts(self) -> tuple[list[Tensor], tuple[str, ...]]:
         """Return its tensors and its other facts. These are text, because Dynamo turns numbers into symbols."""
-        return [self.values, self.order, self.offsets], (str(self.size), self.mode, str(self.may_drop))
+        facts = str(self.size), self.mode, str(self.may_drop), str(self.in_order)
+        return [self.values, self.order, self.offsets], facts
 
     @classmethod
     def join(cls, tensors: Iterable[Tensor], facts: Iterable[str]) -> TorchIndex:
         """Return the index of some tensors and facts: the inverse of `parts`."""
-        size, mode, may_drop = facts
-        return cls(tensors, int(size), mode, may_drop == "True")
+        size, mode, may_drop, *in_order = facts  # graphs that were exported before do not say the last one
+        return cls(tensors, int(size), mode, may_drop == "True", in_order == ["True"])
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return what is saved beside the tensors."""
-        return {"size": self.size, "mode": self.mode, "may_drop": self.may_drop}
+        return {"size": self.size, "mode": self.mode, "may_drop": self.may_drop, "in_order": self.in_order}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Take over what was saved beside the tensors, which have been written before."""
         self.size, self.mode, self.may_drop = state["size"], state["mode"], state["may_drop"]
+        self.in_order = state.get("in_order", False)
         self._groups = None
 
     def extra_repr(self) -> str:
@@ -117,7 +127,8 @@ def _in_place(owned: bool) -> bool:
 
 _TORCH = IndexOps(
     signed=_signed,
-    bounds=lambda values: None if unseen(values) else torch.aminmax(values),
+    # One look at both bounds, since each look waits for a device.
+    bounds=lambda values: None if unseen(values) else tuple(torch.stack(torch.aminmax(values)).tolist()),
     first=lambda mask: tuple(mask.nonzero()[0].tolist()),
     # An index array may be as large as the operands: no second copy of it is made.
     wrap=lambda values, size, owned: (values.remainder_ if _in_place(owned) else values.remainder)(max(size, 1)),

@@ -11,6 +11,7 @@ atomics, so in any order. Three rows do without:
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -202,8 +203,12 @@ def _groups_of_rows(groups: Groups, inner: int) -> Groups:
     """Return the sorted order if each row is `inner` rows."""
     if inner == 1:
         return groups
-    order = groups.order.unsqueeze(1) * inner + OPS.iota(inner, groups.order)
-    return Groups(order.reshape(-1), groups.offsets * inner, groups.size)
+    order = groups.order
+    if order is not None:
+        order = (order.long().unsqueeze(1) * inner + OPS.iota(inner, order)).reshape(-1)
+    return dataclasses.replace(
+        groups, order=order, offsets=groups.offsets.long() * inner, rows=groups.rows * inner, _tasks={}
+    )
 
 
 def _taken_layouts(op: Op, form: TakenForm) -> tuple[Layout | None, ...]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.autograd import record
 from planner.backends.torch.casts import Casts
+from planner.backends.torch.checks import can_wait, raise_pending
 from planner.backends.torch.contexts.autocast import autocast_changes
 from planner.backends.torch.contexts.modes import (
     as_planned,
@@ -63,7 +64,19 @@ def runner(plan: PlanRecord, table: Table) -> RunPlan:
     casts = Casts(plan, table)
     executable = Executable(casts.rest, table)
     run = _runs(_native(executable), executable)
+    if plan.device.kind == "cuda":
+        run = _after_pending(run)
     return _after_casts(casts, _as_planned(run) if autocasts() else run)
+
+
+def _after_pending(run: RunPlan) -> RunPlan:
+    """Return a runner that first raises what a card has told of earlier calls."""
+
+    def run_after_pending(operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+        raise_pending()
+        return run(operands, indices)
+
+    return run_after_pending
 
 
 def family_runner(plan: PlanRecord, table: Table) -> Callable[[Member], RunPlan] | None:
@@ -164,6 +177,8 @@ def _as_they_are(
             if may_drop:
                 return None
         else:
+            if can_wait(raw):  # a look at the values would wait for the device
+                return None
             fits = type(raw) is Tensor and raw.dtype == torch.int64 and raw.is_contiguous() and raw.numel()
             if not fits or unseen(raw):
                 return None

@@ -199,7 +199,7 @@ def _add_sorted(out: Tensor, g: Tensor, query: Tensor, chosen: Tensor) -> None:
     keys = torch.where(chosen == m, b * m, chosen + m * torch.arange(b, device="cpu")[:, None, None])
     groups = group_rows(keys.reshape(-1), b * m)
     del keys
-    order = groups.order[: groups.offsets[-1]]
+    order = groups.row_numbers[: groups.offsets[-1]]
     weights = g.reshape(-1)[order]
     sums = embedding_bag(
         order.div_(g.shape[2], rounding_mode="floor"),

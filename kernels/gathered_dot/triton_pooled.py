@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from planner.kernels.grouping.keys import IndexArray
 from planner.kernels.grouping.torch_grouping import accumulator, group_rows
+from planner.kernels.grouping.triton_launch import launch
 from planner.kernels.segment_sum.triton_sum import REGISTERS, Rows, Runs, quotient, row_places, sum_rows
-from planner.kernels.tiled_product.triton_axes import Axis, grid, packed
+from planner.kernels.tiled_product.triton_axes import Axis, packed
 from planner.kernels.tiled_product.triton_product import position
 
 __all__ = ["dot_rows", "dots_kernel", "gradients", "pool_gradient", "query_gradient", "scores"]
@@ -96,15 +96,14 @@ def dot_rows(x: Rows, y: Rows, out: Tensor, sizes: tuple[int, int, int, int]) ->
     most = max(1, min(_KEYS, _TILE // (accumulator(out.dtype).itemsize * block_d)))
     block_k = min(most, triton.next_power_of_2(k))
     block_q = min(most // block_k, triton.next_power_of_2(b * q))
-    programs = grid(triton.cdiv(b * q, block_q) * triton.cdiv(k, block_k))
+    programs = triton.cdiv(b * q, block_q) * triton.cdiv(k, block_k)
     arguments: list[Any] = []
     for rows in (x, y):
         arguments += [rows.x, packed(rows.table), rows.size, rows.row, rows.batch, *rows.column.flat]
-    with torch.cuda.device_of(out):
-        dots_kernel[programs](
-            *arguments, out, q, b * q, k, depth, NARROW=b * q < 2**31,
-            BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_D=block_d, ONE_D=depth <= block_d, num_warps=4, **REGISTERS,
-        )  # fmt: skip
+    launch(
+        dots_kernel, programs, [*arguments, out, q, b * q, k, depth], NARROW=b * q < 2**31,
+        BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_D=block_d, ONE_D=depth <= block_d, num_warps=4, **REGISTERS,
+    )  # fmt: skip
 
 
 def scores(query: Tensor, pool: Tensor, keys: IndexArray) -> Tensor:

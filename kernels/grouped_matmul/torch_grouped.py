@@ -59,12 +59,12 @@ def grouped_matmul(
 ) -> Tensor:
     """Multiply each row by the matrix of its group, see the package."""
     wide = accumulator(a.dtype)
-    n, (i, j), k = len(groups.order), a.shape[1:], c.shape[2]
+    n, (i, j), k = groups.rows, a.shape[1:], c.shape[2]
     a, c = a.resolve_conj(), c.resolve_conj()
     drops_targets = False
     if target is None:
         out = fresh((n, i, k), a.dtype)
-        out.index_fill_(0, groups.order[int(groups.ends[-1]) :], 0)
+        out.index_fill_(0, groups.row_numbers[int(groups.ends[-1]) :], 0)
     else:
         assert targets is not None
         out = torch.zeros((targets, i, k), dtype=wide, device="cpu")
@@ -99,7 +99,7 @@ def grouped_outer(
 ) -> Tensor:
     """Sum `a[r]^T @ b[r]` over the rows of each group, see the package."""
     a, b = a.resolve_conj(), b.resolve_conj()
-    (i, j), k, n = a.shape[1:], b.shape[2], len(groups.order)
+    (i, j), k, n = a.shape[1:], b.shape[2], groups.rows
     limits = cutting(i, j, k, n, a.dtype, share)
     sums = _Sums(groups, min(limits.picked, groups.size), j, k, a.dtype)
     if not (sums.out.numel() and i):
@@ -118,9 +118,9 @@ def grouped_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return both gradients of `grouped_matmul` without a target, see the package; one walk takes each row once."""
     gout, a, c = gout.resolve_conj(), a.resolve_conj(), c.resolve_conj()
-    (i, j), k, n = a.shape[1:], c.shape[2], len(groups.order)
+    (i, j), k, n = a.shape[1:], c.shape[2], groups.rows
     grad_rows = fresh((n, i, j), a.dtype)
-    grad_rows.index_fill_(0, groups.order[int(groups.ends[-1]) :], 0)
+    grad_rows.index_fill_(0, groups.row_numbers[int(groups.ends[-1]) :], 0)
     limits = cutting(i, j, k, n, a.dtype, share)
     sums = _Sums(groups, min(limits.picked, groups.size), j, k, a.dtype)
     if not (sums.out.numel() and i and n):

@@ -9,6 +9,7 @@ to the host.
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any
 
 import torch
@@ -53,24 +54,29 @@ def _kernels() -> Any:
 
 
 def _sort_rows(x: Tensor, groups: Groups) -> Tensor:
-    """Copy rows into the order of their groups, as one matrix."""
-    return x.index_select(0, groups.order).reshape(-1, x.shape[2])
+    """Return rows in the order of their groups, as one matrix; they are copied unless they are in that order."""
+    return (x if groups.order is None else x.index_select(0, groups.order)).reshape(-1, x.shape[2])
 
 
 def _ends(groups: Groups, inner: int) -> Tensor:
-    return (groups.offsets[1:] * inner).to(torch.int32)
+    ends = groups.offsets[1:]
+    return (ends if inner == 1 else ends * inner).to(torch.int32)
 
 
 def _multiply(rows: Tensor, c: Tensor, groups: Groups, inner: int) -> Tensor:
     products = torch.nn.functional.grouped_mm(rows, c, offs=_ends(groups, inner))
+    if not groups.drops:
+        return products
     # `grouped_mm` leaves the rows behind the last group uninitialised.
     dropped = torch.arange(len(rows), device=rows.device) >= groups.offsets[-1] * inner
-    return products.masked_fill_(dropped.unsqueeze(1), 0)
+    return products.masked_fill_(dropped.unsqueeze(1), math.nan if groups.poisons else 0)
 
 
 def _put_back(products: Tensor, groups: Groups, inner: int) -> Tensor:
-    n, k = len(groups.order), products.shape[1]
-    return products.new_empty((n, inner, k)).index_copy_(0, groups.order, products.view(n, inner, k))
+    n, k = groups.rows, products.shape[1]
+    if groups.order is None:
+        return products.view(n, inner, k)
+    return products.new_empty((n, inner, k)).index_copy_(0, groups.order.long(), products.view(n, inner, k))
 
 
 def _sum_outer(a: Tensor, b: Tensor, groups: Groups, inner: int) -> Tensor:

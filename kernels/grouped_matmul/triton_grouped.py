@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -15,18 +17,9 @@ from torch import Tensor
 
 from planner.kernels.grouped_matmul.triton_pair import both_gradients
 from planner.kernels.grouping.torch_grouping import Groups, accumulator, group_rows
+from planner.kernels.grouping.triton_launch import launch, replayed
 from planner.kernels.segment_sum.triton_sum import add_parts, grouped_sum
-from planner.kernels.tiled_product.triton_axes import (
-    Cut,
-    Grouping,
-    Matrices,
-    axis_of,
-    count_pieces,
-    grid,
-    most_tiles,
-    packed,
-    starts_of,
-)
+from planner.kernels.tiled_product.triton_axes import Grouping, Matrices, axis_of, packed, sums_of
 from planner.kernels.tiled_product.triton_product import precision, product_kernel
 from planner.kernels.tiled_product.triton_tiles import Tiles, covers_pair, tiles_of
 
@@ -51,17 +44,23 @@ def grouped_matmul(
     tiling: str = "",
 ) -> Tensor:
     """Multiply each row by the matrix of its group, see the package."""
-    n, (i, j), k = len(groups.order), a.shape[1:], c.shape[2]
+    n, (i, j), k, drops = groups.rows, a.shape[1:], c.shape[2], _drops(groups)
+    a, c = a.resolve_neg(), c.resolve_neg()  # the imaginary part of a conjugate is negated lazily
     rows = a.new_empty((n, i, k), dtype=a.dtype if target is None else accumulator(a.dtype))
-    rows_product(
-        Matrices.of(a, source),
-        Matrices.of(c),
-        Matrices.of(rows),
-        (n, i, k, j),
-        _with_dropped(groups),
-        drops=True,
-        tiling=tiling,
-    )
+
+    def run() -> None:
+        sizes = n, i, k, j
+        rows_product(
+            Matrices.of(a, source), Matrices.of(c), Matrices.of(rows), sizes, Grouping.of(groups), drops, tiling
+        )
+
+    if source is None and rows.numel():
+        products = precision()
+        tiles = _tiles_of("rows", max(1, n * i // max(1, groups.size)), k, j, a.dtype, products, tiling)
+        table = groups.tasks(i, tiles.m * tiles.chunk, drops > 0, False).table
+        replayed(("rows", rows.dtype, products, tiling, *_facts(groups, a, c)), (a, c, rows, groups.order, table), run)
+    else:
+        run()
     if target is None:
         return rows
     assert targets is not None
@@ -77,14 +76,14 @@ def grouped_outer(
     tiling: str = "",
 ) -> Tensor:
     """Sum `a[r]^T @ b[r]` over the rows of each group, see the package."""
-    sizes = len(groups.order), a.shape[1], a.shape[2], b.shape[2]
+    sizes = groups.rows, a.shape[1], a.shape[2], b.shape[2]
     out = a.new_empty((groups.size, *sizes[2:]))
     terms_product(
         Matrices.of(a, source_a),
         Matrices.of(b, source_b),
         Matrices.of(out),
         sizes,
-        Grouping(groups.order, groups.offsets, groups.size),
+        Grouping.of(groups),
         tiling,
     )
     return out
@@ -97,23 +96,41 @@ def grouped_gradients(
 
     If a matrix is small enough for one program, one walk over the rows makes both.
     """
-    n, (i, j), k = len(groups.order), a.shape[1:], c.shape[2]
+    n, (i, j), k, drops = groups.rows, a.shape[1:], c.shape[2], _drops(groups)
     if not covers_pair(j, k):
         return (
             grouped_matmul(gout, c.transpose(1, 2), groups, tiling=tiling),
             grouped_outer(a, gout, groups, source, tiling=tiling),
         )
+    gout, a, c = gout.resolve_neg(), a.resolve_neg(), c.resolve_neg()
     da, dc = a.new_empty((n, i, j)), c.new_empty((groups.size, j, k))
-    x, y, z = Matrices.of(gout), Matrices.of(a, source), Matrices.of(c)
-    tiles = _tiles("pair", j, k, max(1, n * i // max(1, groups.size)), x, y, tiling=tiling)
-    both_gradients(x, y, z, Matrices.of(da), Matrices.of(dc), (n, i, j, k), _with_dropped(groups), tiles)
+    each, products = max(1, n * i // max(1, groups.size)), precision()
+    tiles = _tiles_of("pair", j, k, each, a.dtype, products, tiling, source is not None)
+    tasks = groups.tasks(i, tiles.k * tiles.chunk, drops > 0, True)
+    parts = sums_of(tasks, dc, j, k)
+
+    def run() -> None:
+        x, y, z = Matrices.of(gout), Matrices.of(a, source), Matrices.of(c)
+        results, sizes = (Matrices.of(da), Matrices.of(dc)), (n, i, j, k)
+        both_gradients(x, y, z, *results, sizes, Grouping.of(groups), tiles, drops, parts)
+
+    arrays = gout, a, c, da, dc, groups.order, tasks.table, tasks.part_starts, parts, source
+    replayed(("pair", source is None, products, tiling, *_facts(groups, gout, a, c)), arrays, run)
     return da, dc
 
 
-def _with_dropped(groups: Groups) -> Grouping:
-    """Return the groups; the dropped rows form one more group, whose products are zero."""
-    starts = torch.nn.functional.pad(groups.offsets, (0, 1), value=len(groups.order))
-    return Grouping(groups.order, starts, groups.size)
+def _drops(groups: Groups) -> int:
+    """Return what becomes of dropped rows, as kernels take it: 0 if there are none, 1 for zeros, 2 for NaN."""
+    return 2 if groups.poisons else int(groups.drops)
+
+
+def _facts(groups: Groups, *arrays: Tensor) -> tuple[Any, ...]:
+    """Return what launches depend on: facts of the groups, and of arrays all but where they lie."""
+    order = None if groups.order is None else groups.order.dtype
+    facts: list[Any] = [_drops(groups), groups.rows, groups.size, order]
+    for x in arrays:
+        facts += (x.dtype, x.shape, x.stride())
+    return tuple(facts)
 
 
 def batched_matmul(
@@ -142,7 +159,8 @@ def plain_product(a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int
     batch, m, n, k = sizes
     if batch * m * n:
         tiles = _tiles("plain", m, n, k, a, b, out, tiling=tiling)
-        _launch("plain", a, b, out, (m, n, k), tiles, triton.cdiv(m, tiles.m) * batch, Grouping(None, None, batch))
+        count = triton.cdiv(m, tiles.m) * batch
+        _launch("plain", a, b, out, (m, n, k), tiles, count, Grouping(None, None, batch), (None, 0, None))
 
 
 def rows_product(
@@ -151,7 +169,7 @@ def rows_product(
     out: Matrices,
     sizes: tuple[int, int, int, int],
     grouping: Grouping,
-    drops: bool = False,
+    drops: int = 0,
     tiling: str = "",
 ) -> None:
     """Write the products of rows with the matrix of their group, `a[r, i, k] b[g, k, n]`.
@@ -162,18 +180,16 @@ def rows_product(
         out: the result is written here; no two of its elements may share memory.
         sizes: sizes of r, i, n and k.
         grouping: the groups of the rows.
-        drops: whether one more group follows, of dropped rows, whose products are zero.
+        drops: 0 if no row is dropped; else the products of dropped rows are zero for 1 and NaN for 2.
         tiling: see the module.
     """
     rows, i, n, k = sizes
     if rows * i * n:
-        groups, starts = grouping.groups, grouping.starts
-        assert starts is not None
-        tiles = _tiles("rows", max(1, rows * i // max(1, groups)), n, k, a, b, out, tiling=tiling)
-        step = tiles.m * tiles.chunk
-        tables = starts_of(count_pieces(starts, i, step)), None, None
-        count = most_tiles(rows * i, step, groups + drops)
-        _launch("rows", a, b, out, (rows * i, n, k), tiles, count, grouping, tables, i, drops)
+        each = max(1, rows * i // max(1, grouping.groups))
+        tiles = _tiles("rows", each, n, k, a, b, out, tiling=tiling)
+        tasks = grouping.tasks(rows, i, tiles.m * tiles.chunk, drops > 0, empty=False)
+        tables = tasks.table, tasks.most, None
+        _launch("rows", a, b, out, (rows * i, n, k), tiles, tasks.most, grouping, tables, i, drops)
 
 
 def terms_product(
@@ -188,19 +204,16 @@ def terms_product(
 
     `sizes` are those of r, i, m and n; the other arguments are as in `rows_product`.
     """
-    (rows, i, m, n), groups, starts = sizes, grouping.groups, grouping.starts
+    (rows, i, m, n), groups = sizes, grouping.groups
     if not groups * m * n:
         return
-    assert starts is not None
     tiles = _tiles("terms", m, n, max(1, rows * i // groups), a, b, out, tiling=tiling)
-    step = tiles.k * tiles.chunk
-    pieces = Cut.of(starts, rows * i, i, step)
-    parts = pieces.parts(out.x, m, n)
-    count = pieces.most * triton.cdiv(m, tiles.m)
-    tables = pieces.tile_starts, pieces.part_starts, parts
-    _launch("terms", a, b, out, (m, n, rows * i), tiles, count, grouping, tables, i)
-    if pieces.slots:
-        add_parts(parts, pieces.part_starts, groups, out.x, (out.outer, out.inner, out.column))
+    tasks = grouping.tasks(rows, i, tiles.k * tiles.chunk, False, empty=True)
+    parts = sums_of(tasks, out.x, m, n)
+    tables = tasks.table, tasks.most, parts
+    _launch("terms", a, b, out, (m, n, rows * i), tiles, tasks.most * triton.cdiv(m, tiles.m), grouping, tables, i)
+    if tasks.slots:
+        add_parts(parts, tasks.part_starts, groups, out.x, (out.outer, out.inner, out.column))
 
 
 def _tiles(mode: str, m: int, n: int, k: int, *operands: Matrices, tiling: str = "") -> Tiles:
@@ -208,6 +221,14 @@ def _tiles(mode: str, m: int, n: int, k: int, *operands: Matrices, tiling: str =
     tables = any(axis.table is not None for operand in operands for axis in operand[1:4])
     fma = x.dtype == torch.float32 and precision() == "ieee"
     return tiles_of(mode, m, n, k, x.element_size(), fma, tables, tiling)
+
+
+@lru_cache(maxsize=1024)
+def _tiles_of(
+    mode: str, m: int, n: int, k: int, dtype: torch.dtype, precision: str, tiling: str, tables: bool = False
+) -> Tiles:
+    """Return the tiles of a product of operands with tables of positions or without."""
+    return tiles_of(mode, m, n, k, dtype.itemsize, dtype == torch.float32 and precision == "ieee", tables, tiling)
 
 
 def _launch(
@@ -219,20 +240,22 @@ def _launch(
     tiles: Tiles,
     count: int,
     grouping: Grouping,
-    tables: tuple[Tensor | None, ...] = (None, None, None),
+    tables: tuple[Tensor | None, int, Tensor | None],
     inner: int = 1,
-    drops: bool = False,
+    drops: int = 0,
 ) -> None:
     """Start the kernel in `count` programs along rows; arguments as in `product_kernel`.
 
-    `sizes` are those of m, n and k. `tables` are `tile_starts`, `part_starts` and `parts`.
+    `sizes` are those of m, n and k. `tables` are `tasks`, `most` and `parts`.
     """
-    (m, n, k), groups = sizes, grouping.groups + drops
-    with torch.cuda.device_of(out.x):  # Triton launches on the device that is current
-        product_kernel[grid(count * triton.cdiv(n, tiles.n))](
-            *a.flat, *b.flat, *out.flat, packed(grouping.order), packed(grouping.starts), *tables,
-            groups, grouping.batch_groups or max(1, groups), a.batch, b.batch, inner, m, k, n,
-            MODE=mode, DROPS=drops, PRECISION=precision(),
-            BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHUNK=tiles.chunk, ONE_K=k <= tiles.k,
-            num_warps=tiles.warps, num_stages=tiles.stages,
-        )  # fmt: skip
+    (m, n, k), groups = sizes, grouping.groups + (drops > 0)
+    arguments = (
+        *a.flat, *b.flat, *out.flat, packed(grouping.order), *tables,
+        groups, grouping.batch_groups or max(1, groups), a.batch, b.batch, inner, m, k, n,
+    )  # fmt: skip
+    launch(
+        product_kernel, count * triton.cdiv(n, tiles.n), arguments,
+        MODE=mode, DROPS=drops, PRECISION=precision(),
+        BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHUNK=tiles.chunk, ONE_K=k <= tiles.k,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip

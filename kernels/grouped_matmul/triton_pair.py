@@ -9,13 +9,14 @@ A row with a negative position in the table of `g` or `a` adds nothing, and its 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from planner.kernels.grouping.triton_launch import launch
 from planner.kernels.segment_sum.triton_sum import add_parts
-from planner.kernels.tiled_product.triton_axes import Cut, Grouping, Matrices, grid, packed
-from planner.kernels.tiled_product.triton_product import group_of, position, precision
+from planner.kernels.tiled_product.triton_axes import Grouping, Matrices, packed, sums_of
+from planner.kernels.tiled_product.triton_product import position, precision
 from planner.kernels.tiled_product.triton_tiles import Tiles
 
 __all__ = ["both_gradients", "pair_kernel"]
@@ -28,29 +29,29 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     c, c_outer_table, c_outer, c_inner_table, c_inner, c_column_table, c_column,
     da, da_outer_table, da_outer, da_inner_table, da_inner, da_column_table, da_column,
     dc, dc_outer_table, dc_outer, dc_inner_table, dc_inner, dc_column_table, dc_column,
-    order, starts, tile_starts, part_starts, parts, groups, inner, size_m, size_n,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
+    order, tasks, most, parts, groups, inner, size_m, size_n,
+    DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Walk one piece of a group's rows; see the module, and `triton_product` for the other arguments.
 
     Args:
         g, a, c, da, dc: pointers, each followed by a table or None, and a stride, for each of its three axes.
         groups: number of groups; the last one holds the dropped rows and has no matrix.
+        DROPS: 2 if the gradient of dropped rows is NaN and not zero.
         size_m, size_n: sizes of j and k.
         BLOCK_M, BLOCK_N: at least the sizes of j and k.
         BLOCK_K: rows per step.
     """
     wide = tl.float64 if dc.dtype.element_ty == tl.float64 else tl.float32
     tile = tl.program_id(0).to(tl.int64)
-    if tile >= tl.load(tile_starts + groups):
+    group = tl.load(tasks + tile).to(tl.int64)
+    if group < 0:
         return
-    group = group_of(tile, tile_starts, groups)
     stays = group < groups - 1
-    start = tl.load(starts + group)
-    count = (tl.load(starts + group + 1) - start) * inner
-    piece = tile - tl.load(tile_starts + group)
-    first = piece * (CHUNK * BLOCK_K)
-    last = tl.minimum(first + CHUNK * BLOCK_K, count)
+    start = tile * 0  # terms are counted through all groups
+    first = tl.load(tasks + most + tile).to(tl.int64)
+    last = first + tl.load(tasks + 2 * most + tile)
     j, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     j_there, k_there = j < size_m, k < size_n
     g_k = position(k, g_column_table, k_there) * g_column
@@ -79,6 +80,8 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         z = tl.load(a + a_j[:, None] + a_m[None, :], mask=j_there[:, None] & reads[None, :], other=0.0)
         total = tl.dot(z, x, total, input_precision=PRECISION, out_dtype=wide)
         rows = tl.dot(x, y, input_precision=PRECISION, out_dtype=wide)
+        if DROPS == 2:
+            rows = tl.where(stays, rows, float("nan"))
         da_m = position(row, da_outer_table, there) * da_outer + position(m, da_inner_table, there) * da_inner
         tl.store(
             da + da_m[:, None] + da_j[None, :],
@@ -86,13 +89,13 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
             mask=there[:, None] & j_there[None, :],
         )
     inside = j_there[:, None] & k_held[None, :]
-    slot = tl.load(part_starts + group)
-    if slot == tl.load(part_starts + group + 1):
+    slot = tl.load(tasks + 3 * most + tile).to(tl.int64)
+    if slot < 0:
         dc_j = position(group, dc_outer_table, stays) * dc_outer + position(j, dc_inner_table, j_there) * dc_inner
         dc_k = position(k, dc_column_table, k_there) * dc_column
         tl.store(dc + dc_j[:, None] + dc_k[None, :], total.to(dc.dtype.element_ty), mask=inside)
     else:
-        where = ((slot + piece) * size_m + j[:, None]) * size_n + k[None, :]
+        where = (slot * size_m + j[:, None]) * size_n + k[None, :]
         tl.store(parts + where, total, mask=inside)
 
 
@@ -105,6 +108,8 @@ def both_gradients(
     sizes: tuple[int, int, int, int],
     grouping: Grouping,
     tiles: Tiles,
+    drops: int = 1,
+    parts: Tensor | None = None,
 ) -> None:
     """Write both gradients.
 
@@ -115,19 +120,22 @@ def both_gradients(
         da: the gradient of the rows is written here; zero for dropped rows.
         dc: the gradient of the matrices is written here.
         sizes: sizes of r, i, j and k.
-        grouping: the groups of the rows; the dropped rows form one more group.
+        grouping: the groups of the rows.
         tiles: tile sizes for j, k and rows; those for j and k cover the whole axes.
+        drops: 0 if no row is dropped; else the gradient of dropped rows is zero for 1 and NaN for 2.
+        parts: memory for the sums of tasks, see `sums_of`; None to allocate it.
     """
-    (rows, i, m, n), groups, starts = sizes, grouping.groups, grouping.starts
-    assert starts is not None
-    step = tiles.k * tiles.chunk
-    pieces = Cut.of(starts, rows * i, i, step)
-    parts = pieces.parts(dc.x, m, n)
-    with torch.cuda.device_of(dc.x):
-        pair_kernel[grid(pieces.most)](
-            *g.flat, *a.flat, *c.flat, *da.flat, *dc.flat, packed(grouping.order), packed(starts), pieces.tile_starts,
-            pieces.part_starts, parts, groups + 1, i, m, n, PRECISION=precision(), BLOCK_M=tiles.m, BLOCK_N=tiles.n,
-            BLOCK_K=tiles.k, CHUNK=tiles.chunk, num_warps=tiles.warps, num_stages=tiles.stages,
-        )  # fmt: skip
-    if pieces.slots:
-        add_parts(parts, pieces.part_starts, groups, dc.x, (dc.outer, dc.inner, dc.column))
+    (rows, i, m, n), groups = sizes, grouping.groups
+    tasks = grouping.tasks(rows, i, tiles.k * tiles.chunk, drops > 0, empty=True)
+    if parts is None:
+        parts = sums_of(tasks, dc.x, m, n)
+    arguments = (
+        *g.flat, *a.flat, *c.flat, *da.flat, *dc.flat, packed(grouping.order), tasks.table, tasks.most, parts,
+        groups + 1, i, m, n,
+    )  # fmt: skip
+    launch(
+        pair_kernel, tasks.most, arguments, DROPS=drops, PRECISION=precision(), BLOCK_M=tiles.m, BLOCK_N=tiles.n,
+        BLOCK_K=tiles.k, CHUNK=tiles.chunk, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    if tasks.slots:
+        add_parts(parts, tasks.part_starts, groups, dc.x, (dc.outer, dc.inner, dc.column))

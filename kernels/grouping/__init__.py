@@ -2,5 +2,6 @@
 
 Each framework has its own `Groups` with the same meaning: `order` lists the row numbers, group after group, and
 `offsets` says where each group starts in it. A row with the group number `size` is dropped: it belongs to no group, and
-comes last. Kernels know arrays, but nothing about specs or plans.
+comes last. On a card Triton sorts them and checks their indices; all kernels of Triton are started from here too.
+Kernels know arrays, but nothing about specs or plans.
 """

@@ -22,6 +22,8 @@ class IndexArray:
             NaN for these, so that no separate pass over the values is needed. None if no value is out of range.
         groups: a function that returns the values sorted, with a group for each of the M rows; the steps of a call
             share them, and so do the calls with a prepared index. None if the kernel must sort them.
+        sort: a function that takes the number of groups, and returns the values sorted, their range checked on the way.
+            None if the range must be checked before.
     """
 
     values: Any
@@ -29,6 +31,7 @@ class IndexArray:
     may_drop: bool = True
     bad: Callable[[Any], Any] | None = None
     groups: Callable[[], Any] | None = None
+    sort: Callable[[int], Any] | None = None
 
     def part(self, values: Any) -> Any:
         """Return a part of the values, brought into range."""

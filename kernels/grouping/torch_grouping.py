@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,23 +24,50 @@ _WIDER = {getattr(torch, name): getattr(torch, dtypes.accumulator(name)) for nam
 class Groups:
     """The rows of an index, sorted by group.
 
+    On a card, kernels walk the rows by `order` if it is given, and else as they are: an index that `planner.group`
+    found sorted, without a dropped row, has the order None. Functions for a CPU read `row_numbers`. A table of tasks is
+    made when it is first asked for, and kept: the backward pass and later calls with a prepared index launch no kernel
+    for it.
+
     Attributes:
-        order: Row numbers `(N,)`, int64, group after group; dropped rows come last.
+        order: Row numbers `(rows,)`, int64 on a CPU, int32 or int64 on a card, group after group; dropped rows come
+            last. None if that is the order of the rows themselves.
         offsets: Where each group starts in `order`, `(size + 1,)`; the last entry counts the kept rows.
         size: The number of groups.
+        rows: The number of rows, dropped ones included.
+        drops: Whether a row may be dropped.
+        poisons: Whether a dropped row had an index that should be refused: its results must be NaN.
     """
 
-    order: Tensor
+    order: Tensor | None
     offsets: Tensor
     size: int
+    rows: int
+    drops: bool = True
+    poisons: bool = False
+    _tasks: dict[Any, Any] = field(default_factory=dict)
+
+    @cached_property
+    def row_numbers(self) -> Tensor:
+        """The row numbers in the order of their groups, also where `order` is None."""
+        return torch.arange(self.rows, device=self.offsets.device) if self.order is None else self.order
 
     @cached_property
     def ends(self) -> np.ndarray:
         """`offsets` on the host, int64. The first look waits for the device; later ones do not."""
         return self.offsets.cpu().numpy().astype(np.int64)
 
+    def tasks(self, inner: int, step: int, drops: bool, empty: bool) -> Any:
+        """Return the groups cut into tasks for a kernel, see `planner.kernels.grouping.triton_grouping.cut_tasks`."""
+        key = inner, step, drops, empty
+        tasks = self._tasks.get(key)
+        if tasks is None:
+            cut = _triton().cut_tasks
+            tasks = self._tasks[key] = cut(self.offsets, self.rows, self.size, inner, step, drops, empty)
+        return tasks
 
-def group_rows(index: Tensor, size: int) -> Groups:
+
+def group_rows(index: Tensor, size: int, check: Any = None, drops: bool = True) -> Groups:
     """Sort the rows by the group that `index` gives them; the sort is stable and does not wait for a device.
 
     >>> groups = group_rows(torch.tensor([1, 0, 2, 1]), 2)
@@ -48,7 +78,13 @@ def group_rows(index: Tensor, size: int) -> Groups:
         index: Group of each row, `(N,)`, any integer dtype, values in `[0, size]`; `size` drops the row. The caller
             must check the range: narrowed keys wrap around and would hide bad values.
         size: The number of groups.
+        check: On a card, where values that are out of range are told; then the caller need not check them. It is a
+            `planner.kernels.grouping.triton_grouping.Check`.
+        drops: Whether `size` may occur.
     """
+    if index.is_cuda and has_triton():
+        order, offsets = _triton().sort_rows(index.contiguous(), size, check)
+        return Groups(order, offsets, size, len(index), drops or check is not None, check is not None)
     # A stable sort of int16 keys is a radix sort of two passes: 1.0 ms for 131,072 rows, int64 several times that.
     keys = index.to(_key_dtype(size))
     if keys.is_cpu:
@@ -58,7 +94,17 @@ def group_rows(index: Tensor, size: int) -> Groups:
     else:
         ordered, order = torch.sort(keys, stable=True)
         offsets = torch.searchsorted(ordered, torch.arange(size + 1, dtype=keys.dtype, device=keys.device))
-    return Groups(order, offsets, size)
+    return Groups(order, offsets, size, len(index), drops)
+
+
+@lru_cache(maxsize=1)
+def has_triton() -> bool:
+    """Return whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _triton() -> Any:
+    return importlib.import_module("planner.kernels.grouping.triton_grouping")
 
 
 def group_bytes(n: int, size: int, index_itemsize: int = 8) -> int:
@@ -169,7 +215,7 @@ def pieces(groups: Groups, cutting: Cutting) -> Iterator[Piece]:
             yield from _split_group(groups, int(names[position]), cutting.rows)
         position += width
     if stop < len(names):
-        nothing = groups.order[:0]
+        nothing = groups.row_numbers[:0]
         empty = torch.from_numpy(names[stop:])
         yield Piece(empty, len(empty), 0, nothing, None, nothing)
 
@@ -181,7 +227,7 @@ def _rectangle(
 
     `together` says that their rows are one contiguous part of the order.
     """
-    order, count, real = groups.order, len(sizes), int(sizes.sum())
+    order, count, real = groups.row_numbers, len(sizes), int(sizes.sum())
     positions = (starts[:, None] + np.arange(pad)).reshape(-1)
     if starts[-1] + pad > len(order) or not together:
         np.minimum(positions, len(order) - 1, out=positions)
@@ -201,7 +247,7 @@ def _split_group(groups: Groups, name: int, capacity: int) -> Iterator[Piece]:
     parts = -(-(stop - start) // capacity)
     cuts = [start + (stop - start) * part // parts for part in range(parts + 1)]
     for low, high in zip(cuts, cuts[1:], strict=False):
-        rows = groups.order[low:high]
+        rows = groups.row_numbers[low:high]
         yield Piece(slice(name, name + 1), 1, high - low, rows, None, rows, low == start)
 
 

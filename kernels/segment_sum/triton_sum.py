@@ -22,8 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from planner.kernels.grouping.torch_grouping import Groups, accumulator
+from planner.kernels.grouping.triton_launch import launch
 from planner.kernels.segment_sum import WINDOW
-from planner.kernels.tiled_product.triton_axes import Axis, axis_of, grid, packed
+from planner.kernels.tiled_product.triton_axes import Axis, axis_of, packed
 from planner.kernels.tiled_product.triton_product import add_parts_kernel, group_of, position
 
 __all__ = ["REGISTERS", "Rows", "Runs", "add_parts", "grouped_sum", "sum_kernel", "sum_rows"]
@@ -248,7 +249,7 @@ def sum_rows(x: Rows, out: Rows, columns: int, runs: Groups | Runs, y: Rows | No
         y: the factors of the operand's rows.
     """
     if isinstance(runs, Groups):
-        runs = Runs(len(runs.order), runs.size, runs)
+        runs = Runs(runs.rows, runs.size, runs)
     rows, groups, batches = runs.rows, runs.groups, runs.batches
     count = groups * batches
     if not count * columns:
@@ -267,15 +268,14 @@ def sum_rows(x: Rows, out: Rows, columns: int, runs: Groups | Runs, y: Rows | No
         *x.flat, *factor, out.x, out.row, *out.column.flat, packed(order), packed(starts), parts,
         groups, max(1, rows // batches), runs.inner, columns,
     ]  # fmt: skip
-    with torch.cuda.device_of(out.x):
-        for windows in (True, False) if parts is not None else (False,):
-            high = most if windows else block_r
-            warps = max(1, min(4, high * block_n // 256))
-            sum_kernel[grid((rows // WINDOW if windows else count) * tiles)](
-                *arguments, WINDOWS=windows, BATCHED=runs.sorted is not None and batches > 1,
-                NARROW=max(rows, count) < 2**31, BLOCK_R=high, BLOCK_N=block_n, STEP=WINDOW,
-                num_warps=warps, **REGISTERS,
-            )  # fmt: skip
+    for windows in (True, False) if parts is not None else (False,):
+        high = most if windows else block_r
+        warps = max(1, min(4, high * block_n // 256))
+        launch(
+            sum_kernel, (rows // WINDOW if windows else count) * tiles, arguments,
+            WINDOWS=windows, BATCHED=runs.sorted is not None and batches > 1, NARROW=max(rows, count) < 2**31,
+            BLOCK_R=high, BLOCK_N=block_n, STEP=WINDOW, num_warps=warps, **REGISTERS,
+        )  # fmt: skip
 
 
 def add_parts(parts: Tensor, part_starts: Tensor, groups: int, out: Tensor, axes: tuple[Axis, Axis, Axis]) -> None:
@@ -289,10 +289,8 @@ def add_parts(parts: Tensor, part_starts: Tensor, groups: int, out: Tensor, axes
         axes: the result's axes: groups, m and n.
     """
     _, m, n = parts.shape
-    with torch.cuda.device_of(out):
-        add_parts_kernel[grid(groups * triton.cdiv(m * n, _ADDED))](
-            parts, part_starts, out, *(part for axis in axes for part in axis.flat), m, n, BLOCK=_ADDED
-        )
+    arguments = parts, part_starts, out, *(part for axis in axes for part in axis.flat), m, n
+    launch(add_parts_kernel, groups * triton.cdiv(m * n, _ADDED), arguments, BLOCK=_ADDED)
 
 
 def grouped_sum(x: Tensor, groups: Groups) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from planner.kernels.grouping.torch_grouping import accumulator
+from planner.kernels.grouping.torch_grouping import Groups, accumulator
+from planner.kernels.grouping.triton_grouping import Tasks, cut_tasks
 
 __all__ = [
     "Axis",
@@ -18,10 +19,10 @@ __all__ = [
     "Matrices",
     "axis_of",
     "count_pieces",
-    "grid",
     "most_tiles",
     "packed",
     "starts_of",
+    "sums_of",
 ]
 
 
@@ -74,15 +75,29 @@ class Grouping(NamedTuple):
 
     Attributes:
         order: row numbers sorted by group; None if the rows are sorted already.
-        starts: where each group begins in `order`, where the dropped rows begin if they are walked too, and the end.
+        starts: where each group begins in `order`, and where the dropped rows do.
         groups: number of groups, without the group of dropped rows.
         batch_groups: groups per batch entry; None if there is no batch.
+        made: the groups that this was made of; they keep tables of tasks.
     """
 
     order: Tensor | None
     starts: Tensor | None
     groups: int
     batch_groups: int | None = None
+    made: Groups | None = None
+
+    @classmethod
+    def of(cls, groups: Groups) -> Grouping:
+        """Return groups as kernels walk them."""
+        return cls(groups.order, groups.offsets, groups.size, made=groups)
+
+    def tasks(self, rows: int, inner: int, step: int, drops: bool, empty: bool) -> Tasks:
+        """Return the groups cut into tasks, see `cut_tasks`."""
+        if self.made is not None:
+            return self.made.tasks(inner, step, drops, empty)
+        assert self.starts is not None
+        return cut_tasks(self.starts, rows, self.groups, inner, step, drops, empty)
 
 
 def packed(table: Tensor | None) -> Tensor | None:
@@ -90,15 +105,10 @@ def packed(table: Tensor | None) -> Tensor | None:
     return None if table is None else table.contiguous()
 
 
-def grid(programs: int) -> tuple[int]:
-    """Return the grid for a number of programs.
-
-    Raises:
-        ValueError: a device does not take that many programs.
-    """
-    if programs >= 2**31:
-        raise ValueError(f"the product needs {programs} programs, of which a device takes {2**31 - 1}")
-    return (programs,)
+def sums_of(tasks: Tasks, like: Tensor, m: int, n: int) -> Tensor:
+    """Allocate memory for the sums of tasks, `(slots, m, n)`; one element if there are no slots."""
+    shape = (tasks.slots, m, n) if tasks.slots else (1, 1, 1)
+    return like.new_empty(shape, dtype=accumulator(like.dtype))
 
 
 def count_pieces(starts: Tensor, inner: int, step: int) -> Tensor:

@@ -55,7 +55,7 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     a, a_outer_table, a_outer, a_inner_table, a_inner, a_column_table, a_column,
     b, b_outer_table, b_outer, b_inner_table, b_inner, b_column_table, b_column,
     out, out_outer_table, out_outer, out_inner_table, out_inner, out_column_table, out_column,
-    order, starts, tile_starts, part_starts, parts,
+    order, tasks, most, parts,
     groups, batch_groups, a_batch, b_batch, inner, size_m, size_k, size_n,
     MODE: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, ONE_K: tl.constexpr,
@@ -65,18 +65,18 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     Args:
         a, b, out: pointers, each followed by a table or None, and a stride, for each of its three axes.
         order: ("rows", "terms") row numbers sorted by group; None if the rows are sorted already.
-        starts: ("rows", "terms") where each group begins in `order`, `(groups + 1,)`.
-        tile_starts: ("rows", "terms") number of tiles before each group, `(groups + 1,)`.
-        part_starts: ("terms") number of slots in `parts` before each group, `(groups + 1,)`.
+        tasks: ("rows", "terms") what each program walks, see `planner.kernels.grouping.triton_grouping.Tasks`.
+        most: ("rows", "terms") number of tasks.
         parts: ("terms") sums of the pieces of groups that are cut, `(slots, size_m, size_n)`.
         groups: number of groups; ("plain") size of the batch.
         batch_groups, a_batch, b_batch: ("rows", "terms") groups per batch entry (all groups if there is no batch), and
             the strides between batch entries.
         inner: ("rows", "terms") size of the axis i.
         size_m, size_k, size_n: sizes of the axes m, k, n; an axis that stands for rows and i has the size of both.
-        DROPS: ("rows") whether the last group holds dropped rows, whose products are zero.
+        DROPS: ("rows") 0 if no row is dropped; else the last group holds dropped rows, whose products are zero for 1
+            and NaN for 2.
         PRECISION: precision of products of float32: "ieee", "tf32" or "tf32x3".
-        CHUNK: ("rows") tiles of rows per program; ("terms") steps of BLOCK_K per program.
+        CHUNK: ("rows") tiles of rows per task; ("terms") steps of BLOCK_K per task.
         ONE_K: ("plain", "rows") whether one step of BLOCK_K covers all of k: then `b` is read once for all tiles.
     """
     wide = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
@@ -99,21 +99,19 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         if MODE == "terms":
             at_m = (tile % tiles_m) * BLOCK_M
             tile = tile // tiles_m
-        if tile >= tl.load(tile_starts + groups):
+        group = tl.load(tasks + tile).to(tl.int64)
+        if group < 0:
             return
-        group = group_of(tile, tile_starts, groups)
-        start = tl.load(starts + group)
-        count = (tl.load(starts + group + 1) - start) * inner
-        piece = tile - tl.load(tile_starts + group)
-        step = CHUNK * (BLOCK_M if MODE == "rows" else BLOCK_K)
-        first = piece * step
-        last = tl.minimum(first + step, count)
+        start = tile * 0  # terms are counted through all groups
+        first = tl.load(tasks + most + tile).to(tl.int64)
+        last = first + tl.load(tasks + 2 * most + tile)
         a_group = (group // batch_groups) * a_batch
         b_group = (group // batch_groups) * b_batch
         if MODE == "rows":
             of_entry = group % batch_groups
             b_group += position(of_entry, b_outer_table, group >= 0) * b_outer
     if MODE == "terms":
+        slot = tl.load(tasks + 3 * most + tile)
         m = at_m + tl.arange(0, BLOCK_M)
         m_there = m < size_m
         a_m = a_group + position(m, a_column_table, m_there) * a_column
@@ -133,13 +131,12 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
             y = tl.load(b + b_group + b_k[:, None] + b_n[None, :], mask=there[:, None] & n_there[None, :], other=0.0)
             total = tl.dot(x, y, total, input_precision=PRECISION, out_dtype=wide)
         inside = m_there[:, None] & n_there[None, :]
-        slot = tl.load(part_starts + group)
-        if slot == tl.load(part_starts + group + 1):
+        if slot < 0:
             out_m = position(group, out_outer_table, group >= 0) * out_outer
             out_m += position(m, out_inner_table, m_there) * out_inner
             tl.store(out + out_m[:, None] + out_n[None, :], total.to(out.dtype.element_ty), mask=inside)
         else:
-            where = ((slot + piece) * size_m + m[:, None]) * size_n + n[None, :]
+            where = (slot.to(tl.int64) * size_m + m[:, None]) * size_n + n[None, :]
             tl.store(parts + where, total, mask=inside)
     else:
         terms = size_k
@@ -183,6 +180,8 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
                     total = tl.dot(x, y, total, input_precision=PRECISION, out_dtype=wide)
             if MODE == "rows":
                 total = tl.where(reads[:, None], total, 0.0)  # zero times NaN would be NaN
+                if DROPS == 2:
+                    total = tl.where(group < groups - 1, total, float("nan"))
             tl.store(
                 out + out_m[:, None] + out_n[None, :],
                 total.to(out.dtype.element_ty),

@@ -37,7 +37,7 @@ _ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _LIMITS = {80: (65536, 164 << 10, 64, 32), 90: (65536, 228 << 10, 64, 32)}
 # Kernels by mode; all other modes are of `product_kernel`.
 _KERNELS = {"sum": sum_kernel, "add": add_parts_kernel, "pair": pair_kernel}
-_OF_GROUPS = ("order", "starts", "tile_starts", "part_starts", "parts")
+_OF_GROUPS = ("order", "starts", "tile_starts", "part_starts", "tasks", "parts")
 _STRIDES = ("_outer", "_inner", "_batch", "_row", "_group")
 _RESERVED = 1 << 10  # bytes of shared memory that CUDA reserves for each program
 
@@ -147,7 +147,7 @@ def _signature(config: KernelConfig) -> tuple[dict[str, str], dict[tuple[int, ..
     tiles, names = config.tiles, _KERNELS.get(config.mode, product_kernel).arg_names
     constants: dict[str, Any] = {
         "MODE": config.mode,
-        "DROPS": config.mode == "rows",
+        "DROPS": int(config.mode in ("rows", "pair")),
         "PRECISION": config.precision,
         "BLOCK_M": tiles.m,
         "BLOCK_N": tiles.n,
@@ -163,8 +163,8 @@ def _signature(config: KernelConfig) -> tuple[dict[str, str], dict[tuple[int, ..
         "BLOCK": 1024,
     }
     absent = {
-        "rows": ("part_starts", "parts"),
-        "plain": ("order", "starts", "tile_starts", "part_starts", "parts"),
+        "rows": ("parts",),
+        "plain": ("order", "tasks", "parts"),
     }.get(config.mode, ())
     types: dict[str, str] = {}
     for name in names:
@@ -178,6 +178,8 @@ def _signature(config: KernelConfig) -> tuple[dict[str, str], dict[tuple[int, ..
             types[name] = f"*{element}"
         elif name == "parts":
             types[name] = f"*{wide}"
+        elif name == "tasks":
+            types[name] = "*i32"
         elif name.endswith("_table") or name in ("order", "starts", "tile_starts", "part_starts"):
             types[name] = "*i64"
         else:

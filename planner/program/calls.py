@@ -35,6 +35,10 @@ class RangedIndices(dict[Gather, Any]):
             sizes (see `PreparedRun.any_sizes`); None if they are those of the specs.
         shown: True if the kernel that ran wrote NaN for the bad indices that could not be refused, see
             `IndexArray.bad`.
+        poison: what results must be multiplied by, in torch on a card: 1, or NaN if an index was out of range, which is
+            told later. None if no step read values that may be out of range.
+        dropped: the same for rows that were dropped because their index was out of range. The steps that drop them
+            write NaN for these rows.
     """
 
     def __init__(self, may_drop: bool, values: Mapping[Gather, Any] | Iterable[tuple[Gather, Any]] = ()) -> None:
@@ -44,6 +48,8 @@ class RangedIndices(dict[Gather, Any]):
         self.given: dict[Gather, Any] = {}
         self.sizes: Mapping[str | Gather, int] | None = None
         self.shown = False
+        self.poison: Any = None
+        self.dropped: Any = None
 
     @property
     def guarded(self) -> bool:

@@ -28,6 +28,7 @@ from planner.kernels.gathered_dot import torch_pooled, triton_pooled  # noqa: E4
 from planner.kernels.grouped_matmul import torch_grouped, triton_grouped, triton_pair  # noqa: E402
 from planner.kernels.grouped_matmul.triton_grouped import plain_product, rows_product, terms_product  # noqa: E402
 from planner.kernels.grouped_matmul.triton_pair import both_gradients  # noqa: E402
+from planner.kernels.grouping import triton_grouping  # noqa: E402
 from planner.kernels.grouping.keys import IndexArray  # noqa: E402
 from planner.kernels.grouping.torch_grouping import group_rows  # noqa: E402
 from planner.kernels.segment_sum import triton_sum  # noqa: E402
@@ -160,7 +161,7 @@ def test_products(mode, seed, dtype, tiles, sizes, groups, some_absent):
         matrices, summed = np.concatenate([z, np.zeros((1, n, m))])[group], np.zeros((groups + 1, n, m))
         np.add.at(summed, group, x.swapaxes(1, 2) @ y)
         product, operands, arguments, expected = {
-            "rows": (rows_product, [a, c], ((rows, i, m, n), Grouping(order, starts, groups), True), [x @ matrices]),
+            "rows": (rows_product, [a, c], ((rows, i, m, n), Grouping(order, starts, groups), 1), [x @ matrices]),
             "terms": (terms_product, [a, b], ((rows, i, n, m), Grouping(order, starts[:-1], groups)), [summed[:-1]]),
             "pair": (
                 both_gradients, [b, a, c], ((rows, i, n, m), Grouping(order, starts, groups), tiles),
@@ -258,7 +259,7 @@ def test_scratch_on_a_card_is_bounded(monkeypatch, spec, shapes, groups, dtype):
     """
     for module, name in (
         (triton_grouped, "product_kernel"), (triton_pair, "pair_kernel"), (triton_sum, "sum_kernel"),
-        (triton_sum, "add_parts_kernel"), (triton_pooled, "dots_kernel"),
+        (triton_sum, "add_parts_kernel"), (triton_pooled, "dots_kernel"), (triton_grouping, "tasks_kernel"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, collections.defaultdict(lambda: lambda *_, **__: None))
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", _result_of_grouped_mm)

@@ -1,0 +1,290 @@
+"""Index arrays on a card, checked without a wait. A bad index gives NaN, and an error at a later call.
+
+The kernel that brings an index array into range, or sorts it, writes to a flag when it meets an index out of range.
+There is one flag for each device and stream. A part of it is memory of the host, which the device writes to and which
+the host looks at without waiting; so a CUDA graph that is replayed raises its flag too. `raise_pending` raises the
+error. Results that the index had a say in are NaN by then: grouped products write NaN for its row, and what other steps
+computed is multiplied by the flag's `poison`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import importlib
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.backends.common.indices import range_error
+from planner.backends.torch.contexts.modes import in_functorch
+from planner.backends.torch.index import TorchIndex, part_in_range, refuse_sparse, torch_in_range
+from planner.backends.torch.ops import captured, is_recorded
+from planner.kernels.grouping.keys import IndexArray
+from planner.kernels.grouping.torch_grouping import group_rows, has_triton
+from planner.language.errors import IndexRangeError
+from planner.language.options import MODES
+from planner.language.spec import Gather
+from planner.program.calls import RangedIndices
+
+__all__ = ["CallIndices", "can_wait", "poisoned", "prepare_indices", "raise_pending", "synchronize"]
+
+_POSITIONS = 40  # bits of a position in a flag's word
+_MOST_ASKED = 1 << 16
+_NOTE = (
+    "planner checks indices on a card without waiting for it, so this may be about an earlier call; after "
+    "planner.synchronize(every_call=True) each call checks its own indices before it computes"
+)
+
+
+class CallIndices(dict[str, Any]):
+    """The index arrays of a call by name. The backward pass finds in `found` what the forward pass made of them.
+
+    That is so for arrays that are prepared or on a card. Of others, on a CPU, nothing is kept in between.
+    """
+
+    found: list[RangedIndices]
+
+
+def poisoned(x: Tensor, index: RangedIndices, dropped: bool = False) -> Tensor:
+    """Return an array that steps computed, or NaN if they read an index out of range; in place if that is possible.
+
+    If `dropped`, also if rows were dropped because their index was out of range.
+    """
+    poison = index.dropped if dropped and index.poison is None else index.poison
+    if poison is None:
+        return x
+    return x * poison[0] if 0 in x.stride() else x.mul_(poison[0])
+
+
+class _Flag:
+    """Where kernels on one stream tell of a bad index, as `planner.kernels.grouping.triton_grouping.Check` has it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.word = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        self.poison = torch.ones(1, device=device)
+        self.captured = False  # whether a CUDA graph writes to it
+        self.seen = ctypes.c_int64.from_address(self.word.data_ptr())
+
+    def take(self) -> int:
+        """Return the word, and lower the flag. Backward passes of calls before find the poison that they had."""
+        word, self.seen.value = self.seen.value, 0
+        if self.captured:
+            self.poison.fill_(1)
+        else:
+            self.poison = torch.ones_like(self.poison)
+        return word
+
+
+class _Asked:
+    """What a ticket stands for: an index array by name, dimension and shape, and the last one that was checked so."""
+
+    def __init__(self, gather: Gather, shape: tuple[int, ...], mode: str) -> None:
+        self.gather, self.shape, self.mode = gather, shape, mode
+        self.array: Callable[[], Tensor | None] = lambda: None
+        self.version = 0
+
+    def error(self, position: int) -> IndexRangeError:
+        """Return the error for a position in the flattened array."""
+        array = self.array()
+        if array is not None and _version(array) == self.version and not captured(array):
+            try:
+                torch_in_range(array, self.gather, self.mode)
+            except IndexRangeError as error:
+                return error
+        place: list[int] = []
+        for size in reversed(self.shape):
+            position, at = divmod(position, size)
+            place.insert(0, at)
+        return range_error(self.gather, tuple(place), None)
+
+
+_flags: dict[tuple[int, int], _Flag] = {}
+_tickets: dict[Any, int] = {}
+_asked: list[_Asked] = []
+_every_call = False
+
+
+def can_wait(raw: Tensor) -> bool:
+    """Return whether an index array can be checked by a kernel, and an error raised later."""
+    return (
+        raw.is_cuda
+        and not _every_call
+        and raw.dtype != torch.uint64  # its greatest values would count as negative
+        and type(raw) is Tensor
+        and not in_functorch()
+        and not is_recorded(raw)
+        and has_triton()
+    )
+
+
+def prepare_indices(
+    indices: Mapping[str, Any],
+    gathers: Mapping[Gather, Gather],
+    shapes: Mapping[str, tuple[int, ...]],
+    mode: str,
+    sizes: Mapping[str | Gather, int] | None,
+    *,
+    here: bool,
+    shows: bool,
+) -> RangedIndices:
+    """Shape the index arrays of a call as the spec has them.
+
+    Args:
+        indices: the index arrays by name.
+        gathers: the gathers of the programs, and those of this call.
+        shapes: the shape to give each array.
+        mode: the index mode.
+        sizes: see `RangedIndices.sizes`.
+        here: whether to check ranges here. This is for calls in which dropped indices decide which program runs, and
+            for empty contractions, in which no step reads the arrays.
+        shows: whether results can hold NaN. Then arrays on a card are checked while the call goes on.
+    """
+    found = indices.found if isinstance(indices, CallIndices) else None
+    if found and found[0].sizes is sizes and all([g in found[0] or g in found[0].given for g in gathers]):
+        return found[0]  # the backward pass does not check and sort again
+    prepared, keeps = RangedIndices(False), True
+    prepared.sizes = sizes
+    later = shows and not here and MODES[mode].bad == "refuse"
+    for gather, own in gathers.items():
+        raw, shape = indices[gather.array], shapes[gather.array]
+        if not isinstance(raw, TorchIndex):
+            refuse_sparse(raw, own)
+            if later and can_wait(raw):
+                prepared.given[gather] = checked_later(raw, shape, own, mode, prepared)
+                continue
+            keeps = False
+            if not here and raw.is_contiguous():  # any other array is copied once, not by each step
+                normal = partial(part_in_range, whole=raw, gather=own, mode=mode)
+                shaped = raw if raw.shape == shape else raw.reshape(shape)
+                prepared.given[gather] = IndexArray(shaped, normal, may_drop=False)
+                continue
+        values, may_drop = torch_in_range(raw, own, mode)
+        prepared[gather] = values if values.shape == shape else values.reshape(shape)
+        prepared.may_drop |= may_drop
+        if isinstance(raw, TorchIndex) and gather.axes and values.dim() == len(gather.axes):
+            prepared.orders[gather] = raw.groups
+    if found is not None and keeps:
+        found[:] = [prepared]
+    return prepared
+
+
+def checked_later(raw: Tensor, shape: tuple[int, ...], gather: Gather, mode: str, index: RangedIndices) -> IndexArray:
+    """Return an index array whose range is checked by the kernel that reads it.
+
+    If values are asked for, index 0 stands where one is out of range, and `index.poison` is set. If rows are sorted, a
+    row with a bad index is dropped, and `index.dropped` is set.
+
+    Args:
+        raw: the index array.
+        shape: the shape to give it.
+        gather: what it indexes.
+        mode: the index mode, under which a bad index is refused.
+        index: the index arrays of the call.
+    """
+    whole = raw.contiguous()
+
+    def check(values: Tensor) -> Any:
+        flag = _flag_of(values)
+        if flag is None:
+            return None
+        ticket = _ticket(raw, gather, mode)
+        return _kernels().Check(flag.word, flag.poison, ticket)
+
+    def normal(values: Tensor) -> Tensor:
+        told = check(values)
+        if told is None:
+            return torch_in_range(values, gather, mode)[0]
+        index.poison = told.poison
+        checked: Tensor = _kernels().check_values(values.contiguous(), gather.size, told)
+        return checked
+
+    def sort(size: int) -> Any:
+        told = check(whole)
+        if told is None:
+            return group_rows(torch_in_range(whole, gather, mode)[0].reshape(-1), size, drops=False)
+        index.dropped = told.poison
+        return group_rows(whole.reshape(-1), size, told)
+
+    return IndexArray(whole.reshape(shape), normal, may_drop=False, sort=sort)
+
+
+def raise_pending() -> None:
+    """Raise the error for a bad index that a card has told of by now.
+
+    Raises:
+        IndexRangeError: an earlier call read an index array with an entry out of range.
+    """
+    for flag in list(_flags.values()):
+        word = flag.take() if flag.seen.value else 0
+        if word:  # no other thread took it
+            ticket, position = divmod(word - 1, 1 << _POSITIONS)
+            error = _asked[ticket].error(position)
+            error.add_note(_NOTE)
+            raise error
+
+
+def synchronize(every_call: bool | None = None) -> None:
+    """Wait for all cards that indices were checked on, and raise what they tell; see `planner.synchronize`."""
+    global _every_call
+    if every_call is not None:
+        _every_call = bool(every_call)
+    for flag in list(_flags.values()):
+        if flag.poison.device.type == "cuda":
+            torch.cuda.synchronize(flag.poison.device)
+    raise_pending()
+
+
+def _flag_of(x: Tensor) -> _Flag | None:
+    """Return the flag of a tensor's device and the current stream; None if a capture needs one and there is none.
+
+    While a graph is captured no memory is allocated. The flag of any stream on the device will do.
+    """
+    place = importlib.import_module("planner.kernels.grouping.triton_launch").place_of(x)
+    flag = _flags.get(place)
+    if captured(x):
+        flag = flag or next((flag for (device, _), flag in _flags.items() if device == place[0]), None)
+        if flag is not None:
+            flag.captured = True
+    if flag is not None or captured(x):
+        return flag
+    if not _flags:
+        atexit.register(_at_exit)
+    return _flags.setdefault(place, _Flag(x.device))
+
+
+def _ticket(raw: Tensor, gather: Gather, mode: str) -> int:
+    """Return the number that stands for an index array in the word of a flag."""
+    key = gather, raw.shape, mode
+    ticket = _tickets.get(key)
+    if ticket is None:
+        ticket = len(_asked)
+        if ticket >= _MOST_ASKED:  # so many sizes: what is told may be about another one
+            return ticket - 1
+        _asked.append(_Asked(gather, tuple(raw.shape), mode))
+        _tickets[key] = ticket
+    asked = _asked[ticket]
+    asked.array, asked.version = weakref.ref(raw), _version(raw)
+    return ticket
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _kernels() -> Any:
+    return importlib.import_module("planner.kernels.grouping.triton_grouping")
+
+
+def _at_exit() -> None:
+    """Raise what is pending when Python ends, which prints it."""
+    with contextlib.suppress(RuntimeError):  # the device may have failed before
+        for flag in _flags.values():
+            if flag.poison.device.type == "cuda":
+                torch.cuda.synchronize(flag.poison.device)
+    raise_pending()

@@ -1,0 +1,236 @@
+"""What `test_host.py` runs as a script: the host's side of CUDA calls, without a card.
+
+Triton has a driver of ours, which records launches and starts nothing, and kernels are not compiled. Tensors lie on the
+CPU and say that they are on a card: `is_cuda`, and `get_device`, which gives the device that is current when they are
+asked. The test passes the names of functions below, and reads what each returns as JSON.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+import types
+from unittest import mock
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+import planner
+from planner.backends.torch import checks
+from planner.backends.torch.backend import TorchBackend
+from planner.cost.device import H200
+
+SEED = "nij, q[n]jk -> nik"
+# So that small calls run the kernels too.
+CHEAP = dataclasses.replace(H200, launch_seconds=0.0)
+
+
+class Driver:
+    """Devices and streams are numbers. A launch is recorded as (kernel, device, stream)."""
+
+    def __init__(self):
+        self.device, self.streams, self.launches, self.bad = 0, {}, [], None
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return self.device
+
+    def set_current_device(self, device):
+        self.device = device
+
+    def get_current_stream(self, device):
+        return self.streams.get(device, 0)
+
+    def compile(self, function, *arguments, **_):
+        """A compiled kernel that records its launches; one that checks indices finds the bad one that a test sets."""
+
+        def run(x, y, z, stream, handle, metadata, launch_metadata, enter, leave, *arguments):
+            self.launches.append((function.__name__, self.device, stream))
+            self.given = arguments
+            if self.bad is not None and "word" in function.arg_names:
+                given = dict(zip(function.arg_names, arguments, strict=False))
+                if given["word"] is not None:
+                    given["word"][0] = (given["ticket"] << 40) + self.bad + 1
+                    given["poison"].fill_(torch.nan)
+                    self.bad = None
+
+        return types.SimpleNamespace(run=run, function=0, packed_metadata=(), launch_metadata=lambda *_: None)
+
+
+CARD = Driver()
+
+
+def start(kernel, *arguments, grid, warmup, **constants):
+    """Stands for `JITFunction.run`."""
+    compiled = CARD.compile(kernel, *arguments)
+    values = [constants[name] for name in kernel.arg_names[len(arguments) :]]
+    compiled.run(*grid, 1, 1, CARD.get_current_stream(CARD.device), 0, (), None, None, None, *arguments, *values)
+    return compiled
+
+
+# Operators of torch that start no kernel.
+FREE = {
+    "empty", "new_empty", "view", "as_strided", "detach", "expand", "permute", "transpose", "alias", "slice", "select",
+    "unbind", "t", "unsqueeze", "squeeze", "reshape", "empty_like", "empty_strided", "resolve_neg", "contiguous",
+    "lift_fresh", "_reshape_alias", "result_type", "resolve_conj",
+}  # fmt: skip
+# What waits for the device, because Python or a shape depends on values.
+WAITS = {"item", "_local_scalar_dense", "nonzero", "masked_select", "unique", "bincount", "is_nonzero"}
+
+
+def operator_of(event):
+    """The operator of torch that a profiler's event is of, or ""."""
+    return event.name.removeprefix("aten::") if event.name.startswith("aten::") else ""
+
+
+def launches_of(run):
+    """The kernels that a call starts, Triton's by name and then torch's operators. Nothing may wait for the device."""
+    before = len(CARD.launches)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    names = []
+    for event in profile.events():
+        inner = operator_of(event)
+        assert inner not in WAITS, inner
+        # An operator that copies at times, such as `contiguous`, shows by what it calls then.
+        outer = event.cpu_parent
+        while outer is not None and operator_of(outer) in ("", *FREE):
+            outer = outer.cpu_parent
+        if inner and inner not in FREE and outer is None:
+            names.append(inner)
+    return [name for name, *_ in CARD.launches[before:]] + names
+
+
+def microseconds(run):
+    """The least time of a call. Other processes can only add to it."""
+    times = []
+    for _ in range(1000):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times) * 1e6
+
+
+def operands(rows=131_072, groups=2048, sides=64):
+    a, c = torch.ones(rows, 1, sides), torch.ones(groups, sides, sides)
+    return a, c, torch.randint(0, groups, (rows,))
+
+
+def calls(a, c, q):
+    """A call, the same call in training, and its backward pass."""
+    leaves = [x.clone().requires_grad_() for x in (a, c)]
+    result = planner.contract(SEED, *leaves, q=q)
+    gradient = torch.ones(result.shape)
+    return (
+        lambda: planner.contract(SEED, a, c, q=q),
+        lambda: planner.contract(SEED, *leaves, q=q),
+        lambda: torch.autograd.grad(result, leaves, gradient, retain_graph=True),
+    )
+
+
+def seed_prepared():
+    a, c, q = operands()
+    runs = calls(a, c, planner.group(q, 2048))
+    for run in runs:
+        run()
+    return {"launches": [launches_of(run) for run in runs], "microseconds": [microseconds(run) for run in runs]}
+
+
+def seed_sorted():
+    a, c, q = operands(512, 8, 16)
+    found = {}
+    for name, index in {"sorted": q.sort().values, "not": q}.items():
+        prepared = planner.group(index, 8)
+        found[name] = [prepared.groups.order is None, launches_of(lambda p=prepared: planner.contract(SEED, a, c, q=p))]
+    return found
+
+
+def replayed():
+    """Whether a call that is replayed reads its own operands, after one whose operands were one tensor."""
+    x, y, q = torch.ones(4, 16, 16), torch.ones(4, 16, 16), planner.group(torch.arange(4), 4)
+    plan = planner.plan(SEED, x, y, q=q, device=CHEAP)
+    found = []
+    for a, c in ((x, x), (x, y), (y, x), (x, y.clone())):
+        result = plan(a, c, q=q)
+        read = [given.data_ptr() for given in CARD.given if isinstance(given, torch.Tensor)][:3]
+        found.append(read == [z.data_ptr() for z in (a, c, result)])
+    return found
+
+
+def unprepared():
+    found = {}
+    for groups, sides in ((2048, 64), (5000, 16)):
+        forward, training, backward = calls(*operands(8192, groups, sides))
+        found[groups] = [launches_of(run) for run in (forward, training, backward)]
+    return found
+
+
+def places():
+    """Calls on tensors of device 1 while device 0 is current, on two streams; and the flags that they use."""
+    a, c, q = operands(64, 4, 16)
+    plan = planner.plan(SEED, a, c, q=q, device=CHEAP)
+    found = []
+    with mock.patch.object(torch.Tensor, "get_device", return_value=1):
+        for stream in (5, 5, 6):
+            CARD.streams[1], before = stream, len(CARD.launches)
+            plan(a, c, q=q)
+            found.append(sorted({(device, stream) for _, device, stream in CARD.launches[before:]}))
+    return {"launches": found, "current": CARD.device, "flags": sorted(place for place in checks._flags if place[0])}
+
+
+def told():
+    """Where the error of a bad index is raised, and what it says."""
+    a, c, q = operands(64, 4, 16)
+    q[7] = 4
+    plan = planner.plan(SEED, *(x.requires_grad_() for x in (a, c)), q=q, device=CHEAP)
+    found = {}
+
+    def bad():
+        CARD.bad = 7
+        return plan(a, c, q=q)
+
+    def error_of(run):
+        try:
+            run()
+        except planner.IndexRangeError as error:
+            return str(error)
+        return ""
+
+    bad()
+    found["next call"] = error_of(lambda: planner.contract("ij,jk->ik", a[:, 0], c[0])) or error_of(
+        lambda: plan(a, c, q=q)
+    )
+    found["after it"] = error_of(lambda: plan(a, c, q=q))
+    result = bad()
+    found["backward"] = error_of(lambda: result.sum().backward())
+    bad()
+    found["synchronize"] = error_of(planner.synchronize)
+    bad()
+    found["group"] = error_of(lambda: planner.group(q, 5))
+    bad()
+    q[7] = 0
+    found["changed"] = error_of(planner.synchronize)
+    q[7] = 9
+    planner.synchronize(every_call=True)
+    found["every call"] = error_of(lambda: plan(a, c, q=q))
+    planner.synchronize(every_call=False)
+    whole = planner.plan(SEED, a.detach().long(), c.detach().long(), q=q, device=CHEAP)
+    found["integers"] = error_of(lambda: whole(a.detach().long(), c.detach().long(), q=q))
+    bad()  # is raised at the end of the program
+    return found
+
+
+if __name__ == "__main__":
+    driver.set_active(CARD)
+    with (
+        mock.patch.object(JITFunction, "run", start),
+        mock.patch.object(torch.Tensor, "is_cuda", property(lambda x: True), create=True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+        mock.patch.object(TorchBackend, "device", return_value=CHEAP),
+        mock.patch.object(TorchBackend, "family_signature", return_value=None),
+    ):
+        print(json.dumps({name: globals()[name]() for name in sys.argv[1:]}))

@@ -1,0 +1,284 @@
+"""The host's side of calls on a card: what they launch, how long that takes, and how a bad index is told.
+
+Launches and times are those of a stand-in for a card, `stand_in_card.py`. Values are those of Triton's interpreter, on
+tensors of a CPU that say that they are on a card.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from unittest import mock
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+
+import planner  # noqa: E402
+from planner.backends.torch import checks  # noqa: E402
+from planner.backends.torch import ops as torch_ops  # noqa: E402
+from planner.cost.device import H200  # noqa: E402
+from planner.kernels.grouped_matmul import torch_grouped, torch_grouped_mm  # noqa: E402
+from planner.kernels.grouping import triton_grouping  # noqa: E402
+
+CHEAP = dataclasses.replace(H200, launch_seconds=0.0)
+SPEC = "nij, q[n]jk -> nik"
+
+
+@pytest.fixture(scope="module")
+def stand_in():
+    """What the functions of `stand_in_card.py` return. Memory is reused at once, as torch reuses a card's."""
+    reused = {"MALLOC_MMAP_THRESHOLD_": str(2 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
+    root = pathlib.Path(__file__).parents[2]
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **reused}
+    names = ["seed_prepared", "seed_sorted", "replayed", "unprepared", "places", "told"]
+    command = [sys.executable, "-W", "ignore", str(pathlib.Path(__file__).with_name("stand_in_card.py")), *names]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1]) | {"stderr": run.stderr}
+
+
+def test_a_prepared_call_launches_its_kernels_only(stand_in):
+    """A call, the same in training, and both gradients. A table is made once: here by the calls before."""
+    found = stand_in["seed_prepared"]
+    assert found["launches"] == [["product_kernel"], ["product_kernel"], ["pair_kernel", "add_parts_kernel"]]
+
+
+def test_time_of_the_host(stand_in):
+    """A prepared call within 30 us, its gradients within 45; twice that here, since other tests share the machine."""
+    forward, _, backward = stand_in["seed_prepared"]["microseconds"]
+    assert forward <= 60, stand_in["seed_prepared"]
+    assert backward <= 90, stand_in["seed_prepared"]
+
+
+def test_an_index_that_is_not_prepared_takes_four_launches_more(stand_in):
+    """No launch waits for the device. The backward pass checks and sorts nothing: it has another table of tasks."""
+    product, gradients = ["tasks_kernel", "product_kernel"], ["tasks_kernel", "pair_kernel", "add_parts_kernel"]
+    few = ["count_kernel", "place_kernel", "scatter_kernel", *product]
+    many = ["check_kernel", "starts_kernel", *product, "sort"]
+    assert stand_in["unprepared"] == {"2048": [few, few, gradients], "5000": [many, many, gradients]}
+
+
+def test_replayed_calls_read_their_own_arrays(stand_in):
+    assert stand_in["replayed"] == [True] * 4
+
+
+def test_sorted_rows_have_no_order(stand_in):
+    launches = ["tasks_kernel", "product_kernel"]
+    assert stand_in["seed_sorted"] == {"sorted": [True, launches], "not": [False, launches]}
+
+
+def test_kernels_start_where_their_tensors_are(stand_in):
+    """Tensors of device 1 while device 0 is current, on two streams in turn; each stream has a flag."""
+    expected = {"launches": [[[1, 5]], [[1, 5]], [[1, 6]]], "current": 0, "flags": [[1, 5], [1, 6]]}
+    assert stand_in["places"] == expected
+
+
+def test_where_a_bad_index_is_told(stand_in):
+    """With its value, if the array has not changed since; once; and at once where a result cannot hold NaN."""
+    told = dict(stand_in["told"])
+    assert told.pop("after it") == ""
+    assert told.pop("changed").startswith("index array 'q'[7] was outside of [-4, 4), the range of the dimension q[n]")
+    late, now = ("next call", "backward", "synchronize", "group"), ("every call", "integers")
+    for values, names in ((4, late), (9, now)):
+        for name in names:
+            assert told.pop(name).startswith(f"index array 'q'[7] is {values}, outside of [-4, 4), the range"), name
+    assert not told
+
+
+def test_what_is_pending_is_raised_at_the_end(stand_in):
+    assert "IndexRangeError: index array 'q'[7] is 9, outside of [-4, 4)" in stand_in["stderr"]
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Tensors that say that they are on a card. No test leaves an error behind."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    yield
+    with contextlib.suppress(planner.IndexRangeError):
+        checks.raise_pending()
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "skew"),
+    [
+        *itertools.product([0, 1, 200], [1, 7], ["even", "one", "sorted"]),
+        (130, 70, "even"),
+        (70, 40, "even"),
+    ],
+)
+def test_rows_are_sorted_and_cut(monkeypatch, rows, groups, skew):
+    """As NumPy sorts them; blocks, parts and the counting sort are small here. 40 groups are too many for it."""
+    for name, value in {
+        "_BLOCK": 64,
+        "_TASKS": 32,
+        "_GROUPS": 32,
+        "_WIDE": 32,
+        "_MOST_GROUPS": 400 - 361 * (groups == 40),
+    }.items():
+        monkeypatch.setattr(triton_grouping, name, value)
+    random = np.random.default_rng(rows + groups)
+    q = np.full(rows, groups // 2) if skew == "one" else random.integers(0, groups + 1, rows)
+    q = np.sort(q) if skew == "sorted" else q
+    starts = np.searchsorted(np.sort(q), np.arange(groups + 1))
+    order, offsets = triton_grouping.sort_rows(torch.from_numpy(q), groups)
+    assert order.tolist() == np.argsort(q, kind="stable").tolist()
+    assert offsets.tolist() == starts.tolist()
+    ends = [*starts[1:], rows]
+    inner, step = (1, 16) if skew == "even" else (3, 8)
+    for drops, empty in ((False, True), (True, False)):
+        tasks, expected, part_starts = (
+            triton_grouping.cut_tasks(offsets, rows, groups, inner, step, drops, empty),
+            [],
+            [0],
+        )
+        for group in range(groups + drops):
+            first, last = starts[group] * inner, ends[group] * inner
+            firsts = [*range(first, last, step)] or [first] * empty
+            cut = len(firsts) > 1
+            slots = range(part_starts[-1], part_starts[-1] + len(firsts)) if cut else [-1] * len(firsts)
+            expected += [[group, x, min(step, last - x), slot] for x, slot in zip(firsts, slots, strict=True)]
+            if group < groups:
+                part_starts.append(part_starts[-1] + len(firsts) * cut)
+        table = tasks.table.T.tolist()
+        assert table[: len(expected)] == expected
+        assert {x[0] for x in table[len(expected) :]} <= {-1}
+        assert tasks.part_starts.tolist() == part_starts
+        assert part_starts[-1] <= tasks.slots
+
+
+def problem(spec=SPEC, groups=5):
+    random = np.random.default_rng(0)
+    shapes = {
+        SPEC: ((40, 2, 3), (groups, 3, 4)),
+        "nd, q[n]d -> n": ((40, 3), (groups, 3)),
+        "q[n]d -> nd": ((groups, 3),),
+    }.get(spec)
+    shapes = shapes or ((40, 2, 3), (40, 2, 4))
+    operands = [torch.from_numpy(random.integers(-3, 4, x).astype("f4")).requires_grad_() for x in shapes]
+    return operands, torch.from_numpy(random.integers(-groups, groups, 40))
+
+
+@pytest.mark.parametrize(
+    ("spec", "device", "dtype"),
+    [
+        (SPEC, CHEAP, torch.int64), (SPEC, CHEAP, torch.int8), ("nd, q[n]d -> n", CHEAP, torch.int32),
+        (SPEC, H200, torch.int64), ("q[n]d -> nd", H200, torch.int32), ("nij, nik -> q[n]jk", CHEAP, torch.int64),
+    ],
+)  # fmt: skip
+def test_results_of_a_bad_index_are_nan(card, spec, device, dtype):
+    """A grouped product's row and this row's gradient; whole arrays of other steps."""
+    operands, q = problem(spec)
+    sizes = {"q": 5} if spec.endswith("q[n]jk") else None
+    plan = planner.plan(spec, *operands, q=q, sizes=sizes, device=device)
+    assert ("Triton" in str(plan)) == (device is CHEAP)
+    with mock.patch.object(torch.Tensor, "is_cuda", property(lambda x: False)):
+        expected = planner.contract(spec, *operands, q=q, sizes=sizes)
+        gradient = torch.randint(-3, 4, expected.shape).float()
+        wanted = torch.autograd.grad(expected, operands, gradient)
+    result = plan(*operands, q=q.to(dtype))
+    found = torch.autograd.grad(result, operands, gradient)
+    planner.synchronize()
+    assert torch.equal(result, expected)
+    assert all(map(torch.equal, found, wanted))
+    q = q.to(dtype)
+    q[[7, 21]] = torch.tensor([5, -6], dtype=dtype)
+    result = plan(*operands, q=q)
+    with pytest.raises(planner.IndexRangeError, match=r"'q'\[21\] is -6, outside of \[-5, 5\)") as caught:
+        planner.synchronize()
+    assert "synchronize(every_call=True)" in caught.value.__notes__[0]
+    gradients = torch.autograd.grad(result, operands, gradient)  # after the error, too
+    if sizes or device is H200 or spec == "nd, q[n]d -> n":
+        assert result.isnan().all()
+        assert all(x.isnan().any() for x in gradients)
+        return
+    bad = torch.zeros(40, dtype=torch.bool)
+    bad[[7, 21]] = True
+    assert result[bad].isnan().all()
+    assert torch.equal(result[~bad], expected[~bad])
+    of_rows, of_matrices = gradients
+    assert of_rows[bad].isnan().all()
+    assert torch.equal(of_rows[~bad], wanted[0][~bad])
+    of_good_rows = gradient * ~bad.view(40, *[1] * (gradient.dim() - 1))
+    good = torch.autograd.grad(plan(*operands, q=q.where(~bad, 0)), operands, of_good_rows)
+    assert torch.equal(of_matrices, good[1])
+
+
+def test_a_captured_graph_raises_a_flag_that_was_there_before(card, monkeypatch):
+    """While a graph is captured no memory of the host is allocated; without a flag the device refuses a bad index."""
+    operands, q = problem()
+    plan = planner.plan(SPEC, *operands, q=q, device=CHEAP)
+    bad = q.where(q != 0, 5)
+    monkeypatch.setattr(checks, "_flags", {})
+    with monkeypatch.context() as capture:
+        capture.setattr(torch_ops, "captured", lambda x: True)
+        capture.setattr(checks, "captured", lambda x: True)
+        with pytest.raises(RuntimeError, match=r"'q' has values outside"):
+            plan(*operands, q=bad)
+    plan(*operands, q=q)
+    (flag,) = checks._flags.values()
+    monkeypatch.setattr(checks, "_flags", {(0, 1): flag})
+    with monkeypatch.context() as capture:
+        capture.setattr(torch_ops, "captured", lambda x: True)
+        capture.setattr(checks, "captured", lambda x: True)
+        assert plan(*operands, q=bad).isnan().any()
+    assert list(checks._flags) == [(0, 1)]
+    with pytest.raises(planner.IndexRangeError, match=r"'q'\[\d+\] is 5"):
+        planner.synchronize()
+
+
+@pytest.mark.parametrize("mode", ["raise", "drop"])
+def test_sorted_rows_of_a_prepared_index(card, mode):
+    """They are walked as they are, unless one is dropped; so does torch's grouped product take and return them."""
+    (a, c), q = problem()
+    falls = planner.group(q.sort().values, 5, index_mode=mode)  # negative values count from the end, or are dropped
+    assert falls.groups.order is not None
+    rises = planner.group((q % 5).sort().values, 5, index_mode=mode)
+    assert rises.groups.order is None
+    assert rises.groups.row_numbers.tolist() == [*range(40)]
+    result = planner.plan(SPEC, a, c, q=rises, index_mode=mode, device=CHEAP)(a, c, q=rises)
+    assert torch.equal(result, a @ c[rises.values])
+    with mock.patch.object(torch.Tensor, "is_cuda", property(lambda x: False)):  # moved to a CPU
+        moved = copy.deepcopy(rises)
+        assert moved.groups.order.tolist() == [*range(40)]
+        assert torch.equal(torch_grouped.grouped_matmul(a.detach(), c.detach(), moved.groups), result)
+    matrices = torch.zeros(5, 8, 8)
+    rows = torch.ones(40, 2, 8)
+    with mock.patch.object(torch.nn.functional, "grouped_mm", lambda x, y, offs: x.new_full((80, 8), 3.0)):
+        found = torch_grouped_mm.grouped_matmul(rows, matrices, rises.groups)
+    assert found.shape == (40, 2, 8)
+    assert bool((found == 3).all())
+
+
+needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA card")
+
+
+@needs_card
+def test_two_streams_of_a_card():
+    a, c, q = (x.cuda() for x in (torch.ones(64, 1, 16), torch.ones(4, 16, 16), torch.randint(0, 4, (64,))))
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        result = planner.contract(SPEC, a, c, q=q)
+    stream.synchronize()
+    assert torch.equal(result, a @ c[q])
+    planner.contract(SPEC, a, c, q=q + 1)
+    with pytest.raises(planner.IndexRangeError):
+        planner.synchronize()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than two CUDA cards")
+def test_two_cards():
+    a, c, q = (x.to("cuda:1") for x in (torch.ones(64, 1, 16), torch.ones(4, 16, 16), torch.randint(0, 4, (64,))))
+    with torch.cuda.device(0):
+        result = planner.contract(SPEC, a, c, q=q)
+    assert result.device == a.device
+    assert torch.equal(result, a @ c[q])
