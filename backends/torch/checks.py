@@ -66,8 +66,9 @@ class _Flag:
     """Where kernels on one stream tell of a bad index, as `planner.kernels.grouping.triton_grouping.Check` has it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.word = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-        self.poison = torch.ones(1, device=device)
+        with torch.inference_mode(False):  # calls outside of that mode use it too
+            self.word = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+            self.poison = torch.ones(1, device=device)
         self.captured = False  # whether a CUDA graph writes to it
         self.seen = ctypes.c_int64.from_address(self.word.data_ptr())
 
@@ -77,7 +78,8 @@ class _Flag:
         if self.captured:
             self.poison.fill_(1)
         else:
-            self.poison = torch.ones_like(self.poison)
+            with torch.inference_mode(False):
+                self.poison = torch.ones_like(self.poison)
         return word
 
 

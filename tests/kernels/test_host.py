@@ -212,6 +212,24 @@ def test_results_of_a_bad_index_are_nan(card, spec, device, dtype):
     assert torch.equal(of_matrices, good[1])
 
 
+def test_a_flag_that_inference_mode_made_serves_training(card, monkeypatch):
+    (pool,), q = problem("q[n]d -> nd")
+    monkeypatch.setattr(checks, "_flags", {})
+    plan = planner.plan("q[n]d -> nd", pool, q=q, device=H200)
+    for _ in range(2):
+        with torch.inference_mode():
+            plan(pool, q=q)
+            plan(pool, q=q + 9)
+            with pytest.raises(planner.IndexRangeError):
+                planner.synchronize()
+        (flag,) = checks._flags.values()
+        assert not flag.poison.is_inference()
+        flag.captured = True  # as for a flag of a graph: its memory is used on
+    torch.func.grad(lambda x: plan(x, q=q).sum())(pool)
+    plan(pool, q=q).sum().backward()
+    assert pool.grad.sum() == q.numel() * pool.shape[1]
+
+
 def test_a_captured_graph_raises_a_flag_that_was_there_before(card, monkeypatch):
     """While a graph is captured no memory of the host is allocated; without a flag the device refuses a bad index."""
     operands, q = problem()
