@@ -26,7 +26,8 @@ from planner.language.spec import Gather, Operand, Spec, Term
 from planner.program.build import Lowerer, build, given_variables, lowerer_for
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
-from planner.program.ops import Guard, Op
+from planner.program.implementations import Table
+from planner.program.ops import Guard, Op, PricedImplementation
 from planner.program.plan import Loop, PlanRecord, without_loops
 from planner.program.tree import Leaf, Node, Tree, change_tree, keep_values, nodes_of
 
@@ -40,7 +41,9 @@ __all__ = [
     "loop_node",
     "loop_over",
     "parts",
+    "resize_nodes",
     "resize_plan",
+    "resize_steps",
     "resize_tree",
     "slice_counts",
     "slice_of",
@@ -159,31 +162,42 @@ def resize_plan(plan: PlanRecord, contraction: Contraction, sizes: Mapping[str |
         contraction: the contraction at the new sizes.
         sizes: the new size of each axis and gather of the plan's specs, with the letters of gathered dimensions.
     """
-    table, device = load_backend(plan.backend).table, plan.device
-    objective, tree = plan.options.objective, plan.tree
+    table, tree = load_backend(plan.backend).table, plan.tree
     if any(isinstance(node.op, Loop) and node.op.spec.gathers for node in nodes_of(tree)):
         tree = without_loops(tree)
-
-    def change(node: Node, children: tuple[Tree, ...]) -> Tree:
-        op = node.op
-        if isinstance(op, Loop):
-            op = _resize_loop(op, {axis: sizes[axis] for axis in op.spec.by_axis}, children)
-        else:
-            op = dataclasses.replace(op, spec=resize_spec(op.spec, sizes))
-        return dataclasses.replace(node, op=op, children=children)
-
-    fixed = {}
-    for step in plan.steps:
-        if not isinstance(step.op, Guard | Loop):  # there is one implementation of these
-            op = dataclasses.replace(step.op, spec=resize_spec(step.op.spec, sizes))
-            choice = table.price(step.choice.lowering, op, device)
-            if choice is not None:
-                fixed[op] = choice
-    lower = Lowerer(lambda op: table.choices(op, device), step_key(objective), fixed, table.plain)
-    tree = change_tree(tree, change)
+    fixed = {op: choice for op, choice in resize_steps(plan, sizes, table) if choice is not None}
+    lower = Lowerer(lambda op: table.choices(op, plan.device), step_key(plan.options.objective), fixed, table.plain)
+    tree = resize_nodes(tree, sizes)
     programs = build(tree, contraction, given_variables(contraction), lower)
     origin = f"{plan.origin}, at other sizes"
     return PlanRecord.of_contraction(contraction, tree=tree, programs=programs, proven=False, origin=origin)
+
+
+def resize_nodes(tree: Tree, sizes: Mapping[str | Gather, int]) -> Tree:
+    """Return the same tree for other sizes; all axes and gathers of its specs have one."""
+    return change_tree(
+        tree,
+        lambda node, children: dataclasses.replace(node, op=_resize_op(node.op, sizes, children), children=children),
+    )
+
+
+def resize_steps(
+    plan: PlanRecord, sizes: Mapping[str | Gather, int], table: Table
+) -> Iterator[tuple[Op, PricedImplementation | None]]:
+    """Yield a plan's steps at other sizes, each in the implementation that it has there.
+
+    None stands for one that refuses these sizes. Guards and loops are left out: there is one implementation of them.
+    """
+    for step in plan.steps:
+        if not isinstance(step.op, Guard | Loop):
+            op = _resize_op(step.op, sizes)
+            yield op, table.price(step.choice.lowering, op, plan.device)
+
+
+def _resize_op(op: Op, sizes: Mapping[str | Gather, int], children: Sequence[Tree] = ()) -> Op:
+    if isinstance(op, Loop):
+        return _resize_loop(op, {axis: sizes[axis] for axis in op.spec.by_axis}, children)
+    return dataclasses.replace(op, spec=resize_spec(op.spec, sizes))
 
 
 def slice_of(contraction: Contraction, sizes: Mapping[str, int]) -> Contraction:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from planner.cost.layout import layout_of, strides_in, strides_of
@@ -29,9 +29,9 @@ from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Operand
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
-from planner.program.ops import Guard, Op, PricedImplementation
+from planner.program.loops import resize_nodes, resize_steps
 from planner.program.plan import PlanRecord
-from planner.program.tree import change_tree, merge_takes
+from planner.program.tree import merge_takes
 from planner.search.choose import make_plan
 from planner.search.slicing import LARGE_BYTES
 from planner.search.space import AUTO, Candidate, SearchSpace
@@ -168,7 +168,7 @@ def _found(top: Contraction, low: Contraction) -> Family:
     # Where not all trees can be searched, a second search would take long.
     if plan.origin.startswith("interrupted") or not space.may_be_exact("time", AUTO):
         return Family(plan, True)
-    lower, steps = space.lowerer("time"), list(_steps_of(plan, space))
+    lower, steps = space.lowerer("time"), list(resize_steps(plan, _sizes_of(plan, space), space.table))
     wanted = math.ceil(sum((choice or lower(op)).cost.picoseconds for op, choice in steps) / WON)
     if len(space.operands) <= 2 and not space.network.gathers:  # there is no other tree
         return Family(plan, sum(lower(op).cost.picoseconds for op, _ in steps) >= wanted)
@@ -221,26 +221,11 @@ def _resize(contraction: Contraction, size_of: Callable[[int], int]) -> Contract
 def _at_sizes_of(representative: PlanRecord, space: SearchSpace) -> Candidate:
     """Return the representative's plan at the sizes of a member."""
     sizes = _sizes_of(representative, space)
-    fixed = {op: choice for op, choice in _steps_of(representative, space) if choice is not None}
-    lower = space.lowerer("time", fixed)
-    tree = change_tree(
-        representative.tree,
-        lambda node, children: dataclasses.replace(node, op=_resize_op(node.op, sizes), children=children),
-    )
+    steps = resize_steps(representative, sizes, space.table)
+    lower = space.lowerer("time", {op: choice for op, choice in steps if choice is not None})
+    tree = resize_nodes(representative.tree, sizes)
     origin = _origin(representative, space.contraction)
     return Candidate(space.programs(tree, lower), tree, lower, False, origin)
-
-
-def _steps_of(representative: PlanRecord, space: SearchSpace) -> Iterator[tuple[Op, PricedImplementation | None]]:
-    """Yield the representative's steps at the sizes of a member, each in the implementation that it has there.
-
-    None stands for one that refuses these sizes. Guards are left out: there is one implementation of them.
-    """
-    sizes = _sizes_of(representative, space)
-    for step in representative.steps:
-        if not isinstance(step.op, Guard):
-            op = _resize_op(step.op, sizes)
-            yield op, space.table.price(step.choice.lowering, op, space.device)
 
 
 def _sizes_of(representative: PlanRecord, space: SearchSpace) -> Mapping[str | Gather, int]:
@@ -250,10 +235,6 @@ def _sizes_of(representative: PlanRecord, space: SearchSpace) -> Mapping[str | G
     sizes: dict[str | Gather, int] = {gather: own.size or 0 for gather, own in gathers}
     sizes.update(space.network.sizes)
     return sizes
-
-
-def _resize_op(op: Op, sizes: Mapping[str | Gather, int]) -> Op:
-    return dataclasses.replace(op, spec=resize_spec(op.spec, sizes))
 
 
 def _origin(representative: PlanRecord, member: Contraction) -> str:
