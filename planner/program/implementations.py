@@ -267,6 +267,8 @@ class Backend(Protocol):
         strided: whether arrays have strides. Then views are free, and plans depend on layouts.
         fuses: says whether the framework's compiler computes the value of a first step inside a second step that reads
             it; None without a compiler.
+        turns: says whether the compiler computes a step's value in another order than that of its axes, and copies it
+            for steps that read it; None without a compiler.
         conjugates: whether backward programs run on the conjugate of a complex output gradient.
     """
 
@@ -276,6 +278,7 @@ class Backend(Protocol):
     compiles: bool = False
     strided: bool = False
     fuses: Fuses | None = None
+    turns: Callable[[Step], bool] | None = None
     conjugates: bool = False
 
     def operand(self, array: Any) -> Operand:
