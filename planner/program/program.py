@@ -200,18 +200,18 @@ def live_bytes(
         copies = _guarded_bytes(steps, variables, held)
         alive = [now + guarding(step) + copied for step, now, copied in zip(steps, alive, copies, strict=True)]
     fused = {} if fuses is None else fused_readers(steps, held, fuses)
-    if fuses is not None and turns is not None:
+    if fuses is None:
+        peak = max(alive, default=start)
+    else:
         read = {variable for step in steps for variable in step.inputs}
         turned = [
             (1 + (step.outputs[0] in held)) * variables[step.outputs[0]].bytes
-            if number not in fused and step.outputs[0] in read and turns(step)
+            if number not in fused and step.outputs[0] in read and turns and turns(step)
             else 0
             for number, step in enumerate(steps)
         ]
         compiled = _alive(steps, variables, given, held, start, fused)
         peak = max(map(int.__add__, compiled, turned), default=start)
-    else:
-        peak = max(alive, default=start)
     last_use = {variable: number for number, step in enumerate(steps) for variable in (*step.inputs, *step.outputs)}
     stay = {*given, *held}
     priced = []
