@@ -39,13 +39,13 @@ from planner.kernels.gathered_dot import jax_pooled
 from planner.kernels.grouped_matmul import jax_grouped, pallas_tiles
 from planner.kernels.grouping import jax_grouping
 from planner.language.dtypes import HALF_TYPES, itemsize
-from planner.language.spec import Spec, term_gathers
+from planner.language.spec import Spec, row_axes, term_gathers
 from planner.program.forms import GroupedForm, PooledForm, grouped_form, product_form
 from planner.program.implementations import MASK, Implementation, Table, form_row
 from planner.program.ops import Einsum, Guard, JointGradient, Op
 from planner.program.program import Step
 
-__all__ = ["PLAIN", "fuses", "make_table"]
+__all__ = ["PLAIN", "fuses", "make_table", "turns"]
 
 # Implementations that are JAX's own operations, of which JAX keeps for gradients what the plan says: the operands of
 # products, and nothing of others.
@@ -267,3 +267,12 @@ def fuses(step: Step, reader: Step) -> bool:
         return True
     form = product_form(reader.op.spec) if reader.choice.lowering == "matmul" else None
     return form is not None and form.sizes[1:3] == (1, 1)
+
+
+def turns(step: Step) -> bool:
+    """Return whether XLA computes a value in another order than that of its axes: it takes rows first."""
+    if step.choice.lowering != "take":
+        return False
+    spec = step.op.spec
+    rows, wide = (tuple(e for e in axes if spec.size(e) != 1) for axes in (row_axes(spec.inputs[0]), spec.output))
+    return wide[: len(rows)] != rows

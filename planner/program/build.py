@@ -305,7 +305,7 @@ def build(
     result = builder.value(tree, steps, values)
     saved_nodes = kept_nodes(tree, requires)
     kept = tuple(values[id(node)] for node in saved_nodes)
-    steps, peak = live_bytes(steps, variables, inputs, (result, *kept), start, fuses, guarding)
+    steps, peak = live_bytes(steps, variables, inputs, (result, *kept), start, fuses, guarding, backend.turns)
     retained_bases = {variables[v].base for v in kept} - {variables[result].base} - set(inputs)
     retained = sum(variables[base].bytes for base in retained_bases)
     if MODES[contraction.index_mode].unmarked and not (in_loop or backend.compiles):
@@ -329,7 +329,7 @@ def build(
         results = tuple(gradients.values())
         if backend.conjugates and contraction.dtype.startswith("complex") and not in_loop:
             start += variables[output_gradient].bytes
-        back, back_peak = live_bytes(back, variables, given, results, retained + start, fuses, guarding)
+        back, back_peak = live_bytes(back, variables, given, results, retained + start, fuses, guarding, backend.turns)
         backward = Program(tuple(back), given, results, back_peak)
         backward_cost = program_cost(back, back_peak, retained)
     return Programs(

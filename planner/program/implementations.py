@@ -265,8 +265,8 @@ class Backend(Protocol):
         ops: the array functions that `planner.backends.common.stock.ArrayOps` lists.
         compiles: whether the framework may fuse or reorder steps, so that peaks can differ from the plan's.
         strided: whether arrays have strides. Then views are free, and plans depend on layouts.
-        fuses: says whether the framework's compiler computes the value of a first step inside a second step that reads
-            it; None without a compiler.
+        fuses: says whether a compiler computes the value of a first step inside a second step that reads it.
+        turns: says whether a compiler copies a step's value into the order of its axes for steps that read it.
         conjugates: whether backward programs run on the conjugate of a complex output gradient.
     """
 
@@ -275,7 +275,8 @@ class Backend(Protocol):
     ops: Any
     compiles: bool = False
     strided: bool = False
-    fuses: Fuses | None = None
+    fuses: Fuses | None = None  # None without a compiler
+    turns: Callable[[Step], bool] | None = None
     conjugates: bool = False
 
     def operand(self, array: Any) -> Operand:
@@ -297,9 +298,7 @@ class Backend(Protocol):
         Raises:
             AttributeError: one of them is not an array.
         """
-        key: list[Any] = []
-        for x in operands:
-            key += (type(x), x.shape, x.dtype)
+        key: list[Any] = [fact for x in operands for fact in (type(x), x.shape, x.dtype)]
         for name, q in indices.items():
             key += (name, type(q), q.shape, q.dtype)
         return tuple(key)

@@ -173,6 +173,7 @@ def live_bytes(
     start: int = 0,
     fuses: Fuses | None = None,
     guarding: Guarding | None = None,
+    turns: Callable[[Step], bool] | None = None,
 ) -> tuple[list[Step], int]:
     """Find the bytes that are alive while each step of a program runs, and the peak.
 
@@ -188,6 +189,8 @@ def live_bytes(
         start: bytes that are alive all the time.
         fuses: says which values a compiler computes inside the steps that read them; None if there is no compiler.
         guarding: returns the scratch of a step for the sake of guards; None if guards do not count.
+        turns: says which values a compiler computes in another order than that of their axes. If other steps read such
+            a value from memory, it makes a copy for them, and one more if the value is held.
 
     Returns:
         The steps with `releases` and `live_bytes` filled in, as they run one by one, and the peak.
@@ -197,7 +200,18 @@ def live_bytes(
         copies = _guarded_bytes(steps, variables, held)
         alive = [now + guarding(step) + copied for step, now, copied in zip(steps, alive, copies, strict=True)]
     fused = {} if fuses is None else fused_readers(steps, held, fuses)
-    peak = max(_alive(steps, variables, given, held, start, fused) if fused else alive, default=start)
+    if fuses is None:
+        peak = max(alive, default=start)
+    else:
+        read = {variable for step in steps for variable in step.inputs}
+        turned = [
+            (1 + (step.outputs[0] in held)) * variables[step.outputs[0]].bytes
+            if number not in fused and step.outputs[0] in read and turns and turns(step)
+            else 0
+            for number, step in enumerate(steps)
+        ]
+        compiled = _alive(steps, variables, given, held, start, fused)
+        peak = max(map(int.__add__, compiled, turned), default=start)
     last_use = {variable: number for number, step in enumerate(steps) for variable in (*step.inputs, *step.outputs)}
     stay = {*given, *held}
     priced = []
