@@ -105,7 +105,7 @@ def loop_candidates(space: SearchSpace, candidates: Sequence[Candidate]) -> Iter
 
     previous: Candidate | None = None
     looped = candidates
-    for _ in range(MOST_LOOPS):
+    for _ in range(MOST_LOOPS if limited or options.minimize != "time" else 1):
         tried = search.price_parts(looped, limits)
         looped = sorted(tried, key=rank)[:MOST_NESTED]
         if not looped or (previous is not None and rank(looped[0]) >= rank(previous)):

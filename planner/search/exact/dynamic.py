@@ -31,6 +31,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
@@ -114,9 +115,7 @@ class PartialPlan:
 
     def is_as_good_as(self, other: PartialPlan) -> bool:
         """Whether both are saved, or both recomputed, and no entry of this plan's vector is larger."""
-        return self.recomputed == other.recomputed and all(
-            mine <= theirs for mine, theirs in zip(self.vector, other.vector, strict=True)
-        )
+        return self.recomputed == other.recomputed and all(map(operator.le, self.vector, other.vector))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
