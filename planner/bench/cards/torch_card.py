@@ -289,7 +289,12 @@ class TorchCard(TorchChecks):
         product = made[name]
         with sweep.with_tiles(change, precision) as seen:
             self.poison()
-            found = product.run()
+            try:
+                found = product.run()
+            except Exception as error:
+                if type(error).__name__ not in ("OutOfResources", "CompilationError") or not change:
+                    raise
+                return {**seen, "refused": str(error)[:200]}
             if not seen:
                 return {"left_out": "the tiles are the default's"}
             seconds = self.replayed(product.run)
