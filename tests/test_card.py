@@ -116,18 +116,19 @@ def check_that_findings_are_adopted(folder, root):
     assert [line.split()[0] for line in said] == [str(len(tiles["buckets"])), "the", "the"]
     assert (root / "docs" / "benchmarks" / "cpu-torch.md").read_text().count("mode=rows") == 2
     code = (
-        "import json, sys\n"
+        "import ast, contextlib, dataclasses, json, pathlib, sys\n"
         "from planner.kernels.tiled_product import measured, triton_tiles\n"
-        "from planner.cost import device\n"
-        "import dataclasses, pathlib\n"
         "measured.FILE, measured._capability = pathlib.Path(sys.argv[1]), lambda: '90'\n"
-        "tiles = triton_tiles.tiles_of('rows', 64, 24, 20, 4, True)\n"
-        "print(json.dumps(dataclasses.asdict(tiles)))\n"
+        "def read(text):\n"
+        "    return ast.literal_eval(text) if text.isdigit() or text in ('True', 'False') else text\n"
+        "for bucket in json.loads(sys.argv[2]):\n"
+        "    arguments = {name: read(x) for name, x in (pair.split('=') for pair in bucket.split())}\n"
+        "    print(json.dumps(dataclasses.asdict(triton_tiles.tiles_of(**arguments))))\n"
     )
     path = root / "kernels" / "tiled_product" / "tiles.json"
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, cwd=ROOT, check=True)
-    best = {bucket: x["tiles"] for bucket, x in tiles["buckets"].items() if "fma=True" in bucket and "rows" in bucket}
-    assert [json.loads(done.stdout)] == list(best.values())
+    command = [sys.executable, "-c", code, path, json.dumps(list(tiles["buckets"]))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [x["tiles"] for x in tiles["buckets"].values()]
     (rates,) = json.loads((root / "planner" / "cost" / "cards.json").read_text()).values()
     assert rates == device["device"]
     published = planner.Device.preset("h200")
