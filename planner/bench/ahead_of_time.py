@@ -254,7 +254,8 @@ def read_kernel(launch: Any, arch: str, dtype: str) -> dict[str, Any]:
     kernel, limits = launch.kernel, ARCHES[arch]
     files = {name.rpartition(".")[2]: path for name, path in kernel.files.items()}
     text = pathlib.Path(files["amdgcn" if limits.is_amd else "ptx"]).read_text()
-    registers, spilled = _amd_registers(text) if limits.is_amd else _registers(files["cubin"])
+    cubin = b"" if limits.is_amd else pathlib.Path(files["cubin"]).read_bytes()
+    registers, spilled = _amd_registers(text) if limits.is_amd else _resources(cubin)
     patterns = {"wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05\.mma", "mma": r"\bmma\.sync", "mfma": r"v_mfma",
                 "fma.f32": r"fma\.rn(?:\.ftz)?\.f32|v_(?:pk_)?fmac?_f32", "fma.f64": r"fma\.rn\.f64"}  # fmt: skip
     blocks = [str(value) for name, value in kernel.constants.items() if name.startswith("BLOCK")]
@@ -274,17 +275,16 @@ def read_kernel(launch: Any, arch: str, dtype: str) -> dict[str, Any]:
 
 
 @lru_cache
-def _registers(cubin: str) -> tuple[int, int]:
-    """Return the registers and spilled bytes of a thread."""
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Return the registers of a thread, and its bytes of local memory, which hold what it has no registers for."""
     import triton
 
     tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(pathlib.Path(cubin).read_bytes())
+        file.write(cubin)
         file.flush()
-        said = subprocess.run(
-            [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        command = [str(tool), "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     match = re.search(r"REG:(\d+) STACK:(\d+)", said)
     if match is None:
         raise RuntimeError(f"cuobjdump reports no registers: {said}")
