@@ -292,8 +292,9 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 def _amd_registers(text: str) -> tuple[int, int]:
-    found = {name: int(n) for name, n in re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s+(\d+)", text)}
-    return found["vgpr_count"], 4 * (found["vgpr_spill_count"] + found["sgpr_spill_count"])
+    """Return the vector registers of a thread, and its bytes of memory for those that it lacks."""
+    found = {name: int(n) for name, n in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", text)}
+    return found["vgpr_count"], 4 * found["vgpr_spill_count"]
 
 
 def _widest(text: str) -> int:
