@@ -73,7 +73,8 @@ bench: $(READY)
 	$(BIN)/python -m planner.bench $(BENCH)
 
 # On a machine with a card, by its own Python (torch, triton, jax, absl-py, numpy and opt_einsum): nothing is installed.
-# Each result is written to the folder OUT as it comes. GPU="--seconds 540 --part torch" is a part of it.
+# Each result is written to the folder OUT as it comes. GPU="--seconds 540 --part torch" is a part of it. Then
+# `python -m planner.bench.card --adopt FOLDER` takes over the tiles and rates.
 OUT ?= docs/benchmarks
 gpu:
 	PYTHONPATH=. $(PYTHON) -m planner.bench.card --out $(OUT) $(GPU)

@@ -325,7 +325,7 @@ def _read_call(
     except ShapeError as error:
         raise type(error)(f"{error}\n    in {_call_text(spec, shapes, index_shapes, request.sizes)}") from None
     dtypes = [operand.dtype for operand in described]
-    device = _read_device(device) or backend.device(operands)
+    device = (_read_device(device) or backend.device(operands)).for_call(indices.values())
     if request.dtype is None:
         compute = backend.result_dtype(dtypes, operands, resolved.spec, device)
     else:

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from planner.bench.card import CardComparison, serve
+from planner.bench.card import CardComparison, Step, check_items, comparison_items, rate_items, serve
 
 
 class Fake:
@@ -12,6 +12,12 @@ class Fake:
 
     def alive(self):
         return not self.lost
+
+    def steps(self):
+        yield Step("checks", 200, lambda: check_items(self.checks()))
+        yield Step("rates", 100, lambda: rate_items(self.rates()))
+        yield Step("slow", 0, lambda: check_items((name, str) for name in "abc"))
+        yield Step("calls", 240, lambda: comparison_items(self.comparisons(), self.seconds, self.extra_bytes))
 
     def checks(self):
         yield "right", lambda: ""
@@ -54,4 +60,4 @@ class Fake:
 
 
 if __name__ == "__main__":
-    serve(Fake, "fake", True, int(sys.argv[1]))
+    serve(Fake, "fake", True, sys.argv[1])

@@ -7,6 +7,7 @@ import os
 import warnings
 from functools import partial
 
+import numpy as np
 import pytest
 from conftest import installed_frameworks
 from laws import tiny
@@ -15,7 +16,8 @@ import planner
 from planner.calibrate import command as calibrate
 from planner.calibrate import labs, measurements, predictions
 from planner.cost import rates
-from planner.cost.device import CPU, GPU, PRESETS, gpu_preset
+from planner.cost.device import CPU, GPU, H200, PRESETS, gpu_preset
+from planner.cost.figures import Work
 from planner.search.slicing import make_loop
 
 KEY = rates.Key("a processor, 2 threads", "numpy", "2.0", "cpu")
@@ -122,8 +124,11 @@ def test_stored_rates_are_read_once(monkeypatch):
 # -- presets -------------------------------------------------------------------------------------------
 
 
+CARDS = ("a100", "l40s", "H100", "h200", "B200", "MI300X")
+
+
 def test_presets_by_name():
-    assert {planner.Device.preset(name).name for name in ("CPU", "a100", "H100", "h200", "TPU-v5e")} == set(PRESETS)
+    assert {planner.Device.preset(name).name for name in ("CPU", *CARDS, "TPU-v5e")} == set(PRESETS)
     assert {device.kind for device in PRESETS.values()} == {"cpu", "cuda", "tpu"}
     assert all(device.source != "given" for device in PRESETS.values())
     with pytest.raises(planner.PlannerError, match="'abacus' is not a preset: take one of cpu"):
@@ -134,7 +139,25 @@ def test_a_graphics_card_is_known_by_its_product_name():
     assert gpu_preset("NVIDIA A100-SXM4-80GB").name == "a100"
     assert gpu_preset("NVIDIA H100 80GB HBM3").name == "h100"
     assert gpu_preset("NVIDIA H200").name == "h200"
+    assert gpu_preset("NVIDIA L40S").name == "l40s"
+    assert gpu_preset("NVIDIA B200").name == "b200"
+    assert gpu_preset("AMD Instinct MI300X").name == "mi300x"
     assert gpu_preset("Quadro") is GPU
+
+
+def test_a_prepared_call_pays_no_sort_on_a_card():
+    """The same step costs less by what the sort takes, and by nothing else; on a CPU prices are the same."""
+    q = np.array([1, 0, 2, 2, 1])
+    card, cpu = planner.Device.preset("h200"), planner.Device.preset("cpu")
+    for device, sorts in ((card, True), (cpu, False)):
+        prepared = planner.group(q, 3)
+        plans = [planner.plan("nj, q[n]jk -> nk", (5, 4), (3, 4, 6), backend="numpy", device=device, q=x)
+                 for x in (q, prepared)]  # fmt: skip
+        assert [plan.device for plan in plans] == [device, device.prepared() if sorts else device]
+    work = Work(1000, moved=1000, launches=1, kernels=1, sorted=50)
+    seconds = card.work_seconds(work) - card.prepared().work_seconds(work)
+    assert seconds == pytest.approx(card.group_seconds + 50 * card.sort_row_seconds)
+    assert card.work_seconds(work) - card.work_seconds(work._replace(kernels=0)) == pytest.approx(card.kernel_seconds)
 
 
 ROWS = (1, 100, 10_000, 1_000_000)
@@ -210,10 +233,25 @@ def test_measured_rates_are_rates(monkeypatch):
     assert rates.read(lab.key) == device
 
 
+def test_a_card_is_measured_in_all_its_rates(monkeypatch):
+    """A CPU stands in for the card, at tiny sizes with interpreted kernels; what is measured can be stored."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    lab = pytest.importorskip("torch") and labs.TorchLab()
+    lab.is_tiny, lab.preset, lab.key = True, H200, dataclasses.replace(lab.key, machine="a card", kind="cuda")
+    ticks = iter(range(10**9))
+    monkeypatch.setattr(measurements.time, "perf_counter", lambda: float(next(ticks)))
+    found = measurements.measure(lab)
+    assert (found.kind, found.fresh_bandwidth) == ("cuda", math.inf)
+    assert found.group_seconds > 0
+    assert found.half_rate > 0
+    rates.write(found, lab.key)
+    assert rates.read(lab.key) == found
+
+
 class _Told:
     """A lab that measures nothing: each stretch of work is told what it took."""
 
-    key = KEY
+    key, is_tiny = KEY, False
 
     def empty(self, count):
         return count

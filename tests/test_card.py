@@ -1,5 +1,6 @@
 """The command for a card (`make gpu`): each result is written as it comes, whatever happens to the process after it."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -11,7 +12,9 @@ import time
 
 import pytest
 
+import planner
 from planner.bench.card import collect
+from planner.bench.cards.findings import adopt, best_tiles
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -42,7 +45,7 @@ def test_an_item_that_fails_costs_no_other(tmp_path, monkeypatch, capsys):
     by_name = {line["what"]: line for line in rest}
     assert list(by_name) == [
         "right", "wrong", "raises", "after one that raised", "loses the card", "after a lost card", "ends",
-        "copy, bytes/s", "no arrays", "sum: planner", "sum: other",
+        "copy, bytes/s", "the rest", "no arrays", "sum: planner", "sum: other",
     ]  # fmt: skip
     expected = {
         "right": {"difference": ""},
@@ -51,6 +54,7 @@ def test_an_item_that_fails_costs_no_other(tmp_path, monkeypatch, capsys):
         "loses the card": {"error": "RuntimeError: an illegal memory access was encountered"},
         "ends": {"error": "the process ended: SIGKILL"},
         "copy, bytes/s": {"rate": 1e12},
+        "the rest": {"step": "slow", "left_out": "slow has spent its time"},
         "no arrays": {"error": "MemoryError: too large"},
         "sum: planner": {"seconds": 1e-3, "extra_bytes": 64, "least_bytes": 8.0},
         "sum: other": {"way": "other", "error": "RuntimeError: it is not installed"},
@@ -87,11 +91,57 @@ def test_the_command_works(part, needs, tmp_path):
     assert (first["what"], first["machine"], first["framework"]) == ("circumstances", "cpu", part)
     assert not [line for line in results if line.get("difference") or "error" in line]
     checks, times = ([line for line in results if key in line] for key in ("difference", "seconds"))
-    assert len(checks) == {"torch": 21, "jax": 5}[part]
-    assert len({line["comparison"] for line in times}) == {"torch": 6, "jax": 4}[part]
+    names = {"torch": ("compile", "checks", "sanitizer", "prices", "tiles", "calls"),
+             "jax": ("checks", "prices", "ragged_dot", "calls")}[part]  # fmt: skip
+    assert tuple(dict.fromkeys(line["step"] for line in results)) == names
+    assert len(checks) == {"torch": 28, "jax": 5}[part]
+    assert len({line["comparison"] for line in times if "comparison" in line}) == {"torch": 6, "jax": 4}[part]
+    assert len(read(tmp_path / "checks.jsonl")) == len(checks)
+    if part == "torch":
+        (compiled,) = (line["kernels"] for line in results if line["step"] == "compile")
+        assert all(kernel["kernels"][0]["registers"] > 0 for kernel in compiled)
+        check_that_findings_are_adopted(tmp_path, tmp_path / "checkout")
     if part == "jax":
         names = "stock", "taken, ragged_dot", "kernel", "kernel, tile after tile"
         assert [line["what"] for line in checks[:4]] == [f"{name} bfloat16 (50, 2, 5, 7, 4)" for name in names]
+
+
+def check_that_findings_are_adopted(folder, root):
+    """Tiles and rates that a run found are those of the library afterwards; those of a smoke run are refused."""
+    tiles, device = (json.loads((folder / name).read_text()) for name in ("tiles.json", "device.json"))
+    with pytest.raises(SystemExit, match="no results of a card"):
+        list(adopt(folder, root))
+    for path in folder.glob("*.json"):  # as if it had been a card
+        path.write_text(path.read_text().replace('"smoke": true', '"smoke": false'))
+    said = list(adopt(folder, root))
+    assert [line.split()[0] for line in said] == [str(len(tiles["buckets"])), "the", "the"]
+    assert (root / "docs" / "benchmarks" / "cpu-torch.md").read_text().count("mode=rows") == 2
+    code = (
+        "import ast, contextlib, dataclasses, json, pathlib, sys\n"
+        "from planner.kernels.tiled_product import measured, triton_tiles\n"
+        "measured.FILE, measured._capability = pathlib.Path(sys.argv[1]), lambda: '90'\n"
+        "def read(text):\n"
+        "    return ast.literal_eval(text) if text.isdigit() or text in ('True', 'False') else text\n"
+        "for bucket in json.loads(sys.argv[2]):\n"
+        "    arguments = {name: read(x) for name, x in (pair.split('=') for pair in bucket.split())}\n"
+        "    print(json.dumps(dataclasses.asdict(triton_tiles.tiles_of(**arguments))))\n"
+    )
+    path = root / "kernels" / "tiled_product" / "tiles.json"
+    command = [sys.executable, "-c", code, path, json.dumps(list(tiles["buckets"]))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [x["tiles"] for x in tiles["buckets"].values()]
+    (rates,) = json.loads((root / "planner" / "cost" / "cards.json").read_text()).values()
+    assert rates == device["device"]
+    published = planner.Device.preset("h200")
+    assert dataclasses.replace(published, **rates).sort_row_seconds == rates["sort_row_seconds"]
+
+
+def test_the_fastest_tiles_are_those_whose_results_are_right():
+    line = {"bucket": "b", "product": "p", "change": {}, "tiles": {"m": 64}, "seconds": 3.0, "difference": ""}
+    wrong = {**line, "change": {"m": 16}, "tiles": {"m": 16}, "seconds": 1.0, "difference": "relative errors are 0.5"}
+    faster = {**line, "change": {"m": 32}, "tiles": {"m": 32}, "seconds": 2.0}
+    expected = {"tiles": {"m": 32}, "seconds": 2.0, "product": "p", "default_seconds": 3.0}
+    assert best_tiles([line, wrong, faster, {"what": "another"}]) == {"b": expected}
 
 
 def test_a_run_that_is_cut_off_leaves_what_it_found(tmp_path):
@@ -111,7 +161,8 @@ def test_a_run_that_is_cut_off_leaves_what_it_found(tmp_path):
     first, *results = read(found[0])
     assert first["what"] == "circumstances"
     assert len(results) >= 3
-    assert all(line["difference"] == "" for line in results[:3])
+    assert results[0]["step"] == "compile"
+    assert all(line["difference"] == "" for line in results[1:3])
     assert not any(line["what"].startswith("experts") for line in results)  # it was far from its end
     # Nobody uses the card on.
     while child is not None and pathlib.Path(f"/proc/{child}").exists():

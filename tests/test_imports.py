@@ -41,7 +41,7 @@ PLANNING = ROOMS[: ROOMS.index("planner.testing")]
 DYNAMO = ("planner.run", "planner.backends.torch.contexts.dynamo")
 BY_NAME = ("planner/program/frameworks.py", "planner/bench/card.py")
 # Programs that import what they measure when they are imported.
-CARD = ("planner.bench.torch_card", "planner.bench.jax_card", "planner.bench.ahead_of_time", "planner.bench.training")
+CARD = ("planner.bench.cards", "planner.bench.ahead_of_time", "planner.bench.training")
 MOST_MODULES, MOST_LINES = 14, 450
 # How many of its modules `import planner` may load: 83 do today, in some 100 ms of processor time.
 MOST_LOADED = 84

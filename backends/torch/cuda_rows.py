@@ -42,7 +42,6 @@ __all__ = [
     "CUT",
     "DTYPES",
     "LAUNCHES",
-    "ORDER_LAUNCHES",
     "TABLES",
     "cuda_kernels",
     "cuda_rows",
@@ -53,12 +52,15 @@ __all__ = [
 ]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-# The launches of a call besides the kernel: for the tiles of each group and, unless the index is prepared, its order.
-LAUNCHES = 12
-# Those of sorting the rows of an index array by group.
-ORDER_LAUNCHES = 6
-# The kernel's time for the same product beside cuBLAS's: an estimate, as all of this is until it ran on a card.
-_SLOWER = 1.5
+# The launches of a call with a prepared index. `Device.group_seconds` is what sorting an index takes.
+LAUNCHES = 1
+# The kernels' share of the published rates, by bytes of an element. They are estimates, as all of this is until it ran
+# on a card: tiles of float32 are multiplied without tensor cores, and those of 16 bits wait for their loads.
+_SHARES = {2: 0.45, 4: 0.5, 8: 0.5}
+# Rows of a tile: on average half of a group's last tile is padding.
+_TILE_ROWS = 64
+# Operators around torch's grouped product: a take, the groups' ends, a mask in two steps, a fill, and a copy back.
+_AROUND = 6
 # Bytes of tables for each group: where it begins, its pieces and their slots, and intermediate arrays for these.
 TABLES = 8 * 7
 # The number of terms after which the sum of a group is split, as in `planner.kernels.tiled_product.triton_tiles`.
@@ -80,7 +82,14 @@ _module = lru_cache(importlib.import_module)
 
 def product_rate(device: Device, sides: tuple[int, int, int], dtype: str) -> float:
     """Return the FLOP/s of the kernel for a product of these rows, columns and terms."""
-    return device.product_rate(*sides, dtype=dtype) / _SLOWER
+    return device.product_rate(*sides, dtype=dtype) * _SHARES[itemsize(dtype)]
+
+
+def _padding(rows: int, groups: int) -> float:
+    """Return how many rows tiles hold for each real row: each group fills its last tile up."""
+    filled = max(1, min(rows, groups))
+    tile = max(16, min(_TILE_ROWS, rows // filled))
+    return (max(1, rows) + filled * tile / 2) / max(1, rows)
 
 
 def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
@@ -97,15 +106,17 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
     moved = op.bytes_touched() + 2 * copied + 16 * n
     if pair and not fused:
         moved += n * i * k * size  # the output's gradient is read twice
+    kernels = op.products - fused + (form.outer or pair) + 2 * (form.targets is not None)
     return [
         Work(
             op.flops(),
-            product_rate(device, form.sides, op.dtype),
+            product_rate(device, form.sides, op.dtype) / _padding(n * i, g),
             moved,
             copied,
             copied + tables + parts,
-            launches=LAUNCHES * (op.products - fused),
-            sorted=n,
+            launches=kernels,
+            kernels=kernels,
+            sorted=n * (1 + (form.targets is not None)),
         )
     ]
 
@@ -120,15 +131,17 @@ def _pooled_work(op: Op, form: PooledForm, device: Device) -> list[Work]:
         copied,
         copied,
         launches=op.products + bool(copied),
+        kernels=op.products,
     )
     if function == "scores":
         return [dots]
     # Windows of long sums are summed before. The gradient of the pool sorts the keys.
     windows = (function != "pool_gradient" and k >= WINDOW) + (function != "query_gradient" and chosen >= WINDOW)
-    sums = Work(scratch=(chosen // WINDOW) * d * max(4, size) * (windows > 0), launches=windows, seconds=0.0)
+    scratch = (chosen // WINDOW) * d * max(4, size) * (windows > 0)
+    sums = Work(scratch=scratch, launches=windows, kernels=windows, seconds=0.0)
     if function == "query_gradient":
         return [dots, sums]
-    return [dots, sums, Work(moved=16 * chosen, scratch=order_bytes(chosen, m), launches=ORDER_LAUNCHES, sorted=chosen)]
+    return [dots, sums, Work(moved=16 * chosen, scratch=order_bytes(chosen, m), sorted=chosen, seconds=0.0)]
 
 
 def order_bytes(rows: int, groups: int) -> int:
@@ -181,7 +194,17 @@ def _strided_work(op: Op, form: ProductForm, device: Device) -> list[Work]:
     )
     moved, rate = op.bytes_touched() + 2 * tables, product_rate(device, form.sizes[1:], op.dtype)
     # Each table is made in a few launches.
-    return [Work(op.flops(), rate, moved, scratch=tables, fresh=(op.result_bytes(),), launches=1 + 6 * bool(tables))]
+    return [
+        Work(
+            op.flops(),
+            rate,
+            moved,
+            scratch=tables,
+            fresh=(op.result_bytes(),),
+            launches=1 + 6 * bool(tables),
+            kernels=1,
+        )
+    ]
 
 
 def _run_strided(tiling: str, op: Op, form: ProductForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
@@ -278,15 +301,18 @@ def _lie_in_order(op: Op, form: GroupedForm) -> bool:
 
 def _grouped_mm_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
     (n, i, g, j, k), size = form.sizes, itemsize(op.dtype)
-    # Rows of two arrays are taken in the order of their groups; a joint gradient takes rows of three.
+    # Rows of two arrays are taken in the order of their groups; a joint gradient takes rows of three. The product of
+    # rows is put back. Rows that are dropped, and matrices of no rows, are filled with zeros: all are read and written.
     rows = n * i * (j + k) * size
     taken = rows + (n * i * j * size if isinstance(op, JointGradient) else 0)
+    pair = isinstance(op, JointGradient)
+    filled = size * ((g * j * k if form.outer or pair else 0) + (0 if form.outer else n * i * (j if pair else k)))
     tables = 24 * n + TABLES * (g + 2) + 9 * n * i
     copied, rate = flattened_bytes(op, form), device.product_rate(*form.sides, dtype=op.dtype)
     return [
         Work(moved=16 * n, sorted=n, seconds=0.0),
-        Work(moved=2 * taken, scratch=rows),
-        Work(op.flops(), rate, op.bytes_touched(), copied, copied + tables, launches=LAUNCHES * op.products),
+        Work(moved=2 * (taken + filled), scratch=rows, launches=_AROUND * op.products),
+        Work(op.flops(), rate, op.bytes_touched(), copied, copied + tables, launches=op.products),
     ]
 
 

@@ -20,7 +20,6 @@ from planner.backends.common.stock_layout import matrix_copies
 from planner.backends.torch.cuda_rows import (
     CUT,
     LAUNCHES,
-    ORDER_LAUNCHES,
     TABLES,
     cuda_kernels,
     kernel_function,
@@ -96,14 +95,15 @@ def _summed_work(op: Op, form: RowsForm, device: Device) -> list[Work]:
     tables = _tables(op, form)
     scratch = order_bytes(n, target.size or 0) + tables + (n // WINDOW) * columns * max(4, size)
     moved = _moved(op, form) + 16 * n + 2 * tables
-    launches = ORDER_LAUNCHES + 1 + (n >= WINDOW) + 6 * bool(tables)
-    return [Work(op.flops(), device.flop_rate, moved, scratch=scratch, launches=launches, sorted=n)]
+    kernels = 1 + (n >= WINDOW)
+    launches = kernels + 6 * bool(tables)
+    return [Work(op.flops(), device.flop_rate, moved, scratch=scratch, launches=launches, kernels=kernels, sorted=n)]
 
 
 def _dots_work(op: Op, form: RowsForm, device: Device) -> list[Work]:
     tables = _tables(op, form)
-    launches = 1 + 6 * bool(tables)
-    return [Work(op.flops(), device.flop_rate, _moved(op, form) + 2 * tables, scratch=tables, launches=launches)]
+    moved, launches = _moved(op, form) + 2 * tables, 1 + 6 * bool(tables)
+    return [Work(op.flops(), device.flop_rate, moved, scratch=tables, launches=launches, kernels=1)]
 
 
 def _read(op: Op, form: RowsForm, number: int, x: Any, index: Any) -> Any:
@@ -176,7 +176,7 @@ def _taken_work(op: Op, form: TakenForm, device: Device) -> list[Work]:
     scratch += 2 * (rows // CUT) * j * k * max(4, size) if form.product.outer else 0
     moved = op.bytes_touched() + taken + 2 * copied + 32 * rows
     launches, rate = LAUNCHES + 2 + sources, product_rate(device, form.product.sides, op.dtype)
-    return [Work(op.flops(), rate, moved, copied, copied + scratch, launches=launches, sorted=n)]
+    return [Work(op.flops(), rate, moved, copied, copied + scratch, launches=launches, kernels=LAUNCHES, sorted=n)]
 
 
 def _run_taken(op: Op, form: TakenForm, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:

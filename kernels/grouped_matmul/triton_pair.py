@@ -73,9 +73,10 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         m = m % inner
         g_row = position(row, g_outer_table, reads)
         a_row = position(row, a_outer_table, reads)
-        reads = reads & (g_row >= 0) & (a_row >= 0)
         g_m = g_row * g_outer + position(m, g_inner_table, reads) * g_inner
         a_m = a_row * a_outer + position(m, a_inner_table, reads) * a_inner
+        # Triton 3.6 cannot compile a look-up in a table whose mask depends on another look-up.
+        reads = reads & (g_row >= 0) & (a_row >= 0)
         x = tl.load(g + g_m[:, None] + g_k[None, :], mask=reads[:, None] & k_there[None, :], other=0.0)
         z = tl.load(a + a_j[:, None] + a_m[None, :], mask=j_there[:, None] & reads[None, :], other=0.0)
         total = tl.dot(z, x, total, input_precision=PRECISION, out_dtype=wide)

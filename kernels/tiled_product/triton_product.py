@@ -124,9 +124,10 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
                 row = tl.load(order + row, mask=there, other=0)
             a_row = position(row, a_outer_table, there)
             b_row = position(row, b_outer_table, there)
-            there = there & (a_row >= 0) & (b_row >= 0)
             a_k = a_row * a_outer + position(k % inner, a_inner_table, there) * a_inner
             b_k = b_row * b_outer + position(k % inner, b_inner_table, there) * b_inner
+            # Triton 3.6 cannot compile a look-up in a table whose mask depends on another look-up.
+            there = there & (a_row >= 0) & (b_row >= 0)
             x = tl.load(a + a_m[:, None] + a_k[None, :], mask=m_there[:, None] & there[None, :], other=0.0)
             y = tl.load(b + b_group + b_k[:, None] + b_n[None, :], mask=there[:, None] & n_there[None, :], other=0.0)
             total = tl.dot(x, y, total, input_precision=PRECISION, out_dtype=wide)
@@ -157,7 +158,7 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
                 m = m % inner
                 a_row = position(row, a_outer_table, m_there)
                 reads = m_there & (a_row >= 0)
-                a_m = a_group + a_row * a_outer + position(m, a_inner_table, reads) * a_inner
+                a_m = a_group + a_row * a_outer + position(m, a_inner_table, m_there) * a_inner
                 out_m = position(row, out_outer_table, m_there) * out_outer
             else:
                 reads = m_there

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from planner.kernels.tiled_product.measured import measurable
+
 __all__ = ["PAIR_TERMS", "TILINGS", "Tiles", "covers_pair", "tiles_of"]
 
 # Alternatives to the default tiles, which `optimize="measure"` times. None of them needs more memory than the default.
@@ -41,6 +43,7 @@ def covers_pair(j: int, k: int) -> bool:
     return 0 < j <= 64 and 0 < k <= 64
 
 
+@measurable
 def tiles_of(
     mode: str, m: int, n: int, k: int, itemsize: int, fma: bool = False, tables: bool = False, tiling: str = ""
 ) -> Tiles:

@@ -1,245 +1,441 @@
-"""Compile the Triton kernels without a card, and print the registers and memory that they take.
+"""Compile what calls would launch on a card, without a card, and check what the kernels need of it.
 
-``python -m planner.bench.ahead_of_time`` takes these options:
+``python -m planner.bench.ahead_of_time`` plans the named workloads and some random problems for each card, runs the
+plans against a stand-in for it (`planner.bench.cards.stand_in`), and reads registers, spills and memory of each kernel
+that was launched. It prints a table and what fails, and returns 1 if anything does:
 
---arch 80 90      compute capabilities, times ten
---every           every tile that can be chosen, not only tiles with sides of 64
+- a kernel does not compile, spills registers, or takes more shared memory than a program may have;
+- a product of 16-bit numbers or of tf32 is computed without tensor cores;
+- fewer programs run on a multiprocessor than `AT_LEAST` says.
+
+    --arch 80 90       compute capabilities times ten, or names of AMD's architectures; all by default
+    --triton FOLDER    compile with the Triton in this folder too; may be repeated
+    --only WORKLOAD    one named workload, or "random"; may be repeated
+    --jobs N           compile for so many architectures at once
+    --write            write the table into docs/benchmarks/triton.md
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import datetime
 import itertools
+import json
 import os
+import pathlib
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import numpy as np
 
-from planner.kernels.grouped_matmul.triton_pair import pair_kernel
-from planner.kernels.segment_sum import WINDOW
-from planner.kernels.segment_sum.triton_sum import sum_kernel
-from planner.kernels.tiled_product.triton_product import add_parts_kernel, product_kernel
-from planner.kernels.tiled_product.triton_tiles import TILINGS, Tiles, covers_pair, tiles_of
+from planner.cost.device import GPU, Device
 
-__all__ = ["Built", "KernelConfig", "build", "kernel_configs", "markdown"]
+__all__ = ["ARCHES", "Arch", "Built", "failures", "main", "markdown", "programs_of", "read_kernel"]
 
-_POINTEES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
-_ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-# By capability: a multiprocessor's registers, its bytes of shared memory, and the warps and programs it runs at once.
-_LIMITS = {80: (65536, 164 << 10, 64, 32), 90: (65536, 228 << 10, 64, 32)}
-# Kernels by mode; all other modes are of `product_kernel`.
-_KERNELS = {"sum": sum_kernel, "add": add_parts_kernel, "pair": pair_kernel}
-_OF_GROUPS = ("order", "starts", "tile_starts", "part_starts", "tasks", "parts")
-_STRIDES = ("_outer", "_inner", "_batch", "_row", "_group")
+PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "benchmarks" / "triton.md"
 _RESERVED = 1 << 10  # bytes of shared memory that CUDA reserves for each program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class KernelConfig:
-    """A kernel with the constants that it is compiled for.
+class Arch:
+    """What a multiprocessor has.
 
     Attributes:
-        mode: a mode of the product kernel, or "pair", "sum", "add" for the other kernels.
-        dtype: dtype of the operands.
-        precision: precision of float32 products, "ieee" or "tf32".
-        tiles: tile sizes.
-        one_k: whether a tile covers all of k, in the modes that distinguish it.
-        tables: whether every axis is looked up in a table.
-        aligned: whether the sizes are multiples of 16, which Triton detects when it compiles for a call.
+        device: the preset that plans are made with; "gpu" for a card without one.
+        most_shared: bytes of shared memory that a program may have.
+        shared: bytes of all programs that run at once.
+        warps, programs: how many run at once.
+        registers: of all threads; on AMD, of a thread.
     """
 
-    mode: str
-    dtype: str
-    precision: str
-    tiles: Tiles
-    one_k: bool = True
-    tables: bool = False
-    aligned: bool = True
+    device: str
+    most_shared: int
+    shared: int
+    warps: int
+    programs: int
+    registers: int = 65536
+
+    @property
+    def is_amd(self) -> bool:
+        """Whether the architecture is AMD's."""
+        return self.registers < 65536
+
+
+# CUDA C++ Programming Guide 13.0, tables of features and of technical specifications by compute capability; AMD CDNA2
+# and CDNA3 instruction set guides (512 registers of a thread, 64 KiB of LDS, four units of eight waves).
+ARCHES = {
+    "80": Arch("a100", 163 << 10, 164 << 10, 64, 32),
+    "86": Arch("gpu", 99 << 10, 100 << 10, 48, 16),
+    "89": Arch("l40s", 99 << 10, 100 << 10, 48, 24),
+    "90": Arch("h200", 227 << 10, 228 << 10, 64, 32),
+    "100": Arch("b200", 227 << 10, 228 << 10, 64, 32),
+    "120": Arch("gpu", 99 << 10, 100 << 10, 48, 24),
+    "gfx90a": Arch("gpu", 64 << 10, 64 << 10, 32, 32, 512),
+    "gfx942": Arch("mi300x", 64 << 10, 64 << 10, 32, 32, 512),
+}
+_COLUMNS = {"sm_80, 86, 89": ("80", "86", "89"), "sm_90": ("90",), "sm_100, 120": ("100", "120"),
+            "gfx90a, 942": ("gfx90a", "gfx942")}  # fmt: skip
+
+# By workload, dtype and program: how many programs must run at once on every multiprocessor.
+AT_LEAST = {("seed-gathered-matmul", "float32", "forward"): 2}
+RANDOM, _PROBLEMS = "random", 24
+_DTYPES = ("float32", "bfloat16")
+_MORE = {"seed-gathered-matmul": ("float32 as tf32", "float16", "float64"), "experts": ("float32 as tf32",)}
+# Workloads that launch the kernels of another one.
+_ALIKE = ("seed-gathered-keys/k10", "seed-gathered-keys/k30", "experts/8")
+_SPECS = (
+    ("nij, q[n]jk -> nik", "q", "n"), ("bij, q[b]jk -> ik", "q", "b"), ("nij, nik -> q[n]jk", "q", "n"),
+    ("nj -> q[n]j", "q", "n"), ("bqd, b i[bqk] d -> bqk", "i", ""), ("ti, q[t]ir, q[t]ro -> to", "q", "t"),
+    ("s[e]c, e -> d[e]c", "sd", "e"), ("kbde, embd -> mbk", "", ""),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Built:
-    """A compiled kernel.
+    """A kernel that a call would launch; or why the call fails, as `error`.
 
     Attributes:
-        arch: compute capability, times ten.
-        config: what was compiled.
-        instructions: the kinds of multiplications that it uses: "mma", "wgmma", "fma.f32", "fma.f64".
-        registers: registers per thread.
-        spilled: bytes of a thread's registers that are spilled to memory.
-        shared: bytes of shared memory per program.
-        occupancy: share of a multiprocessor's warps that run at once.
+        triton: the version of Triton.
+        arch: a key of `ARCHES`.
+        workload, dtype: what was called.
+        program: "forward" or "backward".
+        kernel: the kernel's name.
+        tile: its tile sizes, as text.
+        tensor_cores: whether 16-bit numbers or tf32 are multiplied.
+        multiplies: the kinds of its multiplications.
+        warps: warps of a program.
+        grid: the number of programs.
+        registers, spilled: registers of a thread, and bytes of it that are kept in memory for want of registers.
+        shared: bytes of shared memory of a program.
+        programs: how many run at once on a multiprocessor.
         widest: bytes of the widest read of a thread.
+        error: what was raised.
     """
 
-    arch: int
-    config: KernelConfig
-    instructions: tuple[str, ...]
-    registers: int
-    spilled: int
-    shared: int
-    occupancy: float
-    widest: int
+    triton: str
+    arch: str
+    workload: str
+    dtype: str
+    program: str = ""
+    kernel: str = ""
+    tile: str = ""
+    tensor_cores: bool = False
+    multiplies: tuple[str, ...] = ()
+    warps: int = 0
+    grid: int = 0
+    registers: int = 0
+    spilled: int = 0
+    shared: int = 0
+    programs: int = 0
+    widest: int = 0
+    error: str = ""
 
 
-def kernel_configs(every: bool = False) -> Iterator[KernelConfig]:
-    """Yield the kernels to compile: with default tiles, or with all tiles that `tiles_of` can choose."""
-    sides = (16, 32, 64, 128) if every else (64,)
-    seen = set()
-    for dtype, mode in itertools.product(_POINTEES, ("rows", "terms", "plain", "pair")):
-        problems = itertools.product(sides, sides, (*sides, 4096) if every else sides)
-        settings = itertools.product(
-            ("ieee", "tf32") if dtype == "float32" else ("ieee",),
-            (False, True) if every or dtype == "float32" else (False,),
-            ("", *TILINGS) if every else ("",),
-        )
-        for (m, n, k), (precision, tables, tiling) in itertools.product(problems, settings):
-            if mode == "pair" and not covers_pair(m, n):
-                continue
-            fma = (dtype, precision) == ("float32", "ieee")
-            tiles = tiles_of(mode, m, n, k, _ITEMSIZES[dtype], fma, tables, tiling)
-            one_k = k <= tiles.k and mode in ("rows", "plain")
-            for aligned in (True, False) if every else (True,):
-                config = KernelConfig(mode, dtype, precision, tiles, one_k, tables, aligned)
-                if config not in seen:
-                    seen.add(config)
-                    yield config
-    for dtype, mode, tables in itertools.product(_POINTEES, ("sum", "add"), (False, True)):
-        yield KernelConfig(mode, dtype, "", Tiles(16, 128, 1, 64), tables=tables)
+# -- one process for each architecture and Triton ---------------------------------------------------------------
 
 
-def build(config: KernelConfig, arch: int) -> Built:
-    """Compile a kernel for a compute capability; this needs no card, but Triton must not be in interpreter mode."""
-    source = ASTSource(_KERNELS.get(config.mode, product_kernel), *_signature(config))
-    options = {"num_warps": config.tiles.warps, "num_stages": config.tiles.stages}
-    kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    patterns = {
-        "wgmma": r"wgmma\.mma_async",
-        "mma": r"\bmma\.sync",
-        "fma.f32": r"fma\.rn\.f32",
-        "fma.f64": r"fma\.rn\.f64",
+def cases(only: Sequence[str] = ()) -> Iterator[tuple[str, str, Callable[[Device], tuple[Any, ...]]]]:
+    """Yield a workload's name, a dtype, and a function that makes its plan for a device, its operands and indices."""
+    from planner.workloads import WORKLOADS
+
+    for name, workload in WORKLOADS.items():
+        if only and name not in only or (not only and name in _ALIKE):
+            continue
+        gathers = bool(workload.parsed.gathers)
+        for dtype in (*_DTYPES, *_MORE.get(name, ())) if gathers else _DTYPES[:1]:
+            yield name, dtype, partial(_of_workload, workload.cpu(), dtype)
+    if not only or RANDOM in only:
+        for seed in range(_PROBLEMS):
+            random = np.random.default_rng(seed)
+            dtype = str(random.choice(["float32", "bfloat16", "float16", "float64", "float32 as tf32"]))
+            yield f"{RANDOM} {seed}: {_SPECS[seed % len(_SPECS)][0]}", dtype, partial(_of_random, random, seed, dtype)
+
+
+def _device(arch: str) -> Device:
+    """Return the rates that plans for an architecture are made with."""
+    name, capability = ARCHES[arch].device, 0 if ARCHES[arch].is_amd else int(arch)
+    return dataclasses.replace(GPU if name == "gpu" else Device.preset(name), capability=capability)
+
+
+def _of_workload(workload: Any, dtype: str, device: Device) -> tuple[Any, ...]:
+    import torch
+
+    import planner
+
+    operands = [x.to(getattr(torch, dtype.split()[0])) for x in workload.operands("torch")]
+    leaves = [x.requires_grad_(need) for x, need in zip(operands, workload.takes_gradient, strict=True)]
+    indices = workload.indices("torch")
+    return planner.plan(workload.spec, *leaves, device=device, **workload.options, **indices), leaves, indices
+
+
+def _of_random(random: np.random.Generator, seed: int, dtype: str, device: Device) -> tuple[Any, ...]:
+    """Draw sizes, strides and an index for one of the specs. Launches are free: they would decide if it is small."""
+    import torch
+
+    import planner
+    from planner.language.parse import parse
+
+    spec, arrays, long = _SPECS[seed % len(_SPECS)]
+    parsed = parse(spec)
+    pools = {name: int(random.choice([3, 60, 1000])) for name in arrays}
+    sizes = {axis: int(random.choice([1, 3, 16, 40, 64, 128])) for axis in parsed.axes}
+    sizes |= {axis: int(random.choice([200, 5000, 20_000])) for axis in long}
+    operands = []
+    for term in parsed.inputs:
+        shape = [sizes[e] if isinstance(e, str) else pools[e.array] for e in term]
+        order = random.permutation(len(shape))
+        x = torch.ones([shape[d] for d in order], dtype=getattr(torch, dtype.split()[0]))
+        operands.append(x.permute(*np.argsort(order).tolist()).requires_grad_())
+    indices: dict[str, Any] = {
+        g.array: torch.from_numpy(random.integers(0, pools[g.array], [sizes[axis] for axis in g.axes]))
+        for g in parsed.gathers
     }
-    instructions = tuple(name for name, text in patterns.items() if re.search(text, kernel.asm["ptx"]))
-    registers, spilled = _resources(kernel.asm["cubin"])
-    shared = kernel.metadata.shared
-    occupancy = _occupancy(arch, registers, shared, config.tiles.warps)
-    return Built(arch, config, instructions, registers, spilled, shared, occupancy, _widest(kernel.asm["ptx"]))
+    outs = {e.array: pools[e.array] for e in parsed.output if not isinstance(e, str)}
+    free = dataclasses.replace(device, launch_seconds=0.0, kernel_seconds=0.0, group_seconds=0.0)
+    options: dict[str, Any] = {"sizes": outs or None, "index_mode": "drop" if seed % 2 else "raise"} if indices else {}
+    return planner.plan(spec, *operands, device=free, **options, **indices), operands, indices
 
 
-def _widest(ptx: str) -> int:
-    """Return the bytes of the widest read: a load of several words, or an asynchronous copy."""
-    loads = (int(n or 1) * int(bits) // 8 for n, bits in re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", ptx))
-    copies = (int(size, 0) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx))
-    return max(*loads, *copies, 0, 0)
+def serve(arch: str, only: Sequence[str]) -> None:
+    """Print each kernel that calls would launch on a card as a line of JSON."""
+    import torch
+    import triton
+
+    from planner.bench.cards.stand_in import stand_in
+    from planner.program.frameworks import load_backend
+
+    limits, rows = ARCHES[arch], load_backend("torch").table.rows
+    target = ("hip", arch, limits.most_shared, 64) if limits.is_amd else ("cuda", int(arch), limits.most_shared, 32)
+    with stand_in(*target) as launches:
+        for name, dtype, make in cases(only):
+            about = {"triton": triton.__version__, "arch": arch, "workload": name, "dtype": dtype}
+            program, seen = "forward", 0
+            launches.clear()
+            try:
+                with _float32("tf32" if dtype.endswith("tf32") and not limits.is_amd else "ieee"):
+                    plan, operands, indices = make(_device(arch))
+                    # Other plans launch no kernel of ours.
+                    if any(x in rows and rows[x].kinds for x in (step.choice.lowering for step in plan.steps)):
+                        result = plan(*operands, **indices)
+                        seen, program = len(launches), "backward"
+                        if result.requires_grad:
+                            result.backward(torch.ones_like(result))
+            except Exception as error:  # a call that fails is a finding
+                said = f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
+                print(json.dumps({**about, "program": program, "error": said}), flush=True)
+            for number, launch in enumerate(launches):
+                of = "forward" if number < seen or program == "forward" else "backward"
+                built = Built(**about, program=of, **read_kernel(launch, arch, dtype))
+                print(json.dumps(dataclasses.asdict(built)), flush=True)
 
 
-def _signature(config: KernelConfig) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
-    """Return the types of the arguments, the constants, and the arguments that are multiples of 16."""
-    element, wide = _POINTEES[config.dtype], "fp64" if config.dtype == "float64" else "fp32"
-    tiles, names = config.tiles, _KERNELS.get(config.mode, product_kernel).arg_names
-    constants: dict[str, Any] = {
-        "MODE": config.mode,
-        "DROPS": int(config.mode in ("rows", "pair")),
-        "PRECISION": config.precision,
-        "BLOCK_M": tiles.m,
-        "BLOCK_N": tiles.n,
-        "BLOCK_K": tiles.k,
-        "CHUNK": tiles.chunk,
-        "ONE_K": config.one_k,
-        "inner": 1,
-        "BLOCK_R": tiles.m,
-        "WINDOWS": False,
-        "BATCHED": False,
-        "NARROW": True,
-        "STEP": WINDOW,
-        "BLOCK": 1024,
+@contextlib.contextmanager
+def _float32(precision: str) -> Iterator[None]:
+    import torch
+
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = precision
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def read_kernel(launch: Any, arch: str, dtype: str) -> dict[str, Any]:
+    """Return the fields of `Built` that a launch tells, but its workload and program."""
+    kernel, limits = launch.kernel, ARCHES[arch]
+    files = {name.rpartition(".")[2]: path for name, path in kernel.files.items()}
+    text = pathlib.Path(files["amdgcn" if limits.is_amd else "ptx"]).read_text()
+    cubin = b"" if limits.is_amd else pathlib.Path(files["cubin"]).read_bytes()
+    registers, spilled = _amd_registers(text) if limits.is_amd else _resources(cubin)
+    patterns = {"wgmma": r"wgmma\.mma_async", "tcgen05": r"tcgen05\.mma", "mma": r"\bmma\.sync", "mfma": r"v_mfma",
+                "fma.f32": r"fma\.rn(?:\.ftz)?\.f32|v_(?:pk_)?fmac?_f32", "fma.f64": r"fma\.rn\.f64"}  # fmt: skip
+    blocks = [str(value) for name, value in kernel.constants.items() if name.startswith("BLOCK")]
+    return {
+        "kernel": kernel.name,
+        "tile": " x ".join(blocks),
+        "tensor_cores": "DOT" not in kernel.name and dtype != "float32" and dtype != "float64",
+        "multiplies": tuple(name for name, pattern in patterns.items() if re.search(pattern, text)),
+        "warps": kernel.warps,
+        "grid": int(np.prod(launch.grid)),
+        "registers": registers,
+        "spilled": spilled,
+        "shared": kernel.shared,
+        "programs": programs_of(limits, registers, kernel.shared, kernel.warps),
+        "widest": _widest(text),
     }
-    absent = {
-        "rows": ("parts",),
-        "plain": ("order", "tasks", "parts"),
-    }.get(config.mode, ())
-    types: dict[str, str] = {}
-    for name in names:
-        if name.endswith("_column"):
-            constants[name] = 1
-        elif name in absent or (name.endswith("_table") and not config.tables):
-            constants[name] = None
-        if name in constants:
-            types[name] = "constexpr"
-        elif name in ("a", "b", "x", "y", "out", "g", "c", "da", "dc"):
-            types[name] = f"*{element}"
-        elif name == "parts":
-            types[name] = f"*{wide}"
-        elif name == "tasks":
-            types[name] = "*i32"
-        elif name.endswith("_table") or name in ("order", "starts", "tile_starts", "part_starts"):
-            types[name] = "*i64"
-        else:
-            types[name] = "i32"
-    place: dict[str, tuple[int, ...]] = {name: (number,) for number, name in enumerate(names)}
-    aligned = [name for name, kind in types.items() if kind.startswith("*") or name.endswith(_STRIDES)]
-    aligned += [name for name in types if config.aligned and name.startswith("size_")]
-    divisible = {place[name]: [["tt.divisibility", 16]] for name in aligned if types[name] != "constexpr"}
-    return types, {place[name]: value for name, value in constants.items() if name in place}, divisible
 
 
+@lru_cache
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Return the registers and spilled bytes of a thread."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        said = subprocess.run(
-            [str(tool), "--dump-resource-usage", str(path)], capture_output=True, text=True, check=True
-        ).stdout
+    """Return the registers of a thread, and its bytes of local memory, which hold what it has no registers for."""
+    import triton
+
+    tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     match = re.search(r"REG:(\d+) STACK:(\d+)", said)
     if match is None:
         raise RuntimeError(f"cuobjdump reports no registers: {said}")
     return int(match[1]), int(match[2])
 
 
-def _occupancy(arch: int, registers: int, shared: int, warps: int) -> float:
-    """Return the share of a multiprocessor's warps that run at once; a warp gets registers in units of 256."""
-    all_registers, all_shared, all_warps, programs = _LIMITS[arch]
+def _amd_registers(text: str) -> tuple[int, int]:
+    """Return the vector registers of a thread, and its bytes of memory for those that it lacks."""
+    found = {name: int(n) for name, n in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", text)}
+    return found["vgpr_count"], 4 * found["vgpr_spill_count"]
+
+
+def _widest(text: str) -> int:
+    """Return the bytes of the widest read: a load of several words, or an asynchronous copy."""
+    loads = re.findall(r"ld\.global(?:\.[\w:]+)*?(?:\.v(\d))?\.b(\d+)", text)
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", text)
+    words = re.findall(r"(?:global|buffer)_load_dword(?:x(\d))?", text)
+    sizes = [int(n or 1) * int(bits) // 8 for n, bits in loads] + [int(size, 0) for size in copies]
+    return max(sizes + [4 * int(n or 1) for n in words], default=0)
+
+
+def programs_of(limits: Arch, registers: int, shared: int, warps: int) -> int:
+    """Return how many programs run at once on a multiprocessor; registers are given out in units."""
+    if limits.is_amd:  # four units, each with its own registers, run `waves` each
+        waves = min(8, limits.registers // max(1, -(-registers // 8) * 8))
+        return min(4 * waves // warps, limits.shared // max(1, shared))
     of_warp = -(-registers * 32 // 256) * 256
-    running = min(all_registers // (of_warp * warps), all_shared // (shared + _RESERVED), all_warps // warps, programs)
-    return running * warps / all_warps
+    return min(limits.registers // (of_warp * warps), limits.shared // (shared + _RESERVED), limits.warps // warps,
+               limits.programs)  # fmt: skip
 
 
-def markdown(kernels: list[Built]) -> str:
-    """Return the compiled kernels as a table in Markdown."""
-    rows = ["| sm | mode | dtype | tile | warps | multiplies by | reads | registers | spilled | shared | occupancy |"]
-    rows.append("| --- " * 11 + "|")
-    for x in kernels:
-        config, tiles = x.config, x.config.tiles
-        dtype = config.dtype + (f" ({config.precision})" if config.dtype == "float32" and config.precision else "")
-        mode = config.mode + ", tables" * config.tables + ", odd sizes" * (not config.aligned)
-        rows.append(
-            f"| {x.arch} | {mode} | {dtype} | {tiles.m} x {tiles.n} x {tiles.k} | {tiles.warps} | "
-            f"{', '.join(x.instructions)} | {x.widest} B | {x.registers} | "
-            f"{x.spilled} B | {x.shared} B | {x.occupancy:.0%} |"
-        )
+# -- the process that reports -----------------------------------------------------------------------------------
+
+
+def collect(arch: str, folder: str, only: Sequence[str]) -> list[Built]:
+    """Compile for an architecture in a process of its own, with the Triton of a folder; "" for the one at hand."""
+    command = [sys.executable, "-W", "ignore", "-m", __spec__.name, "--serve", arch]
+    for name in only:
+        command += ["--only", name]
+    path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH", ""))))
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"compiling for {arch} ended with {done.returncode}: {done.stderr[-2000:]}")
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [Built(**{**line, "multiplies": tuple(line.get("multiplies", ()))}) for line in lines]
+
+
+def failures(builds: Sequence[Built]) -> list[str]:
+    """Return a line for each finding that is a fault."""
+    lines = []
+    for x in builds:
+        limits, what = ARCHES[x.arch], f"{x.workload}, {x.dtype}, {x.program}"
+        where = f"{what}: {x.kernel} {x.tile} on {x.arch} with Triton {x.triton}"
+        if x.error:
+            lines.append(f"{what} on {x.arch} with Triton {x.triton}: {x.error}")
+            continue
+        if x.spilled:
+            lines.append(f"{where} spills {x.spilled} bytes a thread ({x.registers} registers, {x.warps} warps)")
+        if x.shared > limits.most_shared:
+            lines.append(f"{where} needs {x.shared} of {limits.most_shared} bytes of shared memory")
+        units = {"mma", "wgmma", "tcgen05", "mfma"} & set(x.multiplies)
+        if x.tensor_cores and not units and "product" in x.kernel:
+            lines.append(f"{where} multiplies without tensor cores")
+        least = AT_LEAST.get((x.workload, x.dtype, x.program), 1)
+        if x.programs < least and not limits.is_amd:
+            lines.append(f"{where}: {x.programs} programs run at once on a multiprocessor, not {least}")
+    return list(dict.fromkeys(lines))
+
+
+def markdown(builds: Sequence[Built]) -> str:
+    """Return a table with a row for each kernel of a workload; each cell shows the worst of its architectures."""
+    cells: dict[tuple[str, str, str], dict[str, list[Built]]] = {}
+    for x in builds:
+        if not x.error:
+            key = (f"{x.workload}, {x.dtype}", x.program, x.kernel.removesuffix("_kernel"))
+            is_random = x.workload.startswith(RANDOM)
+            if is_random or not x.multiplies:  # one row for all
+                key = (RANDOM if is_random else "all", "", key[2])
+            column = next(name for name, arches in _COLUMNS.items() if x.arch in arches)
+            cells.setdefault(key, {}).setdefault(column, []).append(x)
+    columns = [name for name in _COLUMNS if any(name in row for row in cells.values())]
+    rows = [f"| workload | pass | kernel | {' | '.join(columns)} |", "| --- " * (3 + len(columns)) + "|"]
+    for key, row in cells.items():
+        rows.append(f"| {' | '.join((*key, *(_cell(row.get(name, ())) for name in columns)))} |")
     return "\n".join(rows) + "\n"
 
 
-def main() -> None:
-    """Compile all kernels and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--arch", type=int, nargs="+", default=sorted(_LIMITS), choices=sorted(_LIMITS))
-    parser.add_argument("--every", action="store_true")
-    options = parser.parse_args()
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        parser.error("TRITON_INTERPRET=1 is set: nothing can be compiled; unset it")
-    print(markdown([build(config, arch) for arch in options.arch for config in kernel_configs(options.every)]), end="")
+def _cell(builds: Sequence[Built]) -> str:
+    if not builds:
+        return ""
+    units = "/".join(dict.fromkeys(x.multiplies[0] for x in builds if x.multiplies))
+    registers, programs = max(x.registers for x in builds), min(x.programs for x in builds)
+    widest, spilled = min(x.widest for x in builds), max(x.spilled for x in builds)
+    more = [units] * bool(units) + [f"spills {spilled}"] * bool(spilled)
+    return ", ".join([f"{registers} r", f"{programs} p", f"{widest} B", *more])
+
+
+def page(builds: Sequence[Built], faults: Sequence[str]) -> str:
+    """Return the page for docs/benchmarks."""
+    versions = " and ".join(sorted({x.triton for x in builds}))
+    kernels = len({(x.triton, x.arch, x.kernel, x.tile, x.registers, x.shared) for x in builds})
+    problems = f"`{RANDOM}`: {_PROBLEMS} random problems."
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    lines = [
+        "# What the Triton kernels need of a GPU",
+        "",
+        "`python -m planner.bench.ahead_of_time --write` writes this page without a GPU. It plans the named workloads",
+        "for each card and compiles what the plans would launch: with the strides, alignments and tables of the calls.",
+        f"Triton {versions}, {today}; {kernels} different kernels. Nothing here ran on a GPU.",
+        "",
+        "A cell shows the worst of its architectures and of all versions of Triton: the registers of a thread (r), how",
+        "many programs run at once on a multiprocessor (p), the widest read of a thread (B, bytes), and what",
+        "multiplies: tensor cores (`mma`, `wgmma`, `tcgen05`, `mfma`) or `fma`. A cell is empty if the plan for this",
+        f"card launches no such kernel. Kernels that only add are in rows for `all` workloads. {problems}",
+        "",
+        markdown(builds),
+        "## What fails",
+        "",
+        *([f"- {line}" for line in faults] or ["Nothing: no kernel spills, and all fit."]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile, print the table and what fails; return 1 if anything does."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", nargs="+", default=list(ARCHES), choices=list(ARCHES), metavar="ARCH")
+    parser.add_argument("--triton", action="append", default=[""], metavar="FOLDER")
+    parser.add_argument("--only", action="append", default=[], metavar="WORKLOAD")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--serve", choices=list(ARCHES), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.serve:
+        serve(options.serve, options.only)
+        return 0
+    runs = list(itertools.product(options.triton, options.arch))
+    builds: list[Built] = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        found = pool.map(lambda run: collect(run[1], run[0], options.only), runs)
+        for (_, arch), of_run in zip(runs, found, strict=True):
+            builds += of_run
+            print(f"{arch}: {len(builds)} launches so far", file=sys.stderr, flush=True)
+    faults = failures(builds)
+    text = page(builds, faults)
+    if options.write:
+        PAGE.write_text(text)
+    print(text, end="")
+    return int(bool(faults))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

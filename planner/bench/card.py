@@ -3,13 +3,15 @@
 Each framework (a *part*) runs in a process of its own, which passes on each result as soon as it has it. The command
 appends the result to a file of JSON lines and flushes it, so an interrupted run leaves all results so far. If an item
 fails, its error is written and the next item follows. If the old process can no longer use the card, for example after
-an illegal access, a new process continues. At the end of a part the lines are also written as one JSON file and as a
-table in Markdown.
+an illegal access, a new process continues. The steps of a part share the time: one that has spent its share is left.
+At the end of a part come `tiles.json` (the fastest tiles), `device.json` (the card's rates), `checks.jsonl`, and all
+lines as one JSON file and as a table in Markdown.
 
-    --out FOLDER   where the files go (docs/benchmarks); the lines go to <part>-<time>.jsonl
-    --seconds N    stop after this many seconds; the item that runs then is written as unfinished
-    --part NAME    torch or jax; all by default
-    --smoke        tiny sizes on a CPU with interpreted kernels: tests that the command works
+    --out FOLDER    where the files go (docs/benchmarks); the lines go to <part>-<time>.jsonl
+    --seconds N     stop each part after this many seconds; the item that runs then is written as unfinished
+    --part NAME     torch or jax; all by default
+    --smoke         tiny sizes on a CPU with interpreted kernels: tests that the command works
+    --adopt FOLDER  measure nothing: take over the tiles, rates and tables that a run left in a folder
 """
 
 from __future__ import annotations
@@ -30,10 +32,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TextIO
 
-__all__ = ["Card", "CardComparison", "Item", "Program", "collect", "items_of", "main", "serve"]
+from planner.bench.cards.findings import adopt, is_wrong, write_findings
+
+__all__ = [
+    "Card",
+    "CardComparison",
+    "Item",
+    "Program",
+    "Step",
+    "check_items",
+    "collect",
+    "comparison_items",
+    "main",
+    "rate_items",
+    "serve",
+]
 
 Program = Callable[[], Any]
 PARTS = ("torch", "jax")
+# The seconds that the shares of the steps add up to.
+WHOLE = 540.0
 # The name of errors that happen outside of any item.
 PROCESS = "the process"
 
@@ -64,6 +82,14 @@ class CardComparison(NamedTuple):
     least_bytes: float
 
 
+class Step(NamedTuple):
+    """A part of the work: its name, its share of `WHOLE` seconds, and a function that makes its items."""
+
+    name: str
+    seconds: float
+    make: Callable[[], Iterator[Item]]
+
+
 class Card(Protocol):
     """A card as a framework uses it.
 
@@ -76,44 +102,50 @@ class Card(Protocol):
     def alive(self) -> bool:
         """Whether this process can still use the card; after an illegal access it cannot."""
 
-    def checks(self) -> Iterator[tuple[str, Callable[[], str]]]:
-        """Yield the name of each check, and a function that returns what is wrong; "" if nothing is."""
-
-    def rates(self) -> Iterator[tuple[str, Callable[[], float]]]:
-        """Yield rates of the card: "copy, bytes/s", and the FLOP/s of a large product in each dtype."""
-
-    def comparisons(self) -> Iterator[tuple[str, Callable[[], Iterator[CardComparison]]]]:
-        """Yield families of comparisons that share arrays: a name, and a function that makes the comparisons."""
-
-    def seconds(self, program: Program) -> float:
-        """Return the median seconds of many runs."""
-
-    def extra_bytes(self, program: Program) -> int | None:
-        """Return the most bytes that a run allocates; None if this is not known."""
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps, in the same order in every process. Names of items differ within a step."""
 
 
-def items_of(card: Card) -> Iterator[Item]:
-    """Yield all checks and measurements for a card, in the same order in every process."""
-    for what, check in card.checks():
+def check_items(checks: Iterator[tuple[str, Callable[[], str]]]) -> Iterator[Item]:
+    """Yield an item for each check, a function that returns what is wrong; "" if nothing is."""
+    for what, check in checks:
         yield Item({"what": what}, partial(_as, "difference", check))
-    for what, rate in card.rates():
+
+
+def rate_items(rates: Iterator[tuple[str, Callable[[], float]]]) -> Iterator[Item]:
+    """Yield an item for each rate: the bytes/s of a copy, or the FLOP/s of a product."""
+    for what, rate in rates:
         yield Item({"what": what}, partial(_as, "rate", rate))
-    for family, make in card.comparisons():
+
+
+def comparison_items(
+    families: Iterator[tuple[str, Callable[[], Iterator[CardComparison]]]],
+    seconds: Callable[[Program], float],
+    extra_bytes: Callable[[Program], int | None],
+) -> Iterator[Item]:
+    """Yield an item for each program of comparisons that share arrays.
+
+    Args:
+        families: names, and functions that make the arrays and the comparisons.
+        seconds: returns the median seconds of many runs of a program.
+        extra_bytes: returns the most bytes that a run allocates; None if this is not known.
+    """
+
+    def time_it(program: Program) -> Mapping[str, Any]:
+        return {"seconds": seconds(program), "extra_bytes": extra_bytes(program)}
+
+    for family, make in families:
         try:
             for comparison in make():
                 for way, program in comparison.ways.items():
                     about = {"comparison": comparison.what, "way": way, "least_bytes": comparison.least_bytes}
-                    yield Item({"what": f"{comparison.what}: {way}", **about}, partial(_time, card, program))
+                    yield Item({"what": f"{comparison.what}: {way}", **about}, partial(time_it, program))
         except Exception as error:  # the arrays could not be made; the next family has other arrays
             yield Item({"what": family}, partial(_raise, error))
 
 
 def _as(name: str, run: Callable[[], Any]) -> Mapping[str, Any]:
     return {name: run()}
-
-
-def _time(card: Card, program: Program) -> Mapping[str, Any]:
-    return {"seconds": card.seconds(program), "extra_bytes": card.extra_bytes(program)}
 
 
 def _raise(error: Exception) -> Mapping[str, Any]:
@@ -123,48 +155,75 @@ def _raise(error: Exception) -> Mapping[str, Any]:
 # -- the process that uses the card ----------------------------------------------------------------------
 
 
-def serve(make: Callable[[], Card], part: str, smoke: bool, done: int) -> None:
+def serve(make: Callable[[], Card], part: str, smoke: bool, lines: str, seconds: float = WHOLE) -> None:
     """Run the items, and write each result to standard output as a line of JSON, after a line that announces it.
 
     Args:
         make: makes the card.
         part: the framework's name.
         smoke: whether to run tiny sizes on a CPU.
-        done: number of results that earlier processes wrote.
+        lines: the file with the results of earlier processes, which are not repeated.
+        seconds: what all steps together may take.
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Output that libraries print goes to standard error, so that it does not mix with the lines.
-    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
     def say(line: Mapping[str, Any]) -> None:
-        print(json.dumps(line), file=lines, flush=True)
+        print(json.dumps(line), file=out, flush=True)
 
+    done = [json.loads(line) for line in pathlib.Path(lines).read_text().splitlines()]
     try:
-        _serve(make(), part, smoke, done, say)
+        _serve(make(), part, smoke, done, seconds, say)
     except Exception as error:  # the parent process reports why this one stopped
         say({"what": PROCESS, "error": _said(error)})
 
 
-def _serve(card: Card, part: str, smoke: bool, done: int, say: Callable[[Mapping[str, Any]], None]) -> None:
+def _serve(
+    card: Card,
+    part: str,
+    smoke: bool,
+    done: Sequence[Mapping[str, Any]],
+    seconds: float,
+    say: Callable[[Mapping[str, Any]], None],
+) -> None:
     if not smoke and card.device is None:
         say({"what": PROCESS, "error": f"{part} sees no card here; --smoke runs tiny sizes on the CPU"})
         return
     if not done:
         say({"what": "circumstances", **_circumstances(card, part, smoke)})
-    for number, item in enumerate(items_of(card), 1):
-        if number < done:
-            continue
-        say({"begun": dict(item.about)})
-        begun = time.perf_counter()
-        try:
-            figures = dict(item.run())
-        except Exception as error:  # an item that fails is a result too
-            figures = {"error": _said(error)}
-        say({**item.about, **figures, "took_seconds": round(time.perf_counter() - begun, 3)})
-        if "error" in figures and not card.alive():
-            sys.exit(3)
+    known = {(line.get("step"), line["what"]) for line in done}
+    for step in card.steps():
+        took = sum(line.get("took_seconds", 0.0) for line in done if line.get("step") == step.name)
+        left = step.seconds * seconds / WHOLE - took
+        for item in _items(step):
+            about = {"step": step.name, **item.about}
+            if (step.name, item.about["what"]) in known:
+                continue
+            if left <= 0:
+                say({"step": step.name, "what": "the rest", "left_out": f"{step.name} has spent its time"})
+                break
+            say({"begun": about, "limit_seconds": max(20.0, 2 * left)})
+            begun = time.perf_counter()
+            try:
+                figures = dict(item.run())
+            except Exception as error:  # an item that fails is a result too
+                figures = {"error": _said(error)}
+            took = round(time.perf_counter() - begun, 3)
+            left -= took
+            say({**about, **figures, "took_seconds": took})
+            if "error" in figures and not card.alive():
+                sys.exit(3)
     say({"end": True})
+
+
+def _items(step: Step) -> Iterator[Item]:
+    """Yield the items of a step, and one that fails if they cannot be made."""
+    try:
+        yield from step.make()
+    except Exception as error:
+        yield Item({"what": f"the items of {step.name}"}, partial(_raise, error))
 
 
 def _said(error: Exception) -> str:
@@ -182,7 +241,8 @@ def _circumstances(card: Card, part: str, smoke: bool) -> dict[str, Any]:
     from planner.bench.timing import Settings
 
     machine = "cpu" if smoke else str(card.device).lower().replace(" ", "-")
-    return {**circumstances(Settings()), "machine": machine, "framework": part, "smoke": smoke}
+    about = {"machine": machine, "framework": part, "capability": getattr(card, "capability", ""), "smoke": smoke}
+    return {**circumstances(Settings()), **about}
 
 
 # -- the process that writes the results down ------------------------------------------------------------
@@ -192,7 +252,7 @@ def collect(command: Sequence[str], lines: TextIO, ends: float = float("inf")) -
     """Run a process that serves results, and start another one if it ends early; write each result at once.
 
     Args:
-        command: starts the process; the number of results so far is appended to it.
+        command: starts the process; the path of the lines is appended to it.
         lines: the file that results are written to.
         ends: when to stop, by `time.monotonic`.
 
@@ -213,12 +273,10 @@ def collect(command: Sequence[str], lines: TextIO, ends: float = float("inf")) -
         running: dict[str, Any] | None = {"what": PROCESS}
         # In its own session, so that the compiler processes that it starts can be ended with it.
         with subprocess.Popen(
-            [*command, str(before)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            [*command, lines.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         ) as child:
             assert child.stdout is not None
-            left = max(0.0, min(ends - time.monotonic(), threading.TIMEOUT_MAX))
-            alarm = threading.Timer(left, _kill, (child,))
-            alarm.start()
+            alarm = _alarm(child, ends - time.monotonic())
             try:
                 for text in child.stdout:
                     if not text.endswith("\n"):  # the process was killed while it wrote the line
@@ -226,6 +284,8 @@ def collect(command: Sequence[str], lines: TextIO, ends: float = float("inf")) -
                     line = json.loads(text)
                     if "begun" in line:
                         running = line["begun"]
+                        alarm.cancel()
+                        alarm = _alarm(child, min(ends - time.monotonic(), line["limit_seconds"]))
                     elif "end" in line:
                         running, ended = None, True
                     else:
@@ -245,6 +305,13 @@ def collect(command: Sequence[str], lines: TextIO, ends: float = float("inf")) -
             return results
 
 
+def _alarm(child: subprocess.Popen[str], seconds: float) -> threading.Timer:
+    """Return a timer that ends a process after some seconds."""
+    alarm = threading.Timer(max(0.0, min(seconds, threading.TIMEOUT_MAX)), _kill, (child,))
+    alarm.start()
+    return alarm
+
+
 def _kill(child: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
@@ -261,14 +328,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, metavar="N")
     parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--serve", type=int, metavar="DONE", help=argparse.SUPPRESS)
+    parser.add_argument("--adopt", type=pathlib.Path, metavar="FOLDER")
+    parser.add_argument("--serve", metavar="LINES", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.adopt:
+        for line in adopt(options.adopt):
+            print(line)
+        return 0
     if options.serve is not None:
         (part,) = options.part
-        module = importlib.import_module(f"{__package__}.{part}_card")
-        serve(lambda: module.CARD(options.smoke), part, options.smoke, options.serve)
+        module = importlib.import_module(f"{__package__}.cards.{part}_card")
+        serve(lambda: module.CARD(options.smoke), part, options.smoke, options.serve, options.seconds or 1e9)
         return 0
-    ends = float("inf") if options.seconds is None else time.monotonic() + options.seconds
     options.out.mkdir(parents=True, exist_ok=True)
     # By default JAX allocates most of the card's memory at once.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -276,55 +347,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part in dict.fromkeys(options.part or PARTS):
         now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
         path = options.out / f"{part}-{now}-{os.getpid()}.jsonl"
-        smoke = ["--smoke"] * options.smoke
-        command = [sys.executable, "-m", f"{__package__}.card", "--part", part, *smoke, "--serve"]
+        command = [sys.executable, "-m", f"{__package__}.card", "--part", part, *["--smoke"] * options.smoke]
+        ends = float("inf")
+        if options.seconds is not None:
+            command += ["--seconds", str(options.seconds)]
+            ends = time.monotonic() + options.seconds
         with path.open("x", encoding="utf-8") as lines:
-            results = collect(command, lines, ends)
-        wrong += sum(map(_is_wrong, results))
-        if not options.smoke:
-            _summarize(results, options.out)
+            results = collect([*command, "--serve"], lines, ends)
+        wrong += sum(map(is_wrong, results))
+        write_findings(results, options.out)
         print(f"{part}: {len(results)} results in {path}", flush=True)
     return int(wrong > 0)
-
-
-def _is_wrong(line: Mapping[str, Any]) -> bool:
-    """Whether a result is a fault of this library; a peer's program that fails is not."""
-    ours = "way" not in line or line["way"].startswith("planner")
-    return bool(line.get("difference")) or ("error" in line and ours)
-
-
-def _summarize(results: Sequence[Mapping[str, Any]], folder: pathlib.Path) -> None:
-    """Write the results of a part as one JSON file and as a table."""
-    about = dict(results[0]) if results and results[0]["what"] == "circumstances" else None
-    if about is None:
-        return
-    rates = {line["what"]: line["rate"] for line in results if "rate" in line}
-    about |= {"wrong": sum(map(_is_wrong, results)), "rates": rates}
-    path = folder / f"{about['machine']}-{about['framework']}.json"
-    path.write_text(json.dumps({"circumstances": about, "results": results[1:]}, indent=2) + "\n")
-    path.with_suffix(".md").write_text(_markdown(about, results))
-
-
-def _markdown(about: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
-    lines = [f"# Benchmarks of {about['framework']} on {about['machine']}", "", "Written by `make gpu`.", ""]
-    lines += [f"- {about['date']}, commit {about['commit']}, {about['versions']}, {about['wrong']} checks failed"]
-    lines += [f"- {name} {rate:.3g}" for name, rate in about["rates"].items()]
-    lines += ["", "| what | way | time | beside the least | extra memory |", "| --- | --- | --- | --- | --- |"]
-    copy = about["rates"].get("copy, bytes/s")
-    for line in results:
-        if "seconds" not in line:
-            continue
-        floor = line["least_bytes"] / copy if copy else 0.0
-        beside = f"{line['seconds'] / floor:.2f}x" if floor else ""
-        extra = line["extra_bytes"]
-        memory = "" if extra is None else f"{extra / 1e6:.1f} MB"
-        lines.append(f"| {line['comparison']} | {line['way']} | {1e6 * line['seconds']:.1f} us | {beside} | {memory} |")
-    failed = [f"- {x['what']}: {x.get('error') or x['difference']}" for x in results if _failed(x)]
-    return "\n".join([*lines, *(["", "What failed or differs:", ""] if failed else []), *failed]) + "\n"
-
-
-def _failed(line: Mapping[str, Any]) -> bool:
-    return "error" in line or bool(line.get("difference"))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
 """Time every plan that the planner considered for a workload: was the chosen one the fastest?
 
 All plans must return equal values before any of them is timed.
+
+``python -m planner.bench.choices --device h200`` times nothing. It prints what is predicted for a card: the chosen rows
+of each named workload with brackets, the best plan that takes another row in one step, and the naive plan.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,8 +20,10 @@ from typing import Any
 import numpy as np
 
 from planner.bench.timing import Result, Settings, equal, seconds_in_peace
+from planner.cost.device import PRESETS, Device
 from planner.demo.runs import PAUSE_SECONDS
 from planner.demo.ways import OURS, Framework
+from planner.language.units import seconds_text
 from planner.plan import Plan
 from planner.program.frameworks import load_backend
 from planner.program.program import Program, Step
@@ -24,7 +31,7 @@ from planner.search.alternatives import alternatives
 from planner.tune.autotune import block_seconds
 from planner.workloads import WORKLOADS, Workload
 
-__all__ = ["compare_lowerings", "known_plans"]
+__all__ = ["compare_lowerings", "known_plans", "main", "plan_on_card", "predictions"]
 
 # Plans with a larger peak are left out. After one round, so are plans that take this much longer than the fastest.
 _MOST_BYTES = 6 * 10**9
@@ -127,3 +134,57 @@ def _best_rounds(
             if label == ours or min(times[label]) <= _HOPELESS * least:
                 times[label].append(timed_block(program))
     return {label: tuple(seconds) for label, seconds in times.items()}
+
+
+def plan_on_card(
+    workload: Workload, device: Device | str, dtype: str = "float32", prepared: bool = False, gradients: bool = True
+) -> Plan:
+    """Plan a named workload in torch for a card that need not be here; `prepared` is for index arrays sorted before."""
+    import planner
+
+    takes = [takes and gradients for takes in workload.takes_gradient]
+    operands = [planner.Operand(shape, dtype, requires_grad=t) for shape, t in zip(workload.shapes, takes, strict=True)]
+    rates = device if isinstance(device, Device) else Device.preset(device)
+    rates, given = rates.prepared() if prepared else rates, {**workload.options, **workload.index_shapes}
+    return planner.plan(workload.spec, *operands, backend="torch", device=rates, **given)
+
+
+def predictions(device: str, dtype: str = "float32", prepared: bool = False) -> Iterator[tuple[str, str, str, str]]:
+    """Yield each workload with brackets, the chosen plan, the best with another row, and the naive one, with times."""
+    for name, workload in WORKLOADS.items():
+        if not workload.parsed.gathers:
+            continue
+        plan = plan_on_card(workload, device, dtype, prepared)
+        rows = dict.fromkeys(step.choice.lowering for step in plan.steps)
+        others = [(other.plan.cost.seconds, other.origin) for other in alternatives(plan, 100)]
+        others += [(plan.cost.seconds + more, label) for more, label in _other_rows(plan)]
+        best = ": ".join((seconds_text(min(others)[0]), min(others)[1])) if others else ""
+        yield name, f"{seconds_text(plan.cost.seconds)}: {', '.join(rows)}", best, seconds_text(plan.naive_cost.seconds)
+
+
+def _other_rows(plan: Plan) -> Iterator[tuple[float, str]]:
+    """Yield each other row for a step, by the seconds that it takes more than the chosen one."""
+    table = load_backend(plan.backend).table
+    for number, step in enumerate(plan.steps):
+        for choice in table.choices(step.op, plan.device):
+            row = table.rows[choice.lowering]
+            if choice.lowering != step.choice.lowering and choice.view == step.choice.view and not row.variant_of:
+                more = choice.cost.picoseconds - step.choice.cost.picoseconds
+                yield 1e-12 * more, f"step {number} as {choice.lowering}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the predictions for a card."""
+    parser = argparse.ArgumentParser("python -m planner.bench.choices", description="Print what is chosen for a card.")
+    parser.add_argument("--device", choices=list(PRESETS), default="h200")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--prepared", action="store_true", help="index arrays are sorted before the call")
+    options = parser.parse_args(arguments)
+    print("| workload | chosen | best with another row | naive |\n| --- | --- | --- | --- |")
+    for cells in predictions(options.device, options.dtype, options.prepared):
+        print(f"| {' | '.join(cells)} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,6 +10,7 @@ import numpy as np
 
 from planner.cost import rates
 from planner.cost.device import Device, gpu_preset
+from planner.program.frameworks import load_backend
 
 __all__ = ["Lab", "make_labs"]
 
@@ -23,9 +24,11 @@ class Lab:
         framework: the framework's name.
         key: names the file in which the rates are stored.
         preset: the device as the library knows it without a measurement.
+        is_tiny: whether to take tiny arrays, in tests.
     """
 
     framework: Framework = "numpy"
+    is_tiny = False
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
@@ -55,6 +58,10 @@ class Lab:
     def sort(self, x: Any) -> Any:
         """Return the stable order of small indices, sorted as the grouped kernels do it."""
         return np.argsort(x.astype(np.int16), kind="stable")
+
+    def group(self, x: Any, size: int) -> Any:
+        """Check an index array and sort it by group, as a call does whose index array is not prepared."""
+        return load_backend(self.framework).group(x, size, "raise")
 
     def finish(self) -> None:
         """Wait until the device has finished all calls."""

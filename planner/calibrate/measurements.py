@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import gc
+import importlib.util
 import math
 import statistics
 import time
@@ -45,38 +46,48 @@ def median_seconds(lab: Lab, run: Callable[[], Any], times: int = 7, most_second
     return statistics.median(seconds)
 
 
-def _step(lab: Lab, text: str, *shapes: tuple[int, ...], sizes: Any = None, **indices: Any) -> Callable[[], Any]:
-    """Return a function that runs one step, in the backend's stock implementation."""
+def _step(
+    lab: Lab, text: str, *shapes: tuple[int, ...], sizes: Any = None, row: str = "", **indices: Any
+) -> Callable[[], Any]:
+    """Return a function that runs one step in an implementation, by default the backend's stock one."""
     spec = resolve(text, *shapes, sizes=sizes, **{name: tuple(index.shape) for name, index in indices.items()})
     op, table = Einsum(spec, "float32"), load_backend(lab.framework).table
-    kind = next(c.lowering for c in table.choices(op, lab.preset) if table.rows[c.lowering].stock)
+    names = [choice.lowering for choice in table.choices(op, lab.preset)]
+    kind = next(name for name in names if (name == row if row else table.rows[name].stock))
     inputs = [lab.normal(*shape) for shape in shapes]
     index = RangedIndices(False, {gather: indices[gather.array] for gather in spec.gathers})
     return lambda: table.run(kind, op, inputs, index)
 
 
 def _flop_rate(lab: Lab) -> float:
-    size = 1024 if lab.key.kind == "cpu" else 8192
+    size = _side(lab)
     return 2 * size**3 / median_seconds(lab, _step(lab, "ij,jk->ik", (size, size), (size, size)))
+
+
+def _side(lab: Lab) -> int:
+    """Return the side of a large matrix."""
+    return 64 if lab.is_tiny else 1024 if lab.key.kind == "cpu" else 8192
 
 
 def _half_rate(lab: Lab) -> float:
     """Measure FLOP/s in bfloat16 on a graphics card; on a processor 0, which stands for the rate of float32."""
     if lab.key.kind == "cpu":
         return 0.0
-    x = lab.normal(8192, 8192).bfloat16()
-    return 2 * 8192**3 / median_seconds(lab, lambda: x @ x)
+    size = _side(lab)
+    x = lab.normal(size, size).bfloat16()
+    return 2 * size**3 / median_seconds(lab, lambda: x @ x)
 
 
 def _skinny_rate(lab: Lab) -> float:
     """Measure FLOP/s of thin products: the median over four rows, four columns, and sums of four terms."""
-    shapes = [(4, 1024, 1024), (1024, 1024, 4), (1024, 4, 1024)]
+    size = 64 if lab.is_tiny else 1024
+    shapes = [(4, size, size), (size, size, 4), (size, 4, size)]
     times = [median_seconds(lab, _step(lab, "ij,jk->ik", (m, k), (k, n))) for m, k, n in shapes]
     return statistics.median(2 * math.prod(shape) / seconds for shape, seconds in zip(shapes, times, strict=True))
 
 
 def _bandwidth(lab: Lab) -> float:
-    size = 128 * MEGABYTE if lab.key.kind == "cpu" else 1024 * MEGABYTE
+    size = MEGABYTE if lab.is_tiny else 128 * MEGABYTE if lab.key.kind == "cpu" else 1024 * MEGABYTE
     x, out = lab.empty(size // 4), lab.empty(size // 4)
     lab.fill(x)
     return 2 * size / median_seconds(lab, lambda: lab.copy(x, out))
@@ -125,19 +136,32 @@ def _best_split(extra: Sequence[float]) -> int:
 
 
 def _launch_seconds(lab: Lab) -> float:
-    """Measure one step on a few numbers; 1,000 are timed together, because a graphics card overlaps launches."""
-    run = _step(lab, "ij,ij->ij", (2, 2), (2, 2))
+    """Measure one step on a few numbers."""
+    return _many_seconds(lab, _step(lab, "ij,ij->ij", (2, 2), (2, 2)))
+
+
+def _many_seconds(lab: Lab, run: Callable[[], Any]) -> float:
+    """Time many runs together, because a graphics card overlaps launches, and return the seconds of one."""
+    count = 3 if lab.is_tiny else 1000
 
     def many() -> None:
-        for _ in range(1000):
+        for _ in range(count):
             run()
 
-    return median_seconds(lab, many) / 1000
+    return median_seconds(lab, many) / count
+
+
+def _kernel_seconds(lab: Lab, device: Device) -> float:
+    """Measure what a Triton kernel takes beyond an operator, in a step on a few numbers; 0 if there are none."""
+    if lab.key.kind != "cuda" or importlib.util.find_spec("triton") is None:
+        return 0.0
+    run = _step(lab, "kbde,embd->mbk", (2, 2, 2, 2), (2, 2, 2, 2), row="matmul without copies, Triton")
+    return max(_many_seconds(lab, run) - device.launch_seconds, 0.0)
 
 
 def _matrix_seconds(lab: Lab) -> float:
     """Measure what each small matrix of a batch costs beyond its FLOPs, compared with one product of many columns."""
-    batch, size = 8192, 8
+    batch, size = 16 if lab.is_tiny else 8192, 8
     run = _step(lab, "bij,bjk->bik", (batch, size, size), (batch, size, size))
     whole = _step(lab, "ij,jk->ik", (size, size), (size, batch * size))
     return max(median_seconds(lab, run) - median_seconds(lab, whole), 0.0) / batch
@@ -145,7 +169,7 @@ def _matrix_seconds(lab: Lab) -> float:
 
 def _row_seconds(lab: Lab, text: str, device: Device) -> float:
     """Measure what taking or adding a row of 16 numbers at a random place costs beyond the bytes that it moves."""
-    rows, pool, width = 200_000, 20_000, 16
+    rows, pool, width = (200, 20, 16) if lab.is_tiny else (200_000, 20_000, 16)
     q = lab.integers(pool, rows)
     takes = not text.endswith("]j")
     run = _step(lab, text, (pool if takes else rows, width), sizes=None if takes else {"q": pool}, q=q)
@@ -153,9 +177,15 @@ def _row_seconds(lab: Lab, text: str, device: Device) -> float:
     return max(median_seconds(lab, run) - device.seconds(0, moved, result, 1), 0.0) / rows
 
 
-def _sort_row_seconds(lab: Lab) -> float:
-    rows = lab.integers(2048, 131072)
-    return median_seconds(lab, lambda: lab.sort(rows)) / len(rows)
+def _sorts(lab: Lab) -> dict[str, float]:
+    """Measure a sort: what each row takes and, on a graphics card, what every sort takes with its check."""
+    if lab.key.kind == "cpu":
+        rows = lab.integers(2048, 131072)
+        return {"sort_row_seconds": median_seconds(lab, lambda: lab.sort(rows)) / len(rows), "group_seconds": 0.0}
+    few, many = (64, 256) if lab.is_tiny else (2**12, 2**21)
+    short, long = (median_seconds(lab, partial(lab.group, lab.integers(2048, n), 2048)) for n in (few, many))
+    each = max(long - short, 0.0) / (many - few)
+    return {"sort_row_seconds": each, "group_seconds": max(short - few * each, 0.0)}
 
 
 def measure(lab: Lab, progress: Callable[[str], None] = lambda what: None) -> Device:
@@ -187,13 +217,16 @@ def measure(lab: Lab, progress: Callable[[str], None] = lambda what: None) -> De
         ("bandwidth", _bandwidth),
         ("launch_seconds", _launch_seconds),
         ("matrix_seconds", _matrix_seconds),
-        ("sort_row_seconds", _sort_row_seconds),
     ):
         progress(name)
         measured[name] = run(lab)
         gc.collect()
     progress("fresh_bandwidth")
     measured |= _fresh(lab)
+    progress("sort_row_seconds")
+    measured |= _sorts(lab)
+    progress("kernel_seconds")
+    measured["kernel_seconds"] = _kernel_seconds(lab, device())
     progress("take_row_seconds")
     measured["take_row_seconds"] = _row_seconds(lab, "q[n]j->nj", device())
     progress("add_row_seconds")
@@ -203,4 +236,4 @@ def measure(lab: Lab, progress: Callable[[str], None] = lambda what: None) -> De
     return dataclasses.replace(device(), name=lab.key.kind, source=source)
 
 
-STAGES = 10
+STAGES = 11

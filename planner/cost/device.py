@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Collection
+from typing import Any
 
 from planner.cost.figures import MOST_PICOSECONDS, StepCost, Work
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerError
 
-__all__ = ["A100", "CPU", "GPU", "H100", "H200", "PRESETS", "TPU_V5E", "Device", "gpu_preset"]
+__all__ = [
+    "A100",
+    "B200",
+    "CPU",
+    "GPU",
+    "H100",
+    "H200",
+    "L40S",
+    "MI300X",
+    "PRESETS",
+    "TPU_V5E",
+    "Device",
+    "gpu_preset",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,13 +50,15 @@ class Device:
         fresh_bytes: the size from which the allocator asks the system for new pages.
         cache_bytes: a step that moves at most so many bytes finds its values in the cache, new values too.
         cache_bandwidth: bytes/s of reading and writing the cache.
-        launch_seconds: overhead of one operator.
+        launch_seconds: overhead of one operator: the host's time, or the latency of the launch if that is longer.
+        kernel_seconds: what a Triton kernel's launch takes beyond that of an operator.
         matrix_seconds: overhead of each matrix of a batched product.
         take_row_seconds: overhead of each row of a take.
         add_row_seconds: overhead of each row of a segment sum. Rows of one element cost as much as in a take.
         skinny_rate: FLOP/s of a product with up to 4 rows, columns or terms of its sums. Beyond that the rate grows
             with the least of the three, up to `flop_rate`.
         sort_row_seconds: time to sort one row of an index array into groups.
+        group_seconds: time to sort an index array into groups beyond that of its rows: launches and the range check.
         link_bandwidth: bytes/s that a device sends to others of a mesh, along one axis of the mesh.
         link_seconds: time from the begin of an exchange between devices until bytes flow.
         kind: "cpu", "cuda" or "tpu". It decides which implementations can run.
@@ -60,6 +80,8 @@ class Device:
     add_row_seconds: float = 0.0
     skinny_rate: float = float("inf")
     sort_row_seconds: float = 0.0
+    group_seconds: float = 0.0
+    kernel_seconds: float = 0.0
     half_rate: float = 0.0
     link_bandwidth: float = float("inf")
     link_seconds: float = 0.0
@@ -69,7 +91,9 @@ class Device:
 
     @staticmethod
     def preset(name: str) -> Device:
-        """Return the preset with this name: "cpu", "a100", "h100", "h200" or "tpu v5e".
+        """Return the preset with this name.
+
+        There are "cpu", "a100", "l40s", "h100", "h200", "b200", "mi300x" and "tpu v5e".
 
         Raises:
             PlannerError: there is no preset of that name.
@@ -100,8 +124,18 @@ class Device:
             + work.matrices * self.matrix_seconds
             + work.taken * self.take_row_seconds
             + work.added * self.add_row_seconds
-            + work.sorted * self.sort_row_seconds
+            + work.kernels * self.kernel_seconds
+            + (work.sorted * self.sort_row_seconds + self.group_seconds if work.sorted else 0.0)
         )
+
+    def prepared(self) -> Device:
+        """Return the rates for a call whose index arrays were sorted before it, by `planner.group`."""
+        return dataclasses.replace(self, sort_row_seconds=0.0, group_seconds=0.0)
+
+    def for_call(self, indices: Collection[Any]) -> Device:
+        """Return the rates for a call with these index arrays: on a card, sorting costs nothing if all are prepared."""
+        are_prepared = len(indices) > 0 and all(hasattr(index, "prepared_framework") for index in indices)
+        return self.prepared() if self.kind == "cuda" and are_prepared else self
 
     def seconds(self, flops: float = 0, moved: float = 0, fresh: int = 0, launches: float = 0) -> float:
         """Return the seconds of a step: the longer of computing and moving, plus an allocation and launches."""
@@ -165,47 +199,58 @@ CPU = Device(
     source="measured on a 2-core cloud CPU (AMD EPYC 7003), 2026-11-21",
 )
 
-# The rates of graphics cards are from their data sheets: dense float32 products without TF32. Real products are slower.
-# `python -m planner calibrate` measures by how much. Links are NVLink, half of the figure for both directions: 600 GB/s
-# for an A100, 900 GB/s for an H100 and an H200. The seconds of links are estimated.
-A100 = Device(
-    "a100",
-    flop_rate=1.95e13,
-    bandwidth=2.039e12,
-    launch_seconds=5e-6,
-    half_rate=3.12e14,
-    link_bandwidth=3e11,
-    link_seconds=1e-5,
-    kind="cuda",
-    capability=80,
-    source="published: NVIDIA A100 80GB SXM data sheet, FP32 19.5 TFLOP/s, BF16 312, 2,039 GB/s; launches estimated",
-)
 
-H100 = Device(
-    "h100",
-    flop_rate=6.7e13,
-    bandwidth=3.35e12,
-    launch_seconds=5e-6,
-    half_rate=9.89e14,
-    link_bandwidth=4.5e11,
-    link_seconds=1e-5,
-    kind="cuda",
-    capability=90,
-    source="published: NVIDIA H100 SXM data sheet, FP32 67 TFLOP/s, BF16 989, 3.35 TB/s; launches estimated",
-)
+def _card(
+    name: str, flop_rate: float, half_rate: float, bandwidth: float, link: float, capability: int, source: str
+) -> Device:
+    """Return a graphics card of published rates. All that nobody publishes is an estimate, in seconds or in bytes.
 
-H200 = Device(
-    "h200",
-    flop_rate=6.7e13,
-    bandwidth=4.8e12,
-    launch_seconds=5e-6,
-    half_rate=9.89e14,
-    link_bandwidth=4.5e11,
-    link_seconds=1e-5,
-    kind="cuda",
-    capability=90,
-    source="published: NVIDIA H200 SXM data sheet, FP32 67 TFLOP/s, BF16 989, 4.8 TB/s; launches estimated",
-)
+    A row that is sorted moves 60 bytes: two passes over 16-bit keys and 64-bit row numbers, each read twice and written
+    once (Adinets and Merrill, "Onesweep", 2022, section 2: 3n accesses a pass; it sorts at 92% of an A100's bandwidth).
+    A row that is taken moves one more sector of 32 bytes, and one that is added reads and writes one.
+    """
+    published = Device(
+        name,
+        flop_rate=flop_rate,
+        half_rate=half_rate,
+        bandwidth=bandwidth,
+        launch_seconds=5e-6,
+        kernel_seconds=5e-6,
+        sort_row_seconds=60 / bandwidth,
+        group_seconds=4e-5,
+        take_row_seconds=32 / bandwidth,
+        add_row_seconds=64 / bandwidth,
+        link_bandwidth=link,
+        link_seconds=1e-5,
+        kind="cuda",
+        capability=capability,
+        source=f"published: {source}; launches, sorts and single rows estimated",
+    )
+    return dataclasses.replace(published, **_measured().get(name, {}))
+
+
+@functools.cache
+def _measured() -> dict[str, dict[str, Any]]:
+    """Return the fields of cards that were measured and adopted: `python -m planner.bench.card --adopt` writes them."""
+    path = pathlib.Path(__file__).with_name("cards.json")
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+# Rates are dense, of float32 without TF32 and of bfloat16. Real products are slower: `python -m planner calibrate`
+# measures by how much. Links are half of the figure for both directions: NVLink's 600, 900 and 1,800 GB/s for an A100,
+# an H100 or H200, and a B200; an L40S has PCIe 4.0 x16 of 64 GB/s; a link of AMD's Infinity Fabric has 128 GB/s.
+A100 = _card("a100", 1.95e13, 3.12e14, 2.039e12, 3e11, 80,
+             "NVIDIA A100 80GB SXM data sheet, FP32 19.5 TFLOP/s, BF16 312, 2,039 GB/s")  # fmt: skip
+L40S = _card("l40s", 9.16e13, 3.6205e14, 8.64e11, 3.2e10, 89,
+             "NVIDIA L40S data sheet, FP32 91.6 TFLOP/s, BF16 362.05, 864 GB/s")  # fmt: skip
+H100 = _card("h100", 6.7e13, 9.89e14, 3.35e12, 4.5e11, 90,
+             "NVIDIA H100 SXM data sheet, FP32 67 TFLOP/s, BF16 989, 3.35 TB/s")  # fmt: skip
+H200 = _card("h200", 6.7e13, 9.89e14, 4.8e12, 4.5e11, 90,
+             "NVIDIA H200 SXM data sheet, FP32 67 TFLOP/s, BF16 989, 4.8 TB/s")  # fmt: skip
+B200 = _card("b200", 7.5e13, 2.25e15, 8e12, 9e11, 100,
+             "NVIDIA HGX B200 data sheet, of each GPU: FP32 75 TFLOP/s, BF16 2,250, 8 TB/s")  # fmt: skip
+MI300X = _card("mi300x", 1.634e14, 1.3074e15, 5.3e12, 6.4e10, 0,
+               "AMD Instinct MI300X data sheet, FP32 163.4 TFLOP/s, BF16 1,307.4, 5.3 TB/s")  # fmt: skip
 
 # JAX's default precision rounds float32 operands to bfloat16 on a TPU, and the bfloat16 rate is the one published. Of
 # the 1,600 Gbps between chips, half are along each axis of the torus.
@@ -220,23 +265,22 @@ TPU_V5E = Device(
     source="published: Google Cloud TPU v5e, 197 TFLOP/s in bfloat16, 819 GB/s a chip; launches estimated",
 )
 
-GPU = Device(
-    "gpu",
+GPU = dataclasses.replace(
+    H200,
+    name="gpu",
     flop_rate=5.0e13,
     bandwidth=4.3e12,
-    launch_seconds=5e-6,
     half_rate=7.9e14,
-    link_bandwidth=4.5e11,
-    link_seconds=1e-5,
-    kind="cuda",
-    source="an H200's measured bandwidth and bfloat16 rate; a float32 rate below the published one",
+    capability=0,
+    source="an H200's measured bandwidth and bfloat16 rate; a float32 rate below the published one; rows estimated",
 )
 
-PRESETS = {device.name: device for device in (CPU, A100, H100, H200, TPU_V5E)}
+_CARDS = (A100, L40S, H100, H200, B200, MI300X)
+PRESETS = {device.name: device for device in (CPU, *_CARDS, TPU_V5E)}
 """Presets by the name that `Device.preset` takes."""
 
 
 def gpu_preset(product: str) -> Device:
     """Return the preset of a graphics card by its product name, such as "NVIDIA H200", or `GPU` if it has none."""
     words = product.lower().replace("-", " ").split()
-    return next((device for device in (A100, H100, H200) if device.name in words), GPU)
+    return next((device for device in _CARDS if device.name in words), GPU)

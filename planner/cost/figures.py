@@ -45,7 +45,8 @@ class Work(NamedTuple):
         copied: those of the written bytes that only give an operand another layout or dtype.
         scratch: bytes that are allocated besides the result.
         fresh: bytes of each new array, whose first write takes longer.
-        launches: operators of the framework.
+        launches: operators of the framework, and kernels.
+        kernels: those of them that are Triton kernels.
         matrices: matrices of a batched product.
         taken, added: rows that are taken, and rows that are added in a segment sum.
         sorted: rows of an index array that are sorted into groups.
@@ -59,6 +60,7 @@ class Work(NamedTuple):
     scratch: int = 0
     fresh: tuple[int, ...] = ()
     launches: float = 0
+    kernels: int = 0
     matrices: int = 0
     taken: int = 0
     added: int = 0

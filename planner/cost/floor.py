@@ -81,9 +81,8 @@ def gathered_floor(
 ) -> Array:
     """Return the same for products with gathers.
 
-    The stock implementation takes both operands, multiplies and adds up, with each result in memory. Kernels read what
-    they need of a pool, and may compute both gradients in one step. So nothing is said of them about the time that
-    moving bytes takes.
+    The stock implementation takes both operands, multiplies and adds up, with each result in memory. Kernels may
+    compute both gradients in one step. On a card they move all terms; on a CPU nothing is said about the bytes.
 
     Args:
         objective: as for products without gathers, and so are the next two.
@@ -108,9 +107,10 @@ def gathered_floor(
     moving = _least_moving_seconds(device, size * (elements + 2 * copies))
     seconds = 4 * device.launch_seconds + np.maximum(moving, joint / device.flop_rate)
     stock, back = (seconds + each for each in _row_seconds(device, rows))
-    product = joint * share / max(device.flop_rate, device.half_rate)
+    product = joint * share / (device.half_rate if device.half_rate and dtype in HALF_TYPES else device.flop_rate)
+    busy = np.maximum(product, _least_moving_seconds(device, size * elements) if device.kind == "cuda" else 0.0)
     has_kernels = np.isfinite(launches)
-    kernel = np.where(has_kernels, np.where(has_kernels, launches, 0) * device.launch_seconds + product, np.inf)
+    kernel = np.where(has_kernels, np.where(has_kernels, launches, 0) * device.launch_seconds + busy, np.inf)
     both = np.where(gradients > 1.5, kernel + product, np.inf)
     return _picoseconds(np.minimum(stock, kernel) + np.minimum(gradients * np.minimum(back, kernel), both))
 

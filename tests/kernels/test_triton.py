@@ -3,14 +3,13 @@
 import collections
 import dataclasses
 import itertools
-import json
 import math
 from functools import partial
 from unittest import mock
 
 import numpy as np
 import pytest
-from conftest import examples, run_python
+from conftest import examples
 from grouped_laws import choices_of, steps_agree
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +20,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 import planner  # noqa: E402
 from planner.backends.torch import ops as torch_ops  # noqa: E402
 from planner.backends.torch.executable import Executable  # noqa: E402
-from planner.bench.ahead_of_time import _occupancy, _signature, kernel_configs  # noqa: E402
 from planner.cost.device import H200  # noqa: E402
 from planner.inspect.memory import torch_memory  # noqa: E402
 from planner.kernels.gathered_dot import torch_pooled, triton_pooled  # noqa: E402
@@ -307,45 +305,6 @@ def test_equal_problems_have_equal_tiles():
         assert mode != "pair" or (min(tiles.m, tiles.n) >= size and tiles.k * tiles.chunk == PAIR_TERMS)
         default = tiles_of(mode, size, size, size, itemsize, itemsize == 4)
         assert mode != "terms" or tiles.k * tiles.chunk == default.k * default.chunk  # as much memory for pieces
-
-
-def test_what_the_kernels_are_compiled_for():
-    """Pieces of sums are as wide as the sums are; each program takes a KiB of shared memory for the system."""
-    pieces = {config.dtype: _signature(config)[0]["parts"] for config in kernel_configs() if config.mode == "terms"}
-    assert pieces == {"float16": "*fp32", "bfloat16": "*fp32", "float32": "*fp32", "float64": "*fp64"}
-    eighth = (228 << 10) // 8
-    assert [_occupancy(90, 32, eighth - system, 4) for system in (1024, 1023)] == [8 * 4 / 64, 7 * 4 / 64]
-
-
-@pytest.mark.parametrize("arch", [80, 90])
-def test_the_kernel_compiles_for_cards(arch):
-    """It multiplies by the units that the dtype has, and keeps its registers; each tile that can be chosen nightly."""
-    code = (
-        "import dataclasses, json\n"
-        "from planner.bench.ahead_of_time import build, kernel_configs\n"
-        f"found = [dataclasses.asdict(build(config, {arch})) for config in kernel_configs({bool(examples(0, 1))})]\n"
-        "print(json.dumps(found))\n"
-    )
-    found = json.loads(run_python(code, TRITON_INTERPRET="0"))
-    assert {(x["config"]["mode"], x["config"]["dtype"]) for x in found} >= {
-        (mode, dtype) for mode in ("rows", "terms", "plain", "pair", "sum", "add") for dtype in (*DTYPES, "bfloat16")
-    }
-    for x in found:
-        config = x["config"]
-        # Elements are read by 16 bytes, where sizes allow and positions are not looked up; on sm_90 products of tf32
-        # take terms that lie apart one by one.
-        apart = (config["mode"], config["precision"], arch) == ("terms", "tf32", 90)
-        assert x["widest"] == 16 or config["tables"] or not config["aligned"] or apart, x
-        # Of a few tiles that are not the default the assembler keeps some bytes in memory, to run more programs.
-        assert x["spilled"] <= examples(0, 32), x
-        if config["mode"] in ("sum", "add"):
-            assert not {"mma", "wgmma"} & set(x["instructions"]), x
-        elif (config["dtype"], config["precision"]) == ("float32", "ieee"):
-            assert x["instructions"] == ["fma.f32"], x
-        elif arch == 90 and config["dtype"] in ("float16", "bfloat16") and config["tiles"]["m"] >= 64:
-            assert "wgmma" in x["instructions"], x
-        else:
-            assert {"mma", "wgmma"} & set(x["instructions"]), x
 
 
 @settings(max_examples=examples(40, 400))

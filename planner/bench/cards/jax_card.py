@@ -6,16 +6,17 @@ that this takes is subtracted. The bandwidth of a copy and the rate of a large p
 
 from __future__ import annotations
 
+import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.bench.card import CardComparison, Program, main
+from planner.bench.card import CardComparison, Item, Program, Step, check_items, comparison_items, main, rate_items
 
 __all__ = ["CARD", "JaxCard"]
 
@@ -121,6 +122,43 @@ class JaxCard:
             kernels["kernel"] = pallas_gpu.KERNELS
             kernels["kernel, tile after tile"] = _in_order(pallas_gpu, ("column", "row", "tile"))
         return kernels
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps: checks, rates, what `ragged_dot` is compiled to, and whole calls."""
+        yield Step("checks", 150, lambda: check_items(self.checks()))
+        yield Step("prices", 40, lambda: rate_items(self.rates()))
+        yield Step("ragged_dot", 50, self.ragged)
+        yield Step("calls", 300, lambda: comparison_items(self.comparisons(), self.seconds, self.extra_bytes))
+
+    def ragged(self) -> Iterator[Item]:
+        """Yield for each dtype what XLA makes of `ragged_dot`: cuDNN's kernel, or products with all matrices."""
+        for dtype in ("float32",) if self.smoke else ("float32", "bfloat16", "float16"):
+            for what in ("forward", "gradient of the matrices"):
+                yield Item({"what": f"ragged_dot {dtype}, {what}"}, partial(self.ragged_program, dtype, what))
+
+    def ragged_program(self, dtype: str, what: str) -> Mapping[str, Any]:
+        """Return the calls of XLA's program, how large its temporaries are, and its time."""
+        jax, (t, width, e) = self.jax, (64, 16, 2) if self.smoke else (32_768, 1024, 32)
+        a, c = self.integers(t, width, dtype=dtype), self.integers(e, width, width, dtype=dtype)
+        counts = jax.numpy.full((e,), t // e, "int32")
+
+        def product(c: Any, a: Any, counts: Any) -> Any:
+            return jax.lax.ragged_dot(a, c, counts)
+
+        def gradient(c: Any, a: Any, counts: Any) -> Any:
+            return jax.grad(lambda c: product(c, a, counts).astype("float32").sum())(c)
+
+        way = _Way(product if what == "forward" else gradient, c, a, counts)
+        text = way.compiled.as_text()
+        calls = sorted(set(re.findall(r'custom_call_target="([^"]+)"', text)))
+        memory = way.compiled.memory_analysis()
+        dense = bool(re.search(rf"\[{e},{t},{width}\]", text))
+        return {
+            "calls": calls,
+            "dense": dense,
+            "temp_bytes": int(memory.temp_size_in_bytes),
+            "seconds": self.seconds(way),
+        }
 
     def checks(self) -> Iterator[tuple[str, Callable[[], str]]]:
         """Yield a name and a check for each kernel, dtype and size. Checks use small integers and compare exactly."""
