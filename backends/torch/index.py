@@ -125,10 +125,18 @@ def _in_place(owned: bool) -> bool:
     return owned and not (in_functorch() or watched())  # transforms may have no rule for it, modes may have saved it
 
 
+def _bounds(values: Tensor) -> tuple[Any, Any]:
+    """Return the least and the greatest entry. Each look waits for a card, so there both are looked at together."""
+    low, high = torch.aminmax(values)
+    if not values.is_cuda or in_functorch():
+        return low, high
+    low, high = torch.stack((low, high)).tolist()
+    return low, high
+
+
 _TORCH = IndexOps(
     signed=_signed,
-    # One look at both bounds, since each look waits for a device.
-    bounds=lambda values: None if unseen(values) else tuple(torch.stack(torch.aminmax(values)).tolist()),
+    bounds=lambda values: None if unseen(values) else _bounds(values),
     first=lambda mask: tuple(mask.nonzero()[0].tolist()),
     # An index array may be as large as the operands: no second copy of it is made.
     wrap=lambda values, size, owned: (values.remainder_ if _in_place(owned) else values.remainder)(max(size, 1)),
