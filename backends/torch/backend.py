@@ -342,8 +342,9 @@ def _run_moves(run: Callable[..., Any], dtype: str, operands: Sequence[Any], ind
 
 
 def _card(device: torch.device) -> Device:
-    """Return the rates of a graphics card, with its compute capability."""
-    product, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    """Return the rates of a graphics card, with its compute capability: AMD's numbers are not NVIDIA's."""
+    product = torch.cuda.get_device_name(device)
+    capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
     rates = load_rates(gpu_preset(product), "torch", str(torch.__version__), product)
     return dataclasses.replace(rates, capability=10 * capability[0] + capability[1])
 

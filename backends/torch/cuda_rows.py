@@ -20,6 +20,7 @@ from planner.backends.common.kernel_rows import (
     Kernels,
     PoolKernels,
     flattened_bytes,
+    is_chosen,
     kernel_rows,
     pool_function,
 )
@@ -30,7 +31,7 @@ from planner.cost.figures import Work
 from planner.cost.layout import flattens
 from planner.kernels.grouped_matmul import torch_grouped_mm
 from planner.kernels.grouping import torch_grouping
-from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, covers_pair, tiles_of
+from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, covers_pair, multiplies_by_parts, tiles_of
 from planner.language.dtypes import itemsize
 from planner.language.spec import Gather, Term, term_gathers
 from planner.program.forms import GroupedForm, PooledForm, ProductForm, grouped_form, pooled_form, product_form
@@ -44,6 +45,8 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 LAUNCHES = 12
 # The kernel's time for the same product beside cuBLAS's: an estimate, as all of this is until it ran on a card.
 _SLOWER = 1.5
+# Products of bfloat16 for one of float32, see `planner.kernels.tiled_product.triton_arithmetic`.
+_PARTS = 6
 # Bytes of tables for each group: where it begins, its pieces and their slots, and intermediate arrays for these.
 TABLES = 8 * 7
 # The number of terms after which the sum of a group is split, as in `planner.kernels.tiled_product.triton_tiles`.
@@ -61,19 +64,28 @@ def _kernel(module: str, name: str, **options: Any) -> Callable[..., Any]:
 
 def _rate(device: Device, sides: tuple[int, int, int], dtype: str) -> float:
     """Return the FLOP/s of the kernel for a product of these rows, columns and terms."""
-    return device.product_rate(*sides, dtype=dtype) / _SLOWER
+    rate = device.product_rate(*sides, dtype=dtype)
+    if dtype == "float32" and multiplies_by_parts(sides[2], device.capability):
+        rate = max(rate, device.product_rate(*sides, dtype="bfloat16") / _PARTS)  # unless a setting refuses it
+    return rate / _SLOWER
 
 
 def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
     (n, i, g, j, k), size = form.sizes, itemsize(op.dtype)
     copied, pair = flattened_bytes(op, form), isinstance(op, JointGradient)
+    rows, _, _ = form.sides
+    # The sums of a row's products have j terms, and k in its gradient; those of a matrix have a term for each row.
+    rate = _rate(device, (j, k, rows) if form.outer else (rows, j, k) if pair else (rows, k, j), op.dtype)
+    if is_chosen(form) and not pair:
+        return [Work(op.flops(), rate, op.bytes_touched() + 2 * copied, copied, copied + 8 * n * form.maps)]
     # Bytes of the order and the starts of groups, of the sort's keys and sorted keys, and of four tables of tiles.
     tables = 24 * n + TABLES * (g + 2) + 8 * n * form.maps
     if form.targets is not None:
         # The products of rows are added up in the order of their targets, which needs a second sort.
         tables += n * i * k * max(4, size) + 40 * n + math.prod(op.output_shapes[0]) * (4 if size < 4 else 0)
-    fused = pair and covers_pair(j, k)
-    cut = PAIR_TERMS if fused else _CUT
+    # A setting may refuse products by parts; then one walk makes both gradients, and needs more memory.
+    cut = PAIR_TERMS if pair and covers_pair(j, k) else _CUT
+    fused = cut == PAIR_TERMS and not (op.dtype == "float32" and multiplies_by_parts(k, device.capability))
     parts = 2 * (n * i // cut) * j * k * max(4, size) if form.outer or pair else 0
     moved = op.bytes_touched() + 2 * copied + 16 * n
     if pair and not fused:
@@ -81,7 +93,7 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
     return [
         Work(
             op.flops(),
-            _rate(device, form.sides, op.dtype),
+            rate,
             moved,
             copied,
             copied + tables + parts,
@@ -136,7 +148,8 @@ def cuda_kernels(tiling: str = "") -> Kernels:
         kinds=("cuda",),
         refuses=_other_dtype,
         label=label,
-        launches=LAUNCHES,
+        launches=1,
+        chosen=_kernel("grouped_matmul.triton_grouped", "chosen_matmul", **tiled),
     )
 
 
@@ -208,10 +221,11 @@ def _products(op: Op) -> list[tuple[str, int, int, int]]:
     if isinstance(grouped, GroupedForm):
         n, i, g, j, k = grouped.sizes
         each = max(1, n * i // max(1, g))
-        if isinstance(op, JointGradient) and covers_pair(j, k):
-            return [("pair", j, k, each)]
-        rows, terms = ("rows", each, k, j), ("terms", j, k, each)
-        return [("rows", each, j, k), terms] if isinstance(op, JointGradient) else [terms if grouped.outer else rows]
+        terms = ("terms", j, k, each)
+        if isinstance(op, JointGradient):
+            return [*([("pair", j, k, each)] if covers_pair(j, k) else []), ("rows", each, j, k), terms]
+        rows = ("plain", i, k, j) if is_chosen(grouped) else ("rows", each, k, j)
+        return [terms if grouped.outer else rows]
     if isinstance(pooled, PooledForm):
         _, q, m, d, k = pooled.sizes
         each = max(1, q * k // max(1, m))
@@ -223,9 +237,11 @@ def _products(op: Op) -> list[tuple[str, int, int, int]]:
 def _same_tiles(tiling: str, op: Op) -> str | None:
     """Return why a tiling is not tried: its tiles are the default's. None if they differ."""
     size = itemsize(op.dtype)
-    settings = list(itertools.product((False, True) if op.dtype == "float32" else (False,), (False, True)))
-    for product, (fma, tables) in itertools.product(_products(op), settings):
-        if tiles_of(*product, size, fma, tables, tiling) != tiles_of(*product, size, fma, tables):
+    precisions = ("ieee", "tf32", "bf16x6") if op.dtype == "float32" else ("ieee",)
+    for product, precision, tables in itertools.product(_products(op), precisions, (False, True)):
+        if (product[0], precision) == ("pair", "bf16x6"):
+            continue  # the kernel of both gradients does not multiply by parts
+        if tiles_of(*product, size, precision, tables, tiling) != tiles_of(*product, size, precision, tables):
             return None
     return "its tiles are the default's"
 
@@ -315,6 +331,8 @@ def grouped_mm_kernels() -> Kernels:
         gradients=torch_grouped_mm.grouped_gradients,
         grouped_work=_grouped_mm_work,
         pools={},
+        chosen=None,
+        launches=LAUNCHES,
         refuses=_refuse_grouped_mm,
         capabilities=(90, 100),
         label=", grouped_mm",

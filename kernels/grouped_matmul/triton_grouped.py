@@ -16,6 +16,7 @@ from torch import Tensor
 from planner.kernels.grouped_matmul.triton_pair import both_gradients
 from planner.kernels.grouping.torch_grouping import Groups, accumulator, group_rows
 from planner.kernels.segment_sum.triton_sum import add_parts, grouped_sum
+from planner.kernels.tiled_product.triton_arithmetic import precision
 from planner.kernels.tiled_product.triton_axes import (
     Cut,
     Grouping,
@@ -23,15 +24,17 @@ from planner.kernels.tiled_product.triton_axes import (
     axis_of,
     count_pieces,
     grid,
+    index_type,
     most_tiles,
     packed,
     starts_of,
 )
-from planner.kernels.tiled_product.triton_product import precision, product_kernel
+from planner.kernels.tiled_product.triton_product import product_kernel
 from planner.kernels.tiled_product.triton_tiles import Tiles, covers_pair, tiles_of
 
 __all__ = [
     "batched_matmul",
+    "chosen_matmul",
     "grouped_gradients",
     "grouped_matmul",
     "grouped_outer",
@@ -95,18 +98,19 @@ def grouped_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return both gradients of `grouped_matmul` without a target, see the package.
 
-    If a matrix is small enough for one program, one walk over the rows makes both.
+    If a matrix is small enough for one program, one walk over the rows makes both; but not on tensor cores by parts.
     """
     n, (i, j), k = len(groups.order), a.shape[1:], c.shape[2]
-    if not covers_pair(j, k):
+    if not covers_pair(j, k) or precision(gout, k) == "bf16x6":
         return (
             grouped_matmul(gout, c.transpose(1, 2), groups, tiling=tiling),
             grouped_outer(a, gout, groups, source, tiling=tiling),
         )
     da, dc = a.new_empty((n, i, j)), c.new_empty((groups.size, j, k))
     x, y, z = Matrices.of(gout), Matrices.of(a, source), Matrices.of(c)
-    tiles = _tiles("pair", j, k, max(1, n * i // max(1, groups.size)), x, y, tiling=tiling)
-    both_gradients(x, y, z, Matrices.of(da), Matrices.of(dc), (n, i, j, k), _with_dropped(groups), tiles)
+    how = precision(gout, k)
+    tiles = tiles_of("pair", j, k, max(1, n * i // max(1, groups.size)), a.element_size(), how, tiling=tiling)
+    both_gradients(x, y, z, Matrices.of(da), Matrices.of(dc), (n, i, j, k), _with_dropped(groups), tiles, how)
     return da, dc
 
 
@@ -134,15 +138,53 @@ def batched_matmul(
     )
     batch, m, n = (math.prod(out.shape[d] for d in group) for group in dims[2])
     k = math.prod(a.shape[d] for d in dims[0][2])
-    plain_product(x, y, z, (batch, m, n, k), tiling)
+    plain_product(x, y, z, (batch, m, n, k), tiling=tiling)
 
 
-def plain_product(a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int, int, int], tiling: str = "") -> None:
-    """Write a batch of products, `a[z, m, k] b[z, k, n]`; `sizes` are those of z, m, n and k."""
+def plain_product(
+    a: Matrices,
+    b: Matrices,
+    out: Matrices,
+    sizes: tuple[int, int, int, int],
+    named: int | None = None,
+    tiling: str = "",
+) -> None:
+    """Write a batch of products, `a[z, m, k] b[z, k, n]`.
+
+    Args:
+        a: left operand.
+        b: right operand.
+        out: the result is written here.
+        sizes: sizes of z, m, n and k.
+        named: if given, the number of matrices of `b`, of which its table names one for each z. An entry outside of
+            that range gives zeros.
+        tiling: see the module.
+    """
     batch, m, n, k = sizes
     if batch * m * n:
-        tiles = _tiles("plain", m, n, k, a, b, out, tiling=tiling)
-        _launch("plain", a, b, out, (m, n, k), tiles, triton.cdiv(m, tiles.m) * batch, Grouping(None, None, batch))
+        tiles, how = _tiles("plain", m, n, k, a, b, out, tiling=tiling)
+        grouping = Grouping(None, None, batch if named is None else named)
+        count = triton.cdiv(m, tiles.m) * batch
+        _launch("plain", a, b, out, (m, n, k), tiles, how, count, grouping, drops=named is not None)
+
+
+def chosen_matmul(a: Tensor, c: Tensor, index: Tensor, source: Tensor | None = None, tiling: str = "") -> Tensor:
+    """Multiply each row by the matrix that `index` names, `grouped_matmul` without sorted rows.
+
+    Each program reads the matrix of one row. This is for rows `(I, J)` of many elements I.
+
+    Args:
+        a: the rows, `(Na, I, J)`.
+        c: the matrices, `(G, J, K)`.
+        index: the matrix of each row, `(N,)`; the value G drops the row.
+        source: place of each row in `a`, `(N,)`; None if they are in order.
+        tiling: see the module.
+    """
+    n, (i, j), k = len(index), a.shape[1:], c.shape[2]
+    rows = a.new_empty((n, i, k))
+    matrices = Matrices.of(c, index)
+    plain_product(Matrices.of(a, source), matrices, Matrices.of(rows), (n, i, k, j), len(c), tiling)
+    return rows
 
 
 def rows_product(
@@ -169,11 +211,11 @@ def rows_product(
     if rows * i * n:
         groups, starts = grouping.groups, grouping.starts
         assert starts is not None
-        tiles = _tiles("rows", max(1, rows * i // max(1, groups)), n, k, a, b, out, tiling=tiling)
+        tiles, how = _tiles("rows", max(1, rows * i // max(1, groups)), n, k, a, b, out, tiling=tiling)
         step = tiles.m * tiles.chunk
         tables = starts_of(count_pieces(starts, i, step)), None, None
         count = most_tiles(rows * i, step, groups + drops)
-        _launch("rows", a, b, out, (rows * i, n, k), tiles, count, grouping, tables, i, drops)
+        _launch("rows", a, b, out, (rows * i, n, k), tiles, how, count, grouping, tables, i, drops)
 
 
 def terms_product(
@@ -192,22 +234,23 @@ def terms_product(
     if not groups * m * n:
         return
     assert starts is not None
-    tiles = _tiles("terms", m, n, max(1, rows * i // groups), a, b, out, tiling=tiling)
+    tiles, how = _tiles("terms", m, n, max(1, rows * i // groups), a, b, out, tiling=tiling)
     step = tiles.k * tiles.chunk
     pieces = Cut.of(starts, rows * i, i, step)
     parts = pieces.parts(out.x, m, n)
     count = pieces.most * triton.cdiv(m, tiles.m)
     tables = pieces.tile_starts, pieces.part_starts, parts
-    _launch("terms", a, b, out, (m, n, rows * i), tiles, count, grouping, tables, i)
+    _launch("terms", a, b, out, (m, n, rows * i), tiles, how, count, grouping, tables, i)
     if pieces.slots:
         add_parts(parts, pieces.part_starts, groups, out.x, (out.outer, out.inner, out.column))
 
 
-def _tiles(mode: str, m: int, n: int, k: int, *operands: Matrices, tiling: str = "") -> Tiles:
+def _tiles(mode: str, m: int, n: int, k: int, *operands: Matrices, tiling: str = "") -> tuple[Tiles, str]:
+    """Return the tiles of a product, and how float32 is multiplied."""
     x = operands[0].x
     tables = any(axis.table is not None for operand in operands for axis in operand[1:4])
-    fma = x.dtype == torch.float32 and precision() == "ieee"
-    return tiles_of(mode, m, n, k, x.element_size(), fma, tables, tiling)
+    how = precision(x, k)
+    return tiles_of(mode, m, n, k, x.element_size(), how, tables, tiling), how
 
 
 def _launch(
@@ -217,6 +260,7 @@ def _launch(
     out: Matrices,
     sizes: tuple[int, int, int],
     tiles: Tiles,
+    how: str,
     count: int,
     grouping: Grouping,
     tables: tuple[Tensor | None, ...] = (None, None, None),
@@ -227,12 +271,13 @@ def _launch(
 
     `sizes` are those of m, n and k. `tables` are `tile_starts`, `part_starts` and `parts`.
     """
-    (m, n, k), groups = sizes, grouping.groups + drops
+    (m, n, k), groups = sizes, grouping.groups + (drops and mode == "rows")
+    index = index_type(max(m, k), *tables[2:], a.x, b.x, out.x)
     with torch.cuda.device_of(out.x):  # Triton launches on the device that is current
         product_kernel[grid(count * triton.cdiv(n, tiles.n))](
             *a.flat, *b.flat, *out.flat, packed(grouping.order), packed(grouping.starts), *tables,
             groups, grouping.batch_groups or max(1, groups), a.batch, b.batch, inner, m, k, n,
-            MODE=mode, DROPS=drops, PRECISION=precision(),
+            MODE=mode, DROPS=drops, PRECISION=how, INDEX=index,
             BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHUNK=tiles.chunk, ONE_K=k <= tiles.k,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from planner.kernels.segment_sum.triton_sum import add_parts
-from planner.kernels.tiled_product.triton_axes import Cut, Grouping, Matrices, grid, packed
-from planner.kernels.tiled_product.triton_product import group_of, position, precision
+from planner.kernels.tiled_product.triton_axes import Cut, Grouping, Matrices, grid, index_type, packed
+from planner.kernels.tiled_product.triton_product import group_of, position
 from planner.kernels.tiled_product.triton_tiles import Tiles
 
 __all__ = ["both_gradients", "pair_kernel"]
@@ -29,7 +29,8 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     da, da_outer_table, da_outer, da_inner_table, da_inner, da_column_table, da_column,
     dc, dc_outer_table, dc_outer, dc_inner_table, dc_inner, dc_column_table, dc_column,
     order, starts, tile_starts, part_starts, parts, groups, inner, size_m, size_n,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr, INDEX: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Walk one piece of a group's rows; see the module, and `triton_product` for the other arguments.
 
@@ -41,23 +42,23 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         BLOCK_K: rows per step.
     """
     wide = tl.float64 if dc.dtype.element_ty == tl.float64 else tl.float32
-    tile = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(0).to(INDEX)
     if tile >= tl.load(tile_starts + groups):
         return
     group = group_of(tile, tile_starts, groups)
     stays = group < groups - 1
-    start = tl.load(starts + group)
-    count = (tl.load(starts + group + 1) - start) * inner
-    piece = tile - tl.load(tile_starts + group)
+    start = tl.load(starts + group).to(INDEX)
+    count = (tl.load(starts + group + 1).to(INDEX) - start) * inner
+    piece = tile - tl.load(tile_starts + group).to(INDEX)
     first = piece * (CHUNK * BLOCK_K)
     last = tl.minimum(first + CHUNK * BLOCK_K, count)
     j, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     j_there, k_there = j < size_m, k < size_n
-    g_k = position(k, g_column_table, k_there) * g_column
-    a_j = position(j, a_column_table, j_there) * a_column
-    da_j = position(j, da_column_table, j_there) * da_column
-    c_j = position(group, c_outer_table, stays) * c_outer + position(j, c_inner_table, j_there) * c_inner
-    c_k = position(k, c_column_table, k_there) * c_column
+    g_k = position(k, g_column_table, k_there, INDEX) * g_column
+    a_j = position(j, a_column_table, j_there, INDEX) * a_column
+    da_j = position(j, da_column_table, j_there, INDEX) * da_column
+    c_j = position(group, c_outer_table, stays, INDEX) * c_outer + position(j, c_inner_table, j_there, INDEX) * c_inner
+    c_k = position(k, c_column_table, k_there, INDEX) * c_column
     k_held = k < tl.where(stays, size_n, 0)
     y = tl.load(c + c_j[None, :] + c_k[:, None], mask=j_there[None, :] & k_held[:, None], other=0.0)
     total = tl.zeros((BLOCK_M, BLOCK_N), wide)
@@ -70,26 +71,32 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         if order is not None:
             row = tl.load(order + row, mask=there, other=0)
         m = m % inner
-        g_row = position(row, g_outer_table, reads)
-        a_row = position(row, a_outer_table, reads)
+        g_row = position(row, g_outer_table, reads, INDEX)
+        a_row = position(row, a_outer_table, reads, INDEX)
         reads = reads & (g_row >= 0) & (a_row >= 0)
-        g_m = g_row * g_outer + position(m, g_inner_table, reads) * g_inner
-        a_m = a_row * a_outer + position(m, a_inner_table, reads) * a_inner
+        g_m = g_row * g_outer + position(m, g_inner_table, reads, INDEX) * g_inner
+        a_m = a_row * a_outer + position(m, a_inner_table, reads, INDEX) * a_inner
         x = tl.load(g + g_m[:, None] + g_k[None, :], mask=reads[:, None] & k_there[None, :], other=0.0)
         z = tl.load(a + a_j[:, None] + a_m[None, :], mask=j_there[:, None] & reads[None, :], other=0.0)
         total = tl.dot(z, x, total, input_precision=PRECISION, out_dtype=wide)
         rows = tl.dot(x, y, input_precision=PRECISION, out_dtype=wide)
-        da_m = position(row, da_outer_table, there) * da_outer + position(m, da_inner_table, there) * da_inner
+        da_m = (
+            position(row, da_outer_table, there, INDEX) * da_outer
+            + position(m, da_inner_table, there, INDEX) * da_inner
+        )
         tl.store(
             da + da_m[:, None] + da_j[None, :],
             rows.to(da.dtype.element_ty),
             mask=there[:, None] & j_there[None, :],
         )
     inside = j_there[:, None] & k_held[None, :]
-    slot = tl.load(part_starts + group)
+    slot = tl.load(part_starts + group).to(INDEX)
     if slot == tl.load(part_starts + group + 1):
-        dc_j = position(group, dc_outer_table, stays) * dc_outer + position(j, dc_inner_table, j_there) * dc_inner
-        dc_k = position(k, dc_column_table, k_there) * dc_column
+        dc_j = (
+            position(group, dc_outer_table, stays, INDEX) * dc_outer
+            + position(j, dc_inner_table, j_there, INDEX) * dc_inner
+        )
+        dc_k = position(k, dc_column_table, k_there, INDEX) * dc_column
         tl.store(dc + dc_j[:, None] + dc_k[None, :], total.to(dc.dtype.element_ty), mask=inside)
     else:
         where = ((slot + piece) * size_m + j[:, None]) * size_n + k[None, :]
@@ -105,6 +112,7 @@ def both_gradients(
     sizes: tuple[int, int, int, int],
     grouping: Grouping,
     tiles: Tiles,
+    precision: str = "ieee",
 ) -> None:
     """Write both gradients.
 
@@ -117,6 +125,7 @@ def both_gradients(
         sizes: sizes of r, i, j and k.
         grouping: the groups of the rows; the dropped rows form one more group.
         tiles: tile sizes for j, k and rows; those for j and k cover the whole axes.
+        precision: how float32 is multiplied: "ieee" or "tf32".
     """
     (rows, i, m, n), groups, starts = sizes, grouping.groups, grouping.starts
     assert starts is not None
@@ -126,8 +135,10 @@ def both_gradients(
     with torch.cuda.device_of(dc.x):
         pair_kernel[grid(pieces.most)](
             *g.flat, *a.flat, *c.flat, *da.flat, *dc.flat, packed(grouping.order), packed(starts), pieces.tile_starts,
-            pieces.part_starts, parts, groups + 1, i, m, n, PRECISION=precision(), BLOCK_M=tiles.m, BLOCK_N=tiles.n,
-            BLOCK_K=tiles.k, CHUNK=tiles.chunk, num_warps=tiles.warps, num_stages=tiles.stages,
+            pieces.part_starts, parts, groups + 1, i, m, n,
+            PRECISION=precision, INDEX=index_type(rows * i, parts, g.x, a.x, c.x, da.x, dc.x),
+            BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHUNK=tiles.chunk,
+            num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     if pieces.slots:
         add_parts(parts, pieces.part_starts, groups, dc.x, (dc.outer, dc.inner, dc.column))

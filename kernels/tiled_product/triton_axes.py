@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from planner.kernels.grouping.torch_grouping import accumulator
@@ -19,6 +20,7 @@ __all__ = [
     "axis_of",
     "count_pieces",
     "grid",
+    "index_type",
     "most_tiles",
     "packed",
     "starts_of",
@@ -99,6 +101,15 @@ def grid(programs: int) -> tuple[int]:
     if programs >= 2**31:
         raise ValueError(f"the product needs {programs} programs, of which a device takes {2**31 - 1}")
     return (programs,)
+
+
+def index_type(terms: int, *arrays: Tensor | None) -> tl.dtype:
+    """Return int32 if that holds every number of a term and every offset into the arrays, else int64.
+
+    A kernel also computes with positions up to a tile's rows beyond the last one.
+    """
+    reach = max(terms, 0, *(x.untyped_storage().nbytes() // x.element_size() for x in arrays if x is not None))
+    return tl.int32 if reach < 2**31 - 2**16 else tl.int64
 
 
 def count_pieces(starts: Tensor, inner: int, step: int) -> Tensor:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -48,7 +49,7 @@ class KernelConfig:
     Attributes:
         mode: a mode of the product kernel, or "pair", "sum", "add" for the other kernels.
         dtype: dtype of the operands.
-        precision: precision of float32 products, "ieee" or "tf32".
+        precision: how float32 is multiplied, see `planner.kernels.tiled_product.triton_arithmetic`.
         tiles: tile sizes.
         one_k: whether a tile covers all of k, in the modes that distinguish it.
         tables: whether every axis is looked up in a table.
@@ -96,15 +97,16 @@ def kernel_configs(every: bool = False) -> Iterator[KernelConfig]:
     for dtype, mode in itertools.product(_POINTEES, ("rows", "terms", "plain", "pair")):
         problems = itertools.product(sides, sides, (*sides, 4096) if every else sides)
         settings = itertools.product(
-            ("ieee", "tf32") if dtype == "float32" else ("ieee",),
+            ("ieee", "tf32", "bf16x6") if dtype == "float32" else ("ieee",),
             (False, True) if every or dtype == "float32" else (False,),
             ("", *TILINGS) if every else ("",),
         )
         for (m, n, k), (precision, tables, tiling) in itertools.product(problems, settings):
             if mode == "pair" and not covers_pair(m, n):
                 continue
-            fma = (dtype, precision) == ("float32", "ieee")
-            tiles = tiles_of(mode, m, n, k, _ITEMSIZES[dtype], fma, tables, tiling)
+            if (mode, precision) == ("pair", "bf16x6"):
+                continue
+            tiles = tiles_of(mode, m, n, k, _ITEMSIZES[dtype], precision, tables, tiling)
             one_k = k <= tiles.k and mode in ("rows", "plain")
             for aligned in (True, False) if every else (True,):
                 config = KernelConfig(mode, dtype, precision, tiles, one_k, tables, aligned)
@@ -148,6 +150,7 @@ def _signature(config: KernelConfig) -> tuple[dict[str, str], dict[tuple[int, ..
         "MODE": config.mode,
         "DROPS": config.mode == "rows",
         "PRECISION": config.precision,
+        "INDEX": tl.int32,
         "BLOCK_M": tiles.m,
         "BLOCK_N": tiles.n,
         "BLOCK_K": tiles.k,
