@@ -32,6 +32,7 @@ __all__ = [
     "Kernels",
     "PoolKernels",
     "flattened_bytes",
+    "is_chosen",
     "kernel_rows",
     "pool_function",
     "views_of",
@@ -44,6 +45,8 @@ Views = Sequence[View]
 Form = GroupedForm | PooledForm
 WorkOf = Callable[[Op, Any, Device], list[Work]]
 
+# Elements of I from which a row fills tiles of its own.
+_TILE_ROWS = 64
 # The name of the row that contracts a whole pool, its unread rows included.
 WHOLE_POOL = "whole pool, then take"
 # The names of the functions of `PoolKernels`; the kernel modules put a prefix before them.
@@ -91,6 +94,8 @@ class Kernels:
         any_sizes: see `planner.program.implementations.PreparedRun`.
         refuses: returns why they cannot run a step, for a reason other than its form.
         launches: how many operators a grouped product launches at least; `PoolKernels` says it of pooled dots.
+        chosen: from (a, c, index, source) to the products of rows that are large enough to need no sorted order; None
+            if there is no such kernel.
     """
 
     ops: ArrayOps
@@ -106,6 +111,7 @@ class Kernels:
     refuses: Callable[[Op], str | None] = lambda op: None
     label: str = ""
     launches: int = 1
+    chosen: Callable[..., Any] | None = None
 
     def flat(self, x: Any, term: Term, groups: Groups) -> Any:
         """Permute an operand into groups of axes, and flatten each group into one dimension."""
@@ -156,6 +162,11 @@ class Kernels:
                 order = self.group_rows(index[gather].reshape(-1), size)
             index.orders[gather] = order
         return order
+
+
+def is_chosen(form: GroupedForm) -> bool:
+    """Whether each row of a grouped matmul fills tiles of its own, so that rows need no order: see `Kernels.chosen`."""
+    return not form.outer and form.targets is None and form.sizes[1] >= _TILE_ROWS
 
 
 def views_of(op: Op, form: Form) -> tuple[Views, Views]:
@@ -299,6 +310,9 @@ def _run_matmul(
     flats = kernels.flats(inputs, given)
     a, c = flats[1 - form.matrix], flats[form.matrix]
     source, target = (kernels.row_map(form.gather, rows, op.spec, a, index) for rows in (form.rows_a, form.rows_b))
+    if kernels.chosen is not None and is_chosen(form):
+        out = kernels.chosen(a, c, index[form.gather].reshape(-1), source)
+        return kernels.unflats([out], results, op.spec, index)
     targets = None if form.targets is None else math.prod(shape_in(index, op.spec, form.rows_b))
     out = kernels.matmul(a, c, kernels.groups(form.gather, op.spec, index), source, target, targets)
     return kernels.unflats([out], results, op.spec, index)

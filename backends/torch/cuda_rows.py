@@ -20,6 +20,7 @@ from planner.backends.common.kernel_rows import (
     Kernels,
     PoolKernels,
     flattened_bytes,
+    is_chosen,
     kernel_rows,
     pool_function,
 )
@@ -31,7 +32,7 @@ from planner.cost.layout import flattens
 from planner.kernels.grouped_matmul import torch_grouped_mm
 from planner.kernels.grouping import torch_grouping
 from planner.kernels.segment_sum import WINDOW
-from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, covers_pair, tiles_of
+from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, covers_pair, multiplies_by_parts, tiles_of
 from planner.language.dtypes import itemsize
 from planner.language.spec import Term
 from planner.program.forms import GroupedForm, PooledForm, ProductForm, grouped_form, product_form
@@ -55,8 +56,10 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 # The launches of a call with a prepared index. `Device.group_seconds` is what sorting an index takes.
 LAUNCHES = 1
 # The kernels' share of the published rates, by bytes of an element. They are estimates, as all of this is until it ran
-# on a card: tiles of float32 are multiplied without tensor cores, and those of 16 bits wait for their loads.
+# on a card: those of 16 bits wait for their loads.
 _SHARES = {2: 0.45, 4: 0.5, 8: 0.5}
+# Products of bfloat16 for one of float32, see `planner.kernels.tiled_product.triton_arithmetic`.
+_PARTS = 6
 # Rows of a tile: on average half of a group's last tile is padding.
 _TILE_ROWS = 64
 # Operators around torch's grouped product: a take, the groups' ends, a mask in two steps, a fill, and a copy back.
@@ -82,7 +85,11 @@ _module = lru_cache(importlib.import_module)
 
 def product_rate(device: Device, sides: tuple[int, int, int], dtype: str) -> float:
     """Return the FLOP/s of the kernel for a product of these rows, columns and terms."""
-    return device.product_rate(*sides, dtype=dtype) * _SHARES[itemsize(dtype)]
+    rate = device.product_rate(*sides, dtype=dtype) * _SHARES[itemsize(dtype)]
+    if dtype == "float32" and multiplies_by_parts(sides[2], device.capability):
+        parts = device.product_rate(*sides, dtype="bfloat16") * _SHARES[2] / _PARTS
+        rate = max(rate, parts)  # unless a setting refuses it
+    return rate
 
 
 def _padding(rows: int, groups: int) -> float:
@@ -95,13 +102,20 @@ def _padding(rows: int, groups: int) -> float:
 def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
     (n, i, g, j, k), size = form.sizes, itemsize(op.dtype)
     copied, pair = flattened_bytes(op, form), isinstance(op, JointGradient)
+    rows, _, _ = form.sides
+    # The sums of a row's products have j terms, and k in its gradient; those of a matrix have a term for each row.
+    rate = product_rate(device, (j, k, rows) if form.outer else (rows, j, k) if pair else (rows, k, j), op.dtype)
+    if is_chosen(form) and not pair:
+        moved, scratch = op.bytes_touched() + 2 * copied, copied + 8 * n * form.maps
+        return [Work(op.flops(), rate, moved, copied, scratch, launches=1, kernels=1)]
     # Bytes of the order and the starts of groups, of the sort's keys and sorted keys, and of four tables of tiles.
     tables = 24 * n + TABLES * (g + 2) + 8 * n * form.maps
     if form.targets is not None:
         # The products of rows are added up in the order of their targets, which needs a second sort.
         tables += n * i * k * max(4, size) + 40 * n + math.prod(op.output_shapes[0]) * (4 if size < 4 else 0)
-    fused = pair and covers_pair(j, k)
-    cut = PAIR_TERMS if fused else CUT
+    # A setting may refuse products by parts; then one walk makes both gradients, and needs more memory.
+    cut = PAIR_TERMS if pair and covers_pair(j, k) else CUT
+    fused = cut == PAIR_TERMS and not (op.dtype == "float32" and multiplies_by_parts(k, device.capability))
     parts = 2 * (n * i // cut) * j * k * max(4, size) if form.outer or pair else 0
     moved = op.bytes_touched() + 2 * copied + 16 * n
     if pair and not fused:
@@ -110,7 +124,7 @@ def _grouped_work(op: Op, form: GroupedForm, device: Device) -> list[Work]:
     return [
         Work(
             op.flops(),
-            product_rate(device, form.sides, op.dtype) / _padding(n * i, g),
+            rate / _padding(n * i, g),
             moved,
             copied,
             copied + tables + parts,
@@ -176,6 +190,7 @@ def cuda_kernels(tiling: str = "") -> Kernels:
         refuses=_other_dtype,
         label=label,
         launches=LAUNCHES,
+        chosen=kernel_function("grouped_matmul.triton_grouped", "chosen_matmul", **tiled),
     )
 
 
@@ -225,10 +240,11 @@ def _products(op: Op) -> list[tuple[str, int, int, int]]:
     if isinstance(grouped, GroupedForm):
         n, i, g, j, k = grouped.sizes
         each = max(1, n * i // max(1, g))
-        if isinstance(op, JointGradient) and covers_pair(j, k):
-            return [("pair", j, k, each)]
-        rows, terms = ("rows", each, k, j), ("terms", j, k, each)
-        return [("rows", each, j, k), terms] if isinstance(op, JointGradient) else [terms if grouped.outer else rows]
+        terms = ("terms", j, k, each)
+        if isinstance(op, JointGradient):
+            return [*([("pair", j, k, each)] if covers_pair(j, k) else []), ("rows", each, j, k), terms]
+        rows = ("plain", i, k, j) if is_chosen(grouped) else ("rows", each, k, j)
+        return [terms if grouped.outer else rows]
     form = product_form(op.spec)
     return [] if form is None else [("plain", *form.sizes[1:])]
 
@@ -236,9 +252,11 @@ def _products(op: Op) -> list[tuple[str, int, int, int]]:
 def _same_tiles(tiling: str, op: Op) -> str | None:
     """Return why a tiling is not tried: its tiles are the default's. None if they differ."""
     size = itemsize(op.dtype)
-    settings = list(itertools.product((False, True) if op.dtype == "float32" else (False,), (False, True)))
-    for product, (fma, tables) in itertools.product(_products(op), settings):
-        if tiles_of(*product, size, fma, tables, tiling) != tiles_of(*product, size, fma, tables):
+    precisions = ("ieee", "tf32", "bf16x6") if op.dtype == "float32" else ("ieee",)
+    for product, precision, tables in itertools.product(_products(op), precisions, (False, True)):
+        if (product[0], precision) == ("pair", "bf16x6"):
+            continue  # the kernel of both gradients does not multiply by parts
+        if tiles_of(*product, size, precision, tables, tiling) != tiles_of(*product, size, precision, tables):
             return None
     return "its tiles are the default's"
 
@@ -332,6 +350,8 @@ def grouped_mm_kernels() -> Kernels:
         gradients=torch_grouped_mm.grouped_gradients,
         grouped_work=_grouped_mm_work,
         pools={},
+        chosen=None,
+        launches=LAUNCHES,
         refuses=_refuse_grouped_mm,
         capabilities=(90, 100),
         label=", grouped_mm",

@@ -33,11 +33,20 @@ class TorchIndex(PreparedIndex, torch.nn.Module):
     order: Tensor
     offsets: Tensor
 
-    def __init__(self, tensors: Iterable[Tensor], size: int, mode: str, may_drop: bool, in_order: bool = False) -> None:
+    def __init__(
+        self,
+        tensors: Iterable[Tensor],
+        size: int,
+        mode: str,
+        may_drop: bool,
+        in_order: bool = False,
+        longest: int | None = None,
+    ) -> None:
         torch.nn.Module.__init__(self)
         self.size, self.mode, self.may_drop = size, mode, may_drop
         # Whether the values rise, and none is dropped: then kernels on a card walk the rows as they are.
         self.in_order = in_order
+        self.longest = longest  # the most rows that have the same value
         for name, tensor in zip(("values", "order", "offsets"), tensors, strict=True):
             self.register_buffer(name, tensor)
         self._groups: torch_grouping.Groups | None = None
@@ -48,7 +57,8 @@ class TorchIndex(PreparedIndex, torch.nn.Module):
         flat = values.reshape(-1)
         groups = torch_grouping.group_rows(flat, size)
         in_order = not may_drop and bool((flat[1:] >= flat[:-1]).all())
-        return cls((values, groups.row_numbers, groups.offsets), size, mode, may_drop, in_order)
+        longest = int(groups.offsets.diff().max()) if size else 0
+        return cls((values, groups.row_numbers, groups.offsets), size, mode, may_drop, in_order, longest)
 
     @property
     def groups(self) -> torch_grouping.Groups:
@@ -58,7 +68,12 @@ class TorchIndex(PreparedIndex, torch.nn.Module):
             on_card, order = self.offsets.is_cuda, self.order
             ordered = order if on_card else order.long()  # on a card row numbers are of int32, if it sorted them
             self._groups = groups = torch_grouping.Groups(
-                None if self.in_order and on_card else ordered, self.offsets, self.size, len(order), self.may_drop
+                None if self.in_order and on_card else ordered,
+                self.offsets,
+                self.size,
+                len(order),
+                self.may_drop,
+                longest=self.longest,
             )
         return groups
 
@@ -76,23 +91,26 @@ class TorchIndex(PreparedIndex, torch.nn.Module):
 
     def parts(self) -> tuple[list[Tensor], tuple[str, ...]]:
         """Return its tensors and its other facts. These are text, because Dynamo turns numbers into symbols."""
-        facts = str(self.size), self.mode, str(self.may_drop), str(self.in_order)
+        facts = str(self.size), self.mode, str(self.may_drop), str(self.in_order), str(self.longest)
         return [self.values, self.order, self.offsets], facts
 
     @classmethod
     def join(cls, tensors: Iterable[Tensor], facts: Iterable[str]) -> TorchIndex:
         """Return the index of some tensors and facts: the inverse of `parts`."""
-        size, mode, may_drop, *in_order = facts  # graphs that were exported before do not say the last one
-        return cls(tensors, int(size), mode, may_drop == "True", in_order == ["True"])
+        size, mode, may_drop, *more = facts  # graphs that were exported before do not say the last two
+        in_order, longest = more if len(more) == 2 else ("False", "None")
+        most = None if longest == "None" else int(longest)
+        return cls(tensors, int(size), mode, may_drop == "True", in_order == "True", most)
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return what is saved beside the tensors."""
-        return {"size": self.size, "mode": self.mode, "may_drop": self.may_drop, "in_order": self.in_order}
+        names = "size", "mode", "may_drop", "in_order", "longest"
+        return {name: getattr(self, name) for name in names}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Take over what was saved beside the tensors, which have been written before."""
         self.size, self.mode, self.may_drop = state["size"], state["mode"], state["may_drop"]
-        self.in_order = state.get("in_order", False)
+        self.in_order, self.longest = state.get("in_order", False), state.get("longest")
         self._groups = None
 
     def extra_repr(self) -> str:

@@ -2,12 +2,13 @@
 
 `grouped_mm` reads rows in the order of their groups, so the rows are copied into that order and the results are put
 back. It refuses matrices in some layouts, for example at addresses that are not a multiple of 16. The Triton kernel
-takes those. On cards of capability 9.0 and 10.0 nothing waits for the device; on others torch copies the groups' sizes
-to the host.
+takes those. On NVIDIA's cards of capability 9.0 and 10.0 nothing waits for the device; on others torch copies the
+groups' sizes to the host. A tiny product finds out, and a card that waits gets the Triton kernel too.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from typing import Any
@@ -45,8 +46,31 @@ def _takes(c: Tensor) -> bool:
     """Whether `grouped_mm` takes matrices in this layout: row- or column-major, in multiples of 16 bytes."""
     size = c.element_size()
     strides = [c.stride(d) for d in range(3) if c.shape[d] > 1]
+    if c.is_cuda and _waits(c.device):
+        return False
     by_lines = c.stride(2) == 1 and c.stride(1) >= c.shape[2] or c.stride(1) == 1 and c.stride(2) >= c.shape[1]
     return by_lines and c.data_ptr() % 16 == 0 and all(x == 1 or (x * size) % 16 == 0 and x > 0 for x in strides)
+
+
+@functools.cache
+def _waits(device: torch.device) -> bool:
+    """Whether `grouped_mm` waits for a device, or does not run on it; a tiny product tells.
+
+    While a graph is captured nothing can be tried. Then it is taken to run, as on all cards that plans use it for.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        _waits.cache_clear()
+        return False
+    mode = torch.cuda.get_sync_debug_mode()
+    rows, ends = torch.zeros(16, 16, dtype=torch.bfloat16, device=device), torch.full((1,), 16, device=device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.nn.functional.grouped_mm(rows, rows.view(1, 16, 16), offs=ends.to(torch.int32))
+    except RuntimeError:
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    return False
 
 
 def _kernels() -> Any:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 
@@ -19,12 +17,14 @@ from planner.kernels.grouped_matmul.triton_pair import both_gradients
 from planner.kernels.grouping.torch_grouping import Groups, accumulator, group_rows
 from planner.kernels.grouping.triton_launch import launch, replayed
 from planner.kernels.segment_sum.triton_sum import add_parts, grouped_sum
-from planner.kernels.tiled_product.triton_axes import Grouping, Matrices, axis_of, packed, sums_of
-from planner.kernels.tiled_product.triton_product import precision, product_kernel
+from planner.kernels.tiled_product.triton_arithmetic import precision
+from planner.kernels.tiled_product.triton_axes import Grouping, Matrices, axis_of, index_type, packed, sums_of
+from planner.kernels.tiled_product.triton_product import product_kernel
 from planner.kernels.tiled_product.triton_tiles import Tiles, covers_pair, tiles_of
 
 __all__ = [
     "batched_matmul",
+    "chosen_matmul",
     "grouped_gradients",
     "grouped_matmul",
     "grouped_outer",
@@ -55,10 +55,10 @@ def grouped_matmul(
         )
 
     if source is None and rows.numel():
-        products = precision()
-        tiles = _tiles_of("rows", max(1, n * i // max(1, groups.size)), k, j, a.dtype, products, tiling)
+        how, each = precision(a, j), max(1, n * i // max(1, groups.size))
+        tiles = tiles_of("rows", each, k, j, a.element_size(), how, False, tiling)
         table = groups.tasks(i, tiles.m * tiles.chunk, drops > 0, False).table
-        replayed(("rows", rows.dtype, products, tiling, *_facts(groups, a, c)), (a, c, rows, groups.order, table), run)
+        replayed(("rows", rows.dtype, how, tiles, *_facts(groups, a, c)), (a, c, rows, groups.order, table), run)
     else:
         run()
     if target is None:
@@ -76,16 +76,23 @@ def grouped_outer(
     tiling: str = "",
 ) -> Tensor:
     """Sum `a[r]^T @ b[r]` over the rows of each group, see the package."""
-    sizes = groups.rows, a.shape[1], a.shape[2], b.shape[2]
-    out = a.new_empty((groups.size, *sizes[2:]))
-    terms_product(
-        Matrices.of(a, source_a),
-        Matrices.of(b, source_b),
-        Matrices.of(out),
-        sizes,
-        Grouping.of(groups),
-        tiling,
-    )
+    sizes = n, i, m, k = groups.rows, a.shape[1], a.shape[2], b.shape[2]
+    a, b = a.resolve_neg(), b.resolve_neg()
+    out = a.new_empty((groups.size, m, k))
+    if not out.numel():
+        return out
+    each = max(1, n * i // groups.size)
+    how, tables = precision(a, each), source_a is not None or source_b is not None
+    tiles = tiles_of("terms", m, k, each, a.element_size(), how, tables, tiling)
+    tasks = groups.tasks(i, tiles.k * tiles.chunk, False, True)
+    parts = sums_of(tasks, out, m, k)
+
+    def run() -> None:
+        x, y, z = Matrices.of(a, source_a), Matrices.of(b, source_b), Matrices.of(out)
+        terms_product(x, y, z, sizes, Grouping.of(groups), tiling, parts)
+
+    arrays = a, b, out, groups.order, tasks.table, tasks.part_starts, parts, source_a, source_b
+    replayed(("terms", how, tiles, tasks.slots, *_facts(groups, a, b, source_a, source_b)), arrays, run)
     return out
 
 
@@ -94,28 +101,28 @@ def grouped_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return both gradients of `grouped_matmul` without a target, see the package.
 
-    If a matrix is small enough for one program, one walk over the rows makes both.
+    If a matrix is small enough for one program, one walk over the rows makes both; but not on tensor cores by parts.
     """
     n, (i, j), k, drops = groups.rows, a.shape[1:], c.shape[2], _drops(groups)
-    if not covers_pair(j, k):
+    how = precision(gout, k)
+    if not covers_pair(j, k) or how == "bf16x6":
         return (
             grouped_matmul(gout, c.transpose(1, 2), groups, tiling=tiling),
             grouped_outer(a, gout, groups, source, tiling=tiling),
         )
     gout, a, c = gout.resolve_neg(), a.resolve_neg(), c.resolve_neg()
     da, dc = a.new_empty((n, i, j)), c.new_empty((groups.size, j, k))
-    each, products = max(1, n * i // max(1, groups.size)), precision()
-    tiles = _tiles_of("pair", j, k, each, a.dtype, products, tiling, source is not None)
+    tiles = tiles_of("pair", j, k, max(1, n * i // max(1, groups.size)), a.element_size(), how, False, tiling)
     tasks = groups.tasks(i, tiles.k * tiles.chunk, drops > 0, True)
     parts = sums_of(tasks, dc, j, k)
 
     def run() -> None:
         x, y, z = Matrices.of(gout), Matrices.of(a, source), Matrices.of(c)
         results, sizes = (Matrices.of(da), Matrices.of(dc)), (n, i, j, k)
-        both_gradients(x, y, z, *results, sizes, Grouping.of(groups), tiles, drops, parts)
+        both_gradients(x, y, z, *results, sizes, Grouping.of(groups), tiles, how, drops, parts)
 
     arrays = gout, a, c, da, dc, groups.order, tasks.table, tasks.part_starts, parts, source
-    replayed(("pair", source is None, products, tiling, *_facts(groups, gout, a, c)), arrays, run)
+    replayed(("pair", how, tiles, tasks.slots, *_facts(groups, gout, a, c, source)), arrays, run)
     return da, dc
 
 
@@ -124,12 +131,12 @@ def _drops(groups: Groups) -> int:
     return 2 if groups.poisons else int(groups.drops)
 
 
-def _facts(groups: Groups, *arrays: Tensor) -> tuple[Any, ...]:
+def _facts(groups: Groups, *arrays: Tensor | None) -> tuple[Any, ...]:
     """Return what launches depend on: facts of the groups, and of arrays all but where they lie."""
     order = None if groups.order is None else groups.order.dtype
     facts: list[Any] = [_drops(groups), groups.rows, groups.size, order]
     for x in arrays:
-        facts += (x.dtype, x.shape, x.stride())
+        facts += (None,) if x is None else (x.dtype, x.shape, x.stride())
     return tuple(facts)
 
 
@@ -151,16 +158,54 @@ def batched_matmul(
     )
     batch, m, n = (math.prod(out.shape[d] for d in group) for group in dims[2])
     k = math.prod(a.shape[d] for d in dims[0][2])
-    plain_product(x, y, z, (batch, m, n, k), tiling)
+    plain_product(x, y, z, (batch, m, n, k), tiling=tiling)
 
 
-def plain_product(a: Matrices, b: Matrices, out: Matrices, sizes: tuple[int, int, int, int], tiling: str = "") -> None:
-    """Write a batch of products, `a[z, m, k] b[z, k, n]`; `sizes` are those of z, m, n and k."""
+def plain_product(
+    a: Matrices,
+    b: Matrices,
+    out: Matrices,
+    sizes: tuple[int, int, int, int],
+    named: int | None = None,
+    tiling: str = "",
+) -> None:
+    """Write a batch of products, `a[z, m, k] b[z, k, n]`.
+
+    Args:
+        a: left operand.
+        b: right operand.
+        out: the result is written here.
+        sizes: sizes of z, m, n and k.
+        named: if given, the number of matrices of `b`, of which its table names one for each z. An entry outside of
+            that range gives zeros.
+        tiling: see the module.
+    """
     batch, m, n, k = sizes
     if batch * m * n:
-        tiles = _tiles("plain", m, n, k, a, b, out, tiling=tiling)
+        tiles, how = _tiles("plain", m, n, k, a, b, out, tiling=tiling)
+        grouping, tables = Grouping(None, None, batch if named is None else named), (None, 0, None)
         count = triton.cdiv(m, tiles.m) * batch
-        _launch("plain", a, b, out, (m, n, k), tiles, count, Grouping(None, None, batch), (None, 0, None))
+        _launch("plain", a, b, out, (m, n, k), tiles, how, count, grouping, tables, drops=named is not None)
+
+
+def chosen_matmul(a: Tensor, c: Tensor, index: Tensor, source: Tensor | None = None, tiling: str = "") -> Tensor:
+    """Multiply each row by the matrix that `index` names, `grouped_matmul` without sorted rows.
+
+    Each program reads the matrix of one row. This is for rows `(I, J)` of many elements I.
+
+    Args:
+        a: the rows, `(Na, I, J)`.
+        c: the matrices, `(G, J, K)`.
+        index: the matrix of each row, `(N,)`; the value G drops the row.
+        source: place of each row in `a`, `(N,)`; None if they are in order.
+        tiling: see the module.
+    """
+    n, (i, j), k = len(index), a.shape[1:], c.shape[2]
+    a, c = a.resolve_neg(), c.resolve_neg()
+    rows = a.new_empty((n, i, k))
+    matrices = Matrices.of(c, index)
+    plain_product(Matrices.of(a, source), matrices, Matrices.of(rows), (n, i, k, j), len(c), tiling)
+    return rows
 
 
 def rows_product(
@@ -186,10 +231,10 @@ def rows_product(
     rows, i, n, k = sizes
     if rows * i * n:
         each = max(1, rows * i // max(1, grouping.groups))
-        tiles = _tiles("rows", each, n, k, a, b, out, tiling=tiling)
+        tiles, how = _tiles("rows", each, n, k, a, b, out, tiling=tiling)
         tasks = grouping.tasks(rows, i, tiles.m * tiles.chunk, drops > 0, empty=False)
         tables = tasks.table, tasks.most, None
-        _launch("rows", a, b, out, (rows * i, n, k), tiles, tasks.most, grouping, tables, i, drops)
+        _launch("rows", a, b, out, (rows * i, n, k), tiles, how, tasks.most, grouping, tables, i, drops)
 
 
 def terms_product(
@@ -199,36 +244,32 @@ def terms_product(
     sizes: tuple[int, int, int, int],
     grouping: Grouping,
     tiling: str = "",
+    parts: Tensor | None = None,
 ) -> None:
     """Write the products summed over the rows of each group, `a[r, i, m] b[r, i, n]`.
 
-    `sizes` are those of r, i, m and n; the other arguments are as in `rows_product`.
+    `sizes` are those of r, i, m and n. `parts` is memory for the sums of tasks, see `sums_of`; None to allocate it. The
+    other arguments are as in `rows_product`.
     """
     (rows, i, m, n), groups = sizes, grouping.groups
     if not groups * m * n:
         return
-    tiles = _tiles("terms", m, n, max(1, rows * i // groups), a, b, out, tiling=tiling)
+    tiles, how = _tiles("terms", m, n, max(1, rows * i // groups), a, b, out, tiling=tiling)
     tasks = grouping.tasks(rows, i, tiles.k * tiles.chunk, False, empty=True)
-    parts = sums_of(tasks, out.x, m, n)
-    tables = tasks.table, tasks.most, parts
-    _launch("terms", a, b, out, (m, n, rows * i), tiles, tasks.most * triton.cdiv(m, tiles.m), grouping, tables, i)
+    if parts is None:
+        parts = sums_of(tasks, out.x, m, n)
+    tables, count = (tasks.table, tasks.most, parts), tasks.most * triton.cdiv(m, tiles.m)
+    _launch("terms", a, b, out, (m, n, rows * i), tiles, how, count, grouping, tables, i)
     if tasks.slots:
         add_parts(parts, tasks.part_starts, groups, out.x, (out.outer, out.inner, out.column))
 
 
-def _tiles(mode: str, m: int, n: int, k: int, *operands: Matrices, tiling: str = "") -> Tiles:
+def _tiles(mode: str, m: int, n: int, k: int, *operands: Matrices, tiling: str = "") -> tuple[Tiles, str]:
+    """Return the tiles of a product, and how float32 is multiplied."""
     x = operands[0].x
     tables = any(axis.table is not None for operand in operands for axis in operand[1:4])
-    fma = x.dtype == torch.float32 and precision() == "ieee"
-    return tiles_of(mode, m, n, k, x.element_size(), fma, tables, tiling)
-
-
-@lru_cache(maxsize=1024)
-def _tiles_of(
-    mode: str, m: int, n: int, k: int, dtype: torch.dtype, precision: str, tiling: str, tables: bool = False
-) -> Tiles:
-    """Return the tiles of a product of operands with tables of positions or without."""
-    return tiles_of(mode, m, n, k, dtype.itemsize, dtype == torch.float32 and precision == "ieee", tables, tiling)
+    how = precision(x, k)
+    return tiles_of(mode, m, n, k, x.element_size(), how, tables, tiling), how
 
 
 def _launch(
@@ -238,6 +279,7 @@ def _launch(
     out: Matrices,
     sizes: tuple[int, int, int],
     tiles: Tiles,
+    how: str,
     count: int,
     grouping: Grouping,
     tables: tuple[Tensor | None, int, Tensor | None],
@@ -248,14 +290,14 @@ def _launch(
 
     `sizes` are those of m, n and k. `tables` are `tasks`, `most` and `parts`.
     """
-    (m, n, k), groups = sizes, grouping.groups + (drops > 0)
+    (m, n, k), groups = sizes, grouping.groups + (drops > 0 and mode == "rows")
     arguments = (
         *a.flat, *b.flat, *out.flat, packed(grouping.order), *tables,
         groups, grouping.batch_groups or max(1, groups), a.batch, b.batch, inner, m, k, n,
     )  # fmt: skip
     launch(
         product_kernel, count * triton.cdiv(n, tiles.n), arguments,
-        MODE=mode, DROPS=drops, PRECISION=precision(),
+        MODE=mode, DROPS=int(drops), PRECISION=how, INDEX=index_type(max(m, k), tables[2], a.x, b.x, out.x),
         BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHUNK=tiles.chunk, ONE_K=k <= tiles.k,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

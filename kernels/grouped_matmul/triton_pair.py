@@ -15,8 +15,8 @@ from torch import Tensor
 
 from planner.kernels.grouping.triton_launch import launch
 from planner.kernels.segment_sum.triton_sum import add_parts
-from planner.kernels.tiled_product.triton_axes import Grouping, Matrices, packed, sums_of
-from planner.kernels.tiled_product.triton_product import position, precision
+from planner.kernels.tiled_product.triton_axes import Grouping, Matrices, index_type, packed, sums_of
+from planner.kernels.tiled_product.triton_product import position
 from planner.kernels.tiled_product.triton_tiles import Tiles
 
 __all__ = ["both_gradients", "pair_kernel"]
@@ -30,7 +30,7 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     da, da_outer_table, da_outer, da_inner_table, da_inner, da_column_table, da_column,
     dc, dc_outer_table, dc_outer, dc_inner_table, dc_inner, dc_column_table, dc_column,
     order, tasks, most, parts, groups, inner, size_m, size_n,
-    DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    DROPS: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Walk one piece of a group's rows; see the module, and `triton_product` for the other arguments.
@@ -44,21 +44,21 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         BLOCK_K: rows per step.
     """
     wide = tl.float64 if dc.dtype.element_ty == tl.float64 else tl.float32
-    tile = tl.program_id(0).to(tl.int64)
-    group = tl.load(tasks + tile).to(tl.int64)
+    tile = tl.program_id(0).to(INDEX)
+    group = tl.load(tasks + tile).to(INDEX)
     if group < 0:
         return
     stays = group < groups - 1
     start = tile * 0  # terms are counted through all groups
-    first = tl.load(tasks + most + tile).to(tl.int64)
-    last = first + tl.load(tasks + 2 * most + tile)
+    first = tl.load(tasks + most + tile).to(INDEX)
+    last = first + tl.load(tasks + 2 * most + tile).to(INDEX)
     j, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     j_there, k_there = j < size_m, k < size_n
-    g_k = position(k, g_column_table, k_there) * g_column
-    a_j = position(j, a_column_table, j_there) * a_column
-    da_j = position(j, da_column_table, j_there) * da_column
-    c_j = position(group, c_outer_table, stays) * c_outer + position(j, c_inner_table, j_there) * c_inner
-    c_k = position(k, c_column_table, k_there) * c_column
+    g_k = position(k, g_column_table, k_there, INDEX) * g_column
+    a_j = position(j, a_column_table, j_there, INDEX) * a_column
+    da_j = position(j, da_column_table, j_there, INDEX) * da_column
+    c_j = position(group, c_outer_table, stays, INDEX) * c_outer + position(j, c_inner_table, j_there, INDEX) * c_inner
+    c_k = position(k, c_column_table, k_there, INDEX) * c_column
     k_held = k < tl.where(stays, size_n, 0)
     y = tl.load(c + c_j[None, :] + c_k[:, None], mask=j_there[None, :] & k_held[:, None], other=0.0)
     total = tl.zeros((BLOCK_M, BLOCK_N), wide)
@@ -71,10 +71,10 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         if order is not None:
             row = tl.load(order + row, mask=there, other=0)
         m = m % inner
-        g_row = position(row, g_outer_table, reads)
-        a_row = position(row, a_outer_table, reads)
-        g_m = g_row * g_outer + position(m, g_inner_table, reads) * g_inner
-        a_m = a_row * a_outer + position(m, a_inner_table, reads) * a_inner
+        g_row = position(row, g_outer_table, reads, INDEX)
+        a_row = position(row, a_outer_table, reads, INDEX)
+        g_m = g_row * g_outer + position(m, g_inner_table, reads, INDEX) * g_inner
+        a_m = a_row * a_outer + position(m, a_inner_table, reads, INDEX) * a_inner
         # Triton 3.6 cannot compile a look-up in a table whose mask depends on another look-up.
         reads = reads & (g_row >= 0) & (a_row >= 0)
         x = tl.load(g + g_m[:, None] + g_k[None, :], mask=reads[:, None] & k_there[None, :], other=0.0)
@@ -83,17 +83,23 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         rows = tl.dot(x, y, input_precision=PRECISION, out_dtype=wide)
         if DROPS == 2:
             rows = tl.where(stays, rows, float("nan"))
-        da_m = position(row, da_outer_table, there) * da_outer + position(m, da_inner_table, there) * da_inner
+        da_m = (
+            position(row, da_outer_table, there, INDEX) * da_outer
+            + position(m, da_inner_table, there, INDEX) * da_inner
+        )
         tl.store(
             da + da_m[:, None] + da_j[None, :],
             rows.to(da.dtype.element_ty),
             mask=there[:, None] & j_there[None, :],
         )
     inside = j_there[:, None] & k_held[None, :]
-    slot = tl.load(tasks + 3 * most + tile).to(tl.int64)
+    slot = tl.load(tasks + 3 * most + tile).to(INDEX)
     if slot < 0:
-        dc_j = position(group, dc_outer_table, stays) * dc_outer + position(j, dc_inner_table, j_there) * dc_inner
-        dc_k = position(k, dc_column_table, k_there) * dc_column
+        dc_j = (
+            position(group, dc_outer_table, stays, INDEX) * dc_outer
+            + position(j, dc_inner_table, j_there, INDEX) * dc_inner
+        )
+        dc_k = position(k, dc_column_table, k_there, INDEX) * dc_column
         tl.store(dc + dc_j[:, None] + dc_k[None, :], total.to(dc.dtype.element_ty), mask=inside)
     else:
         where = (slot * size_m + j[:, None]) * size_n + k[None, :]
@@ -109,6 +115,7 @@ def both_gradients(
     sizes: tuple[int, int, int, int],
     grouping: Grouping,
     tiles: Tiles,
+    precision: str = "ieee",
     drops: int = 1,
     parts: Tensor | None = None,
 ) -> None:
@@ -123,6 +130,7 @@ def both_gradients(
         sizes: sizes of r, i, j and k.
         grouping: the groups of the rows.
         tiles: tile sizes for j, k and rows; those for j and k cover the whole axes.
+        precision: how float32 is multiplied: "ieee" or "tf32".
         drops: 0 if no row is dropped; else the gradient of dropped rows is zero for 1 and NaN for 2.
         parts: memory for the sums of tasks, see `sums_of`; None to allocate it.
     """
@@ -135,8 +143,10 @@ def both_gradients(
         groups + 1, i, m, n,
     )  # fmt: skip
     launch(
-        pair_kernel, tasks.most, arguments, DROPS=drops, PRECISION=precision(), BLOCK_M=tiles.m, BLOCK_N=tiles.n,
-        BLOCK_K=tiles.k, CHUNK=tiles.chunk, num_warps=tiles.warps, num_stages=tiles.stages,
+        pair_kernel, tasks.most, arguments,
+        DROPS=drops, PRECISION=precision, INDEX=index_type(rows * i, parts, g.x, a.x, c.x, da.x, dc.x),
+        BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHUNK=tiles.chunk,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if tasks.slots:
         add_parts(parts, tasks.part_starts, groups, dc.x, (dc.outer, dc.inner, dc.column))

@@ -37,6 +37,7 @@ class Groups:
         rows: The number of rows, dropped ones included.
         drops: Whether a row may be dropped.
         poisons: Whether a dropped row had an index that should be refused: its results must be NaN.
+        longest: The most rows that a group has; None if the host does not know.
     """
 
     order: Tensor | None
@@ -45,6 +46,7 @@ class Groups:
     rows: int
     drops: bool = True
     poisons: bool = False
+    longest: int | None = None
     _tasks: dict[Any, Any] = field(default_factory=dict)
 
     @cached_property
@@ -63,7 +65,10 @@ class Groups:
         tasks = self._tasks.get(key)
         if tasks is None:
             cut = _triton().cut_tasks
-            tasks = self._tasks[key] = cut(self.offsets, self.rows, self.size, inner, step, drops, empty)
+            tasks = cut(self.offsets, self.rows, self.size, inner, step, drops, empty)
+            if self.longest is not None and self.longest * inner <= step:
+                tasks = tasks._replace(slots=0)
+            self._tasks[key] = tasks
         return tasks
 
 

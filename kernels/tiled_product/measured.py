@@ -57,8 +57,7 @@ def measurable(choose: _Choice) -> _Choice:
     """Make a function that chooses tiles return the measured ones, where there are some and no tiling is asked for."""
     signature = inspect.signature(choose)
 
-    @functools.wraps(choose)
-    def chosen(*arguments: Any, **named: Any) -> Any:
+    def find(*arguments: Any, **named: Any) -> Any:
         tiles = choose(*arguments, **named)
         if not (_forces or read_tiles()):
             return tiles
@@ -71,6 +70,12 @@ def measurable(choose: _Choice) -> _Choice:
             return force(bucket, tiles)
         fields = read_tiles().get(_capability(), {}).get(bucket)
         return tiles if fields is None else type(tiles)(**fields)
+
+    known = functools.lru_cache(maxsize=4096)(find)
+
+    @functools.wraps(choose)
+    def chosen(*arguments: Any, **named: Any) -> Any:
+        return (find if _forces else known)(*arguments, **named)
 
     return chosen  # type: ignore[return-value]
 

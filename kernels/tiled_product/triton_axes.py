@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
+import triton.language as tl
 from torch import Tensor
 
 from planner.kernels.grouping.torch_grouping import Groups, accumulator
@@ -14,14 +14,11 @@ from planner.kernels.grouping.triton_grouping import Tasks, cut_tasks
 
 __all__ = [
     "Axis",
-    "Cut",
     "Grouping",
     "Matrices",
     "axis_of",
-    "count_pieces",
-    "most_tiles",
+    "index_type",
     "packed",
-    "starts_of",
     "sums_of",
 ]
 
@@ -111,47 +108,10 @@ def sums_of(tasks: Tasks, like: Tensor, m: int, n: int) -> Tensor:
     return like.new_empty(shape, dtype=accumulator(like.dtype))
 
 
-def count_pieces(starts: Tensor, inner: int, step: int) -> Tensor:
-    """Return how many pieces of `step` terms each group is cut into; a row has `inner` terms."""
-    return (starts.diff() * inner + (step - 1)).div(step, rounding_mode="floor")
+def index_type(terms: int, *arrays: Tensor | None) -> tl.dtype:
+    """Return int32 if that holds every number of a term and every offset into the arrays, else int64.
 
-
-def starts_of(counts: Tensor) -> Tensor:
-    """Return the running sums of the counts: where each one starts, and the total."""
-    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-
-
-def most_tiles(terms: int, step: int, groups: int) -> int:
-    """Return the most pieces that groups of `terms` terms in total can have: each group may end in a partial piece."""
-    return triton.cdiv(terms, step) + groups
-
-
-class Cut(NamedTuple):
-    """Groups cut into pieces, whose sums are added up afterwards.
-
-    A group without terms has one piece. A group of several pieces has a slot for the sum of each.
-
-    Attributes:
-        tile_starts: number of pieces before each group, and of all.
-        part_starts: number of slots before each group, and of all.
-        slots: most slots that any grouping needs.
-        most: most pieces that any grouping needs.
+    A kernel also computes with positions up to a tile's rows beyond the last one.
     """
-
-    tile_starts: Tensor
-    part_starts: Tensor
-    slots: int
-    most: int
-
-    @classmethod
-    def of(cls, starts: Tensor, terms: int, inner: int, step: int) -> Cut:
-        """Cut groups of `terms` terms in total into pieces of `step` terms; a row has `inner` terms."""
-        pieces = count_pieces(starts, inner, step).clamp_min_(1)
-        # A group that is cut has more terms than a step, and all of its pieces but one are full.
-        slots = 2 * (terms // step)
-        return cls(starts_of(pieces), starts_of(pieces * (pieces > 1)), slots, most_tiles(terms, step, len(starts) - 1))
-
-    def parts(self, like: Tensor, m: int, n: int) -> Tensor:
-        """Allocate memory for the sums of pieces, `(slots, m, n)`; one element if there are no slots."""
-        wide = accumulator(like.dtype)
-        return like.new_empty((self.slots, m, n) if self.slots else (1, 1, 1), dtype=wide)
+    reach = max(terms, 0, *(x.untyped_storage().nbytes() // x.element_size() for x in arrays if x is not None))
+    return tl.int32 if reach < 2**31 - 2**16 else tl.int64

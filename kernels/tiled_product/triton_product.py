@@ -16,25 +16,34 @@ equal bits.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-__all__ = ["add_parts_kernel", "group_of", "position", "precision", "product_kernel"]
+from planner.kernels.tiled_product.triton_arithmetic import add_product, joined
 
+__all__ = ["add_parts_kernel", "group_of", "position", "product_kernel", "program_place"]
 
-def precision() -> str:
-    """Return the precision that torch is set to for products of float32."""
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+# Tiles of rows whose programs run side by side and share the columns of `b` in the cache.
+_NEIGHBOURS = tl.constexpr(8)
 
 
 @triton.jit
-def position(index, table, mask):  # type: ignore[no-untyped-def]
-    """Return positions along an axis, in int64: a position times a stride may exceed 32 bits."""
+def position(index, table, mask, INDEX: tl.constexpr = tl.int64):  # type: ignore[no-untyped-def]
+    """Return positions along an axis, as integers that hold a position times a stride."""
     if table is not None:
-        return tl.load(table + index, mask=mask, other=-1).to(tl.int64)
+        return tl.load(table + index, mask=mask, other=-1).to(INDEX)
     else:
-        return index.to(tl.int64)
+        return index.to(INDEX)
+
+
+@triton.jit
+def program_place(tiles_n):  # type: ignore[no-untyped-def]
+    """Return this program's tile along rows and along n. Neighbouring programs share rows and columns in the cache."""
+    width = _NEIGHBOURS * tiles_n
+    first = tl.program_id(0) // width * _NEIGHBOURS
+    within = tl.program_id(0) % width
+    rows = tl.minimum(tl.num_programs(0) // tiles_n - first, _NEIGHBOURS)
+    return first + within % rows, within // rows
 
 
 @triton.jit
@@ -57,7 +66,7 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     out, out_outer_table, out_outer, out_inner_table, out_inner, out_column_table, out_column,
     order, tasks, most, parts,
     groups, batch_groups, a_batch, b_batch, inner, size_m, size_k, size_n,
-    MODE: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    MODE: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, ONE_K: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile; see the module.
@@ -74,79 +83,89 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         inner: ("rows", "terms") size of the axis i.
         size_m, size_k, size_n: sizes of the axes m, k, n; an axis that stands for rows and i has the size of both.
         DROPS: ("rows") 0 if no row is dropped; else the last group holds dropped rows, whose products are zero for 1
-            and NaN for 2.
-        PRECISION: precision of products of float32: "ieee", "tf32" or "tf32x3".
+            and NaN for 2. ("plain") whether `groups` is the number of matrices, and a batch entry for which the table
+            of `b` names no matrix is zero.
+        PRECISION: how products are formed, see `triton_arithmetic`.
+        INDEX: type of positions and offsets, int32 if all of them fit, else int64.
         CHUNK: ("rows") tiles of rows per task; ("terms") steps of BLOCK_K per task.
         ONE_K: ("plain", "rows") whether one step of BLOCK_K covers all of k: then `b` is read once for all tiles.
     """
-    wide = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
-    tiles_n = tl.cdiv(size_n, BLOCK_N)
-    tile = (tl.program_id(0) // tiles_n).to(tl.int64)
-    n = (tl.program_id(0) % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    wide: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
+    tile_of_rows, tile_n = program_place(tl.cdiv(size_n, BLOCK_N))
+    tile = tile_of_rows.to(INDEX)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     n_there = (n >= 0) & (n < size_n)  # the last tile may reach beyond 2^31
-    b_n = position(n, b_column_table, n_there) * b_column
-    out_n = position(n, out_column_table, n_there) * out_column
+    b_n = position(n, b_column_table, n_there, INDEX) * b_column
+    out_n = position(n, out_column_table, n_there, INDEX) * out_column
     tiles_m = tl.cdiv(size_m, BLOCK_M)
+    terms = size_k
     if MODE == "plain":
         group = tile // tiles_m
         start = group * 0
         first = (tile % tiles_m) * BLOCK_M
         last = tl.minimum(first + BLOCK_M, size_m)
-        a_group = position(group, a_outer_table, group >= 0) * a_outer
-        b_group = position(group, b_outer_table, group >= 0) * b_outer
+        a_group = position(group, a_outer_table, group >= 0, INDEX) * a_outer
+        entry = position(group, b_outer_table, group >= 0, INDEX)
+        if DROPS:
+            named = (entry >= 0) & (entry < groups)
+            terms = tl.where(named, size_k, 0)
+            entry = tl.where(named, entry, 0)
+        b_group = entry * b_outer
     else:
         at_m = tile * 0
         if MODE == "terms":
             at_m = (tile % tiles_m) * BLOCK_M
             tile = tile // tiles_m
-        group = tl.load(tasks + tile).to(tl.int64)
+        group = tl.load(tasks + tile).to(INDEX)
         if group < 0:
             return
         start = tile * 0  # terms are counted through all groups
-        first = tl.load(tasks + most + tile).to(tl.int64)
-        last = first + tl.load(tasks + 2 * most + tile)
+        first = tl.load(tasks + most + tile).to(INDEX)
+        last = first + tl.load(tasks + 2 * most + tile).to(INDEX)
         a_group = (group // batch_groups) * a_batch
         b_group = (group // batch_groups) * b_batch
         if MODE == "rows":
             of_entry = group % batch_groups
-            b_group += position(of_entry, b_outer_table, group >= 0) * b_outer
+            b_group += position(of_entry, b_outer_table, group >= 0, INDEX) * b_outer
+            if DROPS:
+                terms = tl.where(group < groups - 1, size_k, 0)
     if MODE == "terms":
-        slot = tl.load(tasks + 3 * most + tile)
+        slot = tl.load(tasks + 3 * most + tile).to(INDEX)
         m = at_m + tl.arange(0, BLOCK_M)
         m_there = m < size_m
-        a_m = a_group + position(m, a_column_table, m_there) * a_column
+        a_m = a_group + position(m, a_column_table, m_there, INDEX) * a_column
         total = tl.zeros((BLOCK_M, BLOCK_N), wide)
+        low = total
         for at in range(first, last, BLOCK_K):
             k = at + tl.arange(0, BLOCK_K)
             there = k < last
             row = start + k // inner
             if order is not None:
                 row = tl.load(order + row, mask=there, other=0)
-            a_row = position(row, a_outer_table, there)
-            b_row = position(row, b_outer_table, there)
-            a_k = a_row * a_outer + position(k % inner, a_inner_table, there) * a_inner
-            b_k = b_row * b_outer + position(k % inner, b_inner_table, there) * b_inner
+            a_row = position(row, a_outer_table, there, INDEX)
+            b_row = position(row, b_outer_table, there, INDEX)
+            a_k = a_row * a_outer + position(k % inner, a_inner_table, there, INDEX) * a_inner
+            b_k = b_row * b_outer + position(k % inner, b_inner_table, there, INDEX) * b_inner
             # Triton 3.6 cannot compile a look-up in a table whose mask depends on another look-up.
             there = there & (a_row >= 0) & (b_row >= 0)
             x = tl.load(a + a_m[:, None] + a_k[None, :], mask=m_there[:, None] & there[None, :], other=0.0)
             y = tl.load(b + b_group + b_k[:, None] + b_n[None, :], mask=there[:, None] & n_there[None, :], other=0.0)
-            total = tl.dot(x, y, total, input_precision=PRECISION, out_dtype=wide)
+            total, low = add_product(x, y, total, low, PRECISION)
+        total = joined(total, low, PRECISION)
         inside = m_there[:, None] & n_there[None, :]
         if slot < 0:
-            out_m = position(group, out_outer_table, group >= 0) * out_outer
-            out_m += position(m, out_inner_table, m_there) * out_inner
+            out_m = position(group, out_outer_table, group >= 0, INDEX) * out_outer
+            out_m += position(m, out_inner_table, m_there, INDEX) * out_inner
             tl.store(out + out_m[:, None] + out_n[None, :], total.to(out.dtype.element_ty), mask=inside)
         else:
-            where = (slot.to(tl.int64) * size_m + m[:, None]) * size_n + n[None, :]
+            where = (slot * size_m + m[:, None]) * size_n + n[None, :]
             tl.store(parts + where, total, mask=inside)
     else:
-        terms = size_k
-        if DROPS:
-            terms = tl.where(group < groups - 1, size_k, 0)
         k = tl.arange(0, BLOCK_K)
         there = k < terms
         if ONE_K:
-            b_k = b_group + position(k, b_inner_table, there) * b_inner
+            b_k = b_group + position(k, b_inner_table, there, INDEX) * b_inner
+            a_k = position(k, a_column_table, there, INDEX) * a_column
             y = tl.load(b + b_k[:, None] + b_n[None, :], mask=there[:, None] & n_there[None, :], other=0.0)
         for at in range(first, last, BLOCK_M):
             m = at + tl.arange(0, BLOCK_M)
@@ -156,29 +175,30 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
                 if order is not None:
                     row = tl.load(order + row, mask=m_there, other=0)
                 m = m % inner
-                a_row = position(row, a_outer_table, m_there)
+                a_row = position(row, a_outer_table, m_there, INDEX)
                 reads = m_there & (a_row >= 0)
-                a_m = a_group + a_row * a_outer + position(m, a_inner_table, m_there) * a_inner
-                out_m = position(row, out_outer_table, m_there) * out_outer
+                a_m = a_group + a_row * a_outer + position(m, a_inner_table, m_there, INDEX) * a_inner
+                out_m = position(row, out_outer_table, m_there, INDEX) * out_outer
             else:
                 reads = m_there
-                a_m = a_group + position(m, a_inner_table, reads) * a_inner
-                out_m = position(group, out_outer_table, group >= 0) * out_outer
-            out_m += position(m, out_inner_table, m_there) * out_inner
+                a_m = a_group + position(m, a_inner_table, reads, INDEX) * a_inner
+                out_m = position(group, out_outer_table, group >= 0, INDEX) * out_outer
+            out_m += position(m, out_inner_table, m_there, INDEX) * out_inner
             total = tl.zeros((BLOCK_M, BLOCK_N), wide)
+            low = total
             if ONE_K:
-                a_k = position(k, a_column_table, there) * a_column
                 x = tl.load(a + a_m[:, None] + a_k[None, :], mask=reads[:, None] & there[None, :], other=0.0)
-                total = tl.dot(x, y, total, input_precision=PRECISION, out_dtype=wide)
+                total, low = add_product(x, y, total, low, PRECISION)
             else:
                 for from_k in range(0, terms, BLOCK_K):
                     k = from_k + tl.arange(0, BLOCK_K)
                     there = k < terms
-                    a_k = position(k, a_column_table, there) * a_column
-                    b_k = b_group + position(k, b_inner_table, there) * b_inner
+                    a_k = position(k, a_column_table, there, INDEX) * a_column
+                    b_k = b_group + position(k, b_inner_table, there, INDEX) * b_inner
                     x = tl.load(a + a_m[:, None] + a_k[None, :], mask=reads[:, None] & there[None, :], other=0.0)
                     y = tl.load(b + b_k[:, None] + b_n[None, :], mask=there[:, None] & n_there[None, :], other=0.0)
-                    total = tl.dot(x, y, total, input_precision=PRECISION, out_dtype=wide)
+                    total, low = add_product(x, y, total, low, PRECISION)
+            total = joined(total, low, PRECISION)
             if MODE == "rows":
                 total = tl.where(reads[:, None], total, 0.0)  # zero times NaN would be NaN
                 if DROPS == 2:

@@ -6,10 +6,10 @@ import dataclasses
 
 from planner.kernels.tiled_product.measured import measurable
 
-__all__ = ["PAIR_TERMS", "TILINGS", "Tiles", "covers_pair", "tiles_of"]
+__all__ = ["PAIR_TERMS", "TILINGS", "Tiles", "covers_pair", "multiplies_by_parts", "tiles_of"]
 
 # Alternatives to the default tiles, which `optimize="measure"` times. None of them needs more memory than the default.
-TILINGS = ("half tiles", "four stages")
+TILINGS = ("half tiles", "large tiles", "four stages")
 # Terms after which a sum is cut if one walk makes both gradients.
 PAIR_TERMS = 1024
 
@@ -33,9 +33,59 @@ class Tiles:
     stages: int = 2
 
 
+# The largest tiles, by arithmetic and mode. With them kernels spill no registers on cards from sm_80 to sm_120, and all
+# stages fit 99 KiB of shared memory. At least two programs run on a multiprocessor at once, except where a side is 128
+# and for both gradients in float64. `tests/kernels/test_triton.py` compiles them.
+_LARGEST = {
+    ("half", "rows"): Tiles(128, 128, 64, warps=8, stages=3),
+    ("half", "plain"): Tiles(128, 128, 64, warps=8, stages=3),
+    ("half", "terms"): Tiles(128, 128, 64, warps=8, stages=3),
+    ("half", "pair"): Tiles(64, 64, 32),
+    ("tf32", "rows"): Tiles(128, 128, 32, warps=8),
+    ("tf32", "plain"): Tiles(128, 128, 32, warps=8),
+    ("tf32", "terms"): Tiles(64, 64, 32, warps=8),
+    ("tf32", "pair"): Tiles(64, 64, 16),
+    ("bf16x6", "rows"): Tiles(64, 64, 16),
+    ("bf16x6", "plain"): Tiles(64, 64, 16),
+    ("bf16x6", "terms"): Tiles(64, 64, 16),
+    ("float", "rows"): Tiles(32, 64, 16, stages=3),
+    ("float", "plain"): Tiles(32, 64, 16, stages=3),
+    ("float", "terms"): Tiles(64, 64, 16, warps=8, stages=3),
+    ("float", "pair"): Tiles(64, 64, 16, warps=8),
+    ("double", "rows"): Tiles(32, 64, 16),
+    ("double", "plain"): Tiles(64, 64, 16, warps=8, stages=3),
+    ("double", "terms"): Tiles(64, 64, 16, warps=8, stages=3),
+    ("double", "pair"): Tiles(64, 64, 16, warps=8, stages=3),
+}
+# Products whose tile holds all terms, on tensor cores: the matrix is read once for all rows of a program.
+_ALL_TERMS = {
+    ("half", "rows"): Tiles(64, 64, 64, stages=3),
+    ("half", "plain"): Tiles(64, 64, 64),
+    ("tf32", "rows"): Tiles(64, 64, 64),
+    ("tf32", "plain"): Tiles(64, 64, 64),
+}
+# The most m, n and k if positions are looked up in tables, which takes registers.
+_WITH_TABLES = {
+    "half": (64, 64, 32), "tf32": (32, 64, 32), "bf16x6": (32, 32, 16), "float": (32, 64, 16), "double": (64, 64, 16)
+}  # fmt: skip
+
+
 def side(size: int, most: int) -> int:
     """Return the smallest power of two that is at least `size`, between 16 and `most`."""
     return max(16, min(most, 1 << max(0, size - 1).bit_length()))
+
+
+def multiplies_by_parts(terms: int, capability: int) -> bool:
+    """Whether sums of products of float32 are formed by parts on tensor cores, see `triton_arithmetic`.
+
+    Args:
+        terms: how many products are added up; for a grouped axis, the average. Shorter sums are more accurate in
+            float32.
+        capability: the compute capability of a card, times ten.
+    """
+    # By their data sheets the tensor cores of these cards multiply bfloat16 over ten times as fast as other units
+    # multiply float32. On other cards, such as an L40S, six products take longer than one.
+    return terms >= 64 and capability in (80, 90, 100, 103)
 
 
 def covers_pair(j: int, k: int) -> bool:
@@ -45,9 +95,9 @@ def covers_pair(j: int, k: int) -> bool:
 
 @measurable
 def tiles_of(
-    mode: str, m: int, n: int, k: int, itemsize: int, fma: bool = False, tables: bool = False, tiling: str = ""
+    mode: str, m: int, n: int, k: int, itemsize: int, precision: str = "ieee", tables: bool = False, tiling: str = ""
 ) -> Tiles:
-    """Choose the largest tiles with which no registers spill to memory, see docs/benchmarks/triton.md.
+    """Choose the tiles of a product from `_LARGEST`, smaller where the product is, see docs/benchmarks/triton.md.
 
     Args:
         mode: as in `triton_product`; or "pair" for `triton_pair`.
@@ -55,19 +105,20 @@ def tiles_of(
         n: size of the axis n.
         k: size of the axis k; for a grouped axis, a group's average size.
         itemsize: bytes of an element.
-        fma: whether elements are multiplied one by one, as in float32 without tf32.
-        tables: whether positions are looked up in tables, which takes registers for addresses.
+        precision: how float32 is multiplied, see `triton_arithmetic`.
+        tables: whether positions are looked up in tables.
         tiling: "" for the default, or one of `TILINGS`.
     """
-    most = 128 if itemsize == 2 and not tables and mode != "pair" else 64
-    most_k = {2: 64, 4: 16 if fma else 32, 8: 16}[itemsize]
-    block_m, block_n, block_k = (
-        side(m, 32 if fma and tables and mode != "pair" else most),
-        side(n, most),
-        side(k, min(32, most_k) if tables else most_k),
-    )
-    if block_m == block_n == 128:
-        block_k = min(32, block_k)
+    kind = {2: "half", 4: "float" if precision == "ieee" else precision, 8: "double"}[itemsize]
+    most = _LARGEST[kind, mode]
+    if k <= 64:
+        most = _ALL_TERMS.get((kind, mode), most)
+    sides = [most.m, most.n, most.k]
+    if tables and mode != "pair":
+        sides = list(map(min, sides, _WITH_TABLES[kind]))
+    block_m, block_n, block_k = map(side, (m, n, k), sides)
+    if block_m != block_n:  # a side of 128 needs the other one
+        block_m, block_n = min(block_m, 64), min(block_n, 64)
     if tiling == "half tiles":
         if mode == "pair":
             block_k = max(16, block_k // 2)
@@ -75,10 +126,15 @@ def tiles_of(
             block_m = max(16, block_m // 2)
         else:
             block_n = max(16, block_n // 2)
-    many = 32 * 64 if (fma and tables) or mode == "pair" else 64 * 64 if itemsize > 2 or tables else 128 * 64
-    warps = 8 if block_m * block_n >= many or max(block_m, block_n) == 128 else 4
-    # A program reads one matrix for up to 512 rows of its group, or for 1,024 if it makes the matrix's gradient too.
-    # Sums are cut after 4,096 terms.
-    chunk = {"rows": 512 // block_m, "pair": PAIR_TERMS // block_k, "terms": 4096 // block_k, "plain": 1}[mode]
-    stages = 4 if tiling == "four stages" else 3 if (fma and not tables) or itemsize == 8 else 2
-    return Tiles(block_m, block_n, block_k, chunk, warps, stages)
+    if tiling == "large tiles" and block_m == block_n == 128 and itemsize == 2:
+        block_m = 256
+    # A program reads one matrix for up to 512 rows of its group, or for 1,024 if it makes the matrix's gradient too. If
+    # it cannot hold the matrix, it has one tile of rows. Sums are cut after 4,096 terms.
+    chunk = {
+        "rows": 512 // block_m if k <= 64 else 1,
+        "pair": PAIR_TERMS // block_k,
+        "terms": 4096 // block_k,
+        "plain": 1,
+    }[mode]
+    warps = most.warps if 2 * block_m * block_n >= most.m * most.n else 4
+    return Tiles(block_m, block_n, block_k, chunk, warps, 4 if tiling == "four stages" else most.stages)

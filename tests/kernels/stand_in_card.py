@@ -24,7 +24,7 @@ from planner.cost.device import H200
 
 SEED = "nij, q[n]jk -> nik"
 # So that small calls run the kernels too.
-CHEAP = dataclasses.replace(H200, launch_seconds=0.0)
+CHEAP = dataclasses.replace(H200, launch_seconds=0.0, kernel_seconds=0.0, group_seconds=0.0)
 
 
 class Driver:
@@ -134,7 +134,9 @@ def calls(a, c, q):
 
 def seed_prepared():
     a, c, q = operands()
-    runs = calls(a, c, planner.group(q, 2048))
+    prepared = planner.group(q, 2048)
+    prepared.longest = int(q.bincount().max())  # no kernel ran here that could tell
+    runs = calls(a, c, prepared)
     for run in runs:
         run()
     return {"launches": [launches_of(run) for run in runs], "microseconds": [microseconds(run) for run in runs]}

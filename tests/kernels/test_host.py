@@ -28,7 +28,7 @@ from planner.cost.device import H200  # noqa: E402
 from planner.kernels.grouped_matmul import torch_grouped, torch_grouped_mm  # noqa: E402
 from planner.kernels.grouping import triton_grouping  # noqa: E402
 
-CHEAP = dataclasses.replace(H200, launch_seconds=0.0)
+CHEAP = dataclasses.replace(H200, launch_seconds=0.0, kernel_seconds=0.0, group_seconds=0.0)
 SPEC = "nij, q[n]jk -> nik"
 
 
@@ -48,7 +48,7 @@ def stand_in():
 def test_a_prepared_call_launches_its_kernels_only(stand_in):
     """A call, the same in training, and both gradients. A table is made once: here by the calls before."""
     found = stand_in["seed_prepared"]
-    assert found["launches"] == [["product_kernel"], ["product_kernel"], ["pair_kernel", "add_parts_kernel"]]
+    assert found["launches"] == [["product_kernel"], ["product_kernel"], ["product_kernel", "product_kernel"]]
 
 
 def test_time_of_the_host(stand_in):
@@ -59,11 +59,15 @@ def test_time_of_the_host(stand_in):
 
 
 def test_an_index_that_is_not_prepared_takes_four_launches_more(stand_in):
-    """No launch waits for the device. The backward pass checks and sorts nothing: it has another table of tasks."""
-    product, gradients = ["tasks_kernel", "product_kernel"], ["tasks_kernel", "pair_kernel", "add_parts_kernel"]
+    """No launch waits for the device. The backward pass checks and sorts nothing: it has another table of tasks.
+
+    Both gradients are one walk if products of float32 are not formed by parts, as in short sums.
+    """
+    product, adds = ["tasks_kernel", "product_kernel"], ["add_parts_kernel"]
+    apart, walk = ["product_kernel", *product, *adds], ["tasks_kernel", "pair_kernel", *adds]
     few = ["count_kernel", "place_kernel", "scatter_kernel", *product]
     many = ["check_kernel", "starts_kernel", *product, "sort"]
-    assert stand_in["unprepared"] == {"2048": [few, few, gradients], "5000": [many, many, gradients]}
+    assert stand_in["unprepared"] == {"2048": [few, few, apart], "5000": [many, many, walk]}
 
 
 def test_replayed_calls_read_their_own_arrays(stand_in):
@@ -102,6 +106,7 @@ def card(monkeypatch):
     """Tensors that say that they are on a card. No test leaves an error behind."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch_grouped_mm, "_waits", lambda device: False)
     yield
     with contextlib.suppress(planner.IndexRangeError):
         checks.raise_pending()

@@ -1,4 +1,7 @@
-"""A lint: whatever is multiplied by a stride in a Triton kernel is an integer of 64 bits."""
+"""A lint: whatever is multiplied by a stride in a Triton kernel is an integer of 64 bits, or of the type `INDEX`.
+
+`INDEX` has 32 bits only if every offset fits.
+"""
 
 import ast
 import pathlib
@@ -60,7 +63,7 @@ class Kernel:
                 if name in ("position", "group_of", "row_places", "first_from", "quotient"):
                     return True
                 if name == "to":
-                    return ast.unparse(node.args[0]) == "tl.int64" or (
+                    return ast.unparse(node.args[0]) in ("tl.int64", "INDEX") or (
                         "element_ty" not in ast.unparse(node.args[0]) and self.is_wide(node.func.value)
                     )
                 if name == "cast":
@@ -77,7 +80,7 @@ def assigned(node):
         yield node.targets[0].id, node.value
     elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
         names = [t.id for t in node.targets[0].elts]
-        # A function of a kernel returns positions first.
+        # What a function of a kernel returns is as wide as the call; positions come first.
         values = [node.value] * len(names) if isinstance(node.value, ast.Call) else node.value.elts
         yield from zip(names, values, strict=True)
     elif isinstance(node, ast.For):
@@ -90,6 +93,7 @@ def kernels(text):
 
 def test_the_lint_reads_every_kernel():
     assert {path.name for path in SOURCES} == {
+        "triton_arithmetic.py",
         "triton_grouping.py",
         "triton_pair.py",
         "triton_pooled.py",
@@ -102,7 +106,7 @@ def test_the_lint_reads_every_kernel():
 def test_every_offset_has_64_bits(path):
     found = [Kernel(function) for function in kernels(path.read_text())]
     assert [line for kernel in found for line in kernel.narrow] == []
-    assert sum(kernel.products for kernel in found) >= 3
+    assert sum(kernel.products for kernel in found) >= 3 or path.name == "triton_arithmetic.py"
 
 
 def test_positions_have_64_bits():
@@ -111,7 +115,18 @@ def test_positions_have_64_bits():
     (function,) = (f for f in kernels(text) if f.name == "position")
     returned = [ast.unparse(n.value) for n in ast.walk(function) if isinstance(n, ast.Return)]
     assert len(returned) == 2
-    assert all(text.endswith(".to(tl.int64)") for text in returned)
+    assert all(text.endswith(".to(INDEX)") for text in returned)
+    assert ast.unparse(function.args.defaults[-1]) == "tl.int64"
+
+
+def test_32_bits_are_enough_where_they_are_taken():
+    """For terms and for the memory behind each array, with room for a tile behind the last position."""
+    triton_axes = pytest.importorskip("planner.kernels.tiled_product.triton_axes", reason="triton is not installed")
+    import torch
+
+    few, many = torch.empty(4, device="meta"), torch.empty(2**31 - 2**16, dtype=torch.int8, device="meta")
+    types = [triton_axes.index_type(terms, x, None) for terms, x in ((9, few), (2**31, few), (9, many[:1]), (9, None))]
+    assert [str(x) for x in types] == ["int32", "int64", "int64", "int32"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """torch's own grouped product as rows for a card: where it is taken and priced; its values are in `test_grouped.py`."""
 
+import types
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -9,6 +11,7 @@ if not hasattr(torch.nn.functional, "grouped_mm"):
 from grouped_laws import steps_agree  # noqa: E402
 
 import planner  # noqa: E402
+from planner.backends.torch import backend as torch_backend  # noqa: E402
 from planner.cost.device import A100, CPU, H100, H200  # noqa: E402
 from planner.cost.layout import layout_of  # noqa: E402
 from planner.kernels.grouped_matmul import torch_grouped, torch_grouped_mm  # noqa: E402
@@ -59,6 +62,41 @@ def test_only_cards_that_do_not_wait_take_it():
     assert refused == [*["it runs on compute capability 9.0 and 10.0"] * 2, "it runs on cuda"]
 
 
+def test_amd_has_no_compute_capability(monkeypatch):
+    """Its cards report 9.0 too."""
+    card = types.SimpleNamespace(
+        get_device_name=lambda _: "AMD Instinct MI250X", get_device_capability=lambda _: (9, 0)
+    )
+    monkeypatch.setattr(torch_backend, "load_rates", lambda device, *_: device)
+    found = {}
+    for hip in (None, "6.4"):
+        stand_in = types.SimpleNamespace(cuda=card, version=types.SimpleNamespace(hip=hip), __version__="2.13")
+        monkeypatch.setattr(torch_backend, "torch", stand_in)
+        found[hip] = torch_backend._card(None).capability
+    assert found == {None: 90, "6.4": 0}
+
+
+def test_a_card_that_waits_gets_the_kernel(monkeypatch):
+    """Whatever its capability is: a tiny product tells. torch's setting is put back."""
+    modes, waits = ["default"], []
+
+    def product(*arguments, **offsets):
+        if waits and modes[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", product)
+    for name, stand_in in (
+        ("is_current_stream_capturing", lambda: False), ("get_sync_debug_mode", lambda: modes[-1]),
+        ("set_sync_debug_mode", modes.append),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    device = torch.device("cpu")
+    assert not torch_grouped_mm._waits.__wrapped__(device)
+    waits.append(True)
+    assert torch_grouped_mm._waits.__wrapped__(device)
+    assert modes == ["default", "error", "default", "error", "default"]
+
+
 def test_products_of_halves_have_a_rate_of_their_own():
     assert H200.product_rate(512, 512, 512, "bfloat16") == H200.half_rate > H200.product_rate(512, 512, 512)
     assert CPU.product_rate(512, 512, 512, "bfloat16") == CPU.product_rate(512, 512, 512)
@@ -66,7 +104,7 @@ def test_products_of_halves_have_a_rate_of_their_own():
         verdicts(SPEC, (4096, 1, 4096), (4, 4096, 4096), dtype=dtype)["grouped matmul, Triton"].picoseconds
         for dtype in ("float32", "float16")
     )
-    assert single > 5 * half
+    assert single > 4 * half
 
 
 def test_it_is_taken_for_large_matrices_and_priced_beside_the_kernels():

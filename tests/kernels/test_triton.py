@@ -3,13 +3,16 @@
 import collections
 import dataclasses
 import itertools
+import json
 import math
+import pathlib
+import sys
 from functools import partial
 from unittest import mock
 
 import numpy as np
 import pytest
-from conftest import examples
+from conftest import examples, run
 from grouped_laws import choices_of, steps_agree
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +33,9 @@ from planner.kernels.grouping import triton_grouping  # noqa: E402
 from planner.kernels.grouping.keys import IndexArray  # noqa: E402
 from planner.kernels.grouping.torch_grouping import group_rows  # noqa: E402
 from planner.kernels.segment_sum import triton_sum  # noqa: E402
-from planner.kernels.tiled_product.triton_axes import Axis, Cut, Grouping, Matrices, count_pieces  # noqa: E402
+from planner.kernels.tiled_product import triton_arithmetic  # noqa: E402
+from planner.kernels.tiled_product.triton_arithmetic import precision  # noqa: E402
+from planner.kernels.tiled_product.triton_axes import Axis, Grouping, Matrices  # noqa: E402
 from planner.kernels.tiled_product.triton_tiles import PAIR_TERMS, TILINGS, Tiles, covers_pair, tiles_of  # noqa: E402
 from planner.program.frameworks import load_backend  # noqa: E402
 from planner.program.ops import Einsum  # noqa: E402
@@ -132,12 +137,14 @@ def grouping(random, rows, groups):
 @given(
     seed=st.integers(0, 2**30), dtype=st.sampled_from(LAID), tiles=small_tiles,
     sizes=st.tuples(SIZES, st.integers(0, 3), SIZES, SIZES), groups=st.integers(1, 5), some_absent=st.booleans(),
+    how=st.sampled_from(["ieee", "bf16x6"]),
 )  # fmt: skip
-def test_products(mode, seed, dtype, tiles, sizes, groups, some_absent):
+def test_products(mode, seed, dtype, tiles, sizes, groups, some_absent, how):
     """A batch of products, rows times the matrix of their group, products summed over the rows of each group.
 
-    And both gradients of the second, in one walk.
+    And both gradients of the second, in one walk. A batch may name its matrices, or none.
     """
+    how = how if dtype == "float32" else "ieee"
     random = np.random.default_rng(seed)
     rows, i, m, n = sizes
     if mode in ("terms", "pair") and random.random() < 0.3:
@@ -150,8 +157,14 @@ def test_products(mode, seed, dtype, tiles, sizes, groups, some_absent):
     dropped, lay = group == groups, partial(Laid, random=random, dtype=dtype)
     if mode == "plain":
         x, z = integers(random, groups, rows, n), integers(random, groups, n, m)
-        product, operands, arguments = plain_product, [lay(x), lay(z)], ((groups, rows, m, n),)
-        expected = [x @ z]
+        named = random.integers(0, groups + 1, groups) if some_absent else np.arange(groups)
+        c = lay(z, tables=False)
+        matrices = np.concatenate([z, np.zeros((1, n, m))])[named]
+        if some_absent:
+            c.axes[0] = Axis(c.strides[0], spaced(named))
+        product, operands = plain_product, [lay(x, dropped=named == groups), c]
+        arguments = (groups, rows, m, n), groups if some_absent else None
+        expected = [x @ matrices]
     else:
         x, y, z = integers(random, rows, i, n), integers(random, rows, i, m), integers(random, groups, n, m)
         a, b, c = lay(x, absent=absent, dropped=dropped), lay(y, dropped=dropped), lay(z)
@@ -167,7 +180,7 @@ def test_products(mode, seed, dtype, tiles, sizes, groups, some_absent):
             ),
         }[mode]  # fmt: skip
     results = [lay(np.zeros(one.shape), writes=True) for one in expected]
-    with mock.patch.object(triton_grouped, "tiles_of", return_value=tiles):
+    with mock.patch.multiple(triton_grouped, tiles_of=lambda *_: tiles, precision=lambda *_: how):
         product(*(x.matrices for x in (*operands, *results)), *arguments)
     assert all(result.holds(one) for result, one in zip(results, expected, strict=True))
 
@@ -189,14 +202,55 @@ def test_a_lazy_sign_is_no_sign_in_memory():
 @pytest.fixture
 def tf32():
     """Products of float32 may be rounded; before and after they may not."""
-    assert triton_grouped.precision() == "ieee"
+    assert precision(torch.ones(1), 64) == "ieee"
     before, torch.backends.cuda.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision, "tf32"
     yield
     torch.backends.cuda.matmul.fp32_precision = before
 
 
 def test_the_precision_is_what_torch_is_set_to(tf32):
-    assert triton_grouped.precision() == "tf32"
+    assert precision(torch.ones(1), 64) == "tf32"
+
+
+@pytest.mark.parametrize(
+    ("asked", "environment", "card", "terms", "dtype", "expected"),
+    [
+        ("none", "", (90, True), 64, torch.float32, "bf16x6"),
+        ("none", "", (90, True), 63, torch.float32, "ieee"),
+        ("none", "", (90, True), 64, torch.bfloat16, "ieee"),
+        ("none", "", (89, True), 64, torch.float32, "ieee"),
+        ("none", "ieee", (90, True), 64, torch.float32, "ieee"),
+        ("ieee", "", (90, True), 64, torch.float32, "ieee"),
+        ("tf32", "", (90, True), 64, torch.float32, "tf32"),
+        ("tf32", "", (0, False), 64, torch.float32, "ieee"),
+    ],
+)
+def test_products_by_parts_can_be_refused(monkeypatch, asked, environment, card, terms, dtype, expected):
+    """By the environment and by torch's own setting; cards without tf32 are not asked for it."""
+    monkeypatch.setenv("PLANNER_FLOAT32", environment)
+    monkeypatch.setattr(triton_arithmetic, "_tensor_cores", lambda device: card)
+    before, torch.backends.cuda.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision, asked
+    try:
+        assert precision(torch.ones(1, dtype=dtype), terms) == expected
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_large_rows_need_no_order():
+    """Each program reads its row's entry of the index: nothing is sorted, also where rows share a factor."""
+    random, spec = np.random.default_rng(0), "bij, q[bs]jk -> bsik"
+    a, c = (torch.from_numpy(integers(random, *shape)).float() for shape in ((2, 70, 5), (4, 5, 6)))
+    q = torch.tensor([[1, 4, 3], [3, 0, 4]])  # 4 drops a row
+    a[0] = torch.nan
+    plan, table = planner.plan(spec, a, c, q=q, index_mode="drop"), load_backend("torch").table
+    index = Executable(plan, table).prepare({"q": q})
+    with mock.patch.object(torch, "sort", side_effect=AssertionError("rows are sorted")):
+        (found,) = table.run("grouped matmul, Triton", Einsum(plan.resolved.spec, "float32"), [a, c], index)
+    matrices = torch.cat([c, torch.zeros(1, 5, 6)])[q]
+    expected = torch.einsum("bij,bsjk->bsik", a.nan_to_num(0.0), matrices)
+    assert torch.equal(found[1], expected[1])
+    assert torch.equal(found[0, 1], torch.zeros(70, 6))
+    assert found[0, 0].isnan().all()
 
 
 def test_what_is_dropped_is_zero_whatever_it_would_meet():
@@ -216,6 +270,7 @@ def test_what_is_dropped_is_zero_whatever_it_would_meet():
         ("ti, q[t]ir, q[t]ro -> to", ((50, 8), (5, 8, 3), (5, 3, 8)), 5, {"q": (50,)}),
         ("bij, q[b]jk -> ik", ((30, 2, 5), (7, 5, 6)), 7, {"q": (30,)}),
         ("nij, q[n]jk -> nik", ((150, 1, 70), (3, 70, 70)), 3, {"q": (150,)}),
+        ("nij, q[n]jk -> nik", ((5, 65, 9), (3, 9, 17)), 3, {"q": (5,)}),
     ],
 )
 def test_each_row_of_the_table_computes_its_step(spec, shapes, size, indices):
@@ -297,14 +352,45 @@ def test_equal_problems_have_equal_tiles():
     ):
         if mode == "pair" and not covers_pair(size, size):
             continue
-        tiles = tiles_of(mode, size, size, size, itemsize, itemsize == 4, tiling=tiling)
+        tiles = tiles_of(mode, size, size, size, itemsize, tiling=tiling)
         assert min(tiles.m, tiles.n, tiles.k) >= 16
         assert all(x & (x - 1) == 0 for x in (tiles.m, tiles.n, tiles.k))
         # The stages of both operands fit the shared memory of an A100.
         assert tiles.stages * itemsize * tiles.k * (tiles.m + tiles.n) <= 160 << 10
         assert mode != "pair" or (min(tiles.m, tiles.n) >= size and tiles.k * tiles.chunk == PAIR_TERMS)
-        default = tiles_of(mode, size, size, size, itemsize, itemsize == 4)
+        default = tiles_of(mode, size, size, size, itemsize)
         assert mode != "terms" or tiles.k * tiles.chunk == default.k * default.chunk  # as much memory for pieces
+
+
+# Kilobytes of shared memory that a program may have, by card.
+SHARED = {
+    "cuda:80": 163, "cuda:86": 99, "cuda:89": 99, "cuda:90": 227, "cuda:100": 227, "cuda:120": 99,
+    "hip:gfx90a": 64, "hip:gfx942": 64,
+}  # fmt: skip
+
+
+def test_calls_compile_for_cards():
+    """With no registers in memory, within the card's shared memory, and on the units that were meant; all nightly."""
+    cards = list(SHARED) if examples(0, 1) else ["cuda:80", "cuda:90", "hip:gfx90a"]
+    script = pathlib.Path(__file__).with_name("compile_products.py")
+    found = run(
+        sys.executable, "-W", "ignore", script, *([] if examples(0, 1) else ["few"]), *cards, TRITON_INTERPRET="0"
+    )
+    kernels = [json.loads(line) for line in found.splitlines()]
+    assert {x["card"] for x in kernels} == set(cards)
+    for x in kernels:
+        # Larger tiles than the default are for cards with as much room as an H100 has.
+        if x["tiling"] not in ("large tiles", "four stages"):
+            assert x["shared"] <= SHARED[x["card"]] << 10, x
+            # On sm_100 and sm_120 the assembler keeps up to 24 bytes of a few kernels in memory, to run more programs.
+            assert x["spilled"] <= examples(0, 32), x
+        assert ("bf16x6" in x["precision"]) <= (x["card"] in ("cuda:80", "cuda:90", "cuda:100")), x
+        assert (x["precision"] == "tf32") <= (x["card"] != "hip:gfx90a"), x
+        assert x["units"] or x["precision"] == "ieee", x
+    seed = [x for x in kernels if (x["card"], x["mode"], x["precision"]) == ("cuda:90", "rows", "bf16x6")]
+    assert seed
+    # Two programs at once share 65,536 registers.
+    assert all(2 * 32 * x["warps"] * x["registers"] <= 65536 for x in seed)
 
 
 @settings(max_examples=examples(40, 400))
@@ -404,13 +490,3 @@ def test_a_bad_index_of_a_captured_graph_is_refused_by_the_device(monkeypatch):
     monkeypatch.setattr(torch_ops, "captured", lambda x: True)
     with pytest.raises(RuntimeError, match=r"'q' has values outside of \[-4, 4\)"):
         planner.contract("nij, q[n]jk -> nik", a, c, q=torch.tensor([0, 4, 1]))
-
-
-def test_into_how_many_pieces_groups_are_cut():
-    """Groups of 0, 4, 5 and 9 rows, of 2 terms each, in pieces of 8: one that is empty is a piece too, in no slot."""
-    starts = torch.tensor([0, 0, 4, 9, 18])
-    assert count_pieces(starts, 2, 8).tolist() == [0, 1, 2, 3]
-    found = Cut.of(starts, 36, 2, 8)
-    assert found.tile_starts.tolist() == [0, 1, 2, 4, 7]
-    assert found.part_starts.tolist() == [0, 0, 0, 2, 5]
-    assert (found.slots, found.most) == (8, 9)

@@ -60,7 +60,7 @@ PLANTED = (
             "(np.minimum(raw, limit) if raw.dtype == np.uint64 else raw).astype", "raw.astype",
             "tests/test_laws.py::test_a_uint64_beyond_int64_is_out_of_range[numpy]"),
     Planted("int32 offsets in a kernel: a position is not widened", "kernels/tiled_product/triton_product.py",
-            "return index.to(tl.int64)", "return index.to(tl.int32)",
+            "return index.to(INDEX)", "return index.to(tl.int32)",
             "tests/kernels/test_offsets.py::test_positions_have_64_bits"),
     Planted("int16 sort keys hold no number of groups of 2^15: off by one", "kernels/grouping/torch_grouping.py",
             "torch.int16 if size < 2**15", "torch.int16 if size <= 2**15",

@@ -1,0 +1,115 @@
+"""How the Triton kernels multiply float32: as float32 does it, by tensor cores in three parts, or rounded to tf32.
+
+    "ieee"      one multiply-add after the other, without tensor cores
+    "bf16x6"    each number is the sum of three bfloat16 parts; tensor cores form six products of parts
+    "tf32"      tensor cores round each number to 11 bits; only if torch is set to it
+
+The parts of x are first = bf16(x), second = bf16(2^7 (x - first)) and third = bf16(2^7 (2^7 (x - first) - second)), so
+x = first + second / 2^7 + third / 2^14. Without these powers of two, the parts of numbers below 1e-31 would be too
+small for bfloat16. The products second x third and third x third are left out: they are at most 2^-24 of a product.
+
+Tensor cores round sums towards zero. So they add only 16 terms at a time. These sums are added in float32, and what
+rounding loses is added up apart, in `low`. `tests/kernels/test_arithmetic.py` measures the errors: from 64 terms on
+they are below those of float32's own sums. Below 5e-38 numbers are less accurate. Infinity and NaN are as in float32,
+with two exceptions: infinity times a number below 2^-134 is NaN, and a result within 1% of the largest float32 may be
+infinite.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.driver import driver
+
+from planner.kernels.tiled_product.triton_tiles import multiplies_by_parts
+
+__all__ = ["add_product", "joined", "precision"]
+
+# bfloat16's largest number: larger float32 numbers would be rounded to infinity.
+_LARGEST = tl.constexpr(3.3895313892515355e38)
+# Triton's interpreter multiplies the bits of bfloat16, and cuts bits off where it should round. There, parts are
+# float32 numbers that bfloat16 can hold.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# AMD's chips for which Triton compiles tf32.
+_AMD_TF32 = ("gfx940", "gfx941", "gfx942")
+
+
+def precision(x: torch.Tensor, terms: int) -> str:
+    """Return how sums of so many products of a tensor's elements are formed; see the module.
+
+    Products by parts are refused by `PLANNER_FLOAT32=ieee` in the environment, and by torch's own setting "ieee",
+    which `torch.set_float32_matmul_precision("highest")` sets too.
+    """
+    if x.dtype != torch.float32:
+        return "ieee"
+    capability, rounds = _tensor_cores(x.device)
+    asked = torch.backends.cuda.matmul.fp32_precision
+    if asked == "tf32":
+        return "tf32" if rounds else "ieee"
+    refused = asked == "ieee" or os.environ.get("PLANNER_FLOAT32") == "ieee"
+    return "bf16x6" if multiplies_by_parts(terms, capability) and not refused else "ieee"
+
+
+@functools.cache
+def _tensor_cores(device: torch.device) -> tuple[int, bool]:
+    """Return the compute capability of an NVIDIA card, times ten, or 0; and whether a device can round to tf32."""
+    if triton.knobs.runtime.interpret:
+        return 0, True
+    with torch.cuda.device(device if device.type == "cuda" else -1):
+        target = driver.active.get_current_target()
+    return (target.arch, target.arch >= 80) if target.backend == "cuda" else (0, target.arch in _AMD_TF32)
+
+
+@triton.jit
+def to_bfloat16(x):  # type: ignore[no-untyped-def]
+    """Round to the nearest number of bfloat16, to an even one if there are two."""
+    if _INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
+def split(x):  # type: ignore[no-untyped-def]
+    """Return the three parts of each number."""
+    finite = tl.abs(x) < float("inf")
+    first = to_bfloat16(tl.where(finite, tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST), x))
+    rest = tl.where(finite, (x - first.to(tl.float32)) * 128.0, 0.0)
+    second = to_bfloat16(rest)
+    third = to_bfloat16((rest - second.to(tl.float32)) * 128.0)
+    return first, second, third
+
+
+@triton.jit
+def add_product(x, y, total, low, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add the product of two tiles to a sum that is kept as `total + low`; by parts, tiles have 16 terms."""
+    if PRECISION == "bf16x6":
+        x1, x2, x3 = split(x)
+        y1, y2, y3 = split(y)
+        small = tl.dot(x2, y2)
+        small = tl.dot(x3, y1, small)
+        small = tl.dot(x1, y3, small)
+        small = tl.dot(x2, y1, small * 0.0078125)
+        small = tl.dot(x1, y2, small) * 0.0078125
+        product = tl.dot(x1, y1)
+        # Knuth's two-sum: what rounding loses of `total + product`.
+        summed = total + product
+        change = summed - total
+        low += small + ((total - (summed - change)) + (product - change))
+        return summed, low
+    else:
+        return tl.dot(x, y, total, input_precision=PRECISION, out_dtype=total.dtype), low
+
+
+@triton.jit
+def joined(total, low, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return `total + low`. If `total` is infinite, `low` is NaN and does not count."""
+    if PRECISION == "bf16x6":
+        return tl.where(tl.abs(low) < float("inf"), total + low, total)
+    else:
+        return total
