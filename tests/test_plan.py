@@ -613,6 +613,19 @@ def test_counts_have_three_digits():
 
 
 STORED = sorted((GOLDEN / "plans").glob("*.json"))
+
+
+def read_written(text):
+    """Read JSON that was written now, without the rates that devices had not when the stored plans were written."""
+
+    def without(fields):
+        if fields.get("type") == "Device":
+            assert all(fields.pop(name) == 0.0 for name in ("group_seconds", "kernel_seconds"))
+        return fields
+
+    return json.loads(text, object_hook=without)
+
+
 LOOPS = [path for path in STORED if path.stem.startswith("loop")]
 
 
@@ -621,7 +634,7 @@ def test_a_plan_that_an_earlier_version_wrote_is_read_and_written_alike(path):
     """Written by the version of 2026-11-23, before classes and modules were renamed, and before guards were steps."""
     plan = planner.Plan.from_json(path.read_text())
     assert type(plan) is planner.Plan
-    written, stored = json.loads(plan.to_json()), json.loads(path.read_text())
+    written, stored = read_written(plan.to_json()), json.loads(path.read_text())
     assert stored.pop("loop") is None
     if plan.programs.has_guards:
         now, before = written.pop("programs"), stored.pop("programs")
@@ -637,7 +650,7 @@ def test_a_plan_that_an_earlier_version_wrote_is_read_and_written_alike(path):
 def test_a_loop_that_an_earlier_version_wrote_is_read_as_a_step(path, torch):
     """It stood beside the tree and the programs of a slice, and the programs had a step without an implementation."""
     plan, stored = planner.Plan.from_json(path.read_text()), json.loads(path.read_text())
-    written = json.loads(plan.to_json())
+    written = read_written(plan.to_json())
     loop, tree, programs = (stored.pop(name) for name in ("loop", "tree", "programs"))
     body = written.pop("tree")["op"]["bodies"][0]
     assert (str(plan.loop), body["tree"]) == (

@@ -18,6 +18,8 @@ from planner.search.collectives import foretell
 __all__ = ["equation", "lowered_to", "plan_text", "table_lines"]
 
 MOST_ROWS = 40
+# A greater gap says nothing.
+_MOST_GAP = 1e100
 # The most characters of the spec, and of the equation of a step.
 MOST_TEXT, MOST_EQUATION = 400, 120
 
@@ -51,7 +53,7 @@ def _describe_gap(plan: PlanRecord) -> str:
     """Return how far a plan may be from the best possible one, as text."""
     gap = plan.gap
     proven = "proven" if plan.proven else "not proven"
-    if gap is None or gap == math.inf or (plan.proven and not gap):
+    if gap is None or gap > _MOST_GAP or (plan.proven and not gap):
         return proven
     if not gap:
         return "as good as the best without loops"
