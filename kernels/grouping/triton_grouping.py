@@ -27,7 +27,7 @@ _BLOCK, _MOST_GROUPS, _MOST_COUNTS = 1024, 4094, 1 << 19
 # Groups before a program's own that it adds up together.
 _WIDE = 256
 # Tasks that one program cuts, and groups that it looks at together.
-_TASKS, _GROUPS = 64, 512
+_TASKS, _GROUPS = 64, 128
 
 
 class Check(NamedTuple):
@@ -121,14 +121,16 @@ def scatter_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Write the row numbers of one block to their places."""
     block = tl.program_id(0).to(tl.int64)
-    at = block * BLOCK + tl.arange(0, BLOCK)
+    own = tl.arange(0, BLOCK)
+    at = block * BLOCK + own
     there = at < rows
     key = tl.load(keys + at, mask=there, other=-1)
     rank = tl.zeros((BLOCK,), tl.int32)
     for part in range(0, BLOCK, PART):
-        other = block * BLOCK + part + tl.arange(0, PART)
-        same = tl.load(keys + other, mask=other < rows, other=-2)[None, :] == key[:, None]
-        rank += tl.sum((same & (other[None, :] < at[:, None])).to(tl.int32), 1)
+        other = part + tl.arange(0, PART)
+        from_block = block * BLOCK + other
+        same = tl.load(keys + from_block, mask=from_block < rows, other=-2)[None, :] == key[:, None]
+        rank += tl.sum((same & (other[None, :] < own[:, None])).to(tl.int32), 1)
     place = tl.load(places + block * (size + 1) + key, mask=there, other=0) + rank
     tl.store(order + place, at.to(order.dtype.element_ty), mask=there)
 
@@ -237,7 +239,7 @@ def sort_rows(index: Tensor, size: int, check: Check | None = None) -> tuple[Ten
         )
         placed = counts, places, offsets, blocks, size
         launch(place_kernel, triton.cdiv(size + 1, 32), placed, GROUPS=32, WIDE=_WIDE, BLOCKS=16)
-        launch(scatter_kernel, blocks, (keys, places, order, rows, size), BLOCK=_BLOCK, PART=64, num_warps=8)
+        launch(scatter_kernel, blocks, (keys, places, order, rows, size), BLOCK=_BLOCK, PART=8, num_warps=8)
         return order, offsets
     dtype = torch.int16 if size < 2**15 else torch.int32 if size < 2**31 else torch.int64
     keys = index.to(dtype) if check is None else check_values(index, size, check, dtype, size)

@@ -220,7 +220,7 @@ def serve(arch: str, only: Sequence[str]) -> None:
             program, seen = "forward", 0
             launches.clear()
             try:
-                with _float32("tf32" if dtype.endswith("tf32") and not limits.is_amd else "ieee"):
+                with _float32("tf32" if dtype.endswith("tf32") and not limits.is_amd else "none"):
                     plan, operands, indices = make(_device(arch))
                     # Other plans launch no kernel of ours.
                     if any(x in rows and rows[x].kinds for x in (step.choice.lowering for step in plan.steps)):
