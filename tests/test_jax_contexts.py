@@ -452,3 +452,11 @@ def test_errors_show_an_index_beyond_32_bits_as_it_is(value, dtype):
     wanted = call(np.asarray(x), np.asarray(c), q=q, index_mode="drop")
     np.testing.assert_array_equal(call(x, c, q=q, index_mode="drop"), wanted)
     np.testing.assert_array_equal(jax.jit(lambda x: call(x, c, q=q, index_mode="drop"))(x), wanted)
+
+
+@pytest.mark.parametrize("spec", ["q[n]j -> nj", "q[n]j, nj -> n"])
+def test_an_empty_pool_has_no_row_under_jit(spec):
+    """So every index is out of range, and every result is NaN."""
+    operands = jnp.ones((0, 3)), jnp.ones((5, 3))
+    call = jax.jit(lambda q, *xs: planner.contract(spec, *xs, q=q))
+    assert jnp.isnan(call(jnp.zeros(5, jnp.int32), *operands[: spec.count(",") + 1])).all()

@@ -335,6 +335,13 @@ def test_a_loop_goes_to_json_and_back_and_runs():
     assert "loop over j by 4, i by 3" in str(plan)
 
 
+@pytest.mark.parametrize("mode", ["raise", "clip", "drop"])
+def test_a_loop_that_reads_index_arrays_goes_to_json_and_back(mode):
+    whole = planner.plan("q[a]bc, ba -> ac", (5, 3, 4), (3, 6), q=(6,), backend="numpy", index_mode=mode)
+    plan = planner.Plan.of(make_loop(whole, {"a": 2}))
+    assert planner.Plan.from_json(plan.to_json()) == plan
+
+
 def test_the_clique_is_sliced_where_that_is_fastest(torch):
     """Six matrices of 256 x 256, whose pairwise contraction builds 17 GB."""
     seeded = torch.Generator().manual_seed(0)

@@ -254,7 +254,8 @@ class _Run:
         if TABLE.rows[lowering].supports(op) is not None:
             lowering = _Lowerer(*self.target, {})(op).lowering
         inexact = is_inexact(op.dtype)
-        if index_mode == "raise" and inexact and lowering in _INDEXING and 0 not in op.spec.by_axis.values():
+        empty = 0 in op.spec.by_axis.values() or any(gather.size == 0 for gather in op.gathers)
+        if index_mode == "raise" and inexact and lowering in _INDEXING and not empty:
             return self._run_marked(op, inputs, given)
         index = bring_into_range(given, index_mode, inexact)
         inputs, pool = list(inputs), unread_pool(op, lowering)

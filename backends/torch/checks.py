@@ -13,6 +13,8 @@ import atexit
 import contextlib
 import ctypes
 import importlib
+import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -66,19 +68,22 @@ class _Flag:
     """Where kernels on one stream tell of a bad index, as `planner.kernels.grouping.triton_grouping.Check` has it."""
 
     def __init__(self, device: torch.device) -> None:
+        on_card, told = device.type == "cuda", torch.zeros(2, dtype=torch.int64, device="cpu")
         with torch.inference_mode(False):  # calls outside of that mode use it too
-            self.word = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+            # Kernels that read an index array again write to the second word, which nobody looks at.
+            self.word, self.unread = (told.pin_memory() if on_card else told.clone()).split(1)
             self.poison = torch.ones(1, device=device)
+        self.stream = torch.cuda.current_stream(device) if on_card else None
         self.captured = False  # whether a CUDA graph writes to it
         self.seen = ctypes.c_int64.from_address(self.word.data_ptr())
 
     def take(self) -> int:
         """Return the word, and lower the flag. Backward passes of calls before find the poison that they had."""
-        word, self.seen.value = self.seen.value, 0
-        if self.captured:
-            self.poison.fill_(1)
-        else:
-            with torch.inference_mode(False):
+        with _lock, torch.cuda.stream(self.stream), torch.inference_mode(False):
+            word, self.seen.value = self.seen.value, 0
+            if word and self.captured:
+                self.poison.fill_(1)
+            elif word:
                 self.poison = torch.ones_like(self.poison)
         return word
 
@@ -110,6 +115,9 @@ _flags: dict[tuple[int, int], _Flag] = {}
 _tickets: dict[Any, int] = {}
 _asked: list[_Asked] = []
 _every_call = False
+_lock = threading.Lock()
+# Flags of a process that this one was forked from. They are kept, since a child cannot free memory of a card.
+_of_parents: list[dict[tuple[int, int], _Flag]] = []
 
 
 def can_wait(raw: Tensor) -> bool:
@@ -134,6 +142,7 @@ def prepare_indices(
     *,
     here: bool,
     shows: bool,
+    keeps: bool,
 ) -> RangedIndices:
     """Shape the index arrays of a call as the spec has them.
 
@@ -146,11 +155,12 @@ def prepare_indices(
         here: whether to check ranges here. This is for calls in which dropped indices decide which program runs, and
             for empty contractions, in which no step reads the arrays.
         shows: whether results can hold NaN. Then arrays on a card are checked while the call goes on.
+        keeps: whether the backward pass may find what was made of the arrays, which takes memory in between.
     """
     found = indices.found if isinstance(indices, CallIndices) else None
     if found and found[0].sizes is sizes and all([g in found[0] or g in found[0].given for g in gathers]):
         return found[0]  # the backward pass does not check and sort again
-    prepared, keeps = RangedIndices(False), True
+    prepared = RangedIndices(False)
     prepared.sizes = sizes
     later = shows and not here and MODES[mode].bad == "refuse"
     for gather, own in gathers.items():
@@ -189,28 +199,32 @@ def checked_later(raw: Tensor, shape: tuple[int, ...], gather: Gather, mode: str
         mode: the index mode, under which a bad index is refused.
         index: the index arrays of the call.
     """
-    whole = raw.contiguous()
+    whole, was_told = raw.contiguous(), False
+    call = weakref.ref(index)  # the call holds these functions: otherwise its arrays would live until a collection
 
-    def check(values: Tensor) -> Any:
-        flag = _flag_of(values)
-        if flag is None:
+    def check(values: Tensor, kind: str) -> Any:
+        nonlocal was_told
+        flag, called = _flag_of(values), call()
+        if flag is None or called is None:
             return None
-        ticket = _ticket(raw, gather, mode)
-        return _kernels().Check(flag.word, flag.poison, ticket)
+        # A flag has another poison once its error was raised: what is NaN stays NaN for the rest of this call.
+        earlier = [x for x in (called.poison, called.dropped) if x is not None]
+        poison = earlier[0] if earlier else flag.poison
+        setattr(called, kind, poison)
+        word, was_told = flag.unread if was_told else flag.word, True
+        return _kernels().Check(word, poison, _ticket(raw, gather, mode))
 
     def normal(values: Tensor) -> Tensor:
-        told = check(values)
+        told = check(values, "poison")
         if told is None:
             return torch_in_range(values, gather, mode)[0]
-        index.poison = told.poison
         checked: Tensor = _kernels().check_values(values.contiguous(), gather.size, told)
         return checked
 
     def sort(size: int) -> Any:
-        told = check(whole)
+        told = check(whole, "dropped")
         if told is None:
             return group_rows(torch_in_range(whole, gather, mode)[0].reshape(-1), size, drops=False)
-        index.dropped = told.poison
         return group_rows(whole.reshape(-1), size, told)
 
     return IndexArray(whole.reshape(shape), normal, may_drop=False, sort=sort)
@@ -223,10 +237,11 @@ def raise_pending() -> None:
         IndexRangeError: an earlier call read an index array with an entry out of range.
     """
     for flag in list(_flags.values()):
-        word = flag.take() if flag.seen.value else 0
+        word = flag.take() if flag.seen.value and not captured(flag.poison) else 0
         if word:  # no other thread took it
             ticket, position = divmod(word - 1, 1 << _POSITIONS)
-            error = _asked[ticket].error(position)
+            known = ticket < len(_asked)
+            error = _asked[ticket].error(position) if known else IndexRangeError("an index array was out of range")
             error.add_note(_NOTE)
             raise error
 
@@ -263,15 +278,16 @@ def _flag_of(x: Tensor) -> _Flag | None:
 def _ticket(raw: Tensor, gather: Gather, mode: str) -> int:
     """Return the number that stands for an index array in the word of a flag."""
     key = gather, raw.shape, mode
-    ticket = _tickets.get(key)
-    if ticket is None:
-        ticket = len(_asked)
-        if ticket >= _MOST_ASKED:  # so many sizes: what is told may be about another one
-            return ticket - 1
-        _asked.append(_Asked(gather, tuple(raw.shape), mode))
-        _tickets[key] = ticket
-    asked = _asked[ticket]
-    asked.array, asked.version = weakref.ref(raw), _version(raw)
+    with _lock:
+        ticket = _tickets.get(key)
+        if ticket is None:
+            ticket = len(_asked)
+            if ticket >= _MOST_ASKED:  # so many sizes: the error names no array
+                return ticket
+            _asked.append(_Asked(gather, tuple(raw.shape), mode))
+            _tickets[key] = ticket
+        asked = _asked[ticket]
+        asked.array, asked.version = weakref.ref(raw), _version(raw)
     return ticket
 
 
@@ -281,6 +297,16 @@ def _version(x: Tensor) -> int:
 
 def _kernels() -> Any:
     return importlib.import_module("planner.kernels.grouping.triton_grouping")
+
+
+def _after_fork() -> None:
+    """Leave what cards tell to the process that asked."""
+    _of_parents.append(dict(_flags))
+    _flags.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _at_exit() -> None:

@@ -224,6 +224,7 @@ class Executable:
             self.sizes,
             here=self.empty or self.drops,
             shows=self.inexact,
+            keeps=self.plan.options.retain_limit is None,
         )
 
     def forward(self, operands: Sequence[Tensor], index: RangedIndices) -> tuple[Tensor, tuple[Tensor, ...]]:

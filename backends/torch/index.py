@@ -102,6 +102,11 @@ class TorchIndex(PreparedIndex, torch.nn.Module):
         most = None if longest == "None" else int(longest)
         return cls(tensors, int(size), mode, may_drop == "True", in_order == "True", most)
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """Read the tensors. What is not known of them is forgotten: `set_extra_state` comes after this, if at all."""
+        self.in_order, self.longest, self._groups = False, None, None
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def get_extra_state(self) -> dict[str, Any]:
         """Return what is saved beside the tensors."""
         names = "size", "mode", "may_drop", "in_order", "longest"

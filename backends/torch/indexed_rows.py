@@ -207,7 +207,12 @@ def _groups_of_rows(groups: Groups, inner: int) -> Groups:
     if order is not None:
         order = (order.long().unsqueeze(1) * inner + OPS.iota(inner, order)).reshape(-1)
     return dataclasses.replace(
-        groups, order=order, offsets=groups.offsets.long() * inner, rows=groups.rows * inner, _tasks={}
+        groups,
+        order=order,
+        offsets=groups.offsets.long() * inner,
+        rows=groups.rows * inner,
+        longest=None if groups.longest is None else groups.longest * inner,
+        _tasks={},
     )
 
 

@@ -46,7 +46,8 @@ def _takes(c: Tensor) -> bool:
     """Whether `grouped_mm` takes matrices in this layout: row- or column-major, in multiples of 16 bytes."""
     size = c.element_size()
     strides = [c.stride(d) for d in range(3) if c.shape[d] > 1]
-    if c.is_cuda and _waits(c.device):
+    # While a graph is captured nothing can be tried: then it is taken to run, as on all cards that plans use it for.
+    if c.is_cuda and not torch.cuda.is_current_stream_capturing() and _waits(c.device):
         return False
     by_lines = c.stride(2) == 1 and c.stride(1) >= c.shape[2] or c.stride(1) == 1 and c.stride(2) >= c.shape[1]
     return by_lines and c.data_ptr() % 16 == 0 and all(x == 1 or (x * size) % 16 == 0 and x > 0 for x in strides)
@@ -54,13 +55,7 @@ def _takes(c: Tensor) -> bool:
 
 @functools.cache
 def _waits(device: torch.device) -> bool:
-    """Whether `grouped_mm` waits for a device, or does not run on it; a tiny product tells.
-
-    While a graph is captured nothing can be tried. Then it is taken to run, as on all cards that plans use it for.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        _waits.cache_clear()
-        return False
+    """Whether `grouped_mm` waits for a device, or does not run on it; a tiny product tells."""
     mode = torch.cuda.get_sync_debug_mode()
     rows, ends = torch.zeros(16, 16, dtype=torch.bfloat16, device=device), torch.full((1,), 16, device=device)
     torch.cuda.set_sync_debug_mode("error")

@@ -18,7 +18,15 @@ from planner.kernels.grouping.torch_grouping import Groups, accumulator, group_r
 from planner.kernels.grouping.triton_launch import launch, replayed
 from planner.kernels.segment_sum.triton_sum import add_parts, grouped_sum
 from planner.kernels.tiled_product.triton_arithmetic import precision
-from planner.kernels.tiled_product.triton_axes import Grouping, Matrices, axis_of, index_type, packed, sums_of
+from planner.kernels.tiled_product.triton_axes import (
+    Grouping,
+    Matrices,
+    axis_of,
+    index_type,
+    packed,
+    registers_for,
+    sums_of,
+)
 from planner.kernels.tiled_product.triton_product import product_kernel
 from planner.kernels.tiled_product.triton_tiles import Tiles, covers_pair, tiles_of
 
@@ -299,5 +307,5 @@ def _launch(
         product_kernel, count * triton.cdiv(n, tiles.n), arguments,
         MODE=mode, DROPS=int(drops), PRECISION=how, INDEX=index_type(max(m, k), tables[2], a.x, b.x, out.x),
         BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHUNK=tiles.chunk, ONE_K=k <= tiles.k,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        num_warps=tiles.warps, num_stages=tiles.stages, **registers_for(a.x),
     )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from planner.kernels.grouping.triton_launch import launch
 from planner.kernels.segment_sum.triton_sum import add_parts
-from planner.kernels.tiled_product.triton_axes import Grouping, Matrices, index_type, packed, sums_of
+from planner.kernels.tiled_product.triton_axes import Grouping, Matrices, index_type, packed, registers_for, sums_of
 from planner.kernels.tiled_product.triton_product import position
 from planner.kernels.tiled_product.triton_tiles import Tiles
 
@@ -146,7 +146,7 @@ def both_gradients(
         pair_kernel, tasks.most, arguments,
         DROPS=drops, PRECISION=precision, INDEX=index_type(rows * i, parts, g.x, a.x, c.x, da.x, dc.x),
         BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHUNK=tiles.chunk,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        num_warps=tiles.warps, num_stages=tiles.stages, **registers_for(a.x),
     )  # fmt: skip
     if tasks.slots:
         add_parts(parts, tasks.part_starts, groups, dc.x, (dc.outer, dc.inner, dc.column))

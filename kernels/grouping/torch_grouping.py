@@ -61,14 +61,16 @@ class Groups:
 
     def tasks(self, inner: int, step: int, drops: bool, empty: bool) -> Any:
         """Return the groups cut into tasks for a kernel, see `planner.kernels.grouping.triton_grouping.cut_tasks`."""
-        key = inner, step, drops, empty
+        # Another stream would not wait for the table. A graph that is captured fills its own each time it is replayed.
+        key = inner, step, drops, empty, _launches().place_of(self.offsets)
         tasks = self._tasks.get(key)
         if tasks is None:
             cut = _triton().cut_tasks
             tasks = cut(self.offsets, self.rows, self.size, inner, step, drops, empty)
             if self.longest is not None and self.longest * inner <= step:
                 tasks = tasks._replace(slots=0)
-            self._tasks[key] = tasks
+            if not (self.offsets.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._tasks[key] = tasks
         return tasks
 
 
@@ -108,8 +110,14 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@lru_cache(maxsize=1)
 def _triton() -> Any:
     return importlib.import_module("planner.kernels.grouping.triton_grouping")
+
+
+@lru_cache(maxsize=1)
+def _launches() -> Any:
+    return importlib.import_module("planner.kernels.grouping.triton_launch")
 
 
 def group_bytes(n: int, size: int, index_itemsize: int = 8) -> int:

@@ -239,7 +239,7 @@ def sort_rows(index: Tensor, size: int, check: Check | None = None) -> tuple[Ten
         )
         placed = counts, places, offsets, blocks, size
         launch(place_kernel, triton.cdiv(size + 1, 32), placed, GROUPS=32, WIDE=_WIDE, BLOCKS=16)
-        launch(scatter_kernel, blocks, (keys, places, order, rows, size), BLOCK=_BLOCK, PART=8, num_warps=8)
+        launch(scatter_kernel, blocks, (keys, places, order, rows, size), BLOCK=_BLOCK, PART=4, num_warps=8)
         return order, offsets
     dtype = torch.int16 if size < 2**15 else torch.int32 if size < 2**31 else torch.int64
     keys = index.to(dtype) if check is None else check_values(index, size, check, dtype, size)

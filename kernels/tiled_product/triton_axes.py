@@ -19,8 +19,13 @@ __all__ = [
     "axis_of",
     "index_type",
     "packed",
+    "registers_for",
     "sums_of",
 ]
+
+
+# Without a limit NVIDIA's assembler keeps some bytes of a thread in memory, for more programs at once. AMD's has none.
+_ALL_REGISTERS: dict[str, Any] = {} if torch.version.hip else {"maxnreg": 255}
 
 
 class Axis(NamedTuple):
@@ -100,6 +105,11 @@ class Grouping(NamedTuple):
 def packed(table: Tensor | None) -> Tensor | None:
     """Return a table as kernels read it, contiguous; a table that was expanded has a stride of 0."""
     return None if table is None else table.contiguous()
+
+
+def registers_for(x: Tensor) -> dict[str, Any]:
+    """Return the option that gives a thread all registers. Products of float64 keep more in memory with it."""
+    return _ALL_REGISTERS if x.element_size() < 8 else {}
 
 
 def sums_of(tasks: Tasks, like: Tensor, m: int, n: int) -> Tensor:

@@ -169,7 +169,8 @@ def _with_loop(plan: PlanRecord, stored: _StoredLoop) -> PlanRecord:
 
 def _rebuilt(plan: PlanRecord, lower: Lowerer) -> PlanRecord:
     """Return a plan with the programs of its tree."""
-    programs = build(plan.tree, plan, plan.programs.variables[: len(plan.operands)], lower)
+    variables = plan.programs.variables[: len(plan.operands)]
+    programs = build(plan.tree, plan, variables, lower, in_loop=plan.origin == "slice")
     return dataclasses.replace(plan, programs=programs)
 
 

@@ -22,6 +22,9 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from planner.kernels.segment_sum import triton_sum
+from planner.kernels.tiled_product import triton_axes
+
 __all__ = ["Kernel", "Launch", "stand_in"]
 
 
@@ -100,7 +103,10 @@ class _Driver:
         self.loaded[function - 1].files, self.loaded[function - 1].digest = dict(files), digest
 
     def launch(self, x: int, y: int, z: int, stream: int, function: int, *arguments: Any) -> None:
-        """Record a launch."""
+        """Record a launch. Index arrays become zeros: what kernels did not write may be out of range."""
+        for array in arguments:
+            if isinstance(array, torch.Tensor) and not array.is_floating_point():
+                array.zero_()
         self.launches.append(Launch(self.loaded[function - 1], (x, y, z)))
 
 
@@ -125,6 +131,8 @@ def stand_in(kind: str, arch: int | str, shared: int, warp: int = 32) -> Iterato
             mock.patch.object(torch.Tensor, "is_cuda", property(lambda x: True), create=True),
             mock.patch.object(torch.Tensor, "is_cpu", property(lambda x: False), create=True),
             mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+            mock.patch.dict(triton_sum.REGISTERS, clear=kind == "hip"),
+            mock.patch.dict(triton_axes._ALL_REGISTERS, clear=kind == "hip"),
             mock.patch.object(knobs.runtime, "kernel_load_end_hook", card.after_load),
         ):
             yield card.launches
