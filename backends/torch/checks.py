@@ -4,7 +4,7 @@ The kernel that brings an index array into range, or sorts it, writes to a flag 
 There is one flag for each device and stream. A part of it is memory of the host, which the device writes to and which
 the host looks at without waiting; so a CUDA graph that is replayed raises its flag too. `raise_pending` raises the
 error. Results that the index had a say in are NaN by then: grouped products write NaN for its row, and what other steps
-computed is multiplied by the flag's `poison`.
+computed, or added up by the index, is multiplied by the flag's `poison`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from planner.language.derive import resize_spec, sum_dims, summable_dims
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerLimitError
 from planner.language.options import MODES, SEARCHES, Options
-from planner.language.spec import Gather, Spec, Term
+from planner.language.spec import Gather, Spec, Term, term_gathers
 from planner.program.callbacks import callbacks
 from planner.program.calls import Member, RangedIndices
 from planner.program.guards import add_guards
@@ -263,8 +263,9 @@ class Executable:
         run = self.show_backward if profiler._is_profiler_enabled else self.run_backward
         run(values, index)
         gradients: list[Tensor | None] = [None if v is None else values[v] for v in self.programs.gradients]
-        if index.poison is not None:
-            gradients = [x if x is None else poisoned(x, index) for x in gradients]
+        if index.poison is not None or index.dropped is not None:
+            written = [bool(term_gathers(term)) for term in self.spec.inputs]
+            gradients = [x if x is None else poisoned(x, index, w) for x, w in zip(gradients, written, strict=True)]
         if self.fits and not self.is_complex:
             return gradients
         for number, (x, operand) in enumerate(zip(gradients, operands, strict=True)):

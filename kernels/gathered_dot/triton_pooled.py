@@ -6,8 +6,7 @@
 
 Both gradients are sums of products of rows, `kernels/segment_sum`. Operands are read in any strides, and no row of the
 pool is copied. The kernels never touch a row outside of the pool: a key out of range makes its results NaN.
-Sums are formed in one order, so equal calls give equal bits. Only the range check of an index that is not prepared
-waits for the device.
+Sums are formed in one order, so equal calls give equal bits.
 """
 
 from __future__ import annotations

@@ -56,9 +56,10 @@ def test_a_prepared_call_launches_its_kernels_only(stand_in):
 def test_an_index_that_is_not_prepared_takes_four_launches_more(stand_in):
     """No launch waits for the device. The backward pass checks and sorts nothing: it has another table of tasks.
 
-    Both gradients are one walk if products of float32 are not formed by parts, as in short sums.
+    Both gradients are one walk if products of float32 are not formed by parts, as in short sums. That of the matrices
+    is multiplied by the flag's poison.
     """
-    product, adds = ["tasks_kernel", "product_kernel"], ["add_parts_kernel"]
+    product, adds = ["tasks_kernel", "product_kernel"], ["add_parts_kernel", "mul_"]
     apart, walk = ["product_kernel", *product, *adds], ["tasks_kernel", "pair_kernel", *adds]
     few = ["count_kernel", "place_kernel", "scatter_kernel", *product]
     many = ["check_kernel", "starts_kernel", *product, "sort"]
@@ -207,9 +208,7 @@ def test_results_of_a_bad_index_are_nan(card, spec, device, dtype):
     of_rows, of_matrices = gradients
     assert of_rows[bad].isnan().all()
     assert torch.equal(of_rows[~bad], wanted[0][~bad])
-    of_good_rows = gradient * ~bad.view(40, *[1] * (gradient.dim() - 1))
-    good = torch.autograd.grad(plan(*operands, q=q.where(~bad, 0)), operands, of_good_rows)
-    assert torch.equal(of_matrices, good[1])
+    assert of_matrices.isnan().all()
 
 
 def test_a_flag_that_inference_mode_made_serves_training(card, monkeypatch):
