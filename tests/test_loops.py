@@ -22,7 +22,7 @@ from planner.bench.planning import MAKERS
 from planner.cost.figures import Cost
 from planner.inspect.memory import jax_compiled, torch_backward_memory, torch_memory
 from planner.language.derive import slice_spec
-from planner.program.loops import covers, parts, slice_counts
+from planner.program.loops import covers, parts, resize_plan, slice_counts
 from planner.program.ops import joint_elements
 from planner.program.plan import Loop
 from planner.program.tree import Leaf, Node
@@ -540,3 +540,13 @@ def test_an_axis_that_cuts_an_index_array_in_two_ways_is_not_cut():
         "q[n]a, aq[m], nm -> a", (400, 2000), (2000, 400), (3000, 3000), q=(3000,), backend="numpy", minimize="peak"
     )
     assert str(plan.loop) == "loop over a by 1"
+
+
+def test_a_loop_is_there_at_other_sizes_too():
+    """As in graphs of `torch.compile`: it cuts the same axes into slices of the same sizes."""
+    plan = planner.Plan.of(make_loop(planner.plan("ij, jk -> ik", (4, 6), (6, 5), backend="numpy"), {"j": 2}))
+    other = planner.plan("ij, jk -> ik", (8, 10), (10, 7), backend="numpy")
+    resized = planner.Plan.of(resize_plan(plan, other.contraction, {"i": 8, "j": 10, "k": 7}))
+    assert str(resized.loop) == "loop over j by 2"
+    a, b = np.arange(80.0, dtype="float32").reshape(8, 10), np.arange(70.0, dtype="float32").reshape(10, 7)
+    np.testing.assert_array_equal(resized(a, b), a @ b)

@@ -21,6 +21,7 @@ import planner
 from planner.backends.torch import checks
 from planner.backends.torch.backend import TorchBackend
 from planner.cost.device import H200
+from planner.kernels.grouped_matmul import triton_grouped
 
 SEED = "nij, q[n]jk -> nik"
 # So that small calls run the kernels too.
@@ -152,7 +153,10 @@ def seed_sorted():
 
 
 def replayed():
-    """Whether a call that is replayed reads its own operands, after one whose operands were one tensor."""
+    """Whether a call that is replayed reads its own operands, after one whose operands were one tensor.
+
+    And whether a call with operands of the same shapes in other strides is another one.
+    """
     x, y, q = torch.ones(4, 16, 16), torch.ones(4, 16, 16), planner.group(torch.arange(4), 4)
     plan = planner.plan(SEED, x, y, q=q, device=CHEAP)
     found = []
@@ -160,7 +164,11 @@ def replayed():
         result = plan(a, c, q=q)
         read = [given.data_ptr() for given in CARD.given if isinstance(given, torch.Tensor)][:3]
         found.append(read == [z.data_ptr() for z in (a, c, result)])
-    return found
+    facts = []
+    for c in (y, y.mT):
+        triton_grouped.grouped_matmul(x, c, q.groups)
+        facts.append([given for given in CARD.given if not isinstance(given, torch.Tensor)])
+    return [*found, facts[0] != facts[1]]
 
 
 def unprepared():

@@ -67,7 +67,7 @@ def test_an_index_that_is_not_prepared_takes_four_launches_more(stand_in):
 
 
 def test_replayed_calls_read_their_own_arrays(stand_in):
-    assert stand_in["replayed"] == [True] * 4
+    assert stand_in["replayed"] == [True] * 5
 
 
 def test_sorted_rows_have_no_order(stand_in):
