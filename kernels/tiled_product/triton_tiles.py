@@ -46,7 +46,7 @@ _LARGEST = {
     ("tf32", "terms"): Tiles(64, 64, 32, warps=8),
     ("tf32", "pair"): Tiles(64, 64, 16),
     ("bf16x6", "rows"): Tiles(64, 64, 16),
-    ("bf16x6", "plain"): Tiles(64, 64, 16),
+    ("bf16x6", "plain"): Tiles(64, 64, 16, warps=8),
     ("bf16x6", "terms"): Tiles(64, 64, 16),
     ("float", "rows"): Tiles(32, 64, 16, stages=3),
     ("float", "plain"): Tiles(32, 64, 16, stages=3),
