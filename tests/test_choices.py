@@ -34,7 +34,8 @@ def test_the_seed_never_builds_a_matrix_for_each_row(card):
 EXPECTED = {
     ("seed-gathered-matmul", "float32", "forward"): (24 * US, 130 * US),
     ("seed-gathered-matmul", "float32", "backward"): (39 * US, 120 * US),
-    ("sparse-convolution", "float32", "forward"): (200 * US, 700 * US),
+    # 658 MB at the card's 4.8 TB/s; the products run on tensor cores by parts.
+    ("sparse-convolution", "float32", "forward"): (137 * US, 700 * US),
 }
 
 

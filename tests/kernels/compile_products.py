@@ -20,7 +20,7 @@ from planner.bench.ahead_of_time import _resources
 from planner.kernels.grouped_matmul import triton_grouped, triton_pair
 from planner.kernels.grouping import triton_grouping
 from planner.kernels.grouping.torch_grouping import Groups
-from planner.kernels.tiled_product import triton_arithmetic
+from planner.kernels.tiled_product import triton_arithmetic, triton_axes
 from planner.kernels.tiled_product.triton_axes import Axis, Grouping, Matrices
 from planner.kernels.tiled_product.triton_tiles import TILINGS
 
@@ -122,6 +122,7 @@ def main(few, *cards):
                 mock.patch.multiple(triton_grouped, product_kernel=kernel(PRODUCT), add_parts=mock.DEFAULT),
                 mock.patch.multiple(triton_pair, pair_kernel=kernel(PAIR), add_parts=mock.DEFAULT),
                 mock.patch.object(triton_grouping, "launch"),
+                mock.patch.dict(triton_axes._ALL_REGISTERS, clear=kind == "hip"),
             ):
                 for sizes, dtype in cases:
                     for asked in ("none", *(("tf32",) if dtype == "float32" and not few else ())):
