@@ -267,6 +267,24 @@ def test_one_graph_serves_all_batch_sizes(name, how, graphs):
     assert counter.frame_count == graphs
 
 
+def test_one_graph_serves_all_prepared_indices_of_a_shape():
+    """Whether rows are in order and how long the longest group is differs from index to index: no graph holds it."""
+    counter = CompileCounterWithBackend("eager")
+    generator = torch.Generator().manual_seed(0)
+    x, c = (torch.randint(-3, 4, shape, generator=generator).double() for shape in ((40, 2, 3), (5, 3, 4)))
+
+    def function(x, c, q):
+        return planner.contract(GATHER, x, c, q=q)
+
+    made = torch.compile(function, fullgraph=True, backend=counter)
+    raw = [torch.randint(0, 5, (40,), generator=generator), torch.arange(40) // 8, torch.zeros(40, dtype=torch.long)]
+    prepared = [planner.group(q, 5) for q in raw]
+    assert {(q.in_order, q.longest) for q in prepared} >= {(True, 8), (True, 40)}
+    for q in prepared:
+        assert (made(x, c, q) == function(x, c, q)).all()
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("transform", ["vmap of grad", "jvp", "second derivative", "vmap over indices"])
 def test_transforms_in_one_graph(transform):
     def contract(x, q, c):

@@ -86,21 +86,24 @@ class TorchIndex(PreparedIndex, torch.nn.Module):
         """Return the same rows in another shape."""
         if tuple(shape) == tuple(self.shape):
             return self
-        (values, *sorted_rows), facts = self.parts()
-        return self.join([values.reshape(tuple(shape)), *sorted_rows], facts)
+        return self._with([self.values.reshape(tuple(shape)), self.order, self.offsets])
+
+    def _with(self, tensors: Iterable[Tensor]) -> TorchIndex:
+        """Return the same index with other tensors that hold the same numbers."""
+        return TorchIndex(tensors, self.size, self.mode, self.may_drop, self.in_order, self.longest)
 
     def parts(self) -> tuple[list[Tensor], tuple[str, ...]]:
-        """Return its tensors and its other facts. These are text, because Dynamo turns numbers into symbols."""
-        facts = str(self.size), self.mode, str(self.may_drop), str(self.in_order), str(self.longest)
-        return [self.values, self.order, self.offsets], facts
+        """Return its tensors, and the facts that a graph holds. These are text: Dynamo turns numbers into symbols.
+
+        Other facts differ from one index to the next, and a graph would be compiled for each.
+        """
+        return [self.values, self.order, self.offsets], (str(self.size), self.mode, str(self.may_drop))
 
     @classmethod
     def join(cls, tensors: Iterable[Tensor], facts: Iterable[str]) -> TorchIndex:
-        """Return the index of some tensors and facts: the inverse of `parts`."""
-        size, mode, may_drop, *more = facts  # graphs that were exported before do not say the last two
-        in_order, longest = more if len(more) == 2 else ("False", "None")
-        most = None if longest == "None" else int(longest)
-        return cls(tensors, int(size), mode, may_drop == "True", in_order == "True", most)
+        """Return the index of some tensors and facts, as `parts` returns them."""
+        size, mode, may_drop = facts
+        return cls(tensors, int(size), mode, may_drop == "True")
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         """Read the tensors. What is not known of them is forgotten: `set_extra_state` comes after this, if at all."""
@@ -126,8 +129,7 @@ class TorchIndex(PreparedIndex, torch.nn.Module):
         return callbacks().group, (self.values, self.size, self.mode)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchIndex:
-        tensors, facts = self.parts()
-        return self.join([copy.deepcopy(x, memo) for x in tensors], facts)
+        return self._with([copy.deepcopy(x, memo) for x in (self.values, self.order, self.offsets)])
 
 
 def refuse_sparse(raw: Tensor, gather: Gather) -> None:
