@@ -115,6 +115,11 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", help="predict times for a preset: cpu, a100, h100, h200, or 'tpu v5e'")
 
 
+def _add_html(command: argparse.ArgumentParser) -> None:
+    """Add the option that writes what the command prints as a page."""
+    command.add_argument("--html", metavar="FILE", help="also write a page with pictures, which any browser opens")
+
+
 def _add_check(commands: Any) -> None:
     """Add the command that property-tests a spec."""
     command = commands.add_parser(
@@ -170,6 +175,7 @@ def _make_parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="print the plan of a spec")
     _add_problem(explain)
     explain.add_argument("--minimize", default="time")
+    explain.add_argument("--naive", action="store_true", help="print the naive plan in its place, with its copies")
     explain.add_argument("--json", action="store_true", help="print the plan as JSON")
     explain.add_argument("--alternatives", action="store_true", help="also print the plans that were not taken")
     explain.add_argument(
@@ -178,10 +184,13 @@ def _make_parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--analyze", action="store_true", help="run the plan on random operands: predicted figures beside measured ones"
     )
+    _add_html(explain)
+    explain.add_argument("--trace", metavar="FILE", help="with --analyze: also write a trace for Perfetto")
     front = commands.add_parser("tradeoff", help="print the plans between time, peak and retained bytes")
     _add_problem(front)
     front.add_argument("--json", action="store_true", help="print the plans as a JSON list")
     front.add_argument("--plot", metavar="FILE", help="also draw them to a file")
+    _add_html(front)
     _add_check(commands)
     commands.add_parser("demo", help="run the seed workloads against what their authors wrote")
     commands.add_parser("calibrate", help="measure this machine's rates and store them for plans to use")
@@ -216,7 +225,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         if options.command == "tradeoff":
             return _tradeoff(tradeoff(options.spec, *operands, **problem), options)
-        return _explain(plan(options.spec, *operands, minimize=options.minimize, **problem), options)
+        chosen = plan(options.spec, *operands, minimize=options.minimize, **problem)
+        return _explain(chosen.naive if options.naive else chosen, options)
     except PlannerError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -227,6 +237,12 @@ def _explain(plan: Plan, options: argparse.Namespace) -> int:
     # Both may fail, so they come before anything is printed.
     alternatives = plan.alternatives() if options.alternatives else ()
     analysis = _analyze(plan) if options.analyze else None
+    if options.trace and analysis is None:
+        raise PlannerError("--trace writes what was measured: add --analyze")
+    if options.html:
+        plan.to_html(options.html, analysis)
+    if options.trace and analysis is not None:
+        analysis.to_chrome_trace(options.trace)
     if analysis is None or not options.json:
         print(plan.to_json() if options.json else plan)
     if analysis is not None:
@@ -243,9 +259,8 @@ def _explain(plan: Plan, options: argparse.Namespace) -> int:
 def _tradeoff(front: Tradeoff, options: argparse.Namespace) -> int:
     """Print the plans of a trade-off, and draw them if a file was named."""
     if options.plot:
-        try:
-            front.plot(options.plot)
-        except (OSError, ValueError) as error:
-            raise PlannerError(f"nothing was drawn to {options.plot!r:.80}: {error}") from None
+        front.plot(options.plot)
+    if options.html:
+        front.to_html(options.html)
     print(f"[{', '.join(point.to_json() for point in front)}]" if options.json else front)
     return 0
