@@ -13,6 +13,7 @@ import sys as _sys
 
 from planner.api import contract, plan
 from planner.api import plan_and_run as _plan_and_run
+from planner.audits.entry import audit
 from planner.caches import Caches, caches
 from planner.compare import Comparison, compare
 from planner.cost.device import Device
@@ -65,6 +66,7 @@ __all__ = [
     "Spec",
     "SpecError",
     "Tradeoff",
+    "audit",
     "batched",
     "caches",
     "compare",

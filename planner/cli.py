@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
+import runpy
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -11,6 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from planner.api import plan
+from planner.audits.entry import audit
 from planner.inspect.analysis import Analysis
 from planner.inspect.verdicts import implementations_text
 from planner.language.errors import PlannerError
@@ -168,6 +171,34 @@ def _check(options: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
+def _add_audit(commands: Any) -> None:
+    """Add the command that audits a script of torch."""
+    command = commands.add_parser(
+        "audit", help="run a torch script, and print what its products cost and what to write"
+    )
+    command.add_argument("script", help="a Python file")
+    command.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    command.add_argument("--measure", action="store_true", help="measure times; else they are predicted")
+    _add_html(command)
+
+
+def _audit(options: argparse.Namespace) -> int:
+    """Run a script within an audit, and print the report."""
+    if not os.path.isfile(options.script):
+        raise PlannerError(f"there is no script {options.script!r:.200}")
+    before = sys.argv, sys.path
+    sys.argv, sys.path = [options.script, *options.arguments], [os.path.dirname(options.script) or ".", *sys.path]
+    try:
+        with audit(measure=options.measure) as report:
+            runpy.run_path(options.script, run_name="__main__")
+    finally:
+        sys.argv, sys.path = before
+    print(report)
+    if options.html:
+        report.to_html(options.html)
+    return 0
+
+
 def _make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = _Parser(prog="python -m planner", description="Plan contractions with gather indices.")
@@ -192,6 +223,7 @@ def _make_parser() -> argparse.ArgumentParser:
     front.add_argument("--plot", metavar="FILE", help="also draw them to a file")
     _add_html(front)
     _add_check(commands)
+    _add_audit(commands)
     commands.add_parser("demo", help="run the seed workloads against what their authors wrote")
     commands.add_parser("calibrate", help="measure this machine's rates and store them for plans to use")
     return parser
@@ -212,8 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII only
     options = _make_parser().parse_args(arguments)
     try:
-        if options.command == "check":
-            return _check(options)
+        if options.command in ("check", "audit"):
+            return _check(options) if options.command == "check" else _audit(options)
         operands = [Operand(shape, options.dtype, requires_grad=options.grad) for shape in options.shapes]
         problem: dict[str, Any] = {
             "sizes": _by_letter("--size", options.size) or None,

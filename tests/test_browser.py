@@ -27,9 +27,11 @@ def browser(tmp_path_factory):
 
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
-    for argument in ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-                     "--hide-scrollbars", "--disable-background-networking", "--disable-component-update", "--disable-sync",
-                     f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):  # fmt: skip
+    for argument in (
+        *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
+        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+        f"--user-data-dir={tmp_path_factory.mktemp('browser')}",
+    ):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options, Service(DRIVER))

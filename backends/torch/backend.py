@@ -32,7 +32,7 @@ from planner.backends.torch.contexts.modes import (
     unscripted,
     unwatched,
 )
-from planner.backends.torch.contexts.routing import EinsumMode
+from planner.backends.torch.contexts.routing import RoutingMode
 from planner.backends.torch.contexts.sharded import divided, is_distributed
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex, torch_in_range
@@ -199,9 +199,9 @@ class TorchBackend(Backend):
 
         return once
 
-    def routing(self, route: Callable[..., Any]) -> AbstractContextManager[object]:
-        """Return a mode that sees every call of `torch.einsum`."""
-        return EinsumMode(route)
+    def routing(self, route: Callable[..., Any], every: bool = False) -> AbstractContextManager[object]:
+        """Return a mode that sees every call of `torch.einsum`, or of all of torch's functions."""
+        return RoutingMode(route, every)
 
     def unwatched(self) -> AbstractContextManager[object]:
         """Hide what runs inside from modes and from hooks on saved tensors."""

@@ -78,7 +78,9 @@ def _width(node: Node) -> float:
 
 
 def draw_tree(graph: Graph, times: dict[str, str]) -> Element:
-    """Return the drawing. `times` holds, for some nodes, a third line of text."""
+    """Return the drawing. `times` holds, for some nodes, what is added to their second line."""
+    named = [dataclasses.replace(n, detail=", ".join(filter(None, (n.detail, times.get(n.name))))) for n in graph.nodes]
+    graph = dataclasses.replace(graph, nodes=tuple(named))
     places = places_of(graph)
     width = 10 + max(place.x + place.width for place in places.values())
     height = ROW / 2 + max(place.y for place in places.values())
@@ -97,24 +99,20 @@ def draw_tree(graph: Graph, times: dict[str, str]) -> Element:
         # A label stands where its line begins: lines meet at their ends.
         label = shorten(edge.label.rpartition(", ")[2], 16)
         labels.append(tag("text", label, x=f"{x0 + 6:g}", y=f"{start.y - 5:g}", class_="size"))
-    boxes = [_box(node, places[node.name], times.get(node.name, "")) for node in graph.nodes]
+    boxes = [_box(node, places[node.name]) for node in graph.nodes]
     steps = sum(node.kind in ("step", "loop", "guard") for node in graph.nodes)
     label = f"The contraction tree: {steps} step{'s' * (steps != 1)}. The table of steps says the same in words."
     return svg(width, height, label, *lines, *labels, *boxes, class_="tree")
 
 
-def _box(node: Node, place: Place, time: str) -> Element:
-    top = place.y - HEIGHT / 2
-    title, detail = (shorten(text, MOST_CHARACTERS) for text in (node.title, node.detail))
-    said = f"{node.title}\n{node.detail}{f', {time}' if time else ''}"
+def _box(node: Node, place: Place) -> Element:
     corners = {"operand": 4, "result": 4, "index": 20}.get(node.kind, 9)
-    x = f"{place.x + 9:g}"
+    x, y, top = f"{place.x + 9:g}", place.y, f"{place.y - HEIGHT / 2:g}"
     return tag(
         "g",
-        tag("title", said),
-        tag("rect", x=f"{place.x:g}", y=f"{top:g}", width=f"{place.width:g}", height=str(HEIGHT), rx=str(corners)),
-        tag("text", title, x=x, y=f"{place.y - 4:g}"),
-        tag("text", f"{detail}{f', {time}' if time and len(detail) + len(time) < MOST_CHARACTERS else ''}",
-            x=x, y=f"{place.y + 12:g}", class_="detail"),
+        tag("title", f"{node.title}\n{node.detail}"),
+        tag("rect", x=f"{place.x:g}", y=top, width=f"{place.width:g}", height=str(HEIGHT), rx=str(corners)),
+        tag("text", shorten(node.title, MOST_CHARACTERS), x=x, y=f"{y - 4:g}"),
+        tag("text", shorten(node.detail, MOST_CHARACTERS), x=x, y=f"{y + 12:g}", class_="detail"),
         class_=f"node {node.kind}",
-    )  # fmt: skip
+    )

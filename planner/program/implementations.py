@@ -378,8 +378,8 @@ class Backend(Protocol):
         """Return what runs calls of arrays that lie on several devices; None if these do not, or the framework does."""
         return None
 
-    def routing(self, route: Callable[..., Any]) -> AbstractContextManager[object]:
-        """Return a context in which `route` gets the calls of the framework's einsum: function, arguments, keywords."""
+    def routing(self, route: Callable[..., Any], every: bool = False) -> AbstractContextManager[object]:
+        """Return a context in which `route` gets calls of einsum, or of `every` function: it, arguments, keywords."""
 
     def compiled_bytes(self, plan: PlanRecord) -> int | None:
         """Compile both programs of a plan and return the larger peak, kept values counted; None if nothing tells it."""
