@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import runpy
@@ -226,6 +227,10 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_audit(commands)
     commands.add_parser("demo", help="run the seed workloads against what their authors wrote")
     commands.add_parser("calibrate", help="measure this machine's rates and store them for plans to use")
+    with contextlib.suppress(ModuleNotFoundError):
+        import shtab
+
+        shtab.add_argument_to(parser, "--print-completion", help="print what a shell needs to complete this command")
     return parser
 
 
