@@ -47,7 +47,7 @@ packages: $(READY)
 nightly: $(READY)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest $(TESTS)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python tests/peers
-	$(MAKE) packages
+	$(MAKE) site wheels packages
 	PYTHONPATH=$(EXTRA) OMP_NUM_THREADS=1 $(BIN)/python tests/peers/packages.py --tests
 
 # The faults alone, at length: hours. SOAK names tests, or passes pytest an option.
