@@ -37,7 +37,7 @@ from planner.backends.torch.contexts.sharded import divided, is_distributed
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex, torch_in_range
 from planner.backends.torch.ops import OPS, dataless, not_dense, promote
-from planner.backends.torch.products import kept_copies
+from planner.backends.torch.products import einsum_copies
 from planner.backends.torch.rows import make_table
 from planner.backends.torch.runner import family_runner, runner, symbol_runner
 from planner.cost.device import CPU, GPU, Device, gpu_preset
@@ -60,7 +60,7 @@ class TorchBackend(Backend):
     name = "torch"
     strided = True
     conjugates = True
-    kept_copies = staticmethod(kept_copies)
+    einsum_copies = staticmethod(einsum_copies)
 
     def __init__(self) -> None:
         self.table, self.ops = make_table(), OPS

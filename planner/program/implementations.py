@@ -267,7 +267,7 @@ class Backend(Protocol):
         fuses: says whether a compiler computes the value of a first step inside a second step that reads it.
         turns: says whether a compiler copies a step's value into the order of its axes for steps that read it.
         conjugates: whether backward programs run on the conjugate of a complex output gradient.
-        kept_copies: for each input of a stock step, the bytes of the copy of it that the framework's autograd keeps.
+        einsum_copies: for each input of a stock step, the bytes of its copy that autograd keeps behind an einsum.
     """
 
     name: str
@@ -278,7 +278,7 @@ class Backend(Protocol):
     fuses: Fuses | None = None  # None without a compiler
     turns: Callable[[Step], bool] | None = None
     conjugates: bool = False
-    kept_copies: Callable[[Op], Sequence[int]] | None = None  # None if autograd keeps no copies
+    einsum_copies: Callable[[Op], Sequence[int]] | None = None  # None if autograd keeps no copies
 
     def operand(self, array: Any) -> Operand:
         """Describe an array."""

@@ -103,7 +103,7 @@ def naive_plan(contraction: Contraction) -> PlanRecord:
     result, lower = space.search("flops", PATH_STOP, space.path("auto"), naive=True)
     assert result is not None
     programs = space.programs(result.tree, lower)
-    copies_of = load_backend(contraction.backend).kept_copies
+    copies_of = load_backend(contraction.backend).einsum_copies
     if programs.backward is not None and copies_of is not None:
         programs = _with_copies(programs, copies_of)
     return PlanRecord.of_contraction(
