@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 # setuptools prints a box of advice about editable installations; it does not concern this project.
 NO_ADVICE := ignore:Editable installation
 
-.PHONY: venv demo test peers packages nightly soak mutants check format bench gpu docs clean
+.PHONY: venv demo test peers packages nightly soak mutants check format bench gpu docs site site-serve wheels clean
 
 venv: $(READY)
 
@@ -47,7 +47,7 @@ packages: $(READY)
 nightly: $(READY)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest $(TESTS)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python tests/peers
-	$(MAKE) packages
+	$(MAKE) site wheels packages
 	PYTHONPATH=$(EXTRA) OMP_NUM_THREADS=1 $(BIN)/python tests/peers/packages.py --tests
 
 # The faults alone, at length: hours. SOAK names tests, or passes pytest an option.
@@ -82,6 +82,25 @@ gpu:
 # The figures on these pages are measured: build them on a machine with nothing else to do.
 docs: $(READY)
 	$(BIN)/python docs/build.py
+
+# The site, with every example run while it is built, links checked, and every warning an error.
+SITE := build/site
+site: $(READY)
+	@$(INSTALL) --group site
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs $(SITE)
+	@echo "The site is in $(SITE): open $(SITE)/index.html, or make site-serve."
+
+site-serve: site
+	$(BIN)/python -m http.server --directory $(SITE) --bind 127.0.0.1 8000
+
+# The wheel and the sdist, built and checked, and installed with each extra into a new environment for each Python.
+PYTHONS ?= python3.11 python3.12 python3.13
+wheels: $(READY)
+	@$(INSTALL) --group wheels
+	PYTHONWARNINGS='$(NO_ADVICE)' $(BIN)/python -m build --no-isolation --outdir build/wheels .
+	$(BIN)/twine check --strict build/wheels/*
+	$(BIN)/check-wheel-contents build/wheels/*.whl
+	$(BIN)/python tests/clean_installs.py build/wheels $(PYTHONS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -13,7 +13,9 @@ import sys as _sys
 
 from planner.api import contract, plan
 from planner.api import plan_and_run as _plan_and_run
+from planner.audits.entry import audit
 from planner.caches import Caches, caches
+from planner.compare import Comparison, compare
 from planner.cost.device import Device
 from planner.cost.figures import Cost, PlanCost
 from planner.dropin.einsum import einsum
@@ -37,7 +39,7 @@ from planner.plan import load_plan as _load_plan
 from planner.program import callbacks as _callbacks
 from planner.run import run_plan as _run_plan
 from planner.search.choose import find_bound as _find_bound
-from planner.search.choose import naive_cost as _naive_cost
+from planner.search.choose import naive_plan as _naive_plan
 from planner.search.family import make_family_plan as _make_plan
 from planner.sharding import Sharding, shard
 from planner.tradeoff import Tradeoff, tradeoff
@@ -45,6 +47,7 @@ from planner.version import __version__ as __version__
 
 __all__ = [
     "Caches",
+    "Comparison",
     "ContractExpression",
     "Cost",
     "Device",
@@ -63,8 +66,10 @@ __all__ = [
     "Spec",
     "SpecError",
     "Tradeoff",
+    "audit",
     "batched",
     "caches",
+    "compare",
     "contract",
     "contract_expression",
     "contract_path",
@@ -80,7 +85,7 @@ __all__ = [
 ]
 
 _callbacks.enter(
-    _callbacks.Callbacks(contract, _make_plan, _naive_cost, _find_bound, _plan_and_run, _run_plan, group, _load_plan)
+    _callbacks.Callbacks(contract, _make_plan, _naive_plan, _find_bound, _plan_and_run, _run_plan, group, _load_plan)
 )
 if "torch" in _sys.modules:  # else torch's backend does this when it is loaded
     # So that `torch.load` takes plans and prepared index arrays, of which pickles name these functions.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
+import os
+import runpy
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -11,6 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from planner.api import plan
+from planner.audits.entry import audit
 from planner.inspect.analysis import Analysis
 from planner.inspect.verdicts import implementations_text
 from planner.language.errors import PlannerError
@@ -115,6 +119,11 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", help="predict times for a preset: cpu, a100, h100, h200, or 'tpu v5e'")
 
 
+def _add_html(command: argparse.ArgumentParser) -> None:
+    """Add the option that writes what the command prints as a page."""
+    command.add_argument("--html", metavar="FILE", help="also write a page with pictures, which any browser opens")
+
+
 def _add_check(commands: Any) -> None:
     """Add the command that property-tests a spec."""
     command = commands.add_parser(
@@ -163,6 +172,34 @@ def _check(options: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
+def _add_audit(commands: Any) -> None:
+    """Add the command that audits a script of torch."""
+    command = commands.add_parser(
+        "audit", help="run a torch script, and print what its products cost and what to write"
+    )
+    command.add_argument("script", help="a Python file")
+    command.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    command.add_argument("--measure", action="store_true", help="measure times; else they are predicted")
+    _add_html(command)
+
+
+def _audit(options: argparse.Namespace) -> int:
+    """Run a script within an audit, and print the report."""
+    if not os.path.isfile(options.script):
+        raise PlannerError(f"there is no script {options.script!r:.200}")
+    before = sys.argv, sys.path
+    sys.argv, sys.path = [options.script, *options.arguments], [os.path.dirname(options.script) or ".", *sys.path]
+    try:
+        with audit(measure=options.measure) as report:
+            runpy.run_path(options.script, run_name="__main__")
+    finally:
+        sys.argv, sys.path = before
+    print(report)
+    if options.html:
+        report.to_html(options.html)
+    return 0
+
+
 def _make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = _Parser(prog="python -m planner", description="Plan contractions with gather indices.")
@@ -170,6 +207,7 @@ def _make_parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="print the plan of a spec")
     _add_problem(explain)
     explain.add_argument("--minimize", default="time")
+    explain.add_argument("--naive", action="store_true", help="print the naive plan in its place, with its copies")
     explain.add_argument("--json", action="store_true", help="print the plan as JSON")
     explain.add_argument("--alternatives", action="store_true", help="also print the plans that were not taken")
     explain.add_argument(
@@ -178,13 +216,21 @@ def _make_parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--analyze", action="store_true", help="run the plan on random operands: predicted figures beside measured ones"
     )
+    _add_html(explain)
+    explain.add_argument("--trace", metavar="FILE", help="with --analyze: also write a trace for Perfetto")
     front = commands.add_parser("tradeoff", help="print the plans between time, peak and retained bytes")
     _add_problem(front)
     front.add_argument("--json", action="store_true", help="print the plans as a JSON list")
     front.add_argument("--plot", metavar="FILE", help="also draw them to a file")
+    _add_html(front)
     _add_check(commands)
+    _add_audit(commands)
     commands.add_parser("demo", help="run the seed workloads against what their authors wrote")
     commands.add_parser("calibrate", help="measure this machine's rates and store them for plans to use")
+    with contextlib.suppress(ModuleNotFoundError):
+        import shtab
+
+        shtab.add_argument_to(parser, "--print-completion", help="print what a shell needs to complete this command")
     return parser
 
 
@@ -203,8 +249,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII only
     options = _make_parser().parse_args(arguments)
     try:
-        if options.command == "check":
-            return _check(options)
+        if options.command in ("check", "audit"):
+            return _check(options) if options.command == "check" else _audit(options)
         operands = [Operand(shape, options.dtype, requires_grad=options.grad) for shape in options.shapes]
         problem: dict[str, Any] = {
             "sizes": _by_letter("--size", options.size) or None,
@@ -216,7 +262,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         if options.command == "tradeoff":
             return _tradeoff(tradeoff(options.spec, *operands, **problem), options)
-        return _explain(plan(options.spec, *operands, minimize=options.minimize, **problem), options)
+        chosen = plan(options.spec, *operands, minimize=options.minimize, **problem)
+        return _explain(chosen.naive if options.naive else chosen, options)
     except PlannerError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -227,6 +274,12 @@ def _explain(plan: Plan, options: argparse.Namespace) -> int:
     # Both may fail, so they come before anything is printed.
     alternatives = plan.alternatives() if options.alternatives else ()
     analysis = _analyze(plan) if options.analyze else None
+    if options.trace and analysis is None:
+        raise PlannerError("--trace writes what was measured: add --analyze")
+    if options.html:
+        plan.to_html(options.html, analysis)
+    if options.trace and analysis is not None:
+        analysis.to_chrome_trace(options.trace)
     if analysis is None or not options.json:
         print(plan.to_json() if options.json else plan)
     if analysis is not None:
@@ -243,9 +296,8 @@ def _explain(plan: Plan, options: argparse.Namespace) -> int:
 def _tradeoff(front: Tradeoff, options: argparse.Namespace) -> int:
     """Print the plans of a trade-off, and draw them if a file was named."""
     if options.plot:
-        try:
-            front.plot(options.plot)
-        except (OSError, ValueError) as error:
-            raise PlannerError(f"nothing was drawn to {options.plot!r:.80}: {error}") from None
+        front.plot(options.plot)
+    if options.html:
+        front.to_html(options.html)
     print(f"[{', '.join(point.to_json() for point in front)}]" if options.json else front)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -150,6 +151,105 @@ class Plan(PlanRecord):
             PlannerError: an operand needs a gradient, because slices compute values only; or an array has no values.
         """
         return Slices(self, operands, indices)
+
+    @property
+    def naive(self) -> Plan:
+        """The plan that this one replaces: take the gathered operands first, then contract in the framework's own way.
+
+        Print it to see its steps, what they copy because of strides, and what the framework's autograd keeps.
+
+        Example:
+            >>> import planner
+            >>> x = planner.Operand((8, 64, 32), strides=(4096, 32, 1), requires_grad=True)
+            >>> y = planner.Operand((8, 32, 16), requires_grad=True)
+            >>> p = planner.plan("ijk, ikl -> jl", x, y, backend="torch")
+            >>> p.naive.cost.retained_bytes, p.cost.retained_bytes  # torch.einsum copies x, and keeps the copy
+            (65536, 0)
+        """
+        return self.of(super(Plan, self).naive)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None, analysis: Analysis | None = None) -> str:
+        """Return a page about the plan: its tree, its memory over time, the time of each step, and every step.
+
+        The page needs no other file and no network.
+
+        Example:
+            >>> import planner
+            >>> p = planner.plan("ij, jk -> ik", (2, 3), (3, 4), backend="numpy")
+            >>> "<svg" in p.to_html()
+            True
+
+        Args:
+            path: the file to write the page to; None to write none.
+            analysis: what `analyze` of this plan returned, to show measured figures beside the predicted ones.
+
+        Raises:
+            PlannerError: the file cannot be written, or the analysis is that of another plan.
+        """
+        from planner.pages.pages import page_of_plan
+
+        return page_of_plan(self, path, analysis)
+
+    def _repr_html_(self) -> str:
+        from planner.pages.pages import part_of_page
+
+        return part_of_page(self)
+
+    def to_mermaid(self) -> str:
+        """Return the contraction tree as a flowchart for Mermaid, which documents on many sites may hold.
+
+        Example:
+            >>> import planner
+            >>> print(planner.plan("ij, jk -> ik", (2, 3), (3, 4), backend="numpy").to_mermaid())
+            flowchart LR
+              o0["0: ij<br>2 x 3, 24 B"]
+              o1["1: jk<br>3 x 4, 48 B"]
+              s0("ij, jk -> ik<br>matmul")
+              r["ik<br>2 x 4, 32 B"]
+              o0 -->|"24 B"| s0
+              o1 -->|"48 B"| s0
+              s0 -->|"32 B"| r
+        """
+        from planner.pages.graphs import mermaid_of
+
+        return mermaid_of(self)
+
+    def to_dot(self) -> str:
+        r"""Return the contraction tree as a graph in the language of Graphviz.
+
+        Example:
+            >>> import planner
+            >>> print(planner.plan("i -> ", (3,), backend="numpy").to_dot())
+            digraph plan {
+              rankdir=LR;
+              node [shape=box];
+              "o0" [label="0: i\n3, 12 B"];
+              "s0" [label="i -> \nsum", style=rounded];
+              "r" [label="()\none number, 4 B"];
+              "o0" -> "s0" [label="12 B"];
+              "s0" -> "r" [label="4 B"];
+            }
+        """
+        from planner.pages.graphs import dot_of
+
+        return dot_of(self)
+
+    def plot(self, path: str | os.PathLike[str] | None = None, analysis: Analysis | None = None) -> Any:
+        """Draw the pictures of the plan's page with matplotlib: the tree, memory over time, and the time of each step.
+
+        Args:
+            path: the file to save the drawing to; None to save none. Its ending sets the format.
+            analysis: as in `to_html`.
+
+        Returns:
+            The matplotlib figure.
+
+        Raises:
+            PlannerError: matplotlib is not installed, the file cannot be written, or the analysis is of another plan.
+        """
+        from planner.pages.plots import plot_plan
+
+        return plot_plan(self, path, analysis)
 
     def alternatives(self, most: int = 5) -> tuple[Alternative[Plan], ...]:
         """Return the best plans that were not chosen, and why each loses.

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from planner.api import plan
+from planner.compare import Comparison
 from planner.cost.device import Device
 from planner.cost.objective import OBJECTIVES
-from planner.inspect.text import table_lines
+from planner.inspect.text import comparison_text
 from planner.language.errors import PlannerError, PlannerLimitError
 from planner.language.options import SEARCHES, is_name
 from planner.language.resolve import shorten
-from planner.language.units import bytes_text, count_text, parse_bytes, seconds_text
+from planner.language.units import bytes_text, parse_bytes, seconds_text
 from planner.plan import Plan
 from planner.search.alternatives import alternatives
 from planner.search.verify import keep_fitting
@@ -50,16 +52,7 @@ class Tradeoff:
         return self.plans[number]
 
     def __str__(self) -> str:
-        first = self.plans[0]
-        gradients = any(operand.requires_grad for operand in first.operands)
-        rows = [["#", "time", "FLOPs", "peak", "retained", "how"]]
-        for number, point in enumerate(self.plans):
-            cost, keep = point.cost, f"; keeps {point.keep}" if gradients else ""
-            figures = [seconds_text(cost.seconds), count_text(cost.flops)]
-            figures += [bytes_text(cost.peak_bytes), bytes_text(cost.retained_bytes)]
-            rows.append([str(number), *figures, point.origin + keep])
-        head = f"{first.text}        {first.backend} · {first.device.name} · {first.dtype}"
-        return "\n".join([head, *table_lines(rows, (0, 5))])
+        return comparison_text(self.plans)
 
     def __repr__(self) -> str:
         return f"<Tradeoff '{shorten(self.plans[0].text, 80)}' {len(self)} plans>"
@@ -74,12 +67,11 @@ class Tradeoff:
             The matplotlib axes.
 
         Raises:
-            PlannerError: matplotlib is not installed.
+            PlannerError: matplotlib is not installed, or the file cannot be written.
         """
-        try:
-            from matplotlib import pyplot
-        except ImportError:
-            raise PlannerError("plotting needs matplotlib: pip install 'contraction-planner[viz]'") from None
+        from planner.pages.plots import load_pyplot, save_figure
+
+        pyplot = load_pyplot()
         costs = [point.cost for point in self.plans]
         figure, axes = pyplot.subplots(layout="constrained")
         points = axes.scatter(
@@ -94,9 +86,22 @@ class Tradeoff:
         axes.yaxis.set_major_formatter(lambda value, _: bytes_text(round(value)))
         axes.grid(alpha=0.3)
         figure.colorbar(points, label="retained", format=lambda value, _: bytes_text(round(value)))
-        if path is not None:
-            figure.savefig(path)
+        save_figure(figure, path)
         return axes
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return a page that sets the plans side by side; see `planner.compare`.
+
+        Args:
+            path: the file to write the page to; None to write none.
+
+        Raises:
+            PlannerError: the file cannot be written.
+        """
+        return Comparison(self.plans).to_html(path)
+
+    def _repr_html_(self) -> str:
+        return Comparison(self.plans)._repr_html_()
 
 
 def tradeoff(

@@ -28,7 +28,8 @@ def _sources() -> set[str]:
     """The paths, as imported, of every file that a package must hold."""
     found = {"planner/py.typed"}
     for top, prefix in (("planner", ""), ("backends", "planner/"), ("kernels", "planner/")):
-        found |= {prefix + path.relative_to(ROOT).as_posix() for path in (ROOT / top).rglob("*.py")}
+        files = [path for ending in ("py", "css") for path in (ROOT / top).rglob(f"*.{ending}")]
+        found |= {prefix + path.relative_to(ROOT).as_posix() for path in files}
     return found
 
 

@@ -48,6 +48,18 @@ def test_examples_print_what_the_page_shows(session):
     assert BUILD["printed"]([block for block, _ in session]) == [shown for _, shown in session]
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "guide").glob("*.md")), ids=lambda page: page.stem)
+def test_the_pages_of_the_guide_run(page):
+    """Each is one notebook on the site. Here its cells run one after the other."""
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    cells = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert cells
+    program = "\n".join(["import os", f"os.chdir({str(page.parent)!r})", *cells])
+    run(sys.executable, "-c", program, MPLBACKEND="Agg")
+
+
 def _anchors(page):
     """The names by which links find the headings of a page: lower case, a hyphen for each space."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)

@@ -159,7 +159,7 @@ class NumpyBackend(Backend):
 
         return once
 
-    def routing(self, route: Callable[..., Any]) -> AbstractContextManager[object]:
+    def routing(self, route: Callable[..., Any], every: bool = False) -> AbstractContextManager[object]:
         """Replace the code of `np.einsum`."""
         return _ROUTING(route)
 

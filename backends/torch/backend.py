@@ -32,11 +32,12 @@ from planner.backends.torch.contexts.modes import (
     unscripted,
     unwatched,
 )
-from planner.backends.torch.contexts.routing import EinsumMode
+from planner.backends.torch.contexts.routing import RoutingMode
 from planner.backends.torch.contexts.sharded import divided, is_distributed
 from planner.backends.torch.executable import Executable
 from planner.backends.torch.index import TorchIndex, torch_in_range
 from planner.backends.torch.ops import OPS, dataless, not_dense, promote
+from planner.backends.torch.products import einsum_copies
 from planner.backends.torch.rows import make_table
 from planner.backends.torch.runner import family_runner, runner, symbol_runner
 from planner.cost.device import CPU, GPU, Device, gpu_preset
@@ -59,6 +60,7 @@ class TorchBackend(Backend):
     name = "torch"
     strided = True
     conjugates = True
+    einsum_copies = staticmethod(einsum_copies)
 
     def __init__(self) -> None:
         self.table, self.ops = make_table(), OPS
@@ -197,9 +199,9 @@ class TorchBackend(Backend):
 
         return once
 
-    def routing(self, route: Callable[..., Any]) -> AbstractContextManager[object]:
-        """Return a mode that sees every call of `torch.einsum`."""
-        return EinsumMode(route)
+    def routing(self, route: Callable[..., Any], every: bool = False) -> AbstractContextManager[object]:
+        """Return a mode that sees every call of `torch.einsum`, or of all of torch's functions."""
+        return RoutingMode(route, every)
 
     def unwatched(self) -> AbstractContextManager[object]:
         """Hide what runs inside from modes and from hooks on saved tensors."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
+from planner.inspect.files import save
 from planner.inspect.text import MOST_ROWS, table_lines
 from planner.language.units import bytes_text, count_text, seconds_text
 from planner.program.implementations import MASK
@@ -120,6 +123,28 @@ class Analysis:
                 entry["off"] = dict(row.off)
         return json.dumps(fields, indent=1, allow_nan=False)
 
+    def to_chrome_trace(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return the analysis as a trace, which Perfetto (ui.perfetto.dev) and Chrome's tracing page open.
+
+        Steps are slices, measured ones and predicted ones on tracks of their own. Live bytes are counters.
+
+        Example:
+            >>> import json
+            >>> import numpy as np
+            >>> import planner
+            >>> a, b = np.ones((20, 30)), np.ones((30, 40))
+            >>> trace = json.loads(planner.plan("ij, jk -> ik", a, b).analyze(a, b).to_chrome_trace())
+            >>> [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
+            ['ij, jk -> ik (matmul)', 'ij, jk -> ik (matmul)']
+
+        Args:
+            path: the file to write the trace to; None to write none.
+
+        Raises:
+            PlannerError: the file cannot be written.
+        """
+        return save(json.dumps(_trace_of(self), allow_nan=False), path)
+
     def __str__(self) -> str:
         return analysis_text(self)
 
@@ -166,3 +191,48 @@ def _figures(figures: Figures) -> list[str]:
         *("-" if n is None else bytes_text(n) for n in sizes),
         "-" if figures.seconds is None else seconds_text(figures.seconds),
     ]
+
+
+# --- a trace ------------------------------------------------------------------------------------
+
+
+def _trace_of(analysis: Analysis) -> dict[str, Any]:
+    """Return an analysis in the format of Chrome's trace events, with times in microseconds.
+
+    Its events are slices ("X"), counters ("C") and names of tracks ("M"). Measured and predicted steps have tracks of
+    their own. The steps of each program follow one another. Steps of a loop's slice have tracks of their own too,
+    because a loop runs them many times.
+    """
+    programs = list(dict.fromkeys(step.program for step in analysis.steps))
+    tracks = [("forward", "backward"), *((name,) for name in programs if name not in ("forward", "backward"))]
+    events: list[dict[str, Any]] = [_named("process_name", 0, analysis.text)]
+    for number, track in enumerate(tracks):
+        steps = [step for step in analysis.steps if step.program in track]
+        what = "" if number == 0 else f", {track[0]}"
+        for offset, kind in enumerate(("measured", "predicted")):
+            thread = 2 * number + offset + 1
+            events.append(_named("thread_name", thread, f"{kind}{what}"))
+            events += _events(steps, kind, thread, f"{kind} live bytes{what}")
+    return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"backend": analysis.backend,
+            "device": analysis.device, "dtype": analysis.dtype, "rounds": analysis.rounds}}  # fmt: skip
+
+
+def _named(what: str, thread: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": 1, "tid": thread, "args": {"name": name}}
+
+
+def _events(steps: Iterable[AnalyzedStep], kind: str, thread: int, counter: str) -> Iterator[dict[str, Any]]:
+    begin = 0.0
+    for step in steps:
+        figures = getattr(step, kind)
+        duration = 1e6 * (figures.seconds or 0.0)
+        known = {"FLOPs": figures.flops, "bytes moved": figures.bytes_moved, "live bytes": figures.live_bytes}
+        yield {
+            "name": f"{step.text} ({step.lowering})", "cat": step.program, "ph": "X", "pid": 1, "tid": thread,
+            "ts": begin, "dur": duration,
+            "args": {"step": step.number, **{name: value for name, value in known.items() if value is not None}},
+        }  # fmt: skip
+        if figures.live_bytes is not None:
+            yield {"name": counter, "ph": "C", "pid": 1, "ts": begin, "args": {"bytes": figures.live_bytes}}
+        begin += duration
+    yield {"name": counter, "ph": "C", "pid": 1, "ts": begin, "args": {"bytes": 0}}

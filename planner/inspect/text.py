@@ -6,16 +6,28 @@ import math
 from collections.abc import Sequence
 
 from planner.cost.figures import Cost
+from planner.cost.layout import layout_of
 from planner.language.dtypes import itemsize
 from planner.language.resolve import shorten
-from planner.language.spec import Spec, term_gathers
+from planner.language.spec import term_gathers
 from planner.language.split import letter_of
 from planner.language.units import bytes_text, count_text, seconds_text
-from planner.program.plan import Loop, PlanRecord
+from planner.program.plan import NAIVE, Loop, PlanRecord
 from planner.program.program import Program, Step
 from planner.search.collectives import foretell
 
-__all__ = ["equation", "lowered_to", "plan_text", "table_lines"]
+__all__ = [
+    "comparison_text",
+    "equation",
+    "gap_text",
+    "how_text",
+    "keeps_text",
+    "kept_text",
+    "lowered_to",
+    "naive_text",
+    "plan_text",
+    "table_lines",
+]
 
 MOST_ROWS = 40
 # A greater gap says nothing.
@@ -49,7 +61,7 @@ def _describe_compiled(plan: PlanRecord) -> str:
     return f"; compiled {bytes_text(plan.compiled_bytes)}, inside another jit unverified"
 
 
-def _describe_gap(plan: PlanRecord) -> str:
+def gap_text(plan: PlanRecord) -> str:
     """Return how far a plan may be from the best possible one, as text."""
     gap = plan.gap
     proven = "proven" if plan.proven else "not proven"
@@ -68,16 +80,18 @@ def plan_text(plan: PlanRecord) -> str:
     head = f"{shorten(plan.text, MOST_TEXT)}        {plan.backend} · {plan.device.name} · {plan.dtype} · {gradients}"
     exchanges = _Exchanges(plan)
     summary = [["", "FLOPs", "moves", "peak", "retained", "time"]]
-    for name, cost in (("naive", plan.naive_cost), ("this plan", plan.cost)):
-        summary.append([name, *_figures(cost), seconds_text(cost.seconds)])
-    summary[1].append(_naive_way(plan.resolved.spec))
-    how = plan.origin
-    if how.startswith("exact"):
-        search, *family = how.split(", for the family of ")
-        how = ", of the family of ".join([f"{search} search", *family])
-    keep = f"; {_describe_kept(plan)}" if wanted else ""
-    summary[2].append(f"{how}, {_describe_gap(plan)}{keep}{_describe_compiled(plan)}")
-    lines = [head, *_symbol_lines(plan), *exchanges.lines(), *table_lines(summary, (0, 6))]
+    is_naive = plan.origin == NAIVE
+    summary.append(["naive", *_figures(plan.naive_cost), seconds_text(plan.naive_cost.seconds), naive_text(plan)])
+    if not is_naive:
+        how = plan.origin
+        if how.startswith("exact"):
+            search, *family = how.split(", for the family of ")
+            how = ", of the family of ".join([f"{search} search", *family])
+        keep = f"; {kept_text(plan)}" if wanted else ""
+        said = f"{how}, {gap_text(plan)}{keep}{_describe_compiled(plan)}"
+        summary.append(["this plan", *_figures(plan.cost), seconds_text(plan.cost.seconds), said])
+    notes = [*_symbol_lines(plan), *(_stride_lines(plan) if is_naive else ())]
+    lines = [head, *notes, *exchanges.lines(), *table_lines(summary, (0, 6))]
     titles = ["#", "step", "lowered to", "FLOPs", "moves", "live", "time"]
     rows: list[Sequence[str]] = [[*titles, *exchanges.titles, "keeps"]]
     backward = plan.programs.backward
@@ -110,7 +124,42 @@ def _symbol_lines(plan: PlanRecord) -> list[str]:
     return [f"  planned at {', '.join(f'{n} = {k:,}' for n, k in stand_ins.items())}; symbolic sizes run stock steps"]
 
 
-def _describe_kept(plan: PlanRecord) -> str:
+def comparison_text(plans: Sequence[PlanRecord]) -> str:
+    """Return plans as a table: a row of figures for each, and how it was found."""
+    first = plans[0]
+    rows = [["#", "time", "FLOPs", "peak", "retained", "how"]]
+    for number, plan in enumerate(plans):
+        cost = plan.cost
+        figures = [seconds_text(cost.seconds), count_text(cost.flops)]
+        figures += [bytes_text(cost.peak_bytes), bytes_text(cost.retained_bytes)]
+        rows.append([str(number), *figures, how_text(plan, first)])
+    return "\n".join([f"{first.text}        {_place(first)}", *table_lines(rows, (0, 5))])
+
+
+def how_text(plan: PlanRecord, first: PlanRecord) -> str:
+    """Return how a plan was found, and in what its contraction differs from that of a first plan."""
+    parts = [plan.origin]
+    if any(operand.requires_grad for operand in plan.operands):
+        parts.append(f"keeps {plan.keep}")
+    parts += [_place(plan)] * (_place(plan) != _place(first)) + [shorten(plan.text, 80)] * (plan.text != first.text)
+    return "; ".join(parts)
+
+
+def _place(plan: PlanRecord) -> str:
+    return f"{plan.backend} · {plan.device.name} · {plan.dtype}"
+
+
+def _stride_lines(plan: PlanRecord) -> list[str]:
+    """Return a line about each operand that is not row-major, because such operands are copied."""
+    lines = []
+    for number, (operand, term) in enumerate(zip(plan.operands, plan.resolved.spec.inputs, strict=True)):
+        if layout_of(operand.shape, operand.strides) is not None:
+            strides = ", ".join(map(str, operand.strides or ()))
+            lines.append(f"  operand {number}, {''.join(map(str, term))}, is not row-major: its strides are {strides}")
+    return lines
+
+
+def kept_text(plan: PlanRecord) -> str:
     """Return what the forward program keeps for the backward program, as text."""
     if plan.keep != "some":
         return "keeps all intermediates" if plan.keep == "all" else "keeps only the inputs"
@@ -120,8 +169,9 @@ def _describe_kept(plan: PlanRecord) -> str:
     return f"keeps {kept} intermediate{'s' * (kept > 1)}, computes {computed} again"
 
 
-def _naive_way(spec: Spec) -> str:
-    """Return what the naive plan does, as text."""
+def naive_text(plan: PlanRecord) -> str:
+    """Return what the naive plan of a contraction does, as text."""
+    spec = plan.resolved.spec
     takes = any(map(term_gathers, spec.inputs))
     adds = bool(term_gathers(spec.output))
     parts = ["take the gathered operands"] * takes + ["contract pairwise"] * (len(spec.inputs) > 1)
@@ -178,7 +228,7 @@ def _rows(plan: PlanRecord, program: Program, first: int, exchanges: _Exchanges 
         figures.append(seconds_text(cost.picoseconds / 1e12))
         text = shorten(equation(step), MOST_EQUATION)
         cells = exchanges.cells(step) if exchanges else []
-        rows.append([str(number), text, lowered_to(step), *figures, *cells, _keeps(plan, step)])
+        rows.append([str(number), text, lowered_to(step), *figures, *cells, keeps_text(plan, step)])
     return rows
 
 
@@ -215,10 +265,12 @@ def equation(step: Step) -> str:
     return f"{', '.join(terms)} -> {'; '.join(outputs)}"
 
 
-def _keeps(plan: PlanRecord, step: Step) -> str:
-    """Return, as text, the inputs of a step that stay alive because a gradient step reads them."""
+def keeps_text(plan: PlanRecord, step: Step) -> str:
+    """Return, as text, the inputs of a step that stay alive because a gradient step reads them, and what it copies."""
     variables = plan.programs.variables
     parts = ["computed again"] * step.recomputed
+    if step.choice.cost.copied_bytes:
+        parts.append(f"copies {bytes_text(step.choice.cost.copied_bytes)}")
     for position, number in enumerate(step.inputs):
         if number in step.keeps:
             base = variables[variables[number].base]

@@ -10,7 +10,7 @@ from planner.program.frameworks import load_backend
 from planner.program.plan import PlanRecord
 from planner.program.program import Step
 
-__all__ = ["ImplementationVerdict", "implementations_text", "verdicts"]
+__all__ = ["ImplementationVerdict", "implementations_text", "step_verdicts", "verdicts"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,10 +38,11 @@ class ImplementationVerdict:
 
 def verdicts(plan: PlanRecord) -> tuple[tuple[ImplementationVerdict, ...], ...]:
     """Return a verdict on each implementation of each step; see `planner.plan.Plan.implementations`."""
-    return tuple(_of_step(part, step) for part, step in plan.inner_steps())
+    return tuple(step_verdicts(part, step) for part, step in plan.inner_steps())
 
 
-def _of_step(plan: PlanRecord, step: Step) -> tuple[ImplementationVerdict, ...]:
+def step_verdicts(plan: PlanRecord, step: Step) -> tuple[ImplementationVerdict, ...]:
+    """Return a verdict on each implementation of a step: the chosen one, others by their time, then refused ones."""
     chosen = step.choice.lowering
     judged = []
     for name, found in load_backend(plan.backend).table.verdicts(step.op, plan.device, chosen).items():

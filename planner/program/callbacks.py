@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from planner.cost.figures import PlanCost
 from planner.program.contraction import Contraction
 
 __all__ = ["Callbacks", "callbacks", "enter"]
@@ -24,7 +23,7 @@ class Callbacks:
     Attributes:
         contract: `planner.contract`.
         make_plan: chooses the plan of a contraction, a `planner.program.plan.PlanRecord`.
-        naive_cost: returns the cost of the naive plan of a contraction.
+        naive_plan: returns the naive plan of a contraction, a `PlanRecord` too.
         lower_bound: returns what no plan of a contraction costs less than, as its objective measures it. It is also
             told whether the plan has a loop over slices.
         plan_and_run: plans and runs the first call of its kind; takes a `Request`, operands and index arrays.
@@ -35,7 +34,7 @@ class Callbacks:
 
     contract: Callable[..., Any]
     make_plan: Callable[[Contraction], Any]
-    naive_cost: Callable[[Contraction], PlanCost]
+    naive_plan: Callable[[Contraction], Any]
     lower_bound: Callable[[Contraction, bool], float | None]
     plan_and_run: Callable[..., Any]
     run_plan: Callable[..., Any]

@@ -72,8 +72,7 @@ class Implementation:
         kinds: the kinds of device that it runs on; None for all.
         capabilities: the compute capabilities of graphics cards that it runs on, times ten; None for all.
         layouts: returns how the results lie in memory, if arrays have strides; None if all are row-major.
-        variant_of: name of the row of which this one is another tiling at the same cost. `optimize="measure"` times
-            such variants. "" if the row is not a variant.
+        variant_of: the row of which this is another tiling at the same cost, for `optimize="measure"` to time; or "".
         bounded: whether its cost is never below `planner.cost.floor`; else the search prices all steps.
         brackets: 0, or the most brackets of its steps if all have some. Then it launches `launches` operators or more.
         guarded_scratch: returns how many bytes of scratch more an op can need for the sake of guards: because operands
@@ -268,6 +267,7 @@ class Backend(Protocol):
         fuses: says whether a compiler computes the value of a first step inside a second step that reads it.
         turns: says whether a compiler copies a step's value into the order of its axes for steps that read it.
         conjugates: whether backward programs run on the conjugate of a complex output gradient.
+        einsum_copies: for each input of a stock step, the bytes of its copy that autograd keeps behind an einsum.
     """
 
     name: str
@@ -278,6 +278,7 @@ class Backend(Protocol):
     fuses: Fuses | None = None  # None without a compiler
     turns: Callable[[Step], bool] | None = None
     conjugates: bool = False
+    einsum_copies: Callable[[Op], Sequence[int]] | None = None  # None if autograd keeps no copies
 
     def operand(self, array: Any) -> Operand:
         """Describe an array."""
@@ -377,8 +378,8 @@ class Backend(Protocol):
         """Return what runs calls of arrays that lie on several devices; None if these do not, or the framework does."""
         return None
 
-    def routing(self, route: Callable[..., Any]) -> AbstractContextManager[object]:
-        """Return a context in which `route` gets the calls of the framework's einsum: function, arguments, keywords."""
+    def routing(self, route: Callable[..., Any], every: bool = False) -> AbstractContextManager[object]:
+        """Return a context in which `route` gets calls of einsum, or of `every` function: it, arguments, keywords."""
 
     def compiled_bytes(self, plan: PlanRecord) -> int | None:
         """Compile both programs of a plan and return the larger peak, kept values counted; None if nothing tells it."""

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from planner.cost.figures import PlanCost
 from planner.cost.layout import Layout
@@ -20,7 +20,10 @@ from planner.program.ops import Gradients, Op
 from planner.program.program import Keep, Program, Programs, Step
 from planner.program.tree import Node, Tree, change_tree, nodes_of, path_of
 
-__all__ = ["AnyPlan", "Loop", "LoopGradient", "PlanRecord", "at_symbols", "find_loop", "without_loops"]
+__all__ = ["NAIVE", "AnyPlan", "Loop", "LoopGradient", "PlanRecord", "at_symbols", "find_loop", "without_loops"]
+
+# The origin of a naive plan.
+NAIVE = "naive"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,7 +129,21 @@ class PlanRecord(Contraction):
 
         It is searched for when it is asked for: a call that nobody prints does not need it.
         """
-        return self.known_naive_cost or callbacks().naive_cost(self.contraction)
+        return self.known_naive_cost or self.naive.cost
+
+    @property
+    def naive(self) -> Self:
+        """The naive plan: take the gathered operands first, then contract pairwise in the framework's own way.
+
+        It is a plan like any other, without limits: print it to see its steps, what they copy and what they keep. It
+        is searched for when it is asked for.
+        """
+        found: PlanRecord = callbacks().naive_plan(self.contraction)
+        return dataclasses.replace(
+            self,
+            **{field: getattr(found, field) for field in ("tree", "programs", "known_naive_cost", "proven", "origin")},
+            compiled_bytes=None,
+        )
 
     @property
     def cost(self) -> PlanCost:

@@ -13,17 +13,19 @@ from planner.language.errors import PlannerLimitError
 from planner.language.options import SEARCHES
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
-from planner.program.plan import PlanRecord
+from planner.program.ops import Op
+from planner.program.plan import NAIVE, PlanRecord
+from planner.program.program import Programs
 from planner.program.tree import keep_values
 from planner.search.bounds import least_by_sizes, least_of_loops, lower_bound
 from planner.search.collectives import add_exchanges
 from planner.search.exact.steps import SearchResult
 from planner.search.refine import order_children, quicken_steps
 from planner.search.slicing import fastest, loop_candidates
-from planner.search.space import ADDITIVE, AUTO, Candidate, SearchSpace, run_searches
+from planner.search.space import ADDITIVE, AUTO, PATH_STOP, Candidate, SearchSpace, run_searches
 from planner.search.stored import remembered
 
-__all__ = ["find_bound", "make_plan", "naive_cost"]
+__all__ = ["find_bound", "make_plan", "naive_plan"]
 
 
 def make_plan(
@@ -91,9 +93,55 @@ def _find_bound(contraction: Contraction, in_loops: bool) -> float | None:
     return least_by_sizes(space, objective)
 
 
-def naive_cost(contraction: Contraction) -> PlanCost:
-    """Return the cost of the naive plan: gather whole operands, then contract along opt_einsum's path."""
-    return SearchSpace(contraction).naive().cost
+def naive_plan(contraction: Contraction) -> PlanRecord:
+    """Return the naive plan: gather whole operands, then contract along opt_einsum's path.
+
+    It keeps what the framework's own autograd keeps. That includes copies of operands that a product made: torch saves
+    what it gives to `bmm`.
+    """
+    space = SearchSpace(contraction)
+    result, lower = space.search("flops", PATH_STOP, space.path("auto"), naive=True)
+    assert result is not None
+    programs = space.programs(result.tree, lower)
+    copies_of = load_backend(contraction.backend).einsum_copies
+    if programs.backward is not None and copies_of is not None:
+        programs = _with_copies(programs, copies_of)
+    return PlanRecord.of_contraction(
+        contraction, tree=result.tree, programs=programs, known_naive_cost=programs.cost, proven=False, origin=NAIVE
+    )
+
+
+def _with_copies(programs: Programs, copies_of: Callable[[Op], Sequence[int]]) -> Programs:
+    """Return the programs of a naive plan with the copies of operands that autograd keeps."""
+    cost = programs.cost
+    assert programs.backward is not None
+    assert cost.backward is not None
+    wanted = {number for number, gradient in enumerate(programs.gradients) if gradient is not None}
+    kept, steps = 0, []
+    for step in programs.forward.steps:
+        steps.append(dataclasses.replace(step, live_bytes=step.live_bytes + kept))
+        if len(step.inputs) == 2:
+            for variable, other, size in zip(step.inputs, step.inputs[::-1], copies_of(step.op), strict=True):
+                # Of a computed value the copy is kept in place of the value.
+                if other in wanted and programs.variables[variable].base < len(programs.gradients):
+                    kept += size
+        if wanted.intersection(step.inputs):
+            wanted.update(step.outputs)
+    if not kept:
+        return programs
+    back = [dataclasses.replace(step, live_bytes=step.live_bytes + kept) for step in programs.backward.steps]
+    forward_peak = max([step.live_bytes for step in steps])
+    backward_peak = cost.backward.peak_bytes + kept
+    retained = cost.retained_bytes + kept
+    return dataclasses.replace(
+        programs,
+        forward=dataclasses.replace(programs.forward, steps=tuple(steps), peak_bytes=forward_peak),
+        backward=dataclasses.replace(programs.backward, steps=tuple(back), peak_bytes=backward_peak),
+        cost=PlanCost.of(
+            dataclasses.replace(cost.forward, peak_bytes=forward_peak, retained_bytes=retained),
+            dataclasses.replace(cost.backward, peak_bytes=backward_peak, retained_bytes=retained),
+        ),
+    )
 
 
 def _best(

@@ -286,12 +286,6 @@ class SearchSpace:
         """Return the forward and backward programs of a tree."""
         return build(tree, self.contraction, self.variables, lower)
 
-    def naive(self) -> Programs:
-        """Return the programs of the naive plan: gather whole operands, then contract along opt_einsum's path."""
-        result, lower = self.search("flops", PATH_STOP, self.path("auto"), naive=True)
-        assert result is not None
-        return self.programs(result.tree, lower)
-
     def may_be_exact(self, objective: str, stop: Stop, limits: Limits = NO_LIMITS) -> bool:
         """Whether the search over all trees is worth a try."""
         operands, gathers = len(self.operands), len(self.network.gathers)

@@ -1,4 +1,4 @@
-"""A mode in which calls of `torch.einsum` run on something else."""
+"""A mode in which calls of `torch.einsum`, or of all functions, run on something else."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["EinsumMode"]
+__all__ = ["RoutingMode"]
 
 
-class EinsumMode(TorchFunctionMode):
-    """Routes every call of `torch.einsum` in this thread, whatever name it was called by.
+class RoutingMode(TorchFunctionMode):
+    """Routes every call of `torch.einsum`, or of `every` function, in this thread, whatever name it was called by.
 
     torch leaves the mode while it handles a call, so what a route calls is not routed again.
     """
 
-    def __init__(self, route: Callable[..., Any]) -> None:
+    def __init__(self, route: Callable[..., Any], every: bool) -> None:
         super().__init__()
-        self.route = route
+        self.route, self.every = route, every
 
     def __torch_function__(
         self,
@@ -29,6 +29,6 @@ class EinsumMode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Handle a call of any function of torch."""
-        if func is torch.functional.einsum:
+        if self.every or func is torch.functional.einsum:
             return self.route(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))

@@ -1,0 +1,70 @@
+"""The page of an audit: a table of the sites, the code to write, and both plans of each wasteful site."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from xml.etree.ElementTree import Element
+
+from planner.audits.findings import Site
+from planner.inspect.files import save
+from planner.language.units import bytes_text, seconds_text
+from planner.pages.markup import document, fragment, scrolling, tag
+from planner.pages.plan_page import comparison_sections
+from planner.version import __version__
+
+__all__ = ["page_of_sites", "part_of_sites"]
+
+MOST_PLANS = 20
+
+
+def page_of_sites(sites: Sequence[Site], unread: Mapping[str, int], path: str | os.PathLike[str] | None) -> str:
+    """Return the page of an audit, and write it to a file if a path is given."""
+    return save(document("Audit of a program", *_sections(sites, unread)), path)
+
+
+def part_of_sites(sites: Sequence[Site], unread: Mapping[str, int]) -> str:
+    """Return the page of an audit as a part of another page."""
+    return fragment(*_sections(sites, unread))
+
+
+def _sections(sites: Sequence[Site], unread: Mapping[str, int]) -> Iterator[Element]:
+    waste = [site for site in sites if site.wasteful]
+    calls = sum(site.calls for site in sites)
+    said = f"{len(sites)} sites, {calls} calls; planner would change {len(waste)} sites."
+    yield tag("header", tag("h1", "Audit"), tag("p", said, class_="lead"))
+    yield tag("section", tag("h2", "Sites"), scrolling(_table(sites), "Sites"))
+    for site in waste[:MOST_PLANS]:
+        yield tag(
+            "section",
+            tag("h2", f"{site.place}"),
+            tag("p", "Today: ", tag("code", site.place.code or site.spec)),
+            tag("p", "Instead: ", tag("code", site.code)),
+            tag("details", tag("summary", "Both plans"), *comparison_sections([site.naive, site.plan])),
+        )
+    if unread:
+        rows = [tag("li", f"{count}: {reason}") for reason, count in unread.items()]
+        yield tag("section", tag("h2", "Calls that were not read"), tag("ul", *rows))
+    yield tag("footer", tag("p", f"contraction-planner {__version__}."))
+
+
+def _table(sites: Sequence[Site]) -> Element:
+    titles = ("site", "contraction", "calls", "time", "peak", "copied", "retained")
+    head = [tag("th", title, scope="col", class_="text" if title in titles[:2] else None) for title in titles]
+    rows = []
+    for site in sites:
+        now, planned = site.seconds
+        before, after = site.naive.cost, site.plan.cost
+        pairs = (
+            (seconds_text(now), seconds_text(planned)),
+            (bytes_text(before.peak_bytes), bytes_text(after.peak_bytes)),
+            (bytes_text(site.copied_bytes), bytes_text(after.copied_bytes)),
+            (bytes_text(before.retained_bytes), bytes_text(after.retained_bytes)),
+        )
+        cells = [tag("td", old, tag("div", new, class_="good") if site.wasteful else None) for old, new in pairs]
+        rows.append(
+            tag("tr", tag("th", f"{site.place} {site.function}", scope="row", class_="text"),
+                tag("td", site.spec, class_="text wide"), tag("td", str(site.calls)), *cells,
+                data_site=str(site.place), data_wasteful=str(site.wasteful).lower())
+        )  # fmt: skip
+    return tag("table", tag("thead", tag("tr", *head)), tag("tbody", *rows))

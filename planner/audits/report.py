@@ -1,0 +1,98 @@
+"""`Audit`, the report of an audit: a table as text, or a page."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+
+from planner.audits.findings import Site
+from planner.audits.page import page_of_sites, part_of_sites
+from planner.inspect.text import table_lines
+from planner.language.resolve import shorten
+from planner.language.units import bytes_text, seconds_text
+
+__all__ = ["Audit"]
+
+
+@dataclasses.dataclass
+class Audit:
+    """The sites of a program, those first that cost the most time. `print` shows a table.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import planner
+        >>> print(planner.audit(lambda x, w: x @ w, jnp.ones((3, 4)), jnp.ones((4, 5))))  # doctest: +ELLIPSIS
+        1 site, 1 call; planner would change 0
+        ...
+
+    Attributes:
+        sites: the sites.
+        unread: calls that planner refuses, by the reason.
+    """
+
+    sites: tuple[Site, ...] = ()
+    unread: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def waste(self) -> tuple[Site, ...]:
+        """The sites that planner would make faster or leaner."""
+        return tuple(site for site in self.sites if site.wasteful)
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self.sites)
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def __getitem__(self, number: int) -> Site:
+        return self.sites[number]
+
+    def __str__(self) -> str:
+        return audit_text(self)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return a page with the table, the code to write, and the plans of the wasteful sites.
+
+        Args:
+            path: the file to write the page to; None to write none.
+
+        Raises:
+            PlannerError: the file cannot be written.
+        """
+        return page_of_sites(self.sites, self.unread, path)
+
+    def _repr_html_(self) -> str:
+        return part_of_sites(self.sites, self.unread)
+
+
+def audit_text(audit: Audit) -> str:
+    """Return the text that `print(audit)` shows."""
+    calls = sum(site.calls for site in audit)
+    waste = audit.waste
+    counts = f"{len(audit)} site{'s' * (len(audit) != 1)}, {calls} call{'s' * (calls != 1)}"
+    head = f"{counts}; planner would change {len(waste)}"
+    rows: list[Sequence[str]] = [["", "site", "calls", "time", "peak", "copied", "retained"]]
+    for site in audit:
+        rows.append(["!" if site.wasteful else "", f"{site.place} {site.function}", str(site.calls), *_figures(site)])
+        if site.wasteful:
+            rows.append(["", "  with planner", "", *_planned(site)])
+    lines = [head, *(table_lines(rows, (0, 1)) if audit.sites else ())]
+    for site in waste:
+        lines += ["", f"{site.place}: {shorten(site.place.code, 100)}", f"  {site.code}"]
+    lines += [
+        f"not read, {count} call{'s' * (count != 1)}: {shorten(reason)}" for reason, count in audit.unread.items()
+    ]
+    return "\n".join(lines)
+
+
+def _figures(site: Site) -> list[str]:
+    cost = site.naive.cost
+    sizes = (cost.peak_bytes, site.copied_bytes, cost.retained_bytes)
+    return [seconds_text(site.seconds[0]), *map(bytes_text, sizes)]
+
+
+def _planned(site: Site) -> list[str]:
+    cost = site.plan.cost
+    sizes = (cost.peak_bytes, cost.copied_bytes, cost.retained_bytes)
+    return [seconds_text(site.seconds[1]), *map(bytes_text, sizes)]

@@ -1,0 +1,114 @@
+"""What an audit records: a site for each line of a program that multiplies, with its calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import linecache
+import os
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from planner.audits.expression import Problem
+
+__all__ = ["Call", "Place", "Record", "find_place", "name_in", "user_frame"]
+
+# Packages whose frames are not the user's program; our own files, and those of them that watch it.
+_LIBRARIES = ("torch", "jax", "jaxlib", "einops", "opt_einsum", "contextlib", "functools")
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_WATCHING = (os.path.join(_OURS, "audits"), os.path.join(_OURS, "backends", "torch", "contexts", "routing"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """A line of a program."""
+
+    file: str
+    line: int
+
+    @property
+    def code(self) -> str:
+        """The text of the line; "" if the file is not at hand."""
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        return f"{os.path.relpath(self.file) if os.path.isabs(self.file) else self.file}:{self.line}"
+
+
+@dataclasses.dataclass(slots=True)
+class Call:
+    """One call at a place.
+
+    Attributes:
+        place: where it is.
+        function: what was called.
+        problem: what the call computes.
+        seconds: how long the call took, where it was measured.
+    """
+
+    place: Place
+    function: str
+    problem: Problem
+    seconds: float | None = None
+
+
+class Record:
+    """The calls of a program. A call that another one completes, as a sum completes a product, gives way to it."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, Call] = {}
+        self._next = 0
+
+    def add(self, call: Call, completes: tuple[int, ...] = ()) -> int:
+        """Add a call in place of those that it completes; return its number."""
+        for number in completes:
+            self._calls.pop(number, None)
+        self._next += 1
+        self._calls[self._next] = call
+        return self._next
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter(self._calls.values())
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+
+def user_frame() -> FrameType | None:
+    """Return the innermost frame that belongs to no library; None within a call of planner itself."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_OURS):
+            if not file.startswith(_WATCHING):
+                return None
+        elif str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _LIBRARIES:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def find_place(frame: FrameType | None) -> Place:
+    """Return the line that a frame is at."""
+    return Place(frame.f_code.co_filename, frame.f_lineno) if frame is not None else Place("?", 0)
+
+
+def name_in(frame: FrameType | None, value: Any) -> str:
+    """Return what a frame calls a value: a local name, or an attribute of one such as ``self.weight``; else ""."""
+    if frame is None:
+        return ""
+    scope = {**frame.f_locals}
+    for name, found in scope.items():
+        if found is value:
+            return name
+    for name, found in scope.items():
+        held = getattr(found, "__dict__", None)
+        if not isinstance(held, dict):
+            continue
+        for table in (held, held.get("_parameters"), held.get("_buffers")):
+            if isinstance(table, dict):
+                for attribute, inner in table.items():
+                    if inner is value and isinstance(attribute, str):
+                        return f"{name}.{attribute}"
+    return ""
