@@ -350,7 +350,7 @@ XLA = {
     "a product by element joins the sum that reads it": ("ij,ij,i->i", ((30, 30), (30, 30), (30,)), {}),
     "many elements are summed from memory": ("ij,ij,ij->i", ((90, 90),) * 3, {}),
     "long rows are summed from memory": ("ij,ij->i", ((40, 60),) * 2, {}),
-    "a product of matrices reads them from memory": ("ij,i,jk->ik", ((50, 60), (50,), (60, 40)), {}),
+    "a product of matrices is in memory": ("ij,jk,kl->il", ((50, 60), (60, 40), (40, 45)), {}),
     "factors are copied into the order of the product": ("bca,dbc->adb", ((30, 20, 10), (12, 30, 20)), {}),
     "factors in other orders are copied to be summed": ("abc,cba->b", ((20, 21, 22), (22, 21, 20)), {}),
     "a product by element has an order of its own": ("a,bac->bac", ((21,), (22, 21, 23)), {}),
@@ -359,7 +359,8 @@ XLA = {
     "a diagonal comes first": ("abb,ab->ab", ((40, 41, 41), (40, 41)), {}),
     "rows that two steps read are in memory": ("q[a]bc,ba->abc", ((69, 22, 23), (22, 21)), {"q": (21,)}),
     "zeros are in memory from the beginning": ("iq[a],ij->ja", ((40, 60), (40, 50)), {"q": (30,)}),
-    "guards look for the largest number": ("p[a]b,ab,b->a", ((50, 60), (40, 60), (60,)), {"p": (40,)}),
+    "guards look for the largest number": ("bcq[a]d,d->", ((8, 21, 48, 10), (10,)), {"q": (19,)}),
+    "axes of size 1 come first": ("bhqd,bhkd->bhqk", ((8, 1, 90, 32), (8, 1, 50, 32)), {}),
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@
 2. Matrix products and segment sums read memory. So do sums, but for those of few elements in short runs.
 3. Each value is computed in an order of its axes, and a loop can write it in any other. A matrix product reads its
    factors in the order in which it multiplies them. A result has the order of its axes. Where orders differ, XLA
-   copies.
+   copies. To it, a product whose axes of size 1 are not the first is in another order.
 4. What needs nothing runs first, then what needs only that, and so on. So copies of operands, and the zeros to which a
    segment sum adds, are in memory from the beginning.
 5. Results have memory of their own. Other values that fit lie in it before the result is written.
