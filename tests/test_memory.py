@@ -321,6 +321,19 @@ def test_torch_gradients_of_a_broadcast_product_are_those_of_the_plan(spec, shap
         assert predicted < 1.1 * sum(x.nbytes for x in operands)
 
 
+def test_torch_counts_what_is_repeated_once(torch):
+    """A value that is only repeated along new axes is a view. But a gradient of an operand is written in full."""
+    a, b = torch.ones(50, 60, requires_grad=True), torch.ones(60, 70)
+    spec, options = "ij, jk -> ikl", {"sizes": {"l": 100}, "optimize": "optimal"}
+    plan = planner.plan(spec, a, b, **options)
+    assert [step.choice.lowering for step in plan.programs.forward.steps] == ["matmul", "broadcast"]
+    (forward, predicted, _), _ = torch_peaks(spec, [a, b], options)
+    assert forward == predicted == 4 * 50 * 70
+    assert planner.contract(spec, a, b, **options).stride()[2] == 0
+    (_, (backward, predicted, _)) = torch_peaks("ij -> i", [a], {})
+    assert backward == predicted == 4 * 50 * 60
+
+
 @pytest.mark.parametrize("shapes", [((2000, 2000), (2000,)), ((50_000, 64), (64,))])
 def test_torch_sums_columns_without_a_product_for_each(shapes, torch):
     """Torch's batched product of vectors that lie across the batch takes 5 to 75 ns an element."""
