@@ -13,6 +13,7 @@ from conftest import installed_frameworks
 from laws import tiny
 
 import planner
+from planner import timing
 from planner.calibrate import command as calibrate
 from planner.calibrate import labs, measurements, predictions
 from planner.cost import rates
@@ -224,7 +225,7 @@ def test_an_interrupt_leaves_the_old_file(quick, monkeypatch, capsys):
 def test_measured_rates_are_rates(monkeypatch):
     """The measurements run, on a clock that only counts: every field is filled in and can be stored."""
     ticks = iter(range(10**9))
-    monkeypatch.setattr(measurements.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(ticks)))
     lab = labs.Lab()
     stages = []
     device = measurements.measure(lab, stages.append)
@@ -239,7 +240,7 @@ def test_a_card_is_measured_in_all_its_rates(monkeypatch):
     lab = pytest.importorskip("torch") and labs.TorchLab()
     lab.is_tiny, lab.preset, lab.key = True, H200, dataclasses.replace(lab.key, machine="a card", kind="cuda")
     ticks = iter(range(10**9))
-    monkeypatch.setattr(measurements.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(ticks)))
     found = measurements.measure(lab)
     assert (found.kind, found.fresh_bandwidth) == ("cuda", math.inf)
     assert found.group_seconds > 0
@@ -274,14 +275,14 @@ def test_fresh_memory_has_two_rates_that_part_at_a_power_of_two(monkeypatch, sma
         slope = large if size > bound * measurements.MEGABYTE else small
         return size / 1e10 + (slope * size if run.func is measurements._fill_new else 0)
 
-    monkeypatch.setattr(measurements, "median_seconds", seconds)
+    monkeypatch.setattr(measurements, "lab_seconds", seconds)
     found = measurements._fresh(_Told())
     assert found.pop("fresh_bytes") == fresh * measurements.MEGABYTE
     assert found == {"fresh_bandwidth": pytest.approx(1 / large), "reused_bandwidth": pytest.approx(1 / small)}
 
 
 def test_rates_are_work_by_time(monkeypatch):
-    monkeypatch.setattr(measurements, "median_seconds", lambda lab, run: 0.5)
+    monkeypatch.setattr(measurements, "lab_seconds", lambda lab, run: 0.5)
     monkeypatch.setattr(measurements, "_step", lambda lab, spec, *shapes: None)
     assert measurements._bandwidth(_Told()) == 2 * 128 * 2**20 / 0.5
     assert measurements._flop_rate(_Told()) == 2 * 1024**3 / 0.5

@@ -17,7 +17,7 @@ FRAMEWORKS = ("torch", "jax", "jaxlib", "triton")
 # The rooms of the library, in the order in which they may import one another: a module imports from its own room and
 # from those above it, inside functions and for type checkers too. A room is a folder, or a module outside of all.
 ROOMS = (
-    "planner.version", "planner.progress", "planner.language",
+    "planner.version", "planner.progress", "planner.timing", "planner.language",
     "planner.kernels.grouping", "planner.kernels.tiled_product", "planner.kernels.segment_sum",
     "planner.kernels.grouped_matmul", "planner.kernels.gathered_dot",
     "planner.cost", "planner.program",
@@ -44,8 +44,8 @@ BY_NAME = ("planner/program/frameworks.py", "planner/bench/card.py")
 # Programs that import what they measure when they are imported.
 CARD = ("planner.bench.cards", "planner.bench.ahead_of_time", "planner.bench.training")
 MOST_MODULES, MOST_LINES = 14, 450
-# How many of its modules `import planner` may load: 88 do today, in some 100 ms of processor time.
-MOST_LOADED = 88
+# How many of its modules `import planner` may load: 89 do today, in some 100 ms of processor time.
+MOST_LOADED = 89
 # The exact search is one search, the oracle shares no code with what it judges.
 LONGER = ("planner.search.exact.dynamic", "planner.testing.reference")
 BANNED_CALLS = {"eval", "exec", "__import__"}

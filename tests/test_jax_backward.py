@@ -21,7 +21,6 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 from jax.extend.core import jaxprs_in_params  # noqa: E402
 
 from planner.backends.jax.evaluation import is_plain, lowerer_of  # noqa: E402
-from planner.backends.jax.rows import fuses  # noqa: E402
 
 
 def planner_rows():
@@ -183,26 +182,3 @@ def test_steps_that_no_plan_has_are_chosen_by_its_objective(name, minimize):
     steps = build(plan.tree, wanting, plan.programs.variables[: len(shapes)], lower)
     arrays = {letter: jax.ShapeDtypeStruct(shape, "int32") for letter, shape in indices.items()}
     assert_runs(*differentiated(plan, arrays), shown(steps), plan)
-
-
-FUSED = {
-    "a product by element, in a take": (("ij,ij->ij", "q[n]j->nj"), True),
-    "a take, in a sum": (("q[n]j->nj", "ij->i"), True),
-    "a product by element, in a sum of products": (("ij,ij->ij", "ij,ij->i"), True),
-    "a product by element, in a product of matrices": (("ij,ij->ij", "ij,jk->ik"), False),
-    "a product of matrices, in a take": (("ij,jk->ik", "q[n]j->nj"), False),
-    "a sum, in a product by element": (("ij->i", "ij,ij->ij"), False),
-    "a segment sum, in a take": (("nj->q[n]j", "q[n]j->nj"), False),
-}
-
-
-@pytest.mark.parametrize(("specs", "expected"), FUSED.values(), ids=FUSED)
-def test_which_values_xla_computes_where_they_are_read(specs, expected):
-    def step(spec):
-        inputs = spec.split("->")[0].split(",")
-        shapes = [(8, 8)] * len(inputs)
-        options = {"q": (8,), "sizes": {"q": 8} if "q" in spec.split("->")[1] else None} if "q" in spec else {}
-        (only,) = planner.plan(spec, *shapes, backend="jax", device="h100", **options).steps
-        return only
-
-    assert fuses(*map(step, specs)) is expected

@@ -1,6 +1,7 @@
 """What a plan predicts of memory against what is measured: retained bytes exactly, peaks within 10% at the median."""
 
 import dataclasses
+import importlib
 import math
 
 import numpy as np
@@ -16,7 +17,6 @@ from planner.inspect import meter
 from planner.language.parse import parse
 from planner.language.spec import Gather
 from planner.program import build
-from planner.program.frameworks import load_backend
 from planner.program.program import live_bytes
 from planner.testing import Problem
 from planner.testing.judgement import Subject
@@ -321,6 +321,19 @@ def test_torch_gradients_of_a_broadcast_product_are_those_of_the_plan(spec, shap
         assert predicted < 1.1 * sum(x.nbytes for x in operands)
 
 
+def test_torch_counts_what_is_repeated_once(torch):
+    """A value that is only repeated along new axes is a view. But a gradient of an operand is written in full."""
+    a, b = torch.ones(50, 60, requires_grad=True), torch.ones(60, 70)
+    spec, options = "ij, jk -> ikl", {"sizes": {"l": 100}, "optimize": "optimal"}
+    plan = planner.plan(spec, a, b, **options)
+    assert [step.choice.lowering for step in plan.programs.forward.steps] == ["matmul", "broadcast"]
+    (forward, predicted, _), _ = torch_peaks(spec, [a, b], options)
+    assert forward == predicted == 4 * 50 * 70
+    assert planner.contract(spec, a, b, **options).stride()[2] == 0
+    (_, (backward, predicted, _)) = torch_peaks("ij -> i", [a], {})
+    assert backward == predicted == 4 * 50 * 60
+
+
 @pytest.mark.parametrize("shapes", [((2000, 2000), (2000,)), ((50_000, 64), (64,))])
 def test_torch_sums_columns_without_a_product_for_each(shapes, torch):
     """Torch's batched product of vectors that lie across the batch takes 5 to 75 ns an element."""
@@ -328,12 +341,52 @@ def test_torch_sums_columns_without_a_product_for_each(shapes, torch):
     assert "matmul" not in [step.choice.lowering for step in plan.programs.backward.steps]
 
 
-def test_xla_takes_what_is_predicted_of_whole_programs(xla_sizes):
-    """Half of the programs fit to a quarter, and nine in ten to a factor of two and a bit.
+@pytest.fixture
+def whole_programs(jax, xla_sizes, monkeypatch):
+    """A function of a plan that compiles it: the bytes that XLA takes and those predicted, of each of its programs."""
+    module, measured = importlib.import_module("planner.backends.jax.backend"), []
+    of_program = module._peak_bytes
+    monkeypatch.setattr(module, "_peak_bytes", lambda *given: measured.append(of_program(*given)) or measured[-1])
 
-    XLA fuses steps, which is predicted, and copies some values into an order that it prefers, which is not.
-    """
-    ratios, backend = {}, load_backend("jax")
+    def peaks(plan):
+        measured.clear()
+        module.backend.compiled_bytes(plan)
+        costs = (plan.cost.forward, plan.cost.backward)
+        retained = (0, plan.cost.retained_bytes)
+        return [(x + kept, cost.peak_bytes) for x, kept, cost in zip(measured, retained, costs, strict=True)]
+
+    return peaks
+
+
+# A spec, shapes and index arrays for each rule at the head of `planner.backends.jax.compiled`.
+XLA = {
+    "a product by element joins the sum that reads it": ("ij,ij,i->i", ((30, 30), (30, 30), (30,)), {}),
+    "many elements are summed from memory": ("ij,ij,ij->i", ((90, 90),) * 3, {}),
+    "long rows are summed from memory": ("ij,ij->i", ((40, 60),) * 2, {}),
+    "a product of matrices is in memory": ("ij,jk,kl->il", ((50, 60), (60, 40), (40, 45)), {}),
+    "factors are copied into the order of the product": ("bca,dbc->adb", ((30, 20, 10), (12, 30, 20)), {}),
+    "factors in other orders are copied to be summed": ("abc,cba->b", ((20, 21, 22), (22, 21, 20)), {}),
+    "a product by element has an order of its own": ("a,bac->bac", ((21,), (22, 21, 23)), {}),
+    "all axes of one factor stay in its order": ("ac,abc->abc", ((21, 23), (21, 22, 23)), {}),
+    "rows come first": ("q[a]bcc,bc,ba->bc", ((69, 22, 23, 23), (22, 23), (22, 21)), {"q": (21,)}),
+    "a diagonal comes first": ("abb,ab->ab", ((40, 41, 41), (40, 41)), {}),
+    "rows that two steps read are in memory": ("q[a]bc,ba->abc", ((69, 22, 23), (22, 21)), {"q": (21,)}),
+    "zeros are in memory from the beginning": ("iq[a],ij->ja", ((40, 60), (40, 50)), {"q": (30,)}),
+    "guards look for the largest number": ("bcq[a]d,d->", ((8, 21, 48, 10), (10,)), {"q": (19,)}),
+    "axes of size 1 come first": ("bhqd,bhkd->bhqk", ((8, 1, 90, 32), (8, 1, 50, 32)), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "shapes", "indices"), XLA.values(), ids=XLA)
+def test_xla_takes_what_its_rules_say(spec, shapes, indices, whole_programs):
+    operands = [planner.Operand(shape, requires_grad=True) for shape in shapes]
+    for measured, predicted in whole_programs(planner.plan(spec, *operands, backend="jax", **indices)):
+        assert abs(measured - predicted) <= 0.04 * predicted + 64  # a few single numbers
+
+
+def test_xla_takes_what_is_predicted_of_whole_programs(whole_programs):
+    """Of twenty programs one is off by more than a half, and half of them are off by less than 2%."""
+    ratios = {}
 
     @settings(max_examples=examples(25, 400))
     @given(exact_problems(**DRAWN, max_operands=4))
@@ -343,15 +396,17 @@ def test_xla_takes_what_is_predicted_of_whole_programs(xla_sizes):
         given = {n: x.shape if isinstance(x, np.ndarray) else x for n, x in options.items()}
         plan = planner.plan(problem.spec, *operands, backend="jax", **given)
         if 10**4 < plan.cost.peak_bytes < 10**7:
-            ratios[problem.spec] = backend.compiled_bytes(plan) / plan.cost.peak_bytes
+            for program, (measured, predicted) in enumerate(whole_programs(plan)):
+                if predicted > 10**4:
+                    ratios[problem.spec, program] = measured / predicted
 
     law()
-    errors = [abs(np.log2(ratio)) for ratio in ratios.values()]
+    errors = [abs(ratio - 1) for ratio in ratios.values()]
     print("compiled over predicted peaks, quantiles at 5, 10, 50, 90 and 95%")
     print(len(ratios), *(f"{x:.2f}" for x in np.quantile(list(ratios.values()), [0.05, 0.1, 0.5, 0.9, 0.95])))
     assert len(ratios) >= examples(5, 80)
-    assert np.quantile(errors, 0.5) <= np.log2(1.25)
-    assert np.quantile(errors, 0.9) <= np.log2(2.2)
+    assert np.quantile(errors, 0.5) <= 0.02
+    assert np.quantile(errors, 0.95) <= 0.5
 
 
 @pytest.mark.parametrize("name", ["seed-gathered-matmul", "seed-shared-keys", "gathered-heads"])

@@ -24,7 +24,6 @@ from planner.language.units import count_text
 from planner.program.guards import index_bytes
 from planner.program.loops import resize_tree, slice_counts
 from planner.program.ops import Guard
-from planner.program.program import Variable, fused_readers, live_bytes
 from planner.program.serial import decode
 from planner.search.slicing import worth_cutting
 from planner.testing import problems
@@ -694,35 +693,3 @@ def test_a_plan_that_an_earlier_version_wrote_runs():
     plan = planner.Plan.from_json((GOLDEN / "plans" / "chain-numpy.json").read_text())
     a, b, c = (np.arange(math.prod(o.shape), dtype=o.dtype).reshape(o.shape) % 3 for o in plan.operands)
     assert (plan(a, b, c) == a @ b @ c).all()
-
-
-# Steps of x * x (a, a -> a) in a chain: each reads variables and writes one; operands are 0 and 1.
-CHAIN_OF_STEPS = {
-    "one reader": ([((0, 1), 2), ((2, 1), 3)], (3,), {0: 1}),
-    "a chain": ([((0, 1), 2), ((2, 1), 3), ((3, 1), 4)], (4,), {0: 2, 1: 2}),
-    "two readers": ([((0, 1), 2), ((2, 1), 3), ((2, 3), 4)], (4,), {0: 2, 1: 2}),
-    "a held value": ([((0, 1), 2), ((2, 1), 3)], (2, 3), {}),
-    "a value that is not read": ([((0, 1), 2), ((0, 1), 3)], (3,), {}),
-}
-
-
-@pytest.mark.parametrize(("steps", "held", "expected"), CHAIN_OF_STEPS.values(), ids=CHAIN_OF_STEPS)
-def test_values_that_a_compiler_fuses(steps, held, expected):
-    (step,) = planner.plan("a,a->a", (8,), (8,), backend="jax").steps
-    program = [dataclasses.replace(step, inputs=inputs, outputs=(output,)) for inputs, output in steps]
-    assert fused_readers(program, held, lambda step, reader: True) == expected
-    assert fused_readers(program, held, lambda step, reader: False) == {}
-    variables = [Variable((8,), "float32", number) for number in range(5)]
-    _, whole = live_bytes(program, variables, (0, 1), held)
-    _, fused = live_bytes(program, variables, (0, 1), held, fuses=lambda step, reader: True)
-    assert whole >= fused == 32 * len(held)
-
-
-def test_a_view_of_a_fused_value_needs_it_in_memory():
-    (step,) = planner.plan("a,a->a", (8,), (8,), backend="jax").steps
-    view = dataclasses.replace(step, choice=dataclasses.replace(step.choice, view=True), inputs=(2,), outputs=(3,))
-    product = dataclasses.replace(step, inputs=(0, 1), outputs=(2,))
-    assert fused_readers([product, view], (3,), lambda step, reader: True) == {}
-    variables = [Variable((8,), "float32", number) for number in (0, 1, 2, 2)]
-    _, peak = live_bytes([product, view], variables, (0, 1), (3,), fuses=lambda step, reader: True)
-    assert peak == 32

@@ -258,13 +258,13 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]
             **fields,
         )
 
-    def grouped(name: str, pair: bool, outer: bool, run: Callable[..., Any]) -> Implementation:
+    def grouped(name: str, pair: bool = False, outer: bool = False) -> Implementation:
         find = partial(_find_grouped, pair, outer)
 
         def prepare(op: Op) -> Run:
             form = find(op)
             assert isinstance(form, GroupedForm), form
-            return partial(run, kernels, op, form, *map(_without_flat, views_of(op, form)))
+            return partial(_run_grouped, kernels, op, form, *map(_without_flat, views_of(op, form)))
 
         def run_step(kernels: Kernels, op: Op, form: GroupedForm, inputs: Sequence[Any], index: Any) -> Any:
             return prepare(op)(inputs, index)
@@ -277,9 +277,9 @@ def kernel_rows(kernels: Kernels, strided: bool = False) -> list[Implementation]
         return row(name, _find_pooled, pool.launches, pool.work, run, guarded_scratch=scratch)
 
     return [
-        grouped("grouped matmul", False, False, _run_matmul),
-        grouped("grouped outer", False, True, _run_outer),
-        grouped("both grouped gradients", True, False, _run_pair),
+        grouped("grouped matmul"),
+        grouped("grouped outer", outer=True),
+        grouped("both grouped gradients", pair=True),
         *(pooled(name, pool) for name, pool in kernels.pools.items()),
     ]
 
@@ -298,7 +298,7 @@ def _find_grouped(pair: bool, outer: bool, op: Op) -> GroupedForm | str:
     return "rows are shared or summed" if pair and form.maps else form
 
 
-def _run_matmul(
+def _run_grouped(
     kernels: Kernels,
     op: Op,
     form: GroupedForm,
@@ -308,45 +308,21 @@ def _run_matmul(
     index: Any,
 ) -> tuple[Any, ...]:
     flats = kernels.flats(inputs, given)
-    a, c = flats[1 - form.matrix], flats[form.matrix]
+    groups = partial(kernels.groups, form.gather, op.spec, index)
+    if isinstance(op, JointGradient):
+        gradient, *operands = flats
+        pair = kernels.gradients(gradient, operands[1 - form.matrix], operands[form.matrix], groups())
+        return kernels.unflats(pair if form.matrix == 1 else pair[::-1], results, op.spec, index)
+    a, c = flats if form.matrix == 1 or form.outer else flats[::-1]
     source, target = (kernels.row_map(form.gather, rows, op.spec, a, index) for rows in (form.rows_a, form.rows_b))
-    if kernels.chosen is not None and is_chosen(form):
+    if form.outer:
+        out = kernels.outer(a, c, groups(), size_in(index, op.spec, form.gather), source, target)
+    elif kernels.chosen is not None and is_chosen(form):
         out = kernels.chosen(a, c, index[form.gather].reshape(-1), source)
-        return kernels.unflats([out], results, op.spec, index)
-    targets = None if form.targets is None else math.prod(shape_in(index, op.spec, form.rows_b))
-    out = kernels.matmul(a, c, kernels.groups(form.gather, op.spec, index), source, target, targets)
+    else:
+        targets = None if form.targets is None else math.prod(shape_in(index, op.spec, form.rows_b))
+        out = kernels.matmul(a, c, groups(), source, target, targets)
     return kernels.unflats([out], results, op.spec, index)
-
-
-def _run_outer(
-    kernels: Kernels,
-    op: Op,
-    form: GroupedForm,
-    given: Sequence[View | None],
-    results: Sequence[View | None],
-    inputs: Sequence[Any],
-    index: Any,
-) -> tuple[Any, ...]:
-    a, b = kernels.flats(inputs, given)
-    sources = (kernels.row_map(form.gather, rows, op.spec, a, index) for rows in (form.rows_a, form.rows_b))
-    size = size_in(index, op.spec, form.gather)
-    out = kernels.outer(a, b, kernels.groups(form.gather, op.spec, index), size, *sources)
-    return kernels.unflats([out], results, op.spec, index)
-
-
-def _run_pair(
-    kernels: Kernels,
-    op: Op,
-    form: GroupedForm,
-    given: Sequence[View | None],
-    results: Sequence[View | None],
-    inputs: Sequence[Any],
-    index: Any,
-) -> tuple[Any, ...]:
-    gradient, *operands = kernels.flats(inputs, given)
-    a, c = operands[1 - form.matrix], operands[form.matrix]
-    gradients = kernels.gradients(gradient, a, c, kernels.groups(form.gather, op.spec, index))
-    return kernels.unflats(gradients if form.matrix == 1 else gradients[::-1], results, op.spec, index)
 
 
 def _find_pooled(op: Op) -> PooledForm | str:

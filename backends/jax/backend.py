@@ -17,12 +17,12 @@ from jax.extend import source_info_util
 
 from planner.backends.common.indices import check_index_dtype, clip_error
 from planner.backends.common.routing import Routing
+from planner.backends.jax.compiled import compiled_peak
 from planner.backends.jax.evaluation import NARROW, TABLE, Mode, compile_cast, hopper, wide_types
 from planner.backends.jax.guards import Guards
 from planner.backends.jax.index import JaxIndex, checked_arrays, jax_in_range
 from planner.backends.jax.loop import as_one, compile_whole
 from planner.backends.jax.ops import OPS
-from planner.backends.jax.rows import fuses, turns
 from planner.backends.jax.rules import checks, figures, policies, taylor  # noqa: F401  # their import registers rules
 from planner.backends.jax.step import compile_step
 from planner.backends.jax.tree import loop_run, tree_run
@@ -60,7 +60,7 @@ class JaxBackend(Backend):
 
     name = "jax"
     compiles = True
-    fuses, turns = staticmethod(fuses), staticmethod(turns)
+    compiled_peak = staticmethod(compiled_peak)
 
     def __init__(self) -> None:
         self.table, self.ops = TABLE, OPS

@@ -18,11 +18,10 @@ from jax import lax
 
 from planner.backends.common.stock import evaluation
 from planner.backends.common.stock_rows import stock_kind
-from planner.backends.jax.guards import Guards, is_left_out, run_guard, unread_pool, zero_unread_rows
+from planner.backends.jax.guards import Guards, is_left_out, poison, run_guard, unread_pool, zero_unread_rows
 from planner.backends.jax.index import bring_into_range
 from planner.backends.jax.ops import MARKING_ALL, MARKING_TAKES, OPS
 from planner.backends.jax.partition import guard_on_devices, run_on_devices
-from planner.backends.jax.poison import poison
 from planner.backends.jax.products import as_dot
 from planner.backends.jax.rows import PLAIN, make_table
 from planner.cost.device import CPU, Device

@@ -1,4 +1,4 @@
-"""Guards in JAX, see `planner.program.guards`. A step guards what it reads and computes by itself.
+"""Guards in JAX, see `planner.program.guards`, and NaN for bad indices. A step guards what it reads and computes.
 
 JAX keeps for the backward pass what a step reads. If guards were steps of their own, JAX would keep guarded copies. So
 a step takes the guards of its inputs and its result as a parameter, and so do the steps that JAX derives from it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ from jax import lax
 
 from planner.backends.common.kernel_rows import WHOLE_POOL
 from planner.backends.common.masks import find_read_rows, zero_dropped
-from planner.backends.jax.index import FEW
+from planner.backends.common.stock import evaluate
+from planner.backends.jax.index import FEW, any_bad, is_bad
 from planner.backends.jax.ops import OPS
 from planner.kernels.grouping.keys import IndexArray
 from planner.language.derive import batched
@@ -27,9 +29,14 @@ from planner.program.forms import PooledForm, pooled_form
 from planner.program.implementations import RangedIndices
 from planner.program.ops import Guard, JointGradient, Op
 
-__all__ = ["Guards", "batch_guard", "is_left_out", "read_mask", "run_guard", "unread_pool", "zero_unread_rows"]
+__all__ = ["Guards", "batch_guard", "is_left_out", "poison", "read_mask", "run_guard", "unread_pool",
+           "zero_unread_rows"]  # fmt: skip
 
 Given = Mapping[Gather, IndexArray]
+
+# The most bytes of a result that is written anew with NaN at bad indices, without a branch. XLA takes 50 ms to compile
+# a branch, as long as it takes for a small contraction.
+_SMALL = 1 << 19
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -195,3 +202,42 @@ def read_mask(x: Any, term: Term, spec: Spec, index: RangedIndices, given: Given
 def _finite(x: Any) -> Any:
     """Return whether all numbers are finite, on CPUs in a half to a quarter of the time of `isfinite(x).all()`."""
     return jnp.abs(x).max(initial=0) < jnp.inf
+
+
+def poison(x: Any, term: Term, spec: Spec, given: Mapping[Gather, Any]) -> Any:
+    """Put NaN into the entries of a result that depend on a bad index.
+
+    If the result has axes of the index array, these are the entries at the place of the bad index. Otherwise, as in a
+    segment sum, the index could have meant any entry, so all of them become NaN.
+
+    Args:
+        x: a result.
+        term: its term.
+        spec: the spec by which it was computed.
+        given: the index arrays, before they are brought into range.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+
+    def put_nan(x: Any) -> Any:
+        for gather, values in given.items():  # the check is inside the branch, so that no copy is held for it
+            x = OPS.select(~_bad_mask(gather, values, term, spec), x, math.nan)
+        return x
+
+    most = largest(math.prod(x.shape) * x.dtype.itemsize)
+    if most is not None and most <= _SMALL:
+        return put_nan(x)
+    bad = [any_bad(values, gather) for gather, values in given.items()]
+    # Usually no index is bad: then only the index arrays are read, and the result is not copied.
+    return lax.cond(functools.reduce(operator.or_, bad), put_nan, lambda x: x, x) if bad else x
+
+
+def _bad_mask(gather: Gather, values: Any, term: Term, spec: Spec) -> Any:
+    """Return a mask of the entries of a result that depend on bad indices; it broadcasts to the result."""
+    # Along an axis that the term repeats, an index decides the diagonal only.
+    along = tuple(entry for entry in term if entry in gather.axes)
+    if not along or len(set(gather.axes)) < len(gather.axes):
+        return any_bad(values, gather)
+    bad = is_bad(values, gather)
+    mask = evaluate(OPS, Spec((gather.axes,), along, spec.sizes), [bad], {}, may_drop=False)
+    return mask.reshape([spec.size(entry) if entry in along else 1 for entry in term])

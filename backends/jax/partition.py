@@ -26,10 +26,9 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from planner.backends.common.masks import zero_dropped
-from planner.backends.jax.guards import read_mask, run_guard
+from planner.backends.jax.guards import poison, read_mask, run_guard
 from planner.backends.jax.index import bring_into_range, traced_in_range
 from planner.backends.jax.ops import OPS
-from planner.backends.jax.poison import poison
 from planner.backends.jax.rules.names import name_call
 from planner.language.options import MODES
 from planner.language.spec import Gather, Spec, Term

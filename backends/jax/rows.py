@@ -39,13 +39,12 @@ from planner.kernels.gathered_dot import jax_pooled
 from planner.kernels.grouped_matmul import jax_grouped, pallas_tiles
 from planner.kernels.grouping import jax_grouping
 from planner.language.dtypes import HALF_TYPES, itemsize
-from planner.language.spec import Spec, row_axes, term_gathers
+from planner.language.spec import Spec, term_gathers
 from planner.program.forms import GroupedForm, PooledForm, grouped_form, product_form
-from planner.program.implementations import MASK, Implementation, Table, form_row
-from planner.program.ops import Einsum, Guard, JointGradient, Op
-from planner.program.program import Step
+from planner.program.implementations import Implementation, Table, form_row
+from planner.program.ops import Einsum, JointGradient, Op
 
-__all__ = ["PLAIN", "fuses", "make_table", "turns"]
+__all__ = ["PLAIN", "make_table"]
 
 # Implementations that are JAX's own operations, of which JAX keeps for gradients what the plan says: the operands of
 # products, and nothing of others.
@@ -248,31 +247,3 @@ def make_table(grouped: Any = jax_grouped.CPU) -> Table:
     )
     stock = stock_rows(OPS, _cast, run_guard, views=False, work=_stock_work)
     return Table([*stock, _flat_matmul(), *kernel_rows(kernels), _ragged_row(kernels)], PLAIN)
-
-
-# Implementations whose values XLA computes inside the steps that read them, and those that it computes such values in.
-_FUSED = ("view", "cast", "broadcast", "diagonal", "multiply", "take", MASK)
-_FUSING = (*_FUSED, "sum", "take, segment sum")
-
-
-def fuses(step: Step, reader: Step) -> bool:
-    """Return whether XLA computes a step's value inside a step that reads it, so that the value takes no memory.
-
-    A guard that looks for NaN needs the value in memory. A product in which neither operand has rows or columns of its
-    own is a sum of elementwise products to XLA.
-    """
-    if step.choice.lowering not in _FUSED or (isinstance(reader.op, Guard) and reader.op.rows is not None):
-        return False
-    if reader.choice.lowering in _FUSING:
-        return True
-    form = product_form(reader.op.spec) if reader.choice.lowering == "matmul" else None
-    return form is not None and form.sizes[1:3] == (1, 1)
-
-
-def turns(step: Step) -> bool:
-    """Return whether XLA computes a value in another order than that of its axes: it takes rows first."""
-    if step.choice.lowering != "take":
-        return False
-    spec = step.op.spec
-    rows, wide = (tuple(e for e in axes if spec.size(e) != 1) for axes in (row_axes(spec.inputs[0]), spec.output))
-    return wide[: len(rows)] != rows

@@ -28,7 +28,7 @@ from planner.plan import Plan
 from planner.program.frameworks import load_backend
 from planner.program.program import Program, Step
 from planner.search.alternatives import alternatives
-from planner.tune.autotune import block_seconds
+from planner.timing import block_seconds, timed
 from planner.workloads import WORKLOADS, Workload
 
 __all__ = ["compare_lowerings", "known_plans", "main", "plan_on_card", "predictions"]
@@ -119,9 +119,7 @@ def _best_rounds(
     ours = next(iter(programs))
     least = float("inf")
     for label, program in programs.items():
-        started = time.perf_counter()
-        program()
-        seconds = time.perf_counter() - started
+        _, seconds = timed(program)
         beyond = seconds > max(_BEYOND_SECONDS, _BEYOND * least)
         times[label] = [seconds if beyond else timed_block(program)]
         least = min(least, *times[label])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from planner.bench.timing import (
 )
 from planner.demo.runs import TorchRun
 from planner.demo.ways import OURS, Framework, Way, einsum_of, flattened_gemm, our_way, two_step_sum
+from planner.timing import timed
 from planner.workloads import WORKLOADS
 
 __all__ = ["clique", "sliced_einsum", "three_way_batch", "warm_call"]
@@ -134,9 +134,8 @@ def clique(framework: Framework, settings: Settings) -> Iterator[Result]:
     times = time_in_turn(programs, framework, settings)
     medians = medians_of(times)
     peer = TorchRun(Way("torch.einsum", einsum_of(workload.spec)), workload, workload.takes_gradient)
-    begun = time.perf_counter()
-    expected = peer.forward()
-    once = {"torch.einsum": time.perf_counter() - begun}
+    expected, seconds = timed(peer.forward)
+    once = {"torch.einsum": seconds}
     equal(found, expected, part)
     rounds = len(times["forward"])
     what = "forward: times faster than torch.einsum, which is run once"

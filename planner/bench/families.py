@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import planner
 from planner.bench.timing import Result, Settings
 from planner.demo.ways import OURS, Framework
+from planner.timing import timed
 
 __all__ = ["families"]
 
@@ -37,9 +37,7 @@ def families(framework: Framework, settings: Settings) -> Iterator[Result]:
             for label, call in ((OURS, ours), ("torch", peer), ("again", ours)):
                 for leaf in leaves:
                     leaf.grad = None
-                begun = time.perf_counter()
-                call()
-                times[label].append(time.perf_counter() - begun)
+                times[label].append(timed(call)[1])
         totals = {label: sum(seconds) for label, seconds in times.items()}
         ratio = totals[OURS] / totals["torch"]
         target = 1.1 if statistics.median(times["torch"]) > 1e-3 else 1.5

@@ -9,12 +9,14 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import opt_einsum
 
 from planner.bench.timing import Result, Settings
 from planner.demo.ways import OURS, Framework
+from planner.timing import timed
 
 __all__ = ["SIZES", "large_networks", "networks"]
 
@@ -34,9 +36,7 @@ def large_networks(framework: Framework, settings: Settings) -> Iterator[Result]
     for operands in SIZES:
         for name, (spec, shapes) in networks(operands).items():
             part, what = "large-networks", f"{name}, {len(shapes)} tensors"
-            begun = time.perf_counter()
-            plan = planner.plan(spec, *shapes, backend="numpy", minimize="flops")
-            seconds = time.perf_counter() - begun
+            plan, seconds = timed(partial(planner.plan, spec, *shapes, backend="numpy", minimize="flops"))
             if operands in MOST_SECONDS:
                 yield Result(
                     part, framework, f"{what}: time to plan", MOST_SECONDS[operands], seconds, "s", at_most=True

@@ -16,7 +16,7 @@ import numpy as np
 
 from planner.demo.runs import PAUSE_SECONDS, RUNS, Run, differences
 from planner.demo.ways import Framework, Way
-from planner.tune.autotune import block_seconds
+from planner.timing import block_seconds, timed
 from planner.workloads import Skew, Workload
 
 __all__ = [
@@ -137,11 +137,7 @@ def seconds_in_peace(measure: Callable[[], float], pause: float, settings: Setti
 
 
 def _seconds(program: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
-    result = program()
-    seconds = time.perf_counter() - begun
-    del result
-    return seconds
+    return timed(program)[1]
 
 
 def time_in_turn(

@@ -12,7 +12,6 @@ import gc
 import importlib.util
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,27 +22,21 @@ from planner.language.resolve import resolve
 from planner.program.frameworks import load_backend
 from planner.program.implementations import RangedIndices
 from planner.program.ops import Einsum
+from planner.timing import median_seconds
 
 __all__ = ["STAGES", "measure"]
 
 MEGABYTE = 2**20
 
 
-def median_seconds(lab: Lab, run: Callable[[], Any], times: int = 7, most_seconds: float = 1.5) -> float:
-    """Time a call after one warm-up, and return the median.
+def lab_seconds(lab: Lab, run: Callable[[], Any]) -> float:
+    """Return the median seconds of some runs, at most seven, until the device has finished."""
 
-    There are `times` runs, or fewer, but at least two, once they have taken `most_seconds`.
-    """
-    run()
-    lab.finish()
-    seconds: list[float] = []
-    while len(seconds) < times and (len(seconds) < 2 or sum(seconds) < most_seconds):
-        start = time.perf_counter()
-        result = run()
+    def finish() -> None:
+        run()
         lab.finish()
-        seconds.append(time.perf_counter() - start)
-        del result
-    return statistics.median(seconds)
+
+    return median_seconds(finish, 7, most_seconds=1.5)
 
 
 def _step(
@@ -61,7 +54,7 @@ def _step(
 
 def _flop_rate(lab: Lab) -> float:
     size = _side(lab)
-    return 2 * size**3 / median_seconds(lab, _step(lab, "ij,jk->ik", (size, size), (size, size)))
+    return 2 * size**3 / lab_seconds(lab, _step(lab, "ij,jk->ik", (size, size), (size, size)))
 
 
 def _side(lab: Lab) -> int:
@@ -75,14 +68,14 @@ def _half_rate(lab: Lab) -> float:
         return 0.0
     size = _side(lab)
     x = lab.normal(size, size).bfloat16()
-    return 2 * size**3 / median_seconds(lab, lambda: x @ x)
+    return 2 * size**3 / lab_seconds(lab, lambda: x @ x)
 
 
 def _skinny_rate(lab: Lab) -> float:
     """Measure FLOP/s of thin products: the median over four rows, four columns, and sums of four terms."""
     size = 64 if lab.is_tiny else 1024
     shapes = [(4, size, size), (size, size, 4), (size, 4, size)]
-    times = [median_seconds(lab, _step(lab, "ij,jk->ik", (m, k), (k, n))) for m, k, n in shapes]
+    times = [lab_seconds(lab, _step(lab, "ij,jk->ik", (m, k), (k, n))) for m, k, n in shapes]
     return statistics.median(2 * math.prod(shape) / seconds for shape, seconds in zip(shapes, times, strict=True))
 
 
@@ -90,7 +83,7 @@ def _bandwidth(lab: Lab) -> float:
     size = MEGABYTE if lab.is_tiny else 128 * MEGABYTE if lab.key.kind == "cpu" else 1024 * MEGABYTE
     x, out = lab.empty(size // 4), lab.empty(size // 4)
     lab.fill(x)
-    return 2 * size / median_seconds(lab, lambda: lab.copy(x, out))
+    return 2 * size / lab_seconds(lab, lambda: lab.copy(x, out))
 
 
 def _fill_new(lab: Lab, count: int) -> None:
@@ -120,8 +113,8 @@ def _extra_seconds_per_byte(lab: Lab, size: int) -> float:
     """Measure how much longer it takes to fill new memory than old memory, in seconds per byte."""
     old = lab.empty(size // 4)
     lab.fill(old)
-    first = median_seconds(lab, partial(_fill_new, lab, size // 4))
-    again = median_seconds(lab, partial(lab.fill, old))
+    first = lab_seconds(lab, partial(_fill_new, lab, size // 4))
+    again = lab_seconds(lab, partial(lab.fill, old))
     return max(first - again, 0.02 * again) / size
 
 
@@ -148,7 +141,7 @@ def _many_seconds(lab: Lab, run: Callable[[], Any]) -> float:
         for _ in range(count):
             run()
 
-    return median_seconds(lab, many) / count
+    return lab_seconds(lab, many) / count
 
 
 def _kernel_seconds(lab: Lab, device: Device) -> float:
@@ -164,7 +157,7 @@ def _matrix_seconds(lab: Lab) -> float:
     batch, size = 16 if lab.is_tiny else 8192, 8
     run = _step(lab, "bij,bjk->bik", (batch, size, size), (batch, size, size))
     whole = _step(lab, "ij,jk->ik", (size, size), (size, batch * size))
-    return max(median_seconds(lab, run) - median_seconds(lab, whole), 0.0) / batch
+    return max(lab_seconds(lab, run) - lab_seconds(lab, whole), 0.0) / batch
 
 
 def _row_seconds(lab: Lab, text: str, device: Device) -> float:
@@ -174,16 +167,16 @@ def _row_seconds(lab: Lab, text: str, device: Device) -> float:
     takes = not text.endswith("]j")
     run = _step(lab, text, (pool if takes else rows, width), sizes=None if takes else {"q": pool}, q=q)
     moved, result = 4 * width * (rows + pool) + 8 * rows, 4 * width * (rows if takes else pool)
-    return max(median_seconds(lab, run) - device.seconds(0, moved, result, 1), 0.0) / rows
+    return max(lab_seconds(lab, run) - device.seconds(0, moved, result, 1), 0.0) / rows
 
 
 def _sorts(lab: Lab) -> dict[str, float]:
     """Measure a sort: what each row takes and, on a graphics card, what every sort takes with its check."""
     if lab.key.kind == "cpu":
         rows = lab.integers(2048, 131072)
-        return {"sort_row_seconds": median_seconds(lab, lambda: lab.sort(rows)) / len(rows), "group_seconds": 0.0}
+        return {"sort_row_seconds": lab_seconds(lab, lambda: lab.sort(rows)) / len(rows), "group_seconds": 0.0}
     few, many = (64, 256) if lab.is_tiny else (2**12, 2**21)
-    short, long = (median_seconds(lab, partial(lab.group, lab.integers(2048, n), 2048)) for n in (few, many))
+    short, long = (lab_seconds(lab, partial(lab.group, lab.integers(2048, n), 2048)) for n in (few, many))
     each = max(long - short, 0.0) / (many - few)
     return {"sort_row_seconds": each, "group_seconds": max(short - few * each, 0.0)}
 

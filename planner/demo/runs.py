@@ -16,6 +16,7 @@ import numpy as np
 
 from planner.demo.cases import Case, Scale
 from planner.demo.ways import Framework, Way
+from planner.timing import timed
 from planner.workloads import Skew, Workload
 
 __all__ = [
@@ -98,12 +99,6 @@ class Row:
     differs: str
 
 
-def _time_call(call: Callable[[], Any]) -> tuple[Any, float]:
-    start = time.perf_counter()
-    result = call()
-    return result, time.perf_counter() - start
-
-
 def _median_seconds(call: Callable[[], Any], framework: Framework, effort: Effort) -> float:
     """Time a program. A short one is timed in blocks, so that waking threads after a pause is not what is timed."""
     if effort.pauses:
@@ -121,10 +116,11 @@ def _median_seconds(call: Callable[[], Any], framework: Framework, effort: Effor
 
 
 def _block_seconds(call: Callable[[], Any], calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return time.perf_counter() - start
+    def block() -> None:
+        for _ in range(calls):
+            call()
+
+    return timed(block)[1]
 
 
 class Run(abc.ABC):
@@ -232,12 +228,12 @@ class TorchRun(Run):
         """Run each pass once, and count torch's own allocations."""
         from planner.inspect.memory import torch_allocations, torch_memory, torch_storages
 
-        (_, seconds), forward = torch_memory(lambda: _time_call(self.forward))
-        (result, kept_seconds), kept_peak, live = torch_allocations(lambda: _time_call(self.forward_kept), {})
+        (_, seconds), forward = torch_memory(lambda: timed(self.forward))
+        (result, kept_seconds), kept_peak, live = torch_allocations(lambda: timed(self.forward_kept), {})
         own = torch_storages(result)
         retained = sum(count for pointer, count in live.items() if pointer not in own)
         (gradients, backward_seconds), backward_peak, _ = torch_allocations(
-            lambda: _time_call(lambda: self._backward(result)), live
+            lambda: timed(lambda: self._backward(result)), live
         )
         figures = WayFigures(
             seconds=seconds,
@@ -328,8 +324,8 @@ class JaxRun(Run):
         _, both = jax_compiled(self.jitted_both, *self.arguments, self.cotangent)
         assert forward.peak_bytes is not None, "this platform does not say what it allocates"
         assert both.peak_bytes is not None, "this platform does not say what it allocates"
-        _, seconds = _time_call(self.forward)
-        results, gradient_seconds = _time_call(self.both)
+        _, seconds = timed(self.forward)
+        results, gradient_seconds = timed(self.both)
         retained = jax_retained(lambda *w: self.traced_forward(w, fixed, indices), *wanted, held=(fixed, indices))
         figures = WayFigures(
             seconds=seconds,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -20,6 +19,7 @@ from planner.program.implementations import Backend, Stepwise
 from planner.program.plan import PlanRecord
 from planner.program.program import Program, Step
 from planner.run import bind_plan
+from planner.timing import timed
 
 __all__ = ["Call", "Meter", "meter_of", "of_some"]
 
@@ -72,10 +72,8 @@ class Meter:
         seconds = []
         for _ in range(self.rounds + 1):
             argument = self.wait(before())
-            start = time.perf_counter()
-            result = self.wait(call(argument))
-            seconds.append(time.perf_counter() - start)
-            del result, argument
+            seconds.append(timed(partial(lambda given: self.wait(call(given)), argument))[1])
+            del argument
         return statistics.median(seconds[1:])
 
     # -- steps -----------------------------------------------------------------------------------

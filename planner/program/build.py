@@ -287,7 +287,7 @@ def build(
     tree = add_guards(tree, contraction.resolved.spec, contraction.index_mode)
     builder = _Builder(tree, operands, requires, lower)
     variables, backend, spec = builder.variables, load_backend(contraction.backend), contraction.resolved.spec
-    fuses, guarding = backend.fuses, None
+    guarding = None
     start = 0 if in_loop or backend.compiles else index_bytes(spec)
     if not backend.compiles:
         drops, rows = MODES[contraction.index_mode].bad == "drop", backend.table.rows
@@ -305,7 +305,9 @@ def build(
     result = builder.value(tree, steps, values)
     saved_nodes = kept_nodes(tree, requires)
     kept = tuple(values[id(node)] for node in saved_nodes)
-    steps, peak = live_bytes(steps, variables, inputs, (result, *kept), start, fuses, guarding, backend.turns)
+    steps, peak = live_bytes(steps, variables, inputs, (result, *kept), start, guarding)
+    if backend.compiled_peak is not None:
+        peak = start + backend.compiled_peak(steps, variables, inputs, (result, *kept), None)
     retained_bases = {variables[v].base for v in kept} - {variables[result].base} - set(inputs)
     retained = sum(variables[base].bytes for base in retained_bases)
     if MODES[contraction.index_mode].unmarked and not (in_loop or backend.compiles):
@@ -329,7 +331,10 @@ def build(
         results = tuple(gradients.values())
         if backend.conjugates and contraction.dtype.startswith("complex") and not in_loop:
             start += variables[output_gradient].bytes
-        back, back_peak = live_bytes(back, variables, given, results, retained + start, fuses, guarding, backend.turns)
+        start += retained
+        back, back_peak = live_bytes(back, variables, given, results, start, guarding)
+        if backend.compiled_peak is not None:
+            back_peak = start + backend.compiled_peak(back, variables, given, results, output_gradient)
         backward = Program(tuple(back), given, results, back_peak)
         backward_cost = program_cost(back, back_peak, retained)
     return Programs(

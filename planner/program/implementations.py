@@ -26,7 +26,7 @@ from planner.language.spec import Gather, Operand, Spec
 from planner.program.calls import Indices, Member, RangedIndices, Stepwise
 from planner.program.ops import Guard, Op, PricedImplementation
 from planner.program.plan import Loop, PlanRecord
-from planner.program.program import Fuses, Step
+from planner.program.program import CompiledPeak, Step
 
 __all__ = ["LOOP", "MASK", "Backend", "Implementation", "Lowering", "PreparedRun", "RangedIndices", "Run", "RunPlan",
            "Stepwise", "Table", "form_row"]  # fmt: skip
@@ -264,8 +264,9 @@ class Backend(Protocol):
         ops: the array functions that `planner.backends.common.stock.ArrayOps` lists.
         compiles: whether the framework may fuse or reorder steps, so that peaks can differ from the plan's.
         strided: whether arrays have strides. Then views are free, and plans depend on layouts.
-        fuses: says whether a compiler computes the value of a first step inside a second step that reads it.
-        turns: says whether a compiler copies a step's value into the order of its axes for steps that read it.
+        compiled_peak: returns the bytes that a compiler takes for a program; None without a compiler. Its arguments are
+            the steps, the variables, those that the caller owns, those that outlive the program, and the output's
+            gradient or None.
         conjugates: whether backward programs run on the conjugate of a complex output gradient.
         einsum_copies: for each input of a stock step, the bytes of its copy that autograd keeps behind an einsum.
     """
@@ -275,8 +276,7 @@ class Backend(Protocol):
     ops: Any
     compiles: bool = False
     strided: bool = False
-    fuses: Fuses | None = None  # None without a compiler
-    turns: Callable[[Step], bool] | None = None
+    compiled_peak: CompiledPeak | None = None
     conjugates: bool = False
     einsum_copies: Callable[[Op], Sequence[int]] | None = None  # None if autograd keeps no copies
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from planner.cost.figures import Cost, PlanCost
@@ -19,7 +19,7 @@ from planner.cost.layout import Layout
 from planner.language.dtypes import itemsize
 from planner.program.ops import Guard, Op, PricedImplementation
 
-__all__ = ["Fuses", "Keep", "Program", "Programs", "Step", "Variable", "fused_readers", "live_bytes", "program_cost"]
+__all__ = ["CompiledPeak", "Keep", "Program", "Programs", "Step", "Variable", "live_bytes", "program_cost"]
 
 Keep = Literal["all", "some", "inputs"]
 
@@ -133,36 +133,10 @@ class Programs:
         return not any(self.variables[v].layout for v in read if v >= len(self.gradients))
 
 
-# Tells whether a compiler computes the value of a first step inside a second step that reads it.
-Fuses = Callable[[Step, Step], bool]
+# Returns the bytes of a program that a compiler makes as a whole: results, and what is alive at once besides.
+CompiledPeak = Callable[[Sequence[Step], Sequence[Variable], Sequence[int], Sequence[int], int | None], int]
 # Returns the scratch of a step for the sake of guards.
 Guarding = Callable[[Step], int]
-
-
-def fused_readers(steps: Sequence[Step], held: Sequence[int], fuses: Fuses) -> dict[int, int]:
-    """Return the steps whose value needs no memory, because a compiler computes it inside all steps that read it.
-
-    Args:
-        steps: the program.
-        held: the variables that outlive the program.
-        fuses: says which pairs of steps the compiler fuses.
-
-    Returns:
-        For each such step, by number, the number of the last step that computes its value.
-    """
-    readers: dict[int, list[int]] = {}
-    for number, step in enumerate(steps):
-        for variable in step.inputs:
-            readers.setdefault(variable, []).append(number)
-    last: dict[int, int] = {}
-    for number in reversed(range(len(steps))):
-        step, reading = steps[number], readers.get(steps[number].outputs[0], [])
-        if len(step.outputs) > 1 or step.outputs[0] in held or not reading:
-            continue
-        # A view needs its value in memory, unless it is computed where it is read too.
-        if all(fuses(step, steps[reader]) and (reader in last or not steps[reader].choice.view) for reader in reading):
-            last[number] = max(last.get(reader, reader) for reader in reading)
-    return last
 
 
 def live_bytes(
@@ -171,15 +145,12 @@ def live_bytes(
     given: Sequence[int],
     held: Sequence[int],
     start: int = 0,
-    fuses: Fuses | None = None,
     guarding: Guarding | None = None,
-    turns: Callable[[Step], bool] | None = None,
 ) -> tuple[list[Step], int]:
     """Find the bytes that are alive while each step of a program runs, and the peak.
 
     Storage is alive from the step that writes it to the last step that reads it or a view of it. Variables in `held`
     stay alive to the end. Given variables cost nothing.
-    Values that a compiler fuses into their readers do not count in the peak.
 
     Args:
         steps: the program.
@@ -187,31 +158,15 @@ def live_bytes(
         given: the variables that the caller owns.
         held: the variables that outlive the program.
         start: bytes that are alive all the time.
-        fuses: says which values a compiler computes inside the steps that read them; None if there is no compiler.
         guarding: returns the scratch of a step for the sake of guards; None if guards do not count.
-        turns: says which values a compiler computes in another order than that of their axes. If other steps read such
-            a value from memory, it makes a copy for them, and one more if the value is held.
 
     Returns:
         The steps with `releases` and `live_bytes` filled in, as they run one by one, and the peak.
     """
-    alive = _alive(steps, variables, given, held, start, {})
+    alive = _alive(steps, variables, given, held, start)
     if guarding is not None:
         copies = _guarded_bytes(steps, variables, held)
         alive = [now + guarding(step) + copied for step, now, copied in zip(steps, alive, copies, strict=True)]
-    fused = {} if fuses is None else fused_readers(steps, held, fuses)
-    if fuses is None:
-        peak = max(alive, default=start)
-    else:
-        read = {variable for step in steps for variable in step.inputs}
-        turned = [
-            (1 + (step.outputs[0] in held)) * variables[step.outputs[0]].bytes
-            if number not in fused and step.outputs[0] in read and turns and turns(step)
-            else 0
-            for number, step in enumerate(steps)
-        ]
-        compiled = _alive(steps, variables, given, held, start, fused)
-        peak = max(map(int.__add__, compiled, turned), default=start)
     last_use = {variable: number for number, step in enumerate(steps) for variable in (*step.inputs, *step.outputs)}
     stay = {*given, *held}
     priced = []
@@ -219,7 +174,7 @@ def live_bytes(
         used = dict.fromkeys((*step.inputs, *step.outputs))
         releases = tuple(v for v in used if last_use[v] == number and v not in stay)
         priced.append(dataclasses.replace(step, releases=releases, live_bytes=now))
-    return priced, peak
+    return priced, max(alive, default=start)
 
 
 def _alive(
@@ -228,16 +183,15 @@ def _alive(
     given: Sequence[int],
     held: Sequence[int],
     start: int,
-    fused: Mapping[int, int],
 ) -> list[int]:
-    """Return the bytes that are alive while each step runs. `fused` holds what `fused_readers` returns."""
-    free = {variables[v].base for v in given} | {v for number in fused for v in steps[number].outputs}
+    """Return the bytes that are alive while each step runs."""
+    free = {variables[v].base for v in given}
     forever = {variables[v].base for v in held}
     last: dict[int, int] = {}
     for number, step in enumerate(steps):
         for variable in (*step.inputs, *step.outputs):
             base = variables[variable].base
-            last[base] = max(last.get(base, 0), fused.get(number, number))
+            last[base] = number
     dying: dict[int, int] = dict.fromkeys(range(len(steps)), 0)
     for base, number in last.items():
         if base not in forever and base not in free:

@@ -225,7 +225,7 @@ def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) 
     """Yield the result of each search for an objective, and the same tree with nothing kept but the inputs."""
     # Searches compare peaks as if every value were in memory.
     about_peaks = objective == "peak" or limits.memory is not None
-    can_prove = objective == space.options.minimize and not (about_peaks and load_backend(space.backend).fuses)
+    can_prove = objective == space.options.minimize and not (about_peaks and load_backend(space.backend).compiled_peak)
     for result, lower, search_name in run_searches(space, space.options.optimize, objective, limits):
         programs = space.programs(result.tree, lower)
         exact = result.exact and search_name == "exact"

@@ -27,10 +27,11 @@ from planner.program.tree import Tree
 from planner.search.alternatives import alternatives
 from planner.search.stored import recall_plan
 from planner.search.verify import keep_fitting
+from planner.timing import block_seconds
 from planner.tune.tiles import tune_tiles
 from planner.version import __version__
 
-__all__ = ["Timings", "block_seconds", "candidates", "key_of", "autotune", "time_programs"]
+__all__ = ["Timings", "candidates", "key_of", "autotune", "time_programs"]
 
 MOST_CANDIDATES = 4
 # Predictions are rarely off by a larger factor, so plans that are predicted to be slower are not timed. Neither are
@@ -39,7 +40,7 @@ SLOWEST = 8.0
 ROOM_FACTOR, ROOM_BYTES = 4, 2**28
 # The fields of a plan that are remembered, besides the measurement.
 _PARTS = ("tree", "programs")
-BUDGET_SECONDS, MOST_ROUNDS, BLOCK_SECONDS = 1.0, 15, 1e-3
+BUDGET_SECONDS, MOST_ROUNDS = 1.0, 15
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,21 +191,6 @@ def time_programs(
     except KeyboardInterrupt:
         return Timings(tuple(map(tuple, seconds)), True)
     return Timings(tuple(map(tuple, seconds)))
-
-
-def block_seconds(
-    program: Callable[[], object],
-    clock: Callable[[], float] = time.perf_counter,
-    least_seconds: float = BLOCK_SECONDS,
-) -> float:
-    """Return the seconds of one run, after an untimed run: an average over runs that last `least_seconds` together."""
-    program()
-    calls, begun = 0, clock()
-    while True:
-        program()
-        calls += 1
-        if (spent := clock() - begun) >= least_seconds or calls == 1000:
-            return spent / calls
 
 
 # -- the key ---------------------------------------------------------------------------------------------

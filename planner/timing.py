@@ -1,0 +1,45 @@
+"""How long calls take. Everything that times a call does it with these functions."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["block_seconds", "median_seconds", "timed"]
+
+T = TypeVar("T")
+
+
+def timed(call: Callable[[], T]) -> tuple[T, float]:
+    """Return the result of a call, and the seconds that it took."""
+    begun = time.perf_counter()
+    result = call()
+    return result, time.perf_counter() - begun
+
+
+def median_seconds(call: Callable[[], object], times: int, most_seconds: float = math.inf) -> float:
+    """Return the median seconds of some calls, after one that does not count.
+
+    There are `times` calls, or fewer, but at least two, once they have taken `most_seconds`.
+    """
+    call()
+    seconds: list[float] = []
+    while len(seconds) < times and (len(seconds) < 2 or sum(seconds) < most_seconds):
+        seconds.append(timed(call)[1])
+    return statistics.median(seconds)
+
+
+def block_seconds(
+    program: Callable[[], object], clock: Callable[[], float] = time.perf_counter, least_seconds: float = 1e-3
+) -> float:
+    """Return the seconds of one run, after an untimed run: an average over runs that last `least_seconds` together."""
+    program()
+    calls, begun = 0, clock()
+    while True:
+        program()
+        calls += 1
+        if (spent := clock() - begun) >= least_seconds or calls == 1000:
+            return spent / calls
