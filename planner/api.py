@@ -127,15 +127,20 @@ def contract(
 
 def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str, Any], call: Any = None) -> Any:
     """Make the first call of its kind: plan it, remember the function that runs it, and run it; `call` is its key."""
+    if call is not None and call[1] is not None:  # nothing overrides the call
+        run = _run_of_member(request, operands, indices, call)
+        if run is not None:
+            return run(operands, indices)
     listed = (x for given in operands if isinstance(given, list | tuple) for x in given)
     override = torch_override((request.spec, *operands, *listed, *indices.values()))
     if override is not None:
         defaults = contract.__kwdefaults__ or {}
         asked = {n: x for n, x in request._asdict().items() if n in defaults and x is not defaults[n]}
         return override(contract, request.spec, *operands, **asked, **indices)
-    run = _run_of_member(request, operands, indices, call)
-    if run is not None:
-        return run(operands, indices)
+    if call is None or call[1] is None:
+        run = _run_of_member(request, operands, indices, call)
+        if run is not None:
+            return run(operands, indices)
     spec, operands = request.spec, unpack_operands(request.spec, operands)
     check_names(contract, indices)
     if not (is_name(spec) or isinstance(spec, Spec)):

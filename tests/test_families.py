@@ -114,7 +114,7 @@ def test_a_family_that_is_not_good_for_all_members_is_split(monkeypatch):
     case = ("ij, jk, kl -> il", {"i": 100, "j": 20, "k": 30, "l": 40}, False)
     tried = []
 
-    def find(top, low):
+    def find(top, low, wide):
         tried.append(dict(top.resolved.spec.sizes)["i"])
         return Family(make_plan(top), settled=len(tried) == 3)
 
@@ -123,7 +123,7 @@ def test_a_family_that_is_not_good_for_all_members_is_split(monkeypatch):
     assert "for the family of i=112," in plan_of(case).origin
     assert tried == [128, 128, 112]
     FAMILIES.clear()
-    monkeypatch.setattr("planner.search.family._found", lambda top, low: Family(make_plan(top), settled=False))
+    monkeypatch.setattr("planner.search.family._found", lambda top, low, wide: Family(make_plan(top), settled=False))
     assert plan_of(case).proven
     FAMILIES.clear()
 

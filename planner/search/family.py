@@ -12,21 +12,26 @@ over slices are the member's own.
 Implementations change places as sizes grow. So the representative's plan is also priced at the smallest sizes of the
 classes, where a second search decides whether a plan could be better by more than `WON`. If so, the classes are too
 wide: they are split in two, then in four, and in the end the member is searched for itself.
+
+Calls of one or two operands on a CPU are short, and few trees compete. So their first long axis, which as a rule is the
+batch, has wider classes at first: 17 to 128, 129 to 1,024 and so on. The time of a tree is nearly linear in one
+size. So what is within `WON` of the best at both ends of a class is within `WON` in between.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any, TypeVar
 
 from planner.cost.layout import layout_of, strides_in, strides_of
 from planner.language.cached import enter
 from planner.language.derive import resize_spec
 from planner.language.errors import SearchLimitError
 from planner.language.resolve import Resolved
-from planner.language.spec import Gather, Operand
+from planner.language.spec import Gather, Operand, Spec, term_axes
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.loops import resize_nodes, resize_steps
@@ -36,13 +41,15 @@ from planner.search.choose import make_plan
 from planner.search.slicing import LARGE_BYTES
 from planner.search.space import AUTO, Candidate, SearchSpace
 
-__all__ = ["FAMILIES", "MOST_FAMILIES", "PARTS", "Family", "class_of", "families_of", "family_of", "is_small",
-           "make_family_plan"]  # fmt: skip
+__all__ = ["FAMILIES", "MOST_FAMILIES", "PARTS", "WIDE", "Family", "class_of", "families_of", "family_of", "first_long",
+           "is_small", "make_family_plan", "wide_axes"]  # fmt: skip
 
 # Sizes up to this are classes of their own.
 EXACT = 16
-# Into how many classes the sizes between two powers of two are split, one try after the other.
-PARTS = (1, 2, 4)
+# Into how many classes the sizes between two powers of two are split, one try after the other. `WIDE` stands for classes
+# of `OCTAVES` powers of two for one axis of contractions with at most `MOST_OPERANDS` operands.
+WIDE, OCTAVES, MOST_OPERANDS = 0, 3, 2
+PARTS = (WIDE, 1, 2, 4)
 # A plan counts as good if its predicted time is at most this times that of the plan that a search of its own finds.
 WON = 1.1
 # How many families are remembered.
@@ -62,6 +69,8 @@ class Family:
     plan: PlanRecord
     settled: bool
 
+
+T = TypeVar("T")
 
 # By the representative, and by the entry of `PARTS`.
 FAMILIES: dict[tuple[Contraction, int], Family] = {}
@@ -109,13 +118,16 @@ def families_of(contraction: Contraction) -> list[Family]:
         return tried  # all sizes are classes of their own
     if load_backend(contraction.backend).table.has_changed:  # what its searches found may be out of date
         return tried
+    wide = first_long(wide_axes(contraction), spec.by_axis)
     for parts in PARTS:
-        top, low = (_resize(contraction, _Classes(contraction.device.kind, parts, end)) for end in ("top", "low"))
+        if parts == WIDE and wide is None:
+            continue
+        top, low = (_resize(contraction, _Classes(contraction.device.kind, parts, end, wide)) for end in ("top", "low"))
         if top is None or low is None or top.resolved.spec == spec:
             return tried
         family = FAMILIES.get((top, parts))
         if family is None:
-            family = _found(top, low)
+            family = _found(top, low, parts == WIDE)
             if not family.plan.origin.startswith("interrupted"):
                 enter(FAMILIES, (top, parts), family, MOST_FAMILIES)
         tried.append(family)
@@ -124,50 +136,74 @@ def families_of(contraction: Contraction) -> list[Family]:
     return tried
 
 
+def wide_axes(contraction: Contraction) -> list[str]:
+    """Return the axes of which the first that is longer than `EXACT` has wide classes."""
+    spec = contraction.resolved.spec
+    if contraction.device.kind != "cpu" or len(spec.inputs) > MOST_OPERANDS:
+        return []
+    return list(dict.fromkeys(axis for term in spec.inputs for axis in term_axes(term)))
+
+
+def first_long(axes: Iterable[T], sizes: Any) -> T | None:
+    """Return the first of some axes whose size, at its place in `sizes`, is not a class of its own; None without one."""
+    for axis in axes:
+        if sizes[axis] > EXACT:
+            return axis
+    return None
+
+
 def class_of(size: int, parts: int) -> int:
     """Return the greatest size of the class of a size; `parts` is an entry of `PARTS`."""
     if size <= EXACT:
         return size
-    octave = 1 << (size - 1).bit_length()
+    bits = (size - 1).bit_length()
     if parts == 1:
-        return octave
-    width = octave // (2 * parts)
+        return 1 << bits
+    if parts == WIDE:
+        exact = EXACT.bit_length() - 1
+        return 1 << exact - (exact - bits) // OCTAVES * OCTAVES
+    width = (1 << bits) // (2 * parts)
     return -(-size // width) * width
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Classes:
-    """Rounds a size to an end of its class.
+    """Rounds the size of an axis or gather to an end of its class.
 
     Attributes:
         kind: the kind of device. On a card implementations ask what a size is divisible by, so a class has the sizes
             with the same greatest common divisor with 16.
-        parts: into how many classes the sizes between two powers of two are split.
+        parts: an entry of `PARTS`. With `WIDE` axes that are not wide have one class between two powers of two.
         end: "top" for the greatest size of the class, "low" for the least.
+        wide: the axis whose classes may be wide.
     """
 
     kind: str
     parts: int
     end: str
+    wide: str | None
 
-    def __call__(self, size: int) -> int:
+    def __call__(self, entry: str | Gather, size: int) -> int:
         """Return the size at the end of the class of a size."""
         if size <= EXACT:
             return size
-        top = class_of(size, self.parts)
-        width = (1 << (size - 1).bit_length()) // (2 * self.parts)
+        parts = self.parts if self.parts != WIDE or entry == self.wide else 1
+        top = class_of(size, parts)
+        width = (1 << (size - 1).bit_length()) // (2 * parts) if parts else top - (top >> OCTAVES)
         sizes = range(top, top - width, -1) if self.end == "top" else range(top - width + 1, top + 1)
         if self.kind == "cpu":
             return sizes[0]
         return next(n for n in sizes if math.gcd(n, EXACT) == math.gcd(size, EXACT))
 
 
-def _found(top: Contraction, low: Contraction) -> Family:
+def _found(top: Contraction, low: Contraction, wide: bool) -> Family:
     """Search for a family's plan, and find out whether it is within `WON` of the best for the smallest members too."""
     plan, space = make_plan(top, loops=False), SearchSpace(low)
     # Where not all trees can be searched, a second search would take long.
     if plan.origin.startswith("interrupted") or not space.may_be_exact("time", AUTO):
-        return Family(plan, True)
+        return Family(plan, not wide)
+    if wide and not is_small(plan):
+        return Family(plan, False)
     lower, steps = space.lowerer("time"), list(resize_steps(plan, _sizes_of(plan, space), space.table))
     wanted = math.ceil(sum((choice or lower(op)).cost.picoseconds for op, choice in steps) / WON)
     if len(space.operands) <= 2 and not space.network.gathers:  # there is no other tree
@@ -175,23 +211,23 @@ def _found(top: Contraction, low: Contraction) -> Family:
     try:
         return Family(plan, not space.has_quicker(wanted, AUTO))
     except SearchLimitError:
-        return Family(plan, True)
+        return Family(plan, not wide)
 
 
-def _resize(contraction: Contraction, size_of: Callable[[int], int]) -> Contraction | None:
+def _resize(contraction: Contraction, size_of: Callable[[str | Gather, int], int]) -> Contraction | None:
     """Return a contraction at other sizes, with the layouts and all else that it has; None if there is none.
 
     Its operands are stand-ins that lack the dimensions of size 1 which are broadcast.
 
     Args:
         contraction: the contraction.
-        size_of: from a size to the one in its place.
+        size_of: from an axis or gather, and its size, to the size in its place.
     """
     old = contraction.resolved.spec
     if 0 in dict(old.sizes).values() or any(gather.size == 0 for gather in old.gathers):
         return None
     entries: tuple[str | Gather, ...] = (*dict(old.sizes), *old.gathers)
-    spec = resize_spec(old, {entry: size_of(old.size(entry)) for entry in entries})
+    spec = resize_spec(old, {entry: size_of(entry, old.size(entry)) for entry in entries})
     if len(spec.gathers) < len(old.gathers):  # two dimensions of different sizes would become one
         return None
     arrays = {gather.array: spec.shape(gather.axes) for gather in spec.gathers}
