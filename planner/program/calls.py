@@ -111,7 +111,7 @@ class SizeReader:
             None if len(shape) == len(wanted) else _kept_dims(shape, wanted)
             for shape, wanted in zip(shapes, kept, strict=True)
         ]
-        self.fits = all(dims is None for dims in self.dims)
+        self.fits, self.as_given = all(dims is None for dims in self.dims), (None,) * self.count
         # The arrays by number, and what their dimensions are. An index array may stand in several brackets.
         self.terms: list[tuple[int, Term]] = [
             *enumerate(spec.inputs),
@@ -182,10 +182,13 @@ class SizeReader:
 
     def member_of(self, sizes: dict[str | Gather, Any], shapes: Sequence[Sequence[int]]) -> Member:
         """Return a contraction of some sizes, by axis and gather, and of operands and index arrays of some shapes."""
-        sizes.update(self.dropped)
+        if self.dropped:
+            sizes.update(self.dropped)
         for letter, gather in self.pools.items():
             sizes[letter] = sizes[gather]
-        kept = shapes if self.fits else list(map(self._kept, shapes, self.dims))
+        if self.fits:
+            return Member(sizes, self.as_given, dict(zip(self.names, shapes[self.count :], strict=True)))
+        kept = list(map(self._kept, shapes, self.dims))
         reshape = [None if dims is None else tuple(shape) for shape, dims in zip(kept, self.dims, strict=True)]
         index_shapes = {name: tuple(shape) for name, shape in zip(self.names, kept[self.count :], strict=True)}
         return Member(sizes, reshape[: self.count], index_shapes)
