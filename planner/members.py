@@ -14,7 +14,7 @@ from planner.language.options import MODES
 from planner.program.calls import Member, SizeReader
 from planner.program.contraction import Contraction
 from planner.program.implementations import Backend, RunPlan
-from planner.search.family import MOST_FAMILIES, PARTS, WIDE, Family, class_of, families_of, first_long, is_small
+from planner.search.family import MOST_FAMILIES, PARTS, WIDE, class_of, families_of, first_long, is_small
 from planner.search.family import wide_axes as axes_of_wide_classes
 
 __all__ = ["BOUND", "READERS", "bind_first_member", "bind_member"]

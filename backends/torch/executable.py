@@ -22,7 +22,7 @@ from planner.language.derive import resize_spec, sum_dims, summable_dims
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerLimitError
 from planner.language.options import MODES, SEARCHES, Options
-from planner.language.spec import Gather, Spec, Term, indexed_dims, term_gathers
+from planner.language.spec import Gather, Spec, Term, term_gathers
 from planner.program.callbacks import callbacks
 from planner.program.calls import Member, RangedIndices
 from planner.program.guards import add_guards
@@ -100,7 +100,6 @@ class Executable:
             *(["run_backward"] if self.programs.backward else []),
             "only_stock",
             "reads_unread",
-            "selects",
         ):
             getattr(self, name)
         return {name: value for name, value in self.__dict__.items() if name not in ("spec", "_no_indices")}
@@ -195,19 +194,8 @@ class Executable:
         assert self.programs.backward is not None
         return named_program(self.table, self.programs.backward, f"planner backward {self.plan.text}")
 
-    @cached_property
-    def selects(self) -> bool:
-        """Whether the operators of the forward program find each index out of range, and autograd records none.
-
-        They do if a step reads each index array as a whole, and along one dimension.
-        """
-        steps = self.programs.forward.computing
-        terms = [term for step in steps for term in step.op.spec.terms if term_gathers(term)]
-        whole = all(len(set(gather.axes)) == len(gather.axes) for gather in self.gathers)
-        return self.programs.backward is None and whole and all(len(indexed_dims(term)) == 1 for term in terms)
-
     def views(self, operands: Sequence[Tensor], member: Member | None = None) -> list[Tensor]:
-        """Return the operands, of a member if one is given, without broadcast dimensions; None for those that are None."""
+        """Return the operands (of a member) without their broadcast dimensions; None for those that are None."""
         if self.fits:
             return list(operands)
         pairs = zip(operands, self.reshape if member is None else member.shapes, strict=True)

@@ -13,7 +13,6 @@ arguments of their derivatives. Then the Function runs.
 from __future__ import annotations
 
 import dataclasses
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from types import MappingProxyType
@@ -48,6 +47,7 @@ from planner.backends.torch.strides import Strided
 from planner.cost.layout import row_major
 from planner.language.errors import PlannerError
 from planner.language.options import MODES
+from planner.language.spec import indexed_dims, term_gathers
 from planner.program.calls import Member, RangedIndices
 from planner.program.implementations import RunPlan, Table
 from planner.program.ops import Guard
@@ -56,8 +56,8 @@ from planner.program.tree import Leaf
 
 __all__ = ["family_runner", "runner", "symbol_runner"]
 
-# Longer plans with index arrays and gradients run as a Function. Its overhead does not show there, and of a gradient that repeats it
-# computes the sum first, see `Executable.against`.
+# Longer plans with index arrays and gradients run as a Function. Its overhead does not show there, and of a gradient
+# that repeats it computes the sum first, see `Executable.against`.
 MOST_NATIVE_SECONDS = 2e-4
 
 
@@ -90,10 +90,13 @@ def family_runner(plan: PlanRecord, table: Table) -> Callable[[Member], RunPlan]
     # These calls need sizes that their inputs do not show.
     sized = any(step.choice.lowering in ("broadcast", "diagonal") for step in rest.programs.forward.steps)
     native = None if sized else _native(executable)
-    reads = native is not None and executable.gathers
+    selects = _selects(executable)
 
     def bind(member: Member) -> RunPlan:
-        run: RunPlan = _Indexed(native, executable, member) if reads else _runs(native, executable.resized(member))
+        if native is not None and executable.gathers:
+            run: RunPlan = _Indexed(native, executable, selects, member)
+        else:
+            run = _runs(native, executable.resized(member))
         return _after_casts(casts, _as_planned(run) if autocasts() else run)
 
     return bind
@@ -135,7 +138,7 @@ def _runs(native: Callable[..., Tensor] | None, executable: Executable) -> RunPl
     if native is None:
         return partial(_run, executable)
     if executable.gathers:
-        return _Indexed(native, executable)
+        return _Indexed(native, executable, _selects(executable))
     return native if executable.fits else lambda operands, indices: native(executable.views(operands))
 
 
@@ -145,21 +148,24 @@ class _Indexed:
     Args:
         native: the native calls.
         executable: the plan, ready to run.
+        selects: see `_selects`.
         member: the sizes of the calls, if they are not the plan's. Then the executable for them is made when the plan
             first runs as usual.
     """
 
-    __slots__ = ("executable", "member", "native")
+    __slots__ = ("executable", "member", "native", "selects")
 
-    def __init__(self, native: Callable[..., Tensor], executable: Executable, member: Member | None = None) -> None:
-        self.native, self.executable, self.member = native, executable, member
+    def __init__(
+        self, native: Callable[..., Tensor], executable: Executable, selects: bool, member: Member | None = None
+    ) -> None:
+        self.native, self.executable, self.selects, self.member = native, executable, selects, member
 
     def __call__(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
         executable, member = self.executable, self.member
         index: RangedIndices | None = None
         is_usual = usual(*operands)
         if is_usual or _as_usual(operands):
-            trusts = is_usual and executable.selects
+            trusts = is_usual and self.selects
             index = _as_they_are(executable, member, operands, indices, trusts)
             if index is not None and executable.reads_unread and not all(map(finite, operands)):
                 index = None
@@ -190,6 +196,16 @@ def _as_usual(operands: Sequence[Tensor]) -> bool:
     return not (is_recorded(operands[0]) or forward_mode() or any(map(dispatches, operands)))
 
 
+def _selects(executable: Executable) -> bool:
+    """Return whether the operators of a plan find each index out of range, and autograd records none of them.
+
+    They do if a step reads each index array as a whole, and along one dimension.
+    """
+    terms = [term for step in executable.programs.forward.steps for term in step.op.spec.terms if term_gathers(term)]
+    whole = all(len(set(gather.axes)) == len(gather.axes) for gather in executable.gathers)
+    return executable.programs.backward is None and whole and all(len(indexed_dims(term)) == 1 for term in terms)
+
+
 def _as_they_are(
     executable: Executable,
     member: Member | None,
@@ -204,13 +220,13 @@ def _as_they_are(
     """
     if in_functorch() and any(map(unseen, operands)):
         return None
-    sizes, shapes = (executable.sizes, executable.index_shapes) if member is None else (member.sizes, member.index_shapes)
     index = RangedIndices(False)
-    index.sizes = sizes
+    index.sizes = sizes = executable.sizes if member is None else member.sizes
+    shapes = executable.index_shapes if member is None else member.index_shapes
     for gather, own in executable.gathers.items():
         raw, shape = indices[gather.array], shapes[gather.array]
         if isinstance(raw, TorchIndex):
-            size = own.size if member is None else member.sizes[gather]
+            size = own.size if sizes is None else sizes[gather]
             raw, may_drop = raw.read(dataclasses.replace(own, size=size), executable.plan.index_mode)
             if may_drop:
                 return None
@@ -222,7 +238,7 @@ def _as_they_are(
                 return None
             if not (trusts and raw.is_cpu):
                 low, high = torch.aminmax(raw)
-                if int(low) < 0 or int(high) >= ((own.size if member is None else member.sizes[gather]) or 0):
+                if int(low) < 0 or int(high) >= ((own.size if sizes is None else sizes[gather]) or 0):
                     return None
         index[gather] = raw if raw.shape == shape else raw.reshape(shape)
     arrays = (*operands, *index.values())

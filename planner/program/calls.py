@@ -180,7 +180,7 @@ class SizeReader:
                 sizes[entry] = sizes[self.read[entry.array]]
         return self.member_of(sizes, shapes)
 
-    def member_of(self, sizes: dict[str | Gather, Any], shapes: Sequence[Sequence[int]]) -> Member:
+    def member_of(self, sizes: dict[str | Gather, Any], shapes: Sequence[Any]) -> Member:
         """Return a contraction of some sizes, by axis and gather, and of operands and index arrays of some shapes."""
         if self.dropped:
             sizes.update(self.dropped)

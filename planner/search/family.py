@@ -31,7 +31,7 @@ from planner.language.cached import enter
 from planner.language.derive import resize_spec
 from planner.language.errors import SearchLimitError
 from planner.language.resolve import Resolved
-from planner.language.spec import Gather, Operand, Spec, term_axes
+from planner.language.spec import Gather, Operand, term_axes
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
 from planner.program.loops import resize_nodes, resize_steps
@@ -46,8 +46,8 @@ __all__ = ["FAMILIES", "MOST_FAMILIES", "PARTS", "WIDE", "Family", "class_of", "
 
 # Sizes up to this are classes of their own.
 EXACT = 16
-# Into how many classes the sizes between two powers of two are split, one try after the other. `WIDE` stands for classes
-# of `OCTAVES` powers of two for one axis of contractions with at most `MOST_OPERANDS` operands.
+# Into how many classes the sizes between two powers of two are split, one try after the other. `WIDE` stands for
+# classes of `OCTAVES` powers of two for one axis of contractions with at most `MOST_OPERANDS` operands.
 WIDE, OCTAVES, MOST_OPERANDS = 0, 3, 2
 PARTS = (WIDE, 1, 2, 4)
 # A plan counts as good if its predicted time is at most this times that of the plan that a search of its own finds.
@@ -145,7 +145,7 @@ def wide_axes(contraction: Contraction) -> list[str]:
 
 
 def first_long(axes: Iterable[T], sizes: Any) -> T | None:
-    """Return the first of some axes whose size, at its place in `sizes`, is not a class of its own; None without one."""
+    """Return the first of some axes that is longer than `EXACT`; `sizes` has the size of each at its place."""
     for axis in axes:
         if sizes[axis] > EXACT:
             return axis
