@@ -14,7 +14,7 @@ from planner.language.options import MODES
 from planner.program.calls import Member, SizeReader
 from planner.program.contraction import Contraction
 from planner.program.implementations import Backend, RunPlan
-from planner.search.family import MOST_FAMILIES, PARTS, WIDE, class_of, families_of, first_long, is_small
+from planner.search.family import EXACT, MOST_FAMILIES, PARTS, WIDE, class_of, families_of, first_long, is_small
 from planner.search.family import wide_axes as axes_of_wide_classes
 
 __all__ = ["BOUND", "READERS", "bind_first_member", "bind_member"]
@@ -50,7 +50,9 @@ class _Sizes:
             if parts != WIDE:
                 yield (self, parts, *[class_of(n, parts) for n in sizes])
             elif wide is not None:
-                yield (self, parts, *[class_of(n, parts if i == wide else 1) for i, n in enumerate(sizes)])
+                classes = [1 << (n - 1).bit_length() if n > EXACT else n for n in sizes]
+                classes[wide] = class_of(sizes[wide], WIDE)
+                yield (self, parts, *classes)
 
 
 class _Family:

@@ -14,7 +14,7 @@ classes, where a second search decides whether a plan could be better by more th
 wide: they are split in two, then in four, and in the end the member is searched for itself.
 
 Calls of one or two operands on a CPU are short, and few trees compete. So their first long axis, which as a rule is the
-batch, has wider classes at first: 17 to 128, 129 to 1,024 and so on. The time of a tree is nearly linear in one
+batch, has wider classes at first: 17 to 512, 513 to 16,384 and so on. The time of a tree is nearly linear in one
 size. So what is within `WON` of the best at both ends of a class is within `WON` in between.
 """
 
@@ -48,7 +48,7 @@ __all__ = ["FAMILIES", "MOST_FAMILIES", "PARTS", "WIDE", "Family", "class_of", "
 EXACT = 16
 # Into how many classes the sizes between two powers of two are split, one try after the other. `WIDE` stands for
 # classes of `OCTAVES` powers of two for one axis of contractions with at most `MOST_OPERANDS` operands.
-WIDE, OCTAVES, MOST_OPERANDS = 0, 3, 2
+WIDE, OCTAVES, MOST_OPERANDS = 0, 5, 2
 PARTS = (WIDE, 1, 2, 4)
 # A plan counts as good if its predicted time is at most this times that of the plan that a search of its own finds.
 WON = 1.1
