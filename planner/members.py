@@ -44,7 +44,7 @@ class _Sizes:
         return [arrays[a][d] for a, d in self.first]
 
     def keys(self, sizes: Sequence[int]) -> Iterator[tuple[Any, ...]]:
-        """Yield the key of the family for each entry of `PARTS`."""
+        """Yield the key of the family for each entry of `PARTS`, which is its second entry."""
         wide = first_long(self.wide, sizes)
         for parts in PARTS:
             if parts != WIDE:
@@ -139,9 +139,16 @@ def bind_first_member(
         found = sizes.read((*shapes, numbers))
         enter(READERS, kind, sizes, MOST_FAMILIES)
     assert found is not None
-    for key, family in zip(sizes.keys(found), families, strict=False):
-        maker = None
-        if family.settled and is_small(family.plan) and backend.table.runs_any_sizes(family.plan.steps):
+    for key in sizes.keys(found):
+        maker, family = None, families.get(key[1])
+        if family is None and key[1] != WIDE:
+            return None
+        if (
+            family is not None
+            and family.settled
+            and is_small(family.plan)
+            and backend.table.runs_any_sizes(family.plan.steps)
+        ):
             bind = backend.bind_family(family.plan)
             if bind is not None:
                 reader = SizeReader(family.plan.resolved.spec, contraction, names)

@@ -13,9 +13,9 @@ Implementations change places as sizes grow. So the representative's plan is als
 classes, where a second search decides whether a plan could be better by more than `WON`. If so, the classes are too
 wide: they are split in two, then in four, and in the end the member is searched for itself.
 
-Calls of one or two operands on a CPU are short, and few trees compete. So their first long axis, which as a rule is the
-batch, has wider classes at first: 17 to 512, 513 to 16,384 and so on. The time of a tree is nearly linear in one
-size. So what is within `WON` of the best at both ends of a class is within `WON` in between.
+Of one or two operands few trees compete. If no kernel competes with the stock implementations, their first long axis,
+which as a rule is the batch, has wider classes on a CPU at first: 17 to 512, 513 to 16,384 and so on. The time of a
+tree is nearly linear in one size. So what is within `WON` of the best at both ends of a class is so in between.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from planner.language.resolve import Resolved
 from planner.language.spec import Gather, Operand, term_axes
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
-from planner.program.loops import resize_nodes, resize_steps
+from planner.program.loops import resize_nodes, resize_ops, resize_steps
+from planner.program.ops import Einsum
 from planner.program.plan import PlanRecord
 from planner.program.tree import merge_takes
 from planner.search.choose import make_plan
@@ -91,8 +92,7 @@ def make_family_plan(contraction: Contraction) -> PlanRecord:
 
 def family_of(contraction: Contraction) -> Family | None:
     """Return the family whose plan a contraction takes; None if it must be searched for itself."""
-    families = families_of(contraction)
-    return families[-1] if families and families[-1].settled else None
+    return next((family for family in families_of(contraction).values() if family.settled), None)
 
 
 def _with_takes_merged(plan: PlanRecord, space: SearchSpace) -> Candidate:
@@ -106,9 +106,9 @@ def is_small(plan: PlanRecord) -> bool:
     return plan.cost.peak_bytes < LARGE_BYTES
 
 
-def families_of(contraction: Contraction) -> list[Family]:
-    """Return the families of a contraction, one for each entry of `PARTS`, as far as the first that is settled."""
-    options, tried = contraction.options, list[Family]()
+def families_of(contraction: Contraction) -> dict[int, Family]:
+    """Return the families of a contraction by the entry of `PARTS`, as far as the first that is settled."""
+    options, tried = contraction.options, dict[int, Family]()
     limits = (options.memory_limit, options.retain_limit)
     asked = (options.optimize, options.minimize, options.deadline, *limits, contraction.mesh)
     if asked != ("auto", "time", None, None, None, None):
@@ -122,15 +122,20 @@ def families_of(contraction: Contraction) -> list[Family]:
     for parts in PARTS:
         if parts == WIDE and wide is None:
             continue
-        top, low = (_resize(contraction, _Classes(contraction.device.kind, parts, end, wide)) for end in ("top", "low"))
-        if top is None or low is None or top.resolved.spec == spec:
+        top = _resize(contraction, _Classes(contraction.device.kind, parts, "top", wide))
+        if top is None or top.resolved.spec == spec:
             return tried
+        if parts == WIDE and _has_kernels(top):
+            continue
         family = FAMILIES.get((top, parts))
         if family is None:
+            low = _resize(contraction, _Classes(contraction.device.kind, parts, "low", wide))
+            if low is None:
+                return tried
             family = _found(top, low, parts == WIDE)
             if not family.plan.origin.startswith("interrupted"):
                 enter(FAMILIES, (top, parts), family, MOST_FAMILIES)
-        tried.append(family)
+        tried[parts] = family
         if family.settled:
             break
     return tried
@@ -142,6 +147,12 @@ def wide_axes(contraction: Contraction) -> list[str]:
     if contraction.device.kind != "cpu" or len(spec.inputs) > MOST_OPERANDS:
         return []
     return list(dict.fromkeys(axis for term in spec.inputs for axis in term_axes(term)))
+
+
+def _has_kernels(contraction: Contraction) -> bool:
+    """Whether a kernel runs the contraction in one step. Whether it is the fastest changes with the sizes."""
+    op, rows = Einsum(contraction.resolved.spec, contraction.dtype), load_backend(contraction.backend).table.rows
+    return any(row.brackets and row.refusal(op, contraction.device) is None for row in rows.values())
 
 
 def first_long(axes: Iterable[T], sizes: Any) -> T | None:
@@ -204,9 +215,13 @@ def _found(top: Contraction, low: Contraction, wide: bool) -> Family:
         return Family(plan, not wide)
     if wide and not is_small(plan):
         return Family(plan, False)
-    lower, steps = space.lowerer("time"), list(resize_steps(plan, _sizes_of(plan, space), space.table))
+    lower, sizes = space.lowerer("time"), _sizes_of(plan, space)
+    only_tree = len(space.operands) <= 2 and not space.network.gathers
+    if only_tree and all(lower(op).lowering == lowering for op, lowering in resize_ops(plan, sizes)):
+        return Family(plan, True)
+    steps = list(resize_steps(plan, sizes, space.table))
     wanted = math.ceil(sum((choice or lower(op)).cost.picoseconds for op, choice in steps) / WON)
-    if len(space.operands) <= 2 and not space.network.gathers:  # there is no other tree
+    if only_tree:
         return Family(plan, sum(lower(op).cost.picoseconds for op, _ in steps) >= wanted)
     try:
         return Family(plan, not space.has_quicker(wanted, AUTO))

@@ -121,7 +121,7 @@ class Network:
         self._union_cache: dict[int, int] = {0: 0}
         # What does not depend on sizes is found once for all small networks of the same terms.
         facts = _Facts({}, {}, {})
-        if len(self.leaves) <= MOST_SHARED:
+        if gathers and len(self.leaves) <= MOST_SHARED:
             arrays = tuple((gather.array, gather.axes) for gather in gathers)
             facts = _facts_of(self.leaves, self.result, arrays, few)
         self._axes_cache: dict[tuple[int, Status], int] = facts.axes
