@@ -143,15 +143,11 @@ def bind_first_member(
         maker, family = None, families.get(key[1])
         if family is None and key[1] != WIDE:
             return None
-        if (
-            family is not None
-            and family.settled
-            and is_small(family.plan)
-            and backend.table.runs_any_sizes(family.plan.steps)
-        ):
-            bind = backend.bind_family(family.plan)
+        plan = family.plan if family is not None and family.settled else None
+        if plan is not None and is_small(plan) and backend.table.runs_any_sizes(plan.steps):
+            bind = backend.bind_family(plan)
             if bind is not None:
-                reader = SizeReader(family.plan.resolved.spec, contraction, names)
+                reader = SizeReader(plan.resolved.spec, contraction, names)
                 maker = _Family(reader, sizes, reader.given(given), bind)
         enter(BOUND, key, maker, MOST_FAMILIES)
         if maker is not None:
