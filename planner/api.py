@@ -127,12 +127,13 @@ def contract(
 
 def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str, Any], call: Any = None) -> Any:
     """Make the first call of its kind: plan it, remember the function that runs it, and run it; `call` is its key."""
-    listed = (x for given in operands if isinstance(given, list | tuple) for x in given)
-    override = torch_override((request.spec, *operands, *listed, *indices.values()))
-    if override is not None:
-        defaults = contract.__kwdefaults__ or {}
-        asked = {n: x for n, x in request._asdict().items() if n in defaults and x is not defaults[n]}
-        return override(contract, request.spec, *operands, **asked, **indices)
+    if call is None or call[1] is None:  # otherwise nothing overrides the call
+        listed = (x for given in operands if isinstance(given, list | tuple) for x in given)
+        override = torch_override((request.spec, *operands, *listed, *indices.values()))
+        if override is not None:
+            defaults = contract.__kwdefaults__ or {}
+            asked = {n: x for n, x in request._asdict().items() if n in defaults and x is not defaults[n]}
+            return override(contract, request.spec, *operands, **asked, **indices)
     run = _run_of_member(request, operands, indices, call)
     if run is not None:
         return run(operands, indices)
@@ -148,8 +149,7 @@ def plan_and_run(request: Request, operands: Sequence[Any], indices: Mapping[str
     if not isinstance(spec, Spec):
         parse(spec)
     operands, indices = beside_jax(operands, indices)
-    framework = operands_framework(operands, indices)
-    backend = load_backend(framework)
+    backend = load_backend(framework := operands_framework(operands, indices))
     divided = backend.divided(operands, indices)
     if divided is not None:
         return divided(request, partial(_read_call, request, framework, operands, indices))

@@ -48,6 +48,7 @@ class Caches:
     def clear(self) -> None:
         """Forget what is in memory. Files on disk stay."""
         api.forget_calls()
+        members.READERS.clear()
         members.BOUND.clear()
         family.FAMILIES.clear()
         for cache in STEP_CACHES:

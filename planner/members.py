@@ -1,6 +1,7 @@
 """Runs calls that belong to a family, with the bound plan that its members share.
 
-`bind_member` finds the family of a call by the classes of its sizes, without resolving the spec.
+`bind_member` finds the family of a call by the classes of its sizes, without resolving the spec. The first call of its
+kind shows where in the shapes of the arrays each size stands.
 """
 
 from __future__ import annotations
@@ -13,38 +14,77 @@ from planner.language.options import MODES
 from planner.program.calls import Member, SizeReader
 from planner.program.contraction import Contraction
 from planner.program.implementations import Backend, RunPlan
-from planner.search.family import MOST_FAMILIES, PARTS, Family, class_of, families_of, is_small
+from planner.search.family import EXACT, MOST_FAMILIES, PARTS, WIDE, class_of, families_of, first_long, is_small
+from planner.search.family import wide_axes as axes_of_wide_classes
 
-__all__ = ["BOUND", "bind_first_member", "bind_member"]
+__all__ = ["BOUND", "READERS", "bind_first_member", "bind_member"]
+
+
+class _Sizes:
+    """Reads the sizes of calls of one spec, whose arrays have the same dimensions of size 1.
+
+    Args:
+        reader: tells the dimensions of arrays apart.
+        given: the axes and gathers whose sizes the calls give.
+        contraction: one of the calls.
+    """
+
+    def __init__(self, reader: SizeReader, given: Sequence[Any], contraction: Contraction) -> None:
+        places = reader.places(given)
+        self.first = list(dict.fromkeys([first for first, *_ in places.values()]))
+        self.equal = [(*first, *other) for first, *others in places.values() for other in others]
+        self.number_of = {entry: self.first.index(first) for entry, (first, *_) in places.items()}
+        self.wide = [self.number_of[axis] for axis in axes_of_wide_classes(contraction) if axis in self.number_of]
+
+    def read(self, arrays: Sequence[Sequence[int]]) -> list[int] | None:
+        """Return the sizes in the shapes of arrays, and those that are given; None if they do not fit each other."""
+        for a, d, b, e in self.equal:
+            if arrays[a][d] != arrays[b][e]:
+                return None
+        return [arrays[a][d] for a, d in self.first]
+
+    def keys(self, sizes: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+        """Yield the key of the family for each entry of `PARTS`, which is its second entry."""
+        wide = first_long(self.wide, sizes)
+        for parts in PARTS:
+            if parts != WIDE:
+                yield (self, parts, *[class_of(n, parts) for n in sizes])
+            elif wide is not None:
+                classes = [1 << (n - 1).bit_length() if n > EXACT else n for n in sizes]
+                classes[wide] = class_of(sizes[wide], WIDE)
+                yield (self, parts, *classes)
 
 
 class _Family:
     """Makes the functions that run the members of a family, which share the steps of one bound plan.
 
     Args:
-        family: the family.
-        contraction: one of its members, by which the dimensions of arrays are told apart.
-        names: the letters of the index arrays, in the order in which the caller passes them.
+        reader: tells the dimensions of arrays apart, by the axes and gathers of the family's plan.
+        sizes: reads the sizes of the members.
+        given: the axes and gathers whose sizes the calls give, as the family's plan has them.
         bind: what `Backend.bind_family` made of the family's plan.
     """
 
     def __init__(
-        self, family: Family, contraction: Contraction, names: Sequence[str], bind: Callable[[Member], RunPlan]
+        self, reader: SizeReader, sizes: _Sizes, given: Sequence[Any], bind: Callable[[Member], RunPlan]
     ) -> None:
-        self.bind, self.reader = bind, SizeReader(family.plan.resolved.spec, contraction, names)
+        self.reader, self.bind = reader, bind
+        self.numbers = [(entry, sizes.first.index(first)) for entry, (first, *_) in reader.places(given).items()]
 
-    def member(self, shapes: Sequence[tuple[int, ...]], given: Any) -> RunPlan | None:
-        """Return the function that runs a member; None if its sizes do not fit each other, or a check is needed.
+    def member(self, sizes: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> RunPlan:
+        """Return the function that runs a member.
 
         Args:
+            sizes: what `_Sizes.read` returned.
             shapes: the shapes of operands and index arrays.
-            given: `sizes=` of the call.
         """
-        member = self.reader.member(shapes, self.reader.entries(given))
-        return None if member is None else self.bind(member)
+        by_entry = {entry: sizes[number] for entry, number in self.numbers}
+        return self.bind(self.reader.member_of(by_entry, shapes))
 
 
-# The makers of functions for the members of families, by request, facts of the arrays, and classes of sizes. None
+# What reads the sizes of calls, by request, facts of the arrays, and the dimensions of size 1.
+READERS: dict[Any, _Sizes] = {}
+# The makers of functions for the members of families, by the reader of their sizes and the classes of these. None
 # stands for a family that is not settled, and for one whose members are bound by themselves.
 BOUND: dict[Any, _Family | None] = {}
 _UNKNOWN: Any = object()
@@ -59,14 +99,18 @@ def bind_member(backend: Backend, asked: Sequence[Any], operands: Any, indices: 
         operands: the operands.
         indices: the index arrays.
     """
-    keys = _family_keys(backend, asked, operands, indices)
-    if keys is None:
+    call = _kind_of(backend, asked, operands, indices)
+    reader = None if call is None else READERS.get(call[0])
+    if call is None or reader is None:
         return None
-    shapes, by_parts = keys
-    for key in by_parts:
+    _, shapes, numbers = call
+    sizes = reader.read((*shapes, numbers))
+    if sizes is None:
+        return None
+    for key in reader.keys(sizes):
         family = BOUND.get(key, _UNKNOWN)
         if isinstance(family, _Family):
-            return family.member(shapes, asked[1])
+            return family.member(sizes, shapes)
         if family is _UNKNOWN:
             return None
     return None
@@ -79,25 +123,42 @@ def bind_first_member(
 
     The arguments are those of `bind_member`, and the contraction of the call.
     """
-    keys = _family_keys(backend, asked, operands, indices)
-    if keys is None or MODES[contraction.index_mode].bad == "drop" or contraction.device.kind != "cpu":
+    call = _kind_of(backend, asked, operands, indices)
+    if call is None or MODES[contraction.index_mode].bad == "drop" or contraction.device.kind != "cpu":
         return None
-    shapes, by_parts = keys
-    for key, family in zip(by_parts, families_of(contraction), strict=False):
-        maker = None
-        if family.settled and is_small(family.plan) and backend.table.runs_any_sizes(family.plan.steps):
-            bind = backend.bind_family(family.plan)
-            maker = bind and _Family(family, contraction, tuple(indices), bind)
+    families = families_of(contraction)
+    if not families:
+        return None
+    kind, shapes, numbers = call
+    names, given = tuple(indices), asked[1]
+    sizes = READERS.get(kind)
+    found = None if sizes is None else sizes.read((*shapes, numbers))
+    if sizes is None or found is None:
+        own = SizeReader(contraction.resolved.spec, contraction, names)
+        sizes = _Sizes(own, own.given(given), contraction)
+        found = sizes.read((*shapes, numbers))
+        enter(READERS, kind, sizes, MOST_FAMILIES)
+    assert found is not None
+    for key in sizes.keys(found):
+        maker, family = None, families.get(key[1])
+        if family is None and key[1] != WIDE:
+            return None
+        plan = family.plan if family is not None and family.settled else None
+        if plan is not None and is_small(plan) and backend.table.runs_any_sizes(plan.steps):
+            bind = backend.bind_family(plan)
+            if bind is not None:
+                reader = SizeReader(plan.resolved.spec, contraction, names)
+                maker = _Family(reader, sizes, reader.given(given), bind)
         enter(BOUND, key, maker, MOST_FAMILIES)
         if maker is not None:
-            return maker.member(shapes, asked[1])
+            return maker.member(found, shapes)
     return None
 
 
-def _family_keys(
+def _kind_of(
     backend: Backend, asked: Sequence[Any], operands: Any, indices: Any
-) -> tuple[list[tuple[int, ...]], Iterator[Any]] | None:
-    """Return the shapes of the arrays of a call, and the key of its family for each entry of `PARTS`."""
+) -> tuple[Any, list[tuple[int, ...]], tuple[int, ...]] | None:
+    """Return what calls have in common whose sizes stand in the same places, the shapes, and the sizes given."""
     # A resolved spec has sizes of its own, and a row that was added later may be better.
     signed = None
     if isinstance(asked[0], str) and not backend.table.has_changed:
@@ -113,11 +174,9 @@ def _family_keys(
         letters, numbers = tuple(given), tuple(given.values())
     else:
         numbers = tuple(given)
-    if not all(type(n) is int for n in numbers):
-        return None
-    ask = (asked[0], *asked[2:], letters, facts)
-
-    def key(parts: int) -> Any:
-        return (ask, parts, *[tuple([class_of(n, parts) for n in shape]) for shape in (*shapes, numbers)])
-
-    return shapes, map(key, PARTS)
+    for n in numbers:
+        if type(n) is not int:
+            return None
+    # Dimensions of size 1 are broadcast.
+    ones = [len(shape) if 1 not in shape else tuple([n == 1 for n in shape]) for shape in (*shapes, numbers)]
+    return (asked[0], *asked[2:], letters, facts, *ones), shapes, numbers

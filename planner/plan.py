@@ -333,7 +333,7 @@ class Plan(PlanRecord):
     @classmethod
     def of(cls, record: PlanRecord) -> Plan:
         """Return a record as a `Plan`."""
-        return cls(**{field.name: getattr(record, field.name) for field in dataclasses.fields(record)})
+        return cls(**{name: getattr(record, name) for name in _FIELDS})
 
     @property
     def loop(self) -> Loop | None:
@@ -350,6 +350,9 @@ class Plan(PlanRecord):
             f"<Plan '{shorten(self.text, 80)}' {self.backend}/{self.device.name} {len(self.steps)} steps, "
             f"{cost.flops} FLOPs, peak {cost.peak_bytes} B, retained {cost.retained_bytes} B>"
         )
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(PlanRecord))
 
 
 def load_plan(text: str) -> Plan:

@@ -16,7 +16,7 @@ import planner.run
 from planner import Operand
 from planner.cost import store
 from planner.search.choose import make_plan
-from planner.search.family import FAMILIES, Family, family_of
+from planner.search.family import FAMILIES, WIDE, Family, family_of
 
 # Specs with the letters of each operand's sizes; capitals are gathered dimensions, and index arrays follow. 1 is a
 # dimension that is broadcast.
@@ -114,7 +114,7 @@ def test_a_family_that_is_not_good_for_all_members_is_split(monkeypatch):
     case = ("ij, jk, kl -> il", {"i": 100, "j": 20, "k": 30, "l": 40}, False)
     tried = []
 
-    def find(top, low):
+    def find(top, low, wide):
         tried.append(dict(top.resolved.spec.sizes)["i"])
         return Family(make_plan(top), settled=len(tried) == 3)
 
@@ -123,9 +123,32 @@ def test_a_family_that_is_not_good_for_all_members_is_split(monkeypatch):
     assert "for the family of i=112," in plan_of(case).origin
     assert tried == [128, 128, 112]
     FAMILIES.clear()
-    monkeypatch.setattr("planner.search.family._found", lambda top, low: Family(make_plan(top), settled=False))
+    monkeypatch.setattr("planner.search.family._found", lambda top, low, wide: Family(make_plan(top), settled=False))
     assert plan_of(case).proven
     FAMILIES.clear()
+
+
+def test_the_batch_of_two_operands_has_wide_classes():
+    forget()
+    for edges in (17, 60, 300, 512):
+        plan = plan_of(("s[e] d, e d -> t[e] d", {"e": edges, "d": 16, "G": 100, "H": 100}, False))
+        assert edges == 512 or dict(family_of(plan.contraction).plan.resolved.spec.sizes)["e"] == 512
+    assert len(FAMILIES) == 1
+    # The other sizes have a class between two powers of two.
+    family = family_of(plan_of(("s[e] d, e d -> t[e] d", {"e": 60, "d": 17, "G": 100, "H": 200}, False)).contraction)
+    assert [gather.size for gather in family.plan.resolved.spec.gathers] == [128, 256]
+    assert family.plan.resolved.spec.by_axis == {"d": 32, "e": 512}
+    assert plan_of(("ij, jk, kl -> il", dict.fromkeys("ijkl", 100), False)).origin.endswith(
+        "i=128, j=128, k=128, l=128"
+    )
+
+
+def test_a_batch_that_a_kernel_may_run_has_narrow_classes():
+    FAMILIES.clear()
+    operands = [Operand((300, 32)), Operand((8, 32, 32))]
+    plan = planner.plan("nj, q[n]jk -> nk", *operands, q=(300,), backend="torch", device="cpu")
+    assert family_of(plan.contraction).settled
+    assert WIDE not in {parts for _, parts in FAMILIES}
 
 
 def test_on_a_card_members_have_the_same_divisors():
@@ -240,6 +263,35 @@ def test_members_whose_sizes_contradict_are_refused(shapes):
         )
     with pytest.raises(planner.IndexRangeError, match="20"):
         planner.contract("nj, q[n]jk -> nk", torch.ones(99, 4), torch.ones(20, 4, 5), q=torch.full((99,), 20))
+
+
+@pytest.mark.parametrize("needs", [False, True])
+@pytest.mark.parametrize("mode", ["raise", "clip", "drop", "nan"])
+def test_members_treat_bad_indices_as_other_calls_do(needs, mode):
+    """Native calls leave the check of ranges to torch's operators, which know neither modes nor negative indices."""
+    forget()
+    spec = "s[e] d, e d -> t[e] d"
+    nodes = torch.arange(40.0).reshape(20, 2).requires_grad_(needs)
+
+    def call(n, bad, **options):
+        s, t = torch.arange(n) % 20, torch.arange(n) % 19
+        edges = torch.arange(2.0 * n).reshape(n, 2) % 5
+        for array, value in bad:
+            {"s": s, "t": t}[array][n // 2] = value
+        return planner.contract(spec, nodes, edges, s=s, t=t, sizes={"t": 20}, index_mode=mode, **options)
+
+    for n in (50, 51, 60):  # the first is the first member
+        for bad in ([], [("s", -3)], [("t", -3)], [("s", 20)], [("t", 25)], [("s", -21)]):
+            found, expected = (outcome(call, n, bad, **more) for more in ({}, {"optimize": "optimal"}))
+            assert found == expected, (n, bad)
+
+
+def outcome(call, *given, **options):
+    """Return the values of a result, NaN as text, or the text of the error."""
+    try:
+        return str(call(*given, **options).tolist())
+    except planner.IndexRangeError as error:
+        return str(error)
 
 
 def test_second_derivatives_and_vmap_of_members():

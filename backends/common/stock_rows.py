@@ -251,7 +251,8 @@ def stock_rows(
         return kind
 
     def support(kind: str) -> Callable[[Op], str | None]:
-        return lambda op: None if find_kind(op) == kind else f"the step is not a {kind}"
+        refusal = f"the step is not a {kind}"
+        return lambda op: None if find_kind(op) == kind else refusal
 
     def unmoved(op: Op) -> tuple[Layout | None, ...]:
         return op.layouts or (None,)

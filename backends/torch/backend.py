@@ -274,22 +274,24 @@ class TorchBackend(Backend):
         """
         if in_functorch() or scripts() is not None:
             return None
-        key: list[Any] = [grad_enabled(), self.pins_tiles(), autocasts() and autocast_state("cpu")]
-        shapes = []
+        key: list[Any] = [grad_enabled(), deterministic(), autocasts() and autocast_state("cpu")]
+        shapes: list[tuple[int, ...]] = []
         for x in operands:
-            if type(x) not in _PLAIN or x.device.type != "cpu" or x.layout != torch.strided:
+            if type(x) not in _PLAIN or not x.is_cpu or x.layout is not _STRIDED:
                 return None
-            shape = tuple(x.shape)
-            layout = None if x.is_contiguous() else layout_of(shape, x.stride())
-            if layout is not None and layout.repeated:
-                return None
+            shape, layout = x.shape, None
+            if not x.is_contiguous():
+                layout = layout_of(shape, x.stride())
+                if layout is not None and layout.repeated:
+                    return None
             key += (layout, x.dtype, x.requires_grad)
             shapes.append(shape)
         for name, q in indices.items():
-            if type(q) not in (Tensor, TorchIndex) or q.device.type != "cpu":
+            kind = type(q)
+            if (kind is not Tensor and kind is not TorchIndex) or q.device.type != "cpu":
                 return None
-            key += (name, type(q), q.dtype)
-            shapes.append(tuple(q.shape))
+            key += (name, kind, q.dtype)
+            shapes.append(q.shape)
         return tuple(key), shapes
 
     def refuse_dataless(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> None:
@@ -328,7 +330,7 @@ class TorchBackend(Backend):
         return Stepwise(values, lambda step, inputs: partial(run, step, inputs), index.orders)
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN, _STRIDED = (Tensor, torch.nn.Parameter), torch.strided
 # Dtypes that torch can move and multiply, but neither sum nor scatter.
 _MOVED_ONLY = ("uint16", "uint32", "uint64")
 

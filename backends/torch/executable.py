@@ -194,11 +194,11 @@ class Executable:
         assert self.programs.backward is not None
         return named_program(self.table, self.programs.backward, f"planner backward {self.plan.text}")
 
-    def views(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """Return the operands without their broadcast dimensions; None for those that are None."""
+    def views(self, operands: Sequence[Tensor], member: Member | None = None) -> list[Tensor]:
+        """Return the operands (of a member) without their broadcast dimensions; None for those that are None."""
         if self.fits:
             return list(operands)
-        pairs = zip(operands, self.reshape, strict=True)
+        pairs = zip(operands, self.reshape if member is None else member.shapes, strict=True)
         return [x if shape is None or x is None else x.reshape(shape) for x, shape in pairs]
 
     def index_views(self, indices: Mapping[str, Any]) -> dict[str, Any]:

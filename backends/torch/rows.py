@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from functools import partial
 from typing import Any
@@ -25,13 +26,14 @@ from planner.backends.torch.indexed_rows import indexed_rows
 from planner.backends.torch.ops import GUARD, OPS, cast, empty, torch_dtype
 from planner.backends.torch.products import product_rows
 from planner.cost.device import Device
-from planner.cost.figures import Work
+from planner.cost.figures import StepCost, Work
 from planner.kernels.gathered_dot import torch_pooled
 from planner.kernels.grouped_matmul import torch_grouped
 from planner.kernels.grouping import torch_grouping
+from planner.language.cached import cached_by_step
 from planner.language.dtypes import itemsize
 from planner.program.forms import GroupedForm, PooledForm, pooled_form
-from planner.program.implementations import Table
+from planner.program.implementations import Implementation, Table
 from planner.program.ops import JointGradient, Op
 
 __all__ = ["make_table"]
@@ -154,9 +156,26 @@ def _kernels(share: int) -> Kernels:
     )
 
 
+def _grouped_rows() -> list[Implementation]:
+    """Return the rows of grouped products and pooled dots; those in smaller buffers are known to take longer."""
+    full = [dataclasses.replace(row, cost=cached_by_step(row.cost)) for row in kernel_rows(_kernels(1), strided=True)]
+    smaller = []
+    for share in _SHARES:
+        if share != 1:
+            for row, whole in zip(kernel_rows(_kernels(share), strided=True), full, strict=False):
+                smaller.append(dataclasses.replace(row, least=partial(_above, whole)))
+    return [*full, *smaller]
+
+
+def _above(row: Implementation, op: Op, device: Device) -> StepCost:
+    """Return a cost that rows are not below which take longer than a row, if it runs the op."""
+    picoseconds = row.cost(op, device).picoseconds if row.supports(op) is None else 0
+    return StepCost(picoseconds=picoseconds + 1)
+
+
 def make_table() -> Table:
     """Return the table of the torch backend."""
-    grouped = [row for share in _SHARES for row in kernel_rows(_kernels(share), strided=True)]
+    grouped = _grouped_rows()
     on_card = [*cuda_rows(), *indexed_rows()] if importlib.util.find_spec("triton") else []
     if on_card and hasattr(torch.nn.functional, "grouped_mm"):  # what it does not take goes to Triton's kernel
         on_card += kernel_rows(grouped_mm_kernels(), strided=True)

@@ -12,6 +12,7 @@ arguments of their derivatives. Then the Function runs.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from types import MappingProxyType
@@ -46,6 +47,7 @@ from planner.backends.torch.strides import Strided
 from planner.cost.layout import row_major
 from planner.language.errors import PlannerError
 from planner.language.options import MODES
+from planner.language.spec import indexed_dims, term_gathers
 from planner.program.calls import Member, RangedIndices
 from planner.program.implementations import RunPlan, Table
 from planner.program.ops import Guard
@@ -54,8 +56,8 @@ from planner.program.tree import Leaf
 
 __all__ = ["family_runner", "runner", "symbol_runner"]
 
-# Longer plans with index arrays run as a Function. Its overhead does not show there, and of a gradient that repeats it
-# computes the sum first, see `Executable.against`.
+# Longer plans with index arrays and gradients run as a Function. Its overhead does not show there, and of a gradient
+# that repeats it computes the sum first, see `Executable.against`.
 MOST_NATIVE_SECONDS = 2e-4
 
 
@@ -88,9 +90,13 @@ def family_runner(plan: PlanRecord, table: Table) -> Callable[[Member], RunPlan]
     # These calls need sizes that their inputs do not show.
     sized = any(step.choice.lowering in ("broadcast", "diagonal") for step in rest.programs.forward.steps)
     native = None if sized else _native(executable)
+    selects = _selects(executable)
 
     def bind(member: Member) -> RunPlan:
-        run = _runs(native, executable.resized(member))
+        if native is not None and executable.gathers:
+            run: RunPlan = _Indexed(native, executable, selects, member)
+        else:
+            run = _runs(native, executable.resized(member))
         return _after_casts(casts, _as_planned(run) if autocasts() else run)
 
     return bind
@@ -132,22 +138,53 @@ def _runs(native: Callable[..., Tensor] | None, executable: Executable) -> RunPl
     if native is None:
         return partial(_run, executable)
     if executable.gathers:
-        return partial(_run_indexed, native, executable)
+        return _Indexed(native, executable, _selects(executable))
     return native if executable.fits else lambda operands, indices: native(executable.views(operands))
 
 
-def _run_indexed(
-    native: Callable[..., Tensor], executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]
-) -> Tensor:
-    """Run native calls if the index arrays do as they are, and no guard would act; else run the plan as usual."""
-    index: RangedIndices | None = None
-    if usual(*operands) or _as_usual(operands):
-        index = _as_they_are(executable, operands, indices)
-        if index is not None and executable.reads_unread and not all(map(finite, operands)):
-            index = None
-    elif torch.compiler.is_compiling() and not (transformed() or bare_operators()):
-        index = None if executable.reads_unread or executable.drops else executable.prepare(indices)
-    return _run(executable, operands, indices) if index is None else native([*executable.views(operands), index])
+class _Indexed:
+    """Runs native calls if the index arrays do as they are, and no guard would act; else it runs the plan as usual.
+
+    Args:
+        native: the native calls.
+        executable: the plan, ready to run.
+        selects: see `_selects`.
+        member: the sizes of the calls, if they are not the plan's. Then the executable for them is made when the plan
+            first runs as usual.
+    """
+
+    __slots__ = ("executable", "member", "native", "selects")
+
+    def __init__(
+        self, native: Callable[..., Tensor], executable: Executable, selects: bool, member: Member | None = None
+    ) -> None:
+        self.native, self.executable, self.selects, self.member = native, executable, selects, member
+
+    def __call__(self, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+        executable, member = self.executable, self.member
+        index: RangedIndices | None = None
+        is_usual = usual(*operands)
+        if is_usual or _as_usual(operands):
+            trusts = is_usual and self.selects
+            index = _as_they_are(executable, member, operands, indices, trusts)
+            if index is not None and executable.reads_unread and not all(map(finite, operands)):
+                index = None
+            if index is not None and trusts:
+                try:
+                    return self.native([*executable.views(operands, member), index])
+                except (IndexError, RuntimeError):  # a negative index, or one out of range
+                    index = None
+        elif torch.compiler.is_compiling() and not (transformed() or bare_operators()):
+            index = None if executable.reads_unread or executable.drops else self._own().prepare(indices)
+        if index is None:
+            return _run(self._own(), operands, indices)
+        return self.native([*executable.views(operands, member), index])
+
+    def _own(self) -> Executable:
+        """Return the executable for the sizes of the calls."""
+        if self.member is not None:
+            self.executable, self.member = self.executable.resized(self.member), None
+        return self.executable
 
 
 def _as_usual(operands: Sequence[Tensor]) -> bool:
@@ -159,21 +196,38 @@ def _as_usual(operands: Sequence[Tensor]) -> bool:
     return not (is_recorded(operands[0]) or forward_mode() or any(map(dispatches, operands)))
 
 
+def _selects(executable: Executable) -> bool:
+    """Return whether the operators of a plan find each index out of range, and autograd records none of them.
+
+    They do if a step reads each index array as a whole, and along one dimension.
+    """
+    terms = [term for step in executable.programs.forward.steps for term in step.op.spec.terms if term_gathers(term)]
+    whole = all(len(set(gather.axes)) == len(gather.axes) for gather in executable.gathers)
+    return executable.programs.backward is None and whole and all(len(indexed_dims(term)) == 1 for term in terms)
+
+
 def _as_they_are(
-    executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]
+    executable: Executable,
+    member: Member | None,
+    operands: Sequence[Tensor],
+    indices: Mapping[str, Any],
+    trusts: bool,
 ) -> RangedIndices | None:
     """Return the index arrays if they are in range as they are and autograd may save them, else None.
 
-    Then all are row-major, of int64, and without negative entries.
+    Then all are row-major, of int64, and without negative entries. If it `trusts` arrays on a CPU, the operators that
+    read them find out whether they are in range.
     """
     if in_functorch() and any(map(unseen, operands)):
         return None
     index = RangedIndices(False)
-    index.sizes = executable.sizes
+    index.sizes = sizes = executable.sizes if member is None else member.sizes
+    shapes = executable.index_shapes if member is None else member.index_shapes
     for gather, own in executable.gathers.items():
-        raw, shape = indices[gather.array], executable.index_shapes[gather.array]
+        raw, shape = indices[gather.array], shapes[gather.array]
         if isinstance(raw, TorchIndex):
-            raw, may_drop = raw.read(own, executable.plan.index_mode)
+            size = own.size if sizes is None else sizes[gather]
+            raw, may_drop = raw.read(dataclasses.replace(own, size=size), executable.plan.index_mode)
             if may_drop:
                 return None
         else:
@@ -182,9 +236,10 @@ def _as_they_are(
             fits = type(raw) is Tensor and raw.dtype == torch.int64 and raw.is_contiguous() and raw.numel()
             if not fits or unseen(raw):
                 return None
-            low, high = torch.aminmax(raw)
-            if int(low) < 0 or int(high) >= (own.size or 0):
-                return None
+            if not (trusts and raw.is_cpu):
+                low, high = torch.aminmax(raw)
+                if int(low) < 0 or int(high) >= ((own.size if sizes is None else sizes[gather]) or 0):
+                    return None
         index[gather] = raw if raw.shape == shape else raw.reshape(shape)
     arrays = (*operands, *index.values())
     return None if torch.is_grad_enabled() and any(map(Tensor.is_inference, arrays)) else index
@@ -216,7 +271,7 @@ def _native(executable: Executable, index: Mapping[Any, Any] = MappingProxyType(
     if requires and plan.keep != "all" and _has_kept(plan):
         return None
     # If the contraction is empty, index arrays are checked, though no step reads them.
-    if executable.gathers and (executable.empty or plan.cost.seconds > MOST_NATIVE_SECONDS):
+    if executable.gathers and (executable.empty or (requires and plan.cost.seconds > MOST_NATIVE_SECONDS)):
         return None
     if requires and plan.options.memory_limit is not None:  # native calls copy gradients that repeat elements
         return None

@@ -93,7 +93,7 @@ def term_axes(term: Term) -> tuple[str, ...]:
 
 def plain_axes(term: Iterable[Any]) -> tuple[str, ...]:
     """Return the entries of a term that are axes, and not gathers. A repeated axis is returned each time."""
-    return tuple(entry for entry in term if isinstance(entry, str))
+    return tuple([entry for entry in term if isinstance(entry, str)])
 
 
 def axis_of(entry: str | Gather) -> str | None:
@@ -108,7 +108,7 @@ def gather_of(entry: str | Gather) -> Gather | None:
 
 def term_gathers(term: Term) -> tuple[Gather, ...]:
     """Return the gathers of a term."""
-    return tuple(entry for entry in term if isinstance(entry, Gather))
+    return tuple([entry for entry in term if isinstance(entry, Gather)])
 
 
 def row_axes(term: Term) -> tuple[str, ...]:

@@ -111,6 +111,7 @@ class SizeReader:
             None if len(shape) == len(wanted) else _kept_dims(shape, wanted)
             for shape, wanted in zip(shapes, kept, strict=True)
         ]
+        self.fits, self.as_given = all(dims is None for dims in self.dims), (None,) * self.count
         # The arrays by number, and what their dimensions are. An index array may stand in several brackets.
         self.terms: list[tuple[int, Term]] = [
             *enumerate(spec.inputs),
@@ -124,6 +125,25 @@ class SizeReader:
         self.dropped: dict[str | Gather, int] = {axis: size for axis, size in spec.sizes if axis not in spec.axes}
         shown = {entry for _, term in self.terms for entry in term}
         self.hidden = tuple(e for e in dict.fromkeys(spec.output) if e not in shown)
+
+    def places(self, given: Sequence[str | Gather]) -> dict[str | Gather, list[tuple[int, int]]]:
+        """Return where the size of each axis and gather stands: the numbers of arrays and of their dimensions.
+
+        The array after the last one holds the sizes that a call gives for some axes and gathers.
+        """
+        places: dict[str | Gather, list[tuple[int, int]]] = {}
+        all_dims = [*self.dims, None]
+        for number, term in (*self.terms, (len(self.dims), given)):
+            for dim, entry in zip(all_dims[number] or range(len(term)), term, strict=True):
+                places.setdefault(entry, []).append((number, dim))
+        for entry in self.written.values():
+            if entry not in places:  # the size is that of what the same index array reads
+                places[entry] = places[self.read[entry.array]][:1]
+        return {entry: found for entry, found in places.items() if entry not in self.dropped}
+
+    def given(self, given: Any) -> tuple[str | Gather, ...]:
+        """Return the axes and gathers whose sizes `sizes=` of a call gives."""
+        return tuple(entry for entry, _ in self.entries(given))
 
     def entries(self, given: Any) -> list[tuple[str | Gather, Any]]:
         """Return the sizes that `sizes=` of a call gives, by axis and gather."""
@@ -148,12 +168,8 @@ class SizeReader:
             differ: tells whether two sizes differ.
         """
         sizes: dict[str | Gather, Any] = {**self.dropped}
-        kept = [
-            shape if dims is None else tuple([shape[d] for d in dims])
-            for shape, dims in zip(shapes, self.dims, strict=True)
-        ]
         for number, term in self.terms:
-            for entry, size in zip(term, kept[number], strict=True):
+            for entry, size in zip(term, self._kept(shapes[number], self.dims[number]), strict=True):
                 if differ(sizes.setdefault(entry, size), size):
                     return None
         for entry, size in given:
@@ -162,11 +178,24 @@ class SizeReader:
         for entry in self.written.values():
             if entry not in sizes:  # the size is that of what the same index array reads
                 sizes[entry] = sizes[self.read[entry.array]]
+        return self.member_of(sizes, shapes)
+
+    def member_of(self, sizes: dict[str | Gather, Any], shapes: Sequence[Any]) -> Member:
+        """Return a contraction of some sizes, by axis and gather, and of operands and index arrays of some shapes."""
+        if self.dropped:
+            sizes.update(self.dropped)
         for letter, gather in self.pools.items():
             sizes[letter] = sizes[gather]
+        if self.fits:
+            return Member(sizes, self.as_given, dict(zip(self.names, shapes[self.count :], strict=True)))
+        kept = list(map(self._kept, shapes, self.dims))
         reshape = [None if dims is None else tuple(shape) for shape, dims in zip(kept, self.dims, strict=True)]
         index_shapes = {name: tuple(shape) for name, shape in zip(self.names, kept[self.count :], strict=True)}
         return Member(sizes, reshape[: self.count], index_shapes)
+
+    @staticmethod
+    def _kept(shape: Sequence[int], dims: Sequence[int] | None) -> Sequence[int]:
+        return shape if dims is None else [shape[d] for d in dims]
 
 
 def _kept_dims(shape: Sequence[int], kept: Sequence[int]) -> list[int]:

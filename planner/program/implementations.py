@@ -192,15 +192,16 @@ class Table:
     def _price_rows(self, op: Op, device: Device, key: StepKey | None) -> tuple[PricedImplementation, ...]:
         """Return the rows that can run an op, and their costs."""
         self.priced += 1
-        plain, kind = not op.gathers, device.kind
+        plain, kind, special, best = not op.gathers, device.kind, isinstance(op, Guard | Loop), tuple[int, ...]()
         choices: list[PricedImplementation] = []
         for row in self.rows.values():
             if row.variant_of or (row.brackets and plain) or (row.kinds is not None and kind not in row.kinds):
                 continue  # most rows end here; `refusal` would also make the text of the reason
-            if key and choices and row.least and key(row.least(op, device)) >= min([key(c.cost) for c in choices]):
+            if key and choices and row.least and key(row.least(op, device)) >= best:
                 continue
-            if row.refusal(op, device) is None:
+            if (row.refusal(op, device) if row.capabilities or special else row.supports(op)) is None:
                 choices.append(_price(row, op, device))
+                best = min([key(choice.cost) for choice in choices]) if key else ()
         return tuple(choices)
 
     def price(self, lowering: str, op: Op, device: Device) -> PricedImplementation | None:

@@ -42,6 +42,7 @@ __all__ = [
     "loop_over",
     "parts",
     "resize_nodes",
+    "resize_ops",
     "resize_plan",
     "resize_steps",
     "resize_tree",
@@ -188,10 +189,15 @@ def resize_steps(
 
     None stands for one that refuses these sizes. Guards and loops are left out: there is one implementation of them.
     """
+    for op, lowering in resize_ops(plan, sizes):
+        yield op, table.price(lowering, op, plan.device)
+
+
+def resize_ops(plan: PlanRecord, sizes: Mapping[str | Gather, int]) -> Iterator[tuple[Op, str]]:
+    """Yield the ops of a plan's steps at other sizes, each with the name of its implementation, as `resize_steps`."""
     for step in plan.steps:
         if not isinstance(step.op, Guard | Loop):
-            op = _resize_op(step.op, sizes)
-            yield op, table.price(step.choice.lowering, op, plan.device)
+            yield _resize_op(step.op, sizes), step.choice.lowering
 
 
 def _resize_op(op: Op, sizes: Mapping[str | Gather, int], children: Sequence[Tree] = ()) -> Op:

@@ -12,37 +12,45 @@ over slices are the member's own.
 Implementations change places as sizes grow. So the representative's plan is also priced at the smallest sizes of the
 classes, where a second search decides whether a plan could be better by more than `WON`. If so, the classes are too
 wide: they are split in two, then in four, and in the end the member is searched for itself.
+
+Of one or two operands few trees compete. If no kernel competes with the stock implementations, their first long axis,
+which as a rule is the batch, has wider classes on a CPU at first: 17 to 512, 513 to 16,384 and so on. The time of a
+tree is nearly linear in one size. So what is within `WON` of the best at both ends of a class is so in between.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any, TypeVar
 
 from planner.cost.layout import layout_of, strides_in, strides_of
 from planner.language.cached import enter
 from planner.language.derive import resize_spec
 from planner.language.errors import SearchLimitError
 from planner.language.resolve import Resolved
-from planner.language.spec import Gather, Operand
+from planner.language.spec import Gather, Operand, term_axes
 from planner.program.contraction import Contraction
 from planner.program.frameworks import load_backend
-from planner.program.loops import resize_nodes, resize_steps
+from planner.program.loops import resize_nodes, resize_ops, resize_steps
+from planner.program.ops import Einsum
 from planner.program.plan import PlanRecord
 from planner.program.tree import merge_takes
 from planner.search.choose import make_plan
 from planner.search.slicing import LARGE_BYTES
 from planner.search.space import AUTO, Candidate, SearchSpace
 
-__all__ = ["FAMILIES", "MOST_FAMILIES", "PARTS", "Family", "class_of", "families_of", "family_of", "is_small",
-           "make_family_plan"]  # fmt: skip
+__all__ = ["FAMILIES", "MOST_FAMILIES", "PARTS", "WIDE", "Family", "class_of", "families_of", "family_of", "first_long",
+           "is_small", "make_family_plan", "wide_axes"]  # fmt: skip
 
 # Sizes up to this are classes of their own.
 EXACT = 16
-# Into how many classes the sizes between two powers of two are split, one try after the other.
-PARTS = (1, 2, 4)
+# Into how many classes the sizes between two powers of two are split, one try after the other. `WIDE` stands for
+# classes of `OCTAVES` powers of two for one axis of contractions with at most `MOST_OPERANDS` operands.
+WIDE, OCTAVES, MOST_OPERANDS = 0, 5, 2
+PARTS = (WIDE, 1, 2, 4)
 # A plan counts as good if its predicted time is at most this times that of the plan that a search of its own finds.
 WON = 1.1
 # How many families are remembered.
@@ -63,6 +71,8 @@ class Family:
     settled: bool
 
 
+T = TypeVar("T")
+
 # By the representative, and by the entry of `PARTS`.
 FAMILIES: dict[tuple[Contraction, int], Family] = {}
 
@@ -82,8 +92,7 @@ def make_family_plan(contraction: Contraction) -> PlanRecord:
 
 def family_of(contraction: Contraction) -> Family | None:
     """Return the family whose plan a contraction takes; None if it must be searched for itself."""
-    families = families_of(contraction)
-    return families[-1] if families and families[-1].settled else None
+    return next((family for family in families_of(contraction).values() if family.settled), None)
 
 
 def _with_takes_merged(plan: PlanRecord, space: SearchSpace) -> Candidate:
@@ -97,9 +106,9 @@ def is_small(plan: PlanRecord) -> bool:
     return plan.cost.peak_bytes < LARGE_BYTES
 
 
-def families_of(contraction: Contraction) -> list[Family]:
-    """Return the families of a contraction, one for each entry of `PARTS`, as far as the first that is settled."""
-    options, tried = contraction.options, list[Family]()
+def families_of(contraction: Contraction) -> dict[int, Family]:
+    """Return the families of a contraction by the entry of `PARTS`, as far as the first that is settled."""
+    options, tried = contraction.options, dict[int, Family]()
     limits = (options.memory_limit, options.retain_limit)
     asked = (options.optimize, options.minimize, options.deadline, *limits, contraction.mesh)
     if asked != ("auto", "time", None, None, None, None):
@@ -109,89 +118,131 @@ def families_of(contraction: Contraction) -> list[Family]:
         return tried  # all sizes are classes of their own
     if load_backend(contraction.backend).table.has_changed:  # what its searches found may be out of date
         return tried
+    wide = first_long(wide_axes(contraction), spec.by_axis)
     for parts in PARTS:
-        top, low = (_resize(contraction, _Classes(contraction.device.kind, parts, end)) for end in ("top", "low"))
-        if top is None or low is None or top.resolved.spec == spec:
+        if parts == WIDE and wide is None:
+            continue
+        top = _resize(contraction, _Classes(contraction.device.kind, parts, "top", wide))
+        if top is None or top.resolved.spec == spec:
             return tried
+        if parts == WIDE and _has_kernels(top):
+            continue
         family = FAMILIES.get((top, parts))
         if family is None:
-            family = _found(top, low)
+            low = _resize(contraction, _Classes(contraction.device.kind, parts, "low", wide))
+            if low is None:
+                return tried
+            family = _found(top, low, parts == WIDE)
             if not family.plan.origin.startswith("interrupted"):
                 enter(FAMILIES, (top, parts), family, MOST_FAMILIES)
-        tried.append(family)
+        tried[parts] = family
         if family.settled:
             break
     return tried
+
+
+def wide_axes(contraction: Contraction) -> list[str]:
+    """Return the axes of which the first that is longer than `EXACT` has wide classes."""
+    spec = contraction.resolved.spec
+    if contraction.device.kind != "cpu" or len(spec.inputs) > MOST_OPERANDS:
+        return []
+    return list(dict.fromkeys(axis for term in spec.inputs for axis in term_axes(term)))
+
+
+def _has_kernels(contraction: Contraction) -> bool:
+    """Whether a kernel runs the contraction in one step. Whether it is the fastest changes with the sizes."""
+    op, rows = Einsum(contraction.resolved.spec, contraction.dtype), load_backend(contraction.backend).table.rows
+    return any(row.brackets and row.refusal(op, contraction.device) is None for row in rows.values())
+
+
+def first_long(axes: Iterable[T], sizes: Any) -> T | None:
+    """Return the first of some axes that is longer than `EXACT`; `sizes` has the size of each at its place."""
+    for axis in axes:
+        if sizes[axis] > EXACT:
+            return axis
+    return None
 
 
 def class_of(size: int, parts: int) -> int:
     """Return the greatest size of the class of a size; `parts` is an entry of `PARTS`."""
     if size <= EXACT:
         return size
-    octave = 1 << (size - 1).bit_length()
+    bits = (size - 1).bit_length()
     if parts == 1:
-        return octave
-    width = octave // (2 * parts)
+        return 1 << bits
+    if parts == WIDE:
+        exact = EXACT.bit_length() - 1
+        return 1 << exact - (exact - bits) // OCTAVES * OCTAVES
+    width = (1 << bits) // (2 * parts)
     return -(-size // width) * width
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Classes:
-    """Rounds a size to an end of its class.
+    """Rounds the size of an axis or gather to an end of its class.
 
     Attributes:
         kind: the kind of device. On a card implementations ask what a size is divisible by, so a class has the sizes
             with the same greatest common divisor with 16.
-        parts: into how many classes the sizes between two powers of two are split.
+        parts: an entry of `PARTS`. With `WIDE` axes that are not wide have one class between two powers of two.
         end: "top" for the greatest size of the class, "low" for the least.
+        wide: the axis whose classes may be wide.
     """
 
     kind: str
     parts: int
     end: str
+    wide: str | None
 
-    def __call__(self, size: int) -> int:
+    def __call__(self, entry: str | Gather, size: int) -> int:
         """Return the size at the end of the class of a size."""
         if size <= EXACT:
             return size
-        top = class_of(size, self.parts)
-        width = (1 << (size - 1).bit_length()) // (2 * self.parts)
+        parts = self.parts if self.parts != WIDE or entry == self.wide else 1
+        top = class_of(size, parts)
+        width = (1 << (size - 1).bit_length()) // (2 * parts) if parts else top - (top >> OCTAVES)
         sizes = range(top, top - width, -1) if self.end == "top" else range(top - width + 1, top + 1)
         if self.kind == "cpu":
             return sizes[0]
         return next(n for n in sizes if math.gcd(n, EXACT) == math.gcd(size, EXACT))
 
 
-def _found(top: Contraction, low: Contraction) -> Family:
+def _found(top: Contraction, low: Contraction, wide: bool) -> Family:
     """Search for a family's plan, and find out whether it is within `WON` of the best for the smallest members too."""
     plan, space = make_plan(top, loops=False), SearchSpace(low)
     # Where not all trees can be searched, a second search would take long.
     if plan.origin.startswith("interrupted") or not space.may_be_exact("time", AUTO):
+        return Family(plan, not wide)
+    if wide and not is_small(plan):
+        return Family(plan, False)
+    lower, sizes = space.lowerer("time"), _sizes_of(plan, space)
+    only_tree = len(space.operands) <= 2 and not space.network.gathers
+    if only_tree and all(lower(op).lowering == lowering for op, lowering in resize_ops(plan, sizes)):
         return Family(plan, True)
-    lower, steps = space.lowerer("time"), list(resize_steps(plan, _sizes_of(plan, space), space.table))
+    steps = list(resize_steps(plan, sizes, space.table))
     wanted = math.ceil(sum((choice or lower(op)).cost.picoseconds for op, choice in steps) / WON)
-    if len(space.operands) <= 2 and not space.network.gathers:  # there is no other tree
+    if only_tree:
         return Family(plan, sum(lower(op).cost.picoseconds for op, _ in steps) >= wanted)
     try:
         return Family(plan, not space.has_quicker(wanted, AUTO))
     except SearchLimitError:
-        return Family(plan, True)
+        return Family(plan, not wide)
 
 
-def _resize(contraction: Contraction, size_of: Callable[[int], int]) -> Contraction | None:
+def _resize(contraction: Contraction, size_of: Callable[[str | Gather, int], int]) -> Contraction | None:
     """Return a contraction at other sizes, with the layouts and all else that it has; None if there is none.
 
     Its operands are stand-ins that lack the dimensions of size 1 which are broadcast.
 
     Args:
         contraction: the contraction.
-        size_of: from a size to the one in its place.
+        size_of: from an axis or gather, and its size, to the size in its place.
     """
     old = contraction.resolved.spec
     if 0 in dict(old.sizes).values() or any(gather.size == 0 for gather in old.gathers):
         return None
     entries: tuple[str | Gather, ...] = (*dict(old.sizes), *old.gathers)
-    spec = resize_spec(old, {entry: size_of(old.size(entry)) for entry in entries})
+    spec = resize_spec(old, {entry: size_of(entry, old.size(entry)) for entry in entries})
     if len(spec.gathers) < len(old.gathers):  # two dimensions of different sizes would become one
         return None
     arrays = {gather.array: spec.shape(gather.axes) for gather in spec.gathers}

@@ -259,7 +259,8 @@ class SearchSpace:
     def step_bounds(self, objective: str) -> Bounds:
         """Return what lower bounds on steps depend on."""
         gradient_operands = sum(needed << operand for operand, needed in enumerate(self.requires))
-        launches = kernel_launches(self.table, self.device)
+        # Rows with brackets bound steps of gathers only.
+        launches = kernel_launches(self.table, self.device) if self.network.gathers else (math.inf, math.inf)
         # Bounds are floats.
         hold = self.bounded and math.prod(self.network.sizes.values()) < MOST_ELEMENTS
         return Bounds(objective, self.device, self.dtype, gradient_operands, hold, launches)

@@ -20,12 +20,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+from planner.language.cached import cached_by_step
 from planner.language.spec import Gather, Spec, Term, pool_letters, replace_gathers
 
 __all__ = ["POOL", "ROWS", "SCATTER", "Network", "Status", "Value"]
 
 POOL, ROWS, SCATTER = 0, 1, 2
+# Networks of so many operands share what does not depend on sizes.
+MOST_SHARED = 4
 Status = tuple[int, ...]
 
 
@@ -58,6 +62,20 @@ def bits(mask: int) -> Iterator[int]:
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low
+
+
+class _Facts(NamedTuple):
+    """What `Network.value_axes`, `advances` and `merges` returned."""
+
+    axes: dict[tuple[int, Status], int]
+    advances: dict[Value, tuple[Status, ...]]
+    merges: dict[tuple[Value, Value], tuple[Status, ...]]
+
+
+@cached_by_step
+def _facts_of(*terms: Any) -> _Facts:
+    """Return what is known of networks of some terms, at first nothing."""
+    return _Facts({}, {}, {})
 
 
 class Network:
@@ -101,7 +119,13 @@ class Network:
         self.rows = [self.mask(g.axes) for g in gathers]
         self.everything = (1 << len(self.leaves)) - 1
         self._union_cache: dict[int, int] = {0: 0}
-        self._axes_cache: dict[tuple[int, Status], int] = {}
+        # What does not depend on sizes is found once for all small networks of the same terms.
+        facts = _Facts({}, {}, {})
+        if gathers and len(self.leaves) <= MOST_SHARED:
+            arrays = tuple((gather.array, gather.axes) for gather in gathers)
+            facts = _facts_of(self.leaves, self.result, arrays, few)
+        self._axes_cache: dict[tuple[int, Status], int] = facts.axes
+        self._advances, self._merges = facts.advances, facts.merges
         self.open = (POOL,) * len(gathers)
         self.final: Status = tuple(SCATTER if pool & self.result_mask else ROWS for pool in self.pools)
 
@@ -201,8 +225,14 @@ class Network:
                 others |= r
         return bool(rows & ~others)
 
-    def advances(self, value: Value) -> Iterator[Status]:
-        """Yield the statuses that a unary step can reach from a value."""
+    def advances(self, value: Value) -> tuple[Status, ...]:
+        """Return the statuses that a unary step can reach from a value."""
+        found = self._advances.get(value)
+        if found is None:
+            found = self._advances[value] = tuple(self._find_advances(value))
+        return found
+
+    def _find_advances(self, value: Value) -> Iterator[Status]:
         axes = self.value_axes(value)
         options: list[tuple[int, ...]] = []
         for f, status in enumerate(value.status):
@@ -232,8 +262,14 @@ class Network:
             for f, (b, a) in enumerate(zip(before, after, strict=True))
         )
 
-    def merges(self, a: Value, b: Value) -> Iterator[Status]:
-        """Yield the statuses that the product of two values can have."""
+    def merges(self, a: Value, b: Value) -> tuple[Status, ...]:
+        """Return the statuses that the product of two values can have."""
+        found = self._merges.get((a, b))
+        if found is None:
+            found = self._merges[a, b] = tuple(self._find_merges(a, b))
+        return found
+
+    def _find_merges(self, a: Value, b: Value) -> Iterator[Status]:
         axes_a, axes_b = self.value_axes(a), self.value_axes(b)
         operands = a.operands | b.operands
         options: list[tuple[int, ...]] = []
