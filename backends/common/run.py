@@ -30,16 +30,16 @@ def prepare_program(
         (around(step, table.rows[step.choice.lowering].prepared(step.op)), step.inputs, step.outputs, step.releases)
         for step in program.steps
     ]
+    wanted = program.results
 
     def run(values: dict[int, Any], index: RangedIndices) -> tuple[Any, ...]:
         for run_step, inputs, outputs, releases in steps:
             results = run_step([values[v] for v in inputs], index)
-            for variable, result in zip(outputs, results, strict=True):
-                values[variable] = result
-            del results, result
+            values.update(zip(outputs, results, strict=True))
+            del results
             for variable in releases:
                 values.pop(variable, None)
-        return tuple(values[v] for v in program.results)
+        return tuple([values[v] for v in wanted])
 
     return run
 

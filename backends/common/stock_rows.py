@@ -234,6 +234,8 @@ def stock_rows(
         if isinstance(op, Cast):
             return lambda inputs, index: (cast(inputs[0], op.dtype),)
         compute = evaluation(ops, op.spec)
+        if not op.spec.gathers:
+            return lambda inputs, index: (compute(inputs, index, False),)
         return lambda inputs, index: (compute(inputs, index, getattr(index, "may_drop", True)),)
 
     def cost(op: Op, device: Device) -> StepCost:

@@ -17,12 +17,14 @@ from torch import Tensor
 from planner.backends.torch.checks import CallIndices
 from planner.backends.torch.contexts.modes import (
     as_planned,
+    autocasts,
     autograd_batches,
     bare_operators,
     hint,
     in_functorch,
     over_batch,
     transformed,
+    unwrap,
     unwrapped,
     usual,
     watched,
@@ -43,19 +45,29 @@ from planner.backends.torch.ops import is_recorded, torch_dtype
 from planner.language.derive import batched, transpose
 from planner.language.spec import Spec
 
-__all__ = ["record"]
+__all__ = ["record", "record_usual"]
 
 
 def record(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
     """Run a plan's forward program so that autograd records it and can run the backward program."""
     if not usual(operands[0]) and bare_operators():
         return _record_operator(executable, operands, indices)
+    return _apply(_Contract, executable, *_arguments(executable, operands, indices))[0]
+
+
+def record_usual(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
+    """Do the same for a call that is `usual`."""
+    prepared, *tensors = _arguments(executable, operands, indices)
+    return _apply_usual(executable, prepared, *map(unwrap, tensors))[0]
+
+
+def _arguments(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments of a Function after the executable: prepared index arrays, operands, other index arrays."""
     if not indices:
-        return _apply(_Contract, executable, indices, *operands)[0]
+        return (indices, *operands)
     prepared = CallIndices((n, q) for n, q in indices.items() if isinstance(q, TorchIndex))
     prepared.found = []
-    loose = [indices[n] for n in executable.arrays if n not in prepared]
-    return _apply(_Contract, executable, prepared, *operands, *loose)[0]
+    return (prepared, *operands, *[indices[n] for n in executable.arrays if n not in prepared])
 
 
 def _record_operator(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
@@ -75,8 +87,13 @@ def _apply(
     """
     if in_functorch():
         return function.apply(executable, prepared, *tensors)
-    plain: Any = super(torch.autograd.Function, function)
-    return plain.apply(executable, prepared, *unwrapped(*tensors))
+    return _bare_apply(function)(executable, prepared, *unwrapped(*tensors))
+
+
+def _bare_apply(function: type[torch.autograd.Function]) -> Any:
+    """Return the `apply` that a Function inherits from torch's C++ base."""
+    base: Any = super(torch.autograd.Function, function)
+    return base.apply
 
 
 def _split(
@@ -95,6 +112,13 @@ def _split(
     return arrays[:count], indices, tuple(rest)
 
 
+def _as_output(result: Tensor, arrays: Sequence[Tensor | None]) -> Tensor:
+    """Return a result as a Function may return it: not an argument itself, nor a view of what the Function allocated."""
+    if any([result is x for x in arrays]):
+        return result.view_as(result)
+    return result if result._base is None else _detach_fresh_view(result, arrays)
+
+
 def _detach_fresh_view(result: Tensor, arrays: Sequence[Tensor | None]) -> Tensor:
     """Return a Function's result, detached if it is a view of a tensor that the Function allocated.
 
@@ -107,6 +131,22 @@ def _detach_fresh_view(result: Tensor, arrays: Sequence[Tensor | None]) -> Tenso
     return result.detach()
 
 
+def _save(ctx: Any, executable: Executable, prepared: Mapping[str, Any], tensors: Any, kept: Sequence[Tensor]) -> None:
+    """Save the operands that a backward pass may read, the other index arrays and the kept values."""
+    ctx.executable, ctx.prepared, ctx.shapes = executable, prepared, None
+    ctx.set_materialize_grads(False)
+    if kept:
+        ctx.mark_non_differentiable(*kept)
+    if any(map(Tensor.is_inference, tensors)):  # autograd saves no tensors of inference mode, so it saves copies
+        tensors = [x.clone() if x.is_inference() else x for x in tensors]
+    if not (executable.reads_all or is_recorded(tensors[0])):  # tracers decide themselves what they keep
+        count = len(executable.reads)
+        ctx.shapes = [x.shape for x in tensors[:count]]
+        read = [x if is_read else None for x, is_read in zip(tensors, executable.reads, strict=False)]
+        tensors = (*read, *tensors[count:])
+    ctx.save_for_backward(*tensors, *kept)
+
+
 class _Contract(torch.autograd.Function):
     """The forward program. Its arguments are the executable, prepared index arrays, operands, other index arrays."""
 
@@ -114,26 +154,12 @@ class _Contract(torch.autograd.Function):
     def forward(executable: Executable, prepared: Mapping[str, Any], *arrays: Tensor) -> Any:
         operands, indices, _ = _split(executable, prepared, arrays)
         result, kept = run_forward(executable, operands, indices)
-        if any([result is x for x in arrays]):
-            result = result.view_as(result)
-        return (_detach_fresh_view(result, arrays), *kept)
+        return (_as_output(result, arrays), *kept)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         executable, prepared, *arrays = inputs
-        _, *kept = output
-        ctx.executable, ctx.prepared = executable, prepared
-        ctx.set_materialize_grads(False)
-        if kept:
-            ctx.mark_non_differentiable(*kept)
-        if any(map(Tensor.is_inference, arrays)):  # autograd saves no tensors of inference mode, so it saves copies
-            arrays = [x.clone() if x.is_inference() else x for x in arrays]
-        ctx.shapes = None
-        if not (executable.reads_all or is_recorded(arrays[0])):  # tracers decide themselves what they keep
-            count = len(executable.reads)
-            ctx.shapes = [x.shape for x in arrays[:count]]
-            arrays[:count] = [x if is_read else None for x, is_read in zip(arrays, executable.reads, strict=False)]
-        ctx.save_for_backward(*arrays, *kept)
+        _save(ctx, executable, prepared, arrays, output[1:])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, *_: Any) -> Any:
@@ -181,6 +207,34 @@ class _Contract(torch.autograd.Function):
         shape = (0,)
         kept = tuple(result.new_zeros(shape) for _ in executable.kept)
         return (result, *kept), (0, *(None for _ in kept))
+
+
+class _ContractUsual(torch.autograd.Function):
+    """The same for calls that are `usual`: in a fifth less time, since it looks less at what surrounds the call."""
+
+    @staticmethod
+    def forward(ctx: Any, executable: Executable, prepared: Mapping[str, Any], *arrays: Tensor) -> Any:
+        operands, indices, _ = _split(executable, prepared, arrays)
+        result, kept = executable.forward(operands, executable.prepare(indices))
+        _save(ctx, executable, prepared, arrays, kept)
+        return (_as_output(result, arrays), *kept)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None, *_: Any) -> Any:
+        plain = gradient is not None and usual(gradient) and not (torch.is_grad_enabled() or autocasts())
+        if not plain or autograd_batches(gradient):
+            return _Contract.backward(ctx, gradient)
+        saved, own = ctx.saved_tensors, ctx.executable
+        executable, gradient = own.against(gradient)
+        operands, indices, kept = _split(executable, ctx.prepared, saved)
+        kept = kept if executable is own else ()
+        of_operands = executable.backward(gradient, operands, executable.prepare(indices), kept)
+        if ctx.shapes is not None:
+            of_operands = [g if g is None else g.reshape(s) for g, s in zip(of_operands, ctx.shapes, strict=True)]
+        return (None, None, *of_operands, *(None,) * (len(own.arrays) - len(ctx.prepared)))
+
+
+_apply_usual = _bare_apply(_ContractUsual)
 
 
 class _Gradient(torch.autograd.Function):

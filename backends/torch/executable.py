@@ -18,6 +18,7 @@ from planner.backends.torch.contexts.modes import hint, transformed
 from planner.backends.torch.contexts.ranges import Range, named_program, profiler
 from planner.backends.torch.ops import GUARD, OPS, cast, conjugate, is_recorded, torch_dtype
 from planner.cost.layout import Layout, layout_of, strides_of
+from planner.language.cached import enter
 from planner.language.derive import resize_spec, sum_dims, summable_dims
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerLimitError
@@ -90,6 +91,7 @@ class Executable:
         # A gradient in a half type would be rounded between its sum and the product, and float16 could overflow.
         self.summable_dims = () if plan.dtype in HALF_TYPES else summable_dims(self.spec)
         self.executable_for = lru_cache(maxsize=8)(self._executable_for)
+        self.suited: dict[tuple[int, ...], tuple[Executable, tuple[int, ...]]] = {}  # see `against`
         self.family_for = lru_cache(maxsize=8)(self._family_for)
 
     @cached_property
@@ -108,6 +110,7 @@ class Executable:
         """Return this executable for other sizes than the plan's, such as those of a member of its family."""
         own = object.__new__(Executable)
         own.__dict__.update(self._shared)
+        own.suited = {}
         own.sizes, own.reshape, own.index_shapes = member
         own.fits = all([shape is None for shape in own.reshape])
         own.gathers = {g: Gather(g.array, g.axes, member.sizes[g]) for g in self.gathers}
@@ -229,17 +232,16 @@ class Executable:
 
     def forward(self, operands: Sequence[Tensor], index: RangedIndices) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run the forward program, and return the result and the kept values."""
-        values: dict[int, Any] = dict(enumerate(self.views(operands)))
+        values: dict[int, Any] = dict(enumerate(operands if self.fits else self.views(operands)))
         run = self.show_forward if profiler._is_profiler_enabled else self.run_forward
         (result,) = run(values, index)
-        result = poisoned(result, index, self.writes)
-        return result, tuple(values[v] for v in self.kept)
+        return poisoned(result, index, self.writes), tuple([values[v] for v in self.kept])
 
     def backward_values(
         self, gradient: Tensor, operands: Sequence[Tensor], index: RangedIndices, kept: Mapping[int, Tensor]
     ) -> dict[int, Any]:
         """Return the inputs of the backward program by variable; `kept` need not hold the views of operands."""
-        values: dict[int, Any] = dict(enumerate(self.views(operands)))
+        values: dict[int, Any] = dict(enumerate(operands if self.fits else self.views(operands)))
         values |= kept
         for step in self.operand_views:
             results = self.table.run(step.choice.lowering, step.op, [values[v] for v in step.inputs], index)
@@ -296,31 +298,42 @@ class Executable:
         plain = type(gradient) is Tensor and not (gradient.requires_grad or is_recorded(gradient) or transformed())
         if not plain or self.empty or torch.compiler.is_compiling():
             return self, gradient
-        repeated = tuple(d for d in self.summable_dims if strides[d] == 0 and gradient.shape[d] > 1)
+        suited = self.suited.get(strides)
+        if suited is None:  # no other gradient of this call's shape has these strides yet
+            suited = self._suited(gradient)
+            enter(self.suited, strides, suited, 8)
+        executable, dims = suited
+        for d in dims:
+            gradient = gradient.select(d, 0)
+        return executable, gradient
+
+    def _suited(self, gradient: Tensor) -> tuple[Executable, tuple[int, ...]]:
+        """Return the executable whose backward pass suits a gradient, and the dimensions to select a slice of."""
+        limit = self.plan.options.memory_limit
+        repeated = tuple(d for d in self.summable_dims if gradient.stride(d) == 0 and gradient.shape[d] > 1)
         if len(self.reshape) > MOST_PLANNED_AGAIN:
             repeated = ()
-        fits = limit is None or self._fits(gradient, limit)
+        fits, dims = limit is None or self._fits(gradient, limit), repeated[::-1]
         if fits and not repeated:
-            return self, gradient
-        unrepeated = gradient
-        for d in reversed(repeated):
-            unrepeated = unrepeated.select(d, 0)
+            return self, ()
+        for d in dims:
+            gradient = gradient.select(d, 0)
         if self.sizes is not None:
-            shared = self.family_for(repeated, layout_of(unrepeated.shape, unrepeated.stride()))
+            shared = self.family_for(repeated, layout_of(gradient.shape, gradient.stride()))
             if shared is None or not self._has_read(shared):
-                return self, gradient
-            return shared.resized(Member(self.sizes, self.reshape, self.index_shapes)), unrepeated
-        other = self.executable_for(repeated, unrepeated.stride())
+                return self, ()
+            return shared.resized(Member(self.sizes, self.reshape, self.index_shapes)), dims
+        other = self.executable_for(repeated, gradient.stride())
         if isinstance(other, PlannerLimitError):
             if fits:
-                return self, gradient
-            raise self._refusal(other, unrepeated.stride())
+                return self, ()
+            raise self._refusal(other, gradient.stride())
         if not self._has_read(other):
-            return self, gradient
+            return self, ()
         other_cost, cost = other.programs.cost.backward, self.programs.cost.backward
         assert other_cost is not None
         assert cost is not None
-        return (self, gradient) if limit is None and cost.seconds <= other_cost.seconds else (other, unrepeated)
+        return (self, ()) if limit is None and cost.seconds <= other_cost.seconds else (other, dims)
 
     def _has_read(self, other: Executable) -> bool:
         """Return whether the forward pass of this executable saves all operands that another may read."""

@@ -86,15 +86,21 @@ def unit_strided(x: Tensor) -> Tensor:
 
 
 def matrix_product(form: ProductForm, spec: Spec) -> Product | None:
-    """Return the function that multiplies two matrices, of any dtype but bool; None if there are other axes."""
-    if form.batch or any(len(group) != 1 for group in (form.left, form.right, form.contracted)):
+    """Return the function that multiplies matrices and vectors, of any dtype but bool; None if there are other axes."""
+    if form.batch or len(form.contracted) != 1 or len(form.left) > 1 or len(form.right) > 1:
         return None
     letters = [term_axes(term) for term in spec.inputs]
     # At most three transposes, and none for the result.
-    swapped = term_axes(spec.output) == (form.right[0], form.left[0])
-    flip_a = letters[swapped][1] != form.contracted[0]
-    flip_b = letters[not swapped][0] != form.contracted[0]
+    swapped = bool(form.left and form.right) and term_axes(spec.output) == (form.right[0], form.left[0])
+    flip_a = bool(form.left) and letters[swapped][1] != form.contracted[0]
+    flip_b = bool(form.right) and letters[not swapped][0] != form.contracted[0]
     mm = torch.mm
+    if not form.left:
+        column = (lambda b: b.t() if flip_b else b) if form.right else (lambda b: b.unsqueeze(1))
+        back = 0 if form.right else (0, 1)
+        return lambda a, b: mm(a.unsqueeze(0), column(b)).squeeze(back)
+    if not form.right:
+        return lambda a, b: mm(a.t() if flip_a else a, b.unsqueeze(1)).squeeze(1)
     if swapped:
         return lambda a, b: mm(b.t() if flip_a else b, a.t() if flip_b else a)
     if not (flip_a or flip_b):

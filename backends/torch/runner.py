@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from planner.backends.common.stock_rows import stock_kind
-from planner.backends.torch.autograd import record
+from planner.backends.torch.autograd import record, record_usual
 from planner.backends.torch.casts import Casts
 from planner.backends.torch.checks import can_wait, raise_pending
 from planner.backends.torch.contexts.autocast import autocast_changes
@@ -314,7 +314,7 @@ def _run(executable: Executable, operands: Sequence[Tensor], indices: Mapping[st
     _check_gradients(executable, operands)
     if executable.programs.backward is None:
         return run_forward(executable, operands, indices)[0]
-    return record(executable, operands, indices)
+    return (record_usual if is_usual else record)(executable, operands, indices)
 
 
 def _by_stock(executable: Executable, operands: Sequence[Tensor]) -> bool:

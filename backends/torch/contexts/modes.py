@@ -13,13 +13,15 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 __all__ = ["as_planned", "autocasts", "autograd_batches", "bare_operators", "checkpoints", "deterministic", "differ",
            "fixed", "forward_mode", "grad_enabled", "hint", "in_functorch", "is_symbol", "only_grads", "only_stock",
-           "over_batch", "records", "scripts", "transform", "transformed", "unscripted", "unwatched", "unwrapped",
-           "usual", "watched"]  # fmt: skip
+           "over_batch", "records", "scripts", "transform", "transformed", "unscripted", "unwatched", "unwrap",
+           "unwrapped", "usual", "watched"]  # fmt: skip
 
 # The innermost transform of `torch.func`, or None.
 transform = torch._C._functorch.peek_interpreter_stack
 _transforms = torch._C._functorch.get_interpreter_stack
 _batched = torch._C._functorch.is_legacy_batchedtensor
+# Returns a tensor without the wrapper of a transform that has ended.
+unwrap: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
 _JVP = torch._C._functorch.TransformType.Jvp
 _GRAD = torch._C._functorch.TransformType.Grad
 # How many modes are active that see operators, as a `FlopCounterMode` does, or a selective checkpoint.
@@ -73,7 +75,6 @@ def unwatched() -> Iterator[None]:
 
 def unwrapped(*tensors: Any) -> list[Any]:
     """Return tensors, or None, without wrappers of transforms that have ended; what a Function saved may have some."""
-    unwrap = torch._C._functorch.unwrap_if_dead
     return [x if x is None else unwrap(x) for x in tensors]
 
 
