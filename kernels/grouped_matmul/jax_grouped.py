@@ -291,7 +291,7 @@ def _loop(tiles: Tiles, tile_sizes: Tiling, step: Callable[[jax.Array, Carry], C
     """Run `step` for each batch of tiles, up to the last tile that has rows, or for all of them."""
     steps = tile_sizes.steps
     if steps is None:
-        last = (tiles.firsts[-1] + (tile_sizes.tiles - 1)) // tile_sizes.tiles
+        last = lax.div(tiles.firsts[-1] + (tile_sizes.tiles - 1), jnp.int32(tile_sizes.tiles))
         return lax.fori_loop(jnp.int32(0), last, step, carry)
     return lax.fori_loop(0, steps, lambda number, carry: step(jnp.int32(number), carry), carry)
 
@@ -302,13 +302,15 @@ def _step_rows(tiles: Tiles, order: jax.Array, number: jax.Array, tile_sizes: Ti
     A lane without a row holds N, or on a card N plus its number: there a scatter of distinct rows needs no atomics.
     """
     first = number * tile_sizes.tiles
-    group, start, stop = (lax.dynamic_slice(part, (first,), (tile_sizes.tiles,)) for part in tiles[:3])
+    group, start, stop = (
+        lax.dynamic_slice(part, (first,), (tile_sizes.tiles,), allow_negative_indices=False) for part in tiles[:3]
+    )
     position = start[:, None] + lax.iota(jnp.int32, tile_sizes.rows)
     row = _gather(order, position.reshape(-1)).reshape(position.shape)
-    absent = jnp.int32(order.shape[0])
+    absent = lax.full_like(row, order.shape[0])
     if tile_sizes.on_card:
         absent = absent + lax.iota(jnp.int32, position.size).reshape(position.shape)
-    return group, jnp.where(position < stop[:, None], row, absent).reshape(-1)
+    return group, lax.select(position < stop[:, None], row, absent).reshape(-1)
 
 
 def _tile_matrix(rows: jax.Array, tile_sizes: Tiling) -> jax.Array:
