@@ -27,7 +27,16 @@ from planner.program.forms import PooledForm, pooled_form
 from planner.program.implementations import RangedIndices
 from planner.program.ops import Guard, JointGradient, Op
 
-__all__ = ["Guards", "batch_guard", "compares_rows", "is_left_out", "read_mask", "run_guard", "unread_pool", "zero_unread_rows"]
+__all__ = [
+    "Guards",
+    "batch_guard",
+    "compares_rows",
+    "is_left_out",
+    "read_mask",
+    "run_guard",
+    "unread_pool",
+    "zero_unread_rows",
+]
 
 Given = Mapping[Gather, IndexArray]
 
