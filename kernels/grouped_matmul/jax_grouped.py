@@ -34,7 +34,7 @@ TILE_ROWS = 256  # most rows of a tile's matrix
 LANES = 8  # rows per tile are a multiple of this
 STEP_NUMBERS = 2**19  # numbers that a step reads and writes: 2 MB of float32
 MAX_TILES = 64
-LANE_BYTES = 2**20  # most bytes of a result that is stored lane after lane
+LANE_BYTES = 2**16  # most bytes of a result that is stored lane after lane: larger ones take longer so than scattered
 # How `jnp.searchsorted` works on a card: other than a loop, an unrolled search is few kernels.
 CARD_SEARCH = "scan_unrolled"
 CARD_ROWS = 256  # most rows of a tile's matrix on a card
@@ -342,7 +342,8 @@ class _Results:
 
     def start(self, number: int) -> jax.Array:
         """Return what the loop starts with; the number is as in `_filled`."""
-        shape = (self.lanes, *self.shape[1:]) if self.in_lanes else self.shape
+        # Rows in no group are taken from a last lane, which stays zero.
+        shape = (self.lanes + 1, *self.shape[1:]) if self.in_lanes else self.shape
         return bits(_filled(shape, self.dtype, self.groups, number))
 
     def step_rows(self, number: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -365,7 +366,7 @@ class _Results:
         if self.rows is not None:
             absent = jnp.full((self.shape[0], 1), self.lanes, jnp.int32)
             lane = lax.broadcasted_iota(jnp.int32, (self.lanes, 1), 0)
-            out = _take(out, _put(absent, self.rows, lane, False)[:, 0])
+            out = _gather(out, _put(absent, self.rows, lane, False)[:, 0])
         return of_bits(out, self.dtype)
 
 
