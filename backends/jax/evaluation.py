@@ -142,13 +142,20 @@ def is_plain(op: Op, lower: Lowerer) -> bool:
 
     Its gradients must be such operations too: that of a diagonal, for example, is none.
     """
-    if not isinstance(op, Einsum) or op.arrays or lower(op).lowering not in PLAIN:
+    if not isinstance(op, Einsum) or not _xla_splits(op, lower(op).lowering):
+        return False
+    return all(step.choice.lowering in PLAIN for step in lower.gradients(op, (True,) * len(op.spec.inputs)))
+
+
+def _xla_splits(op: Op, lowering: str) -> bool:
+    """Return whether a step is an operation of JAX that XLA splits over devices as its spec says."""
+    if not isinstance(op, Einsum) or op.arrays or lowering not in PLAIN:
         return False
     # XLA adds up wrong parts of a product that sums three axes or more and leaves none, if both operands are split over
     # two axes of a mesh in unlike ways; `jnp.einsum("abc,acb->", ...)` is as wrong (jaxlib 0.10.2).
     if len(op.spec.inputs) == 2 and not op.spec.output and len(op.spec.axes) > 2:
         return False
-    return all(step.choice.lowering in PLAIN for step in lower.gradients(op, (True,) * len(op.spec.inputs)))
+    return all(len(set(term)) == len(term) for term in (*op.spec.inputs, op.spec.output))
 
 
 def run_plain(op: Op, inputs: Sequence[Any], lowering: str, precision: Any) -> Any:
@@ -215,7 +222,8 @@ def evaluate(
         own = id(TABLE.rows[lowering]) if TABLE.has_changed else 0
         run = _Run(lowering, mode.precision, target, platform, pallas, own)
         given = _given(op, raw)
-        results = run_on_devices(run, op, inputs, given, index_mode) if several else run(op, inputs, given, index_mode)
+        parted = several and not _xla_splits(op, lowering)
+        results = run_on_devices(run, op, inputs, given, index_mode) if parted else run(op, inputs, given, index_mode)
     pairs = zip(results, after, views, strict=True)
     return [guarded(x, each).reshape(view) for x, each, view in pairs]
 

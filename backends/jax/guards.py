@@ -29,14 +29,25 @@ from planner.program.forms import PooledForm, pooled_form
 from planner.program.implementations import RangedIndices
 from planner.program.ops import Guard, JointGradient, Op
 
-__all__ = ["Guards", "batch_guard", "is_left_out", "poison", "read_mask", "run_guard", "unread_pool",
-           "zero_unread_rows"]  # fmt: skip
+__all__ = [
+    "Guards",
+    "batch_guard",
+    "compares_rows",
+    "is_left_out",
+    "poison",
+    "read_mask",
+    "run_guard",
+    "unread_pool",
+    "zero_unread_rows",
+]
 
 Given = Mapping[Gather, IndexArray]
 
 # The most bytes of a result that is written anew with NaN at bad indices, without a branch. XLA takes 50 ms to compile
 # a branch, as long as it takes for a small contraction.
 _SMALL = 1 << 19
+# The most pairs of an index and a row that are compared. XLA compares as many in 30 us on a CPU.
+FEW_PAIRS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,12 +159,12 @@ def zero_unread_rows(x: Any, term: Term, spec: Spec, index: RangedIndices) -> An
 
 
 def read_mask(x: Any, term: Term, spec: Spec, index: RangedIndices, given: Given | None = None) -> Any:
-    """Return a mask of the rows of an array that some index names. It is true everywhere if the array is finite.
+    """Return a mask of the rows of an array that some index names.
 
     Zero times NaN is NaN, so a row that is multiplied by zeros only must not hold NaN. If there are many indices, the
-    mask is computed in a branch of a `cond`. The step itself is not: XLA would copy the inputs and results of the
-    branch. XLA also reserves the memory of a branch that is not taken. To need little, the branch goes through one
-    index axis position by position. XLA takes 100 ms to compile that.
+    mask is computed in a branch of a `cond`, and is true everywhere if the array is finite. The step itself is not in
+    the branch: XLA would copy the inputs and results. XLA also reserves the memory of a branch that is not taken. To
+    need little, the branch goes through one index axis position by position. XLA takes 100 ms to compile that.
 
     Args:
         x: the array.
@@ -164,6 +175,15 @@ def read_mask(x: Any, term: Term, spec: Spec, index: RangedIndices, given: Given
             default. If one marks results with NaN, all rows count as read, so that no mark is zeroed.
     """
     sizes = spec.by_axis
+    arrays = given or {gather: index.given[gather] for gather in Spec((term,), ()).gathers}
+    if compares_rows(term, spec):
+        (gather,), (array,) = term_gathers(term), arrays.values()
+        values = index[gather][..., None]
+        named = values == lax.iota(values.dtype, gather.size or 0)
+        if array.bad is not None:
+            named |= array.bad(array.values)[..., None]
+        mask = named.any(tuple(range(named.ndim - 1)))
+        return mask.reshape([n if entry == gather else 1 for entry, n in zip(term, x.shape, strict=True)])
     rows, indexed = row_axes(term), indexed_dims(term)
     shape = [n if d in indexed else 1 for d, n in enumerate(x.shape)]
     slow = max(
@@ -174,13 +194,12 @@ def read_mask(x: Any, term: Term, spec: Spec, index: RangedIndices, given: Given
     narrow = dataclasses.replace(spec, sizes=tuple((a, 1 if a == slow else size) for a, size in spec.sizes))
 
     def is_any_bad() -> Any:
-        arrays = given or {gather: index.given[gather] for gather in Spec((term,), ()).gathers}
         marks = [array.bad(array.values).any() for array in arrays.values() if array.bad is not None]
         return functools.reduce(jnp.logical_or, marks, jnp.zeros((), bool))
 
     count = largest(math.prod(sizes[axis] for axis in rows))
     if count is not None and count <= FEW:
-        return is_any_bad() | _finite(x) | find_read_rows(OPS, x, term, spec, index)
+        return is_any_bad() | find_read_rows(OPS, x, term, spec, index)
 
     def find_read() -> Any:
         def add_position(position: Any, mask: Any) -> Any:
@@ -197,6 +216,18 @@ def read_mask(x: Any, term: Term, spec: Spec, index: RangedIndices, given: Given
         return lax.fori_loop(0, sizes[slow] if slow else 1, add_position, jnp.broadcast_to(is_any_bad(), shape))
 
     return lax.cond(_finite(x), lambda: jnp.ones(shape, bool), find_read)
+
+
+def compares_rows(term: Term, spec: Spec) -> bool:
+    """Return whether the rows that a term reads are found by comparing each index with each row.
+
+    That is one loop of XLA, which it splits over devices by itself. A sum into rows takes much longer to compile.
+    """
+    gathers = term_gathers(term)
+    if len(gathers) != 1 or term.count(gathers[0]) > 1 or set(row_axes(term)) & set(term):
+        return False
+    count = largest(math.prod(spec.shape(gathers[0].axes)) * (gathers[0].size or 0))
+    return count is not None and count <= FEW_PAIRS
 
 
 def _finite(x: Any) -> Any:

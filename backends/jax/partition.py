@@ -26,7 +26,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from planner.backends.common.masks import zero_dropped
-from planner.backends.jax.guards import poison, read_mask, run_guard
+from planner.backends.jax.guards import compares_rows, poison, read_mask, run_guard
 from planner.backends.jax.index import bring_into_range, traced_in_range
 from planner.backends.jax.ops import OPS
 from planner.backends.jax.rules.names import name_call
@@ -97,9 +97,11 @@ def run_on_devices(run: Run, op: Op, inputs: Sequence[Any], given: Indices, inde
 
 
 def guard_on_devices(x: Any, guard: Guard, given: Indices, index_mode: str) -> Any:
-    """Run a guard. Rows that no index names are found in a call that XLA partitions."""
-    (x,) = run_guard(dataclasses.replace(guard, rows=None), [x], bring_into_range(given, index_mode))
-    if guard.rows is None:
+    """Run a guard. If there are many indices, those rows that none names are found in a call that XLA partitions."""
+    parted = guard.rows is not None and not compares_rows(guard.rows, guard.spec)
+    alone = dataclasses.replace(guard, rows=None) if parted else guard
+    (x,) = run_guard(alone, [x], bring_into_range(given, index_mode))
+    if not parted:
         return x
     term = guard.rows
     spec = dataclasses.replace(guard.spec, inputs=(term,), output=term)
@@ -158,8 +160,9 @@ class _ReadParts:
 
     def __call__(self, part: _Part, inputs: Sequence[Any], given: Indices) -> tuple[Any, ...]:
         (x,) = inputs
-        index = bring_into_range(*part.indices(given, self.index_mode))
-        marks = bring_into_range(given, self.index_mode).given
+        local, mode = part.indices(given, self.index_mode)
+        index = bring_into_range(local, mode)
+        marks = index.given if mode == self.index_mode else bring_into_range(given, self.index_mode).given
         mask = read_mask(x, part.local.output, part.local, index, marks)
         return (OPS.select(_add_over(mask, axes_to_add_over(self.term, part.split)), x, 0),)
 

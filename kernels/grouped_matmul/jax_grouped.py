@@ -34,6 +34,7 @@ TILE_ROWS = 256  # most rows of a tile's matrix
 LANES = 8  # rows per tile are a multiple of this
 STEP_NUMBERS = 2**19  # numbers that a step reads and writes: 2 MB of float32
 MAX_TILES = 64
+LANE_BYTES = 2**16  # most bytes of a result that is stored lane after lane: larger ones take longer so than scattered
 # How `jnp.searchsorted` works on a card: other than a loop, an unrolled search is few kernels.
 CARD_SEARCH = "scan_unrolled"
 CARD_ROWS = 256  # most rows of a tile's matrix on a card
@@ -123,29 +124,27 @@ def grouped_matmul(
         raise ValueError("target and targets go together")
     rows, size_i, size_k = groups.order.shape[0], a.shape[1], c.shape[2]
     dtype = jnp.result_type(a, c)
-    if target is None:
-        out = _filled((rows, size_i, size_k), dtype, groups, 1)
-    else:
-        out = _filled((targets or 0, size_i, size_k), accumulator(dtype), groups, 1)
-    if 0 in (rows, *a.shape, *c.shape, *out.shape):
-        return out.astype(dtype)
+    shape = (rows if target is None else targets or 0, size_i, size_k)
+    if 0 in (rows, *a.shape, *c.shape, *shape):
+        return jnp.zeros(shape, dtype)
 
     tile_sizes = tiling_of((rows, size_i, *c.shape), dtype.itemsize)
     tiles = _make_tiles(groups, tile_sizes)
+    results = _Results(shape, dtype, tiles, groups, tile_sizes)
+    out = results.start(1) if target is None else _filled(shape, accumulator(dtype), groups, 1)
 
     def step(number: jax.Array, out: jax.Array) -> jax.Array:
-        group, row = _step_rows(tiles, groups.order, number, tile_sizes)
+        group, row = results.step_rows(number)
         # Lanes without a row read some row: the scatter drops their products.
         left = _gather(a, row if source is None else _gather(source, row))
         product = _tile_matmul("tij,tjk->tik", _tile_matrix(left, tile_sizes), _gather(c, group), tile_sizes)
         product = product.reshape(-1, size_i, size_k)
         if target is None:
-            return _put(out, row, bits(product.astype(dtype)), tile_sizes.on_card)
+            return results.put(out, number, row, product)
         return _add(out, _take_index(target, row, out.shape[0]), product.astype(out.dtype))
 
-    if target is None:
-        return of_bits(_loop(tiles, tile_sizes, step, bits(out)), dtype)
-    return _loop(tiles, tile_sizes, step, out).astype(dtype)
+    out = _loop(tiles, tile_sizes, step, out)
+    return results.finish(out) if target is None else out.astype(dtype)
 
 
 def ragged_matmul(
@@ -218,27 +217,27 @@ def grouped_gradients(
     """Return both gradients of `grouped_matmul`, see the package; one loop gathers each row once for both."""
     rows = groups.order.shape[0]
     dtype = jnp.result_type(gout, a, c)
-    grad_rows = _filled((rows, *a.shape[1:]), dtype, groups, 3)
-    grad_c = _filled(c.shape, accumulator(dtype), groups, 4)
+    shape = (rows, *a.shape[1:])
     if 0 in (rows, *a.shape, *c.shape):
-        return grad_rows, grad_c.astype(dtype)
+        return jnp.zeros(shape, dtype), jnp.zeros(c.shape, dtype)
 
     tile_sizes = tiling_of((rows, a.shape[1], *c.shape), dtype.itemsize)
     tiles = _make_tiles(groups, tile_sizes)
+    results = _Results(shape, dtype, tiles, groups, tile_sizes)
 
     def step(number: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        group, row = _step_rows(tiles, groups.order, number, tile_sizes)
+        group, row = results.step_rows(number)
         left = _tile_matrix(_take(a, row if source is None else _take_index(source, row, a.shape[0])), tile_sizes)
         gradient = _tile_matrix(_take(gout, row), tile_sizes)
         to_rows = _tile_matmul("tik,tjk->tij", gradient, _gather(c, group), tile_sizes)
         to_c = _tile_matmul("tij,tik->tjk", left, gradient, tile_sizes)
         grad_rows, grad_c = grads
-        to_rows = bits(to_rows.reshape(-1, *a.shape[1:]).astype(dtype))
-        grad_rows = _put(grad_rows, row, to_rows, tile_sizes.on_card)
+        grad_rows = results.put(grad_rows, number, row, to_rows.reshape(-1, *a.shape[1:]))
         return grad_rows, _add(grad_c, group, to_c.astype(grad_c.dtype), rising=True)
 
-    grad_rows, grad_c = _loop(tiles, tile_sizes, step, (bits(grad_rows), grad_c))
-    return of_bits(grad_rows, dtype), grad_c.astype(dtype)
+    start = results.start(3), _filled(c.shape, accumulator(dtype), groups, 4)
+    grad_rows, grad_c = _loop(tiles, tile_sizes, step, start)
+    return results.finish(grad_rows), grad_c.astype(dtype)
 
 
 def scratch_bytes(
@@ -271,12 +270,17 @@ def scratch_bytes(
     numbers = max(left + right + matrices, 2 * right * (tile_sizes.tiles == 1)) + pair * left
     rounded = 0 if exact == jnp.dtype(dtype) else 2 * (left if pair else right)
     table = rows // tile_sizes.rows + min(groups, rows) + tile_sizes.tiles + groups
+    # A small result lane after lane, and the lane of each row.
+    all_lanes = -(-most_tiles(rows, tile_sizes.rows, groups, empty=False) // tile_sizes.tiles) * lanes
+    each = size_i * (size_j if pair else size_k) * jnp.dtype(dtype).itemsize
+    in_lanes = (pair or (what == "matmul" and targets is None)) and _in_lanes(all_lanes * each, tile_sizes)
+    stored = in_lanes * (all_lanes * (each + 8) + 4 * rows)
     # The float32 array in which a loop sums half types, and the integers in which it keeps bfloat16 results.
     results = 4 * sums * (exact != jnp.dtype(dtype)) + 2 * in_bits * (jnp.dtype(dtype) == jnp.bfloat16)
     # A card multiplies half types as they are.
     narrow = left + (matrices if what == "matmul" else right) if tile_sizes.on_card else 0
     spared = max(0, exact.itemsize - jnp.dtype(dtype).itemsize) * narrow
-    return max(exact.itemsize, 4) * numbers - spared + rounded + results + 4 * 4 * (lanes + table) + 4096
+    return max(exact.itemsize, 4) * numbers - spared + rounded + results + stored + 4 * 4 * (lanes + table) + 4096
 
 
 def _make_tiles(groups: Groups, tile_sizes: Tiling) -> Tiles:
@@ -291,24 +295,84 @@ def _loop(tiles: Tiles, tile_sizes: Tiling, step: Callable[[jax.Array, Carry], C
     """Run `step` for each batch of tiles, up to the last tile that has rows, or for all of them."""
     steps = tile_sizes.steps
     if steps is None:
-        last = (tiles.firsts[-1] + (tile_sizes.tiles - 1)) // tile_sizes.tiles
+        last = lax.div(tiles.firsts[-1] + (tile_sizes.tiles - 1), jnp.int32(tile_sizes.tiles))
         return lax.fori_loop(jnp.int32(0), last, step, carry)
     return lax.fori_loop(0, steps, lambda number, carry: step(jnp.int32(number), carry), carry)
 
 
 def _step_rows(tiles: Tiles, order: jax.Array, number: jax.Array, tile_sizes: Tiling) -> tuple[jax.Array, jax.Array]:
-    """Return the groups of a step's tiles, and the row of each of their lanes.
+    """Return the groups of a step's tiles, and the row of each of their lanes."""
+    first = number * tile_sizes.tiles
+    group, start, stop = (_part(values, first, tile_sizes.tiles) for values in tiles[:3])
+    return group, _lane_rows(Tiles(group, start, stop, tiles.firsts), order, tile_sizes)
+
+
+def _part(values: jax.Array, start: jax.Array, count: int) -> jax.Array:
+    return lax.dynamic_slice(values, (start,), (count,), allow_negative_indices=False)
+
+
+def _lane_rows(tiles: Tiles, order: jax.Array, tile_sizes: Tiling) -> jax.Array:
+    """Return the row of each lane of some tiles.
 
     A lane without a row holds N, or on a card N plus its number: there a scatter of distinct rows needs no atomics.
     """
-    first = number * tile_sizes.tiles
-    group, start, stop = (lax.dynamic_slice(part, (first,), (tile_sizes.tiles,)) for part in tiles[:3])
-    position = start[:, None] + lax.iota(jnp.int32, tile_sizes.rows)
+    position = tiles.start[:, None] + lax.iota(jnp.int32, tile_sizes.rows)
     row = _gather(order, position.reshape(-1)).reshape(position.shape)
-    absent = jnp.int32(order.shape[0])
+    absent = lax.full_like(row, order.shape[0])
     if tile_sizes.on_card:
         absent = absent + lax.iota(jnp.int32, position.size).reshape(position.shape)
-    return group, jnp.where(position < stop[:, None], row, absent).reshape(-1)
+    return lax.select(position < tiles.stop[:, None], row, absent).reshape(-1)
+
+
+class _Results:
+    """How a loop stores a result for each row.
+
+    A small result is stored lane after lane; when the loop has ended, each row is taken from its lane. XLA takes 10 ms
+    to compile a scatter, and loops whose index array is the same share one here. Other results are scattered to their
+    rows in each step.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: DTypeLike, tiles: Tiles, groups: Groups, tile_sizes: Tiling
+    ) -> None:
+        self.shape, self.dtype, self.tiles, self.groups, self.tile_sizes = shape, dtype, tiles, groups, tile_sizes
+        self.lanes = tiles.group.shape[0] * tile_sizes.rows
+        self.in_lanes = _in_lanes(self.lanes * math.prod(shape[1:]) * jnp.dtype(dtype).itemsize, tile_sizes)
+        self.rows = _lane_rows(tiles, groups.order, tile_sizes) if self.in_lanes else None
+
+    def start(self, number: int) -> jax.Array:
+        """Return what the loop starts with; the number is as in `_filled`."""
+        # Rows in no group are taken from a last lane, which stays zero.
+        shape = (self.lanes + 1, *self.shape[1:]) if self.in_lanes else self.shape
+        return bits(_filled(shape, self.dtype, self.groups, number))
+
+    def step_rows(self, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the groups of a step's tiles, and the row of each of their lanes."""
+        if self.rows is None:
+            return _step_rows(self.tiles, self.groups.order, number, self.tile_sizes)
+        tiles, each = self.tile_sizes.tiles, self.tile_sizes.rows
+        return _part(self.tiles.group, number * tiles, tiles), _part(self.rows, number * (tiles * each), tiles * each)
+
+    def put(self, out: jax.Array, number: jax.Array, row: jax.Array, values: jax.Array) -> jax.Array:
+        """Store the results of a step, one for each lane."""
+        values = bits(values.astype(self.dtype))
+        if not self.in_lanes:
+            return _put(out, row, values, self.tile_sizes.on_card)
+        corner = (number * values.shape[0], *[jnp.int32(0)] * (out.ndim - 1))
+        return lax.dynamic_update_slice(out, values, corner, allow_negative_indices=False)
+
+    def finish(self, out: jax.Array) -> jax.Array:
+        """Return the results row by row; zeros for rows that are in no group."""
+        if self.rows is not None:
+            absent = jnp.full((self.shape[0], 1), self.lanes, jnp.int32)
+            lane = lax.broadcasted_iota(jnp.int32, (self.lanes, 1), 0)
+            out = _gather(out, _put(absent, self.rows, lane, False)[:, 0])
+        return of_bits(out, self.dtype)
+
+
+def _in_lanes(lane_bytes: int, tile_sizes: Tiling) -> bool:
+    """Return whether a result is stored lane after lane, in so many bytes."""
+    return not tile_sizes.on_card and lane_bytes <= LANE_BYTES
 
 
 def _tile_matrix(rows: jax.Array, tile_sizes: Tiling) -> jax.Array:
@@ -324,8 +388,8 @@ def _tile_matmul(spec: str, left: jax.Array, right: jax.Array, tile_sizes: Tilin
 
 
 def _take(operand: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return `operand[rows]`, zero where a row is out of bounds."""
-    return _gather(operand, rows, _SKIP)
+    """Return `operand[rows]`, zero where a row is beyond the end."""
+    return _gather(operand, rows, zeros=True)
 
 
 def _take_index(index: jax.Array, rows: jax.Array, absent: int) -> jax.Array:
@@ -334,15 +398,18 @@ def _take_index(index: jax.Array, rows: jax.Array, absent: int) -> jax.Array:
     return jnp.where(rows < index.shape[0], values, absent)
 
 
-def _gather(operand: jax.Array, rows: jax.Array, mode: lax.GatherScatterMode = _CLIP) -> jax.Array:
+def _gather(operand: jax.Array, rows: jax.Array, zeros: bool = False) -> jax.Array:
     # lax.gather instead of `operand[rows]`: jnp's indexing adds two passes over the row numbers, for negative ones.
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(1, operand.ndim)), collapsed_slice_dims=(0,), start_index_map=(0,)
     )
-    fill, dtype = 0 if mode is _SKIP else None, operand.dtype
+    dtype = operand.dtype
     if dtype == jnp.bfloat16:  # bound to the rows: else XLA converts the whole operand to bits before the loop
         operand, rows = lax.optimization_barrier((operand, rows))
-    gathered = lax.gather(bits(operand), rows[:, None], numbers, (1, *operand.shape[1:]), mode=mode, fill_value=fill)
+    gathered = lax.gather(bits(operand), rows[:, None], numbers, (1, *operand.shape[1:]), mode=_CLIP)
+    if zeros:
+        present = lax.broadcast_in_dim(rows < operand.shape[0], gathered.shape, (0,))
+        gathered = lax.select(present, gathered, lax.full_like(gathered, 0))
     return of_bits(gathered, dtype)
 
 

@@ -14,6 +14,8 @@ from jax.typing import DTypeLike
 from planner.language import dtypes
 
 UINT32_BITS = 32
+# The most pairs of numbers that are compared instead of searched for: XLA compiles one loop in place of a dozen.
+FEW_PAIRS = 1 << 14
 
 
 class Groups(NamedTuple):
@@ -52,7 +54,7 @@ def group_rows(index: jax.Array, size: int, search: str = "scan") -> Groups:
         return _group_packed(index, size, search)
     keys = _not_folded(index.astype(_key_dtype(size)))
     key, order = lax.sort((keys, lax.iota(jnp.int32, rows)), num_keys=1, is_stable=True)
-    return Groups(order, _first_position(key, jnp.arange(size + 1, dtype=key.dtype), search))
+    return Groups(order, _search(key, lax.iota(key.dtype, size + 1), "left", search))
 
 
 class Tiles(NamedTuple):
@@ -101,15 +103,16 @@ def cut_groups(groups: Groups, rows: int, most: int, empty: bool, search: str = 
         search: the method of `jnp.searchsorted`.
     """
     starts, stops = groups.offsets[:-1], groups.offsets[1:]
-    counts = jnp.maximum((stops - starts + (rows - 1)) // rows, int(empty))
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    firsts = jnp.concatenate([ends - counts, ends[-1:]])
+    # Operations of `lax`: those of `jnp` would be as many again, for numbers that are negative.
+    counts = lax.max(lax.div(stops - starts + (rows - 1), jnp.int32(rows)), jnp.int32(empty))
+    ends = lax.cumsum(counts)
+    firsts = lax.concatenate([ends - counts, ends[-1:]], 0)
     tile = lax.iota(jnp.int32, most)
-    group = jnp.searchsorted(ends, tile, side="right", method=search).astype(jnp.int32)
-    group = jnp.minimum(group, starts.shape[0] - 1)
-    start = starts[group] + (tile - firsts[group]) * rows
-    used = tile < ends[-1]
-    return Tiles(group, jnp.where(used, start, groups.order.shape[0]), jnp.where(used, stops[group], 0), firsts)
+    group = lax.min(_search(ends, tile, "right", search), jnp.int32(starts.shape[0] - 1))
+    first, start, stop = (_take(values, group) for values in (firsts, starts, stops))
+    start, used = start + (tile - first) * rows, tile < ends[-1]
+    absent = lax.full_like(start, groups.order.shape[0])
+    return Tiles(group, lax.select(used, start, absent), lax.select(used, stop, lax.full_like(stop, 0)), firsts)
 
 
 def accumulator(dtype: DTypeLike) -> "np.dtype[Any]":
@@ -139,7 +142,7 @@ def _group_packed(index: jax.Array, size: int, search: str) -> Groups:
     key = lax.sort(_not_folded((index.astype(jnp.uint32) << bits) | row), is_stable=False)
     order = (key & jnp.uint32(2**bits - 1)).astype(jnp.int32)
     # Compare the group of each sorted row, not the packed key: `size << bits` may be one bit too long.
-    return Groups(order, _first_position(key >> bits, jnp.arange(size + 1, dtype=jnp.uint32), search))
+    return Groups(order, _search(key >> bits, lax.iota(jnp.uint32, size + 1), "left", search))
 
 
 def _not_folded(x: jax.Array) -> jax.Array:
@@ -147,8 +150,16 @@ def _not_folded(x: jax.Array) -> jax.Array:
     return lax.optimization_barrier(x)
 
 
-def _first_position(sorted_key: jax.Array, wanted: jax.Array, search: str) -> jax.Array:
-    return jnp.searchsorted(sorted_key, wanted, side="left", method=search).astype(jnp.int32)
+def _search(ascending: jax.Array, wanted: jax.Array, side: str, search: str) -> jax.Array:
+    """Return the position of each wanted number among ascending ones."""
+    if ascending.size * wanted.size <= FEW_PAIRS:
+        column, row = ascending[:, None], wanted[None, :]
+        return jnp.sum(column < row if side == "left" else column <= row, axis=0, dtype=jnp.int32)
+    return jnp.searchsorted(ascending, wanted, side=side, method=search).astype(jnp.int32)
+
+
+def _take(values: jax.Array, positions: jax.Array) -> jax.Array:
+    return values.at[positions].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def _row_bits(rows: int) -> int:
