@@ -52,9 +52,14 @@ def record(executable: Executable, operands: Sequence[Tensor], indices: Mapping[
         return _record_operator(executable, operands, indices)
     if not indices:
         return _apply(_Contract, executable, indices, *operands)[0]
-    prepared = CallIndices((n, q) for n, q in indices.items() if isinstance(q, TorchIndex))
-    prepared.found = []
-    loose = [indices[n] for n in executable.arrays if n not in prepared]
+    prepared = CallIndices()
+    prepared.found, loose = [], []
+    for name in executable.arrays:
+        q = indices[name]
+        if isinstance(q, TorchIndex):
+            prepared[name] = q
+        else:
+            loose.append(q)
     return _apply(_Contract, executable, prepared, *operands, *loose)[0]
 
 
@@ -81,14 +86,14 @@ def _apply(
 
 def _split(
     executable: Executable, prepared: Mapping[str, Any], arrays: Sequence[Any]
-) -> tuple[Sequence[Any], dict[str, Any], tuple[Tensor, ...]]:
+) -> tuple[Sequence[Any], Mapping[str, Any], tuple[Tensor, ...]]:
     """Return the operands and the index arrays that `record` passed as arguments of a Function, and what follows.
 
     In a backward pass, None stands for an operand that no gradient reads.
     """
     count = len(executable.plan.operands)
-    if not executable.arrays:
-        return arrays[:count], {}, tuple(arrays[count:])
+    if len(prepared) == len(executable.arrays):
+        return arrays[:count], prepared, tuple(arrays[count:])
     rest = iter(arrays[count:])
     indices = CallIndices((n, prepared[n] if n in prepared else next(rest)) for n in executable.arrays)
     indices.found = getattr(prepared, "found", [])
