@@ -117,14 +117,14 @@ def check_that_findings_are_adopted(folder, root):
     assert [line.split()[0] for line in said] == [str(len(tiles["buckets"])), "the", "the"]
     assert (root / "docs" / "benchmarks" / "cpu-torch.md").read_text().count("mode=rows") == 2
     code = (
-        "import ast, contextlib, dataclasses, json, pathlib, sys\n"
+        "import ast, contextlib, json, pathlib, sys\n"
         "from planner.kernels.tiled_product import measured, triton_tiles\n"
         "measured.FILE, measured._capability = pathlib.Path(sys.argv[1]), lambda: '90'\n"
         "def read(text):\n"
         "    return ast.literal_eval(text) if text.isdigit() or text in ('True', 'False') else text\n"
         "for bucket in json.loads(sys.argv[2]):\n"
         "    arguments = {name: read(x) for name, x in (pair.split('=') for pair in bucket.split())}\n"
-        "    print(json.dumps(dataclasses.asdict(triton_tiles.tiles_of(**arguments))))\n"
+        "    print(json.dumps(triton_tiles.tiles_of(**arguments)._asdict()))\n"
     )
     path = root / "kernels" / "tiled_product" / "tiles.json"
     command = [sys.executable, "-c", code, path, json.dumps(list(tiles["buckets"]))]

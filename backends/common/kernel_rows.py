@@ -121,10 +121,14 @@ class Kernels:
 
     def flats(self, inputs: Sequence[Any], views: Sequence[View | None]) -> list[Any]:
         """Flatten all inputs as the kernel sees them. No view stands for an input that is flat already."""
+        if not views:
+            return list(inputs)
         return [x if view is None else self.flat(x, *view) for x, view in zip(inputs, views, strict=True)]
 
     def unflats(self, results: Sequence[Any], views: Sequence[View | None], spec: Spec, index: Any) -> tuple[Any, ...]:
         """Give flat results the axes and the order of their terms: the inverse of `flats`."""
+        if not views:
+            return tuple(results)
         shaped_results = []
         for x, view in zip(results, views, strict=True):
             if view is None:
@@ -191,13 +195,12 @@ def views_of(op: Op, form: Form) -> tuple[Views, Views]:
 
 
 def _without_flat(views: Views) -> list[View | None]:
-    """Return views, with None for those of arrays that the kernel takes as they are."""
-    return [
-        None
-        if all(len(group) == 1 for group in groups) and term == tuple(group[0] for group in groups)
-        else (term, groups)
-        for term, groups in views
-    ]
+    """Return views, with None for those of arrays that the kernel takes as they are; [] if it takes all as they are."""
+    found: list[View | None] = []
+    for term, groups in views:
+        is_flat = all(len(group) == 1 for group in groups) and term == tuple(group[0] for group in groups)
+        found.append(None if is_flat else (term, groups))
+    return found if any(found) else []
 
 
 def pool_function(op: Op, form: PooledForm) -> Literal["scores", "query_gradient", "pool_gradient", "gradients"]:
@@ -314,7 +317,8 @@ def _run_grouped(
         pair = kernels.gradients(gradient, operands[1 - form.matrix], operands[form.matrix], groups())
         return kernels.unflats(pair if form.matrix == 1 else pair[::-1], results, op.spec, index)
     a, c = flats if form.matrix == 1 or form.outer else flats[::-1]
-    source, target = (kernels.row_map(form.gather, rows, op.spec, a, index) for rows in (form.rows_a, form.rows_b))
+    source = kernels.row_map(form.gather, form.rows_a, op.spec, a, index)
+    target = kernels.row_map(form.gather, form.rows_b, op.spec, a, index)
     if form.outer:
         out = kernels.outer(a, c, groups(), size_in(index, op.spec, form.gather), source, target)
     elif kernels.chosen is not None and is_chosen(form):

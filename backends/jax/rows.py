@@ -32,7 +32,7 @@ from planner.backends.jax.products import (
     join_axes,
     multiply_flat,
 )
-from planner.backends.jax.tiled import card_work, loop_scratch, tiled_work
+from planner.backends.jax.tiled import card_work, in_pieces, loop_scratch, tiled_work
 from planner.cost.device import Device
 from planner.cost.figures import Work
 from planner.kernels.gathered_dot import jax_pooled
@@ -246,4 +246,4 @@ def make_table(grouped: Any = jax_grouped.CPU) -> Table:
         launches=6,  # on a card: 20 kernels within a program
     )
     stock = stock_rows(OPS, _cast, run_guard, views=False, work=_stock_work)
-    return Table([*stock, _flat_matmul(), *kernel_rows(kernels), _ragged_row(kernels)], PLAIN)
+    return Table([*stock, in_pieces(), _flat_matmul(), *kernel_rows(kernels), _ragged_row(kernels)], PLAIN)

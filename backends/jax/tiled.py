@@ -1,4 +1,6 @@
-"""The cost of grouped products that move rows into tiles: in Pallas kernels, and in XLA's own operations on a card.
+"""Steps that run piece by piece: the row of products of taken rows on a card, and costs of grouped products in tiles.
+
+Grouped products move rows into tiles, in Pallas kernels, or in XLA's own operations on a card.
 
 Nothing of it has run on a card or a TPU yet, so times are estimates. Memory on a TPU is bounded by what XLA's compiler
 for a v5e allocates; it keeps arrays of a few megabytes in vector memory instead. Memory of Pallas kernels on a GPU is
@@ -8,21 +10,34 @@ the sum of the arrays.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from planner.cost.device import Device
+import jax.numpy as jnp
+from jax import lax
+
+from planner.backends.common.stock import evaluate
+from planner.backends.common.stock_rows import stock_kind, stock_work
+from planner.backends.jax.ops import OPS
+from planner.cost.device import GPU, Device
 from planner.cost.figures import Work
 from planner.kernels.grouped_matmul import jax_grouped
 from planner.kernels.grouped_matmul.pallas_tiles import TPU, Shape, most_tiles
 from planner.kernels.grouping import jax_grouping
-from planner.language.dtypes import itemsize
+from planner.language.dtypes import accumulator, itemsize
+from planner.language.spec import Gather, Spec, Term, plain_axes, term_gathers
+from planner.program.calls import RangedIndices
 from planner.program.forms import GroupedForm
-from planner.program.ops import JointGradient, Op
+from planner.program.implementations import Implementation, form_row
+from planner.program.ops import Einsum, JointGradient, Op
 
-__all__ = ["card_work", "loop_scratch", "tiled_work"]
+__all__ = ["card_work", "in_pieces", "loop_scratch", "tiled_work"]
 
 # Kernels that sort rows and cut tiles, kernels of a step of the loop, and what XLA takes to start a kernel within a
 # program, as a part of the time of an operator (estimates).
 _TABLE_KERNELS, _STEP_KERNELS, _LAUNCH_PART = 20, 8, 0.3
+# Bytes of all arrays of a piece of rows, and its kernels: two takes, a product, a sum by index, and slices.
+_PIECE_BYTES, _PIECE_KERNELS = 2 * jax_grouped.CARD_STEP_BYTES, 5
 # Bytes that a radix sort moves for each key of 32 bits: four passes, each of which reads twice and writes once.
 _SORTED_BYTES = 48
 
@@ -156,3 +171,94 @@ def _gpu_bytes(what: str, form: GroupedForm, slots: int, size: int) -> int:
     if what == "outer":
         return 3 * tiles_a + 2 * tiles_b + matrices
     return max(2 * tiles_a, tiles_a + tiles_b + copy_c, 2 * tiles_b) + 4 * (form.targets or 0) * i * k
+
+
+class Pieces(NamedTuple):
+    """A product of rows that index arrays take, in pieces along an axis that is in all of their brackets.
+
+    Attributes:
+        axis: the axis.
+        steps: number of pieces, besides a shorter one at the end.
+        target: the bracket of the output, in which all pieces are added up; None if they are written side by side.
+    """
+
+    axis: str
+    steps: int
+    target: Gather | None
+
+
+def in_pieces() -> Implementation:
+    """Return the row of such products on a card: stock steps hold all rows in memory, and this one those of a piece."""
+    name = "take, multiply, add in pieces"
+    return form_row(name, _find_pieces, _pieces_work, _run_pieces, kinds=("cuda",), brackets=3)
+
+
+def _find_pieces(op: Op) -> Pieces | str:
+    if not isinstance(op, Einsum) or stock_kind(op) != "take, multiply, add" or op.dtype == "bool":
+        return "the step takes no rows that it multiplies"
+    spec, plain = op.spec, plain_axes(op.spec.output)
+    brackets = [gather for term in spec.terms for gather in term_gathers(term)]
+    target = next(iter(term_gathers(spec.output)), None)
+    for place in (*spec.terms, *(gather.axes for gather in brackets)):
+        if len(set(place)) < len(place) or len(term_gathers(place)) > 1:
+            return "an axis stands twice in a term or in a bracket, or a term has two brackets"
+    # Pieces along an axis of the output are written. Others are added up, by an index that has no axis of the output.
+    adds = target is not None and not set(target.axes) & set(plain)
+    axes = [e for e in brackets[0].axes if all(e in gather.axes for gather in brackets) and (adds or e in plain)]
+    if not axes:
+        return "no axis is in all brackets"
+    axis = max(axes, key=spec.size)
+    touched, rows = op.bytes_touched(), _row_bytes(op)
+    steps = min(spec.size(axis), -(-rows // max(_PIECE_BYTES, touched // jax_grouped.CARD_STEP_PART)))
+    return Pieces(axis, steps, target if adds else None) if steps > 1 else "all rows fit into one piece"
+
+
+def _row_bytes(op: Op) -> int:
+    """Return the bytes of all rows that are taken, and of those that are added up."""
+    return sum(part.scratch for part in stock_work(op, GPU))
+
+
+def _pieces_work(op: Op, form: Pieces, device: Device) -> list[Work]:
+    (stock,), rows = stock_work(op, device), _row_bytes(op)
+    sums = op.result_bytes() * (accumulator(op.dtype) != op.dtype)
+    # A piece that was just written is read from the card's cache of 40 MB or more.
+    return [
+        stock._replace(
+            moved=op.bytes_touched() + rows + 2 * sums,
+            scratch=-(-rows // form.steps) + sums,
+            fresh=(),
+            launches=_LAUNCH_PART * _PIECE_KERNELS * form.steps,
+        )
+    ]
+
+
+def _run_pieces(op: Op, form: Pieces, inputs: Sequence[Any], index: Any) -> tuple[Any, ...]:
+    spec, (axis, steps, target) = op.spec, form
+    width, rest = divmod(spec.size(axis), steps)
+    out_term: Term = spec.output
+    if target is not None:  # its rows come first here
+        out_term = (target, *plain_axes(spec.output))
+    arrays = {gather: index[gather] for gather in op.gathers}
+
+    def add_piece(start: Any, width: int, out: Any) -> Any:
+        def cut(x: Any, term: Term) -> Any:
+            return lax.dynamic_slice_in_dim(x, start, width, term.index(axis)) if axis in term else x
+
+        sizes = tuple((name, width if name == axis else size) for name, size in spec.sizes)
+        rows = RangedIndices(index.may_drop, {gather: cut(q, gather.axes) for gather, q in arrays.items()})
+        written = (*target.axes, *out_term[1:]) if target is not None else out_term
+        piece = evaluate(
+            OPS, Spec(spec.inputs, written, sizes), list(map(cut, inputs, spec.inputs)), rows, index.may_drop
+        )
+        piece = piece.astype(out.dtype)
+        if target is None:
+            return lax.dynamic_update_slice_in_dim(out, piece, start, out_term.index(axis))
+        return out.at[rows[target]].add(piece, mode="drop", wrap_negative_indices=False)
+
+    dtype = op.dtype if target is None else accumulator(op.dtype)
+    out = jnp.zeros(spec.shape(out_term), dtype)
+    out = lax.fori_loop(0, steps, lambda number, out: add_piece(jnp.int32(number) * width, width, out), out)
+    if rest:
+        out = add_piece(jnp.int32(steps * width), rest, out)
+    order = [out_term.index(entry) for entry in spec.output]
+    return (out.transpose(order).astype(op.dtype),)

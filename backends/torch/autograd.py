@@ -65,9 +65,15 @@ def _arguments(executable: Executable, operands: Sequence[Tensor], indices: Mapp
     """Return the arguments of a Function after the executable: prepared index arrays, operands, other index arrays."""
     if not indices:
         return (indices, *operands)
-    prepared = CallIndices((n, q) for n, q in indices.items() if isinstance(q, TorchIndex))
-    prepared.found = []
-    return (prepared, *operands, *[indices[n] for n in executable.arrays if n not in prepared])
+    prepared = CallIndices()
+    prepared.found, loose = [], []
+    for name in executable.arrays:
+        q = indices[name]
+        if isinstance(q, TorchIndex):
+            prepared[name] = q
+        else:
+            loose.append(q)
+    return (prepared, *operands, *loose)
 
 
 def _record_operator(executable: Executable, operands: Sequence[Tensor], indices: Mapping[str, Any]) -> Tensor:
@@ -98,14 +104,14 @@ def _bare_apply(function: type[torch.autograd.Function]) -> Any:
 
 def _split(
     executable: Executable, prepared: Mapping[str, Any], arrays: Sequence[Any]
-) -> tuple[Sequence[Any], dict[str, Any], tuple[Tensor, ...]]:
+) -> tuple[Sequence[Any], Mapping[str, Any], tuple[Tensor, ...]]:
     """Return the operands and the index arrays that `record` passed as arguments of a Function, and what follows.
 
     In a backward pass, None stands for an operand that no gradient reads.
     """
     count = len(executable.plan.operands)
-    if not executable.arrays:
-        return arrays[:count], {}, tuple(arrays[count:])
+    if len(prepared) == len(executable.arrays):
+        return arrays[:count], prepared, tuple(arrays[count:])
     rest = iter(arrays[count:])
     indices = CallIndices((n, prepared[n] if n in prepared else next(rest)) for n in executable.arrays)
     indices.found = getattr(prepared, "found", [])

@@ -3,8 +3,8 @@
 The kernel that brings an index array into range, or sorts it, writes to a flag when it meets an index out of range.
 There is one flag for each device and stream. A part of it is memory of the host, which the device writes to and which
 the host looks at without waiting; so a CUDA graph that is replayed raises its flag too. `raise_pending` raises the
-error. Results that the index had a say in are NaN by then: grouped products write NaN for its row, and what other steps
-computed, or added up by the index, is multiplied by the flag's `poison`.
+error. Results that the index had a say in are NaN by then: kernels that walk sorted rows write NaN for a row with a bad
+index, and for all sums over groups. What other steps computed is multiplied by the flag's `poison`.
 """
 
 from __future__ import annotations
@@ -53,15 +53,11 @@ class CallIndices(dict[str, Any]):
     found: list[RangedIndices]
 
 
-def poisoned(x: Tensor, index: RangedIndices, dropped: bool = False) -> Tensor:
-    """Return an array that steps computed, or NaN if they read an index out of range; in place if that is possible.
-
-    If `dropped`, also if rows were dropped because their index was out of range.
-    """
-    poison = index.dropped if dropped and index.poison is None else index.poison
-    if poison is None:
+def poisoned(x: Tensor, index: RangedIndices) -> Tensor:
+    """Return an array that steps computed, or NaN if they read an index out of range; in place if that is possible."""
+    if index.poison is None:
         return x
-    return x * poison[0] if 0 in x.stride() else x.mul_(poison[0])
+    return x * index.poison[0] if 0 in x.stride() else x.mul_(index.poison[0])
 
 
 class _Flag:
@@ -190,7 +186,7 @@ def checked_later(raw: Tensor, shape: tuple[int, ...], gather: Gather, mode: str
     """Return an index array whose range is checked by the kernel that reads it.
 
     If values are asked for, index 0 stands where one is out of range, and `index.poison` is set. If rows are sorted, a
-    row with a bad index is dropped, and `index.dropped` is set.
+    row with a bad index is dropped, and what kernels make of the sorted rows is NaN.
 
     Args:
         raw: the index array.
@@ -202,27 +198,27 @@ def checked_later(raw: Tensor, shape: tuple[int, ...], gather: Gather, mode: str
     whole, was_told = raw.contiguous(), False
     call = weakref.ref(index)  # the call holds these functions: otherwise its arrays would live until a collection
 
-    def check(values: Tensor, kind: str) -> Any:
+    def check(values: Tensor) -> Any:
         nonlocal was_told
         flag, called = _flag_of(values), call()
         if flag is None or called is None:
             return None
         # A flag has another poison once its error was raised: what is NaN stays NaN for the rest of this call.
-        earlier = [x for x in (called.poison, called.dropped) if x is not None]
-        poison = earlier[0] if earlier else flag.poison
-        setattr(called, kind, poison)
+        if called.told is None:
+            called.told = flag.poison
         word, was_told = flag.unread if was_told else flag.word, True
-        return _kernels().Check(word, poison, _ticket(raw, gather, mode))
+        return _kernels().Check(word, called.told, _ticket(raw, gather, mode))
 
     def normal(values: Tensor) -> Tensor:
-        told = check(values, "poison")
-        if told is None:
+        told, called = check(values), call()
+        if told is None or called is None:
             return torch_in_range(values, gather, mode)[0]
+        called.poison = called.told
         checked: Tensor = _kernels().check_values(values.contiguous(), gather.size, told)
         return checked
 
     def sort(size: int) -> Any:
-        told = check(whole, "dropped")
+        told = check(whole)
         if told is None:
             return group_rows(torch_in_range(whole, gather, mode)[0].reshape(-1), size, drops=False)
         return group_rows(whole.reshape(-1), size, told)

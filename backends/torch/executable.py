@@ -23,7 +23,7 @@ from planner.language.derive import resize_spec, sum_dims, summable_dims
 from planner.language.dtypes import HALF_TYPES
 from planner.language.errors import PlannerLimitError
 from planner.language.options import MODES, SEARCHES, Options
-from planner.language.spec import Gather, Spec, Term, term_gathers
+from planner.language.spec import Gather, Spec, Term
 from planner.program.callbacks import callbacks
 from planner.program.calls import Member, RangedIndices
 from planner.program.guards import add_guards
@@ -68,7 +68,6 @@ class Executable:
         shown = {e for term in (*self.spec.inputs, *(gather.axes for gather in self.gathers)) for e in term}
         self.hidden = {*self.spec.output} - shown
         self.drops = MODES[plan.index_mode].bad == "drop"
-        self.writes = any(isinstance(entry, Gather) for entry in self.spec.output)
         # The backward program makes views of operands again, because a Function returns no views of its arguments.
         base = [variable.base for variable in self.programs.variables]
         needed, views = {v for v in self.programs.kept if base[v] < len(shapes)}, []
@@ -235,7 +234,7 @@ class Executable:
         values: dict[int, Any] = dict(enumerate(operands if self.fits else self.views(operands)))
         run = self.show_forward if profiler._is_profiler_enabled else self.run_forward
         (result,) = run(values, index)
-        return poisoned(result, index, self.writes), tuple([values[v] for v in self.kept])
+        return poisoned(result, index), tuple([values[v] for v in self.kept])
 
     def backward_values(
         self, gradient: Tensor, operands: Sequence[Tensor], index: RangedIndices, kept: Mapping[int, Tensor]
@@ -265,9 +264,8 @@ class Executable:
         run = self.show_backward if profiler._is_profiler_enabled else self.run_backward
         run(values, index)
         gradients: list[Tensor | None] = [None if v is None else values[v] for v in self.programs.gradients]
-        if index.poison is not None or index.dropped is not None:
-            written = [bool(term_gathers(term)) for term in self.spec.inputs]
-            gradients = [x if x is None else poisoned(x, index, w) for x, w in zip(gradients, written, strict=True)]
+        if index.poison is not None:
+            gradients = [x if x is None else poisoned(x, index) for x in gradients]
         if self.fits and not self.is_complex:
             return gradients
         for number, (x, operand) in enumerate(zip(gradients, operands, strict=True)):

@@ -29,9 +29,6 @@ class TorchIndex(PreparedIndex, torch.nn.Module):
     """
 
     prepared_framework = "torch"
-    values: Tensor
-    order: Tensor
-    offsets: Tensor
 
     def __init__(
         self,
@@ -47,8 +44,8 @@ class TorchIndex(PreparedIndex, torch.nn.Module):
         # Whether the values rise, and none is dropped: then kernels on a card walk the rows as they are.
         self.in_order = in_order
         self.longest = longest  # the most rows that have the same value
-        for name, tensor in zip(("values", "order", "offsets"), tensors, strict=True):
-            self.register_buffer(name, tensor)
+        self._buffers: dict[str, Any]
+        self._buffers.update(zip(("values", "order", "offsets"), tensors, strict=True))
         self._groups: torch_grouping.Groups | None = None
 
     @classmethod
@@ -60,16 +57,35 @@ class TorchIndex(PreparedIndex, torch.nn.Module):
         longest = int(groups.offsets.diff().max()) if size else 0
         return cls((values, groups.row_numbers, groups.offsets), size, mode, may_drop, in_order, longest)
 
+    # A module would look for its buffers elsewhere first, which takes as long as a launch.
+    @property
+    def values(self) -> Tensor:
+        """The values."""
+        values: Tensor = self._buffers["values"]
+        return values
+
+    @property
+    def order(self) -> Tensor:
+        """The row numbers sorted by group."""
+        order: Tensor = self._buffers["order"]
+        return order
+
+    @property
+    def offsets(self) -> Tensor:
+        """Where each group starts in `order`."""
+        offsets: Tensor = self._buffers["offsets"]
+        return offsets
+
     @property
     def groups(self) -> torch_grouping.Groups:
         """The rows sorted by group."""
-        groups = self._groups
-        if groups is None or groups.offsets is not self.offsets:  # it was moved, or other tensors were put in
-            on_card, order = self.offsets.is_cuda, self.order
+        groups, offsets = self._groups, self._buffers["offsets"]
+        if groups is None or groups.offsets is not offsets:  # it was moved, or other tensors were put in
+            on_card, order = offsets.is_cuda, self.order
             ordered = order if on_card else order.long()  # on a card row numbers are of int32, if it sorted them
             self._groups = groups = torch_grouping.Groups(
                 None if self.in_order and on_card else ordered,
-                self.offsets,
+                offsets,
                 self.size,
                 len(order),
                 self.may_drop,

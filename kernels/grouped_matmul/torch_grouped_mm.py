@@ -100,4 +100,5 @@ def _put_back(products: Tensor, groups: Groups, inner: int) -> Tensor:
 
 def _sum_outer(a: Tensor, b: Tensor, groups: Groups, inner: int) -> Tensor:
     sums = torch.nn.functional.grouped_mm(a.t(), b, offs=_ends(groups, inner))
-    return sums.masked_fill_((groups.offsets.diff() == 0).view(-1, 1, 1), 0)
+    sums.masked_fill_((groups.offsets.diff() == 0).view(-1, 1, 1), 0)
+    return sums.masked_fill_(groups.offsets[-1] < groups.rows, math.nan) if groups.poisons else sums

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from planner.kernels.grouped_matmul.triton_pair import both_gradients
 from planner.kernels.grouping.torch_grouping import Groups, accumulator, group_rows
+from planner.kernels.grouping.triton_grouping import Tasks
 from planner.kernels.grouping.triton_launch import launch, replayed
 from planner.kernels.segment_sum.triton_sum import add_parts, grouped_sum
 from planner.kernels.tiled_product.triton_arithmetic import precision
@@ -52,20 +53,17 @@ def grouped_matmul(
     tiling: str = "",
 ) -> Tensor:
     """Multiply each row by the matrix of its group, see the package."""
-    n, (i, j), k, drops = groups.rows, a.shape[1:], c.shape[2], _drops(groups)
+    n, (_, i, j), k = groups.rows, a.shape, c.shape[2]
     a, c = a.resolve_neg(), c.resolve_neg()  # the imaginary part of a conjugate is negated lazily
     rows = a.new_empty((n, i, k), dtype=a.dtype if target is None else accumulator(a.dtype))
 
     def run() -> None:
-        sizes = n, i, k, j
-        rows_product(
-            Matrices.of(a, source), Matrices.of(c), Matrices.of(rows), sizes, Grouping.of(groups), drops, tiling
-        )
+        x, y, z = Matrices.of(a, source), Matrices.of(c), Matrices.of(rows)
+        rows_product(x, y, z, (n, i, k, j), Grouping.of(groups), _drops(groups), tiling)
 
     if source is None and rows.numel():
-        how, each = precision(a, j), max(1, n * i // max(1, groups.size))
-        tiles = tiles_of("rows", each, k, j, a.element_size(), how, False, tiling)
-        table = groups.tasks(i, tiles.m * tiles.chunk, drops > 0, False).table
+        how = precision(a, j)
+        tiles, table = _plan_rows(a, groups, i, k, j, how, tiling)
         replayed(("rows", rows.dtype, how, tiles, *_facts(groups, a, c)), (a, c, rows, groups.order, table), run)
     else:
         run()
@@ -84,22 +82,19 @@ def grouped_outer(
     tiling: str = "",
 ) -> Tensor:
     """Sum `a[r]^T @ b[r]` over the rows of each group, see the package."""
-    sizes = n, i, m, k = groups.rows, a.shape[1], a.shape[2], b.shape[2]
+    i, m, k = a.shape[1], a.shape[2], b.shape[2]
     a, b = a.resolve_neg(), b.resolve_neg()
     out = a.new_empty((groups.size, m, k))
     if not out.numel():
         return out
-    each = max(1, n * i // groups.size)
-    how, tables = precision(a, each), source_a is not None or source_b is not None
-    tiles = tiles_of("terms", m, k, each, a.element_size(), how, tables, tiling)
-    tasks = groups.tasks(i, tiles.k * tiles.chunk, False, True)
+    how, tiles, tasks = _plan_terms(a, groups, i, m, k, source_a is not None or source_b is not None, tiling)
     parts = sums_of(tasks, out, m, k)
 
     def run() -> None:
         x, y, z = Matrices.of(a, source_a), Matrices.of(b, source_b), Matrices.of(out)
-        terms_product(x, y, z, sizes, Grouping.of(groups), tiling, parts)
+        terms_product(x, y, z, (groups.rows, i, m, k), Grouping.of(groups), _drops(groups), tiling, parts)
 
-    arrays = a, b, out, groups.order, tasks.table, tasks.part_starts, parts, source_a, source_b
+    arrays = a, b, out, groups.order, groups.offsets, tasks.table, tasks.part_starts, parts, source_a, source_b
     replayed(("terms", how, tiles, tasks.slots, *_facts(groups, a, b, source_a, source_b)), arrays, run)
     return out
 
@@ -111,27 +106,50 @@ def grouped_gradients(
 
     If a matrix is small enough for one program, one walk over the rows makes both; but not on tensor cores by parts.
     """
-    n, (i, j), k, drops = groups.rows, a.shape[1:], c.shape[2], _drops(groups)
-    how = precision(gout, k)
-    if not covers_pair(j, k) or how == "bf16x6":
-        return (
-            grouped_matmul(gout, c.transpose(1, 2), groups, tiling=tiling),
-            grouped_outer(a, gout, groups, source, tiling=tiling),
-        )
+    n, (_, i, j), k, drops = groups.rows, a.shape, c.shape[2], _drops(groups)
     gout, a, c = gout.resolve_neg(), a.resolve_neg(), c.resolve_neg()
     da, dc = a.new_empty((n, i, j)), c.new_empty((groups.size, j, k))
-    tiles = tiles_of("pair", j, k, max(1, n * i // max(1, groups.size)), a.element_size(), how, False, tiling)
-    tasks = groups.tasks(i, tiles.k * tiles.chunk, drops > 0, True)
+    how, table = precision(gout, k), None
+    plan: tuple[Any, ...] = ()
+    one_walk = covers_pair(j, k) and how != "bf16x6"
+    if one_walk:
+        tiles = tiles_of("pair", j, k, max(1, n * i // max(1, groups.size)), a.element_size(), how, False, tiling)
+        tasks = groups.tasks(i, tiles.k * tiles.chunk, drops > 0, True)
+    else:
+        tiles, table = _plan_rows(gout, groups, i, j, k, how, tiling)
+        plan = how, tiles
+        how, tiles, tasks = _plan_terms(a, groups, i, j, k, source is not None, tiling)
     parts = sums_of(tasks, dc, j, k)
 
     def run() -> None:
         x, y, z = Matrices.of(gout), Matrices.of(a, source), Matrices.of(c)
-        results, sizes = (Matrices.of(da), Matrices.of(dc)), (n, i, j, k)
-        both_gradients(x, y, z, *results, sizes, Grouping.of(groups), tiles, how, drops, parts)
+        of_rows, of_matrices, sizes, grouping = Matrices.of(da), Matrices.of(dc), (n, i, j, k), Grouping.of(groups)
+        if one_walk:
+            both_gradients(x, y, z, of_rows, of_matrices, sizes, grouping, tiles, how, drops, parts)
+        else:
+            rows_product(x, z.transposed, of_rows, sizes, grouping, drops, tiling)
+            terms_product(y, x, of_matrices, sizes, grouping, drops, tiling, parts)
 
-    arrays = gout, a, c, da, dc, groups.order, tasks.table, tasks.part_starts, parts, source
-    replayed(("pair", how, tiles, tasks.slots, *_facts(groups, gout, a, c, source)), arrays, run)
+    arrays = gout, a, c, da, dc, groups.order, groups.offsets, table, tasks.table, tasks.part_starts, parts, source
+    replayed(("gradients", *plan, how, tiles, tasks.slots, *_facts(groups, gout, a, c, source)), arrays, run)
     return da, dc
+
+
+def _plan_rows(x: Tensor, groups: Groups, i: int, n: int, k: int, how: str, tiling: str) -> tuple[Tiles, Tensor]:
+    """Return the tiles in which rows `x` are multiplied with matrices `(k, n)`, and the table of tasks."""
+    each = max(1, groups.rows * i // max(1, groups.size))
+    tiles = tiles_of("rows", each, n, k, x.element_size(), how, False, tiling)
+    return tiles, groups.tasks(i, tiles.m * tiles.chunk, _drops(groups) > 0, False).table
+
+
+def _plan_terms(
+    x: Tensor, groups: Groups, i: int, m: int, n: int, tables: bool, tiling: str
+) -> tuple[str, Tiles, Tasks]:
+    """Return how products `(m, n)` of rows are summed, in which tiles, and the tasks."""
+    each = max(1, groups.rows * i // max(1, groups.size))
+    how = precision(x, each)
+    tiles = tiles_of("terms", m, n, each, x.element_size(), how, tables, tiling)
+    return how, tiles, groups.tasks(i, tiles.k * tiles.chunk, False, True)
 
 
 def _drops(groups: Groups) -> int:
@@ -142,7 +160,7 @@ def _drops(groups: Groups) -> int:
 def _facts(groups: Groups, *arrays: Tensor | None) -> tuple[Any, ...]:
     """Return what launches depend on: facts of the groups, and of arrays all but where they lie."""
     order = None if groups.order is None else groups.order.dtype
-    facts: list[Any] = [_drops(groups), groups.rows, groups.size, order]
+    facts: list[Any] = [_drops(groups), groups.rows, groups.size, order, groups.offsets.dtype]
     for x in arrays:
         facts += (None,) if x is None else (x.dtype, x.shape, x.stride())
     return tuple(facts)
@@ -251,13 +269,14 @@ def terms_product(
     out: Matrices,
     sizes: tuple[int, int, int, int],
     grouping: Grouping,
+    drops: int = 0,
     tiling: str = "",
     parts: Tensor | None = None,
 ) -> None:
     """Write the products summed over the rows of each group, `a[r, i, m] b[r, i, n]`.
 
-    `sizes` are those of r, i, m and n. `parts` is memory for the sums of tasks, see `sums_of`; None to allocate it. The
-    other arguments are as in `rows_product`.
+    `sizes` are those of r, i, m and n. Where `drops` is 2 and a row is dropped, all results are NaN. `parts` is memory
+    for the sums of tasks, see `sums_of`; None to allocate it. The other arguments are as in `rows_product`.
     """
     (rows, i, m, n), groups = sizes, grouping.groups
     if not groups * m * n:
@@ -267,8 +286,9 @@ def terms_product(
     if parts is None:
         parts = sums_of(tasks, out.x, m, n)
     tables, count = (tasks.table, tasks.most, parts), tasks.most * triton.cdiv(m, tiles.m)
-    _launch("terms", a, b, out, (m, n, rows * i), tiles, how, count, grouping, tables, i)
-    if tasks.slots:
+    poisons = 2 if drops == 2 else 0
+    _launch("terms", a, b, out, (m, n, rows * i), tiles, how, count, grouping, tables, i, poisons)
+    if parts is not None:
         add_parts(parts, tasks.part_starts, groups, out.x, (out.outer, out.inner, out.column))
 
 
@@ -299,8 +319,9 @@ def _launch(
     `sizes` are those of m, n and k. `tables` are `tasks`, `most` and `parts`.
     """
     (m, n, k), groups = sizes, grouping.groups + (drops > 0 and mode == "rows")
+    starts = grouping.starts if drops == 2 and mode == "terms" else None
     arguments = (
-        *a.flat, *b.flat, *out.flat, packed(grouping.order), *tables,
+        *a.flat, *b.flat, *out.flat, packed(grouping.order), starts, *tables,
         groups, grouping.batch_groups or max(1, groups), a.batch, b.batch, inner, m, k, n,
     )  # fmt: skip
     launch(

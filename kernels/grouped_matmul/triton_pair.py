@@ -29,7 +29,7 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     c, c_outer_table, c_outer, c_inner_table, c_inner, c_column_table, c_column,
     da, da_outer_table, da_outer, da_inner_table, da_inner, da_column_table, da_column,
     dc, dc_outer_table, dc_outer, dc_inner_table, dc_inner, dc_column_table, dc_column,
-    order, tasks, most, parts, groups, inner, size_m, size_n,
+    order, starts, tasks, most, parts, groups, rows, inner, size_m, size_n,
     DROPS: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -37,8 +37,10 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
 
     Args:
         g, a, c, da, dc: pointers, each followed by a table or None, and a stride, for each of its three axes.
+        starts: where each group begins in `order`, and where the dropped rows do; read for `DROPS` only.
         groups: number of groups; the last one holds the dropped rows and has no matrix.
-        DROPS: 2 if the gradient of dropped rows is NaN and not zero.
+        rows: number of rows, dropped ones included.
+        DROPS: 2 if the gradient of dropped rows is NaN and not zero; and that of all matrices, if a row is dropped.
         size_m, size_n: sizes of j and k.
         BLOCK_M, BLOCK_N: at least the sizes of j and k.
         BLOCK_K: rows per step.
@@ -80,30 +82,32 @@ def pair_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         x = tl.load(g + g_m[:, None] + g_k[None, :], mask=reads[:, None] & k_there[None, :], other=0.0)
         z = tl.load(a + a_j[:, None] + a_m[None, :], mask=j_there[:, None] & reads[None, :], other=0.0)
         total = tl.dot(z, x, total, input_precision=PRECISION, out_dtype=wide)
-        rows = tl.dot(x, y, input_precision=PRECISION, out_dtype=wide)
+        of_rows = tl.dot(x, y, input_precision=PRECISION, out_dtype=wide)
         if DROPS == 2:
-            rows = tl.where(stays, rows, float("nan"))
+            of_rows = tl.where(stays, of_rows, float("nan"))
         da_m = (
             position(row, da_outer_table, there, INDEX) * da_outer
             + position(m, da_inner_table, there, INDEX) * da_inner
         )
         tl.store(
             da + da_m[:, None] + da_j[None, :],
-            rows.to(da.dtype.element_ty),
+            of_rows.to(da.dtype.element_ty),
             mask=there[:, None] & j_there[None, :],
         )
+    if DROPS == 2:
+        total = tl.where(tl.load(starts + groups - 1) < rows, float("nan"), total)
     inside = j_there[:, None] & k_held[None, :]
-    slot = tl.load(tasks + 3 * most + tile).to(INDEX)
-    if slot < 0:
-        dc_j = (
-            position(group, dc_outer_table, stays, INDEX) * dc_outer
-            + position(j, dc_inner_table, j_there, INDEX) * dc_inner
-        )
-        dc_k = position(k, dc_column_table, k_there, INDEX) * dc_column
-        tl.store(dc + dc_j[:, None] + dc_k[None, :], total.to(dc.dtype.element_ty), mask=inside)
-    else:
+    if parts is not None:
+        slot = tl.load(tasks + 3 * most + tile).to(INDEX)
         where = (slot * size_m + j[:, None]) * size_n + k[None, :]
-        tl.store(parts + where, total, mask=inside)
+        tl.store(parts + where, total, mask=tl.where(slot >= 0, inside, False))
+        inside = tl.where(slot < 0, inside, False)
+    dc_j = (
+        position(group, dc_outer_table, stays, INDEX) * dc_outer
+        + position(j, dc_inner_table, j_there, INDEX) * dc_inner
+    )
+    dc_k = position(k, dc_column_table, k_there, INDEX) * dc_column
+    tl.store(dc + dc_j[:, None] + dc_k[None, :], total.to(dc.dtype.element_ty), mask=inside)
 
 
 def both_gradients(
@@ -131,7 +135,8 @@ def both_gradients(
         grouping: the groups of the rows.
         tiles: tile sizes for j, k and rows; those for j and k cover the whole axes.
         precision: how float32 is multiplied: "ieee" or "tf32".
-        drops: 0 if no row is dropped; else the gradient of dropped rows is zero for 1 and NaN for 2.
+        drops: 0 if no row is dropped; else the gradient of dropped rows is zero for 1 and NaN for 2, and that of all
+            matrices too.
         parts: memory for the sums of tasks, see `sums_of`; None to allocate it.
     """
     (rows, i, m, n), groups = sizes, grouping.groups
@@ -139,8 +144,8 @@ def both_gradients(
     if parts is None:
         parts = sums_of(tasks, dc.x, m, n)
     arguments = (
-        *g.flat, *a.flat, *c.flat, *da.flat, *dc.flat, packed(grouping.order), tasks.table, tasks.most, parts,
-        groups + 1, i, m, n,
+        *g.flat, *a.flat, *c.flat, *da.flat, *dc.flat, packed(grouping.order), grouping.starts if drops == 2 else None,
+        tasks.table, tasks.most, parts, groups + 1, rows, i, m, n,
     )  # fmt: skip
     launch(
         pair_kernel, tasks.most, arguments,
@@ -148,5 +153,5 @@ def both_gradients(
         BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHUNK=tiles.chunk,
         num_warps=tiles.warps, num_stages=tiles.stages, **registers_for(a.x),
     )  # fmt: skip
-    if tasks.slots:
+    if parts is not None:
         add_parts(parts, tasks.part_starts, groups, dc.x, (dc.outer, dc.inner, dc.column))

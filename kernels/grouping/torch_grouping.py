@@ -36,7 +36,8 @@ class Groups:
         size: The number of groups.
         rows: The number of rows, dropped ones included.
         drops: Whether a row may be dropped.
-        poisons: Whether a dropped row had an index that should be refused: its results must be NaN.
+        poisons: Whether a dropped row had an index that should be refused: its results must be NaN, and sums over the
+            rows of groups.
         longest: The most rows that a group has; None if the host does not know.
     """
 

@@ -79,8 +79,8 @@ def sum_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     x, x_table, x_size, x_row, x_inner, x_batch, x_column_table, x_column,
     y, y_table, y_size, y_row, y_inner, y_batch, y_column_table, y_column,
     out, out_group, out_column_table, out_column,
-    order, starts, parts, groups, batch_rows, inner, size_n,
-    WINDOWS: tl.constexpr, BATCHED: tl.constexpr, NARROW: tl.constexpr,
+    order, starts, parts, groups, rows, batch_rows, inner, size_n,
+    POISONS: tl.constexpr, WINDOWS: tl.constexpr, BATCHED: tl.constexpr, NARROW: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Sum one group's rows, or one window's.
@@ -94,9 +94,10 @@ def sum_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
         starts: where each group begins in `order`, `(groups / batches + 1,)`; None if each group has `inner` rows.
         parts: the sums of windows, `(rows // STEP, size_n)`; None if there is no whole window.
         groups: number of groups. With a batch, its entries have as many each.
-        batch_rows: number of rows of a batch entry.
+        rows, batch_rows: number of rows of all batch entries, and of one.
         inner: rows without a table are read at `row // inner` and `row % inner`.
         size_n: number of columns.
+        POISONS: whether all results are NaN if a row is dropped.
         WINDOWS: whether a program sums a window; else a group.
         BATCHED: whether the result has a batch. `starts` knows nothing of it: rows of equal groups are in the order of
             their entries, so those of one entry are found by halving.
@@ -176,6 +177,8 @@ def sum_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
                 w = at + tl.arange(0, BLOCK_R)
                 inside = (w < window + skipped)[:, None] & n_there[None, :]
                 total += tl.load(parts + w[:, None] * size_n + n[None, :], mask=inside, other=0.0)
+        if POISONS:
+            total = tl.where(tl.load(starts + groups) < rows, float("nan"), total)
         where = which * out_group + position(n, out_column_table, n_there) * out_column
         tl.store(out + where, tl.sum(total, 0).to(out.dtype.element_ty), mask=n_there)
 
@@ -255,6 +258,7 @@ def sum_rows(x: Rows, out: Rows, columns: int, runs: Groups | Runs, y: Rows | No
     if not count * columns:
         return
     order, starts = (None, None) if runs.sorted is None else (runs.sorted.order, runs.sorted.offsets)
+    poisons = runs.sorted is not None and runs.sorted.poisons
     block_n = min(64, triton.next_power_of_2(columns))
     mean = triton.next_power_of_2(max(1, rows // count))
     most = max(1, min(_MOST_ROWS, _TILE // (accumulator(out.x.dtype).itemsize * block_n)))
@@ -266,15 +270,15 @@ def sum_rows(x: Rows, out: Rows, columns: int, runs: Groups | Runs, y: Rows | No
     factor = [None, None, 0, 0, 0, 0, None, 0] if y is None else y.flat
     arguments = [
         *x.flat, *factor, out.x, out.row, *out.column.flat, packed(order), packed(starts), parts,
-        groups, max(1, rows // batches), runs.inner, columns,
+        groups, rows, max(1, rows // batches), runs.inner, columns,
     ]  # fmt: skip
     for windows in (True, False) if parts is not None else (False,):
         high = most if windows else block_r
         warps = max(1, min(4, high * block_n // 256))
         launch(
             sum_kernel, (rows // WINDOW if windows else count) * tiles, arguments,
-            WINDOWS=windows, BATCHED=runs.sorted is not None and batches > 1, NARROW=max(rows, count) < 2**31,
-            BLOCK_R=high, BLOCK_N=block_n, STEP=WINDOW, num_warps=warps, **REGISTERS,
+            POISONS=poisons, WINDOWS=windows, BATCHED=runs.sorted is not None and batches > 1,
+            NARROW=max(rows, count) < 2**31, BLOCK_R=high, BLOCK_N=block_n, STEP=WINDOW, num_warps=warps, **REGISTERS,
         )  # fmt: skip
 
 

@@ -34,6 +34,8 @@ _LARGEST = tl.constexpr(3.3895313892515355e38)
 # Triton's interpreter multiplies the bits of bfloat16, and cuts bits off where it should round. There, parts are
 # float32 numbers that bfloat16 can hold.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# Whether the environment refuses products by parts.
+_IEEE = os.environ.get("PLANNER_FLOAT32") == "ieee"
 # AMD's chips for which Triton compiles tf32.
 _AMD_TF32 = ("gfx940", "gfx941", "gfx942")
 
@@ -41,17 +43,16 @@ _AMD_TF32 = ("gfx940", "gfx941", "gfx942")
 def precision(x: torch.Tensor, terms: int) -> str:
     """Return how sums of so many products of a tensor's elements are formed; see the module.
 
-    Products by parts are refused by `PLANNER_FLOAT32=ieee` in the environment, and by torch's own setting "ieee",
-    which `torch.set_float32_matmul_precision("highest")` sets too.
+    Products by parts are refused by `PLANNER_FLOAT32=ieee` in the environment, when this module is loaded, and by
+    torch's own setting "ieee", which `torch.set_float32_matmul_precision("highest")` sets too.
     """
     if x.dtype != torch.float32:
         return "ieee"
-    capability, rounds = _tensor_cores(x.device)
-    asked = torch.backends.cuda.matmul.fp32_precision
+    (capability, rounds), asked = _tensor_cores(x.device), torch.backends.cuda.matmul.fp32_precision
     if asked == "tf32":
         return "tf32" if rounds else "ieee"
-    refused = asked == "ieee" or os.environ.get("PLANNER_FLOAT32") == "ieee"
-    return "bf16x6" if multiplies_by_parts(terms, capability) and not refused else "ieee"
+    by_parts = multiplies_by_parts(terms, capability) and not (_IEEE or asked == "ieee")
+    return "bf16x6" if by_parts else "ieee"
 
 
 @functools.cache

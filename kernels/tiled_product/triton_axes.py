@@ -67,6 +67,11 @@ class Matrices(NamedTuple):
         return cls(x, Axis(x.stride(0), rows), Axis(x.stride(1)), Axis(x.stride(2)))
 
     @property
+    def transposed(self) -> Matrices:
+        """The operand with each of its matrices transposed."""
+        return self._replace(inner=self.column, column=self.inner)
+
+    @property
     def flat(self) -> list[Any]:
         """The kernel's arguments for this operand."""
         return [self.x, *(part for axis in self[1:4] for part in axis.flat)]
@@ -112,10 +117,9 @@ def registers_for(x: Tensor) -> dict[str, Any]:
     return _ALL_REGISTERS if x.element_size() < 8 else {}
 
 
-def sums_of(tasks: Tasks, like: Tensor, m: int, n: int) -> Tensor:
-    """Allocate memory for the sums of tasks, `(slots, m, n)`; one element if there are no slots."""
-    shape = (tasks.slots, m, n) if tasks.slots else (1, 1, 1)
-    return like.new_empty(shape, dtype=accumulator(like.dtype))
+def sums_of(tasks: Tasks, like: Tensor, m: int, n: int) -> Tensor | None:
+    """Allocate memory for the sums of tasks, `(slots, m, n)`; None if there are no slots."""
+    return like.new_empty((tasks.slots, m, n), dtype=accumulator(like.dtype)) if tasks.slots else None
 
 
 def index_type(terms: int, *arrays: Tensor | None) -> tl.dtype:

@@ -64,7 +64,7 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     a, a_outer_table, a_outer, a_inner_table, a_inner, a_column_table, a_column,
     b, b_outer_table, b_outer, b_inner_table, b_inner, b_column_table, b_column,
     out, out_outer_table, out_outer, out_inner_table, out_inner, out_column_table, out_column,
-    order, tasks, most, parts,
+    order, starts, tasks, most, parts,
     groups, batch_groups, a_batch, b_batch, inner, size_m, size_k, size_n,
     MODE: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, ONE_K: tl.constexpr,
@@ -74,17 +74,18 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     Args:
         a, b, out: pointers, each followed by a table or None, and a stride, for each of its three axes.
         order: ("rows", "terms") row numbers sorted by group; None if the rows are sorted already.
+        starts: ("terms") where each group begins in `order`, and where the dropped rows do; read for `DROPS` only.
         tasks: ("rows", "terms") what each program walks, see `planner.kernels.grouping.triton_grouping.Tasks`.
         most: ("rows", "terms") number of tasks.
-        parts: ("terms") sums of the pieces of groups that are cut, `(slots, size_m, size_n)`.
+        parts: ("terms") sums of the pieces of groups that are cut, `(slots, size_m, size_n)`; None if none is cut.
         groups: number of groups; ("plain") size of the batch.
         batch_groups, a_batch, b_batch: ("rows", "terms") groups per batch entry (all groups if there is no batch), and
             the strides between batch entries.
         inner: ("rows", "terms") size of the axis i.
         size_m, size_k, size_n: sizes of the axes m, k, n; an axis that stands for rows and i has the size of both.
         DROPS: ("rows") 0 if no row is dropped; else the last group holds dropped rows, whose products are zero for 1
-            and NaN for 2. ("plain") whether `groups` is the number of matrices, and a batch entry for which the table
-            of `b` names no matrix is zero.
+            and NaN for 2. ("terms") 2 if all results are NaN where a row is dropped. ("plain") whether `groups` is the
+            number of matrices, and a batch entry for which the table of `b` names no matrix is zero.
         PRECISION: how products are formed, see `triton_arithmetic`.
         INDEX: type of positions and offsets, int32 if all of them fit, else int64.
         CHUNK: ("rows") tiles of rows per task; ("terms") steps of BLOCK_K per task.
@@ -96,7 +97,6 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     n_there = (n >= 0) & (n < size_n)  # the last tile may reach beyond 2^31
     b_n = position(n, b_column_table, n_there, INDEX) * b_column
-    out_n = position(n, out_column_table, n_there, INDEX) * out_column
     tiles_m = tl.cdiv(size_m, BLOCK_M)
     terms = size_k
     if MODE == "plain":
@@ -130,7 +130,6 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
             if DROPS:
                 terms = tl.where(group < groups - 1, size_k, 0)
     if MODE == "terms":
-        slot = tl.load(tasks + 3 * most + tile).to(INDEX)
         m = at_m + tl.arange(0, BLOCK_M)
         m_there = m < size_m
         a_m = a_group + position(m, a_column_table, m_there, INDEX) * a_column
@@ -152,14 +151,18 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
             y = tl.load(b + b_group + b_k[:, None] + b_n[None, :], mask=there[:, None] & n_there[None, :], other=0.0)
             total, low = add_product(x, y, total, low, PRECISION)
         total = joined(total, low, PRECISION)
+        if DROPS == 2:
+            total = tl.where(tl.load(starts + groups) * inner < size_k, float("nan"), total)
         inside = m_there[:, None] & n_there[None, :]
-        if slot < 0:
-            out_m = position(group, out_outer_table, group >= 0, INDEX) * out_outer
-            out_m += position(m, out_inner_table, m_there, INDEX) * out_inner
-            tl.store(out + out_m[:, None] + out_n[None, :], total.to(out.dtype.element_ty), mask=inside)
-        else:
+        if parts is not None:
+            slot = tl.load(tasks + 3 * most + tile).to(INDEX)
             where = (slot * size_m + m[:, None]) * size_n + n[None, :]
-            tl.store(parts + where, total, mask=inside)
+            tl.store(parts + where, total, mask=tl.where(slot >= 0, inside, False))
+            inside = tl.where(slot < 0, inside, False)
+        out_m = position(group, out_outer_table, group >= 0, INDEX) * out_outer
+        out_m += position(m, out_inner_table, m_there, INDEX) * out_inner
+        out_n = position(n, out_column_table, n_there, INDEX) * out_column
+        tl.store(out + out_m[:, None] + out_n[None, :], total.to(out.dtype.element_ty), mask=inside)
     else:
         k = tl.arange(0, BLOCK_K)
         there = k < terms
@@ -176,7 +179,9 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
                     row = tl.load(order + row, mask=m_there, other=0)
                 m = m % inner
                 a_row = position(row, a_outer_table, m_there, INDEX)
-                reads = m_there & (a_row >= 0)
+                reads = m_there
+                if a_outer_table is not None:
+                    reads = m_there & (a_row >= 0)
                 a_m = a_group + a_row * a_outer + position(m, a_inner_table, m_there, INDEX) * a_inner
                 out_m = position(row, out_outer_table, m_there, INDEX) * out_outer
             else:
@@ -200,9 +205,11 @@ def product_kernel(  # type: ignore[no-untyped-def]  # noqa: D417
                     total, low = add_product(x, y, total, low, PRECISION)
             total = joined(total, low, PRECISION)
             if MODE == "rows":
-                total = tl.where(reads[:, None], total, 0.0)  # zero times NaN would be NaN
+                if a_outer_table is not None:
+                    total = tl.where(reads[:, None], total, 0.0)  # zero times NaN would be NaN
                 if DROPS == 2:
                     total = tl.where(group < groups - 1, total, float("nan"))
+            out_n = position(n, out_column_table, n_there, INDEX) * out_column
             tl.store(
                 out + out_m[:, None] + out_n[None, :],
                 total.to(out.dtype.element_ty),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 from planner.kernels.tiled_product.measured import measurable
 
@@ -14,8 +14,7 @@ TILINGS = ("half tiles", "large tiles", "four stages")
 PAIR_TERMS = 1024
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tiles:
+class Tiles(NamedTuple):
     """The tiles of one product.
 
     Attributes:

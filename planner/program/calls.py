@@ -36,9 +36,9 @@ class RangedIndices(dict[Gather, Any]):
         shown: True if the kernel that ran wrote NaN for the bad indices that could not be refused, see
             `IndexArray.bad`.
         poison: what results must be multiplied by, in torch on a card: 1, or NaN if an index was out of range, which is
-            told later. None if no step read values that may be out of range.
-        dropped: the same for rows that were dropped because their index was out of range. The steps that drop them
-            write NaN for these rows.
+            told later. None if no step read values that may be out of range. Steps that sort rows by such an index
+            write NaN themselves.
+        told: where all checks of this call's index arrays write NaN, in torch on a card; None before the first one.
     """
 
     def __init__(self, may_drop: bool, values: Mapping[Gather, Any] | Iterable[tuple[Gather, Any]] = ()) -> None:
@@ -49,7 +49,7 @@ class RangedIndices(dict[Gather, Any]):
         self.sizes: Mapping[str | Gather, int] | None = None
         self.shown = False
         self.poison: Any = None
-        self.dropped: Any = None
+        self.told: Any = None
 
     @property
     def guarded(self) -> bool:

@@ -27,6 +27,9 @@ from planner.search.stored import remembered
 
 __all__ = ["find_bound", "make_plan", "naive_plan"]
 
+# Plans of at most so many operands that take so many times what the search thought are searched for again.
+_MOST_SEARCHED_AGAIN, _MUCH = 5, 1.1
+
 
 def make_plan(
     contraction: Contraction, given: Callable[[SearchSpace], Candidate] | None = None, loops: bool = True
@@ -200,6 +203,9 @@ def _best(
     else:
         search(objectives)
     best = min(candidates, key=lambda c: key(c.cost), default=None)
+    if best is not None and _lies_badly(space, best):
+        search(ADDITIVE)
+        best = min(candidates, key=lambda c: key(c.cost))
     if best is not None and not best.proven and options.minimize == "peak" and space.index_bytes:
         search(OBJECTIVES)  # the search for the least peak does not know what guards need
         best = min(candidates, key=lambda c: key(c.cost))
@@ -241,6 +247,16 @@ def _candidates(space: SearchSpace, objective: str, limits: Limits = NO_LIMITS) 
         if any(space.requires) and not (limits == NO_LIMITS and proven):
             bare = keep_values(result.tree, False)
             yield Candidate(space.programs(bare, lower), bare, lower, False, origin)
+
+
+def _lies_badly(space: SearchSpace, best: Candidate) -> bool:
+    """Whether a small plan takes much longer than the search thought, which took intermediates to be row-major.
+
+    Then another tree may be faster, and searches for other objectives may know it.
+    """
+    if best.found is None or space.options.minimize != "time" or len(space.operands) > _MOST_SEARCHED_AGAIN:
+        return False
+    return best.cost.seconds > _MUCH * _score(space, "time", best.found)
 
 
 def _score(space: SearchSpace, objective: str, result: SearchResult) -> float:

@@ -116,6 +116,20 @@ def microseconds(run):
     return min(times) * 1e6
 
 
+def calls_of(run):
+    """How many functions are called, of Python or of C."""
+    count = 0
+
+    def profile(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    run()
+    sys.setprofile(None)
+    return count - 1  # the last line is one
+
+
 def operands(rows=131_072, groups=2048, sides=64):
     a, c = torch.ones(rows, 1, sides), torch.ones(groups, sides, sides)
     return a, c, torch.randint(0, groups, (rows,))
@@ -140,7 +154,11 @@ def seed_prepared():
     runs = calls(a, c, prepared)
     for run in runs:
         run()
-    return {"launches": [launches_of(run) for run in runs], "microseconds": [microseconds(run) for run in runs]}
+    return {
+        "launches": [launches_of(run) for run in runs],
+        "calls": [calls_of(run) for run in runs],
+        "microseconds": [microseconds(run) for run in runs],
+    }
 
 
 def seed_sorted():

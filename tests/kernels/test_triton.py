@@ -227,7 +227,7 @@ def test_the_precision_is_what_torch_is_set_to(tf32):
 )
 def test_products_by_parts_can_be_refused(monkeypatch, asked, environment, card, terms, dtype, expected):
     """By the environment and by torch's own setting; cards without tf32 are not asked for it."""
-    monkeypatch.setenv("PLANNER_FLOAT32", environment)
+    monkeypatch.setattr(triton_arithmetic, "_IEEE", environment == "ieee")
     monkeypatch.setattr(triton_arithmetic, "_tensor_cores", lambda device: card)
     before, torch.backends.cuda.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision, asked
     try:

@@ -147,16 +147,16 @@ def with_tiles(change: Mapping[str, int], precision: str) -> Iterator[dict[str, 
     seen: dict[str, Any] = {}
 
     def force(bucket: str, tiles: Any) -> Any:
-        names = {field.name for field in dataclasses.fields(tiles)}
+        names = {*tiles._fields}
         fields = {name: value for name, value in change.items() if name in names}
         if "mode=pair" in bucket:  # they cover the whole matrix
             fields = {name: value for name, value in fields.items() if name not in ("m", "n")}
-        other = dataclasses.replace(tiles, **fields)
+        other = tiles._replace(**fields)
         walked = "m" if "mode=rows" in bucket else "k"
         rows = tiles.chunk * getattr(tiles, walked)  # those of a program stay as they are
-        other = dataclasses.replace(other, chunk=max(1, rows // getattr(other, walked)))
+        other = other._replace(chunk=max(1, rows // getattr(other, walked)))
         if "bucket" not in seen and (not change or other != tiles):
-            seen.update(bucket=bucket, tiles=dataclasses.asdict(other))
+            seen.update(bucket=bucket, tiles=other._asdict())
         return other
 
     before = torch.backends.cuda.matmul.fp32_precision
