@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import planner
-from planner.bench.corpus import SCALES, corpus, gather_then_einsum
+from planner.bench import corpus as bench
+from planner.bench.corpus import corpus, gather_then_einsum
+from planner.bench.timing import SCALES, Settings
 
 ROWS = corpus("overhead")
 
@@ -74,3 +76,36 @@ def test_operands_are_stored_as_the_table_says():
     assert len(rows) >= 10
     for row in rows:
         assert not all(x.is_contiguous() for x in row.operands("torch")), row.name
+
+
+def test_the_part_says_how_far_planner_is_from_einsum_and_which_rows_are_worst(monkeypatch, capsys):
+    pytest.importorskip("torch")
+    rows = {row.spec: small(row) for row in ROWS}
+    kept = tuple(rows[spec] for spec in ("bij,bje->bie", "uw,zu->zuw", "s[e]c, e -> d[e]c"))
+    monkeypatch.setattr(bench, "corpus", lambda scale: kept)
+    settings = Settings(scales=("overhead",), row_seconds=0.0)
+    results = list(bench.compare_corpus("torch", settings))
+    assert [result.target for result in results] == [0.95, 1.05, 1.15] * 2
+    text = capsys.readouterr().out
+    assert "einsum again by einsum: median" in text
+    assert all(text.count(row.spec) == 2 for row in kept), "forward, and with gradients"
+
+
+def test_ratios_are_by_einsum_and_the_worst_stand_first(capsys):
+    times = {f"row {n}": {bench.EINSUM: 1e-6, bench.OURS: n * 1e-6} for n in range(1, 31)}
+    median, high, worst = bench._distribution(times, "overhead", "torch")
+    assert (median.measured, worst.measured) == pytest.approx((15.5, 30))
+    assert 29 < high.measured < 30
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[2] for line in lines] == [str(n) for n in range(30, 10, -1)]
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_what_is_written_by_hand_is_the_same_product(framework):
+    xp = pytest.importorskip("torch" if framework == "torch" else "jax.numpy")
+    rows = [row for row in map(small, ROWS) if bench.by_hand(row)]
+    assert len(rows) > 100
+    for row in rows if framework == "torch" else rows[::30]:
+        operands = row.operands(framework)
+        found, expected = (way(xp, *operands) for way in (bench.by_hand(row), gather_then_einsum(row)))
+        assert np.array_equal(np.asarray(found), np.asarray(expected)), row.name

@@ -1,4 +1,4 @@
-"""The corpus: einsum strings, and gathers followed by an einsum, from public model code, at three scales.
+"""The corpus: einsum strings, and gathers followed by an einsum, from public model code, timed at three scales.
 
 `corpus.csv` has a row for each. Its columns:
 
@@ -23,23 +23,27 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import gc
 import math
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any
 
+import numpy as np
 import opt_einsum
 
+from planner.bench.timing import PASSES, Pass, Result, Scale, Settings
+from planner.demo.runs import RUNS
+from planner.demo.ways import OURS, Framework, Way, our_way
 from planner.language.parse import parse
 from planner.language.spec import Gather, Spec, Term, term_axes
 from planner.workloads import View, Workload
 
-__all__ = ["SCALES", "Row", "Scale", "corpus", "gather_then_einsum"]
+__all__ = ["Row", "by_hand", "compare_corpus", "corpus", "gather_then_einsum", "time_row"]
 
-Scale = Literal["overhead", "cache", "memory"]
-SCALES: tuple[Scale, ...] = get_args(Scale)
 # All arrays of a row, what einsum makes on its path counted, take at most so many bytes, and its path so many FLOPs.
 _BYTES = {"cache": 2**20, "memory": 2**25}
 _FLOPS = {"cache": 2**25, "memory": 2**29}
@@ -187,3 +191,145 @@ def _add_rows(values: Any, index: tuple[Any, ...], shape: tuple[int, ...]) -> An
         return zeros.index_put(index, values, accumulate=True)
     dim, rows = dims[0], index[dims[0]]
     return zeros.index_add(dim, rows.flatten(), values.flatten(dim, dim + rows.ndim - 1))
+
+
+def by_hand(row: Row) -> Callable[..., Any] | None:
+    """Return two operands' product as `matmul` with views, or as an elementwise product; None for other rows."""
+    spec = row.parsed
+    *terms, out = _plain(spec)
+    if len(terms) != 2 or any(axis not in out and axis not in other for axis, other in _others(terms)):
+        return None
+    if any(map(_gathers, spec.terms)):
+        return None
+    first, second = terms
+    batch = [axis for axis in out if axis in first and axis in second]
+    left = [axis for axis in out if axis in first and axis not in second]
+    right = [axis for axis in out if axis in second and axis not in first]
+    summed = [axis for axis in first if axis in second and axis not in out]
+    sizes = row.sizes
+    back = [[*batch, *left, *right].index(axis) for axis in out]
+
+    def call(xp: Any, a: Any, b: Any) -> Any:
+        transpose = xp.permute if xp.__name__ == "torch" else xp.transpose
+        a = transpose(a, [first.index(axis) for axis in (*batch, *left, *summed)])
+        b = transpose(b, [second.index(axis) for axis in (*batch, *summed, *right)])
+        if not summed:
+            ones = [1 for _ in right]
+            product = a.reshape([*a.shape, *ones]) * b.reshape(
+                [*b.shape[: len(batch)], *[1 for _ in left], *b.shape[len(batch) :]]
+            )
+            return transpose(product, back)
+        a = a.reshape([*[sizes[e] for e in batch], _count(sizes, left), _count(sizes, summed)])
+        b = b.reshape([*[sizes[e] for e in batch], _count(sizes, summed), _count(sizes, right)])
+        return transpose((a @ b).reshape([sizes[e] for e in (*batch, *left, *right)]), back)
+
+    return call
+
+
+def _others(terms: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for term, other in (terms, terms[::-1]):
+        yield from ((axis, other) for axis in term)
+
+
+def _count(sizes: Mapping[str, int], axes: Sequence[str]) -> int:
+    return math.prod(sizes[axis] for axis in axes)
+
+
+# -- the comparison -----------------------------------------------------------------------------------------
+
+EINSUM, AGAIN = "einsum", "einsum again"
+_BARS: dict[Framework, dict[str, float]] = {
+    "torch": {"median": 0.95, "99%": 1.05, "worst": 1.15},
+    "jax": {"median": 1.0, "99%": 1.1, "worst": 1.2},
+}
+
+
+def compare_corpus(framework: Framework, settings: Settings) -> Iterator[Result]:
+    """Time every row at each scale, forward and with gradients; print the worst twenty; yield the distribution."""
+    for scale in settings.scales:
+        rows = corpus(scale)
+        if settings.sample:
+            rows = rows[:: max(1, len(rows) // settings.sample)]
+        medians = {row.name: time_row(row, framework, settings) for row in rows}
+        for which, named in PASSES:
+            times = {name: both[which] for name, both in medians.items()}
+            yield from _distribution(times, f"{scale}, {named}", framework)
+
+
+def _distribution(times: Mapping[str, Mapping[str, float]], what: str, framework: Framework) -> Iterator[Result]:
+    """Print how programs compare with einsum, and the rows where planner loses most."""
+    for label in dict.fromkeys(label for each in times.values() for label in each if label != EINSUM):
+        ratios = np.array([each[label] / each[EINSUM] for each in times.values() if label in each])
+        points = {"median": 50, "95%": 95, "99%": 99, "worst": 100}
+        reached = {point: float(np.percentile(ratios, at)) for point, at in points.items()}
+        print(f"{what}, {label} by einsum: " + ", ".join(f"{point} {ratio:.3f}" for point, ratio in reached.items()))
+        if label == OURS:
+            ours = reached
+    worst = sorted(times, key=lambda name: times[name][EINSUM] / times[name][OURS])
+    for name in worst[:20]:
+        each = times[name]
+        columns = "  ".join(f"{label} {1e6 * seconds:.1f}" for label, seconds in each.items())
+        print(f"  {each[OURS] / each[EINSUM]:.2f}  {name}  us: {columns}")
+    for point, bar in _BARS[framework].items():
+        yield Result("corpus", framework, f"{what}: {point} of the times, by einsum's", bar, ours[point], at_most=True)
+
+
+def time_row(row: Row, framework: Framework, settings: Settings) -> dict[Pass, dict[str, float]]:
+    """Return the least seconds of einsum, of einsum again, and of planner, in turn; and with `compiled` of others."""
+    einsum = gather_then_einsum(row)
+    ways = [Way(EINSUM, einsum), Way(AGAIN, einsum), our_way(row)]
+    if settings.compiled:
+        if framework == "torch":
+            ways.append(Way("torch.compile", _compiled(einsum)))
+        if hand := by_hand(row):
+            ways.append(Way("by hand", hand))
+    first = RUNS[framework](ways[0], row, row.takes_gradient)
+    runs = {way.label: first.use(way) for way in ways}
+    expected = first.results()
+    for label, run in runs.items():
+        for found, wanted in zip(run.results(), expected, strict=True):
+            if not np.allclose(found, wanted, rtol=1e-4, atol=1e-4 * float(np.abs(wanted).max(initial=1))):
+                raise AssertionError(f"{row.name}: {label} differs")
+    del expected, found, wanted
+    return {
+        which: _least({label: run.forward if which == "f" else run.both for label, run in runs.items()}, settings)
+        for which, _ in PASSES
+    }
+
+
+def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *operands, **arrays: call(torch, *operands, **arrays), dynamic=False)
+    return lambda xp, *operands, **arrays: compiled(*operands, **arrays)
+
+
+def _least(programs: Mapping[str, Callable[[], Any]], settings: Settings) -> dict[str, float]:
+    """Time blocks of calls of each program in turn; return the least seconds of a call."""
+    calls = {}
+    for label, program in programs.items():
+        program()
+        calls[label] = max(1, min(1000, int(_BLOCK_SECONDS / _block(program, 1))))
+    least = dict.fromkeys(programs, math.inf)
+    gc.collect()
+    begun, done = time.perf_counter(), 0
+    labels = list(programs)
+    while done < 5 or (done < 20 and time.perf_counter() - begun < settings.row_seconds):
+        for label in labels:
+            least[label] = min(least[label], _block(programs[label], calls[label]))
+        labels.append(labels.pop(0))
+        done += 1
+    return least
+
+
+_BLOCK_SECONDS = 1e-3
+
+
+def _block(program: Callable[[], Any], calls: int) -> float:
+    begun = time.perf_counter()
+    for _ in range(calls):
+        result = program()
+    seconds = (time.perf_counter() - begun) / calls
+    del result
+    return seconds
