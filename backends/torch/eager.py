@@ -14,22 +14,24 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import string
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from planner.backends.common.stock import evaluation, viewing
 from planner.backends.common.stock_layout import stock_layout
 from planner.backends.common.stock_rows import stock_kind
 from planner.backends.torch.ops import OPS, matrix_product
-from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps
+from planner.backends.torch.strides import STRIDE_OPS, TRANSFORMED_STRIDE_OPS, Strided, StrideOps, lacks_unit_stride
 from planner.cost.layout import layout_of, row_major
 from planner.language.derive import transpose
 from planner.language.dtypes import HALF_TYPES
 from planner.language.spec import Spec, indexed_dims, plain_axes, term_gathers
-from planner.program.forms import product_form
+from planner.program.forms import ProductForm, product_form
 from planner.program.ops import Cast, Op
 from planner.program.program import Program
 from planner.program.tree import Leaf, Tree, nodes_of
@@ -49,6 +51,7 @@ MOST_STEPS = 200
 # Steps made of several native calls, for which autograd would keep more than the step's operands: positions of the
 # diagonal, or a sum inside of the step.
 COMPOSED = ("diagonal", "multiply, sum")
+_LETTERS = string.ascii_uppercase + string.ascii_lowercase  # those of torch's einsum, in its order
 
 
 def compile_native(
@@ -180,9 +183,58 @@ class _Compiler:
         if stock_kind(op) == "matmul" and op.dtype != "bool":  # torch multiplies no bool matrices
             form = product_form(spec)
             assert form is not None
-            return matrix_product(form, spec) or OPS.product(form, spec), result
+            direct = matrix_product(form, spec) or self._einsum(spec, standins, result)
+            return direct or OPS.product(form, spec), result
+        if stock_kind(op) == "multiply" and (product := self._einsum(spec, standins, result)):
+            return product, result
         run, index = evaluation(OPS, spec), self.index
         return (lambda *inputs: run(inputs, index, False)), result
+
+    def _einsum(self, spec: Spec, standins: Sequence[Strided], result: Strided) -> Callable[..., Tensor] | None:
+        """Return torch's own einsum of a product, in one call, if it makes the same copies and strides; else None.
+
+        It takes less time than four calls that make views, but autograd records more of it. It multiplies
+        [batch, left, contracted] by [batch, contracted, right], with the axes of each group in the order of the output,
+        or of their letters if they are summed. So the letters are chosen, and the operands swapped, as the stock
+        evaluation orders axes.
+        """
+        form = product_form(spec)
+        assert form is not None
+        if self.chosen is not None or len(spec.axes) > len(_LETTERS) or _count_views(form, spec) < (3 if form.batch else 4):
+            return None
+        swapped = False
+        if form.contracted:
+            if any(sorted(group, key=spec.output.index) != list(group) for group in form.matrices[2]):
+                return None
+            order = (*form.batch, *form.left, *form.right)
+            swapped = spec.output != order and spec.output == (*form.batch, *form.right, *form.left)
+            operands = zip(standins, spec.inputs, form.matrices[:2], strict=True)
+            if result.copied and any(lacks_unit_stride(x, term, groups) for x, term, groups in operands):
+                return None  # torch would copy matrices one by one
+        elif evaluation(TRANSFORMED_STRIDE_OPS, spec)(standins, {}, False).strides != result.strides:
+            return None
+        letters = dict(zip(dict.fromkeys((*form.contracted, *spec.axes)), _LETTERS, strict=False))
+        first, second, out = ("".join(letters[str(axis)] for axis in term) for term in spec.terms)
+        einsum = torch._C._VariableFunctions.einsum
+        if swapped:
+            equation = f"{second},{first}->{out}"
+            return lambda a, b: einsum(equation, (b, a))
+        equation = f"{first},{second}->{out}"
+        return lambda a, b: einsum(equation, (a, b))
+
+
+def _count_views(form: ProductForm, spec: Spec) -> int:
+    """Return how many calls the stock evaluation of a product makes for views, other than the product itself."""
+    count = 0
+    if not form.contracted:
+        for term in spec.inputs:
+            inner = [axis for axis in spec.output if axis in term]
+            count += 2 * (list(term) != inner) + (len(inner) < len(spec.output))
+        return 2 * count
+    for term, groups in zip((*spec.inputs, spec.output), form.matrices, strict=True):
+        count += tuple(axis for group in groups for axis in group) != term
+        count += any(len(group) != 1 for group in (groups if form.batch else groups[1:]))
+    return count
 
 
 def _gathered(spec: Spec, x: Strided) -> tuple[Callable[..., Tensor], Strided] | None:
