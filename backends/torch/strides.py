@@ -21,7 +21,7 @@ from planner.cost.layout import row_major, view_strides
 from planner.language.spec import Spec, Term
 from planner.program.forms import ProductForm
 
-__all__ = ["STRIDE_OPS", "TRANSFORMED_STRIDE_OPS", "Strided", "StrideOps", "lacks_unit_stride"]
+__all__ = ["STRIDE_OPS", "TRANSFORMED_STRIDE_OPS", "StrideOps", "Strided", "copies_of"]
 
 
 class Strided(NamedTuple):
@@ -155,12 +155,12 @@ def _unit_strided(x: Strided) -> Strided:
     return x.view(x.shape, row_major(x.shape))._replace(copied=True)
 
 
-def lacks_unit_stride(x: Strided, term: Term, groups: Sequence[Sequence[str]]) -> bool:
-    """Return whether an operand is copied for unit strides after it is viewed as a batch of matrices."""
-    x = STRIDE_OPS.permute(x, [term.index(axis) for group in groups for axis in group])
+def copies_of(x: Strided, term: Term, groups: Sequence[Sequence[str]]) -> tuple[bool, bool]:
+    """Return whether an operand is copied to be viewed as a batch of matrices, and then for unit strides."""
+    x = STRIDE_OPS.permute(x._replace(copied=False), [term.index(axis) for group in groups for axis in group])
     sizes = iter(x.shape)
     matrices = x.reshape([math.prod(next(sizes) for _ in group) for group in groups])
-    return _unit_strided(matrices) is not matrices
+    return matrices.copied, bool(groups[0]) and _unit_strided(matrices) is not matrices
 
 
 def _pointwise(*inputs: Strided) -> Strided:
